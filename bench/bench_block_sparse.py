@@ -208,7 +208,7 @@ class Problem:
 class Attention(Problem):
     """block_sparse_attention."""
 
-    peers = ("dense", "mask", "selected")
+    peers: tuple[str, ...] = ("dense", "mask", "selected")
 
     def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
         super().__init__(case, args, device)

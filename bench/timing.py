@@ -57,7 +57,7 @@ def measure(
     peak_gib = peak_memory(call, device)
     times: list[float] = []
     while len(times) < 3 or (sum(times) < seconds * 1e3 and len(times) < most):
-        times.append(_milliseconds(call, device, host))
+        times.append(milliseconds(call, device, host))
     p20, p50, p80 = (_percentile(times, share) for share in (0.2, 0.5, 0.8))
     return Timing(p20, p50, p80, peak_gib, len(times))
 
@@ -96,7 +96,8 @@ def copy_bandwidth() -> float:
     return 2 * GIB / measure(lambda: target.copy_(source), source.device, seconds=0.1).ms_p50 / 1e9
 
 
-def _milliseconds(call: Callable[[], Any], device: torch.device, host: bool) -> float:
+def milliseconds(call: Callable[[], Any], device: torch.device, host: bool = True) -> float:
+    """Of one call. Args: host: as of `measure`."""
     if device.type == "cuda":
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if not host:

@@ -91,7 +91,7 @@ def plan(
     device: torch.device,
     tuning: Tuning = DEFAULT,
 ) -> Plan:
-    """Compiles what is not compiled yet."""
+    """Kernels, grids and sizes of temporaries of a step, from shapes alone. Compiles what is not compiled yet."""
     batch, queries, heads, dim = shape
     dims, group, capacity = (dim, v_dim), heads // kv_heads, columns * page_size
     select, terms = Blocks.of(config), 1 if config.token_mode else score.TERMS

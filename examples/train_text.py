@@ -9,7 +9,8 @@ bytes the loss is computed again with the text cut off after them; `lookahead` i
 
     torchrun --nproc-per-node=2 examples/train_text.py --context-parallel 2
 
-divides every sequence among two processes (docs/distributed.md). Losses are those of one process, but for rounding.
+divides every sequence among two processes (docs/distributed.md). Losses are those of one process, but for rounding:
+`--beside FILE` puts those of an earlier run with the same arguments beside them, and the largest difference.
 
 Writes OUT.json (schema: docs/results_files.md) and OUT.png after each variant.
 """
@@ -17,6 +18,7 @@ Writes OUT.json (schema: docs/results_files.md) and OUT.png after each variant.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
@@ -240,6 +242,7 @@ def run(args: argparse.Namespace, *, first: bool = True) -> int:
         raise SystemExit(str(refusal)) from refusal
 
     content = facts(args, corpus)
+    args.beside = [read_beside(path, content) for path in args.beside]
     introduce(args, content, f"dense attention by {args.dense.name}")
     for note in notes:
         console.print(note, style="yellow", markup=False)
@@ -254,11 +257,13 @@ def run(args: argparse.Namespace, *, first: bool = True) -> int:
         summaries[:] = relate([*summaries, summary])
         if not first:
             return
-        results = {
+        results: dict[str, Any] = {
             "rows": [asdict(row) for row in rows],
             "summary": [asdict(summary) for summary in summaries],
             "verdict": verdict(summaries, short=is_short(args)),
         }
+        if args.beside:
+            results["beside"] = [differences(run, rows) for run in args.beside]
         write_json(out.with_suffix(".json"), {**content, **results})
         plot(rows, out.with_suffix(".png"), content["device"], CURVES)
 
@@ -274,6 +279,41 @@ def facts(args: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
     fields["training"]["checkpointing"] = args.checkpointing
     fields["training"]["context_parallel"] = args.context_parallel
     return {**fields, "preset": args.preset, "variants": describe(args)}
+
+
+# Earlier runs
+
+
+def read_beside(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """The results of an earlier run. Ends the program where it was of something else.
+
+    Args:
+        content: the facts of this run.
+    """
+    try:
+        run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise SystemExit(f"--beside must name results of this example, got {path}: {problem}") from problem
+    for name in ("model", "training", "data", "preset"):
+        mine, theirs = (
+            {**x[name], "context_parallel": None} if name == "training" else x.get(name) for x in (content, run)
+        )
+        if mine != theirs:
+            raise SystemExit(f"--beside must name a run with the same {name}, got {theirs} in {path} and {mine} here")
+    return run
+
+
+def differences(run: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
+    """The losses of an earlier run at the steps of this one's rows, and the largest differences."""
+    own = {(row.variant, row.step): row for row in rows}
+    pairs = [(row, own[key]) for row in run["rows"] if (key := (row["variant"], row["step"])) in own]
+    largest = {
+        name: max((abs(row[name] - getattr(mine, name)) for row, mine in pairs if row[name] is not None), default=None)
+        for name in ("train_loss", "val_loss")
+    }
+    parallel = run["training"]["context_parallel"]
+    rows_there = [row for row, _ in pairs]
+    return {"command": run["command"], "context_parallel": parallel, "differences": largest, "rows": rows_there}
 
 
 # The command line
@@ -292,6 +332,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="R",
         help="divide each sequence among the R processes that torchrun starts; without dense attention, and nsa alone "
         "unless --variants names others; default: one process, whole sequences",
+    )
+    group.add_argument(
+        "--beside",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="results of runs that differ in --context-parallel at most: write down their losses and the differences",
     )
     parser.add_argument(
         "--save-indices",

@@ -178,6 +178,9 @@ class BackwardDQ(_Backward):
     pipeline    stages  a stage is full when                   and empty when
     rows_ready  1       TMA has written Q and dO of the CTA    never: it is filled once
     keys_ready  STAGES  TMA has written a tile of K and of V   the 8 consumer warps have issued and awaited dS K
+
+    keys_ready is filled, and awaited by both consumers, once for each key tile. Named barriers, once at the end: 1 and
+    2, a consumer has written its rows of dQ for TMA.
     """
 
     def operands(self) -> tuple[Any, ...]:
@@ -308,6 +311,8 @@ class BackwardDKV(_Backward):
     rows_ready  STAGES  TMA has written a tile of Q and of dO, and  the warps that read the stage have awaited dS^T Q:
                         the 64 threads of the statistics' warps     both consumers, or the one whose turn it is
                         have arrived
+
+    rows_ready is filled, and awaited by the warps that read it, once for each row tile.
 
     Args:
         dim, dtype: head dim, 16-bit type.

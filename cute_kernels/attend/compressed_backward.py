@@ -251,6 +251,7 @@ class CompressedDQ(BackwardDQ):
 
 class CompressedDKV(BackwardDKV):
     """Partials of dK and dV of the compressed branch. Roles and pipelines: BackwardDKV; both consumers read a stage.
+    Results go from registers to memory, so there are no further barriers.
 
     Args: head dim, 16-bit type.
     """

@@ -109,7 +109,17 @@ def takes_query_outer(group: int, slots: int, query_outer: bool | None = None) -
 
 
 class QueryOuterForward:
-    """Args: dims of k and v; 16-bit type; G; n, slots of a token; l', tokens of a block; whether to use WGMMA."""
+    """Work tile: `tokens` consecutive tokens of a key/value head with its G query heads.
+
+    barrier           times         before it, all threads have                    after it, threads may
+    slots             once          written the blocks of the tile's slots         compare them
+    first of a block  once          marked which of the slots with a block counts  give the blocks places in the list
+    list              once          written the list                               load what it names
+    start of a step   once a step   awaited their copies of its stage, and         multiply it, and copy keys into the
+                                    multiplied the last step's                     last step's stage
+
+    Args: dims of k and v; 16-bit type; G; n, slots of a token; l', tokens of a block; whether to use WGMMA.
+    """
 
     def __init__(self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int, warpgroups: bool) -> None:
         self.dim, self.v_dim, self.dtype, self.group, self.slots, self.size = dim, v_dim, dtype, group, slots, size
@@ -185,7 +195,7 @@ class QueryOuterForward:
             smem.allocate_tensor(Int32, cute.make_layout(num_slots), 16) for _ in range(4)
         )
 
-        # Gather q
+        # Load: gather q
         first = tile * self.tokens
         num_tokens = cutlass.min(mIndices.shape[2] - first, self.tokens)
         gQ = cute.domain_offset((first, 0, 0), mQ[batch, None, kv_head, None, None])
@@ -215,7 +225,7 @@ class QueryOuterForward:
         cute.arch.sync_threads()
         num_blocks = self._list_blocks(sSlotBlock, sSlotBits, sBlock, sBlockBits, thread)
 
-        # Prologue
+        # Load: keys and values of the first steps
         steps = num_blocks * self.block_tiles
         gK, gV = mK[batch, None, kv_head, None], mV[batch, None, kv_head, None]
         for step in range_constexpr(STAGES - 1):
@@ -240,6 +250,7 @@ class QueryOuterForward:
 
         # Mainloop
         for step in cutlass.range(steps, unroll=1):
+            # Load
             cute.arch.cp_async_wait_group(STAGES - 2)
             if const_expr(self.warpgroups):
                 cute.arch.fence_view_async_shared()
@@ -247,15 +258,20 @@ class QueryOuterForward:
             if step + STAGES - 1 < steps:
                 self._load(gK, gV, sK, sV, sBlock, step + STAGES - 1, mBounds)
             cute.arch.cp_async_commit_group()
+
+            # MMA: S = Q K^T
             acc = accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, TILE))
             self._mma_qk(acc, rQ, sWarpQ, sK, step % STAGES)
 
+            # Softmax
             i_block = step // self.block_tiles
             first_key, _ = block_bounds(sBlock[i_block], self.size, mK.shape[1], mBounds)
             first_key += step % self.block_tiles * TILE
             S = acc_mn_view(acc)
             self._mask(S, sBlockBits[i_block], rToken, rPosition, first_key)
             online_softmax(S, acc_o_mn, rMax, rSum, scale * LOG2_E)
+
+            # MMA: O += P V
             self._mma_pv(acc_o, acc_as_operand_a(acc, self.dtype), sV, step % STAGES)
 
         # Epilogue

@@ -318,7 +318,8 @@ class SelectedDQ(BackwardDQ):
 class SelectedDKV(BackwardDKV):
     """dK and dV of the selected branch. Roles and pipelines: BackwardDKV; a stage has one consumer, in turn.
 
-    Named barriers: 1, both consumers exchange their sums; 2 and 3, a consumer has written its result for TMA.
+    Named barriers, at the end: 1, twice: both consumers have read the last stage, and have written the sums that they
+    exchange there; 2 and 3, once: a consumer has written its result for TMA.
 
     Args: head dim, 16-bit type, whether row i sees only keys j <= i, keys of a block, rows of a query tile.
     """

@@ -6,6 +6,7 @@ key/value head (pack_gqa). All keys of a row are there at once, so softmax needs
 
     load          once: keys by cp.async; values with columns permuted (mma_sync.load_permuted), so that each lane of a
                   product has 16 bytes of a row of o and writes them as they are
+                  The only barrier: after it all threads may read the keys and values that any has loaded
     mainloop      per warp, no barrier between warps, self.rows rows at a time:
       gather q    the next rows, by cp.async, while these are worked on
       mma_qk      S = Q K^T
@@ -222,7 +223,8 @@ class WarpRows:
             cute.arch.sync_warp()
             next_row = row + step
             later_slot_idx = self._slot_idx(gQueryRows, next_row + step, num_rows)
-            # S = Q K^T, then the next rows of q
+
+            # MMA: S = Q K^T. Load: the next rows of q
             acc_s = self._mma_qk(mma_qk, lane, sQ_mma, sQ, sK)
             rGates, rBlocks = None, None
             if const_expr(combine is not None):
@@ -243,7 +245,7 @@ class WarpRows:
             if const_expr(combine is None):
                 self._store_lse(gLse, lse, slot_idx, row, num_rows)
 
-            # O = P V, and the epilogue
+            # MMA: O = P V. Epilogue
             my_row = row + lane % self.rows
             _, head = divide(my_row, self.group)
             o_vector = slot_idx * o_strides[0] + head * o_strides[1] if my_row < num_rows else Int32(-1)

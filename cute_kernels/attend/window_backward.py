@@ -279,7 +279,7 @@ class WindowDKV(BackwardDKV):
     """dK and dV of the window and of local selected blocks. Roles and pipelines: BackwardDKV; both consumers read a
     stage.
 
-    Named barriers: 1 + consumer, the consumer has written its results for TMA.
+    Named barriers, at the end: 1 + consumer, twice: the consumer has written its dK, and its dV, for TMA.
 
     Args: head dim, 16-bit type, whether there are local selected blocks.
     """

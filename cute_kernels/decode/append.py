@@ -29,7 +29,10 @@ PART_TOKENS = 64
 
 
 class AppendPages:
-    """Args: dims of k and v; tokens of a page; l and d."""
+    """Barriers, for each entry: the SLICES sums are written; they have been read.
+
+    Args: dims of k and v; tokens of a page; l and d.
+    """
 
     def __init__(self, dim: int, v_dim: int, page_size: int, length: int, stride: int) -> None:
         self.length, self.stride = length, stride

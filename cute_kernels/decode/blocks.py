@@ -230,7 +230,10 @@ class AttendBlocks(DecodeTiles):
         token: Int32,
         choice_blocks: Int32,
     ) -> Int32:
-        """The best blocks of all parts, into sBlock, best first. Returns how many there are."""
+        """The best blocks of all parts, into sBlock, best first. Returns how many there are.
+
+        Barriers: the parts are in shared memory; the list is whole, and keys and values may take the parts' place.
+        """
         thread, _, _ = cute.arch.thread_idx()
         lane, count = cute.arch.lane_idx(), const_expr(self.blocks.count)
         # In place of keys and values, which are not on their way yet

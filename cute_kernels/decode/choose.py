@@ -66,7 +66,10 @@ class ChoiceParts(NamedTuple):
 
 
 class ChooseBlocks:
-    """Args: the kernel that wrote the scores, what to select, and how many heads select together, 1 or G."""
+    """Barriers: the row and the heads' lse are written; the lists of all warps are whole, and are merged.
+
+    Args: the kernel that wrote the scores, what to select, and how many heads select together, 1 or G.
+    """
 
     def __init__(self, score: ScoreEntries, blocks: Blocks, heads: int) -> None:
         self.blocks, self.score, self.tiles, self.heads = blocks, score, score.tiles, heads

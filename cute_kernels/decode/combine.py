@@ -43,7 +43,9 @@ FEW_HEADS, MANY_HEADS = Shape(128, 8), Shape(64, 4)
 
 
 class CombineBranches:
-    """Args:
+    """One barrier: all sums of the three branches are written. Then the first branch's threads add up and gate.
+
+    Args:
     score: the kernel of the compressed branch's partials.
     dim, v_dim: of q and out.
     shape: of a CTA.

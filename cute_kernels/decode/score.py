@@ -202,7 +202,7 @@ class ScoreEntries(DecodeTiles):
 
     @cute.jit
     def finish_scores(self, S: cute.Tensor, tile: Int32, work: Work):
-        """Mask, and write the blocks' L."""
+        """Mask, and write the blocks' L. One barrier: all threads have written the tile's scores and may read all."""
         lane = cute.arch.lane_idx()
         row_warp, key_warp = self.place()
         first, end = self.bounds(tile, work)

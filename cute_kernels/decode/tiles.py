@@ -196,6 +196,15 @@ class DecodeTiles:
     def attend(self, keys: PagedKeys, buffers: Buffers, num_tiles: Int32, scale: Float32, work: Any) -> Any:
         """Of tiles 0 ... num_tiles - 1. Queries are on their way. Returns a warp's o, maxima and sums.
 
+        barrier           times        before it, all threads have             after it, threads may
+        start of a tile   once a tile  awaited their copies of it, and         multiply it, and copy keys into the
+                                       multiplied the last one                 last one's stage
+        end of the tiles  once         awaited all copies, multiplied all      write sO in their place
+        store_partial     twice        written their warp's o and statistics;  add them up; load what the next row
+                                       added them up                           takes
+
+        `finish_scores` may have barriers of its own.
+
         Args:
             scale: softmax_scale * log2(e).
             work: for `bounds` and `finish_scores`.
@@ -205,6 +214,7 @@ class DecodeTiles:
         sWarpQ = cute.local_tile(buffers.sQ, (MMA_K, self.dim), (row_warp, 0))
         mma = make_warp_mma(self.dtype, 1)
         rPages = self._pages()
+        # Load: the first tiles
         for stage in range_constexpr(self.stages - 1):
             if stage < num_tiles:
                 self._load_pages(keys, Int32(stage), rPages, work)
@@ -219,6 +229,7 @@ class DecodeTiles:
         acc_o = accumulator(mma, (MMA_K, self.v_dim))
         acc_o.fill(0.0)
         for tile in cutlass.range(num_tiles, unroll=1):
+            # Load: `stages` - 1 tiles ahead
             cute.arch.cp_async_wait_group(self.stages - 2)
             cute.arch.sync_threads()
             ahead = tile + self.stages - 1
@@ -227,14 +238,20 @@ class DecodeTiles:
             cute.arch.cp_async_commit_group()
             if ahead + 1 < num_tiles:
                 self._load_pages(keys, ahead + 1, rPages, work)
+
+            # MMA: S = Q K^T
             stage = tile % self.stages
             acc = accumulator(mma, (MMA_K, self.warp_keys))
             acc.fill(0.0)
             first = key_warp * (self.warp_keys // MMA_K)
             gemm_smem(mma, lane, acc, sWarpQ, buffers.sK[None, None, stage], first)
+
+            # Softmax
             S = acc_mn_view(acc)
             self.finish_scores(S, tile, work)
             online_softmax(S, acc_mn_view(acc_o), rMax, rSum, scale)
+
+            # MMA: O += P V
             sColumns = transpose_view(buffers.sV[None, None, stage])
             gemm_registers(mma, lane, acc_o, acc_as_operand_a(acc, self.dtype), sColumns, 0, True, first)
         cute.arch.cp_async_wait_group(0)

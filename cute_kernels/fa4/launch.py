@@ -10,7 +10,8 @@ that FA4 would give them (tests/cute/test_fa4_launch.py compares both).
 FA4 looks its kernels up, compiles those that are missing and launches them in one function, so every call through its
 interface holds COMPILING from beginning to end: first calls, and `_signature`'s exceptions. A thread then waits for
 another one's compilation even if FA4 already has its kernels. Beyond that it loses little: Python runs one thread's
-0.1 ms at a time anyway.
+0.1 ms at a time anyway. There the tensors' device is made the current one, whose architecture FA4 asks for and of which
+alone PyTorch hands tensors to compilers (DLPack); compiled kernels switch to the device of their tensors by themselves.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.runtime.compiling import COMPILING
-from cute_kernels.runtime.device import compute_capability, positional
+from cute_kernels.runtime.device import compute_capability, made_current, positional
 from cute_kernels.runtime.replay import launch, refuse
 
 if TYPE_CHECKING:
@@ -312,7 +313,7 @@ def _attend_by_interface(
         options["tile_mn"] = WINDOW_TILE
     elif mask.lists is not None and mask.lists.width == NARROW and _is_blackwell(q):
         options["tile_mn"] = ONE_TILE, NARROW
-    with _recording(_flash_attn_fwd) as (recorder,):
+    with made_current(q.device), _recording(_flash_attn_fwd) as (recorder,):
         o, sums, *_ = _flash_attn_fwd(*qkv, **options)
     if signature is not None and recorder.used:
         _FORWARD[signature] = recorder.used[-1]
@@ -428,7 +429,7 @@ def _differentiate_by_interface(
         return tiles[-1]
 
     stages = interface._bwd_preprocess, interface._flash_attn_bwd, interface._bwd_postprocess_convert
-    with _recording(*stages) as (before, main, after):
+    with made_current(given.q.device), _recording(*stages) as (before, main, after):
         interface._tile_size_bwd_sm90 = choose_tiles
         try:
             interface._flash_attn_bwd(

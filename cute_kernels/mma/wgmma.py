@@ -53,7 +53,7 @@ def warpgroup_mma(dtype: Any, columns: int, source: Any, left: Any, right: Any) 
 
 
 def as_warpgroup_acc(acc: cute.Tensor) -> cute.Tensor:
-    """A warp's accumulator of 16 rows (warp_tiles.accumulator) as a part of a warpgroup's of TILE rows."""
+    """A warp's accumulator of 16 rows (mma_sync.accumulator) as a part of a warpgroup's of TILE rows."""
     return cute.make_tensor(acc.iterator, cute.make_layout(((2, 2, cute.size(acc, mode=[2])), 1, 1)))
 
 

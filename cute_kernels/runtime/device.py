@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -31,6 +32,11 @@ def compute_capability(index: int) -> tuple[int, int]:
 def has_warpgroups(device: torch.device) -> bool:
     """Whether the device has WGMMA: only Hopper has."""
     return device.type == "cuda" and compute_capability(device.index or 0)[0] == 9
+
+
+def made_current(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside `with` a CUDA device is the current one; for others nothing."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def must_be_deterministic() -> bool:

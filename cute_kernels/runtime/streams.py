@@ -18,13 +18,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cute_kernels.runtime import replay
+from cute_kernels.runtime.device import made_current
 
 STREAMS = 2
 """So many chunks run, and hold their memory, at a time."""
@@ -39,7 +40,7 @@ class SideStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._guard = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        self._guard = made_current(device)
         self._chunks = 0
         self._ends: deque[tuple[torch.cuda.Event, Any]] = deque()
 

@@ -61,6 +61,12 @@ STAGES = 2
 class TileTopK:
     """One CTA per TILE_M rows: scores, pooling and top-k selection.
 
+    barrier          times        before it, all threads have             after it, threads may
+    prologue         once         written queries, rows and thresholds    read them
+    start of a step  once a step  awaited their copies of its keys, and   multiply them, copy keys into the other
+                                  read the last step's scores             stage, and overwrite the scores
+    scores           once a step  multiplied its keys and written scores  read the scores
+
     Args:
         dim: D.
         dtype: of keys.
@@ -201,7 +207,7 @@ class TileTopK:
             self.load_keys(mK, sK, num_entries, batch, kv_head, Int32(0), 0)
         cute.arch.cp_async_commit_group()
         for step in cutlass.range(num_steps, unroll=1):
-            # Load the next keys
+            # Load: the next keys
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
             stage = step % STAGES
@@ -209,7 +215,7 @@ class TileTopK:
                 self.load_keys(mK, sK, num_entries, batch, kv_head, step + 1, (step + 1) % STAGES)
             cute.arch.cp_async_commit_group()
 
-            # MMA, the smallest term of the queries first
+            # MMA: the smallest term of the queries first
             acc.fill(0.0)
             for c in range_constexpr(self.dim // 16):
                 cute.copy(copy_k, tSsK[None, None, c, stage], tSrK_copy[None, None, c])
@@ -219,7 +225,7 @@ class TileTopK:
             cute.autovec_copy(acc, tSsScore)
             cute.arch.sync_threads()
 
-            # Select. Most rows have no candidate in a step: find those that have, then merge one by one
+            # Select: find the rows that have a candidate, mostly none in a step, then merge one by one
             first_block = step * self.blocks_per_step
             pending = Int32(0)
             for i in range_constexpr(ROWS_PER_WARP):
@@ -241,7 +247,7 @@ class TileTopK:
                 cute.arch.sync_warp()  # all lanes have read the earlier one
                 sThreshold[row] = threshold
 
-        # Epilogue
+        # Epilogue: store the lists
         for i in cutlass.range(ROWS_PER_WARP, unroll=1):
             row = first_row + warp_row + i
             if row < num_rows:

@@ -1,1 +1,1 @@
-"""Code that all three ops share. It imports none of them."""
+"""Code that all ops share. It imports none of them."""

@@ -1,4 +1,4 @@
-"""torch.autocast for the three ops: inputs are cast as those of PyTorch's own ops, and backends run with it off."""
+"""torch.autocast for all ops: inputs are cast as those of PyTorch's own ops, and backends run with it off."""
 
 from __future__ import annotations
 

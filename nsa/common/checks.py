@@ -1,4 +1,4 @@
-"""Checks of arguments that all three ops share: TypeError or ValueError, naming the argument and its value."""
+"""Checks of arguments that all ops share: TypeError or ValueError, naming the argument and its value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What autograd of the three ops shares: recomputation in backward, and errors for what they do not support."""
+"""What autograd of all ops shares: recomputation in backward, and errors for what they do not support."""
 
 from __future__ import annotations
 

@@ -189,8 +189,9 @@ class NSACache:
         return torch.where(rows >= 0, rows // size * slots + rows % size // self.config.stride, -1)
 
     def append(self, inputs: NSAInputs, config: NSAConfig, step: Step) -> None:
-        """Write the keys and values of a step's new tokens, and the entries that they complete, in PyTorch; for
-        backends whose kernels do not, of whatever pools or branches.
+        """Write a step's new keys and values, and the entries that they complete, in PyTorch: any pooling and branches.
+
+        For backends whose kernels do not.
         """
         append(inputs, config, self, step)
 
@@ -199,11 +200,19 @@ class NSACache:
         self.table.check()
 
     def reorder(self, rows: Tensor) -> None:
-        """`PageTable.reorder`, which reorders all layers: sequence b becomes what sequence rows[b] is."""
+        """`PageTable.reorder`, which reorders all layers: sequence b becomes what sequence rows[b] is.
+
+        Args:
+            rows: int32 or int64 `[B]` on the device.
+        """
         self.table.reorder(rows)
 
     def truncate(self, lengths: int | Tensor) -> None:
-        """`PageTable.truncate`, which cuts all layers: sequences to at most these lengths."""
+        """`PageTable.truncate`, which cuts all layers: sequences to at most these lengths.
+
+        Args:
+            lengths: of all sequences, or int32 `[B]` on the device.
+        """
         self.table.truncate(lengths)
 
     def reset(self) -> None:
@@ -211,12 +220,19 @@ class NSACache:
         self.table.reset()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The cache's tensors by name, the table's with "table." before; themselves and no copies."""
+        """The cache's tensors, to save.
+
+        Returns:
+            Tensors by name, the table's with "table." before; themselves and no copies.
+        """
         own = dict(self.pages) if self.tile_sums is None else {**self.pages, "tile_sums": self.tile_sums}
         return own | {f"table.{name}": tensor for name, tensor in self.table.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy the tensors of a state_dict of a cache of the same sizes and options; its table is shared by all layers.
+        """Copy the tensors of a saved cache into this one, and into the table that all layers share.
+
+        Args:
+            state: the `state_dict` of a cache of the same sizes and options.
 
         Raises:
             ValueError: naming what is missing, unknown, or of another shape or dtype, before anything is copied.

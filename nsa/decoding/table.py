@@ -156,10 +156,18 @@ class PageTable:
 
     @property
     def device(self) -> torch.device:
+        """Of all tensors."""
         return self.block_table.device
 
     def positions(self, num_tokens: int) -> Tensor:
-        """The tokens that the next `num_tokens` of each sequence are, int64 `[B,num_tokens]`: for rotary embeddings."""
+        """The positions of the next tokens of each sequence: for rotary embeddings.
+
+        Args:
+            num_tokens: N_q, new tokens of each sequence.
+
+        Returns:
+            int64 `[B,N_q]`, counted from the first token of each sequence.
+        """
         return self.seqlens.long()[:, None] + torch.arange(num_tokens, device=self.device)
 
     def rows(self, positions: Tensor) -> Tensor:
@@ -183,6 +191,9 @@ class PageTable:
         Args:
             num_tokens: N_q, new tokens of each sequence.
             counts: int32 `[B]` on the device: how many of them are real, 0 to N_q. Default: None, which means all.
+
+        Returns:
+            A context: calls of all layers belong inside it.
 
         Raises:
             RuntimeError: inside another step.
@@ -368,12 +379,19 @@ class PageTable:
             )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The table's tensors by name, themselves and no copies."""
+        """The table's tensors, to save.
+
+        Returns:
+            Tensors by name; themselves and no copies.
+        """
         names = ("block_table", "seqlens", "overflowed", "page_uses")
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy the tensors of a state_dict of a table of the same sizes.
+        """Copy the tensors of a saved table into this one.
+
+        Args:
+            state: the `state_dict` of a table of the same sizes.
 
         Raises:
             ValueError: naming what is missing, unknown, or of another shape or dtype, before anything is copied.

@@ -30,6 +30,11 @@ def fla_config(block_size: int = 64, block_counts: int = 16, window_size: int | 
     Raises:
         TypeError: for block counts that differ by token.
         ValueError: for fewer blocks than are forced.
+
+    Example:
+        >>> from nsa.integrations.fla import fla_config
+        >>> fla_config(block_counts=8).num_selected_blocks
+        8
     """
     if isinstance(block_counts, Tensor):
         raise TypeError("block_counts must be an integer: NSA selects equally many blocks for all tokens, got a tensor")
@@ -57,6 +62,15 @@ def layer_from_fla(
 
     Raises:
         ValueError: naming weights that are missing, unknown or of sizes that do not fit each other.
+
+    Example:
+        >>> import torch
+        >>> from nsa.integrations.fla import layer_from_fla
+        >>> rows = {"q_proj": 64, "k_proj": 16, "v_proj": 16, "g_proj": 12}  # 4 heads of 16, 1 of keys, 3 gates a head
+        >>> state = {f"{name}.weight": torch.randn(count, 32) for name, count in rows.items()}
+        >>> layer = layer_from_fla({**state, "o_proj.weight": torch.randn(32, 64)})
+        >>> layer(torch.randn(1, 100, 32)).shape
+        torch.Size([1, 100, 32])
     """
     buffers = {name for name in state if name.startswith("rotary.")}
     wanted = {f"{name}.weight" for name in NAMES}

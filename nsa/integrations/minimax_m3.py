@@ -40,6 +40,8 @@ from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
 from nsa.block_sparse.api import block_sparse_attention
 from nsa.indexer.api import top_blocks_by_max
 
+__all__ = ["register", "unregister"]
+
 NAME = "nsa-blocks"
 """Of the attention implementation."""
 

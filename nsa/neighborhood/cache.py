@@ -70,7 +70,7 @@ class BackwardCache:
         if any(tensor.is_inference() for tensor in inputs):
             return compute()
         # A captured graph must contain the backward, not one result of it
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if _is_captured(inputs[0].device):
             return compute()
         key = (tuple(id(tensor) for tensor in inputs), options)  # entries hold the tensors, so ids stay unique
         found = self._entries.get(key)
@@ -126,6 +126,14 @@ class _Producer:
         for tensor in tensors:
             if tensor.device == self._device:
                 tensor.record_stream(reader)
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether the current stream of a device is being captured; it need not be the current device."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _current_stream(device: torch.device) -> Any:

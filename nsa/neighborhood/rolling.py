@@ -65,7 +65,14 @@ class NeighborhoodCache:
         """Tokens so far, on the device."""
 
     def positions(self, num_tokens: int) -> Tensor:
-        """The tokens that the next `num_tokens` of each sequence are, int64 `[num_tokens]`: for rotary embeddings."""
+        """The positions of the next tokens, the same in all sequences: for rotary embeddings.
+
+        Args:
+            num_tokens: new tokens of each sequence.
+
+        Returns:
+            int64 `[num_tokens]`, counted from the first token.
+        """
         return self.length + torch.arange(num_tokens, device=self.length.device)
 
     def followed_by(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,14 +6,24 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from bench import bench_context_parallel as bench
-from bench.bench_context_parallel import Row
-from tests.support.bench_helpers import documented_fields
+from bench import context_shares, context_together
+from bench.context_shares import Row
+from bench.results_file import open_results
+from nsa.distributed import ContextParallel
+from tests.support.bench_helpers import Changed, documented_fields
+from tests.support.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--device", "cpu", "--sizes", "per_tile:140:2/1", "paper:40:2/1", "--dim", "4"]
@@ -61,7 +71,7 @@ def _name(row: dict[str, object]) -> str:
 
 @pytest.mark.parametrize("wrong", ["out", "dk"])
 def test_one_wrong_value_makes_it_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
-    forward, backward = bench.attend, bench.Alone.add_shares
+    forward, backward = context_shares.attend, context_shares.Alone.add_shares
 
     def attend(*arguments, **how):  # type: ignore[no-untyped-def]
         out, saved = forward(*arguments, **how)
@@ -74,8 +84,8 @@ def test_one_wrong_value_makes_it_red(tmp_path: Path, monkeypatch: pytest.Monkey
             shares[-1, 0, 0, 0] += 0.1
         return backward(self, shares, *others)
 
-    monkeypatch.setattr(bench, "attend", attend)
-    monkeypatch.setattr(bench.Alone, "add_shares", add_shares)
+    monkeypatch.setattr(context_shares, "attend", attend)
+    monkeypatch.setattr(context_shares.Alone, "add_shares", add_shares)
     out = tmp_path / "alone"
     assert bench.main([*ALONE, "--sizes", "paper:40:2/1", "--out", str(out)]) == 1
     content = json.loads(out.with_suffix(".json").read_text())
@@ -93,9 +103,84 @@ def test_ranks_together(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     content = json.loads(out.with_suffix(".json").read_text())
     assert content["gate"] == "green"
-    assert {r["mode"] for r in content["rows"]} == {"together"}
-    assert [r["rank"] for r in content["rows"]] == [0, 1] * 4
+    assert [(r["ranks"], r["mode"]) for r in content["rows"][:4]] == [(1, "alone")] * 4
+    modes = [mode for mode in ("alone", "messages", "together") for _ in range(2)]
+    assert [r["mode"] for r in content["rows"][4:]] == modes * 4
+    assert [r["rank"] for r in content["rows"][4:]] == [0, 1] * 12
     assert all(r["ms"] > 0 for r in content["rows"])
+    for share in content["shares"]:
+        own = [r for r in content["rows"] if (r["preset"], r["pass"]) == (share["preset"], share["pass"])]
+        (single,) = [r for r in own if r["ranks"] == 1]
+        slowest = {mode: max(r["ms"] for r in own if r["ranks"] == 2 and r["mode"] == mode) for mode in modes}
+        assert share["speedup"] == pytest.approx(single["ms"] / slowest["together"])
+        assert share["messages_ms"] == slowest["messages"]
+        assert share["not_hidden_ms"] == pytest.approx(slowest["together"] - slowest["alone"])
+    assert [link["collective"] for link in content["links"]] == ["all_gather", "all_to_all"]
+    for link in content["links"]:
+        assert [time["bytes"] for time in link["times"]] == list(context_together.CPU_LINK_BYTES)
+        assert all(time["ms"] > 0 for time in link["times"])
+
+
+def run_with_one_wrong_value(_: Any, out: str, wrong: str) -> int:
+    """A rank's job, where results of the last rank are off."""
+    calls: list[int] = []
+    nsa = ContextParallel.nsa
+
+    def changed(self: ContextParallel, *tensors: Tensor, **options: Any) -> Tensor:
+        result: Tensor = nsa(self, *tensors, **options)
+        calls.append(1)
+        last = self.rank == self.size - 1 and (wrong != "run to run" or len(calls) == 2)
+        forward, backward = (0.1 * last * (wrong in of) for of in (("out", "run to run"), ("dq",)))
+        return Changed.apply(result, forward, backward)
+
+    argv = [*SMALL, "--sizes", "paper:40:2/1", "--repeats", "1", "--out", out]
+    environment = {"LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    with mock.patch.dict(os.environ, environment), mock.patch.object(ContextParallel, "nsa", changed):
+        args = bench.parse(argv)
+        head = {"device": "", "versions": {}, "commit": "", "command": ""}
+        with open_results(Path(out), head) if dist.get_rank() == 0 else nullcontext() as results:
+            return context_together.Together(args, torch.device("cpu"), results).run(bench.BAR_SIZES)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [("out", "rank 1: out: error"), ("dq", "rank 1: dq: error"), ("run to run", "rank 1: out differs from run to run")],
+)
+def test_one_wrong_value_of_a_rank_makes_it_red(tmp_path: Path, wrong: str, message: str) -> None:
+    out = tmp_path / "together"
+    with Ranks(2) as ranks:
+        outcomes = ranks.outcomes(2, run_with_one_wrong_value, str(out), wrong)
+    assert outcomes == [("returned", 1)] * 2
+    content = json.loads(out.with_suffix(".json").read_text())
+    assert (content["gate"], content["rows"]) == ("red", [])
+    assert message in content["red"][0]
+
+
+def test_constants_of_a_link() -> None:
+    """Of times that the model gives: 3 us and 200 GB/s on 4 ranks."""
+    times = [(v, (3 * 3e-6 + v * 3 / 4 / 200e9) * 1e3) for v in (1 << 16, 1 << 22, 1 << 30)]
+    assert context_together.fit_link(times, 4) == pytest.approx((3.0, 200.0))
+
+
+def test_bars_of_ranks_together() -> None:
+    single = Row(
+        "per_tile", 1 << 20, 8, 2, 128, "bf16", 1, 0, "contiguous", "alone", "fwd+bwd", 280.0, 12.0, 1 << 20, ""
+    )
+    divided = replace(single, ranks=2, layout="zigzag", tokens=1 << 19)
+    rows = [single]
+    for rank, (alone, together) in enumerate(((139.0, 148.0), (140.0, 150.0))):
+        rows += [replace(divided, rank=rank, ms=alone), replace(divided, rank=rank, mode="together", ms=together)]
+    rows.append(replace(divided, mode="messages", ms=8.0))
+    (share,) = bench.find_shares(rows)
+    assert (share.speedup, share.not_hidden_ms, share.messages_ms) == (280 / 150, 10.0, 8.0)
+    assert share.bound_gib == 12 / 2 + 8 * 0.5  # a pass has one head: 1M tokens of 2 * 128 numbers of 2 bytes
+    bars = context_together.find_bars([share], 2, bench.BAR_SIZES)
+    assert [(bar.what, bar.verdict) for bar in bars] == [
+        ("per_tile 1024K, 2 ranks, fwd+bwd, speed-up", "pass"),
+        ("paper 256K, 2 ranks, fwd+bwd, speed-up", "not measured"),
+    ]
+    (slow, _) = context_together.find_bars([replace(share, speedup=1.84)], 2, bench.BAR_SIZES)
+    assert slow.verdict == "FAIL"
 
 
 def test_bars() -> None:

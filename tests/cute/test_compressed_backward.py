@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.support import cases
-from tests.support.attention_gradients import Branch, check_gradients
+from tests.support.attention_gradients import Branch, check_gradients, gated_branch, normal_inputs
 from tests.support.ptx import Observer, Order, Schedule, interpret_kernels
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
@@ -79,24 +79,11 @@ def make(
 ) -> Inputs:
     """Normal inputs; lse is shifted as by the logarithm of a gate, delta is as of an unshifted one."""
     generator = torch.Generator(device).manual_seed(1)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
-
     entries = (first_token + rows - length) // stride + 1
-    q, do = (normal(batch, rows, heads, dim).to(dtype) for _ in range(2))
-    k, v = (normal(batch, entries, kv_heads, dim).to(dtype) for _ in range(2))
+    tensors = normal_inputs(rows, entries, heads, kv_heads, dim, batch=batch, dtype=dtype, generator=generator)
     token = first_token + torch.arange(rows, device=device)[:, None]
     visible = torch.arange(entries, device=device) * stride + length - 1 <= token
-    logits, dp = (
-        torch.einsum("bihd,bjhd->bhij", x.float(), y.float().repeat_interleave(heads // kv_heads, 2))
-        for x, y in ((q * dim**-0.5, k), (do, v))
-    )
-    logits = logits.masked_fill(~visible, -math.inf)
-    lse = logits.logsumexp(-1)
-    delta = ((logits - lse[..., None]).exp() * dp).sum(-1)  # NaN for rows without entries
-    lse = lse - 2 * torch.rand(lse.shape, generator=generator, device=device)
-    return Inputs(q, k, v, do, Branch(visible, lse, delta), length, stride, first_token)
+    return Inputs(*tensors, gated_branch(*tensors, visible, generator), length, stride, first_token)
 
 
 # Interpreted

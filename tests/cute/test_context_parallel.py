@@ -1,31 +1,138 @@
-"""Context parallelism with kernels: processes that share one GPU, over gloo, against one process."""
+"""Context parallelism on GPUs against one process: ranks that share a GPU, over gloo, and with a GPU each, over NCCL.
+
+Over NCCL the cases of tests/nsa/test_context_parallel.py run too, in fp64 by the reference: what is sent is the same.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.support import context_cases as cases
-from tests.support.helpers import LARGE
+from tests.support.helpers import LARGE, SMALL
 from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.cuda, pytest.mark.cuda_extra]
 
+SIZES = (2, 3, 4)
+BOUNDS = {2: 3000, 3: 5000, 4: 700}
+"""Tokens by the number of ranks: chunks that end inside tiles, and fewer tiles than chunks."""
+
+
+def start(backend: str, seconds: float = 300) -> Ranks:
+    """Ranks in groups of all SIZES for which there are GPUs."""
+    gpus = torch.cuda.device_count()
+    if backend == "nccl" and gpus < 2:
+        pytest.skip("needs two GPUs")
+    return Ranks(*(SIZES if backend == "gloo" or gpus >= max(SIZES) else SIZES[:1]), seconds=seconds, backend=backend)
+
+
+@pytest.fixture(scope="module", params=["gloo", "nccl"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with start(request.param) as processes:
+        yield processes
+
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2, 3, 4, seconds=300) as processes:
+def nccl() -> Iterator[Ranks]:
+    with start("nccl") as processes:
         yield processes
+
+
+# Kernels
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("preset", LARGE)
 def test_rows_are_those_of_one_process_bit_for_bit(ranks: Ranks, preset: str, layout: str) -> None:
-    for size, tokens in ((2, 3000), (3, 5000), (4, 700)):
-        ranks.run(size, cases.bits_on_gpu, LARGE[preset], tokens, layout)
+    for size in ranks.sizes:
+        ranks.run(size, cases.bits_on_gpu, LARGE[preset], BOUNDS[size], layout)
+
+
+@pytest.mark.parametrize("preset", LARGE)
+def test_packs_across_ranks(ranks: Ranks, preset: str) -> None:
+    ranks.run(2, cases.bits_on_gpu, LARGE[preset], 3000, "zigzag", [900, 0, 1, 1800, 200])
 
 
 @pytest.mark.parametrize("preset", LARGE)
 def test_gradients_have_the_same_bits_in_every_run(ranks: Ranks, preset: str) -> None:
     ranks.run(2, cases.repeats_on_gpu, LARGE[preset], 3000)
+
+
+def test_recomputing_gives_the_same_bits(ranks: Ranks) -> None:
+    ranks.run(2, cases.recomputes_on_gpu, LARGE["seed"], 3000)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_neighborhood_attention(ranks: Ranks, layout: str) -> None:
+    ranks.run(2, cases.neighborhood_on_gpu, 2000, layout)
+
+
+# What is sent over NCCL, in fp64
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("preset", ["seed", "paper"])
+def test_rows_and_gradients_over_nccl(nccl: Ranks, preset: str, layout: str) -> None:
+    for size in nccl.sizes:
+        nccl.run(size, cases.by_reference, cases.equals_whole, SMALL[preset], (0, 1, 50, 131), ["plain"], layout)
+
+
+def test_every_argument_over_nccl(nccl: Ranks) -> None:
+    config = replace(SMALL["seed"], num_init_blocks=1, softmax_scale=0.3)
+    nccl.run(2, cases.by_reference, cases.equals_whole, config, (2, 133), cases.OPTIONS[1:], "zigzag")
+
+
+@pytest.mark.parametrize("preset", ["seed", "paper"])
+def test_packs_over_nccl(nccl: Ranks, preset: str) -> None:
+    options = ["plain", "learned"]
+    nccl.run(2, cases.by_reference, cases.packs_equal_whole, SMALL[preset], [70, 0, 1, 90], 3, options, "zigzag")
+    nccl.run(2, cases.by_reference, cases.packs_equal_whole, SMALL[preset], [], 3, options, "contiguous")
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_halos_over_nccl(nccl: Ranks, layout: str) -> None:
+    nccl.run(2, cases.by_reference, cases.neighborhood_equals_whole, (0, 2, 41), layout)
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpointing", "compiled"])
+def test_models_over_nccl(nccl: Ranks, how: str) -> None:
+    """Labels and losses, too."""
+    nccl.run(2, cases.by_reference, cases.model_equals_whole, SMALL["paper"], 70, how)
+
+
+def test_sharded_parameters_over_nccl(nccl: Ranks) -> None:
+    """FSDP2 on a mesh of data and context parallelism, of all ranks."""
+    nccl.run(max(nccl.sizes), cases.by_reference, cases.fsdp_equals_whole, SMALL["seed"], 70)
+
+
+def test_dtensors_over_nccl(nccl: Ranks) -> None:
+    nccl.run(2, cases.by_reference, cases.takes_dtensors, SMALL["seed"])
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("change", cases.DIFFERENCES)
+def test_a_rank_that_differs_is_named_on_all(nccl: Ranks, change: str) -> None:
+    error, words = cases.DIFFERENCES[change]
+    for rank, (kind, message) in enumerate(nccl.outcomes(2, cases.call_with, change, 1)):
+        assert kind == "raised", (rank, message)
+        assert message.startswith(error), (rank, message)
+        for word in words:
+            assert word.format(device="cuda") in message, (rank, message)
+    nccl.run(2, cases.by_reference, cases.works)
+
+
+def test_a_rank_that_ends_ends_all() -> None:
+    """Its partner waits for its keys on the GPU: the watchdog of NCCL ends the process, unless a check raises first."""
+    began = time.monotonic()
+    with start("nccl", seconds=10) as two:
+        first, last = two.outcomes(2, cases.by_reference, cases.ends_in_the_middle, 1)
+    assert last[0] == "ended"
+    assert first[0] in ("ended", "raised"), first
+    assert time.monotonic() - began < 120

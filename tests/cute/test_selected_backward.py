@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.attention_gradients import Branch, check_gradients
+from tests.support.attention_gradients import Branch, check_gradients, gated_branch, normal_inputs
 
 CUDA = pytest.mark.cuda
 NOISY = pytest.mark.filterwarnings("default")
@@ -56,16 +56,14 @@ def model_bits(indices: Tensor, blocks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What attention's backward takes; `visible` is bool `[B,H,N,N_k]`."""
+    """What attention's backward takes."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     do: Tensor
-    lse: Tensor
-    delta: Tensor
+    branch: Branch
     indices: Tensor
-    visible: Tensor
     scale: float
     tile: int
     size: int
@@ -90,13 +88,12 @@ class Inputs:
             entries=False,
         )
         bits = model_bits(self.indices, -(-num_keys // self.size))
-        tensors = self.q, self.k, self.v, self.do, self.lse, self.delta
+        tensors = self.q, self.k, self.v, self.do, self.branch.lse, self.branch.delta
         return selected_backward(*tensors, lists, bits, size=self.size, causal=self.causal, scale=self.scale, **out)
 
     def check(self) -> tuple[Tensor, Tensor, Tensor]:
         got = self.run()
-        branches = [Branch(self.visible, self.lse, self.delta)]
-        check_gradients(got, self.q, self.k, self.v, self.do, branches, self.scale)
+        check_gradients(got, self.q, self.k, self.v, self.do, [self.branch], self.scale)
         return got
 
 
@@ -119,13 +116,8 @@ def make(
     """Normal inputs; lse shifted as by the logarithm of a gate, delta as of an unshifted one."""
     keys = tokens if keys is None else keys
     generator = torch.Generator("cuda").manual_seed(1)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cuda")
-
-    q, do = (normal(batch, tokens, heads, dim).to(dtype) for _ in range(2))
-    k, v = (normal(batch, keys, kv_heads, dim).to(dtype) for _ in range(2))
-    tiles, blocks, scale = -(-tokens // tile), -(-keys // size), dim**-0.5
+    tensors = normal_inputs(tokens, keys, heads, kv_heads, dim, batch=batch, dtype=dtype, generator=generator)
+    tiles, blocks = -(-tokens // tile), -(-keys // size)
     if indices is None:
         shape = batch, kv_heads if shared else heads
         indices = random_indices(shape, tiles, blocks, count, tile=tile, size=size, causal=causal)
@@ -134,13 +126,8 @@ def make(
     visible = visible.repeat_interleave(tile, 2)[:, :, :tokens].repeat_interleave(size, 3)[..., :keys]
     if causal:
         visible &= torch.arange(keys, device="cuda") <= torch.arange(tokens, device="cuda")[:, None]
-    k_all, v_all = (x.float().repeat_interleave(heads // kv_heads, 2) for x in (k, v))
-    logits = (torch.einsum("bihd,bjhd->bhij", q.float(), k_all) * scale).masked_fill(~visible, -math.inf)
-    lse = logits.logsumexp(-1)
-    dp = torch.einsum("bihd,bjhd->bhij", do.float(), v_all)
-    delta = (logits.sub(lse[..., None]).exp().masked_fill(~visible, 0) * dp).sum(-1)
-    lse = lse - 2 * torch.rand(lse.shape, generator=generator, device="cuda")
-    return Inputs(q, k, v, do, lse, delta, indices, visible, scale, tile, size, causal)
+    branch = gated_branch(*tensors, visible, generator)
+    return Inputs(*tensors, branch, indices, dim**-0.5, tile, size, causal)
 
 
 # ---------------------------------------------------------------- gradients
@@ -195,15 +182,16 @@ def test_rows_without_keys_and_keys_without_rows() -> None:
     chosen[:, 1, 2, 0] = 3
     chosen[:, :, 5] = torch.tensor([0, 22])
     inputs = make(1480, indices=chosen)
-    empty = ~inputs.visible.any(-1)
-    assert torch.equal(empty, inputs.lse == -math.inf)
+    branch = inputs.branch
+    empty = ~branch.visible.any(-1)
+    assert torch.equal(empty, branch.lse == -math.inf)
     dq, dk, dv = inputs.check()
     assert not dq.transpose(1, 2)[empty].any()
     for x in (dk, dv):
         assert not x[:, 64 * 8 : 64 * 22].any()
     # What a row without keys has in place of lse and delta does not matter
-    lse, delta = inputs.lse.masked_fill(empty, math.inf), inputs.delta.masked_fill(empty, math.nan)
-    for got, expected in zip(replace(inputs, lse=lse, delta=delta).run(), (dq, dk, dv), strict=True):
+    other = replace(branch, lse=branch.lse.masked_fill(empty, math.inf), delta=branch.delta.masked_fill(empty, 3.0))
+    for got, expected in zip(replace(inputs, branch=other).run(), (dq, dk, dv), strict=True):
         assert torch.equal(got, expected)
 
 
@@ -281,8 +269,8 @@ def test_graph() -> None:
         got = inputs.run()
     other = make(1000, indices=inputs.indices.flip(1).cpu())
     inputs.indices.copy_(other.indices)
-    inputs.lse.copy_(other.lse)
-    inputs.delta.copy_(other.delta)
+    inputs.branch.lse.copy_(other.branch.lse)
+    inputs.branch.delta.copy_(other.branch.delta)
     graph.replay()
     for x, expected in zip(got, other.run(), strict=True):
         assert torch.equal(x, expected)

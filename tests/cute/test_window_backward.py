@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.attention_gradients import Branch, check_gradients
+from tests.support.attention_gradients import Branch, check_gradients, gated_branch, normal_inputs
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
 CUDA = pytest.mark.cuda
@@ -76,32 +76,15 @@ def make(
 ) -> Inputs:
     """Normal inputs. The second branch also sees the first key; lse is shifted as by the logarithm of a gate."""
     generator = torch.Generator(device).manual_seed(1)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
-
-    q, do = (normal(batch, tokens, heads, dim).to(dtype) for _ in range(2))
-    k, v = (normal(batch, tokens, kv_heads, dim).to(dtype) for _ in range(2))
-    logits, dp = (
-        torch.einsum("bihd,bjhd->bhij", x.float(), y.float().repeat_interleave(heads // kv_heads, 2))
-        for x, y in ((q * dim**-0.5, k), (do, v))
-    )
+    tensors = normal_inputs(tokens, tokens, heads, kv_heads, dim, batch=batch, dtype=dtype, generator=generator)
     row = torch.arange(tokens, device=device)[:, None]
     key = row.T
-    window = (key <= row) & (key >= row - left)
-
-    def branch_of(pairs: Tensor, all_pairs: Tensor) -> Branch:
-        masked = logits.masked_fill(~all_pairs, -math.inf)
-        lse = masked.logsumexp(-1)
-        delta = ((masked - lse[..., None]).exp() * dp).sum(-1)
-        return Branch(pairs, lse - 2 * torch.rand(lse.shape, generator=generator, device=device), delta)
-
-    branches = [branch_of(window, window)]
+    branches = [gated_branch(*tensors, (key <= row) & (key >= row - left), generator)]
     if local is not None:
         size, blocks = local
         pairs = (key <= row) & (key >= (row // size - blocks + 1) * size)
-        branches.append(branch_of(pairs, pairs | (key == 0)))
-    return Inputs(q, k, v, do, branches, left, local)
+        branches.append(gated_branch(*tensors, pairs, generator, among=pairs | (key == 0)))
+    return Inputs(*tensors, branches, left, local)
 
 
 @CUDA

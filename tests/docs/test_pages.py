@@ -82,10 +82,10 @@ def test_every_public_name_is_in_the_api_reference() -> None:
     assert len(shown) == len(set(shown))
     names = {name.rpartition(".")[2] for name in shown}
     assert {*nsa.__all__, *dispatch.__all__} <= names
-    check_docstrings(name for name in shown if not name.startswith(TRANSFORMERS))
+    check_docstrings(name for name in shown if not name.startswith(NEED_TRANSFORMERS))
 
 
-TRANSFORMERS = "nsa.integrations.transformers"
+NEED_TRANSFORMERS = ("nsa.integrations.transformers", "nsa.integrations.minimax_m3")
 
 
 def check_docstrings(shown: Iterable[str]) -> None:
@@ -97,9 +97,27 @@ def check_docstrings(shown: Iterable[str]) -> None:
 @pytest.mark.hf_extra
 def test_names_for_transformers_are_in_the_api_reference() -> None:
     text = (ROOT / "docs" / "api" / "huggingface.md").read_text(encoding="utf-8")
-    shown = [name for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE) if name.startswith(TRANSFORMERS)]
-    assert {name.rpartition(".")[2] for name in shown} == set(importlib.import_module(TRANSFORMERS).__all__)
+    shown = [name for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE) if name.startswith(NEED_TRANSFORMERS)]
+    public = {f"{name}.{x}" for name in NEED_TRANSFORMERS for x in importlib.import_module(name).__all__}
+    assert set(shown) == public
     check_docstrings(shown)
+
+
+def glossary() -> set[str]:
+    """The terms of docs/glossary.md: a cell may have several, and a word after them in brackets that tells which."""
+    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    cells = set(re.findall(r"^\| ([^|]+?) \|", page, re.MULTILINE)) - {"term", "---"}
+    terms = [re.split(r"[`,]* " if cell.startswith("`") else ", ", re.sub(r" \(.*?\)", "", cell)) for cell in cells]
+    return {term.strip("`,").lower() for several in terms for term in several}
+
+
+def test_every_term_of_the_glossary_is_used() -> None:
+    folders = ("nsa", "dispatch", "cute_kernels", "ascend_kernels", "bench", "tests", "docs")
+    files = {path for folder in folders for kind in ("*.py", "*.md") for path in (ROOT / folder).rglob(kind)}
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files - {ROOT / "docs" / "glossary.md"}).lower()
+    text += re.sub(r"[\s_]+", " ", text)
+    assert len(glossary()) > 150
+    assert {term for term in glossary() if not re.search(rf"(?<![a-z]){re.escape(term)}", text)} == set()
 
 
 def test_the_site_leads_to_every_page() -> None:

@@ -408,6 +408,14 @@ def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch, corpus: examp
         example.main(TINY)
 
 
+def test_only_the_same_run_goes_beside(tmp_path: Path, corpus: example.Corpus) -> None:
+    assert example.main([*TINY, "--variants=nsa", "--steps=1", "--out", str(tmp_path / "one")]) == 0
+    with pytest.raises(SystemExit, match=r"--beside must name a run with the same training, got .*'steps': 1"):
+        example.main([*TINY, "--variants=nsa", "--steps=2", "--beside", str(tmp_path / "one.json")])
+    with pytest.raises(SystemExit, match=r"--beside must name results of this example, got .*none\.json"):
+        example.main([*TINY, "--beside", str(tmp_path / "none.json")])
+
+
 # Sequences divided among processes
 
 
@@ -415,6 +423,7 @@ def test_divided_sequences_have_the_losses_of_whole_ones(tmp_path: Path) -> None
     """As torchrun starts it. Validation and training losses agree to fp32 sums of another order, over 4 updates."""
     options = [*TINY, "--variants=nsa", "--checkpointing", "--steps=4", "--eval-every=2", "--eval-windows=4"]
     assert example.main([*options, "--out", str(tmp_path / "whole")]) == 0
+    options += ["--beside", str(tmp_path / "whole.json")]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, example.__file__, *options, "--context-parallel=2", "--out", str(tmp_path / "divided")]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -425,6 +434,14 @@ def test_divided_sequences_have_the_losses_of_whole_ones(tmp_path: Path) -> None
     for one, other in zip(whole["rows"], divided["rows"], strict=True):
         assert other["val_loss"] == pytest.approx(one["val_loss"], rel=1e-4)
         assert other["train_loss"] == (one["train_loss"] and pytest.approx(one["train_loss"], rel=1e-4))
+    (beside,) = divided["beside"]
+    assert beside["rows"] == whole["rows"]
+    assert beside["context_parallel"] is None
+    for name, difference in beside["differences"].items():
+        losses = [
+            (a[name], b[name]) for a, b in zip(whole["rows"], divided["rows"], strict=True) if a[name] is not None
+        ]
+        assert difference == max(abs(a - b) for a, b in losses)
     assert divided["summary"][0]["lookahead"] == pytest.approx(whole["summary"][0]["lookahead"], abs=1e-4)
 
 

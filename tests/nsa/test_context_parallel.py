@@ -157,34 +157,18 @@ def test_dtensors(ranks: Ranks) -> None:
 # Refusals: on every rank, and the next call works
 
 
+ROWS = ("ValueError", ["q must hold [", "tokens on ranks 0 to 2", "of 99", "got [36, 31, 32]"])
+
+
 @pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ("dtype", "ValueError", ["q must be", "float32 [1, n, 4, 16] on cpu on rank 1", "float64", "rank 0"]),
-        ("heads", "ValueError", ["q must be", "[1, n, 2, 16]", "on rank 1"]),
-        ("gradient", "ValueError", ["k must be", "with a gradient on rank 1"]),
-        ("gates", "ValueError", ["gates must be", "on rank 1", "None on rank 0"]),
-        ("window_size", "ValueError", ["window_size must be", "13 on rank 1 and 12 on rank 0"]),
-        ("layout", "ValueError", ["layout must be", "contiguous on rank 1 and zigzag on rank 0"]),
-        ("another op", "ValueError", ["ContextParallel.sum, call", "on rank 1"]),
-        ("dtype of k", "TypeError", ["k must be float64 (q is float64), got float32"]),
-        ("rows of v", "ValueError", ["v must have k's"]),
-        ("causal", "ValueError", ["causal must be True"]),
-        ("q_tile_size", "ValueError", ["q_tile_size must divide tile=16", "got q_tile_size=32"]),
-        ("q_start", "ValueError", ["q_start is not taken by ContextParallel.nsa"]),
-        ("NaN", "ValueError", ["v must be finite"]),
-        ("no tensor", "TypeError", ["q must be a torch.Tensor, got NoneType"]),
-        ("misspelled", "TypeError", ["did you mean window_size"]),
-        ("rows", "ValueError", ["q must hold [", "tokens on ranks 0 to 2", "of 99", "got [36, 31, 32]"]),
-        ("backend", "ValueError", ["backend must be", "cute on rank 1 and any on rank 0"]),
-    ],
+    ("change", "error", "words"), [(change, *found) for change, found in {**cases.DIFFERENCES, "rows": ROWS}.items()]
 )
 def test_a_rank_that_differs_is_named_on_all(ranks: Ranks, change: str, error: str, words: list[str]) -> None:
     for rank, (kind, message) in enumerate(ranks.outcomes(3, cases.call_with, change, 1)):
         assert kind == "raised", (rank, message)
         assert message.startswith(error), (rank, message)
         for word in words:
-            assert word in message, (rank, message)
+            assert word.format(device="cpu") in message, (rank, message)
         if rank != 1 and change != "rows":
             assert "rank 1" in message, (rank, message)
     ranks.run(3, cases.works)

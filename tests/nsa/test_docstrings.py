@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import inspect
 import re
 from typing import Any
@@ -15,19 +16,37 @@ import nsa
 import nsa.distributed
 import nsa.neighborhood
 import nsa.residual
-from nsa.distributed import ContextParallel
+from nsa.integrations import fla
 
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
     for module in (nsa, dispatch, nsa.distributed, nsa.neighborhood, nsa.residual)
     for name in module.__all__
+} | {f"{fla.__name__}.{function.__name__}": function for function in (fla.fla_config, fla.layer_from_fla)}
+CALLED_HERE = {
+    "NSACache": {"append", "check_truncation", "copy_pages", "entry_rows", "grow", "take_rows"},
+    "NSAConfig": {"num_compressed", "scale", "seed"},
+    "NeighborhoodCache": {"followed_by", "keep"},
+    "PageTable": {"add_layer", "rows"},
+    "Impl": {"load", "load_training", "refusal"},
+    "BackwardCache": {"gradients"},
 }
-SHARDING = ("shard", "unshard", "positions", "shard_labels", "cross_entropy", "sum", "nsa", "neighborhood_attention")
+"""Methods of public classes that the package calls and users do not."""
+
+
+def methods_for_users(owner: Any) -> set[str]:
+    public = {name: getattr(owner, name) for name in vars(owner) if not name.startswith("_")}
+    own = {name for name, value in public.items() if inspect.isfunction(value) or inspect.ismethod(value)}
+    own -= {"extra_repr"}  # of torch.nn
+    assert CALLED_HERE.get(owner.__name__, set()) <= own
+    return own - CALLED_HERE.get(owner.__name__, set())
+
+
 METHODS = {
     f"{name}.{method}": getattr(owner, method)
     for name, owner in PUBLIC.items()
-    for method in ("forward", "forward_aux", "per_tile", "paper", *(SHARDING if owner is ContextParallel else ()))
-    if inspect.isclass(owner) and method in vars(owner)
+    if inspect.isclass(owner)
+    for method in sorted(methods_for_users(owner))
 }
 NOT_CALLED = {"dispatch.BackendError"}
 """Public names that users catch and do not call."""
@@ -53,7 +72,11 @@ def test_every_argument_is_explained(name: str) -> None:
     assert described(found.get("Args", found.get("Attributes", ""))) == parameters
 
 
-@pytest.mark.parametrize("name", [name for name, item in {**PUBLIC, **METHODS}.items() if not inspect.isclass(item)])
+def gives_something(documented: Any) -> bool:
+    return not inspect.isclass(documented) and inspect.signature(documented).return_annotation not in (None, "None")
+
+
+@pytest.mark.parametrize("name", [name for name, item in {**PUBLIC, **METHODS}.items() if gives_something(item)])
 def test_every_result_is_explained(name: str) -> None:
     assert sections({**PUBLIC, **METHODS}[name]).get("Returns", "").strip()
 
@@ -87,20 +110,23 @@ def test_one_option_has_one_default() -> None:
     for other in (
         nsa.neighborhood.neighborhood_attention_forward,
         nsa.NeighborhoodAttention,
-        ContextParallel.neighborhood_attention,
+        nsa.distributed.ContextParallel.neighborhood_attention,
     ):
         shared = {name: p for name, p in inspect.signature(other).parameters.items() if name in own}
-        assert shared.keys() >= {
-            "kernel_size",
-            "dilation",
-            "softmax_scale",
-            "boundary",
-            "causal",
-            "algorithm",
-            "backend",
-        }
+        assert shared.keys() >= own.keys() - {"q", "k", "v", "q_start"}
         for name, parameter in shared.items():
             assert (parameter.default, parameter.annotation) == (own[name].default, own[name].annotation), name
+
+
+@pytest.mark.hf_extra
+@pytest.mark.parametrize("name", ["transformers.convert", "minimax_m3.register"])
+def test_functions_for_transformers_are_explained(name: str) -> None:
+    module, _, function = name.partition(".")
+    documented = getattr(importlib.import_module(f"nsa.integrations.{module}"), function)
+    found = sections(documented)
+    assert described(found.get("Args", "")) == set(inspect.signature(documented).parameters)
+    assert not gives_something(documented) or found.get("Returns", "").strip()
+    run_examples(name, documented)
 
 
 def test_functions_of_nsa_explain_every_option() -> None:

@@ -22,6 +22,54 @@ class Branch:
     delta: Tensor
 
 
+def normal_inputs(
+    rows: int,
+    keys: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    *,
+    batch: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> list[Tensor]:
+    """Normal q, k, v and do on the generator's device: `[batch,rows,heads,dim]`, k, v `[batch,keys,kv_heads,dim]`."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(batch, *shape, dim, generator=generator, device=generator.device).to(dtype)
+
+    q, do = (normal(rows, heads) for _ in range(2))
+    k, v = (normal(keys, kv_heads) for _ in range(2))
+    return [q, k, v, do]
+
+
+def gated_branch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    visible: Tensor,
+    generator: torch.Generator,
+    *,
+    among: Tensor | None = None,
+) -> Branch:
+    """A branch with the statistics of a softmax scaled by 1 / sqrt(D); lse is shifted as by the logarithm of a gate.
+
+    Rows without keys have an lse of -inf and a delta of NaN.
+
+    Args:
+        among: what the softmax is taken over, if more than is `visible`.
+    """
+    among, group = visible if among is None else among, q.shape[2] // k.shape[2]
+    scores, dp = (
+        torch.einsum("bihd,bjhd->bhij", x.float(), y.float().repeat_interleave(group, 2)) for x, y in ((q, k), (do, v))
+    )
+    scores = (scores * q.shape[-1] ** -0.5).masked_fill(~among, -math.inf)
+    lse = scores.logsumexp(-1)
+    delta = ((scores - lse[..., None]).exp() * dp).sum(-1)
+    return Branch(visible, lse - 2 * torch.rand(lse.shape, generator=generator, device=lse.device), delta)
+
+
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, branches: Sequence[Branch], scale: float, *, low: bool
 ) -> list[Tensor]:

@@ -1,4 +1,7 @@
-"""What a rank does in tests of context parallelism; run by tests/support/ranks.py."""
+"""What a rank does in tests of context parallelism; run by tests/support/ranks.py.
+
+Cases whose ranks have a GPU each (NCCL) compute there: those in fp64 by the reference, which `by_reference` names.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,7 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from bench.bench_context_parallel import difference
+from bench.context_shares import difference
+from dispatch.registry import ENVIRONMENT_VARIABLE
 from nsa import LinearCompression, NeighborhoodAttention, NSAConfig, NSAttention, neighborhood_attention, nsa
 from nsa.distributed import ContextParallel
 from nsa.distributed.attention import WEIGHT_NAMES
@@ -33,15 +38,48 @@ OPTIONS = ("plain", "gates", "own keys", "projections", "learned")
 """What a call has beside q, k, v."""
 
 
+DIFFERENCES: dict[str, tuple[str, list[str]]] = {
+    "dtype": ("ValueError", ["q must be", "float32 [1, n, 4, 16] on {device} on rank 1", "float64", "rank 0"]),
+    "heads": ("ValueError", ["q must be", "[1, n, 2, 16]", "on rank 1"]),
+    "gradient": ("ValueError", ["k must be", "with a gradient on rank 1"]),
+    "gates": ("ValueError", ["gates must be", "on rank 1", "None on rank 0"]),
+    "window_size": ("ValueError", ["window_size must be", "13 on rank 1 and 12 on rank 0"]),
+    "layout": ("ValueError", ["layout must be", "contiguous on rank 1 and zigzag on rank 0"]),
+    "another op": ("ValueError", ["ContextParallel.sum, call", "on rank 1"]),
+    "dtype of k": ("TypeError", ["k must be float64 (q is float64), got float32"]),
+    "rows of v": ("ValueError", ["v must have k's"]),
+    "causal": ("ValueError", ["causal must be True"]),
+    "q_tile_size": ("ValueError", ["q_tile_size must divide tile=16", "got q_tile_size=32"]),
+    "q_start": ("ValueError", ["q_start is not taken by ContextParallel.nsa"]),
+    "NaN": ("ValueError", ["v must be finite"]),
+    "no tensor": ("TypeError", ["q must be a torch.Tensor, got NoneType"]),
+    "misspelled": ("TypeError", ["did you mean window_size"]),
+    "backend": ("ValueError", ["backend must be", "cute on rank 1 and any on rank 0"]),
+}
+"""How rank 1 may differ in `call_with`, and the error of all ranks: its type, and what its message has."""
+
+
+def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Of a rank's tensors: its GPU if the group is NCCL's, else the CPU."""
+    with_gpu = "nccl" in dist.get_backend_config(group)
+    return torch.device("cuda", torch.cuda.current_device()) if with_gpu else torch.device("cpu")
+
+
+def by_reference(make: MakeCP, case: Callable[..., Any], *arguments: Any) -> Any:
+    """A case whose calls name no backend, by the reference, which a GPU takes only where it is named."""
+    with mock.patch.dict(os.environ, {ENVIRONMENT_VARIABLE: "reference"}):
+        return case(make, *arguments)
+
+
 def make_tensors(
-    tokens: int, dtype: torch.dtype, option: str, *, batch: int | None, seed: int = 0
+    device: torch.device, tokens: int, dtype: torch.dtype, option: str, *, batch: int | None, seed: int = 0
 ) -> dict[str, Tensor]:
     """Leaves of a call of the whole sequence, or of a pack (batch None)."""
     generator = torch.Generator().manual_seed(seed)
     lead = (tokens,) if batch is None else (batch, tokens)
 
     def normal(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(kind).requires_grad_()
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, kind).requires_grad_()
 
     heads = {"q": (HEADS, DIM), "k": (KV_HEADS, DIM), "v": (KV_HEADS, V_DIM)}
     if option == "own keys":
@@ -58,7 +96,7 @@ def make_tensors(
     return tensors
 
 
-def learned(config: NSAConfig, dtype: torch.dtype) -> NSAConfig:
+def learned(config: NSAConfig, device: torch.device, dtype: torch.dtype) -> NSAConfig:
     """The config with learned compression, the same on every rank."""
     generator = torch.Generator().manual_seed(1)
     pools = []
@@ -67,7 +105,7 @@ def learned(config: NSAConfig, dtype: torch.dtype) -> NSAConfig:
         with torch.no_grad():
             for parameter in pool.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype) / 8)
-        pools.append(pool)
+        pools.append(pool.to(device))
     return replace(config, compress=(pools[0], pools[1]))
 
 
@@ -108,10 +146,11 @@ def equals_whole(
 ) -> None:
     """fp64: sequences of some lengths, divided, have the rows and gradients of one process."""
     cp = make(layout=layout, tile=tile, kv_heads_per_pass=1)
+    device = device_of(cp.group)
     for tokens in lengths:
         for option in options:
-            own = learned(config, torch.float64) if option == "learned" else config
-            tensors = make_tensors(tokens, torch.float64, option, batch=2 if option == "plain" else 1)
+            own = learned(config, device, torch.float64) if option == "learned" else config
+            tensors = make_tensors(device, tokens, torch.float64, option, batch=2 if option == "plain" else 1)
             do = make_do(tensors)
             got = divided(cp, tensors, own, do)
             if cp.rank == 0:
@@ -127,10 +166,11 @@ def packs_equal_whole(
 ) -> None:
     """fp64: packed documents, some of which cross ranks, and rows behind the last one."""
     cp = make(layout=layout, tile=16)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    device = device_of(cp.group)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     for option in options:
-        own = learned(config, torch.float64) if option == "learned" else config
-        tensors = make_tensors(sum(lengths) + behind, torch.float64, option, batch=None)
+        own = learned(config, device, torch.float64) if option == "learned" else config
+        tensors = make_tensors(device, sum(lengths) + behind, torch.float64, option, batch=None)
         do = make_do(tensors)
         got = divided(cp, tensors, own, do, cu_seqlens=cu_seqlens)
         if cp.rank == 0:
@@ -140,7 +180,7 @@ def packs_equal_whole(
 def make_do(tensors: Mapping[str, Tensor]) -> Tensor:
     q = tensors["q"]
     do = torch.randn(*q.shape[:-1], V_DIM, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    return do.to(q.dtype)
+    return do.to(q.device, q.dtype)
 
 
 def assert_same(got: Mapping[str, Tensor], want: Mapping[str, Tensor], what: str) -> None:
@@ -159,7 +199,7 @@ def rounds_once(make: MakeCP, config: NSAConfig, tokens: int) -> None:
     itself, a third would. Weights are left out: each rank rounds its share, which the data-parallel reduction adds up.
     """
     cp = make(tile=16, kv_heads_per_pass=1)
-    tensors = make_tensors(tokens, torch.bfloat16, "plain", batch=1)
+    tensors = make_tensors(device_of(cp.group), tokens, torch.bfloat16, "plain", batch=1)
     do = make_do(tensors)
     got, again = (divided(cp, tensors, config, do) for _ in range(2))
     if cp.rank > 0:
@@ -181,15 +221,16 @@ def rounds_once(make: MakeCP, config: NSAConfig, tokens: int) -> None:
 
 def neighborhood_equals_whole(make: MakeCP, lengths: Sequence[int], layout: str) -> None:
     cp = make(layout=layout, tile=1)
+    device = str(device_of(cp.group))
     for tokens in lengths:
         for kernel_size, dilation, boundary, causal in (
             (5, 1, "truncate", False), (4, 3, "truncate", False), (5, 2, "shift", False), (4, 1, "shift", False),
             (6, 2, "truncate", True), (200, 1, "truncate", True),
         ):  # fmt: skip
             options = {"kernel_size": kernel_size, "dilation": dilation, "boundary": boundary, "causal": causal}
-            whole = make_qkv(tokens, heads=HEADS, kv_heads=KV_HEADS, dim=DIM, batch=2, requires_grad=True)
+            whole = make_qkv(tokens, HEADS, KV_HEADS, DIM, batch=2, device=device, requires_grad=True)
             own = [cp.shard(x.detach()).requires_grad_() for x in whole]
-            do = torch.randn_like(whole[0])
+            do, *_ = make_qkv(tokens, HEADS, KV_HEADS, DIM, batch=2, device=device, seed=9)
             out = cp.neighborhood_attention(*own, **options)
             found = [out, *torch.autograd.grad(out, own, cp.shard(do))]
             got = dict(zip(("out", "dq", "dk", "dv"), map(cp.unshard, found), strict=True))
@@ -237,8 +278,9 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 def model_equals_whole(make: MakeCP, config: NSAConfig, tokens: int, how: str) -> None:
     """Losses and gradients of a model. `how`: plain, checkpointing, compiled or autocast."""
     cp = make(tile=16)
+    device = device_of(cp.group)
     torch.manual_seed(3)
-    model = Model(cp, config).double()
+    model = Model(cp, config).to(device, torch.float64)
     if how == "autocast":
         model = model.float()
     whole = copy.deepcopy(model)
@@ -247,12 +289,12 @@ def model_equals_whole(make: MakeCP, config: NSAConfig, tokens: int, how: str) -
     assert model.layers[0].context_parallel is cp
     model.checkpointing = how == "checkpointing"
     run = torch.compile(model, backend="eager") if how == "compiled" else model
-    ids = torch.randint(50, (2, tokens), generator=torch.Generator().manual_seed(4))
-    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-        logits = run(cp.shard(ids), cp.positions(tokens))
+    ids = torch.randint(50, (2, tokens), generator=torch.Generator().manual_seed(4)).to(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=how == "autocast"):
+        logits = run(cp.shard(ids), cp.positions(tokens, device=device))
         share = cp.cross_entropy(logits, cp.shard_labels(ids))
         expected = nn.functional.cross_entropy(
-            whole(ids, torch.arange(tokens))[:, :-1].flatten(0, 1).to(share.dtype), ids[:, 1:].flatten()
+            whole(ids, torch.arange(tokens, device=device))[:, :-1].flatten(0, 1).to(share.dtype), ids[:, 1:].flatten()
         )
     got = {"loss": cp.sum(share)}
     share.backward()
@@ -271,11 +313,12 @@ def model_equals_whole(make: MakeCP, config: NSAConfig, tokens: int, how: str) -
 
 
 def fsdp_equals_whole(_: MakeCP, config: NSAConfig, tokens: int) -> None:
-    """Two sequences, each on two ranks; parameters sharded over all four."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    """A sequence for each two ranks; parameters sharded over all."""
+    device, sequences = device_of(), dist.get_world_size() // 2
+    mesh = init_device_mesh(device.type, (sequences, 2), mesh_dim_names=("dp", "cp"))
     cp = ContextParallel(mesh["cp"], tile=16)
     torch.manual_seed(3)
-    model = Model(cp, config).double()
+    model = Model(cp, config).to(device, torch.float64)
     whole = copy.deepcopy(model)
     for layer in whole.layers:
         layer.context_parallel = None
@@ -283,13 +326,13 @@ def fsdp_equals_whole(_: MakeCP, config: NSAConfig, tokens: int) -> None:
     for layer in model.layers:
         fully_shard(layer, mesh=everyone)
     fully_shard(model, mesh=everyone)
-    ids = torch.randint(50, (2, tokens), generator=torch.Generator().manual_seed(4))
+    ids = torch.randint(50, (sequences, tokens), generator=torch.Generator().manual_seed(4)).to(device)
     own = ids[mesh.get_local_rank("dp")][None]
-    logits = model(cp.shard(own), cp.positions(tokens))
-    # FSDP averages over four ranks, of which two hold one sequence
+    logits = model(cp.shard(own), cp.positions(tokens, device=device))
+    # FSDP averages over all ranks, of which two hold one sequence
     (cp.cross_entropy(logits, cp.shard_labels(own)) * cp.size).backward()
-    expected = nn.functional.cross_entropy(whole(ids, torch.arange(tokens))[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    expected.backward()
+    whole_logits = whole(ids, torch.arange(tokens, device=device))[:, :-1]
+    nn.functional.cross_entropy(whole_logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
     want = {name: parameter.grad for name, parameter in whole.named_parameters()}
     got = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
     assert_same(got, want, "FSDP")
@@ -297,8 +340,9 @@ def fsdp_equals_whole(_: MakeCP, config: NSAConfig, tokens: int) -> None:
 
 def takes_dtensors(make: MakeCP, config: NSAConfig) -> None:
     cp = make(layout="contiguous", tile=16)
-    mesh = DeviceMesh.from_group(cp.group, "cpu")
-    q, k, v = make_qkv(16 * 2 * cp.size)
+    device = device_of(cp.group)
+    mesh = DeviceMesh.from_group(cp.group, device.type)
+    q, k, v = make_qkv(16 * 2 * cp.size, device=str(device))
     placed = [distribute_tensor(x, mesh, [Shard(1)]).requires_grad_() for x in (q, k, v)]
     out = cp.nsa(*placed, config=config)
     assert isinstance(out, DTensor)
@@ -321,7 +365,8 @@ def call_with(make: MakeCP, change: str, wrong: int) -> None:
         options["layout"] = "contiguous"
     cp = make(**options)
     config = replace(SMALL["seed"], debug=change == "NaN")
-    own: dict[str, Any] = {name: cp.shard(x) for name, x in zip("qkv", make_qkv(100), strict=True)}
+    whole = make_qkv(100, device=str(device_of(cp.group)))
+    own: dict[str, Any] = {name: cp.shard(x) for name, x in zip("qkv", whole, strict=True)}
     if here:
         config = replace(config, window_size=13) if change == "window_size" else config
         config = replace(config, causal=False) if change == "causal" else config
@@ -350,7 +395,7 @@ def change_tensors(change: str, own: dict[str, Any]) -> None:
     elif change == "q_start":
         own["q_start"] = 0
     elif change == "gates":
-        own["gates"] = torch.ones(*own["q"].shape[:-1], 3, dtype=torch.float64)
+        own["gates"] = own["q"].new_ones(*own["q"].shape[:-1], 3)
     elif change == "no tensor":
         own["q"] = None
     elif change == "misspelled":
@@ -375,8 +420,8 @@ def ends_in_the_middle(make: MakeCP, last: int) -> None:
             return gather(*arguments)
 
         cp._comm.start_gather = end  # type: ignore[method-assign]
-    q, k, v = map(cp.shard, make_qkv(100))
-    cp.nsa(q, k, v, config=SMALL["paper"])
+    q, k, v = map(cp.shard, make_qkv(100, device=str(device_of(cp.group))))
+    cp.nsa(q, k, v, config=SMALL["paper"]).cpu()  # waits for a GPU
 
 
 def stays_away(make: MakeCP, seconds: float) -> None:
@@ -389,15 +434,24 @@ def stays_away(make: MakeCP, seconds: float) -> None:
     cp.nsa(q, k, v, config=SMALL["paper"])
 
 
-# On a GPU that the ranks share
+# Kernels, on a GPU that the ranks share or on one for each
 
 
-def bits_on_gpu(make: MakeCP, config: NSAConfig, tokens: int, layout: str) -> None:
-    """bf16: out bit for bit; gradients, whose fp32 sums have another order, but for roundings."""
+def bits_on_gpu(
+    make: MakeCP, config: NSAConfig, tokens: int, layout: str, lengths: Sequence[int] | None = None
+) -> None:
+    """bf16: out bit for bit; gradients, whose fp32 sums have another order, but for roundings.
+
+    Args:
+        lengths: of packed documents; rows of `tokens` that are left lie behind the last one.
+    """
     cp = make(layout=layout, kv_heads_per_pass=1)
-    tensors, do = on_gpu(tokens)
-    want = results(nsa, tensors, config, do)
-    got = divided(cp, tensors, config, do)
+    tensors, do = on_gpu(tokens, batch=1 if lengths is None else None)
+    packed: dict[str, Any] = {}
+    if lengths is not None:
+        packed["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).int().to(do.device)
+    want = results(nsa, tensors, config, do, **packed)
+    got = divided(cp, tensors, config, do, **packed)
     assert torch.equal(got["out"], want["out"])
     for name in ("q", "k", "v"):
         assert difference(got[name], want[name], exact=False) == "", name
@@ -411,8 +465,41 @@ def repeats_on_gpu(make: MakeCP, config: NSAConfig, tokens: int) -> None:
         assert torch.equal(x, other[name]), name
 
 
-def on_gpu(tokens: int) -> tuple[dict[str, Tensor], Tensor]:
-    q, k, v = make_qkv(tokens, 8, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+def recomputes_on_gpu(make: MakeCP, config: NSAConfig, tokens: int) -> None:
+    """Checkpoints and `recompute` give the bits of a call that keeps everything."""
+    cp = make(kv_heads_per_pass=1)
+    tensors, do = on_gpu(tokens)
+    whole = {n: x if n in WEIGHT_NAMES else cp.shard(x.detach()).requires_grad_() for n, x in tensors.items()}
+    want = results(cp.nsa, whole, config, cp.shard(do), deterministic=True)
+    again = {
+        "recompute": results(cp.nsa, whole, config, cp.shard(do), deterministic=True, recompute=True),
+        "checkpoint": results(
+            partial(checkpoint, cp.nsa, use_reentrant=False), whole, config, cp.shard(do), deterministic=True
+        ),
+    }
+    for how, got in again.items():
+        for name, x in want.items():
+            assert torch.equal(got[name], x), f"{how}: {name}"
+
+
+def neighborhood_on_gpu(make: MakeCP, tokens: int, layout: str) -> None:
+    """bf16: but for roundings, since windows meet other tiles of keys."""
+    cp = make(layout=layout, tile=256)
+    whole = make_qkv(tokens, 8, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    do, *_ = make_qkv(tokens, 8, 2, 64, dtype=torch.bfloat16, device="cuda", seed=9)
+    own = [cp.shard(x.detach()).requires_grad_() for x in whole]
+    for options in ({"kernel_size": 9}, {"kernel_size": 128, "causal": True}, {"kernel_size": 7, "boundary": "shift"}):
+        out = cp.neighborhood_attention(*own, **options)
+        got = map(cp.unshard, [out, *torch.autograd.grad(out, own, cp.shard(do))])
+        expected = neighborhood_attention(*whole, **options)
+        want = [expected, *torch.autograd.grad(expected, whole, do)]
+        for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+            assert difference(x.detach(), y.detach(), exact=False) == "", f"{name}, {options}"
+
+
+def on_gpu(tokens: int, batch: int | None = 1) -> tuple[dict[str, Tensor], Tensor]:
+    """Tensors of a call of a sequence, or of a pack (batch None), and the gradient of out."""
+    q, k, v = make_qkv(tokens, 8, 2, 64, batch=batch, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     weight = torch.randn(8, 3, 64, generator=torch.Generator().manual_seed(2)).to("cuda", torch.bfloat16) / 8
     do = torch.randn(q.shape, generator=torch.Generator().manual_seed(3)).to("cuda", torch.bfloat16)
     return {"q": q, "k": k, "v": v, "gate_proj_weight": weight.requires_grad_()}, do

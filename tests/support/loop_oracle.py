@@ -394,7 +394,7 @@ def nsa_document(
     gates [N, H, 3], gate_proj_weight [H, 3, D], w_k_compress [H_kv, D, D], w_v_compress [H_kv, D_v, D_v], k_cmp
     [N_cmp, H_kv, D], v_cmp [N_cmp, H_kv, D_v]; the other keys and values are shaped like k and v. `config` has the
     attributes of NSAConfig. `indices` and `cmp_indices`, as in LoopResult, stand for the choice of blocks. Raises
-    ValueError for what section 3 of docs/design.md refuses.
+    ValueError for what docs/semantics.md refuses.
     """
     tokens, query_heads, head_dim = q.shape
     kv_heads, value_dim = v.shape[1:]

@@ -1,7 +1,8 @@
-"""Processes that stand for the ranks of context parallelism: started once for many cases, on gloo.
+"""Processes that stand for the ranks of context parallelism: started once for many cases, on gloo or NCCL.
 
-A case is a function `(cp_of, *arguments)` that runs on each of the first R processes at once; `cp_of(**options)` makes
-its ContextParallel. What the first one returns is the result; what any raises is raised here.
+With gloo ranks compute on the CPU, or all on one GPU; with NCCL each has a GPU of its own. A case is a function
+`(cp_of, *arguments)` that runs on each of the first R processes at once; `cp_of(**options)` makes its ContextParallel.
+What the first one returns is the result; what any raises is raised here.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from nsa.distributed import ContextParallel
 SECONDS = 60
 """Timeout of a collective, and twice that of a case."""
 
+WATCHDOG_SECONDS = 60
+"""In which NCCL's watchdog ends a process whose collective is too late: it writes down first what all were doing."""
+
 
 class Ranks:
     """Processes with ranks 0 ... count - 1.
@@ -33,19 +37,21 @@ class Ranks:
     Args:
         sizes: of the groups that cases run on; each holds the first ranks.
         seconds: after which a collective fails.
+        backend: "gloo"; or "nccl", where rank r has GPU r.
     """
 
-    def __init__(self, *sizes: int, seconds: float = SECONDS) -> None:
+    def __init__(self, *sizes: int, seconds: float = SECONDS, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])  # imports torch once for all
-        self.seconds = seconds
+        self.sizes, self.seconds, self.backend = sizes, seconds, backend
         self.folder = tempfile.TemporaryDirectory()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(max(sizes)):
             ours, theirs = context.Pipe()
             store = str(Path(self.folder.name) / "store")
-            process = context.Process(target=_serve, args=(theirs, store, rank, sizes, seconds), daemon=True)
+            arguments = (theirs, store, rank, sizes, seconds, backend)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -69,7 +75,7 @@ class Ranks:
         found: dict[int, tuple[str, Any]] = {}
         while len(found) < size:
             waiting = {pipe: rank for rank, pipe in enumerate(self.pipes[:size]) if rank not in found}
-            ready = wait(list(waiting), timeout=2 * self.seconds)
+            ready = wait(list(waiting), timeout=2 * self.seconds + WATCHDOG_SECONDS * (self.backend == "nccl"))
             assert ready, f"ranks {sorted(waiting.values())} neither returned nor raised"
             for pipe in ready:
                 try:
@@ -86,7 +92,7 @@ class Ranks:
         return found[0][1]
 
 
-def _serve(pipe: Connection, store: str, rank: int, sizes: tuple[int, ...], seconds: float) -> None:
+def _serve(pipe: Connection, store: str, rank: int, sizes: tuple[int, ...], seconds: float, backend: str) -> None:
     """Run cases until the pipe is closed."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # as tests/conftest.py: uninitialised memory holds NaN
@@ -94,8 +100,10 @@ def _serve(pipe: Connection, store: str, rank: int, sizes: tuple[int, ...], seco
     timeout = timedelta(seconds=seconds)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the machine's name means
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, max(sizes)), rank=rank, world_size=max(sizes), timeout=timeout
+        backend, store=dist.FileStore(store, max(sizes)), rank=rank, world_size=max(sizes), timeout=timeout
     )
     groups = {size: dist.new_group(list(range(size)), timeout=timeout) for size in sizes}
     while True:

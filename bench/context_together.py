@@ -1,0 +1,269 @@
+"""All ranks of context parallelism together, under torchrun, for bench_context_parallel.py: times with messages.
+
+For each case the undivided call is timed on rank 0 while others wait; then each rank's share with the keys of all ranks
+there already, the messages without any computation, and all ranks' call. `links` are the constants of the model of a
+collective in docs/distributed.md, fitted to times of all_gather and all_to_all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.bars import Bar, bars_field
+from bench.context_shares import (
+    PASSES,
+    Case,
+    Row,
+    Share,
+    ShareOf,
+    Whole,
+    config_of,
+    difference,
+    find_shares,
+    make_do,
+    make_tensors,
+    row,
+    tile_of,
+)
+from bench.pass_report import show_bars
+from bench.report import environment, relative
+from bench.results_file import Results, open_results
+from bench.timing import measure, milliseconds, peak_memory
+from nsa.distributed import ContextParallel
+from nsa.distributed.attention import Plan, gathered_keys
+from nsa.distributed.comm import all_gather
+from nsa.distributed.layout import make_layout
+
+BARS = {2: 1.85, 4: 3.5}
+"""The speed-up of forward and backward by the number of ranks, with zigzag."""
+LINK_BYTES, CPU_LINK_BYTES = tuple(1 << n for n in (16, 18, 20, 22, 24, 26, 28, 30)), (1 << 12, 1 << 16, 1 << 20)
+"""What all ranks have of a collective together."""
+LINK_CALLS = 10
+"""Of a timing, one after the other, so that ranks' different starts count little."""
+
+
+def run_together(args: argparse.Namespace, bar_sizes: dict[str, int]) -> int:
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        if dist.get_rank() > 0:
+            return Together(args, device, None).run(bar_sizes)
+        with open_results(Path(args.out), {**environment(device), "command": args.command}) as results:
+            return Together(args, device, results).run(bar_sizes)
+    finally:
+        dist.destroy_process_group()
+
+
+class Together:
+    """The job of a rank.
+
+    Args:
+        results: of rank 0, else None.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device, results: Results | None) -> None:
+        group = dist.group.WORLD
+        if group is None:
+            raise RuntimeError("there is no process group")
+        self.args, self.device, self.results, self.group = args, device, results, group
+        self.all = ContextParallel(group)  # to start at one time
+
+    def run(self, bar_sizes: dict[str, int]) -> int:
+        done: list[Any] = [list(self.results.parts) if self.results is not None else None]
+        dist.broadcast_object_list(done, src=0)
+        links = self.links()
+        if self.results is not None:
+            self.results.fact("links", lambda: links)
+        undivided = list(dict.fromkeys(case.undivided for case in self.args.cases))
+        for case in [*undivided, *self.args.cases]:
+            if case.name in done[0]:
+                continue
+            if case.ranks == 1:
+                rows, red = self.time_undivided(case), ""
+            else:
+                red = self.check(case)
+                rows = [] if red else self.time(case)
+            if self.results is not None and red:
+                self.results.fail([f"{case.name}: {red}"], shares=[])
+                print("Wrong results, so no times are reported:", red, sep="\n  ")
+            elif self.results is not None:
+                self.results.add(case.name, [one.as_json() for one in rows])
+                print(*(one.line() for one in rows), sep="\n", flush=True)
+            if red:
+                return 1
+        if self.results is not None:
+            self.finish(self.results, bar_sizes)
+        return 0
+
+    def finish(self, results: Results, bar_sizes: dict[str, int]) -> None:
+        shares = find_shares([Row.of_json(one) for one in results.rows], self.args.kv_heads_per_pass)
+        bars = find_bars(shares, dist.get_world_size(), bar_sizes) if self.args.bars else None
+        results.finish(shares=[share.as_json() for share in shares], **bars_field(bars))
+        print(*(share.line() for share in shares), sep="\n")
+        for link in results.facts["links"]:
+            print("{collective}, {ranks} ranks: alpha {alpha_us:.1f} us, beta {beta_gbs:.0f} GB/s".format(**link))
+        if bars is not None:
+            show_bars(bars)
+        print(relative(results.path))
+
+    # Checks
+
+    def check(self, case: Case) -> str:
+        """What is wrong with the rows of at most `--checked` tokens on any rank; "" if nothing, on all alike."""
+        config, cp = self.parallel(case)
+        tensors = make_tensors(case, self.args, self.device, min(case.n, self.args.checked))
+        do = make_do(tensors["q"])
+        own = {n: x if n == "gate_proj_weight" else cp.shard(x) for n, x in tensors.items()}
+        divided = Whole(config, own, cp.shard(do), cp.nsa)
+        got, again = (divided.both(deterministic=True) for _ in range(2))
+        wrong = ""
+        for name, x, y, z in zip(("out", "dq", "dk", "dv"), got, again, Whole(config, tensors, do).both(), strict=True):
+            if not torch.equal(x, y):
+                wrong = wrong or f"{name} differs from run to run"
+            found = difference(x, cp.shard(z), exact=name == "out" and self.device.type == "cuda")
+            wrong = wrong or (f"{name}: {found}" if found else "")
+        told = self.tell(wrong)
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text), "")
+
+    # Times
+
+    def time_undivided(self, case: Case) -> list[Row]:
+        """On rank 0, while others wait."""
+        rows = []
+        if dist.get_rank() == 0:
+            tensors = make_tensors(case, self.args, self.device)
+            whole = Whole(config_of(case, self.device), tensors, make_do(tensors["q"]))
+            for direction in self.args.passes:
+                call: Callable[[], Any] = whole.forward if direction == "fwd" else whole.both
+                timing = measure(call, self.device, seconds=self.args.seconds)
+                rows.append(row(case, self.args, 0, "alone", direction, timing.ms_p50, timing.peak_gib, case.n))
+        self.start()
+        return rows
+
+    def time(self, case: Case) -> list[Row]:
+        """Rows of all ranks: medians of calls that begin together."""
+        config, cp = self.parallel(case)
+        layout = make_layout(case.n, None, cp.size, cp.layout, cp.tile)
+        tokens = layout.lengths[cp.rank]
+        tensors = make_tensors(case, self.args, self.device, max(tokens, 1))
+        own = {name: x if name == "gate_proj_weight" else x[:, :tokens] for name, x in tensors.items()}
+        divided = Whole(config, own, make_do(own["q"]), cp.nsa)
+        # Keys of all ranks, alone: the same ones for each head, so that they take the memory of one
+        keys = torch.randn(case.n, 1, 1, 2 * self.args.dim, device=self.device).to(own["k"].dtype)
+        share = ShareOf(self.args, config, layout, cp.rank, own, divided.do, keys.expand(-1, -1, case.kv_heads, -1))
+        rows = []
+        for direction in self.args.passes:
+            backward = direction == "fwd+bwd"
+            calls: dict[str, Callable[[], Any]] = {
+                "alone": share.both if backward else share.forward,
+                "messages": partial(send_all, share.plan(cp._comm), own, backward=backward),
+                "together": divided.both if backward else divided.forward,
+            }
+            for mode, call in calls.items():
+                peak_gib = peak_memory(call, self.device)  # and compiles
+                times = [self.milliseconds(call) for _ in range(self.args.repeats)]
+                for rank, figures in enumerate(self.tell((statistics.median(times), peak_gib, tokens))):
+                    rows.append(row(case, self.args, rank, mode, direction, *figures))
+        return rows
+
+    def parallel(self, case: Case) -> tuple[Any, ContextParallel]:
+        config, heads = config_of(case, self.device), self.args.kv_heads_per_pass
+        tile = tile_of(config, self.device)
+        return config, ContextParallel(self.group, case.layout, tile, kv_heads_per_pass=heads)
+
+    def links(self) -> list[dict[str, Any]]:
+        """Times of both collectives by their bytes, and the constants of the model that fit them best."""
+        found = []
+        size = dist.get_world_size()
+        collectives = {"all_gather": gather_bytes, "all_to_all": exchange_bytes}
+        for name, collective in collectives.items():
+            times = []
+            for count in CPU_LINK_BYTES if self.device.type == "cpu" else LINK_BYTES:
+                call = collective(count // size, size, self.device)
+                call()
+                ms = [self.milliseconds(partial(repeat, call), host=False) for _ in range(self.args.repeats)]
+                slowest = max(self.tell(statistics.median(ms))) / LINK_CALLS
+                times.append({"bytes": count // size * size, "ms": slowest})
+            alpha_us, beta_gbs = fit_link([(one["bytes"], one["ms"]) for one in times], size)
+            constants = {"ranks": size, "alpha_us": alpha_us, "beta_gbs": beta_gbs}
+            found.append({"collective": name, **constants, "times": times})
+        return found
+
+    def milliseconds(self, call: Callable[[], Any], *, host: bool = True) -> float:
+        """Of a call that begins on all ranks together."""
+        self.start()
+        return milliseconds(call, self.device, host)
+
+    def start(self) -> None:
+        """Wait for all ranks, on the host, and then for the device."""
+        self.all.sum(torch.zeros(1, device=self.device))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def tell(self, figure: Any) -> list[Any]:
+        """What each rank has."""
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, figure)
+        return told
+
+
+@torch.no_grad()
+def send_all(plan: Plan, own: dict[str, torch.Tensor], *, backward: bool) -> None:
+    """The messages of a call, and the copies that put what was received in order."""
+    for _ in gathered_keys(plan, own):
+        pass
+    if not backward:
+        return
+    for _, keys in gathered_keys(plan, own):
+        for name, x in keys.items():
+            shares = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+            everyone = [[(0, plan.total(name))]] * plan.comm.size
+            plan.comm.add_shares(shares.movedim(-3, 0), plan.held(name), everyone)
+
+
+def gather_bytes(count: int, size: int, device: torch.device) -> Callable[[], Any]:
+    """Args: bytes of each rank, and ranks."""
+    own = torch.zeros(count, dtype=torch.uint8, device=device)
+    return partial(all_gather, own.new_empty(size * count), own)
+
+
+def exchange_bytes(count: int, size: int, device: torch.device) -> Callable[[], Any]:
+    sent = torch.zeros(size * count, dtype=torch.uint8, device=device)
+    return partial(dist.all_to_all_single, torch.empty_like(sent), sent)
+
+
+def repeat(call: Callable[[], Any]) -> None:
+    for _ in range(LINK_CALLS):
+        call()
+
+
+def fit_link(times: Sequence[tuple[int, float]], ranks: int) -> tuple[float, float]:
+    """alpha in microseconds and beta in GB/s of (R - 1) alpha + V (R - 1) / (R beta), by least squares of the relative
+    errors. Args: times: V in bytes, and milliseconds.
+    """
+    terms = torch.tensor([[(ranks - 1) / 1e3, v * (ranks - 1) / ranks / 1e6] for v, _ in times], dtype=torch.float64)
+    ms = torch.tensor([[ms] for _, ms in times], dtype=torch.float64)
+    alpha, inverse_beta = torch.linalg.lstsq(terms / ms, torch.ones_like(ms)).solution.flatten().tolist()
+    return alpha, 1 / inverse_beta
+
+
+def find_bars(shares: Sequence[Share], ranks: int, bar_sizes: dict[str, int]) -> list[Bar]:
+    bars = []
+    for preset, n in bar_sizes.items():
+        key = (preset, n, ranks, "zigzag", PASSES[-1])
+        own = next((s for s in shares if (s.preset, s.n, s.ranks, s.layout, s.direction) == key), None)
+        name = f"{preset} {n >> 10}K, {ranks} ranks, {PASSES[-1]}, speed-up"
+        bars.append(Bar(name, None if own is None else own.speedup, BARS[ranks], at_least=True, unit="x"))
+    return bars
