@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nsa.common.autocast import autocast_off, cast_inputs
+from nsa.common.autocast import cast_inputs
 from nsa.common.derivatives import refuse_transforms
 from nsa.config import NSAConfig
 from nsa.decoding.cache import NSACache
@@ -98,7 +98,7 @@ def nsa_with_cache(
     if table.open is not None and counts is not None:
         raise ValueError("counts are the step's: give them to table.step, got counts inside a step")
     own_step = table.step(inputs.q.shape[1], counts) if table.open is None else nullcontext(table.open)
-    with torch.no_grad(), autocast_off(inputs.q.device.type), own_step as step:
+    with own_step as step:
         out = run(inputs, config, cache, step)
         step.done.append(cache)
     return out

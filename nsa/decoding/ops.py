@@ -54,7 +54,6 @@ def call_with_cache(inputs: NSAInputs, config: NSAConfig, cache: NSACache, step:
     return out
 
 
-@torch.no_grad()
 def _with_cache(*arguments: Any, page_size: int, backend: str | None, **options: Any) -> Tensor:
     count = len(TENSOR_NAMES)
     inputs = NSAInputs(**dict(zip(TENSOR_NAMES, arguments[:count], strict=True)))
@@ -75,18 +74,21 @@ def _with_cache(*arguments: Any, page_size: int, backend: str | None, **options:
         pages=memory,
     )
     table.open = step = Step(inputs.q.shape[1], *of_step)
-    with autocast_off(inputs.q.device.type):
-        out = run_checked(resolve(inputs, cache, config, backend), inputs, config, cache, step)
-        for commit in step.commits:
-            commit()
+    out = run_checked(resolve(inputs, cache, config, backend), inputs, config, cache, step)
+    for commit in step.commits:
+        commit()
     return out
 
 
 def run_checked(impl: dispatch.Impl, inputs: NSAInputs, config: NSAConfig, cache: NSACache, step: Step) -> Tensor:
-    """A backend's call, inside a step."""
-    if config.debug:
-        cache.check()
-    out: Tensor = impl.load()(inputs, config, cache, step)
+    """A backend's call, inside a step.
+
+    Modes are set here and not around the step: a graph would leave them behind where a call in it raises.
+    """
+    with torch.no_grad(), autocast_off(inputs.q.device.type):
+        if config.debug:
+            cache.check()
+        out: Tensor = impl.load()(inputs, config, cache, step)
     return out
 
 

@@ -683,6 +683,7 @@ def test_what_no_compiled_step_does() -> None:
         compiled(cache=cache, **tokens | {"q": tokens["q"].clone().requires_grad_()})
     with pytest.raises(ValueError, match=r"k must have the cache's \[H_kv,D\]"):  # the operator checks what it is given
         compiled(cache=cache, **tokens | {name: tokens[name][:, :, :1] for name in "kv"})
+    assert torch.is_grad_enabled()
 
 
 def test_an_empty_batch() -> None:
