@@ -637,7 +637,7 @@ def context_parallel(page: Path) -> Lines:
     yield from table(["", "pass", *times_ms, "speed-up", "peak GiB (bound)"], cells)
     yield ""
     for link in content["links"]:
-        yield f"{link['collective']}: α = {link['alpha_us']:.0f} µs, β = {link['beta_gbs']:.0f} GB/s.<br>"
+        yield f"{link['collective']}: alpha {link['alpha_us']:.0f} us, beta {link['beta_gbs']:.0f} GB/s.<br>"
     yield from source(page, "context-parallel-nccl-h200")
     yield ""
     yield verdict((bar["bar"], bar["verdict"] == "pass") for bar in content["bars"])
