@@ -235,6 +235,7 @@ def test_threads() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.interpreted
 @pytest.mark.cuda_extra
 def test_nsa_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits of a replayed forward and backward, with kernels interpreted, are those of calls that run as they are."""
