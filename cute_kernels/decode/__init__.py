@@ -14,8 +14,7 @@ all of them.
 Each starts while the one before still runs (programmatic dependent launch), and every CTA waits for that one's end with
 `griddepcontrol.wait` before it ends itself, so a kernel that has waited has waited for all before it. AppendPages waits
 first and lets the others start after that: whatever came before the step is complete when they begin, and so is what
-SumQueries has written. AttendBlocks lets CombineBranches start after it has waited for the choice: the partials of the
-compressed branch are complete when that begins. Before they wait kernels may read these, and what no kernel of the step
-writes: queries, lengths, the block table, and pages of tokens and entries that were there before. What they write
-before they wait must be memory that nothing of the step has read yet.
+SumQueries has written. Before they wait they may read that, and what no kernel of the step writes: queries, lengths,
+the block table, and pages of tokens and entries that were there before. What they write before they wait must be memory
+that nothing of the step has read yet.
 """

@@ -190,6 +190,7 @@ class AttendBlocks(DecodeTiles):
     ):
         item, batch, part = cute.arch.block_idx()
         part = mLse.shape[2] - 1 - part  # the window's first: they need no choice
+        cute.arch.griddepcontrol_launch_dependents()
         smem = cutlass.memory.SmemAllocator()
         buffers = self.allocate(smem, layouts)
         sBlock = smem.allocate_tensor(Int32, cute.make_layout(self.topk.num_slots), 16)
@@ -209,7 +210,6 @@ class AttendBlocks(DecodeTiles):
                     cute.arch.griddepcontrol_wait()  # for keys that the step appends
             else:
                 cute.arch.griddepcontrol_wait()  # for the choice
-                cute.arch.griddepcontrol_launch_dependents()
                 gParts = (x[batch, item, None, None] for x in (mValues, mIndices))
                 tiles = self._merge_parts(*gParts, buffers, sBlock, token, choice_blocks) * self.block_tiles
             tiles = cutlass.max(cutlass.min(tiles - first, limit), 0)

@@ -8,8 +8,6 @@ threads / lanes partials at a time, and `ahead` of these in flight. Sums of thos
 memory: the same bits in every run. Rows behind a sequence's new tokens become 0, and those of a sequence that has
 overflowed NaN.
 
-The compressed branch's are added up before the CTA waits, while blocks.py attends.
-
 Floor: 4 D_v bytes a head and partial; latency of a few loads.
 """
 
@@ -111,7 +109,6 @@ class CombineBranches:
     ):
         thread, _, _ = cute.arch.thread_idx()
         head, query, batch = cute.arch.block_idx()
-        cute.arch.griddepcontrol_launch_dependents()
         branch, row, lane = thread // self.threads, thread % self.threads // self.lanes, thread % self.lanes
         in_v = lane < self.v_vectors
         smem = cutlass.memory.SmemAllocator()
@@ -140,26 +137,23 @@ class CombineBranches:
                     cute.autovec_copy(cute.local_tile(mW[head, b, None], (VECTOR,), (lane,)), rW[None, b])
         gG = None if const_expr(mG is None) else mG[batch, query, head, None]
         rG = row_gates(rQ, rW, gG, is_new, self.lanes)
-        # Partials, `rows` at a time; those of the compressed branch are complete already (decode/__init__.py)
-        if is_new & (branch == 0):
-            group, row_in_group = divide(query * self.group + head_in_group, self.score.cta_rows)
-            partials = self.score.splits.partials(cut, kv_head * self.score.row_groups + group)
-            gCmp = mCmpO[None, row_in_group, None], mCmpLse[None, row_in_group]
-            self._sum(*gCmp, partials, row, lane, branch, sO, sMax, sSum)
         cute.arch.griddepcontrol_wait()
         if is_new:
-            if branch == 1:
+            # Partials, `rows` at a time
+            if branch == 0:
+                group, row_in_group = divide(query * self.group + head_in_group, self.score.cta_rows)
+                partials = self.score.splits.partials(cut, kv_head * self.score.row_groups + group)
+                gCmp = mCmpO[None, row_in_group, None], mCmpLse[None, row_in_group]
+                self._sum(*gCmp, partials, row, lane, branch, sO, sMax, sSum)
+            elif branch == 1:
                 partials = Partials(Int32(0), selected_parts)
                 self._sum(*self._of_head(mBlockO, mBlockLse, self.heads), partials, row, lane, branch, sO, sMax, sSum)
-            elif branch == 2:
-                if const_expr(mWinO is None):
-                    partials = Partials(selected_parts, mBlockLse.shape[2] - selected_parts)
-                    window = self._of_head(mBlockO, mBlockLse, self.heads)
-                    self._sum(*window, partials, row, lane, branch, sO, sMax, sSum)
-                else:
-                    partials = Partials(Int32(0), mWinLse.shape[2])
-                    window = self._of_head(mWinO, mWinLse, self.group)
-                    self._sum(*window, partials, row, lane, branch, sO, sMax, sSum)
+            elif const_expr(mWinO is None):
+                partials = Partials(selected_parts, mBlockLse.shape[2] - selected_parts)
+                self._sum(*self._of_head(mBlockO, mBlockLse, self.heads), partials, row, lane, branch, sO, sMax, sSum)
+            else:
+                partials = Partials(Int32(0), mWinLse.shape[2])
+                self._sum(*self._of_head(mWinO, mWinLse, self.group), partials, row, lane, branch, sO, sMax, sSum)
             cute.arch.sync_threads()
 
             # Branches
