@@ -22,7 +22,10 @@ endif
 # want one compiled wait for each other.
 WORKERS := -n auto --dist worksteal
 
-.PHONY: help demo train-demo needle-demo generate-demo cp-demo residual-demo test test-full fuzz fuzz-gpu test-oldest test-blas test-ascend test-blackwell lint format docs test-gpu bench-gpu compile-all stamp clean distclean
+.PHONY: help demo train-demo needle-demo generate-demo cp-demo residual-demo test test-full fuzz fuzz-gpu test-oldest test-blas test-ascend test-interpreted test-blackwell lint format docs test-gpu bench-gpu compile-all stamp clean distclean
+# Bytecode is kept, whatever the caller's environment says: tests start hundreds of processes that import the same files.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two targets at once (make -j) would set up the same .venv twice.
 .NOTPARALLEL:
 
@@ -57,7 +60,7 @@ residual-demo: ## set up and train tiny language models with sums of layers' out
 
 test: ## set up and run the tests; some only: make test ARGS="-k name --no-cov"
 	$(bootstrap) --extras $(TEST_EXTRAS)
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "not cuda and not ascend" --cov=nsa --cov=dispatch --cov-fail-under=95 \
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "not cuda and not ascend and not interpreted" --cov=nsa --cov=dispatch --cov-fail-under=95 \
 		$(TEST_SCOPE) $(ARGS)
 
 test-full: ## the same with every case, where `make test` has one of a kind
@@ -100,7 +103,11 @@ test-ascend: ## set up what proves the Ascend kernels without an NPU, in .cache 
 	$(VENV_PYTHON) tools/ascend_toolchain.py
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m ascend tests/ascend/lowered $(ARGS)
 
-test-blackwell: ## execute every kernel of Blackwell on the CPU: all of the table of which `make test` has a part (half an hour on two cores, the first time an hour)
+test-interpreted: ## execute whole calls with all their kernels on the CPU, and Blackwell's kernels: those of the table in which every two values meet
+	$(bootstrap) --extras $(TEST_EXTRAS)
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m interpreted $(TEST_SCOPE) tests/cute $(ARGS)
+
+test-blackwell: ## execute every kernel of Blackwell on the CPU: all of that table (half an hour on two cores, the first time an hour)
 	$(bootstrap) --extras $(TEST_EXTRAS)
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) --full $(TEST_SCOPE) tests/cute/test_blackwell.py $(ARGS)
 

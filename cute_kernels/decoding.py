@@ -4,8 +4,8 @@
     decode           the same from tensors: pages, block table, lengths
 
 Nothing is read on the host, and grids follow from shapes alone, so a step is captured once in a CUDA graph and replayed
-while sequences grow. Temporary memory comes from PyTorch's allocator in each call: layers, which run one after the
-other, then share it, and calls on two streams do not.
+while sequences grow. Temporary memory comes from PyTorch's allocator: the first layer of a step allocates it, and those
+behind it on the same stream take it again. A call that is captured has its own, which is its graph's.
 
 Entries that are no means, and keys and values of single branches, are appended by PyTorch (NSACache.append).
 More than MAX_DECODE_QUERIES new tokens are steps of so many; in token mode from MIN_PREFILL_QUERIES on, a prefill
@@ -16,7 +16,8 @@ launch of their own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.decode import append, blocks, choose, combine, score
+from cute_kernels.decode.blocks import Parts
 from cute_kernels.decode.cache import Lengths, Pages
 from cute_kernels.decode.tile_sums import keep_sums, sum_queries
 from cute_kernels.limits import MAX_DECODE_QUERIES, MIN_PREFILL_QUERIES
@@ -52,7 +54,23 @@ class Tuning(NamedTuple):
 DEFAULT = Tuning()
 
 
-class Plan(NamedTuple):
+class Workspace(NamedTuple):
+    """Temporary memory of a call, as its kernels take it."""
+
+    compressed: tuple[Tensor, Tensor]
+    """Partials of score.py, and their lse."""
+    attended: tuple[Tensor, Tensor]
+    """Of blocks.py."""
+    apart: tuple[Tensor | None, Tensor | None]
+    """Of the window, where its parts are a launch of their own."""
+    scores: Tensor
+    """Of score.py."""
+    listed: tuple[Tensor, Tensor]
+    """Values and blocks of choose.py."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
     """Kernels of a call, and what is the same in all calls of its shapes."""
 
     append: Callable[..., None]
@@ -73,9 +91,28 @@ class Plan(NamedTuple):
     """softmax_scale * log2(e)"""
     ctas: int
     """Of score.py."""
-    parts: blocks.Parts
+    parts: Parts
     choice_blocks: int
     """Of a part of choose.py."""
+
+    def workspace(self, device: torch.device) -> Workspace:
+        memory = torch.empty(sum(self.sizes), dtype=torch.float32, device=device).split_with_sizes(self.sizes)
+        cmp_o, block_o, scores, cmp_lse, block_lse, values, indices = map(Tensor.view, memory, self.shapes)
+        apart: tuple[Tensor | None, Tensor | None] = None, None
+        if self.window_shape is not None:
+            apart = block_o.new_empty((*self.window_shape, block_o.shape[-1])), block_lse.new_empty(self.window_shape)
+        return Workspace((cmp_o, cmp_lse), (block_o, block_lse), apart, scores, (values, indices.view(torch.int32)))
+
+    def shared_workspace(self, device: torch.device, kept: dict[Hashable, Any] | None) -> Workspace:
+        """That of an earlier call of the step on this stream, if there is one. A graph may outlive the step."""
+        on_cuda = device.type == "cuda"
+        if kept is None or (on_cuda and torch.cuda.is_current_stream_capturing()):
+            return self.workspace(device)
+        key = self, torch._C._cuda_getCurrentRawStream(device.index) if on_cuda else None
+        found = kept.get(key)
+        if found is None:
+            found = kept[key] = self.workspace(device)
+        return found
 
 
 @lru_cache
@@ -107,9 +144,9 @@ def plan(
     places = batch * kv_heads * of_score.row_groups
     ctas = max(1, min(sms * of_score.ctas_per_sm, -(-places * tiles // tuning.score_tiles)))
     at_once = sms * of_blocks.ctas_per_sm
-    parts = blocks.Parts.of(select, window, capacity, batch * items, at_once, tuning.part_tiles, apart)
+    parts = Parts.of(select, window, capacity, batch * items, at_once, tuning.part_tiles, apart)
     few = batch * queries * heads <= 2 * sms
-    choice = choose.ChoiceParts.of(-(-capacity // select.size))
+    choice = choose.ChoiceParts.of(-(-capacity // select.size), select.count, batch * items * apart, sms)
     listed = batch, items * apart, choice.lists, select.count
     attended = batch, items * apart, parts.both if apart == 1 else parts.selected, together
     shapes = (
@@ -123,12 +160,12 @@ def plan(
     )
     shape_of_combine = tuning.combine or (combine.FEW_HEADS if few else combine.MANY_HEADS)
     return Plan(
-        append.compiled(dims, dtype, page_size, select.length, select.stride).run,
-        score.compiled(*how, page_size, per_sm, terms).run,
-        choose.compiled(*how, page_size, terms, together).run,
-        blocks.compiled(dims, dtype, together, *attending, apart).run,
-        blocks.compiled(dims, dtype, group, *attending).run if apart > 1 else None,
-        combine.compiled(*how, page_size, *gate_dtypes, shape_of_combine, terms, together).run,
+        append.compiled(dims, dtype, page_size, select.length, select.stride).start,
+        score.compiled(*how, page_size, per_sm, terms).start,
+        choose.compiled(*how, page_size, terms, together).start,
+        blocks.compiled(dims, dtype, together, *attending, apart).start,
+        blocks.compiled(dims, dtype, group, *attending).start if apart > 1 else None,
+        combine.compiled(*how, page_size, *gate_dtypes, shape_of_combine, terms, together).start,
         shapes,
         tuple(map(math.prod, shapes)),
         (batch, items, parts.window, group) if apart > 1 else None,
@@ -151,6 +188,7 @@ def decode(
     gates: Tensor | None = None,
     gate_proj_weight: Tensor | None = None,
     appended: bool = False,
+    kept: dict[Hashable, Any] | None = None,
     tuning: Tuning = DEFAULT,
 ) -> Tensor:
     """Append new tokens of each sequence, and attend: out `[B,N_q,H,D_v]` in q's dtype.
@@ -163,6 +201,7 @@ def decode(
         gates, gate_proj_weight: `[B,N_q,H,3]` or `[H,3,D]`; neither: 1/3 each.
         appended: pages hold the new tokens already. AppendPages then writes nothing, but the other kernels still start
             behind it (decode/__init__.py).
+        kept: what calls of the same step share. None: nothing.
         tuning: of speed alone.
     """
     weight, gates = gate_proj_weight, None if gate_proj_weight is not None else gates
@@ -172,19 +211,13 @@ def decode(
     of = plan(tuple(q.shape), kv_heads, v_dim, q.dtype, gate_dtypes, config, *layout, q.device, tuning)
     q, k, v = vectorizable(q), vectorizable(k), vectorizable(v)
     out = q.new_empty((*q.shape[:3], v_dim))
-    memory = torch.empty(sum(of.sizes), dtype=torch.float32, device=q.device).split_with_sizes(of.sizes)
-    cmp_o, block_o, scores, cmp_lse, block_lse, values, indices = map(Tensor.view, memory, of.shapes)
-    indices = indices.view(torch.int32)
-    compressed, attended = (cmp_o, cmp_lse), (block_o, block_lse)
+    compressed, attended, apart, scores, listed = of.shared_workspace(q.device, kept)
     table, known = pages.block_table, lengths[:2]
     of.append(k, v, *pages[:4], table, lengths.cached, torch.zeros_like(lengths.new) if appended else lengths.new)
     of.score(q if rows is None else rows, *pages[2:4], table, *known, *compressed, scores, of.scale, of.ctas)
-    of.choose(*known, cmp_lse, scores, values, indices, of.ctas, of.choice_blocks)
-    parts, listed = of.parts, (values, indices)
+    of.choose(*known, compressed[1], scores, *listed, of.ctas, of.choice_blocks)
+    parts = of.parts
     cut = parts.tiles, parts.window_tiles, of.choice_blocks
-    apart: tuple[Tensor | None, ...] = (None, None)
-    if of.window_shape is not None:
-        apart = block_o.new_empty((*of.window_shape, v_dim)), block_lse.new_empty(of.window_shape)
     if pages.k_win is None and of.window is None:
         of.blocks(q, pages.k, pages.v, table, *known, *listed, *attended, of.scale, parts.selected, *cut)
     else:  # as many launches as there are keys and values, or heads of a part; of the second all are of the window
@@ -228,7 +261,7 @@ def nsa_with_cache(inputs: Any, config: Any, cache: Any, step: Any) -> Tensor:
         rows, sums = sum_queries(q, cache.tile_sums, lengths, tile)
         step.commits.append(partial(keep_sums, sums, cache.tile_sums, lengths, tile))
     if q.shape[1] <= MAX_DECODE_QUERIES:
-        how = {"rows": rows, "gates": gates, "gate_proj_weight": weight, "appended": appended}
+        how = {"rows": rows, "gates": gates, "gate_proj_weight": weight, "appended": appended, "kept": step.kept}
         return decode(q, k, v, pages, lengths, config, **how)
     outs = []
     for first in range(0, q.shape[1], MAX_DECODE_QUERIES):
@@ -236,6 +269,6 @@ def nsa_with_cache(inputs: Any, config: Any, cache: Any, step: Any) -> Tensor:
         new = (step.counts - first).clamp(0, MAX_DECODE_QUERIES)
         lengths = Lengths(table.seqlens + first, new, table.overflowed)
         parts = {"rows": None if rows is None else rows[:, of], "gates": None if gates is None else gates[:, of]}
-        how = {**parts, "gate_proj_weight": weight, "appended": appended}
+        how = {**parts, "gate_proj_weight": weight, "appended": appended, "kept": step.kept}
         outs.append(decode(q[:, of], k[:, of], v[:, of], pages, lengths, config, **how))
     return torch.cat(outs, 1)

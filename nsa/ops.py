@@ -29,12 +29,14 @@ DIFFERENTIABLE_NAMES = tuple(name for name in TENSOR_NAMES if name not in (*INTE
 """Tensors with gradients, in the order of backward's results; those of absent tensors are empty."""
 
 _TENSORS = ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in TENSOR_NAMES)
-_KEYWORDS = (
+OPTIONS = (
     "SymInt compress_block_size, SymInt? compress_stride, SymInt? select_block_size, SymInt num_selected_blocks, "
     "SymInt window_size, SymInt q_tile_size, bool share_heads_in_group, SymInt num_init_blocks, "
     "SymInt num_local_blocks, SymInt? num_cmp_selected_blocks, SymInt n_block_size, str compress, bool causal, "
-    "float? softmax_scale, bool debug, SymInt? max_seqlen, bool deterministic, bool recompute, str? backend"
+    "float? softmax_scale, bool debug"
 )
+"""The fields of NSAConfig in a schema."""
+_KEYWORDS = f"{OPTIONS}, SymInt? max_seqlen, bool deterministic, bool recompute, str? backend"
 SCHEMAS = {
     FORWARD: f"({_TENSORS}, *, {_KEYWORDS}) -> Tensor",
     SAVING: f"({_TENSORS}, *, {_KEYWORDS}) -> (Tensor, Tensor[])",

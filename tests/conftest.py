@@ -32,7 +32,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 COVERING = ("nsa", "dispatch")
 """Folders of the tests that cover nsa and dispatch by themselves: others, as interpreters of kernels, run slower
-measured."""
+measured. So do drawn calls and comparisons with loops, which cover nothing that others do not."""
 HARDWARE = {"cuda": torch.cuda.is_available}
 EXTRAS = {
     "cuda": {package.distribution: package.module.partition(".")[0] for package in PACKAGES if package.extra == "cuda"},
@@ -141,7 +141,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("full")]
     if config.pluginmanager.hasplugin("_cov"):
         for item in items:
-            if item.path.relative_to(config.rootpath / "tests").parts[0] not in COVERING:
+            folder = item.path.relative_to(config.rootpath / "tests").parts[0]
+            if folder not in COVERING or item.path.name == "test_fuzz.py" or "loops" in item.name:
                 item.add_marker("no_cover")
     reasons = {extra: without_extra(config, extra) for extra in EXTRAS}
     for item in items:

@@ -23,8 +23,8 @@ import torch
 from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 
 from cute_kernels.attend.views import group_heads
+from cute_kernels.decode.choose import MAX_LONG_PARTS, fake_parts
 from cute_kernels.decode.choose import MAX_PARTS as CHOICE_PARTS
-from cute_kernels.decode.choose import fake_parts
 from cute_kernels.decode.pages import Lengths, Paging, fake_lengths, fake_pages, fake_table
 from cute_kernels.decode.splits import NO_END
 from cute_kernels.decode.tiles import KEYS, Buffers, DecodeTiles, PagedKeys
@@ -230,18 +230,27 @@ class AttendBlocks(DecodeTiles):
         token: Int32,
         choice_blocks: Int32,
     ) -> Int32:
-        """The best blocks of all parts, into sBlock, best first. Returns how many there are.
-
-        Barriers: the parts are in shared memory; the list is whole, and keys and values may take the parts' place.
-        """
-        thread, _, _ = cute.arch.thread_idx()
-        lane, count = cute.arch.lane_idx(), const_expr(self.blocks.count)
-        # In place of keys and values, which are not on their way yet
-        lists = cute.make_layout((CHOICE_PARTS, count), stride=(count, 1))
-        sValues = cute.make_tensor(buffers.sO.iterator, lists)
-        sIndices = cute.make_tensor(cute.recast_ptr(buffers.sO.iterator + cute.size(lists), dtype=Int32), lists)
+        """The best blocks of all parts, into sBlock, best first. Returns how many there are."""
+        lane = cute.arch.lane_idx()
         scored = self.blocks.scored(self.keys.visible(token, Int32(NO_END)))
         parts = cutlass.max((scored + choice_blocks - 1) // choice_blocks, 1)  # part 0 has what is forced
+        if const_expr(self.topk.slots_per_lane == 1):
+            self._merge_in_registers(gValues, gIndices, parts, buffers, sBlock)
+        else:
+            self._merge_by_search(gValues, gIndices, parts, buffers, sBlock)
+        cute.arch.sync_threads()
+        selected = Int32(0)
+        for i in range_constexpr(self.topk.slots_per_lane):
+            selected += cute.arch.popc(cute.arch.vote_ballot_sync(sBlock[i * LANES + lane] >= 0))
+        return selected
+
+    @cute.jit
+    def _merge_by_search(
+        self, gValues: cute.Tensor, gIndices: cute.Tensor, parts: Int32, buffers: Buffers, sBlock: cute.Tensor
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        count = const_expr(self.blocks.count)
+        sValues, sIndices = self._lists(MAX_LONG_PARTS, count, buffers)
         for item in cutlass.range(thread, parts * count, self.threads, unroll=4):
             part, slot = divide(item, self.blocks.count)
             sValues[part, slot], sIndices[part, slot] = gValues[part, slot], gIndices[part, slot]
@@ -249,11 +258,73 @@ class AttendBlocks(DecodeTiles):
             sBlock[count + thread] = Int32(-1)
         cute.arch.sync_threads()
         self.topk.merge_lists(sValues, sIndices, parts, thread, self.threads, None, sBlock)
-        cute.arch.sync_threads()
-        selected = Int32(0)
-        for i in range_constexpr(self.topk.slots_per_lane):
-            selected += cute.arch.popc(cute.arch.vote_ballot_sync(sBlock[i * LANES + lane] >= 0))
-        return selected
+
+    def _lists(self, lists: int, slots: int, buffers: Buffers) -> tuple[cute.Tensor, cute.Tensor]:
+        """Values and blocks, in place of keys and values, which are not on their way yet."""
+        layout = cute.make_layout((lists, slots), stride=(slots, 1))
+        values = buffers.sO.iterator
+        blocks = cute.recast_ptr(values + cute.size(layout), dtype=Int32)
+        return cute.make_tensor(values, layout), cute.make_tensor(blocks, layout)
+
+    @cute.jit
+    def _merge_in_registers(
+        self, gValues: cute.Tensor, gIndices: cute.Tensor, parts: Int32, buffers: Buffers, sBlock: cute.Tensor
+    ):
+        """Lists of one slot a lane: each warp merges some of them, and all warps what these have merged."""
+        lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        per_warp = const_expr(CHOICE_PARTS // self.warps)
+        size = const_expr(max(per_warp, self.warps))
+        rValue, rIndex = cute.make_rmem_tensor(size, Float32), cute.make_rmem_tensor(size, Int32)
+        if parts > self.warps:
+            self._load_lists(gValues, gIndices, warp_index, self.warps, parts, per_warp, rValue, rIndex)
+            self._merge_registers(parts, self.warps, per_warp, rValue, rIndex)
+            sValues, sIndices = self._lists(self.warps, LANES, buffers)
+            sValues[warp_index, lane], sIndices[warp_index, lane] = rValue[0], rIndex[0]
+            cute.arch.sync_threads()
+            for i in range_constexpr(self.warps):
+                rValue[i], rIndex[i] = sValues[i, lane], sIndices[i, lane]
+        else:
+            self._load_lists(gValues, gIndices, Int32(0), 1, parts, self.warps, rValue, rIndex)
+        self._merge_registers(parts, 1, self.warps, rValue, rIndex)
+        if warp_index == 0:
+            sBlock[lane] = rIndex[0] if lane < self.blocks.count else Int32(-1)
+
+    @cute.jit
+    def _load_lists(
+        self,
+        gValues: cute.Tensor,
+        gIndices: cute.Tensor,
+        first: Int32,
+        apart: cutlass.Constexpr[int],
+        parts: Int32,
+        count: cutlass.Constexpr[int],
+        rValue: cute.Tensor,
+        rIndex: cute.Tensor,
+    ):
+        """Lists `first`, `first` + `apart`, ... into registers 0 ... `count` - 1; those behind the last are empty."""
+        lane = cute.arch.lane_idx()
+        for i in range_constexpr(count):
+            rValue[i], rIndex[i] = -Float32.inf, Int32(-1)
+            part = first + i * apart
+            if (part < parts) & (lane < self.blocks.count):
+                rValue[i], rIndex[i] = gValues[part, lane], gIndices[part, lane]
+
+    @cute.jit
+    def _merge_registers(
+        self,
+        parts: Int32,
+        apart: cutlass.Constexpr[int],
+        count: cutlass.Constexpr[int],
+        rValue: cute.Tensor,
+        rIndex: cute.Tensor,
+    ):
+        """Registers 0 ... `count` - 1 of `_load_lists` into register 0, where `parts` lists need it."""
+        for level in range_constexpr(1, count.bit_length()):
+            half = const_expr(count >> level)
+            if parts > half * apart:
+                for i in range_constexpr(half):
+                    best = self.topk.merge_best(rValue[i], rIndex[i], rValue[i + half], rIndex[i + half])
+                    rValue[i], rIndex[i] = best
 
     @cute.jit
     def bounds(self, tile: Int32, work: Work) -> tuple[Int32, Int32]:

@@ -1,13 +1,18 @@
 """Choose blocks for each token of a step, from what score.py wrote: the best of each part of the blocks.
 
     lse_h        = log2 sum 2^lse_partial              over the splits of score.py
-    score[b]     = sum_h 2^(L[h, b] - lse_h)           h over the heads of a group, in order; both tiles' L of a block
+    score[b]     = sum_h 2^(L[h, b] - lse_h)           h over the heads of a group, for all blocks in one order; both
+                                                       tiles' L of a block
     part p       = the k best of so many blocks, best first; forced blocks head part 0
 
 In tile mode the heads' L are added up as they are, and `heads` is 1, or G with share_heads_in_group.
 
 A CTA has a part of the blocks of a token and the heads that select together; each warp keeps a list of its own
 (select/topk.py), and all merge them. blocks.py merges the parts. Parts behind the last scored block do nothing.
+
+A warp scores LANES blocks at a time. Where heads are whole vectors and tiles divide LANES, lanes side by side have a
+block's heads, a vector each: a load reads memory without gaps, and L that a tile has of the next one's blocks is in a
+few lanes. Elsewhere each lane has a block with all of its heads.
 
 Near ties: beside the errors of a fp32 product (select/token.py), L is rounded, and lse is a sum in another order. The
 relative error of a score is at most
@@ -47,8 +52,10 @@ BATCH = 4
 """Partials' lse that a thread has in flight."""
 PART_UNIT = WARPS * LANES
 """A part has a multiple of this: each warp the same number of chunks of blocks."""
-MAX_PARTS = 16
-"""Lists that blocks.py merges: a few hundred candidates."""
+MAX_PARTS, MAX_LONG_PARTS = 32, 16
+"""Lists that blocks.py merges: of one slot a lane, and of more."""
+CTAS_PER_SM = 2
+"""From which on larger parts are faster than more CTAs."""
 
 
 class ChoiceParts(NamedTuple):
@@ -59,9 +66,13 @@ class ChoiceParts(NamedTuple):
     """Of a part."""
 
     @staticmethod
-    def of(blocks: int) -> ChoiceParts:
-        """Args: of the longest sequence. Part 0 is always there, for forced blocks."""
-        size = PART_UNIT * max(1, -(-blocks // (PART_UNIT * MAX_PARTS)))
+    def of(blocks: int, count: int, items: int, sms: int) -> ChoiceParts:
+        """As many parts as CTAs run at a time. Part 0 is always there, for forced blocks.
+
+        Args: blocks of the longest sequence; k; tokens and groups of heads of a step; multiprocessors.
+        """
+        most = min(MAX_PARTS if count <= LANES else MAX_LONG_PARTS, max(1, sms * CTAS_PER_SM // max(1, items)))
+        size = PART_UNIT * max(1, -(-blocks // (PART_UNIT * most)))
         return ChoiceParts(max(1, -(-blocks // size)), size)
 
 
@@ -77,6 +88,12 @@ class ChooseBlocks:
         self.missing = 0.0 if self.by_tile else -math.inf  # L where a tile has no entries of a block
         self.queries = score.query_rows // score.group
         self.topk = TopKList(blocks, score.keys, tile=1)
+        lanes, starts = heads // FLOATS, LANES // self.tiles.blocks
+        rows = heads % FLOATS == 0 and LANES % max(1, lanes) == 0
+        if self.tiles.reach > 0:
+            rows = rows and self.tiles.reach == 1 and starts * self.tiles.blocks == LANES
+        self.lanes = lanes if rows else 0  # side by side that have a block's heads; 0: each lane has a block
+        self.starts = starts if self.tiles.reach > 0 else 0  # blocks of a chunk that begin a tile and have L behind one
         self.head_lanes = min(LANES, THREADS >> (heads - 1).bit_length())  # that add up a head's lse
 
     @cute.jit
@@ -137,8 +154,8 @@ class ChooseBlocks:
             )
             first = part * part_blocks + warp_index * (part_blocks // WARPS)
             end = cutlass.min(scored, first + part_blocks // WARPS)
-            rOwn, rBefore = (cute.make_rmem_tensor(self.heads, Float32) for _ in range(2))
-            self._load(gScores, first + lane, end, cut.tiles, rOwn, rBefore)
+            rOwn, rBefore = self._registers()
+            self._load(gScores, first, end, cut.tiles, rOwn, rBefore)
             if const_expr(not self.by_tile):
                 head = thread // self.head_lanes
                 group, row = divide(query * self.heads + cutlass.min(head, self.heads - 1), self.score.cta_rows)
@@ -160,8 +177,8 @@ class ChooseBlocks:
             if sRow[INIT_END] + sRow[LOCAL_END] - sRow[LOCAL_BEGIN] < self.blocks.count:
                 for start in cutlass.range(first, end, LANES, unroll=1):
                     block = start + lane
-                    value = self._sum(rOwn, sLse) + self._sum(rBefore, sLse)
-                    self._load(gScores, block + LANES, end, cut.tiles, rOwn, rBefore)
+                    value = self._score(rOwn, rBefore, sLse)
+                    self._load(gScores, start + LANES, end, cut.tiles, rOwn, rBefore)
                     value = value if (block < end) & self.topk.not_forced(sRow, block) else -Float32.inf
                     candidates = cute.arch.vote_ballot_sync(value > sWarpValues[self.blocks.count - 1])
                     if candidates != 0:
@@ -197,8 +214,45 @@ class ChooseBlocks:
         total = cute.arch.warp_reduction_sum(total * cute.math.exp2(top - base, fastmath=True), threads_in_group=lanes)
         return base + cute.math.log2(total, fastmath=True)
 
+    # Scores of a chunk of LANES blocks
+
+    def _registers(self) -> tuple[cute.Tensor, cute.Tensor]:
+        """For L of blocks' own tiles, and of the tiles before: [FLOATS, loads]."""
+        if self.lanes == 0:
+            loads = -(-self.heads // FLOATS), -(-self.heads // FLOATS)
+        else:
+            loads = self.lanes, max(1, -(-self.starts * self.lanes // LANES))
+        own, before = (
+            cute.make_rmem_tensor(cute.make_ordered_layout((FLOATS, n), order=(0, 1)), Float32) for n in loads
+        )
+        return own, before
+
     @cute.jit
     def _load(
+        self,
+        gScores: cute.Tensor,  # [tiles, slots, heads]
+        start: Int32,
+        end: Int32,
+        num_tiles: Int32,
+        rOwn: cute.Tensor,
+        rBefore: cute.Tensor,
+    ):
+        """L of the chunk's heads: of a block's tile, if it has one, and of the tile before, else `missing`."""
+        rOwn.fill(self.missing)
+        rBefore.fill(self.missing)
+        if const_expr(self.lanes == 0):
+            self._load_blocks(gScores, start + cute.arch.lane_idx(), end, num_tiles, rOwn, rBefore)
+        else:
+            self._load_side_by_side(gScores, start, end, num_tiles, rOwn, rBefore)
+
+    def _score(self, rOwn: cute.Tensor, rBefore: cute.Tensor, sLse: cute.Tensor) -> Float32:
+        """Of the lane's block."""
+        if self.lanes == 0:
+            return self._sum(rOwn, sLse) + self._sum(rBefore, sLse)
+        return self._sum_side_by_side(rOwn, rBefore, sLse)
+
+    @cute.jit
+    def _load_blocks(
         self,
         gScores: cute.Tensor,
         block: Int32,
@@ -207,10 +261,7 @@ class ChooseBlocks:
         rOwn: cute.Tensor,
         rBefore: cute.Tensor,
     ):
-        """L of a block's heads: from its tile, if it has one, and from the tile before, else `missing`."""
         tile, slot = block // self.tiles.blocks, block % self.tiles.blocks
-        rOwn.fill(self.missing)
-        rBefore.fill(self.missing)
         if (block < end) & (tile < num_tiles):  # else all of its visible entries begin before
             self._load_heads(gScores[tile, slot, None], rOwn)
         if const_expr(self.tiles.reach > 0):
@@ -219,19 +270,76 @@ class ChooseBlocks:
 
     @cute.jit
     def _load_heads(self, gHeads: cute.Tensor, rHeads: cute.Tensor):
-        width = const_expr(FLOATS if self.heads % FLOATS == 0 else 1)
-        for i in range_constexpr(self.heads // width):
-            cute.autovec_copy(cute.local_tile(gHeads, (width,), (i,)), cute.local_tile(rHeads, (width,), (i,)))
+        if const_expr(self.heads % FLOATS == 0):
+            for i in range_constexpr(self.heads // FLOATS):
+                cute.autovec_copy(cute.local_tile(gHeads, (FLOATS,), (i,)), rHeads[None, i])
+        else:
+            for i in range_constexpr(self.heads):
+                rHeads[i] = gHeads[i]
 
     @cute.jit
     def _sum(self, rHeads: cute.Tensor, sLse: cute.Tensor) -> Float32:
         score = Float32(0.0)
         for head in range_constexpr(self.heads):
-            if const_expr(self.by_tile):
-                score += rHeads[head]
-            else:
-                score += cute.math.exp2(rHeads[head] - sLse[head], fastmath=True)
+            score += self._share(rHeads, sLse, head)
         return score
+
+    @cute.jit
+    def _load_side_by_side(
+        self,
+        gScores: cute.Tensor,
+        start: Int32,
+        end: Int32,
+        num_tiles: Int32,
+        rOwn: cute.Tensor,
+        rBefore: cute.Tensor,
+    ):
+        place, piece = cute.arch.lane_idx() // self.lanes, cute.arch.lane_idx() % self.lanes
+        at_once = const_expr(LANES // self.lanes)  # blocks of a load
+        for i in range_constexpr(self.lanes):
+            block = start + i * at_once + place
+            tile, slot = block // self.tiles.blocks, block % self.tiles.blocks
+            if (block < end) & (tile < num_tiles):  # else all of its visible entries begin before
+                cute.autovec_copy(cute.local_tile(gScores[tile, slot, None], (FLOATS,), (piece,)), rOwn[None, i])
+        if const_expr(self.starts > 0):
+            for i in range_constexpr(cute.size(rBefore, mode=[1])):
+                first = i * at_once + place  # of the blocks that begin a tile
+                tile = start // self.tiles.blocks + first
+                if (first < self.starts) & (tile * self.tiles.blocks < end) & (tile > 0):
+                    gBehind = gScores[tile - 1, self.tiles.blocks, None]
+                    cute.autovec_copy(cute.local_tile(gBehind, (FLOATS,), (piece,)), rBefore[None, i])
+
+    @cute.jit
+    def _sum_side_by_side(self, rOwn: cute.Tensor, rBefore: cute.Tensor, sLse: cute.Tensor) -> Float32:
+        lane = cute.arch.lane_idx()
+        at_once = const_expr(LANES // self.lanes)
+        rLse = cute.make_rmem_tensor(FLOATS, Float32)
+        if const_expr(not self.by_tile):
+            cute.autovec_copy(cute.local_tile(sLse, (FLOATS,), (lane % self.lanes,)), rLse)
+        score = Float32(0.0)
+        for i in range_constexpr(self.lanes):
+            of_load = cute.arch.shuffle_sync(self._sum_of_lanes(rOwn[None, i], rLse), lane % at_once * self.lanes)
+            score = of_load if lane // at_once == i else score
+        if const_expr(self.starts > 0):
+            first = lane // self.tiles.blocks
+            for i in range_constexpr(cute.size(rBefore, mode=[1])):
+                source = first % at_once * self.lanes
+                of_load = cute.arch.shuffle_sync(self._sum_of_lanes(rBefore[None, i], rLse), source)
+                begins = (lane % self.tiles.blocks == 0) & (first // at_once == i)
+                score += of_load if begins else Float32(0.0)
+        return score
+
+    @cute.jit
+    def _sum_of_lanes(self, rHeads: cute.Tensor, rLse: cute.Tensor) -> Float32:
+        """Over a block's heads, in all lanes that have them."""
+        score = Float32(0.0)
+        for i in range_constexpr(FLOATS):
+            score += self._share(rHeads, rLse, i)
+        return cute.arch.warp_reduction_sum(score, threads_in_group=self.lanes)
+
+    def _share(self, rHeads: cute.Tensor, lse: cute.Tensor, head: int) -> Float32:
+        """What a head adds to a block's score."""
+        return rHeads[head] if self.by_tile else cute.math.exp2(rHeads[head] - lse[head], fastmath=True)
 
 
 @compiled_once

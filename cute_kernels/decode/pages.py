@@ -14,7 +14,9 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Int32, const_expr, range_constexpr
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from cute_kernels.mma.warp import divide
 from cute_kernels.runtime.jit import VECTOR, fake
@@ -68,12 +70,13 @@ class Paging(NamedTuple):
         rPage: cute.Tensor,
         is_whole: cutlass.Boolean,  # all rows have a page: the CTA's copies need no branches then
         threads: cutlass.Constexpr[int],
+        stays: cutlass.Constexpr[bool],  # in L2: others will read it
     ):
         """Start copying rows `first` ... into shared memory, with zeros where there is no page: 0 * NaN is NaN."""
         if is_whole:
-            self._load_rows(mX, kv_head, sX, first, thread, rPage, True, threads)
+            self._load_rows(mX, kv_head, sX, first, thread, rPage, True, threads, stays)
         else:
-            self._load_rows(mX, kv_head, sX, first, thread, rPage, False, threads)
+            self._load_rows(mX, kv_head, sX, first, thread, rPage, False, threads, stays)
 
     @cute.jit
     def _load_rows(
@@ -86,6 +89,7 @@ class Paging(NamedTuple):
         rPage: cute.Tensor,
         is_whole: cutlass.Constexpr[bool],
         threads: cutlass.Constexpr[int],
+        stays: cutlass.Constexpr[bool],
     ):
         vectors = cute.size(sX, mode=[1]) // VECTOR
         mode = cpasync.LoadCacheMode.GLOBAL
@@ -100,13 +104,26 @@ class Paging(NamedTuple):
             if const_expr(apart % self.slots != 0):
                 _, slot = divide(first + row + self.lag, self.slots)
             to = cute.local_tile(sX[row, None], (VECTOR,), (vector,))
-            if const_expr(is_whole):
+            if const_expr(is_whole and not stays):
+                at = cute.local_tile(mX[rPage[i], slot, kv_head, None], (VECTOR,), (vector,)).iterator
+                copy_read_once(sX.iterator + cute.crd2idx((row, vector * VECTOR), sX.layout), at)
+            elif const_expr(is_whole):
                 cute.copy(copy, cute.local_tile(mX[rPage[i], slot, kv_head, None], (VECTOR,), (vector,)), to)
             else:
                 if rPage[i] >= 0:
                     cute.copy(copy, cute.local_tile(mX[rPage[i], slot, kv_head, None], (VECTOR,), (vector,)), to)
                 else:
                     cute.autovec_copy(rZero, to)
+
+
+@dsl_user_op
+def copy_read_once(to: cute.Pointer, source: cute.Pointer, *, loc: Any = None, ip: Any = None) -> None:
+    """Start copying 16 bytes into shared memory. In L2 they are the first that make room for others."""
+    at = {"loc": loc, "ip": ip}
+    policy = llvm.inline_asm(T.i64(), [], "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", "=l", **at)
+    operands = [llvm.ptrtoint(T.i32(), to.llvm_ptr, **at), llvm.ptrtoint(T.i64(), source.llvm_ptr, **at), policy]
+    copy = "cp.async.cg.shared.global.L2::cache_hint [$0], [$1], 16, $2;"
+    llvm.inline_asm(None, operands, copy, "r,l,l", has_side_effects=True, **at)
 
 
 class Lengths(NamedTuple):

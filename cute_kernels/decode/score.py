@@ -119,6 +119,7 @@ class ScoreEntries(DecodeTiles):
         self.group, self.query_rows, self.terms = group, group * queries, terms
         self.cta_rows = self.rows // self.terms  # query rows of a CTA
         self.row_groups = -(-self.query_rows // self.cta_rows)
+        self.keys_stay = self.row_groups > 1
         self.keys = Keys(blocks.length, blocks.stride)
         self.tiles, self.weights = ScoreTiles.of(blocks), overlap_weights(blocks)
         self.splits = Splits(self.keys, self.tiles.entries)

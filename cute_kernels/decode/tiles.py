@@ -113,6 +113,7 @@ class DecodeTiles:
         self.sums = self.warps * MMA_K * (v_dim + VECTOR)  # numbers of sO; rows are padded against bank conflicts
         stage = KEYS * (dim + v_dim) * 2
         fixed = self.rows * (2 * dim + row_bytes) + self.warps * MMA_K * 8 + bytes + 1024  # alignment
+        self.keys_stay = True  # in L2: other CTAs read them, too
         self.stages, self.ctas_per_sm = 0, ctas_per_sm
         while self.stages == 0:  # the fewest that hide latency; a CTA alone takes all that fit
             least = max(FEW_STAGES if self.ctas_per_sm < 3 else 2, -(-self.sums * 4 // stage))
@@ -284,8 +285,9 @@ class DecodeTiles:
         first, end = self.bounds(tile, work)
         is_whole = first + KEYS <= end
         sK, sV = buffers.sK[None, None, stage], buffers.sV[None, None, stage]
-        self.paging.load_rows(keys.mK, keys.kv_head, sK, first, thread, rPages[0], is_whole, self.threads)
-        self.paging.load_rows(keys.mV, keys.kv_head, sV, first, thread, rPages[-1], is_whole, self.threads)
+        how = is_whole, self.threads, self.keys_stay
+        self.paging.load_rows(keys.mK, keys.kv_head, sK, first, thread, rPages[0], *how)
+        self.paging.load_rows(keys.mV, keys.kv_head, sV, first, thread, rPages[-1], *how)
 
     # Epilogue
 

@@ -240,6 +240,19 @@ class TopKList:
                     mValues[slot] = value
 
     @cute.jit
+    def merge_best(
+        self, value: Float32, index: Int32, other_value: Float32, other_index: Int32
+    ) -> tuple[Float32, Int32]:
+        """The best LANES of two sorted lists of one slot a lane, sorted. Of equal scores the lower block is better."""
+        last = LANES - 1
+        other_value, other_index = (cute.arch.shuffle_sync_bfly(x, last) for x in (other_value, other_index))
+        if (other_value > value) | ((other_value == value) & (other_index < index)):
+            value, index = other_value, other_index
+        for step in range_constexpr(5):
+            value, index = self._compare_exchange(value, index, 16 >> step, cutlass.Boolean(True))
+        return value, index
+
+    @cute.jit
     def _merge_by_rank(
         self, sValues: cute.Tensor, sIndices: cute.Tensor, score: Float32, block: Int32, candidates: Int32
     ):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -42,18 +41,25 @@ def raise_double_backward(op: str) -> None:
 def recompute_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], do: Tensor) -> list[Tensor]:
     """Gradients of `function(*inputs)`, contiguous, by running it again under autograd.
 
-    For operators, whose thread has autograd disabled below them: another thread runs the function.
+    In the thread that asks: on a GPU that is autograd's only one for the device, which another thread's autograd would
+    wait for.
     """
-    stream = torch.cuda.stream(torch.cuda.current_stream(do.device)) if do.is_cuda else nullcontext()
+    with torch.inference_mode(False), torch.enable_grad(), _autograd_below_operators():
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        gradients = torch.autograd.grad(function(*leaves), leaves, do, materialize_grads=True)
+    return [gradient.contiguous() for gradient in gradients]
 
-    def run() -> list[Tensor]:
-        with stream:
-            leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-            gradients = torch.autograd.grad(function(*leaves), leaves, do, materialize_grads=True)
-        return [gradient.contiguous() for gradient in gradients]
 
-    with ThreadPoolExecutor(1) as other_thread:
-        return other_thread.submit(run).result()
+def _autograd_below_operators() -> AbstractContextManager[None]:
+    """Lets autograd record inside of an operator of torch.library, below which PyTorch turns its dispatch keys off."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):
+        excluded = excluded.remove(key)
+    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(), excluded
+    )
+    return guard
 
 
 def round_straight_through(x: Tensor, dtype: torch.dtype) -> Tensor:

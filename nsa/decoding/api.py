@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from nsa.common.autocast import autocast_off, cast_inputs
+from nsa.common.autocast import cast_inputs
 from nsa.common.derivatives import refuse_transforms
 from nsa.config import NSAConfig
 from nsa.decoding.cache import NSACache
-from nsa.decoding.validate import check_cache, resolve
+from nsa.decoding.ops import call_with_cache, run_checked
+from nsa.decoding.validate import check_cache, check_order, resolve
 from nsa.inputs import NSAInputs
 
 
@@ -68,8 +71,7 @@ def nsa_with_cache(
         TypeError: naming an argument of the wrong type or dtype, before anything is written.
         ValueError: naming an argument of the wrong shape, device or value, before anything is written.
         RuntimeError: where gradients are needed; outside of a step of several layers; twice in one step; with
-            `debug=True` where a sequence has no room, and the cache is then as it was; in torch.compile and in
-            transforms of torch.func.
+            `debug=True` where a sequence has no room, and the cache is then as it was; in transforms of torch.func.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
 
     Example:
@@ -81,21 +83,22 @@ def nsa_with_cache(
         (torch.Size([2, 8, 4, 16]), tensor([8, 3], dtype=torch.int32))
     """
     refuse_transforms("nsa_with_cache")
-    if torch.compiler.is_compiling():
-        raise RuntimeError("nsa_with_cache does not support torch.compile: call it outside of what is compiled")
     config = check_cache(cache, config)
     tensors = {"q": q, "k": k, "v": v, "w_k_compress": w_k_compress, "w_v_compress": w_v_compress}
     tensors |= {"k_slc": k_slc, "v_slc": v_slc, "k_win": k_win, "v_win": v_win}
     tensors |= {"gate_proj_weight": gate_proj_weight, "gates": gates}
     inputs = NSAInputs(**cast_inputs(tensors, stay_fp32=("gates", "gate_proj_weight")))
-    impl = resolve(inputs, cache, config, backend)
+    run: Callable[..., Tensor]
+    if torch.compiler.is_compiling():
+        check_order(inputs, cache, config)
+        run = partial(call_with_cache, backend=backend)
+    else:
+        run = partial(run_checked, resolve(inputs, cache, config, backend))
     table = cache.table
     if table.open is not None and counts is not None:
         raise ValueError("counts are the step's: give them to table.step, got counts inside a step")
     own_step = table.step(inputs.q.shape[1], counts) if table.open is None else nullcontext(table.open)
-    with torch.no_grad(), autocast_off(inputs.q.device.type), own_step as step:
-        if config.debug:
-            table.check()
-        out: Tensor = impl.load()(inputs, config, cache, step)
-        step.done.add(id(cache))
+    with own_step as step:
+        out = run(inputs, config, cache, step)
+        step.done.append(cache)
     return out

@@ -16,6 +16,12 @@ from nsa.decoding.table import PageTable, Step, load_tensors, longer
 from nsa.inputs import NSAInputs
 
 
+def page_names(separate_kv: bool) -> tuple[str, ...]:
+    """Of a cache's tensors in pages."""
+    branches = ("", "_slc", "_win") if separate_kv else ("",)
+    return (*(f"{x}{branch}" for branch in branches for x in "kv"), "k_cmp", "v_cmp")
+
+
 class NSACache:
     """The keys and values of one attention layer, for `nsa_with_cache`. docs/decoding.md shows how they lie in memory.
 
@@ -30,7 +36,8 @@ class NSACache:
         heads: H, query heads; needed with `q_tile_size > 1`, where sums of queries are kept. Default: None.
         separate_kv: keep keys and values of their own for the selected and the window branch. Default: False.
         dtype: of keys and values. Default: torch.float32.
-        pages: memory to use, an engine's, by the names of `pages` below; the rest is allocated. Default: None.
+        pages: memory to use, an engine's, by the names of `pages` below, in tile mode also "tile_sums"; the rest is
+            allocated. Default: None.
 
     Raises:
         TypeError: naming an argument of the wrong type.
@@ -83,45 +90,47 @@ class NSACache:
         self.heads, self.heads_kv, self.dim, self.dim_v = heads, heads_kv, dim, dim_v
         self.separate_kv, self.dtype = separate_kv, dtype
 
-        branches = ("", "_slc", "_win") if separate_kv else ("",)
         slots = -(-table.page_size // config.stride)
-        rows = {f"{x}{branch}": table.page_size for branch in branches for x in "kv"} | {"k_cmp": slots, "v_cmp": slots}
+        names = page_names(separate_kv)
         given = {} if pages is None else dict(pages)
-        if unknown := given.keys() - rows.keys():
-            raise ValueError(f"pages must be among {', '.join(rows)}, got {', '.join(sorted(unknown))}")
+        known = names if config.token_mode else (*names, "tile_sums")
+        if unknown := given.keys() - set(known):
+            raise ValueError(f"pages must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
         self.pages: dict[str, Tensor] = {}
         """k, v `[pages,page_size,H_kv,D or D_v]`, with separate_kv k_slc, v_slc, k_win, v_win likewise; k_cmp, v_cmp
         `[pages,ceil(page_size/d),H_kv,D or D_v]`: entry j lies in the page of its last token e, in slot
         e % page_size // d."""
-        for name, count in rows.items():
-            shape = (table.num_pages, count, heads_kv, dim if name.startswith("k") else dim_v)
-            if name in given:
-                self._check_pages(name, given[name], shape)
-                self.pages[name] = given[name]
-            else:
-                self.pages[name] = torch.empty(shape, dtype=dtype, device=table.device)
+        for name in names:
+            rows = slots if name.endswith("_cmp") else table.page_size
+            shape = (table.num_pages, rows, heads_kv, dim if name.startswith("k") else dim_v)
+            self.pages[name] = self._memory(name, given.get(name), shape, dtype)
         self.tile_sums: Tensor | None = None
         """Tile mode: the sum of the queries of token i's tile up to i, in slot i % T: `[B,min(T, capacity),H,D]`, fp32
         (fp64 for fp64 keys)."""
         if heads is not None and not config.token_mode:
             sums = torch.promote_types(dtype, torch.float32)
             tile = min(config.q_tile_size, table.capacity)
-            self.tile_sums = torch.empty(table.batch, tile, heads, dim, dtype=sums, device=table.device)
+            self.tile_sums = self._memory("tile_sums", given.get("tile_sums"), (table.batch, tile, heads, dim), sums)
         self.taken: dict[Hashable, Any] = {}
         """Backends that took a call, by what their checks depend on (validate.py)."""
         table.add_layer(self)
 
-    def _check_pages(self, name: str, pages: Tensor, shape: tuple[int, ...]) -> None:
-        if not isinstance(pages, Tensor):
-            raise TypeError(f"{name} of pages must be a torch.Tensor, got {type(pages).__name__}")
-        if pages.dtype != self.dtype:
-            raise TypeError(f"{name} of pages must be {short_name(self.dtype)}, got {short_name(pages.dtype)}")
-        if pages.shape != shape or pages.device != self.table.device:
-            wanted = f"{list(shape)} on {self.table.device}"
-            raise ValueError(f"{name} of pages must be {wanted}, got {list(pages.shape)} on {pages.device}")
-        if pages.shape[0] > 1 and pages.stride(0) != pages.shape[1] * pages.stride(1):
+    def _memory(self, name: str, given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """What is given, checked, or new memory."""
+        device = self.table.device
+        if given is None:
+            return torch.empty(shape, dtype=dtype, device=device)
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{name} of pages must be a torch.Tensor, got {type(given).__name__}")
+        if given.dtype != dtype:
+            raise TypeError(f"{name} of pages must be {short_name(dtype)}, got {short_name(given.dtype)}")
+        if given.shape != shape or given.device != device:
+            wanted = f"{list(shape)} on {device}"
+            raise ValueError(f"{name} of pages must be {wanted}, got {list(given.shape)} on {given.device}")
+        if given.shape[0] > 1 and given.stride(0) != given.shape[1] * given.stride(1):
             wanted = "tokens at one distance in memory, across pages, too"
-            raise ValueError(f"{name} of pages must have {wanted}, got strides {list(pages.stride())}")
+            raise ValueError(f"{name} of pages must have {wanted}, got strides {list(given.stride())}")
+        return given
 
     @classmethod
     def empty(

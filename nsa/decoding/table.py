@@ -6,7 +6,7 @@ Everything a step needs is on the device, and nothing of it is read on the host:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -226,7 +226,8 @@ class PageTable:
 
     def _check_counts(self, counts: Tensor, num_tokens: int) -> None:
         self._check_by_sequence("counts", counts, torch.int32)
-        if counts.device.type == "cpu" and ((counts < 0) | (counts > num_tokens)).any():
+        known = counts.device.type == "cpu" and not torch.compiler.is_compiling()
+        if known and ((counts < 0) | (counts > num_tokens)).any():
             raise ValueError(f"counts must be from 0 to {num_tokens}, got {counts.tolist()}")
 
     def _check_by_sequence(self, name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
@@ -474,10 +475,12 @@ class Step:
     """Rows that are written, bool `[B,N_q]`: real ones, of sequences that have not overflowed."""
     counts: Tensor
     """Their number, int32 `[B]`."""
-    done: set[int] = field(default_factory=set)
-    """ids of the caches that have their tokens."""
+    done: list[Layer] = field(default_factory=list)
+    """Caches that have their tokens."""
     commits: list[Callable[[], None]] = field(default_factory=list)
     """Writes over what a step that fails must find again; done when the step ends."""
+    kept: dict[Hashable, Any] = field(default_factory=dict)
+    """What a backend keeps from one layer to the next: temporary memory."""
 
 
 def longer(x: Tensor, dim: int, length: int, fill: float) -> Tensor:

@@ -15,10 +15,12 @@ from nsa.config import NSAConfig, check_options
 from nsa.decoding.cache import NSACache
 from nsa.inputs import NSAInputs
 
-TENSORS = attrgetter(
-    "q", "k", "v", "w_k_compress", "w_v_compress", "k_slc", "v_slc", "k_win", "v_win", "gate_proj_weight", "gates"
+TENSOR_NAMES = (
+    *("q", "k", "v", "w_k_compress", "w_v_compress", "k_slc", "v_slc", "k_win", "v_win", "gate_proj_weight", "gates"),
 )
-"""Those of a call."""
+"""Tensors of a call."""
+
+_tensors = attrgetter(*TENSOR_NAMES)
 
 LAYOUT_OPTIONS = ("compress_block_size", "stride", "q_tile_size", "causal")
 """Options that say what a cache holds; the others may change from call to call."""
@@ -64,9 +66,7 @@ def resolve(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str 
     impl = cache.taken.get(facts)
     if impl is None:
         _check_shapes(inputs, cache, config)
-    if torch.is_grad_enabled() and _has_gradients(inputs, config):
-        raise RuntimeError("nsa_with_cache has no gradient, and one is needed: call it under torch.no_grad()")
-    _check_step(inputs.q, cache)
+    check_order(inputs, cache, config)
     if impl is None:
         options = {"inputs": inputs, "config": config, "cache": cache}
         call = dispatch.Call("nsa_with_cache", inputs.q.device, inputs.q.dtype, options=options)
@@ -76,10 +76,22 @@ def resolve(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str 
     return impl
 
 
+def check_order(inputs: NSAInputs, cache: NSACache, config: NSAConfig) -> None:
+    """That no gradient is needed, and that the call is in its place of the table's step.
+
+    Raises:
+        ValueError: naming the argument, its value and what was expected.
+        RuntimeError: where a gradient is needed; outside of a step of several layers; twice in one.
+    """
+    if torch.is_grad_enabled() and _has_gradients(inputs, config):
+        raise RuntimeError("nsa_with_cache has no gradient, and one is needed: call it under torch.no_grad()")
+    _check_step(inputs.q, cache)
+
+
 def _facts(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str | None) -> Hashable:
     """All that `_check_shapes` and the dispatcher look at; None for arguments of a wrong type."""
     tensors: list[Hashable] = []
-    for x in TENSORS(inputs):
+    for x in _tensors(inputs):
         if isinstance(x, Tensor) and not x.is_nested:
             tensors.append((x.shape, x.dtype, x.device, x.layout))
         elif x is None:
@@ -126,5 +138,5 @@ def _check_step(q: Tensor, cache: NSACache) -> None:
     if table.open is not None:
         if table.open.num_tokens != q.shape[1]:
             raise ValueError(f"q must have the step's N_q={table.open.num_tokens} tokens, got shape {list(q.shape)}")
-        if id(cache) in table.open.done:
+        if any(other is cache for other in table.open.done):
             raise RuntimeError("this cache has its tokens of the open step already: a step has one call for each layer")

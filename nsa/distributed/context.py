@@ -6,7 +6,7 @@ import hashlib
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -343,27 +343,24 @@ class ContextParallel:
             TypeError, ValueError, RuntimeError, dispatch.BackendError: as `nsa`.
         """
         refuse_transforms("ContextParallel.neighborhood_attention")
-        read: list[Mapping[str, Tensor]] = []
+        read: list[tuple[Mapping[str, Tensor], dict[str, Any]]] = []
         dtensors = _DTensors(self.group, ("q", "k", "v"), 1)
-        options: dict[str, Any] = {
-            "kernel_size": kernel_size, "dilation": dilation, "softmax_scale": softmax_scale, "boundary": boundary,
-            "causal": causal, "algorithm": algorithm, "backend": backend,
-        }  # fmt: skip
 
         def facts() -> tuple[dict[str, object], int]:
             local = cast_inputs(dtensors.local({"q": q, "k": k, "v": v}))
-            Window(kernel_size, dilation, softmax_scale, boundary, causal)
+            window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
             check_choice("algorithm", algorithm, ALGORITHMS)
             check_tensors(local["q"], local["k"], local["v"])
             check_same_rows(local)
-            read.append(local)
+            options = {**asdict(window), "algorithm": algorithm, "backend": backend}
+            read.append((local, options))
             texts = {name: _row_text(x) for name, x in local.items()}
             return {**self._facts(), **texts, **options, "backend": _backend(backend)}, local["q"].shape[1]
 
         lengths = self._comm.agree("ContextParallel.neighborhood_attention", facts)
         layout = self._agreed_layout(lengths, None, "q")
         dtensors.check(layout)
-        local = read[0]
+        local, options = read[0]
         with autocast_off(local["q"].device.type):
             out = sharded_neighborhood_attention(self._comm, layout, local["q"], local["k"], local["v"], options)
         return dtensors.wrap(out)

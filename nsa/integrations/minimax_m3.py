@@ -17,7 +17,8 @@ is follows from
     position_ids      without a mask: documents begin where they do not ascend by one (packing); behind cached tokens,
                       where the new ones begin in the cache
 
-Both are read on the host, once for all layers of a forward.
+Both are read on the host, once for all layers of a forward. So attention is a break of the graph in torch.compile,
+which `generate` uses by itself on a GPU with a static cache.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ def padding_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Te
     return attention_mask
 
 
+@torch.compiler.disable
 def attention(
     module: Any,
     query: Tensor,

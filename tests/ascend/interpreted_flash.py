@@ -65,9 +65,18 @@ CASES: dict[str, dict[str, Any]] = {
     "a scale": {"tokens": 21, "kernel_size": 7, "softmax_scale": 0.7},
     "bf16": {"tokens": 70, "kernel_size": 9, "dtype": torch.bfloat16, "kv_heads": 2},
 }
+HERE = (
+    "features that are padded",
+    "wide features",
+    "a batch of head-major groups",
+    "fewer tokens than keys, causal",
+    "a dilation beyond int32",
+    "bf16",
+)
+"""Of which `make test` has no more."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*HERE, *cases.rest(*(case for case in CASES if case not in HERE))])
 def test_options(case: str) -> None:
     check("ascend", **CASES[case])
 
@@ -83,9 +92,10 @@ GPU_TILES: dict[str, dict[str, Any]] = {
     "packed": {"kernel_size": 9, "dtype": torch.float16, "kv_heads": 2, "packed": True},
     "all at once": {"kernel_size": 200, "dtype": torch.float16, "kv_heads": 2},
 }
+GPU_HERE = ("fp32", "one pass, moved", "one pass of dkdv", "several", "packed")
 
 
-@pytest.mark.parametrize("case", GPU_TILES)
+@pytest.mark.parametrize("case", [*GPU_HERE, *cases.rest(*(case for case in GPU_TILES if case not in GPU_HERE))])
 def test_tiles_of_the_gpu(case: str) -> None:
     check("triton", 150, **GPU_TILES[case])
 

@@ -93,6 +93,7 @@ def test_one_wrong_value_makes_it_red(tmp_path: Path, monkeypatch: pytest.Monkey
     assert f"{wrong} of " in content["red"][0]
 
 
+@pytest.mark.full
 def test_ranks_together(tmp_path: Path) -> None:
     """As torchrun starts them."""
     out = tmp_path / "together"

@@ -23,6 +23,7 @@ from bench.timing import GIB, Timing, measure, peak_memory
 from dispatch import Call
 from nsa import NSAConfig, nsa_forward_aux
 from nsa.reference import nsa_tiles
+from tests.support import cases
 from tests.support.bench_helpers import documented_fields
 
 CPU = torch.device("cpu")
@@ -195,8 +196,7 @@ class Larger(torch.autograd.Function):
         return gradient * 1.01
 
 
-@pytest.mark.parametrize("value", [1.0, float("nan")])
-@pytest.mark.parametrize("row", [0, 300, -1])
+@pytest.mark.parametrize(("row", "value"), cases.product([0, 300, -1], [1.0, float("nan")]))
 def test_every_row_of_dq_is_checked(row: int, value: float) -> None:
     """Also those of tiles that are not sampled, whose gradient is zero."""
     problem = make_problem("random", Sizes(1, 1500, 2, 1, 16), device=CPU, dtype=torch.float32, requires_grad=True)

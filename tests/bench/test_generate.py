@@ -27,18 +27,32 @@ def test_both_models_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(bench_generate, "time_step", failing)
     monkeypatch.setattr(bench_generate, "STEPS", 12)
     out = tmp_path / "generate"
-    assert bench_generate.main([*TINY, "--n=40", "--batch=2,3", f"--out={out}"]) == 0
+    assert bench_generate.main([*TINY, "--n=40", "--batch=2,3", "--bars", f"--out={out}"]) == 0
     content = json.loads(out.with_suffix(".json").read_text())
+    assert {bar["verdict"] for bar in content.pop("bars")} == {"not measured"}
     assert_documented("bench/bench_generate.py", content, {"rows": bench_generate.Row})
     assert [(row["model"], row["b"], row["n"]) for row in content["rows"]] == [("dense", 2, 40), ("nsa", 2, 40)]
     assert all(row["ms_p50"] > 0 for row in content["rows"])
     assert content["missing"] == [f"{name}, eager, N=40, B=3: out of memory" for name in ("dense", "nsa")]
 
 
-def test_a_step_appends_a_token() -> None:
+@pytest.mark.parametrize("name", bench_generate.MODELS)
+def test_a_step_appends_a_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_generate, "CHUNK", 16)
     args = bench_generate.parse(TINY)
-    model = bench_generate.make_models(args)["nsa"]
-    with bench_generate.torch.no_grad():
-        step = bench_generate.stepper(model, "graph", 2, 40, bench_generate.torch.device("cpu"))
-        assert step().shape == (2, 1, 32_000)
-        assert not bench_generate.torch.equal(step(), step())
+    model = bench_generate.make_models(args)[name]
+    for mode in ("eager", "graph"):
+        with bench_generate.torch.no_grad():
+            step = bench_generate.stepper(model, mode, 2, 40, bench_generate.torch.device("cpu"))
+            assert step().shape == (2, 1, 32_000)
+            assert not bench_generate.torch.equal(step(), step())
+
+
+def test_bars_are_of_the_fastest_modes() -> None:
+    def row(model: str, mode: str, b: int, ms: float) -> bench_generate.Row:
+        return bench_generate.Row(model, mode, b, 64 << 10, ms, ms, ms)
+
+    rows = [row("dense", "eager", 1, 3.0), row("dense", "graph", 1, 2.0), row("nsa", "eager", 1, 4.0)]
+    rows += [row("nsa", "graph", 1, 1.6), row("dense", "graph", 16, 2.0), row("nsa", "graph", 16, 2.5)]
+    assert [(bar.reached, bar.verdict) for bar in bench_generate.find_bars(rows)] == [(1.25, "pass"), (0.8, "FAIL")]
+    assert {bar.verdict for bar in bench_generate.find_bars(rows[:3])} == {"FAIL", "not measured"}

@@ -288,14 +288,14 @@ def test_no_size_asks_for_a_kernel_of_its_own(mode: str) -> None:
     """Behind the first steps. Sizes of what kernels are given change where tokens are multiples of d, and behind."""
     sizes = soak.SIZES["cuda"]
     config: NSAConfig = getattr(sizes, mode)
-    lengths = [n + behind for n in range(0, sizes.tokens, 5 * config.stride) for behind in (0, 1)]
+    lengths = [n + behind for n in range(0, sizes.tokens, 11 * config.stride) for behind in (0, 1)]
     works = [soak.Work((n,), batch=1) for n in [*lengths, sizes.tokens] if n > 0]
     with noted_keys() as keys:
         for work in soak.every_kind(sizes):
             train_step(sizes, config, work)
         met = len(keys)
         assert met > 40
-        for work in [*works, *(soak.draw(0, step, sizes.tokens) for step in range(100))]:
+        for work in [*works, *(soak.draw(0, step, sizes.tokens) for step in range(50))]:
             train_step(sizes, config, work)
             assert len(keys) == met, work
 

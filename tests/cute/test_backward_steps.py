@@ -73,7 +73,7 @@ def packed_inputs(*lengths: int, behind: int = 13) -> NSAInputs:
     return replace(some_inputs(sum(lengths) + behind, batch=None), cu_seqlens=cu_seqlens)
 
 
-@pytest.mark.parametrize("tokens", [1, 15, 64, 300, 540])
+@pytest.mark.parametrize(("arch", "tokens"), cases.product(RULES, [1, 15, 64, 300, 540]), indirect=["arch"])
 def test_lengths(tokens: int, arch: str) -> None:
     check(some_inputs(tokens), SOME)
 
@@ -96,21 +96,20 @@ def test_options_of_the_compressed_branch(changes: dict[str, Any], batch: int, a
     check(some_inputs(520, batch=batch), replace(SOME, **changes))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"select_block_size": 128},
-        {"select_block_size": 192},
-        {"select_block_size": 192, "causal": False},
-        {"share_heads_in_group": True},
-        {"num_selected_blocks": 0},
-        {"window_size": 0},
-        {"window_size": 2**31 - 1},
-        {"window_size": 2**31 - 1, "causal": False},
-        {"q_tile_size": 512},
-    ],
-    ids=str,
-)
+OTHERS: list[dict[str, Any]] = [
+    {"select_block_size": 128},
+    {"select_block_size": 192},
+    {"select_block_size": 192, "causal": False},
+    {"share_heads_in_group": True},
+    {"num_selected_blocks": 0},
+    {"window_size": 0},
+    {"window_size": 2**31 - 1},
+    {"window_size": 2**31 - 1, "causal": False},
+    {"q_tile_size": 512},
+]
+
+
+@pytest.mark.parametrize(("arch", "changes"), cases.product(RULES, OTHERS), indirect=["arch"], ids=str)
 def test_options(changes: dict[str, Any], arch: str) -> None:
     check(some_inputs(520), replace(SOME, **changes))
 
@@ -122,7 +121,7 @@ def test_windows_reach_no_farther_than_tokens() -> None:
     assert plan.window_reach(2**31 - 1, False, 100) == (100, 100)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("arch", "batch"), cases.product(RULES, [1, 2]), indirect=["arch"])
 def test_phases_equal_lists(batch: int, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward, "PHASES_FROM", 0)
     monkeypatch.setattr(backward, "PHASE_BYTES", 10_000)
@@ -192,20 +191,20 @@ def extras(inputs: NSAInputs, names: tuple[str, ...]) -> NSAInputs:
     return replace(inputs, **{name: torch.randn(shapes[name], dtype=inputs.q.dtype) for name in names})
 
 
+EXTRAS = [
+    ("gate_proj_weight",),
+    ("gates",),
+    ("w_k_compress",),
+    ("w_k_compress", "w_v_compress", "gate_proj_weight"),
+    ("k_cmp", "v_cmp"),
+    ("k_slc", "v_slc"),
+    ("k_slc", "v_slc", "k_win", "v_win", "gates"),
+]
+
+
 @pytest.mark.parametrize(
-    "names",
-    [
-        ("gate_proj_weight",),
-        ("gates",),
-        ("w_k_compress",),
-        ("w_k_compress", "w_v_compress", "gate_proj_weight"),
-        ("k_cmp", "v_cmp"),
-        ("k_slc", "v_slc"),
-        ("k_slc", "v_slc", "k_win", "v_win", "gates"),
-    ],
-    ids="+".join,
+    ("arch", "names", "one_chunk"), cases.product(RULES, EXTRAS, [True, False]), indirect=["arch"], ids=str
 )
-@pytest.mark.parametrize("one_chunk", [True, False])
 def test_optional_tensors(names: tuple[str, ...], one_chunk: bool, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not one_chunk:
         monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
@@ -248,16 +247,23 @@ def test_last_queries(changes: dict[str, Any], at: tuple[int, int], batch: int, 
 
 
 @pytest.mark.parametrize(
-    "names",
-    [("gate_proj_weight",), ("gates",), ("w_k_compress",), ("k_cmp", "v_cmp"), ("k_win", "v_win")],
-    ids="+".join,
+    ("arch", "names"),
+    cases.product(
+        RULES, [("gate_proj_weight",), ("gates",), ("w_k_compress",), ("k_cmp", "v_cmp"), ("k_win", "v_win")]
+    ),
+    indirect=["arch"],
+    ids=str,
 )
 def test_optional_tensors_of_last_queries(names: tuple[str, ...], arch: str) -> None:
     check(last_queries(extras(some_inputs(300), names), 256), SOME)
 
 
-@pytest.mark.parametrize("list_bytes", [200, 60])
-@pytest.mark.parametrize("changes", [{}, {"num_cmp_selected_blocks": 3, "compress_block_size": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("arch", "list_bytes", "changes"),
+    cases.product(RULES, [200, 60], [{}, {"num_cmp_selected_blocks": 3, "compress_block_size": 1}], cover=2),
+    indirect=["arch"],
+    ids=str,
+)
 def test_lists_of_last_queries_in_chunks(
     changes: dict[str, Any], list_bytes: int, arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,12 +355,12 @@ SOME_ENTRIES = {"num_cmp_selected_blocks": 2, "compress_block_size": 1}
 """Of three blocks of entries, a document of 300 tokens attends to two."""
 
 
-@pytest.mark.parametrize(
-    ("lengths", "behind"),
-    [(LENGTHS, 13), ((300,), 0), ((256, 256, 1), 0), ((0, 20), 300), ((1, 5), 3), ((0, 0), 13), ((0, 0), 0)],
-    ids=str,
-)
-def test_documents(lengths: tuple[int, ...], behind: int, arch: str) -> None:
+PACKS = [(LENGTHS, 13), ((300,), 0), ((256, 256, 1), 0), ((0, 20), 300), ((1, 5), 3), ((0, 0), 13), ((0, 0), 0)]
+
+
+@pytest.mark.parametrize(("arch", "pack"), cases.product(RULES, PACKS), indirect=["arch"], ids=str)
+def test_documents(pack: tuple[tuple[int, ...], int], arch: str) -> None:
+    lengths, behind = pack
     check(packed_inputs(*lengths, behind=behind), SOME)
 
 
@@ -363,24 +369,28 @@ def test_tiles_of_documents_longer_than_those_of_lists(arch: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"compress_block_size": 1},
-        {"compress_block_size": 4, "compress_stride": 2},
-        SOME_ENTRIES,
-        {"num_cmp_selected_blocks": 2, "compress_block_size": 64},
-        {"select_block_size": 128},
-        {"share_heads_in_group": True},
-        {"num_selected_blocks": 0},
-        {"window_size": 0},
-    ],
+    ("arch", "changes"),
+    cases.product(
+        RULES,
+        [
+            {"compress_block_size": 1},
+            {"compress_block_size": 4, "compress_stride": 2},
+            SOME_ENTRIES,
+            {"num_cmp_selected_blocks": 2, "compress_block_size": 64},
+            {"select_block_size": 128},
+            {"share_heads_in_group": True},
+            {"num_selected_blocks": 0},
+            {"window_size": 0},
+        ],
+    ),
+    indirect=["arch"],
     ids=str,
 )
 def test_options_of_documents(changes: dict[str, Any], arch: str) -> None:
     check(packed_inputs(70, 0, 300), replace(SOME, **changes))
 
 
-@pytest.mark.parametrize("list_bytes", [600, 250])
+@pytest.mark.parametrize(("arch", "list_bytes"), cases.product(RULES, [600, 250]), indirect=["arch"])
 def test_heads_and_lists_of_documents_in_chunks(list_bytes: int, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
     monkeypatch.setattr(backward, "LIST_BYTES", list_bytes)
@@ -388,18 +398,22 @@ def test_heads_and_lists_of_documents_in_chunks(list_bytes: int, arch: str, monk
 
 
 @pytest.mark.parametrize(
-    "names",
-    [
-        ("gate_proj_weight",),
-        ("gates",),
-        ("w_k_compress",),
-        ("w_v_compress", "gate_proj_weight"),
-        ("k_slc", "v_slc"),
-        ("k_slc", "v_slc", "k_win", "v_win", "gates"),
-    ],
-    ids="+".join,
+    ("arch", "names", "changes"),
+    cases.product(
+        RULES,
+        [
+            ("gate_proj_weight",),
+            ("gates",),
+            ("w_k_compress",),
+            ("w_v_compress", "gate_proj_weight"),
+            ("k_slc", "v_slc"),
+            ("k_slc", "v_slc", "k_win", "v_win", "gates"),
+        ],
+        [{"compress_stride": 8}, SOME_ENTRIES],
+    ),
+    indirect=["arch"],
+    ids=str,
 )
-@pytest.mark.parametrize("changes", [{"compress_stride": 8}, SOME_ENTRIES], ids=["all entries", "some"])
 def test_optional_tensors_of_documents(names: tuple[str, ...], changes: dict[str, Any], arch: str) -> None:
     check(extras(packed_inputs(70, 0, 130), names), replace(SOME, **changes))
 
@@ -438,7 +452,6 @@ def test_atomic_free_backward_gets_lists_of_its_tiles(size: int, monkeypatch: py
         [4, 2],
         [(), ("gate_proj_weight",), ("gates",), ("k_slc", "v_slc"), ("k_win", "v_win")],
         [1, 63, 65, 300, 540],
-        cover=2,
     ),
     indirect=["arch"],
 )

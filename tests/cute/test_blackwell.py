@@ -1,6 +1,7 @@
 """Every kernel that a Blackwell GPU runs, executed on a CPU: tests/support/blackwell_cases.py says what and how.
 
-Some forms of the table here, all of it in `make test-blackwell`.
+CI executes the part of the table in which every two values of its axes meet (`make test-interpreted`);
+`make test-blackwell` all of it, and `make test` only looks at the record:
 bench/results/blackwell-executed.json holds what tools/execute_blackwell.py recorded of it.
 """
 
@@ -31,6 +32,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("case", "schedule"), TABLE)
 def test_executed(case: Case, schedule: str) -> None:
     execution = blackwell.execute(case, schedule)
@@ -48,6 +50,7 @@ PRESETS = {"paper": (NSAConfig.paper(), 300), "per tile": (NSAConfig.per_tile(),
 """With N, which is smaller than in use, as the number of heads is."""
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("preset", ["per tile", *cases.rest("paper")])
 def test_nsa_through_dispatch(preset: str) -> None:
     """The public function with autograd, whose backend runs on what it takes for a B200."""

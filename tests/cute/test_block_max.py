@@ -76,7 +76,7 @@ class Case:
 CASES = {
     "one token": Case(1, 70, heads=1),
     "two row tiles": Case(300, heads=4, k=3, dim=128, size=128),
-    "many blocks": Case(3, 2300, heads=3, k=4),
+    "many blocks": Case(3, 2300, heads=1),
     "more than a chunk of 128": Case(2, 4400, heads=1, k=3, size=128),
     "equal scores in parts": Case(2, 6200, heads=2, k=3, whole=True),
     "whole numbers": Case(260, heads=4, k=2, whole=True),
@@ -84,26 +84,25 @@ CASES = {
     "long lists": Case(4, 2500, heads=2, k=37, local=0),
     "documents": Case((70, 0, 1, 130, 5), heads=3, k=2, behind=3),
     "documents across tiles": Case((33, 200, 40), heads=16, size=128, dim=128),
-    "documents that continue": Case((70, 0, 2, 130), (200, 90, 2, 131), heads=3, behind=3),
+    "documents that continue": Case((70, 0, 2, 130), (200, 90, 2, 131), heads=1, behind=3),
     "starts in documents": Case((2, 30), (200, 150), (170, 0), heads=16, size=128, dim=128),
     "starts": Case(3, 300, (0, 290), batch=2, k=3, dtype=torch.float16),
 }
 HERE = [
-    ("sm_90", "two row tiles"),
     ("sm_90", "documents that continue"),
-    ("sm_90", "starts"),
     ("sm_90", "many blocks"),
     ("sm_100", "whole numbers"),
 ]
-"""Of them "many blocks" in two parts."""
-OTHERS = [(arch, case) for arch in GPUS for case in CASES]
+"""Of them "many blocks" in two parts. It and documents take the kernels in which races are looked for."""
+IN_CI = ("sm_90", "two row tiles")
+OTHERS = [(arch, case) for arch in GPUS for case in CASES if (arch, case) not in (*HERE, IN_CI)]
 
 
 @pytest.mark.slow
 @pytest.mark.cuda_extra
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("late", [True, *cases.rest(False)])
-@pytest.mark.parametrize(("arch", "case"), [*HERE, *cases.rest(*(x for x in OTHERS if x not in HERE))])
+@pytest.mark.parametrize(("arch", "case"), [*HERE, *cases.interpreted(IN_CI), *cases.rest(*OTHERS)])
 def test_interpreted(arch: str, case: str, late: bool) -> None:
     with interpreted_gpu(arch, Schedule(late=late)):
         CASES[case].check(backend="cute")

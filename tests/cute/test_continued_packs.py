@@ -23,15 +23,10 @@ def run(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, NSAAux]:
     return out, NSAAux(*aux)
 
 
-HERE = (("sm_90", "token"),)
-"""What `make test` runs."""
-OTHERS = [(arch, name) for name in PACKS for arch in GPUS if (arch, name) not in HERE]
-
-
 @pytest.mark.slow
 @pytest.mark.cuda_extra
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(("arch", "name"), [*HERE, *rest(*OTHERS)])
+@pytest.mark.parametrize(("arch", "name"), rest(*[(arch, name) for name in PACKS for arch in GPUS]))
 def test_interpreted(arch: str, name: str) -> None:
     pack = PACKS[name]
     inputs, config = pack.inputs, pack.config

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cute_kernels import decoding
+from cute_kernels.decode.choose import ChoiceParts
 from cute_kernels.decode.combine import MANY_HEADS
 from nsa import NSACache, NSAConfig
 from nsa.decoding import reference
@@ -66,6 +67,12 @@ CASES = {
     "parts of the choice": Case(
         (34000, 300), replace(SMALL_BLOCKS, compress_block_size=64, compress_stride=64), group=1, kv_heads=1
     ),
+    "many parts of the choice": Case(
+        (325_000, 300), replace(SMALL_BLOCKS, compress_block_size=64, compress_stride=64), group=4, kv_heads=1
+    ),
+    "long lists in parts": Case(
+        (34000, 300), replace(SMALL_BLOCKS, compress_block_size=64, compress_stride=64, num_selected_blocks=40), group=1
+    ),
     "tuned for batches": Case(
         (2100, 30),
         PAPER,
@@ -91,20 +98,20 @@ def last_of_block(blocks: torch.Tensor) -> torch.Tensor:
     return blocks[..., -1, :]
 
 
-DIFFERENT = ("ragged", "fewer new", "D_v, fp16", "ties", "many choices", "parts of the choice")
-DIFFERENT += ("tuned for batches", "tile mode", "tile mode, shared")
-"""Cases that take every path between them; each costs the compilation of four kernels."""
-HERE = [("sm_90", LATE, case) for case in DIFFERENT]
-OTHERS = [of for of in itertools.product(GPUS, (LATE, EARLY), CASES) if of not in HERE]
+HERE = [("sm_90", LATE, case) for case in ("ragged", "many parts of the choice", "tile mode")]
+IN_CI = ("fewer new", "D_v, fp16", "ties", "many choices", "tuned for batches", "tile mode, shared")
+MORE = [("sm_90", LATE, case) for case in IN_CI]
+"""With those, cases that take every path between them; each costs the compilation of four kernels."""
+OTHERS = [of for of in itertools.product(GPUS, (LATE, EARLY), CASES) if of not in HERE + MORE]
 
 
-@pytest.mark.parametrize(("arch", "copies", "case"), [*HERE, *cases.rest(*OTHERS)])
+@pytest.mark.parametrize(("arch", "copies", "case"), [*HERE, *cases.interpreted(*MORE), *cases.rest(*OTHERS)])
 def test_step(arch: str, copies: str, case: str) -> None:
     with interpreted_gpu(arch, Schedule(late=copies == LATE)):
         check(CASES[case])
 
 
-RACES = [*itertools.product(["sm_100", "sm_90"], ("ragged", "four queries", "row groups", "tile mode"))]
+RACES = [*itertools.product(["sm_90", "sm_100"], ("ragged", "four queries", "row groups", "tile mode"))]
 
 
 @pytest.mark.parametrize(("arch", "case"), [RACES[0], *cases.rest(*RACES[1:])])
@@ -113,7 +120,20 @@ def test_barriers_put_shared_memory_in_order(arch: str, case: str) -> None:
         check(CASES[case])
 
 
+@pytest.mark.parametrize("blocks", [1, 512, 513, 1024, 16384, 1 << 20])
+@pytest.mark.parametrize("items", [1, 4, 32, 256, 5000])
+@pytest.mark.parametrize(("count", "most"), [(16, 32), (32, 32), (33, 16), (256, 16)])
+def test_parts_of_the_choice(blocks: int, items: int, count: int, most: int) -> None:
+    parts = ChoiceParts.of(blocks, count, items, 132)
+    assert parts.lists * parts.blocks >= blocks > (parts.lists - 1) * parts.blocks
+    assert 1 <= parts.lists <= most
+    assert parts.lists == 1 or parts.lists * items <= 264, "CTAs that run at a time"
+    smaller = ChoiceParts.of(blocks, count, items * 2, 132)
+    assert smaller.lists <= parts.lists
+
+
 @torch.no_grad()
+@pytest.mark.interpreted
 @pytest.mark.cuda_extra
 @pytest.mark.parametrize("entries", ["means", "tile mode", *cases.rest("projected", "by a callable")])
 @pytest.mark.parametrize("own", [False, *cases.rest(True)], ids=["one k and v", "own keys"])

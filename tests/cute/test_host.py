@@ -369,6 +369,7 @@ def lists_of(*shape: int) -> tuple[Tensor, ...]:
     return count, index, count.clone(), index.clone()
 
 
+@pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.cuda_extra
 @pytest.mark.filterwarnings("default")
@@ -407,6 +408,7 @@ def test_flash_attention_4_forward(asked: Asked) -> None:
     assert (got.grid, got.block, got.cluster) == ((tiles * HEADS * BATCH, 1, 1), (512, 1, 1), (1, 1, 1))
 
 
+@pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.cuda_extra
 @pytest.mark.filterwarnings("default")

@@ -1,4 +1,4 @@
-"""The host's work of a training step per tile, with launches that do nothing: PyTorch operators, and time.
+"""The host's work of a training step per tile, and of decoding, with launches that do nothing: operators and time.
 
 Of calls that are replayed (runtime/replay.py), as all but the first two of a kind are, one by one or as graphs
 (runtime/graphs.py), and of calls as these two are. Operators are counted exactly, since each costs the host
@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels.runtime import graphs, replay
-from nsa import NSAConfig
+from nsa import NSACache, NSAConfig, PageTable, nsa_with_cache
 from nsa.inputs import NSAInputs
 from tests.support.compile_keys import noted_keys
 
@@ -126,3 +126,28 @@ def test_a_forward_takes_no_longer_than_a_loop_of_views(mode: str) -> None:
         ratio = fastest(forward) / fastest(reference_loop)
     most = {"plain": 0.8, "replayed": 0.3, "graphs": 0.25}[mode]  # 0.5, 0.2 and 0.14 when this was written
     assert ratio < most, ratio
+
+
+@torch.no_grad()
+def test_a_further_layer_of_a_step_allocates_its_result_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary memory is the first layer's; calls of other shapes have their own."""
+    from cute_kernels import decoding, support
+
+    monkeypatch.setattr(support, "_machine_problem", lambda call, *, given=False: None)
+    monkeypatch.setattr(decoding, "multiprocessors", lambda _: 132)
+    tokens, config = 64 << 10, NSAConfig.paper()
+    table = PageTable.empty(1, tokens)
+    layers = [NSACache(config, table, heads_kv=4, dim=128, dtype=torch.bfloat16) for _ in range(3)]
+    shapes = (1, 1, 64, 128), (1, 1, 4, 128), (64, 3, 128)
+    q, k, weight = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+    with noted_keys(), table.step(1):
+        decoding.plan.cache_clear()
+        counted = []
+        for cache in layers:
+            with Operators() as operators:
+                nsa_with_cache(q, k, k, cache, gate_proj_weight=weight, backend="cute")
+            counted.append(operators.counts)
+    decoding.plan.cache_clear()
+    new = [sum(count for name, count in counts.items() if name in ("empty", "new_empty")) for counts in counted]
+    assert new == [2, 1, 1], counted
+    assert counted[2].total() <= 3, "the result, and the flags as numbers, which are a view"

@@ -1,7 +1,8 @@
 """NSA as on NVIDIA GPUs, step by step on a CPU: Python, lists, launches, PTX; forward and backward against fp64.
 
 Every kernel that a call takes runs interpreted (tests/support/interpreted_gpu.py), FlashAttention-4's among them. All
-of it in `make test-full`: `make test` has a whole call on sm_100 (test_blackwell.py), and kernels on sm_90 one by one.
+of it in `make test-full`: CI has a whole call on sm_100 (test_blackwell.py), and `make test` kernels on sm_90 one by
+one.
 """
 
 from __future__ import annotations

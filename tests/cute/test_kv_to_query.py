@@ -619,6 +619,7 @@ model_unmasked = partial(model_natively, causal=False)
 
 @executed_masked("mask_mod", "nothing", "native causality")
 @NOISY
+@pytest.mark.interpreted
 @pytest.mark.cuda_extra
 @pytest.mark.parametrize("dim", [128, *cases.rest(64)])
 @pytest.mark.parametrize("rows", [128, 256])

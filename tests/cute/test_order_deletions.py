@@ -30,6 +30,7 @@ def noticed_of(deletions: list[Deletion]) -> list[bool]:
     return [x.found for x in deletions if x.executed and not x.reason]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("make_call", "most"),
     [(forward, SOME), *cases.rest((forward, ALL), (backward, ALL), (paired_backward, ALL))],

@@ -38,7 +38,7 @@ CASES = {
 }
 
 HERE = ("sm_90", "ragged")
-"""What `make test` runs."""
+"""What CI runs."""
 
 
 def run(case: Case) -> None:
@@ -59,12 +59,10 @@ def run(case: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.interpreted
 @pytest.mark.cuda_extra
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(
-    ("arch", "case"),
-    [("sm_90", "ragged"), *rest(*[(a, c) for a in GPUS for c in CASES if (a, c) != ("sm_90", "ragged")])],
-)
+@pytest.mark.parametrize(("arch", "case"), [HERE, *rest(*[(a, c) for a in GPUS for c in CASES if (a, c) != HERE])])
 def test_interpreted(arch: str, case: str) -> None:
     with interpreted_gpu(arch):
         run(CASES[case])

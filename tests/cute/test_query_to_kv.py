@@ -428,6 +428,7 @@ def test_fa4_compresses_what_the_model_predicts(dim: int, length: int, stride: i
 
 @executed_masked("mask_mod", "nothing", "causal")
 @NOISY
+@pytest.mark.interpreted
 @pytest.mark.cuda_extra
 @pytest.mark.parametrize("dim", [128, *cases.rest(64)])
 @pytest.mark.parametrize("name", MALFORMED)

@@ -236,6 +236,7 @@ def test_threads() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.interpreted
 @pytest.mark.cuda_extra
 @pytest.mark.parametrize("as_graphs", [False, True])
 def test_nsa_interpreted(as_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:

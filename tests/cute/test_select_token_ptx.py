@@ -64,7 +64,7 @@ class Case(NamedTuple):
 CASES = [
     # Work tiles of 64 tokens in 4 subtiles: two steps, then one, with other heads and sequences; many steps
     Case(1, 64, 100, 186, batch=2, kv_heads=2, ctas=3),
-    Case(2, 64, 60, 700),
+    Case(1, 64, 60, 700),
     Case(3, 128, 40, 300, dtype=torch.float16),
     # Of 32 tokens in 2 subtiles, of 16 and of 8 in one: two steps
     Case(16, 128, 40, 280),
@@ -81,7 +81,7 @@ HERE = [(HOW[0], CASES[0]), (HOW[2], CASES[1]), (HOW[1], CASES[2]), (HOW[0], CAS
     indirect=["choose"],
 )
 def test_interpreted(choose: Callable[..., Tensor], case: Case) -> None:
-    """Few and many steps, subtiles, work tiles and CTAs, an odd and an even number of heads, every tiling."""
+    """Few and many steps, subtiles, work tiles and CTAs, one and two key heads, every tiling."""
     group, dim, tokens, start, batch, kv_heads, ctas, dtype = case
     qkv = make_qkv(start + tokens, group * kv_heads, kv_heads, dim, batch=batch, dtype=dtype)
     inputs = NSAInputs(*qkv)

@@ -419,6 +419,7 @@ def test_only_the_same_run_goes_beside(tmp_path: Path, corpus: example.Corpus) -
 # Sequences divided among processes
 
 
+@pytest.mark.full
 def test_divided_sequences_have_the_losses_of_whole_ones(tmp_path: Path) -> None:
     """As torchrun starts it. Validation and training losses agree to fp32 sums of another order, over 4 updates."""
     options = [*TINY, "--variants=nsa", "--checkpointing", "--steps=4", "--eval-every=2", "--eval-windows=4"]

@@ -104,6 +104,20 @@ def run_examples(name: str, documented: Any, **names: Any) -> None:
     assert outcome.failed == 0, "".join(shown)
 
 
+def test_one_option_has_one_default() -> None:
+    """Signatures are written out, for `help` and editors, so the same options stand at several functions."""
+    own = inspect.signature(nsa.neighborhood_attention).parameters
+    for other in (
+        nsa.neighborhood.neighborhood_attention_forward,
+        nsa.NeighborhoodAttention,
+        nsa.distributed.ContextParallel.neighborhood_attention,
+    ):
+        shared = {name: p for name, p in inspect.signature(other).parameters.items() if name in own}
+        assert shared.keys() >= own.keys() - {"q", "k", "v", "q_start"}
+        for name, parameter in shared.items():
+            assert (parameter.default, parameter.annotation) == (own[name].default, own[name].annotation), name
+
+
 @pytest.mark.hf_extra
 @pytest.mark.parametrize("name", ["transformers.convert", "minimax_m3.register"])
 def test_functions_for_transformers_are_explained(name: str) -> None:

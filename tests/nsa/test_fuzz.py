@@ -4,7 +4,7 @@ No other exception, no hang, no NaN from finite input, no input changed in place
 lie in buffers of NaN). A NaN or inf in an input stays inside its document and head group. Results are held against the
 loops of tests/{loop_oracle,neighborhood_loops,residual_loops}.py, which share no code with what is tested.
 
-500 examples in all, the same ones each time; with FUZZ_EXAMPLES, which `make fuzz` sets to 10,000, as many others.
+250 examples in all, the same ones each time; with FUZZ_EXAMPLES, which `make fuzz` sets to 10,000, as many others.
 docs/reliability.md says what this proves.
 """
 
@@ -314,12 +314,12 @@ def test_every_value_of_an_option_of_nsa(name: str) -> None:
         "q_tile_size": 4,
     }
     one, some = make_inputs(9), replace(make_inputs(9, batch=None), cu_seqlens=torch.tensor([0, 4, 4, 9]).int())
-    for more in ({}, {"num_cmp_selected_blocks": 4, "n_block_size": 1}, {"q_tile_size": 1, "num_local_blocks": 1}):
-        for inputs in (one, some):
-            keywords = {**inputs.tensors(), **sizes, **more}
-            assert nsa_outcome(nsa, keywords, ()) == "right"
-            for value in option_values(name):
-                nsa_outcome(nsa, {**keywords, name: value}, [name])
+    entries, tokens = {"num_cmp_selected_blocks": 4, "n_block_size": 1}, {"q_tile_size": 1, "num_local_blocks": 1}
+    for inputs, more in ((one, {}), (some, entries), (one, tokens)):
+        keywords = {**inputs.tensors(), **sizes, **more}
+        assert nsa_outcome(nsa, keywords, ()) == "right"
+        for value in option_values(name):
+            nsa_outcome(nsa, {**keywords, name: value}, [name])
 
 
 # NSA: NaN and inf

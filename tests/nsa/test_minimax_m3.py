@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import StaticCache
+from transformers import CompileConfig, StaticCache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
@@ -77,6 +77,23 @@ def test_generates_what_eager_does(models: tuple[Any, Any], how: dict[str, Any])
         eager, ours = (model.generate(text(2, 13), **how) for model in models)
     assert torch.equal(ours, eager)
     assert eager.shape == (2, 25)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
+def test_compiled_steps_write_the_same_tokens() -> None:
+    """As `generate` compiles on a GPU: attention is a break of the graph."""
+    torch.compiler.reset()
+    compiled = CompileConfig(backend="eager", mode="default")
+    compiled._compile_all_devices = True
+    layer = {"layer_types": ["minimax_m3_sparse"], "mlp_layer_types": ["dense"], "num_hidden_layers": 1}
+    ours, how = minimax_model("nsa-blocks", **layer), {"max_new_tokens": 5, "do_sample": False}
+    ids, mask = text(2, 13), torch.ones(2, 13, dtype=torch.long)
+    mask[0, :4] = 0
+    with torch.inference_mode():
+        written = ours.generate(ids, attention_mask=mask, cache_implementation="static", compile_config=compiled, **how)
+        assert torch.equal(written, ours.generate(ids, attention_mask=mask, **how))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 def test_prefill_in_parts_and_steps_are_the_whole_call(models: tuple[Any, Any]) -> None:

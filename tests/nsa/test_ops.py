@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from nsa import LinearCompression, NSAConfig, autograd, nsa, nsa_forward, ops
+from nsa.common.derivatives import recompute_gradients
 from nsa.config import OPTION_NAMES
 from nsa.inputs import TENSOR_NAMES, NSAInputs
 from nsa.validate import resolve
@@ -127,6 +129,47 @@ def test_checkpointing_recomputes_what_was_saved() -> None:
     got = torch.autograd.grad(checkpoint(layer, q, k, v, use_reentrant=False), (q, k, v), do)
     for x, y in zip(got, torch.autograd.grad(layer(q, k, v), (q, k, v), do), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("below_an_operator", [False, True])
+def test_recomputation_stays_in_its_thread(below_an_operator: bool) -> None:
+    threads = set()
+
+    def cube(x: Tensor) -> Tensor:
+        threads.add(threading.get_ident())
+        return x**3
+
+    def differentiate(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            (gradient,) = recompute_gradients(cube, [x], torch.ones_like(x))
+        return gradient
+
+    run = torch.library.custom_op("nsa_tests::differentiate", differentiate, mutates_args=())
+    x = torch.arange(4.0, requires_grad=True)  # so that the operator's autograd runs, and is off below it
+    assert torch.equal(run(x) if below_an_operator else differentiate(x), 3 * x**2)
+    assert threads == {threading.get_ident()}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("operator", [False, True])
+def test_reference_trains_on_a_gpu(operator: bool) -> None:
+    """In autograd's thread of the device, for which the recomputation must not wait."""
+    q, k, v = (x.cuda().requires_grad_() for x in make_qkv(75))
+    do, keywords = torch.randn_like(q), {"config": SMALL["seed"], "backend": "reference"}
+    found: list[tuple[Tensor, ...]] = []
+
+    def train() -> None:
+        out = ops.call_saving(q, k, v, **keywords) if operator else nsa(q, k, v, **keywords)
+        found.append(torch.autograd.grad(out, (q, k, v), do))
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    thread.join(120)
+    assert found, "backward did not end in two minutes"
+    own = [x.detach().cpu().requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad(nsa(*own, config=SMALL["seed"]), own, do.cpu())
+    for x, y in zip(found[0], expected, strict=True):
+        torch.testing.assert_close(x.cpu(), y, rtol=1e-9, atol=1e-9)
 
 
 def test_second_derivative_is_refused() -> None:

@@ -30,7 +30,7 @@ CAUSAL_PACKS = cases(packed=True).filter(lambda case: case[1].causal)
 # The definition
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(CAUSAL, st.data())
 def test_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
     whole, config = case
@@ -54,7 +54,7 @@ def test_starts_of_their_own_agree_with_the_loops(case: tuple[NSAInputs, NSAConf
     assert aux.k_cmp.shape[1] == config.num_compressed(inputs.k.shape[1])
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(CAUSAL_PACKS, st.booleans(), st.data())
 def test_packs_agree_with_the_loops(case: tuple[NSAInputs, NSAConfig], tensor: bool, data: st.DataObject) -> None:
     """Documents and query parts of no tokens included; q_start given, or at the end of each document."""
@@ -77,7 +77,7 @@ def test_packs_agree_with_the_loops(case: tuple[NSAInputs, NSAConfig], tensor: b
 # What it makes equal
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(CAUSAL, st.data())
 def test_is_the_rows_of_the_prefix(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
     """Of the call on the tokens up to the last query, in both modes and for any cut: with q_sum inside a tile."""
@@ -89,7 +89,7 @@ def test_is_the_rows_of_the_prefix(case: tuple[NSAInputs, NSAConfig], data: st.D
     assert_rows(start, stop, (out, aux), (expected, expected_aux), config)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(CAUSAL, st.data())
 def test_is_the_rows_of_any_longer_call(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
     """Token mode for any cut, tile mode for cuts at tiles, without q_sum."""

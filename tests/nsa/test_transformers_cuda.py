@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo.utils
 from transformers import AutoModelForCausalLM
 
 from nsa import NSAConfig
@@ -25,11 +28,54 @@ def model(tmp_path: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", device_map="cuda").eval()
 
 
-@torch.no_grad()
-def test_loaded_models_agree(model: torch.nn.Module, tmp_path: Path) -> None:
-    ids = token_ids(1, 2000).cuda()
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", device_map="cuda").eval()
-    assert torch.equal(model(ids).logits, again(ids).logits)
+FRESH = """
+import sys, torch
+import nsa.integrations.transformers
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto", device_map="cuda").eval()
+case = torch.load(sys.argv[1] + "/case.pt")
+with torch.no_grad():
+    assert torch.equal(model(case["ids"].cuda()).logits.cpu(), case["logits"])
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_loaded_models_agree_in_a_fresh_process(
+    model: torch.nn.Module, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels in bf16; they take no fp32, for which the reference is named."""
+    if dtype == torch.float32:
+        monkeypatch.setenv("NSA_KERNELS_BACKEND", "reference")
+        model.to(dtype).save_pretrained(tmp_path)
+    ids = token_ids(1, 2000)
+    with torch.no_grad():
+        torch.save({"ids": ids, "logits": model(ids.cuda()).logits.cpu()}, tmp_path / "case.pt")
+    subprocess.run([sys.executable, "-c", FRESH, str(tmp_path)], check=True, timeout=300)
+
+
+@pytest.mark.filterwarnings("ignore")  # inside torch.compile
+def test_thousands_of_compiled_steps() -> None:
+    """As `generate` compiles with a static cache by itself: CUDA graphs of one graph, which no write keeps from being
+    captured. A token takes all of its blocks, so that rounding is all that differs from the call on the whole text.
+    """
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    options = NSAConfig.paper(num_selected_blocks=80)
+    model = converted_model(options=options, head_dim=64, initializer_range=0.05).to(torch.bfloat16).cuda()
+    ids, mask = token_ids(2, 300).cuda(), torch.ones(2, 300, dtype=torch.long, device="cuda")
+    ids[0, :40], mask[0, :40] = 0, 0
+    how = {"do_sample": False, "cache_implementation": "static", "max_new_tokens": 4096}
+    written = model.generate(ids, attention_mask=mask, **how)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    whole = torch.cat([mask, torch.ones_like(written[:, 300:])], 1)
+    with torch.no_grad():
+        logits = model(written, attention_mask=whole, use_cache=False).logits[:, 299:-1].float()
+    chosen = logits.gather(2, written[:, 300:, None])[..., 0]
+    assert (logits.amax(2) - chosen).max() < 2 * BF16
+    assert model.generate(ids[:, :200], attention_mask=mask[:, :200], **how | {"max_new_tokens": 9}).shape == (2, 209)
+    assert counters["stats"]["unique_graphs"] == 1, "the next cache is of the same size"
 
 
 @torch.no_grad()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import lookup_backend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from nsa import NSAConfig
 from nsa.integrations.transformers.cache import CacheLayer
 from nsa.integrations.transformers.modeling import CACHE_ARGUMENT
-from tests.support.hf_models import converted_model, token_ids
+from tests.support.hf_models import converted_model, dense_model, token_ids
 
 pytestmark = pytest.mark.hf_extra
 
@@ -71,6 +75,62 @@ def test_a_dynamic_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(out.sequences[0, 60:], again)
 
 
+@pytest.mark.parametrize("steps", [300, pytest.param(4096, marks=pytest.mark.full)])
+def test_long_texts_are_those_without_a_cache(steps: int) -> None:
+    """Row i of a call on the whole text is what generate sees at step i without a cache; near ties may fall otherwise.
+
+    The cache grows on the way, and windows, blocks and entries come and go.
+    """
+    model, ids = converted_model(num_hidden_layers=1), token_ids(1, 50)
+    written = generate(model, ids, max_new_tokens=steps)
+    with torch.no_grad():
+        logits = model(written, use_cache=False).logits[0, 49:-1]
+    chosen = logits.gather(1, written[0, 50:, None])[:, 0]
+    assert (logits.amax(1) - chosen).max() < 1e-4
+    assert len(written[0, 50:].unique()) > 20, "steps that differ"
+
+
+class LargeOperations(TorchDispatchMode):
+    """Keeps operators that read or make tensors of more than `limit` elements, but rows of them and views."""
+
+    ROWS = ("index", "gather", "embedding")
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        places = {x.untyped_storage().data_ptr() for x in inputs}
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in places]
+        read = [] if func.overloadpacket.__name__.startswith(self.ROWS) else inputs
+        is_view = not made
+        if any(x.numel() > self.limit for x in (made if is_view else [*made, *read])):
+            self.seen.append(str(func))
+        return out
+
+
+def test_a_step_reads_and_writes_rows_alone() -> None:
+    """No operator of a step makes or reads as much as one number a token, but for rows that it picks: pages lie where
+    they lie, nothing of the past is copied or pooled again. The reference's shapes follow from the cache's capacity.
+    """
+    options = NSAConfig.paper(compress_block_size=64, compress_stride=64, num_selected_blocks=4, window_size=8)
+    model, capacity = converted_model(options=options, num_hidden_layers=1), 1 << 15
+    cache, ids = StaticCache(config=model.config, max_cache_len=capacity), token_ids(1, 100)
+    call_with(model, ids, cache)
+    with LargeOperations(capacity) as large:
+        call_with(model, ids[:, :1], cache)
+    assert large.seen == []
+    dense = dense_model(num_hidden_layers=1)
+    past = DynamicCache()
+    call_with(dense, token_ids(1, 4096), past)
+    with LargeOperations(4096) as large:  # it sees what a cache does that is concatenated
+        call_with(dense, ids[:, :1], past)
+    assert any("cat" in name for name in large.seen)
+
+
 def test_a_second_turn_goes_on_from_the_first_ones_cache() -> None:
     model, ids, cache = converted_model(), token_ids(2, 40), DynamicCache()
     first = generate(model, ids, **{CACHE_ARGUMENT: cache})
@@ -110,9 +170,109 @@ def test_tile_mode_generates_from_prefixes() -> None:
     assert torch.equal(following[:, -1].argmax(-1), expected[[1, 0, 1], 41])
 
 
-def test_compilation_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="compile_config must be None"):
-        generate(converted_model(), token_ids(1, 8), cache_implementation="static", compile_config=CompileConfig())
+# Compiled steps
+
+
+@pytest.fixture
+def anew() -> None:
+    """Nothing is compiled yet."""
+    torch.compiler.reset()
+
+
+def compiles(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks of a test that compiles."""
+    quiet: Any = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
+    return pytest.mark.usefixtures("anew")(quiet(test))  # type: ignore[no-any-return]
+
+
+class Graphs:
+    """A backend of torch.compile that counts the graphs it gets; deep copies, as a CompileConfig makes, count here."""
+
+    def __init__(self, backend: str = "eager") -> None:
+        self.backend, self.count = backend, 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor], **_: Any) -> Any:
+        self.count += 1
+        return lookup_backend(self.backend)(graph, inputs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
+        return self
+
+    def config(self) -> CompileConfig:
+        """Whole graphs, on a CPU, too."""
+        made = CompileConfig(fullgraph=True, backend=self, mode="default")
+        made._compile_all_devices = True
+        return made
+
+
+@compiles
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2, "prefill_chunk_size": 13}], ids=["greedy", "beams, chunks"])
+def test_compiled_steps_write_the_same_tokens(how: dict[str, Any]) -> None:
+    """One graph for all steps, and for a second call with a cache of its own."""
+    model, graphs = converted_model("llama" if how else "qwen3"), Graphs("eager" if how else "aot_eager")
+    for lengths in ((40, 33), (27, 30)):  # the second prompt leaves room in a cache of the first one's length
+        ids, mask = left_padded(*lengths)
+        compiled = {"cache_implementation": "static", "compile_config": graphs.config()}
+        written = generate(model, ids, attention_mask=mask, **compiled, **how)
+        assert torch.equal(written, generate(model, ids, attention_mask=mask, **how))
+        assert graphs.count == 1
+
+
+@compiles
+def test_compiled_and_other_steps_alternate() -> None:
+    """Counts of columns agree, whoever has counted."""
+    model, text, graphs = converted_model(num_hidden_layers=1), token_ids(2, 60), Graphs()
+    compiled = torch.compile(model, fullgraph=True, backend=graphs)
+    cache = StaticCache(config=model.config, max_cache_len=60)
+    with torch.no_grad():
+        expected = model(text, use_cache=False).logits
+
+    def advance(call: Any, start: int, stop: int, **kwargs: Any) -> None:
+        logits = call_with(call, text[:, start:stop], cache, **kwargs)
+        torch.testing.assert_close(logits, expected[:, start:stop], atol=1e-4, rtol=0)
+        assert int(cache.get_seq_length()) == stop
+
+    advance(model, 0, 40)
+    for first in (40, 41):
+        advance(compiled, first, first + 1)
+    advance(model, 42, 50)
+    cache.crop(-3)
+    advance(compiled, 47, 48)
+    assert graphs.count == 1
+    copied = copy.deepcopy(cache)
+    advance(compiled, 48, 49)
+    cache = copied  # in which this has not happened
+    advance(compiled, 48, 49)
+    mask = torch.zeros(2, 60, dtype=torch.bool)
+    mask[:, :50] = True
+    advance(compiled, 49, 50, attention_mask=mask)
+    mask[0, 50] = True  # a 0 leaves the token out
+    call_with(compiled, text[:, 50:51], cache, attention_mask=mask)
+    assert cache.layers[0].sequences.table.seqlens.tolist() == [51, 50]
+    cache.reset()
+    advance(model, 0, 57)
+    for first in (57, 58, 59):
+        advance(compiled, first, first + 1)
+
+
+@compiles
+def test_other_calls_with_a_cache_are_not_compiled() -> None:
+    model, ids = converted_model(num_hidden_layers=1), token_ids(2, 12)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    with pytest.raises(Exception, match=r"must be a StaticCache that holds a prompt.* got StaticCache and 12 tokens"):
+        call_with(compiled, ids, cache)
+    with pytest.raises(Exception, match="must be a StaticCache that holds a prompt"):
+        call_with(compiled, ids[:, :1], cache)
+    call_with(model, ids, cache)
+    with pytest.raises(Exception, match="got StaticCache and 2 tokens"):
+        call_with(compiled, ids[:, :2], cache)
+    with pytest.raises(Exception, match=r"attention_mask must be \[B,max_cache_len\] = \[2, 20\] in torch\.compile"):
+        call_with(compiled, ids[:, :1], cache, attention_mask=torch.ones(2, 13))
+    dynamic = DynamicCache()
+    call_with(model, ids, dynamic)
+    with pytest.raises(Exception, match=r"must be a StaticCache that holds a prompt.* got DynamicCache"):
+        call_with(compiled, ids[:, :1], dynamic)
 
 
 # Caches
@@ -135,9 +295,9 @@ def test_a_cache_is_taken_over_and_does_what_transformers_asks(make: Any) -> Non
     advance(rows, 0, 40)
     assert all(isinstance(layer, CacheLayer) for layer in cache.layers)
     assert len(cache) == 2
-    assert cache.get_mask_sizes(5, 0) == (45, 0)
+    assert cache.get_mask_sizes(5, 0) == (45 if make else 100, 0)
     assert cache.get_max_length() == (-1 if make else 100)
-    assert (cache.batch_size, cache.is_compileable, cache.is_croppable) == (3, False, True)
+    assert (cache.batch_size, cache.is_compileable, cache.is_croppable) == (3, make is None, True)
     advance(rows, 40, 45)
     cache.crop(-7)
     cache.crop(0)

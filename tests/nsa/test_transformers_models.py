@@ -319,7 +319,7 @@ def test_compiles_as_a_whole() -> None:
 def test_a_cache_and_gradients_exclude_each_other() -> None:
     model, ids = converted_model(), token_ids(1, 8)
     assert getattr(model(ids), CACHE_ARGUMENT) is None
-    with pytest.raises(ValueError, match=r"a cache has no gradients .* got use_cache=True"):
+    with pytest.raises(ValueError, match=r"a cache has no gradients: .* got use_cache=True"):
         model(ids, use_cache=True)
 
 

@@ -204,7 +204,7 @@ class Step:
                 made.choose(*arguments)
                 self.choice = arguments[-4].cpu(), arguments[-3].cpu(), arguments[-1]
 
-            return made._replace(choose=choose)
+            return replace(made, choose=choose)
 
         return noting
 

@@ -22,7 +22,7 @@ import dispatch
 from nsa import NSAConfig
 from nsa.inputs import TENSOR_NAMES, NSAInputs
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "500"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "250"))
 NEW_EACH_TIME = "FUZZ_EXAMPLES" in os.environ
 """Else a change could fail its tests by an example that has nothing to do with it."""
 SECONDS_PER_CALL = 60

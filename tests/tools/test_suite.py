@@ -28,9 +28,11 @@ def test_few_combinations_cover_all_values(cover: int, most: int) -> None:
 
 
 def test_chosen_combinations_leave_the_others_to_full() -> None:
-    every = cases.some([("b", 3), ("a", 1)], AXES[0], AXES[1])
+    every = cases.some([("b", 3), ("a", 1)], AXES[0], AXES[1], in_ci=[("c", 2)])
     assert every[:2] == [("b", 3), ("a", 1)]
+    assert [[mark.name for mark in case.marks] for case in every[2:]] == [["interpreted"], *[["full"]] * 9]
     others = [case.values for case in every[2:]]
+    assert others[0] == ("c", 2)
     assert sorted([*every[:2], *others]) == [*itertools.product(*AXES[:2])]
 
 

@@ -2,6 +2,9 @@
 
 A fresh DynamicCache or StaticCache, from `generate` or a user, is taken over: its layers become CacheLayers. A step
 of the table is one forward of the model, opened there.
+
+A static cache that holds a prompt takes steps of one token in torch.compile, too, as one graph: what changes from step
+to step is on the device, at one place.
 """
 
 from __future__ import annotations
@@ -54,7 +57,12 @@ class CachedSequences:
 
     def __init__(self, config: NSAConfig, max_tokens: int | None = None) -> None:
         self.config, self.max_tokens = config, max_tokens
-        self.columns = 0
+        self._columns: int | None = 0
+        """None: compiled steps have counted on the device alone."""
+        self._device_columns: Tensor | None = None
+        """Those of a static cache, 0-d, from the first step on."""
+        self.begun = False
+        """There have been steps since the last reset."""
         self.ends_padded = False
         """Some sequences end in padding, so that nothing can follow."""
         self._table: PageTable | None = None
@@ -72,43 +80,77 @@ class CachedSequences:
     def is_empty(self) -> bool:
         return self._table is None
 
+    @property
+    def columns(self) -> int:
+        """On the host, which reads them from the device after compiled steps."""
+        if self._columns is None:
+            self._columns = int(self._device_columns)  # type: ignore[arg-type]
+        return self._columns
+
+    @property
+    def length(self) -> int | Tensor:
+        """Columns without reading them: 0-d on the device in torch.compile and after compiled steps."""
+        known = not torch.compiler.is_compiling() and self._columns is not None
+        return self.columns if known or self._device_columns is None else self._device_columns
+
     @contextmanager
     def step(self, batch: int, tokens: int, device: torch.device, mask: Tensor | None) -> Iterator[None]:
         """A forward of the model with new columns, in which each layer calls `attend` once.
 
         Args:
-            mask: bool `[B, columns + N_q]`, True for tokens, which has been checked; None: there is no padding.
+            mask: bool, True for tokens, which has been checked; `[B, columns + N_q]`, compiled `[B,max_tokens]`. None:
+                there is no padding.
 
         Raises:
             ValueError: naming what does not fit the cache.
         """
-        total = self.columns + tokens
+        compiling = torch.compiler.is_compiling()
         if self.ends_padded:
             raise ValueError("attention_mask padded the cached texts to the right, so nothing can follow: pad left")
-        self._make_room(batch, total, device)
-        real = None if mask is None else mask[:, -tokens:]
-        if real is not None and tokens > 1 and bool(real.all()):
+        if not compiling:
+            self._make_room(self.columns + tokens, batch, device)
+        if self.table.batch != batch:
+            raise ValueError(f"input_ids must have the {self.table.batch} rows of the cache, got {batch}")
+        if mask is None:
             real = None
+        elif compiling:
+            real = mask.index_select(1, self._device_columns.reshape(1).clamp(max=mask.shape[1] - 1))  # type: ignore[union-attr]
+        else:
+            real = mask[:, -tokens:]
+            if tokens > 1 and bool(real.all()):
+                real = None
         counts = None if real is None else real.sum(1).to(torch.int32)
-        self._step = CachedStep(mask, real, first=self.columns == 0)
+        self._step = CachedStep(mask, real, first=not self.begun)
         try:
             with self.table.step(tokens, counts):
                 yield
         finally:
             self._step = None
-        self.columns = total
+        self._columns = None if compiling else self.columns + tokens
+        if self._device_columns is not None:
+            self._device_columns += tokens
+        if not self.begun:
+            self._fix_places()
+        self.begun = True
         if real is not None and tokens > 1:
             self.ends_padded = not bool(real[:, -1].all())
 
-    def _make_room(self, batch: int, total: int, device: torch.device) -> None:
+    def _make_room(self, total: int, batch: int, device: torch.device) -> None:
         if self.max_tokens is not None and total > self.max_tokens:
             raise ValueError(f"the static cache holds max_cache_len={self.max_tokens} tokens, got {total}")
         if self._table is None:
             self._table = PageTable.empty(batch, self.max_tokens or total + ROOM, page_size=PAGE_SIZE, device=device)
-        if self._table.batch != batch:
-            raise ValueError(f"input_ids must have the {self._table.batch} rows of the cache, got {batch}")
+            if self.max_tokens is not None:
+                self._device_columns = torch.zeros((), dtype=torch.int64, device=device)
         if total > self._table.capacity:
             self._table.grow(max(total, self._table.capacity * 3 // 2))
+
+    def _fix_places(self) -> None:
+        """Let compiled steps know that a static cache's tensors stay where they are, as CUDA graphs need them to."""
+        if self._device_columns is not None:
+            for tensors in (cache.state_dict() for cache in self.caches.values()):
+                for tensor in (self._device_columns, *tensors.values()):
+                    torch._dynamo.mark_static_address(tensor)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
         """Append and attend, in a layer: out `[B,N_q,H,D_v]`.
@@ -132,7 +174,7 @@ class CachedSequences:
         with torch.no_grad(), autocast_off(k.device.type):
             k, v = k.to(cache.dtype), v.to(cache.dtype)
             cache.append(NSAInputs(k[:, :0], k, v), self.config, step)
-        step.done.add(id(cache))
+        step.done.append(cache)
 
     def _cache_of(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> NSACache:
         if layer not in self.caches:
@@ -163,13 +205,19 @@ class CachedSequences:
         if self.ends_padded:
             raise ValueError("crop counts tokens from the end, and some sequences end in padding")
         self.table.truncate((self.table.seqlens - columns).clamp(min=0))
-        self.columns = max(0, self.columns - columns)
+        self._set_columns(max(0, self.columns - columns))
 
     def reset(self) -> None:
         """Forget all sequences; memory stays."""
         if not self.is_empty:
             self.table.reset()
-        self.columns, self.ends_padded = 0, False
+        self._set_columns(0)
+        self.begun = self.ends_padded = False
+
+    def _set_columns(self, columns: int) -> None:
+        self._columns = columns
+        if self._device_columns is not None:
+            self._device_columns.fill_(columns)
 
     def select(self, rows: Tensor) -> None:
         """Become a batch of other rows, copies of these: sequence b is what rows[b] was."""
@@ -192,10 +240,13 @@ class CachedSequences:
             self.caches[layer] = NSACache(self.config, new, **sizes, pages=copied)
             if cache.tile_sums is not None:
                 self.caches[layer].tile_sums.copy_(cache.tile_sums[rows])  # type: ignore[union-attr]
+        self._fix_places()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedSequences:
         made = copy.copy(self)
         memo[id(self)] = made
+        if self._device_columns is not None:
+            made._device_columns = self._device_columns.clone()
         if not self.is_empty:
             made.select(torch.arange(self.table.batch))
         return made
@@ -225,13 +276,17 @@ class CacheLayer(CacheLayerMixin):
         index: the layer's.
     """
 
-    is_compileable = False
     is_sliding = False
     supports_early_init = False
 
     def __init__(self, sequences: CachedSequences, index: int) -> None:
         super().__init__()
         self.sequences, self.index = sequences, index
+
+    @property
+    def is_compileable(self) -> bool:
+        """For `generate`, which then compiles steps on a GPU."""
+        return self.sequences.max_tokens is not None
 
     @property
     def is_croppable(self) -> bool:
@@ -258,10 +313,10 @@ class CacheLayer(CacheLayerMixin):
         raise NotImplementedError("this cache holds pages for NSA: only a converted model's attention appends to it")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.sequences.columns + query_length, 0
+        return self.sequences.max_tokens or self.sequences.columns + query_length, 0
 
-    def get_seq_length(self) -> int:
-        return self.sequences.columns
+    def get_seq_length(self) -> int | Tensor:
+        return self.sequences.length
 
     def get_max_length(self) -> int:
         return -1 if self.sequences.max_tokens is None else self.sequences.max_tokens
@@ -298,6 +353,12 @@ class CacheLayer(CacheLayerMixin):
         if self.index == 0 and not self.sequences.is_empty:
             rows = torch.arange(self.sequences.table.batch, device=indices.device)
             self.sequences.select(rows[indices])
+
+
+def takes_compiled_steps(cache: Any) -> bool:
+    """Whether steps of one token may run in torch.compile: with a static cache that holds a prompt."""
+    layer = cache.layers[0] if isinstance(cache, StaticCache) else None
+    return isinstance(layer, CacheLayer) and layer.sequences.begun
 
 
 def take_over(cache: Any, config: NSAConfig, layers: int) -> CachedSequences:

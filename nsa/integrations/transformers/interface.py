@@ -70,6 +70,9 @@ def nsa_mask(
             f"attn_implementation='nsa' takes a cache of exactly the earlier tokens, got {kv_length} keys for "
             f"{q_length} queries: use a dynamic cache, or nsa.integrations.transformers.convert, which has static ones"
         )
+    if converted and attention_mask is not None and not compiling:
+        # A static cache's, which compiled steps want in one shape
+        attention_mask = torch.nn.functional.pad(attention_mask, (0, max(0, kv_length - attention_mask.shape[1])))
     return attention_mask
 
 
@@ -98,18 +101,21 @@ def find_documents(
     cu_seq_lens_q: Tensor | None,
     shape: tuple[int, int, int],
     max_length_q: int | None = None,
+    max_columns: int | None = None,
 ) -> tuple[Tensor | None, Unpadding | None]:
     """The 2-D mask if there is padding, else None; and the documents, if rows are packed.
 
     Args:
         shape: rows of the batch, columns of queries, and columns of keys, a cache's included.
+        max_columns: of a static cache, for which `generate` makes masks that wide.
 
     Raises:
         ValueError: for a mask that is neither padding on one side nor documents.
     """
-    if isinstance(attention_mask, Mapping):  # by type of layer, as generate makes them for compileable caches
-        attention_mask = attention_mask["full_attention"]
     batch, tokens, columns = shape
+    attention_mask = _of_full_attention(attention_mask)
+    if attention_mask is not None and tuple(attention_mask.shape) == (batch, max_columns):
+        attention_mask = attention_mask[:, :columns]
     if attention_mask is not None and tuple(attention_mask.shape) != (batch, columns):
         raise ValueError(
             f"attention_mask must be [B,N_k] = {[batch, columns]} for attn_implementation='nsa', cached tokens "
@@ -136,6 +142,30 @@ def find_documents(
             "cu_seq_lens_q, too"
         )
     return None, by_positions(position_ids, batch)
+
+
+def mask_of_static_cache(attention_mask: Any, shape: tuple[int, int]) -> Tensor | None:
+    """The mask of a step in torch.compile, in which no shape changes from step to step: bool, or None.
+
+    Args:
+        shape: rows of the batch, and the cache's columns.
+
+    Raises:
+        ValueError: for a mask of another shape.
+    """
+    mask = _of_full_attention(attention_mask)
+    if mask is not None and tuple(mask.shape) != shape:
+        raise ValueError(
+            f"attention_mask must be [B,max_cache_len] = {list(shape)} in torch.compile, as generate makes it, got "
+            f"shape {list(mask.shape)}"
+        )
+    return None if mask is None else mask.bool()
+
+
+def _of_full_attention(attention_mask: Any) -> Tensor | None:
+    """The mask, which `generate` gives by type of layer where a model has several."""
+    mask: Tensor | None = attention_mask["full_attention"] if isinstance(attention_mask, Mapping) else attention_mask
+    return mask
 
 
 # Attention

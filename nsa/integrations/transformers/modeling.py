@@ -7,6 +7,7 @@ forward, which finds the documents of a batch once and opens a cache's step arou
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,15 +22,16 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
+    StaticCache,
     initialization,
 )
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from nsa.config import NSAConfig
-from nsa.integrations.transformers.cache import take_over
+from nsa.integrations.transformers.cache import take_over, takes_compiled_steps
 from nsa.integrations.transformers.gates import BranchGates
-from nsa.integrations.transformers.interface import NAME, attend, find_documents, refuse
+from nsa.integrations.transformers.interface import NAME, attend, find_documents, mask_of_static_cache, refuse
 from nsa.integrations.transformers.options import check_gate_init, check_gates, options_dict, options_of
 from nsa.integrations.transformers.unpadding import PACK_ADVICE, Unpadding
 
@@ -185,8 +187,7 @@ class ModelMixin(PreTrainedMixin):
         needed, in torch.compile, or for packed documents.
 
         Raises:
-            ValueError: for a mask that is neither padding on one side nor documents; for `use_cache=True` where no
-                cache can be.
+            ValueError: for a mask that is neither padding on one side nor documents; for a cache where none can be.
         """
         if kwargs.get("output_attentions", self.config.output_attentions):
             raise ValueError("output_attentions must be False: NSA has no attention weights to return, got True")
@@ -194,11 +195,15 @@ class ModelMixin(PreTrainedMixin):
         if inputs is None:
             raise ValueError("input_ids or inputs_embeds must be given, got neither")
         batch, tokens = inputs.shape[:2]
-        cache = self._given_cache(use_cache, kwargs)
-        cached = cache.get_seq_length() if isinstance(cache, Cache) else 0
+        cache = self._given_cache(use_cache, tokens, kwargs)
         bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
-        shape = (batch, tokens, int(cached) + tokens)
-        mask, documents = find_documents(attention_mask, position_ids, bounds, shape, longest)
+        if cache is not None and torch.compiler.is_compiling():
+            mask, documents = mask_of_static_cache(attention_mask, (batch, cache.get_max_length())), bounds
+        else:
+            cached = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
+            most = cache.get_max_length() if isinstance(cache, StaticCache) else None
+            shape = (batch, tokens, cached + tokens)
+            mask, documents = find_documents(attention_mask, position_ids, bounds, shape, longest, max_columns=most)
         if documents is not None and (cache is not None or use_cache):
             raise ValueError(f"a cache holds no packed documents: {PACK_ADVICE}")
         if cache is None and documents is None and self._may_cache():
@@ -212,14 +217,21 @@ class ModelMixin(PreTrainedMixin):
         with sequences.step(batch, tokens, inputs.device, mask):
             return super().forward(**call)  # type: ignore[misc]
 
-    def _given_cache(self, use_cache: bool | None, kwargs: dict[str, Any]) -> Any:
+    def _given_cache(self, use_cache: bool | None, tokens: int, kwargs: dict[str, Any]) -> Any:
         """The cache that a call gives under either name, or None."""
         given = [kwargs.pop(name, None) for name in ("cache", "past_key_values")]
         cache = next((each for each in given if each is not None), None)
-        if (cache is not None or use_cache) and not self._may_cache():
+        if cache is None and not use_cache:
+            return None
+        got = f"use_cache={use_cache}" if cache is None else type(cache).__name__
+        if torch.is_grad_enabled():
             raise ValueError(
-                "a cache has no gradients and does not run in torch.compile: call the model under torch.no_grad(), "
-                f"or without one; got {f'use_cache={use_cache}' if cache is None else type(cache).__name__}"
+                f"a cache has no gradients: call the model under torch.no_grad(), or without one; got {got}"
+            )
+        if torch.compiler.is_compiling() and not (tokens == 1 and takes_compiled_steps(cache)):
+            raise ValueError(
+                "in torch.compile a cache must be a StaticCache that holds a prompt, and gets one token a sequence: "
+                f"call the model with the prompt outside of it; got {got} and {tokens} tokens"
             )
         return cache
 
@@ -232,10 +244,17 @@ class CausalLMMixin(PreTrainedMixin):
 
     model: Any
 
-    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-        if generation_config.compile_config is not None:
-            raise ValueError("compile_config must be None: a step with NSA's cache does not run in torch.compile")
-        return False
+    def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
+        """What `generate` calls in place of the model where it compiles: steps of one token alone are."""
+        as_it_is: Any = self
+        compiled = super().get_compiled_call(compile_config)  # type: ignore[misc]
+
+        def call(**inputs: Any) -> Any:
+            given = next(x for x in (inputs.get("input_ids"), inputs.get("inputs_embeds")) if x is not None)
+            is_step = given.shape[1] == 1 and takes_compiled_steps(inputs.get(CACHE_ARGUMENT))
+            return (compiled if is_step else as_it_is)(**inputs)
+
+        return call
 
 
 class NSALlamaModel(ModelMixin, LlamaModel):

@@ -92,6 +92,13 @@ def given(program: Program, of: Instruction, to: str, sources: list[str], functi
         v = threads.views
         np.copyto(v[target], function(*[v[key] for key in keys]), casting="unsafe", where=threads.where)
 
+    def run_of_three(threads: Threads) -> None:
+        v = threads.views
+        np.copyto(v[target], function(v[x], v[y], v[z]), casting="unsafe", where=threads.where)
+
+    if len(keys) == 3:  # fma, which is most of all
+        x, y, z = keys
+        return run_of_three
     return run
 
 

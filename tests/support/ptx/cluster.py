@@ -81,11 +81,11 @@ class Cluster:
 
     def _step(self, cta: Cta, flow: Flow) -> None:
         at, threads = flow
-        code = self.program.code
+        code, watched = self.program.code, self.watched
         try:
             while threads is not None:
                 cta.pc = at
-                if at in self.watched:
+                if at in watched:
                     self.observer.uses(threads)
                 turn = code[at](threads)
                 if turn is None:

@@ -159,7 +159,8 @@ def _compile(compile_: Callable[..., Any], arch: str, *arguments: Any, options: 
         # As CUTE_DSL_KEEP=ir and CUTE_DSL_DUMP_DIR set them
         patch.setattr(environment, "keep_ir_clean", True)
         patch.setattr(environment, "dump_dir", dump)
-        options = f"{options} --gpu-arch {arch} --keep-ptx --dump-dir {dump}"
+        # The cubin is thrown away: ptxas need not optimize it
+        options = f"{options} --gpu-arch {arch} --keep-ptx --dump-dir {dump} --ptxas-options -O0"
         # Without an engine for the host's part, which nobody calls: a fifth of the time
         made = compile_(*arguments, options=options, no_jit_engine=True, **named)
         return Artefacts(made.__ptx__, host_part(made.__mlir__))

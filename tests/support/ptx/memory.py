@@ -251,7 +251,8 @@ def copies_of(cta: Cta) -> list[Groups]:
 @opcode(r"cp\.async\.(?:ca|cg)\.shared\.global(?:\.L2::\w+)*")
 def copy(program: Program, of: Instruction) -> Run:
     to, source = (address_of(program, x) for x in of.operands[:2])
-    if {*of.operands[2:]} - {"16", "8", "4"} or len({*of.operands[2:]}) != 1:
+    sizes = of.operands[2:-1] if "cache_hint" in of.name else of.operands[2:]
+    if {*sizes} - {"16", "8", "4"} or len({*sizes}) != 1:
         raise unsupported(of, "cp.async that fills with zeros")
     size = int(of.operands[2])
 
@@ -273,6 +274,13 @@ def copy(program: Program, of: Instruction) -> Run:
             copies[thread].started.append((start, row))
 
     return run
+
+
+@opcode(r"createpolicy\.fractional\.L2::evict_(?:first|last)\.b64")
+def create_policy(program: Program, of: Instruction) -> Run:
+    """Hints change no values."""
+    to = program.key(of.operands[0], "u8")
+    return lambda threads: threads.put(to, np.zeros(threads.count, np.uint64))
 
 
 @opcode(r"cp\.async\.commit_group")

@@ -20,6 +20,8 @@ GROUP = 4 * LANES
 PARAMETERS = 1 << 60
 """Where the generic address space of this machine has the kernel's parameters, 64 KiB apart."""
 MOST_SETS = 4096
+BLOCK = 64
+"""Registers that are allocated, and reset, together."""
 
 
 def bits_of_literal(text: str) -> int:
@@ -32,6 +34,9 @@ class Registers:
     def __init__(self, keys: list[tuple[str, str]], kinds: Any, threads: int) -> None:
         self.keys, self.kinds, self.threads = keys, kinds, threads
         self.bits: dict[str, Any] = {}
+        self._blocks: list[Any] = []
+        """Of registers of one kind."""
+        self._free: dict[str, list[Any]] = {}
         self.constants: dict[tuple[str, str], Any] = {}
         self.special: dict[str, Any] = {}
         """Of %tid.x and the like: a number, or one for each thread."""
@@ -40,8 +45,8 @@ class Registers:
     def reset(self, special: dict[str, Any]) -> None:
         """For another CTA: 0xAB in each byte that nothing has written, no predicate holds."""
         self.special = special
-        for register in self.bits.values():
-            register.view("u1")[:] = 0 if register.dtype == np.bool_ else 0xAB
+        for block in self._blocks:
+            self._clear(block)
         for (operand, _), constant in self.constants.items():
             if operand in special:
                 constant[:] = special[operand]
@@ -65,11 +70,18 @@ class Registers:
     def register(self, name: str) -> Any:
         if name not in self.bits:
             kind = self.kinds(name)
-            register = np.zeros(self.threads, kind)
-            if kind != "?":
-                register.view("u1")[:] = 0xAB
-            self.bits[name] = register
+            free = self._free.setdefault(kind, [])
+            if not free:
+                block = np.empty((BLOCK, self.threads), kind)
+                self._clear(block)
+                self._blocks.append(block)
+                free.extend(block)
+            self.bits[name] = free.pop()
         return self.bits[name]
+
+    @staticmethod
+    def _clear(block: Any) -> None:
+        block.view("u1")[:] = 0 if block.dtype == np.bool_ else 0xAB
 
     def _constant(self, operand: str, kind: str, value: Any) -> Any:
         pair, base = kind.endswith("x2"), kind.removesuffix("x2")

@@ -43,6 +43,7 @@ def numbers(bits: Any, kind: str) -> Any:
 def product(left: Any, right: Any) -> Any:
     """`[..., i, k]` times `[..., k, j]`, summed in order of k: the same bits on every CPU, wherever a row lies."""
     total = left[..., :, 0, None] * right[..., None, 0, :]
+    term = np.empty_like(total)
     for k in range(1, left.shape[-1]):
-        total += left[..., :, k, None] * right[..., None, k, :]
+        total += np.multiply(left[..., :, k, None], right[..., None, k, :], out=term)
     return total

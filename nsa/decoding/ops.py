@@ -1,0 +1,101 @@
+"""nsa_with_cache as a PyTorch operator, for torch.compile (see nsa/common/operators.py).
+
+nsa_kernels::with_cache    out; writes pages and, in tile mode, sums of queries
+
+torch.compile traces the table's step, and the operator gets what the step knows of the sequences. What a call has
+written stays where a later part of the compiled function fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dispatch
+from nsa.common.autocast import autocast_off
+from nsa.common.operators import register_operator
+from nsa.config import OPTION_NAMES, NSAConfig
+from nsa.decoding.cache import NSACache, page_names
+from nsa.decoding.table import PageTable, Step
+from nsa.decoding.validate import TENSOR_NAMES, resolve
+from nsa.inputs import NSAInputs
+from nsa.ops import OPTIONS
+
+WITH_CACHE = "nsa_kernels::with_cache"
+_TENSORS = ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in TENSOR_NAMES)
+_STATE = (
+    "Tensor(a!)[] pages, Tensor(b!)? tile_sums, Tensor block_table, Tensor seqlens, Tensor overflowed, "
+    "Tensor positions, Tensor new, Tensor counts"
+)
+SCHEMA = f"({_TENSORS}, {_STATE}, *, SymInt page_size, {OPTIONS}, str? backend) -> Tensor"
+
+
+def call_with_cache(inputs: NSAInputs, config: NSAConfig, cache: NSACache, step: Step, backend: str | None) -> Tensor:
+    """The operator, inside a step that is being traced.
+
+    Raises:
+        ValueError: for a callable `compress`.
+    """
+    if not isinstance(config.compress, str):
+        raise ValueError(f"compress must be 'mean' for nsa_with_cache in torch.compile, got {config.compress!r}")
+    table = cache.table
+    out: Tensor = torch.ops.nsa_kernels.with_cache(
+        *(getattr(inputs, name) for name in TENSOR_NAMES),
+        list(cache.pages.values()),
+        cache.tile_sums,
+        *(table.block_table, table.seqlens, table.overflowed),
+        *(step.positions, step.new, step.counts),
+        page_size=table.page_size,
+        backend=backend,
+        **{name: getattr(config, name) for name in OPTION_NAMES},
+    )
+    return out
+
+
+def _with_cache(*arguments: Any, page_size: int, backend: str | None, **options: Any) -> Tensor:
+    count = len(TENSOR_NAMES)
+    inputs = NSAInputs(**dict(zip(TENSOR_NAMES, arguments[:count], strict=True)))
+    pages, tile_sums, block_table, seqlens, overflowed, *of_step = arguments[count:]
+    config, names = NSAConfig(**options), page_names(separate_kv=len(pages) > len(page_names(separate_kv=False)))
+    table = PageTable(block_table, seqlens, page_size=page_size, num_pages=pages[0].shape[0])
+    table.overflowed = overflowed
+    memory = dict(zip(names, pages, strict=True)) | ({} if tile_sums is None else {"tile_sums": tile_sums})
+    cache = NSACache(
+        config,
+        table,
+        heads=inputs.q.shape[2],
+        heads_kv=memory["k"].shape[2],
+        dim=memory["k"].shape[3],
+        dim_v=memory["v"].shape[3],
+        separate_kv="k_slc" in memory,
+        dtype=memory["k"].dtype,
+        pages=memory,
+    )
+    table.open = step = Step(inputs.q.shape[1], *of_step)
+    out = run_checked(resolve(inputs, cache, config, backend), inputs, config, cache, step)
+    for commit in step.commits:
+        commit()
+    return out
+
+
+def run_checked(impl: dispatch.Impl, inputs: NSAInputs, config: NSAConfig, cache: NSACache, step: Step) -> Tensor:
+    """A backend's call, inside a step.
+
+    Modes are set here and not around the step: a graph would leave them behind where a call in it raises.
+    """
+    with torch.no_grad(), autocast_off(inputs.q.device.type):
+        if config.debug:
+            cache.check()
+        out: Tensor = impl.load()(inputs, config, cache, step)
+    return out
+
+
+def _with_cache_fake(*arguments: Any, **_: Any) -> Tensor:
+    q, _k, v = arguments[:3]
+    out: Tensor = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out
+
+
+register_operator(WITH_CACHE, SCHEMA, _with_cache, _with_cache_fake)
