@@ -35,8 +35,8 @@ def has_warpgroups(device: torch.device) -> bool:
 
 
 def made_current(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside `with` a CUDA device is the current one; for others nothing."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    """Inside `with` a CUDA device is the current one; for others nothing, nor where tensors only stand for some."""
+    return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.is_initialized() else nullcontext()
 
 
 def must_be_deterministic() -> bool:

@@ -27,6 +27,7 @@ class Streams:
         self.main = Stream(self, "main")
         self.device = 0
         self.made = itertools.count()
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "device", self.guard)
         patch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         patch.setattr(torch.cuda, "set_stream", self.set_stream)
