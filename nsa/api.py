@@ -17,7 +17,7 @@ from nsa import ops
 from nsa.autograd import run_with_backward
 from nsa.common.autocast import autocast_dtype, autocast_off, cast_inputs
 from nsa.common.derivatives import guard_inplace_changes, refuse_transforms
-from nsa.config import OPTION_NAMES, NSAConfig, NSAOptions, check_options
+from nsa.config import DEFAULT_CONFIG, OPTION_NAMES, NSAConfig, NSAOptions, check_options
 from nsa.inputs import TENSOR_NAMES, NSAAux, NSAInputs
 from nsa.reference import compressed_entries, with_compressed_entries
 from nsa.validate import resolve
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-DEFAULTS = NSAConfig()
 
 
 class NSAKeywords(NSAOptions, total=False):
@@ -84,7 +82,7 @@ def _run(
 ) -> tuple[Tensor, NSAAux | None]:
     """Resolve the options, check everything, and hand the call to the backend that takes it."""
     check_options(config, options, NSAKeywords.__annotations__)
-    config = config or (NSAConfig(**options) if options else DEFAULTS)
+    config = config or (NSAConfig(**options) if options else DEFAULT_CONFIG)
     inputs = NSAInputs(
         q,
         k,

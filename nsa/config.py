@@ -291,6 +291,8 @@ class NSAConfig:
         return (latest + tile - stride) // span + 1
 
 
+DEFAULT_CONFIG = NSAConfig()
+
 OPTION_NAMES = tuple(field.name for field in fields(NSAConfig))
 """A tuple, because Dynamo of torch 2.6 and 2.7 cannot guard a set."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from nsa import autograd
 from nsa.common.autocast import autocast_off
 from nsa.common.operators import register_double_backward_error, register_operator
-from nsa.config import OPTION_NAMES, NSAConfig, check_options
+from nsa.config import DEFAULT_CONFIG, OPTION_NAMES, NSAConfig, check_options
 from nsa.inputs import INTEGER_NAMES, TENSOR_NAMES, NSAInputs
 from nsa.validate import ResolvedCall, resolve
 
@@ -43,7 +43,6 @@ SCHEMAS = {
     BACKWARD: f"(Tensor do, Tensor[] saved, {_TENSORS}, *, {_KEYWORDS}) -> Tensor[]",
 }
 
-DEFAULT_CONFIG = NSAConfig()
 CALL_DEFAULTS = {"max_seqlen": None, "deterministic": False, "recompute": False, "backend": None}
 """Keywords of a call that are neither tensors nor options of NSAConfig."""
 

@@ -41,9 +41,8 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cute_kernels.decode.pages import Lengths, fake_lengths
 from cute_kernels.decode.score import ScoreEntries, fake_scores
 from cute_kernels.decode.splits import NO_END, Partials
-from cute_kernels.decode.tiles import FLOATS
 from cute_kernels.mma.warp import LANES, divide
-from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, FLOATS, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.topk import INIT_END, LOCAL_BEGIN, LOCAL_END, Blocks, TopKList
 
 WARPS = 16

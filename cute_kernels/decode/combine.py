@@ -46,10 +46,10 @@ class CombineBranches:
     """One barrier: all sums of the three branches are written. Then the first branch's threads add up and gate.
 
     Args:
-    score: the kernel of the compressed branch's partials.
-    dim, v_dim: of q and out.
-    shape: of a CTA.
-    heads: that select together.
+        score: the kernel of the compressed branch's partials.
+        dim, v_dim: of q and out.
+        shape: of a CTA.
+        heads: that select together.
     """
 
     def __init__(self, score: ScoreEntries, dim: int, v_dim: int, shape: Shape, heads: int) -> None:

@@ -36,11 +36,11 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cute_kernels.attend.views import group_heads
 from cute_kernels.decode.pages import Lengths, Paging, fake_lengths, fake_pages, fake_table
 from cute_kernels.decode.splits import Splits
-from cute_kernels.decode.tiles import FLOATS, KEYS, DecodeTiles, PagedKeys
+from cute_kernels.decode.tiles import KEYS, DecodeTiles, PagedKeys
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.mma.mma_sync import MMA_K, QUAD, mask_after
 from cute_kernels.mma.warp import divide
-from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, FLOATS, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.tile import QUERY_TERMS
 from cute_kernels.select.token import overlap_weights
 from cute_kernels.select.topk import Blocks

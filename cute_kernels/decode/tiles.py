@@ -41,7 +41,7 @@ from cute_kernels.mma.mma_sync import (
     transpose_view,
 )
 from cute_kernels.mma.warp import LANES
-from cute_kernels.runtime.jit import VECTOR
+from cute_kernels.runtime.jit import FLOATS, VECTOR
 
 KEYS = DECODE_KEYS
 """Of a tile."""
@@ -50,8 +50,6 @@ MAX_ROWS = 128
 SM_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
 """Shared memory of an SM, on Hopper and Blackwell, and what each CTA takes besides its own."""
 FEW_STAGES, MOST_STAGES = 3, 6
-FLOATS = 4
-"""fp32 numbers of one memory access."""
 
 
 class Buffers(NamedTuple):

@@ -5,8 +5,8 @@
 A CTA adds up 128 numbers. Each of its warps takes every WARPS-th partial, a vector of 16 bytes in each lane; then the
 first warp adds up those of all warps.
 
-Floor: every partial is read once. 32 of the gates' projection, 8 heads of 128: 0.4 MB. PyTorch's sum
-would do as well, but may allocate, which launches of a CUDA graph must not (runtime/graphs.py).
+Floor: every partial is read once. 32 of the gates' projection, 8 heads of 128: 0.4 MB. PyTorch's sum would do as well,
+but may allocate, which launches of a CUDA graph must not (runtime/graphs.py).
 
 Limits: a multiple of 4 numbers.
 """
@@ -22,12 +22,9 @@ from cutlass import Float32, range_constexpr
 from torch import Tensor
 
 from cute_kernels.mma.warp import LANES
-from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import FLOATS, Kernel, compile_kernel, compiled_once, fake
 
 WARPS = 8
-
-VECTOR = 4
-"""fp32 numbers of 16 bytes."""
 
 UNROLLED = 4
 """Partials that a thread loads together."""
@@ -44,7 +41,7 @@ class AddPartials:
         stream: Any,
     ):
         self.kernel(mPartials, mSum).launch(
-            grid=[cute.ceil_div(mSum.shape[0], LANES * VECTOR), 1, 1], block=[WARPS * LANES, 1, 1], stream=stream
+            grid=[cute.ceil_div(mSum.shape[0], LANES * FLOATS), 1, 1], block=[WARPS * LANES, 1, 1], stream=stream
         )
 
     @cute.kernel
@@ -52,23 +49,23 @@ class AddPartials:
         cta, _, _ = cute.arch.block_idx()
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         column = cta * LANES + lane  # of a vector
-        exists = column < mSum.shape[0] // VECTOR
-        rSum = cute.make_rmem_tensor(VECTOR, Float32)
-        rPartial = cute.make_rmem_tensor(VECTOR, Float32)
+        exists = column < mSum.shape[0] // FLOATS
+        rSum = cute.make_rmem_tensor(FLOATS, Float32)
+        rPartial = cute.make_rmem_tensor(FLOATS, Float32)
         rSum.fill(0.0)
         if exists:
             for p in cutlass.range(warp, mPartials.shape[0], WARPS, unroll=UNROLLED):
-                cute.autovec_copy(cute.local_tile(mPartials[p, None], (VECTOR,), (column,)), rPartial)
+                cute.autovec_copy(cute.local_tile(mPartials[p, None], (FLOATS,), (column,)), rPartial)
                 rSum.store(rSum.load() + rPartial.load())
         smem = cutlass.memory.SmemAllocator()
-        sSums = smem.allocate_tensor(Float32, cute.make_layout((VECTOR, LANES, WARPS)), 16)
+        sSums = smem.allocate_tensor(Float32, cute.make_layout((FLOATS, LANES, WARPS)), 16)
         cute.autovec_copy(rSum, sSums[None, lane, warp])
         cute.arch.sync_threads()
         if (warp == 0) & exists:
             for i in range_constexpr(1, WARPS):
                 cute.autovec_copy(sSums[None, lane, i], rPartial)
                 rSum.store(rSum.load() + rPartial.load())
-            cute.autovec_copy(rSum, cute.local_tile(mSum, (VECTOR,), (column,)))
+            cute.autovec_copy(rSum, cute.local_tile(mSum, (FLOATS,), (column,)))
 
 
 @compiled_once

@@ -33,6 +33,8 @@ CUTE_DTYPES: dict[torch.dtype, Any] = {
 
 VECTOR = VECTOR_BYTES // 2
 """16-bit elements of one memory access."""
+FLOATS = VECTOR_BYTES // 4
+"""fp32 numbers of one memory access."""
 
 OPTIONS = "--enable-tvm-ffi"
 

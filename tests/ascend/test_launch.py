@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ascend_kernels.launch import Launch, launch, only_recording, recording
+from tests.support.helpers import in_threads
 
 
 class Kernel:
@@ -88,13 +89,9 @@ def test_one_launch_at_a_time() -> None:
 
             return run
 
-    def work() -> None:
+    def work(_: int) -> None:
         start.wait()
         launch(Slow(), (1,), {"p_x": torch.zeros(1)}, {})
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(4, work)
     assert overlapped == [False] * 4

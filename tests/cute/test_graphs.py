@@ -6,7 +6,6 @@ On a CPU with stand-ins for graphs, which hold addresses only, as CUDA's do.
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from cute_kernels.runtime import graphs, replay
 from cute_kernels.runtime.replay import launch, replayed
 from tests.support.fake_graphs import FakeGraph
+from tests.support.helpers import in_threads
 
 CUDA = pytest.mark.cuda
 
@@ -203,11 +203,7 @@ def test_threads() -> None:
             if not torch.equal(replayed([x], "threads", body)["out"], x * 27):
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(4, work)
     assert not wrong
 
 
@@ -298,9 +294,5 @@ def test_threads_on_a_gpu() -> None:
                 if not all(torch.equal(x, y) for x, y in zip(got, expected, strict=True)):
                     wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(4, work)
     assert not wrong

@@ -19,6 +19,7 @@ from torch import Tensor
 from cute_kernels.pool.documents import PackedBlocks
 from tests.support import cases
 from tests.support import kv_outer_twins as twins
+from tests.support.helpers import in_threads
 from tests.support.kv_outer_cases import BF16, FP16, GATES, Inputs, forward_from, make, random_indices, small_chunks
 
 NOISY = pytest.mark.filterwarnings("default")
@@ -337,11 +338,7 @@ def test_quad_transposes_four_pieces() -> None:
         mine.lane = number
         plain(pieces[number], number)
 
-    threads = [threading.Thread(target=lane, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(4, lane)
     assert pieces == [[(number, other) for other in range(4)] for number in range(4)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from cute_kernels.runtime.streams import SideStreams
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 from tests.support.fake_graphs import FakeGraph
-from tests.support.helpers import make_qkv
+from tests.support.helpers import in_threads, make_qkv
 from tests.support.interpreted_gpu import interpreted_gpu
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported
@@ -223,11 +222,7 @@ def test_threads() -> None:
             if not torch.equal(replayed([x], "threads", body)["out"], x * 3):
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(4, work)
     assert not wrong
     assert len(recordings()) == 4
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -120,6 +121,16 @@ some powers of two. A sum of such powers is off by no more in relation, and its 
 def lse_error(capability: int) -> float:
     """What lse may be off by, beside twice the error of plain PyTorch. Args: of the GPU, 90 or 100."""
     return SUM_ERROR + (EXP2_ERROR if capability // 10 == 10 else 0.0)
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """work(0) ... work(count - 1) at once, each in a thread of its own, until all have ended."""
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def run_child(code: str, environment: Mapping[str, str]) -> str:
