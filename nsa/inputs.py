@@ -142,7 +142,8 @@ class NSAInputs:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are given, by name."""
-        return {name: x for name, x in vars(self).items() if x is not None and isinstance(x, Tensor)}
+        given = {name: getattr(self, name) for name in TENSOR_NAMES}
+        return {name: x for name, x in given.items() if isinstance(x, Tensor)}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> NSAInputs:
         """These inputs with `change` applied to every floating-point tensor."""

@@ -191,6 +191,9 @@ class _Recorder:
     def __setitem__(self, key: Any, kernel: Any) -> None:
         self.cache[key] = kernel
         if threading.get_ident() == self.thread:
+            from cute_kernels.runtime import jit
+
+            jit.COMPILED.append(self.stage)
             if self.entry is not None:
                 self.entry.keep(kernel)
             self.entry = None

@@ -74,9 +74,10 @@ def _compiled() -> Kernel:
 
 
 def add_partials(partials: Tensor) -> Tensor:
-    """The sum of contiguous fp32 partials `[partials,...]`, each of at least one number, over the first dimension."""
+    """The sum of fp32 partials `[partials,...]` over the first dimension; each is contiguous, of at least one number."""
     if len(partials) == 1:
         return partials[0]
-    total = torch.empty(partials.shape[1:], dtype=torch.float32, device=partials.device)
-    _compiled().run(partials.flatten(1), total.flatten())
-    return total
+    numbers = partials.flatten(1)
+    total = torch.empty((numbers.shape[1],), dtype=torch.float32, device=partials.device)
+    _compiled().run(numbers, total)
+    return total.view(partials.shape[1:])

@@ -247,7 +247,8 @@ def test_slices_of_heads_amid_nan() -> None:
         return around[places]
 
     moved: dict[str, Any] = {name: amid_nan(getattr(inputs, name), (1, 2)) for name in ("q", "k", "v", "do")}
-    moved |= {name: amid_nan(getattr(inputs, name), (1, 2)) for name in ("lse", "delta")}
+    branch = {name: amid_nan(getattr(inputs.branch, name), (1, 2)) for name in ("lse", "delta")}
+    moved["branch"] = replace(inputs.branch, **branch)
     out = {f"d{name}": amid_nan(torch.zeros_like(getattr(inputs, name)), (1, 2)) for name in ("q", "k", "v")}
     got = replace(inputs, **moved).run(**out)
     for mine, theirs, into in zip(got, expected, out.values(), strict=True):
