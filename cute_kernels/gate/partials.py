@@ -74,7 +74,7 @@ def _compiled() -> Kernel:
 
 
 def add_partials(partials: Tensor) -> Tensor:
-    """The sum of fp32 partials `[partials,...]` over the first dimension; each is contiguous, of at least one number."""
+    """The sum of fp32 partials `[partials,...]` over the first dimension; each contiguous, of at least one number."""
     if len(partials) == 1:
         return partials[0]
     numbers = partials.flatten(1)
