@@ -435,6 +435,41 @@ def decoding(page: Path) -> Lines:
     yield verdict((bar["bar"], bar["verdict"] == "pass") for bar in content["bars"])
 
 
+def generating(page: Path) -> Lines:
+    content = load("generate-h200")
+    by_case: dict[tuple[int, int], dict[str, Row]] = {}
+    for row in content["rows"]:
+        by_case.setdefault((row["n"], row["b"]), {})[f"{row['model']} {row['mode']}"] = row
+    columns = [f"{model} {mode}" for mode in ("graph", "eager") for model in ("nsa", "dense")]
+    cells = [
+        [tokens(n), f"{batch}", *(ms(rows[column]["ms_p50"]) for column in columns)]
+        for (n, batch), rows in by_case.items()
+    ]
+    yield from table(["tokens", "batch", "NSA, graph", "dense, graph", "NSA, eager", "dense, eager"], cells)
+    yield from source(page, "generate-h200")
+    yield ""
+    yield verdict((bar["bar"], bar["verdict"] == "pass") for bar in content["bars"])
+
+
+BLOCK_SPARSE = {"block_sparse": "attention", "top_blocks": "choice of blocks", "m3_layer": "layer of MiniMax-M3"}
+
+
+def block_sparse(page: Path) -> Lines:
+    content = load("block-sparse-h200")
+    cells = []
+    for row in content["rows"]:
+        what = BLOCK_SPARSE[row["op"]] + (f", blocks of {row['block']}" if row["op"] == "block_sparse" else "")
+        peers = (ms(row[f"{peer}_ms"]) for peer in ("dense", "mask", "pairs"))
+        cells.append(
+            [what, tokens(row["n"]), row["pass"], ms(row["ms_p50"]), percent(row["share_of_floor"]), *peers]
+        )
+    head = ["", "tokens", "pass", "ours", "of the floor", "dense FA4", "SDPA, mask of pairs", "PyTorch, all pairs"]
+    yield from table(head, cells)
+    yield from source(page, "block-sparse-h200")
+    yield ""
+    yield verdict((bar["bar"], bar["verdict"] == "pass") for bar in content["bars"])
+
+
 def residual(page: Path) -> Lines:
     cells = []
     for row in load("attnres-h200")["rows"]:
@@ -518,6 +553,18 @@ def losses(page: Path) -> Lines:
             case = f"{row['h']} heads over {row['h_kv']}, {tokens(row['n'])}, {row['choice']}"
             what = "fwd+bwd" if row["stage"] == "both" else "fwd"
             hold(f"selected branch alone, {case}, {what}", row["ms"], {"fla": fla})
+    for row in load("block-sparse-h200")["rows"]:
+        case = f"{BLOCK_SPARSE[row['op']]}, blocks of {row['block']}, {tokens(row['n'])}, {row['pass']}"
+        hold(f"block-sparse {case}", row["ms_p50"], {"dense FA4": row["dense_ms"], "SDPA": row["mask_ms"]})
+    for row in load("generate-h200")["rows"]:
+        if row["model"] == "nsa":
+            dense = (row["mode"], row["n"], row["b"])
+            (took,) = (
+                other["ms_p50"]
+                for other in load("generate-h200")["rows"]
+                if other["model"] == "dense" and (other["mode"], other["n"], other["b"]) == dense
+            )
+            hold(f"a step of generate, {tokens(row['n'])}, batch {row['b']}", row["ms_p50"], {"dense": took})
     for row in load("neighborhood-h200")["rows"]:
         if row["default"]:
             peers = {name: row[f"{key}_ms"] for key, name in (("fa4", "FA4"), ("flex", "flex"), ("liger", "Liger"))}
@@ -800,6 +847,8 @@ TABLES: dict[str, Callable[[Path], Lines]] = {
     "token-selected": token_selected,
     "neighborhood": neighborhood,
     "decoding": decoding,
+    "generating": generating,
+    "block-sparse": block_sparse,
     "residual": residual,
     "residual-bars": residual_bars,
     "losses": losses,

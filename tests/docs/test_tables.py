@@ -55,6 +55,7 @@ def test_results_are_those_that_pages_cite() -> None:
 
 
 OPEN = {
+    "block-sparse-h200": {"block_sparse, 64K, 16 blocks of 64, fwd+bwd: token mode's selected branch takes as long"},
     "context-parallel-nccl-h200": {"per_tile 1024K, 2 ranks, fwd+bwd, speed-up"},
     "decode-h200": {
         "64K, batch 1, graph",
