@@ -460,9 +460,7 @@ def block_sparse(page: Path) -> Lines:
     for row in content["rows"]:
         what = BLOCK_SPARSE[row["op"]] + (f", blocks of {row['block']}" if row["op"] == "block_sparse" else "")
         peers = (ms(row[f"{peer}_ms"]) for peer in ("dense", "mask", "pairs"))
-        cells.append(
-            [what, tokens(row["n"]), row["pass"], ms(row["ms_p50"]), percent(row["share_of_floor"]), *peers]
-        )
+        cells.append([what, tokens(row["n"]), row["pass"], ms(row["ms_p50"]), percent(row["share_of_floor"]), *peers])
     head = ["", "tokens", "pass", "ours", "of the floor", "dense FA4", "SDPA, mask of pairs", "PyTorch, all pairs"]
     yield from table(head, cells)
     yield from source(page, "block-sparse-h200")
