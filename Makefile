@@ -98,14 +98,14 @@ test-blas: ## run some tests of interpreted kernels with NumPy's BLAS as on anot
 	$(bootstrap) --extras $(TEST_EXTRAS)
 	OPENBLAS_CORETYPE=$(BLAS) OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "not cuda and not ascend" $(TEST_SCOPE) $(BLAS_TESTS) $(ARGS)
 
-test-ascend: ## set up what proves the Ascend kernels without an NPU, in .cache without root, and run these tests
+test-ascend: ## set up what proves the Ascend kernels without an NPU, in .cache without root, and run these tests; every case in every dtype: ARGS=--full
 	$(bootstrap) --extras dev,bench
 	$(VENV_PYTHON) tools/ascend_toolchain.py
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m ascend tests/ascend/lowered $(ARGS)
 
-test-interpreted: ## execute whole calls with all their kernels on the CPU, and Blackwell's kernels: those of the table in which every two values meet
+test-interpreted: ## execute compiled kernels on the CPU: CUDA kernels, Blackwell's in the part of their table in which every two values meet, and Triton's
 	$(bootstrap) --extras $(TEST_EXTRAS)
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m interpreted $(TEST_SCOPE) tests/cute $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m interpreted $(TEST_SCOPE) $(ARGS)
 
 test-blackwell: ## execute every kernel of Blackwell on the CPU: all of that table (half an hour on two cores, the first time an hour)
 	$(bootstrap) --extras $(TEST_EXTRAS)

@@ -343,6 +343,7 @@ def test_planner_on_random_shapes() -> None:
 # The kernels
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("part", ["short_lengths", "not short_lengths"])
 def test_interpreted(part: str) -> None:
     assert_passes_interpreted("tests/ascend/interpreted_backward.py", part)

@@ -106,8 +106,11 @@ def test_late_rows_are_held_against_their_own_size(value: float, monkeypatch: py
 
 LONG = pytest.mark.parametrize(
     "config",
-    [NSAConfig(compress_block_size=16), NSAConfig(compress_block_size=8, num_cmp_selected_blocks=2), NSAConfig.paper()],
-    ids=["tiles", "some compressed blocks", "tokens"],
+    [
+        pytest.param(NSAConfig(compress_block_size=16), id="tiles", marks=pytest.mark.full),
+        pytest.param(NSAConfig(compress_block_size=8, num_cmp_selected_blocks=2), id="some compressed blocks"),
+        pytest.param(NSAConfig.paper(), id="tokens", marks=pytest.mark.full),
+    ],
 )
 
 
@@ -388,7 +391,7 @@ def test_queued_leaves_the_host_out_for_all(monkeypatch: pytest.MonkeyPatch, tmp
         assert [row["mode"] for row in json.loads((tmp_path / "run.json").read_text())["rows"]] == usual
 
 
-@pytest.mark.parametrize("backward", [[], ["--backward"]])
+@pytest.mark.parametrize("backward", [["--backward"], *cases.rest([])])
 def test_the_plot_shows_every_line(backward: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both modes, two numbers of compressed blocks, an extrapolated baseline and the roofline, from one real row."""
     from matplotlib import pyplot as plt

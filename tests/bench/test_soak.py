@@ -26,6 +26,7 @@ from bench.results_file import claimed
 from cute_kernels.fa4.launch import FEW_DOCUMENTS
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
+from tests.support import cases
 from tests.support.compile_keys import noted_keys
 from tests.support.fa4_cases import NOISY
 
@@ -283,7 +284,7 @@ def test_the_first_steps_meet_every_kind() -> None:
 
 @pytest.mark.cuda_extra
 @NOISY
-@pytest.mark.parametrize("mode", ["tile", "token"])
+@pytest.mark.parametrize("mode", ["token", *cases.rest("tile")])
 def test_no_size_asks_for_a_kernel_of_its_own(mode: str) -> None:
     """Behind the first steps. Sizes of what kernels are given change where tokens are multiples of d, and behind."""
     sizes = soak.SIZES["cuda"]

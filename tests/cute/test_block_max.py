@@ -94,20 +94,20 @@ HERE = [
     ("sm_100", "whole numbers"),
 ]
 """Of them "many blocks" in two parts. It and documents take the kernels in which races are looked for."""
-IN_CI = ("sm_90", "two row tiles")
-OTHERS = [(arch, case) for arch in GPUS for case in CASES if (arch, case) not in (*HERE, IN_CI)]
 
 
+@pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.cuda_extra
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("late", [True, *cases.rest(False)])
-@pytest.mark.parametrize(("arch", "case"), [*HERE, *cases.interpreted(IN_CI), *cases.rest(*OTHERS)])
+@pytest.mark.parametrize(("arch", "case"), cases.some(HERE, GPUS, CASES))
 def test_interpreted(arch: str, case: str, late: bool) -> None:
     with interpreted_gpu(arch, Schedule(late=late)):
         CASES[case].check(backend="cute")
 
 
+@pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.cuda_extra
 @pytest.mark.filterwarnings("default")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -39,19 +38,19 @@ CASES = {
     "group of 1": replace(BF16, queries=70, group=1, kv_heads=2, count=5),
 }
 HERE = [("sm_90", True, "blocks of 128, int64"), ("sm_90", True, "documents that continue")]
-IN_CI = [("sm_90", True, "not causal"), ("sm_100", True, "starts inside")]
-OTHERS = [of for of in itertools.product(GPUS, (True, False), CASES) if of not in HERE + IN_CI]
 
 
+@pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.cuda_extra
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(("arch", "late", "case"), [*HERE, *cases.interpreted(*IN_CI), *cases.rest(*OTHERS)])
+@pytest.mark.parametrize(("arch", "late", "case"), cases.some(HERE, GPUS, (True, False), CASES))
 def test_interpreted(arch: str, late: bool, case: str) -> None:
     with interpreted_gpu(arch, Schedule(late=late)):
         make(CASES[case]).check(backend="cute")
 
 
+@pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.cuda_extra
 @pytest.mark.filterwarnings("default")
@@ -65,6 +64,7 @@ def test_keys_behind_the_last_query_are_not_read() -> None:
             assert torch.equal(one, other)
 
 
+@pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.cuda_extra
 @pytest.mark.filterwarnings("default")

@@ -110,6 +110,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("interpreted", "case"),
@@ -122,6 +123,7 @@ def test_interpreted(case: str) -> None:
     make(rows, device="cpu", **options).check()
 
 
+@pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["late, races"], indirect=True)
 @pytest.mark.usefixtures("interpreted")
@@ -136,6 +138,7 @@ def test_barriers_put_shared_memory_in_order() -> None:
     inputs.check()
 
 
+@pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["late"], indirect=True)
 @pytest.mark.usefixtures("interpreted")

@@ -99,13 +99,11 @@ def last_of_block(blocks: torch.Tensor) -> torch.Tensor:
 
 
 HERE = [("sm_90", LATE, case) for case in ("ragged", "many parts of the choice", "tile mode")]
-IN_CI = ("fewer new", "D_v, fp16", "ties", "many choices", "tuned for batches", "tile mode, shared")
-MORE = [("sm_90", LATE, case) for case in IN_CI]
-"""With those, cases that take every path between them; each costs the compilation of four kernels."""
-OTHERS = [of for of in itertools.product(GPUS, (LATE, EARLY), CASES) if of not in HERE + MORE]
+"""Each case costs the compilation of four kernels and more."""
 
 
-@pytest.mark.parametrize(("arch", "copies", "case"), [*HERE, *cases.interpreted(*MORE), *cases.rest(*OTHERS)])
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("arch", "copies", "case"), cases.some(HERE, GPUS, (LATE, EARLY), CASES))
 def test_step(arch: str, copies: str, case: str) -> None:
     with interpreted_gpu(arch, Schedule(late=copies == LATE)):
         check(CASES[case])
@@ -114,6 +112,7 @@ def test_step(arch: str, copies: str, case: str) -> None:
 RACES = [*itertools.product(["sm_90", "sm_100"], ("ragged", "four queries", "row groups", "tile mode"))]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("arch", "case"), [RACES[0], *cases.rest(*RACES[1:])])
 def test_barriers_put_shared_memory_in_order(arch: str, case: str) -> None:
     with interpreted_gpu(arch, Schedule(observer=Order)):

@@ -85,7 +85,7 @@ def test_twins_without_keys() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("forced", [(1, 2), (0, 2), (1, 1), (2, 0), (2, 3)])
+@pytest.mark.parametrize("forced", [(1, 2), (2, 3), *cases.rest((0, 2), (1, 1), (2, 0))])
 def test_twins_of_forced_blocks(forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, as none or all are attended to in one go: there is no room for (2, 3)."""
     small_chunks(monkeypatch, 64, 1 << 18, 40)
@@ -193,7 +193,7 @@ def check_worklist(worklist: Any, indices: Tensor, min_rows: int) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("choice", ["random", "local", "text"])
+@pytest.mark.parametrize("choice", ["random", *cases.rest("local", "text")])
 def test_benchmark_sees_wrong_results(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from bench import bench_token_selected as bench
 
@@ -342,7 +342,7 @@ def test_quad_transposes_four_pieces() -> None:
     assert pieces == [[(number, other) for other in range(4)] for number in range(4)]
 
 
-@pytest.mark.parametrize("warps", [1, 2])
+@pytest.mark.parametrize("warps", [1, *cases.rest(2)])
 def test_where_numbers_of_accumulators_lie(warps: int) -> None:
     """numbers() and left_operand() hold what their docstrings say, by CuTe's own layouts of every lane."""
     import cutlass

@@ -14,7 +14,7 @@ from tests.support.helpers import assert_rounded_once
 from tests.support.kv_outer_cases import GATES, forward_from, make, small_chunks
 from tests.support.ptx import Observer, Order, Schedule, interpret_kernels
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.slow, pytest.mark.interpreted, pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture
@@ -47,19 +47,20 @@ QUERY_OUTER = [case for case in CASES if case != "odd group"]
 QUERY_OUTER_HERE = [("warps, late", "documents")]
 LATE = ["warpgroups, late", "warps, late"]
 HERE = [("warps, late", "odd group")]
-IN_CI = [("warpgroups, late", "many rows"), ("warpgroups, late", "128 tokens")]
 EARLY = [
     ("warpgroups, early", "documents"),
-    *cases.interpreted(("warps, early", "D_v, fp16")),
-    *cases.rest(("warps, early", "many rows"), ("warpgroups, early", "many rows"), ("warpgroups, early", "D_v, fp16")),
+    *cases.rest(
+        ("warps, early", "D_v, fp16"),
+        ("warps, early", "many rows"),
+        ("warpgroups, early", "many rows"),
+        ("warpgroups, early", "D_v, fp16"),
+    ),
 ]
 LATE_IF_FULL = [LATE[0], *cases.rest(LATE[1])]
 RACES = ["warps, late, races", "warpgroups, late, races"]
 
 
-@pytest.mark.parametrize(
-    ("interpreted", "case"), [*cases.some(HERE, LATE, CASES, in_ci=IN_CI), *EARLY], indirect=["interpreted"]
-)
+@pytest.mark.parametrize(("interpreted", "case"), [*cases.some(HERE, LATE, CASES), *EARLY], indirect=["interpreted"])
 @pytest.mark.usefixtures("interpreted")
 def test_interpreted(case: str) -> None:
     tokens, options = CASES[case]
@@ -112,21 +113,17 @@ FORCED: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
     "128 tokens, documents": ([140, 270], {"group": 1, "kv_heads": 1, "forced": (1, 1), "size": 128}, ()),
 }
 FORCED_HERE = [("warpgroups, late", "early and late blocks"), ("warps, late", "documents")]
-FORCED_IN_CI = [("warpgroups, late", "from mid-block"), ("warps, late", "first and own")]
 
 
-@pytest.mark.parametrize(
-    ("interpreted", "case"), cases.some(FORCED_HERE, LATE, FORCED, in_ci=FORCED_IN_CI), indirect=["interpreted"]
-)
+@pytest.mark.parametrize(("interpreted", "case"), cases.some(FORCED_HERE, LATE, FORCED), indirect=["interpreted"])
 @pytest.mark.usefixtures("interpreted")
 def test_forced_blocks_interpreted(case: str) -> None:
     tokens, options, rows = FORCED[case]
     make(tokens, device="cpu", count=None, **options).check_forced(*rows)
 
 
-@pytest.mark.parametrize(
-    "interpreted", [*cases.interpreted("warpgroups, early"), *cases.rest("warps, early")], indirect=True
-)
+@pytest.mark.full
+@pytest.mark.parametrize("interpreted", ["warpgroups, early", "warps, early"], indirect=True)
 @pytest.mark.usefixtures("interpreted")
 def test_forced_blocks_interpreted_early() -> None:
     make(301, 4, 1, 128, count=None, forced=(1, 2), device="cpu").check_forced(190, 263)
@@ -137,7 +134,7 @@ BESIDE: list[tuple[Any, tuple[int, int]]] = [(330, (1, 2)), (330, (0, 2)), (330,
 
 @pytest.mark.parametrize(
     ("interpreted", "beside"),
-    cases.some([("warps, late", BESIDE[3])], LATE, BESIDE, in_ci=[("warpgroups, late", BESIDE[2])]),
+    cases.some([("warps, late", BESIDE[3])], LATE, BESIDE),
     indirect=["interpreted"],
 )
 @pytest.mark.usefixtures("interpreted")
@@ -150,12 +147,11 @@ def test_forced_beside_selected(beside: tuple[Any, tuple[int, int]]) -> None:
 
 
 GATED = [("warpgroups, early", "given fp32", (0, 0))]
-GATED_IN_CI = [("warpgroups, late", "projected", (1, 2)), ("warpgroups, early", "thirds", (0, 0))]
 
 
 @pytest.mark.parametrize(
     ("interpreted", "gates", "forced"),
-    cases.some(GATED, ["warpgroups, late", "warpgroups, early"], GATES, [(1, 2), (0, 0)], in_ci=GATED_IN_CI),
+    cases.some(GATED, ["warpgroups, late", "warpgroups, early"], GATES, [(1, 2), (0, 0)]),
     indirect=["interpreted"],
 )
 @pytest.mark.usefixtures("interpreted")
@@ -179,9 +175,7 @@ def test_gated_sums_are_rounded_once(projected: bool) -> None:
 
 
 @pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
-@pytest.mark.parametrize(
-    ("gates", "forced"), [*cases.interpreted(("projected", (1, 2))), *cases.rest(("given fp32", (0, 0)))]
-)
+@pytest.mark.parametrize(("gates", "forced"), [("projected", (1, 2)), *cases.rest(("given fp32", (0, 0)))])
 @pytest.mark.usefixtures("interpreted")
 def test_gated_in_chunks(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of heads and tokens, with gates that the kernels compute and with given ones."""
@@ -192,10 +186,9 @@ def test_gated_in_chunks(gates: str, forced: tuple[int, int], monkeypatch: pytes
     replace(inputs, forced=forced).check_gated(gates)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
-@pytest.mark.parametrize(
-    ("gates", "forced"), [*cases.interpreted(("projected", (1, 2))), *cases.rest(("given fp32", (0, 0)))]
-)
+@pytest.mark.parametrize(("gates", "forced"), [("projected", (1, 2)), ("given fp32", (0, 0))])
 @pytest.mark.usefixtures("interpreted")
 def test_gated_in_chunks_that_begin_inside_of_blocks(
     gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -213,7 +206,7 @@ def test_forced_blocks_gated_late() -> None:
     make(140, 2, 1, count=2, size=64, forced=(0, 1), device="cpu").check_gated("given fp32")
 
 
-@pytest.mark.parametrize("interpreted", [*cases.interpreted(LATE[0]), *cases.rest(LATE[1])], indirect=True)
+@pytest.mark.parametrize("interpreted", LATE_IF_FULL, indirect=True)
 @pytest.mark.usefixtures("interpreted")
 def test_forced_blocks_of_later_queries() -> None:
     """Queries from any token on: bitwise those of all."""
@@ -227,7 +220,7 @@ def test_forced_blocks_of_later_queries() -> None:
 
 @pytest.mark.parametrize(
     ("interpreted", "token"),
-    cases.some(zip(LATE, [64, 280], strict=True), LATE, [5, 63, 64, 280]),
+    cases.some([(LATE[0], 64)], LATE, [5, 63, 64, 280]),
     indirect=["interpreted"],
 )
 @pytest.mark.usefixtures("interpreted")

@@ -16,7 +16,7 @@ from tests.support.blackwell_cases import kernel_class, known
 from tests.support.deletion_cases import backward, fa4_case, forward, paired_backward, per_token_cases
 from tests.support.ptx.mutations import Deletion, Effects, candidates, delete_each
 
-pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.slow, pytest.mark.interpreted, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
 
 KNOWN = {forward: set(), backward: {"last stage"}, paired_backward: {"last stage", "pair"}}
 """Findings in the kernels as they are."""
@@ -30,7 +30,6 @@ def noticed_of(deletions: list[Deletion]) -> list[bool]:
     return [x.found for x in deletions if x.executed and not x.reason]
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("make_call", "most"),
     [(forward, SOME), *cases.rest((forward, ALL), (backward, ALL), (paired_backward, ALL))],

@@ -20,7 +20,7 @@ from tests.support.helpers import make_qkv
 from tests.support.ptx import Schedule, interpret_kernels
 from tests.support.select_cases import blocks_of, check_chosen, compressed
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.slow, pytest.mark.interpreted, pytest.mark.filterwarnings("default")]
 
 CONFIG = NSAConfig.paper(
     compress_block_size=2, compress_stride=1, select_block_size=4, num_selected_blocks=5, window_size=0
@@ -71,7 +71,7 @@ CASES = [
     Case(32, 128, 20, 300),
     Case(64, 128, 17, 300),
 ]
-HERE = [(HOW[0], CASES[0]), (HOW[2], CASES[1]), (HOW[1], CASES[2]), (HOW[0], CASES[5])]
+HERE = [(HOW[0], CASES[0]), (HOW[2], CASES[1]), (HOW[1], CASES[2])]
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,7 @@ PACKS = [
 """G, D, lengths, CTAs."""
 
 
-@pytest.mark.parametrize(
-    ("choose", "pack"), cases.some([(HOW[0], PACKS[0]), (HOW[1], PACKS[1])], HOW, PACKS), indirect=["choose"]
-)
+@pytest.mark.parametrize(("choose", "pack"), cases.some([(HOW[0], PACKS[0])], HOW, PACKS), indirect=["choose"])
 def test_interpreted_documents(choose: Callable[..., Tensor], pack: tuple[int, int, tuple[int, ...], int]) -> None:
     """Each as if it were alone. The second half of its last tile is no token's; nor is the last tile of all.
 

@@ -25,6 +25,7 @@ from dispatch.device import (
     package_advice,
     package_problem,
 )
+from tests.support.cases import rest
 
 ROOT = Path(__file__).resolve().parents[2]
 KNOWN = (*PACKAGES, TRITON_ASCEND)
@@ -272,7 +273,7 @@ def with_stubs(folder: Path, state: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", ["too-old", "raising", *rest("too-new", "leaving")])
 def test_every_op_works_beside_packages_that_do_not(state: str, tmp_path: Path) -> None:
     done = with_stubs(tmp_path, state)
     assert done.returncode == 0, done.stderr

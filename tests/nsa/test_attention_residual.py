@@ -424,6 +424,7 @@ def test_what_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lookup(torch.zeros(2, 1, 3, 128, dtype=torch.bfloat16)[..., ::2], w_query, w_norm, 1e-6) is None
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("part", ["blocks or layouts", "not (blocks or layouts)"])
 def test_interpreted(part: str) -> None:
     """In a process where Triton interprets: interpreted_residual.py."""

@@ -642,7 +642,7 @@ def test_a_captured_step_is_replayed_as_lengths_grow(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
-@pytest.mark.parametrize("name", ["paper", "seed"])
+@pytest.mark.parametrize("name", ["paper", *rest("seed")])
 def test_compiled_steps_of_two_layers_are_one_graph(name: str) -> None:
     torch.compiler.reset()
     config, inputs = SMALL[name], make_inputs(60, batch=2)

@@ -370,6 +370,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 # The kernels
 
 
+@pytest.mark.interpreted
 def test_interpreted() -> None:
     assert_passes_interpreted("tests/ascend/interpreted_flash.py")
 

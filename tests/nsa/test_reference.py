@@ -28,7 +28,7 @@ from tests.support.reference_cases import assert_agrees, assert_same_blocks, cas
 # Agreement of two independent implementations
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(cases(packed=False))
 def test_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig]) -> None:
     inputs, config = case
@@ -37,7 +37,7 @@ def test_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig]) -> None:
     assert_agrees(document.out, document.aux, nsa_document(config=config, **document.tensors), config)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(cases(packed=True))
 def test_packed_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig]) -> None:
     inputs, config = case

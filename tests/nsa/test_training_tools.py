@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from nsa import NSAttention, nsa_forward
-from tests.support.cases import rest
+from tests.support.cases import rest, some
 from tests.support.helpers import LARGE, SMALL
 
 # FlashAttention-4, CuTe DSL and torch.compile warn about themselves; Python does about fork in programs with threads.
@@ -78,8 +78,7 @@ def test_checkpointing_under_autocast_changes_nothing(device: str, preset: str, 
 
 
 @DEVICES
-@PRESETS
-@pytest.mark.parametrize("compress", ["linear", *rest(None)])
+@pytest.mark.parametrize(("preset", "compress"), some([("paper", "linear")], LARGE, ["linear", None]))
 def test_compiles_once_for_all_lengths(device: str, preset: str, compress: str | None) -> None:
     """Forward and backward, under autocast: no graph is recorded for a second length."""
     layer = make_layer(device, preset, compress=compress)

@@ -17,6 +17,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 from nsa import NSAConfig
 from nsa.integrations.transformers.cache import CacheLayer
 from nsa.integrations.transformers.modeling import CACHE_ARGUMENT
+from tests.support import cases
 from tests.support.hf_models import converted_model, dense_model, token_ids
 
 pytestmark = pytest.mark.hf_extra
@@ -206,7 +207,7 @@ class Graphs:
 
 
 @compiles
-@pytest.mark.parametrize("how", [{}, {"num_beams": 2, "prefill_chunk_size": 13}], ids=["greedy", "beams, chunks"])
+@pytest.mark.parametrize("how", [{}, *cases.rest({"num_beams": 2, "prefill_chunk_size": 13})], ids=["greedy", "beams"])
 def test_compiled_steps_write_the_same_tokens(how: dict[str, Any]) -> None:
     """One graph for all steps, and for a second call with a cache of its own."""
     model, graphs = converted_model("llama" if how else "qwen3"), Graphs("eager" if how else "aot_eager")

@@ -301,7 +301,7 @@ def test_trainer_lowers_the_loss(tmp_path: Path) -> None:
 
 
 def test_compiles_as_a_whole() -> None:
-    model = converted_model()
+    model = converted_model(num_hidden_layers=1)
     ids = token_ids(2, 40)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0

@@ -1,4 +1,4 @@
-"""Parameters of tests: few that cover much for `make test`, more for CI, and for `make test-full` all their product."""
+"""Parameters of tests: few that cover much for CI, and for `make test-full` all their product."""
 
 from __future__ import annotations
 
@@ -43,22 +43,12 @@ def covering(sizes: Sequence[int], cover: int) -> set[tuple[int, ...]]:
     return few
 
 
-def some(here: Iterable[tuple[Any, ...]], *axes: Iterable[Any], in_ci: Iterable[tuple[Any, ...]] = ()) -> list[Any]:
-    """These combinations, those that CI has besides, and marked `full` all others of one value of each axis."""
-    here, in_ci = [*here], [*in_ci]
-    others = [case for case in itertools.product(*axes) if case not in here + in_ci]
-    return [*here, *interpreted(*in_ci), *rest(*others)]
+def some(here: Iterable[tuple[Any, ...]], *axes: Iterable[Any]) -> list[Any]:
+    """These combinations, and marked `full` all others of one value of each axis."""
+    here = [*here]
+    return [*here, *rest(*(case for case in itertools.product(*axes) if case not in here))]
 
 
 def rest(*cases: Any) -> list[Any]:
     """Cases that are left to `make test-full`. Args: each a value, or a tuple of values."""
-    return _marked(pytest.mark.full, cases)
-
-
-def interpreted(*cases: Any) -> list[Any]:
-    """Cases that are left to `make test-interpreted`, which CI runs. Args: as of `rest`."""
-    return _marked(pytest.mark.interpreted, cases)
-
-
-def _marked(mark: pytest.MarkDecorator, cases: Iterable[Any]) -> list[Any]:
-    return [pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=mark) for x in cases]
+    return [pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.full) for x in cases]

@@ -128,6 +128,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     return {case["case"]: set(case["launched"]) for case in cases}
 
 
+@pytest.mark.full
 @pytest.mark.cuda_extra
 def test_cases_launch_every_kernel(launched: dict[str, set[str]]) -> None:
     assert list(launched) == list(tool.CASES)

@@ -13,13 +13,11 @@ from dispatch import neighborhood_attention_backward
 from tests.ascend.lowered import proof
 from tests.ascend.lowered.neighborhood_gates import DTYPES, executed
 from tests.ascend.lowered.neighborhood_launches import BACKWARD, PATHS
-from tests.support import backward_cases
+from tests.support import backward_cases, cases
 
 
 @pytest.mark.ascend
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("case", BACKWARD)
+@pytest.mark.parametrize(("case", "path", "dtype"), cases.product(BACKWARD, PATHS, DTYPES), ids=str)
 def test_cases(case: str, path: str, dtype: torch.dtype) -> None:
     inputs, window = backward_cases.make(dtype=dtype, **BACKWARD[case])
     call = partial(neighborhood_attention_backward, *inputs, **window, path=path, backend="ascend")

@@ -12,13 +12,12 @@ from ascend_kernels.neighborhood import band as band_attention
 from tests.ascend.lowered import proof
 from tests.ascend.lowered.neighborhood_gates import DTYPES, executed, executing
 from tests.ascend.lowered.neighborhood_launches import BAND
-from tests.support import band_cases, neighborhood_cases
+from tests.support import band_cases, cases, neighborhood_cases
 from tests.support.helpers import make_qkv
 
 
 @pytest.mark.ascend
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", BAND)
+@pytest.mark.parametrize(("case", "dtype"), cases.product(BAND, DTYPES), ids=str)
 def test_cases(case: str, dtype: torch.dtype) -> None:
     band_cases.check(executed, "ascend", dtype=dtype, **BAND[case])
 

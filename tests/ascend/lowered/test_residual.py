@@ -17,6 +17,7 @@ from ascend_kernels.residual import tiling
 from ascend_kernels.residual.rows import MAX_POINTERS
 from dispatch import attention_residual
 from tests.ascend.lowered import gates, proof
+from tests.support import cases
 from tests.support.residual_cases import EPS, Case, check, make, through_the_public_op
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -114,8 +115,7 @@ def executed(case: Case, backend: str) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.ascend
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), cases.product(CASES, DTYPES), ids=str)
 def test_cases(case: str, dtype: torch.dtype) -> None:
     with ub_of(CASES[case]) as options:
         check("ascend", run=executed, dtype=dtype, **options)
