@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ import torch
 from cutlass.utils import hardware_info
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cute_kernels.fa4 import launch
+from cute_kernels.fa4 import kept, launch
 from cute_kernels.runtime import disk_cache, jit
 from cute_kernels.runtime.device import compute_capability
 
@@ -54,7 +55,7 @@ def compiling_only(tell: Callable[[str, str], None]) -> Iterator[None]:
     Args:
         tell: called with "asked" and the key of each kernel that is needed, and "there" where it is on disk.
     """
-    from flash_attn.cute import cute_dsl_utils, interface, tile_scheduler, utils
+    kept.check_import()  # and note it, as dispatch does before a call
 
     class Entry(disk_cache.Entry):
         operation = fcntl.LOCK_EX | fcntl.LOCK_NB
@@ -81,15 +82,30 @@ def compiling_only(tell: Callable[[str, str], None]) -> Iterator[None]:
             (disk_cache, "Entry", Entry),
             (jit, "positional", lambda _: nothing),
             (jit, "SLOW", math.inf),
+            (kept, "positional", lambda _: nothing),
             (launch, "positional", lambda _: nothing),
+            (launch, "_recording", partial(_recording, launch._recording)),
             (torch.Tensor, "is_cuda", True),
-            (interface, "is_fake_mode", lambda: True),
-            *((module, "HardwareInfo", Hardware) for module in (cutlass.utils, hardware_info, tile_scheduler)),
-            *((module, "from_dlpack", _from_gpu(module.from_dlpack)) for module in (cute_dsl_utils, utils)),
+            *((module, "HardwareInfo", Hardware) for module in (cutlass.utils, hardware_info)),
             *((module, "has_warpgroups", _has_warpgroups) for module in _modules_with("has_warpgroups")),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
+
+
+@contextmanager
+def _recording(record: Callable[..., Any], *functions: Any) -> Iterator[Any]:
+    """In place of launch.py's: FlashAttention-4, which is imported now, asks for no GPU."""
+    from flash_attn.cute import cute_dsl_utils, interface, tile_scheduler, utils
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (interface, "is_fake_mode", lambda: True),
+            (tile_scheduler, "HardwareInfo", Hardware),
+            *((module, "from_dlpack", _from_gpu(module.from_dlpack)) for module in (cute_dsl_utils, utils)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield stack.enter_context(record(*functions))
 
 
 def _has_warpgroups(_: torch.device) -> bool:

@@ -1,7 +1,7 @@
 """Facts about this machine: devices, and the state of the packages that backends need.
 
 Kernel languages are imported only by `package_states`, for a diagnosis, and by `package_problem`, for a call that could
-use them.
+use them; FlashAttention-4 not even by this, where it is known that it can be.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class Package:
     """Extra of nsa-kernels that installs it."""
     reinstall: str = "--force-reinstall"
     """Options of `pip install` that repair it."""
+    check: str | None = None
+    """A function, as "module:attribute", that raises what importing the package raises, but may know without."""
     version: str | None = None
     """Installed here."""
     problem: str | None = None
@@ -63,6 +65,7 @@ PACKAGES = (
         "FlashAttention-4 on NVIDIA",
         "cuda",
         reinstall="--force-reinstall --no-deps",  # else pip would replace torch
+        check="cute_kernels.fa4.kept:check_import",  # which takes seconds
     ),
     Package("triton", "triton>=3.2", "Triton kernels (on an NPU: triton-ascend)", None),
     Package("torch_npu", "torch-npu==2.7.1", "PyTorch on Ascend NPUs", "npu"),
@@ -72,7 +75,7 @@ TRITON_ASCEND = Package("triton", "triton-ascend==3.2.0", "Triton kernels on an 
 
 def package_states() -> list[Package]:
     """PACKAGES with version and problem filled in, by importing each one whose version fits."""
-    return [_state(package) for package in PACKAGES]
+    return [_state(replace(package, check=None)) for package in PACKAGES]
 
 
 @cache
@@ -118,7 +121,10 @@ def _import_problem(state: Package) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations between packages, which are errors under python -W error
-            importlib.import_module(state.module)
+            module, _, check = (state.check if state.check and state.version else state.module).partition(":")
+            imported = importlib.import_module(module)
+        if check:  # may have something to warn of itself
+            getattr(imported, check)()
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == state.module.partition(".")[0]:
             return f"not installed: {_install_line(state)}"

@@ -2,6 +2,7 @@
 
     interface   the three attentions of NSA and their backward; rules for block lists on each architecture; masks
     launch      records which compiled kernels FA4 uses for a call, and launches them without its Python afterwards
+    kept        finds them on disk, without its Python
 
-Nothing else in cute_kernels imports flash_attn. It is imported on first use, so both modules need torch alone.
+Nothing else in cute_kernels imports flash_attn. It is imported on first use, so interface and launch need torch alone.
 """

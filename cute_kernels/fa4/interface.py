@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cute_kernels.fa4.launch import NARROW, ONE_TILE, WINDOW_TILE, Mask, attend, differentiate
+from cute_kernels.fa4.launch import NARROW, ONE_TILE, WINDOW_TILE, Mask, MaskMod, attend, differentiate
 from cute_kernels.fa4.launch import Gradients as Gradients
 from cute_kernels.fa4.launch import window_tile_n as window_tile_n
 from cute_kernels.limits import MAX_LIST_WIDTH
@@ -213,15 +214,16 @@ def selected_backward(
     """
     if lists.bits is not None:
         group = gradients.q.shape[2] // lists.bits.shape[1]
-        mask_mod = _chosen(lists.bit_keys, lists.rows, group, causal, shifted=shifts is not None)
+        mask_mod = MaskMod(_chosen, (lists.bit_keys, lists.rows, group, causal, shifts is not None))
         scalars: tuple[int, ...] = first_row // lists.rows, first_key, first_token + first_row - first_key
         tensors = [lists.bits] if shifts is None else [lists.bits, shifts]
         mask = Mask(lists=lists, mask_mod=mask_mod, scalars=scalars, tensors=tensors)
     elif shifts is not None:
         mask = _ended_entries(gradients.q, lists, 1, 1, 0, shifts - first_key if first_key > 0 else shifts)
     else:
-        mask_mod, scalars = (_ended(1, 1), (first_token + first_row - first_key,)) if causal else (_anything(), ())
-        mask = Mask(lists=lists, mask_mod=mask_mod, scalars=scalars)
+        mask = Mask(lists=lists, mask_mod=MaskMod(_anything))
+        if causal:
+            mask = Mask(lists=lists, mask_mod=MaskMod(_ended, (1, 1)), scalars=(first_token + first_row - first_key,))
     differentiate(gradients, mask, scale=scale)
 
 
@@ -248,13 +250,17 @@ def window_backward(
 
 
 def num_compiled() -> int:
-    """Kernels that FA4 has compiled in this process, or loaded from its own cache on disk."""
+    """FA4's kernels that this process has compiled or loaded from disk."""
+    from cute_kernels.fa4 import kept
+
+    if f"{kept.PACKAGE}.interface" not in sys.modules:
+        return len(kept.LOADED)
     from flash_attn.cute import interface
 
     with COMPILING:  # launch.py replaces FA4's caches while it records a call
         found = (getattr(function, "compile_cache", None) for function in vars(interface).values())
         caches = {id(cache): cache for cache in found if cache is not None}
-        return sum(len(cache.cache) for cache in caches.values())
+        return len(kept.LOADED) + sum(len(cache.cache) for cache in caches.values())
 
 
 # mask_mods for `mask` blocks. FA4 compiles a kernel for each, and for its constants; runtime values come as scalars.
@@ -265,9 +271,9 @@ def _ended_entries(
 ) -> Mask:
     """Entries whose block has ended, as `compressed` says."""
     if shifts is None:
-        return Mask(lists=lists, mask_mod=_ended(length, stride), scalars=(first_row,))
-    mask_mod = _ended_in_tile(length, stride, q.shape[1] // max(shifts.shape[0], 1))
-    return Mask(lists=lists, mask_mod=mask_mod, tensors=[shifts])
+        return Mask(lists=lists, mask_mod=MaskMod(_ended, (length, stride)), scalars=(first_row,))
+    rows = q.shape[1] // max(shifts.shape[0], 1)
+    return Mask(lists=lists, mask_mod=MaskMod(_ended_in_tile, (length, stride, rows)), tensors=[shifts])
 
 
 @once
@@ -309,7 +315,7 @@ def _ended_in_tile(length: int, stride: int, rows: int) -> Any:
 
 
 @once
-def _chosen(bit_keys: int, rows: int, group: int, causal: bool, *, shifted: bool) -> Any:
+def _chosen(bit_keys: int, rows: int, group: int, causal: bool, shifted: bool) -> Any:
     """Token j is visible iff the bit of its block is set for the row's tile and, with causality, j <= i.
 
     Scalars: the first tile, the first key, and the first row minus the first key. With `shifted` a second tensor holds

@@ -5,7 +5,8 @@
 
 FA4 spends 0.1 ms of Python on every forward and more on every backward. What it compiles depends on `_signature`
 alone, so the first call of a signature records which kernels FA4 used, and later calls launch those with the arguments
-that FA4 would give them (tests/cute/test_fa4_launch.py compares both).
+that FA4 would give them (tests/cute/test_fa4_launch.py compares both). Later processes find them on disk (kept.py), and
+do not import FA4 then.
 
 FA4 looks its kernels up, compiles those that are missing and launches them in one function, so every call through its
 interface holds COMPILING from beginning to end: first calls, and `_signature`'s exceptions. A thread then waits for
@@ -16,10 +17,9 @@ alone PyTorch hands tensors to compilers (DLPack); compiled kernels switch to th
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -52,13 +52,32 @@ of 512 meet 6.4 tiles of 96 keys, 614 keys; 128 tokens of one head meet 6 tiles 
 documents have tiles of one head, but the same tiles of keys, so each gets the same bits as alone."""
 
 
+class MaskMod(NamedTuple):
+    """A mask_mod by what makes it: it is made where FA4 compiles, since making one may import FA4."""
+
+    make: Callable[..., Any]
+    constants: tuple[Any, ...] = ()
+    """Arguments of `make`, which are compiled in."""
+
+    def __repr__(self) -> str:
+        """The same in every process: the name of a signature on disk (kept.py) holds it."""
+        return f"{self.make.__module__}.{self.make.__qualname__}{self.constants!r}"
+
+
+class Aux(NamedTuple):
+    """What a mask_mod reads: FA4's AuxData, as kernels take it."""
+
+    tensors: list[Tensor] | None
+    scalars: tuple[Any, ...] | None
+
+
 class Mask(NamedTuple):
     """Which keys a row sees."""
 
     causal: bool = False
     window: tuple[int | None, int | None] = (None, None)
     lists: BlockLists | None = None
-    mask_mod: Callable[..., Any] | None = None
+    mask_mod: MaskMod | None = None
     scalars: tuple[int, ...] = ()
     """For the mask_mod."""
     tensors: list[Tensor] | None = None
@@ -77,9 +96,9 @@ class Mask(NamedTuple):
             "causal": self.causal,
             "window_size_left": self.window[0],
             "window_size_right": self.window[1],
-            "mask_mod": self.mask_mod,
+            "mask_mod": None if self.mask_mod is None else self.mask_mod.make(*self.mask_mod.constants),
             "aux_tensors": self.tensors,
-            "aux_scalars": _aux(self.scalars).scalars,
+            "aux_scalars": self.aux().scalars,
             "cu_seqlens_q": cu_seqlens_q,
             "cu_seqlens_k": cu_seqlens_k,
             "seqused_q": seqused_q,
@@ -91,8 +110,8 @@ class Mask(NamedTuple):
         """As the kernels take them: cu_seqlens and seqused, of queries and of keys."""
         return (None,) * 4 if self.documents is None else tuple(self.documents)
 
-    def aux(self) -> Any:
-        return _aux(self.scalars) if self.tensors is None else _aux(self.scalars)._replace(tensors=self.tensors)
+    def aux(self) -> Aux:
+        return Aux(self.tensors, _scalars(self.scalars))
 
     def sparse(self) -> tuple[Any, ...] | None:
         return None if self.lists is None else (*self.lists.tensors, None, None, None, None)
@@ -112,12 +131,11 @@ def window_tile_n(q: Tensor, k: Tensor, v: Tensor) -> int:
 
 
 @lru_cache(256)
-def _aux(scalars: tuple[int, ...]) -> Any:
-    """FA4's AuxData with these runtime numbers."""
+def _scalars(numbers: tuple[int, ...]) -> tuple[Any, ...] | None:
+    """Runtime numbers as kernels take them."""
     from cutlass import Int32
-    from flash_attn.cute.utils import AuxData
 
-    return AuxData(None, tuple(map(Int32, scalars)) or None)
+    return tuple(map(Int32, numbers)) or None
 
 
 def _signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *more: Any) -> Any:
@@ -161,26 +179,32 @@ def _broadcast(x: Tensor) -> Any:
 class _Recorder:
     """Replaces one of FA4's caches of compiled kernels during a call.
 
-    Notes which kernels the call used, and keeps those that FA4 does not keep itself on disk (runtime/disk_cache.py).
+    Notes which kernels the call used, and keeps those that FA4 does not keep itself on disk (kept.py).
     """
 
     def __init__(self, stage: str, cache: Any, stack: ExitStack) -> None:
         self.stage, self.cache, self.thread = stage, cache, threading.get_ident()
+        self.keys: list[Any] = []
+        """Of the kernels that the call looked up, each to be used then."""
         self.used: list[Callable[..., None]] = []
+        """Empty where nothing is launched."""
         self.entry: Entry | None = None
         """Of the kernel that FA4 is about to compile."""
         self.stack = stack.enter_context(ExitStack())
         """What ends when it is compiled."""
 
     def __contains__(self, key: Any) -> bool:
+        if threading.get_ident() == self.thread:
+            self.keys.append(key)
         if key not in self.cache and threading.get_ident() == self.thread:
+            from cute_kernels.fa4 import kept
             from cute_kernels.runtime import disk_cache, jit
 
             self.stack.close()
             self.entry = None
-            where = None if _kept_by_fa4(self.cache) else disk_cache.folder()
+            where = kept.folder(self.cache)
             if where is not None:
-                self.entry = self.stack.enter_context(disk_cache.Entry(where, _key_on_disk(self.stage, key)))
+                self.entry = self.stack.enter_context(disk_cache.Entry(where, kept.key_of_kernel(self.stage, key)))
                 if self.entry.found is not None:
                     self.cache[key] = self.entry.found
                     self.stack.close()
@@ -206,32 +230,15 @@ class _Recorder:
         return kernel
 
 
-def _kept_by_fa4(cache: Any) -> bool:
-    """Whether the cache is another than FA4's plain one: its own on disk, or that of a test."""
-    from flash_attn.cute.cache_utils import JITCache
+def _note(call: str, signature: Any, recorders: Sequence[_Recorder], sizes: Sequence[int] = ()) -> None:
+    """Note on disk which kernels a call has looked up: one of each of FA4's functions, of the last one all."""
+    from cute_kernels.fa4 import kept
 
-    return type(cache) is not JITCache
-
-
-def _key_on_disk(stage: str, key: Any) -> str:
-    """FA4's key tells its kernels apart on one GPU; the number of multiprocessors is compiled in besides."""
-    import cutlass.utils
-    from flash_attn.cute.cache_utils import _compute_source_fingerprint
-
-    from cute_kernels.runtime import disk_cache, jit
-
-    switches = sorted(
-        (name, value)
-        for name, value in os.environ.items()
-        if name.startswith("FLASH_ATTENTION_") and name not in ("FLASH_ATTENTION_ARCH", "FLASH_ATTENTION_NUM_SMS")
-    )  # those two change nothing but the key
-    return disk_cache.key_of(
-        f"{stage} {key!r}",
-        options=jit.OPTIONS,
-        fa4=_compute_source_fingerprint(),
-        sms=cutlass.utils.HardwareInfo().get_device_multiprocessor_count(),
-        switches=switches,
-    )
+    where = kept.folder(recorders[0].cache)
+    if where is not None:
+        *firsts, last = recorders
+        kernels = [(x.stage, x.keys[-1]) for x in firsts] + [(last.stage, key) for key in last.keys]
+        kept.note(call, signature, where, kernels, sizes)
 
 
 @contextmanager
@@ -279,7 +286,9 @@ def attend(
     run = _FORWARD.get(signature)
     if run is None:
         with COMPILING:
-            return _attend_by_interface(signature, q, k, v, mask, scale, lse, window_tiles, into)
+            run = _kept_forward(signature)
+            if run is None:
+                return _attend_by_interface(signature, q, k, v, mask, scale, lse, window_tiles, into)
     *batch, rows, heads, _ = q.shape
     options: tuple[Any, ...] = (mask.sparse(), mask.aux(), None, None)  # FA4's scheduler needs no tables
     if _is_blackwell(q):
@@ -292,6 +301,17 @@ def attend(
         o, sums = into
     launch(run, q, k, v, o, sums, scale, *mask.bounds(), None, *mask.window, None, *options)
     return o, sums
+
+
+def _kept_forward(signature: Any) -> Callable[..., None] | None:
+    """Found by another thread meanwhile, or on disk."""
+    if signature is not None and signature not in _FORWARD:
+        from cute_kernels.fa4 import kept
+
+        found = kept.find("forward", signature)
+        if found is not None:
+            ((_FORWARD[signature],), _) = found
+    return _FORWARD.get(signature)
 
 
 def _attend_by_interface(
@@ -318,8 +338,10 @@ def _attend_by_interface(
         options["tile_mn"] = ONE_TILE, NARROW
     with made_current(q.device), _recording(_flash_attn_fwd) as (recorder,):
         o, sums, *_ = _flash_attn_fwd(*qkv, **options)
-    if signature is not None and recorder.used:
-        _FORWARD[signature] = recorder.used[-1]
+    if signature is not None and recorder.keys:
+        _note("forward", signature, [recorder])
+        if recorder.used:
+            _FORWARD[signature] = recorder.used[-1]
     return o, sums
 
 
@@ -407,14 +429,28 @@ def differentiate(given: Gradients, mask: Mask, *, scale: float, deterministic: 
     run = _BACKWARD.get(signature)
     if run is None:
         with COMPILING:
-            _differentiate_by_interface(signature, gradients, mask, scale, deterministic)
-    else:
+            run = _kept_backward(signature)
+            if run is None:
+                _differentiate_by_interface(signature, gradients, mask, scale, deterministic)
+    if run is not None:
         run(gradients, mask, scale)
     if gradients is not given:
         for name in ("dq", "dk", "dv"):
             target, wide = getattr(given, name), getattr(gradients, name)
             if wide is not target:
                 target.copy_(wide[..., : target.shape[-1]])
+
+
+def _kept_backward(signature: Any) -> _Backward | None:
+    """Found by another thread meanwhile, or on disk."""
+    if signature is not None and signature not in _BACKWARD:
+        from cute_kernels.fa4 import kept
+
+        found = kept.find("backward", signature)
+        if found is not None:
+            (before, main, *after), (rows, keys) = found
+            _BACKWARD[signature] = _Backward(rows, keys, before, main, after)
+    return _BACKWARD.get(signature)
 
 
 def _differentiate_by_interface(
@@ -451,9 +487,11 @@ def _differentiate_by_interface(
             )
         finally:
             interface._tile_size_bwd_sm90 = fa4_tiles
-    if signature is not None and main.used:
+    if signature is not None and main.keys:
         rows, keys = (tiles[-1].m_block_size, tiles[-1].n_block_size) if tiles else _tiles_on_blackwell(given, mask)
-        _BACKWARD[signature] = _Backward(rows, keys, before.used[-1], main.used[-1], after.used)
+        _note("backward", signature, [before, main, after], [rows, keys])
+        if main.used:
+            _BACKWARD[signature] = _Backward(rows, keys, before.used[-1], main.used[-1], after.used)
 
 
 def _tiles_on_blackwell(given: Gradients, mask: Mask) -> tuple[int, int]:

@@ -5,15 +5,17 @@ off. Ours and FlashAttention-4's (fa4/launch.py), unless FlashAttention-4 keeps 
 
 An entry is an object file, KEY-CONTENT.o: KEY is a hash of everything it depends on (function and arguments, sources of
 cute_kernels, target, options, versions), CONTENT a hash of its bytes. What was not used for longest is removed when all
-entries take more than LIMIT bytes. An entry is loaded as native code, so before every load
+entries take more than LIMIT bytes. A note, KEY-CONTENT.json, is such an entry of text: which kernels a call of
+FlashAttention-4 takes (fa4/kept.py). An entry is loaded as native code, so before every load
 
 - the folder must belong to this user, be no link, and be closed to everybody else (mode 0700), and so the file (0600);
 - its bytes must have the hash in its name.
 
 An entry whose bytes do not match, or that does not load, is compiled again. Processes that need the same entry wait for
 each other: one compiles, the others load. They hold a POSIX lock, which is released when its process ends and which a
-forked child does not inherit; threads of a process wait for compiling.COMPILING. Any other problem with the folder is
-reported once, and kernels are compiled without it. Entries may be deleted at any time.
+forked child does not inherit; threads of a process wait for compiling.COMPILING. Notes need no lock: a file appears as
+a whole, and whoever writes one of a key writes the same. Any other problem with the folder is reported once, and
+kernels are compiled without it. Entries may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import platform
 import stat
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import distributions
@@ -73,7 +75,7 @@ def key_of(asked: str, **facts: object) -> str:
         "asked": asked,
         "machine": platform.machine(),
         "python": sys.version_info[:2],
-        "sources": _sources(),
+        "sources": sources(),
         "target": _target(),
         "cuda": str(cutlass.CUDA_VERSION),
         "versions": _versions(),
@@ -129,7 +131,26 @@ class Entry:
             os.close(self._lock)
 
     def _tell(self, problem: OSError) -> None:
-        _tell_once(f"compiled kernels are not kept in {self.where}: {problem}")
+        _tell_not_kept(self.where, problem)
+
+
+def note(where: Path, key: str, text: str) -> None:
+    """Keep a text under a key."""
+    try:
+        _open(where)
+        _put(where, key, "json", lambda path: path.write_text(text))
+    except OSError as problem:
+        _tell_not_kept(where, problem)
+
+
+def noted(where: Path, key: str) -> str | None:
+    """The text that is kept under a key."""
+    try:
+        _open(where)
+        return next((content.decode() for _, content in _unchanged(where, key, "json")), None)
+    except OSError as problem:
+        _tell_not_kept(where, problem)
+        return None
 
 
 def _open(where: Path) -> None:
@@ -157,9 +178,9 @@ def _lock(path: Path, operation: int) -> int:
     return held
 
 
-def _load(where: Path, key: str) -> Any:
-    """None where no entry has the right bytes and loads; others are removed."""
-    for path in sorted(where.glob(f"{key}-*.o")):
+def _unchanged(where: Path, key: str, kind: str) -> Iterator[tuple[Path, bytes]]:
+    """Entries of a key with the right bytes. Others are removed, and those after which the caller goes on."""
+    for path in sorted(where.glob(f"{key}-*.{kind}")):
         try:
             _check(path, stat.S_ISREG, 0o600)
             content = path.read_bytes()
@@ -167,21 +188,31 @@ def _load(where: Path, key: str) -> Any:
         except FileNotFoundError:  # another process has
             continue
         if path.stem.partition("-")[2] == _hash(content):
-            _load_runtime()
-            try:
-                return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), FUNCTION)
-            except Exception as problem:  # CuTe DSL has no one type for what it cannot load
-                _tell_once(f"{path} does not load and is compiled anew: {type(problem).__name__}: {problem}")
+            yield path, content
         path.unlink(missing_ok=True)
+
+
+def _load(where: Path, key: str) -> Any:
+    """None where no entry loads."""
+    for path, _ in _unchanged(where, key, "o"):
+        _load_runtime()
+        try:
+            return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), FUNCTION)
+        except Exception as problem:  # CuTe DSL has no one type for what it cannot load
+            _tell_once(f"{path} does not load and is compiled anew: {type(problem).__name__}: {problem}")
     return None
 
 
 def _keep(where: Path, key: str, compiled: Any) -> None:
-    new = where / f"{key}.{os.getpid()}.new.o"
+    _put(where, key, "o", lambda path: compiled.export_to_c(object_file_path=str(path), function_name=FUNCTION))
+
+
+def _put(where: Path, key: str, kind: str, write: Callable[[Path], object]) -> None:
+    new = where / f"{key}.{os.getpid()}.new.{kind}"
     try:
         new.touch(mode=0o600)
-        compiled.export_to_c(object_file_path=str(new), function_name=FUNCTION)
-        new.replace(where / f"{key}-{_hash(new.read_bytes())}.o")
+        write(new)
+        new.replace(where / f"{key}-{_hash(new.read_bytes())}.{kind}")
     finally:
         new.unlink(missing_ok=True)
 
@@ -192,7 +223,7 @@ def _evict(where: Path) -> None:
     Another process may do the same, or compile again what is removed here: neither does harm.
     """
     found = []
-    for path in where.glob("*.o"):
+    for path in [*where.glob("*.o"), *where.glob("*.json")]:
         with suppress(FileNotFoundError):
             found.append((path.lstat(), path))
     total = sum(facts.st_size for facts, _ in found)
@@ -217,26 +248,32 @@ def _target() -> str:
 
 
 @cache
-def _versions() -> dict[str, str]:
-    """Versions of the distributions that PACKAGES names; of two of one name, the one found first."""
+def installed() -> dict[str, str]:
+    """Versions of all distributions; of two of one name, the one found first."""
     found: dict[str, str] = {}
     for distribution in distributions():
-        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
-        if name.startswith(PACKAGES):
-            found.setdefault(name, distribution.version)
+        found.setdefault((distribution.metadata["Name"] or "").lower().replace("_", "-"), distribution.version)
     return found
 
 
+def _versions() -> dict[str, str]:
+    """Of the distributions that PACKAGES names."""
+    return {name: version for name, version in installed().items() if name.startswith(PACKAGES)}
+
+
 @cache
-def _sources() -> str:
-    """Hash of all sources of cute_kernels."""
-    here = Path(__file__).parents[1]
-    files = {str(path.relative_to(here)): _hash(path.read_bytes()) for path in sorted(here.rglob("*.py"))}
+def sources(folder: Path = Path(__file__).parents[1]) -> str:
+    """Hash of all Python sources in a folder. Default: of cute_kernels."""
+    files = {str(path.relative_to(folder)): _hash(path.read_bytes()) for path in sorted(folder.rglob("*.py"))}
     return _hash(json.dumps(files).encode())
 
 
 def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def _tell_not_kept(where: Path, problem: OSError) -> None:
+    _tell_once(f"compiled kernels are not kept in {where}: {problem}")
 
 
 @cache

@@ -201,7 +201,7 @@ def test_key_tells_everything_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         disk_cache.key_of("f (64,) []", options="b"),
     ]
     with monkeypatch.context() as patch:
-        patch.setattr(disk_cache, "_sources", lambda: "changed")
+        patch.setattr(disk_cache, "sources", lambda: "changed")
         keys.append(disk_cache.key_of("f (64,) []", options="a"))
     for target in ("sm_90", "sm_90a", "sm_100a", "sm_100f"):
         with monkeypatch.context() as patch:
@@ -224,10 +224,10 @@ def test_key_depends_on_every_package_that_compiles(
     described.parent.mkdir()
     described.write_text(f"Metadata-Version: 2.1\nName: {distribution.replace('_', '-')}\nVersion: 0.0.1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    disk_cache._versions.cache_clear()
+    disk_cache.installed.cache_clear()
     assert disk_cache.key_of("f (64,) []") != before
     monkeypatch.undo()
-    disk_cache._versions.cache_clear()
+    disk_cache.installed.cache_clear()
     assert disk_cache.key_of("f (64,) []") == before
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.fa4.launch import MaskMod
 from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability
 
 pytestmark = [pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
@@ -47,6 +50,26 @@ def shown(x: Any) -> Any:
     return getattr(x, "value", x)
 
 
+class Notes:
+    """In place of fa4/kept.py: of this process's calls, and what they note is all that is on disk."""
+
+    def __init__(self, caches: dict[str, Cache]) -> None:
+        self.caches = caches
+        self.noted: dict[Any, tuple[Any, Any]] = {}
+
+    def folder(self, cache: Any) -> Path:
+        return Path()
+
+    def note(self, call: str, signature: Any, where: Path, *noted: Any) -> None:
+        self.noted[call, signature] = noted
+
+    def find(self, call: str, signature: Any) -> Any:
+        if (call, signature) not in self.noted:
+            return None
+        kernels, sizes = self.noted[call, signature]
+        return [self.caches[stage][key] for stage, key in kernels], sizes
+
+
 class Kernels(NamedTuple):
     signature: Any
     """Ours; None: every call takes FA4's own way."""
@@ -68,16 +91,20 @@ class Kernels(NamedTuple):
 class Host:
     """What launch.py does on a GPU of an architecture."""
 
-    def __init__(self, calls: list[tuple[Any, ...]], signatures: list[Any]) -> None:
-        self.calls, self.signatures = calls, signatures
+    def __init__(self, calls: list[tuple[Any, ...]], signatures: list[Any], notes: Notes) -> None:
+        self.calls, self.signatures, self.notes = calls, signatures, notes
 
-    def __call__(self, backward: bool, *, again: bool = False, **changes: Any) -> Kernels:
-        """Args: `again`, with the kernels that were recorded before; what is changed of the plain call."""
+    def __call__(self, backward: bool, *, again: bool = False, later: bool = False, **changes: Any) -> Kernels:
+        """Args: `again`, with the kernels recorded before; `later`, with those that were noted; what is changed
+        of the plain call.
+        """
         from cute_kernels.fa4 import launch
 
         if not again:
             launch._FORWARD.clear()
             launch._BACKWARD.clear()
+            if not later:
+                self.notes.noted.clear()
         self.calls.clear()
         (differentiate if backward else attend)(Call(**changes))
         return Kernels(self.signatures[-1], [*self.calls])
@@ -87,11 +114,14 @@ class Host:
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     from flash_attn.cute import interface
 
-    from cute_kernels.fa4 import launch
+    from cute_kernels.fa4 import kept, launch
 
-    host = Host([], [])
+    host = Host([], [], Notes({}))
     for name in ("_flash_attn_fwd", "_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert"):
-        monkeypatch.setattr(getattr(interface, name), "compile_cache", Cache(name, host.calls))
+        host.notes.caches[name] = Cache(name, host.calls)
+        monkeypatch.setattr(getattr(interface, name), "compile_cache", host.notes.caches[name])
+    for name in ("folder", "note", "find"):
+        monkeypatch.setattr(kept, name, getattr(host.notes, name))
     target, multiprocessors = ARCHS[request.param]
     monkeypatch.setattr(interface, "_get_device_arch", lambda: request.param)
     monkeypatch.setenv(TARGET_VARIABLE, target)
@@ -112,12 +142,14 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     compute_capability.cache_clear()
 
 
-def everything(batch: Any, head: Any, row: Any, key: Any, info: Any, aux: Any) -> Any:
-    return key <= row
+@cache
+def behind(distance: int) -> Callable[..., Any]:
+    """A mask_mod: keys so far behind their row, or farther."""
 
+    def visible(batch: Any, head: Any, row: Any, key: Any, info: Any, aux: Any) -> Any:
+        return key + distance <= row
 
-def nothing_behind(batch: Any, head: Any, row: Any, key: Any, info: Any, aux: Any) -> Any:
-    return key < row
+    return visible
 
 
 class Call(NamedTuple):
@@ -208,7 +240,7 @@ def differentiate(call: Call) -> None:
 
 WINDOW = {"seen": {"window": (100, 0)}}
 LISTED = {"lists": (128, 128)}
-MASKED = {**LISTED, "seen": {"mask_mod": everything}}
+MASKED = {**LISTED, "seen": {"mask_mod": MaskMod(behind, (0,))}}
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dtype": ({}, {"dtype": torch.float16}),
     "D": ({}, {"dim": 64, "v_dim": 64}),
@@ -224,7 +256,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lists": ({}, LISTED),
     "lists of one head": (LISTED, {**LISTED, "one_list": True}),
     "a mask": (LISTED, MASKED),
-    "another mask": (MASKED, {**LISTED, "seen": {"mask_mod": nothing_behind}}),
+    "another mask": (MASKED, {**LISTED, "seen": {"mask_mod": MaskMod(behind, (1,))}}),
     "a table for the mask": (MASKED, {**MASKED, "tables": 1}),
     "documents": ({"seen": {"causal": True}}, {"seen": {"causal": True}, "documents": 3}),
 }
@@ -287,7 +319,7 @@ SEEN: list[dict[str, Any]] = [
     {"seen": {"causal": True}, **LISTED},
     {**LISTED, "one_list": True},
     {"lists": (256, 128)},
-    {"seen": {"mask_mod": everything}, "lists": (128, 64)},
+    {"seen": {"mask_mod": MaskMod(behind, (0,))}, "lists": (128, 64)},
     {**MASKED, "tables": 1},
     {**MASKED, "tables": 4},
     {"seen": {"causal": True}, "documents": 3},
@@ -297,20 +329,13 @@ HEADS = [(4, 4), (4, 2), (16, 1), (12, 1)]
 
 
 def named(seen: dict[str, Any]) -> str:
-    """The same name in every process: a function is called by its own, not by its address."""
-    return str(
-        {
-            key: getattr(value, "__name__", value)
-            for key, value in {**seen, **seen.get("seen", {})}.items()
-            if key != "seen"
-        }
-    )
+    return str({key: value for key, value in {**seen, **seen.get("seen", {})}.items() if key != "seen"})
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("seen", SEEN, ids=named)
 def test_calls_of_one_signature_take_the_same_kernels(seen: dict[str, Any], backward: bool, kernels: Host) -> None:
-    """Every call is made twice, as FA4 makes it and straight: with the same kernels and the same arguments."""
+    """Calls as FA4 makes them, and straight: by what was recorded, and by what was noted for later processes."""
     if backward and ("into" in seen or ("documents" in seen and "mask_mod" in seen["seen"])):
         seen = WINDOW
     known: dict[Any, list[tuple[Any, ...]]] = {}
@@ -325,6 +350,10 @@ def test_calls_of_one_signature_take_the_same_kernels(seen: dict[str, Any], back
         assert by_fa4.signature is not None
         assert by_fa4.signature == straight.signature
         assert by_fa4.calls
+        new = by_fa4.signature not in known
         assert known.setdefault(by_fa4.signature, by_fa4.keys) == by_fa4.keys, sizes
-        assert [call[2:] for call in straight.calls] == [call[2:] for call in by_fa4.calls], sizes
+        assert straight.calls == by_fa4.calls, sizes
+        if new:
+            by_notes = kernels(backward, later=True, **changes, **sizes)
+            assert by_notes == by_fa4, sizes
     assert len(known) > len(dims)
