@@ -85,7 +85,7 @@ def test_twins_without_keys() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("forced", [(1, 2), (2, 3), *cases.rest((0, 2), (1, 1), (2, 0))])
+@pytest.mark.parametrize("forced", [(1, 2), (2, 3), *cases.rest(((0, 2),), ((1, 1),), ((2, 0),))])
 def test_twins_of_forced_blocks(forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, as none or all are attended to in one go: there is no room for (2, 3)."""
     small_chunks(monkeypatch, 64, 1 << 18, 40)
