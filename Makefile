@@ -105,7 +105,7 @@ test-ascend: ## set up what proves the Ascend kernels without an NPU, in .cache 
 
 test-interpreted: ## execute compiled kernels on the CPU: CUDA kernels, Blackwell's in the part of their table in which every two values meet, and Triton's
 	$(bootstrap) --extras $(TEST_EXTRAS)
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m interpreted $(TEST_SCOPE) $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "interpreted and not cuda" $(TEST_SCOPE) $(ARGS)
 
 test-blackwell: ## execute every kernel of Blackwell on the CPU: all of that table (half an hour on two cores, the first time an hour)
 	$(bootstrap) --extras $(TEST_EXTRAS)
