@@ -189,6 +189,11 @@ def verdict(bars: Iterable[tuple[str, bool]]) -> str:
     return f"{len(bars) - len(missed)} of {len(bars)} bars are reached{but}."
 
 
+def verdict_of(content: Row) -> str:
+    """About the bars that a file holds."""
+    return verdict((bar["bar"], bar["verdict"] == "pass") for bar in content["bars"])
+
+
 def nsa_backward(page: Path) -> Lines:
     rows = by_mode(load("e2e-h200-backward")["rows"])
 
@@ -432,23 +437,27 @@ def decoding(page: Path) -> Lines:
     yield from table(["tokens", "batch", "graph, us", "eager", "floor", "dense SDPA", "fla"], cells)
     yield from source(page, "decode-h200")
     yield ""
-    yield verdict((bar["bar"], bar["verdict"] == "pass") for bar in content["bars"])
+    yield verdict_of(content)
+
+
+def generating_steps() -> dict[tuple[int, int], dict[tuple[str, str], float]]:
+    """Milliseconds by N and batch, then by mode and model."""
+    by_case: dict[tuple[int, int], dict[tuple[str, str], float]] = {}
+    for row in load("generate-h200")["rows"]:
+        by_case.setdefault((row["n"], row["b"]), {})[row["mode"], row["model"]] = row["ms_p50"]
+    return by_case
 
 
 def generating(page: Path) -> Lines:
-    content = load("generate-h200")
-    by_case: dict[tuple[int, int], dict[str, Row]] = {}
-    for row in content["rows"]:
-        by_case.setdefault((row["n"], row["b"]), {})[f"{row['model']} {row['mode']}"] = row
-    columns = [f"{model} {mode}" for mode in ("graph", "eager") for model in ("nsa", "dense")]
+    columns = [(mode, model) for mode in ("graph", "eager") for model in ("nsa", "dense")]
     cells = [
-        [tokens(n), f"{batch}", *(ms(rows[column]["ms_p50"]) for column in columns)]
-        for (n, batch), rows in by_case.items()
+        [tokens(n), f"{batch}", *(ms(step[column]) for column in columns)]
+        for (n, batch), step in generating_steps().items()
     ]
     yield from table(["tokens", "batch", "NSA, graph", "dense, graph", "NSA, eager", "dense, eager"], cells)
     yield from source(page, "generate-h200")
     yield ""
-    yield verdict((bar["bar"], bar["verdict"] == "pass") for bar in content["bars"])
+    yield verdict_of(load("generate-h200"))
 
 
 BLOCK_SPARSE = {"block_sparse": "attention", "top_blocks": "choice of blocks", "m3_layer": "layer of MiniMax-M3"}
@@ -465,7 +474,7 @@ def block_sparse(page: Path) -> Lines:
     yield from table(head, cells)
     yield from source(page, "block-sparse-h200")
     yield ""
-    yield verdict((bar["bar"], bar["verdict"] == "pass") for bar in content["bars"])
+    yield verdict_of(content)
 
 
 def residual(page: Path) -> Lines:
@@ -491,7 +500,7 @@ def residual(page: Path) -> Lines:
 
 def residual_bars(page: Path) -> Lines:
     content = load("attnres-h200")
-    yield verdict((bar["bar"], bar["verdict"] == "pass") for bar in content["bars"])
+    yield verdict_of(content)
     yield ""
     groups: dict[tuple[str, str], list[str]] = {}
     for bar in content["bars"]:
@@ -554,15 +563,10 @@ def losses(page: Path) -> Lines:
     for row in load("block-sparse-h200")["rows"]:
         case = f"{BLOCK_SPARSE[row['op']]}, blocks of {row['block']}, {tokens(row['n'])}, {row['pass']}"
         hold(f"block-sparse {case}", row["ms_p50"], {"dense FA4": row["dense_ms"], "SDPA": row["mask_ms"]})
-    for row in load("generate-h200")["rows"]:
-        if row["model"] == "nsa":
-            dense = (row["mode"], row["n"], row["b"])
-            (took,) = (
-                other["ms_p50"]
-                for other in load("generate-h200")["rows"]
-                if other["model"] == "dense" and (other["mode"], other["n"], other["b"]) == dense
-            )
-            hold(f"a step of generate, {tokens(row['n'])}, batch {row['b']}", row["ms_p50"], {"dense": took})
+    for (n, batch), step in generating_steps().items():
+        for mode in ("graph", "eager"):
+            case = f"a step of generate, {tokens(n)}, batch {batch}, {mode}"
+            hold(case, step[mode, "nsa"], {"dense": step[mode, "dense"]})
     for row in load("neighborhood-h200")["rows"]:
         if row["default"]:
             peers = {name: row[f"{key}_ms"] for key, name in (("fa4", "FA4"), ("flex", "flex"), ("liger", "Liger"))}
@@ -685,7 +689,7 @@ def context_parallel(page: Path) -> Lines:
         yield f"{link['collective']}: alpha {link['alpha_us']:.0f} us, beta {link['beta_gbs']:.0f} GB/s.<br>"
     yield from source(page, "context-parallel-nccl-h200")
     yield ""
-    yield verdict((bar["bar"], bar["verdict"] == "pass") for bar in content["bars"])
+    yield verdict_of(content)
 
 
 def soak(page: Path) -> Lines:
