@@ -220,10 +220,10 @@ def selected_backward(
         mask = Mask(lists=lists, mask_mod=mask_mod, scalars=scalars, tensors=tensors)
     elif shifts is not None:
         mask = _ended_entries(gradients.q, lists, 1, 1, 0, shifts - first_key if first_key > 0 else shifts)
+    elif causal:
+        mask = Mask(lists=lists, mask_mod=MaskMod(_ended, (1, 1)), scalars=(first_token + first_row - first_key,))
     else:
         mask = Mask(lists=lists, mask_mod=MaskMod(_anything))
-        if causal:
-            mask = Mask(lists=lists, mask_mod=MaskMod(_ended, (1, 1)), scalars=(first_token + first_row - first_key,))
     differentiate(gradients, mask, scale=scale)
 
 
