@@ -374,7 +374,7 @@ def atomic_free_halves(
         (chunk, selected_lists(plan, chunk.slc.q, chunk.slc.k, chunk.branches.indices, 0), bits(chunk))
         for chunk in chunks
     ]
-    options: dict[str, Any] = {"causal": plan.config.causal, "scale": plan.scale}
+    options: dict[str, Any] = {"keys": plan.token, "scale": plan.scale}
 
     def dq() -> None:
         for chunk, lists, _ in made:

@@ -40,6 +40,7 @@ from cute_kernels.plan import (
     branch_kv,
     prepare,
     replay_of,
+    selected_entry_lists,
     selected_lists,
     token_mode_options,
     window_reach,
@@ -279,8 +280,28 @@ def backward_compressed(
     if indices is not None:
         size = plan.config.n_block_size
         bits = tile_bits(indices, size=size, num_keys=k.shape[1], entries=True, documents=documents)
-        for part in list_chunks(plan, gradients, bits, size=size, width=size, entries=True):
-            fa4.compressed_backward(part.gradients, part.lists, **options)
+        if plan.atomic_free:
+            selected_backward(
+                q,
+                k,
+                gradients.v,
+                gradients.do,
+                gradients.lse,
+                delta,
+                selected_entry_lists(plan, q, k, indices, plan.first_row, width=TILE),
+                bits,
+                size=size,
+                keys=keys,
+                scale=plan.scale,
+                first_token=plan.first_row,
+                shifts=options.get("shifts"),
+                dq=gradients.dq,
+                dk=gradients.dk,
+                dv=gradients.dv,
+            )
+        else:
+            for part in list_chunks(plan, gradients, bits, size=size, width=size, entries=True):
+                fa4.compressed_backward(part.gradients, part.lists, **options)
     elif not keys.causal:
         fa4.dense_backward(gradients, causal=False, scale=plan.scale, deterministic=deterministic)
     else:
@@ -385,7 +406,7 @@ def backward_selected(
             **token_mode_options(plan),
         )
         return
-    size, causal = plan.config.select_size, plan.config.causal
+    size = plan.config.select_size
     shifts = None if plan.documents is None else plan.documents.key_shifts
     bits = tile_bits(indices, size=size, num_keys=k.shape[1], entries=False, documents=plan.documents)
     if deterministic or plan.atomic_free:
@@ -399,7 +420,7 @@ def backward_selected(
             selected_lists(plan, q, k, indices, plan.first_row, width=TILE),
             bits,
             size=size,
-            causal=causal,
+            keys=plan.token,
             scale=plan.scale,
             first_token=plan.first_row,
             shifts=shifts,
@@ -410,7 +431,9 @@ def backward_selected(
         return
     for part in list_chunks(plan, gradients, bits, size=size, width=plan.rules.backward_width(size), entries=False):
         where = {"first_row": part.first_row, "first_key": part.first_key, "first_token": plan.first_row}
-        fa4.selected_backward(part.gradients, part.lists, causal=causal, scale=plan.scale, shifts=shifts, **where)
+        fa4.selected_backward(
+            part.gradients, part.lists, causal=plan.config.causal, scale=plan.scale, shifts=shifts, **where
+        )
 
 
 def backward_window(

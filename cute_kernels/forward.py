@@ -29,7 +29,7 @@ from cute_kernels.attend.kv_outer import kv_outer_forward, takes_gating
 from cute_kernels.attend.query_outer import query_outer_forward, takes_query_outer
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.gate.forward import Gating, gated_sum
-from cute_kernels.lists.query_to_kv import BlockLists, chosen_lists, prefix_lists
+from cute_kernels.lists.query_to_kv import BlockLists, prefix_lists
 from cute_kernels.plan import (
     Call,
     Plan,
@@ -38,6 +38,7 @@ from cute_kernels.plan import (
     chunks,
     prepare,
     replay_of,
+    selected_entry_lists,
     selected_lists,
     selects_entries,
     token_mode_options,
@@ -392,22 +393,11 @@ def attend_compressed(
 
 def entry_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor | None, start: int) -> BlockLists | None:
     """Blocks of compressed entries for each query tile: the selected ones, or all visible ones; None: all entries."""
-    where: dict[str, Any] = {"rows_from": start, "rows_to": start + q.shape[1], "documents": plan.documents}
     if indices is not None:
-        size, rows = plan.config.n_block_size, plan.tile
-        return chosen_lists(
-            indices,
-            q.shape[2],
-            plan.entry,
-            size=size,
-            width=size,
-            rows=rows,
-            num_keys=k.shape[1],
-            entries=True,
-            **where,
-        )
+        return selected_entry_lists(plan, q, k, indices, start, width=plan.config.n_block_size)
     if not plan.config.causal:
         return None
+    where: dict[str, Any] = {"rows_from": start, "rows_to": start + q.shape[1], "documents": plan.documents}
     entries = k.shape[1] if plan.documents is None else plan.documents.most_entries
     width, rows = plan.rules.widths[0], plan.rules.rows
     return prefix_lists(

@@ -65,8 +65,8 @@ class Plan:
     token: Keys
     """Which tokens a row sees."""
     atomic_free: bool
-    """Whether backward takes attend/selected_backward.py and attend/window_backward.py where it can, which are faster
-    than FlashAttention-4's kernels and add up in a fixed order."""
+    """Whether backward takes attend/selected_backward.py, of tokens and of entries, and attend/window_backward.py where
+    it can, which are faster than FlashAttention-4's kernels and add up in a fixed order."""
     split_compressed: bool
     """Whether backward takes attend/compressed_backward.py for all entries: on Hopper with D = D_v, causal, no pack, up
     to SPLIT_PAIRS. Everything else takes FlashAttention-4, by phases or by lists."""
@@ -361,6 +361,27 @@ def selected_lists(
         rows_from=start,
         rows_to=start + q.shape[1],
         entries=False,
+        documents=plan.documents,
+    )
+
+
+def selected_entry_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor, start: int, *, width: int) -> BlockLists:
+    """Tile mode: the selected blocks of compressed entries of each query tile, as lists of blocks of `width` entries.
+
+    Args:
+        indices: int32 `[B,H,tiles,c]`, of the rows of q, which begin with token `start`.
+    """
+    return chosen_lists(
+        indices,
+        q.shape[2],
+        plan.entry,
+        size=plan.config.n_block_size,
+        width=width,
+        rows=plan.tile,
+        num_keys=k.shape[1],
+        rows_from=start,
+        rows_to=start + q.shape[1],
+        entries=True,
         documents=plan.documents,
     )
 

@@ -286,15 +286,13 @@ def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str |
         got = f"q_start={inputs.first_token}, q_tile_size={config.q_tile_size}"
     elif inputs.first_token % config.stride:
         got = f"q_start={inputs.first_token}, stride={config.stride}"
-    elif config.num_cmp_selected_blocks is not None:
-        got = f"num_cmp_selected_blocks={config.num_cmp_selected_blocks}"
     elif config.compress_block_size % config.stride:
         got = f"compress_block_size={config.compress_block_size}, stride={config.stride}"
     if got is None:
         return None
     return (
-        "takes deterministic=True in backward only on Hopper, with D = D_v, without cu_seqlens, tensors q_start and "
-        "num_cmp_selected_blocks, with a stride that divides compress_block_size and q_start, and in tile mode a "
+        "takes deterministic=True in backward only on Hopper, with D = D_v, without cu_seqlens and tensors q_start, "
+        "with a stride that divides compress_block_size and q_start, and in tile mode a "
         f"q_tile_size that divides q_start, got {got}"
     )
 

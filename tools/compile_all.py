@@ -420,6 +420,7 @@ def decode_cases() -> Iterator[Case]:
 def hopper_cases() -> Iterator[Case]:
     from cute_kernels.attend import compressed_backward, window_backward
     from cute_kernels.attend.selected_backward import _combine, _dkv, _dq
+    from cute_kernels.lists.query_to_kv import Keys
     from cute_kernels.lists.selected_worklist import _count, _list
 
     yield Case("CountQueryTiles", "bits", None, None, None, ours(_count))
@@ -428,15 +429,17 @@ def hopper_cases() -> Iterator[Case]:
         yield Case("CompressedDQ", "entries", dim, None, dtype, ours(compressed_backward._dq, dim, dtype))
         yield Case("CompressedDKV", "entries", dim, None, dtype, ours(compressed_backward._dkv, dim, dtype))
         selected = {
-            "causal": (True, False, False),
-            "not-causal": (False, False, False),
-            "causal,last-rows": (True, True, False),
-            "causal,packed": (True, False, True),
+            "causal": (Keys(), False, False),
+            "not-causal": (Keys(causal=False), False, False),
+            "causal,last-rows": (Keys(), True, False),
+            "causal,packed": (Keys(), False, True),
+            "entries": (Keys(32, 16), False, False),
+            "entries,packed": (Keys(32, 16), False, True),
         }
-        for variant, (causal, *continues) in selected.items():
-            yield Case("SelectedDQ", variant, dim, None, dtype, ours(_dq, dim, dtype, causal, 256, *continues))
+        for variant, (keys, *continues) in selected.items():
+            yield Case("SelectedDQ", variant, dim, None, dtype, ours(_dq, dim, dtype, keys, 256, *continues))
             for size in (64, 128):
-                run = ours(_dkv, dim, dtype, causal, size, 256, *continues)
+                run = ours(_dkv, dim, dtype, keys, size, 256, *continues)
                 yield Case("SelectedDKV", f"{size}-in-64,{variant}", dim, None, dtype, run)
         for size in (64, 128):
             yield Case("CombineSelectedDKV", f"{size}-in-64", dim, None, dtype, ours(_combine, dim, dtype, size))

@@ -1,11 +1,13 @@
 """Backward of attention to selected blocks on Hopper, in two kernels: no atomics, no dQ accumulator, deterministic.
 
-    S_ij = scale q_i . k_j            P_ij = exp(S_ij - lse_i), 0 where i does not see j
+    S_ij = scale q_i . k_j            P_ij = exp(S_ij - lse_i), 0 where i does not see j (query_to_kv.Keys)
     dP_ij = dO_i . v_j                dS_ij = P_ij (dP_ij - delta_i)
     dQ_i = scale sum_j dS_ij k_j      dK_j = scale sum_i dS_ij q_i      dV_j = sum_i P_ij dO_i
 
 A gate g_i is applied by shifting its row's lse by -log(g_i): P is then g_i times the softmax. Where lse is not finite,
 P = 0. Sums are fp32. P and dS are rounded to 16 bits before they are multiplied, results once.
+
+Blocks consist of tokens, or of compressed entries (`num_cmp_selected_blocks`).
 
 SelectedDQ          a CTA owns 128 query rows of a head and walks over the blocks that their query tile selected.
 SelectedDKV         a CTA owns 64 keys of a KV block and a work tile of the query tiles that selected it, 64 rows at
@@ -66,7 +68,7 @@ from cute_kernels.attend.backward_tiles import (
     token_of,
 )
 from cute_kernels.attend.combine_splits import add_partials, chunk_start
-from cute_kernels.lists.query_to_kv import BlockLists, fake_lists
+from cute_kernels.lists.query_to_kv import BlockLists, Keys, fake_lists
 from cute_kernels.lists.selected_worklist import block_coordinates, fake_query_tiles, fake_table, selected_worklist
 from cute_kernels.lists.worklist import BLOCK, COUNT, FIRST, SPLITS, WorklistSizes, num_work_tiles
 from cute_kernels.mma.mma_sync import accumulator
@@ -133,12 +135,12 @@ def shifted_token(
 class SelectedDQ(BackwardDQ):
     """dQ of the selected branch. Roles and pipelines: BackwardDQ.
 
-    Args: head dim, 16-bit type, whether row i sees only keys j <= i, rows of a query tile.
+    Args: head dim, 16-bit type, which keys a row sees, rows of a query tile.
     """
 
-    def __init__(self, dim: int, dtype: Any, causal: bool, tile: int) -> None:
+    def __init__(self, dim: int, dtype: Any, keys: Keys, tile: int) -> None:
         super().__init__(dim, dtype)
-        self.causal, self.tile = causal, tile
+        self.keys, self.tile = keys, tile
 
     @cute.jit
     def __call__(
@@ -302,8 +304,8 @@ class SelectedDQ(BackwardDQ):
                 for n, r, c in acc_coordinates(S):
                     row, key = tScS[(c, r, n), 0, 0]
                     seen = first_key + key < num_keys
-                    if const_expr(self.causal):
-                        seen = seen & (first_key + key <= own_token + row)
+                    if const_expr(self.keys.causal):
+                        seen = seen & (self.keys.last_token(first_key + key) <= own_token + row)
                     S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
             # P becomes dS; dQ += dS K
             warpgroup.wait_group(0)
@@ -321,12 +323,12 @@ class SelectedDKV(BackwardDKV):
     Named barriers, at the end: 1, twice: both consumers have read the last stage, and have written the sums that they
     exchange there; 2 and 3, once: a consumer has written its result for TMA.
 
-    Args: head dim, 16-bit type, whether row i sees only keys j <= i, keys of a block, rows of a query tile.
+    Args: head dim, 16-bit type, which keys a row sees, keys of a block, rows of a query tile.
     """
 
-    def __init__(self, dim: int, dtype: Any, causal: bool, size: int, tile: int) -> None:
+    def __init__(self, dim: int, dtype: Any, keys: Keys, size: int, tile: int) -> None:
         super().__init__(dim, dtype, key_tiles=1, branches=1)
-        self.causal, self.tile = causal, tile
+        self.keys, self.tile = keys, tile
         self.block_tiles = size // TILE
         """Key tiles of a block; a CTA has one."""
         self.steps = tile // TILE
@@ -582,14 +584,14 @@ class SelectedDKV(BackwardDKV):
             scores_to_probabilities(S, scale, rLse)
             masked = (first_row + TILE > num_rows) | (first_key + TILE > num_keys)
             own_token = shifted_token(first_row, first_token, mShifts, self.tile)
-            if const_expr(self.causal):
-                masked = masked | (first_key + TILE - 1 > own_token)
+            if const_expr(self.keys.causal):
+                masked = masked | (self.keys.last_token(first_key + TILE - 1) > own_token)
             if masked:
                 for n, r, c in acc_coordinates(S):
                     key, row = op.tScS[(c, r, n), 0, 0]
                     seen = (first_row + row < num_rows) & (first_key + key < num_keys)
-                    if const_expr(self.causal):
-                        seen = seen & (first_key + key <= own_token + row)
+                    if const_expr(self.keys.causal):
+                        seen = seen & (self.keys.last_token(first_key + key) <= own_token + row)
                     S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
             # dV += P^T dO; P becomes dS; dK += dS^T Q
             issue_mma(mma_dkv, dV, acc_as_operand_a(mma_dkv, S), op.tdVrdO[None, None, None, stage], True)
@@ -750,11 +752,11 @@ class CombineSelectedDKV:
 
 
 @compiled_once
-def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int, continues: bool, packed: bool) -> Kernel:
+def _dq(dim: int, dtype: torch.dtype, keys: Keys, tile: int, continues: bool, packed: bool) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
     stats = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
     return compile_kernel(
-        SelectedDQ(dim, CUTE_DTYPES[dtype], causal, tile),
+        SelectedDQ(dim, CUTE_DTYPES[dtype], keys, tile),
         *rows,
         *stats,
         *fake_lists(),
@@ -766,11 +768,11 @@ def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int, continues: bool, 
 
 
 @compiled_once
-def _dkv(dim: int, dtype: torch.dtype, causal: bool, size: int, tile: int, continues: bool, packed: bool) -> Kernel:
+def _dkv(dim: int, dtype: torch.dtype, keys: Keys, size: int, tile: int, continues: bool, packed: bool) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
     stats = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
     return compile_kernel(
-        SelectedDKV(dim, CUTE_DTYPES[dtype], causal, size, tile),
+        SelectedDKV(dim, CUTE_DTYPES[dtype], keys, size, tile),
         *rows,
         *stats,
         fake_table(),
@@ -813,7 +815,7 @@ def selected_backward(
     bits: Tensor,
     *,
     size: int,
-    causal: bool,
+    keys: Keys,
     scale: float,
     first_token: int = 0,
     shifts: Tensor | None = None,
@@ -829,13 +831,13 @@ def selected_backward(
         lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Shifted by -log(g) where a
             gate g weighs the row. Not finite: the row has no keys.
         delta: fp32 `[B,H,N]`, likewise: sum(do * o), of o without a gate. Not read where lse is not finite.
-        lists: from query_to_kv.chosen_lists, with `width` TILE and entries False: query tiles of T = `lists.rows` rows.
+        lists: from query_to_kv.chosen_lists, with `width` TILE: query tiles of T = `lists.rows` rows.
         bits: int32 `[B,S,ceil(N_k/size),words]`, the same selection as of selected_worklist. S is H_kv or H.
         size: l', keys of a block, a multiple of TILE.
-        causal: row i sees keys j <= i only.
+        keys: which keys a row sees.
         scale: softmax scale.
         first_token: the token that row 0 is, where rows continue a sequence.
-        shifts: Documents.key_shifts, where rows continue documents.
+        shifts: Documents.key_shifts, where rows continue documents; of entries Documents.shifts.
         dq, dk, dv: where to write, like q, k and v, rows aligned; None: new tensors.
 
     Returns:
@@ -853,7 +855,7 @@ def selected_backward(
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     given = q, k, v, do, lse, delta, lists
-    how: dict[str, Any] = {"causal": causal, "scale": scale, "first_token": first_token, "shifts": shifts}
+    how: dict[str, Any] = {"keys": keys, "scale": scale, "first_token": first_token, "shifts": shifts}
     selected_dq(*given, **how, dq=dq)
     selected_dkv(*given, bits, size=size, **how, dk=dk, dv=dv)
     return dq, dk, dv
@@ -868,14 +870,14 @@ def selected_dq(
     delta: Tensor,
     lists: BlockLists,
     *,
-    causal: bool,
+    keys: Keys,
     scale: float,
     first_token: int = 0,
     shifts: Tensor | None = None,
     dq: Tensor,
 ) -> None:
     """dQ of `selected_backward`, for at least one row and one key."""
-    run = _dq(q.shape[-1], q.dtype, causal, lists.rows, first_token > 0, shifts is not None).run
+    run = _dq(q.shape[-1], q.dtype, keys, lists.rows, first_token > 0, shifts is not None).run
     run(q, do, k, v, lse, delta, *lists.tensors, dq, scale, first_token or None, shifts)
 
 
@@ -890,7 +892,7 @@ def selected_dkv(
     bits: Tensor,
     *,
     size: int,
-    causal: bool,
+    keys: Keys,
     scale: float,
     first_token: int = 0,
     shifts: Tensor | None = None,
@@ -907,7 +909,7 @@ def selected_dkv(
     sizes = worklist_sizes(batch * heads * tiles * selected, group * tiles, blocks, 4 * math.prod(partial_shape))
     worklist = selected_worklist(bits, kv_heads=kv_heads, group=group, tiles=tiles, sizes=sizes)
     partials = torch.empty((max(sizes.split_tiles, 1), *partial_shape), dtype=torch.float32, device=q.device)
-    run = _dkv(dim, q.dtype, causal, size, tile, first_token > 0, shifts is not None).run
+    run = _dkv(dim, q.dtype, keys, size, tile, first_token > 0, shifts is not None).run
     run(q, do, k, v, lse, delta, *worklist[1:], dk, dv, partials, scale, first_token or None, shifts)
     if sizes.split_tiles > 0:
         counts, cum_counts, _, work_tiles = worklist

@@ -73,6 +73,10 @@ class Keys:
             count = Int32(0) if row + 1 < self.length else cutlass.min(keys, (row + 1 - self.length) // self.stride + 1)
         return count
 
+    def last_token(self, key: Any) -> Any:
+        """The first row that sees a key, with causality."""
+        return key if self.length == self.stride == 1 else key * self.stride + (self.length - 1)
+
 
 class ChosenLists:
     """Lists of the blocks chosen for each tile.

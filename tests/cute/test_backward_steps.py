@@ -288,7 +288,12 @@ def test_last_queries_of_token_mode(at: tuple[int, int], batch: int, v_dim: int,
 @pytest.mark.parametrize(
     ("changes", "first", "deterministic"),
     cases.product(
-        [{}, {"select_block_size": 128}, {"share_heads_in_group": True, "window_size": 300}],
+        [
+            {},
+            {"select_block_size": 128},
+            {"share_heads_in_group": True, "window_size": 300},
+            {"num_cmp_selected_blocks": 3, "compress_block_size": 2, "compress_stride": 1},
+        ],
         [0, 256, 512],
         [False, True],
     ),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.attention_gradients import Branch, check_gradients, gated_branch, normal_inputs
+from tests.support.ptx import Schedule, interpret_kernels
 
 CUDA = pytest.mark.cuda
 NOISY = pytest.mark.filterwarnings("default")
@@ -23,13 +24,24 @@ SIZES = (1, 63, 64, 65, 255, 256, 257, 1000, 4096)
 
 
 def random_indices(
-    shape: tuple[int, int], tiles: int, blocks: int, count: int, *, tile: int, size: int, causal: bool, seed: int = 0
+    shape: tuple[int, int],
+    tiles: int,
+    blocks: int,
+    count: int,
+    *,
+    tile: int,
+    size: int,
+    causal: bool,
+    length: int = 1,
+    stride: int = 1,
+    seed: int = 0,
 ) -> Tensor:
     """Some of the blocks that begin before a tile's end, often the newest; ascending, padded with -1."""
     generator = torch.Generator().manual_seed(seed)
     begun = torch.full((tiles,), blocks)
     if causal:
-        begun = ((torch.arange(1, tiles + 1) * tile - 1) // size + 1).clamp(max=blocks)
+        seen = (torch.arange(1, tiles + 1) * tile - length) // stride + 1
+        begun = (-(-seen // size)).clamp(0, blocks)
     place = torch.arange(blocks)
     scores = torch.rand((*shape, tiles, blocks), generator=generator) + 0.5 * (place == begun[:, None] - 1)
     chosen = torch.full((*shape, tiles, count), blocks)
@@ -68,6 +80,9 @@ class Inputs:
     tile: int
     size: int
     causal: bool
+    length: int
+    """Tokens of a key: 1, or l of compressed entries; `stride` from one key to the next."""
+    stride: int
 
     def run(self, **out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         from cute_kernels.attend.selected_backward import selected_backward
@@ -75,21 +90,22 @@ class Inputs:
         from cute_kernels.mma.wgmma import TILE
 
         rows, num_keys = self.q.shape[1], self.k.shape[1]
+        keys = Keys(self.length, self.stride, self.causal)
         lists = chosen_lists(
             self.indices,
             self.q.shape[2],
-            Keys(causal=self.causal),
+            keys,
             size=self.size,
             width=TILE,
             rows=self.tile,
             num_keys=num_keys,
             rows_from=0,
             rows_to=rows,
-            entries=False,
+            entries=self.length > 1,
         )
         bits = model_bits(self.indices, -(-num_keys // self.size))
         tensors = self.q, self.k, self.v, self.do, self.branch.lse, self.branch.delta
-        return selected_backward(*tensors, lists, bits, size=self.size, causal=self.causal, scale=self.scale, **out)
+        return selected_backward(*tensors, lists, bits, size=self.size, keys=keys, scale=self.scale, **out)
 
     def check(self) -> tuple[Tensor, Tensor, Tensor]:
         got = self.run()
@@ -112,22 +128,28 @@ def make(
     causal: bool = True,
     shared: bool = False,
     indices: Tensor | None = None,
+    length: int = 1,
+    stride: int = 1,
+    device: str = "cuda",
 ) -> Inputs:
     """Normal inputs; lse shifted as by the logarithm of a gate, delta as of an unshifted one."""
-    keys = tokens if keys is None else keys
-    generator = torch.Generator("cuda").manual_seed(1)
+    keys = max(0, tokens - length) // stride + 1 if keys is None else keys
+    generator = torch.Generator(device).manual_seed(1)
     tensors = normal_inputs(tokens, keys, heads, kv_heads, dim, batch=batch, dtype=dtype, generator=generator)
     tiles, blocks = -(-tokens // tile), -(-keys // size)
     if indices is None:
         shape = batch, kv_heads if shared else heads
-        indices = random_indices(shape, tiles, blocks, count, tile=tile, size=size, causal=causal)
-    indices = indices.cuda()
+        indices = random_indices(
+            shape, tiles, blocks, count, tile=tile, size=size, causal=causal, length=length, stride=stride
+        )
+    indices = indices.to(device)
     visible = tiles_of_blocks(indices, blocks).repeat_interleave(heads // indices.shape[1], 1)
     visible = visible.repeat_interleave(tile, 2)[:, :, :tokens].repeat_interleave(size, 3)[..., :keys]
     if causal:
-        visible &= torch.arange(keys, device="cuda") <= torch.arange(tokens, device="cuda")[:, None]
+        last = torch.arange(keys, device=device) * stride + length - 1
+        visible &= last <= torch.arange(tokens, device=device)[:, None]
     branch = gated_branch(*tensors, visible, generator)
-    return Inputs(*tensors, branch, indices, dim**-0.5, tile, size, causal)
+    return Inputs(*tensors, branch, indices, dim**-0.5, tile, size, causal, length, stride)
 
 
 # ---------------------------------------------------------------- gradients
@@ -172,6 +194,31 @@ def test_tiles(tile: int) -> None:
 @pytest.mark.parametrize("keys", [65, 777, 3000])
 def test_other_number_of_keys(keys: int) -> None:
     make(500, keys=keys, causal=False, count=8).check()
+
+
+@CUDA
+@NOISY
+@CAUSAL
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(("length", "stride"), [(32, 16), (4, 4), (7, 5)])
+@pytest.mark.parametrize("tokens", [33, 1000, 5000])
+def test_entries(tokens: int, length: int, stride: int, size: int, causal: bool) -> None:
+    make(tokens, 8, 2, size=size, causal=causal, length=length, stride=stride, count=3).check()
+
+
+@NOISY
+@pytest.mark.interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("length", "stride", "size"), [(1, 1, 64), (4, 2, 64), (7, 3, 128)], ids=["tokens", "entries", "blocks of 128"]
+)
+def test_interpreted(length: int, stride: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tiles of rows, blocks that need a mask and such that need none, and a last block that is cut."""
+    from cute_kernels.attend import selected_backward
+    from cute_kernels.lists import query_to_kv, selected_worklist
+
+    interpret_kernels(monkeypatch, (selected_backward, query_to_kv, selected_worklist), schedule=Schedule(late=True))
+    make(300, 2, 1, 64, size=size, count=2, length=length, stride=stride, tile=128, device="cpu").check()
 
 
 @CUDA

@@ -143,7 +143,7 @@ def test_takes_backward() -> None:
         (None, {}, None),
         (None, {"compress_block_size": 32, "compress_stride": 16, "select_block_size": 64}, None),
         (None, {"compress_block_size": 32, "compress_stride": 12, "select_block_size": 64}, "stride=12"),
-        (None, {"num_cmp_selected_blocks": 9}, "num_cmp_selected_blocks=9"),
+        (None, {"num_cmp_selected_blocks": 9}, None),
         (packed(), {}, "cu_seqlens"),
         (None, {"q_tile_size": 1}, None),
         (NSAInputs(*make_qkv(300, 4, 2, 64, 128, dtype=torch.bfloat16)), {"q_tile_size": 1}, None),

@@ -200,7 +200,7 @@ def atomic_free_selected(
     bits: Tensor,
     *,
     size: int,
-    causal: bool,
+    keys: Keys,
     scale: float,
     first_token: int,
     shifts: Tensor | None,
@@ -209,12 +209,13 @@ def atomic_free_selected(
     dv: Tensor,
 ) -> None:
     """dq by the lists, which say what needs no mask, dk and dv by the bits."""
-    (batch, rows, heads, _), keys = q.shape, k.shape[1]
-    token, key = first_token + torch.arange(rows)[:, None], torch.arange(keys)
+    assert lists.width == TILE_KEYS
+    (batch, rows, heads, _), num_keys = q.shape, k.shape[1]
+    token, key = first_token + torch.arange(rows)[:, None], torch.arange(num_keys)
     if shifts is not None:
-        token = token + shifts.repeat_interleave(lists.rows)[:, None]
-    seen = (key <= token) | (not causal)
-    by_list = torch.zeros((batch, heads, rows, keys), dtype=torch.bool)
+        token = token + shifts.repeat_interleave(lists.rows)[:rows, None]
+    seen = (key * keys.stride + keys.length - 1 <= token) | (not keys.causal)
+    by_list = torch.zeros((batch, heads, rows, num_keys), dtype=torch.bool)
     for b, h, tile in product(range(batch), range(heads), range(-(-rows // lists.rows))):
         part = slice(tile * lists.rows, (tile + 1) * lists.rows)
         for kind in ("mask", "full"):
@@ -223,7 +224,7 @@ def atomic_free_selected(
                 by_list[b, h, part, of_block] = seen[part, of_block] | (kind == "full")
     words = bits[..., torch.arange(-(-rows // lists.rows)) // 32] >> torch.arange(-(-rows // lists.rows)) % 32
     chosen = (words & 1 == 1).mT.repeat_interleave(lists.rows, 2)[:, :, :rows]
-    by_bits = chosen.repeat_interleave(size, 3)[..., :keys].repeat_interleave(heads // bits.shape[1], 1) & seen
+    by_bits = chosen.repeat_interleave(size, 3)[..., :num_keys].repeat_interleave(heads // bits.shape[1], 1) & seen
     assert torch.equal(by_list, by_bits)
     add_pairs(q, k, v, do, [(by_bits, lse, delta)], scale, (dq, dk, dv))
 
