@@ -217,7 +217,7 @@ class _Recorder(TorchDispatchMode):
         super().__exit__(*error)
         _THREAD.recorder = None
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _run(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         if self._launching:
@@ -286,6 +286,11 @@ class _Recorder(TorchDispatchMode):
         returned = {name: self._described(x) for name, x in results.items()}
         devices = {memory.base.device for memory in self.memories}
         return None if self.refused or len(devices) > 1 else Recording(_Builder(self.memories, self.events, returned))
+
+
+# Not in the class statement: there PyTorch wraps it in torch._dynamo.disable, whose import takes seconds of a process that
+# compiles nothing. Compiled code calls our operators where Dynamo is off anyway.
+_Recorder.__torch_dispatch__ = _Recorder._run  # type: ignore[method-assign]
 
 
 # From a recording's events to its steps
