@@ -288,9 +288,9 @@ class _Recorder(TorchDispatchMode):
         return None if self.refused or len(devices) > 1 else Recording(_Builder(self.memories, self.events, returned))
 
 
-# Not in the class statement: there PyTorch wraps it in torch._dynamo.disable, whose import takes seconds of a process that
-# compiles nothing. Compiled code calls our operators where Dynamo is off anyway.
-_Recorder.__torch_dispatch__ = _Recorder._run  # type: ignore[method-assign]
+# Not in the class statement: there PyTorch wraps it in torch._dynamo.disable, whose import takes seconds of a process
+# that compiles nothing. Compiled code calls our operators where Dynamo is off anyway.
+_Recorder.__torch_dispatch__ = _Recorder._run  # type: ignore[assignment]
 
 
 # From a recording's events to its steps
