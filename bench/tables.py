@@ -424,17 +424,20 @@ def neighborhood(page: Path) -> Lines:
 
 
 def decoding(page: Path) -> Lines:
+    """Steps of one token of 64 heads over 4."""
     content = load("decode-h200")
-    by_case: dict[tuple[int, int], dict[str, Row]] = {}
+    by_case: dict[tuple[str, int, int], dict[str, Row]] = {}
     for row in content["rows"]:
-        by_case.setdefault((row["n"], row["b"]), {})[row["mode"]] = row
+        if (row["op"], row["h"], row["n_q"]) == ("decode", 64, 1):
+            by_case.setdefault((row["preset"], row["n"], row["b"]), {})[row["mode"]] = row
     cells = []
-    for (n, batch), modes in by_case.items():
+    for (preset, n, batch), modes in by_case.items():
         graph, eager = modes["graph"], modes["eager"]
         times = (1000 * row for row in (graph["ms_p50"], eager["ms_p50"], graph["floor_ms"]))
         peers = (f"{1000 * graph[peer]:,.0f}" for peer in ("dense_ms", "fla_ms"))
-        cells.append([tokens(n), f"{batch}", *(f"{us:.1f}" for us in times), *peers])
-    yield from table(["tokens", "batch", "graph, us", "eager", "floor", "dense SDPA", "fla"], cells)
+        mode = {"paper": "token", "per_tile": "tile"}[preset]
+        cells.append([mode, tokens(n), f"{batch}", *(f"{us:.1f}" for us in times), *peers])
+    yield from table(["mode", "tokens", "batch", "graph, us", "eager", "floor", "dense SDPA", "fla"], cells)
     yield from source(page, "decode-h200")
     yield ""
     yield verdict_of(content)

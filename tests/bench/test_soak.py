@@ -114,7 +114,8 @@ soak.main(["--device=cpu", "--steps=8", "--every=0.0001", "--out={out}"])
 def test_a_kill_between_state_and_results_loses_nothing(tmp_path: Path) -> None:
     """The state is two steps on, the results are one; a resumed soak tells of all steps."""
     code = KILLED_AT_THE_SECOND_RESULTS.replace("{out}", str(tmp_path / "soak"))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
+    threads = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # a soak goes on with as many as it had
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=threads, check=False)
     assert done.returncode == -signal.SIGKILL
     assert json.loads((tmp_path / "soak.json").read_text())["steps"] == 1
     content = run(tmp_path / "soak", "--steps=1", "--resume")
