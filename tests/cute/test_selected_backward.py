@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.attention_gradients import Branch, check_gradients, gated_branch, normal_inputs
-from tests.support.ptx import Schedule, interpret_kernels
+from tests.support.ptx import Order, Schedule, interpret_kernels
 
 CUDA = pytest.mark.cuda
 NOISY = pytest.mark.filterwarnings("default")
@@ -206,19 +206,30 @@ def test_entries(tokens: int, length: int, stride: int, size: int, causal: bool)
     make(tokens, 8, 2, size=size, causal=causal, length=length, stride=stride, count=3).check()
 
 
+INTERPRETED: dict[str, dict[str, Any]] = {
+    "tokens": {"size": 64},
+    "tokens, blocks of 128": {"size": 128},
+    "entries": {"size": 64, "length": 4, "stride": 2},
+    "entries, blocks of 128": {"size": 128, "length": 7, "stride": 3},
+    "split blocks": {"size": 128, "length": 2, "stride": 1, "count": 1, "heads": 4},
+}
+
+
 @NOISY
 @pytest.mark.interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("length", "stride", "size"), [(1, 1, 64), (4, 2, 64), (7, 3, 128)], ids=["tokens", "entries", "blocks of 128"]
-)
-def test_interpreted(length: int, stride: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tiles of rows, blocks that need a mask and such that need none, and a last block that is cut."""
+@pytest.mark.parametrize("case", INTERPRETED)
+@pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
+def test_interpreted(late: bool, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 128 rows, blocks that need a mask and such that need none, a last block that is cut; no races."""
     from cute_kernels.attend import selected_backward
     from cute_kernels.lists import query_to_kv, selected_worklist
 
-    interpret_kernels(monkeypatch, (selected_backward, query_to_kv, selected_worklist), schedule=Schedule(late=True))
-    make(300, 2, 1, 64, size=size, count=2, length=length, stride=stride, tile=128, device="cpu").check()
+    monkeypatch.setattr(selected_backward, "MIN_QUERY_TILES", 2)
+    modules = selected_backward, query_to_kv, selected_worklist
+    interpret_kernels(monkeypatch, modules, schedule=Schedule(late=late, observer=Order))
+    how = {"heads": 2, "count": 2, **INTERPRETED[case]}
+    make(300, kv_heads=1, dim=64, tile=128, device="cpu", **how).check()
 
 
 @CUDA
