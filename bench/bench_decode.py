@@ -1,16 +1,17 @@
 """A layer's step of decoding over paged keys, beside dense decoding and fla's, checked against fp64 first.
 
 Each case is an `nsa_with_cache` of N_q new tokens for a batch of sequences that have N, pages shuffled. It is timed as
-one of eight layers in a CUDA graph, as dense decoding is, and eagerly from an idle GPU; `host_us` is what Python takes
-to start an eager call. The layers' common part of a step (pages, lengths) is outside. Sampled rows are held against
-fp64 before anything is timed: where one is above its budget, nothing is reported and the status is 1.
+one of eight layers in a CUDA graph, as its peers are, and eagerly from an idle GPU. Layers have keys of their own, or
+the next one would find them in L2. `host_us` is what Python takes to start an eager call. The layers' common part of a
+step (pages, lengths) is outside. Sampled rows are held against fp64 before anything is timed: where one is above its
+budget, nothing is reported and the status is 1.
 
 A prompt is appended in chunks, too, beside one call of `nsa_forward` on all of it: rows of op "prefill", whose modes
 are "chunks" and "whole". Both must agree to a rounding.
 
 Dense decoding is PyTorch's SDPA with grouped heads over contiguous keys: of N_q tokens each sees all keys. fla's is
 parallel_nsa of the last tokens over all keys, which it pools anew, without its window, which is flash-attn's. Neither
-has a cache to append to.
+has a cache to append to. What no graph can hold is timed eagerly, behind other work, and `missing` says so.
 
 Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv and OUT.png. The same command goes
 on where it was stopped. With --bars also what the rows have to reach on one H200, and whether they do.
@@ -19,6 +20,7 @@ on where it was stopped. With --bars also what the rows have to reach on one H20
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import statistics
 import sys
@@ -55,6 +57,8 @@ CPU_HEADS, CPU_SIZES, CPU_PREFILL = ("4/1",), ("300:1,2",), "300:128"
 PAGE_SIZE = 64
 LAYERS = 8
 """Calls in a CUDA graph that is timed."""
+COLD_BYTES = 200 << 20
+"""What these calls read at least, together, with as many copies of the keys as that needs: four times an H200's L2."""
 CHECKED = 8
 """Rows of a case that are held against fp64: a token with the heads of a group."""
 NEAR_TIE = 1e-4
@@ -133,6 +137,10 @@ class Step(NamedTuple):
         while step.commits:
             step.commits.pop()()
         return out
+
+    def copy(self) -> Step:
+        """Of another layer, whose pages lie at the same places of memory of its own."""
+        return self._replace(cache=copy.deepcopy(self.cache, {id(self.cache.table): self.cache.table}))
 
     def means(self, row: int, query: int, heads: slice) -> Tensor:
         """What selects a token's blocks: its queries, or in tile mode the means of its tile so far, `[heads,D]`."""
@@ -387,20 +395,20 @@ def time_case(
 ) -> tuple[list[Row], list[str]]:
     """A row for each mode, and what did not run."""
     case, missing = step.case, []
-    floor = None if tbs is None else floor_bytes(case, step.config, args.dim) / tbs / 1e9
+    least = floor_bytes(case, step.config, args.dim)
+    floor = None if tbs is None else least / tbs / 1e9
     timings = {"eager": measure(step.call, device, seconds=args.seconds)}
     if device.type == "cuda":
-        timings = {"graph": time_layers(step.call, device, args.seconds), **timings}
+        copies = [step, *(step.copy() for _ in range(num_copies(least) - 1))]
+        timings = {"graph": time_layers([one.call for one in copies], device, args.seconds), **timings}
+        del copies
     peers: dict[str, float | None] = {"dense": None, "fla": None}
     if not args.no_peers:
-        for name, make in (("dense", dense_call), ("fla", fla_call)):
+        dense_bytes = case.batch * case.kv_heads * case.n * 2 * args.dim * 2
+        for name, make, num_bytes in (("dense", dense_call, dense_bytes), ("fla", fla_call, dense_bytes)):
             try:
-                call: Callable[[], Any] = make(step)
-                call()
-                if name == "dense" and device.type == "cuda":
-                    peers[name] = time_layers(call, device, args.seconds).ms_p50
-                else:
-                    peers[name] = measure(call, device, seconds=args.seconds, host=False).ms_p50
+                peers[name], eagerly = time_peer(make, step, num_bytes, device, args.seconds)
+                missing += [f"{name} is timed eagerly: {eagerly} ({case.name})"] if eagerly else []
             except Exception as error:  # whatever a peer raises is why it has no time
                 missing.append(f"{name} did not run: {str(error).partition(chr(10))[0]} ({case.name})")
     rows = [
@@ -416,12 +424,36 @@ def time_case(
     return rows, missing
 
 
-def time_layers(call: Callable[[], Any], device: torch.device, seconds: float) -> Timing:
-    """Of a layer, of LAYERS that one CUDA graph holds: one alone would show mostly how long a graph takes to start."""
+def time_peer(
+    make: Callable[[Step], Callable[[], Any]], step: Step, num_bytes: int, device: torch.device, seconds: float
+) -> tuple[float, str]:
+    """Milliseconds of a peer's call, which reads so many bytes of keys and values, and why no graph holds it, if so."""
+    calls, why = [make(step) for _ in range(num_copies(num_bytes) if device.type == "cuda" else 1)], ""
+    for call in calls:
+        call()
+    if device.type == "cuda":
+        try:
+            return time_layers(calls, device, seconds).ms_p50, ""
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+    return measure(calls[0], device, seconds=seconds, host=False).ms_p50, why
+
+
+def num_copies(num_bytes: int) -> int:
+    """Of what a call reads, so that the calls of a graph find nothing of each other in L2."""
+    return max(1, min(LAYERS, -(-COLD_BYTES // num_bytes)))
+
+
+def time_layers(calls: Sequence[Callable[[], Any]], device: torch.device, seconds: float) -> Timing:
+    """Of a layer, of LAYERS that one CUDA graph holds: one alone would show mostly how long a graph takes to start.
+
+    Args:
+        calls: the layers' in turn.
+    """
 
     def layers() -> None:
-        for _ in range(LAYERS):
-            call()
+        for i in range(LAYERS):
+            calls[i % len(calls)]()
 
     graph = capture(layers, device)
     return measure(graph.replay, device, seconds=seconds, host=False).per(LAYERS)
@@ -466,7 +498,7 @@ def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: 
     ]  # fmt: skip
 
 
-def floor_bytes(case: Case, config: NSAConfig, dim: int) -> float:
+def floor_bytes(case: Case, config: NSAConfig, dim: int) -> int:
     """Bytes of a step that no implementation can do without: entries, selected blocks and window, in 16 bits.
 
     Token mode selects per key/value head, tile mode per query head; tokens of a step may choose the same blocks.

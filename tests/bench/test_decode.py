@@ -98,6 +98,20 @@ def test_chosen_are_the_definitions_blocks() -> None:
     assert set(found.tolist()) == forced | {*best}
 
 
+def test_layers_have_keys_of_their_own() -> None:
+    """As many as do not fit L2, with the same results."""
+    case = bench.Case("paper", 4, 1, 300, 2, 1)
+    made = bench.make_step(case, bench.parse([*SMALL, "--out", "unused"]), torch.device("cpu"))
+    assert isinstance(made, bench.Step)
+    other = made.copy()
+    assert other.cache.table is made.cache.table
+    for name, pages in made.cache.pages.items():
+        assert pages.data_ptr() != other.cache.pages[name].data_ptr()
+    with torch.no_grad(), made.cache.table.step(1):
+        assert torch.equal(made.call(), other.call())
+    assert [bench.num_copies(mib << 20) for mib in (1, 11, 99, 100, 300)] == [8, 8, 3, 2, 1]
+
+
 def test_bars() -> None:
     row = Row(
         *("decode", "paper", 1, 64 << 10, 1, 64, 4, 128, "bf16", "cute", "graph", 0.02, 0.02, 0.03),
