@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -14,6 +14,7 @@ from nsa.common.derivatives import refuse_transforms
 from nsa.config import NSAConfig
 from nsa.decoding.cache import NSACache
 from nsa.decoding.ops import call_with_cache, run_checked
+from nsa.decoding.table import Step
 from nsa.decoding.validate import check_cache, check_order, resolve
 from nsa.inputs import NSAInputs
 
@@ -97,7 +98,9 @@ def nsa_with_cache(
     table = cache.table
     if table.open is not None and counts is not None:
         raise ValueError("counts are the step's: give them to table.step, got counts inside a step")
-    own_step = table.step(inputs.q.shape[1], counts) if table.open is None else nullcontext(table.open)
+    own_step: AbstractContextManager[Step] = (
+        nullcontext(table.open) if table.open is not None else table.step(inputs.q.shape[1], counts, debug=config.debug)
+    )
     with own_step as step:
         out = run(inputs, config, cache, step)
         step.done.append(cache)

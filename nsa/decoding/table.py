@@ -182,7 +182,7 @@ class PageTable:
     # Steps
 
     @contextmanager
-    def step(self, num_tokens: int, counts: Tensor | None = None) -> Iterator[Step]:
+    def step(self, num_tokens: int, counts: Tensor | None = None, *, debug: bool = False) -> Iterator[Step]:
         """A step of all layers: pages for new tokens before it, longer sequences after it.
 
         A sequence without room overflows: nothing of it is written, its rows are NaN, its length stays, and its flag
@@ -191,6 +191,8 @@ class PageTable:
         Args:
             num_tokens: N_q, new tokens of each sequence.
             counts: int32 `[B]` on the device: how many of them are real, 0 to N_q. Default: None, which means all.
+                Numbers outside are cut to these bounds on a GPU.
+            debug: wait for the device and raise instead. Default: False.
 
         Returns:
             A context: calls of all layers belong inside it.
@@ -203,7 +205,7 @@ class PageTable:
             raise RuntimeError("a step of this table is open: end it before the next one begins")
         check_integer("num_tokens", num_tokens, 1)
         if counts is not None:
-            self._check_counts(counts, num_tokens)
+            self._check_counts(counts, num_tokens, debug=debug)
         before = self.overflowed.clone()
         wanted = torch.full_like(self.seqlens, num_tokens) if counts is None else counts.clamp(0, num_tokens)
         self._reserve(wanted, num_tokens)
@@ -224,9 +226,9 @@ class PageTable:
         finally:
             self.open = None
 
-    def _check_counts(self, counts: Tensor, num_tokens: int) -> None:
+    def _check_counts(self, counts: Tensor, num_tokens: int, *, debug: bool) -> None:
         self._check_by_sequence("counts", counts, torch.int32)
-        known = counts.device.type == "cpu" and not torch.compiler.is_compiling()
+        known = (debug or counts.device.type == "cpu") and not torch.compiler.is_compiling()
         if known and ((counts < 0) | (counts > num_tokens)).any():
             raise ValueError(f"counts must be from 0 to {num_tokens}, got {counts.tolist()}")
 

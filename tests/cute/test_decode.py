@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from cute_kernels.decode.pages import Paging
 from cute_kernels.pool.compress import block_means
 from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_forward_aux, nsa_with_cache
-from tests.support.decode_cases import Case, check, without_near_ties
+from tests.support.decode_cases import Case, NearTieError, check, selected, without_near_ties
 from tests.support.decode_cases import Step as DecodeStep
 
 pytestmark = pytest.mark.cuda
@@ -87,9 +88,9 @@ def new(batch: int, tokens: int) -> tuple[torch.Tensor, ...]:
 
 @torch.no_grad()
 def test_token_by_token_is_the_whole_call() -> None:
-    """Hundreds of steps across bounds of pages and blocks. Steps whose selection is a near tie may differ."""
+    """Thousands of steps across bounds of pages and blocks. Steps differ where their selection is a near tie alone."""
     torch.manual_seed(0)
-    tokens, first = 1500, 1100
+    tokens, first = 4300, 1100
     q, k, v = new(1, tokens)
     whole, _ = nsa_forward_aux(q, k, v, config=PAPER)
     cache = make_cache(1, tokens)
@@ -101,29 +102,91 @@ def test_token_by_token_is_the_whole_call() -> None:
     error = (torch.cat(steps, 1).float() - whole[:, first:].float()).abs().amax((0, 2, 3))
     largest = whole[:, first:].float().abs().max()
     # Each is rounded once, after branches that the whole call rounds first: 2^-7 of the largest in all
-    near_ties = int((error > 2**-7 * largest).sum())
-    assert near_ties <= 2, f"{near_ties} of {tokens - first} steps differ"
+    differ = (error > 2**-7 * largest).nonzero().flatten() + first
+    assert len(differ) <= (tokens - first) // 200
+    entries, _ = block_means(k, v, 32, 16, BF16)
+    for i in differ.tolist():
+        groups = ((q[0, i, 16 * h : 16 * (h + 1)], entries[0, :, h]) for h in range(2))
+        assert any(is_near_tie(PAPER, i, *group) for group in groups), f"step {i}"
 
 
 @torch.no_grad()
 def test_token_by_token_in_tile_mode_is_the_call_on_each_prefix() -> None:
-    """Single steps over a tile's bound, and the selection of `nsa` with q_sum. Near ties may differ."""
+    """Thousands of single steps over tiles' bounds, and the selection of `nsa` with q_sum. Near ties alone differ."""
     torch.manual_seed(0)
     config = replace(TILES, q_tile_size=256)
-    tokens, first = 1400, 1200
+    tokens, first = 3400, 1200
     q, k, v = new(1, tokens)
     cache = make_cache(1, tokens, config)
     for part in (slice(1024), slice(1024, first)):  # a step for each token, whatever the chunk
         nsa_with_cache(q[:, part], k[:, part], v[:, part], cache, backend="cute")
-    differ = 0
+    differ = []
     for i in range(first, tokens):
         of = slice(i, i + 1)
         out = nsa_with_cache(q[:, of], k[:, of], v[:, of], cache, backend="cute")
         q_sum = q[:, i // 256 * 256 : i].float().sum(1)
         keys = (x[:, : i + 1] for x in (k, v))
         expected = nsa_forward(q[:, of], *keys, q_start=i, q_sum=q_sum, config=config, backend="cute")
-        differ += bool((out - expected).abs().max() > 2**-7 * expected.abs().max())
-    assert differ <= 2, f"{differ} of {tokens - first} steps differ"
+        error = (out - expected).abs().amax(-1).flatten()
+        differ += [(i, h) for h in (error > 2**-7 * expected.abs().max()).nonzero().flatten().tolist()]
+    assert len(differ) <= (tokens - first) * 32 // 200
+    entries, _ = block_means(k, v, 64, 64, BF16)
+    for i, h in differ:
+        mean = q[0, i // 256 * 256 : i + 1, h].double().mean(0, keepdim=True)
+        assert is_near_tie(config, i, mean, entries[0, :, h // 16]), f"step {i}, head {h}"
+
+
+def is_near_tie(config: NSAConfig, token: int, q: torch.Tensor, entries: torch.Tensor) -> bool:
+    """Whether rounding may choose other blocks.
+
+    Args: q of heads that select together, in tile mode their means, `[heads,D]`; entries `[n,D]`.
+    """
+    step = SimpleNamespace(case=SimpleNamespace(config=config))
+    try:
+        selected(step, 0, token, q, entries)
+    except NearTieError:
+        return True
+    return False
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [PAPER, TILES], ids=["token", "tile"])
+def test_beams_truncation_and_growth(config: NSAConfig) -> None:
+    """The last step of each beam against one that was given its whole text. Beams share pages, diverge inside one."""
+    torch.manual_seed(0)
+    q, k, v = new(1, 4000)
+    cache, used = make_cache(3, 400, config), 0
+    texts: list[list[int]] = [[], [], []]
+
+    def step(count: int) -> torch.Tensor:
+        nonlocal used
+        places = [[*range(used + count * b, used + count * (b + 1))] for b in range(3)]
+        used += 3 * count
+        for text, more in zip(texts, places, strict=True):
+            text.extend(more)
+        at = torch.tensor(places, device="cuda")
+        return nsa_with_cache(q[0][at], k[0][at], v[0][at], cache, backend="cute")
+
+    step(333)
+    for rows in ([0, 0, 1], [2, 1, 1], [1, 1, 1]):
+        cache.reorder(torch.tensor(rows, device="cuda"))
+        texts = [[*texts[row]] for row in rows]
+        step(1)
+        step(3)
+    cache.truncate(torch.tensor([343, 341, 345], dtype=torch.int32, device="cuda"))
+    texts = [text[:n] for text, n in zip(texts, (343, 341, 345), strict=True)]
+    cache.table.grow(700)
+    step(60)
+    out = step(1)
+    cache.check()
+    for b, text in enumerate(texts):
+        alone, at = make_cache(1, 700, config), torch.tensor(text, device="cuda")
+        nsa_with_cache(q[:, at[:-1]], k[:, at[:-1]], v[:, at[:-1]], alone, backend="cute")
+        expected = nsa_with_cache(q[:, at[-1:]], k[:, at[-1:]], v[:, at[-1:]], alone, backend="cute")
+        if config.token_mode:
+            assert torch.equal(out[b], expected[0])
+        else:  # sums of a tile's queries were rounded in other steps
+            torch.testing.assert_close(out[b], expected[0], rtol=0, atol=2**-7 * float(expected.abs().max()))
 
 
 @torch.no_grad()
@@ -152,33 +215,54 @@ def test_graph_over_growing_lengths(config: NSAConfig) -> None:
 
 @torch.no_grad()
 def test_overflow_of_one_sequence() -> None:
-    cache = make_cache(2, 128)
-    counts = torch.tensor([128, 5], dtype=torch.int32, device="cuda")
-    nsa_with_cache(*new(2, 128), cache, counts=counts, backend="cute")
-    out = nsa_with_cache(*new(2, 1), cache, backend="cute")
+    """The other one has the bits that it has where both have room; of the full one's pages nothing changes."""
+    cache, roomy = make_cache(2, 128), make_cache(2, 256)
+    counts, prompt, given = torch.tensor([128, 5], dtype=torch.int32, device="cuda"), new(2, 128), new(2, 1)
+    for one in (cache, roomy):
+        nsa_with_cache(*prompt, one, counts=counts, backend="cute")
+    pages = cache.table.block_table[0].long()
+    before = {name: x[pages].clone() for name, x in cache.pages.items()}
+    out = nsa_with_cache(*given, cache, backend="cute")
     assert out[0].isnan().all()
-    assert out[1].isfinite().all()
+    assert torch.equal(out[1], nsa_with_cache(*given, roomy, backend="cute")[1])
     assert cache.seqlens.tolist() == [128, 6]
+    for name, x in before.items():
+        torch.testing.assert_close(cache.pages[name][pages], x, rtol=0, atol=0, equal_nan=True)
     with pytest.raises(RuntimeError):
         cache.check()
 
 
 @torch.no_grad()
+def test_counts_that_are_none_are_refused_with_debug() -> None:
+    cache = make_cache(2, 64)
+    counts = torch.tensor([3, 1], dtype=torch.int32, device="cuda")
+    with pytest.raises(ValueError, match=r"counts must be from 0 to 2, got \[3, 1\]"):
+        nsa_with_cache(*new(2, 2), cache, counts=counts, config=replace(PAPER, debug=True), backend="cute")
+    assert cache.seqlens.tolist() == [0, 0]
+
+
+@torch.no_grad()
 def test_two_streams() -> None:
-    caches, steps = [make_cache(1, 2100) for _ in range(2)], [new(1, 1) for _ in range(2)]
+    """Forty steps on each of two streams, begun without a wait, against the same ones in a row."""
+    caches, steps = [make_cache(1, 2100) for _ in range(2)], [[new(1, 1) for _ in range(40)] for _ in range(2)]
     prompts = [new(1, 2000) for _ in range(2)]
     for cache, prompt in zip(caches, prompts, strict=True):
         nsa_with_cache(*prompt, cache, backend="cute")
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    beside = []
-    for stream, cache, given in zip(streams, caches, steps, strict=True):
+    beside: list[list[torch.Tensor]] = [[], []]
+    for stream in streams:  # neither begins before both have work
         with torch.cuda.stream(stream):
-            beside.append(nsa_with_cache(*given, cache, backend="cute"))
+            torch.cuda._sleep(50_000_000)
+    for given in zip(*steps, strict=True):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                beside[i].append(nsa_with_cache(*given[i], caches[i], backend="cute"))
     torch.cuda.synchronize()
-    for cache, given, out in zip(caches, steps, beside, strict=True):
+    for i, cache in enumerate(caches):
         cache.truncate(2000)
-        assert torch.equal(nsa_with_cache(*given, cache, backend="cute"), out)
+        for given_then, out in zip(steps[i], beside[i], strict=True):
+            assert torch.equal(nsa_with_cache(*given_then, cache, backend="cute"), out)
 
 
 @torch.no_grad()
