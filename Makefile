@@ -107,9 +107,9 @@ test-interpreted: ## execute compiled kernels on the CPU: CUDA kernels, Blackwel
 	$(bootstrap) --extras $(TEST_EXTRAS)
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "interpreted and not cuda" $(TEST_SCOPE) $(ARGS)
 
-test-blackwell: ## execute every kernel of Blackwell on the CPU: all of that table (half an hour on two cores, the first time an hour)
+test-blackwell: ## execute every kernel of Blackwell on the CPU: all of that table, and kernels without what orders them (half an hour on two cores, the first time an hour)
 	$(bootstrap) --extras $(TEST_EXTRAS)
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) --full $(TEST_SCOPE) tests/cute/test_blackwell.py $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) --full $(TEST_SCOPE) tests/cute/test_blackwell.py tests/cute/test_order_deletions.py $(ARGS)
 
 test-gpu: ## run the tests that need an NVIDIA GPU; PYTHON=python3 uses that Python as it is, without .venv
 ifeq ($(PYTHON_GIVEN),)

@@ -757,9 +757,10 @@ def blackwell_deletions(page: Path) -> Lines:
             for what in dict.fromkeys(row["by"].partition(":")[0] for row in found)
         )
         every = sum(row["kernel"] == kernel for row in deletions)
-        share = f"{100 * len(found) / len(matter):.0f} %" if matter else ""
-        cells.append([kernel, *map(str, (every, len(rows), len(rows) - len(matter), len(found))), share, by])
-    head = ["kernel", "instructions that order", "executed", "change nothing", "found", "of those that matter", "by"]
+        shares = [f"{100 * len(found) / len(of):.0f} %" if of else "" for of in (rows, matter)]
+        cells.append([kernel, *map(str, (every, len(rows), len(rows) - len(matter), len(found))), *shares, by])
+    head = ["kernel", "instructions that order", "executed", "change nothing", "found"]
+    head += ["of the executed", "of those that matter", "by"]
     yield from table(head, cells)
     yield ""
     reasons = Counter(row["reason"] for row in deletions if row["executed"] and row["reason"])

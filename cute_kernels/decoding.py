@@ -208,30 +208,36 @@ def decode(
     gate_dtypes = None if weight is None else weight.dtype, None if gates is None else gates.dtype
     kv_heads, v_dim = v.shape[2:]
     layout = pages.k.shape[1], pages.block_table.shape[1]
-    of = plan(tuple(q.shape), kv_heads, v_dim, q.dtype, gate_dtypes, config, *layout, q.device, tuning)
+    planned = plan(tuple(q.shape), kv_heads, v_dim, q.dtype, gate_dtypes, config, *layout, q.device, tuning)
     q, k, v = vectorizable(q), vectorizable(k), vectorizable(v)
     out = q.new_empty((*q.shape[:3], v_dim))
-    compressed, attended, apart, scores, listed = of.shared_workspace(q.device, kept)
+    compressed, attended, apart, scores, listed = planned.shared_workspace(q.device, kept)
     table, known = pages.block_table, lengths[:2]
-    of.append(k, v, *pages[:4], table, lengths.cached, torch.zeros_like(lengths.new) if appended else lengths.new)
-    of.score(q if rows is None else rows, *pages[2:4], table, *known, *compressed, scores, of.scale, of.ctas)
-    of.choose(*known, compressed[1], scores, *listed, of.ctas, of.choice_blocks)
-    parts = of.parts
-    cut = parts.tiles, parts.window_tiles, of.choice_blocks
-    if pages.k_win is None and of.window is None:
-        of.blocks(q, pages.k, pages.v, table, *known, *listed, *attended, of.scale, parts.selected, *cut)
+    planned.append(k, v, *pages[:4], table, lengths.cached, torch.zeros_like(lengths.new) if appended else lengths.new)
+    planned.score(
+        q if rows is None else rows, *pages[2:4], table, *known, *compressed, scores, planned.scale, planned.ctas
+    )
+    planned.choose(*known, compressed[1], scores, *listed, planned.ctas, planned.choice_blocks)
+    parts = planned.parts
+    cut = parts.tiles, parts.window_tiles, planned.choice_blocks
+    if pages.k_win is None and planned.window is None:
+        planned.blocks(q, pages.k, pages.v, table, *known, *listed, *attended, planned.scale, parts.selected, *cut)
     else:  # as many launches as there are keys and values, or heads of a part; of the second all are of the window
-        some: tuple[Any, ...] = attended
-        rest: tuple[Any, ...] = apart
-        if of.window is None:
-            some, rest = (tuple(x[:, :, of_parts] for x in attended) for of_parts in parts.of_branches)
+        selected: tuple[Any, ...] = attended
+        window: tuple[Any, ...] = apart
+        if planned.window is None:
+            selected, window = (tuple(x[:, :, of_parts] for x in attended) for of_parts in parts.of_branches)
         if parts.selected > 0:
-            of.blocks(q, pages.k, pages.v, table, *known, *listed, *some, of.scale, parts.selected, *cut)
+            planned.blocks(q, pages.k, pages.v, table, *known, *listed, *selected, planned.scale, parts.selected, *cut)
         if parts.window > 0:
-            (of.window or of.blocks)(q, *pages.window, table, *known, *listed, *rest, of.scale, 0, *cut)
+            (planned.window or planned.blocks)(
+                q, *pages.window, table, *known, *listed, *window, planned.scale, 0, *cut
+            )
     of_gates = None if weight is None else q, weight, gates
     overflowed = lengths.overflowed.view(torch.int8)
-    of.combine(*known, overflowed, *compressed, *attended, *apart, *of_gates, out, of.ctas, of.parts.selected)
+    planned.combine(
+        *known, overflowed, *compressed, *attended, *apart, *of_gates, out, planned.ctas, planned.parts.selected
+    )
     return out
 
 
@@ -265,10 +271,13 @@ def nsa_with_cache(inputs: Any, config: Any, cache: Any, step: Any) -> Tensor:
         return decode(q, k, v, pages, lengths, config, **how)
     outs = []
     for first in range(0, q.shape[1], MAX_DECODE_QUERIES):
-        of = slice(first, first + MAX_DECODE_QUERIES)
+        queries = slice(first, first + MAX_DECODE_QUERIES)
         new = (step.counts - first).clamp(0, MAX_DECODE_QUERIES)
         lengths = Lengths(table.seqlens + first, new, table.overflowed)
-        parts = {"rows": None if rows is None else rows[:, of], "gates": None if gates is None else gates[:, of]}
+        parts = {
+            "rows": None if rows is None else rows[:, queries],
+            "gates": None if gates is None else gates[:, queries],
+        }
         how = {**parts, "gate_proj_weight": weight, "appended": appended, "kept": step.kept}
-        outs.append(decode(q[:, of], k[:, of], v[:, of], pages, lengths, config, **how))
+        outs.append(decode(q[:, queries], k[:, queries], v[:, queries], pages, lengths, config, **how))
     return torch.cat(outs, 1)

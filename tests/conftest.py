@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability
 from dispatch.device import PACKAGES, version_of
+from tests.support.hardware import without_sm_90
 
 settings.register_profile(
     "default",
@@ -152,6 +153,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, present in HARDWARE.items():
             if item.get_closest_marker(marker) and not present():
                 item.add_marker(pytest.mark.skip(reason=f"needs {marker} hardware, this machine has none"))
+        reason = without_sm_90([*item.iter_markers("sm_90")])
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(hookwrapper=True)

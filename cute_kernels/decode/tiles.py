@@ -325,10 +325,10 @@ class DecodeTiles:
             rO, rPart = cute.make_rmem_tensor(FLOATS, Float32), cute.make_rmem_tensor(FLOATS, Float32)
             rO.fill(0.0)
             for k in range_constexpr(self.key_warps):
-                of = k * self.row_warps + row_warp
-                weight = cute.math.exp2(buffers.sMax[row_in_warp, of] - base, fastmath=True)
-                total += buffers.sSum[row_in_warp, of] * weight
-                cute.autovec_copy(cute.local_tile(buffers.sO[row_in_warp, None, of], (FLOATS,), (piece,)), rPart)
+                warp = k * self.row_warps + row_warp
+                weight = cute.math.exp2(buffers.sMax[row_in_warp, warp] - base, fastmath=True)
+                total += buffers.sSum[row_in_warp, warp] * weight
+                cute.autovec_copy(cute.local_tile(buffers.sO[row_in_warp, None, warp], (FLOATS,), (piece,)), rPart)
                 for i in range_constexpr(FLOATS):
                     rO[i] = cute.math.fma(rPart[i], weight, rO[i])
             inverse = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)

@@ -131,11 +131,11 @@ def window_tile_n(q: Tensor, k: Tensor, v: Tensor) -> int:
 
 
 @lru_cache(256)
-def _scalars(numbers: tuple[int, ...]) -> tuple[Any, ...] | None:
+def _scalars(values: tuple[int, ...]) -> tuple[Any, ...] | None:
     """Runtime numbers as kernels take them."""
     from cutlass import Int32
 
-    return tuple(map(Int32, numbers)) or None
+    return tuple(map(Int32, values)) or None
 
 
 def _signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *more: Any) -> Any:

@@ -77,7 +77,7 @@ def add_partials(partials: Tensor) -> Tensor:
     """The sum of fp32 partials `[partials,...]` over the first dimension; each contiguous, of at least one number."""
     if len(partials) == 1:
         return partials[0]
-    numbers = partials.flatten(1)
-    total = torch.empty((numbers.shape[1],), dtype=torch.float32, device=partials.device)
-    _compiled().run(numbers, total)
+    rows = partials.flatten(1)
+    total = torch.empty((rows.shape[1],), dtype=torch.float32, device=partials.device)
+    _compiled().run(rows, total)
     return total.view(partials.shape[1:])

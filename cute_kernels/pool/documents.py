@@ -69,8 +69,8 @@ class Packed(NamedTuple):
     @classmethod
     def of_sequences(cls, q: Tensor, tokens: int, start: Tensor | None = None, counts: Tensor | None = None) -> Packed:
         """Sequences of one length, q `[B,N_q,...]` and `tokens` keys each, one behind the other."""
-        numbers = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
-        return cls(numbers * q.shape[1], numbers * tokens, start, counts)
+        indices = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+        return cls(indices * q.shape[1], indices * tokens, start, counts)
 
     @property
     def continues(self) -> bool:

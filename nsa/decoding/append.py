@@ -59,9 +59,9 @@ def write_rows(x: Tensor, rows: Tensor, values: Tensor, wanted: Tensor) -> None:
         return
     wanted = wanted & (rows >= 0)
     first = wanted.to(torch.uint8).argmax(0, keepdim=True)
-    some = wanted.any()
-    idle_row = torch.where(some, rows.index_select(0, first), 0)
-    idle_value = torch.where(some, values.index_select(0, first).to(x.dtype), x[:1])
+    any_wanted = wanted.any()
+    idle_row = torch.where(any_wanted, rows.index_select(0, first), 0)
+    idle_value = torch.where(any_wanted, values.index_select(0, first).to(x.dtype), x[:1])
     shape = (-1, *[1] * (x.dim() - 1))
     values = torch.where(wanted.reshape(shape), values.to(x.dtype), idle_value)
     x.index_copy_(0, torch.where(wanted, rows, idle_row), values)

@@ -45,8 +45,8 @@ NAMES = ("q", *KEY_NAMES, *ENTRY_NAMES, *WEIGHT_NAMES, "gates")
 
 
 @dataclass(frozen=True)
-class Part:
-    """A range of a rank's tokens: one call of NSA."""
+class RowRange:
+    """A range of a rank's tokens, the rows of one call of NSA."""
 
     rows: slice
     """Of the shard."""
@@ -63,9 +63,11 @@ class Part:
 
 
 @lru_cache(256)
-def make_parts(layout: Layout, rank: int, config: NSAConfig, packed: bool, device: torch.device) -> tuple[Part, ...]:
+def make_row_ranges(
+    layout: Layout, rank: int, config: NSAConfig, packed: bool, device: torch.device
+) -> tuple[RowRange, ...]:
     """The calls of a rank. Rows behind the last document are in none."""
-    parts = []
+    ranges = []
     row = 0
     before = layout.first_entries(config)
     for start, stop in layout.ranges[rank]:
@@ -77,7 +79,7 @@ def make_parts(layout: Layout, rank: int, config: NSAConfig, packed: bool, devic
         keys = slice(first.first, last.first + last.stop)
         entries = slice(before[first.document], before[last.document] + config.num_compressed(last.stop))
         if not packed:
-            parts.append(Part(rows, keys, entries, {"q_start": first.start}))
+            ranges.append(RowRange(rows, keys, entries, {"q_start": first.start}))
             continue
         queries, bounds = [0], [0]
         for piece in pieces:
@@ -87,15 +89,15 @@ def make_parts(layout: Layout, rank: int, config: NSAConfig, packed: bool, devic
         tensors = [
             torch.tensor(x, dtype=torch.int32, device=device) for x in (queries, bounds, [p.start for p in pieces])
         ]
-        parts.append(
-            Part(rows, keys, entries, dict(zip(("cu_seqlens", "cu_seqlens_k", "q_start"), tensors, strict=True)))
+        ranges.append(
+            RowRange(rows, keys, entries, dict(zip(("cu_seqlens", "cu_seqlens_k", "q_start"), tensors, strict=True)))
         )
-    return tuple(parts)
+    return tuple(ranges)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is run, the same on all ranks but for their parts."""
+    """How a call is run, the same on all ranks but for their ranges of rows."""
 
     comm: Comm
     layout: Layout
@@ -119,8 +121,8 @@ class Plan:
         group = self.group_size if name in QUERY_HEADS else 1
         return slice(kv_heads.start * group, kv_heads.stop * group)
 
-    def parts(self, device: torch.device) -> tuple[Part, ...]:
-        return make_parts(self.layout, self.comm.rank, self.config, self.packed, device)
+    def row_ranges(self, device: torch.device) -> tuple[RowRange, ...]:
+        return make_row_ranges(self.layout, self.comm.rank, self.config, self.packed, device)
 
     def held(self, name: str) -> list[list[Range]]:
         """Which rows of a gathered tensor each rank has."""
@@ -131,9 +133,15 @@ class Plan:
         return self.layout.first_entries(self.config)[-1] if name in ENTRY_NAMES else self.layout.tokens
 
     def call(
-        self, tensors: Mapping[str, Tensor], keys: Mapping[str, Tensor], heads: slice, part: Part, *, needs_grad: bool
+        self,
+        tensors: Mapping[str, Tensor],
+        keys: Mapping[str, Tensor],
+        heads: slice,
+        row_range: RowRange,
+        *,
+        needs_grad: bool,
     ) -> ResolvedCall:
-        """The checked call of a part, for some heads.
+        """The checked call of a range, for some heads.
 
         Args:
             tensors: of this rank, by name.
@@ -142,13 +150,13 @@ class Plan:
         own: dict[str, Any] = {}
         for name, tensor in tensors.items():
             if name in QUERY_NAMES:
-                own[name] = tensor[..., part.rows, self.heads_of(name, heads), :]
+                own[name] = tensor[..., row_range.rows, self.heads_of(name, heads), :]
             elif name in WEIGHT_NAMES:
                 own[name] = tensor[self.heads_of(name, heads)]
         for name, tensor in keys.items():
-            own[name] = tensor[..., part.key_rows(name), :, :]
+            own[name] = tensor[..., row_range.key_rows(name), :, :]
         flags = dict(self.flags)
-        inputs = NSAInputs(**own, **part.documents, max_seqlen=flags.pop("max_seqlen"))
+        inputs = NSAInputs(**own, **row_range.documents, max_seqlen=flags.pop("max_seqlen"))
         return resolve(inputs, self.config, **flags, needs_grad=needs_grad)
 
 
@@ -198,20 +206,20 @@ def start_gathers(plan: Plan, tensors: Mapping[str, Tensor], heads: slice) -> Ca
 
 
 def attend(plan: Plan, tensors: Mapping[str, Tensor], *, saving: bool) -> tuple[Tensor, list[list[Tensor]]]:
-    """out of this rank's queries, and with `saving` what backward needs of each pass and part."""
+    """out of this rank's queries, and with `saving` what backward needs of each pass and range."""
     q, v = tensors["q"], tensors["v"]
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     saved = []
     for heads, keys in gathered_keys(plan, tensors):
-        for part in plan.parts(q.device):
-            result, kept = _attend_part(plan.call(tensors, keys, heads, part, needs_grad=saving), saving)
-            out[..., part.rows, plan.heads_of("q", heads), :] = result
+        for row_range in plan.row_ranges(q.device):
+            result, kept = _attend_range(plan.call(tensors, keys, heads, row_range, needs_grad=saving), saving)
+            out[..., row_range.rows, plan.heads_of("q", heads), :] = result
             saved.append(kept)
         del keys
     return out, saved
 
 
-def _attend_part(call: ResolvedCall, saving: bool) -> tuple[Tensor, list[Tensor]]:
+def _attend_range(call: ResolvedCall, saving: bool) -> tuple[Tensor, list[Tensor]]:
     if saving:
         return autograd.forward_saving(call)
     return call.impl.load()(call.inputs, call.config, aux=False)[0], []
@@ -229,12 +237,12 @@ def attend_backward(
     remaining = iter(saved)
     for heads, keys in gathered_keys(plan, tensors):
         shares = {name: torch.zeros(x.shape, dtype=wide, device=x.device) for name, x in keys.items()}
-        for part in plan.parts(do.device):
-            own_do = do[..., part.rows, plan.heads_of("q", heads), :]
-            call = plan.call(tensors, keys, heads, part, needs_grad=True)
+        for row_range in plan.row_ranges(do.device):
+            own_do = do[..., row_range.rows, plan.heads_of("q", heads), :]
+            call = plan.call(tensors, keys, heads, row_range, needs_grad=True)
             found = autograd.gradients(call, next(remaining), own_do, share_dtype=wide)
             del call
-            _add_gradients(plan, part, heads, found, gradients, shares)
+            _add_gradients(plan, row_range, heads, found, gradients, shares)
         del keys
         for name in list(shares):
             everyone = [[(0, plan.total(name))]] * plan.comm.size
@@ -245,21 +253,21 @@ def attend_backward(
 
 def _add_gradients(
     plan: Plan,
-    part: Part,
+    row_range: RowRange,
     heads: slice,
     found: dict[str, Tensor],
     gradients: Mapping[str, Tensor],
     shares: Mapping[str, Tensor],
 ) -> None:
-    """Take the gradients of a part, some heads only, apart: each is freed as it is added."""
+    """Take the gradients of a range, some heads only, apart: each is freed as it is added."""
     for name in gradients:
         gradient = found.pop(name)
         if name in QUERY_NAMES:
-            gradients[name][..., part.rows, plan.heads_of(name, heads), :] = gradient
+            gradients[name][..., row_range.rows, plan.heads_of(name, heads), :] = gradient
         elif name in WEIGHT_NAMES:
             gradients[name][plan.heads_of(name, heads)] += gradient
         else:
-            shares[name][..., part.key_rows(name), :, :] += gradient
+            shares[name][..., row_range.key_rows(name), :, :] += gradient
 
 
 class ShardedNSA(torch.autograd.Function):
@@ -313,8 +321,8 @@ def check_calls(plan: Plan, tensors: Mapping[str, Tensor], *, needs_grad: bool) 
                     own[name] = x
                 else:
                     keys[name] = _stand_in(x, plan.total(name), heads.stop - heads.start)
-            for part in make_parts(plan.layout, rank, plan.config, plan.packed, tensors["q"].device):
-                plan.call(own, keys, heads, part, needs_grad=needs_grad)
+            for row_range in make_row_ranges(plan.layout, rank, plan.config, plan.packed, tensors["q"].device):
+                plan.call(own, keys, heads, row_range, needs_grad=needs_grad)
     if len(plan.comm.checked) >= CHECKED_CALLS:
         plan.comm.checked.clear()
     plan.comm.checked.add(key)

@@ -89,8 +89,8 @@ def indexer_kl_loss(
     check_index_tensors(q_idx, k_idx, packed=cu_seqlens is not None)
     for name, mine, theirs in (("q_idx", q_idx, q), ("k_idx", k_idx, k)):
         if mine.shape[:-2] != theirs.shape[:-2] or mine.device != theirs.device:
-            of = f"{name[0]}'s tokens {list(theirs.shape[:-2])} on {theirs.device}"
-            raise ValueError(f"{name} must have {of}, got shape {list(mine.shape)} on {mine.device}")
+            wanted = f"{name[0]}'s tokens {list(theirs.shape[:-2])} on {theirs.device}"
+            raise ValueError(f"{name} must have {wanted}, got shape {list(mine.shape)} on {mine.device}")
     if q_idx.shape[-2] != k.shape[-2]:
         raise ValueError(f"q_idx must have a head for each of k's {k.shape[-2]}, got shape {list(q_idx.shape)}")
     scales = _scale("index_scale", index_scale, q_idx), _scale("softmax_scale", softmax_scale, q)
@@ -174,7 +174,7 @@ def _rows(
     best = scores.detach().amax(-1, keepdim=True)
     first = torch.where(scores.detach() == best, places, size - 1).amin(-1, keepdim=True)
     scores = (scores.gather(-1, first)[..., 0] * scales[0]).masked_fill(~chosen, -math.inf)
-    some = chosen.any(-1)
-    log_p = torch.log_softmax(scores.masked_fill(~some[..., None], 0.0), -1).masked_fill(~chosen, 0.0)
+    has_blocks = chosen.any(-1)
+    log_p = torch.log_softmax(scores.masked_fill(~has_blocks[..., None], 0.0), -1).masked_fill(~chosen, 0.0)
     log_t = torch.where(target > 0, target, 1.0).log()
-    return (target * (log_t - log_p)).sum(), some.sum()
+    return (target * (log_t - log_p)).sum(), has_blocks.sum()

@@ -19,6 +19,7 @@ from dispatch import BackendError
 from nsa import LinearCompression, NSAConfig, NSAttention, nsa, nsa_forward, nsa_forward_aux, ops, reference
 from nsa.inputs import NSAInputs
 from tests.support.cute_cases import (
+    BACKWARD_OPTIONS,
     BF16,
     FP16,
     SIZES,
@@ -30,6 +31,7 @@ from tests.support.cute_cases import (
     like,
     on_gpu,
 )
+from tests.support.hardware import ATOMIC_FREE, DETERMINISTIC
 from tests.support.helpers import assert_as_alone, assert_within_budget
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
@@ -59,29 +61,7 @@ def test_fp16(strategy: str) -> None:
     check_gradients(NSAInputs(*on_gpu(900, dtype=FP16), gate_proj_weight=gate_weight(dtype=FP16)), SOME)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"compress_block_size": 16, "select_block_size": 64},
-        {"compress_block_size": 32, "compress_stride": 16, "select_block_size": 64},
-        {"compress_block_size": 32, "compress_stride": 12, "select_block_size": 64},
-        {"compress_block_size": 128},
-        {"select_block_size": 128},
-        {"select_block_size": 192},
-        {"causal": False},
-        {"share_heads_in_group": True},
-        {"num_cmp_selected_blocks": 2, "compress_block_size": 4, "select_block_size": 64},
-        {"num_cmp_selected_blocks": 2, "compress_block_size": 4, "select_block_size": 64, "causal": False},
-        {"num_selected_blocks": 0},
-        {"num_selected_blocks": 100},
-        {"window_size": 0},
-        {"window_size": 1},
-        {"softmax_scale": 0.2},
-        {"q_tile_size": 512},
-        {"num_init_blocks": 1, "num_local_blocks": 1},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", BACKWARD_OPTIONS, ids=str)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_options(changes: dict[str, Any], batch: int, strategy: str) -> None:
     check_gradients(NSAInputs(*on_gpu(3001, batch=batch), gate_proj_weight=gate_weight()), replace(SOME, **changes))
@@ -412,6 +392,7 @@ def test_training_step_as_a_cuda_graph() -> None:
             torch.testing.assert_close(got, expected, rtol=0, atol=float(expected.abs().max()) * 2**-6)
 
 
+@ATOMIC_FREE
 def test_layer_as_graphed_callables() -> None:
     """torch.cuda.make_graphed_callables captures forward and backward of a layer: outputs and gradients of plain calls.
 
@@ -434,6 +415,7 @@ def test_layer_as_graphed_callables() -> None:
             assert torch.equal(got, expected)
 
 
+@ATOMIC_FREE
 def test_replayed_steps() -> None:
     """From the third call on a step is replayed (runtime/replay.py): the bits of calls that are not, on any stream."""
 
@@ -493,6 +475,7 @@ def test_refusals() -> None:
         first.sum().backward()
 
 
+@DETERMINISTIC
 @pytest.mark.parametrize(
     "changes",
     [
@@ -519,6 +502,7 @@ def test_deterministic(changes: dict[str, Any]) -> None:
             assert torch.equal(gradient, expected[name]), name
 
 
+@DETERMINISTIC
 def test_what_cannot_be_deterministic_is_refused() -> None:
     q, k, v = (x.requires_grad_() for x in on_gpu(300))
     config = replace(SOME, compress_block_size=32, compress_stride=12, select_block_size=64)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tests.support import cases
 from tests.support.attention_gradients import Branch, check_gradients, gated_branch, normal_inputs
+from tests.support.hardware import ATOMIC_FREE
 from tests.support.ptx import Observer, Order, Schedule, interpret_kernels
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
-CUDA = pytest.mark.cuda
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -163,19 +163,22 @@ def test_causality() -> None:
 # On a GPU
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @pytest.mark.parametrize("rows", [32, 63, 64, 65, 127, 129, 1000, 2063, 5000])
 def test_sizes(rows: int) -> None:
     make(rows).check()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @pytest.mark.parametrize(("length", "stride"), [(1, 1), (4, 4), (32, 32), (64, 64), (64, 16), (48, 20)])
 def test_entries(length: int, stride: int) -> None:
     make(2100, length=length, stride=stride).check()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 4, 8, 16])
@@ -184,13 +187,15 @@ def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
     make(1500, heads, heads // group, dim, dtype=dtype, batch=2).check()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @pytest.mark.parametrize(("rows", "first_token"), [(1, 31), (1, 4000), (70, 333), (1000, 1), (2000, 2048)])
 def test_last_rows(rows: int, first_token: int) -> None:
     make(rows, first_token=first_token, batch=2).check()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 def test_bits_are_the_same_each_time() -> None:
     inputs = make(9000, 8, 2)
     first = inputs.run()
@@ -199,7 +204,8 @@ def test_bits_are_the_same_each_time() -> None:
             assert torch.equal(one, other)
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 50])
 def test_splits(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also more of them than the last entries have tiles of rows."""
@@ -209,7 +215,8 @@ def test_splits(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     make(2500, 4, 2).check()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 def test_strides() -> None:
     """Heads and tokens need not follow each other."""
     inputs = make(700)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support import context_cases as cases
+from tests.support.hardware import DETERMINISTIC
 from tests.support.helpers import LARGE, SMALL
 from tests.support.ranks import Ranks
 
@@ -58,11 +59,13 @@ def test_packs_across_ranks(ranks: Ranks, preset: str) -> None:
     ranks.run(2, cases.bits_on_gpu, LARGE[preset], 3000, "zigzag", [900, 0, 1, 1800, 200])
 
 
+@DETERMINISTIC
 @pytest.mark.parametrize("preset", LARGE)
 def test_gradients_have_the_same_bits_in_every_run(ranks: Ranks, preset: str) -> None:
     ranks.run(2, cases.repeats_on_gpu, LARGE[preset], 3000)
 
 
+@DETERMINISTIC
 def test_recomputing_gives_the_same_bits(ranks: Ranks) -> None:
     ranks.run(2, cases.recomputes_on_gpu, LARGE["seed"], 3000)
 

@@ -13,7 +13,19 @@ import dispatch
 from nsa import NSAAux, NSAConfig, nsa_forward, nsa_forward_aux, reference
 from nsa.inputs import NSAInputs
 from tests.support.causality import assert_causal
-from tests.support.cute_cases import BF16, FP16, SIZES, SOME, block_scores, check_forward, gate_weight, on_gpu
+from tests.support.cute_cases import (
+    BF16,
+    FP16,
+    OPTIONS,
+    REFUSED,
+    SIZES,
+    SOME,
+    block_scores,
+    check_forward,
+    gate_weight,
+    on_gpu,
+    with_sizes,
+)
 from tests.support.helpers import make_qkv
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
@@ -57,40 +69,18 @@ def test_value_dims(dims: tuple[int, int], strategy: str) -> None:
     check_forward(NSAInputs(*qkv, gate_proj_weight=gate_weight(4, dims[0])), SOME)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "not causal": {"causal": False},
-    "not causal, forced": {"causal": False, "num_init_blocks": 1, "num_local_blocks": 2},
-    "shared in the group": {"share_heads_in_group": True},
-    "tiles of 512": {"q_tile_size": 512},
-    "many blocks": {"num_selected_blocks": 40},
-    "more blocks than there are": {"num_selected_blocks": 100},
-    "only forced": {"num_init_blocks": 1, "num_local_blocks": 2},
-    "blocks of 192": {"select_block_size": 192, "q_tile_size": 768},
-    "no blocks": {"num_selected_blocks": 0},
-    "no window": {"window_size": 0},
-    "window of one": {"window_size": 1},
-    "scale": {"softmax_scale": 0.5},
-    "sparse compressed": {"num_cmp_selected_blocks": 2, "compress_block_size": 16, "select_block_size": 64},
-    "sparse compressed, not causal": {
-        "num_cmp_selected_blocks": 1,
-        "compress_block_size": 16,
-        "select_block_size": 64,
-        "causal": False,
-    },
-    "sparse compressed, all fit": {"num_cmp_selected_blocks": 8},
-}
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, strategy: str) -> None:
     check_forward(NSAInputs(*on_gpu(5000, 4, 2), gate_proj_weight=gate_weight(4)), replace(SOME, **OPTIONS[name]))
 
 
+@pytest.mark.sm_90(num_cmp_selected_blocks=3, n_block_size=64)
 def test_narrow_blocks_of_entries() -> None:
     config = replace(SOME, num_cmp_selected_blocks=3, n_block_size=64, compress_block_size=16, select_block_size=64)
     check_forward(NSAInputs(*on_gpu(5000, 4, 2)), config)
 
 
+@pytest.mark.sm_90(q_tile_size=128)
 def test_tiles_of_128() -> None:
     check_forward(NSAInputs(*on_gpu(1000)), replace(SOME, q_tile_size=128))
 
@@ -277,19 +267,9 @@ def test_at_most_ten_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 # What the backend refuses, with the reason
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"q_tile_size": 100}, "takes q_tile_size in multiples of 128 on this device, got 100"),
-        ({"q_tile_size": 1, "causal": False}, "with causal=True only, got causal=False"),
-        ({"select_block_size": 32}, "takes select_block_size in multiples of 64, got 32"),
-        ({"num_selected_blocks": 2000}, "chooses at most 1024 blocks per tile, got 2000"),
-        ({"num_cmp_selected_blocks": 9, "n_block_size": 32}, "takes n_block_size 64 or 128 on this device, got 32"),
-        ({"compress_stride": 1, "select_block_size": 128}, "takes at most 128 compressed blocks over one select block"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason"), REFUSED)
 def test_refused_options(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(dispatch.BackendError, match=reason):
+    with pytest.raises(dispatch.BackendError, match=with_sizes(reason)):
         nsa_forward(*on_gpu(300), **changes)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from cute_kernels.runtime import graphs, replay
 from cute_kernels.runtime.replay import launch, replayed
 from tests.support.fake_graphs import FakeGraph
+from tests.support.hardware import ATOMIC_FREE
 from tests.support.helpers import in_threads
 
 CUDA = pytest.mark.cuda
@@ -227,6 +228,7 @@ def step(leaves: list[Tensor], do: Tensor) -> list[Tensor]:
 
 
 @CUDA
+@ATOMIC_FREE
 def test_bits_of_training_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """As graphs and launched one by one; also on another stream, inside a caller's graph, and of several layers."""
     graphs.forget()
@@ -278,6 +280,7 @@ def test_graphs_hold_no_tensors() -> None:
 
 
 @CUDA
+@ATOMIC_FREE
 def test_threads_on_a_gpu() -> None:
     """Each with streams and tensors of its own."""
     leaves, do = training_step()

@@ -39,6 +39,7 @@ from tests.support.fa4_cases import (
     random_blocks,
 )
 from tests.support.fa4_model import Keys, Lists
+from tests.support.hardware import FA4
 from tests.support.helpers import assert_within_budget, make_inputs, make_qkv
 
 WIDTHS = pytest.mark.parametrize(("arch", "width"), [("sm_90", 64), ("sm_90", 128), ("sm_100", 128), ("sm_100", 256)])
@@ -542,6 +543,7 @@ def after_forward(q: Tensor, k: Tensor, v: Tensor, attended: tuple[Tensor, Tenso
 
 
 @pytest.mark.cuda
+@FA4
 @NOISY
 @CAUSAL
 @pytest.mark.parametrize("dim", [64, 128])
@@ -576,6 +578,7 @@ def test_fa4_selects_backward_what_the_model_predicts(
 
 
 @pytest.mark.cuda
+@FA4
 @NOISY
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("length", "stride"), COMPRESSIONS[::2], ids=str)

@@ -18,6 +18,7 @@ from cute_kernels.fa4 import interface as fa4
 from cute_kernels.runtime import device
 from dispatch import neighborhood_attention
 from tests.support import backward_twins
+from tests.support.hardware import NEIGHBORHOOD
 from tests.support.helpers import make_qkv
 from tests.support.neighborhood_cases import check
 
@@ -394,6 +395,7 @@ def test_training_step_as_a_cuda_graph() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
+@NEIGHBORHOOD
 def test_deterministic_where_pytorch_is_asked_for_it() -> None:
     qkv = on_gpu(4001)
     do = torch.randn(qkv[0].shape, device="cuda", dtype=BF16)

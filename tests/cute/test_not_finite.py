@@ -18,6 +18,7 @@ from torch import Tensor
 from nsa import NSAConfig, nsa, nsa_forward_aux
 from tests.support.causality import LSES
 from tests.support.cute_cases import gate_weight, like, on_gpu
+from tests.support.hardware import DETERMINISTIC
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 
@@ -54,7 +55,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=DETERMINISTIC if case.deterministic else ()) for name, case in CASES.items()]
+)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
 def test_no_more_than_promised(which: int, bad: float, name: str) -> None:

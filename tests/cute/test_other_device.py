@@ -21,6 +21,7 @@ from nsa import (
 )
 from nsa.neighborhood.cache import _is_captured
 from tests.support.block_sparse_cases import Case, make
+from tests.support.hardware import DETERMINISTIC
 from tests.support.helpers import LARGE, make_qkv
 
 pytestmark = [pytest.mark.cuda, pytest.mark.cuda_extra]
@@ -83,6 +84,7 @@ def on_other(tokens: int, heads: int = 8, seed: int = 0) -> list[Tensor]:
     return list(make_qkv(tokens, heads, 2, 64, dtype=torch.bfloat16, device=str(OTHER), seed=seed))
 
 
+@DETERMINISTIC
 @pytest.mark.parametrize("preset", LARGE)
 def test_nsa(preset: str) -> None:
     def call(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:

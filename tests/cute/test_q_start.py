@@ -18,6 +18,7 @@ from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
 from nsa.inputs import KEY_NAMES, NSAInputs
 from tests.support.causality import BRANCHES, LSES, assert_causal
 from tests.support.cute_cases import SLACK, SOME, block_scores, gate_weight, gradients, like, on_gpu
+from tests.support.hardware import DETERMINISTIC
 from tests.support.helpers import error_budget, make_qkv
 from tests.support.long_sequences import BLOCK, DIM, HEADS, KV_HEADS, TILE, normal, tile_in_fp64
 
@@ -201,6 +202,7 @@ def test_gradients_of_chunks_add_up(config: NSAConfig, cuts: tuple[int, ...], re
         assert error <= allowed, f"{name}: {error:.3e} is above {allowed:.3e}"
 
 
+@DETERMINISTIC
 @pytest.mark.parametrize(
     ("config", "start"), [(PAPER, 1024), (PAPER, 1040), (SOME, 1024)], ids=["token", "token, off tiles", "tile"]
 )

@@ -42,6 +42,7 @@ from tests.support.fa4_cases import (
     random_blocks,
 )
 from tests.support.fa4_model import Keys, Lists
+from tests.support.hardware import FA4
 from tests.support.helpers import EXP2_ERROR, assert_within_budget, make_inputs, make_qkv
 
 
@@ -389,6 +390,7 @@ def assert_predicted(
 
 
 @pytest.mark.cuda
+@FA4
 @NOISY
 @CAUSAL
 @pytest.mark.parametrize("dim", [64, 128])
@@ -409,6 +411,7 @@ def test_fa4_selects_what_the_model_predicts(dim: int, tile: int, size: int, wid
 
 
 @pytest.mark.cuda
+@FA4
 @NOISY
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("length", "stride"), COMPRESSIONS[::2], ids=str)

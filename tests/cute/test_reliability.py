@@ -20,6 +20,7 @@ from cute_kernels.runtime import streams
 from dispatch import attention_residual, neighborhood_attention
 from nsa import NSAConfig, nsa, nsa_forward
 from tests.support.cute_cases import gate_weight, like, on_gpu
+from tests.support.hardware import DETERMINISTIC
 from tests.support.helpers import run_child
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
@@ -66,6 +67,7 @@ def test_forward_repeats(mode: str) -> None:
         assert_same([nsa_forward(*qkv, gate_proj_weight=weight, config=CONFIGS[mode])], [first], f"repeat {i}")
 
 
+@DETERMINISTIC
 @MODES
 def test_deterministic_backward_repeats(mode: str) -> None:
     step = training_step(mode, on_gpu(TOKENS))
@@ -119,6 +121,7 @@ def test_spread_of_sums_without_order(mode: str, record_property: Callable[[str,
 # Streams, threads, graphs
 
 
+@DETERMINISTIC
 @MODES
 def test_threads_on_streams_of_their_own(mode: str) -> None:
     steps = [training_step(mode, on_gpu(900 + 100 * i, seed=i)) for i in range(4)]
@@ -136,6 +139,7 @@ def test_threads_on_streams_of_their_own(mode: str) -> None:
             assert_same(results, expected[i % 4], f"call {i}")
 
 
+@DETERMINISTIC
 @MODES
 def test_two_streams_at_once(mode: str) -> None:
     steps = [training_step(mode, on_gpu(2000, seed=i)) for i in range(2)]
@@ -172,6 +176,7 @@ def test_a_thousand_replays(mode: str) -> None:
     assert int(wrong) == 0
 
 
+@DETERMINISTIC
 @MODES
 def test_a_capture_beside_calls(mode: str) -> None:
     """One thread captures training steps and replays them while another one calls."""
@@ -205,6 +210,7 @@ def test_a_capture_beside_calls(mode: str) -> None:
     assert calls > captures
 
 
+@DETERMINISTIC
 def test_short_lived_threads() -> None:
     """More of them than PyTorch has streams to hand out, each with one, around captures and replays of a graph."""
     step = training_step("token", on_gpu(1000))
@@ -282,6 +288,7 @@ def train_in_replicas() -> None:
         assert_same(results, expected)
 
 
+@DETERMINISTIC
 @pytest.mark.parametrize("what", [train_in_threads, train_in_replicas])
 def test_first_calls_from_threads(what: Callable[[], None]) -> None:
     """In a process that has compiled nothing. One that hangs says where."""
@@ -314,6 +321,7 @@ def work(where: Path | None) -> tuple[int, str]:
     return compiled, digest
 
 
+@DETERMINISTIC
 def test_processes_share_compiled_kernels(tmp_path: Path) -> None:
     """Each is compiled by one of the processes that want it at once, and by another only where its entry is damaged."""
     where = tmp_path / "cache"
@@ -348,7 +356,7 @@ def scarce() -> Iterator[Callable[[int], None]]:
 
 
 @MODES
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize("backward", [False, pytest.param(True, marks=DETERMINISTIC)], ids=["forward", "training"])
 def test_running_out_of_memory(mode: str, backward: bool, scarce: Callable[[int], None]) -> None:
     """Wherever an allocation fails, the error is PyTorch's, what the call took comes back, and the next call works."""
     qkv, weight = on_gpu(16384, 16, 2), gate_weight(16)
@@ -392,6 +400,7 @@ def comes_down_to(limit: int) -> bool:
     return torch.cuda.memory_allocated() <= limit
 
 
+@DETERMINISTIC
 @MODES
 def test_memory_stays_flat(mode: str) -> None:
     """Of training steps with another length each time."""

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.attention_gradients import Branch, check_gradients, gated_branch, normal_inputs
+from tests.support.hardware import ATOMIC_FREE
 from tests.support.ptx import Order, Schedule, interpret_kernels
 
-CUDA = pytest.mark.cuda
 NOISY = pytest.mark.filterwarnings("default")
 """CuTe DSL warns while it is imported and while it compiles."""
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -155,7 +155,8 @@ def make(
 # ---------------------------------------------------------------- gradients
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @NOISY
 @CAUSAL
 @pytest.mark.parametrize("tokens", SIZES)
@@ -163,7 +164,8 @@ def test_sizes(tokens: int, causal: bool) -> None:
     make(tokens, causal=causal).check()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @NOISY
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
@@ -173,7 +175,8 @@ def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
     make(1000, heads, heads // group, dim, dtype=dtype, batch=2).check()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @NOISY
 @CAUSAL
 @pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
@@ -182,21 +185,24 @@ def test_blocks(size: int, shared: bool, causal: bool) -> None:
     make(1100, 8, 2, 64, size=size, shared=shared, causal=causal).check()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @NOISY
 @pytest.mark.parametrize("tile", [128, 256, 384, 1024])
 def test_tiles(tile: int) -> None:
     make(1500, tile=tile).check()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @NOISY
 @pytest.mark.parametrize("keys", [65, 777, 3000])
 def test_other_number_of_keys(keys: int) -> None:
     make(500, keys=keys, causal=False, count=8).check()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @NOISY
 @CAUSAL
 @pytest.mark.parametrize("size", [64, 128])
@@ -232,7 +238,8 @@ def test_interpreted(late: bool, case: str, monkeypatch: pytest.MonkeyPatch) -> 
     make(300, kv_heads=1, dim=64, tile=128, device="cpu", **how).check()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @NOISY
 def test_rows_without_keys_and_keys_without_rows() -> None:
     chosen = torch.full((1, 4, 6, 2), -1, dtype=torch.int32)
@@ -253,14 +260,16 @@ def test_rows_without_keys_and_keys_without_rows() -> None:
         assert torch.equal(got, expected)
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @NOISY
 def test_nothing_chosen() -> None:
     for x in make(300, indices=torch.full((1, 4, 2, 3), -1, dtype=torch.int32)).check():
         assert not x.any()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @NOISY
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
@@ -280,7 +289,8 @@ def test_sink_is_split(size: int, shared: bool, monkeypatch: pytest.MonkeyPatch)
             assert torch.equal(x, again)
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @NOISY
 def test_bitwise_repeatable() -> None:
     inputs = make(2000, 8, 2, batch=2)
@@ -290,7 +300,8 @@ def test_bitwise_repeatable() -> None:
             assert torch.equal(x, again)
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @NOISY
 def test_slices_of_heads_amid_nan() -> None:
     """Inputs and outputs are parts of larger tensors whose other elements are NaN, and stay untouched."""
@@ -317,7 +328,8 @@ def test_slices_of_heads_amid_nan() -> None:
         assert int(around.isnan().sum()) == around.numel() - mine.numel()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @NOISY
 def test_graph() -> None:
     inputs = make(1000)
@@ -427,7 +439,8 @@ def test_memory_is_bounded(tokens: int, dim: int) -> None:
     assert sizes.split_tiles * partial_bytes + lists <= (600 << 20 if tokens <= 1 << 22 else 1 << 30)
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @NOISY
 @pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
 @pytest.mark.parametrize(("tokens", "length"), [(100, 1), (5000, 2), (20000, 3), (20000, 32)])

@@ -13,6 +13,7 @@ from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.inputs import NSAInputs
 from tests.support.causality import assert_causal
 from tests.support.cute_cases import BF16, FP16, check_forward, check_gradients, gate_weight, like, on_gpu
+from tests.support.hardware import DETERMINISTIC
 from tests.support.helpers import assert_as_alone
 from tests.support.kv_outer_cases import small_chunks
 
@@ -121,6 +122,7 @@ def test_chunks_of_queries_and_worklist_chunks_change_nothing(source: str, monke
     assert torch.equal(nsa_forward(q, k, v, **gates[source], config=PAPER), expected)
 
 
+@DETERMINISTIC
 def test_repeats_are_bitwise_equal() -> None:
     q, k, v = (x.requires_grad_() for x in on_gpu(2000))
     do = like(1, 2000, 8, 128)

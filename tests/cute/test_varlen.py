@@ -139,7 +139,7 @@ def test_lists_all_blocks_of_entries_where_they_fit() -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("tile", [128, 384])
+@pytest.mark.parametrize("tile", [pytest.param(tile, marks=pytest.mark.sm_90(q_tile_size=tile)) for tile in (128, 384)])
 def test_tiles_of_sm_90(tile: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(STRATEGY_VARIABLE, raising=False)
     assert_equals_each_document_alone(Case(replace(OVERLAPPING, q_tile_size=tile), dim=dim))

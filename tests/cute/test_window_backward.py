@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.support.attention_gradients import Branch, check_gradients, gated_branch, normal_inputs
+from tests.support.hardware import ATOMIC_FREE
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
-CUDA = pytest.mark.cuda
 BF16, FP16 = torch.bfloat16, torch.float16
 LOCAL = pytest.mark.parametrize("local", [None, (64, 2)], ids=["window", "local-selected"])
 
@@ -87,40 +87,46 @@ def make(
     return Inputs(*tensors, branches, left, local)
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @LOCAL
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000, 2049])
 def test_sizes(tokens: int, local: tuple[int, int] | None) -> None:
     make(tokens, local=local).check()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @LOCAL
 @pytest.mark.parametrize("left", [127, 128, 190, 191, 192, 4000])
 def test_windows(left: int, local: tuple[int, int] | None) -> None:
     make(1100, left=left, local=local).check()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @pytest.mark.parametrize("left", [0, 1, 62, 63, 64, 65])
 def test_narrow_windows(left: int) -> None:
     make(700, left=left).check()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @pytest.mark.parametrize("local", [(64, 1), (64, 8), (128, 1), (128, 3), (192, 2), (256, 2)], ids=str)
 def test_local_blocks(local: tuple[int, int]) -> None:
     make(1500, local=local).check()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @pytest.mark.parametrize("tokens", [1, 100, 128])
 def test_windows_as_long_as_the_sequence(tokens: int) -> None:
     """Callers pass no wider ones; local blocks may be wider."""
     make(tokens, left=tokens - 1, local=(64, 2)).check()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @LOCAL
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
@@ -130,7 +136,8 @@ def test_groups(group: int, dim: int, dtype: torch.dtype, local: tuple[int, int]
     make(900, heads, heads // group, dim, left=255, local=local, dtype=dtype, batch=2).check()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @LOCAL
 def test_rows_without_statistics(local: tuple[int, int] | None) -> None:
     inputs = make(600, local=local)
@@ -144,7 +151,8 @@ def test_rows_without_statistics(local: tuple[int, int] | None) -> None:
     assert not dq[:, 150:300].any()
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 @LOCAL
 def test_bits_are_the_same_each_time(local: tuple[int, int] | None) -> None:
     inputs = make(3000, 16, 1, local=local)
@@ -154,7 +162,8 @@ def test_bits_are_the_same_each_time(local: tuple[int, int] | None) -> None:
             assert torch.equal(one, other)
 
 
-@CUDA
+@pytest.mark.cuda
+@ATOMIC_FREE
 def test_strides() -> None:
     """Heads and tokens need not follow each other."""
     inputs = make(300, local=(64, 2))

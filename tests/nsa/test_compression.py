@@ -15,6 +15,7 @@ from nsa import LinearCompression, NSAConfig, NSAttention, nsa
 from nsa.config import BlockPooling
 from nsa.inputs import NSAInputs
 from nsa.reference import with_compressed_entries
+from tests.support.hardware import DETERMINISTIC
 from tests.support.helpers import make_qkv
 
 HEADS, LENGTH, DIM = 2, 4, 6
@@ -198,7 +199,7 @@ def test_compiled_compress_in_place_leaves_keys_and_values() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=DETERMINISTIC), True], ids=["fixed", "packed"])
 @pytest.mark.parametrize("stride", [32, 64], ids=["overlapping", "apart"])
 def test_compress_in_place_leaves_keys_and_values_on_a_gpu(stride: int, packed: bool) -> None:
     bounds = {"cu_seqlens": torch.tensor([0, 70, 150], dtype=torch.int32, device="cuda")} if packed else {}

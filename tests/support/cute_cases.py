@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bench import oracles
+from cute_kernels.fa4 import interface as fa4
 from cute_kernels.runtime.device import compute_capability
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
 from nsa.inputs import NSAInputs
@@ -24,6 +25,63 @@ SOME = NSAConfig(num_selected_blocks=3, window_size=100)
 SIZES = (1, 63, 64, 65, 255, 256, 257, 1000, 4096, 8191)
 SLACK = 1e-4
 """A row with one key has dS = P (do . v - do . o) = 0, but the two products are summed in different orders."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "not causal": {"causal": False},
+    "not causal, forced": {"causal": False, "num_init_blocks": 1, "num_local_blocks": 2},
+    "shared in the group": {"share_heads_in_group": True},
+    "tiles of 512": {"q_tile_size": 512},
+    "many blocks": {"num_selected_blocks": 40},
+    "more blocks than there are": {"num_selected_blocks": 100},
+    "only forced": {"num_init_blocks": 1, "num_local_blocks": 2},
+    "blocks of 192": {"select_block_size": 192, "q_tile_size": 768},
+    "no blocks": {"num_selected_blocks": 0},
+    "no window": {"window_size": 0},
+    "window of one": {"window_size": 1},
+    "scale": {"softmax_scale": 0.5},
+    "sparse compressed": {"num_cmp_selected_blocks": 2, "compress_block_size": 16, "select_block_size": 64},
+    "sparse compressed, not causal": {
+        "num_cmp_selected_blocks": 1,
+        "compress_block_size": 16,
+        "select_block_size": 64,
+        "causal": False,
+    },
+    "sparse compressed, all fit": {"num_cmp_selected_blocks": 8},
+}
+BACKWARD_OPTIONS: list[dict[str, Any]] = [
+    {"compress_block_size": 16, "select_block_size": 64},
+    {"compress_block_size": 32, "compress_stride": 16, "select_block_size": 64},
+    {"compress_block_size": 32, "compress_stride": 12, "select_block_size": 64},
+    {"compress_block_size": 128},
+    {"select_block_size": 128},
+    {"select_block_size": 192},
+    {"causal": False},
+    {"share_heads_in_group": True},
+    {"num_cmp_selected_blocks": 2, "compress_block_size": 4, "select_block_size": 64},
+    {"num_cmp_selected_blocks": 2, "compress_block_size": 4, "select_block_size": 64, "causal": False},
+    {"num_selected_blocks": 0},
+    {"num_selected_blocks": 100},
+    {"window_size": 0},
+    {"window_size": 1},
+    {"softmax_scale": 0.2},
+    {"q_tile_size": 512},
+    {"num_init_blocks": 1, "num_local_blocks": 1},
+]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"q_tile_size": 100}, "takes q_tile_size in multiples of {rows} on this device, got 100"),
+    ({"q_tile_size": 1, "causal": False}, "with causal=True only, got causal=False"),
+    ({"select_block_size": 32}, "takes select_block_size in multiples of 64, got 32"),
+    ({"num_selected_blocks": 2000}, "chooses at most 1024 blocks per tile, got 2000"),
+    ({"num_cmp_selected_blocks": 9, "n_block_size": 32}, "takes n_block_size {widths} on this device, got 32"),
+    ({"compress_stride": 1, "select_block_size": 128}, "takes at most 128 compressed blocks over one select block"),
+]
+"""Options that no kernel takes, and the reason, in which `with_sizes` names the sizes of a GPU's tiles."""
+
+
+def with_sizes(reason: str) -> str:
+    """A reason of REFUSED as the first GPU gives it."""
+    rules = fa4.rules(torch.device("cuda"))
+    assert rules is not None
+    return reason.format(rows=rules.rows, widths=" or ".join(map(str, sorted(rules.backward_widths))))
 
 
 def on_gpu(tokens: int, heads: int = 8, kv_heads: int = 2, dim: int = 128, **keywords: Any) -> tuple[Tensor, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cute_kernels.fa4 import interface as fa4
 from tests.support.fa4_model import Lists
+from tests.support.hardware import FA4
 from tests.support.helpers import make_qkv
 from tests.support.interpreted_gpu import interpreted_gpu
 
@@ -30,7 +31,7 @@ def executed_masked(mask: str, *others: str) -> pytest.MarkDecorator:
 
     A mask has a kernel of its own, which takes ten seconds to compile: others are interpreted in `make test-full`.
     """
-    on_gpu = [pytest.param("sm_90", name, marks=pytest.mark.cuda) for name in (mask, *others)]
+    on_gpu = [pytest.param("sm_90", name, marks=[pytest.mark.cuda, FA4]) for name in (mask, *others)]
     here = pytest.param("sm_100", mask, marks=pytest.mark.slow)
     rest = [pytest.param("sm_100", name, marks=[pytest.mark.slow, pytest.mark.full]) for name in others]
     return pytest.mark.parametrize(("arch", "masked"), [*on_gpu, here, *rest])

@@ -1,13 +1,20 @@
-"""What the tests do without packages of the extras `cuda` and `hf`: skip, and say why; where required, fail."""
+"""What the tests do without packages of the extras `cuda` and `hf`: skip, and say why; where required, fail.
+
+And on a GPU of another architecture than they need.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from cute_kernels.fa4 import interface as fa4
+from tests.support.hardware import DETERMINISTIC, without_sm_90
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDING = """
@@ -29,6 +36,13 @@ class Hidden:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Hidden())
+"""
+BLACKWELL = """
+import os
+import torch
+
+os.environ["CUTE_DSL_ARCH"] = "sm_100a"
+torch.cuda.is_available = lambda: True
 """
 NEED_IT = {
     "at import": "tests/cute/test_forward_steps.py",
@@ -81,3 +95,25 @@ def test_make_requires_it_where_it_exists() -> None:
     of_gpus = re.findall(r"^\t.*-m pytest .*-m cuda(?:.*\\\n)?.*$", makefile, re.MULTILINE)
     assert len(of_gpus) == 3
     assert all(required in command for command in of_gpus)
+
+
+def test_on_blackwell_tests_of_hopper_skip_and_say_why(tmp_path: Path) -> None:
+    (tmp_path / "blackwell.py").write_text(BLACKWELL, encoding="utf-8")
+    path = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    asked = "tests/cute/test_forward.py::test_tiles_of_128", "tests/cute/test_backward.py::test_deterministic"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "blackwell", "--no-cov", *asked]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "5 skipped" in done.stdout
+    assert "passed" not in done.stdout
+    for option in ("q_tile_size=128", "deterministic=True"):
+        assert f"needs sm_90, this GPU has other tiles and kernels: {option}" in done.stdout
+
+
+@pytest.mark.usefixtures("hopper")
+def test_on_hopper_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(fa4.STRATEGY_VARIABLE, raising=False)
+    assert without_sm_90([DETERMINISTIC.mark]) is None
+    monkeypatch.setenv(fa4.STRATEGY_VARIABLE, "sm_100")
+    assert "deterministic=True" in (without_sm_90([DETERMINISTIC.mark]) or "")
+    assert without_sm_90([]) is None
