@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nsa.common.checks import is_finite
 from nsa.common.layers import RotaryHook
 from nsa.config import NSAConfig
+from nsa.decoding.cache import NSACache
 from nsa.module import NSAttention
 
 NAMES = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "o_proj", "g_proj": "gate_proj"}
 """fla's projections, and ours."""
+INV_FREQ = "rotary.inv_freq"
+"""A buffer of fla's layer."""
 
 
 def fla_config(block_size: int = 64, block_counts: int = 16, window_size: int | None = 512) -> NSAConfig:
@@ -47,21 +53,70 @@ def fla_config(block_size: int = 64, block_counts: int = 16, window_size: int | 
     )
 
 
+@dataclass(frozen=True)
+class FlaRotary:
+    """fla's rotary embedding as a `rope` hook: it rotates halves, as Llama does, and rounds cos and sin to the heads'
+    dtype.
+
+    Args:
+        theta: its base. Default: 10000.
+    """
+
+    theta: float = 10000.0
+
+    def __call__(self, heads: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Rotate `[...,N,heads,D]` by positions `[N]` or `[B,N]`; None: from 0 on."""
+        if positions is None:
+            positions = torch.arange(heads.shape[-3], device=heads.device)
+        elif positions.shape not in (heads.shape[-3:-2], heads.shape[:-2]):
+            wanted = f"{list(heads.shape[-3:-2])} or {list(heads.shape[:-2])}"
+            raise ValueError(f"position_embeddings must be positions {wanted}, got shape {list(positions.shape)}")
+        wide = torch.promote_types(heads.dtype, torch.float32)
+        angles = positions.to(wide)[..., None, None] * self.frequencies(heads.shape[-1], wide, heads.device)
+        cos, sin = (table.to(heads.dtype).to(wide) for table in (angles.cos(), angles.sin()))
+        first, second = heads.to(wide).chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(heads.dtype)
+
+    def frequencies(self, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Angles from one position to the next `[D/2]`."""
+        exponents = torch.arange(0, dim, 2, dtype=dtype, device=device) / dim
+        return 1.0 / self.theta**exponents
+
+
+class FlaAttention(NSAttention):
+    """NSAttention with FlaRotary: `position_embeddings` are positions, which it finds itself where None come.
+
+    Those of packed documents go on from one to the next: only differences matter.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any = None, *, cache: NSACache | None = None, **others: Any
+    ) -> Tensor:
+        """As NSAttention.forward. With a cache, positions are those of the table's next tokens."""
+        if cache is not None and position_embeddings is None:
+            position_embeddings = cache.table.positions(hidden_states.shape[-2])
+        return super().forward(hidden_states, position_embeddings, cache=cache, **others)
+
+
 def layer_from_fla(
-    state: Mapping[str, Tensor], config: NSAConfig | None = None, rope: RotaryHook | None = None
+    state: Mapping[str, Tensor], config: NSAConfig | None = None, rope: RotaryHook | float | None = 10000.0
 ) -> NSAttention:
-    """NSAttention with the weights of an NSA layer of fla, whose sizes they tell.
+    """NSAttention with the weights of an NSA layer of fla, whose sizes they tell, and with its rotary embedding.
 
     Args:
         state: the layer's state_dict: q_proj, k_proj, v_proj, g_proj, o_proj, with or without biases of q, k and v.
         config: from `fla_config`. Default: None, which means `fla_config()`.
-        rope: as in NSAttention; fla rotates halves, as Llama does, with `rope_theta` and no scaling. Default: None.
+        rope: a number: fla's rotary, the number is its layer's `rope_theta`, which is not among the weights. A hook, as
+            in NSAttention: this one in its place. None: nothing is rotated. Default: 10000, which is fla's.
 
     Returns:
-        The layer, on the weights' device and in their dtype.
+        The layer, on the weights' device and in their dtype. With fla's rotary it finds positions itself, also with a
+        cache; `position_embeddings` may give others, `[N]` or `[B,N]`.
 
     Raises:
-        ValueError: naming weights that are missing, unknown or of sizes that do not fit each other.
+        TypeError: for a rope that is none of these.
+        ValueError: naming weights that are missing, unknown or of sizes that do not fit each other; for a theta that is
+            not greater than 0, or not that of the state's `rotary.inv_freq`, if it is there.
 
     Example:
         >>> import torch
@@ -72,10 +127,9 @@ def layer_from_fla(
         >>> layer(torch.randn(1, 100, 32)).shape
         torch.Size([1, 100, 32])
     """
-    buffers = {name for name in state if name.startswith("rotary.")}
     wanted = {f"{name}.weight" for name in NAMES}
     biases = {f"{name}.bias" for name in ("q_proj", "k_proj", "v_proj")} & state.keys()
-    given = state.keys() - buffers
+    given = state.keys() - {INV_FREQ}
     if given != wanted | biases or len(biases) not in (0, 3):
         raise ValueError(f"state must have {sorted(wanted)}, and three biases or none, got {sorted(given)}")
     q, k, gate = (state[f"{name}.weight"] for name in ("q_proj", "k_proj", "g_proj"))
@@ -84,7 +138,10 @@ def layer_from_fla(
         shapes = {name: list(state[name].shape) for name in sorted(wanted)}
         raise ValueError(f"state must have three gates a head and heads of one size, got {shapes}")
     dim = q.shape[0] // heads
-    layer = NSAttention(
+    layer_class, hook = NSAttention, rope
+    if isinstance(rope, (int, float)) and not isinstance(rope, bool):
+        layer_class, hook = FlaAttention, _rotary(rope, dim, state.get(INV_FREQ))
+    layer = layer_class(
         q.shape[1],
         heads,
         k.shape[0] // dim,
@@ -92,7 +149,7 @@ def layer_from_fla(
         config=fla_config() if config is None else config,
         gate="x",
         bias=bool(biases),
-        rope=rope,
+        rope=hook,  # type: ignore[arg-type]  # a bool is refused
         device=q.device,
         dtype=q.dtype,
     )
@@ -100,3 +157,18 @@ def layer_from_fla(
     own["gate_proj.bias"] = torch.zeros_like(gate[:, 0])
     layer.load_state_dict(own)
     return layer
+
+
+def _rotary(theta: float, dim: int, inv_freq: Tensor | None) -> FlaRotary:
+    """fla's rotary, checked against its buffer, if that is known."""
+    if not (is_finite(theta) and theta > 0):
+        raise ValueError(f"rope must be greater than 0 where it is fla's rope_theta, got {theta}")
+    rotary = FlaRotary(float(theta))
+    if inv_freq is not None:
+        own = rotary.frequencies(dim, torch.float64, inv_freq.device)
+        rtol = 2**-19 + torch.finfo(inv_freq.dtype).eps  # of powers in fp32, and of the buffer
+        if own.shape != inv_freq.shape or not torch.allclose(inv_freq.double(), own, rtol=rtol, atol=0):
+            raise ValueError(
+                f"rope must be the rope_theta of the state's {INV_FREQ} = {inv_freq.tolist()}, got {theta}"
+            )
+    return rotary

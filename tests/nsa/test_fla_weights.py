@@ -4,45 +4,65 @@ from __future__ import annotations
 
 import warnings
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from nsa import NSAttention
-from nsa.integrations.fla import fla_config, layer_from_fla
+from nsa import NSAConfig, NSAttention, PageTable
+from nsa.integrations.fla import FlaRotary, fla_config, layer_from_fla
+from tests.support.rotary import rotary_table, rotate
 
-HEADS, DIM, WIDTH, BLOCK, COUNT, WINDOW, TOKENS = 16, 16, 32, 8, 4, 20, 107
-"""fla wants groups of 16 at least; of 14 blocks 4 are selected, 3 of them forced; the last one is ragged."""
+DIM, WIDTH = 16, 32
 
 
-def fla_state(bias: bool = False) -> dict[str, Tensor]:
+class Sizes(NamedTuple):
+    """Of a case; the last block is ragged. fla's kernels want groups of 16 heads or more, its naive functions any."""
+
+    block: int
+    count: int
+    window: int
+    tokens: int
+    heads: int = 16
+
+    @property
+    def config(self) -> NSAConfig:
+        return fla_config(self.block, self.count, self.window)
+
+
+SMALL = Sizes(8, 4, 20, 107)
+"""Of 14 blocks 4 are selected, 3 of them forced."""
+DEFAULTS = Sizes(64, 16, 512, 1100, heads=4)
+"""Of 18 blocks 16."""
+
+
+def fla_state(bias: bool = False, heads: int = 16) -> dict[str, Tensor]:
     sizes = {
-        "q_proj": (HEADS * DIM, WIDTH),
+        "q_proj": (heads * DIM, WIDTH),
         "k_proj": (DIM, WIDTH),
         "v_proj": (DIM, WIDTH),
-        "g_proj": (HEADS * 3, WIDTH),
+        "g_proj": (heads * 3, WIDTH),
     }
     state = {f"{name}.weight": torch.randn(size) * 0.3 for name, size in sizes.items()}
-    state["o_proj.weight"] = torch.randn(WIDTH, HEADS * DIM) * 0.1
+    state["o_proj.weight"] = torch.randn(WIDTH, heads * DIM) * 0.1
     if bias:
         state |= {f"{name}.bias": torch.randn(sizes[name][0]) for name in ("q_proj", "k_proj", "v_proj")}
-    return state
+    return {name: x.double() for name, x in state.items()}
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor) -> list[Tensor]:
+def by_definition(q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor, sizes: Sizes) -> list[Tensor]:
     """Compressed and selected branch `[1,N,H,D]` by fla's definition, over all pairs, for one key/value head."""
-    token, block = torch.arange(TOKENS), torch.arange(k_cmp.shape[1])
+    token, block = torch.arange(sizes.tokens), torch.arange(k_cmp.shape[1])
     logits = torch.einsum("bqhd,bkd->bhqk", q, k_cmp[:, :, 0]) * DIM**-0.5
-    past = (block + 1) * BLOCK - 1 <= token[:, None]
+    past = (block + 1) * sizes.block - 1 <= token[:, None]
     p = logits.masked_fill(~past, -torch.inf).softmax(-1).nan_to_num()
-    own = token[:, None] // BLOCK
+    own = token[:, None] // sizes.block
     forced = (block == 0) | (block == own) | (block == own - 1)
     scores = torch.where(forced, 2.0, p.mean(1)[0]).masked_fill(~(past | forced), -1.0)
-    chosen = torch.zeros_like(past).scatter(1, scores.topk(COUNT).indices, True) & (past | forced)
-    seen = chosen.repeat_interleave(BLOCK, 1)[:, :TOKENS] & (token <= token[:, None])
+    chosen = torch.zeros_like(past).scatter(1, scores.topk(sizes.count).indices, True) & (past | forced)
+    seen = chosen.repeat_interleave(sizes.block, 1)[:, : sizes.tokens] & (token <= token[:, None])
     weights = (torch.einsum("bqhd,bkd->bhqk", q, k[:, :, 0]) * DIM**-0.5).masked_fill(~seen, -torch.inf).softmax(-1)
     return [
         torch.einsum("bhqk,bkd->bqhd", p, v_cmp[:, :, 0]),
@@ -50,54 +70,129 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor)
     ]
 
 
-def by_fla(q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor) -> list[Tensor]:
-    """The same by fla-core's naive functions, which run on a CPU; its pooling, and its window, are kernels."""
+def by_fla(q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor, sizes: Sizes) -> list[Tensor]:
+    """The same by fla-core's naive functions, which run on a CPU, in fp32; its pooling, and its window, are kernels."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that it would use on a GPU
         from fla.ops.nsa import naive
     scale: Any = DIM**-0.5
-    blocks = naive.naive_nsa_topk(q, k_cmp, COUNT, BLOCK, scale)
-    compressed, _ = naive.naive_nsa_compression(q, k_cmp, v_cmp, BLOCK, scale)
-    return [compressed, naive.naive_nsa_selection(q, k, v, blocks, BLOCK, scale)]
+    blocks = naive.naive_nsa_topk(q, k_cmp, sizes.count, sizes.block, scale)
+    compressed, _ = naive.naive_nsa_compression(q, k_cmp, v_cmp, sizes.block, scale)
+    return [compressed, naive.naive_nsa_selection(q, k, v, blocks, sizes.block, scale)]
 
 
-@pytest.mark.parametrize("oracle", [by_definition, *([by_fla] if find_spec("fla") else [])], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_layer_computes_what_fla_does(bias: bool, oracle: Any) -> None:
-    state = fla_state(bias)
-    layer = layer_from_fla(state, fla_config(BLOCK, COUNT, WINDOW))
-    assert isinstance(layer, NSAttention)
-    x = torch.randn(1, TOKENS, WIDTH)
+# Sums of up to 256 numbers of size 1, in another order
+ORACLES = {by_definition: 256 * 2.0**-52} | ({by_fla: 256 * 2.0**-23} if find_spec("fla") else {})
+"""And how far an output may be from theirs, of its size."""
+
+
+def rotated(x: Tensor, theta: float) -> Tensor:
+    """`[1,N,heads,D]` in fp64: pairs of numbers, one of each half, are turned as complex ones."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    turned = torch.complex(*(part.contiguous() for part in x.chunk(2, dim=-1))) * torch.exp(1j * angles)[:, None]
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def fla_output(x: Tensor, state: dict[str, Tensor], sizes: Sizes, oracle: Any, theta: float | None) -> Tensor:
+    """What fla's layer gives for x `[1,N,WIDTH]`."""
     q, k, v = (
         linear(x, state[f"{name}.weight"], state.get(f"{name}.bias")).unflatten(-1, (-1, DIM))
         for name in ("q_proj", "k_proj", "v_proj")
     )
-    last = torch.tensor([BLOCK] * (TOKENS // BLOCK) + [TOKENS % BLOCK])
-    pooled = (
-        pad(y, (0, 0, 0, 0, 0, -TOKENS % BLOCK)).unflatten(1, (-1, BLOCK)).sum(2) / last[:, None, None] for y in (k, v)
-    )
-    compressed, selected = oracle(q, k, v, *pooled)
-    distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+    if theta is not None:
+        q, k = rotated(q, theta), rotated(k, theta)
+    counts = torch.full((-(-sizes.tokens // sizes.block),), sizes.block)
+    counts[-1] = sizes.tokens - sizes.block * (len(counts) - 1)
+    room = (0, 0, 0, 0, 0, -sizes.tokens % sizes.block)
+    pooled = (pad(y, room).unflatten(1, (-1, sizes.block)).sum(2) / counts[:, None, None] for y in (k, v))
+    compressed, selected = oracle(q, k, v, *pooled, sizes)
+    distance = torch.arange(sizes.tokens)[:, None] - torch.arange(sizes.tokens)
     logits = torch.einsum("bqhd,bkd->bhqk", q, k[:, :, 0]) * DIM**-0.5
-    weights = logits.masked_fill((distance < 0) | (distance >= WINDOW), -torch.inf).softmax(-1)
+    weights = logits.masked_fill((distance < 0) | (distance >= sizes.window), -torch.inf).softmax(-1)
     branches = [compressed, selected, torch.einsum("bhqk,bkd->bqhd", weights, v[:, :, 0])]
-    gates = linear(x, state["g_proj.weight"]).unflatten(-1, (HEADS, 3)).sigmoid()
+    gates = linear(x, state["g_proj.weight"]).unflatten(-1, (-1, 3)).sigmoid()
     out = sum(branch * gate[..., None] for branch, gate in zip(branches, gates.unbind(-1), strict=True))
-    expected = linear(out.flatten(-2), state["o_proj.weight"])
-    with torch.no_grad():
-        # Sums of up to 256 fp32 numbers of size 1 in another order
-        torch.testing.assert_close(layer(x), expected, atol=256 * 6e-8 * float(expected.abs().max()), rtol=0)
+    return linear(out.flatten(-2), state["o_proj.weight"])
+
+
+CASES: dict[str, tuple[Sizes, bool, dict[str, Any]]] = {
+    "rotary": (SMALL, False, {}),
+    "biases, another theta": (SMALL, True, {"rope": 500}),
+    "no rotary": (SMALL, False, {"rope": None}),
+    "fla's sizes": (DEFAULTS, False, {}),
+}
+"""Sizes, whether there are biases, and what layer_from_fla gets."""
+
+
+@pytest.mark.parametrize("oracle", ORACLES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_the_layer_computes_what_fla_does(case: str, oracle: Any) -> None:
+    sizes, bias, given = CASES[case]
+    state, x = fla_state(bias, sizes.heads), torch.randn(1, sizes.tokens, WIDTH, dtype=torch.float64)
+    layer = layer_from_fla(state, None if sizes is DEFAULTS else sizes.config, **given)
+    assert isinstance(layer, NSAttention)
+    theta = given.get("rope", 10000.0)
+    expected = fla_output(x, state, sizes, oracle, theta)
+    tolerance = ORACLES[oracle] * float(expected.abs().max())
+    torch.testing.assert_close(layer(x), expected, atol=tolerance, rtol=0)
+    if case == "rotary":  # were nothing rotated, it would show
+        other = fla_output(x, state, sizes, oracle, None)
+        assert float((other - expected).abs().max()) > 1000 * tolerance
+
+
+@torch.no_grad()
+def test_positions_are_those_of_packs_caches_and_callers() -> None:
+    state, lengths = fla_state(), (40, 67)
+    layer, x = layer_from_fla(state, SMALL.config), torch.randn(1, 107, WIDTH, dtype=torch.float64)
+    whole = layer(x)
+    table = PageTable.empty(1, 128)
+    cache = layer.new_cache(table)
+    parts = []
+    for part in x.split((100, 1, 6), dim=1):
+        with table.step(part.shape[1]):
+            parts.append(layer(part, cache=cache))
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    packed = layer(x[0], cu_seqlens=torch.tensor([0, 40, 107], dtype=torch.int32))
+    alone = torch.cat([layer(part)[0] for part in x.split(lengths, dim=1)])
+    torch.testing.assert_close(packed, alone)
+    torch.testing.assert_close(layer(x, torch.arange(9, 116)), whole)  # only differences count
+    torch.testing.assert_close(layer(x, torch.arange(9, 116)[None]), whole)
+    hook = layer_from_fla(state, SMALL.config, rope=rotate)
+    torch.testing.assert_close(hook(x, [table.double() for table in rotary_table(107, DIM)]), whole, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match=r"must be positions \[107\] or \[1, 107\], got shape \[106\]"):
+        layer(x, torch.arange(106))
+
+
+@pytest.mark.skipif(not find_spec("fla"), reason="fla-core is not installed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rotary_has_flas_tables_and_rounds_as_its_kernel_does(dtype: torch.dtype) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from fla.modules.rotary import RotaryEmbedding, rotary_embedding_ref
+    fla, x = RotaryEmbedding(DIM, base=777.0), torch.randn(2, 50, 3, DIM).to(dtype)
+    fla._update_cos_sin_cache(50, device=x.device, dtype=dtype)
+    expected = rotary_embedding_ref(x.float(), fla._cos_cached.float(), fla._sin_cached.float(), fla.interleaved)
+    torch.testing.assert_close(FlaRotary(777.0)(x), expected.to(dtype), rtol=0, atol=0)
 
 
 def test_sizes_come_from_the_weights_and_errors_name_them() -> None:
     state = fla_state()
-    layer = layer_from_fla(state | {"rotary.inv_freq": torch.ones(8)})
-    assert (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.hidden_size) == (HEADS, 1, DIM, WIDTH)
+    inv_freq = 10000.0 ** (-torch.arange(8.0) / 8)
+    layer = layer_from_fla(state | {"rotary.inv_freq": inv_freq.bfloat16()})
+    assert (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.hidden_size) == (16, 1, DIM, WIDTH)
     assert layer.config == fla_config(64, 16, 512)
     assert (layer.config.num_init_blocks, layer.config.num_local_blocks, layer.config.token_mode) == (1, 2, True)
     assert fla_config(window_size=None).window_size == 0
     with pytest.raises(ValueError, match=r"three biases or none, got .*'q_proj.bias'"):
-        layer_from_fla(state | {"q_proj.bias": torch.zeros(HEADS * DIM)})
+        layer_from_fla(state | {"q_proj.bias": torch.zeros(16 * DIM)})
+    with pytest.raises(ValueError, match=r"the rope_theta of the state's rotary.inv_freq = \[1.0, .*, got 500000.0"):
+        layer_from_fla(state | {"rotary.inv_freq": inv_freq}, rope=500000.0)
+    with pytest.raises(ValueError, match="greater than 0 where it is fla's rope_theta, got -1"):
+        layer_from_fla(state, rope=-1)
+    with pytest.raises(TypeError, match=r"rope must be a callable .* or None, got True"):
+        layer_from_fla(state, rope=True)
     with pytest.raises(ValueError, match="three gates a head and heads of one size"):
         layer_from_fla(state | {"g_proj.weight": torch.zeros(47, WIDTH)})
     with pytest.raises(TypeError, match="block_counts must be an integer"):

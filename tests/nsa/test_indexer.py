@@ -163,6 +163,28 @@ def test_loss_and_its_gradients_are_those_of_all_pairs(shared: bool, monkeypatch
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_loss_of_rounded_inputs_is_exact_to_fp32(device: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    q_idx, k_idx, q, k = (torch.randn(2, 70, heads, 16, dtype=dtype) for heads in (2, 1, 8, 2))
+    indices = top_blocks_by_max(q_idx.double(), k_idx.double(), block_size=8, k=4)
+    exact = [x.double().requires_grad_(i < 2) for i, x in enumerate((q_idx, k_idx, q, k))]
+    expected = all_pairs_loss(*exact, indices, 8)
+    mine = [x.to(device).requires_grad_(i < 2) for i, x in enumerate((q_idx, k_idx, q, k))]
+    loss = indexer_kl_loss(*mine, indices.to(device), block_size=8, index_scale=0.7)
+    assert (loss.dtype, loss.device.type) == (torch.float32, device)
+    # Logits of up to 8 have errors of a few 2^-20, and so have logarithms of probabilities
+    torch.testing.assert_close(loss.cpu().double(), expected, rtol=0, atol=2**-17)
+    gradients = torch.autograd.grad(loss, mine[:2])
+    for got, want in zip(gradients, torch.autograd.grad(expected, exact[:2]), strict=True):
+        tolerance = (2**-16 + torch.finfo(dtype).eps) * float(want.abs().max())
+        torch.testing.assert_close(got.cpu().double(), want, rtol=0, atol=tolerance)
+
+
 def test_loss_of_documents_is_their_mean_by_tokens() -> None:
     q_idx, k_idx, q, k = (torch.randn(1, 47, heads, 4).double() for heads in (2, 1, 4, 2))
     bounds = torch.tensor([0, 20, 20, 44]).int()
@@ -176,10 +198,12 @@ def test_loss_of_documents_is_their_mean_by_tokens() -> None:
     torch.testing.assert_close(got, sum(parts) / 44)
 
 
-def test_the_first_of_equal_scores_gets_the_gradient() -> None:
-    q_idx, k_idx = torch.ones(1, 1, 1, 2, requires_grad=True), torch.ones(1, 16, 1, 2, requires_grad=True)
-    q, k = torch.randn(1, 1, 2, 4), torch.randn(1, 16, 1, 4)
-    loss = indexer_kl_loss(q_idx, k_idx, q, k, torch.tensor([0, 1]).expand(1, 1, 1, 2), block_size=8)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_first_of_equal_scores_gets_the_gradient(device: str) -> None:
+    q_idx, k_idx = (torch.ones(1, tokens, 1, 2, device=device, requires_grad=True) for tokens in (1, 16))
+    q, k = torch.randn(1, 1, 2, 4, device=device), torch.randn(1, 16, 1, 4, device=device)
+    indices = torch.tensor([0, 1], device=device).expand(1, 1, 1, 2)
+    loss = indexer_kl_loss(q_idx, k_idx, q, k, indices, block_size=8)
     (dk,) = torch.autograd.grad(loss, k_idx)
     assert dk[0, :, 0, 0].nonzero().flatten().tolist() == [0, 8]
 

@@ -15,7 +15,14 @@ from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLVisionConfig
 
 from nsa.integrations import minimax_m3
-from tests.support.minimax_models import CACHE_ARGUMENT, minimax_model, text
+from tests.support.minimax_models import (
+    CACHE_ARGUMENT,
+    IMAGE_TOKEN,
+    PIXELS_OF_A_PATCH,
+    minimax_model,
+    minimax_vl_model,
+    text,
+)
 
 pytestmark = [pytest.mark.hf_extra, pytest.mark.filterwarnings("ignore")]  # transformers' own warnings
 
@@ -42,13 +49,17 @@ def close(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=2**-16 * float(expected.abs().max()))
 
 
-def test_logits_and_gradients_are_those_of_eager(models: tuple[Any, Any]) -> None:
-    ids, results = text(2, 41), []
+@pytest.mark.parametrize("padded", [False, True])
+def test_logits_and_gradients_are_those_of_eager(models: tuple[Any, Any], padded: bool) -> None:
+    """Padding to the right, of which labels and rows do not count."""
+    ids, mask, results = text(2, 41), torch.ones(2, 41, dtype=torch.long), []
+    if padded:
+        ids[0, 30:], mask[0, 30:] = 0, 0
     for model in models:
         model.zero_grad()
-        output = model(ids, labels=ids)
+        output = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
         output.loss.backward()
-        results.append((output.logits, {name: x.grad for name, x in model.named_parameters()}))
+        results.append((output.logits[mask > 0], {name: x.grad for name, x in model.named_parameters()}))
     (expected, eager_gradients), (got, gradients) = results
     close(got, expected)
     assert gradients.keys() == eager_gradients.keys()
@@ -165,6 +176,23 @@ def test_gradient_checkpointing_changes_nothing(models: tuple[Any, Any]) -> None
     ours.eval()
     for one, other in zip(*found, strict=True):
         close(one, other)
+
+
+def test_the_whole_model_reads_an_image_and_writes_what_eager_does() -> None:
+    ids = text(1, 30)
+    ids[:, 5:9] = IMAGE_TOKEN
+    images = {
+        "pixel_values": torch.randn(16, PIXELS_OF_A_PATCH, dtype=torch.float64),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    }
+    eager, ours = (minimax_vl_model(name) for name in ("eager", "nsa-blocks"))
+    with torch.inference_mode():
+        expected = eager(ids, **images).logits
+        close(ours(ids, **images).logits, expected)
+        other = ours(ids, **images | {"pixel_values": -images["pixel_values"]}).logits
+        assert (other - expected).abs().max() > 1e-3, "the image counts"
+        how = {"max_new_tokens": 12, "do_sample": False, **images}
+        assert torch.equal(ours.generate(ids, **how), eager.generate(ids, **how))
 
 
 def test_the_vision_tower_takes_pytorchs_attention() -> None:

@@ -157,6 +157,18 @@ def test_assisted_decoding() -> None:
         generate(tile, ids, prompt_lookup_num_tokens=3)
 
 
+def test_prompt_lookup_writes_the_same_tokens_in_fewer_calls() -> None:
+    """A model that begins to repeat itself: guesses from its own text are taken, others are cropped from the cache."""
+    model, ids, calls = converted_model(num_hidden_layers=1), token_ids(1, 40), []
+    expected = generate(model, ids, max_new_tokens=80)
+    hook = model.register_forward_pre_hook(lambda *call: calls.append(call[2]["input_ids"].shape[1]), with_kwargs=True)
+    written = generate(model, ids, max_new_tokens=80, prompt_lookup_num_tokens=3)
+    hook.remove()
+    assert torch.equal(written, expected)
+    assert len(calls) < 80
+    assert max(calls[1:]) == 4
+
+
 def test_tile_mode_generates_from_prefixes() -> None:
     """With a cache each token is the row of the call on its prefix, as without; only the prompt's rows differ."""
     options = NSAConfig(compress_block_size=8, window_size=8, num_selected_blocks=2, q_tile_size=16)

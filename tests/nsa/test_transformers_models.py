@@ -13,8 +13,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
     GPT2Config,
@@ -106,6 +108,16 @@ def test_configs_convert(kind: str, loaded: bool, tmp_path: Path) -> None:
     assert not gates.query_proj.any()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_base_model_loads_from_a_whole_one(kind: str, tmp_path: Path) -> None:
+    model, ids = converted_model(kind), token_ids(1, 40)
+    model.save_pretrained(tmp_path)
+    base = AutoModel.from_pretrained(tmp_path)
+    assert type(base) is type(model.model)
+    with torch.no_grad():
+        assert torch.equal(model.lm_head(base(ids).last_hidden_state), logits_of(model, ids))
+
+
 FRESH = """
 import sys, torch
 import nsa.integrations.transformers
@@ -187,7 +199,9 @@ def test_the_attention_function_takes_padding_and_caches() -> None:
     text = token_ids(1, 40)
     expected = logits_of(model, text)
     assert not close(expected, logits_of(dense_model().to(torch.float32), text))
-    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), text], 1)
+    padded = torch.cat([text, torch.zeros(1, 5, dtype=torch.long)], 1)
+    assert close(logits_of(model, padded, attention_mask=(padded > 0).long())[:, :40], expected)
+    padded = padded.roll(5, 1)
     mask = (padded > 0).long()
     assert close(logits_of(model, padded, attention_mask=mask)[:, 5:], expected)
     kwargs = {"max_new_tokens": 8, "do_sample": False}
@@ -298,6 +312,52 @@ def test_trainer_lowers_the_loss(tmp_path: Path) -> None:
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert losses[-1] < losses[0]
+
+
+def padded_to_the_right(texts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A collator's batch; labels behind a text do not count."""
+    ids, labels = (
+        pad_sequence([text["input_ids"] for text in texts], batch_first=True, padding_value=value)
+        for value in (0, -100)
+    )
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
+
+
+def test_trainer_takes_padded_batches_and_evaluates(tmp_path: Path) -> None:
+    model = converted_model()
+    texts = [token_ids(1, n)[0] for n in (40, 23, 31, 17)]
+    options = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "max_steps": 6, "learning_rate": 3e-3}
+    arguments = TrainingArguments(str(tmp_path), **options, use_cpu=True, report_to=[], save_strategy="no")
+    examples: Any = [{"input_ids": text} for text in texts]
+    given = {"train_dataset": examples, "eval_dataset": examples, "data_collator": padded_to_the_right}
+    trainer = Trainer(model, arguments, **given)
+
+    def loss_by_texts() -> float:
+        """Of each text alone."""
+        with torch.no_grad():
+            sums = [loss_of(model, text[None]) * (len(text) - 1) for text in texts]
+        return float(sum(sums)) / sum(len(text) - 1 for text in texts)
+
+    before = loss_by_texts()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(before, rel=1e-5)
+    trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    assert after == pytest.approx(loss_by_texts(), rel=1e-5)
+    assert after < before
+
+
+def test_compiled_training_has_the_same_gradients() -> None:
+    torch.compiler.reset()
+    model, ids = converted_model("qwen3", num_hidden_layers=1).train(), token_ids(1, 40)
+    found = []
+    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        loss_of(call, ids).backward()
+        found.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    for name, grad in found[0].items():
+        assert bool(grad.any()), name
+        # Sums of a step's products in another order
+        torch.testing.assert_close(found[1][name], grad, rtol=0, atol=2**-16 * float(grad.abs().max()))
 
 
 def test_compiles_as_a_whole() -> None:

@@ -8,24 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
-from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
+from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
+    MiniMaxM3VLConfig,
+    MiniMaxM3VLTextConfig,
+    MiniMaxM3VLVisionConfig,
+)
 
 CACHE_ARGUMENT = (
     "cache" if "cache" in inspect.signature(modeling.MiniMaxM3VLForCausalLM.forward).parameters else "past_key_values"
 )
 """transformers 5.24 has given the argument, and the field of results, another name."""
+IMAGE_TOKEN, PIXELS_OF_A_PATCH = 50, 24
+"""24: two frames of three channels, 2 x 2."""
 
 
-def minimax_model(
-    implementation: str, *, dtype: torch.dtype = torch.float64, weights: torch.dtype | None = None, **changes: Any
-) -> Any:
-    """A dense layer, two sparse ones, in eval mode; always the same weights, so large that logits and choices differ.
-
-    In fp64 results differ by what transformers rounds to fp32 alone.
-
-    Args:
-        weights: what these are rounded to before they become `dtype`. Default: None, which means not.
-    """
+def text_config(**changes: Any) -> MiniMaxM3VLTextConfig:
+    """A dense layer and two sparse ones."""
     given: dict[str, Any] = {
         "vocab_size": 50,
         "hidden_size": 32,
@@ -52,12 +50,44 @@ def minimax_model(
         "experts_implementation": "eager",
         "pad_token_id": 0,
     }
-    config = MiniMaxM3VLTextConfig(**given | changes)
-    model = modeling.MiniMaxM3VLForCausalLM._from_config(config, attn_implementation=implementation).double().eval()
+    return MiniMaxM3VLTextConfig(**given | changes)
+
+
+def minimax_model(
+    implementation: str, *, dtype: torch.dtype = torch.float64, weights: torch.dtype | None = None, **changes: Any
+) -> Any:
+    """A dense layer, two sparse ones, in eval mode; always the same weights, so large that logits and choices differ.
+
+    In fp64 results differ by what transformers rounds to fp32 alone.
+
+    Args:
+        weights: what these are rounded to before they become `dtype`. Default: None, which means not.
+    """
+    model = modeling.MiniMaxM3VLForCausalLM._from_config(text_config(**changes), attn_implementation=implementation)
+    return with_large_weights(model).to(weights or dtype).to(dtype)
+
+
+def minimax_vl_model(implementation: str) -> Any:
+    """The same in fp64 behind a vision tower of one layer, which makes a token of four patches."""
+    tower = {"hidden_size": 24, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MiniMaxM3VLConfig(
+        text_config=text_config(vocab_size=52),
+        vision_config=MiniMaxM3VLVisionConfig(**tower, patch_size=2, image_size=8),
+        image_token_index=IMAGE_TOKEN,
+        video_token_index=IMAGE_TOKEN + 1,
+        projector_hidden_size=16,
+        experts_implementation="eager",
+    )
+    whole = modeling.MiniMaxM3SparseForConditionalGeneration
+    return with_large_weights(whole._from_config(config, attn_implementation=implementation))
+
+
+def with_large_weights(model: Any) -> Any:
+    """In fp64 and eval mode."""
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in model.double().eval().named_parameters():
             weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3)
-    return model.to(weights or dtype).to(dtype)
+    return model
 
 
 def text(*shape: int) -> Tensor:
