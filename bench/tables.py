@@ -468,13 +468,22 @@ BLOCK_SPARSE = {"block_sparse": "attention", "top_blocks": "choice of blocks", "
 
 def block_sparse(page: Path) -> Lines:
     content = load("block-sparse-h200")
+    branch = {
+        ("fwd+bwd" if row["stage"] == "both" else "fwd"): row["ms"]
+        for row in load("token-selected-h200")["rows"]
+        if (row["n"], row["h"], row["h_kv"], row["choice"]) == (64 << 10, 64, 4, "random")
+        and row["stage"] in ("forward", "both")
+    }
     cells = []
     for row in content["rows"]:
         what = BLOCK_SPARSE[row["op"]] + (f", blocks of {row['block']}" if row["op"] == "block_sparse" else "")
         peers = (ms(row[f"{peer}_ms"]) for peer in ("dense", "mask", "pairs"))
-        cells.append([what, tokens(row["n"]), row["pass"], ms(row["ms_p50"]), percent(row["share_of_floor"]), *peers])
+        same = (row["op"], row["block"], row["n"]) == ("block_sparse", 64, 64 << 10)
+        selected = ms(branch[row["pass"]]) if same else ""
+        share = percent(row["share_of_floor"])
+        cells.append([what, tokens(row["n"]), row["pass"], ms(row["ms_p50"]), share, *peers, selected])
     head = ["", "tokens", "pass", "ours", "of the floor", "dense FA4", "SDPA, mask of pairs", "PyTorch, all pairs"]
-    yield from table(head, cells)
+    yield from table([*head, "selected branch"], cells)
     yield from source(page, "block-sparse-h200")
     yield ""
     yield verdict_of(content)
