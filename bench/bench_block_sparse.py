@@ -491,8 +491,8 @@ class Layer(Problem):
         cos, sin = self.rotary(hidden, position_ids=torch.arange(self.case.n, device=self.device)[None])
 
         def heads(project: Any, at: Any) -> Tensor:
-            projected: Tensor = project(hidden[:, at])
-            return projected.unflatten(-1, (-1, self.args.dim))
+            projected: Tensor = project(hidden[:, at]).unflatten(-1, (-1, self.args.dim))
+            return projected
 
         def rotated(x: Tensor, at: Any) -> Tensor:
             turned: Tensor = apply_rotary_pos_emb(x, x, cos[:, at], sin[:, at], unsqueeze_dim=2)[0]
