@@ -5,10 +5,11 @@ head of keys. Blocks are drawn at random, each token's own among them. Sampled r
 them, are held against fp64 before anything is timed: where one is above its budget, nothing is reported and the status
 is 1. On CUDA calls are timed behind other work ("queued"), on a CPU as they are ("eager").
 
-Beside them: dense attention; PyTorch's SDPA with a mask of all pairs; the kernels alone, as token mode's selected
-branch launches them; for top_blocks the scores of all pairs in PyTorch, as transformers has them. "m3_layer" is one
-sparse attention layer of transformers' model with its projections, which needs transformers; beside it the same layer
-with transformers' sdpa (a mask of all pairs) and eager (all pairs). What does not run has null, and the reason is told.
+Beside them: dense attention; PyTorch's SDPA with a mask of all pairs for each key/value head, whose sampled rows are
+checked, too; the kernels alone, as token mode's selected branch launches them, which shows what the wrapper takes; for
+top_blocks the scores of all pairs in PyTorch, as transformers has them. "m3_layer" is one sparse attention layer of
+transformers' model with its projections, which needs transformers; beside it the same layer with transformers' sdpa (a
+mask of all pairs) and eager (all pairs). What does not run has null, and the reason is told.
 
 Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv. The same command goes on where it
 was stopped. With --bars also what the rows have to reach on one H200, and whether they do.
@@ -21,6 +22,7 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -36,7 +38,7 @@ from bench import oracles
 from bench.bars import Bar, bars_field
 from bench.common import DTYPES, above_zero, add_sizes, choose_dense, positive, resolve_sizes
 from bench.pass_report import ms_text, show_bars
-from bench.passes import release
+from bench.passes import PEER_SLACK, release
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_csv
 from bench.results_file import ResultRow, open_results
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, choose_peaks, mean_keys
@@ -49,8 +51,13 @@ CHECKED = 64
 """Rows that are held against fp64, half of them the last ones."""
 DRAWN = 1 << 23
 """Scores that are drawn at a time."""
+MOST_PAIRS = 1 << 30
+"""Of a call of SDPA with a mask, whose kernels may count in 32 bits (pytorch/pytorch#162588, #145040)."""
+SEQLENS = (8 << 10, 64 << 10, 128 << 10)
+LAYER_SEQLENS = (8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10)
+"""Of "m3_layer": transformers' own paths take their last lengths between the others."""
 NOISE = 0.98
-"""What a call may take less than another one of the same kernels."""
+"""What a call may take less than another one of the same kernels, by noise alone."""
 
 MS_BARS = {("block_sparse", "fwd"): 22.0, ("block_sparse", "fwd+bwd"): 65.0, ("top_blocks", "fwd"): 5.0}
 """At 64K tokens, blocks of 128, 16 a token."""
@@ -140,7 +147,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     add("--ops", nargs="+", choices=OPS, default=list(OPS), help="default: all")
-    add("--seqlens", nargs="+", type=positive, help="N; default: 8K 64K 128K (CPU: 512)")
+    add("--seqlens", nargs="+", type=positive, help="N; default: 8K 64K 128K, m3_layer also 16K 32K (CPU: 512)")
     blocks = "tokens of a block; but for block_sparse the first alone; default: 128 64"
     add("--blocks", nargs="+", type=positive, default=[128, 64], help=blocks)
     add("--count", type=positive, default=16, help="k, blocks of a token; default: %(default)s")
@@ -157,14 +164,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if not on_cpu:
         args.heads, args.kv_heads = args.heads or 64, args.kv_heads or 4
     resolve_sizes(parser, args)
-    seqlens = args.seqlens or ([512] if on_cpu else [8 << 10, 64 << 10, 128 << 10])
     args.cases = [
         Case(op, n, block, direction)
-        for op, block, n, direction in product(args.ops, args.blocks, seqlens, PASSES)
+        for op, block in product(args.ops, args.blocks)
+        for n, direction in product(args.seqlens or default_seqlens(op, on_cpu=on_cpu), PASSES)
         if op == "block_sparse" or (block == args.blocks[0] and (op, direction) != ("top_blocks", "fwd+bwd"))
     ]
     args.command = command_line(argv)
     return args
+
+
+def default_seqlens(op: str, *, on_cpu: bool) -> tuple[int, ...]:
+    if on_cpu:
+        return (512,)
+    return LAYER_SEQLENS if op == "m3_layer" else SEQLENS
 
 
 # What is timed and checked
@@ -222,41 +235,43 @@ class Attention(Problem):
             x.requires_grad_(self.backward)
 
     def call(self) -> Any:
-        return self.differentiated(
-            lambda q, k, v: block_sparse_attention(
-                q, k, v, self.blocks, block_size=self.case.block, backend=self.backend
-            )
-        )
+        return self.ours(self.do)
 
-    def differentiated(self, function: Callable[..., Tensor], do: Tensor | None = None) -> tuple[Tensor, ...]:
-        """out, and the gradients of q, k, v if they are timed."""
+    def ours(self, do: Tensor) -> tuple[Tensor, ...]:
+        options: dict[str, Any] = {"block_size": self.case.block, "backend": self.backend}
         leaves = self.q, self.k, self.v
+        return self.differentiated(lambda q, k, v: block_sparse_attention(q, k, v, self.blocks, **options), leaves, do)
+
+    def differentiated(
+        self, function: Callable[..., Tensor], leaves: tuple[Tensor, ...], do: Tensor
+    ) -> tuple[Tensor, ...]:
+        """out, and the gradients of the leaves if they are timed."""
         out = function(*leaves)
-        return (out, *(torch.autograd.grad(out, leaves, self.do if do is None else do) if self.backward else ()))
+        return (out, *(torch.autograd.grad(out, leaves, do) if self.backward else ()))
 
     def check(self) -> tuple[float, float]:
-        """Rows of the first key/value head's group, and the gradients of a do that is 0 elsewhere."""
+        return self.errors(self.ours)
+
+    def errors(self, attend: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[float, float]:
+        """Of rows of the first key/value head's group, and of the gradients of a do that is 0 elsewhere.
+
+        Args:
+            attend: gives what `differentiated` does, for a do.
+        """
         group, rows = self.args.heads // self.args.kv_heads, self.rows()
         do = torch.zeros_like(self.do)
         do[:1, rows, :group] = self.do[:1, rows, :group]
-        got = self.differentiated(
-            lambda q, k, v: block_sparse_attention(
-                q, k, v, self.blocks, block_size=self.case.block, backend=self.backend
-            ),
-            do,
-        )
+        got = attend(do)
         mine = [got[0].detach()[:1, rows, :group]]
         if self.backward:
             mine += [got[1][:1, rows, :group], got[2][:1, :, :1], got[3][:1, :, :1]]
-        keys = torch.arange(self.case.n, device=self.device)
-        chosen = self.blocks[0, 0, rows]
-        visible = (keys // self.case.block == chosen[..., None]).any(-2) & (keys <= rows[:, None])
+        visible = visible_keys(self.blocks[:1, :1, rows], rows, self.case)
         found = []
         for dtype in (torch.float64, self.dtype):
             of_head = self.q[:1, rows, :group], self.k[:1, :, :1], self.v[:1, :, :1]
             leaves = [x.detach().to(oracles.wide(dtype)).requires_grad_() for x in of_head]
             q, k, v = leaves
-            out, _ = oracles.attention(q, k, v, visible[None, None], self.args.dim**-0.5, dtype)
+            out, _ = oracles.attention(q, k, v, visible, self.args.dim**-0.5, dtype)
             of_rows = self.do[:1, rows, :group].to(out.dtype)
             found.append([out.detach(), *(torch.autograd.grad(out, leaves, of_rows) if self.backward else ())])
         exact, rough = found
@@ -265,29 +280,41 @@ class Attention(Problem):
     def peer(self, name: str) -> Callable[[], Any]:
         if name == "dense":
             attention = choose_dense(self.device, self.dtype).attention
-            return lambda: self.differentiated(attention)
+            return lambda: self.differentiated(attention, (self.q, self.k, self.v), self.do)
         if name == "selected":
             return self.kernels()
-        mask = self.mask()
+        masked = partial(self.masked, self.masks())
+        error, budget = self.errors(masked)
+        if not error <= PEER_SLACK * budget:
+            raise RuntimeError(f"error {error:.2e} is above {PEER_SLACK} budgets of {budget:.2e}")
+        return lambda: masked(self.do)
 
-        def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    def masked(self, masks: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+        """SDPA of one key/value head's group after the other, so that memory holds what one of them saves."""
+        group = self.args.heads // self.args.kv_heads
+        found = []
+        for head in range(self.args.kv_heads):
+            some = slice(head * group, (head + 1) * group)
+            leaves = self.q[:, :, some], self.k[:, :, head : head + 1], self.v[:, :, head : head + 1]
+            attend = partial(masked_attention, mask=masks[:, head])
+            found.append(self.differentiated(attend, leaves, do[:, :, some]))
+        return tuple(torch.cat(parts, 2) for parts in zip(*found, strict=True))
 
-        return lambda: self.differentiated(masked)
-
-    def mask(self) -> Tensor:
-        """bool `[B,H,N,N]`, an expanded view of a mask for each key/value head."""
-        n, group = self.case.n, self.args.heads // self.args.kv_heads
-        columns = -(-n // self.case.block)
+    def masks(self) -> Tensor:
+        """bool `[B,H_kv,N,N]`."""
+        n, columns = self.case.n, -(-self.case.n // self.case.block)
         keeps = torch.zeros((*self.blocks.shape[:3], columns + 1), dtype=torch.bool, device=self.device)
         keeps.scatter_(3, torch.where(self.blocks < 0, columns, self.blocks).long(), True)
-        mask = keeps[..., :columns].repeat_interleave(self.case.block, 3)[..., :n]
-        mask &= torch.ones((n, n), dtype=torch.bool, device=self.device).tril()
-        return mask[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
+        masks = keeps[..., :columns].repeat_interleave(self.case.block, 3)[..., :n]
+        token = torch.arange(n, device=self.device)
+        masks &= token <= token[:, None]
+        return masks
 
     def kernels(self) -> Callable[[], Any]:
-        """Token mode's selected branch alone: its kernels, called as cute_kernels/forward.py and backward.py do."""
+        """Token mode's selected branch alone: its kernels, called as cute_kernels/forward.py and backward.py do.
+
+        The op runs the same ones, so the difference is what its wrapper takes.
+        """
         if self.device.type != "cuda":
             raise RuntimeError(f"runs on CUDA devices, got {self.device.type}")
         from cute_kernels.attend.kv_outer import kv_outer_forward
@@ -408,35 +435,80 @@ class Layer(Problem):
         self.layer = modeling.MiniMaxM3VLAttention(self.config, 0).to(device, self.dtype)
         self.rotary = modeling.MiniMaxM3VLRotaryEmbedding(self.config).to(device)
         shape = args.batch, case.n, self.config.hidden_size
-        self.hidden = torch.randn(shape, generator=self.generator, device=device, dtype=self.dtype)
+        self.hidden, self.do = (
+            torch.randn(shape, generator=self.generator, device=device, dtype=self.dtype) for _ in range(2)
+        )
         self.backward = case.direction == "fwd+bwd"
 
-    def run(self, implementation: str, layer: Any, hidden: Tensor, *, backward: bool) -> tuple[Tensor, ...]:
+    def run(self, implementation: str, hidden: Tensor, do: Tensor) -> tuple[Tensor, ...]:
         """out, and the gradients of hidden states and parameters."""
-        layer.config._attn_implementation = implementation  # of a copy, a copy
-        positions = torch.arange(hidden.shape[1], device=self.device)[None]
-        hidden = hidden.detach().requires_grad_(backward)
-        with torch.set_grad_enabled(backward):
-            out = layer(hidden, self.rotary(hidden, position_ids=positions), None, position_ids=positions)[0]
-        if not backward:
+        self.config._attn_implementation = implementation
+        hidden = hidden.detach().requires_grad_(self.backward)
+        positions = torch.arange(self.case.n, device=self.device)[None]
+        with torch.set_grad_enabled(self.backward):
+            out = self.layer(hidden, self.rotary(hidden, position_ids=positions), None, position_ids=positions)[0]
+        return self.with_gradients(out, hidden, self.layer, do)
+
+    def with_gradients(self, out: Tensor, hidden: Tensor, layer: Any, do: Tensor) -> tuple[Tensor, ...]:
+        if not self.backward:
             return (out,)
         leaves = [hidden, *(x for name, x in layer.named_parameters() if not name.startswith("indexer."))]
-        return (out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out)))
+        return (out.detach(), *torch.autograd.grad(out, leaves, do))
 
     def call(self) -> Any:
-        return self.run(self.ours, self.layer, self.hidden, backward=self.backward)
+        return self.run(self.ours, self.hidden, self.do)
 
     def check(self) -> tuple[float, float]:
-        """Of as many tokens as choose all of their blocks, so that no near tie decides, against eager in fp64."""
-        hidden = self.hidden[:1, : self.args.count * self.case.block]
-        exact_layer = copy.deepcopy(self.layer).double()
-        exact = self.run("eager", exact_layer, hidden.double(), backward=self.backward)
-        rough = self.run("eager", self.layer, hidden, backward=self.backward)
-        mine = self.run(self.ours, self.layer, hidden, backward=self.backward)
-        return worst_of(mine, exact, rough, self.dtype, self.args.dim)
+        """Of rows of the first sequence, and of the gradients of a do that is 0 elsewhere.
+
+        They attend to the blocks that our indexer chooses in the layer's dtype, or near ties would decide; the choice
+        itself is what "top_blocks" checks.
+        """
+        rows, hidden = self.rows(), self.hidden[:1]
+        do = torch.zeros_like(hidden)
+        do[:, rows] = self.do[:1, rows]
+        out, *gradients = self.run(self.ours, hidden, do)
+        visible = visible_keys(self.chosen(hidden)[:, :, rows], rows, self.case)
+        visible = visible.repeat_interleave(self.args.heads // self.args.kv_heads, 1)
+        exact, rough = (self.of_rows(rows, visible, do[:, rows], dtype) for dtype in (torch.float64, self.dtype))
+        return worst_of([out[:, rows], *gradients], exact, rough, self.dtype, self.args.dim)
+
+    @torch.no_grad()
+    def chosen(self, hidden: Tensor) -> Tensor:
+        """Blocks `[1,H_kv,N,k]`."""
+        self.config._attn_implementation = self.ours
+        positions = torch.arange(self.case.n, device=self.device)[None]
+        states = self.layer.indexer(hidden, self.rotary(hidden, position_ids=positions), None, positions)
+        options = {"block_size": self.case.block, "k": self.args.count, "local": self.config.index_local_blocks}
+        return top_blocks_by_max(*(x.transpose(1, 2) for x in states), **options)
+
+    def of_rows(self, rows: Tensor, visible: Tensor, do: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What `run` gives, out of rows alone: transformers' projections, norms and rotary, the oracles' attention."""
+        from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import apply_rotary_pos_emb
+
+        layer = copy.deepcopy(self.layer).to(dtype)
+        hidden = self.hidden[:1].detach().to(dtype).requires_grad_(self.backward)
+        cos, sin = self.rotary(hidden, position_ids=torch.arange(self.case.n, device=self.device)[None])
+
+        def heads(project: Any, at: Any) -> Tensor:
+            projected: Tensor = project(hidden[:, at]).unflatten(-1, (-1, self.args.dim))
+            return projected
+
+        def rotated(x: Tensor, at: Any) -> Tensor:
+            turned: Tensor = apply_rotary_pos_emb(x, x, cos[:, at], sin[:, at], unsqueeze_dim=2)[0]
+            return turned
+
+        with torch.set_grad_enabled(self.backward):
+            every = slice(None)
+            q = rotated(layer.q_norm(heads(layer.q_proj, rows)), rows)
+            k = rotated(layer.k_norm(heads(layer.k_proj, every)), every)
+            q, k, v = (x.to(oracles.wide(dtype)) for x in (q, k, heads(layer.v_proj, every)))
+            attended, _ = oracles.attention(q, k, v, visible, self.args.dim**-0.5, dtype)
+            out = layer.o_proj(attended.to(dtype).flatten(2))
+        return self.with_gradients(out, hidden, layer, do.to(dtype))
 
     def peer(self, name: str) -> Callable[[], Any]:
-        return lambda: self.run(self.implementations[name], self.layer, self.hidden, backward=self.backward)
+        return lambda: self.run(self.implementations[name], self.hidden, self.do)
 
     def floor(self, peaks: Peaks) -> float:
         """Of projections, selection and attention."""
@@ -451,6 +523,33 @@ class Layer(Problem):
 
 
 PROBLEMS: dict[str, type[Problem]] = {"block_sparse": Attention, "top_blocks": Selection, "m3_layer": Layer}
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """SDPA of the queries `[B,N,G,D]` of a key/value head `[B,N,1,D]` with a mask `[B,N,N]` that is causal, too.
+
+    Queries come in parts of at most MOST_PAIRS pairs, with the keys up to their last one. The mask is broadcast to the
+    group; keys are repeated for it, since not every fused kernel takes groups beside a mask.
+    """
+    n, group = q.shape[1:3]
+    q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(group, 1) for x in (k, v))
+    rows = max(1, MOST_PAIRS // n)
+    parts = [
+        scaled_dot_product_attention(
+            q[:, :, first : first + rows],
+            k[:, :, : first + rows],
+            v[:, :, : first + rows],
+            attn_mask=mask[:, None, first : first + rows, : first + rows],
+        )
+        for first in range(0, n, rows)
+    ]
+    return torch.cat(parts, 2).transpose(1, 2)
+
+
+def visible_keys(blocks: Tensor, rows: Tensor, case: Case) -> Tensor:
+    """Keys up to the rows in their blocks `[1,H_kv,M,k]`, bool `[1,H_kv,M,N]`."""
+    keys = torch.arange(case.n, device=rows.device)
+    return (keys // case.block == blocks[..., None]).any(-2) & (keys <= rows[:, None])
 
 
 def worst_of(
@@ -531,7 +630,7 @@ def find_bars(rows: Sequence[Row]) -> list[Bar]:
     for direction in PASSES:
         row = of_bars.get(("block_sparse", 64, direction))
         ratio = None if row is None or row.selected_ms is None else row.selected_ms / row.ms_p50
-        what = f"block_sparse, 64K, 16 blocks of 64, {direction}: token mode's selected branch takes as long"
+        what = f"block_sparse, 64K, 16 blocks of 64, {direction}: its kernels, called without the wrapper, take as long"
         bars.append(Bar(what, ratio, NOISE, at_least=True, unit="x"))
     return bars
 

@@ -1,9 +1,16 @@
 """A decoding step of a whole model of transformers: a Llama, dense and converted to NSA, after a prompt of N tokens.
 
-Weights are random; the step is one forward of one new token a sequence, as `generate` makes it, without choosing the
-token. "eager" is with a dynamic cache, from Python; "graph" with a static cache, as a CUDA graph that is replayed as
-lengths grow; "compiled" with a static cache by torch.compile, as `generate` does by itself on a GPU. The dense model's
-caches are filled with random keys and values: its steps take as long, and a prompt would take longer than all of them.
+Weights are random; the step is one forward of one new token a sequence with the inputs that `generate` prepares,
+without choosing the token. "eager" is with a dynamic cache, from Python; "graph" with a static cache, as a CUDA graph
+that is replayed as lengths grow; "compiled" with a static cache by torch.compile, as `generate` does by itself on a
+GPU. The dense models' caches are filled with random keys and values: their steps take as long, and a prompt would take
+longer than all of them. `generate` drops an attention_mask of ones, so batches are timed without padding and "padded":
+one sequence is a little shorter, and steps have the mask that grows by a column.
+
+"dense" is transformers' Llama with its sdpa, whose steps with a static cache always have a mask. "dense_unmasked" is
+the same model at its best, without padding: all keys of the cache without a mask, as bench_decode.py's dense peer,
+those of a static cache's room among them.
+
 It checks no results: tests/nsa/test_transformers_generate.py does. What could not run is in `missing`. With --bars also
 what the rows have to reach on one H200, and whether they do.
 """
@@ -23,6 +30,7 @@ if __package__ in (None, ""):
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
 from bench.bars import Bar, bars_field
@@ -33,11 +41,15 @@ from bench.report import LOCAL_RESULTS, command_line, environment, relative, wri
 from bench.timing import capture, measure
 from dispatch.device import device_types
 
-MODELS = ("dense", "nsa")
+MODELS = ("dense", "dense_unmasked", "nsa")
 MODES = ("eager", "graph", "compiled")
-DEFAULT_MODES = {"cuda": ["eager", "graph"], "cpu": ["eager"], "npu": ["eager"]}
+DEFAULT_MODES = {"cuda": list(MODES), "cpu": ["eager"], "npu": ["eager"]}
+UNMASKED = "bench-unmasked"
+"""Of the attention implementation of "dense_unmasked"."""
 CHUNK = 8 << 10
 """Tokens of a prompt at a time."""
+PADDING = 16
+"""Tokens on the left of the first sequence of a padded batch."""
 STEPS = 64
 """Room of a static cache for steps: two to warm up, the others timed."""
 SIZES = {"layers": 4, "hidden": 4096, "heads": 64, "kv_heads": 4, "head_dim": 128}
@@ -51,30 +63,42 @@ class Row:
     mode: str
     b: int
     n: int
+    padded: bool
     ms_p20: float
     ms_p50: float
     ms_p80: float
 
 
 def make_models(args: argparse.Namespace) -> dict[str, Any]:
-    """A dense Llama, and one of the same sizes with NSA in the paper's preset."""
+    """A dense Llama, the same without a mask, and one of the same sizes with NSA in the paper's preset."""
     with needed("transformers"):  # not for --help, as it takes seconds
-        from transformers import AutoModelForCausalLM, LlamaConfig
+        from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, LlamaConfig
 
         from nsa.integrations.transformers import convert
+    AttentionInterface.register(UNMASKED, unmasked_attention)
+    AttentionMaskInterface.register(UNMASKED, lambda *_, **__: None)
     heads = {"num_attention_heads": args.heads, "num_key_value_heads": args.kv_heads, "head_dim": args.head_dim}
     sizes = {"hidden_size": args.hidden, "intermediate_size": 2 * args.hidden, "num_hidden_layers": args.layers}
-    dense = LlamaConfig(vocab_size=32_000, max_position_embeddings=1 << 21, **sizes, **heads)
+    common: dict[str, Any] = {"vocab_size": 32_000, "max_position_embeddings": 1 << 21, **sizes, **heads}
+    dense, unmasked = (LlamaConfig(**common, attn_implementation=name) for name in ("sdpa", UNMASKED))
     dtype = DTYPES[args.dtype]
     with torch.device(args.device):
         models = {
             name: AutoModelForCausalLM.from_config(config, dtype=dtype)
-            for name, config in (("dense", dense), ("nsa", convert(dense)))
+            for name, config in zip(MODELS, (dense, unmasked, convert(dense)), strict=True)
         }
     return {name: model.eval() for name, model in models.items()}
 
 
-def stepper(model: Any, mode: str, b: int, n: int, device: torch.device) -> Callable[[], Tensor]:
+def unmasked_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    """An attention function of transformers for a step: all keys are seen."""
+    out = scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def stepper(model: Any, mode: str, b: int, n: int, padded: bool, device: torch.device) -> Callable[[], Tensor]:
     """A call that appends one token to each sequence of a cache that holds a prompt of N."""
     from transformers import DynamicCache, StaticCache
 
@@ -83,35 +107,41 @@ def stepper(model: Any, mode: str, b: int, n: int, device: torch.device) -> Call
     config = model.config
     cache = DynamicCache() if mode == "eager" else StaticCache(config=config, max_cache_len=n + STEPS)
     call = {CACHE_ARGUMENT: cache, "use_cache": True, "logits_to_keep": 1}
+    real = torch.ones((b, n), dtype=torch.int64, device=device)
+    if padded:
+        real[0, :PADDING] = 0
     if hasattr(config, "nsa_config"):
+        seen = 0
         for tokens in torch.randint(config.vocab_size, (b, n), device=device).split(CHUNK, 1):
-            model(tokens, **call)
+            seen += tokens.shape[1]
+            model(tokens, attention_mask=real[:, :seen] if padded else None, **call)
     else:
         for layer in range(config.num_hidden_layers):
             shape = b, config.num_key_value_heads, n, config.head_dim
             cache.update(*(torch.randn(shape, device=device, dtype=model.dtype) for _ in "kv"), layer)
-    token, first = torch.randint(config.vocab_size, (b, 1), device=device), cache.layers[0]
+    token = torch.randint(config.vocab_size, (b, 1), device=device)
+    position = real.sum(1, keepdim=True) - 1
+    mask = real if padded else None
+    if padded and mode == "graph":  # in which no shape changes
+        mask = torch.nn.functional.pad(real, (0, STEPS), value=1)
     forward = model.get_compiled_call(None) if mode == "compiled" else model
 
-    def positions() -> Tensor:
-        """On the device, so that a replay finds those of its step."""
-        if hasattr(first, "sequences"):
-            at: Tensor = first.sequences.table.positions(1)
-            return at
-        length = torch.as_tensor(first.get_seq_length(), device=device)
-        return length.reshape(1, 1).expand(b, 1)
-
     def step() -> Tensor:
-        logits: Tensor = forward(input_ids=token, position_ids=positions(), **call).logits
+        nonlocal mask
+        if mask is not None and mode != "graph":
+            mask = torch.cat([mask, mask.new_ones((b, 1))], 1)
+        position.add_(1)  # on the device, so that a replay has those of its step
+        inputs = model.prepare_inputs_for_generation(token, attention_mask=mask, position_ids=position, **call)
+        logits: Tensor = forward(**inputs).logits
         return logits
 
     return step
 
 
-def time_step(model: Any, mode: str, b: int, n: int, device: torch.device) -> Any:
+def time_step(model: Any, mode: str, b: int, n: int, padded: bool, device: torch.device) -> Any:
     """Timing of a step, whose memory is left out: what was in use before is the cache."""
     torch.compiler.reset()  # shapes of earlier cases would make those of a graph dynamic
-    step = stepper(model, mode, b, n, device)
+    step = stepper(model, mode, b, n, padded, device)
     step()
     run = step
     if mode == "graph":
@@ -124,15 +154,18 @@ def main(argv: list[str] | None = None) -> int:
     device, rows, missing = torch.device(args.device), [], []
     models = make_models(args)
     with torch.no_grad():
-        for (name, model), mode, n, b in product(models.items(), args.modes, args.n, args.batch):
+        for (name, model), mode, n, b, padded in product(models.items(), args.modes, args.n, args.batch, (False, True)):
+            if padded and (b == 1 or name == "dense_unmasked"):
+                continue
+            case = f"{name}, {mode}, N={n}, B={b}{', padded' if padded else ''}"
             try:
-                timing = time_step(model, mode, b, n, device)
+                timing = time_step(model, mode, b, n, padded, device)
             except (RuntimeError, ValueError, dispatch.BackendError) as failure:  # out of memory, not to be captured
-                missing.append(f"{name}, {mode}, N={n}, B={b}: {str(failure).splitlines()[0]}")
+                missing.append(f"{case}: {str(failure).splitlines()[0]}")
                 print(f"{missing[-1]}: not measured")
                 continue
-            rows.append(Row(name, mode, b, n, timing.ms_p20, timing.ms_p50, timing.ms_p80))
-            print(f"{name:5} {mode:5} N={n:<8} B={b:<3} {timing.ms_p50:.3f} ms")
+            rows.append(Row(name, mode, b, n, padded, timing.ms_p20, timing.ms_p50, timing.ms_p80))
+            print(f"{case:<48} {timing.ms_p50:.3f} ms")
     sizes = {key: getattr(args, key) for key in (*SIZES, "dtype")}
     facts = {**environment(device), "command": command_line(argv), "gate": "unchecked", "sizes": sizes}
     out = Path(args.out).with_suffix(".json")
@@ -145,16 +178,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def find_bars(rows: Sequence[Row]) -> list[Bar]:
-    """Each model in its fastest mode."""
+    """NSA and dense, each in its fastest mode, dense also in its faster model."""
     bars = []
-    for b in (1, 16):
-        fastest = {
-            model: min((row.ms_p50 for row in rows if (row.model, row.b, row.n) == (model, b, 64 << 10)), default=None)
-            for model in MODELS
-        }
-        dense, ours = fastest["dense"], fastest["nsa"]
+    for b, padded in ((1, False), (16, False), (16, True)):
+        steps = [row for row in rows if (row.b, row.n, row.padded) == (b, 64 << 10, padded)]
+        ours = min((row.ms_p50 for row in steps if row.model == "nsa"), default=None)
+        dense = min((row.ms_p50 for row in steps if row.model != "nsa"), default=None)
         ratio = None if dense is None or ours is None else dense / ours
-        bars.append(Bar(f"step at 64K, batch {b}: dense takes as long", ratio, 1.0, at_least=True, unit="x"))
+        what = f"step at 64K, batch {b}{', padded' if padded else ''}: dense takes as long"
+        bars.append(Bar(what, ratio, 1.0, at_least=True, unit="x"))
     return bars
 
 
@@ -169,7 +201,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--batch", type=numbers, default=[1, 16], help="sequences; default: 1,16")
     for name, default in SIZES.items():
         add(f"--{name.replace('_', '-')}", type=positive, default=default, help="of the models; default: %(default)s")
-    add("--modes", nargs="+", choices=MODES, help="default: eager, on CUDA also graph")
+    add("--modes", nargs="+", choices=MODES, help="default: eager, on CUDA all")
     add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of weights and cache; default: %(default)s")
     add("--device", choices=device_types(), default=device_types()[0], help="default: %(default)s")
     add("--bars", action="store_true", help="hold the figures against what they have to reach")

@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -443,21 +444,30 @@ def decoding(page: Path) -> Lines:
     yield verdict_of(content)
 
 
-def generating_steps() -> dict[tuple[int, int], dict[tuple[str, str], float]]:
-    """Milliseconds by N and batch, then by mode and model."""
-    by_case: dict[tuple[int, int], dict[tuple[str, str], float]] = {}
+STEP_MODELS = {"nsa": "NSA", "dense": "dense", "dense_unmasked": "dense without a mask"}
+
+
+def generating_steps() -> dict[tuple[int, int, bool], dict[tuple[str, str], float]]:
+    """Milliseconds by N, batch and whether it is padded, then by mode and model."""
+    by_case: dict[tuple[int, int, bool], dict[tuple[str, str], float]] = {}
     for row in load("generate-h200")["rows"]:
-        by_case.setdefault((row["n"], row["b"]), {})[row["mode"], row["model"]] = row["ms_p50"]
+        case = row["n"], row["b"], row.get("padded", False)
+        by_case.setdefault(case, {})[row["mode"], row["model"]] = row["ms_p50"]
     return by_case
 
 
 def generating(page: Path) -> Lines:
-    columns = [(mode, model) for mode in ("graph", "eager") for model in ("nsa", "dense")]
-    cells = [
-        [tokens(n), f"{batch}", *(ms(step[column]) for column in columns)]
-        for (n, batch), step in generating_steps().items()
+    steps = generating_steps()
+    columns = [
+        column
+        for column in product(("graph", "compiled", "eager"), STEP_MODELS)
+        if any(column in step for step in steps.values())
     ]
-    yield from table(["tokens", "batch", "NSA, graph", "dense, graph", "NSA, eager", "dense, eager"], cells)
+    cells = [
+        [tokens(n), f"{batch}{', padded' if padded else ''}", *(ms(step.get(column)) for column in columns)]
+        for (n, batch, padded), step in steps.items()
+    ]
+    yield from table(["tokens", "batch", *(f"{STEP_MODELS[model]}, {mode}" for mode, model in columns)], cells)
     yield from source(page, "generate-h200")
     yield ""
     yield verdict_of(load("generate-h200"))
@@ -468,13 +478,22 @@ BLOCK_SPARSE = {"block_sparse": "attention", "top_blocks": "choice of blocks", "
 
 def block_sparse(page: Path) -> Lines:
     content = load("block-sparse-h200")
+    branch = {
+        ("fwd+bwd" if row["stage"] == "both" else "fwd"): row["ms"]
+        for row in load("token-selected-h200")["rows"]
+        if (row["n"], row["h"], row["h_kv"], row["choice"]) == (64 << 10, 64, 4, "random")
+        and row["stage"] in ("forward", "both")
+    }
     cells = []
     for row in content["rows"]:
         what = BLOCK_SPARSE[row["op"]] + (f", blocks of {row['block']}" if row["op"] == "block_sparse" else "")
         peers = (ms(row[f"{peer}_ms"]) for peer in ("dense", "mask", "pairs"))
-        cells.append([what, tokens(row["n"]), row["pass"], ms(row["ms_p50"]), percent(row["share_of_floor"]), *peers])
+        same = (row["op"], row["block"], row["n"]) == ("block_sparse", 64, 64 << 10)
+        selected = ms(branch[row["pass"]]) if same else ""
+        share = percent(row["share_of_floor"])
+        cells.append([what, tokens(row["n"]), row["pass"], ms(row["ms_p50"]), share, *peers, selected])
     head = ["", "tokens", "pass", "ours", "of the floor", "dense FA4", "SDPA, mask of pairs", "PyTorch, all pairs"]
-    yield from table(head, cells)
+    yield from table([*head, "selected branch"], cells)
     yield from source(page, "block-sparse-h200")
     yield ""
     yield verdict_of(content)
@@ -566,10 +585,14 @@ def losses(page: Path) -> Lines:
     for row in load("block-sparse-h200")["rows"]:
         case = f"{BLOCK_SPARSE[row['op']]}, blocks of {row['block']}, {tokens(row['n'])}, {row['pass']}"
         hold(f"block-sparse {case}", row["ms_p50"], {"dense FA4": row["dense_ms"], "SDPA": row["mask_ms"]})
-    for (n, batch), step in generating_steps().items():
-        for mode in ("graph", "eager"):
-            case = f"a step of generate, {tokens(n)}, batch {batch}, {mode}"
-            hold(case, step[mode, "nsa"], {"dense": step[mode, "dense"]})
+    for (n, batch, padded), step in generating_steps().items():
+        for mode in sorted({mode for mode, model in step if model == "nsa"}, reverse=True):
+            case = f"a step of generate, {tokens(n)}, batch {batch}{', padded' if padded else ''}, {mode}"
+            hold(
+                case,
+                step[mode, "nsa"],
+                {STEP_MODELS[peer]: step.get((mode, peer)) for peer in STEP_MODELS if peer != "nsa"},
+            )
     for row in load("neighborhood-h200")["rows"]:
         if row["default"]:
             peers = {name: row[f"{key}_ms"] for key, name in (("fa4", "FA4"), ("flex", "flex"), ("liger", "Liger"))}

@@ -114,6 +114,41 @@ def test_wrong_results_make_it_red(
     assert len(content["red"]) == 1
 
 
+def test_the_masked_peer_takes_queries_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "MOST_PAIRS", 30 * 100)
+    real, shapes = bench.scaled_dot_product_attention, []
+
+    def called(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        shapes.append((q.shape[2], k.shape[2]))
+        return real(q, k, v, **options)
+
+    monkeypatch.setattr(bench, "scaled_dot_product_attention", called)
+    _, content = run(tmp_path, "--ops", "block_sparse")
+    assert all(row["mask_ms"] > 0 for row in content["rows"]), "its error is within budget"
+    assert set(shapes) == {(30, 30), (30, 60), (30, 90), (10, 100)}
+
+
+@pytest.mark.parametrize("make", [wrong_result, wrong_gradient])
+def test_a_masked_peer_with_wrong_results_has_no_time(
+    make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "masked_attention", make(bench.masked_attention))
+    status, content = run(tmp_path, "--ops", "block_sparse")
+    assert (status, content["gate"]) == (0, "green")
+    wrong = [row["pass"] for row in content["rows"] if row["mask_ms"] is None]
+    assert wrong == (["fwd", "fwd+bwd"] if make is wrong_result else ["fwd+bwd"])
+    reasons = [reason for reason in content["missing"] if reason.startswith("mask did not run: error ")]
+    assert len(reasons) == len(wrong)
+
+
+def test_the_layer_has_lengths_of_its_own() -> None:
+    lengths: dict[str, list[int]] = {}
+    for case in bench.parse(["--device", "cuda"]).cases:
+        if case.block == 128 and case.direction == "fwd":
+            lengths.setdefault(case.op, []).append(case.n >> 10)
+    assert lengths == {"block_sparse": [8, 64, 128], "top_blocks": [8, 64, 128], "m3_layer": [8, 16, 32, 64, 128]}
+
+
 def test_a_layer_of_minimax_m3(tmp_path: Path) -> None:
     """Beside transformers' own, or told why not."""
     status, content = run(tmp_path, "--ops", "m3_layer", "--peak-tflops", "1")
@@ -129,6 +164,22 @@ def test_a_layer_of_minimax_m3(tmp_path: Path) -> None:
     for row in content["rows"]:
         assert 0 < row["error"] <= row["error_budget"]
         assert min(row["mask_ms"], row["pairs_ms"], row["floor_ms"]) > 0
+
+
+@pytest.mark.hf_extra
+@pytest.mark.parametrize("name", ["top_blocks_by_max", "block_sparse_attention"])
+def test_the_layer_is_checked_where_blocks_are_chosen(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 tokens have more than three blocks of 16: other choices, and other attention to them, are wrong results."""
+    from nsa.integrations import minimax_m3
+
+    make = wrong_blocks if name == "top_blocks_by_max" else wrong_gradient
+    monkeypatch.setattr(minimax_m3, name, make(getattr(minimax_m3, name)))
+    status, content = run(tmp_path, "--ops", "m3_layer", "--no-peers")
+    assert (status, content["gate"]) == (1, "red")
+    at = "fwd" if name == "top_blocks_by_max" else "fwd+bwd"
+    assert content["red"][0].startswith(f"m3_layer N=100 block=16 {at}: error ")
 
 
 def test_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,14 @@
-"""bench_generate.py on a CPU: both models make steps, and what cannot run is said."""
+"""bench_generate.py on a CPU: all models make steps with the inputs of `generate`, and what cannot run is said."""
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench import bench_generate
 from tests.support.bench_helpers import assert_documented
@@ -16,13 +18,13 @@ pytestmark = pytest.mark.hf_extra
 TINY = ["--layers=1", "--hidden=16", "--heads=2", "--kv-heads=1", "--head-dim=8", "--dtype=fp32", "--device=cpu"]
 
 
-def test_both_models_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_models_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = bench_generate.time_step
 
-    def failing(model: Any, mode: str, b: int, n: int, device: Any) -> Any:
+    def failing(model: Any, mode: str, b: int, *others: Any) -> Any:
         if b == 3:
             raise RuntimeError("out of memory\nand more")
-        return real(model, mode, b, n, device)
+        return real(model, mode, b, *others)
 
     monkeypatch.setattr(bench_generate, "time_step", failing)
     monkeypatch.setattr(bench_generate, "STEPS", 12)
@@ -31,28 +33,62 @@ def test_both_models_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     content = json.loads(out.with_suffix(".json").read_text())
     assert {bar["verdict"] for bar in content.pop("bars")} == {"not measured"}
     assert_documented("bench/bench_generate.py", content, {"rows": bench_generate.Row})
-    assert [(row["model"], row["b"], row["n"]) for row in content["rows"]] == [("dense", 2, 40), ("nsa", 2, 40)]
+    cases = [("dense", False), ("dense", True), ("dense_unmasked", False), ("nsa", False), ("nsa", True)]
+    assert [(row["model"], row["padded"]) for row in content["rows"]] == cases
+    assert {(row["b"], row["n"]) for row in content["rows"]} == {(2, 40)}
     assert all(row["ms_p50"] > 0 for row in content["rows"])
-    assert content["missing"] == [f"{name}, eager, N=40, B=3: out of memory" for name in ("dense", "nsa")]
+    assert content["missing"] == [
+        f"{name}, eager, N=40, B=3{', padded' if padded else ''}: out of memory" for name, padded in cases
+    ]
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("mode", bench_generate.MODES)
 @pytest.mark.parametrize("name", bench_generate.MODELS)
-def test_a_step_appends_a_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_generate, "CHUNK", 16)
-    args = bench_generate.parse(TINY)
-    model = bench_generate.make_models(args)[name]
-    for mode in ("eager", "graph"):
-        with bench_generate.torch.no_grad():
-            step = bench_generate.stepper(model, mode, 2, 40, bench_generate.torch.device("cpu"))
-            assert step().shape == (2, 1, 32_000)
-            assert not bench_generate.torch.equal(step(), step())
+def test_steps_have_the_inputs_of_generate(name: str, mode: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import CompileConfig
+
+    monkeypatch.setattr(bench_generate, "CHUNK", 24)
+    model, cpu = bench_generate.make_models(bench_generate.parse(TINY))[name], torch.device("cpu")
+    config = CompileConfig(backend="eager", mode=None, fullgraph=True)
+    monkeypatch.setattr(model, "_default_compile_config", lambda: config)
+    prepare, prepared = model.prepare_inputs_for_generation, []
+
+    @functools.wraps(prepare)
+    def recorded(*args: Any, **options: Any) -> Any:
+        inputs = prepare(*args, **options)
+        prepared.append({key: x.clone() for key, x in inputs.items() if isinstance(x, torch.Tensor)})
+        return inputs
+
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", recorded)
+    with torch.no_grad():
+        step = bench_generate.stepper(model, mode, 2, 40, padded, cpu)
+        first, second = step(), step()
+    assert first.shape == (2, 1, 32_000)
+    assert not torch.equal(first, second), "the cache has grown"
+    mine = prepared[-1]
+    prepared.clear()
+    ids = torch.randint(3, 32_000, (2, 40))
+    mask = torch.ones_like(ids)
+    mask[0, : bench_generate.PADDING * padded] = 0
+    options: dict[str, Any] = {} if mode == "eager" else {"cache_implementation": "static"}
+    options |= {"max_new_tokens": bench_generate.STEPS + 1, "eos_token_id": None, "do_sample": False}
+    model.generate(ids, attention_mask=mask, **options)
+    theirs = [inputs for inputs in prepared if inputs["input_ids"].shape[1] == 1][1]
+    assert mine.keys() == theirs.keys()
+    assert torch.equal(mine["position_ids"], theirs["position_ids"])
+    for key, x in mine.items():
+        assert (x.shape, x.dtype) == (theirs[key].shape, theirs[key].dtype), key
 
 
-def test_bars_are_of_the_fastest_modes() -> None:
-    def row(model: str, mode: str, b: int, ms: float) -> bench_generate.Row:
-        return bench_generate.Row(model, mode, b, 64 << 10, ms, ms, ms)
+def test_bars_are_of_the_fastest_modes_and_dense_models() -> None:
+    def row(model: str, mode: str, b: int, ms: float, padded: bool = False) -> bench_generate.Row:
+        return bench_generate.Row(model, mode, b, 64 << 10, padded, ms, ms, ms)
 
-    rows = [row("dense", "eager", 1, 3.0), row("dense", "graph", 1, 2.0), row("nsa", "eager", 1, 4.0)]
-    rows += [row("nsa", "graph", 1, 1.6), row("dense", "graph", 16, 2.0), row("nsa", "graph", 16, 2.5)]
-    assert [(bar.reached, bar.verdict) for bar in bench_generate.find_bars(rows)] == [(1.25, "pass"), (0.8, "FAIL")]
-    assert {bar.verdict for bar in bench_generate.find_bars(rows[:3])} == {"FAIL", "not measured"}
+    rows = [row("dense", "eager", 1, 3.0), row("dense", "graph", 1, 2.5), row("nsa", "eager", 1, 4.0)]
+    rows += [row("dense_unmasked", "graph", 1, 2.0), row("nsa", "compiled", 1, 1.6)]
+    rows += [row("dense", "graph", 16, 2.0), row("nsa", "graph", 16, 2.5)]
+    rows += [row("dense", "graph", 16, 6.0, padded=True), row("nsa", "graph", 16, 3.0, padded=True)]
+    found = [(bar.reached, bar.verdict) for bar in bench_generate.find_bars(rows)]
+    assert found == [(1.25, "pass"), (0.8, "FAIL"), (2.0, "pass")]
+    assert [bar.verdict for bar in bench_generate.find_bars(rows[:3])] == ["FAIL", "not measured", "not measured"]
