@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa import NeighborhoodAttention, NSAConfig, NSAttention
-from nsa.distributed import ContextParallel
-from nsa.distributed.layout import Layout, moves
+from nsa.distributed import ContextParallel, attention
+from nsa.distributed.layout import Layout, make_layout, moves
 from tests.support import context_cases as cases
 from tests.support.helpers import SMALL, make_qkv
+from tests.support.live_memory import PeakBytes
 from tests.support.ranks import Ranks
 
 SIZES = (2, 3, 4)
@@ -134,6 +137,34 @@ def test_eight_ranks() -> None:
 @pytest.mark.parametrize("preset", ["seed", "paper"])
 def test_sums_are_rounded_once_and_alike_in_every_run(ranks: Ranks, preset: str) -> None:
     ranks.run(3, cases.rounds_once, SMALL[preset], 300)
+
+
+def test_gathered_keys_take_two_passes(alone: cases.MakeCP) -> None:
+    """Those of a pass and those under way: what these are received in is one rank's message itself."""
+    tokens, heads = 64, 3
+    cp = alone()
+    k, v = (torch.randn(1, tokens, heads, 8) for _ in range(2))
+    layout = make_layout(tokens, None, 1, cp.layout, cp.tile)
+    plan = attention.Plan(cp._comm, layout, NSAConfig.paper(), False, heads, 1, 1, ())
+    with PeakBytes() as memory:
+        for _, keys in attention.gathered_keys(plan, {"k": k, "v": v}):
+            del keys
+    assert memory.peak == 2 * (k.nbytes + v.nbytes) // heads
+
+
+def test_rows_of_a_part_are_freed_before_the_next_one(alone: cases.MakeCP, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend_part, earlier = attention._attend_part, []
+
+    def attend_alone(*arguments: Any) -> Any:
+        assert all(x() is None for x in earlier)
+        result, kept = attend_part(*arguments)
+        earlier.append(weakref.ref(result))
+        return result, kept
+
+    monkeypatch.setattr(attention, "_attend_part", attend_alone)
+    q, k, v = make_qkv(50)
+    alone(tile=16, kv_heads_per_pass=1).nsa(q, k, v, config=SMALL["paper"])
+    assert len(earlier) == k.shape[2] > 1
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
