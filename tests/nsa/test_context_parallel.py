@@ -172,7 +172,7 @@ def test_neighborhood_attention(ranks: Ranks, layout: str) -> None:
     ranks.run(3, cases.neighborhood_equals_whole, (0, 2, 41), layout)
 
 
-@pytest.mark.parametrize("how", ["plain", "checkpointing", "compiled", "autocast"])
+@pytest.mark.parametrize("how", ["plain", "checkpointing", "eager", "aot_eager", "autocast"])
 def test_models(ranks: Ranks, how: str) -> None:
     ranks.run(2, cases.model_equals_whole, SMALL["paper"], 70, how)
 
@@ -183,6 +183,10 @@ def test_with_data_parallelism_and_sharded_parameters(ranks: Ranks) -> None:
 
 def test_dtensors(ranks: Ranks) -> None:
     ranks.run(3, cases.takes_dtensors, SMALL["seed"])
+
+
+def test_dtensors_with_tensor_parallelism_over_heads(ranks: Ranks) -> None:
+    ranks.run(4, cases.takes_dtensors, SMALL["seed"], True)
 
 
 # Refusals: on every rank, and the next call works
@@ -216,6 +220,16 @@ def test_what_no_rank_can_run(ranks: Ranks, change: str, error: str, words: list
         assert all(word in message for word in words), message
 
 
+@pytest.mark.cuda_extra
+def test_a_chunk_off_the_stride_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    """With tile=1 rank 1 of 2 begins at token 50 of 100, which is no multiple of 16, and rank 0 at token 0."""
+    for kind, message in ranks.outcomes(2, cases.refuses_on_hopper, 100):
+        assert kind == "raised"
+        assert message.startswith("BackendError: takes deterministic=True in backward only on Hopper"), message
+        assert message.endswith("got q_start=50, stride=16"), message
+    ranks.run(2, cases.refuses_on_hopper, 96)
+
+
 def test_a_rank_that_ends_ends_all() -> None:
     began = time.monotonic()
     with Ranks(3, seconds=5) as three:
@@ -226,6 +240,16 @@ def test_a_rank_that_ends_ends_all() -> None:
         assert f"gather failed on rank {rank} of 3" in message, message
         assert "2" in message.partition("no failure reported by rank")[2], message
     assert time.monotonic() - began < 30
+
+
+def test_a_rank_that_ends_in_backward_ends_all() -> None:
+    with Ranks(3, seconds=5) as three:
+        *others, last = three.outcomes(3, cases.ends_in_backward, 2)
+    assert last[0] == "ended"
+    for rank, (kind, message) in enumerate(others):
+        assert kind == "raised", message
+        assert f"exchange failed on rank {rank} of 3" in message, message
+        assert "2" in message.partition("no failure reported by rank")[2], message
 
 
 def test_a_rank_that_is_late_ends_all() -> None:
