@@ -20,8 +20,14 @@ from nsa.distributed.attention import Plan, attend, attend_backward, heads_per_p
 from nsa.distributed.layout import Layout, Range
 
 PASSES = ("fwd", "fwd+bwd")
-GATHERED_PASSES = {"fwd": 2, "fwd+bwd": 8}
-"""Bytes that a call takes for messages at most, in those of a pass's keys and values (docs/distributed.md, Memory)."""
+
+# Limits of `cute`, which is not imported on a CPU
+STREAMS = 2
+"""Chunks of the selected branch that run at a time in token mode."""
+PARTIAL_BYTES = {"fwd": 520 << 20, "fwd+bwd": 512 << 20}
+"""Partial results of such a chunk; backward's are also those of a tile-mode call, and of phases of entries."""
+TEMPORARY_BYTES = 1 << 30
+"""What heads that backward takes at a time need, if they are more than one."""
 
 
 class Case(NamedTuple):
@@ -106,7 +112,7 @@ class Share:
     peak_gib: float | None
     """Of the rank that takes most, together."""
     bound_gib: float | None
-    """The undivided call's by the number of ranks, and what messages take at most."""
+    """What it may take (`bound_gib`)."""
 
     def as_json(self) -> dict[str, Any]:
         return {("pass" if name == "direction" else name): value for name, value in vars(self).items()}
@@ -141,9 +147,7 @@ def find_shares(rows: Sequence[Row], kv_heads_per_pass: int | None = None) -> li
         slowest = {mode: max(one.ms for one in own) for mode, own in modes.items()}
         together = slowest.get("together")
         peaks = [one.peak_gib for one in modes.get("together", []) if one.peak_gib is not None]
-        bound = None
-        if single is not None and single.peak_gib is not None and peaks:
-            bound = single.peak_gib / case.ranks + message_gib(alone_rows[0], kv_heads_per_pass)
+        bound = max(bound_gib(one, kv_heads_per_pass) for one in alone_rows) if peaks else None
         shares.append(
             Share(
                 case.preset,
@@ -163,11 +167,38 @@ def find_shares(rows: Sequence[Row], kv_heads_per_pass: int | None = None) -> li
     return shares
 
 
-def message_gib(one: Row, kv_heads_per_pass: int | None) -> float:
-    """What a call takes at most for gathered keys and shares."""
-    itemsize = DTYPES[one.dtype].itemsize
-    per_pass = kv_heads_per_pass or heads_per_pass(one.h_kv, one.n, 2 * one.d * (itemsize + 4))
-    return GATHERED_PASSES[one.direction] * one.n * per_pass * 2 * one.d * itemsize / 2**30
+def bound_gib(one: Row, kv_heads_per_pass: int | None = None) -> float:
+    """GiB beside inputs that a call of `cute` takes at most on the rank of a row: the tensors that live at a time.
+
+    docs/distributed.md has them in words (Memory). A part is taken to have all of the rank's tokens, as where its two
+    chunks meet.
+    """
+    config, size, wide = PRESETS[one.preset](), DTYPES[one.dtype].itemsize, torch.float32.itemsize
+    group, token_mode = one.h // one.h_kv, config.token_mode
+    per_pass = kv_heads_per_pass or heads_per_pass(one.h_kv, one.n, 2 * one.d * (size + wide))
+    # Of a key/value head: its keys and values, the same in fp32, and what is like q of its query heads
+    keys = one.n * 2 * one.d * size
+    sums, entries = keys * wide / size, keys / config.stride
+    queries, stats = one.tokens * group * one.d * size, one.tokens * group * 3 * wide
+    chosen = one.tokens * config.num_selected_blocks * 4 * (1 if token_mode else group / config.q_tile_size)
+    partials = PARTIAL_BYTES[one.direction] * (STREAMS if token_mode else 1)
+
+    messages = keys + keys * (1 + 1 / one.ranks)  # gathered, and under way with the rank's own
+    if one.direction == "fwd":
+        branches = queries * (2 if token_mode else 3)  # token mode writes the selected one into the gated sum
+        part = queries + branches + 2 * stats + entries + chosen  # the sum; lse and gates
+        return (one.h_kv * queries + per_pass * (messages + part) + (partials if token_mode else 0)) / 2**30
+
+    kept = 3 * queries + 2 * stats + 2 * entries + chosen  # branches, lse and gates, entries of two parts
+    own = 2 * queries + keys / one.ranks  # out and dq, dk and dv
+    part = queries + 2 * sums  # dq; fp32 dk and dv, and shares that they are added to
+    half = one.tokens // 2 * group * one.d * (3 * size + wide) + keys / size * (2 * size + wide)
+    heads = max(1, min(per_pass, TEMPORARY_BYTES // int(half)))  # of a part of half the tokens, which takes more
+    compressed = heads * (queries * wide / size + 2 * sums / config.stride) + PARTIAL_BYTES[one.direction]
+    selected = heads * (queries + keys + (STREAMS * sums if token_mode else 0)) + partials
+    window = heads * 2 * (queries + keys)  # beside what the selected one left to add up
+    at_work = heads * 3 * stats + max(compressed, selected, window)  # lse, delta and gradients of gates
+    return (one.h_kv * (own + kept) + per_pass * (messages + part) + at_work) / 2**30
 
 
 # Calls

@@ -10,7 +10,8 @@ bytes the loss is computed again with the text cut off after them; `lookahead` i
     torchrun --nproc-per-node=2 examples/train_text.py --context-parallel 2
 
 divides every sequence among two processes (docs/distributed.md). Losses are those of one process, but for rounding:
-`--beside FILE` puts those of an earlier run with the same arguments beside them, and the largest difference.
+`--beside FILE` puts those of an earlier run with the same arguments beside them, and the largest difference. Where a
+difference is above what rounding explains (`rounding_tolerance`), the status is 1.
 
 Writes OUT.json (schema: docs/results_files.md) and OUT.png after each variant.
 """
@@ -36,7 +37,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import dispatch
-from bench.report import write_json
+from bench.common import DTYPES
+from bench.report import relative, write_json
 from examples.shared.byte_models import (
     Corpus,
     Curves,
@@ -242,7 +244,9 @@ def run(args: argparse.Namespace, *, first: bool = True) -> int:
         raise SystemExit(str(refusal)) from refusal
 
     content = facts(args, corpus)
-    args.beside = [read_beside(path, content) for path in args.beside]
+    earlier = [read_beside(path, content) for path in args.beside]
+    tolerance = rounding_tolerance(args)
+    beside: list[dict[str, Any]] = []
     introduce(args, content, f"dense attention by {args.dense.name}")
     for note in notes:
         console.print(note, style="yellow", markup=False)
@@ -262,15 +266,18 @@ def run(args: argparse.Namespace, *, first: bool = True) -> int:
             "summary": [asdict(summary) for summary in summaries],
             "verdict": verdict(summaries, short=is_short(args)),
         }
-        if args.beside:
-            results["beside"] = [differences(run, rows) for run in args.beside]
+        if earlier:
+            beside[:] = [differences(run, rows, tolerance) for run in earlier]
+            results["beside"] = beside
         write_json(out.with_suffix(".json"), {**content, **results})
         plot(rows, out.with_suffix(".png"), content["device"], CURVES)
 
     train_variants(args, train)
     if first:
         print_summary(summaries, out, short=is_short(args))
-    return 0
+        for path, one in zip(args.beside, beside, strict=True):
+            print_beside(path, one, rows)
+    return int(any(one["equal"] is False for one in beside))
 
 
 def facts(args: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
@@ -303,17 +310,41 @@ def read_beside(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     return run
 
 
-def differences(run: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
-    """The losses of an earlier run at the steps of this one's rows, and the largest differences."""
+def rounding_tolerance(args: argparse.Namespace) -> float | None:
+    """How far rounding moves a loss of two runs with the same arguments, as a share of it; None: nothing can be said.
+
+    Sums of n terms in another order differ by about sqrt(n) eps of their terms. Gradients of weights are sums over the
+    n bytes of a batch, and Adam divides them by their size, so every update differs by that share: after T updates
+    by T sqrt(n) eps of what training moves, which is no more than the loss itself. From a tenth on, as in bf16, this
+    tells nothing from a mistake.
+    """
+    eps = torch.finfo(DTYPES[args.dtype]).eps
+    tolerance = args.steps * math.sqrt(args.batch * args.context) * eps
+    return tolerance if tolerance < 0.1 else None
+
+
+def differences(run: dict[str, Any], rows: list[Row], tolerance: float | None) -> dict[str, Any]:
+    """The losses of an earlier run at the steps of this one's rows, the largest differences, and whether each is at
+    most `tolerance` of its loss.
+    """
     own = {(row.variant, row.step): row for row in rows}
     pairs = [(row, own[key]) for row in run["rows"] if (key := (row["variant"], row["step"])) in own]
-    largest = {
-        name: max((abs(row[name] - getattr(mine, name)) for row, mine in pairs if row[name] is not None), default=None)
+    losses = {
+        name: [(row[name], getattr(mine, name)) for row, mine in pairs if row[name] is not None]
         for name in ("train_loss", "val_loss")
     }
-    parallel = run["training"]["context_parallel"]
-    rows_there = [row for row, _ in pairs]
-    return {"command": run["command"], "context_parallel": parallel, "differences": largest, "rows": rows_there}
+    largest = {name: max((abs(a - b) for a, b in own), default=None) for name, own in losses.items()}
+    equal = None
+    if tolerance is not None:
+        equal = all(abs(a - b) <= tolerance * a for own in losses.values() for a, b in own)  # NaN is unequal
+    return {
+        "command": run["command"],
+        "context_parallel": run["training"]["context_parallel"],
+        "differences": largest,
+        "tolerance": tolerance,
+        "equal": equal,
+        "rows": [row for row, _ in pairs],
+    }
 
 
 # The command line
@@ -339,7 +370,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="results of runs that differ in --context-parallel at most: write down their losses and the differences",
+        help="results of runs that differ in --context-parallel at most: write down their losses and the differences, "
+        "and fail where these are more than rounding",
     )
     parser.add_argument(
         "--save-indices",
@@ -435,6 +467,28 @@ def print_summary(summaries: list[Summary], out: Path, *, short: bool) -> None:
         losses = (f"{s.final_val_loss:.4f}", f"{s.bits_per_byte:.4f}")
         table.add_row(s.variant, *losses, distance, added, *cost_texts(s), str(s.steps))
     show_results(table, verdict(summaries, short=short), out)
+
+
+def print_beside(path: Path, found: dict[str, Any], rows: list[Row]) -> None:
+    """The final losses of this run and of an earlier one, and whether all agree.
+
+    Args:
+        found: from `differences`.
+    """
+    there = {row["variant"]: row for row in found["rows"]}
+    for row in {row.variant: row for row in rows}.values():
+        if (other := there.get(row.variant)) is not None and other["step"] == row.step:
+            console.print(
+                f"{row.variant}, step {row.step}: validation loss {row.val_loss:.6f} here, {other['val_loss']:.6f} "
+                f"in {relative(path)}",
+                soft_wrap=True,
+            )
+    largest = max((x for x in found["differences"].values() if x is not None), default=math.nan)
+    verdicts = {True: "equal", False: "NOT equal", None: "more than rounding cannot be told from it in this dtype"}
+    tolerance = "" if found["tolerance"] is None else f", {found['tolerance']:.1e} of a loss is rounding"
+    console.print(
+        f"Largest difference of all losses {largest:.1e}{tolerance}: {verdicts[found['equal']]}", soft_wrap=True
+    )
 
 
 def _style(variant: str) -> dict[str, Any]:

@@ -174,12 +174,16 @@ def heads_per_pass(kv_heads: int, rows: int, row_bytes: int) -> int:
 
 
 def gathered_keys(plan: Plan, tensors: Mapping[str, Tensor]) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-    """The heads of each pass, and their keys, values and entries of all ranks; those of the next pass are under way."""
+    """The heads of each pass, and their keys, values and entries of all ranks; those of the next pass are under way.
+
+    Lists are emptied as they are read: nothing here may hold keys, or what they were received in, any longer.
+    """
     under_way = [start_gathers(plan, tensors, plan.passes[0])]
     for heads, following in zip_longest(plan.passes, plan.passes[1:]):
+        arrived = [under_way.pop()()]  # before the next pass's keys need memory, too
         if following is not None:
             under_way.append(start_gathers(plan, tensors, following))
-        yield heads, under_way.pop(0)()  # what it was received in is free then
+        yield heads, arrived.pop()
 
 
 def start_gathers(plan: Plan, tensors: Mapping[str, Tensor], heads: slice) -> Callable[[], dict[str, Tensor]]:
@@ -214,6 +218,7 @@ def attend(plan: Plan, tensors: Mapping[str, Tensor], *, saving: bool) -> tuple[
         for row_range in plan.row_ranges(q.device):
             result, kept = _attend_range(plan.call(tensors, keys, heads, row_range, needs_grad=saving), saving)
             out[..., row_range.rows, plan.heads_of("q", heads), :] = result
+            del result  # before the next range needs memory
             saved.append(kept)
         del keys
     return out, saved
@@ -246,8 +251,10 @@ def attend_backward(
         del keys
         for name in list(shares):
             everyone = [[(0, plan.total(name))]] * plan.comm.size
-            total = plan.comm.add_shares(shares.pop(name).movedim(-3, 0), plan.held(name), everyone)
-            gradients[name][..., heads, :] = total.movedim(0, -3)
+            own = plan.held(name)
+            gradients[name].movedim(-3, 0)[..., heads, :] = plan.comm.add_shares(
+                shares.pop(name).movedim(-3, 0), own, everyone
+            )
     return {name: gradient.to(tensors[name].dtype) for name, gradient in gradients.items()}
 
 

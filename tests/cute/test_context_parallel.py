@@ -39,6 +39,13 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
+def sharing() -> Iterator[Ranks]:
+    """Groups that share a GPU over gloo, of sizes that no host may have GPUs for."""
+    with Ranks(1, 3, 8, seconds=300) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="module")
 def nccl() -> Iterator[Ranks]:
     with start("nccl") as processes:
         yield processes
@@ -57,6 +64,18 @@ def test_rows_are_those_of_one_process_bit_for_bit(ranks: Ranks, preset: str, la
 @pytest.mark.parametrize("preset", LARGE)
 def test_packs_across_ranks(ranks: Ranks, preset: str) -> None:
     ranks.run(2, cases.bits_on_gpu, LARGE[preset], 3000, "zigzag", [900, 0, 1, 1800, 200])
+
+
+@pytest.mark.parametrize(("size", "tokens"), [(1, 3000), (8, 5000), (8, 7)])
+@pytest.mark.parametrize("preset", LARGE)
+def test_one_rank_eight_ranks_and_fewer_tokens(sharing: Ranks, preset: str, size: int, tokens: int) -> None:
+    sharing.run(size, cases.bits_on_gpu, LARGE[preset], tokens, "zigzag")
+
+
+@pytest.mark.parametrize("preset", LARGE)
+def test_packs_in_contiguous_chunks(sharing: Ranks, preset: str) -> None:
+    """The third document begins on rank 0, fills rank 1 and ends on rank 2."""
+    sharing.run(3, cases.bits_on_gpu, LARGE[preset], 3000, "contiguous", [700, 0, 1, 2000, 200])
 
 
 @DETERMINISTIC
@@ -102,7 +121,7 @@ def test_halos_over_nccl(nccl: Ranks, layout: str) -> None:
     nccl.run(2, cases.by_reference, cases.neighborhood_equals_whole, (0, 2, 41), layout)
 
 
-@pytest.mark.parametrize("how", ["plain", "checkpointing", "compiled"])
+@pytest.mark.parametrize("how", ["plain", "checkpointing", "eager", "aot_eager"])
 def test_models_over_nccl(nccl: Ranks, how: str) -> None:
     """Labels and losses, too."""
     nccl.run(2, cases.by_reference, cases.model_equals_whole, SMALL["paper"], 70, how)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa import NeighborhoodAttention, NSAConfig, NSAttention
-from nsa.distributed import ContextParallel
-from nsa.distributed.layout import Layout, moves
+from nsa.distributed import ContextParallel, attention
+from nsa.distributed.layout import Layout, make_layout, moves
 from tests.support import context_cases as cases
 from tests.support.helpers import SMALL, make_qkv
+from tests.support.live_memory import PeakBytes
 from tests.support.ranks import Ranks
 
 SIZES = (2, 3, 4)
@@ -136,12 +139,40 @@ def test_sums_are_rounded_once_and_alike_in_every_run(ranks: Ranks, preset: str)
     ranks.run(3, cases.rounds_once, SMALL[preset], 300)
 
 
+def test_gathered_keys_take_two_passes(alone: cases.MakeCP) -> None:
+    """Those of a pass and those under way: what these are received in is one rank's message itself."""
+    tokens, heads = 64, 3
+    cp = alone()
+    k, v = (torch.randn(1, tokens, heads, 8) for _ in range(2))
+    layout = make_layout(tokens, None, 1, cp.layout, cp.tile)
+    plan = attention.Plan(cp._comm, layout, NSAConfig.paper(), False, heads, 1, 1, ())
+    with PeakBytes() as memory:
+        for _, keys in attention.gathered_keys(plan, {"k": k, "v": v}):
+            del keys
+    assert memory.peak == 2 * (k.nbytes + v.nbytes) // heads
+
+
+def test_rows_of_a_part_are_freed_before_the_next_one(alone: cases.MakeCP, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend_part, earlier = attention._attend_part, []
+
+    def attend_alone(*arguments: Any) -> Any:
+        assert all(x() is None for x in earlier)
+        result, kept = attend_part(*arguments)
+        earlier.append(weakref.ref(result))
+        return result, kept
+
+    monkeypatch.setattr(attention, "_attend_part", attend_alone)
+    q, k, v = make_qkv(50)
+    alone(tile=16, kv_heads_per_pass=1).nsa(q, k, v, config=SMALL["paper"])
+    assert len(earlier) == k.shape[2] > 1
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_neighborhood_attention(ranks: Ranks, layout: str) -> None:
     ranks.run(3, cases.neighborhood_equals_whole, (0, 2, 41), layout)
 
 
-@pytest.mark.parametrize("how", ["plain", "checkpointing", "compiled", "autocast"])
+@pytest.mark.parametrize("how", ["plain", "checkpointing", "eager", "aot_eager", "autocast"])
 def test_models(ranks: Ranks, how: str) -> None:
     ranks.run(2, cases.model_equals_whole, SMALL["paper"], 70, how)
 
@@ -152,6 +183,10 @@ def test_with_data_parallelism_and_sharded_parameters(ranks: Ranks) -> None:
 
 def test_dtensors(ranks: Ranks) -> None:
     ranks.run(3, cases.takes_dtensors, SMALL["seed"])
+
+
+def test_dtensors_with_tensor_parallelism_over_heads(ranks: Ranks) -> None:
+    ranks.run(4, cases.takes_dtensors, SMALL["seed"], True)
 
 
 # Refusals: on every rank, and the next call works
@@ -185,6 +220,16 @@ def test_what_no_rank_can_run(ranks: Ranks, change: str, error: str, words: list
         assert all(word in message for word in words), message
 
 
+@pytest.mark.cuda_extra
+def test_a_chunk_off_the_stride_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    """With tile=1 rank 1 of 2 begins at token 50 of 100, which is no multiple of 16, and rank 0 at token 0."""
+    for kind, message in ranks.outcomes(2, cases.refuses_on_hopper, 100):
+        assert kind == "raised"
+        assert message.startswith("BackendError: takes deterministic=True in backward only on Hopper"), message
+        assert message.endswith("got q_start=50, stride=16"), message
+    ranks.run(2, cases.refuses_on_hopper, 96)
+
+
 def test_a_rank_that_ends_ends_all() -> None:
     began = time.monotonic()
     with Ranks(3, seconds=5) as three:
@@ -195,6 +240,16 @@ def test_a_rank_that_ends_ends_all() -> None:
         assert f"gather failed on rank {rank} of 3" in message, message
         assert "2" in message.partition("no failure reported by rank")[2], message
     assert time.monotonic() - began < 30
+
+
+def test_a_rank_that_ends_in_backward_ends_all() -> None:
+    with Ranks(3, seconds=5) as three:
+        *others, last = three.outcomes(3, cases.ends_in_backward, 2)
+    assert last[0] == "ended"
+    for rank, (kind, message) in enumerate(others):
+        assert kind == "raised", message
+        assert f"exchange failed on rank {rank} of 3" in message, message
+        assert "2" in message.partition("no failure reported by rank")[2], message
 
 
 def test_a_rank_that_is_late_ends_all() -> None:

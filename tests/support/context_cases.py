@@ -23,12 +23,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+import dispatch
 from bench.context_shares import difference
 from dispatch.registry import ENVIRONMENT_VARIABLE
 from nsa import LinearCompression, NeighborhoodAttention, NSAConfig, NSAttention, neighborhood_attention, nsa
+from nsa.common.resolve import resolve
 from nsa.distributed import ContextParallel
 from nsa.distributed.attention import WEIGHT_NAMES
-from tests.support.helpers import SMALL, make_qkv
+from tests.support.helpers import LARGE, SMALL, make_qkv
 
 MakeCP = Callable[..., ContextParallel]
 
@@ -276,7 +278,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def model_equals_whole(make: MakeCP, config: NSAConfig, tokens: int, how: str) -> None:
-    """Losses and gradients of a model. `how`: plain, checkpointing, compiled or autocast."""
+    """Losses and gradients of a model. `how`: plain, checkpointing, autocast, or a backend of torch.compile."""
     cp = make(tile=16)
     device = device_of(cp.group)
     torch.manual_seed(3)
@@ -288,7 +290,7 @@ def model_equals_whole(make: MakeCP, config: NSAConfig, tokens: int, how: str) -
         layer.context_parallel = None
     assert model.layers[0].context_parallel is cp
     model.checkpointing = how == "checkpointing"
-    run = torch.compile(model, backend="eager") if how == "compiled" else model
+    run = torch.compile(model, backend=how) if how in ("eager", "aot_eager") else model
     ids = torch.randint(50, (2, tokens), generator=torch.Generator().manual_seed(4)).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=how == "autocast"):
         logits = run(cp.shard(ids), cp.positions(tokens, device=device))
@@ -338,15 +340,22 @@ def fsdp_equals_whole(_: MakeCP, config: NSAConfig, tokens: int) -> None:
     assert_same(got, want, "FSDP")
 
 
-def takes_dtensors(make: MakeCP, config: NSAConfig) -> None:
-    cp = make(layout="contiguous", tile=16)
-    device = device_of(cp.group)
-    mesh = DeviceMesh.from_group(cp.group, device.type)
+def takes_dtensors(make: MakeCP, config: NSAConfig, over_heads: bool = False) -> None:
+    """Args: over_heads: of all ranks two divide the sequence, and the others its heads, as tensor parallelism does."""
+    device = device_of()
+    placements: list[Shard] = [Shard(1)]
+    if over_heads:
+        mesh = init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("cp", "tp"))
+        cp = ContextParallel(mesh["cp"], layout="contiguous", tile=16)
+        placements.append(Shard(2))
+    else:
+        cp = make(layout="contiguous", tile=16)
+        mesh = DeviceMesh.from_group(cp.group, device.type)
     q, k, v = make_qkv(16 * 2 * cp.size, device=str(device))
-    placed = [distribute_tensor(x, mesh, [Shard(1)]).requires_grad_() for x in (q, k, v)]
+    placed = [distribute_tensor(x, mesh, placements).requires_grad_() for x in (q, k, v)]
     out = cp.nsa(*placed, config=config)
     assert isinstance(out, DTensor)
-    assert out.placements == (Shard(1),)
+    assert out.placements == tuple(placements)
     torch.testing.assert_close(out.full_tensor(), nsa(q, k, v, config=config), rtol=1e-9, atol=1e-10)
     (dk,) = torch.autograd.grad(out.to_local().sum(), placed[1])
     leaf = k.clone().requires_grad_()
@@ -422,6 +431,38 @@ def ends_in_the_middle(make: MakeCP, last: int) -> None:
         cp._comm.start_gather = end  # type: ignore[method-assign]
     q, k, v = map(cp.shard, make_qkv(100, device=str(device_of(cp.group))))
     cp.nsa(q, k, v, config=SMALL["paper"]).cpu()  # waits for a GPU
+
+
+def ends_in_backward(make: MakeCP, last: int) -> None:
+    """The last rank ends where it would send its first shares of gradients."""
+    cp = make(tile=16)
+    if cp.rank == last:
+        cp._comm.add_shares = lambda *_: os._exit(1)  # type: ignore[assignment]
+    q, k, v = (cp.shard(x).requires_grad_() for x in make_qkv(100))
+    cp.nsa(q, k, v, config=SMALL["paper"]).sum().backward()
+
+
+def refuses_on_hopper(make: MakeCP, tokens: int) -> None:
+    """A deterministic call in token mode, refused as the kernels for GPUs refuse it on Hopper; else the reference's."""
+    from cute_kernels import support
+    from cute_kernels.runtime import device
+
+    def resolve_on_hopper(call: dispatch.Call, *arguments: Any, **keywords: Any) -> Any:
+        with (
+            mock.patch.dict(os.environ, {device.TARGET_VARIABLE: "sm_90a"}),
+            mock.patch("torch.cuda.is_available", return_value=True),
+        ):
+            device.compute_capability.cache_clear()
+            reason = support.check(replace(call, device="cuda:0"))
+        device.compute_capability.cache_clear()
+        if reason:
+            raise dispatch.BackendError(reason)
+        return resolve(call, *arguments, **keywords)
+
+    cp = make(layout="contiguous", tile=1)
+    q, k, v = (cp.shard(x).requires_grad_() for x in make_qkv(tokens, 2, 1, 64, dtype=torch.bfloat16))
+    with mock.patch("nsa.validate.resolve_call", resolve_on_hopper):
+        cp.nsa(q, k, v, config=LARGE["paper"], deterministic=True)
 
 
 def stays_away(make: MakeCP, seconds: float) -> None:
