@@ -37,8 +37,7 @@ def install(patch: pytest.MonkeyPatch, arch: str, rules: fa4.Rules, config: NSAC
     patch.setattr(forward, "kv_outer_forward", token_attention)
     patch.setattr(forward, "query_outer_forward", token_attention)
     patch.setattr(forward, "gated_sum", gated_sum)
-    for module in (forward, plan):
-        patch.setattr(module, "chosen_lists", chosen_lists)
+    patch.setattr(plan, "chosen_lists", chosen_lists)
     patch.setattr(forward, "prefix_lists", prefix_lists)
 
 
