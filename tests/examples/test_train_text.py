@@ -434,7 +434,7 @@ def test_divided_sequences_have_the_losses_of_whole_ones(tmp_path: Path) -> None
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("of a loss is rounding: equal") == 1  # one process shows, and both divide
-    one, other = (torch.load(file) for file in losses)
+    one, other = (torch.load(file, weights_only=True) for file in losses)
     assert one.shape == (2, SIZES["context"])
     torch.testing.assert_close(other, one, rtol=0, atol=tolerance * float(one.mean()))
 

@@ -152,16 +152,16 @@ def test_gathered_keys_take_two_passes(alone: cases.MakeCP) -> None:
     assert memory.peak == 2 * (k.nbytes + v.nbytes) // heads
 
 
-def test_rows_of_a_part_are_freed_before_the_next_one(alone: cases.MakeCP, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend_part, earlier = attention._attend_part, []
+def test_rows_of_a_range_are_freed_before_the_next_one(alone: cases.MakeCP, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend_range, earlier = attention._attend_range, []
 
     def attend_alone(*arguments: Any) -> Any:
         assert all(x() is None for x in earlier)
-        result, kept = attend_part(*arguments)
+        result, kept = attend_range(*arguments)
         earlier.append(weakref.ref(result))
         return result, kept
 
-    monkeypatch.setattr(attention, "_attend_part", attend_alone)
+    monkeypatch.setattr(attention, "_attend_range", attend_alone)
     q, k, v = make_qkv(50)
     alone(tile=16, kv_heads_per_pass=1).nsa(q, k, v, config=SMALL["paper"])
     assert len(earlier) == k.shape[2] > 1
