@@ -32,7 +32,7 @@ from cute_kernels.forward import nsa_saving as nsa_saving
 from cute_kernels.gate.backward import GateResults, gate_gradients
 from cute_kernels.gate.sums import key_gradients, query_gradients
 from cute_kernels.lists.kv_to_query import list_bytes, tile_bits, transposed_lists, transposed_prefix_lists
-from cute_kernels.lists.query_to_kv import BlockLists
+from cute_kernels.lists.query_to_kv import BlockLists, Keys
 from cute_kernels.mma.wgmma import TILE
 from cute_kernels.plan import (
     Call,
@@ -40,7 +40,6 @@ from cute_kernels.plan import (
     branch_kv,
     prepare,
     replay_of,
-    selected_entry_lists,
     selected_lists,
     token_mode_options,
     window_reach,
@@ -281,24 +280,7 @@ def backward_compressed(
         size = plan.config.n_block_size
         bits = tile_bits(indices, size=size, num_keys=k.shape[1], entries=True, documents=documents)
         if plan.atomic_free:
-            selected_backward(
-                q,
-                k,
-                gradients.v,
-                gradients.do,
-                gradients.lse,
-                delta,
-                selected_entry_lists(plan, q, k, indices, plan.first_row, width=TILE),
-                bits,
-                size=size,
-                keys=keys,
-                scale=plan.scale,
-                first_token=plan.first_row,
-                shifts=options.get("shifts"),
-                dq=gradients.dq,
-                dk=gradients.dk,
-                dv=gradients.dv,
-            )
+            _selected_without_atomics(plan, gradients, indices, bits, delta, size=size, entries=True)
         else:
             for part in list_chunks(plan, gradients, bits, size=size, width=size, entries=True):
                 fa4.compressed_backward(part.gradients, part.lists, **options)
@@ -407,33 +389,55 @@ def backward_selected(
         )
         return
     size = plan.config.select_size
-    shifts = None if plan.documents is None else plan.documents.key_shifts
     bits = tile_bits(indices, size=size, num_keys=k.shape[1], entries=False, documents=plan.documents)
     if deterministic or plan.atomic_free:
-        selected_backward(
-            q,
-            k,
-            v,
-            gradients.do,
-            gradients.lse,
-            delta,
-            selected_lists(plan, q, k, indices, plan.first_row, width=TILE),
-            bits,
-            size=size,
-            keys=plan.token,
-            scale=plan.scale,
-            first_token=plan.first_row,
-            shifts=shifts,
-            dq=gradients.dq,
-            dk=gradients.dk,
-            dv=gradients.dv,
-        )
+        _selected_without_atomics(plan, gradients, indices, bits, delta, size=size, entries=False)
         return
+    _, shifts = _visibility(plan, entries=False)
     for part in list_chunks(plan, gradients, bits, size=size, width=plan.rules.backward_width(size), entries=False):
         where = {"first_row": part.first_row, "first_key": part.first_key, "first_token": plan.first_row}
         fa4.selected_backward(
             part.gradients, part.lists, causal=plan.config.causal, scale=plan.scale, shifts=shifts, **where
         )
+
+
+def _selected_without_atomics(
+    plan: Plan, gradients: Gradients, indices: Tensor, bits: Tensor, delta: Tensor, *, size: int, entries: bool
+) -> None:
+    """Of attention to selected blocks of tokens or of compressed entries.
+
+    Args:
+        bits: from `tile_bits`.
+        size: keys of a block.
+    """
+    q, k = gradients.q, gradients.k
+    keys, shifts = _visibility(plan, entries=entries)
+    selected_backward(
+        q,
+        k,
+        gradients.v,
+        gradients.do,
+        gradients.lse,
+        delta,
+        selected_lists(plan, q, k, indices, plan.first_row, entries=entries, width=TILE),
+        bits,
+        size=size,
+        keys=keys,
+        scale=plan.scale,
+        first_token=plan.first_row,
+        shifts=shifts,
+        dq=gradients.dq,
+        dk=gradients.dk,
+        dv=gradients.dv,
+    )
+
+
+def _visibility(plan: Plan, *, entries: bool) -> tuple[Keys, Tensor | None]:
+    """Which entries or tokens a row sees, and what packed documents add to the rows of each tile before that."""
+    keys = plan.entry if entries else plan.token
+    if plan.documents is None:
+        return keys, None
+    return keys, plan.documents.shifts if entries else plan.documents.key_shifts
 
 
 def backward_window(
@@ -526,9 +530,7 @@ def list_chunks(
     batch, num_rows, heads, _ = q.shape
     num_keys, kv_heads = k.shape[1:3]
     tiles, blocks = -(-num_rows // plan.tile), -(-num_keys // width)
-    keys, shifts = (plan.entry if entries else plan.token), None
-    if plan.documents is not None:
-        shifts = plan.documents.shifts if entries else plan.documents.key_shifts
+    keys, shifts = _visibility(plan, entries=entries)
 
     def lists(bits: Tensor, q_heads: int, block_range: range, first_tile: int = 0) -> BlockLists:
         return transposed_lists(

@@ -38,7 +38,6 @@ from cute_kernels.plan import (
     chunks,
     prepare,
     replay_of,
-    selected_entry_lists,
     selected_lists,
     selects_entries,
     token_mode_options,
@@ -394,7 +393,7 @@ def attend_compressed(
 def entry_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor | None, start: int) -> BlockLists | None:
     """Blocks of compressed entries for each query tile: the selected ones, or all visible ones; None: all entries."""
     if indices is not None:
-        return selected_entry_lists(plan, q, k, indices, start, width=plan.config.n_block_size)
+        return selected_lists(plan, q, k, indices, start, entries=True)
     if not plan.config.causal:
         return None
     where: dict[str, Any] = {"rows_from": start, "rows_to": start + q.shape[1], "documents": plan.documents}

@@ -341,47 +341,28 @@ def window_reach(size: int, causal: bool, tokens: int) -> tuple[int, int]:
 
 
 def selected_lists(
-    plan: Plan, q: Tensor, k: Tensor, indices: Tensor, start: int, *, width: int | None = None
+    plan: Plan, q: Tensor, k: Tensor, indices: Tensor, start: int, *, entries: bool = False, width: int | None = None
 ) -> BlockLists:
     """Tile mode: the selected blocks of each query tile, as lists of blocks of `width` keys.
 
     Args:
         indices: int32 `[B,S,tiles,k]`, of the rows of q, which begin with row `start`.
+        entries: the blocks consist of compressed entries, not of tokens.
         width: None: the widest blocks that FlashAttention-4 takes and that need no refinement.
     """
-    size = plan.config.select_size
+    config = plan.config
+    size = config.n_block_size if entries else config.select_size
     return chosen_lists(
         indices,
         q.shape[2],
-        plan.token,
+        plan.entry if entries else plan.token,
         size=size,
-        width=width or plan.rules.width(size),
+        width=width or (size if entries else plan.rules.width(size)),
         rows=plan.tile,
         num_keys=k.shape[1],
         rows_from=start,
         rows_to=start + q.shape[1],
-        entries=False,
-        documents=plan.documents,
-    )
-
-
-def selected_entry_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor, start: int, *, width: int) -> BlockLists:
-    """Tile mode: the selected blocks of compressed entries of each query tile, as lists of blocks of `width` entries.
-
-    Args:
-        indices: int32 `[B,H,tiles,c]`, of the rows of q, which begin with token `start`.
-    """
-    return chosen_lists(
-        indices,
-        q.shape[2],
-        plan.entry,
-        size=plan.config.n_block_size,
-        width=width,
-        rows=plan.tile,
-        num_keys=k.shape[1],
-        rows_from=start,
-        rows_to=start + q.shape[1],
-        entries=True,
+        entries=entries,
         documents=plan.documents,
     )
 
