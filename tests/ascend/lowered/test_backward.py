@@ -36,7 +36,7 @@ def test_plain_and_persistent_give_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *cases.rest(torch.float16, torch.bfloat16)], ids=str)
 def test_compiles_for_sm_90(dtype: torch.dtype) -> None:
     inputs, window = backward_cases.make(200, dim=128, dtype=dtype, dense=True)
     with recording(run=False) as launches:

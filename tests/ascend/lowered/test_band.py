@@ -39,8 +39,7 @@ def test_differentiable_op(case: str, dtype: torch.dtype) -> None:
     assert backward in [one.kernel.fn.__name__ for one in launches]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize(("dtype", "dim"), cases.product(DTYPES[::-1], [64, 256]), ids=str)
 def test_compiles_for_sm_90(dtype: torch.dtype, dim: int) -> None:
     q, k, v = make_qkv(1500, dim=dim, dtype=dtype)
     window = {"dilation": 1, "boundary": "shift", "causal": False, "backend": "triton"}

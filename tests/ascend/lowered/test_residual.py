@@ -137,10 +137,12 @@ def test_every_specialisation_is_executed() -> None:
     assert not found - listed, f"not among the specialisations: {sorted(map(str, found - listed))}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("dim", "layout"), [(1024, "stacked"), (4096, "stacked"), (8192, "list")])
-def test_compiles_for_sm_90(dtype: torch.dtype, dim: int, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "size"), cases.product(DTYPES, [(1024, "stacked"), (4096, "stacked"), (8192, "list")]), ids=str
+)
+def test_compiles_for_sm_90(dtype: torch.dtype, size: tuple[int, str]) -> None:
     """Tiles are loaded ahead where the plan says so, straight into shared memory, of which there is enough."""
+    dim, layout = size
     case = make(3, dim, 8, dtype=dtype, layout=layout)
     with recording(run=False) as launches:
         through_the_public_op(case, "triton")
