@@ -8,6 +8,7 @@ have agreed on, so none waits for a rank that has refused.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,6 +31,9 @@ REPORT_SECONDS = 1.0
 class Comm:
     """A process group and what is sent over it.
 
+    Groups are referred to weakly, so that `destroy_process_group` ends their threads whoever still has this object, as
+    a model in a reference cycle does. gloo's would go on until the interpreter ends, and may then abort the process.
+
     Args:
         group: carries tensors.
         timeout: of the group for checks, which is made where `group` cannot carry host memory. Default: None, which
@@ -37,19 +41,24 @@ class Comm:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
-        self.group = group
+        self._group = self._host_group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         backend = dist.get_backend_config(group)
-        self.host_group = group
         if "gloo" not in backend:
             ranks = dist.get_process_group_ranks(group)
-            self.host_group = dist.new_group(
+            checks = dist.new_group(
                 ranks, timeout=timeout, backend="gloo", use_local_synchronization=True, group_desc="nsa checks"
             )
+            self._host_group = weakref.ref(checks)
         self._nccl = "nccl" in backend
         self._calls = 0
         self.checked: set[Any] = set()
         """Calls that were found to be taken by a backend (nsa/distributed/attention.py)."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Raises RuntimeError where it has been destroyed."""
+        return _existing(self._group)
 
     # Agreement
 
@@ -64,6 +73,7 @@ class Comm:
         Returns:
             The rows of each rank.
         """
+        group = _existing(self._host_group)
         refusal: Exception | None = None
         self._calls += 1
         known: dict[str, str] = {"call": f"{op}, call {self._calls}"}
@@ -78,7 +88,7 @@ class Comm:
         mine = torch.tensor([int.from_bytes(digest, "little", signed=True), rows])
         every = torch.empty(2 * self.size, dtype=torch.int64)
         with self.named(f"{op}: agreement on call {self._calls}"):
-            all_gather(every, mine, group=self.host_group)
+            all_gather(every, mine, group=group)
         digests, lengths = every.view(-1, 2).unbind(1)
         if bool((digests == digests[0]).all()):
             if refusal is not None:
@@ -86,7 +96,7 @@ class Comm:
             return [int(length) for length in lengths]
         with self.named(f"{op}: agreement on call {self._calls}"):
             told: list[Any] = [None] * self.size
-            dist.all_gather_object(told, known, group=self.host_group)
+            dist.all_gather_object(told, known, group=group)
         raise refusal or _disagreement(op, told)
 
     # Gathers
@@ -218,6 +228,13 @@ class Comm:
         except (RuntimeError, ValueError) as error:  # the rank that holds the store may be the one that ended
             return f" (the store of the process group does not answer: {type(error).__name__})"
         return ""
+
+
+def _existing(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    found = group()
+    if found is None:
+        raise RuntimeError("the process group of this ContextParallel has been destroyed: make another one")
+    return found
 
 
 def _disagreement(op: str, told: Sequence[Mapping[str, str]]) -> Exception:

@@ -100,9 +100,14 @@ class ContextParallel:
             group = mesh
         else:
             raise TypeError(f"mesh must be a DeviceMesh or a process group, got {type(mesh).__name__}")
-        self.group, self.layout, self.tile, self.kv_heads_per_pass = group, layout, tile, kv_heads_per_pass
+        self.layout, self.tile, self.kv_heads_per_pass = layout, tile, kv_heads_per_pass
         self._comm = Comm(group, timeout)
         self._last_bounds: tuple[weakref.ref[Tensor], int, tuple[int, ...]] | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Of the ranks. Raises RuntimeError where it has been destroyed."""
+        return self._comm.group
 
     @property
     def rank(self) -> int:

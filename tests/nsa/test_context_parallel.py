@@ -57,6 +57,19 @@ def test_layers_alone(alone: cases.MakeCP) -> None:
     cases.takes_dtensors(alone, SMALL["seed"])
 
 
+def test_destroying_the_group_ends_it() -> None:
+    """Whoever still has the object: threads of a group that lived on could abort the process at its end."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    cp = ContextParallel(dist.group.WORLD, tile=16)  # type: ignore[arg-type]
+    q = torch.randn((1, 5, 2, 4), requires_grad=True)
+    cp.nsa(q, q, q, config=SMALL["seed"]).sum().backward()
+    group = weakref.ref(cp.group)
+    dist.destroy_process_group()
+    assert group() is None
+    with pytest.raises(RuntimeError, match="process group of this ContextParallel has been destroyed: make another"):
+        cp.nsa(q, q, q, config=SMALL["seed"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
