@@ -191,7 +191,7 @@ def bound_gib(one: Row, kv_heads_per_pass: int | None = None) -> float:
 
     kept = 3 * queries + 2 * stats + 2 * entries + chosen  # branches, lse and gates, entries of two parts
     own = 2 * queries + keys / one.ranks  # out and dq, dk and dv
-    part = queries + 2 * sums  # dq; fp32 dk and dv, and shares that they are added to
+    part = queries + sums * (1 + 1 / (2 * one.ranks))  # dq; fp32 dk and dv, and those of the other part
     half = one.tokens // 2 * group * one.d * (3 * size + wide) + keys / size * (2 * size + wide)
     heads = max(1, min(per_pass, TEMPORARY_BYTES // int(half)))  # of a part of half the tokens, which takes more
     compressed = heads * (queries * wide / size + 2 * sums / config.stride) + PARTIAL_BYTES[one.direction]
@@ -277,9 +277,12 @@ class Alone:
 
     def add_shares(self, shares: Tensor, held: Sequence[list[Range]], wanted: Sequence[list[Range]]) -> Tensor:
         """Those of the rank's own rows."""
+        ((first, last),) = wanted[self.rank]
         if self.kept is not None:
-            self.kept.append(shares)
-        return torch.cat([shares[:0], *(shares[a:b] for a, b in held[self.rank])])
+            whole = shares.new_zeros((self.rows.shape[0], *shares.shape[1:]))
+            whole[first:last] = shares
+            self.kept.append(whole)
+        return torch.cat([shares[:0], *(shares[a - first : b - first] for a, b in held[self.rank])])
 
 
 class ShareOf:

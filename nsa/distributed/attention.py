@@ -10,7 +10,7 @@ fp32 (fp64 for fp64) in every range, are added up over ranges and then over rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
@@ -128,6 +128,14 @@ class Plan:
         """Which rows of a gathered tensor each rank has."""
         return self.layout.entries(self.config) if name in ENTRY_NAMES else self.layout.ranges
 
+    def seen(self, name: str, device: torch.device) -> list[list[Range]]:
+        """Which rows of a gathered tensor the queries of each rank see, as one range, or none of a rank without any."""
+        ranges = []
+        for rank in range(self.comm.size):
+            of_calls = make_row_ranges(self.layout, rank, self.config, self.packed, device)
+            ranges.append([_hull([_range_of(one.key_rows(name)) for one in of_calls])] if of_calls else [])
+        return ranges
+
     def total(self, name: str) -> int:
         """Rows of a gathered tensor on all ranks."""
         return self.layout.first_entries(self.config)[-1] if name in ENTRY_NAMES else self.layout.tokens
@@ -241,21 +249,56 @@ def attend_backward(
     }
     remaining = iter(saved)
     for heads, keys in gathered_keys(plan, tensors):
-        shares = {name: torch.zeros(x.shape, dtype=wide, device=x.device) for name, x in keys.items()}
+        shares: dict[str, Share] = {}
         for row_range in plan.row_ranges(do.device):
             own_do = do[..., row_range.rows, plan.heads_of("q", heads), :]
             call = plan.call(tensors, keys, heads, row_range, needs_grad=True)
             found = autograd.gradients(call, next(remaining), own_do, share_dtype=wide)
             del call
             _add_gradients(plan, row_range, heads, found, gradients, shares)
+        names = list(keys)
         del keys
-        for name in list(shares):
-            everyone = [[(0, plan.total(name))]] * plan.comm.size
-            own = plan.held(name)
-            gradients[name].movedim(-3, 0)[..., heads, :] = plan.comm.add_shares(
-                shares.pop(name).movedim(-3, 0), own, everyone
-            )
+        for name in names:
+            own = gradients[name][..., heads, :].movedim(-3, 0)
+            share = shares.pop(name).gradient.movedim(-3, 0) if name in shares else own[:0].to(wide)
+            own.copy_(plan.comm.add_shares(share, plan.held(name), plan.seen(name, do.device)))
+            del share  # before the next name's message needs memory
     return {name: gradient.to(tensors[name].dtype) for name, gradient in gradients.items()}
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's gradient of some rows of a gathered tensor, in fp32 or fp64."""
+
+    rows: Range
+    gradient: Tensor
+    """`[...,rows,heads,D]`."""
+
+    def plus(self, other: Share) -> Share:
+        """The sum, in the memory of one of them if that has all rows of the other."""
+        rows = _hull([self.rows, other.rows])
+        for total, added in ((self, other), (other, self)):
+            if total.rows == rows:
+                total.part(added.rows).add_(added.gradient)
+                return total
+        shape = (*self.gradient.shape[:-3], rows[1] - rows[0], *self.gradient.shape[-2:])
+        total = Share(rows, self.gradient.new_zeros(shape))
+        for added in (self, other):
+            total.part(added.rows).add_(added.gradient)
+        return total
+
+    def part(self, rows: Range) -> Tensor:
+        """The gradient of rows that are among these."""
+        return self.gradient[..., rows[0] - self.rows[0] : rows[1] - self.rows[0], :, :]
+
+
+def _range_of(rows: slice) -> Range:
+    return rows.start, rows.stop
+
+
+def _hull(ranges: Sequence[Range]) -> Range:
+    """The rows from the first to the last."""
+    return min(start for start, _ in ranges), max(stop for _, stop in ranges)
 
 
 def _add_gradients(
@@ -264,7 +307,7 @@ def _add_gradients(
     heads: slice,
     found: dict[str, Tensor],
     gradients: Mapping[str, Tensor],
-    shares: Mapping[str, Tensor],
+    shares: dict[str, Share],
 ) -> None:
     """Take the gradients of a range, some heads only, apart: each is freed as it is added."""
     for name in gradients:
@@ -274,7 +317,9 @@ def _add_gradients(
         elif name in WEIGHT_NAMES:
             gradients[name][plan.heads_of(name, heads)] += gradient
         else:
-            shares[name][..., row_range.key_rows(name), :, :] += gradient
+            share = Share(_range_of(row_range.key_rows(name)), gradient)
+            shares[name] = shares[name].plus(share) if name in shares else share
+        del gradient
 
 
 class ShardedNSA(torch.autograd.Function):
