@@ -1,0 +1,122 @@
+"""tools/record_results.py: which files it records, by what commands, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import record_results as tool
+
+HERE, BEFORE = "a" * 12, "b" * 12
+SCRIPT = """
+import json, sys, time
+name, status, seconds, made_at = sys.argv[1:5]
+path = sys.argv[-1] + ".json"
+try:
+    time.sleep(float(seconds))
+except KeyboardInterrupt:
+    open(path + ".partial", "w").write("rows")
+    sys.exit(130)
+if made_at:
+    json.dump({"commit": made_at, "command": "python " + " ".join(sys.argv)}, open(path, "w"))
+sys.exit(int(status))
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout of HERE, with a benchmark."""
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    (tmp_path / "bench" / "one.py").write_text(SCRIPT, encoding="utf-8")
+    monkeypatch.setattr(tool, "commit", lambda root: HERE)
+    return tmp_path
+
+
+def add(root: Path, name: str, made_at: str = BEFORE, status: int = 0, seconds: float = 0, after: str = HERE) -> Path:
+    """A file of results, and what its command will do."""
+    path = root / "bench" / "results" / f"{name}.json"
+    command = f"python bench/one.py {name} {status} {seconds} '{after}' --out bench/results/{name}"
+    path.write_text(json.dumps({"commit": made_at, "command": command}), encoding="utf-8")
+    return path
+
+
+def commit_of(path: Path) -> str:
+    return str(json.loads(path.read_text(encoding="utf-8"))["commit"])
+
+
+def test_files_of_other_commits_are_recorded(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = add(root, "old"), add(root, "new", HERE, status=1)
+    assert tool.main([], root) == 0
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["new", HERE], ["old", BEFORE]]
+    assert commit_of(old) == BEFORE
+    assert tool.main(["old", "new"], root) == 0
+    assert (commit_of(old), commit_of(new)) == (HERE, HERE)
+    assert "new: is of this commit" in capsys.readouterr().out
+
+
+def test_what_fails_is_named_and_others_go_on(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add(root, "missed", status=1)
+    add(root, "silent", after="")
+    last = add(root, "last")
+    assert tool.main(["missed", "silent", "last"], root) == 1
+    assert commit_of(last) == HERE
+    assert capsys.readouterr().out.splitlines()[-2:] == ["missed: exit status 1", "silent: did not write the file"]
+
+
+def test_the_time_is_kept(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow, last = add(root, "slow", seconds=600), add(root, "last")
+    assert tool.main(["slow", "last", "--seconds", "3"], root) == 1
+    assert (commit_of(slow), commit_of(last)) == (BEFORE, BEFORE)
+    assert Path(f"{slow}.partial").exists(), "it could write what it had"
+    stopped = ["slow: stopped: the time is over; the same command goes on", "last: not begun: the time is over"]
+    assert capsys.readouterr().out.splitlines()[-2:] == stopped
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "names no commit and command"),
+        ("{", "names no commit and command"),
+        ('{"commit": "c", "command": null}', "does not write it"),
+        ('{"commit": "c", "command": "make all --out bench/results/one"}', "does not write it"),
+        ('{"commit": "c", "command": "python bench/one.py --out bench/results/other"}', "does not write it"),
+    ],
+)
+def test_files_without_a_command_are_refused(
+    root: Path, capsys: pytest.CaptureFixture[str], content: str | None, message: str
+) -> None:
+    good = add(root, "good")
+    if content is not None:
+        (root / "bench" / "results" / "one.json").write_text(content, encoding="utf-8")
+    with pytest.raises(SystemExit) as left:
+        tool.main(["good", "one"], root)
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+    assert commit_of(good) == BEFORE, "nothing ran"
+
+
+@pytest.mark.parametrize("state", ["unknown", f"{HERE}+changes"])
+def test_changed_sources_are_refused(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str
+) -> None:
+    add(root, "old")
+    monkeypatch.setattr(tool, "commit", lambda root: state)
+    with pytest.raises(SystemExit):
+        tool.main(["old"], root)
+    assert f"here it is {state}" in capsys.readouterr().err
+
+
+def test_commands_of_this_checkout() -> None:
+    """What the GPU's tables show can be recorded anew."""
+    names = [path.stem for path in (tool.ROOT / tool.RESULTS).glob("*-h200*.json")]
+    readable = []
+    for name in names:
+        try:
+            readable.append(tool.read(name))
+        except ValueError:
+            continue
+    assert {"e2e-h200", "paper-h200", "decode-h200"} <= {one.name for one in readable}
+    assert all((tool.ROOT / one.command[1]).exists() for one in readable), sys.path
