@@ -10,12 +10,14 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nsa.block_sparse.validate import check_indices
+from nsa.common.autocast import CASTABLE, autocast_dtype, autocast_off
 from nsa.common.checks import check_integer, is_finite
 from nsa.common.derivatives import needs_grad, refuse_transforms
 from nsa.indexer.validate import LARGEST, TOKEN_MODE, check_index_tensors
@@ -31,7 +33,7 @@ def indexer_kl_loss(
     block_indices: Tensor,
     *,
     block_size: int,
-    q_start: int | None = None,
+    q_start: int | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     index_scale: float | None = None,
     softmax_scale: float | None = None,
@@ -48,7 +50,8 @@ def indexer_kl_loss(
         loss = sum_b t_b (log t_b - log p_b)
 
     and the mean over all tokens and heads that have such a block; 0 where there is none. Of equal scores in a block the
-    first key gets the whole gradient. Arithmetic is in fp32 (fp64 for fp64 inputs).
+    first key gets the whole gradient. Arithmetic is in fp32 (fp64 for fp64 inputs), under torch.autocast, too, where
+    inputs may differ in dtype.
 
     Args:
         q_idx: `[B,N_q,H_kv,D_i]`, packed `[T,H_kv,D_i]`: an indexer head for each key/value head.
@@ -57,7 +60,8 @@ def indexer_kl_loss(
         k: likewise.
         block_indices: as there, of `top_blocks_by_max`.
         block_size: tokens of a block.
-        q_start: the token that the first query is, where there are more keys. Default: None, which means N_k - N_q.
+        q_start: the token that the first query is, where there are more keys, or int32 `[B]` on q's device, one for
+            each sequence; not with `cu_seqlens`. Default: None, which means N_k - N_q.
         cu_seqlens: int32 `[B+1]`, bounds of packed documents, read on the host. Default: None.
         index_scale: factor of the indexer's scores. Default: None, which means 1/sqrt(D_i).
         softmax_scale: of the attention. Default: None, which means 1/sqrt(D).
@@ -83,6 +87,9 @@ def indexer_kl_loss(
     """
     refuse_transforms("indexer_kl_loss")
     check_integer("block_size", block_size, 1, LARGEST)
+    if cu_seqlens is not None and q_start is not None:
+        raise ValueError("q_start must be None with cu_seqlens: documents have as many queries as keys here")
+    q_idx, k_idx, q, k = _outside_autocast(q_idx, k_idx, q, k)
     attention = NSAInputs(q, k, k, cu_seqlens=cu_seqlens, q_start=q_start)
     attention.check(TOKEN_MODE)
     check_indices(attention, block_indices)
@@ -97,11 +104,23 @@ def indexer_kl_loss(
     stop = attention.narrow(TOKEN_MODE).k.shape[-3]
     k_idx, k = (x[..., :stop, :, :] for x in (k_idx, k))
     tensors = q_idx, k_idx, q.detach(), k.detach()
-    parts = [_sum(*own, size=block_size, scales=scales) for own in _sequences(*tensors, block_indices, cu_seqlens)]
-    nothing = q_idx[..., :0].sum() + k_idx[..., :0].sum()  # keeps the result in the graph
-    total = torch.stack([_exact(nothing), *(loss for loss, _ in parts)]).sum()
-    count = sum((count for _, count in parts), start=total.new_zeros(()))
-    return total / count.clamp(min=1)
+    starts = q_start if isinstance(q_start, Tensor) else None
+    options: Any = {"starts": starts, "size": block_size, "scales": scales}
+    with autocast_off(q.device.type):
+        parts = [_sum(*own, **options) for own in _sequences(*tensors, block_indices, cu_seqlens)]
+        nothing = q_idx[..., :0].sum() + k_idx[..., :0].sum()  # keeps the result in the graph
+        total = torch.stack([_exact(nothing), *(loss for loss, _ in parts)]).sum()
+        count = sum((count for _, count in parts), start=total.new_zeros(()))
+        return total / count.clamp(min=1)
+
+
+def _outside_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Inputs as autocast gives them to a loss: in fp32, but for fp64 and what later checks refuse."""
+    devices = {x.device.type for x in tensors if isinstance(x, Tensor)}
+    castable = all(isinstance(x, Tensor) and x.dtype in CASTABLE for x in tensors)
+    if not castable or all(autocast_dtype(device) is None for device in devices):
+        return tensors
+    return tuple(x.float() for x in tensors)
 
 
 def _scale(name: str, scale: float | None, x: Tensor) -> float:
@@ -131,23 +150,36 @@ def _sequences(
 
 
 def _sum(
-    q_idx: Tensor, k_idx: Tensor, q: Tensor, k: Tensor, indices: Tensor, *, size: int, scales: tuple[float, float]
+    q_idx: Tensor,
+    k_idx: Tensor,
+    q: Tensor,
+    k: Tensor,
+    indices: Tensor,
+    *,
+    starts: Tensor | None,
+    size: int,
+    scales: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of all tokens and heads of sequences, and how many have one."""
+    """The sum of the losses of all tokens and heads of sequences, and how many have one.
+
+    Args:
+        starts: the token `[B]` that each sequence's first query is; None: its queries are its last tokens.
+    """
     batch, num_queries, heads, dim = q.shape
     num_keys, kv_heads = k.shape[1:3]
     size = min(size, max(num_keys, 1))
     indices = indices.long()
     indices = torch.where((indices >= 0) & (indices * size < num_keys), indices, -1)
     keys = Keys(_exact(k).transpose(1, 2), _exact(k_idx).expand(-1, -1, kv_heads, -1).transpose(1, 2), finite=True)
-    rows = torch.arange(num_keys - num_queries, num_keys, device=q.device)
+    first = num_keys - num_queries if starts is None else starts.long()[:, None]
+    rows = (first + torch.arange(num_queries, device=q.device)).expand(batch, -1)
     index_rows, q_rows = _exact(q_idx).transpose(1, 2), _exact(q).unflatten(2, (kv_heads, -1)).movedim(1, 2)
     per_token = batch * indices.shape[-1] * size * (3 * heads + kv_heads * (dim + q_idx.shape[-1] + 3))
     step = max(1, chunk_bytes(q.device) // max(1, per_token * keys.k.dtype.itemsize))
     recompute = needs_grad(q_idx, k_idx)
     run = partial(checkpoint, _rows, use_reentrant=False, preserve_rng_state=False) if recompute else _rows
     chunks = zip(
-        index_rows.split(step, 2), q_rows.split(step, 2), rows.split(step), indices.split(step, 2), strict=True
+        index_rows.split(step, 2), q_rows.split(step, 2), rows.split(step, 1), indices.split(step, 2), strict=True
     )
     losses = [run(*chunk, keys, size, scales) for chunk in chunks]
     total, count = (torch.stack(parts).sum() for parts in zip(*losses, strict=True))
@@ -157,10 +189,10 @@ def _sum(
 def _rows(
     q_idx: Tensor, q: Tensor, rows: Tensor, indices: Tensor, keys: Keys, size: int, scales: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """Of tokens `rows` `[n]`: q_idx `[B,H_kv,n,D_i]`, q `[B,H_kv,n,G,D]`, indices `[B,H_kv,n,k]`."""
+    """Of tokens `rows` `[B,n]`: q_idx `[B,H_kv,n,D_i]`, q `[B,H_kv,n,G,D]`, indices `[B,H_kv,n,k]`."""
     places = torch.arange(size, device=rows.device)
     positions = indices[..., None] * size + places
-    visible = (indices >= 0)[..., None] & (positions < keys.count) & (positions <= rows[:, None, None])
+    visible = (indices >= 0)[..., None] & (positions < keys.count) & (positions <= rows[:, None, :, None, None])
     chosen = visible.any(-1)
     gathered = keys.gather(positions.flatten(-2))
 

@@ -198,6 +198,43 @@ def test_loss_of_documents_is_their_mean_by_tokens() -> None:
     torch.testing.assert_close(got, sum(parts) / 44)
 
 
+def test_loss_of_starts_of_their_own_is_the_mean_of_calls_with_integers() -> None:
+    starts = [0, 13, 30]
+    q_idx, q = (torch.randn(3, 20, heads, 4, dtype=torch.float64, requires_grad=heads == 2) for heads in (2, 4))
+    k_idx, k = (torch.randn(3, 50, heads, 4, dtype=torch.float64, requires_grad=heads == 1) for heads in (1, 2))
+    where = torch.tensor(starts).int()
+    indices = top_blocks_by_max(q_idx, k_idx, block_size=8, k=3, q_start=where)
+    got = indexer_kl_loss(q_idx, k_idx, q, k, indices, block_size=8, q_start=where)
+    parts = []
+    for b, start in enumerate(starts):
+        own = [x[b : b + 1] for x in (q_idx, k_idx, q, k, indices)]
+        parts.append(indexer_kl_loss(*own, block_size=8, q_start=start))
+    torch.testing.assert_close(got, sum(parts) / 3)
+    gradients = (torch.autograd.grad(x, (q_idx, k_idx)) for x in (got, sum(parts) / 3))
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_loss_under_autocast_is_in_fp32() -> None:
+    tensors = [torch.randn(2, 40, heads, 16) for heads in (2, 1, 4, 2)]
+    indices = top_blocks_by_max(*tensors[:2], block_size=8, k=3)
+    results = []
+    for enabled in (False, True):
+        leaves = [x.clone().requires_grad_(i < 2) for i, x in enumerate(tensors)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = indexer_kl_loss(*leaves, indices, block_size=8)
+        results.append((loss, *torch.autograd.grad(loss, leaves[:2])))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+    q_idx, k_idx, q, k = tensors
+    mixed = q_idx.bfloat16(), k_idx, q, k.half()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = indexer_kl_loss(*mixed, indices, block_size=8)
+    assert torch.equal(got, indexer_kl_loss(*(x.float() for x in mixed), indices, block_size=8))
+    with pytest.raises(TypeError, match=r"k must be float32 \(q is float32\), got float16"):
+        indexer_kl_loss(*mixed, indices, block_size=8)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_first_of_equal_scores_gets_the_gradient(device: str) -> None:
     q_idx, k_idx = (torch.ones(1, tokens, 1, 2, device=device, requires_grad=True) for tokens in (1, 16))
@@ -225,5 +262,8 @@ def test_loss_names_bad_arguments() -> None:
         indexer_kl_loss(q_idx[:, :, :1], k_idx, q, k, blocks, block_size=8)
     with pytest.raises(ValueError, match="k_idx must have k's tokens"):
         indexer_kl_loss(q_idx, torch.cat([k_idx, k_idx], 1), q, k, blocks, block_size=8)
+    bounds = torch.tensor([0, 6]).int()
+    with pytest.raises(ValueError, match="q_start must be None with cu_seqlens"):
+        indexer_kl_loss(q_idx[0], k_idx[0], q[0], k[0], blocks[0], block_size=8, cu_seqlens=bounds, q_start=bounds[:1])
     with pytest.raises(ValueError, match="index_scale must be finite and greater than 0, got -1"):
         indexer_kl_loss(q_idx, k_idx, q, k, blocks, block_size=8, index_scale=-1)

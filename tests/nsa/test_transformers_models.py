@@ -82,6 +82,25 @@ def test_a_converted_layer_is_nsattention(gates: Any) -> None:
         assert close(layer(x, tables)[0], expected)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_states_are_returned(kind: str) -> None:
+    """Those that go into each layer, and what comes out of the last norm."""
+    model, ids = converted_model(kind), token_ids(1, 20)
+    entered: list[Tensor] = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, given: entered.append(given[0]))
+    with torch.no_grad():
+        found = model(ids, output_hidden_states=True)
+        last = model.model(ids).last_hidden_state
+    assert len(found.hidden_states) == len(model.model.layers) + 1
+    for one, other in zip(found.hidden_states, [*entered[: len(model.model.layers)], last], strict=True):
+        assert torch.equal(one, other)
+    written = model.generate(
+        ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_hidden_states=True
+    )
+    assert [len(step) for step in written.hidden_states] == [len(found.hidden_states)] * 3
+
+
 def test_short_texts_are_dense_when_only_the_selected_branch_weighs() -> None:
     dense = dense_model()
     ids = token_ids(1, 32)  # k blocks of l' tokens

@@ -133,7 +133,8 @@ class CachedSequences:
             self._fix_places()
         self.begun = True
         if real is not None and tokens > 1:
-            self.ends_padded = not bool(real[:, -1].all())
+            begun = self.table.seqlens > 0  # a text that has not begun is padded on its left so far
+            self.ends_padded = bool((begun & ~real[:, -1]).any())
 
     def _make_room(self, total: int, batch: int, device: torch.device) -> None:
         if self.max_tokens is not None and total > self.max_tokens:

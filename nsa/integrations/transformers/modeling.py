@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from nsa.config import NSAConfig
 from nsa.integrations.transformers.cache import take_over, takes_compiled_steps
@@ -306,5 +307,6 @@ def become_nsa(model: Any, config: Any) -> None:
             module.gates = BranchGates(config).to(module.q_proj.weight.device, model.dtype)
         elif type(module) in MODELS:
             module.__class__ = MODELS[type(module)]
+            _CAN_RECORD_REGISTRY[module] = module._can_record_outputs  # of output_hidden_states, by class
         if hasattr(module, "config"):
             module.config = config
