@@ -1,16 +1,14 @@
-"""The host's work of a training step per tile, and of decoding, with launches that do nothing: operators, calls, time.
+"""The host's work of a training step per tile, and of decoding, with launches that do nothing: operators and calls.
 
 Of calls that are replayed (runtime/replay.py), as all but the first two of a kind are, one by one or as graphs
 (runtime/graphs.py), and of calls as these two are. Operators are counted exactly, since each costs the host
-some microseconds, with a kernel or without, and so are calls of Python's and C's functions. Time is a ratio to a loop
-of Python on the same machine: no seconds, which differ between machines.
+some microseconds, with a kernel or without, and so are calls of Python's and C's functions. Time is not: beside a loop
+of Python in the same moment it doubles where other processes share caches.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -101,14 +99,6 @@ def test_operators_beside_our_kernels(mode: str) -> None:
     assert (back.kernels, sum(back.counts.values())) == expected[1], back.counts
 
 
-def reference_loop() -> None:
-    """Some hundred views and allocations, as a step has them."""
-    x = torch.empty((1, 8192, 8, 128), dtype=torch.bfloat16, device="meta")
-    for _ in range(50):
-        torch.empty(x.shape, dtype=torch.float32, device="meta")
-        x[:, 10:, :4].transpose(1, 2)
-
-
 def calls_made(function: Callable[[], object]) -> int:
     """Calls of Python functions and of C functions inside `function`."""
     count = 0
@@ -125,31 +115,15 @@ def calls_made(function: Callable[[], object]) -> int:
     return count
 
 
-def median_ratio(function: Callable[[], object], reference: Callable[[], object], pairs: int = 21) -> float:
-    """Of CPU times. Each pair is of one moment, since other processes on the same cores slow both."""
-    ratios = []
-    for _ in range(pairs):
-        times = []
-        for timed in (function, reference):
-            begin = time.thread_time()
-            timed()
-            times.append(time.thread_time() - begin)
-        ratios.append(times[0] / times[1])
-    return statistics.median(ratios)
-
-
-def test_calls_and_time_of_a_forward(mode: str) -> None:
-    """Calls are counted exactly. Time, which also sees work inside one call, is held to twice the usual ratio."""
+def test_calls_of_a_forward(mode: str) -> None:
     with noted_keys(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         forward, _ = steps()
         for _ in range(4):
             forward()
         calls = calls_made(forward)
-        ratio = median_ratio(forward, reference_loop)
-    most_calls, most = {"plain": (440, 1.0), "replayed": (145, 0.4), "graphs": (135, 0.28)}[mode]
-    assert calls <= most_calls, calls  # 414, 136 and 125 when this was written; Pythons differ a little
-    assert ratio <= most, ratio  # 0.5, 0.19 and 0.13
+    most = {"plain": 440, "replayed": 145, "graphs": 135}[mode]  # 414, 136 and 125; Pythons differ a little
+    assert calls <= most, calls
 
 
 @torch.no_grad()
