@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -16,7 +17,12 @@ from torch import Tensor
 from nsa import ops
 from nsa.autograd import run_with_backward
 from nsa.common.autocast import autocast_dtype, autocast_off, cast_inputs
-from nsa.common.derivatives import guard_inplace_changes, refuse_transforms
+from nsa.common.derivatives import (
+    guard_inplace_changes,
+    refuse_forward_mode,
+    refuse_transforms,
+    without_second_derivatives,
+)
 from nsa.config import DEFAULT_CONFIG, OPTION_NAMES, NSAConfig, NSAOptions, check_options
 from nsa.inputs import TENSOR_NAMES, NSAAux, NSAInputs
 from nsa.reference import compressed_entries, with_compressed_entries
@@ -103,6 +109,7 @@ def _run(
         q_sum=q_sum,
         max_seqlen=max_seqlen,
     )
+    refuse_forward_mode("nsa", *vars(inputs).values())
     flags: dict[str, Any] = {"deterministic": deterministic, "recompute": recompute, "backend": backend}
     needs_grad = isinstance(q, Tensor) and inputs.needs_grad(config)
     call = resolve(inputs, config, **flags, needs_grad=needs_grad)
@@ -112,7 +119,10 @@ def _run(
             inputs, config = with_compressed_entries(inputs, config)
         if call.impl.training is not None and needs_grad:
             return run_with_backward(call._replace(inputs=inputs, config=config)), None
-        out, aux = call.impl.load()(inputs, config, aux=want_aux)
+        names = [name for name, x in inputs.tensors().items() if needs_grad and x.requires_grad]
+        once = without_second_derivatives("nsa", [getattr(inputs, name) for name in names])
+        given: dict[str, Any] = dict(zip(names, once, strict=True))
+        out, aux = call.impl.load()(replace(inputs, **given), config, aux=want_aux)
         out = guard_inplace_changes(out, *inputs.tensors().values())
     return out, NSAAux(*aux) if want_aux else None
 

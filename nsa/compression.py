@@ -98,7 +98,7 @@ class LinearCompression(nn.Module):
             self.position.zero_()
 
     def forward(self, blocks: Tensor) -> Tensor:
-        """Compress blocks; products are summed in fp32 and rounded once.
+        """Compress blocks: products, and the positions' part in the blocks' dtype, are summed in fp32 and rounded once.
 
         Args:
             blocks: `[...,H_kv,l,D]`.
@@ -111,8 +111,9 @@ class LinearCompression(nn.Module):
         """
         heads, length, dim = self.position.shape
         if blocks.dim() < 3 or tuple(blocks.shape[-3:]) != (heads, length, dim):
+            own = f"LinearCompression(num_kv_heads={heads}, block_size={length}, head_dim={dim})"
             wanted = f"[...,H_kv,l,D] = [...,{heads},{length},{dim}]"
-            raise ValueError(f"blocks must be {wanted}, as this layer was made for, got shape {list(blocks.shape)}")
+            raise ValueError(f"compress is {own}, whose blocks must be {wanted}, got shape {list(blocks.shape)}")
         *lead, _, _, _ = blocks.shape
         weight = self.weight.to(blocks.dtype)
         # Positions contribute the same to every block: one row, instead of a copy of all blocks with positions added

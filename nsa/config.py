@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from nsa.common.checks import check_bool, check_integer, is_finite
 
@@ -144,6 +145,7 @@ class NSAConfig:
             >>> NSAConfig.per_tile(num_local_blocks=1).q_tile_size
             256
         """
+        check_options(None, changes)
         return replace(cls(), **changes)
 
     @classmethod
@@ -172,6 +174,7 @@ class NSAConfig:
             >>> NSAConfig.paper().token_mode
             True
         """
+        check_options(None, changes)
         paper = cls(
             compress_block_size=32,
             compress_stride=16,
@@ -305,8 +308,10 @@ def check_options(config: NSAConfig | None, options: Mapping[str, Any], others: 
     """
     unknown = sorted(name for name in options if name not in OPTION_NAMES)
     if unknown:
-        matches = (get_close_matches(name, [*OPTION_NAMES, *others], 1) for name in unknown)
-        suggestions = [name for names in matches for name in names]
+        suggestions: list[str] = []
+        if not is_compiling():  # which cannot trace difflib
+            for name in unknown:
+                suggestions += get_close_matches(name, [*OPTION_NAMES, *others], 1)
         advice = f": did you mean {', '.join(suggestions)}?" if suggestions else ""
         raise TypeError(f"unknown keyword argument {', '.join(unknown)}{advice}")
     if config is None:

@@ -116,7 +116,7 @@ def _differentiate(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | None,
     gradients = torch.ops.nsa_kernels.backward(do, saved, *tensors, **ctx.keywords)
     by_name = dict(zip(DIFFERENTIABLE_NAMES, gradients, strict=True))
     needed = zip(TENSOR_NAMES, tensors, ctx.needs_input_grad, strict=True)
-    return tuple(by_name[name] if needs and tensor is not None else None for name, tensor, needs in needed)
+    return tuple(by_name.get(name) if needs and tensor is not None else None for name, tensor, needs in needed)
 
 
 register_operator(FORWARD, SCHEMAS[FORWARD], _forward, _forward_fake)

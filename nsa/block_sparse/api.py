@@ -10,7 +10,7 @@ from nsa.block_sparse.ops import call_forward
 from nsa.block_sparse.validate import resolve
 from nsa.common.autocast import autocast_off, cast_inputs
 from nsa.common.checks import check_bool
-from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_transforms
+from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_forward_mode, refuse_transforms
 from nsa.config import NSAConfig
 from nsa.inputs import NSAInputs
 
@@ -75,6 +75,7 @@ def block_sparse_attention(
         torch.Size([1, 256, 4, 32])
     """
     refuse_transforms("block_sparse_attention")
+    refuse_forward_mode("block_sparse_attention", q, k, v)
     check_bool("causal", causal)
     check_bool("debug", debug)
     q, k, v = cast_inputs({"q": q, "k": k, "v": v}).values()

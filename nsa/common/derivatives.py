@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+BACKWARD_ALONE = "there are derivatives by backward() and torch.autograd.grad alone"
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
@@ -36,6 +39,14 @@ def forbid_double_backward(op: str, gradients: list[Tensor | None], *sources: Te
 def raise_double_backward(op: str) -> None:
     """Raise the error of a second derivative."""
     raise RuntimeError(f"{op} has no second derivative on this backend: call backward() without create_graph")
+
+
+def without_second_derivatives(op: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors, whose gradients raise RuntimeError where they are differentiated: for PyTorch functions inside that
+    have no second derivative, such as its fused attention.
+    """
+    results: Sequence[Tensor] = _WithoutSecondDerivatives.apply(op, *tensors) if tensors else ()
+    return results
 
 
 def recompute_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], do: Tensor) -> list[Tensor]:
@@ -79,6 +90,14 @@ def guard_inplace_changes(out: Tensor, *inputs: Tensor) -> Tensor:
     return result
 
 
+def refuse_forward_mode(op: str, *tensors: object) -> None:
+    """Raise RuntimeError for dual tensors of torch.autograd.forward_ad."""
+    if forward_ad._current_level < 0:
+        return
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(f"{op} does not support forward-mode derivatives: {BACKWARD_ALONE}")
+
+
 def refuse_transforms(op: str) -> None:
     """Raise inside transforms of torch.func, whose tensors have no memory that a kernel could read.
 
@@ -91,7 +110,7 @@ def refuse_transforms(op: str) -> None:
     names_and_advice = {
         kinds.Vmap: ("torch.vmap", "its tensors have a batch dimension B, make yours a part of it"),
         kinds.Grad: ("torch.func.grad, vjp or jacrev", "call backward() or torch.autograd.grad"),
-        kinds.Jvp: ("torch.func.jvp or jacfwd", "there are derivatives by backward() and torch.autograd.grad alone"),
+        kinds.Jvp: ("torch.func.jvp or jacfwd", BACKWARD_ALONE),
     }
     innermost = torch._C._functorch.peek_interpreter_stack().key()
     if innermost in names_and_advice:
@@ -108,6 +127,19 @@ class _OnceDifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
         raise_double_backward(ctx.op)
+
+
+class _WithoutSecondDerivatives(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.op = op
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        sources = [x for x in gradients if x is not None]
+        return (None, *forbid_double_backward(ctx.op, [*gradients], *sources))
 
 
 class _RoundStraightThrough(torch.autograd.Function):

@@ -50,7 +50,7 @@ def resolve(
     check_integer("block_size", block_size, 1, LARGEST)
     check_integer("k", k, 1, LARGEST)
     check_integer("local", local, 0, k)
-    check_index_tensors(q_idx, k_idx, packed=cu_seqlens is not None)
+    check_index_tensors(q_idx, k_idx, packed=cu_seqlens is not None, own_bounds=cu_seqlens_k is not None)
     inputs = narrow(q_idx, k_idx, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, q_start=q_start)
     options = {"block_size": block_size, "k": k, "local": local}
     call = dispatch.Call("top_blocks_by_max", q_idx.device, q_idx.dtype, options={"inputs": inputs, **options})
@@ -66,8 +66,12 @@ def narrow(q_idx: Tensor, k_idx: Tensor, **where: Any) -> NSAInputs:
     return inputs.narrow(TOKEN_MODE)
 
 
-def check_index_tensors(q_idx: Tensor, k_idx: Tensor, *, packed: bool) -> None:
-    """Raise TypeError or ValueError, naming the argument, unless the tensors are as `top_blocks_by_max` says."""
+def check_index_tensors(q_idx: Tensor, k_idx: Tensor, *, packed: bool, own_bounds: bool = False) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless the tensors are as `top_blocks_by_max` says.
+
+    Args:
+        own_bounds: whether packed keys have some (cu_seqlens_k).
+    """
     layout, lead = ("[T,heads,D_i]", 1) if packed else ("[B,N,heads,D_i]", 2)
     for name, tensor in (("q_idx", q_idx), ("k_idx", k_idx)):
         if not isinstance(tensor, Tensor):
@@ -89,4 +93,7 @@ def check_index_tensors(q_idx: Tensor, k_idx: Tensor, *, packed: bool) -> None:
         raise ValueError(f"k_idx must have {wanted}, got shape {list(k_idx.shape)}")
     if lead == 2 and (k_idx.shape[0] != q_idx.shape[0] or k_idx.shape[1] < q_idx.shape[1]):
         wanted = f"B={q_idx.shape[0]} and at least N_q={q_idx.shape[1]} tokens"
+        raise ValueError(f"k_idx must have {wanted}, got shape {list(k_idx.shape)}")
+    if packed and not own_bounds and k_idx.shape[0] != q_idx.shape[0]:
+        wanted = f"q_idx's T={q_idx.shape[0]} tokens, or cu_seqlens_k bounds of its own"
         raise ValueError(f"k_idx must have {wanted}, got shape {list(k_idx.shape)}")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.common.checks import check_choice, check_eps
+from nsa.common.derivatives import needs_grad
 from nsa.common.layers import (
     RotaryHook,
     apply_rope,
@@ -143,7 +144,7 @@ class NeighborhoodAttention(nn.Module):
         if cache is not None:
             if self.context_parallel is not None:
                 raise ValueError("cache does not go with context_parallel: a cache follows whole sequences")
-            self._check_cache(cache, q)
+            self._check_cache(cache, q, k, v)
             k, v = cache.followed_by(k, v)
         parallel = self.context_parallel
         run = neighborhood_attention if parallel is None else parallel.neighborhood_attention
@@ -174,7 +175,11 @@ class NeighborhoodAttention(nn.Module):
 
         Returns:
             The cache, for `forward`.
+
+        Raises:
+            ValueError: without `causal=True`.
         """
+        self._check_causal()
         weight = self.k_proj.weight
         return NeighborhoodCache(
             batch,
@@ -186,17 +191,20 @@ class NeighborhoodAttention(nn.Module):
             device=weight.device,
         )
 
-    def _check_cache(self, cache: NeighborhoodCache, q: Tensor) -> None:
+    def _check_cache(self, cache: NeighborhoodCache, q: Tensor, k: Tensor, v: Tensor) -> None:
         if not isinstance(cache, NeighborhoodCache):
             raise TypeError(f"cache must be a NeighborhoodCache, got {type(cache).__name__}")
-        if not self.window.causal:
-            raise ValueError("cache goes with causal=True: windows reach later tokens, got causal=False")
+        self._check_causal()
         for name in ("kernel_size", "dilation"):
             own, other = getattr(self.window, name), getattr(cache, name)
             if own != other:
                 raise ValueError(f"cache must have {name}={own}, got {other}")
-        if q.requires_grad:
+        if needs_grad(q, k, v):
             raise RuntimeError("a call with a cache has no gradient, and one is needed: call it under torch.no_grad()")
+
+    def _check_causal(self) -> None:
+        if not self.window.causal:
+            raise ValueError("cache goes with causal=True: windows reach later tokens, got causal=False")
 
     def extra_repr(self) -> str:
         options = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, **asdict(self.window)}

@@ -106,8 +106,10 @@ class NeighborhoodCache:
             rows: int32 or int64 `[B]` on the device.
 
         Raises:
-            ValueError: for another shape or device.
+            TypeError, ValueError: for another dtype, shape or device.
         """
+        if rows.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"rows must be int32 or int64, got {short_name(rows.dtype)}")
         if rows.shape != self.k.shape[:1] or rows.device != self.k.device:
             wanted = f"[{self.k.shape[0]}] on {self.k.device}"
             raise ValueError(f"rows must be {wanted}, got {list(rows.shape)} on {rows.device}")

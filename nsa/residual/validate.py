@@ -125,7 +125,9 @@ def _check_list(blocks: Sequence[Tensor], first: Tensor) -> None:
         if block.device != device:
             raise ValueError(f"blocks[{i}] must be on blocks[0]'s device {device}, got {block.device}")
         check_dense(f"blocks[{i}]", block)
-        if block.stride() != strides:
+        if block.stride() != strides and any(
+            n > 1 and a != b for n, a, b in zip(shape, strides, block.stride(), strict=True)
+        ):
             raise ValueError(f"blocks[{i}] must have blocks[0]'s strides {strides}, got {block.stride()}")
 
 

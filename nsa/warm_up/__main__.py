@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not (digits and sms.isdigit()):
             parser.error(f"--target takes an architecture and a number, as sm_90,132, got {args.target!r}")
         target = (int(digits[:-1]), int(digits[-1])), int(sms)
+    elif not torch.cuda.is_available():
+        parser.error("no CUDA device is available: name one by --target sm_90,132")
     begin = time.monotonic()
     columns = TextColumn("kernels on disk"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, transient=True) as bar:

@@ -191,6 +191,11 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     for wrong in (["--target", "hopper"], ["--shape", "1,2"]):
         with pytest.raises(SystemExit):
             main([*wrong, *(["--target", "sm_90,132"] if wrong[0] == "--shape" else [])])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([])
+    assert "no CUDA device is available: name one by --target sm_90,132" in capsys.readouterr().err
 
 
 CALL = """

@@ -156,6 +156,15 @@ def test_bad_arguments_are_named(error: type[Exception], message: str, changes: 
         attention_residual(**given)
 
 
+def test_strides_of_single_rows_do_not_matter() -> None:
+    """B = 1: blocks that lie alike, whatever PyTorch says of the stride that nothing steps over."""
+    wide, blocks = torch.randn(1, 12, 8), torch.randn(2, 1, 10, 8)
+    given = [wide[:, :10], *blocks]
+    assert given[0].stride() != given[1].stride()
+    w_query = torch.randn(8)
+    assert torch.equal(attention_residual(given, w_query), attention_residual([x.clone() for x in given], w_query))
+
+
 # The layer
 
 

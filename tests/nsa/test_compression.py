@@ -127,8 +127,8 @@ def test_wrong_sizes_are_named() -> None:
     q, k, v = make_qkv(40, 4, HEADS, 16)
     with pytest.raises(
         ValueError,
-        match=r"blocks must be \[...,H_kv,l,D\] = \[...,2,4,6\], as this layer was made for, "
-        r"got shape \[1, 19, 2, 4, 16\]",
+        match=r"compress is LinearCompression\(num_kv_heads=2, block_size=4, head_dim=6\), "
+        r"whose blocks must be \[...,H_kv,l,D\] = \[...,2,4,6\], got shape \[1, 19, 2, 4, 16\]",
     ):
         nsa(q, k, v, compress=pool(), compress_block_size=4, compress_stride=2)
 

@@ -399,3 +399,16 @@ def test_module_names_hidden_states_of_another_layout() -> None:
             forward(torch.ones(8, 32))
         with pytest.raises(ValueError, match=r"hidden_states must have the layout \[T,hidden_size\] .*\[1, 8, 32\]"):
             forward(torch.ones(1, 8, 32), cu_seqlens=bounds)
+
+
+def test_presets_name_misspelt_options() -> None:
+    for preset in (NSAConfig.paper, NSAConfig.per_tile):
+        with pytest.raises(TypeError, match="unknown keyword argument windowsize: did you mean window_size?"):
+            preset(windowsize=3)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
+def test_a_misspelt_option_is_named_by_dynamo() -> None:
+    q = torch.randn(1, 20, 2, 8)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="unknown keyword argument windowsize"):
+        torch.compile(lambda q: nsa(q, q, q, windowsize=3), fullgraph=True, backend="eager")(q)

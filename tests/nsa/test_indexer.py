@@ -100,6 +100,11 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "dtype": (TypeError, "k_idx must be float64 .q_idx is float64., got float32", {"k_idx": torch.zeros(1, 60, 1, 4)}),
     "layout": (ValueError, r"q_idx must have the layout \[B,N,heads,D_i\]", {"q_idx": torch.zeros(60, 2, 4).double()}),
     "fewer keys": (ValueError, "at least N_q=60 tokens, got", {"k_idx": torch.zeros(1, 59, 1, 4).double()}),
+    "fewer packed keys": (
+        ValueError,
+        r"k_idx must have q_idx's T=10 tokens, or cu_seqlens_k bounds of its own, got shape \[12, 1, 4\]",
+        {"q_idx": torch.zeros(10, 2, 4), "k_idx": torch.zeros(12, 1, 4), "cu_seqlens": torch.tensor([0, 10]).int()},
+    ),
     "start": (ValueError, "q_start must be from 0 to N_k - N_q = 60 - 60 = 0, got 1", {"q_start": 1}),
 }
 

@@ -112,6 +112,14 @@ def test_a_rolling_cache_refuses() -> None:
             layer(x, cache=object())
         with pytest.raises(ValueError, match=r"rows must be \[2\]"):
             cache.reorder(torch.tensor([0]))
+        with pytest.raises(TypeError, match="rows must be int32 or int64, got bool"):
+            cache.reorder(torch.tensor([True, False]))
+        with pytest.raises(ValueError, match="cache goes with causal=True"):
+            NeighborhoodAttention(WIDTH, HEADS, kernel_size=5).new_cache(2)
+    layer.requires_grad_(False)
+    layer.v_proj.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="a call with a cache has no gradient"):
+        layer(x, cache=cache)
     assert int(cache.length) == 0
     with pytest.raises(ValueError, match="kernel_size must be at least 1, got 0"):
         NeighborhoodCache(1, heads_kv=1, dim=8, kernel_size=0)

@@ -277,6 +277,23 @@ def test_compiles_whole_and_once_for_all_starts(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
+def test_a_sum_of_queries_that_learn_compiles() -> None:
+    """It chooses blocks alone, so nothing is passed back through it, as in eager."""
+
+    def continued(q: Tensor, k: Tensor) -> Tensor:
+        return nsa(q[:, 5:], k, k, q_start=5, q_sum=q[:, :5].sum(1), config=SMALL["seed"])
+
+    q, k, _ = make_qkv(40, requires_grad=True)
+    torch._dynamo.reset()
+    results = [
+        function(q, k) for function in (continued, torch.compile(continued, fullgraph=True, backend="aot_eager"))
+    ]
+    eager, compiled = (torch.autograd.grad(out.sum(), (q, k)) for out in results)
+    torch.testing.assert_close(compiled, eager)
+    assert not eager[0][:, :5].any()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
 def test_a_callable_compress_compiles() -> None:
     config, (q, k, v) = replace(SMALL["paper"], compress=lambda blocks: blocks.amax(-2)), make_qkv(96)
     function = partial(nsa_forward, config=config)

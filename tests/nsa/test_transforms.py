@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from nsa import (
     AttentionResidual,
@@ -66,6 +67,27 @@ def test_refuses_derivatives_of_functions_by_name(op: str, run: Op) -> None:
             transform(loss)(x)
     with pytest.raises(RuntimeError, match=f"^{op.strip()} does not support torch.func.grad"):
         torch.vmap(torch.func.grad(loss))(x[None])
+
+
+@pytest.mark.parametrize("run", [nsa, nsa_forward], ids=["nsa", "nsa_forward"])
+def test_nsa_refuses_dual_tensors(run: Any) -> None:
+    x = torch.randn(1, 20, 2, 8)
+    with forward_ad.dual_level():
+        run(x, x, x)
+        with pytest.raises(RuntimeError, match="^nsa does not support forward-mode derivatives: there are derivatives"):
+            run(x, forward_ad.make_dual(x, x), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_nsa_names_second_derivatives_on_the_reference(dtype: torch.dtype) -> None:
+    """PyTorch's fused attention inside has none. The first is the same under create_graph."""
+    leaves = [x.requires_grad_() for x in make_qkv(40, dtype=dtype)]
+    out = nsa(*leaves, config=SMALL["paper"])
+    do = torch.randn_like(out)
+    first = torch.autograd.grad(out, leaves, do, create_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(nsa(*leaves, config=SMALL["paper"]), leaves, do)))
+    with pytest.raises(RuntimeError, match="^nsa has no second derivative on this backend"):
+        torch.autograd.grad(first[1].sum(), leaves[0])
 
 
 @pytest.mark.parametrize(("op", "run"), OPS.items(), ids=OPS)
