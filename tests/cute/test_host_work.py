@@ -8,6 +8,7 @@ of Python in the same moment it doubles where other processes share caches.
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections import Counter
@@ -107,11 +108,14 @@ def calls_made(function: Callable[[], object]) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
+    gc.collect()
+    gc.disable()  # finalizers are calls, too
     sys.setprofile(count_calls)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 

@@ -134,8 +134,9 @@ def test_kernels_of_another_process_are_left_to_it(tmp_path: Path) -> None:
         with disk_cache.COMPILING, disk_cache.Entry(where, "a"):
             os.write(write, b".")
             signal.pause()
+    os.close(write)
     try:
-        os.read(ready, 1)
+        assert os.read(ready, 1) == b"."
         with compiling_only(lambda *event: told.append(event)):
             assert disk_cache.load_or_make(where, "a", pytest.fail) is nothing
     finally:
@@ -146,7 +147,8 @@ def test_kernels_of_another_process_are_left_to_it(tmp_path: Path) -> None:
 
 
 def test_a_process_that_fails_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)  # whatever the umask
     monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path / "open"))
     with pytest.raises(RuntimeError, match=r"(?s)1 of 1 kernels were not compiled.*must be this user's own"):
         warm_up(processes=1, target=((9, 0), 132))
@@ -188,11 +190,11 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         {"q": [1, 64, 4, 64], "k": [1, 64, 2, 64], "v": [1, 64, 2, 128], "gate_proj_weight": [4, 3, 64]}
     ]
     assert (job["processes"], job["backward"], environment) == (3, True, HOPPER)
-    for wrong in (["--target", "hopper"], ["--shape", "1,2"]):
+    for wrong, message in ((["--target", "hopper"], "--target takes"), (["--shape", "1,2"], "each of shapes must be")):
         with pytest.raises(SystemExit):
             main([*wrong, *(["--target", "sm_90,132"] if wrong[0] == "--shape" else [])])
+        assert message in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    capsys.readouterr()
     with pytest.raises(SystemExit):
         main([])
     assert "no CUDA device is available: name one by --target sm_90,132" in capsys.readouterr().err

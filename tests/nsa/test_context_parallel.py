@@ -244,8 +244,8 @@ def test_a_chunk_off_the_stride_is_refused_on_all_ranks(ranks: Ranks) -> None:
 
 
 def test_a_rank_that_ends_ends_all() -> None:
-    began = time.monotonic()
     with Ranks(3, seconds=5) as three:
+        began = time.monotonic()
         *others, last = three.outcomes(3, cases.ends_in_the_middle, 2)
     assert last[0] == "ended"
     for rank, (kind, message) in enumerate(others):

@@ -403,7 +403,7 @@ def test_module_names_hidden_states_of_another_layout() -> None:
 
 def test_presets_name_misspelt_options() -> None:
     for preset in (NSAConfig.paper, NSAConfig.per_tile):
-        with pytest.raises(TypeError, match="unknown keyword argument windowsize: did you mean window_size?"):
+        with pytest.raises(TypeError, match=r"unknown keyword argument windowsize: did you mean window_size\?"):
             preset(windowsize=3)
 
 

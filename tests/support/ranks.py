@@ -25,7 +25,10 @@ import torch.distributed as dist
 from nsa.distributed import ContextParallel
 
 SECONDS = 60
-"""Timeout of a collective, and twice that of a case."""
+"""Timeout of a collective; a case has twice that and START_SECONDS."""
+
+START_SECONDS = 240
+"""In which processes start, import torch and find each other, on a machine that does much else."""
 
 WATCHDOG_SECONDS = 60
 """In which NCCL's watchdog ends a process whose collective is too late: it writes down first what all were doing."""
@@ -56,6 +59,9 @@ class Ranks:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
+        for rank, pipe in enumerate(self.pipes):
+            assert pipe.poll(START_SECONDS), f"rank {rank} did not start"
+            assert pipe.recv() == "ready"
 
     def __enter__(self) -> Ranks:
         return self
@@ -75,7 +81,9 @@ class Ranks:
         found: dict[int, tuple[str, Any]] = {}
         while len(found) < size:
             waiting = {pipe: rank for rank, pipe in enumerate(self.pipes[:size]) if rank not in found}
-            ready = wait(list(waiting), timeout=2 * self.seconds + WATCHDOG_SECONDS * (self.backend == "nccl"))
+            ready = wait(
+                list(waiting), timeout=2 * self.seconds + START_SECONDS + WATCHDOG_SECONDS * (self.backend == "nccl")
+            )
             assert ready, f"ranks {sorted(waiting.values())} neither returned nor raised"
             for pipe in ready:
                 try:
@@ -97,15 +105,17 @@ def _serve(pipe: Connection, store: str, rank: int, sizes: tuple[int, ...], seco
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # as tests/conftest.py: uninitialised memory holds NaN
     torch.utils.deterministic.fill_uninitialized_memory = True
-    timeout = timedelta(seconds=seconds)
+    start, timeout = timedelta(seconds=START_SECONDS), timedelta(seconds=seconds)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the machine's name means
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        backend, store=dist.FileStore(store, max(sizes)), rank=rank, world_size=max(sizes), timeout=timeout
+        backend, store=dist.FileStore(store, max(sizes)), rank=rank, world_size=max(sizes), timeout=start
     )
+    dist.barrier()  # from here on all are as far
     groups = {size: dist.new_group(list(range(size)), timeout=timeout) for size in sizes}
+    pipe.send("ready")
     while True:
         try:
             size, case, arguments = pipe.recv()

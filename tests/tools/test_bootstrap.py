@@ -404,7 +404,7 @@ def test_pip_failure_is_explained_and_tried_again(
     assert bootstrap.main(["--extras", "dev"]) == 1
 
     message = capsys.readouterr().err
-    for part in (".venv/bin/python -I -m pip install", "torch==2.13.0", "line 99", "ERROR: no such wheel"):
+    for part in (".venv/bin/python", " -I -m pip install", "torch==2.13.0", "line 99", "ERROR: no such wheel"):
         assert part in message
     for hint in ("HTTPS_PROXY", "TORCH_INDEX", "TORCH_VERSION", "100.0 GB are free"):
         assert hint in message
