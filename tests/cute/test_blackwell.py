@@ -55,8 +55,8 @@ PRESETS = {"paper": (NSAConfig.paper(), 300), "per tile": (NSAConfig.per_tile(),
 def test_nsa_through_dispatch(preset: str) -> None:
     """The public function with autograd, whose backend runs on what it takes for a B200."""
     config, tokens = PRESETS[preset]
-    leaves = make_qkv(tokens, 2, 1, 128, dtype=torch.bfloat16, requires_grad=True)
-    weight = (torch.randn((2, 3, 128)) * 128**-0.5).to(torch.bfloat16).requires_grad_()
+    leaves = make_qkv(tokens, 2, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn((2, 3, 64)) * 64**-0.5).to(torch.bfloat16).requires_grad_()
     inputs = NSAInputs(*leaves, gate_proj_weight=weight)
     do = torch.randn_like(leaves[0])
     launched: list[Launched] = []
