@@ -249,7 +249,7 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
         TypeError: naming an argument of the wrong type or dtype, before anything is computed.
         ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
-        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
+        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func; for dual tensors.
 
     Example:
         >>> import torch
@@ -283,7 +283,7 @@ def nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]
         TypeError: naming an argument of the wrong type or dtype, before anything is computed.
         ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
-        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
+        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func; for dual tensors.
 
     Example:
         >>> import torch
@@ -313,7 +313,7 @@ def nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywo
         TypeError: naming an argument of the wrong type or dtype, before anything is computed.
         ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
-        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
+        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func; for dual tensors.
 
     Example:
         >>> import torch

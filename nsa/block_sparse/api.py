@@ -64,7 +64,7 @@ def block_sparse_attention(
         TypeError: naming an argument of the wrong type or dtype, before anything is computed.
         ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
-        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
+        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func; for dual tensors.
 
     Example:
         >>> import torch
