@@ -64,6 +64,23 @@ def test_the_same_tokens_with_and_without_a_cache(way: str) -> None:
         assert torch.equal(written[1, 7:], generate(model, ids[1:, 7:])[0])
 
 
+@pytest.mark.parametrize(
+    "how", [{}, {"cache_implementation": "static"}, {"num_beams": 3}], ids=["dynamic", "static", "beams"]
+)
+def test_chunks_of_padding_alone_begin_a_prompt(how: dict[str, Any]) -> None:
+    """Texts begin in different chunks, at their first token or inside; a row is its text alone."""
+    model = converted_model(num_hidden_layers=1)
+    ids, mask = left_padded(40, 27, 3)
+    written = generate(model, ids, attention_mask=mask, **how)
+    for size in (8, 13, 14):
+        assert torch.equal(generate(model, ids, attention_mask=mask, prefill_chunk_size=size, **how), written), size
+    for row, begin in ((1, 13), (2, 37)):
+        assert torch.equal(written[row, begin:], generate(model, ids[row : row + 1, begin:], **how)[0])
+    mask[0, 6:] = 0  # it ends inside the first chunk, in which the others have not begun
+    with pytest.raises(ValueError, match="padded the cached texts to the right"):
+        generate(model, ids, attention_mask=mask, prefill_chunk_size=8, **how)
+
+
 def test_a_dynamic_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nsa.integrations.transformers.cache.ROOM", 1)
     model, ids = converted_model(), token_ids(1, 60)
