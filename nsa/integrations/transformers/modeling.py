@@ -34,7 +34,7 @@ from nsa.integrations.transformers.cache import take_over, takes_compiled_steps
 from nsa.integrations.transformers.gates import BranchGates
 from nsa.integrations.transformers.interface import NAME, attend, find_documents, mask_of_static_cache, refuse
 from nsa.integrations.transformers.options import check_gate_init, check_gates, options_dict, options_of
-from nsa.integrations.transformers.unpadding import PACK_ADVICE, Unpadding
+from nsa.integrations.transformers.unpadding import PACK_ADVICE, Unpadding, positions_of_texts
 
 CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 """How models of the installed transformers call their cache: `past_key_values` until 5.23."""
@@ -185,7 +185,8 @@ class ModelMixin(PreTrainedMixin):
         **kwargs: Any,
     ) -> Any:
         """As the dense model's. A cache that is fresh is taken over; without one, none is made where gradients are
-        needed, in torch.compile, or for packed documents.
+        needed, in torch.compile, or for packed documents. Where no position_ids come, positions are those of tokens in
+        their own texts, behind a cache's.
 
         Raises:
             ValueError: for a mask that is neither padding on one side nor documents; for a cache where none can be.
@@ -209,14 +210,16 @@ class ModelMixin(PreTrainedMixin):
             raise ValueError(f"a cache holds no packed documents: {PACK_ADVICE}")
         if cache is None and documents is None and self._may_cache():
             cache = DynamicCache() if use_cache is not False and (use_cache or self.config.use_cache) else None
-        call: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
+        call: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
         config = options_of(self.config)
         call |= kwargs | {"use_cache": cache is not None, CACHE_ARGUMENT: cache, "nsa_call": (config, mask, documents)}
         if cache is None:
-            return super().forward(**call)  # type: ignore[misc]
+            positions = positions_of_texts(mask, documents, tokens) if position_ids is None else position_ids
+            return super().forward(position_ids=positions, **call)  # type: ignore[misc]
         sequences = take_over(cache, config, self.config.num_hidden_layers)
         with sequences.step(batch, tokens, inputs.device, mask):
-            return super().forward(**call)  # type: ignore[misc]
+            positions = sequences.positions() if position_ids is None else position_ids
+            return super().forward(position_ids=positions, **call)  # type: ignore[misc]
 
     def _given_cache(self, use_cache: bool | None, tokens: int, kwargs: dict[str, Any]) -> Any:
         """The cache that a call gives under either name, or None."""
