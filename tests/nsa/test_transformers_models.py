@@ -260,6 +260,15 @@ REFUSED = {
     "sliding_window asks for": {"sliding_window": 8},
     "output_attentions must be False": {"output_attentions": True},
     "a batch of 2": {"cu_seq_lens_q": BOUNDS},
+    r"cu_seq_lens_q must have the shape \[documents \+ 1\], got \[1, 3\]": {"cu_seq_lens_q": BOUNDS[None]},
+    r"cu_seq_lens_q must be on the tokens' device cpu, got meta": {"cu_seq_lens_q": BOUNDS.to("meta")},
+    "cu_seq_lens_k must come with cu_seq_lens_q": {"cu_seq_lens_k": BOUNDS},
+    r"be cu_seq_lens_q.*, got \[0, 6\] and \[0, 2, 6\]": {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS[::2]},
+    r"be cu_seq_lens_q.*, got \[0, 3, 6\] and": {
+        "cu_seq_lens_q": BOUNDS,
+        "cu_seq_lens_k": torch.tensor([0, 3, 6]),
+    },
+    "max_length_k must be max_length_q=4, got 3": {"cu_seq_lens_q": BOUNDS, "max_length_q": 4, "max_length_k": 3},
     r"position_ids must be \[B,N\]": {"position_ids": torch.zeros(3, 2, 6)},
 }
 
@@ -270,6 +279,20 @@ def test_the_attention_function_refuses_what_it_would_ignore(message: str) -> No
     q, k = torch.randn(2, 4, 6, 16), torch.randn(2, 2, 6, 16)
     with pytest.raises(ValueError, match=message):
         nsa_attention(module, q, k, k, None, **REFUSED[message])
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_bounds_of_documents_are_integers_and_those_of_keys(converted: bool) -> None:
+    model, ids = converted_model() if converted else unconverted(), token_ids(1, 6)
+    expected = logits_of(model, ids, cu_seq_lens_q=BOUNDS, use_cache=False)
+    pack = {"cu_seq_lens_q": BOUNDS.long(), "cu_seq_lens_k": BOUNDS, "max_length_q": 4, "max_length_k": 4}
+    assert torch.equal(logits_of(model, ids, **pack, use_cache=False), expected)
+    with pytest.raises(ValueError, match="cu_seq_lens_k must be cu_seq_lens_q"):
+        logits_of(model, ids, cu_seq_lens_q=BOUNDS, cu_seq_lens_k=torch.tensor([0, 3, 6]), use_cache=False)
+    with pytest.raises(TypeError, match=r"cu_seq_lens_q must be a tensor of int32 or int64, got torch\.float32"):
+        logits_of(model, ids, cu_seq_lens_q=BOUNDS.float(), use_cache=False)
+    with pytest.raises(TypeError, match=r"max_length_q must be an integer or None, got tensor\(4\)"):
+        logits_of(model, ids, cu_seq_lens_q=BOUNDS, max_length_q=torch.tensor(4), use_cache=False)
 
 
 def test_packs_that_contradict_a_mask_or_a_cache_are_refused() -> None:

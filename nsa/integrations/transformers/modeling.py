@@ -32,7 +32,14 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from nsa.config import NSAConfig
 from nsa.integrations.transformers.cache import take_over, takes_compiled_steps
 from nsa.integrations.transformers.gates import BranchGates
-from nsa.integrations.transformers.interface import NAME, attend, find_documents, mask_of_static_cache, refuse
+from nsa.integrations.transformers.interface import (
+    NAME,
+    attend,
+    find_documents,
+    given_documents,
+    mask_of_static_cache,
+    refuse,
+)
 from nsa.integrations.transformers.options import check_gate_init, check_gates, options_dict, options_of
 from nsa.integrations.transformers.unpadding import PACK_ADVICE, Unpadding, positions_of_texts
 
@@ -198,14 +205,14 @@ class ModelMixin(PreTrainedMixin):
             raise ValueError("input_ids or inputs_embeds must be given, got neither")
         batch, tokens = inputs.shape[:2]
         cache = self._given_cache(use_cache, tokens, kwargs)
-        bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
+        given = given_documents(kwargs, inputs.device)
         if cache is not None and torch.compiler.is_compiling():
-            mask, documents = mask_of_static_cache(attention_mask, (batch, cache.get_max_length())), bounds
+            mask, documents = mask_of_static_cache(attention_mask, (batch, cache.get_max_length())), given
         else:
             cached = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
             most = cache.get_max_length() if isinstance(cache, StaticCache) else None
             shape = (batch, tokens, cached + tokens)
-            mask, documents = find_documents(attention_mask, position_ids, bounds, shape, longest, max_columns=most)
+            mask, documents = find_documents(attention_mask, position_ids, given, shape, max_columns=most)
         if documents is not None and (cache is not None or use_cache):
             raise ValueError(f"a cache holds no packed documents: {PACK_ADVICE}")
         if cache is None and documents is None and self._may_cache():
