@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
 import subprocess
 import sys
@@ -103,6 +104,22 @@ def test_hidden_states_are_returned(kind: str) -> None:
         ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_hidden_states=True
     )
     assert [len(step) for step in written.hidden_states] == [len(found.hidden_states)] * 3
+
+
+def test_hidden_states_are_those_of_copies_adapters_and_checkpoints() -> None:
+    model, ids = converted_model(), token_ids(1, 20)
+    expected = model(ids, output_hidden_states=True).hidden_states
+    asking, checkpoints = copy.deepcopy(model), copy.deepcopy(model).train()
+    asking.config.output_hidden_states = True
+    checkpoints.gradient_checkpointing_enable()
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["q_proj"], modules_to_save=["gates"]))
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    found = [call(ids, output_hidden_states=True).hidden_states for call in (checkpoints, adapted, compiled)]
+    for states in (asking(ids).hidden_states, *found):
+        assert len(states) == len(expected)
+        assert all(torch.equal(one, other) for one, other in zip(states, expected, strict=True))
+    chosen = model(ids, output_hidden_states=[1, -1]).hidden_states
+    assert [state is not None for state in chosen] == [False, True, True]
 
 
 def test_short_texts_are_dense_when_only_the_selected_branch_weighs() -> None:
