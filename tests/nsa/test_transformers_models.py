@@ -20,6 +20,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
+    DynamicCache,
     GPT2Config,
     LlamaConfig,
     Qwen3Config,
@@ -320,6 +321,29 @@ def test_packs_that_contradict_a_mask_or_a_cache_are_refused() -> None:
         nsa_attention(module, q, k, k, mask, cu_seq_lens_q=BOUNDS)
     with pytest.raises(ValueError, match="a cache holds earlier ones"):
         nsa_attention(module, q[:, :, :4], k, k, None, position_ids=torch.tensor([[2, 3, 0, 1]]))
+
+
+def test_keywords_of_attention_functions_are_refused_in_a_converted_model() -> None:
+    model, ids = converted_model(), token_ids(1, 6)
+    for name, value in {"scaling": 0.5, "dropout": 0.1, "softcap": 30.0}.items():
+        with pytest.raises(ValueError, match=f"{name} asks for"):
+            model(ids, **{name: value})
+
+
+def test_arguments_come_in_the_order_of_the_dense_model() -> None:
+    model, ids, cache = converted_model().model, token_ids(1, 20), DynamicCache()
+    with torch.no_grad():
+        expected = model(ids).last_hidden_state
+        assert torch.equal(model(ids, None, None, cache).last_hidden_state, expected)
+        assert cache.get_seq_length() == 20
+        embeds = model.embed_tokens(ids)
+        assert torch.equal(model(None, None, None, None, embeds).last_hidden_state, expected)
+    refused = [((), "got neither"), ((ids, None, None, None, embeds), "got both")]
+    refused += [((ids[0],), r"input_ids must be \[B,N\], got shape \[20\]")]
+    refused += [((None, None, None, None, embeds[0]), r"inputs_embeds must be \[B,N,hidden_size\], got shape")]
+    for given, message in refused:
+        with pytest.raises(ValueError, match=message):
+            model(*given)
 
 
 def test_overlays_of_masks_are_refused() -> None:

@@ -28,6 +28,8 @@ REFUSED = {
     "sliding_window": "a sliding window of the model's own",
     "position_bias": "a bias of positions",
     "head_mask": "a mask of heads",
+    "scaling": "a scale beside that of nsa_config",
+    "dropout": "dropout of attention weights",
 }
 """Keywords of attention functions that change the result, and what they ask for."""
 

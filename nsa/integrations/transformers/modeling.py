@@ -187,6 +187,7 @@ class ModelMixin(PreTrainedMixin):
         input_ids: Tensor | None = None,
         attention_mask: Any = None,
         position_ids: Tensor | None = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
@@ -200,11 +201,10 @@ class ModelMixin(PreTrainedMixin):
         """
         if kwargs.get("output_attentions", self.config.output_attentions):
             raise ValueError("output_attentions must be False: NSA has no attention weights to return, got True")
-        inputs = input_ids if inputs_embeds is None else inputs_embeds
-        if inputs is None:
-            raise ValueError("input_ids or inputs_embeds must be given, got neither")
+        inputs = given_inputs(input_ids, inputs_embeds)
         batch, tokens = inputs.shape[:2]
-        cache = self._given_cache(use_cache, tokens, kwargs)
+        earlier = kwargs.pop("past_key_values", None)
+        cache = self._checked_cache(earlier if cache is None else cache, use_cache, tokens)
         given = given_documents(kwargs, inputs.device)
         if cache is not None and torch.compiler.is_compiling():
             mask, documents = mask_of_static_cache(attention_mask, (batch, cache.get_max_length())), given
@@ -228,10 +228,8 @@ class ModelMixin(PreTrainedMixin):
             positions = sequences.positions() if position_ids is None else position_ids
             return super().forward(position_ids=positions, **call)  # type: ignore[misc]
 
-    def _given_cache(self, use_cache: bool | None, tokens: int, kwargs: dict[str, Any]) -> Any:
-        """The cache that a call gives under either name, or None."""
-        given = [kwargs.pop(name, None) for name in ("cache", "past_key_values")]
-        cache = next((each for each in given if each is not None), None)
+    def _checked_cache(self, cache: Any, use_cache: bool | None, tokens: int) -> Any:
+        """The cache that a call gives, or None; refused where none can be."""
         if cache is None and not use_cache:
             return None
         got = f"use_cache={use_cache}" if cache is None else type(cache).__name__
@@ -248,6 +246,23 @@ class ModelMixin(PreTrainedMixin):
 
     def _may_cache(self) -> bool:
         return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+
+
+def given_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """The one of both that a call gives.
+
+    Raises:
+        ValueError: for none, for both, and for other dimensions.
+    """
+    if input_ids is not None and inputs_embeds is not None:
+        raise ValueError("input_ids or inputs_embeds must be given, got both")
+    for name, given, dims in (("input_ids", input_ids, "[B,N]"), ("inputs_embeds", inputs_embeds, "[B,N,hidden_size]")):
+        if given is None:
+            continue
+        if given.dim() != len(dims.split(",")):
+            raise ValueError(f"{name} must be {dims}, got shape {list(given.shape)}")
+        return given
+    raise ValueError("input_ids or inputs_embeds must be given, got neither")
 
 
 class CausalLMMixin(PreTrainedMixin):
