@@ -92,7 +92,16 @@ class FlaAttention(NSAttention):
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any = None, *, cache: NSACache | None = None, **others: Any
     ) -> Tensor:
-        """As NSAttention.forward. With a cache, positions are those of the table's next tokens."""
+        """As NSAttention.forward. With a cache, positions are those of the table's next tokens.
+
+        Raises:
+            ValueError: also where `context_parallel` is set and no positions come: a rank's do not begin at 0.
+        """
+        if self.context_parallel is not None and position_embeddings is None:
+            raise ValueError(
+                "position_embeddings must be this rank's with context_parallel: those of its positions(N), or "
+                "positions(N, cu_seqlens=...), got None"
+            )
         if cache is not None and position_embeddings is None:
             position_embeddings = cache.table.positions(hidden_states.shape[-2])
         return super().forward(hidden_states, position_embeddings, cache=cache, **others)
@@ -111,7 +120,7 @@ def layer_from_fla(
 
     Returns:
         The layer, on the weights' device and in their dtype. With fla's rotary it finds positions itself, also with a
-        cache; `position_embeddings` may give others, `[N]` or `[B,N]`.
+        cache; `position_embeddings` may give others, `[N]` or `[B,N]`, and must where its `context_parallel` is set.
 
     Raises:
         TypeError: for a rope that is none of these.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from nsa import NSAConfig, NSAttention, PageTable
+from nsa.distributed import ContextParallel
 from nsa.integrations.fla import FlaRotary, fla_config, layer_from_fla
 from tests.support.rotary import rotary_table, rotate
 
@@ -163,6 +166,27 @@ def test_positions_are_those_of_packs_caches_and_callers() -> None:
     torch.testing.assert_close(hook(x, [table.double() for table in rotary_table(107, DIM)]), whole, atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match=r"must be positions \[107\] or \[1, 107\], got shape \[106\]"):
         layer(x, torch.arange(106))
+
+
+@pytest.fixture
+def alone() -> Iterator[ContextParallel]:
+    """Of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield ContextParallel(dist.group.WORLD)  # type: ignore[arg-type]
+    dist.destroy_process_group()
+
+
+@torch.no_grad()
+def test_a_rank_is_told_its_positions(alone: ContextParallel) -> None:
+    layer, x = layer_from_fla(fla_state(), SMALL.config), torch.randn(1, 107, WIDTH, dtype=torch.float64)
+    bounds = torch.tensor([0, 40, 107], dtype=torch.int32)
+    whole, packed = layer(x), layer(x[0], cu_seqlens=bounds)
+    layer.context_parallel = alone
+    torch.testing.assert_close(layer(x, alone.positions(107)), whole)
+    pack = {"position_embeddings": alone.positions(107, cu_seqlens=bounds), "cu_seqlens": bounds}
+    torch.testing.assert_close(layer(x[0], **pack), packed)
+    with pytest.raises(ValueError, match=r"position_embeddings must be this rank's .* positions\(N\).*, got None"):
+        layer(x)
 
 
 @pytest.mark.skipif(not find_spec("fla"), reason="fla-core is not installed")

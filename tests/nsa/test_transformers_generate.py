@@ -17,6 +17,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 from nsa import NSAConfig
 from nsa.integrations.transformers.cache import CacheLayer
 from nsa.integrations.transformers.modeling import CACHE_ARGUMENT
+from nsa.integrations.transformers.options import GATES
 from tests.support import cases
 from tests.support.hf_models import converted_model, dense_model, token_ids
 
@@ -62,6 +63,23 @@ def test_the_same_tokens_with_and_without_a_cache(way: str) -> None:
     assert torch.equal(written, generate(model, ids, attention_mask=mask, use_cache=False, **both))
     if way == "greedy":  # a row is its text alone
         assert torch.equal(written[1, 7:], generate(model, ids[1:, 7:])[0])
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"cache_implementation": "static"}, {"num_beams": 3}], ids=["dynamic", "static", "beams"]
+)
+def test_chunks_of_padding_alone_begin_a_prompt(how: dict[str, Any]) -> None:
+    """Texts begin in different chunks, at their first token or inside; a row is its text alone."""
+    model = converted_model(num_hidden_layers=1)
+    ids, mask = left_padded(40, 27, 3)
+    written = generate(model, ids, attention_mask=mask, **how)
+    for size in (8, 13, 14):
+        assert torch.equal(generate(model, ids, attention_mask=mask, prefill_chunk_size=size, **how), written), size
+    for row, begin in ((1, 13), (2, 37)):
+        assert torch.equal(written[row, begin:], generate(model, ids[row : row + 1, begin:], **how)[0])
+    mask[0, 6:] = 0  # it ends inside the first chunk, in which the others have not begun
+    with pytest.raises(ValueError, match="padded the cached texts to the right"):
+        generate(model, ids, attention_mask=mask, prefill_chunk_size=8, **how)
 
 
 def test_a_dynamic_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,19 +352,26 @@ def test_a_cache_is_taken_over_and_does_what_transformers_asks(make: Any) -> Non
     advance(rows, 47, 60)
 
 
-def test_padded_rows_go_on_in_a_cache() -> None:
-    model = converted_model()
+@compiles
+@pytest.mark.parametrize("gates", GATES)
+def test_padded_rows_go_on_in_a_cache(gates: str) -> None:
+    """Positions count on from each row's tokens, with a mask and without, compiled and not."""
+    model = converted_model(gates=gates, num_hidden_layers=1).double()
     ids, mask = left_padded(20, 3)
-    cache = DynamicCache()
+    cache = StaticCache(config=model.config, max_cache_len=31)
     call_with(model, ids, cache, attention_mask=mask)
-    more = token_ids(2, 9)
-    ones = torch.cat([mask, torch.ones(2, 9, dtype=torch.long)], 1)
-    logits = call_with(model, more, cache, attention_mask=ones)
+    more = token_ids(2, 11)
+    ones = torch.cat([mask, torch.ones(2, 11, dtype=torch.long)], 1)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    logits = [call_with(model, more[:, :6], cache, attention_mask=ones[:, :26])]
+    logits.append(call_with(compiled, more[:, 6:7], cache, attention_mask=ones))
+    logits.append(call_with(model, more[:, 7:10], cache))
+    logits.append(call_with(compiled, more[:, 10:], cache))
     for row, length in enumerate((20, 3)):
         text = torch.cat([ids[row : row + 1, 20 - length :], more[row : row + 1]], 1)
         with torch.no_grad():
-            expected = model(text, use_cache=False).logits[0, -9:]
-        torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=0)
+            expected = model(text, use_cache=False).logits[0, -11:]
+        torch.testing.assert_close(torch.cat(logits, 1)[row], expected, atol=1e-4 * 2**-29, rtol=0)  # fp64, not fp32
 
 
 def test_calls_that_do_not_fit_a_cache_are_refused() -> None:

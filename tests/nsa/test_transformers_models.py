@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
+    DynamicCache,
     GPT2Config,
     LlamaConfig,
     Qwen3Config,
@@ -31,6 +33,7 @@ from nsa import NSAConfig, NSAttention, nsa
 from nsa.integrations.transformers import convert
 from nsa.integrations.transformers.interface import nsa_attention
 from nsa.integrations.transformers.modeling import CACHE_ARGUMENT
+from nsa.integrations.transformers.options import GATES
 from tests.support.hf_models import KINDS, OPTIONS, converted_model, dense_model, token_ids
 
 pytestmark = [
@@ -41,6 +44,8 @@ pytestmark = [
 # Sums of the same numbers in other places of a batch, or through a cache, differ by rounding: logits of up to 10 in
 # fp32 through two layers, with some 100 roundings of 6e-8 each
 TOLERANCE = 1e-4
+FP64_TOLERANCE = TOLERANCE * 2**-29
+"""In which also positions have to be the same: their tables are fp32."""
 
 
 def logits_of(model: Any, ids: Tensor, **call: Any) -> Tensor:
@@ -49,7 +54,8 @@ def logits_of(model: Any, ids: Tensor, **call: Any) -> Tensor:
 
 
 def close(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).abs().max() < TOLERANCE)
+    tolerance = FP64_TOLERANCE if one.dtype == torch.float64 else TOLERANCE
+    return bool((one - other).abs().max() < tolerance)
 
 
 # Conversion
@@ -99,6 +105,22 @@ def test_hidden_states_are_returned(kind: str) -> None:
         ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_hidden_states=True
     )
     assert [len(step) for step in written.hidden_states] == [len(found.hidden_states)] * 3
+
+
+def test_hidden_states_are_those_of_copies_adapters_and_checkpoints() -> None:
+    model, ids = converted_model(), token_ids(1, 20)
+    expected = model(ids, output_hidden_states=True).hidden_states
+    asking, checkpoints = copy.deepcopy(model), copy.deepcopy(model).train()
+    asking.config.output_hidden_states = True
+    checkpoints.gradient_checkpointing_enable()
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["q_proj"], modules_to_save=["gates"]))
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    found = [call(ids, output_hidden_states=True).hidden_states for call in (checkpoints, adapted, compiled)]
+    for states in (asking(ids).hidden_states, *found):
+        assert len(states) == len(expected)
+        assert all(torch.equal(one, other) for one, other in zip(states, expected, strict=True))
+    chosen = model(ids, output_hidden_states=[1, -1]).hidden_states
+    assert [state is not None for state in chosen] == [False, True, True]
 
 
 def test_short_texts_are_dense_when_only_the_selected_branch_weighs() -> None:
@@ -167,10 +189,10 @@ def test_saved_models_load_in_a_fresh_process(tmp_path: Path) -> None:
 # Masks and packs
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "gates"), [("llama", "hidden"), ("qwen3", "query"), ("llama", "learned")])
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_padding_equals_unpadded_rows(kind: str, use_cache: bool) -> None:
-    model = converted_model(kind)
+def test_padding_equals_unpadded_rows(kind: str, gates: str, use_cache: bool) -> None:
+    model = converted_model(kind, gates=gates).double()
     lengths, width = (33, 40, 1), 45
     ids, mask = torch.zeros(3, width, dtype=torch.long), torch.zeros(3, width, dtype=torch.long)
     texts = [token_ids(1, n) for n in lengths]
@@ -182,9 +204,9 @@ def test_padding_equals_unpadded_rows(kind: str, use_cache: bool) -> None:
         assert close(logits[row, span], logits_of(model, text)[0])
 
 
-@pytest.mark.parametrize("converted", [False, True])
-def test_packs_equal_separate_documents(converted: bool) -> None:
-    model = converted_model() if converted else unconverted()
+@pytest.mark.parametrize("gates", [None, *GATES])
+def test_packs_equal_separate_documents(gates: str | None) -> None:
+    model = converted_model(gates=gates).double() if gates else unconverted()
     lengths = (30, 1, 41)
     texts = [token_ids(1, n) for n in lengths]
     expected = torch.cat([logits_of(model, text) for text in texts], 1)
@@ -195,7 +217,8 @@ def test_packs_equal_separate_documents(converted: bool) -> None:
     batch = collate([{"input_ids": text[0].tolist()} for text in texts])
     assert {"input_ids", "position_ids", "cu_seq_lens_q", "max_length_q"} <= batch.keys()
     assert close(model(**batch, use_cache=False).logits, expected)
-    if converted:  # rows of a batch are documents, too; a cache is left out, not given documents
+    assert close(logits_of(model, ids, cu_seq_lens_q=batch["cu_seq_lens_q"], use_cache=False), expected)
+    if gates:  # rows of a batch are documents, too; a cache is left out, not given documents
         twice = ids.flip(1).repeat(2, 1)
         twice[0] = ids
         assert close(logits_of(model, twice, position_ids=positions)[:1], expected)
@@ -255,6 +278,15 @@ REFUSED = {
     "sliding_window asks for": {"sliding_window": 8},
     "output_attentions must be False": {"output_attentions": True},
     "a batch of 2": {"cu_seq_lens_q": BOUNDS},
+    r"cu_seq_lens_q must have the shape \[documents \+ 1\], got \[1, 3\]": {"cu_seq_lens_q": BOUNDS[None]},
+    r"cu_seq_lens_q must be on the tokens' device cpu, got meta": {"cu_seq_lens_q": BOUNDS.to("meta")},
+    "cu_seq_lens_k must come with cu_seq_lens_q": {"cu_seq_lens_k": BOUNDS},
+    r"be cu_seq_lens_q.*, got \[0, 6\] and \[0, 2, 6\]": {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS[::2]},
+    r"be cu_seq_lens_q.*, got \[0, 3, 6\] and": {
+        "cu_seq_lens_q": BOUNDS,
+        "cu_seq_lens_k": torch.tensor([0, 3, 6]),
+    },
+    "max_length_k must be max_length_q=4, got 3": {"cu_seq_lens_q": BOUNDS, "max_length_q": 4, "max_length_k": 3},
     r"position_ids must be \[B,N\]": {"position_ids": torch.zeros(3, 2, 6)},
 }
 
@@ -267,6 +299,20 @@ def test_the_attention_function_refuses_what_it_would_ignore(message: str) -> No
         nsa_attention(module, q, k, k, None, **REFUSED[message])
 
 
+@pytest.mark.parametrize("converted", [False, True])
+def test_bounds_of_documents_are_integers_and_those_of_keys(converted: bool) -> None:
+    model, ids = converted_model() if converted else unconverted(), token_ids(1, 6)
+    expected = logits_of(model, ids, cu_seq_lens_q=BOUNDS, use_cache=False)
+    pack = {"cu_seq_lens_q": BOUNDS.long(), "cu_seq_lens_k": BOUNDS, "max_length_q": 4, "max_length_k": 4}
+    assert torch.equal(logits_of(model, ids, **pack, use_cache=False), expected)
+    with pytest.raises(ValueError, match="cu_seq_lens_k must be cu_seq_lens_q"):
+        logits_of(model, ids, cu_seq_lens_q=BOUNDS, cu_seq_lens_k=torch.tensor([0, 3, 6]), use_cache=False)
+    with pytest.raises(TypeError, match=r"cu_seq_lens_q must be a tensor of int32 or int64, got torch\.float32"):
+        logits_of(model, ids, cu_seq_lens_q=BOUNDS.float(), use_cache=False)
+    with pytest.raises(TypeError, match=r"max_length_q must be an integer or None, got tensor\(4\)"):
+        logits_of(model, ids, cu_seq_lens_q=BOUNDS, max_length_q=torch.tensor(4), use_cache=False)
+
+
 def test_packs_that_contradict_a_mask_or_a_cache_are_refused() -> None:
     module = unconverted().model.layers[0].self_attn
     q, k, mask = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 6, 16), torch.ones(1, 6, dtype=torch.bool)
@@ -275,6 +321,29 @@ def test_packs_that_contradict_a_mask_or_a_cache_are_refused() -> None:
         nsa_attention(module, q, k, k, mask, cu_seq_lens_q=BOUNDS)
     with pytest.raises(ValueError, match="a cache holds earlier ones"):
         nsa_attention(module, q[:, :, :4], k, k, None, position_ids=torch.tensor([[2, 3, 0, 1]]))
+
+
+def test_keywords_of_attention_functions_are_refused_in_a_converted_model() -> None:
+    model, ids = converted_model(), token_ids(1, 6)
+    for name, value in {"scaling": 0.5, "dropout": 0.1, "softcap": 30.0}.items():
+        with pytest.raises(ValueError, match=f"{name} asks for"):
+            model(ids, **{name: value})
+
+
+def test_arguments_come_in_the_order_of_the_dense_model() -> None:
+    model, ids, cache = converted_model().model, token_ids(1, 20), DynamicCache()
+    with torch.no_grad():
+        expected = model(ids).last_hidden_state
+        assert torch.equal(model(ids, None, None, cache).last_hidden_state, expected)
+        assert cache.get_seq_length() == 20
+        embeds = model.embed_tokens(ids)
+        assert torch.equal(model(None, None, None, None, embeds).last_hidden_state, expected)
+    refused = [((), "got neither"), ((ids, None, None, None, embeds), "got both")]
+    refused += [((ids[0],), r"input_ids must be \[B,N\], got shape \[20\]")]
+    refused += [((None, None, None, None, embeds[0]), r"inputs_embeds must be \[B,N,hidden_size\], got shape")]
+    for given, message in refused:
+        with pytest.raises(ValueError, match=message):
+            model(*given)
 
 
 def test_overlays_of_masks_are_refused() -> None:
@@ -380,7 +449,7 @@ def test_compiled_training_has_the_same_gradients() -> None:
 
 
 def test_compiles_as_a_whole() -> None:
-    model = converted_model(num_hidden_layers=1)
+    model = converted_model(num_hidden_layers=1, gates="query").double()
     ids = token_ids(2, 40)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
@@ -389,6 +458,8 @@ def test_compiles_as_a_whole() -> None:
     assert close(logits_of(compiled, ids), expected)
     padded = logits_of(model, ids, attention_mask=mask)
     assert close(logits_of(compiled, ids, attention_mask=mask)[0, 9:], padded[0, 9:])
+    pack = {"cu_seq_lens_q": torch.tensor([0, 17, 40], dtype=torch.int32)}
+    assert close(logits_of(compiled, ids[1:], **pack), logits_of(model, ids[1:], **pack))
     with pytest.raises(Exception, match="position_ids may hold packed documents"):
         compiled(ids, position_ids=torch.arange(40)[None])
     with pytest.raises(Exception, match=r"runs in torch\.compile after"):

@@ -136,6 +136,13 @@ class CachedSequences:
             begun = self.table.seqlens > 0  # a text that has not begun is padded on its left so far
             self.ends_padded = bool((begun & ~real[:, -1]).any())
 
+    def positions(self) -> Tensor:
+        """Of the open step's new columns among each sequence's tokens, `[B,N_q]`: padding does not count."""
+        real: Tensor | None = self._step.real  # type: ignore[union-attr]
+        if real is None:
+            return self.table.open.positions  # type: ignore[union-attr]
+        return (self.table.seqlens.long()[:, None] + real.cumsum(1) - 1).clamp(min=0)
+
     def _make_room(self, total: int, batch: int, device: torch.device) -> None:
         if self.max_tokens is not None and total > self.max_tokens:
             raise ValueError(f"the static cache holds max_cache_len={self.max_tokens} tokens, got {total}")

@@ -28,6 +28,8 @@ REFUSED = {
     "sliding_window": "a sliding window of the model's own",
     "position_bias": "a bias of positions",
     "head_mask": "a mask of heads",
+    "scaling": "a scale beside that of nsa_config",
+    "dropout": "dropout of attention weights",
 }
 """Keywords of attention functions that change the result, and what they ask for."""
 
@@ -95,17 +97,66 @@ def _parts(mask_function: Callable[..., Any]) -> Iterator[str]:
         yield name
 
 
+PACK_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What transformers calls bounds of documents, and the longest one: of queries and of keys."""
+
+
+def given_documents(kwargs: Mapping[str, Any], device: torch.device) -> Unpadding | None:
+    """The documents that a call's PACK_KEYWORDS bound on this device, or None.
+
+    Raises:
+        TypeError, ValueError: for bounds that are no integers `[documents + 1]`, and for keys with bounds of their own,
+            as far as that shows without reading a device.
+    """
+    bounds, of_keys, longest, longest_key = map(kwargs.get, PACK_KEYWORDS)
+    for name, given in zip(PACK_KEYWORDS, (bounds, of_keys), strict=False):
+        if given is None:
+            continue
+        if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64):
+            got = given.dtype if isinstance(given, Tensor) else type(given).__name__
+            raise TypeError(f"{name} must be a tensor of int32 or int64, got {got}")
+        if given.dim() != 1 or len(given) == 0:
+            raise ValueError(f"{name} must have the shape [documents + 1], got {list(given.shape)}")
+        if given.device != device:
+            raise ValueError(f"{name} must be on the tokens' device {device}, got {given.device}")
+    for name, length in zip(PACK_KEYWORDS[2:], (longest, longest_key), strict=True):
+        if not (length is None or isinstance(length, int)):
+            raise TypeError(f"{name} must be an integer or None, got {length!r}")
+    if bounds is None:
+        if of_keys is not None:
+            raise ValueError("cu_seq_lens_k must come with cu_seq_lens_q, got it alone")
+        return None
+    if of_keys is not None and (of_keys.shape != bounds.shape or _differ(of_keys, bounds)):
+        raise ValueError(
+            f"cu_seq_lens_k must be cu_seq_lens_q, since each document's queries are its keys, got {_told(of_keys)} "
+            f"and {_told(bounds)}"
+        )
+    if None not in (longest, longest_key) and longest_key != longest:
+        raise ValueError(f"max_length_k must be max_length_q={longest}, got {longest_key}")
+    return Unpadding(bounds.to(torch.int32), max_seqlen=longest)
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether values differ; False where reading them would wait for a device, and in torch.compile."""
+    return not torch.compiler.is_compiling() and one.device.type == "cpu" and bool((one != other).any())
+
+
+def _told(bounds: Tensor) -> str:
+    """Bounds for an error: values where they can be read, else the shape."""
+    return str(bounds.tolist()) if bounds.device.type == "cpu" else f"shape {list(bounds.shape)}"
+
+
 def find_documents(
     attention_mask: Tensor | Mapping[str, Tensor | None] | None,
     position_ids: Tensor | None,
-    cu_seq_lens_q: Tensor | None,
+    given: Unpadding | None,
     shape: tuple[int, int, int],
-    max_length_q: int | None = None,
     max_columns: int | None = None,
 ) -> tuple[Tensor | None, Unpadding | None]:
     """The 2-D mask if there is padding, else None; and the documents, if rows are packed.
 
     Args:
+        given: documents from `given_documents`.
         shape: rows of the batch, columns of queries, and columns of keys, a cache's included.
         max_columns: of a static cache, for which `generate` makes masks that wide.
 
@@ -121,12 +172,12 @@ def find_documents(
             f"attention_mask must be [B,N_k] = {[batch, columns]} for attn_implementation='nsa', cached tokens "
             f"included, got shape {list(attention_mask.shape)}"
         )
-    if cu_seq_lens_q is not None:
+    if given is not None:
         if batch != 1:
             raise ValueError(f"cu_seq_lens_q bounds the documents of one row, got a batch of {batch}")
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ValueError("cu_seq_lens_q and an attention_mask with padding say different things: give one of them")
-        return None, Unpadding(cu_seq_lens_q.to(torch.int32), max_seqlen=max_length_q)
+        return None, given
     if attention_mask is not None:
         mask = attention_mask.bool()
         if tokens == 1 < columns and mask.device.type != "cpu":
@@ -206,8 +257,6 @@ def nsa_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     position_ids: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """NSA of one layer of a model that was not converted: every token's gates are the config's `nsa_gate_init`.
@@ -221,9 +270,7 @@ def nsa_attention(
         scaling: the softmax's scale.
         dropout: must be 0.
         position_ids: `[B or 1,N_q]`.
-        cu_seq_lens_q: bounds of packed documents.
-        max_length_q: tokens of the longest one.
-        others: refused where they would change the result.
+        others: `cu_seq_lens_q` and its like bound packed documents; refused where they would change the result.
 
     Returns:
         out `[B,N_q,H,D_v]`, and None for attention weights.
@@ -235,7 +282,7 @@ def nsa_attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     cached = k.shape[1] != q.shape[1]
     shape = (len(q), q.shape[1], k.shape[1])
-    mask, documents = find_documents(attention_mask, position_ids, cu_seq_lens_q, shape, max_length_q)
+    mask, documents = find_documents(attention_mask, position_ids, given_documents(others, q.device), shape)
     if cached and documents is not None:
         raise ValueError(f"documents begin among new tokens, and a cache holds earlier ones: {PACK_ADVICE}")
     gates = q.new_tensor(check_gate_init(getattr(module.config, "nsa_gate_init", None))).expand(*q.shape[:-1], 3)

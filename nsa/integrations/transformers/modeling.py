@@ -32,9 +32,16 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from nsa.config import NSAConfig
 from nsa.integrations.transformers.cache import take_over, takes_compiled_steps
 from nsa.integrations.transformers.gates import BranchGates
-from nsa.integrations.transformers.interface import NAME, attend, find_documents, mask_of_static_cache, refuse
+from nsa.integrations.transformers.interface import (
+    NAME,
+    attend,
+    find_documents,
+    given_documents,
+    mask_of_static_cache,
+    refuse,
+)
 from nsa.integrations.transformers.options import check_gate_init, check_gates, options_dict, options_of
-from nsa.integrations.transformers.unpadding import PACK_ADVICE, Unpadding
+from nsa.integrations.transformers.unpadding import PACK_ADVICE, Unpadding, positions_of_texts
 
 CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 """How models of the installed transformers call their cache: `past_key_values` until 5.23."""
@@ -180,48 +187,49 @@ class ModelMixin(PreTrainedMixin):
         input_ids: Tensor | None = None,
         attention_mask: Any = None,
         position_ids: Tensor | None = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """As the dense model's. A cache that is fresh is taken over; without one, none is made where gradients are
-        needed, in torch.compile, or for packed documents.
+        needed, in torch.compile, or for packed documents. Where no position_ids come, positions are those of tokens in
+        their own texts, behind a cache's.
 
         Raises:
             ValueError: for a mask that is neither padding on one side nor documents; for a cache where none can be.
         """
         if kwargs.get("output_attentions", self.config.output_attentions):
             raise ValueError("output_attentions must be False: NSA has no attention weights to return, got True")
-        inputs = input_ids if inputs_embeds is None else inputs_embeds
-        if inputs is None:
-            raise ValueError("input_ids or inputs_embeds must be given, got neither")
+        inputs = given_inputs(input_ids, inputs_embeds)
         batch, tokens = inputs.shape[:2]
-        cache = self._given_cache(use_cache, tokens, kwargs)
-        bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
+        earlier = kwargs.pop("past_key_values", None)
+        cache = self._checked_cache(earlier if cache is None else cache, use_cache, tokens)
+        given = given_documents(kwargs, inputs.device)
         if cache is not None and torch.compiler.is_compiling():
-            mask, documents = mask_of_static_cache(attention_mask, (batch, cache.get_max_length())), bounds
+            mask, documents = mask_of_static_cache(attention_mask, (batch, cache.get_max_length())), given
         else:
             cached = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
             most = cache.get_max_length() if isinstance(cache, StaticCache) else None
             shape = (batch, tokens, cached + tokens)
-            mask, documents = find_documents(attention_mask, position_ids, bounds, shape, longest, max_columns=most)
+            mask, documents = find_documents(attention_mask, position_ids, given, shape, max_columns=most)
         if documents is not None and (cache is not None or use_cache):
             raise ValueError(f"a cache holds no packed documents: {PACK_ADVICE}")
         if cache is None and documents is None and self._may_cache():
             cache = DynamicCache() if use_cache is not False and (use_cache or self.config.use_cache) else None
-        call: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
+        call: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
         config = options_of(self.config)
         call |= kwargs | {"use_cache": cache is not None, CACHE_ARGUMENT: cache, "nsa_call": (config, mask, documents)}
         if cache is None:
-            return super().forward(**call)  # type: ignore[misc]
+            positions = positions_of_texts(mask, documents, tokens) if position_ids is None else position_ids
+            return super().forward(position_ids=positions, **call)  # type: ignore[misc]
         sequences = take_over(cache, config, self.config.num_hidden_layers)
         with sequences.step(batch, tokens, inputs.device, mask):
-            return super().forward(**call)  # type: ignore[misc]
+            positions = sequences.positions() if position_ids is None else position_ids
+            return super().forward(position_ids=positions, **call)  # type: ignore[misc]
 
-    def _given_cache(self, use_cache: bool | None, tokens: int, kwargs: dict[str, Any]) -> Any:
-        """The cache that a call gives under either name, or None."""
-        given = [kwargs.pop(name, None) for name in ("cache", "past_key_values")]
-        cache = next((each for each in given if each is not None), None)
+    def _checked_cache(self, cache: Any, use_cache: bool | None, tokens: int) -> Any:
+        """The cache that a call gives, or None; refused where none can be."""
         if cache is None and not use_cache:
             return None
         got = f"use_cache={use_cache}" if cache is None else type(cache).__name__
@@ -238,6 +246,23 @@ class ModelMixin(PreTrainedMixin):
 
     def _may_cache(self) -> bool:
         return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+
+
+def given_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """The one of both that a call gives.
+
+    Raises:
+        ValueError: for none, for both, and for other dimensions.
+    """
+    if input_ids is not None and inputs_embeds is not None:
+        raise ValueError("input_ids or inputs_embeds must be given, got both")
+    for name, given, dims in (("input_ids", input_ids, "[B,N]"), ("inputs_embeds", inputs_embeds, "[B,N,hidden_size]")):
+        if given is None:
+            continue
+        if given.dim() != len(dims.split(",")):
+            raise ValueError(f"{name} must be {dims}, got shape {list(given.shape)}")
+        return given
+    raise ValueError("input_ids or inputs_embeds must be given, got neither")
 
 
 class CausalLMMixin(PreTrainedMixin):

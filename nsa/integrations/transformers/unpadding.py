@@ -51,6 +51,20 @@ def by_positions(position_ids: Tensor, batch: int) -> Unpadding | None:
     return Unpadding(cu_seqlens, max_seqlen=int(cu_seqlens.diff().max()))
 
 
+def positions_of_texts(mask: Tensor | None, documents: Unpadding | None, tokens: int) -> Tensor | None:
+    """Positions `[B or 1,N]` of tokens in their rows, without padding, or in their documents; None: as columns count.
+
+    Args:
+        mask: bool `[B,N]`, True for real tokens.
+        documents: of one row, as they lie.
+    """
+    if documents is not None:
+        columns = torch.arange(tokens, device=documents.cu_seqlens.device)
+        starts = documents.cu_seqlens.long()
+        return (columns - starts[torch.searchsorted(starts, columns, right=True) - 1])[None]
+    return None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
+
+
 def bounds(lengths: Tensor) -> Tensor:
     """cu_seqlens of documents of these lengths."""
     cu_seqlens: Tensor = pad(lengths.cumsum(0), (1, 0))
