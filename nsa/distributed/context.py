@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dispatch.registry import ENVIRONMENT_VARIABLE, short_name
 from nsa.api import NSAKeywords, cast_arguments
 from nsa.common.autocast import autocast_off, cast_inputs
-from nsa.common.checks import check_bool, check_choice, check_integer
+from nsa.common.checks import check_bool, check_choice, check_dense, check_dtype, check_integer
 from nsa.common.derivatives import needs_grad, refuse_transforms
 from nsa.config import LARGEST_OPTION, OPTION_NAMES, NSAConfig, check_options
 from nsa.distributed.attention import NAMES, WEIGHT_NAMES, Plan, ShardedNSA, attend, check_calls, heads_per_pass
@@ -41,6 +41,10 @@ REFUSED = {
     "q_sum": "ranks begin at tiles",
 }
 """Keywords of `nsa` that a divided sequence has no use for."""
+
+LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+INT64 = torch.iinfo(torch.int64)
 
 
 class ContextParallel:
@@ -221,24 +225,43 @@ class ContextParallel:
 
         Call backward on it on every rank; `sum` of it is the mean loss.
 
+        Ranks compare 16 bytes each on the host before anything else, and add up their numbers of labels.
+
         Args:
-            logits: `[...,classes]`.
-            labels: `[...]`, int64.
+            logits: `[...,classes]`, on every rank with as many classes.
+            labels: `[...]` of any integer dtype on logits' device, classes or `ignore_index`. Values are checked on the
+                CPU. On a GPU nothing waits for them: one out of range is a device-side assertion on this rank alone,
+                after which its CUDA context is lost and other ranks raise RuntimeError within the group's timeout.
             ignore_index: label that does not count. Default: -100.
 
         Returns:
             fp32 (fp64 for fp64 logits), 0-dim.
+
+        Raises:
+            TypeError, ValueError: on all ranks, for a wrong argument on one or where ranks disagree, naming rank and
+                argument.
         """
+        count = self._count_labels(logits, labels, ignore_index)
         wide = torch.promote_types(logits.dtype, torch.float32)
         total = torch.nn.functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]).to(wide),
-            labels.reshape(-1),
+            labels.reshape(-1).long(),
             ignore_index=ignore_index,
             reduction="sum",
         )
-        count = self.sum((labels != ignore_index).sum())
         share: Tensor = total / count.clamp(min=1)
         return share
+
+    @torch.compiler.disable
+    def _count_labels(self, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        """How many labels count on all ranks, once every rank has found its own right."""
+
+        def facts() -> tuple[dict[str, object], int]:
+            check_labels(logits, labels, ignore_index)
+            return {"logits": _text(logits.detach(), ["...", logits.shape[-1]]), "ignore_index": ignore_index}, 0
+
+        self._comm.agree("ContextParallel.cross_entropy", facts)
+        return self._comm.sum((labels.long() != ignore_index).sum())
 
     @torch.compiler.disable
     def sum(self, x: Tensor) -> Tensor:
@@ -493,6 +516,37 @@ class _NSACall(NamedTuple):
         return {**texts, "needs_grad": self.needs_grad, "DTensor": bool(self.dtensors.found)}
 
 
+def check_tensor(name: str, x: object) -> None:
+    """Raise unless x is a dense tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    check_dense(name, x)
+
+
+def check_labels(logits: Tensor, labels: Tensor, ignore_index: int) -> None:
+    """Raise unless labels are classes of the logits, or `ignore_index`; values are read on the CPU only."""
+    check_tensor("logits", logits)
+    check_tensor("labels", labels)
+    check_dtype("logits", logits)
+    if labels.dtype not in LABEL_DTYPES:
+        wanted = ", ".join(map(short_name, LABEL_DTYPES))
+        raise TypeError(f"labels must have one of the dtypes {wanted}, got {short_name(labels.dtype)}")
+    check_integer("ignore_index", ignore_index, INT64.min, INT64.max)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logits must be [...,classes] of at least one class, got shape {list(logits.shape)}")
+    if labels.shape != logits.shape[:-1]:
+        wanted = f"the shape {list(logits.shape[:-1])} of logits [...,classes]"
+        raise ValueError(f"labels must have {wanted}, got {list(labels.shape)}")
+    if labels.device != logits.device:
+        raise ValueError(f"labels must be on logits' device {logits.device}, got {labels.device}")
+    if type(labels) is Tensor and labels.device.type == "cpu":
+        classes, own = logits.shape[-1], labels.long()
+        wrong = own[(own != ignore_index) & ((own < 0) | (own >= classes))]
+        if wrong.numel() > 0:
+            also = f"or ignore_index={ignore_index}"
+            raise ValueError(f"labels must be from 0 to {classes - 1}, {also}, got {int(wrong[0])}")
+
+
 def check_same_rows(tensors: Mapping[str, Tensor]) -> None:
     """Raise unless the tensors have as many rows as q."""
     rows = tensors["q"].shape[-3]
@@ -503,8 +557,7 @@ def check_same_rows(tensors: Mapping[str, Tensor]) -> None:
 
 def _text(x: Tensor, sizes: Any) -> str:
     """A tensor's facts, for comparison and messages."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    check_tensor("x", x)
     gradient = " with a gradient" if needs_grad(x) else ""
     return f"{short_name(x.dtype)} [{', '.join(map(str, sizes))}] on {x.device.type}{gradient}"
 

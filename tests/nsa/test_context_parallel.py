@@ -222,6 +222,23 @@ def test_a_rank_that_differs_is_named_on_all(ranks: Ranks, change: str, error: s
     ranks.run(3, cases.works)
 
 
+@pytest.mark.parametrize("change", cases.WRONG_LOSSES)
+def test_a_wrong_loss_is_refused_on_all(ranks: Ranks, change: str) -> None:
+    error, words = cases.WRONG_LOSSES[change]
+    for kind, message in ranks.outcomes(2, cases.loss_with, change, 0):
+        assert kind == "raised", message
+        assert message.startswith(error), message
+        for word in words:
+            assert word.format(device="cpu") in message, message
+    assert "on rank 0" in message
+    ranks.run(2, cases.losses_add_up, torch.int64)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.uint8])
+def test_labels_of_any_integer_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
+    ranks.run(2, cases.losses_add_up, dtype)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [("backend", "BackendError", ["runs on CUDA devices"]), ("causal", "ValueError", ["causal must be True"])],

@@ -60,6 +60,17 @@ DIFFERENCES: dict[str, tuple[str, list[str]]] = {
 }
 """How rank 1 may differ in `call_with`, and the error of all ranks: its type, and what its message has."""
 
+WRONG_LOSSES: dict[str, tuple[str, list[str]]] = {
+    "value": ("ValueError", ["labels must be from 0 to 6, or ignore_index=-100, got 7"]),
+    "dtype": ("TypeError", ["labels must have one of the dtypes int64, int32", "got float64"]),
+    "shape": ("ValueError", ["labels must have the shape [2, 10] of logits [...,classes], got [10, 2]"]),
+    "no tensor": ("TypeError", ["labels must be a torch.Tensor, got list"]),
+    "classes": ("ValueError", ["logits must be the same on all ranks", "[..., 14] on {device} on rank 0"]),
+    "logits": ("TypeError", ["logits must be bfloat16", "got int64"]),
+    "ignore_index": ("ValueError", ["ignore_index must be the same on all ranks", "-1 on rank 0"]),
+}
+"""How rank 0 of 2 may differ in `loss_with`, likewise."""
+
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
     """Of a rank's tensors: its GPU if the group is NCCL's, else the CPU."""
@@ -411,6 +422,45 @@ def change_tensors(change: str, own: dict[str, Any]) -> None:
         own["windowsize"] = 3
     elif change == "NaN":
         own["v"][0, 0, 0, 0] = math.nan
+
+
+def loss_with(make: MakeCP, change: str, wrong: int) -> None:
+    """A loss that is wrong on one rank."""
+    cp = make(tile=1)
+    logits, ids, options = *make_logits(device_of(cp.group)), {}
+    logits, labels = cp.shard(logits), cp.shard_labels(ids)
+    if cp.rank == wrong:
+        if change == "value":
+            labels[0, 0] = 7
+        elif change == "dtype":
+            labels = labels.double()
+        elif change == "shape":
+            labels = labels.T
+        elif change == "no tensor":
+            labels = labels.tolist()
+        elif change == "classes":
+            logits = torch.cat([logits, logits], -1)
+        elif change == "logits":
+            logits = logits.long()
+        elif change == "ignore_index":
+            labels[labels == -100] = options["ignore_index"] = -1
+    cp.cross_entropy(logits, labels, **options)
+
+
+def losses_add_up(make: MakeCP, dtype: torch.dtype) -> None:
+    """fp64: shares of labels of a dtype, against one process."""
+    cp = make(tile=1)
+    logits, ids = make_logits(device_of(cp.group))
+    share = cp.cross_entropy(cp.shard(logits), cp.shard_labels(ids.to(dtype), ignore_index=100), ignore_index=100)
+    want = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(cp.sum(share), want, rtol=1e-12, atol=0.0)
+
+
+def make_logits(device: torch.device) -> tuple[Tensor, Tensor]:
+    """fp64 logits of 7 classes, and ids, of 2 sequences of 20 tokens."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(2, 20, 7, generator=generator, dtype=torch.float64)
+    return logits.to(device), torch.randint(7, (2, 20), generator=generator).to(device)
 
 
 def works(make: MakeCP) -> None:
