@@ -320,14 +320,13 @@ class ContextParallel:
         with autocast_off(inputs.q.device.type):
             if config.compress != "mean":
                 k_cmp, v_cmp = compressed_shard(self._comm, layout, inputs, config)
-                if call.needs_grad and not k_cmp.requires_grad:  # a rank without entries, beside others that learn
-                    k_cmp = k_cmp.detach().requires_grad_()
                 given: dict[str, Any] = {"k_cmp": k_cmp, "v_cmp": v_cmp, "w_k_compress": None, "w_v_compress": None}
                 inputs, config = replace(inputs, **given), replace(config, compress="mean")
             tensors = {name: x for name in NAMES if (x := getattr(inputs, name)) is not None}
             plan = self._plan(layout, config, tensors, call.flags, packed=inputs.packed)
-            check_calls(plan, tensors, needs_grad=call.needs_grad)
-            if call.needs_grad:
+            saving = needs_grad(*tensors.values())  # on all ranks or on none, as facts and compressed_shard see to
+            check_calls(plan, tensors, needs_grad=saving)
+            if saving:
                 out: Tensor = ShardedNSA.apply(plan, *(tensors.get(name) for name in NAMES))
             else:
                 out, _ = attend(plan, tensors, saving=False)

@@ -234,6 +234,26 @@ def test_a_wrong_loss_is_refused_on_all(ranks: Ranks, change: str) -> None:
     ranks.run(2, cases.losses_add_up, torch.int64)
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("shape", "compress must map blocks of k "), ("sizes", "blocks must be [...,H_kv,l,D] = ")],
+)
+def test_a_wrong_compress_is_refused_on_all(ranks: Ranks, kind: str, words: str) -> None:
+    """Also on the ranks that have no entries."""
+    *others, last = ranks.outcomes(3, cases.compresses_wrongly, kind)
+    assert last[0] == "raised"
+    assert last[1].startswith(f"ValueError: {words}"), last
+    for outcome in others:
+        assert outcome[0] == "raised", outcome
+        assert outcome[1].startswith(f"ValueError: ContextParallel.nsa's compress on rank 2: {words}"), outcome
+    ranks.run(3, cases.works)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_function_that_compresses_learns_as_on_one_process(ranks: Ranks, layout: str) -> None:
+    ranks.run(3, cases.learns_as_alone, layout)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.uint8])
 def test_labels_of_any_integer_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
     ranks.run(2, cases.losses_add_up, dtype)

@@ -424,6 +424,53 @@ def change_tensors(change: str, own: dict[str, Any]) -> None:
         own["v"][0, 0, 0, 0] = math.nan
 
 
+def compresses_wrongly(make: MakeCP, kind: str) -> None:
+    """Of three ranks the first ones have no entries of 40 tokens."""
+    cp = make(layout="contiguous", tile=16)
+    q, k, v = map(cp.shard, make_qkv(40, KV_HEADS, KV_HEADS, device=str(device_of(cp.group))))
+    pools = {"shape": lambda blocks: blocks, "sizes": LinearCompression(KV_HEADS, 32, k.shape[-1] + 1)}
+    cp.nsa(q, k, v, config=NSAConfig.paper(compress=pools[kind]))
+
+
+def learns_as_alone(make: MakeCP, layout: str) -> None:
+    """out needs a gradient where that of one process does, whatever function compresses; gradients are shares of it."""
+    cp = make(layout=layout, tile=16)
+    device = device_of(cp.group)
+    weight = torch.linspace(0, 1, 32, dtype=torch.float64, device=device)[:, None].requires_grad_()
+
+    def plain(blocks: Tensor) -> Tensor:
+        return blocks.amax(-2)
+
+    def learning(blocks: Tensor) -> Tensor:
+        return (blocks * weight).sum(-2)
+
+    def detached(blocks: Tensor) -> Tensor:
+        return blocks.detach().amax(-2)
+
+    for tokens in (20, 40, 131):
+        for compress in (plain, learning, detached):
+            for learns in ("", "k", "qkv"):
+                whole = make_qkv(tokens, KV_HEADS, KV_HEADS, device=str(device))
+                tensors = {name: x.requires_grad_(name in learns) for name, x in zip("qkv", whole, strict=True)}
+                config = NSAConfig.paper(compress=compress)
+                want = nsa(**tensors, config=config)
+                got = cp.nsa(**{name: cp.shard(x) for name, x in tensors.items()}, config=config)
+                what = f"{tokens} tokens, {compress.__name__}, {learns}"
+                assert got.requires_grad == want.requires_grad, what
+                if want.requires_grad:
+                    leaves = {n: x for n, x in {**tensors, "weight": weight}.items() if x.requires_grad}
+                    expected, found = gradients_of(want, leaves), gradients_of(got, leaves)
+                    assert_same({name: cp.sum(x) for name, x in found.items()}, expected, what)
+
+
+def gradients_of(out: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By a whole backward, as ranks take it together: `torch.autograd.grad` passes by what its tensors do not need."""
+    for x in leaves.values():
+        x.grad = torch.zeros_like(x)
+    out.sum().backward()
+    return {name: x.grad for name, x in leaves.items()}
+
+
 def loss_with(make: MakeCP, change: str, wrong: int) -> None:
     """A loss that is wrong on one rank."""
     cp = make(tile=1)
