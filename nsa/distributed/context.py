@@ -57,6 +57,11 @@ class ContextParallel:
     Every rank's loss is its share: gradients of what all ranks have whole, such as weights, are shares that add up over
     ranks to those of one process.
 
+    `cu_seqlens` is read on the host when it is another tensor than in the last call, or has changed since by PyTorch's
+    version counter. Changes that PyTorch does not count go unseen: writes through `Tensor.data`, by NumPy through
+    the memory of `torch.from_numpy`, by the replay of a CUDA graph, and by other libraries. Inference tensors have no
+    counters, so they are always read.
+
     Args:
         mesh: a DeviceMesh of one dimension, such as `mesh["cp"]`, or a process group.
         layout: "zigzag": rank r of R holds chunks r and 2R - 1 - r of 2R, which balances the work of causal attention.
@@ -419,6 +424,8 @@ class ContextParallel:
             raise TypeError(f"cu_seqlens must be an int32 tensor or None, got {got}")
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
             raise ValueError(f"cu_seqlens must have the shape [B+1], got shape {list(cu_seqlens.shape)}")
+        if cu_seqlens.is_inference():  # they do not count their changes
+            return tuple(cu_seqlens.tolist())
         last = self._last_bounds
         if last is not None and last[0]() is cu_seqlens and last[1] == cu_seqlens._version:
             return last[2]

@@ -103,6 +103,17 @@ def test_bounds(alone: cases.MakeCP, cu_seqlens: Tensor, error: type[Exception],
         cp.nsa(q, k, v, cu_seqlens=cu_seqlens)
 
 
+def test_bounds_made_under_inference_mode(alone: cases.MakeCP) -> None:
+    """They have no version counter, and are read again after a change."""
+    cp, x = alone(), torch.arange(9)
+    with torch.inference_mode():
+        cu_seqlens = torch.tensor([0, 5], dtype=torch.int32)
+        assert cp.positions(9, cu_seqlens=cu_seqlens).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+        cu_seqlens[1] = 3
+    assert cp.positions(9, cu_seqlens=cu_seqlens).tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
+    assert torch.equal(cp.shard(x, 0, cu_seqlens=cu_seqlens), x)
+
+
 def test_positions_and_labels_of_documents(alone: cases.MakeCP) -> None:
     """Of tokens 10, 11, ... in documents of 3, 0 and 2 tokens and two rows behind them."""
     cp, cu_seqlens = alone(tile=1), torch.tensor([0, 3, 3, 5], dtype=torch.int32)
