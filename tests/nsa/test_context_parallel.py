@@ -321,6 +321,15 @@ def test_a_rank_that_is_late_ends_all() -> None:
     assert "no failure reported by rank 1" in outcomes[0][1]
 
 
+def test_a_group_that_ends_before_backward(ranks: Ranks) -> None:
+    """Nobody is late: errors say no more than that it was destroyed."""
+    for kind, errors in ranks.outcomes(max(SIZES), cases.outlives_its_group):
+        assert kind == "returned", errors
+        assert len(errors) == 2
+        for message in errors:
+            assert message.startswith("the process group of this ContextParallel has been destroyed"), message
+
+
 @pytest.mark.parametrize("layer", [NSAttention, NeighborhoodAttention])
 def test_layers_take_nothing_else(layer: type) -> None:
     with pytest.raises(TypeError, match=r"context_parallel must be a .*ContextParallel or None, got str"):

@@ -539,6 +539,23 @@ def ends_in_backward(make: MakeCP, last: int) -> None:
     cp.nsa(q, k, v, config=SMALL["paper"]).sum().backward()
 
 
+def outlives_its_group(_: MakeCP) -> list[str]:
+    """Of all processes: errors of backwards that begin with a gather of keys, and with gradients of fetched rows."""
+    group = dist.new_group()
+    cp = ContextParallel(group, tile=16)
+    q, k, v = (cp.shard(x).requires_grad_() for x in make_qkv(100, device=str(device_of(group))))
+    outputs = [cp.nsa(q, k, v, config=SMALL["paper"]), cp.unshard(k)]
+    dist.destroy_process_group(group)
+    del group
+    errors = []
+    for out in outputs:
+        try:
+            out.sum().backward()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
 def refuses_on_hopper(make: MakeCP, tokens: int) -> None:
     """A deterministic call in token mode, refused as the kernels for GPUs refuse it on Hopper; else the reference's."""
     from cute_kernels import support
