@@ -197,11 +197,11 @@ class Comm:
                 at += b - a
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of x over all ranks, added up in their order; not differentiable."""
+        """The sum of x over all ranks, added up in their order, in x's dtype; not differentiable."""
         every, group = x.new_empty((self.size, *x.shape)), self.group
         with self.named("sum"):
             all_gather(every.view(-1), x.detach().reshape(-1), group=group)
-        return every.sum(0)
+        return every.sum(0, dtype=x.dtype)
 
     # Errors
 

@@ -44,8 +44,6 @@ REFUSED = {
 
 LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
-INT64 = torch.iinfo(torch.int64)
-
 
 class ContextParallel:
     """A sequence divided among ranks: which tokens each has, and attention of its queries to the keys of all.
@@ -146,7 +144,11 @@ class ContextParallel:
 
         Returns:
             The rows, ranks' numbers of rows may differ. Its gradient is zero in the rows of other ranks.
+
+        Raises:
+            TypeError, ValueError: naming x, dim or cu_seqlens.
         """
+        check_rows("x", x, dim)
         layout = self._layout(x.shape[dim], cu_seqlens)
         parts = [x.narrow(dim, start, stop - start) for start, stop in layout.ranges[self.rank]]
         return torch.cat([x.narrow(dim, 0, 0), *parts], dim)
@@ -168,6 +170,7 @@ class ContextParallel:
         """
 
         def facts() -> tuple[dict[str, object], int]:
+            check_rows("x", x, dim)
             sizes = [size for i, size in enumerate(x.shape) if i != dim % x.dim()]
             own = {"x": _text(x, sizes), "dim": dim % x.dim(), "cu_seqlens": self._bounds_text(cu_seqlens)}
             return {**self._facts(), **own}, x.shape[dim]
@@ -209,14 +212,20 @@ class ContextParallel:
         """For each of this rank's tokens the next one of its sequence or document.
 
         Args:
-            input_ids: of all tokens, on every rank.
+            input_ids: of all tokens, on every rank, of any integer dtype.
             dim: of the tokens. Default: 1.
             cu_seqlens: as in `shard`. Default: None.
             ignore_index: label of last tokens and of rows behind the last document. Default: -100.
 
         Returns:
             This rank's labels, in the dtype of `input_ids`.
+
+        Raises:
+            TypeError, ValueError: naming input_ids, dim, cu_seqlens or an ignore_index that the dtype does not hold.
         """
+        check_rows("input_ids", input_ids, dim)
+        check_label_dtype("input_ids", input_ids)
+        check_ignore_index(ignore_index, input_ids.dtype)
         layout = self._layout(input_ids.shape[dim], cu_seqlens)
         labels = torch.full_like(input_ids, ignore_index)
         rows, ids = labels.movedim(dim, 0), input_ids.movedim(dim, 0)
@@ -273,15 +282,22 @@ class ContextParallel:
         """The sum of a tensor over all ranks, added up in their order; without a gradient.
 
         Args:
-            x: of the same shape and dtype on every rank.
+            x: of the same shape and dtype on every rank; not bool.
 
         Returns:
-            The sum, on every rank.
+            The sum, on every rank, in x's dtype: integers wrap around as PyTorch's do.
 
         Raises:
             TypeError, ValueError: on all ranks, where ranks disagree, naming rank and argument.
         """
-        self._comm.agree("ContextParallel.sum", lambda: ({"x": _text(x, x.shape)}, 0))
+
+        def facts() -> tuple[dict[str, object], int]:
+            check_tensor("x", x)
+            if x.dtype == torch.bool:
+                raise TypeError("x must be numbers, got bool: count them as x.int()")
+            return {"x": _text(x, x.shape)}, 0
+
+        self._comm.agree("ContextParallel.sum", facts)
         return self._comm.sum(x)
 
     # Attention
@@ -522,11 +538,32 @@ class _NSACall(NamedTuple):
         return {**texts, "needs_grad": self.needs_grad, "DTensor": bool(self.dtensors.found)}
 
 
-def check_tensor(name: str, x: object) -> None:
+def check_tensor(name: str, x: Tensor) -> None:
     """Raise unless x is a dense tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     check_dense(name, x)
+
+
+def check_rows(name: str, x: Tensor, dim: int) -> None:
+    """Raise unless x is a dense tensor that has the dimension `dim`."""
+    check_tensor(name, x)
+    if x.dim() == 0:
+        raise ValueError(f"{name} must have a dimension of tokens, got shape []")
+    check_integer("dim", dim, -x.dim(), x.dim() - 1)
+
+
+def check_label_dtype(name: str, x: Tensor) -> None:
+    """Raise unless x has one of LABEL_DTYPES."""
+    if x.dtype not in LABEL_DTYPES:
+        wanted = ", ".join(map(short_name, LABEL_DTYPES))
+        raise TypeError(f"{name} must have one of the dtypes {wanted}, got {short_name(x.dtype)}")
+
+
+def check_ignore_index(ignore_index: object, dtype: torch.dtype) -> None:
+    """Raise unless a label of this dtype can be `ignore_index`."""
+    limits = torch.iinfo(dtype)
+    check_integer("ignore_index", ignore_index, limits.min, limits.max)
 
 
 def check_labels(logits: Tensor, labels: Tensor, ignore_index: int) -> None:
@@ -534,10 +571,8 @@ def check_labels(logits: Tensor, labels: Tensor, ignore_index: int) -> None:
     check_tensor("logits", logits)
     check_tensor("labels", labels)
     check_dtype("logits", logits)
-    if labels.dtype not in LABEL_DTYPES:
-        wanted = ", ".join(map(short_name, LABEL_DTYPES))
-        raise TypeError(f"labels must have one of the dtypes {wanted}, got {short_name(labels.dtype)}")
-    check_integer("ignore_index", ignore_index, INT64.min, INT64.max)
+    check_label_dtype("labels", labels)
+    check_ignore_index(ignore_index, torch.int64)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must be [...,classes] of at least one class, got shape {list(logits.shape)}")
     if labels.shape != logits.shape[:-1]:
@@ -563,7 +598,6 @@ def check_same_rows(tensors: Mapping[str, Tensor]) -> None:
 
 def _text(x: Tensor, sizes: Any) -> str:
     """A tensor's facts, for comparison and messages."""
-    check_tensor("x", x)
     gradient = " with a gradient" if needs_grad(x) else ""
     return f"{short_name(x.dtype)} [{', '.join(map(str, sizes))}] on {x.device.type}{gradient}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -112,6 +112,42 @@ def test_bounds_made_under_inference_mode(alone: cases.MakeCP) -> None:
         cu_seqlens[1] = 3
     assert cp.positions(9, cu_seqlens=cu_seqlens).tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
     assert torch.equal(cp.shard(x, 0, cu_seqlens=cu_seqlens), x)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda cp: cp.shard([1, 2]), TypeError, "x must be a torch.Tensor, got list"),
+        (
+            lambda cp: cp.shard(torch.zeros(2).to_sparse(), 0),
+            TypeError,
+            "x must be a dense tensor, got the layout spars",
+        ),
+        (lambda cp: cp.shard(torch.zeros(2, 2), 3), ValueError, "dim must be at most 1, got 3"),
+        (lambda cp: cp.shard(torch.zeros(2, 2), -3), ValueError, "dim must be at least -2, got -3"),
+        (lambda cp: cp.shard(torch.zeros(2, 2), "1"), TypeError, "dim must be an integer, got '1'"),
+        (lambda cp: cp.unshard(torch.tensor(1.0)), ValueError, "x must have a dimension of tokens, got shape []"),
+        (lambda cp: cp.unshard(torch.zeros(2, 2), 3), ValueError, "dim must be at most 1, got 3"),
+        (lambda cp: cp.unshard(None), TypeError, "x must be a torch.Tensor, got NoneType"),
+        (lambda cp: cp.shard_labels(torch.arange(3)), ValueError, "dim must be at most 0, got 1"),
+        (lambda cp: cp.shard_labels([1, 2]), TypeError, "input_ids must be a torch.Tensor, got list"),
+        (lambda cp: cp.shard_labels(torch.zeros(1, 2)), TypeError, "input_ids must have one of the dtypes int64"),
+        (lambda cp: cp.shard_labels(torch.zeros(1, 2).byte()), ValueError, "ignore_index must be at least 0, got -100"),
+        (lambda cp: cp.sum(1.0), TypeError, "x must be a torch.Tensor, got float"),
+        (lambda cp: cp.sum(torch.tensor(True)), TypeError, "x must be numbers, got bool"),
+    ],
+)
+def test_tensors(
+    alone: cases.MakeCP, call: Callable[[ContextParallel], Tensor], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        call(alone())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float64])
+def test_sums_keep_their_dtype(alone: cases.MakeCP, dtype: torch.dtype) -> None:
+    x = torch.tensor([3, 5], dtype=dtype)
+    torch.testing.assert_close(alone().sum(x), x, rtol=0.0, atol=0.0)
 
 
 def test_positions_and_labels_of_documents(alone: cases.MakeCP) -> None:
