@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -414,6 +415,22 @@ def test_every_entry_is_held_once_with_its_last_token(layout: Layout, length: in
                 end = layout.bounds[document] + (entry - before[document]) * config.stride + length - 1
                 assert any(start <= end < stop for start, stop in tokens)
     assert sorted(held) == list(range(before[-1]))
+
+
+@pytest.mark.parametrize("bounds", [(0, 9000), (0, 0, 4500, 4501, 8000)], ids=["sequence", "pack"])
+@pytest.mark.parametrize("preset", SMALL)
+def test_what_ranks_see_is_found_once(monkeypatch: pytest.MonkeyPatch, preset: str, bounds: tuple[int, ...]) -> None:
+    """Of more ranks than are remembered of anything: what their calls read, from sizes alone."""
+    layout, config, packed = Layout(9000, bounds, 300, "zigzag", 16), SMALL[preset], len(bounds) > 2
+    plan = attention.Plan(SimpleNamespace(rank=299, size=300), layout, config, packed, 1, 1, 1, ())  # type: ignore[arg-type]
+    calls = [attention.make_row_ranges(layout, rank, config, packed, torch.device("cpu")) for rank in range(300)]
+    monkeypatch.setattr(torch, "tensor", None)
+    for name in ("k", "k_cmp"):
+        seen = plan.seen(name)
+        assert plan.seen(name) is seen
+        for own, found in zip(calls, seen, strict=True):
+            rows = [one.key_rows(name) for one in own]
+            assert found == [(min(x.start for x in rows), max(x.stop for x in rows))] if rows else found == []
 
 
 @given(layouts(), layouts())
