@@ -24,7 +24,7 @@ from nsa.common.autocast import autocast_off
 from nsa.common.derivatives import forbid_double_backward
 from nsa.config import NSAConfig
 from nsa.distributed.comm import Comm
-from nsa.distributed.layout import Layout, Range
+from nsa.distributed.layout import Layout, Piece, Range
 from nsa.inputs import ENTRY_NAMES, KEY_NAMES, QUERY_NAMES, NSAInputs
 from nsa.validate import ResolvedCall, resolve
 
@@ -62,24 +62,20 @@ class RowRange:
         return self.entries if name in ENTRY_NAMES else self.keys
 
 
-@lru_cache(256)
 def make_row_ranges(
     layout: Layout, rank: int, config: NSAConfig, packed: bool, device: torch.device
 ) -> tuple[RowRange, ...]:
     """The calls of a rank. Rows behind the last document are in none."""
     ranges = []
     row = 0
-    before = layout.first_entries(config)
     for start, stop in layout.ranges[rank]:
         pieces = layout.pieces((start, stop))
         rows = slice(row, row := row + stop - start)
         if not pieces:
             continue
-        first, last = pieces[0], pieces[-1]
-        keys = slice(first.first, last.first + last.stop)
-        entries = slice(before[first.document], before[last.document] + config.num_compressed(last.stop))
+        keys, entries = (slice(*seen) for seen in rows_seen(layout, config, pieces))
         if not packed:
-            ranges.append(RowRange(rows, keys, entries, {"q_start": first.start}))
+            ranges.append(RowRange(rows, keys, entries, {"q_start": pieces[0].start}))
             continue
         queries, bounds = [0], [0]
         for piece in pieces:
@@ -93,6 +89,27 @@ def make_row_ranges(
             RowRange(rows, keys, entries, dict(zip(("cu_seqlens", "cu_seqlens_k", "q_start"), tensors, strict=True)))
         )
     return tuple(ranges)
+
+
+own_row_ranges = lru_cache(256)(make_row_ranges)
+"""Kept for the layers of a model and their backwards, with tensors of documents on the device."""
+
+
+def rows_seen(layout: Layout, config: NSAConfig, pieces: Sequence[Piece]) -> tuple[Range, Range]:
+    """The keys and the entries that queries see, given as parts of documents that follow each other."""
+    first, last, before = pieces[0], pieces[-1], layout.first_entries(config)
+    entries = before[first.document], before[last.document] + config.num_compressed(last.stop)
+    return (first.first, last.first + last.stop), entries
+
+
+@lru_cache(256)
+def seen_by_ranks(layout: Layout, config: NSAConfig, entries: bool) -> list[list[Range]]:
+    """Which keys, or entries, the queries of each rank see, as one range, or none of a rank without any."""
+    ranges = []
+    for own in layout.ranges:
+        seen = [rows_seen(layout, config, pieces)[entries] for tokens in own if (pieces := layout.pieces(tokens))]
+        ranges.append([_hull(seen)] if seen else [])
+    return ranges
 
 
 @dataclass(frozen=True)
@@ -122,19 +139,15 @@ class Plan:
         return slice(kv_heads.start * group, kv_heads.stop * group)
 
     def row_ranges(self, device: torch.device) -> tuple[RowRange, ...]:
-        return make_row_ranges(self.layout, self.comm.rank, self.config, self.packed, device)
+        return own_row_ranges(self.layout, self.comm.rank, self.config, self.packed, device)
 
     def held(self, name: str) -> list[list[Range]]:
         """Which rows of a gathered tensor each rank has."""
         return self.layout.entries(self.config) if name in ENTRY_NAMES else self.layout.ranges
 
-    def seen(self, name: str, device: torch.device) -> list[list[Range]]:
-        """Which rows of a gathered tensor the queries of each rank see, as one range, or none of a rank without any."""
-        ranges = []
-        for rank in range(self.comm.size):
-            of_calls = make_row_ranges(self.layout, rank, self.config, self.packed, device)
-            ranges.append([_hull([_range_of(one.key_rows(name)) for one in of_calls])] if of_calls else [])
-        return ranges
+    def seen(self, name: str) -> list[list[Range]]:
+        """Which rows of a gathered tensor the queries of each rank see."""
+        return seen_by_ranks(self.layout, self.config, name in ENTRY_NAMES)
 
     def total(self, name: str) -> int:
         """Rows of a gathered tensor on all ranks."""
@@ -261,7 +274,7 @@ def attend_backward(
         for name in names:
             own = gradients[name][..., heads, :].movedim(-3, 0)
             share = shares.pop(name).gradient.movedim(-3, 0) if name in shares else own[:0].to(wide)
-            own.copy_(plan.comm.add_shares(share, plan.held(name), plan.seen(name, do.device)))
+            own.copy_(plan.comm.add_shares(share, plan.held(name), plan.seen(name)))
             del share  # before the next name's message needs memory
     return {name: gradient.to(tensors[name].dtype) for name, gradient in gradients.items()}
 

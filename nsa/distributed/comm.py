@@ -120,8 +120,9 @@ class Comm:
             message[rows.shape[0] :] = 0
         buffer = rows.new_empty((self.size * most, *rows.shape[1:]))
         asynchronous = self._nccl or not rows.is_cuda
+        group = self.group
         with self.named("gather"):
-            work = all_gather(buffer, message, group=self.group, async_op=asynchronous)
+            work = all_gather(buffer, message, group=group, async_op=asynchronous)
 
         def finish() -> list[Tensor]:
             if work is not None:
@@ -186,8 +187,9 @@ class Comm:
             received = message
         else:
             received = like.new_empty((sum(came), *like.shape[1:]))
+            group = self.group
             with self.named("exchange"):
-                dist.all_to_all_single(received, message, came, counts, group=self.group)
+                dist.all_to_all_single(received, message, came, counts, group=group)
         at = 0
         for spots in places:
             for a, b in spots:
@@ -195,11 +197,11 @@ class Comm:
                 at += b - a
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of x over all ranks, added up in their order; not differentiable."""
-        every = x.new_empty((self.size, *x.shape))
+        """The sum of x over all ranks, added up in their order, in x's dtype; not differentiable."""
+        every, group = x.new_empty((self.size, *x.shape)), self.group
         with self.named("sum"):
-            all_gather(every.view(-1), x.detach().reshape(-1), group=self.group)
-        return every.sum(0)
+            all_gather(every.view(-1), x.detach().reshape(-1), group=group)
+        return every.sum(0, dtype=x.dtype)
 
     # Errors
 

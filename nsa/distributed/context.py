@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dispatch.registry import ENVIRONMENT_VARIABLE, short_name
 from nsa.api import NSAKeywords, cast_arguments
 from nsa.common.autocast import autocast_off, cast_inputs
-from nsa.common.checks import check_bool, check_choice, check_integer
+from nsa.common.checks import check_bool, check_choice, check_dense, check_dtype, check_integer
 from nsa.common.derivatives import needs_grad, refuse_transforms
 from nsa.config import LARGEST_OPTION, OPTION_NAMES, NSAConfig, check_options
 from nsa.distributed.attention import NAMES, WEIGHT_NAMES, Plan, ShardedNSA, attend, check_calls, heads_per_pass
@@ -42,6 +42,8 @@ REFUSED = {
 }
 """Keywords of `nsa` that a divided sequence has no use for."""
 
+LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 class ContextParallel:
     """A sequence divided among ranks: which tokens each has, and attention of its queries to the keys of all.
@@ -52,6 +54,11 @@ class ContextParallel:
 
     Every rank's loss is its share: gradients of what all ranks have whole, such as weights, are shares that add up over
     ranks to those of one process.
+
+    `cu_seqlens` is read on the host when it is another tensor than in the last call, or has changed since by PyTorch's
+    version counter. Changes that PyTorch does not count go unseen: writes through `Tensor.data`, by NumPy through
+    the memory of `torch.from_numpy`, by the replay of a CUDA graph, and by other libraries. Inference tensors have no
+    counters, so they are always read.
 
     Args:
         mesh: a DeviceMesh of one dimension, such as `mesh["cp"]`, or a process group.
@@ -137,7 +144,11 @@ class ContextParallel:
 
         Returns:
             The rows, ranks' numbers of rows may differ. Its gradient is zero in the rows of other ranks.
+
+        Raises:
+            TypeError, ValueError: naming x, dim or cu_seqlens.
         """
+        check_rows("x", x, dim)
         layout = self._layout(x.shape[dim], cu_seqlens)
         parts = [x.narrow(dim, start, stop - start) for start, stop in layout.ranges[self.rank]]
         return torch.cat([x.narrow(dim, 0, 0), *parts], dim)
@@ -159,6 +170,7 @@ class ContextParallel:
         """
 
         def facts() -> tuple[dict[str, object], int]:
+            check_rows("x", x, dim)
             sizes = [size for i, size in enumerate(x.shape) if i != dim % x.dim()]
             own = {"x": _text(x, sizes), "dim": dim % x.dim(), "cu_seqlens": self._bounds_text(cu_seqlens)}
             return {**self._facts(), **own}, x.shape[dim]
@@ -200,14 +212,20 @@ class ContextParallel:
         """For each of this rank's tokens the next one of its sequence or document.
 
         Args:
-            input_ids: of all tokens, on every rank.
+            input_ids: of all tokens, on every rank, of any integer dtype.
             dim: of the tokens. Default: 1.
             cu_seqlens: as in `shard`. Default: None.
             ignore_index: label of last tokens and of rows behind the last document. Default: -100.
 
         Returns:
             This rank's labels, in the dtype of `input_ids`.
+
+        Raises:
+            TypeError, ValueError: naming input_ids, dim, cu_seqlens or an ignore_index that the dtype does not hold.
         """
+        check_rows("input_ids", input_ids, dim)
+        check_label_dtype("input_ids", input_ids)
+        check_ignore_index(ignore_index, input_ids.dtype)
         layout = self._layout(input_ids.shape[dim], cu_seqlens)
         labels = torch.full_like(input_ids, ignore_index)
         rows, ids = labels.movedim(dim, 0), input_ids.movedim(dim, 0)
@@ -221,39 +239,65 @@ class ContextParallel:
 
         Call backward on it on every rank; `sum` of it is the mean loss.
 
+        Ranks compare 16 bytes each on the host before anything else, and add up their numbers of labels.
+
         Args:
-            logits: `[...,classes]`.
-            labels: `[...]`, int64.
+            logits: `[...,classes]`, on every rank with as many classes.
+            labels: `[...]` of any integer dtype on logits' device, classes or `ignore_index`. Values are checked on the
+                CPU. On a GPU nothing waits for them: one out of range is a device-side assertion on this rank alone,
+                after which its CUDA context is lost and other ranks raise RuntimeError within the group's timeout.
             ignore_index: label that does not count. Default: -100.
 
         Returns:
             fp32 (fp64 for fp64 logits), 0-dim.
+
+        Raises:
+            TypeError, ValueError: on all ranks, for a wrong argument on one or where ranks disagree, naming rank and
+                argument.
         """
+        count = self._count_labels(logits, labels, ignore_index)
         wide = torch.promote_types(logits.dtype, torch.float32)
         total = torch.nn.functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]).to(wide),
-            labels.reshape(-1),
+            labels.reshape(-1).long(),
             ignore_index=ignore_index,
             reduction="sum",
         )
-        count = self.sum((labels != ignore_index).sum())
         share: Tensor = total / count.clamp(min=1)
         return share
+
+    @torch.compiler.disable
+    def _count_labels(self, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        """How many labels count on all ranks, once every rank has found its own right."""
+
+        def facts() -> tuple[dict[str, object], int]:
+            check_labels(logits, labels, ignore_index)
+            return {"logits": _text(logits.detach(), ["...", logits.shape[-1]]), "ignore_index": ignore_index}, 0
+
+        self._comm.agree("ContextParallel.cross_entropy", facts)
+        return self._comm.sum((labels.long() != ignore_index).sum())
 
     @torch.compiler.disable
     def sum(self, x: Tensor) -> Tensor:
         """The sum of a tensor over all ranks, added up in their order; without a gradient.
 
         Args:
-            x: of the same shape and dtype on every rank.
+            x: of the same shape and dtype on every rank; not bool.
 
         Returns:
-            The sum, on every rank.
+            The sum, on every rank, in x's dtype: integers wrap around as PyTorch's do.
 
         Raises:
             TypeError, ValueError: on all ranks, where ranks disagree, naming rank and argument.
         """
-        self._comm.agree("ContextParallel.sum", lambda: ({"x": _text(x, x.shape)}, 0))
+
+        def facts() -> tuple[dict[str, object], int]:
+            check_tensor("x", x)
+            if x.dtype == torch.bool:
+                raise TypeError("x must be numbers, got bool: count them as x.int()")
+            return {"x": _text(x, x.shape)}, 0
+
+        self._comm.agree("ContextParallel.sum", facts)
         return self._comm.sum(x)
 
     # Attention
@@ -297,14 +341,13 @@ class ContextParallel:
         with autocast_off(inputs.q.device.type):
             if config.compress != "mean":
                 k_cmp, v_cmp = compressed_shard(self._comm, layout, inputs, config)
-                if call.needs_grad and not k_cmp.requires_grad:  # a rank without entries, beside others that learn
-                    k_cmp = k_cmp.detach().requires_grad_()
                 given: dict[str, Any] = {"k_cmp": k_cmp, "v_cmp": v_cmp, "w_k_compress": None, "w_v_compress": None}
                 inputs, config = replace(inputs, **given), replace(config, compress="mean")
             tensors = {name: x for name in NAMES if (x := getattr(inputs, name)) is not None}
             plan = self._plan(layout, config, tensors, call.flags, packed=inputs.packed)
-            check_calls(plan, tensors, needs_grad=call.needs_grad)
-            if call.needs_grad:
+            saving = needs_grad(*tensors.values())  # on all ranks or on none, as facts and compressed_shard see to
+            check_calls(plan, tensors, needs_grad=saving)
+            if saving:
                 out: Tensor = ShardedNSA.apply(plan, *(tensors.get(name) for name in NAMES))
             else:
                 out, _ = attend(plan, tensors, saving=False)
@@ -397,6 +440,8 @@ class ContextParallel:
             raise TypeError(f"cu_seqlens must be an int32 tensor or None, got {got}")
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
             raise ValueError(f"cu_seqlens must have the shape [B+1], got shape {list(cu_seqlens.shape)}")
+        if cu_seqlens.is_inference():  # they do not count their changes
+            return tuple(cu_seqlens.tolist())
         last = self._last_bounds
         if last is not None and last[0]() is cu_seqlens and last[1] == cu_seqlens._version:
             return last[2]
@@ -493,6 +538,56 @@ class _NSACall(NamedTuple):
         return {**texts, "needs_grad": self.needs_grad, "DTensor": bool(self.dtensors.found)}
 
 
+def check_tensor(name: str, x: Tensor) -> None:
+    """Raise unless x is a dense tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    check_dense(name, x)
+
+
+def check_rows(name: str, x: Tensor, dim: int) -> None:
+    """Raise unless x is a dense tensor that has the dimension `dim`."""
+    check_tensor(name, x)
+    if x.dim() == 0:
+        raise ValueError(f"{name} must have a dimension of tokens, got shape []")
+    check_integer("dim", dim, -x.dim(), x.dim() - 1)
+
+
+def check_label_dtype(name: str, x: Tensor) -> None:
+    """Raise unless x has one of LABEL_DTYPES."""
+    if x.dtype not in LABEL_DTYPES:
+        wanted = ", ".join(map(short_name, LABEL_DTYPES))
+        raise TypeError(f"{name} must have one of the dtypes {wanted}, got {short_name(x.dtype)}")
+
+
+def check_ignore_index(ignore_index: object, dtype: torch.dtype) -> None:
+    """Raise unless a label of this dtype can be `ignore_index`."""
+    limits = torch.iinfo(dtype)
+    check_integer("ignore_index", ignore_index, limits.min, limits.max)
+
+
+def check_labels(logits: Tensor, labels: Tensor, ignore_index: int) -> None:
+    """Raise unless labels are classes of the logits, or `ignore_index`; values are read on the CPU only."""
+    check_tensor("logits", logits)
+    check_tensor("labels", labels)
+    check_dtype("logits", logits)
+    check_label_dtype("labels", labels)
+    check_ignore_index(ignore_index, torch.int64)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logits must be [...,classes] of at least one class, got shape {list(logits.shape)}")
+    if labels.shape != logits.shape[:-1]:
+        wanted = f"the shape {list(logits.shape[:-1])} of logits [...,classes]"
+        raise ValueError(f"labels must have {wanted}, got {list(labels.shape)}")
+    if labels.device != logits.device:
+        raise ValueError(f"labels must be on logits' device {logits.device}, got {labels.device}")
+    if type(labels) is Tensor and labels.device.type == "cpu":
+        classes, own = logits.shape[-1], labels.long()
+        wrong = own[(own != ignore_index) & ((own < 0) | (own >= classes))]
+        if wrong.numel() > 0:
+            also = f"or ignore_index={ignore_index}"
+            raise ValueError(f"labels must be from 0 to {classes - 1}, {also}, got {int(wrong[0])}")
+
+
 def check_same_rows(tensors: Mapping[str, Tensor]) -> None:
     """Raise unless the tensors have as many rows as q."""
     rows = tensors["q"].shape[-3]
@@ -503,8 +598,6 @@ def check_same_rows(tensors: Mapping[str, Tensor]) -> None:
 
 def _text(x: Tensor, sizes: Any) -> str:
     """A tensor's facts, for comparison and messages."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     gradient = " with a gradient" if needs_grad(x) else ""
     return f"{short_name(x.dtype)} [{', '.join(map(str, sizes))}] on {x.device.type}{gradient}"
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from nsa.common.derivatives import needs_grad
 from nsa.config import NSAConfig
 from nsa.distributed.comm import Comm
 from nsa.distributed.layout import Layout, Range
@@ -25,11 +26,31 @@ from nsa.reference import compressed_entries
 def compressed_shard(comm: Comm, layout: Layout, inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor]:
     """k_cmp and v_cmp of the entries whose last token this rank holds, by `config.compress`; differentiable.
 
+    Ranks agree again behind `config.compress`, which may raise on those that have entries, and they alone know whether
+    entries need gradients: if those of one rank do, one of k_cmp and v_cmp does on every rank, and else none.
+
     Args:
         inputs: this rank's tensors.
     """
     wanted = [_tokens_of_entries(layout, rank, config) for rank in range(comm.size)]
     k, v = _fetch_pair(comm, inputs.k, inputs.v, layout.ranges, wanted)
+    pooled: list[tuple[Tensor, Tensor]] = []
+
+    def facts() -> tuple[dict[str, object], int]:
+        pooled.append(_pool_ranges(k, v, inputs, config, wanted[comm.rank]))
+        return {}, int(bool(wanted[comm.rank]) and needs_grad(*pooled[0]))
+
+    learned = any(comm.agree("ContextParallel.nsa's compress", facts))
+    k_cmp, v_cmp = pooled[0]
+    if not learned:
+        return k_cmp.detach(), v_cmp.detach()
+    return (k_cmp if needs_grad(k_cmp, v_cmp) else k_cmp.detach().requires_grad_()), v_cmp
+
+
+def _pool_ranges(
+    k: Tensor, v: Tensor, inputs: NSAInputs, config: NSAConfig, ranges: Sequence[Range]
+) -> tuple[Tensor, Tensor]:
+    """Entries of ranges of tokens, whose keys and values are k and v, one range after the other."""
     wide = torch.promote_types(k.dtype, torch.float32)
     weights: dict[str, Any] = {}
     for name in ("w_k_compress", "w_v_compress"):  # cast once, so that gradients of all ranges are rounded once
@@ -37,7 +58,7 @@ def compressed_shard(comm: Comm, layout: Layout, inputs: NSAInputs, config: NSAC
         weights[name] = None if weight is None else weight.to(wide)
     entries = []
     row = 0
-    for start, stop in wanted[comm.rank]:
+    for start, stop in ranges:
         rows = slice(row, row := row + stop - start)
         own_k, own_v = (x[..., rows, :, :].reshape(-1, stop - start, *x.shape[-2:]) for x in (k, v))
         found = compressed_entries(NSAInputs(own_k[:, :0], own_k, own_v, **weights), config)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,53 @@ def test_bounds(alone: cases.MakeCP, cu_seqlens: Tensor, error: type[Exception],
     q, k, v = make_qkv(9, batch=None)
     with pytest.raises(error, match=re.escape(message)):
         cp.nsa(q, k, v, cu_seqlens=cu_seqlens)
+
+
+def test_bounds_made_under_inference_mode(alone: cases.MakeCP) -> None:
+    """They have no version counter, and are read again after a change."""
+    cp, x = alone(), torch.arange(9)
+    with torch.inference_mode():
+        cu_seqlens = torch.tensor([0, 5], dtype=torch.int32)
+        assert cp.positions(9, cu_seqlens=cu_seqlens).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+        cu_seqlens[1] = 3
+    assert cp.positions(9, cu_seqlens=cu_seqlens).tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
+    assert torch.equal(cp.shard(x, 0, cu_seqlens=cu_seqlens), x)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda cp: cp.shard([1, 2]), TypeError, "x must be a torch.Tensor, got list"),
+        (
+            lambda cp: cp.shard(torch.zeros(2).to_sparse(), 0),
+            TypeError,
+            "x must be a dense tensor, got the layout spars",
+        ),
+        (lambda cp: cp.shard(torch.zeros(2, 2), 3), ValueError, "dim must be at most 1, got 3"),
+        (lambda cp: cp.shard(torch.zeros(2, 2), -3), ValueError, "dim must be at least -2, got -3"),
+        (lambda cp: cp.shard(torch.zeros(2, 2), "1"), TypeError, "dim must be an integer, got '1'"),
+        (lambda cp: cp.unshard(torch.tensor(1.0)), ValueError, "x must have a dimension of tokens, got shape []"),
+        (lambda cp: cp.unshard(torch.zeros(2, 2), 3), ValueError, "dim must be at most 1, got 3"),
+        (lambda cp: cp.unshard(None), TypeError, "x must be a torch.Tensor, got NoneType"),
+        (lambda cp: cp.shard_labels(torch.arange(3)), ValueError, "dim must be at most 0, got 1"),
+        (lambda cp: cp.shard_labels([1, 2]), TypeError, "input_ids must be a torch.Tensor, got list"),
+        (lambda cp: cp.shard_labels(torch.zeros(1, 2)), TypeError, "input_ids must have one of the dtypes int64"),
+        (lambda cp: cp.shard_labels(torch.zeros(1, 2).byte()), ValueError, "ignore_index must be at least 0, got -100"),
+        (lambda cp: cp.sum(1.0), TypeError, "x must be a torch.Tensor, got float"),
+        (lambda cp: cp.sum(torch.tensor(True)), TypeError, "x must be numbers, got bool"),
+    ],
+)
+def test_tensors(
+    alone: cases.MakeCP, call: Callable[[ContextParallel], Tensor], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        call(alone())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float64])
+def test_sums_keep_their_dtype(alone: cases.MakeCP, dtype: torch.dtype) -> None:
+    x = torch.tensor([3, 5], dtype=dtype)
+    torch.testing.assert_close(alone().sum(x), x, rtol=0.0, atol=0.0)
 
 
 def test_positions_and_labels_of_documents(alone: cases.MakeCP) -> None:
@@ -222,6 +270,43 @@ def test_a_rank_that_differs_is_named_on_all(ranks: Ranks, change: str, error: s
     ranks.run(3, cases.works)
 
 
+@pytest.mark.parametrize("change", cases.WRONG_LOSSES)
+def test_a_wrong_loss_is_refused_on_all(ranks: Ranks, change: str) -> None:
+    error, words = cases.WRONG_LOSSES[change]
+    for kind, message in ranks.outcomes(2, cases.loss_with, change, 0):
+        assert kind == "raised", message
+        assert message.startswith(error), message
+        for word in words:
+            assert word.format(device="cpu") in message, message
+    assert "on rank 0" in message
+    ranks.run(2, cases.losses_add_up, torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("shape", "compress must map blocks of k "), ("sizes", "blocks must be [...,H_kv,l,D] = ")],
+)
+def test_a_wrong_compress_is_refused_on_all(ranks: Ranks, kind: str, words: str) -> None:
+    """Also on the ranks that have no entries."""
+    *others, last = ranks.outcomes(3, cases.compresses_wrongly, kind)
+    assert last[0] == "raised"
+    assert last[1].startswith(f"ValueError: {words}"), last
+    for outcome in others:
+        assert outcome[0] == "raised", outcome
+        assert outcome[1].startswith(f"ValueError: ContextParallel.nsa's compress on rank 2: {words}"), outcome
+    ranks.run(3, cases.works)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_function_that_compresses_learns_as_on_one_process(ranks: Ranks, layout: str) -> None:
+    ranks.run(3, cases.learns_as_alone, layout)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.uint8])
+def test_labels_of_any_integer_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
+    ranks.run(2, cases.losses_add_up, dtype)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [("backend", "BackendError", ["runs on CUDA devices"]), ("causal", "ValueError", ["causal must be True"])],
@@ -273,6 +358,15 @@ def test_a_rank_that_is_late_ends_all() -> None:
     assert "no failure reported by rank 1" in outcomes[0][1]
 
 
+def test_a_group_that_ends_before_backward(ranks: Ranks) -> None:
+    """Nobody is late: errors say no more than that it was destroyed."""
+    for kind, errors in ranks.outcomes(max(SIZES), cases.outlives_its_group):
+        assert kind == "returned", errors
+        assert len(errors) == 2
+        for message in errors:
+            assert message.startswith("the process group of this ContextParallel has been destroyed"), message
+
+
 @pytest.mark.parametrize("layer", [NSAttention, NeighborhoodAttention])
 def test_layers_take_nothing_else(layer: type) -> None:
     with pytest.raises(TypeError, match=r"context_parallel must be a .*ContextParallel or None, got str"):
@@ -321,6 +415,22 @@ def test_every_entry_is_held_once_with_its_last_token(layout: Layout, length: in
                 end = layout.bounds[document] + (entry - before[document]) * config.stride + length - 1
                 assert any(start <= end < stop for start, stop in tokens)
     assert sorted(held) == list(range(before[-1]))
+
+
+@pytest.mark.parametrize("bounds", [(0, 9000), (0, 0, 4500, 4501, 8000)], ids=["sequence", "pack"])
+@pytest.mark.parametrize("preset", SMALL)
+def test_what_ranks_see_is_found_once(monkeypatch: pytest.MonkeyPatch, preset: str, bounds: tuple[int, ...]) -> None:
+    """Of more ranks than are remembered of anything: what their calls read, from sizes alone."""
+    layout, config, packed = Layout(9000, bounds, 300, "zigzag", 16), SMALL[preset], len(bounds) > 2
+    plan = attention.Plan(SimpleNamespace(rank=299, size=300), layout, config, packed, 1, 1, 1, ())  # type: ignore[arg-type]
+    calls = [attention.make_row_ranges(layout, rank, config, packed, torch.device("cpu")) for rank in range(300)]
+    monkeypatch.setattr(torch, "tensor", None)
+    for name in ("k", "k_cmp"):
+        seen = plan.seen(name)
+        assert plan.seen(name) is seen
+        for own, found in zip(calls, seen, strict=True):
+            rows = [one.key_rows(name) for one in own]
+            assert found == [(min(x.start for x in rows), max(x.stop for x in rows))] if rows else found == []
 
 
 @given(layouts(), layouts())

@@ -60,6 +60,17 @@ DIFFERENCES: dict[str, tuple[str, list[str]]] = {
 }
 """How rank 1 may differ in `call_with`, and the error of all ranks: its type, and what its message has."""
 
+WRONG_LOSSES: dict[str, tuple[str, list[str]]] = {
+    "value": ("ValueError", ["labels must be from 0 to 6, or ignore_index=-100, got 7"]),
+    "dtype": ("TypeError", ["labels must have one of the dtypes int64, int32", "got float64"]),
+    "shape": ("ValueError", ["labels must have the shape [2, 10] of logits [...,classes], got [10, 2]"]),
+    "no tensor": ("TypeError", ["labels must be a torch.Tensor, got list"]),
+    "classes": ("ValueError", ["logits must be the same on all ranks", "[..., 14] on {device} on rank 0"]),
+    "logits": ("TypeError", ["logits must be bfloat16", "got int64"]),
+    "ignore_index": ("ValueError", ["ignore_index must be the same on all ranks", "-1 on rank 0"]),
+}
+"""How rank 0 of 2 may differ in `loss_with`, likewise."""
+
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
     """Of a rank's tensors: its GPU if the group is NCCL's, else the CPU."""
@@ -413,6 +424,92 @@ def change_tensors(change: str, own: dict[str, Any]) -> None:
         own["v"][0, 0, 0, 0] = math.nan
 
 
+def compresses_wrongly(make: MakeCP, kind: str) -> None:
+    """Of three ranks the first ones have no entries of 40 tokens."""
+    cp = make(layout="contiguous", tile=16)
+    q, k, v = map(cp.shard, make_qkv(40, KV_HEADS, KV_HEADS, device=str(device_of(cp.group))))
+    pools = {"shape": lambda blocks: blocks, "sizes": LinearCompression(KV_HEADS, 32, k.shape[-1] + 1)}
+    cp.nsa(q, k, v, config=NSAConfig.paper(compress=pools[kind]))
+
+
+def learns_as_alone(make: MakeCP, layout: str) -> None:
+    """out needs a gradient where that of one process does, whatever function compresses; gradients are shares of it."""
+    cp = make(layout=layout, tile=16)
+    device = device_of(cp.group)
+    weight = torch.linspace(0, 1, 32, dtype=torch.float64, device=device)[:, None].requires_grad_()
+
+    def plain(blocks: Tensor) -> Tensor:
+        return blocks.amax(-2)
+
+    def learning(blocks: Tensor) -> Tensor:
+        return (blocks * weight).sum(-2)
+
+    def detached(blocks: Tensor) -> Tensor:
+        return blocks.detach().amax(-2)
+
+    for tokens in (20, 40, 131):
+        for compress in (plain, learning, detached):
+            for learns in ("", "k", "qkv"):
+                whole = make_qkv(tokens, KV_HEADS, KV_HEADS, device=str(device))
+                tensors = {name: x.requires_grad_(name in learns) for name, x in zip("qkv", whole, strict=True)}
+                config = NSAConfig.paper(compress=compress)
+                want = nsa(**tensors, config=config)
+                got = cp.nsa(**{name: cp.shard(x) for name, x in tensors.items()}, config=config)
+                what = f"{tokens} tokens, {compress.__name__}, {learns}"
+                assert got.requires_grad == want.requires_grad, what
+                if want.requires_grad:
+                    leaves = {n: x for n, x in {**tensors, "weight": weight}.items() if x.requires_grad}
+                    expected, found = gradients_of(want, leaves), gradients_of(got, leaves)
+                    assert_same({name: cp.sum(x) for name, x in found.items()}, expected, what)
+
+
+def gradients_of(out: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By a whole backward, as ranks take it together: `torch.autograd.grad` passes by what its tensors do not need."""
+    for x in leaves.values():
+        x.grad = torch.zeros_like(x)
+    out.sum().backward()
+    return {name: x.grad for name, x in leaves.items()}
+
+
+def loss_with(make: MakeCP, change: str, wrong: int) -> None:
+    """A loss that is wrong on one rank."""
+    cp = make(tile=1)
+    logits, ids, options = *make_logits(device_of(cp.group)), {}
+    logits, labels = cp.shard(logits), cp.shard_labels(ids)
+    if cp.rank == wrong:
+        if change == "value":
+            labels[0, 0] = 7
+        elif change == "dtype":
+            labels = labels.double()
+        elif change == "shape":
+            labels = labels.T
+        elif change == "no tensor":
+            labels = labels.tolist()
+        elif change == "classes":
+            logits = torch.cat([logits, logits], -1)
+        elif change == "logits":
+            logits = logits.long()
+        elif change == "ignore_index":
+            labels[labels == -100] = options["ignore_index"] = -1
+    cp.cross_entropy(logits, labels, **options)
+
+
+def losses_add_up(make: MakeCP, dtype: torch.dtype) -> None:
+    """fp64: shares of labels of a dtype, against one process."""
+    cp = make(tile=1)
+    logits, ids = make_logits(device_of(cp.group))
+    share = cp.cross_entropy(cp.shard(logits), cp.shard_labels(ids.to(dtype), ignore_index=100), ignore_index=100)
+    want = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(cp.sum(share), want, rtol=1e-12, atol=0.0)
+
+
+def make_logits(device: torch.device) -> tuple[Tensor, Tensor]:
+    """fp64 logits of 7 classes, and ids, of 2 sequences of 20 tokens."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(2, 20, 7, generator=generator, dtype=torch.float64)
+    return logits.to(device), torch.randint(7, (2, 20), generator=generator).to(device)
+
+
 def works(make: MakeCP) -> None:
     equals_whole(make, SMALL["paper"], (50,), ["plain"], "zigzag")
 
@@ -440,6 +537,23 @@ def ends_in_backward(make: MakeCP, last: int) -> None:
         cp._comm.add_shares = lambda *_: os._exit(1)  # type: ignore[assignment]
     q, k, v = (cp.shard(x).requires_grad_() for x in make_qkv(100))
     cp.nsa(q, k, v, config=SMALL["paper"]).sum().backward()
+
+
+def outlives_its_group(_: MakeCP) -> list[str]:
+    """Of all processes: errors of backwards that begin with a gather of keys, and with gradients of fetched rows."""
+    group = dist.new_group()
+    cp = ContextParallel(group, tile=16)
+    q, k, v = (cp.shard(x).requires_grad_() for x in make_qkv(100, device=str(device_of(group))))
+    outputs = [cp.nsa(q, k, v, config=SMALL["paper"]), cp.unshard(k)]
+    dist.destroy_process_group(group)
+    del group
+    errors = []
+    for out in outputs:
+        try:
+            out.sum().backward()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
 
 
 def refuses_on_hopper(make: MakeCP, tokens: int) -> None:
