@@ -44,7 +44,25 @@ def compressed_shard(comm: Comm, layout: Layout, inputs: NSAInputs, config: NSAC
     k_cmp, v_cmp = pooled[0]
     if not learned:
         return k_cmp.detach(), v_cmp.detach()
+    if needs_grad(k, v):
+        joined: tuple[Tensor, Tensor] = _Joined.apply(k_cmp, v_cmp, k, v)
+        return joined
     return (k_cmp if needs_grad(k_cmp, v_cmp) else k_cmp.detach().requires_grad_()), v_cmp
+
+
+class _Joined(torch.autograd.Function):
+    """Entries whose backward goes on to the rows they were made of, also where they do not depend on these: the ranks
+    that these came from wait for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, k_cmp: Tensor, v_cmp: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return k_cmp.view_as(k_cmp), v_cmp.view_as(v_cmp)
+
+    @staticmethod
+    def backward(ctx: Any, dk_cmp: Tensor | None, dv_cmp: Tensor | None) -> tuple[Tensor | None, ...]:
+        return dk_cmp, dv_cmp, None, None
 
 
 def _pool_ranges(

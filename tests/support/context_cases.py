@@ -447,8 +447,11 @@ def learns_as_alone(make: MakeCP, layout: str) -> None:
     def detached(blocks: Tensor) -> Tensor:
         return blocks.detach().amax(-2)
 
+    def learning_alone(blocks: Tensor) -> Tensor:
+        return (blocks.detach() * weight).sum(-2)
+
     for tokens in (20, 40, 131):
-        for compress in (plain, learning, detached):
+        for compress in (plain, learning, detached, learning_alone):
             for learns in ("", "k", "qkv"):
                 whole = make_qkv(tokens, KV_HEADS, KV_HEADS, device=str(device))
                 tensors = {name: x.requires_grad_(name in learns) for name, x in zip("qkv", whole, strict=True)}
