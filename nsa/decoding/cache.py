@@ -107,10 +107,14 @@ class NSACache:
         self.tile_sums: Tensor | None = None
         """Tile mode: the sum of the queries of token i's tile up to i, in slot i % T: `[B,min(T, capacity),H,D]`, fp32
         (fp64 for fp64 keys)."""
+        self.sums_begin: Tensor | None = None
+        """Tile mode: what the last cut left of `_kept_from`, int32 `[B]`. A step does not write it: lengths say which
+        tile it has opened."""
         if heads is not None and not config.token_mode:
             sums = torch.promote_types(dtype, torch.float32)
             tile = min(config.q_tile_size, table.capacity)
             self.tile_sums = self._memory("tile_sums", given.get("tile_sums"), (table.batch, tile, heads, dim), sums)
+            self.sums_begin = torch.zeros(table.batch, dtype=torch.int32, device=table.device)
         self.taken: dict[Hashable, Any] = {}
         """Backends that took a call, by what their checks depend on (validate.py)."""
         table.add_layer(self)
@@ -225,7 +229,8 @@ class NSACache:
         Returns:
             Tensors by name, the table's with "table." before; themselves and no copies.
         """
-        own = dict(self.pages) if self.tile_sums is None else {**self.pages, "tile_sums": self.tile_sums}
+        kept = {"tile_sums": self.tile_sums, "sums_begin": self.sums_begin}
+        own = self.pages | {name: tensor for name, tensor in kept.items() if tensor is not None}
         return own | {f"table.{name}": tensor for name, tensor in self.table.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -248,22 +253,32 @@ class NSACache:
 
     def take_rows(self, rows: Tensor) -> None:
         """Row b of what is kept by sequence becomes row rows[b]."""
-        if self.tile_sums is not None:
-            self.tile_sums.copy_(self.tile_sums[rows])
+        for kept in (self.tile_sums, self.sums_begin):
+            if kept is not None:
+                kept.copy_(kept[rows])
+
+    def _kept_from(self, begin: Tensor) -> Tensor:
+        """The length from which on sums are kept, int32 `[B]`: a sequence can be cut inside a tile from there on."""
+        tile = self.config.q_tile_size
+        return torch.maximum((self.seqlens - 1).clamp(min=0) // tile * tile, begin)
 
     def check_truncation(self, lengths: Tensor) -> None:
         """Raise where lengths lie inside a tile whose queries are not kept; waits for the device in tile mode."""
-        tile = self.config.q_tile_size
-        if self.tile_sums is None:
+        if self.sums_begin is None:
             return
-        lost = (lengths % tile > 0) & (lengths // tile < (self.seqlens - 1).clamp(min=0) // tile)
+        tile, first = self.config.q_tile_size, self._kept_from(self.sums_begin)
+        lost = (lengths % tile > 0) & (lengths < first)
         if bool(lost.any()):
             row = int(lost.nonzero()[0])
-            first = int(self.seqlens[row] - 1) // tile * tile
             raise ValueError(
-                f"lengths must be multiples of q_tile_size={tile}, or at least {first} for sequence {row} of "
+                f"lengths must be multiples of q_tile_size={tile}, or at least {int(first[row])} for sequence {row} of "
                 f"{int(self.seqlens[row])} tokens, whose queries since then are kept, got {int(lengths[row])}"
             )
+
+    def cut(self, lengths: Tensor) -> None:
+        """Note which sums are kept, before sequences are cut to lengths that were checked."""
+        if self.sums_begin is not None:
+            self.sums_begin.copy_(torch.minimum(self._kept_from(self.sums_begin), lengths))
 
     def grow(self) -> None:
         """Pages and sums for a table that has grown."""

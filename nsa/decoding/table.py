@@ -27,6 +27,8 @@ class Layer(Protocol):
 
     def check_truncation(self, lengths: Tensor) -> None: ...
 
+    def cut(self, lengths: Tensor) -> None: ...
+
     def grow(self) -> None: ...
 
 
@@ -332,8 +334,7 @@ class PageTable:
             cut = self.seqlens.clamp(max=lengths)
         self._each(lambda layer: layer.check_truncation(cut))
         self.overflowed &= self.seqlens < lengths
-        self.seqlens.copy_(cut)
-        self._free_pages_behind(cut)
+        self._cut(cut)
         self._own_open_pages()
 
     def reset(self) -> None:
@@ -434,6 +435,12 @@ class PageTable:
         held = self.block_table.flatten()
         self._uses.zero_().index_add_(0, held.clamp(min=0).long(), (held >= 0).to(torch.int32))
 
+    def _cut(self, lengths: Tensor) -> None:
+        """Shorten sequences and free the pages behind them."""
+        self._each(lambda layer: layer.cut(lengths))
+        self.seqlens.copy_(lengths)
+        self._free_pages_behind(lengths)
+
     def _free_pages_behind(self, lengths: Tensor) -> None:
         if self.page_uses is None:
             return
@@ -460,9 +467,7 @@ class PageTable:
         self._each(lambda layer: layer.copy_pages(page.clamp(min=0).long(), pages[:, 0], copied))
         self.block_table.scatter_(1, column, torch.where(copied, pages[:, 0].to(torch.int32), page)[:, None])
         self.overflowed |= lost
-        self.seqlens.masked_fill_(lost, 0)
-        self.block_table.masked_fill_(lost[:, None], -1)
-        self._count_uses()
+        self._cut(torch.where(lost, 0, self.seqlens))
 
 
 @dataclass(frozen=True)
