@@ -12,7 +12,7 @@ from dispatch.registry import short_name
 from nsa.common.checks import DTYPES, check_bool, check_sizes
 from nsa.config import NSAConfig, check_options
 from nsa.decoding.append import append, write_rows
-from nsa.decoding.table import PageTable, Step, load_tensors, longer
+from nsa.decoding.table import PageTable, Step, load_tensors, longer, refuse_shallow_copy
 from nsa.inputs import NSAInputs
 
 
@@ -243,6 +243,16 @@ class NSACache:
             ValueError: naming what is missing, unknown, or of another shape or dtype, before anything is copied.
         """
         load_tensors(self.state_dict(), state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy.deepcopy and pickle: of caches that are copied together, those of one table share its copy."""
+        return {**vars(self), "taken": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.table.add_layer(self)
+
+    __copy__ = refuse_shallow_copy
 
     # What the table asks of its layers
 

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,11 @@ class Layer(Protocol):
     def cut(self, lengths: Tensor) -> None: ...
 
     def grow(self) -> None: ...
+
+
+def refuse_shallow_copy(self: object) -> NoReturn:
+    """`__copy__` of what is written in place."""
+    raise TypeError(f"copy.copy of this {type(self).__name__} would share its memory: take copy.deepcopy")
 
 
 class PageTable:
@@ -401,6 +406,15 @@ class PageTable:
         """
         load_tensors(self.state_dict(), state)
 
+    # Copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy.deepcopy and pickle: the tensors. Caches that are copied along join the copy themselves."""
+        self._check_closed("a copy")
+        return {**vars(self), "_layers": []}
+
+    __copy__ = refuse_shallow_copy
+
     # Shared with the caches
 
     def add_layer(self, layer: Layer) -> None:
@@ -417,9 +431,12 @@ class PageTable:
         for layer in self._layers:
             change(layer())
 
-    def _change(self, what: str) -> None:
+    def _check_closed(self, what: str) -> None:
         if self.open is not None:
             raise RuntimeError(f"{what} is between steps, and a step of this table is open")
+
+    def _change(self, what: str) -> None:
+        self._check_closed(what)
         if self.page_uses is None:
             raise RuntimeError(
                 f"{what} is the engine's: this table was made without page_uses, so it allocates nothing"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -583,6 +586,54 @@ def test_state_dict_goes_on_elsewhere(name: str) -> None:
     with pytest.raises(ValueError, match="state must have the tensors"):
         other.load_state_dict({})
     assert_unchanged(other, before)
+
+
+def pickled(caches: list[NSACache]) -> Any:
+    return pickle.loads(pickle.dumps(caches))
+
+
+def saved(caches: list[NSACache]) -> Any:
+    torch.save(caches, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("name", SMALL)
+def test_copies_of_layers_have_a_table_of_their_own(name: str, copied: Any) -> None:
+    """They share it, as the originals do theirs; what is done to one side the other does not see."""
+    config, inputs = SMALL[name], make_inputs(40, batch=2)
+    first = cache_for(inputs, config, 40, page_size=8)
+    sizes: dict[str, Any] = {"heads": first.heads, "heads_kv": first.heads_kv, "dim": first.dim}
+    layers = [first, NSACache(config, first.table, **sizes, dtype=first.dtype)]
+
+    def step(caches: list[NSACache], start: int, stop: int) -> None:
+        with caches[0].table.step(stop - start):
+            outs = [append(cache, inputs, [stop - start], start) for cache in caches]
+        for out in outs:
+            close(out, recomputed(inputs, config, range(start, stop)))
+
+    step(layers, 0, 37)
+    others, before = copied(layers), snapshot(first)
+    assert others[0].table is others[1].table
+    assert others[0].table is not first.table
+    assert (first.table.num_layers, others[0].table.num_layers) == (2, 2)
+    others[0].reorder(torch.tensor([1, 1]))
+    others[0].table.grow(80)
+    others[0].reset()
+    assert_unchanged(first, before)
+    step(layers, 37, 38)
+    step(others, 0, 20)
+
+
+def test_what_is_no_copy() -> None:
+    cache = cache_for(make_inputs(1), SMALL["paper"], 40)
+    with pytest.raises(RuntimeError, match="a copy is between steps"), cache.table.step(1):
+        copy.deepcopy(cache)
+    for made in (cache, cache.table):
+        with pytest.raises(TypeError, match=r"copy\.copy of this .* would share its memory"):
+            copy.copy(made)
+    assert cache.table.num_layers == 1
 
 
 def test_an_engine_allocates_and_advances() -> None:

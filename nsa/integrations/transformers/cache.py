@@ -247,6 +247,7 @@ class CachedSequences:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedSequences:
         made = copy.copy(self)
+        made.caches = dict(self.caches)
         memo[id(self)] = made
         if self._device_columns is not None:
             made._device_columns = self._device_columns.clone()
