@@ -12,7 +12,7 @@ from dispatch.registry import short_name
 from nsa.common.checks import DTYPES, check_bool, check_sizes
 from nsa.config import NSAConfig, check_options
 from nsa.decoding.append import append, write_rows
-from nsa.decoding.table import PageTable, Step, load_tensors, longer, refuse_shallow_copy
+from nsa.decoding.table import PageTable, Step, longer, refuse_shallow_copy
 from nsa.inputs import NSAInputs
 
 
@@ -29,7 +29,7 @@ class NSACache:
 
     Args:
         config: the layer's options; `causal=True`.
-        table: pages and lengths of the sequences, shared by all layers.
+        table: pages and lengths of the sequences, shared by all layers. Empty, unless `pages` hold its tokens.
         heads_kv: H_kv, key/value heads.
         dim: D, of keys.
         dim_v: D_v, of values. Default: None, which means D.
@@ -41,7 +41,8 @@ class NSACache:
 
     Raises:
         TypeError: naming an argument of the wrong type.
-        ValueError: naming an argument out of range, or pages of another shape, dtype, device or layout.
+        ValueError: naming an argument out of range, pages of another shape, dtype, device or layout, or a table with
+            tokens that nothing holds.
 
     Example:
         >>> import torch
@@ -96,6 +97,8 @@ class NSACache:
         known = names if config.token_mode else (*names, "tile_sums")
         if unknown := given.keys() - set(known):
             raise ValueError(f"pages must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
+        if not given.keys() >= set(known):
+            table.check_new_layer()
         self.pages: dict[str, Tensor] = {}
         """k, v `[pages,page_size,H_kv,D or D_v]`, with separate_kv k_slc, v_slc, k_win, v_win likewise; k_cmp, v_cmp
         `[pages,ceil(page_size/d),H_kv,D or D_v]`: entry j lies in the page of its last token e, in slot
@@ -242,7 +245,7 @@ class NSACache:
         Raises:
             ValueError: naming what is missing, unknown, or of another shape or dtype, before anything is copied.
         """
-        load_tensors(self.state_dict(), state)
+        self.table.load(self.state_dict(), state)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy.deepcopy and pickle: of caches that are copied together, those of one table share its copy."""

@@ -104,6 +104,8 @@ class PageTable:
         self.open: Step | None = None
         """The step that is going on."""
         self._layers: list[weakref.ref[Any]] = []
+        self._is_new = False
+        """The host knows that there are no tokens."""
 
     @classmethod
     def empty(
@@ -143,13 +145,15 @@ class PageTable:
         check_integer("max_tokens", max_tokens, 1)
         columns = -(-max_tokens // page_size)
         count = batch * columns if pages is None else pages
-        return cls(
+        table = cls(
             torch.full((batch, columns), -1, dtype=torch.int32, device=device),
             torch.zeros(batch, dtype=torch.int32, device=device),
             page_size=page_size,
             num_pages=count,
             page_uses=torch.zeros(count, dtype=torch.int32, device=device),
         )
+        table._is_new = True
+        return table
 
     @property
     def batch(self) -> int:
@@ -195,6 +199,9 @@ class PageTable:
         A sequence without room overflows: nothing of it is written, its rows are NaN, its length stays, and its flag
         stays set until `truncate`. An exception ends the step as if it had not begun.
 
+        Each cache of the table is called once, or its next results would read what no token has written: at the end of
+        a step that leaves one out RuntimeError is raised. Where an engine advances seqlens, that is the engine's care.
+
         Args:
             num_tokens: N_q, new tokens of each sequence.
             counts: int32 `[B]` on the device: how many of them are real, 0 to N_q. Default: None, which means all.
@@ -205,7 +212,7 @@ class PageTable:
             A context: calls of all layers belong inside it.
 
         Raises:
-            RuntimeError: inside another step.
+            RuntimeError: inside another step; at its end, where caches were left out.
             TypeError, ValueError: naming an argument, its value and what was expected.
         """
         if self.open is not None:
@@ -221,6 +228,9 @@ class PageTable:
         self.open = Step(num_tokens, self.positions(num_tokens), new, wanted)
         try:
             yield self.open
+            if self.page_uses is not None and len(self.open.done) != self.num_layers:
+                called = f"{len(self.open.done)} of {self.num_layers} caches of this table called"
+                raise RuntimeError(f"a step has one call of each layer, got {called}")
         except BaseException:
             self.overflowed.copy_(before)
             self._free_pages_behind(self.seqlens)
@@ -230,6 +240,7 @@ class PageTable:
                 commit()
             if self.page_uses is not None:
                 self.seqlens += wanted
+                self._is_new = False
         finally:
             self.open = None
 
@@ -404,7 +415,7 @@ class PageTable:
         Raises:
             ValueError: naming what is missing, unknown, or of another shape or dtype, before anything is copied.
         """
-        load_tensors(self.state_dict(), state)
+        self.load(self.state_dict(), state)
 
     # Copies
 
@@ -416,6 +427,30 @@ class PageTable:
     __copy__ = refuse_shallow_copy
 
     # Shared with the caches
+
+    def load(self, own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        """Copy tensors by name into this table's or a cache's: see `load_state_dict`."""
+        if own.keys() != state.keys():
+            raise ValueError(f"state must have the tensors {sorted(own)}, got {sorted(state)}")
+        for name, tensor in own.items():
+            given = state[name]
+            if given.shape != tensor.shape or given.dtype != tensor.dtype:
+                wanted = f"{short_name(tensor.dtype)} {list(tensor.shape)}"
+                raise ValueError(f"{name} must be {wanted}, got {short_name(given.dtype)} {list(given.shape)}")
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+        self._is_new = False
+
+    def check_new_layer(self) -> None:
+        """Raise where sequences have tokens that a new cache has not; waits for the device after the first step.
+
+        An engine's lengths are not read: it knows what its pages hold.
+        """
+        if not self._is_new and self.page_uses is not None and bool((self.seqlens > 0).any()):
+            raise ValueError(
+                "table must be empty for a cache that joins it without pages of its tokens, got "
+                f"{self.seqlens.tolist()} tokens: make caches before the first step, reset the table, or give all pages"
+            )
 
     def add_layer(self, layer: Layer) -> None:
         """Let reorder, truncate and grow change a cache, too, for as long as it lives."""
@@ -511,16 +546,3 @@ def longer(x: Tensor, dim: int, length: int, fill: float) -> Tensor:
     """x padded at the end of `dim`."""
     shape = [*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :]]
     return torch.cat([x, x.new_full(shape, fill)], dim)
-
-
-def load_tensors(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Copy tensors by name; ValueError unless names, shapes and dtypes are the same, before anything is copied."""
-    if own.keys() != state.keys():
-        raise ValueError(f"state must have the tensors {sorted(own)}, got {sorted(state)}")
-    for name, tensor in own.items():
-        given = state[name]
-        if given.shape != tensor.shape or given.dtype != tensor.dtype:
-            wanted = f"{short_name(tensor.dtype)} {list(tensor.shape)}"
-            raise ValueError(f"{name} must be {wanted}, got {short_name(given.dtype)} {list(given.shape)}")
-    for name, tensor in own.items():
-        tensor.copy_(state[name])

@@ -572,6 +572,66 @@ def test_layers_share_a_table(name: str) -> None:
     assert table.positions(2).tolist() == [[54, 55]] * 2
 
 
+def two_layers(inputs: NSAInputs, config: NSAConfig) -> list[NSACache]:
+    first = cache_for(inputs, config, 64, page_size=16)
+    return [first, beside(first)]
+
+
+def beside(cache: NSACache, **options: Any) -> NSACache:
+    """Another layer of the same table."""
+    sizes: dict[str, Any] = {"heads": cache.heads, "heads_kv": cache.heads_kv, "dim": cache.dim, "dtype": cache.dtype}
+    return NSACache(cache.config, cache.table, **sizes, **options)
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("called", [0, 1])
+def test_a_step_that_leaves_out_a_layer_is_as_if_it_had_not_begun(called: int, name: str) -> None:
+    config, inputs = SMALL[name], make_inputs(60, batch=2)
+    layers = two_layers(inputs, config)
+
+    def step(some: list[NSACache]) -> list[Tensor]:
+        with layers[0].table.step(stop - start):
+            return [append(layer, inputs, [stop - start], start) for layer in some]
+
+    for start, stop in ((0, 30), (30, 47)):
+        before = {n: x for n, x in snapshot(layers[0]).items() if "table" in n or "sums" in n}
+        with pytest.raises(RuntimeError, match=rf"a step has one call of each layer, got {called} of 2 caches"):
+            step(layers[:called])
+        after = snapshot(layers[0])
+        assert all(torch.equal(x, after[n]) for n, x in before.items())
+        for out in step(layers):
+            close(out, recomputed(inputs, config, range(start, stop)))
+
+
+def test_a_cache_that_joins_late_holds_the_tokens() -> None:
+    inputs, config = make_inputs(60, batch=2), SMALL["seed"]
+    cache = cache_for(inputs, config, 64, page_size=16)
+    append(cache, inputs, [20])
+    table, layers = cache.table, cache.table.num_layers
+    tables = [table, PageTable(table.block_table, table.seqlens, **sizes_of(table), page_uses=table.page_uses)]
+    tables.append(PageTable.empty(2, 64, page_size=16))
+    tables[-1].load_state_dict(table.state_dict())
+    sizes: dict[str, Any] = {"heads": 4, "heads_kv": 2, "dim": 16, "dtype": torch.float64}
+    for late in tables:
+        for some in ({}, {"k": cache.pages["k"], "v": cache.pages["v"]}):
+            with pytest.raises(ValueError, match=r"table must be empty .*, got \[20, 20\] tokens"):
+                NSACache(config, late, **sizes, pages=some)
+    assert table.num_layers == layers
+    kept = {name: x.clone() for name, x in cache.state_dict().items() if name in cache.pages or name == "tile_sums"}
+    joined = beside(cache, pages=kept)
+    with table.step(5):
+        outs = [append(layer, inputs, [5], 20) for layer in (cache, joined)]
+    assert torch.equal(*outs)
+    engines = PageTable(table.block_table, table.seqlens, **sizes_of(table))
+    NSACache(config, engines, **sizes)
+    table.reset()
+    beside(cache)
+
+
+def sizes_of(table: PageTable) -> dict[str, int]:
+    return {"page_size": table.page_size, "num_pages": table.num_pages}
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_state_dict_goes_on_elsewhere(name: str) -> None:
     inputs, config = make_inputs(60, batch=2), SMALL[name]
@@ -603,9 +663,8 @@ def saved(caches: list[NSACache]) -> Any:
 def test_copies_of_layers_have_a_table_of_their_own(name: str, copied: Any) -> None:
     """They share it, as the originals do theirs; what is done to one side the other does not see."""
     config, inputs = SMALL[name], make_inputs(40, batch=2)
-    first = cache_for(inputs, config, 40, page_size=8)
-    sizes: dict[str, Any] = {"heads": first.heads, "heads_kv": first.heads_kv, "dim": first.dim}
-    layers = [first, NSACache(config, first.table, **sizes, dtype=first.dtype)]
+    layers = two_layers(inputs, config)
+    first = layers[0]
 
     def step(caches: list[NSACache], start: int, stop: int) -> None:
         with caches[0].table.step(stop - start):
@@ -732,17 +791,15 @@ def test_compiled_steps_of_two_layers_are_one_graph(name: str) -> None:
     torch.compiler.reset()
     config, inputs = SMALL[name], make_inputs(60, batch=2)
 
-    def two_layers() -> list[NSACache]:
-        first = cache_for(inputs, config, 64, page_size=16)
-        sizes: dict[str, Any] = {"heads": first.heads, "heads_kv": first.heads_kv, "dim": first.dim}
-        return [first, NSACache(config, first.table, **sizes, dtype=first.dtype)]
-
     def step(layers: list[NSACache], tokens: dict[str, Tensor], counts: Tensor) -> list[Tensor]:
         with layers[0].table.step(tokens["q"].shape[1], counts):
             return [nsa_with_cache(cache=layer, **tokens) for layer in layers]
 
     counter = CompileCounterWithBackend("aot_eager")
-    compiled, pairs = torch.compile(step, fullgraph=True, backend=counter), [two_layers() for _ in range(3)]
+    compiled, pairs = (
+        torch.compile(step, fullgraph=True, backend=counter),
+        [two_layers(inputs, config) for _ in range(3)],
+    )
     for start in range(70):  # the last ones overflow
         tokens = tokens_of(inputs, start % 60, start % 60 + 1)
         counts = torch.tensor([1, start % 2], dtype=torch.int32)

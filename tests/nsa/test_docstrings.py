@@ -27,7 +27,7 @@ CALLED_HERE = {
     "NSACache": {"append", "check_truncation", "copy_pages", "cut", "entry_rows", "grow", "take_rows"},
     "NSAConfig": {"num_compressed", "scale", "seed"},
     "NeighborhoodCache": {"followed_by", "keep"},
-    "PageTable": {"add_layer", "rows"},
+    "PageTable": {"add_layer", "check_new_layer", "load", "rows"},
     "Impl": {"load", "load_training", "refusal"},
     "BackwardCache": {"gradients"},
 }
