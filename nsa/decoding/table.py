@@ -49,7 +49,8 @@ class PageTable:
         seqlens: int32 `[B]`, tokens of each sequence, on the same device. Likewise.
         page_size: tokens of a page.
         num_pages: pages of every layer.
-        page_uses: int32 `[num_pages]`, the sequences that hold each page; 0: a free one. Default: None, where an engine
+        page_uses: int32 `[num_pages]`, the sequences that hold each page; 0: a free one. A sequence may hold pages
+            ahead of its tokens, by itself: steps take these first. Default: None, where an engine
             allocates pages and advances seqlens itself: steps do neither.
 
     Raises:
@@ -222,7 +223,7 @@ class PageTable:
             self._check_counts(counts, num_tokens, debug=debug)
         before = self.overflowed.clone()
         wanted = torch.full_like(self.seqlens, num_tokens) if counts is None else counts.clamp(0, num_tokens)
-        self._reserve(wanted, num_tokens)
+        give_back = self._reserve(wanted, num_tokens)
         wanted = torch.where(self.overflowed, 0, wanted)
         new = torch.arange(num_tokens, device=self.device) < wanted[:, None]
         self.open = Step(num_tokens, self.positions(num_tokens), new, wanted)
@@ -233,7 +234,7 @@ class PageTable:
                 raise RuntimeError(f"a step has one call of each layer, got {called}")
         except BaseException:
             self.overflowed.copy_(before)
-            self._free_pages_behind(self.seqlens)
+            give_back()
             raise
         else:
             for commit in self.open.commits:
@@ -261,8 +262,11 @@ class PageTable:
             where = f"the shape [B] = [{self.batch}] on {self.device}"
             raise ValueError(f"{name} must have {where}, got {list(tensor.shape)} on {tensor.device}")
 
-    def _reserve(self, wanted: Tensor, num_tokens: int) -> None:
-        """Pages for `wanted` more tokens of each sequence, at most num_tokens; flags for those that have no room."""
+    def _reserve(self, wanted: Tensor, num_tokens: int) -> Callable[[], None]:
+        """Pages for `wanted` more tokens of each sequence, at most num_tokens; flags for those that have no room.
+
+        Returns what gives these pages back.
+        """
         size, columns = self.page_size, self.block_table.shape[1]
         after = self.seqlens.long() + wanted
         full = (wanted > 0) & (after > self.capacity)
@@ -270,7 +274,7 @@ class PageTable:
             absent = (self.block_table < 0) | (self.block_table >= self.num_pages)
             needed = torch.arange(columns, device=self.device) * size < after[:, None]
             self.overflowed |= full | ((wanted > 0) & (absent & needed).any(1))
-            return
+            return lambda: None
         most = min(columns, (num_tokens - 1) // size + 2)  # pages that num_tokens tokens can touch
         touched = (self.seqlens.long() // size)[:, None] + torch.arange(most, device=self.device)
         inside = touched * size < after[:, None]
@@ -283,6 +287,13 @@ class PageTable:
         self.block_table.scatter_reduce_(
             1, touched, torch.where(held, pages, -1).to(torch.int32), "amax", include_self=True
         )
+
+        def give_back() -> None:
+            emptied = torch.where(held, -1, self.num_pages).to(torch.int32)
+            self.block_table.scatter_reduce_(1, touched, emptied, "amin", include_self=True)
+            self._uses.index_add_(0, pages.flatten(), held.flatten().to(torch.int32), alpha=-1)
+
+        return give_back
 
     def _take(self, missing: Tensor) -> tuple[Tensor, Tensor]:
         """A free page for each True of `[B,n]`, and which sequences got all of theirs.
@@ -304,7 +315,8 @@ class PageTable:
     def reorder(self, rows: Tensor) -> None:
         """Sequence b becomes what sequence rows[b] is, in all layers: beams, or copies of a shared prefix.
 
-        Full pages are shared; the page that a sequence goes on writing is copied. A sequence that finds no free page
+        Full pages are shared; the page that a sequence goes on writing is copied; pages that were reserved and hold no
+        token are freed. A sequence that finds no free page
         for its copy overflows and is empty.
 
         Args:
@@ -321,11 +333,11 @@ class PageTable:
         for tensor in (self.block_table, self.seqlens, self.overflowed):
             tensor.copy_(tensor[rows.long()])
         self._each(lambda layer: layer.take_rows(rows.long()))
-        self._count_uses()
+        self._cut(self.seqlens)
         self._own_open_pages()
 
     def truncate(self, lengths: int | Tensor) -> None:
-        """Cut sequences to at most these lengths, in all layers, free their pages and clear their flags of overflow.
+        """Cut sequences to at most these lengths, in all layers, free pages behind them and clear flags of overflow.
 
         A sequence that is cut inside a page that others hold, too, gets a copy as in `reorder`.
 
@@ -483,22 +495,14 @@ class PageTable:
             raise RuntimeError("this table was made without page_uses, so it allocates nothing")
         return self.page_uses
 
-    def _count_uses(self) -> None:
-        held = self.block_table.flatten()
-        self._uses.zero_().index_add_(0, held.clamp(min=0).long(), (held >= 0).to(torch.int32))
-
     def _cut(self, lengths: Tensor) -> None:
-        """Shorten sequences and free the pages behind them."""
+        """Shorten sequences, free the pages behind them, and count who holds the others."""
         self._each(lambda layer: layer.cut(lengths))
         self.seqlens.copy_(lengths)
-        self._free_pages_behind(lengths)
-
-    def _free_pages_behind(self, lengths: Tensor) -> None:
-        if self.page_uses is None:
-            return
         first_token = torch.arange(self.block_table.shape[1], device=self.device) * self.page_size
         self.block_table.masked_fill_(first_token >= lengths[:, None], -1)
-        self._count_uses()
+        held = self.block_table.flatten()
+        self._uses.zero_().index_add_(0, held.clamp(min=0).long(), (held >= 0).to(torch.int32))
 
     def _own_open_pages(self) -> None:
         """Give each sequence a page of its own where it goes on writing inside one that others hold, too.

@@ -311,6 +311,41 @@ def test_a_write_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     append(cache_for(inputs, config, 60, page_size=8), inputs, [37, 3, 20])
 
 
+def reserving(inputs: NSAInputs) -> NSACache:
+    """Two sequences that hold two pages each before they have tokens."""
+    tables = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    uses = torch.ones(4, dtype=torch.int32)
+    table = PageTable(*tables, page_size=8, num_pages=4, page_uses=uses)
+    return NSACache(SMALL["paper"], table, heads_kv=inputs.k.shape[2], dim=inputs.k.shape[3], dtype=inputs.q.dtype)
+
+
+@pytest.mark.parametrize("prompt", [8, 5, 11])
+def test_reserved_pages_are_not_shared(prompt: int) -> None:
+    """Each beam writes a page of its own, behind a full page and inside one."""
+    inputs = make_inputs(14, batch=2)
+    cache = reserving(inputs)
+    append(cache, inputs, [prompt])
+    assert cache.table.block_table.tolist() == [[0, 1], [2, 3]]
+    cache.reorder(torch.tensor([0, 0]))
+    out = append(cache, inputs, [1, 2], prompt)
+    mixed = inputs.map(lambda x: torch.cat([x[:1, :prompt].expand(2, -1, -1, -1), x[:, prompt:]], 1))
+    close(out, recomputed(mixed, SMALL["paper"], range(prompt, prompt + 3)))
+
+
+def test_a_step_that_raises_leaves_reserved_pages() -> None:
+    """And gives back those that it took."""
+    inputs = make_inputs(20, batch=2)
+    cache = reserving(inputs)
+    cache.table.block_table[1, 1] = -1
+    cache.table.page_uses[3] = 0  # type: ignore[index]
+    before = {name: tensor.clone() for name, tensor in cache.table.state_dict().items()}
+    with pytest.raises(ValueError, match="compress must map blocks of k"):
+        append(cache, inputs, [12], config=replace(SMALL["paper"], compress=lambda blocks: blocks))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in cache.table.state_dict().items())
+    out = append(cache, inputs, [12])
+    close(out, recomputed(inputs, SMALL["paper"], range(12)))
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_any_order_of_operations(data: st.DataObject) -> None:
