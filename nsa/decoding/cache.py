@@ -243,7 +243,9 @@ class NSACache:
             state: the `state_dict` of a cache of the same sizes and options.
 
         Raises:
-            ValueError: naming what is missing, unknown, or of another shape or dtype, before anything is copied.
+            TypeError: naming what is no tensor, before anything is copied.
+            ValueError: naming what is missing, unknown, or of another shape or dtype, likewise.
+            RuntimeError: inside a step.
         """
         self.table.load(self.state_dict(), state)
 

@@ -425,7 +425,9 @@ class PageTable:
             state: the `state_dict` of a table of the same sizes.
 
         Raises:
-            ValueError: naming what is missing, unknown, or of another shape or dtype, before anything is copied.
+            TypeError: naming what is no tensor, before anything is copied.
+            ValueError: naming what is missing, unknown, or of another shape or dtype, likewise.
+            RuntimeError: inside a step.
         """
         self.load(self.state_dict(), state)
 
@@ -442,10 +444,15 @@ class PageTable:
 
     def load(self, own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         """Copy tensors by name into this table's or a cache's: see `load_state_dict`."""
+        self._check_closed("load_state_dict")
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state must be a mapping of names to tensors, got {type(state).__name__}")
         if own.keys() != state.keys():
-            raise ValueError(f"state must have the tensors {sorted(own)}, got {sorted(state)}")
+            raise ValueError(f"state must have the tensors {sorted(own)}, got {sorted(map(str, state))}")
         for name, tensor in own.items():
             given = state[name]
+            if not isinstance(given, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
             if given.shape != tensor.shape or given.dtype != tensor.dtype:
                 wanted = f"{short_name(tensor.dtype)} {list(tensor.shape)}"
                 raise ValueError(f"{name} must be {wanted}, got {short_name(given.dtype)} {list(given.shape)}")

@@ -680,6 +680,17 @@ def test_state_dict_goes_on_elsewhere(name: str) -> None:
         other.load_state_dict({**cache.state_dict(), "k": cache.pages["k"].float()})
     with pytest.raises(ValueError, match="state must have the tensors"):
         other.load_state_dict({})
+    for ours, theirs in ((other, cache), (other.table, cache.table)):
+        load, state = ours.load_state_dict, theirs.state_dict()  # type: ignore[attr-defined]
+        with pytest.raises(TypeError, match="state must be a mapping of names to tensors, got list"):
+            load([1])
+        with pytest.raises(ValueError, match=r"state must have the tensors .* got \['0', 'seqlens'\]"):
+            load({0: 1, "seqlens": 2})
+        for name in state:
+            with pytest.raises(TypeError, match=rf"^{name} must be a torch\.Tensor, got int"):
+                load({**state, name: 1})
+        with pytest.raises(RuntimeError, match="load_state_dict is between steps"), other.table.step(1):
+            load(state)
     assert_unchanged(other, before)
 
 
