@@ -119,7 +119,7 @@ class NSACache:
             self.tile_sums = self._memory("tile_sums", given.get("tile_sums"), (table.batch, tile, heads, dim), sums)
             self.sums_begin = torch.zeros(table.batch, dtype=torch.int32, device=table.device)
         self.taken: dict[Hashable, Any] = {}
-        """Backends that took a call, by what their checks depend on (validate.py)."""
+        """Backends that took calls, a bounded number, by what their checks depend on (validate.py)."""
         table.add_layer(self)
 
     def _memory(self, name: str, given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dispatch
 from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
 from nsa.decoding import append as appending
-from nsa.decoding import reference
+from nsa.decoding import reference, validate
 from nsa.decoding.append import write_rows
 from nsa.inputs import NSAInputs
 from tests.support.cache_cases import (
@@ -490,6 +490,7 @@ REFUSED: dict[str, tuple[type[Exception], str]] = {
     "counts dtype": (TypeError, "counts must be int32, got int64"),
     "gradient": (RuntimeError, "nsa_with_cache has no gradient"),
     "backend": (dispatch.BackendError, "cute: runs on CUDA devices, got cpu"),
+    "backends": (TypeError, r"backend must be a string or None, got \['cute'\]"),
     "cache": (TypeError, "cache must be an NSACache, got dict"),
     "pool": (ValueError, "compress must map blocks of k"),
 }
@@ -517,6 +518,7 @@ def test_refused_calls_leave_the_cache_as_it_was(what: str) -> None:
         "counts dtype": {"counts": torch.tensor([1, 2])},
         "gradient": {"q": given["q"].clone().requires_grad_()},
         "backend": {"backend": "cute"},
+        "backends": {"backend": ["cute"]},
         "cache": {"cache": {}},
         "pool": {"config": replace(config, compress=lambda blocks: blocks), **make_inputs(3, batch=2).tensors()},
     }[what]
@@ -553,6 +555,41 @@ def test_other_refusals() -> None:
     assert cache.seqlens.tolist() == [6]
     with pytest.raises(RuntimeError, match=r"^nsa_with_cache does not support torch\.vmap"):
         torch.vmap(lambda x: nsa_with_cache(x, x[..., :2, :], x[..., :2, :], cache))(torch.randn(3, 1, 1, 4, 16))
+
+
+class Mean:
+    """Without a hash."""
+
+    def __call__(self, blocks: Tensor) -> Tensor:
+        return blocks.mean(-2)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mean)
+
+
+@pytest.mark.parametrize("compress", [Mean(), (Mean(), Mean())], ids=["one", "two"])
+def test_options_need_no_hash(compress: Any) -> None:
+    inputs, config = make_inputs(30), replace(SMALL["paper"], compress=compress)
+    close(append(cache_for(inputs, config, 30), inputs, [20, 1, 9]), recomputed(inputs, config, range(30)))
+
+
+def test_few_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate, "MOST", 3)
+    inputs = make_inputs(30)
+    cache = cache_for(inputs, SMALL["paper"], 64)
+    remembered = []
+    for start, count in ((0, 1), (1, 2), (3, 3), (6, 3), (9, 4), (13, 5)):
+        append(cache, inputs, [count], start)
+        remembered.append(len(cache.taken))
+    assert remembered == [1, 2, 3, 3, 1, 2]
+
+
+def test_a_remembered_call_has_the_backend_that_was_named() -> None:
+    inputs = make_inputs(2)
+    cache = cache_for(inputs, SMALL["paper"], 64)
+    append(cache, inputs, [1])
+    with pytest.raises(ValueError, match=r"backend must be one of .*, got ''"):
+        append(cache, inputs, [1], backend="")
 
 
 def test_the_dispatcher_routes_it() -> None:
