@@ -218,7 +218,7 @@ class NSACache:
         """`PageTable.truncate`, which cuts all layers: sequences to at most these lengths.
 
         Args:
-            lengths: of all sequences, or int32 `[B]` on the device.
+            lengths: of all sequences, or int32 or int64 `[B]` on the device.
         """
         self.table.truncate(lengths)
 

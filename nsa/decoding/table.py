@@ -50,8 +50,8 @@ class PageTable:
         page_size: tokens of a page.
         num_pages: pages of every layer.
         page_uses: int32 `[num_pages]`, the sequences that hold each page; 0: a free one. A sequence may hold pages
-            ahead of its tokens, by itself: steps take these first. Default: None, where an engine
-            allocates pages and advances seqlens itself: steps do neither.
+            ahead of its tokens, which no other holds: steps write these first. Default: None, where an engine allocates
+            pages and advances seqlens itself: steps do neither.
 
     Raises:
         TypeError: naming an argument of the wrong type or dtype.
@@ -316,8 +316,7 @@ class PageTable:
         """Sequence b becomes what sequence rows[b] is, in all layers: beams, or copies of a shared prefix.
 
         Full pages are shared; the page that a sequence goes on writing is copied; pages that were reserved and hold no
-        token are freed. A sequence that finds no free page
-        for its copy overflows and is empty.
+        token are freed. A sequence that finds no free page for its copy overflows and is empty.
 
         Args:
             rows: int32 or int64 `[B]` on the device.
@@ -345,7 +344,8 @@ class PageTable:
         the lengths are read on the host.
 
         Args:
-            lengths: of all sequences, or int32 `[B]` on the device. Shorter sequences stay as they are, flags, too.
+            lengths: of all sequences, or int32 or int64 `[B]` on the device. Shorter sequences, and their flags,
+                stay as they are.
 
         Raises:
             TypeError, ValueError: naming the argument, its value and what was expected.
@@ -353,10 +353,10 @@ class PageTable:
         """
         self._change("truncate")
         if isinstance(lengths, Tensor):
-            self._check_by_sequence("lengths", lengths, torch.int32)
+            self._check_by_sequence("lengths", lengths, torch.int32, torch.int64)
             if lengths.device.type == "cpu" and (lengths < 0).any():
                 raise ValueError(f"lengths must be at least 0, got {lengths.tolist()}")
-            cut = torch.minimum(lengths.clamp(min=0), self.seqlens)
+            cut = torch.minimum(lengths.clamp(min=0), self.seqlens).to(torch.int32)
         else:
             check_integer("lengths", lengths, 0)
             cut = self.seqlens.clamp(max=lengths)

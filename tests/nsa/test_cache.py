@@ -381,8 +381,11 @@ def test_a_cut_clears_only_the_flags_of_what_it_cuts() -> None:
     nsa_with_cache(cache=cache, **tokens_of(inputs, 40, 49), counts=torch.tensor([0, 9, 0], dtype=torch.int32))
     cache.truncate(torch.tensor([0, 41, 3], dtype=torch.int32))
     assert cache.table.overflowed.tolist() == [False, True, False]
-    cache.truncate(torch.tensor([0, 40, 3], dtype=torch.int32))
+    with pytest.raises(TypeError, match="lengths must be int32 or int64, got float32"):
+        cache.truncate(torch.ones(3))
+    cache.truncate(torch.tensor([1 << 40, 40, 3]))
     assert not cache.table.overflowed.any()
+    assert cache.seqlens.tolist() == [0, 40, 3]
 
 
 def test_cuts_that_need_forgotten_queries_raise() -> None:
