@@ -259,6 +259,7 @@ class Decoding:
             for run, own in zip(runs, caches, strict=True):
                 with torch.no_grad(), own.table.step(tokens, counts) as opened:
                     outs.append(run(inputs, self.config, own, opened))
+                    opened.done.append(own)
             return outs
 
         step(max(self.cached), self.cached, *[decoding_reference.nsa_with_cache] * 2)

@@ -12,7 +12,7 @@ from dispatch.registry import short_name
 from nsa.common.checks import DTYPES, check_bool, check_sizes
 from nsa.config import NSAConfig, check_options
 from nsa.decoding.append import append, write_rows
-from nsa.decoding.table import PageTable, Step, load_tensors, longer
+from nsa.decoding.table import PageTable, Step, longer, refuse_shallow_copy
 from nsa.inputs import NSAInputs
 
 
@@ -29,7 +29,7 @@ class NSACache:
 
     Args:
         config: the layer's options; `causal=True`.
-        table: pages and lengths of the sequences, shared by all layers.
+        table: pages and lengths of the sequences, shared by all layers. Empty, unless `pages` hold its tokens.
         heads_kv: H_kv, key/value heads.
         dim: D, of keys.
         dim_v: D_v, of values. Default: None, which means D.
@@ -41,7 +41,8 @@ class NSACache:
 
     Raises:
         TypeError: naming an argument of the wrong type.
-        ValueError: naming an argument out of range, or pages of another shape, dtype, device or layout.
+        ValueError: naming an argument out of range, pages of another shape, dtype, device or layout, or a table with
+            tokens that nothing holds.
 
     Example:
         >>> import torch
@@ -96,6 +97,8 @@ class NSACache:
         known = names if config.token_mode else (*names, "tile_sums")
         if unknown := given.keys() - set(known):
             raise ValueError(f"pages must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
+        if not given.keys() >= set(known):
+            table.check_new_layer()
         self.pages: dict[str, Tensor] = {}
         """k, v `[pages,page_size,H_kv,D or D_v]`, with separate_kv k_slc, v_slc, k_win, v_win likewise; k_cmp, v_cmp
         `[pages,ceil(page_size/d),H_kv,D or D_v]`: entry j lies in the page of its last token e, in slot
@@ -107,12 +110,16 @@ class NSACache:
         self.tile_sums: Tensor | None = None
         """Tile mode: the sum of the queries of token i's tile up to i, in slot i % T: `[B,min(T, capacity),H,D]`, fp32
         (fp64 for fp64 keys)."""
+        self.sums_begin: Tensor | None = None
+        """Tile mode: what the last cut left of `_kept_from`, int32 `[B]`. A step does not write it: lengths say which
+        tile it has opened."""
         if heads is not None and not config.token_mode:
             sums = torch.promote_types(dtype, torch.float32)
             tile = min(config.q_tile_size, table.capacity)
             self.tile_sums = self._memory("tile_sums", given.get("tile_sums"), (table.batch, tile, heads, dim), sums)
+            self.sums_begin = torch.zeros(table.batch, dtype=torch.int32, device=table.device)
         self.taken: dict[Hashable, Any] = {}
-        """Backends that took a call, by what their checks depend on (validate.py)."""
+        """Backends that took calls, a bounded number, by what their checks depend on (validate.py)."""
         table.add_layer(self)
 
     def _memory(self, name: str, given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -211,7 +218,7 @@ class NSACache:
         """`PageTable.truncate`, which cuts all layers: sequences to at most these lengths.
 
         Args:
-            lengths: of all sequences, or int32 `[B]` on the device.
+            lengths: of all sequences, or int32 or int64 `[B]` on the device.
         """
         self.table.truncate(lengths)
 
@@ -225,7 +232,8 @@ class NSACache:
         Returns:
             Tensors by name, the table's with "table." before; themselves and no copies.
         """
-        own = dict(self.pages) if self.tile_sums is None else {**self.pages, "tile_sums": self.tile_sums}
+        kept = {"tile_sums": self.tile_sums, "sums_begin": self.sums_begin}
+        own = self.pages | {name: tensor for name, tensor in kept.items() if tensor is not None}
         return own | {f"table.{name}": tensor for name, tensor in self.table.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -235,9 +243,21 @@ class NSACache:
             state: the `state_dict` of a cache of the same sizes and options.
 
         Raises:
-            ValueError: naming what is missing, unknown, or of another shape or dtype, before anything is copied.
+            TypeError: naming what is no tensor, before anything is copied.
+            ValueError: naming what is missing, unknown, or of another shape or dtype, likewise.
+            RuntimeError: inside a step.
         """
-        load_tensors(self.state_dict(), state)
+        self.table.load(self.state_dict(), state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy.deepcopy and pickle: of caches that are copied together, those of one table share its copy."""
+        return {**vars(self), "taken": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.table.add_layer(self)
+
+    __copy__ = refuse_shallow_copy
 
     # What the table asks of its layers
 
@@ -248,22 +268,32 @@ class NSACache:
 
     def take_rows(self, rows: Tensor) -> None:
         """Row b of what is kept by sequence becomes row rows[b]."""
-        if self.tile_sums is not None:
-            self.tile_sums.copy_(self.tile_sums[rows])
+        for kept in (self.tile_sums, self.sums_begin):
+            if kept is not None:
+                kept.copy_(kept[rows])
+
+    def _kept_from(self, begin: Tensor) -> Tensor:
+        """The length from which on sums are kept, int32 `[B]`: a sequence can be cut inside a tile from there on."""
+        tile = self.config.q_tile_size
+        return torch.maximum((self.seqlens - 1).clamp(min=0) // tile * tile, begin)
 
     def check_truncation(self, lengths: Tensor) -> None:
         """Raise where lengths lie inside a tile whose queries are not kept; waits for the device in tile mode."""
-        tile = self.config.q_tile_size
-        if self.tile_sums is None:
+        if self.sums_begin is None:
             return
-        lost = (lengths % tile > 0) & (lengths // tile < (self.seqlens - 1).clamp(min=0) // tile)
+        tile, first = self.config.q_tile_size, self._kept_from(self.sums_begin)
+        lost = (lengths % tile > 0) & (lengths < first)
         if bool(lost.any()):
             row = int(lost.nonzero()[0])
-            first = int(self.seqlens[row] - 1) // tile * tile
             raise ValueError(
-                f"lengths must be multiples of q_tile_size={tile}, or at least {first} for sequence {row} of "
+                f"lengths must be multiples of q_tile_size={tile}, or at least {int(first[row])} for sequence {row} of "
                 f"{int(self.seqlens[row])} tokens, whose queries since then are kept, got {int(lengths[row])}"
             )
+
+    def cut(self, lengths: Tensor) -> None:
+        """Note which sums are kept, before sequences are cut to lengths that were checked."""
+        if self.sums_begin is not None:
+            self.sums_begin.copy_(torch.minimum(self._kept_from(self.sums_begin), lengths))
 
     def grow(self) -> None:
         """Pages and sums for a table that has grown."""

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,14 @@ class Layer(Protocol):
 
     def check_truncation(self, lengths: Tensor) -> None: ...
 
+    def cut(self, lengths: Tensor) -> None: ...
+
     def grow(self) -> None: ...
+
+
+def refuse_shallow_copy(self: object) -> NoReturn:
+    """`__copy__` of what is written in place."""
+    raise TypeError(f"copy.copy of this {type(self).__name__} would share its memory: take copy.deepcopy")
 
 
 class PageTable:
@@ -42,8 +49,9 @@ class PageTable:
         seqlens: int32 `[B]`, tokens of each sequence, on the same device. Likewise.
         page_size: tokens of a page.
         num_pages: pages of every layer.
-        page_uses: int32 `[num_pages]`, the sequences that hold each page; 0: a free one. Default: None, where an engine
-            allocates pages and advances seqlens itself: steps do neither.
+        page_uses: int32 `[num_pages]`, the sequences that hold each page; 0: a free one. A sequence may hold pages
+            ahead of its tokens, which no other holds: steps write these first. Default: None, where an engine allocates
+            pages and advances seqlens itself: steps do neither.
 
     Raises:
         TypeError: naming an argument of the wrong type or dtype.
@@ -97,6 +105,8 @@ class PageTable:
         self.open: Step | None = None
         """The step that is going on."""
         self._layers: list[weakref.ref[Any]] = []
+        self._is_new = False
+        """The host knows that there are no tokens."""
 
     @classmethod
     def empty(
@@ -136,13 +146,15 @@ class PageTable:
         check_integer("max_tokens", max_tokens, 1)
         columns = -(-max_tokens // page_size)
         count = batch * columns if pages is None else pages
-        return cls(
+        table = cls(
             torch.full((batch, columns), -1, dtype=torch.int32, device=device),
             torch.zeros(batch, dtype=torch.int32, device=device),
             page_size=page_size,
             num_pages=count,
             page_uses=torch.zeros(count, dtype=torch.int32, device=device),
         )
+        table._is_new = True
+        return table
 
     @property
     def batch(self) -> int:
@@ -188,6 +200,9 @@ class PageTable:
         A sequence without room overflows: nothing of it is written, its rows are NaN, its length stays, and its flag
         stays set until `truncate`. An exception ends the step as if it had not begun.
 
+        Each cache of the table is called once, or its next results would read what no token has written: at the end of
+        a step that leaves one out RuntimeError is raised. Where an engine advances seqlens, that is the engine's care.
+
         Args:
             num_tokens: N_q, new tokens of each sequence.
             counts: int32 `[B]` on the device: how many of them are real, 0 to N_q. Default: None, which means all.
@@ -198,7 +213,7 @@ class PageTable:
             A context: calls of all layers belong inside it.
 
         Raises:
-            RuntimeError: inside another step.
+            RuntimeError: inside another step; at its end, where caches were left out.
             TypeError, ValueError: naming an argument, its value and what was expected.
         """
         if self.open is not None:
@@ -208,21 +223,25 @@ class PageTable:
             self._check_counts(counts, num_tokens, debug=debug)
         before = self.overflowed.clone()
         wanted = torch.full_like(self.seqlens, num_tokens) if counts is None else counts.clamp(0, num_tokens)
-        self._reserve(wanted, num_tokens)
+        give_back = self._reserve(wanted, num_tokens)
         wanted = torch.where(self.overflowed, 0, wanted)
         new = torch.arange(num_tokens, device=self.device) < wanted[:, None]
         self.open = Step(num_tokens, self.positions(num_tokens), new, wanted)
         try:
             yield self.open
+            if self.page_uses is not None and len(self.open.done) != self.num_layers:
+                called = f"{len(self.open.done)} of {self.num_layers} caches of this table called"
+                raise RuntimeError(f"a step has one call of each layer, got {called}")
         except BaseException:
             self.overflowed.copy_(before)
-            self._free_pages_behind(self.seqlens)
+            give_back()
             raise
         else:
             for commit in self.open.commits:
                 commit()
             if self.page_uses is not None:
                 self.seqlens += wanted
+                self._is_new = False
         finally:
             self.open = None
 
@@ -243,8 +262,11 @@ class PageTable:
             where = f"the shape [B] = [{self.batch}] on {self.device}"
             raise ValueError(f"{name} must have {where}, got {list(tensor.shape)} on {tensor.device}")
 
-    def _reserve(self, wanted: Tensor, num_tokens: int) -> None:
-        """Pages for `wanted` more tokens of each sequence, at most num_tokens; flags for those that have no room."""
+    def _reserve(self, wanted: Tensor, num_tokens: int) -> Callable[[], None]:
+        """Pages for `wanted` more tokens of each sequence, at most num_tokens; flags for those that have no room.
+
+        Returns what gives these pages back.
+        """
         size, columns = self.page_size, self.block_table.shape[1]
         after = self.seqlens.long() + wanted
         full = (wanted > 0) & (after > self.capacity)
@@ -252,7 +274,7 @@ class PageTable:
             absent = (self.block_table < 0) | (self.block_table >= self.num_pages)
             needed = torch.arange(columns, device=self.device) * size < after[:, None]
             self.overflowed |= full | ((wanted > 0) & (absent & needed).any(1))
-            return
+            return lambda: None
         most = min(columns, (num_tokens - 1) // size + 2)  # pages that num_tokens tokens can touch
         touched = (self.seqlens.long() // size)[:, None] + torch.arange(most, device=self.device)
         inside = touched * size < after[:, None]
@@ -265,6 +287,13 @@ class PageTable:
         self.block_table.scatter_reduce_(
             1, touched, torch.where(held, pages, -1).to(torch.int32), "amax", include_self=True
         )
+
+        def give_back() -> None:
+            emptied = torch.where(held, -1, self.num_pages).to(torch.int32)
+            self.block_table.scatter_reduce_(1, touched, emptied, "amin", include_self=True)
+            self._uses.index_add_(0, pages.flatten(), held.flatten().to(torch.int32), alpha=-1)
+
+        return give_back
 
     def _take(self, missing: Tensor) -> tuple[Tensor, Tensor]:
         """A free page for each True of `[B,n]`, and which sequences got all of theirs.
@@ -286,8 +315,8 @@ class PageTable:
     def reorder(self, rows: Tensor) -> None:
         """Sequence b becomes what sequence rows[b] is, in all layers: beams, or copies of a shared prefix.
 
-        Full pages are shared; the page that a sequence goes on writing is copied. A sequence that finds no free page
-        for its copy overflows and is empty.
+        Full pages are shared; the page that a sequence goes on writing is copied; pages that were reserved and hold no
+        token are freed. A sequence that finds no free page for its copy overflows and is empty.
 
         Args:
             rows: int32 or int64 `[B]` on the device.
@@ -303,11 +332,11 @@ class PageTable:
         for tensor in (self.block_table, self.seqlens, self.overflowed):
             tensor.copy_(tensor[rows.long()])
         self._each(lambda layer: layer.take_rows(rows.long()))
-        self._count_uses()
+        self._cut(self.seqlens)
         self._own_open_pages()
 
     def truncate(self, lengths: int | Tensor) -> None:
-        """Cut sequences to at most these lengths, in all layers, free their pages and clear their flags of overflow.
+        """Cut sequences to at most these lengths, in all layers, free pages behind them and clear flags of overflow.
 
         A sequence that is cut inside a page that others hold, too, gets a copy as in `reorder`.
 
@@ -315,7 +344,8 @@ class PageTable:
         the lengths are read on the host.
 
         Args:
-            lengths: of all sequences, or int32 `[B]` on the device. Shorter sequences stay as they are, flags, too.
+            lengths: of all sequences, or int32 or int64 `[B]` on the device. Shorter sequences, and their flags,
+                stay as they are.
 
         Raises:
             TypeError, ValueError: naming the argument, its value and what was expected.
@@ -323,17 +353,16 @@ class PageTable:
         """
         self._change("truncate")
         if isinstance(lengths, Tensor):
-            self._check_by_sequence("lengths", lengths, torch.int32)
+            self._check_by_sequence("lengths", lengths, torch.int32, torch.int64)
             if lengths.device.type == "cpu" and (lengths < 0).any():
                 raise ValueError(f"lengths must be at least 0, got {lengths.tolist()}")
-            cut = torch.minimum(lengths.clamp(min=0), self.seqlens)
+            cut = torch.minimum(lengths.clamp(min=0), self.seqlens).to(torch.int32)
         else:
             check_integer("lengths", lengths, 0)
             cut = self.seqlens.clamp(max=lengths)
         self._each(lambda layer: layer.check_truncation(cut))
         self.overflowed &= self.seqlens < lengths
-        self.seqlens.copy_(cut)
-        self._free_pages_behind(cut)
+        self._cut(cut)
         self._own_open_pages()
 
     def reset(self) -> None:
@@ -396,11 +425,51 @@ class PageTable:
             state: the `state_dict` of a table of the same sizes.
 
         Raises:
-            ValueError: naming what is missing, unknown, or of another shape or dtype, before anything is copied.
+            TypeError: naming what is no tensor, before anything is copied.
+            ValueError: naming what is missing, unknown, or of another shape or dtype, likewise.
+            RuntimeError: inside a step.
         """
-        load_tensors(self.state_dict(), state)
+        self.load(self.state_dict(), state)
+
+    # Copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy.deepcopy and pickle: the tensors. Caches that are copied along join the copy themselves."""
+        self._check_closed("a copy")
+        return {**vars(self), "_layers": []}
+
+    __copy__ = refuse_shallow_copy
 
     # Shared with the caches
+
+    def load(self, own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        """Copy tensors by name into this table's or a cache's: see `load_state_dict`."""
+        self._check_closed("load_state_dict")
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state must be a mapping of names to tensors, got {type(state).__name__}")
+        if own.keys() != state.keys():
+            raise ValueError(f"state must have the tensors {sorted(own)}, got {sorted(map(str, state))}")
+        for name, tensor in own.items():
+            given = state[name]
+            if not isinstance(given, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+            if given.shape != tensor.shape or given.dtype != tensor.dtype:
+                wanted = f"{short_name(tensor.dtype)} {list(tensor.shape)}"
+                raise ValueError(f"{name} must be {wanted}, got {short_name(given.dtype)} {list(given.shape)}")
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+        self._is_new = False
+
+    def check_new_layer(self) -> None:
+        """Raise where sequences have tokens that a new cache has not; waits for the device after the first step.
+
+        An engine's lengths are not read: it knows what its pages hold.
+        """
+        if not self._is_new and self.page_uses is not None and bool((self.seqlens > 0).any()):
+            raise ValueError(
+                "table must be empty for a cache that joins it without pages of its tokens, got "
+                f"{self.seqlens.tolist()} tokens: make caches before the first step, reset the table, or give all pages"
+            )
 
     def add_layer(self, layer: Layer) -> None:
         """Let reorder, truncate and grow change a cache, too, for as long as it lives."""
@@ -416,9 +485,12 @@ class PageTable:
         for layer in self._layers:
             change(layer())
 
-    def _change(self, what: str) -> None:
+    def _check_closed(self, what: str) -> None:
         if self.open is not None:
             raise RuntimeError(f"{what} is between steps, and a step of this table is open")
+
+    def _change(self, what: str) -> None:
+        self._check_closed(what)
         if self.page_uses is None:
             raise RuntimeError(
                 f"{what} is the engine's: this table was made without page_uses, so it allocates nothing"
@@ -430,16 +502,14 @@ class PageTable:
             raise RuntimeError("this table was made without page_uses, so it allocates nothing")
         return self.page_uses
 
-    def _count_uses(self) -> None:
-        held = self.block_table.flatten()
-        self._uses.zero_().index_add_(0, held.clamp(min=0).long(), (held >= 0).to(torch.int32))
-
-    def _free_pages_behind(self, lengths: Tensor) -> None:
-        if self.page_uses is None:
-            return
+    def _cut(self, lengths: Tensor) -> None:
+        """Shorten sequences, free the pages behind them, and count who holds the others."""
+        self._each(lambda layer: layer.cut(lengths))
+        self.seqlens.copy_(lengths)
         first_token = torch.arange(self.block_table.shape[1], device=self.device) * self.page_size
         self.block_table.masked_fill_(first_token >= lengths[:, None], -1)
-        self._count_uses()
+        held = self.block_table.flatten()
+        self._uses.zero_().index_add_(0, held.clamp(min=0).long(), (held >= 0).to(torch.int32))
 
     def _own_open_pages(self) -> None:
         """Give each sequence a page of its own where it goes on writing inside one that others hold, too.
@@ -460,9 +530,7 @@ class PageTable:
         self._each(lambda layer: layer.copy_pages(page.clamp(min=0).long(), pages[:, 0], copied))
         self.block_table.scatter_(1, column, torch.where(copied, pages[:, 0].to(torch.int32), page)[:, None])
         self.overflowed |= lost
-        self.seqlens.masked_fill_(lost, 0)
-        self.block_table.masked_fill_(lost[:, None], -1)
-        self._count_uses()
+        self._cut(torch.where(lost, 0, self.seqlens))
 
 
 @dataclass(frozen=True)
@@ -489,16 +557,3 @@ def longer(x: Tensor, dim: int, length: int, fill: float) -> Tensor:
     """x padded at the end of `dim`."""
     shape = [*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :]]
     return torch.cat([x, x.new_full(shape, fill)], dim)
-
-
-def load_tensors(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Copy tensors by name; ValueError unless names, shapes and dtypes are the same, before anything is copied."""
-    if own.keys() != state.keys():
-        raise ValueError(f"state must have the tensors {sorted(own)}, got {sorted(state)}")
-    for name, tensor in own.items():
-        given = state[name]
-        if given.shape != tensor.shape or given.dtype != tensor.dtype:
-            wanted = f"{short_name(tensor.dtype)} {list(tensor.shape)}"
-            raise ValueError(f"{name} must be {wanted}, got {short_name(given.dtype)} {list(given.shape)}")
-    for name, tensor in own.items():
-        tensor.copy_(state[name])

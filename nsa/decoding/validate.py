@@ -14,6 +14,7 @@ from dispatch.registry import ENVIRONMENT_VARIABLE, short_name
 from nsa.config import NSAConfig, check_options
 from nsa.decoding.cache import NSACache
 from nsa.inputs import NSAInputs
+from nsa.validate import MOST
 
 TENSOR_NAMES = (
     *("q", "k", "v", "w_k_compress", "w_v_compress", "k_slc", "v_slc", "k_win", "v_win", "gate_proj_weight", "gates"),
@@ -62,7 +63,7 @@ def resolve(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str 
         RuntimeError: where a gradient is needed.
         dispatch.BackendError: when no backend can run the call.
     """
-    facts = None if config.debug else _facts(inputs, cache, config, backend)  # debug: values are checked
+    facts = _facts(inputs, cache, config, backend)
     impl = cache.taken.get(facts)
     if impl is None:
         _check_shapes(inputs, cache, config)
@@ -72,6 +73,8 @@ def resolve(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str 
         call = dispatch.Call("nsa_with_cache", inputs.q.device, inputs.q.dtype, options=options)
         impl = dispatch.resolve(call, backend)
         if facts is not None:
+            if len(cache.taken) >= MOST:
+                cache.taken.clear()
             cache.taken[facts] = impl
     return impl
 
@@ -89,7 +92,9 @@ def check_order(inputs: NSAInputs, cache: NSACache, config: NSAConfig) -> None:
 
 
 def _facts(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str | None) -> Hashable:
-    """All that `_check_shapes` and the dispatcher look at; None for arguments of a wrong type."""
+    """All that `_check_shapes` and the dispatcher look at; None: they look at values, too, or the call is odd."""
+    if not (backend is None or isinstance(backend, str)) or config.debug or config.compress != "mean":
+        return None
     tensors: list[Hashable] = []
     for x in _tensors(inputs):
         if isinstance(x, Tensor) and not x.is_nested:
@@ -98,8 +103,7 @@ def _facts(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str |
             tensors.append(None)
         else:
             return None
-    named = backend or os.environ.get(ENVIRONMENT_VARIABLE)
-    return config, named, cache.table.capacity, cache.table.num_pages, *tensors
+    return config, backend, os.environ.get(ENVIRONMENT_VARIABLE), cache.table.capacity, cache.table.num_pages, *tensors
 
 
 def _check_shapes(inputs: NSAInputs, cache: NSACache, config: NSAConfig) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -18,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dispatch
 from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
 from nsa.decoding import append as appending
-from nsa.decoding import reference
+from nsa.decoding import reference, validate
 from nsa.decoding.append import write_rows
 from nsa.inputs import NSAInputs
 from tests.support.cache_cases import (
@@ -151,6 +154,7 @@ class Beams:
     def __init__(self, config: NSAConfig, batch: int, max_tokens: int, **options: Any) -> None:
         self.pool = make_inputs(400, heads=2, kv_heads=1, dim=4)
         self.config, self.texts, self.next = config, [[] for _ in range(batch)], 0
+        self.tiles = [0] * batch  # of the last token that was written: its queries are kept
         self.cache = cache_for(make_inputs(1, heads=2, kv_heads=1, dim=4, batch=batch), config, max_tokens, **options)
 
     def step(self, count: int, counts: list[int] | None = None) -> None:
@@ -170,6 +174,7 @@ class Beams:
             whole = NSAInputs(**{n: t[:, self.texts[b]] for n, t in self.pool.tensors().items()})
             rows = range(len(self.texts[b]) - real, len(self.texts[b]))
             if real:
+                self.tiles[b] = rows[-1] // self.config.q_tile_size
                 close(out[b : b + 1, :real], recomputed(whole, self.config, rows), f"sequence {b}")
             assert not out[b, real:].any()
         assert self.cache.seqlens.tolist() == [len(text) for text in self.texts]
@@ -189,6 +194,10 @@ class Beams:
                 flags[b] = after > pages and needed > free
         return flags
 
+    def can_be_cut(self, lengths: list[int]) -> bool:
+        size = self.config.q_tile_size
+        return all(n % size == 0 or n // size == tile for n, tile in zip(lengths, self.tiles, strict=True))
+
     def truncate(self, lengths: list[int]) -> None:
         self.cache.truncate(torch.tensor(lengths, dtype=torch.int32))
         self.texts = [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
@@ -205,7 +214,7 @@ class Beams:
 
     def reorder(self, rows: list[int]) -> None:
         self.cache.reorder(torch.tensor(rows))
-        self.texts = [self.texts[row] for row in rows]
+        self.texts, self.tiles = ([old[row] for row in rows] for old in (self.texts, self.tiles))
         self.forget()
         poison(self.cache)
 
@@ -302,6 +311,41 @@ def test_a_write_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     append(cache_for(inputs, config, 60, page_size=8), inputs, [37, 3, 20])
 
 
+def reserving(inputs: NSAInputs) -> NSACache:
+    """Two sequences that hold two pages each before they have tokens."""
+    tables = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    uses = torch.ones(4, dtype=torch.int32)
+    table = PageTable(*tables, page_size=8, num_pages=4, page_uses=uses)
+    return NSACache(SMALL["paper"], table, heads_kv=inputs.k.shape[2], dim=inputs.k.shape[3], dtype=inputs.q.dtype)
+
+
+@pytest.mark.parametrize("prompt", [8, 5, 11])
+def test_reserved_pages_are_not_shared(prompt: int) -> None:
+    """Each beam writes a page of its own, behind a full page and inside one."""
+    inputs = make_inputs(14, batch=2)
+    cache = reserving(inputs)
+    append(cache, inputs, [prompt])
+    assert cache.table.block_table.tolist() == [[0, 1], [2, 3]]
+    cache.reorder(torch.tensor([0, 0]))
+    out = append(cache, inputs, [1, 2], prompt)
+    mixed = inputs.map(lambda x: torch.cat([x[:1, :prompt].expand(2, -1, -1, -1), x[:, prompt:]], 1))
+    close(out, recomputed(mixed, SMALL["paper"], range(prompt, prompt + 3)))
+
+
+def test_a_step_that_raises_leaves_reserved_pages() -> None:
+    """And gives back those that it took."""
+    inputs = make_inputs(20, batch=2)
+    cache = reserving(inputs)
+    cache.table.block_table[1, 1] = -1
+    cache.table.page_uses[3] = 0  # type: ignore[index]
+    before = {name: tensor.clone() for name, tensor in cache.table.state_dict().items()}
+    with pytest.raises(ValueError, match="compress must map blocks of k"):
+        append(cache, inputs, [12], config=replace(SMALL["paper"], compress=lambda blocks: blocks))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in cache.table.state_dict().items())
+    out = append(cache, inputs, [12])
+    close(out, recomputed(inputs, SMALL["paper"], range(12)))
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_any_order_of_operations(data: st.DataObject) -> None:
@@ -322,7 +366,13 @@ def test_any_order_of_operations(data: st.DataObject) -> None:
             cuts = [data.draw(st.integers((max(n, 1) - 1) // tile * tile, n)) for n in lengths]
             if data.draw(st.booleans()):
                 cuts = [cut // tile * tile for cut in cuts]
-            beams.truncate(cuts)
+            if beams.can_be_cut(cuts):
+                beams.truncate(cuts)
+            else:
+                before = snapshot(beams.cache)
+                with pytest.raises(ValueError, match="lengths must be multiples of q_tile_size"):
+                    beams.truncate(cuts)
+                assert_unchanged(beams.cache, before)
         beams.check_pages()
 
 
@@ -331,8 +381,11 @@ def test_a_cut_clears_only_the_flags_of_what_it_cuts() -> None:
     nsa_with_cache(cache=cache, **tokens_of(inputs, 40, 49), counts=torch.tensor([0, 9, 0], dtype=torch.int32))
     cache.truncate(torch.tensor([0, 41, 3], dtype=torch.int32))
     assert cache.table.overflowed.tolist() == [False, True, False]
-    cache.truncate(torch.tensor([0, 40, 3], dtype=torch.int32))
+    with pytest.raises(TypeError, match="lengths must be int32 or int64, got float32"):
+        cache.truncate(torch.ones(3))
+    cache.truncate(torch.tensor([1 << 40, 40, 3]))
     assert not cache.table.overflowed.any()
+    assert cache.seqlens.tolist() == [0, 40, 3]
 
 
 def test_cuts_that_need_forgotten_queries_raise() -> None:
@@ -342,6 +395,28 @@ def test_cuts_that_need_forgotten_queries_raise() -> None:
     with pytest.raises(ValueError, match=r"lengths must be multiples of q_tile_size=16, or at least 32 .* got 31"):
         beams.cache.truncate(31)
     assert_unchanged(beams.cache, before)
+
+
+def test_a_cut_to_a_closed_tile_does_not_open_it() -> None:
+    """Its sums lay where those of the tile behind it are; also in rows that moved and in a state that was loaded."""
+    beams, other = (Beams(SMALL["seed"], 2, 96, page_size=8) for _ in range(2))
+    beams.step(40)
+    beams.truncate([16, 35])
+    beams.reorder([1, 0])
+    other.cache.load_state_dict(beams.cache.state_dict())
+    for cache in (beams.cache, other.cache):
+        before = snapshot(cache)
+        with pytest.raises(ValueError, match=r"or at least 16 for sequence 1 of 16 tokens, .* got 10"):
+            cache.truncate(torch.tensor([35, 10], dtype=torch.int32))
+        assert_unchanged(cache, before)
+    beams.truncate([33, 16])
+    beams.step(3)
+    beams.truncate([34, 18])  # tiles that are open again
+    beams.step(1)
+    beams.truncate([0, 0])
+    beams.step(40)
+    beams.truncate([33, 40])
+    beams.step(2)
 
 
 # Capacity
@@ -418,6 +493,7 @@ REFUSED: dict[str, tuple[type[Exception], str]] = {
     "counts dtype": (TypeError, "counts must be int32, got int64"),
     "gradient": (RuntimeError, "nsa_with_cache has no gradient"),
     "backend": (dispatch.BackendError, "cute: runs on CUDA devices, got cpu"),
+    "backends": (TypeError, r"backend must be a string or None, got \['cute'\]"),
     "cache": (TypeError, "cache must be an NSACache, got dict"),
     "pool": (ValueError, "compress must map blocks of k"),
 }
@@ -445,6 +521,7 @@ def test_refused_calls_leave_the_cache_as_it_was(what: str) -> None:
         "counts dtype": {"counts": torch.tensor([1, 2])},
         "gradient": {"q": given["q"].clone().requires_grad_()},
         "backend": {"backend": "cute"},
+        "backends": {"backend": ["cute"]},
         "cache": {"cache": {}},
         "pool": {"config": replace(config, compress=lambda blocks: blocks), **make_inputs(3, batch=2).tensors()},
     }[what]
@@ -481,6 +558,41 @@ def test_other_refusals() -> None:
     assert cache.seqlens.tolist() == [6]
     with pytest.raises(RuntimeError, match=r"^nsa_with_cache does not support torch\.vmap"):
         torch.vmap(lambda x: nsa_with_cache(x, x[..., :2, :], x[..., :2, :], cache))(torch.randn(3, 1, 1, 4, 16))
+
+
+class Mean:
+    """Without a hash."""
+
+    def __call__(self, blocks: Tensor) -> Tensor:
+        return blocks.mean(-2)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mean)
+
+
+@pytest.mark.parametrize("compress", [Mean(), (Mean(), Mean())], ids=["one", "two"])
+def test_options_need_no_hash(compress: Any) -> None:
+    inputs, config = make_inputs(30), replace(SMALL["paper"], compress=compress)
+    close(append(cache_for(inputs, config, 30), inputs, [20, 1, 9]), recomputed(inputs, config, range(30)))
+
+
+def test_few_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate, "MOST", 3)
+    inputs = make_inputs(30)
+    cache = cache_for(inputs, SMALL["paper"], 64)
+    remembered = []
+    for start, count in ((0, 1), (1, 2), (3, 3), (6, 3), (9, 4), (13, 5)):
+        append(cache, inputs, [count], start)
+        remembered.append(len(cache.taken))
+    assert remembered == [1, 2, 3, 3, 1, 2]
+
+
+def test_a_remembered_call_has_the_backend_that_was_named() -> None:
+    inputs = make_inputs(2)
+    cache = cache_for(inputs, SMALL["paper"], 64)
+    append(cache, inputs, [1])
+    with pytest.raises(ValueError, match=r"backend must be one of .*, got ''"):
+        append(cache, inputs, [1], backend="")
 
 
 def test_the_dispatcher_routes_it() -> None:
@@ -535,6 +647,66 @@ def test_layers_share_a_table(name: str) -> None:
     assert table.positions(2).tolist() == [[54, 55]] * 2
 
 
+def two_layers(inputs: NSAInputs, config: NSAConfig) -> list[NSACache]:
+    first = cache_for(inputs, config, 64, page_size=16)
+    return [first, beside(first)]
+
+
+def beside(cache: NSACache, **options: Any) -> NSACache:
+    """Another layer of the same table."""
+    sizes: dict[str, Any] = {"heads": cache.heads, "heads_kv": cache.heads_kv, "dim": cache.dim, "dtype": cache.dtype}
+    return NSACache(cache.config, cache.table, **sizes, **options)
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("called", [0, 1])
+def test_a_step_that_leaves_out_a_layer_is_as_if_it_had_not_begun(called: int, name: str) -> None:
+    config, inputs = SMALL[name], make_inputs(60, batch=2)
+    layers = two_layers(inputs, config)
+
+    def step(some: list[NSACache]) -> list[Tensor]:
+        with layers[0].table.step(stop - start):
+            return [append(layer, inputs, [stop - start], start) for layer in some]
+
+    for start, stop in ((0, 30), (30, 47)):
+        before = {n: x for n, x in snapshot(layers[0]).items() if "table" in n or "sums" in n}
+        with pytest.raises(RuntimeError, match=rf"a step has one call of each layer, got {called} of 2 caches"):
+            step(layers[:called])
+        after = snapshot(layers[0])
+        assert all(torch.equal(x, after[n]) for n, x in before.items())
+        for out in step(layers):
+            close(out, recomputed(inputs, config, range(start, stop)))
+
+
+def test_a_cache_that_joins_late_holds_the_tokens() -> None:
+    inputs, config = make_inputs(60, batch=2), SMALL["seed"]
+    cache = cache_for(inputs, config, 64, page_size=16)
+    append(cache, inputs, [20])
+    table, layers = cache.table, cache.table.num_layers
+    tables = [table, PageTable(table.block_table, table.seqlens, **sizes_of(table), page_uses=table.page_uses)]
+    tables.append(PageTable.empty(2, 64, page_size=16))
+    tables[-1].load_state_dict(table.state_dict())
+    sizes: dict[str, Any] = {"heads": 4, "heads_kv": 2, "dim": 16, "dtype": torch.float64}
+    for late in tables:
+        for some in ({}, {"k": cache.pages["k"], "v": cache.pages["v"]}):
+            with pytest.raises(ValueError, match=r"table must be empty .*, got \[20, 20\] tokens"):
+                NSACache(config, late, **sizes, pages=some)
+    assert table.num_layers == layers
+    kept = {name: x.clone() for name, x in cache.state_dict().items() if name in cache.pages or name == "tile_sums"}
+    joined = beside(cache, pages=kept)
+    with table.step(5):
+        outs = [append(layer, inputs, [5], 20) for layer in (cache, joined)]
+    assert torch.equal(*outs)
+    engines = PageTable(table.block_table, table.seqlens, **sizes_of(table))
+    NSACache(config, engines, **sizes)
+    table.reset()
+    beside(cache)
+
+
+def sizes_of(table: PageTable) -> dict[str, int]:
+    return {"page_size": table.page_size, "num_pages": table.num_pages}
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_state_dict_goes_on_elsewhere(name: str) -> None:
     inputs, config = make_inputs(60, batch=2), SMALL[name]
@@ -548,7 +720,65 @@ def test_state_dict_goes_on_elsewhere(name: str) -> None:
         other.load_state_dict({**cache.state_dict(), "k": cache.pages["k"].float()})
     with pytest.raises(ValueError, match="state must have the tensors"):
         other.load_state_dict({})
+    for ours, theirs in ((other, cache), (other.table, cache.table)):
+        load, state = ours.load_state_dict, theirs.state_dict()  # type: ignore[attr-defined]
+        with pytest.raises(TypeError, match="state must be a mapping of names to tensors, got list"):
+            load([1])
+        with pytest.raises(ValueError, match=r"state must have the tensors .* got \['0', 'seqlens'\]"):
+            load({0: 1, "seqlens": 2})
+        for name in state:
+            with pytest.raises(TypeError, match=rf"^{name} must be a torch\.Tensor, got int"):
+                load({**state, name: 1})
+        with pytest.raises(RuntimeError, match="load_state_dict is between steps"), other.table.step(1):
+            load(state)
     assert_unchanged(other, before)
+
+
+def pickled(caches: list[NSACache]) -> Any:
+    return pickle.loads(pickle.dumps(caches))
+
+
+def saved(caches: list[NSACache]) -> Any:
+    torch.save(caches, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("name", SMALL)
+def test_copies_of_layers_have_a_table_of_their_own(name: str, copied: Any) -> None:
+    """They share it, as the originals do theirs; what is done to one side the other does not see."""
+    config, inputs = SMALL[name], make_inputs(40, batch=2)
+    layers = two_layers(inputs, config)
+    first = layers[0]
+
+    def step(caches: list[NSACache], start: int, stop: int) -> None:
+        with caches[0].table.step(stop - start):
+            outs = [append(cache, inputs, [stop - start], start) for cache in caches]
+        for out in outs:
+            close(out, recomputed(inputs, config, range(start, stop)))
+
+    step(layers, 0, 37)
+    others, before = copied(layers), snapshot(first)
+    assert others[0].table is others[1].table
+    assert others[0].table is not first.table
+    assert (first.table.num_layers, others[0].table.num_layers) == (2, 2)
+    others[0].reorder(torch.tensor([1, 1]))
+    others[0].table.grow(80)
+    others[0].reset()
+    assert_unchanged(first, before)
+    step(layers, 37, 38)
+    step(others, 0, 20)
+
+
+def test_what_is_no_copy() -> None:
+    cache = cache_for(make_inputs(1), SMALL["paper"], 40)
+    with pytest.raises(RuntimeError, match="a copy is between steps"), cache.table.step(1):
+        copy.deepcopy(cache)
+    for made in (cache, cache.table):
+        with pytest.raises(TypeError, match=r"copy\.copy of this .* would share its memory"):
+            copy.copy(made)
+    assert cache.table.num_layers == 1
 
 
 def test_an_engine_allocates_and_advances() -> None:
@@ -647,17 +877,15 @@ def test_compiled_steps_of_two_layers_are_one_graph(name: str) -> None:
     torch.compiler.reset()
     config, inputs = SMALL[name], make_inputs(60, batch=2)
 
-    def two_layers() -> list[NSACache]:
-        first = cache_for(inputs, config, 64, page_size=16)
-        sizes: dict[str, Any] = {"heads": first.heads, "heads_kv": first.heads_kv, "dim": first.dim}
-        return [first, NSACache(config, first.table, **sizes, dtype=first.dtype)]
-
     def step(layers: list[NSACache], tokens: dict[str, Tensor], counts: Tensor) -> list[Tensor]:
         with layers[0].table.step(tokens["q"].shape[1], counts):
             return [nsa_with_cache(cache=layer, **tokens) for layer in layers]
 
     counter = CompileCounterWithBackend("aot_eager")
-    compiled, pairs = torch.compile(step, fullgraph=True, backend=counter), [two_layers() for _ in range(3)]
+    compiled, pairs = (
+        torch.compile(step, fullgraph=True, backend=counter),
+        [two_layers(inputs, config) for _ in range(3)],
+    )
     for start in range(70):  # the last ones overflow
         tokens = tokens_of(inputs, start % 60, start % 60 + 1)
         counts = torch.tensor([1, start % 2], dtype=torch.int32)

@@ -245,13 +245,16 @@ class CachedSequences:
         for layer, cache in caches.items():
             sizes: Any = {name: getattr(cache, name) for name in ("heads", "heads_kv", "dim", "dim_v", "dtype")}
             copied = {name: x[taken] for name, x in cache.pages.items()}
-            self.caches[layer] = NSACache(self.config, new, **sizes, pages=copied)
             if cache.tile_sums is not None:
-                self.caches[layer].tile_sums.copy_(cache.tile_sums[rows])  # type: ignore[union-attr]
+                copied["tile_sums"] = cache.tile_sums[rows]
+            self.caches[layer] = NSACache(self.config, new, **sizes, pages=copied)
+            if cache.sums_begin is not None:
+                self.caches[layer].sums_begin.copy_(cache.sums_begin[rows])  # type: ignore[union-attr]
         self._fix_places()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedSequences:
         made = copy.copy(self)
+        made.caches = dict(self.caches)
         memo[id(self)] = made
         if self._device_columns is not None:
             made._device_columns = self._device_columns.clone()
