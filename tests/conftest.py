@@ -54,6 +54,10 @@ def _seeded_and_poisoned() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.utils.counters["frames"]:
+        dynamo.reset()  # else what one test compiles counts against the recompilations that another may need
+        dynamo.utils.counters.clear()
 
 
 @pytest.fixture(scope="module", autouse=True)
