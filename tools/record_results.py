@@ -66,7 +66,7 @@ def show(root: Path = ROOT) -> None:
 def record(file: Recorded, seconds: float | None, root: Path = ROOT) -> str:
     """Runs the command of a file; what is wrong with it, "" if nothing."""
     print(f"{file.name}: {shlex.join(file.command)}", flush=True)
-    child = subprocess.Popen([sys.executable, *file.command[1:]], cwd=root)
+    child = subprocess.Popen([sys.executable, *file.command[1:]], cwd=root, preexec_fn=_take_interrupts)
     try:
         status = child.wait(seconds)
     except (subprocess.TimeoutExpired, KeyboardInterrupt) as stopped:
@@ -82,6 +82,11 @@ def record(file: Recorded, seconds: float | None, root: Path = ROOT) -> str:
     if status:
         return f"exit status {status}"
     return "" if read(file.name, root).commit == commit(root) else "did not write the file"
+
+
+def _take_interrupts() -> None:
+    """In a child, which a shell's background job would have ignore them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
