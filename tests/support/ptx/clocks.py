@@ -125,8 +125,10 @@ class Memory:
 
 def distinct(numbers: Any) -> list[int]:
     """In order."""
-    first = numbers[0]
-    return [int(first)] if (numbers == first).all() else sorted({*numbers.tolist()})
+    raw = numbers.tobytes()
+    if raw == raw[: numbers.itemsize] * len(numbers):
+        return [int(numbers[0])]
+    return sorted({*numbers.tolist()})
 
 
 def byte_of(cell: int) -> str:
@@ -306,10 +308,10 @@ class Clocks:
         if access.writes:
             for number in distinct(reads):
                 for before in self._reads[number]:
-                    self._compare(before, access, clock, memory, cells, reads == number)
+                    self._compare(before, access, clock, memory, cells, reads, number)
         for number in distinct(writes):
             if before := self._writes[number]:
-                self._compare(before, access, clock, memory, cells, writes == number)
+                self._compare(before, access, clock, memory, cells, writes, number)
         if access.writes:
             memory.writes[cells] = len(self._writes)
             memory.reads[cells] = 0
@@ -319,10 +321,13 @@ class Clocks:
         new = [self._with_read(number, access) for number in old]
         memory.reads[cells] = new[0] if len(new) == 1 else np.array(new, "i4")[np.searchsorted(old, reads)]
 
-    def _compare(self, before: Access, access: Access, clock: Any, memory: Memory, cells: Any, of: Any) -> None:
-        """Args: `of`, which of the cells the earlier access has had."""
+    def _compare(
+        self, before: Access, access: Access, clock: Any, memory: Memory, cells: Any, numbers: Any, number: int
+    ) -> None:
+        """Args: `numbers`, of the cells' earlier accesses, among which `before` has this one."""
         if kind := self._missing(before, access, clock):
-            self._found(kind, before, access, f"{memory.name}, {memory.place(int(cells[np.argmax(of)]))}")
+            place = memory.place(int(cells[np.argmax(numbers == number)]))
+            self._found(kind, before, access, f"{memory.name}, {place}")
 
     def _missing(self, before: Access, access: Access, clock: Any) -> str | None:
         agent, time, is_own = before.agent, before.time, before.agent == access.agent
