@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -119,10 +119,8 @@ def _run(
             inputs, config = with_compressed_entries(inputs, config)
         if call.impl.training is not None and needs_grad:
             return run_with_backward(call._replace(inputs=inputs, config=config)), None
-        names = [name for name, x in inputs.tensors().items() if needs_grad and x.requires_grad]
-        once = without_second_derivatives("nsa", [getattr(inputs, name) for name in names])
-        given: dict[str, Any] = dict(zip(names, once, strict=True))
-        out, aux = call.impl.load()(replace(inputs, **given), config, aux=want_aux)
+        given = inputs.map(partial(without_second_derivatives, "nsa")) if needs_grad else inputs
+        out, aux = call.impl.load()(given, config, aux=want_aux)
         out = guard_inplace_changes(out, *inputs.tensors().values())
     return out, NSAAux(*aux) if want_aux else None
 

@@ -68,6 +68,13 @@ def check_dtype(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be {', '.join(_NAMES[:-1])} or {_NAMES[-1]}, got {short_name(tensor.dtype)}")
 
 
+def check_tensor(name: str, x: object) -> None:
+    """Raise unless x is a dense tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    check_dense(name, x)
+
+
 def check_dense(name: str, tensor: Tensor) -> None:
     """Raise for sparse and nested tensors: they have no strides, and older nested tensors have no shape either."""
     if tensor.is_nested or tensor.layout is not torch.strided:

@@ -41,12 +41,12 @@ def raise_double_backward(op: str) -> None:
     raise RuntimeError(f"{op} has no second derivative on this backend: call backward() without create_graph")
 
 
-def without_second_derivatives(op: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors, whose gradients raise RuntimeError where they are differentiated: for PyTorch functions inside that
-    have no second derivative, such as its fused attention.
+def without_second_derivatives(op: str, x: Tensor) -> Tensor:
+    """x, whose gradient raises RuntimeError where it is differentiated: for PyTorch functions inside that have no
+    second derivative, such as its fused attention.
     """
-    results: Sequence[Tensor] = _WithoutSecondDerivatives.apply(op, *tensors) if tensors else ()
-    return results
+    result: Tensor = _WithoutSecondDerivatives.apply(op, x) if x.requires_grad else x
+    return result
 
 
 def recompute_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], do: Tensor) -> list[Tensor]:
@@ -131,15 +131,13 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 class _WithoutSecondDerivatives(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, op: str, x: Tensor) -> Tensor:
         ctx.op = op
-        return tuple(x.view_as(x) for x in tensors)
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        sources = [x for x in gradients if x is not None]
-        return (None, *forbid_double_backward(ctx.op, [*gradients], *sources))
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *forbid_double_backward(ctx.op, [dx], dx))
 
 
 class _RoundStraightThrough(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dispatch.registry import ENVIRONMENT_VARIABLE, short_name
 from nsa.api import NSAKeywords, cast_arguments
 from nsa.common.autocast import autocast_off, cast_inputs
-from nsa.common.checks import check_bool, check_choice, check_dense, check_dtype, check_integer
+from nsa.common.checks import check_bool, check_choice, check_dtype, check_integer, check_tensor
 from nsa.common.derivatives import needs_grad, refuse_transforms
 from nsa.config import LARGEST_OPTION, OPTION_NAMES, NSAConfig, check_options
 from nsa.distributed.attention import NAMES, WEIGHT_NAMES, Plan, ShardedNSA, attend, check_calls, heads_per_pass
@@ -536,13 +536,6 @@ class _NSACall(NamedTuple):
         texts["compress"] = _compress_text(self.config.compress)
         texts |= {**self.flags, "backend": _backend(self.flags["backend"]), "cu_seqlens": self.bounds}
         return {**texts, "needs_grad": self.needs_grad, "DTensor": bool(self.dtensors.found)}
-
-
-def check_tensor(name: str, x: Tensor) -> None:
-    """Raise unless x is a dense tensor."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    check_dense(name, x)
 
 
 def check_rows(name: str, x: Tensor, dim: int) -> None:

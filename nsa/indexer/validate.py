@@ -8,7 +8,7 @@ from torch import Tensor
 
 import dispatch
 from dispatch.registry import short_name
-from nsa.common.checks import check_dense, check_dtype, check_integer
+from nsa.common.checks import check_dtype, check_integer, check_tensor
 from nsa.common.resolve import resolve as resolve_call
 from nsa.config import NSAConfig
 from nsa.indexer import meta
@@ -74,9 +74,7 @@ def check_index_tensors(q_idx: Tensor, k_idx: Tensor, *, packed: bool, own_bound
     """
     layout, lead = ("[T,heads,D_i]", 1) if packed else ("[B,N,heads,D_i]", 2)
     for name, tensor in (("q_idx", q_idx), ("k_idx", k_idx)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        check_dense(name, tensor)
+        check_tensor(name, tensor)
         check_dtype(name, tensor)
         if tensor.dim() != lead + 2:
             raise ValueError(f"{name} must have the layout {layout}, got shape {list(tensor.shape)}")

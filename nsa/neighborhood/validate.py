@@ -9,7 +9,7 @@ from torch import Tensor
 
 import dispatch
 from dispatch.registry import short_name
-from nsa.common.checks import check_bool, check_choice, check_dense, check_dtype, check_integer, is_finite
+from nsa.common.checks import check_bool, check_choice, check_dtype, check_integer, check_tensor, is_finite
 from nsa.common.derivatives import needs_grad
 from nsa.common.resolve import resolve as resolve_call
 from nsa.neighborhood import meta
@@ -48,9 +48,7 @@ class Window:
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise TypeError or ValueError, naming the argument, unless the tensors are as `neighborhood_attention` says."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        check_dense(name, tensor)
+        check_tensor(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have the layout [B,N,heads,D], got shape {list(tensor.shape)}")
     check_dtype("q", q)
