@@ -156,6 +156,7 @@ def test_compiles_whole_and_once_for_all_lengths(start: int | None) -> None:
         return block_sparse_attention(q * 2, k, v, blocks, block_size=16, q_start=start) + 1
 
     counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
     once = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     graphs = []
     for tokens in (40, 51, 64):

@@ -122,6 +122,7 @@ def test_operator_keeps_pytorchs_rules_and_compiles() -> None:
     torch.library.opcheck(
         torch.ops.nsa_kernels.top_blocks_by_max.default, (q_idx, k_idx, None, None, None, 16, 2, 1, None)
     )
+    torch._dynamo.reset()
     compiled = torch.compile(top_blocks_by_max, fullgraph=True, backend="aot_eager")
     for start in (None, 3):
         q = q_idx[:, :20].requires_grad_()

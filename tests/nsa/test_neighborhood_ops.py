@@ -35,6 +35,7 @@ def check_compiled(device: str, dtype: torch.dtype, dim: int, **options: Any) ->
         return neighborhood_attention(q * 2, k, v, **options) + 1
 
     counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
     once = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     graphs = []
     for tokens in (75, 90, 64, 200):
@@ -61,6 +62,7 @@ def test_compiles_on_a_gpu(case: str) -> None:
 
 @pytest.mark.parametrize("kind", [NeighborhoodAttention, NeighborhoodAttentionLayer])
 def test_the_layer_compiles(kind: type[torch.nn.Module]) -> None:
+    torch._dynamo.reset()
     layer = kind(32, 4, num_kv_heads=2, kernel_size=5, dilation=2)
     hidden = torch.randn(2, 40, 32)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -74,6 +76,7 @@ def test_operator_keeps_pytorchs_rules() -> None:
 
 
 def test_bad_arguments_are_named_under_compile() -> None:
+    torch._dynamo.reset()
     compiled = torch.compile(neighborhood_attention, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="kernel_size must be at least 1, got 0"):
         compiled(*make_qkv(8), kernel_size=0)

@@ -101,6 +101,7 @@ def test_compiles_whole_and_once_for_all_starts() -> None:
         return neighborhood_attention(q * 2, k, v, kernel_size=9, causal=True, q_start=q_start) + 1
 
     counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
     once = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     for tokens, start in ((75, 20), (90, 30), (200, 3)):
         q, k, v = make_qkv(tokens)

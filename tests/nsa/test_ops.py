@@ -28,6 +28,7 @@ def compiled(**keywords: Any) -> Any:
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return nsa_forward(q * 2, k, v, **keywords) + 1
 
+    torch._dynamo.reset()
     return layer, torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
 
 
@@ -42,6 +43,7 @@ def test_compiles_whole_and_once_for_all_lengths(preset: str) -> None:
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return nsa_forward(q * 2, k, v, config=SMALL[preset]) + 1
 
+    torch._dynamo.reset()
     once = torch.compile(layer, fullgraph=True, dynamic=True, backend=count)
     for tokens in (75, 90, 64, 200):
         qkv = make_qkv(tokens)
@@ -55,6 +57,7 @@ def test_gradients_compile_once_for_all_lengths(preset: str) -> None:
         return nsa(q * 2, k, v, config=SMALL[preset]) + 1
 
     counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
     once = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     for tokens in (75, 90, 64, 200):
         qkv = [x.requires_grad_() for x in make_qkv(tokens)]
@@ -234,6 +237,7 @@ def test_a_callable_compress_compiles_once_for_all_lengths(preset: str, packed: 
         return nsa(q * 2, k, v, config=config, cu_seqlens=bounds) + 1
 
     counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
     once = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     for tokens in (75, 90, 64, 200):
         qkv = [x.requires_grad_() for x in make_qkv(tokens, batch=None if packed else 1)]
@@ -265,6 +269,7 @@ def test_a_function_that_compresses_compiles() -> None:
 )
 def test_what_a_callable_compress_excludes_is_refused(keywords: dict[str, Any], message: str) -> None:
     """By the error of a call that is not compiled: Dynamo leaves the graph where one is raised."""
+    torch._dynamo.reset()
     with pytest.raises((TypeError, ValueError), match=message):
         torch.compile(partial(nsa_forward, **keywords), backend="aot_eager")(*make_qkv(75))
 
@@ -272,6 +277,7 @@ def test_what_a_callable_compress_excludes_is_refused(keywords: dict[str, Any], 
 @pytest.mark.parametrize("compress", ["mean", largest])
 @pytest.mark.parametrize("function", [nsa, nsa_forward])
 def test_debug_reads_what_the_graph_is_given(function: Any, compress: Any) -> None:
+    torch._dynamo.reset()
     whole = torch.compile(partial(function, debug=True, compress=compress), fullgraph=True, backend="aot_eager")
     q, k, v = (torch.nn.Parameter(x) for x in make_qkv(75))
     whole(q, k, v)

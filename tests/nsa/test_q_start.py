@@ -258,6 +258,7 @@ def test_compiles_whole_and_once_for_all_starts(name: str) -> None:
     """Gradients of keys that are cut off are 0."""
     config, (q, k, v) = SMALL[name], make_qkv(200, batch=2)
     counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
     once = torch.compile(partial(nsa, config=config), fullgraph=True, dynamic=True, backend=counter)
     for tokens, start in ((200, 48), (180, 16), (199, 32), (200, 96)):
         leaves = [x[:, :tokens].clone().requires_grad_() for x in (q[:, 48 : 48 + tokens // 4], k, v)]
@@ -283,6 +284,7 @@ def test_a_sum_of_queries_that_learn_compiles() -> None:
         return nsa(q[:, 5:], k, k, q_start=5, q_sum=q[:, :5].sum(1), config=SMALL["seed"])
 
     q, k, _ = make_qkv(40, requires_grad=True)
+    torch._dynamo.reset()
     results = [
         function(q, k) for function in (continued, torch.compile(continued, fullgraph=True, backend="aot_eager"))
     ]
@@ -295,6 +297,7 @@ def test_a_sum_of_queries_that_learn_compiles() -> None:
 def test_a_callable_compress_compiles() -> None:
     config, (q, k, v) = replace(SMALL["paper"], compress=lambda blocks: blocks.amax(-2)), make_qkv(96)
     function = partial(nsa_forward, config=config)
+    torch._dynamo.reset()
     whole = torch.compile(function, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(whole(q[:, :30], k, v, q_start=40), function(q[:, :30], k, v, q_start=40))
 

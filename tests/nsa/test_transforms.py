@@ -110,6 +110,7 @@ def test_functional_call_is_no_transform(op: str, run: Any) -> None:
 @pytest.mark.parametrize(("op", "run"), OPS.items(), ids=OPS)
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad], ids=["vmap", "grad"])
 def test_refuses_in_a_compiled_function_too(transform: Any, op: str, run: Op) -> None:
+    torch._dynamo.reset()
     whole = torch.compile(lambda x: transform(lambda x: run(x).sum())(x), backend="aot_eager")
     with pytest.raises(Exception, match=f"{op} does not support torch"):
         whole(torch.randn(3, 1, 20, 2, 8) if transform is torch.vmap else torch.randn(1, 20, 2, 8))
@@ -237,6 +238,7 @@ def test_layers_have_shapes_on_the_meta_device(layer: Any) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
 @pytest.mark.parametrize(("op", "run"), OPS.items(), ids=OPS)
 def test_compiles_on_the_meta_device(op: str, run: Op) -> None:
+    torch._dynamo.reset()
     x = torch.empty(1, 20, 2, 8, device="meta", requires_grad=True)
     out = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
     assert_alike(out, run(x))
@@ -320,6 +322,7 @@ def test_autocast_casts_in_compiled_functions_too(name: str) -> None:
         "residual": lambda q, k, v: attention_residual([q[:, :, 0], k[:, :, 0], v[:, :, 0]], q[0, 0, 0]),
     }
     qkv = [x.to(own) for x, own in zip(make_qkv(40), (FP32, BF16, FP32), strict=True)]
+    torch._dynamo.reset()
     whole = torch.compile(functions[name], fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", BF16):
         got, expected = whole(*qkv), functions[name](*qkv)
