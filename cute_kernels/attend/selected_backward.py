@@ -10,8 +10,9 @@ P = 0. Sums are fp32. P and dS are rounded to 16 bits before they are multiplied
 Blocks consist of tokens, or of compressed entries (`num_cmp_selected_blocks`).
 
 SelectedDQ          a CTA owns 128 query rows of a head and walks over the blocks that their query tile selected.
-SelectedDKV         a CTA owns 64 keys of a KV block and a work tile of the query tiles that selected it, 64 rows at
-                    a time. The two consumers take the rows in turn and add their sums at the end.
+SelectedDKV         a CTA owns 64 or 128 keys of a KV block and a work tile of the query tiles that selected it, 64
+                    rows at a time. With 128 keys, where blocks can be divided by them, each consumer has half of the
+                    keys; with 64 the two take the rows in turn and add their sums at the end.
 CombineSelectedDKV  adds up the partials of a block that was split, in order.
 
 The first two are built on backward_tiles.py: roles of warps, shared memory, loads.
@@ -25,8 +26,8 @@ tokens, 8 heads, 2 key/value heads, k=16: 2.1 million query tiles, 8192 work til
 partials of 64 KiB each (WORKSPACE_BYTES), 17 MB of lists.
 
 Floor: 3 products in SelectedDQ and 4 in SelectedDKV of N k l' D 2 H FLOPs each. 128K tokens, 8 heads of 128, k=16,
-l'=64: 1.92 TFLOP, 3.2 ms at 600 TFLOP/s. For every 64 rows and 64 keys Q and dO, or K and V, are read again, mostly
-from HBM when blocks are selected at random: 4.3 and 8.6 GB, 3.1 ms at 4.2 TB/s, at the same time.
+l'=64: 1.92 TFLOP, 3.2 ms at 600 TFLOP/s. For every 64 rows and a CTA's keys Q and dO, or K and V, are read again,
+mostly from HBM when blocks are selected at random: 4.3 and 8.6 GB, 3.1 ms at 4.2 TB/s, at the same time.
 
 Limits: sm_90a (WGMMA); D = D_v 64 or 128; l' a multiple of 64, T of 128; B*H*tiles*k < 2^31; 64-bit offsets; dO finite
 in all rows, also where lse is not; TMA: rows start at multiples of 16 bytes.
@@ -91,6 +92,9 @@ from cute_kernels.mma.wgmma import (
 )
 from cute_kernels.pool.documents import fake_rows
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+
+CTA_KEYS = CONSUMERS * TILE
+"""Keys of a CTA of SelectedDKV where l' is a multiple of them."""
 
 MIN_QUERY_TILES = 32
 """Of a work tile of a split block."""
@@ -318,19 +322,25 @@ class SelectedDQ(BackwardDQ):
 
 
 class SelectedDKV(BackwardDKV):
-    """dK and dV of the selected branch. Roles and pipelines: BackwardDKV; a stage has one consumer, in turn.
+    """dK and dV of the selected branch. Roles and pipelines: BackwardDKV.
 
-    Named barriers, at the end: 1, twice: both consumers have read the last stage, and have written the sums that they
-    exchange there; 2 and 3, once: a consumer has written its result for TMA.
+    With one key tile a stage has one consumer, in turn, and the consumers exchange sums at the end. With two each
+    consumer has its own, and both read every stage.
+
+    Named barriers, at the end: 1, twice, where sums are exchanged: both consumers have read the last stage, and have
+    written the sums that they exchange there; 2 and 3: a consumer has written a result for TMA, and before, with two
+    key tiles, has read its keys.
 
     Args: head dim, 16-bit type, which keys a row sees, keys of a block, rows of a query tile.
     """
 
     def __init__(self, dim: int, dtype: Any, keys: Keys, size: int, tile: int) -> None:
-        super().__init__(dim, dtype, key_tiles=1, branches=1)
+        super().__init__(dim, dtype, key_tiles=1 if size % CTA_KEYS else CONSUMERS, branches=1)
         self.keys, self.tile = keys, tile
-        self.block_tiles = size // TILE
-        """Key tiles of a block; a CTA has one."""
+        self.block_ctas = size // TILE // self.key_tiles
+        """CTAs of a block, one behind the other in its keys."""
+        self.turns = CONSUMERS // self.key_tiles
+        """Consumers that take stages in turn."""
         self.steps = tile // TILE
         """Row tiles of a query tile."""
 
@@ -371,7 +381,7 @@ class SelectedDKV(BackwardDKV):
             mShifts,
             *self.operands(),
         ).launch(
-            grid=[mWorkTiles.shape[1] * self.block_tiles, 1, 1],
+            grid=[mWorkTiles.shape[1] * self.block_ctas, 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -412,7 +422,7 @@ class SelectedDKV(BackwardDKV):
     ):
         thread, _, _ = cute.arch.thread_idx()
         work_index, _, _ = cute.arch.block_idx()
-        worklist_index, key_tile = work_index // self.block_tiles, work_index % self.block_tiles
+        worklist_index, block_cta = work_index // self.block_ctas, work_index % self.block_ctas
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         num_split_tiles, num_tiles = num_work_tiles(mCumCounts)
         listed_block, first, query_tiles = Int32(0), Int32(0), Int32(0)
@@ -420,13 +430,13 @@ class SelectedDKV(BackwardDKV):
             listed_block = mWorkTiles[BLOCK, worklist_index]
             first, query_tiles = mWorkTiles[FIRST, worklist_index], mWorkTiles[COUNT, worklist_index]
         batch, kv_head, block = block_coordinates(listed_block, kv_heads, mLse)
-        work = WorkTile(block * self.block_tiles + key_tile, kv_head, batch)
+        work = WorkTile(block * self.block_ctas + block_cta, kv_head, batch)
 
         smem = cutlass.memory.SmemAllocator()
         shared = self.allocate(smem, key_layout, row_layout)
         sRow = smem.allocate_tensor(Int32, cute.make_layout(STAGES), 16)
 
-        if (worklist_index < num_tiles) & (work.tile * TILE < num_keys):
+        if (worklist_index < num_tiles) & (work.tile * self.key_tiles * TILE < num_keys):
             keys_ready, rows_ready = self.pipelines()
             if warp_index < WARPGROUP_WARPS:  # producer
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -467,9 +477,10 @@ class SelectedDKV(BackwardDKV):
                     work,
                     consumer,
                 )
-                self.exchange(dK, dV, shared.sQ, consumer)
+                if const_expr(self.turns > 1):
+                    self.exchange(dK, dV, shared.sQ, consumer)
                 if worklist_index < num_split_tiles:
-                    self.store_partials(dK, dV, mPartials, worklist_index, key_tile, mma_dkv, consumer)
+                    self.store_partials(dK, dV, mPartials, worklist_index, block_cta, mma_dkv, consumer)
                 else:
                     self.epilogue(
                         dK, dV, (tma_dk, shared.sK, mdK), (tma_dv, shared.sV, mdV), scale, mma_dkv, work, consumer
@@ -491,7 +502,9 @@ class SelectedDKV(BackwardDKV):
         """Producer warp 0: K and V once, then Q and dO of every query tile, a row tile at a time."""
         state = producer_state(STAGES)
         load_rows, load_keys = tma_loads(*rows), tma_loads(*keys)
-        load_keys(work, 0, producer_acquire(keys_ready, producer_state(1)))
+        barrier = producer_acquire(keys_ready, producer_state(1))
+        for i in range_constexpr(self.key_tiles):
+            load_keys((work.tile * self.key_tiles + i, work.head, work.batch), i, barrier)
         for i in cutlass.range(query_tiles, unroll=1):
             head_and_tile = gQueryTiles[i]
             head, tile = work.head * group + head_and_tile // tiles, head_and_tile % tiles
@@ -564,13 +577,15 @@ class SelectedDKV(BackwardDKV):
         work: WorkTile,
         consumer: Consumer,
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """Consumer mainloop over every other row tile. Returns the warpgroup's dK, not scaled yet, and dV."""
-        first_key = work.tile * TILE
-        op = self.partition(mma_s, mma_dkv, shared, 0, consumer)
+        """Consumer mainloop over its row tiles. Returns the warpgroup's dK, not scaled yet, and dV."""
+        own_tile = self.own_key_tile(consumer)
+        first_key = (work.tile * self.key_tiles + own_tile) * TILE
+        op = self.partition(mma_s, mma_dkv, shared, own_tile, consumer)
         dK, dV = self.accumulators(mma_dkv)
         keys_ready.consumer_wait(consumer_state(1))
-        state = pipeline.PipelineState(STAGES, Int32(0), consumer.warpgroup, Int32(0))
-        for _ in cutlass.range(query_tiles * (self.steps // CONSUMERS), unroll=1):
+        first_stage = consumer.warpgroup if const_expr(self.turns > 1) else Int32(0)
+        state = pipeline.PipelineState(STAGES, Int32(0), first_stage, Int32(0))
+        for _ in cutlass.range(query_tiles * (self.steps // self.turns), unroll=1):
             S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
             rows_ready.consumer_wait(state)
             stage = state.index
@@ -601,9 +616,13 @@ class SelectedDKV(BackwardDKV):
             issue_mma(mma_dkv, dK, acc_as_operand_a(mma_dkv, S), op.tdKrQ[None, None, None, stage], True)
             warpgroup.wait_group(0)
             rows_ready.consumer_release(state)
-            for _ in range_constexpr(CONSUMERS):
+            for _ in range_constexpr(self.turns):
                 state.advance()
         return dK, dV
+
+    def own_key_tile(self, consumer: Consumer) -> Any:
+        """A consumer's key tile, of those of its CTA."""
+        return consumer.warpgroup if self.key_tiles > 1 else 0
 
     @cute.jit
     def exchange(self, dK: cute.Tensor, dV: cute.Tensor, sQ: cute.Tensor, consumer: Consumer):
@@ -638,15 +657,16 @@ class SelectedDKV(BackwardDKV):
         dV: cute.Tensor,
         mPartials: cute.Tensor,
         worklist_index: Int32,
-        key_tile: Int32,
+        block_cta: Int32,
         mma_dkv: cute.TiledMma,
         consumer: Consumer,
     ):
         """Epilogue of a work tile of a split block: its fp32 partial to global memory."""
         thr_dkv = mma_dkv.get_slice(consumer.thread)
-        if consumer.warpgroup == 0:
+        key_tile = block_cta * self.key_tiles + self.own_key_tile(consumer)
+        if (consumer.warpgroup == 0) | (self.key_tiles > 1):
             cute.autovec_copy(dV, thr_dkv.partition_C(mPartials[worklist_index, key_tile, 1, None, None]))
-        else:
+        if (consumer.warpgroup == 1) | (self.key_tiles > 1):
             cute.autovec_copy(dK, thr_dkv.partition_C(mPartials[worklist_index, key_tile, 0, None, None]))
 
     @cute.jit
@@ -664,15 +684,19 @@ class SelectedDKV(BackwardDKV):
         """Epilogue of a whole block: dV and dK, rounded, to the shared memory of V and K, and from there by TMA."""
         _, sK, _ = tma_dk
         _, sV, _ = tma_dv
-        if consumer.warpgroup == 0:
-            store_acc_for_tma(mma_dkv, dV, sV[None, None, 0], consumer.thread, 2)
+        own_tile, barrier = self.own_key_tile(consumer), 2 + consumer.warpgroup
+        place = work.tile * self.key_tiles + own_tile, work.head, work.batch
+        if const_expr(self.turns == 1):
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
+        if (consumer.warpgroup == 0) | (self.key_tiles > 1):
+            store_acc_for_tma(mma_dkv, dV, sV[None, None, own_tile], consumer.thread, barrier)
             if consumer.warp % WARPGROUP_WARPS == 0:
-                tma_store(work, 0, tma_dv)
-        else:
+                tma_store(place, own_tile, tma_dv)
+        if (consumer.warpgroup == 1) | (self.key_tiles > 1):
             dK.store(dK.load() * scale)
-            store_acc_for_tma(mma_dkv, dK, sK[None, None, 0], consumer.thread, 3)
+            store_acc_for_tma(mma_dkv, dK, sK[None, None, own_tile], consumer.thread, barrier)
             if consumer.warp % WARPGROUP_WARPS == 0:
-                tma_store(work, 0, tma_dk)
+                tma_store(place, own_tile, tma_dk)
 
 
 class CombineSelectedDKV:
