@@ -41,12 +41,13 @@ from bench.context_shares import (
     Share,
     ShareOf,
     Whole,
-    beside_each_other,
     config_of,
     difference,
     find_shares,
+    kv_heads_per_pass,
     make_do,
     make_tensors,
+    received_keys,
     row,
     take,
     tile_of,
@@ -160,10 +161,11 @@ def time_shares(case: Case, args: argparse.Namespace, device: torch.device) -> l
 
 def divide(args: argparse.Namespace, whole: Whole, layout: Layout) -> list[ShareOf]:
     """The shares of all ranks."""
-    shares, rows = [], beside_each_other(whole.tensors["k"], whole.tensors["v"])
+    k, v = whole.tensors["k"], whole.tensors["v"]
+    shares, received = [], received_keys(layout, k, v, kv_heads_per_pass(args, layout, k))
     for rank, ranges in enumerate(layout.ranges):
         own = {n: x if n == "gate_proj_weight" else take(x, ranges) for n, x in whole.tensors.items()}
-        shares.append(ShareOf(args, whole.config, layout, rank, own, take(whole.do, ranges), rows))
+        shares.append(ShareOf(args, whole.config, layout, rank, own, take(whole.do, ranges), received))
     return shares
 
 

@@ -17,6 +17,7 @@ from bench.pass_report import ms_text
 from bench.results_file import ResultRow
 from nsa import NSAConfig, nsa
 from nsa.distributed.attention import Plan, attend, attend_backward, heads_per_pass
+from nsa.distributed.comm import received_rows
 from nsa.distributed.layout import Layout, Range
 
 PASSES = ("fwd", "fwd+bwd")
@@ -261,25 +262,24 @@ class Alone:
     """The Comm of a rank whose keys of all ranks are there already, and whose shares go nowhere.
 
     Args:
-        rows: keys and values of all ranks beside each other, `[N,B,H_kv,2 D]`.
+        received: of each pass, in order, what its gather receives (`received_keys`).
     """
 
-    def __init__(self, rank: int, size: int, rows: Tensor) -> None:
-        self.rank, self.size, self.rows, self.first = rank, size, rows, 0
+    def __init__(self, rank: int, layout: Layout, received: Sequence[Tensor]) -> None:
+        self.rank, self.size, self.layout, self.received = rank, layout.ranks, layout, iter(received)
         self.kept: list[Tensor] | None = None
         """Shares of dk and dv, pass after pass; None: nobody asks for them."""
 
     def start_gather(self, rows: Tensor, held: Sequence[list[Range]]) -> Callable[[], list[Tensor]]:
-        """Keys and values of the next heads."""
-        heads = slice(self.first, self.first + rows.shape[-2])
-        self.first = heads.stop
-        return lambda: [self.rows[..., heads, :]]
+        """Keys and values of the next heads, in the pieces that Comm.start_gather has."""
+        buffer = next(self.received)
+        return lambda: [buffer[a:b] for a, b in received_rows(held, max(self.layout.lengths))]
 
     def add_shares(self, shares: Tensor, held: Sequence[list[Range]], wanted: Sequence[list[Range]]) -> Tensor:
         """Those of the rank's own rows."""
         ((first, last),) = wanted[self.rank]
         if self.kept is not None:
-            whole = shares.new_zeros((self.rows.shape[0], *shares.shape[1:]))
+            whole = shares.new_zeros((self.layout.tokens, *shares.shape[1:]))
             whole[first:last] = shares
             self.kept.append(whole)
         return torch.cat([shares[:0], *(shares[a - first : b - first] for a, b in held[self.rank])])
@@ -290,7 +290,7 @@ class ShareOf:
 
     Args:
         own: the rank's rows, and weights. do: likewise.
-        rows: of Alone.
+        received: of Alone, for passes of `kv_heads_per_pass`.
     """
 
     def __init__(
@@ -301,16 +301,15 @@ class ShareOf:
         rank: int,
         own: Mapping[str, Tensor],
         do: Tensor,
-        rows: Tensor,
+        received: Sequence[Tensor],
     ) -> None:
-        self.config, self.layout, self.rank, self.own, self.do, self.rows = config, layout, rank, own, do, rows
+        self.config, self.layout, self.rank, self.own, self.do, self.received = config, layout, rank, own, do, received
         self.kv_heads, self.group = own["k"].shape[-2], own["q"].shape[-2] // own["k"].shape[-2]
-        row_bytes = 2 * args.dim * (do.dtype.itemsize + 4)
-        self.per_pass = args.kv_heads_per_pass or heads_per_pass(self.kv_heads, layout.tokens, row_bytes)
+        self.per_pass = kv_heads_per_pass(args, layout, own["k"])
 
     def plan(self, comm: Any = None) -> Plan:
         """Args: comm: default: Alone."""
-        comm = comm or Alone(self.rank, self.layout.ranks, self.rows)
+        comm = comm or Alone(self.rank, self.layout, self.received)
         backend = backend_of(self.do.device)
         flags = {"deterministic": False, "recompute": False, "backend": backend, "max_seqlen": None}
         sizes = (self.kv_heads, self.group, self.per_pass)
@@ -329,9 +328,29 @@ class ShareOf:
         return out, attend_backward(plan, self.own, saved, self.do)
 
 
-def beside_each_other(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values `[B,N,H_kv,D]` as a gather leaves them: `[N,B,H_kv,2 D]`."""
-    return torch.cat([k, v], -1).movedim(-3, 0).contiguous()
+def kv_heads_per_pass(args: argparse.Namespace, layout: Layout, k: Tensor) -> int:
+    """As ContextParallel chooses for a sequence of such keys, unless told otherwise."""
+    row_bytes = 2 * args.dim * (k.dtype.itemsize + torch.float32.itemsize)
+    return args.kv_heads_per_pass or heads_per_pass(k.shape[-2], layout.tokens, row_bytes)
+
+
+def received_keys(layout: Layout, k: Tensor, v: Tensor, per_pass: int) -> list[Tensor]:
+    """Of each pass what a gather receives: keys beside values, `[R * most tokens of a rank,B,heads,2 D]`, by ranks.
+
+    Args:
+        k, v: of the whole sequence, `[B,N,H_kv,D]`.
+        per_pass: key/value heads.
+    """
+    most = max(layout.lengths)
+    received = []
+    for heads in torch.arange(k.shape[-2]).split(per_pass):
+        rows = torch.cat([x[..., heads[0] : heads[-1] + 1, :].movedim(-3, 0) for x in (k, v)], -1)
+        buffer, row = rows.new_zeros((layout.ranks * most, *rows.shape[1:])), 0
+        for start, stop in received_rows(layout.ranges, most):
+            buffer[start:stop] = rows[row : row + stop - start]
+            row += stop - start
+        received.append(buffer)
+    return received
 
 
 def take(x: Tensor, ranges: Sequence[Range]) -> Tensor:

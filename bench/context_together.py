@@ -29,6 +29,7 @@ from bench.context_shares import (
     config_of,
     difference,
     find_shares,
+    kv_heads_per_pass,
     make_do,
     make_tensors,
     row,
@@ -160,9 +161,13 @@ class Together:
         tensors = make_tensors(case, self.args, self.device, max(tokens, 1))
         own = {name: x if name == "gate_proj_weight" else x[:, :tokens] for name, x in tensors.items()}
         divided = Whole(config, own, make_do(own["q"]), cp.nsa)
-        # Keys of all ranks, alone: the same ones for each head, so that they take the memory of one
-        keys = torch.randn(case.n, 1, 1, 2 * self.args.dim, device=self.device).to(own["k"].dtype)
-        share = ShareOf(self.args, config, layout, cp.rank, own, divided.do, keys.expand(-1, -1, case.kv_heads, -1))
+        # Keys of all ranks, alone: the same ones in each pass, so that they take the memory of one
+        per_pass = kv_heads_per_pass(self.args, layout, own["k"])
+        most = cp.size * max(layout.lengths)
+        keys = torch.randn(most, 1, per_pass, 2 * self.args.dim, device=self.device).to(own["k"].dtype)
+        heads_left = range(case.kv_heads, 0, -per_pass)
+        received = [keys[:, :, :heads] for heads in heads_left]
+        share = ShareOf(self.args, config, layout, cp.rank, own, divided.do, received)
         rows = []
         for direction in self.args.passes:
             backward = direction == "fwd+bwd"

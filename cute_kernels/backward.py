@@ -220,8 +220,10 @@ def _backward_of_heads(
         dkv["slc"] = slc.dk, slc.dv
         del slc
     if config.window_size > 0:
-        win = branch_gradients(2, *branch_kv(chunk.attended, "win"))
-        backward_window(call.plan, win, gated.delta[2], deterministic, local=local)
+        k_win, v_win = branch_kv(chunk.attended, "win")
+        first_key = first_key_of_windows(call.plan, k_win.shape[1], local)
+        win = branch_gradients(2, k_win[:, first_key:], v_win[:, first_key:])
+        backward_window(call.plan, win, gated.delta[2], deterministic, first_key=first_key, local=local)
         dkv["win"] = win.dk, win.dv
         del win
 
@@ -446,26 +448,19 @@ def backward_window(
     delta: Tensor,
     deterministic: bool,
     *,
+    first_key: int = 0,
     local: LocalSelected | None = None,
 ) -> None:
     """Of attention to the sliding window.
 
     Args:
+        gradients: keys are those from `first_key` on.
         delta: do . o, fp32 `[B,H,N]`.
+        first_key: from `first_key_of_windows`.
         local: local blocks of the selected branch, whose gradients are added here (`local_selected`).
     """
-    left, right = window_reach(plan.config.window_size, plan.config.causal, gradients.k.shape[1])
-    takes_atomic_free = _takes_atomic_free_window(plan)
-    unseen = max(0, plan.first_row - left)  # keys that no row's window reaches
-    if takes_atomic_free:
-        whole = TILE if local is None else local.size
-        unseen = unseen // whole * whole
-    if unseen > 0:
-        for name in ("dk", "dv"):
-            getattr(gradients, name)[:, :unseen] = 0
-        reached = {name: getattr(gradients, name)[:, unseen:] for name in ("k", "v", "dk", "dv")}
-        gradients = replace(gradients, **reached)
-    if takes_atomic_free:
+    left, right = window_reach(plan.config.window_size, plan.config.causal, first_key + gradients.k.shape[1])
+    if _takes_atomic_free_window(plan):
         window_backward(
             gradients.q,
             gradients.k,
@@ -476,7 +471,7 @@ def backward_window(
             left=left,
             scale=plan.scale,
             into=(gradients.dq, gradients.dk, gradients.dv),
-            first_token=plan.first_row - unseen,
+            first_token=plan.first_row - first_key,
             local_selected=local,
         )
         return
@@ -484,6 +479,16 @@ def backward_window(
     fa4.window_backward(
         gradients, left=left, right=right, scale=plan.scale, documents=documents, deterministic=deterministic
     )
+
+
+def first_key_of_windows(plan: Plan, keys: int, local: LocalSelected | None) -> int:
+    """A key before which none is in the window of a row, nor in one of its local blocks: these begin at tiles."""
+    left, _ = window_reach(plan.config.window_size, plan.config.causal, keys)
+    first_key = max(0, plan.first_row - left)
+    if _takes_atomic_free_window(plan):
+        tile = TILE if local is None else local.size
+        first_key = first_key // tile * tile
+    return first_key
 
 
 def local_selected(chunk: Call, gated: GateResults) -> LocalSelected | None:

@@ -3,7 +3,8 @@
     dq[i] = sum_b dq_b[i] + sum_b dlogit_b[i] * w[h,b]
     dk[i] = dk_slc[i] + dk_win[i] + 1/l * sum over entries j with j*d <= i < j*d + l of dk_cmp[j]      dv likewise
 
-Every term is optional. A row (token and head) belongs to a group of lanes, each with one vector of 16 bytes.
+Every term is optional, and dk and dv of a branch may be those of the last keys only: of a window that no earlier key is
+in. A row (token and head) belongs to a group of lanes, each with one vector of 16 bytes.
 
 Packed documents (B = 1): gradients of the branches come in the aligned rows and keys of pool/documents.py, those of
 entries in aligned entries; tokens of no document get 0.
@@ -114,11 +115,11 @@ class QueryGradients:
 class KeyGradients:
     """dk or dv of a row by a group of lanes.
 
-    Args: dims of k and v; l and d of the entries.
+    Args: dims of k and v; l and d of the entries; whether terms may be those of the last keys only.
     """
 
-    def __init__(self, dim: int, v_dim: int, keys: Keys) -> None:
-        self.vectors, self.v_vectors, self.keys = dim // VECTOR, v_dim // VECTOR, keys
+    def __init__(self, dim: int, v_dim: int, keys: Keys, late: bool) -> None:
+        self.vectors, self.v_vectors, self.keys, self.late = dim // VECTOR, v_dim // VECTOR, keys, late
         self.lanes = lanes_per_row(self.vectors, self.v_vectors)
         self.rows = THREADS // self.lanes
 
@@ -126,7 +127,7 @@ class KeyGradients:
     def __call__(
         self,
         mDk: cute.Tensor,  # [B, N, H_kv, D]
-        mDkTerm0: cute.Tensor | None,  # [B, N, H_kv, D], with mRows aligned keys
+        mDkTerm0: cute.Tensor | None,  # [B, N, H_kv, D], with mRows aligned keys, or of the last keys
         mDkTerm1: cute.Tensor | None,
         mDkCmp: cute.Tensor | None,  # fp32 [B, entries, H_kv, D]
         mDv: cute.Tensor,
@@ -205,7 +206,11 @@ class KeyGradients:
                     rSum.store(rSum.load() * Float32(1.0 / length))
                 for mTerm in (mTerm0, mTerm1):
                     if const_expr(mTerm is not None):
-                        _add(rSum, cute.local_tile(mTerm[batch, row, head, None], (VECTOR,), (lane,)))
+                        own = row
+                        if const_expr(self.late):
+                            own = row - (tokens - mTerm.shape[1])
+                        if own >= 0:
+                            _add(rSum, cute.local_tile(mTerm[batch, own, head, None], (VECTOR,), (lane,)))
             rDx = cute.make_rmem_tensor(VECTOR, mDx.element_type)
             rDx.store(rSum.load().to(mDx.element_type))
             cute.autovec_copy(rDx, cute.local_tile(mDx[batch, token, head, None], (VECTOR,), (lane,)))
@@ -231,6 +236,7 @@ def _keys(
     keys: Keys | None,
     packed: bool,
     out_dtype: torch.dtype | None = None,
+    late: bool = False,
 ) -> Kernel:
     tensors: list[Any] = []
     for dim in dims:
@@ -238,7 +244,7 @@ def _keys(
         out = fake(out_dtype or dtype, None, None, None, dim)
         tensors += [out, *_fake_terms(terms, TOKEN_BRANCHES, dtype, dim), entries]
     tables = (fake_rows(), fake_tables()[0]) if packed else (None, None)
-    return compile_kernel(KeyGradients(*dims, keys or Keys()), *tensors, *tables)
+    return compile_kernel(KeyGradients(*dims, keys or Keys(), late), *tensors, *tables)
 
 
 def _fake_terms(terms: int, parameters: int, dtype: torch.dtype, dim: int) -> tuple[Any, ...]:
@@ -286,7 +292,8 @@ def key_gradients(
 
     Args:
         dk, dv: `[B,N,H_kv,D]` and `[...,D_v]`, bf16, fp16 or fp32.
-        k_terms, v_terms: dk and dv of up to two branches, in bf16 or fp16, with documents aligned keys.
+        k_terms, v_terms: dk and dv of up to two branches, in bf16 or fp16, with documents aligned keys, else of all
+            keys or the last ones.
         entries: gradients of the compressed entries, fp32 `[B,entries,H_kv,...]`, with documents aligned entries.
         keys: l and d of the entries.
     """
@@ -296,6 +303,7 @@ def key_gradients(
         dtype = k_terms[0].dtype if k_terms else dk.dtype
         summed = None if entries is None else keys
         out_dtype = None if dk.dtype == dtype else dk.dtype
-        run = _keys(dims, dtype, len(k_terms), summed, documents is not None, out_dtype).run
+        late = documents is None and any(term.shape[1] < dk.shape[1] for term in k_terms)
+        run = _keys(dims, dtype, len(k_terms), summed, documents is not None, out_dtype, late).run
         dk_cmp, dv_cmp = entries or (None, None)
         run(dk, *_pad(k_terms, TOKEN_BRANCHES), dk_cmp, dv, *_pad(v_terms, TOKEN_BRANCHES), dv_cmp, *tables)

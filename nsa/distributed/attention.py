@@ -221,10 +221,11 @@ def start_gathers(plan: Plan, tensors: Mapping[str, Tensor], heads: slice) -> Ca
     def finish() -> dict[str, Tensor]:
         keys = {}
         for names, dims, wait in waiting:
-            pieces, column = wait(), 0
-            for name, dim in zip(names, dims, strict=True):
-                keys[name] = torch.cat([x.narrow(-1, column, dim) for x in pieces]).movedim(0, -3)
-                column += dim
+            pieces = wait()
+            # Whole rows are copied, at the speed of memory; keys and values are views of them
+            rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            for name, x in zip(names, rows.movedim(0, -3).split(dims, -1), strict=True):
+                keys[name] = x
         return keys
 
     return finish

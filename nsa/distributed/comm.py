@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nsa.common.derivatives import forbid_double_backward
-from nsa.distributed.layout import Range, moves
+from nsa.distributed.layout import Range, merged, moves
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Its name in torch 2.13, and before."""
@@ -128,13 +128,7 @@ class Comm:
             if work is not None:
                 with self.named("gather"):
                     work.wait()
-            parts = []
-            for rank, own in enumerate(held):
-                at = rank * most
-                for a, b in own:
-                    parts.append((a, buffer[at : at + b - a]))
-                    at += b - a
-            return [part for _, part in sorted(parts, key=lambda part: part[0])]
+            return [buffer[a:b] for a, b in received_rows(held, most)]
 
         return finish
 
@@ -230,6 +224,22 @@ class Comm:
         except (RuntimeError, ValueError) as error:  # the rank that holds the store may be the one that ended
             return f" (the store of the process group does not answer: {type(error).__name__})"
         return ""
+
+
+def received_rows(held: Sequence[list[Range]], most: int) -> list[Range]:
+    """Where the rows of all ranks, in their order, lie in what a gather has received; neighbors are one range.
+
+    Args:
+        held: ranges of each rank, which lie one behind the other in its message.
+        most: rows of a message.
+    """
+    places = []
+    for rank, own in enumerate(held):
+        at = rank * most
+        for start, stop in own:
+            places.append((start, (at, at + stop - start)))
+            at += stop - start
+    return merged([place for _, place in sorted(places)])
 
 
 def _existing(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

@@ -64,7 +64,7 @@ class Layout:
         result = []
         for rank in range(self.ranks):
             own = [chunks[rank]] if self.kind == "contiguous" else [chunks[rank], chunks[-1 - rank]]
-            result.append(_merged(own))
+            result.append(merged(own))
         return result
 
     @cached_property
@@ -98,7 +98,7 @@ class Layout:
                 for piece in self.pieces(tokens):
                     first, count = before[piece.document], config.num_compressed
                     found.append((first + count(piece.start), first + count(piece.stop)))
-            result.append(_merged(found))
+            result.append(merged(found))
         return result
 
     def with_halo(self, before: int, after: int) -> list[list[Range]]:
@@ -148,7 +148,7 @@ def _length(ranges: list[Range]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-def _merged(ranges: list[Range]) -> list[Range]:
+def merged(ranges: list[Range]) -> list[Range]:
     """The ranges without empty ones; those that meet are one."""
     result: list[Range] = []
     for start, stop in ranges:

@@ -81,17 +81,22 @@ def assert_gradients(got: dict[str, Tensor], inputs: NSAInputs, config: NSAConfi
         assert_within_budget(gradient, expected[name], naive[name], f"gradient of {name}", slack=SLACK)
 
 
+@pytest.mark.parametrize("first_key", [0, 37, 69], ids="window from {}".format)
 @pytest.mark.parametrize("entries", [True, False])
-def test_shares_of_key_gradients_stay_fp32(entries: bool) -> None:
-    """Where chunks of queries add theirs up: the sum of two bf16 terms and of the entries' means, not rounded."""
+def test_shares_of_key_gradients_stay_fp32(entries: bool, first_key: int) -> None:
+    """Where chunks of queries add theirs up: the sum of two bf16 terms and of the entries' means, not rounded.
+
+    Term 1 is a window's, of the keys from first_key on.
+    """
     tokens, keys = 70, Keys(16, 8)
-    terms = [torch.randn(1, tokens, 2, 64).bfloat16() for _ in range(4)]
+    terms = [torch.randn(1, tokens - i % 2 * first_key, 2, 64).bfloat16() for i in range(4)]
     pooled = tuple(torch.randn(1, 7, 2, 64) for _ in range(2)) if entries else None
     dk, dv = (torch.empty(1, tokens, 2, 64) for _ in range(2))
     with interpreted_gpu("sm_90"):
         key_gradients(dk, dv, terms[:2], terms[2:], entries=pooled, keys=keys)
     for i, got in enumerate((dk, dv)):
-        want = terms[2 * i].double() + terms[2 * i + 1].double()
+        want = terms[2 * i].double()
+        want[:, first_key:] += terms[2 * i + 1].double()
         for entry in range(7 if pooled is not None else 0):
             want[:, entry * 8 : entry * 8 + 16] += pooled[i][:, entry : entry + 1].double() / 16  # type: ignore[index]
         torch.testing.assert_close(got.double(), want, rtol=0, atol=2**-20)  # four roundings of sums below 2^3

@@ -386,7 +386,10 @@ def key_gradients(
     documents: Documents | None = None,
 ) -> None:
     for i, (target, terms) in enumerate(((dk, k_terms), (dv, v_terms))):
-        total = sum((to_keys(term, documents) for term in terms), torch.zeros_like(target))
+        total = torch.zeros_like(target)
+        for term in terms:
+            of_keys = to_keys(term, documents)
+            total[:, total.shape[1] - of_keys.shape[1] :] += of_keys
         if entries is not None:
             start, exists = places_of_entries(entries[i].shape[1], target.shape[1], keys, documents)
             tokens = (start[exists, None] + torch.arange(keys.length)).flatten()
