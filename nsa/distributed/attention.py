@@ -37,6 +37,9 @@ QUERY_HEADS = ("q", "gates", "gate_proj_weight")
 WEIGHT_NAMES = ("w_k_compress", "w_v_compress", "gate_proj_weight")
 """Tensors that every rank has whole. Their gradients are the rank's share."""
 
+WORD = torch.complex128
+"""The widest dtype that PyTorch copies."""
+
 CHECKED_CALLS = 1024
 """How many kinds of call are remembered as checked."""
 
@@ -141,6 +144,12 @@ class Plan:
     def row_ranges(self, device: torch.device) -> tuple[RowRange, ...]:
         return own_row_ranges(self.layout, self.comm.rank, self.config, self.packed, device)
 
+    def zero_unused(self, x: Tensor) -> Tensor:
+        """x, with zeros for those of this rank's tokens that are in no range: behind the last document."""
+        used = max((row_range.rows.stop for row_range in self.row_ranges(x.device)), default=0)
+        x[..., used:, :, :] = 0
+        return x
+
     def held(self, name: str) -> list[list[Range]]:
         """Which rows of a gathered tensor each rank has."""
         return self.layout.entries(self.config) if name in ENTRY_NAMES else self.layout.ranges
@@ -215,8 +224,11 @@ def start_gathers(plan: Plan, tensors: Mapping[str, Tensor], heads: slice) -> Ca
         if not names:
             continue
         rows = [tensors[name][..., heads, :].movedim(-3, 0) for name in names]
-        message = torch.cat(rows, -1)
-        waiting.append((names, [x.shape[-1] for x in rows], plan.comm.start_gather(message, plan.held(names[0]))))
+        dims = [x.shape[-1] for x in rows]
+        message = rows[0].new_empty((*rows[0].shape[:-1], sum(dims)))
+        for part, x in zip(message.split(dims, -1), rows, strict=True):
+            copy_rows(part, x)
+        waiting.append((names, dims, plan.comm.start_gather(message, plan.held(names[0]))))
 
     def finish() -> dict[str, Tensor]:
         keys = {}
@@ -231,15 +243,28 @@ def start_gathers(plan: Plan, tensors: Mapping[str, Tensor], heads: slice) -> Ca
     return finish
 
 
+def copy_rows(target: Tensor, source: Tensor) -> None:
+    """Copy between strided tensors of one dtype, by 16 bytes where rows of both allow it: twice as fast on a GPU."""
+    if _consists_of_words(target) and _consists_of_words(source):
+        target, source = target.view(WORD), source.view(WORD)
+    target.copy_(source)
+
+
+def _consists_of_words(x: Tensor) -> bool:
+    counts = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
+    places = (x.data_ptr(), *(count * x.element_size() for count in counts))
+    return x.stride(-1) == 1 and all(place % WORD.itemsize == 0 for place in places)
+
+
 def attend(plan: Plan, tensors: Mapping[str, Tensor], *, saving: bool) -> tuple[Tensor, list[list[Tensor]]]:
     """out of this rank's queries, and with `saving` what backward needs of each pass and range."""
     q, v = tensors["q"], tensors["v"]
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    out = plan.zero_unused(q.new_empty((*q.shape[:-1], v.shape[-1])))
     saved = []
     for heads, keys in gathered_keys(plan, tensors):
         for row_range in plan.row_ranges(q.device):
             result, kept = _attend_range(plan.call(tensors, keys, heads, row_range, needs_grad=saving), saving)
-            out[..., row_range.rows, plan.heads_of("q", heads), :] = result
+            copy_rows(out[..., row_range.rows, plan.heads_of("q", heads), :], result)
             del result  # before the next range needs memory
             saved.append(kept)
         del keys
@@ -257,10 +282,13 @@ def attend_backward(
 ) -> dict[str, Tensor]:
     """Gradients of this rank's tensors, by name."""
     wide = torch.promote_types(do.dtype, torch.float32)
-    gradients = {
-        name: torch.zeros(x.shape, dtype=wide if name in WEIGHT_NAMES else x.dtype, device=x.device)
-        for name, x in tensors.items()
-    }
+    gradients = {}
+    for name, x in tensors.items():
+        if name in WEIGHT_NAMES:
+            gradients[name] = torch.zeros(x.shape, dtype=wide, device=x.device)
+        else:
+            empty = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            gradients[name] = plan.zero_unused(empty) if name in QUERY_NAMES else empty
     remaining = iter(saved)
     for heads, keys in gathered_keys(plan, tensors):
         shares: dict[str, Share] = {}
@@ -327,7 +355,7 @@ def _add_gradients(
     for name in gradients:
         gradient = found.pop(name)
         if name in QUERY_NAMES:
-            gradients[name][..., row_range.rows, plan.heads_of(name, heads), :] = gradient
+            copy_rows(gradients[name][..., row_range.rows, plan.heads_of(name, heads), :], gradient)
         elif name in WEIGHT_NAMES:
             gradients[name][plan.heads_of(name, heads)] += gradient
         else:

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from nsa import NeighborhoodAttention, NSAConfig, NSAttention
 from nsa.distributed import ContextParallel, attention
-from nsa.distributed.layout import Layout, make_layout, moves
+from nsa.distributed.attention import copy_rows
+from nsa.distributed.comm import received_rows
+from nsa.distributed.layout import LAYOUTS, Layout, make_layout, moves
 from tests.support import context_cases as cases
 from tests.support.helpers import SMALL, make_qkv
 from tests.support.live_memory import PeakBytes
@@ -445,6 +447,33 @@ def test_moves_bring_what_is_wanted(one: Layout, other: Layout) -> None:
                     assert rows[row] == places[place]
                     found[place] = row
             assert set(found) == {i for i, token in enumerate(places) if token in rows}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_received_rows_are_those_of_the_sequence(layout: str) -> None:
+    """Messages have as many rows as the longest; the pieces of shorter ones leave gaps, those that meet are one."""
+    held = make_layout(1000, None, 3, layout, 64).ranges
+    most = max(sum(b - a for a, b in own) for own in held)
+    received = torch.full((3 * most,), -1)
+    for rank, own in enumerate(held):
+        rows = torch.cat([torch.arange(a, b) for a, b in own])
+        received[rank * most : rank * most + len(rows)] = rows
+    pieces = [received[a:b] for a, b in received_rows(held, most)]
+    assert torch.equal(torch.cat(pieces), torch.arange(1000))
+    assert len(pieces) == {"contiguous": 3, "zigzag": 5}[layout]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("first", "dim"), [(0, 64), (8, 64), (1, 64), (0, 20), (0, 3)])
+def test_rows_are_copied_bit_for_bit(dtype: torch.dtype, first: int, dim: int) -> None:
+    """Also where they do not begin at, or consist of, words of 16 bytes; nothing beside them is written."""
+    source = torch.randn(5, 3, 160).to(dtype)
+    source[0, 0] = float("nan")
+    target = torch.full((2, 5, 3, 160), 7.0, dtype=dtype)
+    copy_rows(target[1, :, 1:, first : first + dim], source[:, 1:, 80 : 80 + dim])
+    expected = torch.full_like(target, 7.0)
+    expected[1, :, 1:, first : first + dim] = source[:, 1:, 80 : 80 + dim]
+    torch.testing.assert_close(target, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_zigzag_balances_causal_work() -> None:
