@@ -718,6 +718,26 @@ def context_parallel(page: Path) -> Lines:
     yield verdict_of(content)
 
 
+def context_shares(page: Path) -> Lines:
+    content = load("context-parallel-h100")
+    times: dict[tuple[Any, ...], list[float]] = {}
+    for row in content["rows"]:
+        times.setdefault((row["preset"], row["ranks"], row["pass"]), []).append(row["ms"])
+    cells = []
+    for share in sorted(content["shares"], key=lambda s: (s["preset"] == "paper", s["pass"], s["ranks"])):
+        preset, ranks, direction = share["preset"], share["ranks"], share["pass"]
+        sizes = next(f"{row['h']}/{row['h_kv']}" for row in content["rows"] if row["preset"] == preset)
+        name = f"{preset.replace('_', ' ')}, {sizes}, {tokens(share['n'])}"
+        (undivided,), own = times[preset, 1, direction], times[preset, ranks, direction]
+        ratios = (f"{share[ratio]:.3f}" for ratio in ("slowest_over_mean", "sum_over_single"))
+        cells.append([name, direction, str(ranks), ms(undivided), ms(max(own)), *ratios])
+    heads = ("", "pass", "ranks", "undivided, ms", "slowest rank, ms", "over the mean", "all over undivided")
+    yield from table(list(heads), cells)
+    yield from source(page, "context-parallel-h100")
+    yield ""
+    yield verdict_of(content)
+
+
 def soak(page: Path) -> Lines:
     content = load("soak-h200")
     runs = f"{content['minutes']:g} minutes in {len(content['runs'])} runs"
@@ -889,6 +909,7 @@ TABLES: dict[str, Callable[[Path], Lines]] = {
     "train-residual": residual_training,
     "convert-llama": conversion,
     "context-parallel": context_parallel,
+    "context-shares": context_shares,
     "soak": soak,
     "blackwell": blackwell,
     "blackwell-kernels": blackwell_kernels,
