@@ -75,7 +75,7 @@ def forward(
     first_key = layout.first_key(left, fa4.WINDOW_ALIGNMENT)
     q = layout.align(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    tensors = (q, k[:, first_key:], v[:, first_key:], out)
+    tensors = (q, *(x.narrow(1, first_key, x.shape[1] - first_key) for x in (k, v)), out)
     for chunk in _chunks(tensors, layout.classes):
         *qkv, o = (chunk.view(tensor) for tensor in tensors)
         fa4.window(*qkv, left=left, right=right, scale=_scale(q, softmax_scale), into=(o, chunk.view_lse(lse)))
@@ -118,7 +118,8 @@ def backward(
     q, do, out = (layout.align(tensor) for tensor in (q, do, out))
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tensors = {"q": q, "o": out, "do": do, "dq": dq}
-    tensors |= {name: x[:, first_key:] for name, x in {"k": k, "v": v, "dk": dk, "dv": dv}.items()}
+    of_keys = {"k": k, "v": v, "dk": dk, "dv": dv}
+    tensors |= {name: x.narrow(1, first_key, x.shape[1] - first_key) for name, x in of_keys.items()}
     most_bytes = max(SUMS_BYTES, sum(tensor.nbytes for tensor in tensors.values()) // SUMS_SHARE)
     deterministic = must_be_deterministic()
     for chunk in _chunks(tuple(tensors.values()), layout.classes):
