@@ -222,7 +222,9 @@ def _backward_of_heads(
     if config.window_size > 0:
         k_win, v_win = branch_kv(chunk.attended, "win")
         first_key = first_key_of_windows(call.plan, k_win.shape[1], local)
-        win = branch_gradients(2, k_win[:, first_key:], v_win[:, first_key:])
+        if first_key > 0:
+            k_win, v_win = k_win[:, first_key:], v_win[:, first_key:]
+        win = branch_gradients(2, k_win, v_win)
         backward_window(call.plan, win, gated.delta[2], deterministic, first_key=first_key, local=local)
         dkv["win"] = win.dk, win.dv
         del win

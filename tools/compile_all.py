@@ -282,7 +282,6 @@ def gradient_sum_cases() -> Iterator[Case]:
             "two,entries": (2, entries, False),
             "two,entries,packed": (2, entries, True),
             "two,entries,shares": (2, entries, False, torch.float32),
-            "two,entries,shares,late": (2, entries, False, torch.float32, True),
             "one": (1, None, False),
         }.items():
             yield Case("KeyGradients", variant, dim, None, dtype, ours(_keys, (dim, dim), dtype, *keys))

@@ -115,11 +115,11 @@ class QueryGradients:
 class KeyGradients:
     """dk or dv of a row by a group of lanes.
 
-    Args: dims of k and v; l and d of the entries; whether terms may be those of the last keys only.
+    Args: dims of k and v; l and d of the entries.
     """
 
-    def __init__(self, dim: int, v_dim: int, keys: Keys, late: bool) -> None:
-        self.vectors, self.v_vectors, self.keys, self.late = dim // VECTOR, v_dim // VECTOR, keys, late
+    def __init__(self, dim: int, v_dim: int, keys: Keys) -> None:
+        self.vectors, self.v_vectors, self.keys = dim // VECTOR, v_dim // VECTOR, keys
         self.lanes = lanes_per_row(self.vectors, self.v_vectors)
         self.rows = THREADS // self.lanes
 
@@ -206,11 +206,11 @@ class KeyGradients:
                     rSum.store(rSum.load() * Float32(1.0 / length))
                 for mTerm in (mTerm0, mTerm1):
                     if const_expr(mTerm is not None):
-                        own = row
-                        if const_expr(self.late):
-                            own = row - (tokens - mTerm.shape[1])
-                        if own >= 0:
-                            _add(rSum, cute.local_tile(mTerm[batch, own, head, None], (VECTOR,), (lane,)))
+                        term_row = row
+                        if const_expr(mRows is None):
+                            term_row = row - (tokens - mTerm.shape[1])
+                        if term_row >= 0:
+                            _add(rSum, cute.local_tile(mTerm[batch, term_row, head, None], (VECTOR,), (lane,)))
             rDx = cute.make_rmem_tensor(VECTOR, mDx.element_type)
             rDx.store(rSum.load().to(mDx.element_type))
             cute.autovec_copy(rDx, cute.local_tile(mDx[batch, token, head, None], (VECTOR,), (lane,)))
@@ -236,7 +236,6 @@ def _keys(
     keys: Keys | None,
     packed: bool,
     out_dtype: torch.dtype | None = None,
-    late: bool = False,
 ) -> Kernel:
     tensors: list[Any] = []
     for dim in dims:
@@ -244,7 +243,7 @@ def _keys(
         out = fake(out_dtype or dtype, None, None, None, dim)
         tensors += [out, *_fake_terms(terms, TOKEN_BRANCHES, dtype, dim), entries]
     tables = (fake_rows(), fake_tables()[0]) if packed else (None, None)
-    return compile_kernel(KeyGradients(*dims, keys or Keys(), late), *tensors, *tables)
+    return compile_kernel(KeyGradients(*dims, keys or Keys()), *tensors, *tables)
 
 
 def _fake_terms(terms: int, parameters: int, dtype: torch.dtype, dim: int) -> tuple[Any, ...]:
@@ -303,7 +302,6 @@ def key_gradients(
         dtype = k_terms[0].dtype if k_terms else dk.dtype
         summed = None if entries is None else keys
         out_dtype = None if dk.dtype == dtype else dk.dtype
-        late = documents is None and any(term.shape[1] < dk.shape[1] for term in k_terms)
-        run = _keys(dims, dtype, len(k_terms), summed, documents is not None, out_dtype, late).run
+        run = _keys(dims, dtype, len(k_terms), summed, documents is not None, out_dtype).run
         dk_cmp, dv_cmp = entries or (None, None)
         run(dk, *_pad(k_terms, TOKEN_BRANCHES), dk_cmp, dv, *_pad(v_terms, TOKEN_BRANCHES), dv_cmp, *tables)
