@@ -35,7 +35,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 COVERING = ("nsa", "dispatch")
 """Folders of the tests that cover nsa and dispatch by themselves: others, as interpreters of kernels, run slower
-measured. So do drawn calls and comparisons with loops, which cover nothing that others do not."""
+measured. So do drawn calls, comparisons with loops and torch.compile, which cover nothing that others do not."""
+UNMEASURED = re.compile(r"loops|compile")
+"""In names of tests."""
 HARDWARE = {"cuda": torch.cuda.is_available}
 EXTRAS = {
     "cuda": {package.distribution: package.module.partition(".")[0] for package in PACKAGES if package.extra == "cuda"},
@@ -149,7 +151,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.pluginmanager.hasplugin("_cov"):
         for item in items:
             folder = item.path.relative_to(config.rootpath / "tests").parts[0]
-            if folder not in COVERING or item.path.name == "test_fuzz.py" or "loops" in item.name:
+            if folder not in COVERING or item.path.name == "test_fuzz.py" or UNMEASURED.search(item.name):
                 item.add_marker("no_cover")
     reasons = {extra: without_extra(config, extra) for extra in EXTRAS}
     for item in items:

@@ -42,11 +42,11 @@ def run(out: Path, *options: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a soak of eight steps, and one that was resumed after five."""
+    """With a soak of four steps, and one that was resumed after three."""
     folder = tmp_path_factory.mktemp("soak")
-    run(folder / "whole", "--steps=8", "--every=0.01")
-    run(folder / "parts", "--steps=5")
-    run(folder / "parts", "--steps=3", "--resume")
+    run(folder / "whole", "--steps=4", "--every=0.01")
+    run(folder / "parts", "--steps=3")
+    run(folder / "parts", "--steps=1", "--resume")
     return folder
 
 
@@ -59,19 +59,19 @@ def test_leaves_what_it_promises(folder: Path) -> None:
     expected = [[field.name for field in fields(kind)] for kind in (soak.Run, soak.Late, soak.Record)]
     assert listed == [*expected[0][:-1], *expected[1], expected[0][-1], *expected[2]]
     (only,) = content["runs"]
-    assert (content["steps"], only["steps"], only["first_step"], only["not_finite"]) == (8, 8, 0, 0)
-    assert content["tokens"] == sum(soak.draw(0, i, soak.SIZES["cpu"].tokens).tokens for i in range(8))
-    assert only["records"][-1]["step"] == 8
+    assert (content["steps"], only["steps"], only["first_step"], only["not_finite"]) == (4, 4, 0, 0)
+    assert content["tokens"] == sum(soak.draw(0, i, soak.SIZES["cpu"].tokens).tokens for i in range(4))
+    assert only["records"][-1]["step"] == 4
     assert all(record["loss"] < 10 and record["tokens_per_s"] > 0 for record in only["records"])
     assert [bar["verdict"] for bar in content["bars"][:4]] == ["pass", *["not measured"] * 3]
 
 
 def test_a_resumed_soak_is_the_same_soak(folder: Path) -> None:
     content = json.loads((folder / "parts.json").read_text())
-    assert [(part["first_step"], part["steps"]) for part in content["runs"]] == [(0, 5), (5, 3)]
-    assert content["steps"] == 8
+    assert [(part["first_step"], part["steps"]) for part in content["runs"]] == [(0, 3), (3, 1)]
+    assert content["steps"] == 4
     whole, parts = (torch.load(folder / f"{name}.pt", weights_only=True) for name in ("whole", "parts"))
-    assert whole["step"] == parts["step"] == 8
+    assert whole["step"] == parts["step"] == 4
     for name, value in whole["model"].items():
         assert torch.equal(parts["model"][name], value), name
 

@@ -146,6 +146,8 @@ def test_steps_of_a_cache_are_the_references(prefill: bool, own: bool, entries: 
     sizes = {"heads": 4, "heads_kv": 1, "dim": 64, "dtype": torch.bfloat16, "separate_kv": own}
     caches = [NSACache.empty(config, 2, max_tokens=520, **sizes) for _ in range(2)]
     steps = [(300, (300, 70)), (4, (2, 4)), (10, (10, 9)), (1, None)]
+    if entries == "tile mode":
+        steps.remove((10, (10, 9)))  # slow to interpret, and no other than with means
     if prefill:
         steps.insert(-1, (70, (3, 70)))
     for tokens, counts in steps:

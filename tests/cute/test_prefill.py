@@ -20,10 +20,10 @@ from tests.support.ptx import Order, Schedule
 CONFIG = NSAConfig.paper(compress_block_size=16, compress_stride=8, num_selected_blocks=4, window_size=30)
 # One that begins, one of one token, one without new tokens, one without room; pages in no order
 RAGGED = Case(
-    (70, 0, 200, 3, 7),
+    (70, 0, 130, 3, 7),
     CONFIG,
-    queries=40,
-    new=(40, 33, 1, 0, 0),
+    queries=20,
+    new=(20, 17, 1, 0, 0),
     overflowed=(4,),
     group=2,
     kv_heads=1,

@@ -23,6 +23,7 @@ from nsa.distributed import ContextParallel, attention
 from nsa.distributed.attention import copy_rows
 from nsa.distributed.comm import received_rows
 from nsa.distributed.layout import LAYOUTS, Layout, make_layout, moves
+from tests.support import cases as parameters
 from tests.support import context_cases as cases
 from tests.support.helpers import SMALL, make_qkv
 from tests.support.live_memory import PeakBytes
@@ -184,8 +185,7 @@ def test_token_mode_divides_anywhere(ranks: Ranks) -> None:
     ranks.run(4, cases.equals_whole, SMALL["paper"], (7, 61), ["plain", "learned"], "zigzag", 1)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("preset", ["seed", "paper"])
+@pytest.mark.parametrize(("preset", "layout"), parameters.product(["seed", "paper"], ["zigzag", "contiguous"]))
 def test_packs(ranks: Ranks, preset: str, layout: str) -> None:
     for size, lengths in ((2, [70, 0, 1, 90]), (3, [5, 0, 70, 1, 33, 16]), (4, [3]), (4, [])):
         ranks.run(size, cases.packs_equal_whole, SMALL[preset], lengths, 3, cases.OPTIONS, layout)
@@ -299,7 +299,7 @@ def test_a_wrong_compress_is_refused_on_all(ranks: Ranks, kind: str, words: str)
     ranks.run(3, cases.works)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("layout", ["zigzag", *parameters.rest("contiguous")])
 def test_a_function_that_compresses_learns_as_on_one_process(ranks: Ranks, layout: str) -> None:
     ranks.run(3, cases.learns_as_alone, layout)
 

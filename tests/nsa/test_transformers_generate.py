@@ -17,7 +17,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 from nsa import NSAConfig
 from nsa.integrations.transformers.cache import CacheLayer, take_over
 from nsa.integrations.transformers.modeling import CACHE_ARGUMENT
-from nsa.integrations.transformers.options import GATES, options_of
+from nsa.integrations.transformers.options import options_of
 from tests.support import cases
 from tests.support.hf_models import converted_model, dense_model, token_ids
 
@@ -365,7 +365,7 @@ def test_a_copy_of_an_empty_cache_fills_alone() -> None:
 
 
 @compiles
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("gates", ["learned", "query", *cases.rest("hidden")])
 def test_padded_rows_go_on_in_a_cache(gates: str) -> None:
     """Positions count on from each row's tokens, with a mask and without, compiled and not."""
     model = converted_model(gates=gates, num_hidden_layers=1).double()

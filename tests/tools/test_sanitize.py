@@ -135,6 +135,7 @@ def test_cases_launch_every_kernel(launched: dict[str, set[str]]) -> None:
     assert set().union(*launched.values()) == tool.every_form()
 
 
+@pytest.mark.full
 @pytest.mark.cuda_extra
 def test_a_case_that_is_dropped_is_missed(launched: dict[str, set[str]]) -> None:
     outcome = tool.Outcome(launched=set().union(*(of for case, of in launched.items() if case != "tiles, many heads")))
