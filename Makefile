@@ -58,10 +58,9 @@ residual-demo: ## set up and train tiny language models with sums of layers' out
 	$(bootstrap) --extras bench
 	$(VENV_PYTHON) examples/train_residual.py --device cpu
 
-test: ## set up and run the tests; some only: make test ARGS="-k name --no-cov"
+test: ## set up and run the tests; some only: make test ARGS="-k name"
 	$(bootstrap) --extras $(TEST_EXTRAS)
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "not cuda and not ascend and not interpreted" --cov=nsa --cov=dispatch --cov-fail-under=95 \
-		$(TEST_SCOPE) $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "not cuda and not ascend and not interpreted" $(TEST_SCOPE) $(ARGS)
 
 test-full: ## the same with every case, where `make test` has one of a kind
 	$(bootstrap) --extras $(TEST_EXTRAS)
