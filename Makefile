@@ -22,7 +22,7 @@ endif
 # want one compiled wait for each other.
 WORKERS := -n auto --dist worksteal
 
-.PHONY: help demo train-demo needle-demo generate-demo cp-demo residual-demo test test-full fuzz fuzz-gpu test-oldest test-blas test-ascend test-interpreted test-blackwell lint format docs test-gpu bench-gpu compile-all stamp clean distclean
+.PHONY: help demo train-demo needle-demo generate-demo cp-demo residual-demo test test-full coverage fuzz fuzz-gpu test-oldest test-blas test-ascend test-interpreted test-blackwell lint format docs test-gpu bench-gpu compile-all stamp clean distclean
 # Bytecode is kept, whatever the caller's environment says: tests start hundreds of processes that import the same files.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -65,6 +65,11 @@ test: ## set up and run the tests; some only: make test ARGS="-k name"
 test-full: ## the same with every case, where `make test` has one of a kind
 	$(bootstrap) --extras $(TEST_EXTRAS)
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "not cuda and not ascend" --full $(TEST_SCOPE) $(ARGS)
+
+coverage: ## run the tests of nsa and dispatch, and fail unless they cover 95 % of both
+	$(bootstrap) --extras $(TEST_EXTRAS)
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "not cuda and not ascend and not interpreted" --cov=nsa --cov=dispatch \
+		--cov-fail-under=95 $(TEST_SCOPE) tests/nsa tests/dispatch $(ARGS)
 
 FUZZ_EXAMPLES ?= 10000
 fuzz: ## run 10,000 drawn calls of the public functions on the CPU; FUZZ_OUT=file.json records the outcome

@@ -33,11 +33,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Each worker would start a thread per core; they would wait for each other in busy loops and slow compilers down.
     torch.set_num_threads(1)
 
-COVERING = ("nsa", "dispatch")
-"""Folders of the tests that cover nsa and dispatch by themselves: others, as interpreters of kernels, run slower
-measured. So do drawn calls, comparisons with loops and torch.compile, which cover nothing that others do not."""
-UNMEASURED = re.compile(r"loops|compile")
-"""In names of tests."""
+UNMEASURED = re.compile(r"test_fuzz\.py|loops")
+"""In names of tests that cover nothing that others do not, and run slower measured: drawn calls, comparisons with
+loops."""
 HARDWARE = {"cuda": torch.cuda.is_available}
 EXTRAS = {
     "cuda": {package.distribution: package.module.partition(".")[0] for package in PACKAGES if package.extra == "cuda"},
@@ -150,8 +148,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("full")]
     if config.pluginmanager.hasplugin("_cov"):
         for item in items:
-            folder = item.path.relative_to(config.rootpath / "tests").parts[0]
-            if folder not in COVERING or item.path.name == "test_fuzz.py" or UNMEASURED.search(item.name):
+            if UNMEASURED.search(item.nodeid):
                 item.add_marker("no_cover")
     reasons = {extra: without_extra(config, extra) for extra in EXTRAS}
     for item in items:
