@@ -231,20 +231,19 @@ def start_gathers(plan: Plan, tensors: Mapping[str, Tensor], heads: slice) -> Ca
         waiting.append((names, dims, plan.comm.start_gather(message, plan.held(names[0]))))
 
     def finish() -> dict[str, Tensor]:
-        keys = {}
+        keys: dict[str, Tensor] = {}
         for names, dims, wait in waiting:
             pieces = wait()
             # Whole rows are copied, at the speed of memory; keys and values are views of them
             rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            for name, x in zip(names, rows.movedim(0, -3).split(dims, -1), strict=True):
-                keys[name] = x
+            keys.update(zip(names, rows.movedim(0, -3).split(dims, -1), strict=True))
         return keys
 
     return finish
 
 
 def copy_rows(target: Tensor, source: Tensor) -> None:
-    """Copy between strided tensors of one dtype, by 16 bytes where rows of both allow it: twice as fast on a GPU."""
+    """Copy between strided tensors of one dtype, by 16 bytes at a time where rows of both consist of them."""
     if _consists_of_words(target) and _consists_of_words(source):
         target, source = target.view(WORD), source.view(WORD)
     target.copy_(source)
