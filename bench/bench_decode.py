@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -405,11 +406,13 @@ def time_case(
     peers: dict[str, float | None] = {"dense": None, "fla": None}
     if not args.no_peers:
         dense_bytes = case.batch * case.kv_heads * case.n * 2 * args.dim * 2
-        for name, make, num_bytes in (("dense", dense_call, dense_bytes), ("fla", fla_call, dense_bytes)):
+        for name, make in (("dense", dense_calls), ("fla", fla_calls)):
             try:
-                peers[name], eagerly = time_peer(make, step, num_bytes, device, args.seconds)
+                peers[name], eagerly = time_peer(partial(make, step), dense_bytes, device, args.seconds)
                 missing += [f"{name} is timed eagerly: {eagerly} ({case.name})"] if eagerly else []
             except Exception as error:  # whatever a peer raises is why it has no time
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)  # raises, from this error, where no kernel runs any more
                 missing.append(f"{name} did not run: {str(error).partition(chr(10))[0]} ({case.name})")
     rows = [
         Row(
@@ -425,10 +428,14 @@ def time_case(
 
 
 def time_peer(
-    make: Callable[[Step], Callable[[], Any]], step: Step, num_bytes: int, device: torch.device, seconds: float
+    make: Callable[[int], list[Callable[[], Any]]], num_bytes: int, device: torch.device, seconds: float
 ) -> tuple[float, str]:
-    """Milliseconds of a peer's call, which reads so many bytes of keys and values, and why no graph holds it, if so."""
-    calls, why = [make(step) for _ in range(num_copies(num_bytes) if device.type == "cuda" else 1)], ""
+    """Milliseconds of a peer's call, which reads so many bytes of keys and values, and why no graph holds it, if so.
+
+    Args:
+        make: so many layers' calls.
+    """
+    calls, why = make(num_copies(num_bytes) if device.type == "cuda" else 1), ""
     for call in calls:
         call()
     if device.type == "cuda":
@@ -436,6 +443,7 @@ def time_peer(
             return time_layers(calls, device, seconds).ms_p50, ""
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
+            calls = make(1)  # what the peer keeps of the others may be memory that only the graph would have written
     return measure(calls[0], device, seconds=seconds, host=False).ms_p50, why
 
 
@@ -526,28 +534,41 @@ def host_us(call: Callable[[], Any], device: torch.device) -> float:
     return min(statistics.median([one() for _ in range(HOST_CALLS)]) for _ in range(HOST_ROUNDS))
 
 
-def dense_call(step: Step) -> Callable[[], Tensor]:
-    case = step.case
+def dense_calls(step: Step, count: int) -> list[Callable[[], Tensor]]:
+    """Of layers with keys of their own."""
+    case, q = step.case, step.q.transpose(1, 2).contiguous()
     shape = case.batch, case.kv_heads, case.n, step.k.shape[-1]
-    k, v = (torch.randn(1, dtype=x.dtype, device=x.device).expand(shape).contiguous() for x in (step.k, step.v))
-    q = step.q.transpose(1, 2).contiguous()
-    return lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    def call() -> Callable[[], Tensor]:
+        k, v = (torch.randn(1, dtype=x.dtype, device=x.device).expand(shape).contiguous() for x in (step.k, step.v))
+        return lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    return [call() for _ in range(count)]
 
 
-def fla_call(step: Step) -> Callable[[], Tensor]:
-    """Sequences one behind the other, as its lengths of queries and keys want."""
+def fla_calls(step: Step, count: int) -> list[Callable[[], Tensor]]:
+    """Of layers with keys of their own. Sequences one behind the other, as its lengths of queries and keys want.
+
+    Layers share these lengths: fla finds what follows from them on the host, which no graph holds, and keeps it for the
+    last few tensors of lengths that it saw.
+    """
     if step.q.device.type != "cuda":
         raise RuntimeError(f"runs on CUDA devices, got {step.q.device.type}")
     from fla.ops.nsa.parallel import parallel_nsa
 
     case, config = step.case, step.config
     q = step.q.reshape(1, -1, *step.q.shape[2:])
-    k, v = (torch.randn(1, case.batch * case.n, *x.shape[2:], dtype=x.dtype, device=x.device) for x in (step.k, step.v))
     gates = step.gates.reshape(1, -1, case.heads, 3).unbind(-1)
-    bounds = torch.arange(case.batch + 1, dtype=torch.int64, device=q.device)
+    sequences = torch.arange(case.batch + 1, dtype=torch.int64, device=q.device)
+    bounds = sequences * case.n_q, sequences * case.n
     options: dict[str, Any] = {"block_counts": config.num_selected_blocks, "block_size": config.select_size}
-    options |= {"window_size": 0, "cu_seqlens": (bounds * case.n_q, bounds * case.n)}
-    return lambda: parallel_nsa(q, k, v, *gates, **options)
+
+    def call() -> Callable[[], Tensor]:
+        shapes = [(1, case.batch * case.n, *x.shape[2:]) for x in (step.k, step.v)]
+        k, v = (torch.randn(shape, dtype=q.dtype, device=q.device) for shape in shapes)
+        return lambda: parallel_nsa(q, k, v, *gates, window_size=0, cu_seqlens=bounds, **options)
+
+    return [call() for _ in range(count)]
 
 
 # What has to be reached, and what is shown

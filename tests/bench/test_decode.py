@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +112,31 @@ def test_layers_have_keys_of_their_own() -> None:
     with torch.no_grad(), made.cache.table.step(1):
         assert torch.equal(made.call(), other.call())
     assert [bench.num_copies(mib << 20) for mib in (1, 11, 99, 100, 300)] == [8, 8, 3, 2, 1]
+
+
+def test_a_peer_that_no_graph_holds_is_called_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have kept memory that only the graph would have written: fla keeps what follows from lengths."""
+    made: list[int] = []
+    called: list[str] = []
+
+    def make(count: int) -> list[Callable[[], None]]:
+        made.append(count)
+        return [lambda: called.append(f"{len(made)} of {made}")] * count
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    def measure(call: Callable[[], None], *_: Any, **__: Any) -> bench.Timing:
+        called.clear()
+        call()
+        return bench.Timing(1.0, 2.0, 3.0, None, 1)
+
+    monkeypatch.setattr(bench, "time_layers", refuse)
+    monkeypatch.setattr(bench, "measure", measure)
+    ms, why = bench.time_peer(make, 50 << 20, torch.device("cuda"), 0.1)
+    assert (ms, why) == (2.0, "operation not permitted when stream is capturing")
+    assert made == [4, 1]
+    assert called == ["2 of [4, 1]"]
 
 
 def test_bars() -> None:
