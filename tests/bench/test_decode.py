@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bench import bench_decode as bench
 from bench.bench_decode import Row
+from bench.timing import Timing
 from nsa import NSAConfig
 from tests.support.bench_helpers import documented_fields
 
@@ -126,10 +127,10 @@ def test_a_peer_that_no_graph_holds_is_called_anew(monkeypatch: pytest.MonkeyPat
     def refuse(*_: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    def measure(call: Callable[[], None], *_: Any, **__: Any) -> bench.Timing:
+    def measure(call: Callable[[], None], *_: Any, **__: Any) -> Timing:
         called.clear()
         call()
-        return bench.Timing(1.0, 2.0, 3.0, None, 1)
+        return Timing(1.0, 2.0, 3.0, None, 1)
 
     monkeypatch.setattr(bench, "time_layers", refuse)
     monkeypatch.setattr(bench, "measure", measure)
