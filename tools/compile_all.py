@@ -147,15 +147,17 @@ def score_cases() -> Iterator[Case]:
     from cute_kernels.select.topk import Blocks
 
     variants = {
-        "plain": (Blocks(64, 64, 64, 16, init=1, local=2), Keys(64, 64), False),
-        "overlapping": (Blocks(32, 16, 64, 16, init=1, local=2), Keys(32, 16), False),
-        "overlapping,packed": (Blocks(32, 16, 64, 16, init=1, local=2), Keys(32, 16), True),
-        "entries": (Blocks(1, 1, 128, 16, newest=True), Keys(32, 16), False),
-        "entries,packed": (Blocks(1, 1, 128, 16, newest=True), Keys(32, 16), True),
+        "plain": (Blocks(64, 64, 64, 16, init=1, local=2), Keys(64, 64), False, False),
+        "plain,parts": (Blocks(64, 64, 64, 16, init=1, local=2), Keys(64, 64), False, True),
+        "overlapping": (Blocks(32, 16, 64, 16, init=1, local=2), Keys(32, 16), False, False),
+        "overlapping,packed": (Blocks(32, 16, 64, 16, init=1, local=2), Keys(32, 16), True, False),
+        "entries": (Blocks(1, 1, 128, 16, newest=True), Keys(32, 16), False, False),
+        "entries,parts": (Blocks(1, 1, 128, 16, newest=True), Keys(32, 16), False, True),
+        "entries,packed": (Blocks(1, 1, 128, 16, newest=True), Keys(32, 16), True, False),
     }
     for dim, dtype in itertools.product(DIMS, DTYPES):
-        for variant, (blocks, keys, packed) in variants.items():
-            run = ours(_compiled, dtype, dim, blocks, keys, 256, packed)
+        for variant, (blocks, keys, *how) in variants.items():
+            run = ours(_compiled, dtype, dim, blocks, keys, 256, *how)
             yield Case("TileTopK", variant, dim, None, dtype, run)
 
 
@@ -180,7 +182,8 @@ def token_cases() -> Iterator[Case]:
 
 def block_max_cases() -> Iterator[Case]:
     from cute_kernels.runtime.device import compute_capability
-    from cute_kernels.select.block_max import _compiled, _merge
+    from cute_kernels.select.block_max import _compiled
+    from cute_kernels.select.parts import _merge
 
     hopper = compute_capability(0)[0] == 9
     for dim, group, dtype in itertools.product(DIMS, GROUPS, DTYPES):
@@ -192,7 +195,7 @@ def block_max_cases() -> Iterator[Case]:
             run = ours(_compiled, dim, dtype, group, *how, hopper)
             yield Case("BlockMaxTopK", variant, dim, group, dtype, run)
     for count in (16, 64):
-        yield Case("MergeParts", f"{count}", None, None, None, ours(_merge, 128, count, 1))
+        yield Case("MergeParts", f"{count}", None, None, None, ours(_merge, count))
 
 
 def list_cases() -> Iterator[Case]:

@@ -23,8 +23,8 @@ other are taken. mma.sync elsewhere, and one tile.
 
 With one row tile, and in the first step of a turn, the second and the third are one barrier.
 
-Where work tiles are too few for all multiprocessors, as in a step of decoding, CTAs share the keys of a tile: each
-leaves the lists of its part in memory, which MergeParts merges, in the order of the keys.
+Where work tiles are too few for all multiprocessors, as in a step of decoding, CTAs share the keys of a tile
+(parts.py).
 
 Packed documents are read where they lie, and so are sequences whose starts only the device knows, as such. A work tile
 passes over the keys of each document that it has tokens of.
@@ -81,6 +81,7 @@ from cute_kernels.mma.wgmma import (
 from cute_kernels.pool.documents import LENGTH, QUERY, START, TOKEN, Packed, bounds_of, document_at, fake_tables
 from cute_kernels.runtime.device import has_warpgroups, multiprocessors, vectorizable
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.select.parts import empty_list, fake_parts, merge_parts, new_parts, store_list
 from cute_kernels.select.topk import Blocks, TopKList
 
 WARPS = 8
@@ -347,11 +348,8 @@ class BlockMaxTopK:
             row = self.first_row(i // WARP_ROWS) + i % WARP_ROWS
             token, head = row // self.group, row % self.group
             if token < num_tokens:
-                for chunk in range_constexpr(self.topk.slots_per_lane):
-                    slot = chunk * LANES + cute.arch.lane_idx()
-                    if slot < self.topk.blocks.count:
-                        gValues[head, token, slot] = shared.sValues[row, slot]
-                        gIndices[head, token, slot] = shared.sIndices[row, slot]
+                lists = (x[row, None] for x in (shared.sValues, shared.sIndices))
+                store_list(self.topk, *lists, gValues[head, token, None], gIndices[head, token, None])
 
     # ---------------------------------------------------------------- mainloop
 
@@ -490,54 +488,6 @@ class BlockMaxTopK:
             self.topk.merge(sValues, shared.sIndices[row, None], score, block, candidates)
 
 
-@cute.jit
-def empty_list(topk: cutlass.Constexpr[TopKList], sValues: cute.Tensor, sIndices: cute.Tensor):
-    """A list without blocks, by one warp."""
-    for chunk in range_constexpr(topk.slots_per_lane):
-        slot = chunk * LANES + cute.arch.lane_idx()
-        sValues[slot], sIndices[slot] = -Float32.inf, Int32(-1)
-
-
-class MergeParts:
-    """The lists of all parts of a row become its selected blocks. A warp for each row.
-
-    Args: as of `top_k_list`.
-    """
-
-    def __init__(self, size: int, count: int, local: int) -> None:
-        self.topk = top_k_list(size, count, local)
-
-    @cute.jit
-    def __call__(
-        self,
-        mValues: cute.Tensor,  # fp32 [B, H, T, parts, k]
-        mParts: cute.Tensor,  # int32 likewise
-        mIndices: cute.Tensor,  # int32 [B, H, T, k]
-        stream: Any,
-    ):
-        batches, heads, tokens, _ = mIndices.shape
-        self.kernel(mValues, mParts, mIndices).launch(
-            grid=[cute.ceil_div(heads * tokens, WARPS), batches, 1], block=[THREADS, 1, 1], stream=stream
-        )
-
-    @cute.kernel
-    def kernel(self, mValues: cute.Tensor, mParts: cute.Tensor, mIndices: cute.Tensor):
-        cta, batch, _ = cute.arch.block_idx()
-        _, heads, tokens, _ = mIndices.shape
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        row = cta * WARPS + warp_index
-        smem = cutlass.memory.SmemAllocator()
-        slots = const_expr(self.topk.num_slots)
-        lists = cute.make_layout((WARPS, slots), stride=(slots, 1))
-        sIndices = smem.allocate_tensor(Int32, lists, 16)[warp_index, None]
-        if row < heads * tokens:
-            head, token = row // tokens, row % tokens
-            gValues, gParts = (x[batch, head, token, None, None] for x in (mValues, mParts))
-            self.topk.merge_lists(gValues, gParts, mValues.shape[3], cute.arch.lane_idx(), LANES, None, sIndices)
-            cute.arch.sync_warp()
-            self.topk.store_indices(sIndices, mIndices[batch, head, token, None])
-
-
 @compiled_once
 def _compiled(
     dim: int,
@@ -550,11 +500,7 @@ def _compiled(
     in_parts: bool,
     warpgroups: bool,
 ) -> Kernel:
-    lists = (
-        [fake(x, *[None] * 5, aligned=False) for x in (torch.int32, torch.float32)]
-        if in_parts
-        else [fake_slots(), None]
-    )
+    lists = fake_parts()[::-1] if in_parts else [fake_slots(), None]
     return compile_kernel(
         BlockMaxTopK(dim, CUTE_DTYPES[dtype], group, size, count, local, warpgroups),
         *[fake(dtype, None, None, None, dim) for _ in range(2)],
@@ -562,12 +508,6 @@ def _compiled(
         fake_tables()[0] if packed else None,
         Int32(0),
     )
-
-
-@compiled_once
-def _merge(size: int, count: int, local: int) -> Kernel:
-    lists = [fake(x, *[None] * 5, aligned=False) for x in (torch.float32, torch.int32)]
-    return compile_kernel(MergeParts(size, count, local), *lists, fake_slots())
 
 
 def num_parts(ctas: int, keys: int, size: int, most: int) -> int:
@@ -615,12 +555,9 @@ def top_blocks_by_max(
             parts = num_parts(ctas, keys.shape[1], block_size, multiprocessors(q.device))
         how = dim, q.dtype, group, block_size, k, local, packed is not None, parts > 1, hopper
         if parts > 1:
-            values, lists = (
-                torch.empty((*indices.shape[:3], parts, k), dtype=dtype, device=q.device)
-                for dtype in (torch.float32, torch.int32)
-            )
+            values, lists = new_parts(indices, parts)
             _compiled(*how).run(q, keys, lists, values, None, first_token)
-            _merge(block_size, k, local).run(values, lists, indices)
+            merge_parts(values, lists, indices)
         else:
             _compiled(*how).run(q, keys, indices, None, bounds, first_token)
     if cu_seqlens is not None:

@@ -9,7 +9,7 @@ softmax_scale > 0 does not change the order and is left out. Scores stay on chip
 A row is a (tile, query head) pair; a CTA holds TILE_M rows of one key/value head and walks over the compressed keys,
 64 or 128 (`tile_n`) per step, double buffered with cp.async. In a step every warp computes S = Q K^T for its part of
 the keys and writes it to shared memory. Then each warp pools the scores of its rows to blocks and merges what beats a
-row's k-th best into its sorted list (select/topk.py).
+row's k-th best into its sorted list (select/topk.py). Where rows are few, CTAs share the keys of a tile (parts.py).
 
 The mean queries are fp32. Split into three 16-bit terms they keep all 24 bits of the mantissa, so that three mma.sync
 products give fp32-accurate scores of the 16-bit keys.
@@ -41,7 +41,9 @@ from torch import Tensor
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.mma.warp import LANES, lowest_bit
 from cute_kernels.pool.documents import ENTRY, LENGTH, START, TILE, Documents, document_at, fake_tables
+from cute_kernels.runtime.device import multiprocessors
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.select.parts import empty_list, fake_parts, merge_parts, new_parts, store_list
 from cute_kernels.select.topk import NUM_VISIBLE, Blocks, TopKList
 
 TILE_M = 16
@@ -56,6 +58,15 @@ QUERY_TERMS = 3
 
 STAGES = 2
 """Buffers of keys."""
+
+CTAS_PER_SM = 2
+"""That shared memory has room for."""
+
+MIN_PART_ENTRIES = 512
+"""A part begins with an empty list, which nearly all blocks of its first steps get into."""
+
+MAX_PARTS = 16
+"""A warp merges the lists of a row."""
 
 
 class TileTopK:
@@ -94,8 +105,9 @@ class TileTopK:
         self,
         mQ: cute.Tensor,  # mean queries, fp32 [B, tiles, S, D]
         mK: cute.Tensor,  # [B, entries, H_kv, D]
-        mIndices: cute.Tensor,  # int32 [B, S, tiles, k]
-        mBounds: cute.Tensor | None,  # Documents.bounds
+        mIndices: cute.Tensor,  # int32 [B, S, tiles, k]; in parts [B, S, tiles, parts, k]
+        mValues: cute.Tensor | None,  # fp32 [B, S, tiles, parts, k]
+        mBounds: cute.Tensor | None,  # Documents.bounds; not with parts
         num_tokens: Int32,  # N; not read with mBounds
         first_tile: Int32,  # index of mQ's first tile in the sequence
         stream: Any,
@@ -106,19 +118,24 @@ class TileTopK:
         num_row_tiles = cute.ceil_div(mQ.shape[1] * group, TILE_M)
         if const_expr(mBounds is not None):
             num_row_tiles = mQ.shape[1] * group // TILE_M + mBounds.shape[1] - 1
+        parts = Int32(1)
+        if const_expr(mValues is not None):
+            parts = mValues.shape[3]
         self.kernel(
             mQ,
             mK,
             mIndices,
+            mValues,
             mBounds,
             num_tokens,
             first_tile,
             group,
+            parts,
             tiled_mma,
             self._smem_layout(TILE_M, QUERY_TERMS),
             self._smem_layout(self.tile_n, STAGES),
         ).launch(
-            grid=[num_row_tiles, mK.shape[2], mK.shape[0]],
+            grid=[num_row_tiles, mK.shape[2], mK.shape[0] * parts],
             block=[WARPS * LANES, 1, 1],
             stream=stream,
         )
@@ -129,10 +146,12 @@ class TileTopK:
         mQ: cute.Tensor,
         mK: cute.Tensor,
         mIndices: cute.Tensor,
+        mValues: cute.Tensor | None,
         mBounds: cute.Tensor | None,
         num_tokens: Int32,
         first_tile: Int32,
         group: Int32,
+        parts: Int32,
         tiled_mma: cute.TiledMma,
         layout_q: cute.ComposedLayout,
         layout_k: cute.ComposedLayout,
@@ -140,6 +159,9 @@ class TileTopK:
         # Coordinates of the CTA's rows
         thread, _, _ = cute.arch.thread_idx()
         row_tile, kv_head, batch = cute.arch.block_idx()
+        part = Int32(0)
+        if const_expr(mValues is not None):
+            part, batch = batch % parts, batch // parts
         num_row_tiles, _, _ = cute.arch.grid_dim()
         row_tile = num_row_tiles - 1 - row_tile  # the longest first
         first_row, num_rows, num_entries = row_tile * TILE_M, mQ.shape[1] * group, mK.shape[1]
@@ -177,16 +199,23 @@ class TileTopK:
         cute.arch.sync_threads()
 
         last_row = cutlass.min(first_row + TILE_M, num_rows) - 1  # sees the most
-        num_steps = Int32(0)
+        first_step, end_step = Int32(0), Int32(0)
         if const_expr(mBounds is None) or first_row < num_rows:
             num_visible = sRow[last_row - first_row, NUM_VISIBLE]
-            num_steps = cute.ceil_div(self.blocks.scored(num_visible), self.blocks_per_step)
+            end_step = cute.ceil_div(self.blocks.scored(num_visible), self.blocks_per_step)
+        if const_expr(mValues is not None):
+            part_steps = cute.ceil_div(end_step, parts)
+            first_step = part * part_steps
+            end_step = cutlass.min(end_step, first_step + part_steps)
 
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         warp_row = warp_index * ROWS_PER_WARP  # the first row whose list this warp keeps
         for i in range_constexpr(ROWS_PER_WARP):
             row = warp_row + i
             self.topk.init_list(sValues[row, None], sIndices[row, None], sRow[row, None])
+            if const_expr(mValues is not None):
+                if part > 0:
+                    empty_list(self.topk, sValues[row, None], sIndices[row, None])
 
         # Operands and accumulator
         thr_mma = tiled_mma.get_slice(thread)
@@ -203,15 +232,15 @@ class TileTopK:
         tSsScore = thr_mma.partition_C(sScore)
 
         # Mainloop
-        if num_steps > 0:
-            self.load_keys(mK, sK, num_entries, batch, kv_head, Int32(0), 0)
+        if first_step < end_step:
+            self.load_keys(mK, sK, num_entries, batch, kv_head, first_step, first_step % STAGES)
         cute.arch.cp_async_commit_group()
-        for step in cutlass.range(num_steps, unroll=1):
+        for step in cutlass.range(first_step, end_step, unroll=1):
             # Load: the next keys
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
             stage = step % STAGES
-            if step + 1 < num_steps:
+            if step + 1 < end_step:
                 self.load_keys(mK, sK, num_entries, batch, kv_head, step + 1, (step + 1) % STAGES)
             cute.arch.cp_async_commit_group()
 
@@ -252,7 +281,16 @@ class TileTopK:
             row = first_row + warp_row + i
             if row < num_rows:
                 head, tile = kv_head * group + row % group, row // group
-                self.topk.store_indices(sIndices[warp_row + i, None], mIndices[batch, head, tile, None])
+                if const_expr(mValues is None):
+                    self.topk.store_indices(sIndices[warp_row + i, None], mIndices[batch, head, tile, None])
+                else:
+                    store_list(
+                        self.topk,
+                        sValues[warp_row + i, None],
+                        sIndices[warp_row + i, None],
+                        mValues[batch, head, tile, part, None],
+                        mIndices[batch, head, tile, part, None],
+                    )
 
     # Loads
 
@@ -384,16 +422,30 @@ class TileTopK:
 
 
 @compiled_once
-def _compiled(dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: int, packed: bool) -> Kernel:
+def _compiled(
+    dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: int, packed: bool, in_parts: bool
+) -> Kernel:
+    indices = fake(torch.int32, None, None, None, blocks.count, aligned=False)
     return compile_kernel(
         TileTopK(dim, CUTE_DTYPES[dtype], blocks, keys, tile),
         fake(torch.float32, None, None, None, dim),
         fake(dtype, None, None, None, dim),
-        fake(torch.int32, None, None, None, blocks.count, aligned=False),
+        *(fake_parts()[::-1] if in_parts else (indices, None)),
         fake_tables()[0] if packed else None,
         Int32(0),
         Int32(0),
     )
+
+
+def num_parts(ctas: int, entries: int, most: int) -> int:
+    """Of the entries: as many as there is room for, of MIN_PART_ENTRIES or more.
+
+    Args:
+        ctas: of one part.
+        entries: that the last row sees.
+        most: CTAs that run at the same time.
+    """
+    return max(1, min(most // ctas, entries // MIN_PART_ENTRIES, MAX_PARTS))
 
 
 def tile_topk(
@@ -406,6 +458,7 @@ def tile_topk(
     tokens: int,
     start: int = 0,
     documents: Documents | None = None,
+    parts: int | None = None,
 ) -> Tensor:
     """Select blocks for each query tile (steps 3 and 4 of docs/semantics.md in tile mode).
 
@@ -416,6 +469,7 @@ def tile_topk(
         keys: which entries a token sees.
         tile, tokens, start: T, N and the position of the first tile's first token.
         documents: of packed tiles and aligned entries, instead of `tokens` and `start`.
+        parts: of the entries, without `documents`; None: by sizes and the device (num_parts).
 
     Returns:
         int32 `[B,S,tiles,blocks.count]`, ascending, padded with -1.
@@ -428,7 +482,20 @@ def tile_topk(
     else:
         indices = torch.full(shape, -1, dtype=torch.int32, device=mean_q.device)  # kept in unused tiles
         bounds = documents.bounds
-    if indices.numel() > 0:
-        run = _compiled(k_cmp.dtype, dim, blocks, keys, tile, documents is not None).run
-        run(mean_q, k_cmp, indices, bounds, tokens, start // tile)
+    if indices.numel() == 0:
+        return indices
+    if documents is not None:
+        parts = 1
+    elif parts is None:
+        kv_heads = k_cmp.shape[2]
+        ctas = batch * kv_heads * -(-tiles * (heads // kv_heads) // TILE_M)
+        seen = min(tokens, start + tiles * tile) if keys.causal else tokens
+        parts = num_parts(ctas, seen // keys.stride, CTAS_PER_SM * multiprocessors(mean_q.device))
+    run = _compiled(k_cmp.dtype, dim, blocks, keys, tile, documents is not None, parts > 1).run
+    if parts > 1:
+        values, lists = new_parts(indices, parts)
+        run(mean_q, k_cmp, lists, values, None, tokens, start // tile)
+        merge_parts(values, lists, indices)
+    else:
+        run(mean_q, k_cmp, indices, None, bounds, tokens, start // tile)
     return indices

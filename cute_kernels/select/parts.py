@@ -1,0 +1,108 @@
+"""Lists of blocks that CTAs share: each takes a part of the keys, and the lists of all parts are merged.
+
+One CTA for a tile of rows leaves multiprocessors without work where there are few rows: a chunk of a prompt, a rank's
+part of a sequence, a step of decoding. Then as many CTAs as there is room for take some of the tile's keys each, and
+leave the sorted lists (topk.py) of the rows in memory. MergeParts merges them in the order of the keys, so the selected
+blocks are those that one list would have. Forced blocks begin the list of the first part, and no other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, const_expr, range_constexpr
+from torch import Tensor
+
+from cute_kernels.lists.query_to_kv import Keys
+from cute_kernels.lists.worklist import fake_slots
+from cute_kernels.mma.warp import LANES
+from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.select.topk import Blocks, TopKList
+
+WARPS = 8
+"""Rows of a CTA of MergeParts."""
+
+
+@cute.jit
+def empty_list(topk: cutlass.Constexpr[TopKList], sValues: cute.Tensor, sIndices: cute.Tensor):
+    """A list without blocks, by one warp."""
+    for chunk in range_constexpr(topk.slots_per_lane):
+        slot = chunk * LANES + cute.arch.lane_idx()
+        sValues[slot], sIndices[slot] = -Float32.inf, Int32(-1)
+
+
+@cute.jit
+def store_list(
+    topk: cutlass.Constexpr[TopKList],
+    sValues: cute.Tensor,
+    sIndices: cute.Tensor,
+    gValues: cute.Tensor,  # [k]
+    gIndices: cute.Tensor,
+):
+    """Write a list as it is, by one warp."""
+    for chunk in range_constexpr(topk.slots_per_lane):
+        slot = chunk * LANES + cute.arch.lane_idx()
+        if slot < topk.blocks.count:
+            gValues[slot] = sValues[slot]
+            gIndices[slot] = sIndices[slot]
+
+
+class MergeParts:
+    """The lists of all parts of a row become its selected blocks. A warp for each row. Args: k."""
+
+    def __init__(self, count: int) -> None:
+        self.topk = TopKList(Blocks(1, 1, 1, count), Keys(), tile=1)
+
+    @cute.jit
+    def __call__(
+        self,
+        mValues: cute.Tensor,  # fp32 [B, H, T, parts, k]
+        mParts: cute.Tensor,  # int32 likewise
+        mIndices: cute.Tensor,  # int32 [B, H, T, k]
+        stream: Any,
+    ):
+        batches, heads, tokens, _ = mIndices.shape
+        self.kernel(mValues, mParts, mIndices).launch(
+            grid=[cute.ceil_div(heads * tokens, WARPS), batches, 1], block=[WARPS * LANES, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, mValues: cute.Tensor, mParts: cute.Tensor, mIndices: cute.Tensor):
+        cta, batch, _ = cute.arch.block_idx()
+        _, heads, tokens, _ = mIndices.shape
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        row = cta * WARPS + warp_index
+        smem = cutlass.memory.SmemAllocator()
+        slots = const_expr(self.topk.num_slots)
+        lists = cute.make_layout((WARPS, slots), stride=(slots, 1))
+        sIndices = smem.allocate_tensor(Int32, lists, 16)[warp_index, None]
+        if row < heads * tokens:
+            head, token = row // tokens, row % tokens
+            gValues, gParts = (x[batch, head, token, None, None] for x in (mValues, mParts))
+            self.topk.merge_lists(gValues, gParts, mValues.shape[3], cute.arch.lane_idx(), LANES, None, sIndices)
+            cute.arch.sync_warp()
+            self.topk.store_indices(sIndices, mIndices[batch, head, token, None])
+
+
+def fake_parts() -> list[Any]:
+    """Arguments for the compiler: values and blocks of lists in parts."""
+    return [fake(x, *[None] * 5, aligned=False) for x in (torch.float32, torch.int32)]
+
+
+@compiled_once
+def _merge(count: int) -> Kernel:
+    return compile_kernel(MergeParts(count), *fake_parts(), fake_slots())
+
+
+def new_parts(indices: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """Memory of the lists: fp32 and int32 `[B,H,T,parts,k]`. Args: `indices`: as of `merge_parts`."""
+    shape = (*indices.shape[:3], parts, indices.shape[3])
+    return torch.empty(shape, dtype=torch.float32, device=indices.device), indices.new_empty(shape)
+
+
+def merge_parts(values: Tensor, lists: Tensor, indices: Tensor) -> None:
+    """Fill in `indices`, int32 `[B,H,T,k]`, ascending, padded with -1. Args: values, lists: of `new_parts`, written."""
+    _merge(indices.shape[3]).run(values, lists, indices)

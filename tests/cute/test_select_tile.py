@@ -1,0 +1,144 @@
+"""Blocks of a tile (select/tile.py), of one CTA and of several that share its entries, against their definition.
+
+Queries and keys are small integers, so scores have no rounding errors, and many are equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels.lists.query_to_kv import Keys
+from cute_kernels.select.tile import TILE_M, num_parts, tile_topk
+from cute_kernels.select.topk import Blocks
+from tests.support import cases
+from tests.support.interpreted_gpu import GPUS, interpreted_gpu
+
+TILE = 256
+
+
+class Case(NamedTuple):
+    blocks: Blocks
+    keys: Keys
+    tiles: int
+    start: int = 0
+    behind: int = 0
+    """Tokens behind the last tile's."""
+    heads: int = 2
+    kv_heads: int = 1
+    batch: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.start + self.tiles * TILE + self.behind
+
+    def tensors(self, device: str) -> tuple[Tensor, Tensor]:
+        """Mean queries, and keys of entries: far greater from the first on that no tile sees."""
+        generator = torch.Generator().manual_seed(0)
+        entries = (self.tokens - self.keys.length) // self.keys.stride + 1
+        q = torch.randint(-2, 3, (self.batch, self.tiles, self.heads, 64), generator=generator)
+        k = torch.randint(-2, 3, (self.batch, entries, self.kv_heads, 64), generator=generator).bfloat16()
+        if self.keys.causal:
+            k[:, self.visible(self.tiles - 1, entries) :] *= 1000
+        return q.float().to(device), k.to(device)
+
+    def visible(self, tile: int, entries: int) -> int:
+        """Entries that the last token of a tile sees."""
+        last = min(self.start + (tile + 1) * TILE, self.tokens)
+        ended = max(0, (last - self.keys.length) // self.keys.stride + 1)
+        return min(entries, ended) if self.keys.causal else entries
+
+    def select(self, device: str, parts: int | None) -> Tensor:
+        how = {"keys": self.keys, "tile": TILE, "tokens": self.tokens, "start": self.start}
+        return tile_topk(*self.tensors(device), self.blocks, parts=parts, **how).cpu()
+
+    def expected(self) -> Tensor:
+        q, k = self.tensors("cpu")
+        out = torch.full((self.batch, self.heads, self.tiles, self.blocks.count), -1, dtype=torch.int32)
+        for b, head, tile in torch.cartesian_prod(*(torch.arange(n) for n in out.shape[:3])).tolist():
+            seen = self.visible(tile, k.shape[1])
+            logits = k[b, :seen, head * self.kv_heads // self.heads].double() @ q[b, tile, head].double()
+            chosen = self.of_row(logits, self.start // TILE + tile)
+            out[b, head, tile, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+        return out
+
+    def of_row(self, logits: Tensor, tile: int) -> list[int]:
+        """Of the logits of the entries that it sees."""
+        first, end = self.blocks.stride * torch.arange(len(logits)), self.blocks.length
+        size = self.blocks.size
+        scores = {}
+        for block in range(int((len(logits) * self.blocks.stride + end) // size) + 1):
+            overlap = (torch.minimum(first + end, torch.tensor((block + 1) * size))) - first.clamp(min=block * size)
+            overlap = overlap.clamp(min=0).double()
+            if overlap.sum() > 0:
+                scores[block] = float((overlap * logits).sum() / overlap.sum())
+        forced = self.forced(tile, len(logits))
+        free = sorted(scores.keys() - forced, key=lambda block: (-scores[block], block))
+        return sorted([*forced, *free[: self.blocks.count - len(forced)]])
+
+    def forced(self, tile: int, seen: int) -> set[int]:
+        if self.blocks.newest:
+            before = max(0, (tile * TILE - self.keys.length) // self.keys.stride + 1)
+            return {entry // self.blocks.size for entry in range(before, seen)}
+        own = (min((tile + 1) * TILE, self.tokens) - 1) // self.blocks.size
+        return {*range(min(self.blocks.init, own + 1)), *range(max(0, own - self.blocks.local + 1), own + 1)}
+
+
+OVERLAPPING = Blocks(32, 16, 64, 5, init=1, local=2)
+CASES = {
+    "an entry a block": Case(Blocks(64, 64, 64, 16, init=1, local=2), Keys(64, 64), tiles=3, start=20480),
+    "overlapping entries": Case(OVERLAPPING, Keys(32, 16), tiles=9, start=4096, behind=77, heads=4, kv_heads=2),
+    "from the first token on": Case(OVERLAPPING, Keys(32, 16), tiles=17, batch=2),
+    "long lists": Case(Blocks(16, 16, 32, 40, local=3), Keys(16, 16), tiles=2, start=5120),
+    "forced blocks alone": Case(Blocks(16, 16, 16, 4, init=2, local=2), Keys(16, 16), tiles=1, start=4096),
+    "blocks of entries": Case(Blocks(1, 1, 64, 3, newest=True), Keys(32, 16), tiles=2, start=16384),
+    "without causality": Case(replace(OVERLAPPING, local=0), Keys(32, 16, causal=False), tiles=2, behind=9000),
+}
+HERE = [("sm_90", "an entry a block"), ("sm_90", "blocks of entries"), ("sm_100", "overlapping entries")]
+"""Interpreted in every run."""
+
+
+def test_number_of_parts() -> None:
+    assert num_parts(16, 16384, 264) == 16
+    assert num_parts(32, 16384, 264) == 8
+    assert num_parts(2048, 16384, 264) == 1
+    assert num_parts(1, 1000, 264) == 1
+    assert num_parts(1, 1 << 20, 264) == 16
+
+
+def test_expected_blocks_are_those_of_a_loop() -> None:
+    """Overlaps counted token by token."""
+    case = CASES["overlapping entries"]
+    logits = torch.randint(-9, 9, (40,), generator=torch.Generator().manual_seed(1)).double()
+    scores = []
+    for block in range(11):
+        pairs = [(sum(64 * block <= t < 64 * block + 64 for t in range(16 * j, 16 * j + 32)), j) for j in range(40)]
+        weight = sum(n for n, _ in pairs)
+        scores.append(sum(n * float(logits[j]) for n, j in pairs) / weight)
+    own = (256 * 17 - 1) // 64
+    free = sorted((b for b in range(11) if b), key=lambda b: (-scores[b], b))
+    assert case.of_row(logits, 16) == sorted([0, own - 1, own, *free[:2]])
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+@pytest.mark.cuda_extra
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("arch", "name"), cases.some(HERE, GPUS, CASES))
+def test_interpreted(arch: str, name: str) -> None:
+    expected = CASES[name].expected()
+    with interpreted_gpu(arch):
+        for parts in (1, 3):
+            assert torch.equal(CASES[name].select("cpu", parts), expected), f"{parts} parts"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name: str) -> None:
+    expected = CASES[name].expected()
+    for parts in (None, 1, 2, 7, TILE_M):
+        assert torch.equal(CASES[name].select("cuda", parts), expected), f"{parts} parts"
