@@ -32,10 +32,9 @@ from cute_kernels.support import has_atomic_free_backward, runs_as_pack, tile_ro
 CHUNK_BYTES = 8 << 30
 """The outputs of the three branches of one chunk of query rows take at most this."""
 
-SPLIT_PAIRS = 1 << 30
-"""Pairs of a query row of a head and a compressed entry that it sees, up to which backward takes
-attend/compressed_backward.py where it can: its seven products, without phases, are then faster than FlashAttention-4's
-five. Those of 8 heads and 128K tokens with d = 64, or of 16K tokens that follow 120K."""
+SPLIT_PAIRS = 1 << 31
+"""Pairs of a query row of a head and a compressed entry up to which backward takes attend/compressed_backward.py where
+it can: its seven products, without phases, are then faster than FlashAttention-4's five."""
 
 ALIGNED = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gate_proj_weight")
 """Inputs whose rows kernels read as vectors."""
@@ -174,8 +173,7 @@ def prepare(
     dims = inputs.q.shape[-1], inputs.v.shape[-1]
     if not runs_as_pack(inputs, config, training=training):
         entries, first = config.num_compressed(inputs.k.shape[1]), inputs.first_token
-        rows = inputs.q.shape[1]
-        few = inputs.q.shape[:3].numel() * (2 * first + rows) <= 2 * config.stride * SPLIT_PAIRS
+        few = inputs.q.shape[:3].numel() * entries <= SPLIT_PAIRS
         plan = _plan(config, rules, dims, entries, few, atomic_free, query_outer)
         return Call(inputs, inputs, replace(plan, first_row=first) if first else plan, saved_cmp)
     sequences = None if inputs.packed else inputs.q.shape[0]
@@ -229,8 +227,8 @@ def _plan(
     atomic_free: bool,
     query_outer: bool | None,
 ) -> Plan:
-    """Args: `dims`, D and D_v; `entries`, compressed entries, None: each document has its own number; `few_pairs`, that
-    no more than SPLIT_PAIRS of them are seen.
+    """Args: `dims`, D and D_v; `entries`, compressed entries, None: each document has its own number; `few_pairs`, at
+    most SPLIT_PAIRS of them with queries.
     """
     length, stride = config.compress_block_size, config.stride
     atomic_free = atomic_free and has_atomic_free_backward(rules, *dims)

@@ -59,14 +59,14 @@ QUERY_TERMS = 3
 STAGES = 2
 """Buffers of keys."""
 
-CTAS_PER_SM = 2
-"""That shared memory has room for."""
+CTAS_PER_SM = 4
+"""In all parts. Two run at the same time, and rows that see less, or have fewer candidates, end earlier."""
 
-MIN_PART_ENTRIES = 512
+MIN_PART_ENTRIES, FEW_PARTS = 256, 8
 """A part begins with an empty list, which nearly all blocks of its first steps get into."""
 
-MAX_PARTS = 16
-"""A warp merges the lists of a row."""
+MIN_LONG_PART_ENTRIES, MAX_PARTS = 1024, 16
+"""From FEW_PARTS on: a warp merges the lists of a row, each block with all of them."""
 
 
 class TileTopK:
@@ -438,14 +438,15 @@ def _compiled(
 
 
 def num_parts(ctas: int, entries: int, most: int) -> int:
-    """Of the entries: as many as there is room for, of MIN_PART_ENTRIES or more.
+    """Of the entries, as measured.
 
     Args:
         ctas: of one part.
         entries: that the last row sees.
-        most: CTAs that run at the same time.
+        most: CTAs of all parts.
     """
-    return max(1, min(most // ctas, entries // MIN_PART_ENTRIES, MAX_PARTS))
+    few, many = min(entries // MIN_PART_ENTRIES, FEW_PARTS), min(entries // MIN_LONG_PART_ENTRIES, MAX_PARTS)
+    return max(1, min(most // ctas, max(few, many)))
 
 
 def tile_topk(

@@ -338,29 +338,14 @@ def test_rule_of_the_compressed_branch(
     """Without atomics or phases: on Hopper with D = D_v, for few pairs, where a row attends to all entries it sees."""
     monkeypatch.setattr(plan.fa4, "rules", lambda device: RULES[arch])
     config = replace(SOME, **changes)
-    monkeypatch.setattr(plan, "SPLIT_PAIRS", 4 * 131_072 * 131_072 // (2 * config.stride))
+    entries = config.num_compressed(rows)
+    monkeypatch.setattr(plan, "SPLIT_PAIRS", 4 * 131_072 * entries)
     q, k, v = (
         torch.empty((1, rows, heads, dim), dtype=torch.bfloat16, device="meta")
         for heads, dim in ((4, 4), (2, 4), (2, v_dim))
     )
     made = [plan.prepare(NSAInputs(q, k, v), config, atomic_free=free).plan for free in (True, False)]
     assert [x.split_compressed for x in made] == [split, False]
-
-
-@pytest.mark.parametrize(("rows", "split"), [(4000, True), (4200, False)])
-def test_rule_of_the_compressed_branch_for_the_last_rows(
-    rows: int, split: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They see all entries but few, where the rows of a whole sequence see half of them on average."""
-    monkeypatch.setattr(plan.fa4, "rules", lambda device: RULES["sm_90"])
-    config = SOME
-    keys = 65_536
-    monkeypatch.setattr(plan, "SPLIT_PAIRS", 4 * 4096 * (keys - 2048) // config.stride)
-    q, k, v = (
-        torch.empty((1, n, heads, 4), dtype=torch.bfloat16, device="meta")
-        for n, heads in ((rows, 4), (keys, 2), (keys, 2))
-    )
-    assert plan.prepare(NSAInputs(q, k, v, q_start=keys - rows), config).plan.split_compressed == split
 
 
 @pytest.mark.parametrize("config", [SOME, PAPER], ids=["tile", "token"])

@@ -103,11 +103,16 @@ HERE = [("sm_90", "an entry a block"), ("sm_90", "blocks of entries"), ("sm_100"
 
 
 def test_number_of_parts() -> None:
-    assert num_parts(16, 16384, 264) == 16
-    assert num_parts(32, 16384, 264) == 8
-    assert num_parts(2048, 16384, 264) == 1
-    assert num_parts(1, 1000, 264) == 1
-    assert num_parts(1, 1 << 20, 264) == 16
+    """As many as there is room for, and fewer where they would be short."""
+    for ctas, entries, parts in (
+        (16, 16384, 16),
+        (16, 4096, 8),
+        (16, 1024, 4),
+        (16, 128, 1),
+        (128, 4096, 4),
+        (600, 9999, 1),
+    ):
+        assert num_parts(ctas, entries, 528) == parts
 
 
 def test_expected_blocks_are_those_of_a_loop() -> None:
