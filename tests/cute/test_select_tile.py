@@ -102,17 +102,13 @@ HERE = [("sm_90", "an entry a block"), ("sm_90", "blocks of entries"), ("sm_100"
 """Interpreted in every run."""
 
 
-def test_number_of_parts() -> None:
+@pytest.mark.parametrize(
+    ("ctas", "entries", "parts"),
+    [(16, 16384, 16), (16, 4096, 8), (16, 1024, 4), (16, 128, 1), (128, 4096, 4), (600, 9999, 1)],
+)
+def test_number_of_parts(ctas: int, entries: int, parts: int) -> None:
     """As many as there is room for, and fewer where they would be short."""
-    for ctas, entries, parts in (
-        (16, 16384, 16),
-        (16, 4096, 8),
-        (16, 1024, 4),
-        (16, 128, 1),
-        (128, 4096, 4),
-        (600, 9999, 1),
-    ):
-        assert num_parts(ctas, entries, 528) == parts
+    assert num_parts(ctas, entries, 528) == parts
 
 
 def test_expected_blocks_are_those_of_a_loop() -> None:
