@@ -133,7 +133,7 @@ def test_expected_blocks_are_those_of_a_loop() -> None:
 def test_interpreted(arch: str, name: str) -> None:
     expected = CASES[name].expected()
     with interpreted_gpu(arch):
-        for parts in (1, 3):
+        for parts in (1, 3, 7, 16):
             assert torch.equal(CASES[name].select("cpu", parts), expected), f"{parts} parts"
 
 
