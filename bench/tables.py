@@ -689,7 +689,7 @@ def conversion(page: Path) -> Lines:
 
 
 def context_parallel(page: Path) -> Lines:
-    content = load("context-parallel-nccl-h200")
+    content = load("context-parallel-nccl-h100")
     times = {(row["preset"], row["ranks"], row["mode"], row["pass"], row["rank"]): row["ms"] for row in content["rows"]}
     cells = []
     for share in content["shares"]:
@@ -713,7 +713,7 @@ def context_parallel(page: Path) -> Lines:
     yield ""
     for link in content["links"]:
         yield f"{link['collective']}: alpha {link['alpha_us']:.0f} us, beta {link['beta_gbs']:.0f} GB/s.<br>"
-    yield from source(page, "context-parallel-nccl-h200")
+    yield from source(page, "context-parallel-nccl-h100")
     yield ""
     yield verdict_of(content)
 
