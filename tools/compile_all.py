@@ -7,7 +7,8 @@
 A case fails unless its cubin exists and was assembled for the architecture. Failures are repeated at the end; the exit
 status is 1 then. Hashes are of instructions and constants alone: kernels' symbols, which hold names of modules and
 classes, are left out. `--against LOG` compares hashes with those of an earlier log: the same machine code after a
-change of the sources has nothing new to show on a GPU. Needs the packages of the `cuda` extra.
+change of the sources has nothing new to show on a GPU. `--kernels` compiles some kernels alone, whose lines take the
+place of theirs in the log. Needs the packages of the `cuda` extra.
 """
 
 from __future__ import annotations
@@ -722,14 +723,15 @@ class HardwareInfo:
         return self.sms // cluster_size
 
 
-def compile_here(arch: str, matrix: str) -> None:
+def compile_here(arch: str, matrix: str, kernels: Sequence[str] | None) -> None:
     """The child's part: a line of JSON for each case, and nothing else where the parent reads."""
     import cutlass.utils
 
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no result
     cutlass.utils.HardwareInfo = cutlass.utils.hardware_info.HardwareInfo = HardwareInfo
-    for case in MATRICES[matrix](all_cases()):
+    cases = (case for case in all_cases() if kernels is None or case.kernel in kernels)
+    for case in MATRICES[matrix](cases):
         print(json.dumps(try_case(arch, case)), file=lines, flush=True)
 
 
@@ -750,10 +752,12 @@ def child_environment(arch: str, dump: str) -> dict[str, str]:
     }
 
 
-def compile_for(arch: str, matrix: str) -> list[Result]:
+def compile_for(arch: str, matrix: str, kernels: Sequence[str] | None) -> list[Result]:
     """Runs the child of an architecture and prints its results as they come."""
     results: list[Result] = []
     command = [sys.executable, __file__, "--child", "--arch", arch, "--matrix", matrix]
+    if kernels is not None:
+        command += ["--kernels", ",".join(kernels)]
     with tempfile.TemporaryDirectory() as dump:
         environ = child_environment(arch, dump)
         with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as child:
@@ -762,7 +766,7 @@ def compile_for(arch: str, matrix: str) -> list[Result]:
             for line in child.stdout:
                 results.append(Result(*json.loads(line)))
                 print(f"{results[-1].line}\n", end="", flush=True)  # one write: the other child's lines come between
-    if child.returncode != 0 or not results:
+    if child.returncode != 0 or not (results or kernels):
         error = f"its process ended with exit status {child.returncode} after {len(results)} cases"
         results.append(Result(arch, "-", "-", "-", "-", "-", 0, "-", 0.0, error))
     return results
@@ -785,15 +789,40 @@ def summary(results: Sequence[Result]) -> list[str]:
 
 def comparison(results: Iterable[Result], log: str) -> list[str]:
     """What became of the machine code in an earlier log, also compiled for a part of its cases."""
-    wanted = len(HEADER.split())
-    rows = [fields for fields in map(str.split, log.splitlines()) if fields[:1] and fields[0] in TARGETS]
-    before = {tuple(fields[:-3]): fields[-2] for fields in rows if len(fields) == wanted}
+    before = {tuple(fields[:-3]): fields[-2] for fields in rows_of(log)}
     kinds: dict[str, list[Result]] = {"the same": [], "other code": [], "new": []}
     for result in results:
         old = before.get(result[:6])
         kinds["new" if old is None else "the same" if old == result.sha256 else "other code"].append(result)
     counts = ", ".join(f"{len(of_kind)} {kind}" for kind, of_kind in kinds.items())
     return [f"against the earlier log: {counts}", *(result.line for result in kinds["other code"])]
+
+
+def rows_of(log: str) -> list[list[str]]:
+    """The fields of each line of a log's table."""
+    rows = [fields for fields in map(str.split, log.splitlines()) if fields[:1] and fields[0] in TARGETS]
+    return [fields for fields in rows if len(fields) == len(HEADER.split())]
+
+
+def replaced(log: str, results: Sequence[Result]) -> list[str]:
+    """The table of a log with the lines of these results in the place of their kernels', and its end."""
+    new: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        new.setdefault((result.arch, result.kernel), []).append(result.line)
+    table = []
+    for fields in rows_of(log):
+        kernel = fields[0], fields[1]
+        if kernel in new:
+            table += new[kernel]
+            new[kernel] = []  # all stand where the first one stood
+        else:
+            table.append(LINE.format(*fields))
+    table += [line for lines in new.values() for line in lines]
+    end = []
+    for arch in dict.fromkeys(line.split()[0] for line in table):
+        seconds = [float(line.split()[-1]) for line in table if line.split()[0] == arch]
+        end.append(f"{arch}: {len(seconds)} of {len(seconds)} compiled, {sum(seconds):.0f} s")
+    return [*table, "", *end]
 
 
 def versions() -> str:
@@ -804,6 +833,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile every CuTe kernel without a GPU.")
     parser.add_argument("--arch", default=",".join(TARGETS), help="architectures (default: %(default)s)")
     parser.add_argument("--matrix", choices=MATRICES, default="full", help="kernels: one case each (default: full)")
+    parser.add_argument("--kernels", help="names by commas: these alone; with --log the others' lines stay as they are")
     parser.add_argument("--log", type=Path, help="also write the table, with versions, to this file")
     parser.add_argument(
         "--against", type=Path, metavar="LOG", help="list the kernels whose code differs from this log's"
@@ -814,22 +844,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [arch for arch in archs if arch not in TARGETS]
     if unknown:
         parser.error(f"--arch takes {', '.join(TARGETS)}, got {', '.join(unknown)}")
+    kernels = args.kernels.split(",") if args.kernels else None
     if args.child:
-        compile_here(args.arch, args.matrix)
+        compile_here(args.arch, args.matrix, kernels)
         return 0
 
+    title = f"{versions()}; matrix: {args.matrix}"
+    old = args.log.read_text(encoding="utf-8") if args.log and kernels else None
+    if old is not None and (old.partition("\n")[0] != title or "FAILED" in old):
+        parser.error(f"--kernels changes a log without failures, of {title}")
     earlier = args.against.read_text(encoding="utf-8") if args.against else None
     print(versions(), HEADER, sep="\n", flush=True)
     with ThreadPoolExecutor(len(archs)) as pool:
-        results = [result for part in pool.map(compile_for, archs, [args.matrix] * len(archs)) for result in part]
+        of_archs = pool.map(compile_for, archs, [args.matrix] * len(archs), [kernels] * len(archs))
+        results = [result for part in of_archs for result in part]
+    if missing := sorted(set(kernels or ()) - {result.kernel for result in results}):
+        parser.error(f"--kernels: no kernel is called {', '.join(missing)}")
     end = summary(results)
     if earlier is not None:
         end += ["", *comparison(results, earlier)]
     print("", *end, sep="\n")
-    if args.log:
-        table = [f"{versions()}; matrix: {args.matrix}", "", HEADER, *(result.line for result in results), "", *end]
-        args.log.write_text("\n".join(table) + "\n", encoding="utf-8")
-    return 1 if any(result.error for result in results) else 0
+    failed = any(result.error for result in results)
+    if args.log and (old is None or not failed):
+        lines = [*(result.line for result in results), "", *end] if old is None else replaced(old, results)
+        args.log.write_text("\n".join([title, "", HEADER, *lines]) + "\n", encoding="utf-8")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

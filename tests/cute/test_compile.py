@@ -107,7 +107,7 @@ def test_failure_is_listed_and_logged(
         raise ValueError("no such layout")
 
     broken = case()._replace(compile=break_down)
-    monkeypatch.setattr(tool, "compile_for", lambda arch, _: [tool.try_case(arch, broken)])
+    monkeypatch.setattr(tool, "compile_for", lambda arch, *_: [tool.try_case(arch, broken)])
     monkeypatch.setattr(tool, "version", lambda _: "1.0")
     assert tool.main(["--arch", "sm_90a", "--log", str(tmp_path / "log")]) == 1
     for text in (capsys.readouterr().out, (tmp_path / "log").read_text(encoding="utf-8")):
@@ -121,7 +121,7 @@ def test_log_is_compared_with_an_earlier_one(
 ) -> None:
     def run(cubins: dict[str, bytes], *options: str) -> str:
         cases = [case(variant, cubin=b"-arch sm_90a " + cubin) for variant, cubin in cubins.items()]
-        monkeypatch.setattr(tool, "compile_for", lambda arch, _: [tool.try_case(arch, each) for each in cases])
+        monkeypatch.setattr(tool, "compile_for", lambda arch, *_: [tool.try_case(arch, each) for each in cases])
         assert tool.main(["--arch", "sm_90a", *options]) == 0
         return capsys.readouterr().out
 
@@ -132,15 +132,47 @@ def test_log_is_compared_with_an_earlier_one(
     assert changed.split()[:3] == ["sm_90a", "Kernel", "b"]
 
 
+def test_some_kernels_take_the_place_of_theirs_in_a_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def run(cases: dict[str, str], *options: str) -> int:
+        """Args: `cases`: kernels and their variants."""
+        made = [
+            case(variant, cubin=b"-arch sm_90a " + variant.encode())._replace(kernel=kernel)
+            for kernel, variants in cases.items()
+            for variant in variants
+        ]
+        monkeypatch.setattr(tool, "compile_for", lambda arch, *_: [tool.try_case(arch, each) for each in made])
+        return tool.main(["--arch", "sm_90a", "--log", str(tmp_path / "log"), *options])
+
+    def logged() -> tuple[list[str], str]:
+        text = (tmp_path / "log").read_text(encoding="utf-8")
+        return [" ".join(fields[1:3]) for fields in tool.rows_of(text)], text
+
+    assert run({"First": "ab", "Second": "ab", "Third": "a"}) == 0
+    assert run({"Second": "bcd", "New": "a"}, "--kernels", "Second,New") == 0
+    rows, text = logged()
+    assert rows == ["First a", "First b", "Second b", "Second c", "Second d", "Third a", "New a"]
+    assert text.count("\nsm_90a: 7 of 7 compiled, ") == 1
+    for names, matrix, error in (
+        ("Second,Gone", "full", "no kernel is called Gone"),
+        ("Second", "pairwise", "--kernels changes a log without failures, of "),
+    ):
+        with pytest.raises(SystemExit):
+            run({"Second": "z"}, "--kernels", names, "--matrix", matrix)
+        assert error in capsys.readouterr().err
+        assert logged() == (rows, text)
+
+
 def test_broken_process_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool.sys, "executable", shutil.which("false"))
-    (result,) = tool.compile_for("sm_90a", "full")
+    (result,) = tool.compile_for("sm_90a", "full", None)
     assert result.error == "its process ended with exit status 1 after 0 cases"
 
 
 def test_silent_process_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool.sys, "executable", shutil.which("true"))
-    (result,) = tool.compile_for("sm_90a", "full")
+    (result,) = tool.compile_for("sm_90a", "full", None)
     assert result.error == "its process ended with exit status 0 after 0 cases"
 
 
