@@ -500,11 +500,12 @@ def _compiled(
     in_parts: bool,
     warpgroups: bool,
 ) -> Kernel:
-    lists = fake_parts()[::-1] if in_parts else [fake_slots(), None]
+    values, indices = fake_parts() if in_parts else (None, fake_slots())
     return compile_kernel(
         BlockMaxTopK(dim, CUTE_DTYPES[dtype], group, size, count, local, warpgroups),
         *[fake(dtype, None, None, None, dim) for _ in range(2)],
-        *lists,
+        indices,
+        values,
         fake_tables()[0] if packed else None,
         Int32(0),
     )

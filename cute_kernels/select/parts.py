@@ -87,9 +87,10 @@ class MergeParts:
             self.topk.store_indices(sIndices, mIndices[batch, head, token, None])
 
 
-def fake_parts() -> list[Any]:
+def fake_parts() -> tuple[Any, Any]:
     """Arguments for the compiler: values and blocks of lists in parts."""
-    return [fake(x, *[None] * 5, aligned=False) for x in (torch.float32, torch.int32)]
+    values, lists = (fake(dtype, *[None] * 5, aligned=False) for dtype in (torch.float32, torch.int32))
+    return values, lists
 
 
 @compiled_once

@@ -425,12 +425,14 @@ class TileTopK:
 def _compiled(
     dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: int, packed: bool, in_parts: bool
 ) -> Kernel:
-    indices = fake(torch.int32, None, None, None, blocks.count, aligned=False)
+    whole = fake(torch.int32, None, None, None, blocks.count, aligned=False)
+    values, indices = fake_parts() if in_parts else (None, whole)
     return compile_kernel(
         TileTopK(dim, CUTE_DTYPES[dtype], blocks, keys, tile),
         fake(torch.float32, None, None, None, dim),
         fake(dtype, None, None, None, dim),
-        *(fake_parts()[::-1] if in_parts else (indices, None)),
+        indices,
+        values,
         fake_tables()[0] if packed else None,
         Int32(0),
         Int32(0),
