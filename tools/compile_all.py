@@ -148,17 +148,15 @@ def score_cases() -> Iterator[Case]:
     from cute_kernels.select.topk import Blocks
 
     variants = {
-        "plain": (Blocks(64, 64, 64, 16, init=1, local=2), Keys(64, 64), False, False),
-        "plain,parts": (Blocks(64, 64, 64, 16, init=1, local=2), Keys(64, 64), False, True),
-        "overlapping": (Blocks(32, 16, 64, 16, init=1, local=2), Keys(32, 16), False, False),
-        "overlapping,packed": (Blocks(32, 16, 64, 16, init=1, local=2), Keys(32, 16), True, False),
-        "entries": (Blocks(1, 1, 128, 16, newest=True), Keys(32, 16), False, False),
-        "entries,parts": (Blocks(1, 1, 128, 16, newest=True), Keys(32, 16), False, True),
-        "entries,packed": (Blocks(1, 1, 128, 16, newest=True), Keys(32, 16), True, False),
+        "plain": (Blocks(64, 64, 64, 16, init=1, local=2), Keys(64, 64), False),
+        "overlapping": (Blocks(32, 16, 64, 16, init=1, local=2), Keys(32, 16), False),
+        "overlapping,packed": (Blocks(32, 16, 64, 16, init=1, local=2), Keys(32, 16), True),
+        "entries": (Blocks(1, 1, 128, 16, newest=True), Keys(32, 16), False),
+        "entries,packed": (Blocks(1, 1, 128, 16, newest=True), Keys(32, 16), True),
     }
     for dim, dtype in itertools.product(DIMS, DTYPES):
-        for variant, (blocks, keys, *how) in variants.items():
-            run = ours(_compiled, dtype, dim, blocks, keys, 256, *how)
+        for variant, (blocks, keys, packed) in variants.items():
+            run = ours(_compiled, dtype, dim, blocks, keys, 256, packed)
             yield Case("TileTopK", variant, dim, None, dtype, run)
 
 

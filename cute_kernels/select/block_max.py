@@ -81,7 +81,7 @@ from cute_kernels.mma.wgmma import (
 from cute_kernels.pool.documents import LENGTH, QUERY, START, TOKEN, Packed, bounds_of, document_at, fake_tables
 from cute_kernels.runtime.device import has_warpgroups, multiprocessors, vectorizable
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
-from cute_kernels.select.parts import empty_list, fake_parts, merge_parts, new_parts, store_list
+from cute_kernels.select.parts import empty_list, fake_parts, merge_parts, store_list
 from cute_kernels.select.topk import Blocks, TopKList
 
 WARPS = 8
@@ -556,9 +556,12 @@ def top_blocks_by_max(
             parts = num_parts(ctas, keys.shape[1], block_size, multiprocessors(q.device))
         how = dim, q.dtype, group, block_size, k, local, packed is not None, parts > 1, hopper
         if parts > 1:
-            values, lists = new_parts(indices, parts)
+            values, lists = (
+                torch.empty((*indices.shape[:3], parts, k), dtype=dtype, device=q.device)
+                for dtype in (torch.float32, torch.int32)
+            )
             _compiled(*how).run(q, keys, lists, values, None, first_token)
-            merge_parts(values, lists, indices)
+            indices = merge_parts(values, lists)
         else:
             _compiled(*how).run(q, keys, indices, None, bounds, first_token)
     if cu_seqlens is not None:

@@ -98,12 +98,17 @@ def _merge(count: int) -> Kernel:
     return compile_kernel(MergeParts(count), *fake_parts(), fake_slots())
 
 
-def new_parts(indices: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-    """Memory of the lists: fp32 and int32 `[B,H,T,parts,k]`. Args: `indices`: as of `merge_parts`."""
-    shape = (*indices.shape[:3], parts, indices.shape[3])
-    return torch.empty(shape, dtype=torch.float32, device=indices.device), indices.new_empty(shape)
+def merge_parts(values: Tensor, lists: Tensor) -> Tensor:
+    """Selected blocks, int32 `[B,H,T,k]`, ascending, padded with -1.
+
+    Args: fp32 scores and int32 blocks, sorted, `[B,H,T,parts,k]`.
+    """
+    *rows, _, count = lists.shape
+    indices = lists.new_empty((*rows, count))
+    _merge(count).run(values, lists, indices)
+    return indices
 
 
-def merge_parts(values: Tensor, lists: Tensor, indices: Tensor) -> None:
-    """Fill in `indices`, int32 `[B,H,T,k]`, ascending, padded with -1. Args: values, lists: of `new_parts`, written."""
-    _merge(indices.shape[3]).run(values, lists, indices)
+def compile_merge(count: int) -> None:
+    """For calls of one part, so that no longer one waits for it."""
+    _merge(count)

@@ -43,7 +43,7 @@ from cute_kernels.mma.warp import LANES, lowest_bit
 from cute_kernels.pool.documents import ENTRY, LENGTH, START, TILE, Documents, document_at, fake_tables
 from cute_kernels.runtime.device import multiprocessors
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
-from cute_kernels.select.parts import empty_list, fake_parts, merge_parts, new_parts, store_list
+from cute_kernels.select.parts import compile_merge, empty_list, merge_parts, store_list
 from cute_kernels.select.topk import NUM_VISIBLE, Blocks, TopKList
 
 TILE_M = 16
@@ -60,7 +60,7 @@ STAGES = 2
 """Buffers of keys."""
 
 CTAS_PER_SM = 4
-"""In all parts. Two run at the same time, and rows that see less, or have fewer candidates, end earlier."""
+"""Of all parts: as many as shared memory has room for, with D = 128."""
 
 MIN_PART_ENTRIES, FEW_PARTS = 256, 8
 """A part begins with an empty list, which nearly all blocks of its first steps get into."""
@@ -105,9 +105,10 @@ class TileTopK:
         self,
         mQ: cute.Tensor,  # mean queries, fp32 [B, tiles, S, D]
         mK: cute.Tensor,  # [B, entries, H_kv, D]
-        mIndices: cute.Tensor,  # int32 [B, S, tiles, k]; in parts [B, S, tiles, parts, k]
-        mValues: cute.Tensor | None,  # fp32 [B, S, tiles, parts, k]
-        mBounds: cute.Tensor | None,  # Documents.bounds; not with parts
+        mIndices: cute.Tensor,  # int32 [B, S, tiles parts, k]: of one part the selected blocks, else lists
+        mValues: cute.Tensor,  # fp32 likewise, of lists; any tensor where there is one part
+        mBounds: cute.Tensor | None,  # Documents.bounds, with one part
+        parts: Int32,
         num_tokens: Int32,  # N; not read with mBounds
         first_tile: Int32,  # index of mQ's first tile in the sequence
         stream: Any,
@@ -118,19 +119,16 @@ class TileTopK:
         num_row_tiles = cute.ceil_div(mQ.shape[1] * group, TILE_M)
         if const_expr(mBounds is not None):
             num_row_tiles = mQ.shape[1] * group // TILE_M + mBounds.shape[1] - 1
-        parts = Int32(1)
-        if const_expr(mValues is not None):
-            parts = mValues.shape[3]
         self.kernel(
             mQ,
             mK,
             mIndices,
             mValues,
             mBounds,
+            parts,
             num_tokens,
             first_tile,
             group,
-            parts,
             tiled_mma,
             self._smem_layout(TILE_M, QUERY_TERMS),
             self._smem_layout(self.tile_n, STAGES),
@@ -146,12 +144,12 @@ class TileTopK:
         mQ: cute.Tensor,
         mK: cute.Tensor,
         mIndices: cute.Tensor,
-        mValues: cute.Tensor | None,
+        mValues: cute.Tensor,
         mBounds: cute.Tensor | None,
+        parts: Int32,
         num_tokens: Int32,
         first_tile: Int32,
         group: Int32,
-        parts: Int32,
         tiled_mma: cute.TiledMma,
         layout_q: cute.ComposedLayout,
         layout_k: cute.ComposedLayout,
@@ -159,9 +157,7 @@ class TileTopK:
         # Coordinates of the CTA's rows
         thread, _, _ = cute.arch.thread_idx()
         row_tile, kv_head, batch = cute.arch.block_idx()
-        part = Int32(0)
-        if const_expr(mValues is not None):
-            part, batch = batch % parts, batch // parts
+        part, batch = batch % parts, batch // parts
         num_row_tiles, _, _ = cute.arch.grid_dim()
         row_tile = num_row_tiles - 1 - row_tile  # the longest first
         first_row, num_rows, num_entries = row_tile * TILE_M, mQ.shape[1] * group, mK.shape[1]
@@ -199,23 +195,21 @@ class TileTopK:
         cute.arch.sync_threads()
 
         last_row = cutlass.min(first_row + TILE_M, num_rows) - 1  # sees the most
-        first_step, end_step = Int32(0), Int32(0)
+        end_step = Int32(0)
         if const_expr(mBounds is None) or first_row < num_rows:
             num_visible = sRow[last_row - first_row, NUM_VISIBLE]
             end_step = cute.ceil_div(self.blocks.scored(num_visible), self.blocks_per_step)
-        if const_expr(mValues is not None):
-            part_steps = cute.ceil_div(end_step, parts)
-            first_step = part * part_steps
-            end_step = cutlass.min(end_step, first_step + part_steps)
+        part_steps = cute.ceil_div(end_step, parts)
+        first_step = part * part_steps
+        end_step = cutlass.min(end_step, first_step + part_steps)
 
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         warp_row = warp_index * ROWS_PER_WARP  # the first row whose list this warp keeps
         for i in range_constexpr(ROWS_PER_WARP):
             row = warp_row + i
             self.topk.init_list(sValues[row, None], sIndices[row, None], sRow[row, None])
-            if const_expr(mValues is not None):
-                if part > 0:
-                    empty_list(self.topk, sValues[row, None], sIndices[row, None])
+            if part > 0:
+                empty_list(self.topk, sValues[row, None], sIndices[row, None])
 
         # Operands and accumulator
         thr_mma = tiled_mma.get_slice(thread)
@@ -281,16 +275,12 @@ class TileTopK:
             row = first_row + warp_row + i
             if row < num_rows:
                 head, tile = kv_head * group + row % group, row // group
-                if const_expr(mValues is None):
-                    self.topk.store_indices(sIndices[warp_row + i, None], mIndices[batch, head, tile, None])
+                gIndices = mIndices[batch, head, tile * parts + part, None]
+                if parts == 1:
+                    self.topk.store_indices(sIndices[warp_row + i, None], gIndices)
                 else:
-                    store_list(
-                        self.topk,
-                        sValues[warp_row + i, None],
-                        sIndices[warp_row + i, None],
-                        mValues[batch, head, tile, part, None],
-                        mIndices[batch, head, tile, part, None],
-                    )
+                    gValues = mValues[batch, head, tile * parts + part, None]
+                    store_list(self.topk, sValues[warp_row + i, None], sIndices[warp_row + i, None], gValues, gIndices)
 
     # Loads
 
@@ -422,18 +412,15 @@ class TileTopK:
 
 
 @compiled_once
-def _compiled(
-    dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: int, packed: bool, in_parts: bool
-) -> Kernel:
-    whole = fake(torch.int32, None, None, None, blocks.count, aligned=False)
-    values, indices = fake_parts() if in_parts else (None, whole)
+def _compiled(dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: int, packed: bool) -> Kernel:
     return compile_kernel(
         TileTopK(dim, CUTE_DTYPES[dtype], blocks, keys, tile),
         fake(torch.float32, None, None, None, dim),
         fake(dtype, None, None, None, dim),
-        indices,
-        values,
+        fake(torch.int32, None, None, None, blocks.count, aligned=False),
+        fake(torch.float32, None, None, None, None, aligned=False),
         fake_tables()[0] if packed else None,
+        Int32(0),
         Int32(0),
         Int32(0),
     )
@@ -478,27 +465,27 @@ def tile_topk(
         int32 `[B,S,tiles,blocks.count]`, ascending, padded with -1.
     """
     batch, tiles, heads, dim = mean_q.shape
-    shape = (batch, heads, tiles, blocks.count)
-    if documents is None:
-        indices = torch.empty(shape, dtype=torch.int32, device=mean_q.device)
-        bounds = None
-    else:
-        indices = torch.full(shape, -1, dtype=torch.int32, device=mean_q.device)  # kept in unused tiles
-        bounds = documents.bounds
-    if indices.numel() == 0:
-        return indices
-    if documents is not None:
+    packed, kv_heads = documents is not None, k_cmp.shape[2]
+    ctas = batch * kv_heads * -(-tiles * (heads // kv_heads) // TILE_M)  # of one part
+    if packed or ctas == 0:
         parts = 1
     elif parts is None:
-        kv_heads = k_cmp.shape[2]
-        ctas = batch * kv_heads * -(-tiles * (heads // kv_heads) // TILE_M)
         seen = min(tokens, start + tiles * tile) if keys.causal else tokens
         parts = num_parts(ctas, seen // keys.stride, CTAS_PER_SM * multiprocessors(mean_q.device))
-    run = _compiled(k_cmp.dtype, dim, blocks, keys, tile, documents is not None, parts > 1).run
+    shape = batch, heads, tiles * parts, blocks.count
+    lists = torch.empty(shape, dtype=torch.int32, device=mean_q.device)
+    if packed:
+        lists.fill_(-1)  # kept in unused tiles
+    if ctas == 0:
+        return lists
+    values = mean_q  # one part writes no scores
     if parts > 1:
-        values, lists = new_parts(indices, parts)
-        run(mean_q, k_cmp, lists, values, None, tokens, start // tile)
-        merge_parts(values, lists, indices)
-    else:
-        run(mean_q, k_cmp, indices, None, bounds, tokens, start // tile)
-    return indices
+        values = torch.empty(shape, dtype=torch.float32, device=mean_q.device)
+    bounds = None if documents is None else documents.bounds
+    run = _compiled(k_cmp.dtype, dim, blocks, keys, tile, packed).run
+    run(mean_q, k_cmp, lists, values, bounds, parts, tokens, start // tile)
+    if parts > 1:
+        return merge_parts(*(x.unflatten(2, (tiles, parts)) for x in (values, lists)))
+    if not packed:
+        compile_merge(blocks.count)
+    return lists

@@ -16,6 +16,7 @@ from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.select.tile import TILE_M, num_parts, tile_topk
 from cute_kernels.select.topk import Blocks
 from tests.support import cases
+from tests.support.compile_keys import noted_keys
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 
 TILE = 256
@@ -109,6 +110,19 @@ HERE = [("sm_90", "an entry a block"), ("sm_90", "blocks of entries"), ("sm_100"
 def test_number_of_parts(ctas: int, entries: int, parts: int) -> None:
     """As many as there is room for, and fewer where they would be short."""
     assert num_parts(ctas, entries, 528) == parts
+
+
+@pytest.mark.filterwarnings("default")
+def test_no_number_of_parts_waits_for_a_kernel_of_its_own() -> None:
+    """A longer sequence than the first ones, of the same options, finds its kernels compiled."""
+    q, k = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((1, 3, 2, 64), (1, 999, 1, 64)))
+    with noted_keys() as keys:
+        for parts in (1, 4):
+            tile_topk(q.float(), k, OVERLAPPING, keys=Keys(32, 16), tile=TILE, tokens=16000, start=15232, parts=parts)
+            if parts == 1:
+                first = set(keys)
+    assert len(first) == 2
+    assert keys == first
 
 
 def test_expected_blocks_are_those_of_a_loop() -> None:
