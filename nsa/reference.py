@@ -16,6 +16,7 @@ tokens of their own, as in nsa/decoding, rows are `[B,1,n,T]` and masks have the
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, repeat
@@ -328,8 +329,8 @@ def _documents(
     )
     recompute = needs_grad(q, *(tensor for branch in branches for tensor in (branch.k, branch.v)))
     run = partial(checkpoint, _tiles, use_reentrant=False, preserve_rng_state=False) if recompute else _tiles
-    by_chunk = [run(*chunk, *branches, first, inputs.q_sum, config) for chunk in chunks]
-    whole = [torch.cat(results, dim=2) for results in zip(*by_chunk, strict=True)]
+    by_chunk = (run(*chunk, *branches, first, inputs.q_sum, config) for chunk in chunks)
+    whole = _join(by_chunk, [len(some) for some in tiles.split(size)], in_place=not recompute)
     rows = rows.flatten()
     before = int((rows < first).sum()) if inputs.continues else 0  # rows of the first tile that are not queries
     rows = rows[(rows >= first) & (rows < num_tokens)]
@@ -354,6 +355,31 @@ def _documents(
     )
     # Gates may have dims in another order in memory; out must be contiguous, as the operators' fakes say.
     return out.to(dtype).contiguous(), aux
+
+
+def _join(chunks: Iterable[tuple[Tensor, ...]], counts: Sequence[int], *, in_place: bool) -> list[Tensor]:
+    """Results of all tiles, from those of consecutive chunks, whose third dim has tiles or their rows.
+
+    In place each is written where it belongs. Kept as they are, small results would lie between the large temporaries
+    of their chunks, whose memory the system then hardly uses again: several GiB where a tile is a token.
+
+    Args:
+        counts: tiles of each chunk.
+        in_place: where no gradients are needed.
+    """
+    if not in_place:
+        return [torch.cat(results, dim=2) for results in zip(*chunks, strict=True)]
+    whole: list[Tensor] = []
+    done = 0
+    for results, count in zip(chunks, counts, strict=True):
+        rows = [x.shape[2] // max(count, 1) for x in results]  # of a tile
+        whole = whole or [
+            x.new_empty((*x.shape[:2], sum(counts) * n, *x.shape[3:])) for x, n in zip(results, rows, strict=True)
+        ]
+        for joined, x, n in zip(whole, results, rows, strict=True):
+            joined[:, :, done * n : (done + count) * n] = x
+        done += count
+    return whole
 
 
 def tiles_per_chunk(q: Tensor, v: Tensor, num_tokens: int, tile_size: int, config: NSAConfig) -> int:
