@@ -32,8 +32,12 @@ RAGGED = Case(
 )
 CASES = {
     "ragged": RAGGED,
-    "tiles of 96 keys": replace(RAGGED, queries=40, cached=(150, 20), new=(40, 9), overflowed=(), dim=128, gating="gates"),
-    "no window": replace(RAGGED, config=replace(CONFIG, window_size=0), queries=40, cached=(70, 0), new=(40, 9), overflowed=()),
+    "tiles of 96 keys": replace(
+        RAGGED, queries=40, cached=(150, 20), new=(40, 9), overflowed=(), dim=128, gating="gates"
+    ),
+    "no window": replace(
+        RAGGED, config=replace(CONFIG, window_size=0), queries=40, cached=(70, 0), new=(40, 9), overflowed=()
+    ),
     "before the first entry": replace(RAGGED, cached=(3, 0), new=(11, 9), overflowed=(), page_size=16, capacity=16),
 }
 

@@ -391,7 +391,7 @@ def test_a_nan_reaches_no_earlier_tile_head_group_or_document(name: str, bad: fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["seed", pytest.param("paper", marks=pytest.mark.full)])
-def test_16k_tokens_run_in_under_4_gib(preset: str) -> None:
+def test_16k_tokens_run_in_a_gib(preset: str) -> None:
     """In a process of its own, whose peak resident memory counts the interpreter and torch as well.
 
     Linux's own figure: that of `resource` begins with the peak of the process that started this one.
@@ -413,7 +413,7 @@ print(json.dumps([peak, bool(torch.isfinite(out).all())]))
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     peak_gib, finite = json.loads(done.stdout)
     assert finite
-    assert peak_gib < 4
+    assert peak_gib < 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
