@@ -787,7 +787,7 @@ def summary(results: Sequence[Result]) -> list[str]:
 
 def comparison(results: Iterable[Result], log: str) -> list[str]:
     """What became of the machine code in an earlier log, also compiled for a part of its cases."""
-    before = {tuple(fields[:-3]): fields[-2] for fields in rows_of(log)}
+    before = {result[:6]: result.sha256 for result in results_of(log)}
     kinds: dict[str, list[Result]] = {"the same": [], "other code": [], "new": []}
     for result in results:
         old = before.get(result[:6])
@@ -796,31 +796,31 @@ def comparison(results: Iterable[Result], log: str) -> list[str]:
     return [f"against the earlier log: {counts}", *(result.line for result in kinds["other code"])]
 
 
-def rows_of(log: str) -> list[list[str]]:
-    """The fields of each line of a log's table."""
-    rows = [fields for fields in map(str.split, log.splitlines()) if fields[:1] and fields[0] in TARGETS]
-    return [fields for fields in rows if len(fields) == len(HEADER.split())]
+def results_of(log: str) -> list[Result]:
+    """The lines of a log's table."""
+    results = []
+    for line in log.splitlines():
+        fields = line.split()
+        if len(fields) == len(HEADER.split()) and fields[0] in TARGETS:
+            *what, size, sha256, seconds = fields
+            failed = size == "FAILED"
+            error = "as the log says" if failed else ""
+            results.append(Result(*what, 0 if failed else int(size), sha256, float(seconds), error))
+    return results
 
 
-def replaced(log: str, results: Sequence[Result]) -> list[str]:
-    """The table of a log with the lines of these results in the place of their kernels', and its end."""
-    new: dict[tuple[str, str], list[str]] = {}
-    for result in results:
-        new.setdefault((result.arch, result.kernel), []).append(result.line)
-    table = []
-    for fields in rows_of(log):
-        kernel = fields[0], fields[1]
-        if kernel in new:
-            table += new[kernel]
-            new[kernel] = []  # all stand where the first one stood
-        else:
-            table.append(LINE.format(*fields))
-    table += [line for lines in new.values() for line in lines]
-    end = []
-    for arch in dict.fromkeys(line.split()[0] for line in table):
-        seconds = [float(line.split()[-1]) for line in table if line.split()[0] == arch]
-        end.append(f"{arch}: {len(seconds)} of {len(seconds)} compiled, {sum(seconds):.0f} s")
-    return [*table, "", *end]
+def replaced(old: Iterable[Result], new: Sequence[Result]) -> list[Result]:
+    """The old results with these in the place of those of their kernels, those of further kernels at the end."""
+    remaining: dict[tuple[str, str], list[Result]] = {}
+    for result in new:
+        remaining.setdefault((result.arch, result.kernel), []).append(result)
+    results: list[Result] = []
+    for result in old:
+        kernel = result.arch, result.kernel
+        results += remaining.get(kernel, [result])
+        if kernel in remaining:
+            remaining[kernel] = []  # all stand where the first one stood
+    return [*results, *itertools.chain(*remaining.values())]
 
 
 def versions() -> str:
@@ -848,8 +848,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
     title = f"{versions()}; matrix: {args.matrix}"
-    old = args.log.read_text(encoding="utf-8") if args.log and kernels else None
-    if old is not None and (old.partition("\n")[0] != title or "FAILED" in old):
+    log = args.log.read_text(encoding="utf-8") if args.log and kernels else None
+    if log is not None and (log.partition("\n")[0] != title or "FAILED" in log):
         parser.error(f"--kernels changes a log without failures, of {title}")
     earlier = args.against.read_text(encoding="utf-8") if args.against else None
     print(versions(), HEADER, sep="\n", flush=True)
@@ -863,9 +863,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         end += ["", *comparison(results, earlier)]
     print("", *end, sep="\n")
     failed = any(result.error for result in results)
-    if args.log and (old is None or not failed):
-        lines = [*(result.line for result in results), "", *end] if old is None else replaced(old, results)
-        args.log.write_text("\n".join([title, "", HEADER, *lines]) + "\n", encoding="utf-8")
+    if log is not None:
+        results = replaced(results_of(log), results)
+        end = summary(results)
+    if args.log and not (log is not None and failed):
+        table = [title, "", HEADER, *(result.line for result in results), "", *end]
+        args.log.write_text("\n".join(table) + "\n", encoding="utf-8")
     return 1 if failed else 0
 
 

@@ -147,7 +147,7 @@ def test_some_kernels_take_the_place_of_theirs_in_a_log(
 
     def logged() -> tuple[list[str], str]:
         text = (tmp_path / "log").read_text(encoding="utf-8")
-        return [" ".join(fields[1:3]) for fields in tool.rows_of(text)], text
+        return [f"{result.kernel} {result.variant}" for result in tool.results_of(text)], text
 
     assert run({"First": "ab", "Second": "ab", "Third": "a"}) == 0
     assert run({"Second": "bcd", "New": "a"}, "--kernels", "Second,New") == 0
