@@ -8,16 +8,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from cute_kernels.lists.query_to_kv import Keys
-from cute_kernels.select.tile import TILE_M, num_parts, tile_topk
+from cute_kernels.select.tile import MAX_PARTS, num_parts, tile_topk
 from cute_kernels.select.topk import Blocks
 from tests.support import cases
 from tests.support.compile_keys import noted_keys
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
+from tests.support.select_cases import expected_list
 
 TILE = 256
 
@@ -59,27 +61,24 @@ class Case(NamedTuple):
 
     def expected(self) -> Tensor:
         q, k = self.tensors("cpu")
-        out = torch.full((self.batch, self.heads, self.tiles, self.blocks.count), -1, dtype=torch.int32)
+        out = torch.empty((self.batch, self.heads, self.tiles, self.blocks.count), dtype=torch.int32)
         for b, head, tile in torch.cartesian_prod(*(torch.arange(n) for n in out.shape[:3])).tolist():
             seen = self.visible(tile, k.shape[1])
             logits = k[b, :seen, head * self.kv_heads // self.heads].double() @ q[b, tile, head].double()
-            chosen = self.of_row(logits, self.start // TILE + tile)
-            out[b, head, tile, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+            out[b, head, tile] = torch.tensor(self.of_row(logits, self.start // TILE + tile))
         return out
 
     def of_row(self, logits: Tensor, tile: int) -> list[int]:
         """Of the logits of the entries that it sees."""
         first, end = self.blocks.stride * torch.arange(len(logits)), self.blocks.length
         size = self.blocks.size
-        scores = {}
-        for block in range(int((len(logits) * self.blocks.stride + end) // size) + 1):
+        scores = np.full(int((len(logits) * self.blocks.stride + end) // size) + 1, np.nan)
+        for block in range(len(scores)):
             overlap = (torch.minimum(first + end, torch.tensor((block + 1) * size))) - first.clamp(min=block * size)
             overlap = overlap.clamp(min=0).double()
             if overlap.sum() > 0:
                 scores[block] = float((overlap * logits).sum() / overlap.sum())
-        forced = self.forced(tile, len(logits))
-        free = sorted(scores.keys() - forced, key=lambda block: (-scores[block], block))
-        return sorted([*forced, *free[: self.blocks.count - len(forced)]])
+        return expected_list(scores, self.forced(tile, len(logits)), self.blocks.count)
 
     def forced(self, tile: int, seen: int) -> set[int]:
         if self.blocks.newest:
@@ -147,7 +146,7 @@ def test_expected_blocks_are_those_of_a_loop() -> None:
 def test_interpreted(arch: str, name: str) -> None:
     expected = CASES[name].expected()
     with interpreted_gpu(arch):
-        for parts in (1, 3, 7, 16):
+        for parts in (1, 3, 7, MAX_PARTS):
             assert torch.equal(CASES[name].select("cpu", parts), expected), f"{parts} parts"
 
 
@@ -155,5 +154,5 @@ def test_interpreted(arch: str, name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str) -> None:
     expected = CASES[name].expected()
-    for parts in (None, 1, 2, 7, TILE_M):
+    for parts in (None, 1, 2, 7, MAX_PARTS):
         assert torch.equal(CASES[name].select("cuda", parts), expected), f"{parts} parts"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from nsa import NSAConfig, reference
 from tests.support import cases
 from tests.support import select_token_model as model
 from tests.support.lanes import LANES, WARP, Cta, Memory, Mma, Shared, plain
+from tests.support.select_cases import expected_list
 
 SPEC = Blocks(32, 16, 64, 16, init=1, local=2)
 COUNTS = (1, 16, 33)
@@ -47,12 +47,6 @@ def written(topk: Any, index: Shared) -> list[int]:
     out = Shared(np.full(topk.blocks.count, -9))
     WARP.run(topk.store_indices, index, out)
     return [int(block) for block in out.values]
-
-
-def expected_list(scores: np.ndarray[Any, Any], forced: set[int], count: int) -> list[int]:
-    free = [block for block in range(len(scores)) if block not in forced and not math.isnan(scores[block])]
-    chosen = sorted(forced | set(sorted(free, key=lambda b: (-scores[b], b))[: count - len(forced)]))
-    return chosen + [-1] * (count - len(chosen))
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
-"""What tests of selection per token share: the oracle's selection, and a check of selected blocks up to near ties."""
+"""What tests of selection share: blocks of given scores, the oracle's selection, selected blocks up to near ties."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +24,17 @@ def blocks_of(config: NSAConfig) -> Blocks:
         init=config.num_init_blocks,
         local=config.num_local_blocks,
     )
+
+
+def expected_list(scores: np.ndarray[Any, Any], forced: set[int], count: int) -> list[int]:
+    """The forced blocks, then those of the highest scores, of equal ones the lower; ascending, padded with -1.
+
+    Args:
+        scores: NaN where a block has none.
+    """
+    free = [block for block in range(len(scores)) if block not in forced and not math.isnan(scores[block])]
+    chosen = sorted(forced | set(sorted(free, key=lambda b: (-scores[b], b))[: count - len(forced)]))
+    return chosen + [-1] * (count - len(chosen))
 
 
 def compressed(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor, Tensor]:
