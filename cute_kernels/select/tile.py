@@ -467,7 +467,7 @@ def tile_topk(
     batch, tiles, heads, dim = mean_q.shape
     packed, kv_heads = documents is not None, k_cmp.shape[2]
     ctas = batch * kv_heads * -(-tiles * (heads // kv_heads) // TILE_M)  # of one part
-    if packed or ctas == 0:
+    if packed or ctas * blocks.count == 0:
         parts = 1
     elif parts is None:
         seen = min(tokens, start + tiles * tile) if keys.causal else tokens
@@ -476,7 +476,7 @@ def tile_topk(
     lists = torch.empty(shape, dtype=torch.int32, device=mean_q.device)
     if packed:
         lists.fill_(-1)  # kept in unused tiles
-    if ctas == 0:
+    if ctas * blocks.count == 0:
         return lists
     values = mean_q  # one part writes no scores
     if parts > 1:

@@ -124,6 +124,16 @@ def test_no_number_of_parts_waits_for_a_kernel_of_its_own() -> None:
     assert keys == first
 
 
+@pytest.mark.parametrize("parts", [None, 3])
+def test_no_blocks_take_no_kernel(parts: int | None) -> None:
+    q, k = torch.ones(2, 3, 4, 64), torch.ones(2, 999, 2, 64, dtype=torch.bfloat16)
+    none = replace(OVERLAPPING, count=0, init=0, local=0)
+    with noted_keys() as keys:
+        lists = tile_topk(q, k, none, keys=Keys(32, 16), tile=TILE, tokens=16000, start=15232, parts=parts)
+    assert (lists.shape, lists.dtype) == ((2, 4, 3, 0), torch.int32)
+    assert not keys
+
+
 def test_expected_blocks_are_those_of_a_loop() -> None:
     """Overlaps counted token by token."""
     case = CASES["overlapping entries"]
