@@ -27,6 +27,7 @@ from torch import Tensor
 
 from cute_kernels.attend.kv_outer import kv_outer_forward, takes_gating
 from cute_kernels.attend.query_outer import query_outer_forward, takes_query_outer
+from cute_kernels.attend.window_combine import Window, takes_window
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.gate.forward import Gating, gated_sum
 from cute_kernels.lists.query_to_kv import BlockLists, prefix_lists
@@ -46,6 +47,7 @@ from cute_kernels.plan import (
 )
 from cute_kernels.pool.compress import tile_means
 from cute_kernels.pool.documents import DOCUMENT, LENGTH, PUBLIC_ENTRY, START, TILE, Documents, query_tiles, sizes
+from cute_kernels.runtime.device import has_warpgroups
 from cute_kernels.select.tile import tile_topk
 from cute_kernels.select.token import token_topk
 from cute_kernels.select.topk import Blocks
@@ -70,7 +72,8 @@ class BranchOutputs(NamedTuple):
     indices: Tensor
     cmp_indices: Tensor | None
     gating: Gating | None = None
-    """Given where the selected branch's epilogue has gated; without lse, slc.o is then those rows of `Call.out`.
+    """Given where the selected branch's epilogue has gated; without lse, slc.o is then those rows of `Call.out`, and
+    so is win.o if that branch has attended to the window.
 
     Its gates are None where they are 1/3 each, or where nobody asked for projected ones."""
 
@@ -313,10 +316,13 @@ def attend(
     inputs, plan = call.attended, call.plan
     q = inputs.q if stop - start == call.num_rows else inputs.q[:, start:stop]
     first = plan.first_row + start
-    # First, because it needs nothing that is computed here: the GPU is busy while the host launches the rest
-    win = attend_window(plan, q, *branch_kv(inputs, "win"), first, lse)
-    k_cmp, v_cmp = call.compressed
     indices, cmp_indices = selections
+    takes_window = holds_forced and takes_window_along(call)
+    win = None
+    if not takes_window:
+        # First, because it needs nothing that is computed here: the GPU is busy while the host launches the rest
+        win = attend_window(plan, q, *branch_kv(inputs, "win"), first, lse)
+    k_cmp, v_cmp = call.compressed
     if indices is None and not plan.config.token_mode:
         q_sum = None if plan.documents is None and first % plan.tile == 0 else inputs.q_sum
         indices, cmp_indices = select(plan, q, k_cmp, first, plan.first_row + call.num_rows, q_sum)
@@ -326,8 +332,11 @@ def attend(
     gating = None
     if fuse_gate:
         gating = fused_gating(call, start, stop, indices, cmp, win, keep_slc=lse, keep_gates=lse or keep_gates)
+    window = None
+    if win is None:
+        win, window = new_window(call, q, gating, lse)
     slc = attend_selected(
-        plan, q, *branch_kv(inputs, "slc"), indices, first, lse, holds_forced=holds_forced, gating=gating
+        plan, q, *branch_kv(inputs, "slc"), indices, first, lse, holds_forced=holds_forced, gating=gating, window=window
     )
     return BranchOutputs(cmp, slc, win, indices, cmp_indices, gating)
 
@@ -415,12 +424,14 @@ def attend_selected(
     *,
     holds_forced: bool,
     gating: Gating | None = None,
+    window: Window | None = None,
 ) -> Branch:
     """Attention to the selected blocks of tokens.
 
     Args:
         holds_forced: `indices` hold the forced blocks, which need not be true of a caller's.
         gating: also weigh and add the branches into its out (`fused_gating`).
+        window: also attend to the window (`takes_window_along`).
     """
     stop, causal = start + q.shape[1], plan.config.causal
     if causal and plan.documents is None and stop < k.shape[1]:
@@ -433,7 +444,7 @@ def attend_selected(
             return Branch(*query_outer_forward(q, k, v, indices, first_token=start, **options))
         if holds_forced:
             options |= {"init": plan.config.num_init_blocks, "local": plan.config.num_local_blocks}
-        return Branch(*kv_outer_forward(q, k, v, indices, first_token=start, gating=gating, **options))
+        return Branch(*kv_outer_forward(q, k, v, indices, first_token=start, gating=gating, window=window, **options))
     lists = selected_lists(plan, q, k, indices, start)
     shifts = None if plan.documents is None else plan.documents.key_shifts
     return Branch(*fa4.selected(q, k, v, lists, causal=causal, scale=plan.scale, lse=lse, shifts=shifts))
@@ -456,6 +467,29 @@ def attend_window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: 
     return Branch(*fa4.window(q, k, v, left=left + extra, right=right - extra, scale=plan.scale, lse=lse))
 
 
+def takes_window_along(call: Call) -> bool:
+    """Whether the selected branch's last kernel attends to the window too (attend/window_combine.py)."""
+    plan, config, q = call.plan, call.plan.config, call.attended.q
+    dims, group = (q.shape[3], call.inputs.v.shape[3]), q.shape[2] // call.inputs.k.shape[2]
+    blocks = config.num_selected_blocks, config.select_size, config.num_init_blocks, config.num_local_blocks
+    shares_keys = call.inputs.k_slc is None and call.inputs.k_win is None
+    if not config.token_mode or not shares_keys or takes_query_outer(group, blocks[0], plan.query_outer):
+        return False
+    return q.numel() > 0 and takes_window(dims, group, *blocks, config.window_size, warpgroups=has_warpgroups(q.device))
+
+
+def new_window(call: Call, q: Tensor, gating: Gating | None, lse: bool) -> tuple[Branch, Window]:
+    """The window branch of query rows, for `attend_selected` to fill in.
+
+    Its o is out where nobody needs it. Args: lse: as of `attend`.
+    """
+    left = min(call.plan.config.window_size - 1, 1 << 30)  # kernels subtract it from tokens in int32
+    batch, rows, heads, _ = q.shape
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if lse or gating is None else None
+    sums = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device) if lse else None
+    return Branch(cast("Gating", gating).out if o is None else o, sums), Window(left, o, sums)
+
+
 def _no_keys(q: Tensor, v: Tensor) -> Branch:
     """A branch that has no keys: zeros, and -inf."""
     batch, rows, heads, _ = q.shape
@@ -472,7 +506,7 @@ def fused_gating(
     stop: int,
     indices: Tensor,
     cmp: Branch,
-    win: Branch,
+    win: Branch | None,
     *,
     keep_slc: bool,
     keep_gates: bool,
@@ -482,6 +516,7 @@ def fused_gating(
     It can in token mode with the KV-outer kernels, where D = D_v and nothing is packed (`takes_gating`).
 
     Args:
+        win: None: the selected branch attends to the window too.
         keep_slc: write the selected branch's own o too. keep_gates: write projected gates too.
     """
     q, k, v, plan, slots = call.inputs.q, call.inputs.k, call.inputs.v, call.plan, indices.shape[3]
@@ -493,7 +528,8 @@ def fused_gating(
     weight = call.inputs.gate_proj_weight
     if weight is not None and keep_gates:
         gates = torch.empty((*q.shape[:-1], 3), dtype=torch.float32, device=q.device)
-    return Gating(cmp.o, win.o, out, weight, gates, torch.empty_like(out) if keep_slc else None)
+    o_win, o_slc = None if win is None else win.o, torch.empty_like(out) if keep_slc else None
+    return Gating(cmp.o, o_win, out, weight, gates, o_slc)
 
 
 def gate(call: Call, branches: BranchOutputs, start: int, stop: int) -> Tensor | None:

@@ -4,8 +4,9 @@
     prefill          attention of many new tokens of each sequence, out `[B,N_q,H,D_v]`
 
 To forward.py the sequences are packed documents that continue, whose lengths only the device knows: the pages of each
-are gathered once, as aligned keys, the cache's entries are its k_cmp and v_cmp, and the window's keys are gathered by
-themselves, since it reaches few of them. Selections and rows have the bits of the whole call.
+are gathered once, as aligned keys, and the cache's entries are its k_cmp and v_cmp. Where the window is a launch of its
+own, its keys are gathered by themselves, since it reaches few of them. Selections and rows have the bits of the whole
+call.
 
 Nothing is read on the host: sizes follow from the capacity of the block table, bytes moved from lengths.
 """
@@ -23,7 +24,7 @@ from cute_kernels.decode.cache import Lengths, Pages
 from cute_kernels.decode.gather import gather_pages
 from cute_kernels.decode.pages import Paging
 from cute_kernels.fa4 import interface as fa4
-from cute_kernels.forward import attend, gate
+from cute_kernels.forward import attend, gate, takes_window_along
 from cute_kernels.plan import Call, plan_pack, window_reach
 from cute_kernels.pool.documents import ENTRY, KEY, LENGTH, ROW, START, Documents, Packed, Varlen, lay_out_queries
 from cute_kernels.runtime.device import vectorizable
@@ -71,15 +72,16 @@ def prefill(inputs: Any, config: Any, pages: Pages, lengths: Lengths) -> Tensor:
         documents.num_entries,
         lag=lag,
     )
-    window = keys
-    if config.window_size > 0:
-        documents, window = _lay_out_window(documents, q, queries, tokens, config, pages)
     gates = inputs.gates
     inputs = replace(inputs, q=q, k=keys[0], v=keys[1], gates=None if gates is None else gates.flatten(0, 1)[None])
     if inputs.gate_proj_weight is not None:
         inputs = replace(inputs, gate_proj_weight=vectorizable(inputs.gate_proj_weight))
-    attended = replace(inputs, q=aligned_q, k_slc=keys[0], v_slc=keys[1], k_win=window[0], v_win=window[1])
+    attended = replace(inputs, q=aligned_q, k_slc=keys[0], v_slc=keys[1], k_win=keys[0], v_win=keys[1])
     call = Call(inputs, attended, plan_pack(config, rules, dims, documents), compressed, batch)
+    if config.window_size > 0 and not takes_window_along(call):
+        documents, (k_win, v_win) = _lay_out_window(documents, q, queries, tokens, config, pages)
+        attended = replace(attended, k_win=k_win, v_win=v_win)
+        call = Call(inputs, attended, plan_pack(config, rules, dims, documents), compressed, batch)
     gate(call, attend(call, 0, call.num_rows, lse=False), 0, call.num_rows)
     return call.result.masked_fill(lengths.overflowed[:, None, None, None], torch.nan)
 

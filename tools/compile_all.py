@@ -420,7 +420,7 @@ def decode_cases() -> Iterator[Case]:
 
 
 def hopper_cases() -> Iterator[Case]:
-    from cute_kernels.attend import compressed_backward, window_backward
+    from cute_kernels.attend import compressed_backward, window_backward, window_combine
     from cute_kernels.attend.selected_backward import _combine, _dkv, _dq
     from cute_kernels.lists.query_to_kv import Keys
     from cute_kernels.lists.selected_worklist import _count, _list
@@ -450,6 +450,26 @@ def hopper_cases() -> Iterator[Case]:
             how = dim, dtype, has_local, continues
             yield Case("WindowDQ", variant, dim, None, dtype, ours(window_backward._dq, *how))
             yield Case("WindowDKV", variant, dim, None, dtype, ours(window_backward._dkv, *how))
+    paper, fp32 = (16, 64, 1, 2), torch.float32
+    for dim, group, dtype in itertools.product(DIMS, window_combine.GROUPS, DTYPES):
+        combined: dict[str, tuple[Any, ...]] = {
+            "projected": (*paper, (dtype, None), (False, False, False), False),
+            "projected,kept": (*paper, (dtype, fp32), (True, True, True), False),
+            "branches": (*paper, None, (True, True, True), False),
+            "branches,packed": (*paper, None, (True, True, True), True),
+        }
+        if group == 16:
+            combined |= {
+                "given": (*paper, (None, dtype), (False, False, False), False),
+                "thirds": (*paper, (None, None), (False, False, False), False),
+                "branches,packed,last-rows": (*paper, None, (True, True, False), True),
+                "128,projected": (16, 128, 1, 1, (dtype, None), (False, False, False), False),
+                "32-slots,projected": (32, 64, 1, 2, (dtype, None), (False, False, False), False),
+            }
+        for variant, how in combined.items():
+            yield Case(
+                "WindowCombine", variant, dim, group, dtype, ours(window_combine._compiled, dim, dtype, group, *how)
+            )
 
 
 def ours(compiled: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], bytes]:

@@ -173,22 +173,22 @@ def combine_row(
 
 
 @cute.jit
-def quad_gates(combine: CombineInputs, row: Row, sQ: cute.Tensor) -> cute.Tensor:
-    """The three gates of a row, in all lanes of its quad; projected ones are written where `combine` wants them.
+def quad_gates(gWeight: cute.Tensor | None, gGates: cute.Tensor | None, row: Row, sQ: cute.Tensor) -> cute.Tensor:
+    """The three gates of a row, in all lanes of its quad. All lanes of a warp take part.
 
-    All lanes of a warp take part. Args: `sQ`: the row's query.
+    Args: gWeight, gGates: as of CombineInputs. sQ: the row's query.
     """
     rGates = cute.make_rmem_tensor(3, Float32)
     rGates.fill(1.0 / 3.0)
-    if const_expr(combine.gWeight is not None):
+    if const_expr(gWeight is not None):
         vectors = const_expr(cute.size(sQ) // VECTOR // QUAD)
         rQ = cute.make_rmem_tensor((VECTOR, 1), sQ.element_type)
-        rWeight = cute.make_rmem_tensor((VECTOR, 1), combine.gWeight.element_type)
+        rWeight = cute.make_rmem_tensor((VECTOR, 1), gWeight.element_type)
         rLogits = cute.make_rmem_tensor((vectors, 3), Float32)
         for t in range_constexpr(vectors):
             load_vectors(sQ, t * QUAD, rQ)
             for b in range_constexpr(3):
-                load_vectors(combine.gWeight[row.head, b, None], t * QUAD, rWeight)
+                load_vectors(gWeight[row.head, b, None], t * QUAD, rWeight)
                 rLogits[t, b] = partial_dot(rQ[None, 0], rWeight[None, 0])
         for b in range_constexpr(3):
             for half in range_constexpr(vectors.bit_length() - 1):  # as lanes far apart, before near ones
@@ -196,12 +196,12 @@ def quad_gates(combine: CombineInputs, row: Row, sQ: cute.Tensor) -> cute.Tensor
                 for t in range_constexpr(left):
                     rLogits[t, b] = rLogits[t, b] + rLogits[t + left, b]
             rGates[b] = gate_of_logit(cute.arch.warp_reduction_sum(rLogits[0, b], threads_in_group=QUAD))
-        if const_expr(combine.gGates is not None):
+        if const_expr(gGates is not None):
             if row.is_valid & (cute.arch.lane_idx() % QUAD == 0):
-                cute.autovec_copy(rGates, combine.gGates[row.token, row.head, None])
-    elif const_expr(combine.gGates is not None):
+                cute.autovec_copy(rGates, gGates[row.token, row.head, None])
+    elif const_expr(gGates is not None):
         for b in range_constexpr(3):
-            rGates[b] = combine.gGates[row.token, row.head, b].to(Float32)
+            rGates[b] = gGates[row.token, row.head, b].to(Float32)
     return rGates
 
 

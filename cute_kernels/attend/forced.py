@@ -39,12 +39,18 @@ from cutlass import Float32, Int32, const_expr
 from torch import Tensor
 
 from cute_kernels.attend.combine_rows import CombineInputs
-from cute_kernels.attend.views import group_heads, group_heads_first, group_lse_heads
+from cute_kernels.attend.views import (
+    group_heads,
+    group_heads_first,
+    group_lse_heads,
+    most_token_blocks,
+    token_block,
+)
 from cute_kernels.attend.warp_rows import SMEM_CARVEOUT, CtaContext, WarpRows
 from cute_kernels.gate.forward import Gating, fake_gating
 from cute_kernels.lists.worklist import Worklist, fake_slots
 from cute_kernels.mma.warp import LANES
-from cute_kernels.pool.documents import LENGTH, ROW, START, TILE, TOKEN, PackedBlocks, document_at, fake_tables
+from cute_kernels.pool.documents import PackedBlocks, fake_tables
 from cute_kernels.runtime.device import has_warpgroups
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
@@ -101,9 +107,7 @@ class ForcedForward(WarpRows):
             self.warps, self.ctas_per_sm = 8, 1
 
     def _launch(self, mQ: cute.Tensor, mK: cute.Tensor, mBounds: cute.Tensor | None, first_token: Int32) -> Any:
-        blocks = cute.ceil_div(first_token % self.size + mQ.shape[1], self.size)
-        if const_expr(mBounds is not None):
-            blocks = (mQ.shape[1] + (mBounds.shape[1] - 1) * 2 * (self.size - 1)) // self.size  # the most that can be
+        blocks = most_token_blocks(mQ.shape[1], self.size, first_token, mBounds)
         return {
             "grid": [blocks * self.ctas_per_block, mK.shape[2], mK.shape[0]],
             "block": [self.warps * LANES, 1, 1],
@@ -192,22 +196,15 @@ class ForcedForward(WarpRows):
         self, cta: CtaContext, mQ: cute.Tensor, mBounds: cute.Tensor | None, first_token: Int32
     ) -> CtaTokens:
         """Args: `mQ`: as of `kernel`."""
-        block, part = cta.work_idx // self.ctas_per_block, cta.work_idx % self.ctas_per_block
-        # Of the sequence or document: its first token among keys, and among queries; its first query; its end
-        first_key, first_row, start, end = Int32(0), -first_token, first_token, first_token + mQ.shape[1]
-        if const_expr(mBounds is not None):
-            document = document_at(mBounds[TILE, None], block, 1, 1, 0)
-            block -= mBounds[TILE, document]
-            first_key, first_row = mBounds[TOKEN, document], mBounds[ROW, document]
-            start, end = mBounds[START, document], mBounds[LENGTH, document]
-        block += start // self.size
+        part = cta.work_idx % self.ctas_per_block
+        at = token_block(cta.work_idx // self.ctas_per_block, self.size, mQ.shape[1], first_token, mBounds)
         part_tokens = const_expr(-(-self.size // self.ctas_per_block))
-        own = block * self.size
-        token = cutlass.max(own + part * part_tokens, start)
-        end = cutlass.min(own + cutlass.min((part + 1) * part_tokens, self.size), end)
-        first_keys = self._first_keys(first_key, block)
+        own = at.block * self.size
+        token = cutlass.max(own + part * part_tokens, at.start)
+        end = cutlass.min(own + cutlass.min((part + 1) * part_tokens, self.size), at.end)
+        first_keys = self._first_keys(at.first_key, at.block)
         num_rows = (end - token) * self.group
-        return CtaTokens(first_row + token, first_key + token, first_keys, first_key + end, num_rows)
+        return CtaTokens(at.first_row + token, at.first_key + token, first_keys, at.first_key + end, num_rows)
 
     def _first_keys(self, document: Int32, block: Int32) -> tuple[Int32, ...]:
         """The first key of each block. Args: first token of the document; the tokens' own block, counted in it."""

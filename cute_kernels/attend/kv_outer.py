@@ -45,6 +45,7 @@ from cute_kernels.attend.combine import combine_and_gate, combine_partials
 from cute_kernels.attend.forced import forced_combine_and_gate, forced_forward, takes_forced
 from cute_kernels.attend.views import block_bounds, group_heads
 from cute_kernels.attend.warp_rows import SMEM_CARVEOUT, WarpRows
+from cute_kernels.attend.window_combine import Window, takes_window, window_combine
 from cute_kernels.gate.forward import Gating
 from cute_kernels.lists.worklist import (
     BLOCK,
@@ -201,6 +202,7 @@ def kv_outer_forward(
     init: int = 0,
     local: int = 0,
     gating: Gating | None = None,
+    window: Window | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each token to the blocks that it selected, causal.
 
@@ -216,6 +218,8 @@ def kv_outer_forward(
         init, local: indices hold these forced blocks for every token wherever they exist: the first `init` of its
             document, and `local` that end with its own. They are attended to in one go (attend/forced.py).
         gating: of these tokens: write out too, and o only into its `o_slc`, where `takes_gating`.
+        window: attend to the window of these keys too, with `init` and `local`, where `takes_window`. Rows of no query
+            are left as they are in its results.
 
     Returns:
         o `[B,T,H,D_v]`, that of `gating` or else its out, and lse fp32 `[B,H,T]`, natural log. Rows without keys, and
@@ -239,11 +243,18 @@ def kv_outer_forward(
     if o.numel() == 0 or slots == 0:
         return o.zero_(), lse.fill_(-math.inf)
 
-    has_forced = takes_forced(size, init, local)
+    if window is not None and not takes_window(
+        (dim, v_dim), group, slots, size, init, local, window.left + 1, warpgroups=has_warpgroups(q.device)
+    ):
+        got = f"{[*q.shape]}, D_v = {v_dim}, n = {slots}, l' = {size}, {local} local blocks, {window.left=}"
+        raise ValueError(f"not a window that the selected branch can take along: {got}")
+    has_forced = window is not None or takes_forced(size, init, local)
     forced: dict[str, Any] = {"size": size, "scale": scale, "init": init, "local": local}
-    if has_forced and gating is None:
-        if packed is not None:
-            lse.fill_(-math.inf)  # also of rows of no query
+    if has_forced and packed is not None:
+        lse.fill_(-math.inf)  # also of rows of no query
+        if window is not None:
+            o.zero_()
+    if has_forced and gating is None and window is None:
         forced_forward(q, k, v, o, lse, first_token=first_token, packed=packed, **forced)
     options = (dim, v_dim), q.dtype, group, slots, size, packed is not None, has_warpgroups(q.device)
     attend = _compiled(*options).run
@@ -272,7 +283,24 @@ def kv_outer_forward(
                 attend(*qkv, *tables, o_partial, lse_partial, *packed_tables(packed), worklist.first_token, scale)
                 chunk_lse = lse[b, q_heads, t]
                 lses: dict[str, Any] = {"lse_partial": lse_partial, "lse": chunk_lse}
-                if chunk_gating is None:
+                if window is not None:
+                    kept = None if gating is not None and gating.o_slc is None else o[b, t, q_heads]
+                    chunk_window = window.narrow(b, t, q_heads)
+                    q_chunk, k_chunk, v_chunk = qkv
+                    window_combine(
+                        q_chunk,
+                        k_chunk,
+                        v_chunk,
+                        worklist,
+                        o_partial,
+                        o=kept,
+                        window=chunk_window,
+                        gating=chunk_gating,
+                        packed=packed,
+                        **lses,
+                        **forced,
+                    )
+                elif chunk_gating is None:
                     combine_partials(worklist, o_partial, o[b, t, q_heads], accumulate=has_forced, **lses)
                 elif has_forced:
                     q_chunk, k_chunk, v_chunk = qkv

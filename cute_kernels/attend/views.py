@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.pool.documents import KEY, LENGTH, TOKEN, document_at
+from cute_kernels.pool.documents import KEY, LENGTH, ROW, START, TILE, TOKEN, document_at
 
 
 def group_heads(mX: cute.Tensor, group: int) -> cute.Tensor:
@@ -54,3 +56,62 @@ def block_bounds(
         start = mBounds[TOKEN, document]
         first, end = start + first - mBounds[KEY, document], start + mBounds[LENGTH, document]
     return first, end
+
+
+class TokenBlock(NamedTuple):
+    """A block of l' tokens that holds queries. Tokens and keys count from the first one of its sequence or document."""
+
+    block: Int32
+    first_key: Int32
+    """Token 0 among the keys that a kernel is given."""
+    first_row: Int32
+    """Token 0 among the queries that a kernel is given; negative where these begin later."""
+    start: Int32
+    """The first token of the sequence that is one of these queries."""
+    end: Int32
+    """Behind the last one."""
+
+
+def most_token_blocks(num_rows: Int32, size: int, first_token: Int32, mBounds: cute.Tensor | None) -> Int32:
+    """Blocks of `size` tokens that hold queries; of documents the most that can be."""
+    if const_expr(mBounds is not None):
+        return (num_rows + (mBounds.shape[1] - 1) * 2 * (size - 1)) // size
+    return cute.ceil_div(first_token % size + num_rows, size)
+
+
+@cute.jit
+def token_block(
+    index: Int32, size: cutlass.Constexpr[int], num_rows: Int32, first_token: Int32, mBounds: cute.Tensor | None
+) -> TokenBlock:
+    """The index-th block that holds queries; of a sequence, or one after the other of documents.
+
+    Args:
+        size: l'.
+        num_rows: queries.
+        first_token: that the first query is; with mBounds the row of the pack that it is.
+        mBounds: PackedBlocks.bounds.
+    """
+    block, first_key, first_row = index + first_token // size, Int32(0), -first_token
+    start, end = first_token, first_token + num_rows
+    if const_expr(mBounds is not None):
+        place = index + _blocks_before(first_token, size, mBounds)
+        document = document_at(mBounds[TILE, None], place, 1, 1, 0)
+        block = place - mBounds[TILE, document] + mBounds[START, document] // size
+        first_key, first_row = mBounds[TOKEN, document], mBounds[ROW, document] - first_token
+        start = cutlass.max(mBounds[START, document], -first_row)
+        end = cutlass.min(mBounds[LENGTH, document], num_rows - first_row)
+    return TokenBlock(block, first_key, first_row, start, end)
+
+
+@cute.jit
+def _blocks_before(row: Int32, size: cutlass.Constexpr[int], mBounds: cute.Tensor) -> Int32:
+    """Blocks of documents that hold queries of earlier rows only."""
+    document, later = Int32(0), Int32(mBounds.shape[1] - 1)
+    while later - document > 1:
+        middle = (document + later) // 2
+        if mBounds[ROW, middle] + mBounds[START, middle] <= row:
+            document = middle
+        else:
+            later = middle
+    before = (row - mBounds[ROW, document]) // size - mBounds[START, document] // size
+    return cutlass.min(mBounds[TILE, document] + cutlass.max(before, 0), mBounds[TILE, document + 1])

@@ -398,7 +398,7 @@ class WarpRows:
                 i = m * MMA_K + r * 8 + cute.arch.lane_idx() // QUAD
                 row = self._quad_row(slot_idx, first_row, num_rows, i)
                 rBlocks[None, r, m].store(load_slot_blocks(combine, row, Int32(0)).load())
-                rGates[None, r, m].store(quad_gates(combine, row, sQ[i, None]).load())
+                rGates[None, r, m].store(quad_gates(combine.gWeight, combine.gGates, row, sQ[i, None]).load())
         return rGates, rBlocks
 
     @cute.jit

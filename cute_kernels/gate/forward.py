@@ -6,8 +6,8 @@ Branches are compressed, selected, window, in this order. A row (token and head)
 one vector of 16 bytes. Sums are fp32 and rounded once. A thread has one row: two rows a thread, with fewer in flight,
 were slower (0.34 ms instead of 0.30 at 128K tokens).
 
-In token mode, kernels at whose end o_slc is in registers apply the gate there (CombineAndGate, ForcedCombineAndGate).
-They take `Gating`, `row_gates` and `weighted_sum` from here and give the same bits.
+In token mode, kernels at whose end o_slc is in registers apply the gate there (CombineAndGate, ForcedCombineAndGate,
+WindowCombine). They take `Gating`, `row_gates` and `weighted_sum` from here and give the same bits.
 
 Projected gates are kept for backward: fp32, 1 % of the bytes.
 
@@ -48,7 +48,8 @@ class Gating(NamedTuple):
 
     o_cmp: Tensor
     """`[B,T,H,D_v]`, like o_win and out."""
-    o_win: Tensor
+    o_win: Tensor | None
+    """None for a kernel that attends to the window itself."""
     out: Tensor
     gate_proj_weight: Tensor | None
     """`[H,3,D]`: gates are projected by it."""
@@ -60,9 +61,10 @@ class Gating(NamedTuple):
     def narrow(self, batches: slice, rows: slice, heads: slice) -> Gating:
         """The same for some batches, rows and heads."""
         weight = None if self.gate_proj_weight is None else self.gate_proj_weight[heads]
-        views = (None if x is None else x[batches, rows, heads] for x in (*self[:3], self.gates, self.o_slc))
-        o_cmp, o_win, out, gates, o_slc = views
-        return Gating(o_cmp, o_win, out, weight, gates, o_slc)  # type: ignore[arg-type]
+        o_cmp, out = (x[batches, rows, heads] for x in (self.o_cmp, self.out))
+        rest = (None if x is None else x[batches, rows, heads] for x in (self.o_win, self.gates, self.o_slc))
+        o_win, gates, o_slc = rest
+        return Gating(o_cmp, o_win, out, weight, gates, o_slc)
 
     @property
     def variant(self) -> tuple[torch.dtype | None, torch.dtype | None, bool]:

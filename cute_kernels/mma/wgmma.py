@@ -142,15 +142,26 @@ def _rows_first(x: cute.Tensor) -> cute.Tensor:
 
 
 def make_tma_copies(op: Any, dtype: Any, dim: int, *tensors: cute.Tensor) -> list[Any]:
-    """How to copy tiles between shared memory and each [B, N, H, D]: its atom and coordinates, then the next one's."""
+    """How to copy tiles between shared memory and each tensor: its atom and coordinates, then the next one's.
+
+    Args:
+        tensors: [B, N, H, D]; or ((G, N), D, ., .), of which a tile holds G heads of TILE / G tokens.
+    """
     layout = cute.select(swizzled_tiles(dtype, dim, 1), mode=[0, 1])
-    copies = [cpasync.make_tiled_tma_atom(op, _rows_first(x), layout, (TILE, dim)) for x in tensors]
+    rows = [x if isinstance(x.shape[0], tuple) else _rows_first(x) for x in tensors]
+    copies = [cpasync.make_tiled_tma_atom(op, x, layout, (_tile_rows(x), dim)) for x in rows]
     return [part for copy in copies for part in copy]
+
+
+def _tile_rows(x: cute.Tensor) -> Any:
+    """Rows of a tile of (N, D, H, B), or of ((G, N), D, ., .)."""
+    rows = x.shape[0]
+    return (rows[0], TILE // rows[0]) if isinstance(rows, tuple) else TILE
 
 
 def _tma_tiles(atom: cute.CopyAtom, tiles: cute.Tensor, x: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
     """(., tile in shared memory) and (., (tile of rows, head, batch)) for cute.copy."""
-    gX = cute.flat_divide(x, (TILE, cute.size(tiles, mode=[1])))[None, None, None, 0, None, None]
+    gX = cute.flat_divide(x, (_tile_rows(x), cute.size(tiles, mode=[1])))[None, None, None, 0, None, None]
     sX, tiled = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(gX, 0, 2)
     )
@@ -162,14 +173,16 @@ def tma_loads(*sources: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]) -> Calla
 
     Args:
         sources: of each, its atom, tiles in shared memory and coordinates (`make_tma_copies`).
-        place: (tile of rows, head, batch).
+        place: (tile of rows, head, batch), in the order of the coordinates.
         index: of the tiles in shared memory.
     """
-    copies = [(atom, *_tma_tiles(atom, tiles, x)) for atom, tiles, x in sources]
+    copies = [(atom, *_tma_tiles(atom, tiles, x), isinstance(x.shape[0], tuple)) for atom, tiles, x in sources]
 
     def load(place: tuple[Any, Any, Any], index: Any, barrier: Any) -> None:
-        for atom, sX, gX in copies:
-            cute.copy(atom, gX[None, place], sX[None, index], tma_bar_ptr=barrier)
+        for atom, sX, gX, is_grouped in copies:
+            tile, *rest = place
+            where = ((0, tile), *rest) if is_grouped else place
+            cute.copy(atom, gX[None, where], sX[None, index], tma_bar_ptr=barrier)
 
     return load
 

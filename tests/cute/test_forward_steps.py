@@ -82,6 +82,7 @@ def test_chunks_gate_their_own_rows(launched: list[str], monkeypatch: pytest.Mon
 
     def select(q: Tensor, *_: Any, gating: Gating, **__: Any) -> tuple[Tensor, Tensor]:
         assert gating.gates is not None
+        assert gating.o_win is not None
         assert gating.o_cmp.shape == gating.o_win.shape == q.shape
         gating.out.copy_(q * gating.gates[..., :1])
         return gating.out, torch.zeros(q.shape[0], q.shape[2], q.shape[1])

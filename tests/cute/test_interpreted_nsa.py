@@ -47,6 +47,12 @@ CASES = {
     "tokens": Case(
         250, NSAConfig.paper(compress_block_size=16, compress_stride=8, num_selected_blocks=4, window_size=30)
     ),
+    # The window, which local blocks lie in, is the last kernel's on sm_90
+    "tokens, wide window": Case(
+        250,
+        NSAConfig.paper(compress_block_size=16, compress_stride=8, num_selected_blocks=4, window_size=130),
+        heads=8,
+    ),
     # Tiles of 256 select 2 of 5 blocks
     "tiles": Case(300, NSAConfig(compress_block_size=16, select_block_size=64, num_selected_blocks=2, window_size=50)),
 }

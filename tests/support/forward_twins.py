@@ -138,6 +138,7 @@ def token_attention(
     init: int = 0,
     local: int = 0,
     gating: Gating | None = None,
+    window: None = None,
 ) -> tuple[Tensor, Tensor]:
     """Token mode's selected branch, which reads no key behind the last token."""
     tokens, group = first_token + q.shape[1], q.shape[2] // k.shape[2]

@@ -1,0 +1,866 @@
+"""The end of a token's attention on Hopper: window, forced blocks, combine and gate in one kernel.
+
+    o_win  = softmax over keys i - left <= j <= i                     of the window
+    o_f    = softmax over the forced blocks: the first `init`, and the `local` ones that end with the row's own
+    o      = sum_s exp(lse_s - lse) o_s                               s over o_f and the slots with a partial
+    out    = g_cmp o_cmp + g_slc o + g_win o_win                      or o and o_win are written
+
+Local blocks lie in the window, whose softmax begins with them. Up to their last key the sums of both are the same: o_f
+goes on from a copy. So local blocks cost no products of their own, and o_win does not go through memory.
+
+WindowCombine   a CTA owns CTA_ROWS query rows, tokens x the G heads of a key/value head (pack_gqa), 2 x 64 at a time,
+                64 of each consumer warpgroup. One ring of stages brings what rows meet, in the order they meet it:
+                tiles of 64 keys and values, from the row's own down to the window's first, then of the first blocks;
+                the partials of a slot that one of the tokens has; o_cmp.
+
+The consumers multiply while the producer fetches partials ahead, so memory and tensor cores work at the same time.
+Tiles of rows and of keys begin at multiples of 64 tokens of a sequence or document, wherever its queries begin, and no
+row of a tile changes another's sums: bits do not depend on chunks, nor on what follows.
+
+Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64, forced (1, 2), w = 512: partials of 13 slots, 14.0 GB, q
+and o_cmp, out, 3.2 GB: 4.1 ms at 4.2 TB/s; at the same time 10 tiles of keys, 1.4 TFLOP, 1.5 ms at 900 TFLOP/s, and 2.7
+billion exponentials, 0.7 ms. Keys and values from L2: 10.7 GB.
+
+Limits: sm_90a; D = D_v 64 or 128; G 8, 16, 32 or 64; n <= MAX_SLOTS; l' a multiple of 64; causal, 0 < local l' <= w;
+window and selected branch have the same keys and values; TMA: rows start at multiples of 16 bytes; 64-bit offsets. Keys
+and values up to the last token of a row's tile of 64 must be finite, as must those before the window in its first tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from torch import Tensor
+
+from cute_kernels.attend.backward_tiles import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+    THREADS,
+    WARPGROUP_WARPS,
+    Consumer,
+    consumer_of,
+    consumer_state,
+    producer_state,
+)
+from cute_kernels.attend.combine_rows import Row, quad_gates
+from cute_kernels.attend.views import (
+    TokenBlock,
+    group_heads,
+    group_heads_first,
+    group_lse_heads,
+    most_token_blocks,
+    token_block,
+)
+from cute_kernels.gate.forward import BRANCHES, Gating
+from cute_kernels.lists.worklist import Worklist, fake_slots
+from cute_kernels.mma.mma_sync import (
+    QUAD,
+    acc_as_operand_a,
+    acc_mn_view,
+    accumulator,
+    as_vectors,
+    make_warp_mma,
+    online_softmax,
+    scale_row,
+    store_rows,
+    vector_strides,
+)
+from cute_kernels.mma.warp import LN_2, LOG2_E, lowest_bit
+from cute_kernels.mma.wgmma import (
+    MN,
+    REGISTERS,
+    SHARED,
+    TILE,
+    K,
+    allocate_tiles,
+    as_warpgroup_acc,
+    issue_mma,
+    make_tma_copies,
+    producer_acquire,
+    smem_operand_a,
+    smem_operand_b,
+    swizzled_tiles,
+    tma_loads,
+    tma_pipeline,
+    transpose_view,
+    warpgroup_mma,
+)
+from cute_kernels.pool.documents import PackedBlocks, fake_tables
+from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+
+STAGES = 6
+"""Of the ring, two tiles of 64 x D each: with the queries all of shared memory for D = 128."""
+
+CTA_ROWS = 512
+"""Query rows of a CTA, up to a block's; TILE for each consumer at a time."""
+
+STEP_ROWS = CONSUMERS * TILE
+
+GROUPS = (8, 16, 32, 64)
+"""Query heads of a key/value head: a tile of TILE rows holds whole tokens, and a token whole rows of the swizzle."""
+
+MAX_SLOTS = 32
+"""A lane for each."""
+
+
+class KeyTiles(NamedTuple):
+    """Tiles of TILE keys that the rows of a step meet: `own` and those before it down to `low`, then 0 ... `first` - 1.
+
+    The first `local` of them are of local blocks.
+    """
+
+    own: Int32
+    low: Int32
+    local: Int32
+    first: Int32
+
+    def num_window(self) -> Int32:
+        return self.own - self.low + 1
+
+    @cute.jit
+    def tile(self, i: Int32) -> Int32:
+        window = self.num_window()
+        return self.own - i if i < window else i - window
+
+
+class Sums(NamedTuple):
+    """Of an online softmax over what a warp's 16 rows have met."""
+
+    acc: cute.Tensor
+    """fp32, of an MMA: P V, not divided by the sums of P."""
+    rMax: cute.Tensor
+    """fp32 (r): maxima of scores, in base 2, of the thread's two rows."""
+    rSum: cute.Tensor
+    """fp32 (r): sums of P over the thread's columns."""
+
+
+class Shared(NamedTuple):
+    """Shared memory and pipelines."""
+
+    sQ: cute.Tensor  # (TILE, D, CONSUMERS)
+    sRing: cute.Tensor  # (TILE, D, 2 STAGES)
+    q_ready: Any
+    ring_ready: Any
+
+
+class Outputs(NamedTuple):
+    """What is written, of a CTA's batch and key/value head; rows are the queries that the kernel is given."""
+
+    gO: cute.Tensor | None  # 16 bits [T, G, D]: o of the selected branch
+    gLse: cute.Tensor  # fp32 [T, G]
+    gWin: cute.Tensor | None  # o of the window
+    gWinLse: cute.Tensor | None
+    gOut: cute.Tensor | None  # out, with gates
+    gWeight: cute.Tensor | None  # [G, 3, D], as of CombineInputs
+    gGates: cute.Tensor | None  # [T, G, 3], likewise
+
+
+class WindowCombine:
+    """Roles: warpgroup 0 is the producer, of which warp 0 issues TMA; warpgroups 1 and 2 are the consumers.
+
+    pipeline    stages  a stage is full when                          and empty when the 8 consumer warps
+    q_ready     1       TMA has written the queries of a step         have awaited their last S and read their gates
+    ring_ready  STAGES  TMA has written a tile of K and one of V; or  have awaited P V; or read the partials
+                        the partials, or o_cmp, of each consumer
+
+    Args:
+        dim, dtype: D = D_v, and their 16-bit type.
+        group: G.
+        slots: n.
+        size, init, local: l', and forced blocks of either kind.
+        gated: whether out is written.
+    """
+
+    def __init__(
+        self, dim: int, dtype: Any, group: int, slots: int, size: int, init: int, local: int, *, gated: bool
+    ) -> None:
+        self.dim, self.dtype, self.group, self.slots = dim, dtype, group, slots
+        self.size, self.init, self.local, self.gated = size, init, local, gated
+        self.tile_tokens = TILE // group
+        self.step_tokens = STEP_ROWS // group
+        self.cta_tokens = min(CTA_ROWS // group, size)
+        self.lane_slots = -(-slots // QUAD)
+        """Slots of a row that one lane of its quad has."""
+        self.tile_bytes = TILE * dim * dtype.width // 8
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # [B, T, H, D], of the tokens first_token ...
+        mK: cute.Tensor,  # [B, N, H_kv, D]
+        mV: cute.Tensor,
+        mSlotBlocks: cute.Tensor,  # Worklist.slot_blocks
+        mOPartial: cute.Tensor,  # [B, H_kv, T n, G, D], contiguous
+        mLsePartial: cute.Tensor,  # fp32 [B, H_kv, T n, G]
+        mLse: cute.Tensor,  # fp32 [B, H, T]
+        mWinLse: cute.Tensor | None,  # likewise, of the window
+        mOut: cute.Tensor | None,  # [B, T, H, D], like those below; with gates
+        mW: cute.Tensor | None,  # [H, 3, D]
+        mG: cute.Tensor | None,  # [B, T, H, 3]: without mW read, with it written
+        mCmp: cute.Tensor | None,
+        mWin: cute.Tensor | None,
+        mSlc: cute.Tensor | None,
+        mBounds: cute.Tensor | None,  # PackedBlocks.bounds
+        left: Int32,
+        first_token: Int32,
+        scale: Float32,
+        stream: Any,
+    ):
+        load, group = cpasync.CopyBulkTensorTileG2SOp(), self.group
+        mQ_rows, mPartials = _group_rows(mQ, group), _partial_rows(mOPartial, self.slots)
+        tmas = make_tma_copies(load, self.dtype, self.dim, mQ_rows, mK, mV, mPartials)
+        tma_cmp: list[Any] = [None, None]
+        if const_expr(mCmp is not None):
+            tma_cmp = make_tma_copies(load, self.dtype, self.dim, _group_rows(mCmp, group))
+        blocks = most_token_blocks(mQ.shape[1], self.size, first_token, mBounds)
+        self.kernel(
+            *tmas,
+            *tma_cmp,
+            mSlotBlocks,
+            mLsePartial,
+            group_lse_heads(mLse, group),
+            None if const_expr(mWinLse is None) else group_lse_heads(mWinLse, group),
+            group_heads_first(mOut, group),
+            mW,
+            group_heads_first(mG, group),
+            group_heads_first(mWin, group),
+            group_heads_first(mSlc, group),
+            mBounds,
+            mQ.shape[1],
+            left,
+            first_token,
+            scale,
+            warpgroup_mma(self.dtype, TILE, SHARED, K, K),
+            warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN),
+            swizzled_tiles(self.dtype, self.dim, CONSUMERS),
+            swizzled_tiles(self.dtype, self.dim, 2 * STAGES),
+        ).launch(
+            grid=[blocks * (self.size // self.cta_tokens), mK.shape[2], mK.shape[0]],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,  # ((G, T), D, H_kv, B), coordinates for TMA
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,  # (N, D, H_kv, B)
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,
+        tma_partial: cute.CopyAtom,
+        mPartials: cute.Tensor,  # ((G, T), D, n, B H_kv)
+        tma_cmp: cute.CopyAtom | None,
+        mCmp: cute.Tensor | None,  # as mQ
+        mSlotBlocks: cute.Tensor,
+        mLsePartial: cute.Tensor,
+        mLse: cute.Tensor,  # [B, H_kv, T, G]
+        mWinLse: cute.Tensor | None,
+        mOut: cute.Tensor | None,  # [B, H_kv, T, G, D]
+        mW: cute.Tensor | None,
+        mG: cute.Tensor | None,  # [B, H_kv, T, G, 3]
+        mWin: cute.Tensor | None,
+        mSlc: cute.Tensor | None,
+        mBounds: cute.Tensor | None,
+        num_rows: Int32,
+        left: Int32,
+        first_token: Int32,
+        scale: Float32,
+        mma_s: cute.TiledMma,
+        mma_o: cute.TiledMma,
+        q_layout: cute.ComposedLayout,
+        ring_layout: cute.ComposedLayout,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        index, kv_head, batch = cute.arch.block_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        parts = const_expr(self.size // self.cta_tokens)
+        at = token_block(index // parts, self.size, num_rows, first_token, mBounds)
+        first = at.block * self.size + index % parts * self.cta_tokens  # of the CTA's tokens
+        first_step = cutlass.max(at.start - first, 0) // self.step_tokens
+        stop_step = cute.ceil_div(cutlass.min(at.end - first, self.cta_tokens), self.step_tokens)
+        steps = (first_step, cutlass.max(stop_step, first_step))
+        shared = self.allocate(q_layout, ring_layout)
+        gSlotBlocks = mSlotBlocks[batch, kv_head, None, None]
+
+        if warp_index < WARPGROUP_WARPS:  # producer
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp_index == 0:
+                row = at.first_row + first
+                rows = [
+                    (tma_q, shared.sQ, _rows_from(mQ, row)),
+                    (tma_partial, shared.sRing, _rows_from(mPartials, row)),
+                ]
+                if const_expr(tma_cmp is not None):
+                    rows.append((tma_cmp, shared.sRing, _rows_from(mCmp, row)))
+                keys = [
+                    (atom, shared.sRing, cute.domain_offset((at.first_key, 0, 0, 0), x))
+                    for atom, x in ((tma_k, mK), (tma_v, mV))
+                ]
+                self.load(shared, rows, keys, gSlotBlocks, at, first, steps, left, kv_head, batch, mK.shape[2])
+        else:  # consumers
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            heads = kv_head * self.group
+            outputs = Outputs(
+                _of_cta(mSlc, batch, kv_head),
+                mLse[batch, kv_head, None, None],
+                _of_cta(mWin, batch, kv_head),
+                _of_cta(mWinLse, batch, kv_head),
+                _of_cta(mOut, batch, kv_head),
+                None if const_expr(mW is None) else cute.domain_offset((heads, 0, 0), mW),
+                _of_cta(mG, batch, kv_head),
+            )
+            gLsePartial = mLsePartial[batch, kv_head, None, None]
+            self.consume(
+                shared,
+                mma_s,
+                mma_o,
+                consumer_of(thread, warp_index),
+                gSlotBlocks,
+                gLsePartial,
+                outputs,
+                at,
+                first,
+                steps,
+                left,
+                scale,
+            )
+
+    @cute.jit
+    def allocate(self, q_layout: cute.ComposedLayout, ring_layout: cute.ComposedLayout) -> Shared:
+        smem = cutlass.memory.SmemAllocator()
+        sQ, sRing = (allocate_tiles(smem, self.dtype, layout) for layout in (q_layout, ring_layout))
+        warps = CONSUMERS * WARPGROUP_WARPS
+        q_ready = tma_pipeline(1, warps, CONSUMERS * self.tile_bytes, defer_sync=True)
+        ring_ready = tma_pipeline(STAGES, warps, 2 * self.tile_bytes)
+        return Shared(sQ, sRing, q_ready, ring_ready)
+
+    # What a step of the CTA meets
+
+    @cute.jit
+    def key_tiles(self, first: Int32, left: Int32) -> KeyTiles:
+        """Args: first: the first token of the step."""
+        own = first // TILE
+        local = cutlass.max(first // self.size - self.local + 1, 0) * (self.size // TILE)
+        low = cutlass.max(first - left, 0) // TILE
+        init = cutlass.min(Int32(self.init * (self.size // TILE)), local)
+        return KeyTiles(own, low, own - local + 1, init)
+
+    @cute.jit
+    def slots_with_partials(self, gSlotBlocks: cute.Tensor, at: TokenBlock, first: Int32) -> Int32:
+        """A bit for each slot in which one of the step's tokens has a block. All lanes of a warp take part."""
+        lane, has_block = cute.arch.lane_idx(), Int32(0)
+        for i in range_constexpr(self.step_tokens):
+            token = first + i
+            if (lane < self.slots) & (token >= at.start) & (token < at.end):
+                if gSlotBlocks[at.first_row + token, lane] >= 0:
+                    has_block = Int32(1)
+        return cute.arch.vote_ballot_sync(has_block != 0)
+
+    # Producer
+
+    @cute.jit
+    def load(
+        self,
+        shared: Shared,
+        rows: list[Any],  # q, partials and o_cmp, as `tma_loads` takes them
+        keys: list[Any],  # K and V
+        gSlotBlocks: cute.Tensor,
+        at: TokenBlock,
+        first: Int32,
+        steps: tuple[Int32, Int32],
+        left: Int32,
+        kv_head: Int32,
+        batch: Int32,
+        kv_heads: Int32,
+    ):
+        """Warp 0: all that the steps of the CTA read."""
+        load_q, load_partials = tma_loads(rows[0]), tma_loads(rows[1])
+        load_k, load_v = tma_loads(keys[0]), tma_loads(keys[1])
+        state, q_state = producer_state(STAGES), producer_state(1)
+        for step in cutlass.range(steps[0], steps[1], unroll=1):
+            first_token = first + step * self.step_tokens
+            tiles = self.key_tiles(first_token, left)
+            slots = self.slots_with_partials(gSlotBlocks, at, first_token)
+            barrier = producer_acquire(shared.q_ready, q_state)
+            for i in range_constexpr(CONSUMERS):
+                load_q((step * CONSUMERS + i, kv_head, batch), i, barrier)
+            q_state.advance()
+            for i in cutlass.range(tiles.num_window() + tiles.first, unroll=1):
+                barrier = producer_acquire(shared.ring_ready, state)
+                load_k((tiles.tile(i), kv_head, batch), 2 * state.index, barrier)
+                load_v((tiles.tile(i), kv_head, batch), 2 * state.index + 1, barrier)
+                state.advance()
+            while slots != 0:
+                barrier = producer_acquire(shared.ring_ready, state)
+                for i in range_constexpr(CONSUMERS):
+                    place = step * CONSUMERS + i, lowest_bit(slots), batch * kv_heads + kv_head
+                    load_partials(place, 2 * state.index + i, barrier)
+                state.advance()
+                slots &= slots - 1
+            if const_expr(self.gated):
+                load_cmp = tma_loads(rows[2])
+                barrier = producer_acquire(shared.ring_ready, state)
+                for i in range_constexpr(CONSUMERS):
+                    load_cmp((step * CONSUMERS + i, kv_head, batch), 2 * state.index + i, barrier)
+                state.advance()
+
+    # Consumers
+
+    @cute.jit
+    def consume(
+        self,
+        shared: Shared,
+        mma_s: cute.TiledMma,
+        mma_o: cute.TiledMma,
+        consumer: Consumer,
+        gSlotBlocks: cute.Tensor,  # [T, n]
+        gLsePartial: cute.Tensor,  # fp32 [T n, G]
+        outputs: Outputs,
+        at: TokenBlock,
+        first: Int32,
+        steps: tuple[Int32, Int32],
+        left: Int32,
+        scale: Float32,
+    ):
+        state, q_state = consumer_state(STAGES), consumer_state(1)
+        sQ, sRing, q_ready, ring_ready = shared
+        tSrQ = smem_operand_a(mma_s, sQ)[None, None, None, consumer.warpgroup]
+        tSrK, tOrV = smem_operand_b(mma_s, sRing), smem_operand_b(mma_o, transpose_view(sRing))
+        sWarpQ = cute.local_tile(
+            sQ[None, None, consumer.warpgroup], (16, self.dim), (consumer.warp % WARPGROUP_WARPS, 0)
+        )
+        read_rows = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype), mma_o
+        ).get_slice(consumer.thread)
+        tCsRing = read_rows.partition_S(sRing)
+
+        for step in cutlass.range(steps[0], steps[1], unroll=1):
+            first_token = first + step * self.step_tokens
+            tiles = self.key_tiles(first_token, left)
+            slots = self.slots_with_partials(gSlotBlocks, at, first_token)
+            tile_token = first_token + consumer.warpgroup * self.tile_tokens
+            rows = [self.row(consumer, r, tile_token, at) for r in range(2)]
+            rTokens = cute.make_rmem_tensor(2, Int32)
+            rWeights = cute.make_rmem_tensor((self.lane_slots, 2), Float32)
+            for r in range_constexpr(2):
+                rTokens[r] = tile_token + _lane_row(consumer, r) // self.group
+                self.load_lse(gSlotBlocks, gLsePartial, rows[r], rWeights[None, r])
+
+            # Window and forced blocks
+            q_ready.consumer_wait(q_state)
+            window = self.make_sums()
+            for i in cutlass.range(tiles.local, unroll=1):
+                S = self.start_step(ring_ready, state, mma_s, tSrQ, tSrK)
+                self.mask(S, tiles.tile(i) * TILE, tile_token, rTokens, left)
+                self.finish_step(S, window, ring_ready, state, mma_o, tOrV, scale)
+                state.advance()
+            forced = self.make_sums()
+            for x, y in zip(forced, window, strict=True):
+                x.store(y.load())
+            for i in cutlass.range(tiles.local, tiles.num_window(), unroll=1):
+                S = self.start_step(ring_ready, state, mma_s, tSrQ, tSrK)
+                self.mask(S, tiles.tile(i) * TILE, tile_token, rTokens, left)
+                self.finish_step(S, window, ring_ready, state, mma_o, tOrV, scale)
+                state.advance()
+            rWin = self.finish_window(window, rows, outputs)
+            for _ in cutlass.range(tiles.first, unroll=1):
+                S = self.start_step(ring_ready, state, mma_s, tSrQ, tSrK)
+                self.finish_step(S, forced, ring_ready, state, mma_o, tOrV, scale)
+                state.advance()
+            rGates = cute.make_rmem_tensor((BRANCHES, 2), Float32)
+            if const_expr(self.gated):
+                for r in range_constexpr(2):
+                    sRow = sWarpQ[r * 8 + cute.arch.lane_idx() // QUAD, None]
+                    rGates[None, r].store(quad_gates(outputs.gWeight, outputs.gGates, rows[r], sRow).load())
+            cute.arch.sync_warp()
+            q_ready.consumer_release(q_state)
+            q_state.advance()
+
+            # Combine
+            rInverse = self.weigh(forced, rWeights, rows, outputs)
+            acc_o_mn = acc_mn_view(forced.acc)
+            rX = cute.make_rmem_tensor_like(forced.acc, self.dtype)
+            while slots != 0:
+                slot = lowest_bit(slots)
+                weights = [_of_slot(rWeights[None, r], slot) for r in range(2)]
+                ring_ready.consumer_wait(state)
+                stage = 2 * state.index + consumer.warpgroup
+                cute.copy(read_rows, tCsRing[None, None, None, stage], read_rows.retile(as_warpgroup_acc(rX)))
+                for r in range_constexpr(2):
+                    _add_row(acc_o_mn, rX, r, weights[r])
+                cute.arch.sync_warp()
+                ring_ready.consumer_release(state)
+                state.advance()
+                slots &= slots - 1
+
+            # Gate
+            for r in range_constexpr(2):
+                scale_row(acc_o_mn[None, r, 0, None], rInverse[r])
+            rO = cute.make_rmem_tensor_like(forced.acc, self.dtype)
+            rO.store(forced.acc.load().to(self.dtype))
+            self.store_rows(rO, outputs.gO, consumer, tile_token, at)
+            self.store_rows(rWin, outputs.gWin, consumer, tile_token, at)
+            if const_expr(self.gated):
+                ring_ready.consumer_wait(state)
+                stage = 2 * state.index + consumer.warpgroup
+                cute.copy(read_rows, tCsRing[None, None, None, stage], read_rows.retile(as_warpgroup_acc(rX)))
+                cute.arch.sync_warp()
+                ring_ready.consumer_release(state)
+                state.advance()
+                self.gate((rX, rO, rWin), rGates, rO)
+                self.store_rows(rO, outputs.gOut, consumer, tile_token, at)
+
+    @cute.jit
+    def row(self, consumer: Consumer, r: cutlass.Constexpr[int], tile_token: Int32, at: TokenBlock) -> Row:
+        """The r-th of the thread's two rows of a tile."""
+        i = _lane_row(consumer, r)
+        token = tile_token + i // self.group
+        is_valid = (token >= at.start) & (token < at.end)
+        existing = cutlass.min(cutlass.max(token, at.start), at.end - 1)
+        return Row(at.first_row + existing, i % self.group, is_valid)
+
+    @cute.jit
+    def load_lse(self, gSlotBlocks: cute.Tensor, gLsePartial: cute.Tensor, row: Row, rLse: cute.Tensor):
+        """lse of a row's partials, in base 2, -inf where there is none; lane j of a quad has slots j, j + QUAD ..."""
+        for k in range_constexpr(self.lane_slots):
+            slot, lse = k * QUAD + cute.arch.lane_idx() % QUAD, -Float32.inf
+            if row.is_valid & (slot < self.slots):
+                if gSlotBlocks[row.token, slot] >= 0:
+                    lse = gLsePartial[row.token * self.slots + slot, row.head] * LOG2_E
+            rLse[k] = lse
+
+    def make_sums(self) -> Sums:
+        """Of no keys."""
+        sums = Sums(
+            accumulator(make_warp_mma(self.dtype, 1), (16, self.dim)),
+            cute.make_rmem_tensor(2, Float32),
+            cute.make_rmem_tensor(2, Float32),
+        )
+        for x, value in zip(sums, (0.0, -Float32.inf, 0.0), strict=True):
+            x.fill(value)
+        return sums
+
+    @cute.jit
+    def start_step(
+        self, ring_ready: Any, state: Any, mma_s: cute.TiledMma, tSrQ: cute.Tensor, tSrK: cute.Tensor
+    ) -> cute.Tensor:
+        """S of a tile of keys, as `accumulator` of a warp."""
+        S = accumulator(make_warp_mma(self.dtype, 1), (16, TILE))
+        ring_ready.consumer_wait(state)
+        issue_mma(mma_s, as_warpgroup_acc(S), tSrQ, tSrK[None, None, None, 2 * state.index], False)
+        warpgroup.wait_group(0)
+        return S
+
+    @cute.jit
+    def mask(self, S: cute.Tensor, first_key: Int32, tile_token: Int32, rTokens: cute.Tensor, left: Int32):
+        """Scores of keys outside of a row's window become -inf. Args: rTokens: of the thread's two rows."""
+        last_token = tile_token + self.tile_tokens - 1
+        if (first_key + TILE - 1 > tile_token) | (first_key < last_token - left):
+            scores = acc_mn_view(S)
+            for r in range_constexpr(2):
+                last = rTokens[r] - first_key
+                for n in range_constexpr(TILE // 8):
+                    for c in range_constexpr(2):
+                        key = n * 8 + cute.arch.lane_idx() % QUAD * 2 + c
+                        sees = (key <= last) & (key >= last - left)
+                        scores[c, r, 0, n] = scores[c, r, 0, n] if sees else -Float32.inf
+
+    @cute.jit
+    def finish_step(
+        self,
+        S: cute.Tensor,
+        sums: Sums,
+        ring_ready: Any,
+        state: Any,
+        mma_o: cute.TiledMma,
+        tOrV: cute.Tensor,
+        scale: Float32,
+    ):
+        """S becomes P; O += P V."""
+        online_softmax(acc_mn_view(S), acc_mn_view(sums.acc), sums.rMax, sums.rSum, scale * LOG2_E)
+        rP = acc_as_operand_a(S, self.dtype)
+        issue_mma(mma_o, as_warpgroup_acc(sums.acc), rP, tOrV[None, None, None, 2 * state.index + 1], True)
+        warpgroup.wait_group(0)
+        ring_ready.consumer_release(state)
+
+    @cute.jit
+    def finish_window(self, window: Sums, rows: list[Row], outputs: Outputs) -> cute.Tensor:
+        """o of the window, rounded; lse goes to memory where it is wanted."""
+        for r in range_constexpr(2):
+            total = cute.arch.warp_reduction_sum(window.rSum[r], threads_in_group=QUAD)
+            inverse = Float32(0.0) if total == 0.0 else 1.0 / total
+            scale_row(acc_mn_view(window.acc)[None, r, 0, None], inverse)
+            if const_expr(outputs.gWinLse is not None):
+                _store_lse(outputs.gWinLse, rows[r], window.rMax[r], total)
+        rWin = cute.make_rmem_tensor_like(window.acc, self.dtype)
+        rWin.store(window.acc.load().to(self.dtype))
+        return rWin
+
+    @cute.jit
+    def weigh(self, forced: Sums, rWeights: cute.Tensor, rows: list[Row], outputs: Outputs) -> cute.Tensor:
+        """Weigh the forced blocks, and the slots of each row, to one softmax; its lse goes to memory.
+
+        Args: rWeights: lse of `load_lse`, of the thread's two rows; become weights.
+
+        Returns:
+            What the two rows are to be multiplied by when all are added up.
+        """
+        rInverse = cute.make_rmem_tensor(2, Float32)
+        for r in range_constexpr(2):
+            total = cute.arch.warp_reduction_sum(forced.rSum[r], threads_in_group=QUAD)
+            top = rWeights[0, r]
+            for k in range_constexpr(1, self.lane_slots):
+                top = cute.arch.fmax(top, rWeights[k, r])
+            top = cute.arch.fmax(cute.arch.warp_reduction_max(top, threads_in_group=QUAD), forced.rMax[r])
+            base = Float32(0.0) if top == -Float32.inf else top
+            rescale = cute.math.exp2(forced.rMax[r] - base, fastmath=True)
+            scale_row(acc_mn_view(forced.acc)[None, r, 0, None], rescale)
+            others = Float32(0.0)
+            for k in range_constexpr(self.lane_slots):
+                rWeights[k, r] = cute.math.exp2(rWeights[k, r] - base, fastmath=True)
+                others += rWeights[k, r]
+            total = total * rescale + cute.arch.warp_reduction_sum(others, threads_in_group=QUAD)
+            _store_lse(outputs.gLse, rows[r], base, total)
+            rInverse[r] = Float32(0.0) if total == 0.0 else 1.0 / total
+        return rInverse
+
+    @cute.jit
+    def gate(self, branches: tuple[cute.Tensor, ...], rGates: cute.Tensor, rOut: cute.Tensor):
+        """out of a warp's rows, which may take the place of a branch, with the bits of `gate.forward.weighted_sum`."""
+        out, *inputs = (acc_mn_view(x) for x in (rOut, *branches))
+        for r in range_constexpr(2):
+            for n in range_constexpr(self.dim // 8):
+                for c in range_constexpr(2):
+                    value = inputs[0][c, r, 0, n].to(Float32) * rGates[0, r]
+                    for b in range_constexpr(1, BRANCHES):
+                        value = cute.math.fma(inputs[b][c, r, 0, n].to(Float32), rGates[b, r], value)
+                    out[c, r, 0, n] = value.to(self.dtype)
+
+    @cute.jit
+    def store_rows(
+        self,
+        rRounded: cute.Tensor,
+        gX: cute.Tensor | None,  # [T, G, D]; None: nowhere
+        consumer: Consumer,
+        tile_token: Int32,
+        at: TokenBlock,
+    ):
+        """A warp's 16 rows, rounded, to those that exist."""
+        if const_expr(gX is not None):
+            i = consumer.warp % WARPGROUP_WARPS * 16 + cute.arch.lane_idx() % 16
+            token, head = i // self.group, i % self.group
+            exists = (tile_token + token >= at.start) & (tile_token + token < at.end)
+            token_stride, head_stride = vector_strides(gX)
+            start = token * token_stride + head * head_stride if exists else Int32(-1)
+            gTile = cute.domain_offset((at.first_row + tile_token, 0, 0), gX)
+            store_rows(acc_mn_view(rRounded), as_vectors(gTile), start)
+
+
+def _group_rows(mX: cute.Tensor, group: int) -> cute.Tensor:
+    """[B, T, H, D] as ((G, T), D, H_kv, B)."""
+    grouped = group_heads(mX, group)
+    batches, tokens, kv_heads, heads, dim = grouped.layout.shape
+    batch_stride, token_stride, kv_stride, head_stride, dim_stride = grouped.layout.stride
+    layout = cute.make_layout(
+        ((heads, tokens), dim, kv_heads, batches),
+        stride=((head_stride, token_stride), dim_stride, kv_stride, batch_stride),
+    )
+    return cute.make_tensor(grouped.iterator, layout)
+
+
+def _partial_rows(mX: cute.Tensor, slots: int) -> cute.Tensor:
+    """[B, H_kv, T n, G, D], contiguous, as ((G, T), D, n, B H_kv)."""
+    batches, kv_heads, places, group, dim = mX.layout.shape
+    _, kv_stride, place_stride, head_stride, dim_stride = mX.layout.stride
+    layout = cute.make_layout(
+        ((group, places // slots), dim, slots, batches * kv_heads),
+        stride=((head_stride, place_stride * slots), dim_stride, place_stride, kv_stride),
+    )
+    return cute.make_tensor(mX.iterator, layout)
+
+
+def _rows_from(mX: cute.Tensor, row: Int32) -> cute.Tensor:
+    """((G, T), D, ., .) from a row of T on, which may lie before the first one: TMA fills with zeros there."""
+    return cute.domain_offset(((0, row), 0, 0, 0), mX)
+
+
+def _of_cta(mX: cute.Tensor | None, batch: Int32, kv_head: Int32) -> cute.Tensor | None:
+    """Of [B, H_kv, ...]; None stays None."""
+    if mX is None:
+        return None
+    rest = [None] * (cute.rank(mX) - 2)
+    place = (batch, kv_head, *rest)
+    return mX[place]
+
+
+@cute.jit
+def _lane_row(consumer: Consumer, r: cutlass.Constexpr[int]) -> Int32:
+    """The r-th of the thread's two rows of a tile."""
+    return consumer.warp % WARPGROUP_WARPS * 16 + 8 * r + cute.arch.lane_idx() // QUAD
+
+
+@cute.jit
+def _store_lse(gLse: cute.Tensor, row: Row, base: Float32, total: Float32):
+    """log of `total` 2^base."""
+    if row.is_valid & (cute.arch.lane_idx() % QUAD == 0):
+        gLse[row.token, row.head] = (base + cute.math.log2(total, fastmath=True)) * LN_2
+
+
+@cute.jit
+def _of_slot(rX: cute.Tensor, slot: Int32) -> Float32:
+    """What a quad has for a slot, in all of its lanes. Args: rX: as of `load_lse`."""
+    value = rX[0]
+    for k in range_constexpr(1, cute.size(rX)):
+        value = rX[k] if slot // QUAD == k else value
+    lane = cute.arch.lane_idx()
+    return cute.arch.shuffle_sync(value, lane - lane % QUAD + slot % QUAD)
+
+
+@cute.jit
+def _add_row(acc_o_mn: cute.Tensor, rX: cute.Tensor, r: cutlass.Constexpr[int], weight: Float32):
+    """Row r of o += weight X. Where the weight is 0, X may be what nobody has written."""
+    pairs = cute.recast_tensor(acc_mn_view(rX), Int32)
+    mask = Int32(0) if weight == 0.0 else Int32(-1)
+    for n in range_constexpr(cute.size(pairs, mode=[3])):
+        pairs[0, r, 0, n] = pairs[0, r, 0, n] & mask
+    X = acc_mn_view(rX)
+    for n in range_constexpr(cute.size(X, mode=[3])):
+        for c in range_constexpr(2):
+            acc_o_mn[c, r, 0, n] = cute.math.fma(weight, X[c, r, 0, n].to(Float32), acc_o_mn[c, r, 0, n])
+
+
+class Window(NamedTuple):
+    """The window branch, where the selected branch's last kernel takes it along."""
+
+    left: int
+    """Keys before a token that it sees, beside its own."""
+    o: Tensor | None
+    """`[B,T,H,D]`, where to write its o; None: nowhere."""
+    lse: Tensor | None
+    """fp32 `[B,H,T]`, likewise."""
+
+    def narrow(self, batches: slice, rows: slice, heads: slice) -> Window:
+        """The same for some batches, rows and heads."""
+        o, lse = self.o, self.lse
+        return Window(
+            self.left,
+            None if o is None else o[batches, rows, heads],
+            None if lse is None else lse[batches, heads, rows],
+        )
+
+
+def takes_window(
+    dims: tuple[int, int], group: int, slots: int, size: int, init: int, local: int, window: int, *, warpgroups: bool
+) -> bool:
+    """Whether `window_combine` takes a window along with forced blocks.
+
+    Args:
+        dims: D and D_v. group: G. slots: n. size, init, local: l', forced blocks of either kind. window: w.
+        warpgroups: whether the device has WGMMA.
+    """
+    shapes = dims[0] == dims[1] and group in GROUPS and slots <= MAX_SLOTS
+    return warpgroups and shapes and 0 < local * size <= window
+
+
+@compiled_once
+def _compiled(
+    dim: int,
+    dtype: torch.dtype,
+    group: int,
+    slots: int,
+    size: int,
+    init: int,
+    local: int,
+    gating: tuple[torch.dtype | None, torch.dtype | None] | None,
+    keeps: tuple[bool, bool, bool],
+    packed: bool,
+) -> Kernel:
+    """Args: gating: dtypes of weight and gates; None: not gated. keeps: whether o, o_win and its lse are written."""
+    rows = [fake(dtype, None, None, None, dim) for _ in range(3)]
+    lse, win_lse = (fake(torch.float32, None, None, None, aligned=False) for _ in range(2))
+    o, o_win, out, o_cmp = (fake(dtype, None, None, None, dim) for _ in range(4))
+    keeps_o, keeps_win, keeps_win_lse = keeps
+    gates: tuple[Any, ...] = (None,) * 4
+    if gating is not None:
+        w_dtype, g_dtype = gating
+        weight = None if w_dtype is None else fake(w_dtype, None, 3, dim)
+        given = None if g_dtype is None else fake(g_dtype, None, None, None, 3, aligned=False)
+        gates = out, weight, given, o_cmp
+    return compile_kernel(
+        WindowCombine(dim, CUTE_DTYPES[dtype], group, slots, size, init, local, gated=gating is not None),
+        *rows,
+        fake_slots(),
+        fake(dtype, None, None, None, group, dim),
+        fake(torch.float32, None, None, None, group, aligned=False),
+        lse,
+        win_lse if keeps_win_lse else None,
+        *gates,
+        o_win if keeps_win else None,
+        o if keeps_o else None,
+        fake_tables()[0] if packed else None,
+        Int32(0),
+        Int32(0),
+        Float32(0.0),
+    )
+
+
+def window_combine(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    worklist: Worklist,
+    o_partial: Tensor,
+    *,
+    lse_partial: Tensor,
+    o: Tensor | None,
+    lse: Tensor,
+    window: Window,
+    gating: Gating | None,
+    size: int,
+    scale: float,
+    init: int,
+    local: int,
+    packed: PackedBlocks | None = None,
+) -> None:
+    """Attend to window and forced blocks, add the partials of the other blocks, and gate.
+
+    Args:
+        q, k, v, size, scale, packed: as of `kv_outer.kv_outer_forward`, checked, of the worklist's tokens.
+        worklist: of the blocks that are not forced.
+        o_partial, lse_partial: `[B,H_kv,T n,G,D]` contiguous and fp32 `[B,H_kv,T n,G]`, read for the slots that have a
+            block.
+        o: `[B,T,H,D]`, where to write o of the selected branch; None: nowhere.
+        lse: fp32 `[B,H,T]`, likewise, natural log. Rows of no query are left as they are, here and in all results.
+        window: for which, with `init` and `local`, `takes_window`.
+        gating: of these tokens and heads: also write out. Its o_win and o_slc are not looked at.
+    """
+    kept = o is not None, window.o is not None, window.lse is not None
+    gates: tuple[Tensor | None, ...] = (None,) * 4
+    variant = None
+    if gating is not None:
+        gates, variant = (gating.out, gating.gate_proj_weight, gating.gates, gating.o_cmp), gating.variant[:2]
+    run = _compiled(
+        q.shape[3],
+        q.dtype,
+        o_partial.shape[3],
+        worklist.slot_blocks.shape[3],
+        size,
+        init,
+        local,
+        variant,
+        kept,
+        packed is not None,
+    ).run
+    partials = worklist.slot_blocks, o_partial, lse_partial
+    bounds = None if packed is None else packed.bounds
+    numbers = window.left, worklist.first_token, scale
+    run(q, k, v, *partials, lse, window.lse, *gates, window.o, o, bounds, *numbers)

@@ -1,0 +1,277 @@
+"""Window, forced blocks, combine and gate in one kernel (attend/window_combine.py), interpreted and on a GPU.
+
+Both branches against fp64; out against the gate's own kernel, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import cases
+from tests.support.hardware import WINDOW_COMBINE
+from tests.support.helpers import SUM_ERROR, assert_within_budget
+from tests.support.kv_outer_cases import GATES, Inputs, make, small_chunks
+from tests.support.ptx import Observer, Order, Schedule, interpret_kernels
+
+pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tokens of a sequence, or of documents."""
+
+    tokens: int | list[int]
+    group: int = 16
+    kv_heads: int = 1
+    dim: int = 64
+    window: int = 200
+    forced: tuple[int, int] = (1, 2)
+    beside: int = 2
+    """Slots for blocks that are not forced."""
+    first: int = 0
+    """Of the queries."""
+    behind: int = 0
+    """Rows of no document."""
+    size: int = 64
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+
+    def inputs(self, device: str) -> Inputs:
+        options: dict[str, Any] = {"size": self.size, "batch": self.batch, "dtype": self.dtype, "behind": self.behind}
+        count = sum(self.forced) + self.beside
+        return make(
+            self.tokens, self.group, self.kv_heads, self.dim, count=count, forced=self.forced, device=device, **options
+        )
+
+    def in_window(self, inputs: Inputs) -> Inputs:
+        """The same, where each token sees its window."""
+        lengths = [self.tokens] if isinstance(self.tokens, int) else self.tokens
+        near = torch.zeros_like(inputs.visible)
+        start = 0
+        for length in lengths:
+            here, position = slice(start, start + length), torch.arange(length)
+            distance = position[:, None] - position
+            near[:, :, here, here] = ((distance >= 0) & (distance < self.window)).to(near.device)
+            start += length
+        return replace(inputs, visible=near)
+
+    def run(self, inputs: Inputs, gating: Any = None) -> tuple[Tensor, ...]:
+        """o, lse, o_win and lse_win; NaN where nothing was written."""
+        from cute_kernels.attend.kv_outer import kv_outer_forward
+        from cute_kernels.attend.window_combine import Window
+
+        q = inputs.q[:, self.first :]
+        sums = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan, device=q.device)
+        window = Window(self.window - 1, torch.full_like(q, math.nan), sums)
+        o, lse = kv_outer_forward(
+            q,
+            inputs.k,
+            inputs.v,
+            inputs.indices[:, :, self.first :],
+            size=self.size,
+            scale=inputs.scale,
+            first_token=self.first,
+            packed=inputs.packed,
+            init=self.forced[0],
+            local=self.forced[1],
+            gating=gating,
+            window=window,
+        )
+        assert window.o is not None
+        return o, lse, window.o, sums
+
+    def check(self, device: str) -> None:
+        inputs = self.inputs(device)
+        o, lse, o_win, lse_win = self.run(inputs)
+        selected = inputs.attend(low=False)[1][..., self.first :].isfinite()
+        assert not o.transpose(1, 2)[~selected].any()
+        assert (lse[~selected] == -math.inf).all()
+        for got, sums, name, of in ((o, lse, "o", inputs), (o_win, lse_win, "o_win", self.in_window(inputs))):
+            (oracle, expected), (naive, low) = (of.attend(low=low) for low in (False, True))
+            rows = expected[..., self.first :].isfinite()
+            assert sums.isnan().any() == (name == "o_win" and self.behind > 0), "rows of no query are left alone"
+            got, oracle, naive = (x.transpose(1, 2) for x in (got, oracle[:, self.first :], naive[:, self.first :]))
+            assert_within_budget(got[rows], oracle[rows], naive[rows], name)
+            expected, low = expected[..., self.first :], low[..., self.first :]
+            assert_within_budget(sums[rows], expected[rows], low[rows], f"lse of {name}", slack=SUM_ERROR)
+
+    def check_gated(self, gates: str, device: str) -> None:
+        """out, and what else is kept. Args: gates: of GATES."""
+        from cute_kernels.gate.forward import Gating, gated_sum
+
+        inputs = self.inputs(device)
+        q = inputs.q[:, self.first :]
+        generator = torch.Generator().manual_seed(3)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, GATES[gates] or q.dtype)
+
+        weight = normal(q.shape[2], 3, q.shape[3]) if gates.startswith("projected") else None
+        given = normal(*q.shape[:3], 4)[..., 1:] if gates.startswith("given") else None
+        o_cmp = normal(*q.shape).to(q.dtype)
+        o, lse, o_win, lse_win = self.run(inputs)
+        expected = torch.full_like(q, math.nan)
+        used = gated_sum(o_cmp, o, o_win, expected, q=q, gate_proj_weight=weight, gates=given)
+        for keeps in (False, True):
+            out, o_slc = torch.full_like(q, math.nan), torch.full_like(q, math.nan) if keeps else None
+            projected = None if weight is None or not keeps else torch.full_like(used, math.nan)
+            gating = Gating(o_cmp, None, out, weight, projected if given is None else given, o_slc)
+            got, got_lse, got_win, got_win_lse = self.run(inputs, gating)
+            assert torch.equal(out, expected)
+            assert torch.equal(got_lse, lse)
+            assert torch.equal(got_win, o_win)
+            assert torch.equal(got_win_lse, lse_win)
+            assert got is (o_slc if keeps else out)
+            assert o_slc is None or torch.equal(o_slc, o)
+            assert projected is None or torch.equal(projected, used)
+
+
+CASES = {
+    "one token": Case(1),
+    "early and late blocks": Case(330),
+    "heads of a token fill a tile": Case(140, group=64, window=130),
+    "tokens of eight heads": Case(201, group=8, kv_heads=2, dim=128, window=128, batch=2),
+    "from mid-block": Case(330, group=32, first=263, window=131),
+    "from inside of a tile of rows": Case(330, first=197, dim=128, window=321, beside=1),
+    "wide window": Case(270, window=1 << 20, beside=0),
+    "own block alone": Case(200, forced=(0, 1), window=64),
+    "first blocks in the window": Case(290, forced=(2, 1), window=250),
+    "128 tokens a block": Case(401, size=128, forced=(1, 1), window=129, dtype=torch.float16),
+    "many slots": Case(700, beside=28, window=129),
+    "documents": Case([70, 0, 1, 266], kv_heads=2, behind=3),
+    "documents, 128 tokens a block": Case([140, 270], size=128, forced=(1, 1), window=150),
+}
+HERE = [("late", "early and late blocks"), ("early", "from inside of a tile of rows"), ("late", "documents")]
+"""Interpreted in every run."""
+
+
+@pytest.fixture
+def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run interpreted. Parameter: when copies arrive, and whether races are looked for."""
+    from cute_kernels.attend import kv_outer, window_combine
+    from cute_kernels.gate import forward as gate
+    from cute_kernels.lists import worklist
+    from cute_kernels.pool import documents
+
+    copies, *races = request.param.split(", ")
+    monkeypatch.setattr(kv_outer, "has_warpgroups", lambda _: True)
+    schedule = Schedule(late=copies == "late", observer=Order if races else Observer)
+    interpret_kernels(monkeypatch, (worklist, kv_outer, window_combine, gate, documents), schedule=schedule)
+
+
+WHEN = ["late", "early"]
+
+
+@pytest.mark.slow
+@pytest.mark.interpreted
+@pytest.mark.usefixtures("interpreted")
+class TestInterpreted:
+    @pytest.mark.parametrize(("interpreted", "case"), cases.some(HERE, WHEN, CASES), indirect=["interpreted"])
+    def test_branches(self, case: str) -> None:
+        CASES[case].check("cpu")
+
+    @pytest.mark.parametrize(
+        ("interpreted", "gates"),
+        cases.some([("early", "projected"), ("late", "given")], WHEN, GATES),
+        indirect=["interpreted"],
+    )
+    def test_gates(self, gates: str) -> None:
+        """Some of the rows of a step are behind the last token, and before the first query."""
+        Case(141, first=69, batch=2).check_gated(gates, "cpu")
+
+    @pytest.mark.parametrize("interpreted", ["late, races"], indirect=True)
+    def test_barriers_put_shared_memory_in_order(self) -> None:
+        """Each stage is filled several times."""
+        Case(220, beside=5, window=190).check_gated("projected", "cpu")
+
+    @pytest.mark.parametrize("interpreted", ["late"], indirect=True)
+    @pytest.mark.parametrize("name", ["documents", *cases.rest("early and late blocks")])
+    def test_chunks_change_nothing(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of tokens and heads, some of which begin inside of blocks and of documents."""
+        case = CASES[name]
+        inputs = case.inputs("cpu")
+        expected = case.run(inputs)
+        small_chunks(monkeypatch, 24)
+        for got, want in zip(case.run(inputs), expected, strict=True):
+            assert torch.equal(got.nan_to_num(9e3), want.nan_to_num(9e3))
+
+    @pytest.mark.parametrize("interpreted", ["late"], indirect=True)
+    def test_queries_from_any_token_on(self) -> None:
+        case = Case(150, window=100, forced=(1, 1))
+        inputs = case.inputs("cpu")
+        whole = case.run(inputs)
+        for first in (67, 149):
+            for got, want, tokens in zip(replace(case, first=first).run(inputs), whole, (1, 2, 1, 2), strict=True):
+                assert torch.equal(got, want.narrow(tokens, first, 150 - first))
+
+    @pytest.mark.parametrize("interpreted", ["late"], indirect=True)
+    @pytest.mark.parametrize("token", [66, *cases.rest(5, 63, 64, 130)])
+    def test_future_changes_nothing(self, token: int) -> None:
+        """Nor what later tokens of the same step select: in the first blocks some slots are theirs alone."""
+        case = Case(150, window=140, beside=1)
+        inputs = case.inputs("cpu")
+        changed = {}
+        for name in ("q", "k", "v"):
+            x = getattr(inputs, name).clone()
+            x[:, token + 1 :] = 3 * torch.randn_like(x[:, token + 1 :])
+            changed[name] = x
+        indices = inputs.indices.clone()
+        indices[:, :, token + 1 :, -1] = -1
+        others = case.run(replace(inputs, **changed, indices=indices))
+        for got, other, tokens in zip(case.run(inputs), others, (1, 2, 1, 2), strict=True):
+            assert torch.equal(got.narrow(tokens, 0, token + 1), other.narrow(tokens, 0, token + 1))
+            assert not torch.equal(got.select(tokens, token + 1), other.select(tokens, token + 1))
+
+
+# Which windows
+
+
+def test_which_windows() -> None:
+    from cute_kernels.attend.window_combine import takes_window
+
+    usual: dict[str, Any] = {"dims": (128, 128), "group": 16, "slots": 16, "size": 64, "init": 1, "local": 2}
+    usual |= {"window": 512, "warpgroups": True}
+    assert takes_window(**usual)
+    assert takes_window(**usual | {"window": 128})
+    refused = {"dims": (128, 64), "group": 4, "slots": 33, "local": 0, "window": 127, "warpgroups": False}
+    assert not any(takes_window(**usual | {name: value}) for name, value in refused.items())
+
+
+def test_other_windows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cute_kernels.attend import kv_outer
+
+    monkeypatch.setattr(kv_outer, "has_warpgroups", lambda _: True)
+    case = Case(70, window=100)
+    with pytest.raises(ValueError, match=r"not a window that the selected branch can take along: .*window\.left=99"):
+        case.run(case.inputs("cpu"))
+
+
+# On a GPU
+
+
+@pytest.mark.cuda
+@WINDOW_COMBINE
+class TestOnAGpu:
+    @pytest.mark.parametrize("name", CASES)
+    def test_branches(self, name: str) -> None:
+        CASES[name].check("cuda")
+
+    @pytest.mark.parametrize("gates", GATES)
+    def test_gates(self, gates: str) -> None:
+        Case(1500, kv_heads=4, dim=128, beside=13, window=512, batch=2).check_gated(gates, "cuda")
+
+    def test_paper(self) -> None:
+        Case(2900, kv_heads=2, dim=128, beside=13, window=512).check("cuda")
+
+    def test_the_same_bits_each_time(self) -> None:
+        case = Case([900, 1, 0, 2100], kv_heads=2, dim=128, beside=13, window=512)
+        inputs = case.inputs("cuda")
+        first = case.run(inputs)
+        for _ in range(3):
+            assert all(map(torch.equal, case.run(inputs), first))
