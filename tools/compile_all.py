@@ -52,7 +52,13 @@ DIMS = (64, 128)
 GROUPS = (1, 4, 8)
 DTYPES = (torch.bfloat16, torch.float16)
 SMS_VARIABLE = "FLASH_ATTENTION_NUM_SMS"
-HOPPER_MODULES = ("compressed_backward", "selected_backward", "selected_worklist", "window_backward")
+HOPPER_MODULES = (
+    "compressed_backward",
+    "selected_backward",
+    "selected_worklist",
+    "window_backward",
+    "window_combine",
+)
 """Of cute_kernels: what only sm_90a can run."""
 
 
