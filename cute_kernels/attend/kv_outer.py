@@ -10,6 +10,8 @@ CombineAndGate
 ForcedForward,       forced blocks, which every token attends to, need no selection: attended to in one go (forced.py).
 ForcedCombineAndGate ForcedForward writes o and lse where the result goes, and CombinePartials accumulates. For NSA
                      ForcedCombineAndGate takes the place of CombineAndGate, bitwise the same, and adds the partials
+WindowCombine        on Hopper, where local blocks lie in the window: takes the place of all four, and of the window's
+                     own kernel (window_combine.py)
 
 The host goes over tokens and key/value heads in chunks, whose partials stay below PARTIAL_BYTES and whose q is small
 enough for L2. Chunks alternate between two streams (runtime/streams.py): one attends where another combines or leaves
