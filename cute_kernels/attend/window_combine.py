@@ -94,8 +94,8 @@ from cute_kernels.mma.wgmma import (
 from cute_kernels.pool.documents import PackedBlocks, fake_tables
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
-STAGES = 6
-"""Of the ring, two tiles of 64 x D each: with the queries all of shared memory for D = 128."""
+STAGES = 5
+"""Of the ring, two tiles of 64 x D each; there is no room for more with D = 128."""
 
 CTA_ROWS = 512
 """Query rows of a CTA, up to a block's; TILE for each consumer at a time."""
@@ -145,6 +145,7 @@ class Shared(NamedTuple):
 
     sQ: cute.Tensor  # (TILE, D, CONSUMERS)
     sRing: cute.Tensor  # (TILE, D, 2 STAGES)
+    sWeights: cute.Tensor  # fp32 (STEP_ROWS, n or more): of a row's slots
     q_ready: Any
     ring_ready: Any
 
@@ -185,8 +186,6 @@ class WindowCombine:
         self.tile_tokens = TILE // group
         self.step_tokens = STEP_ROWS // group
         self.cta_tokens = min(CTA_ROWS // group, size)
-        self.lane_slots = -(-slots // QUAD)
-        """Slots of a row that one lane of its quad has."""
         self.tile_bytes = TILE * dim * dtype.width // 8
 
     @cute.jit
@@ -338,10 +337,13 @@ class WindowCombine:
     def allocate(self, q_layout: cute.ComposedLayout, ring_layout: cute.ComposedLayout) -> Shared:
         smem = cutlass.memory.SmemAllocator()
         sQ, sRing = (allocate_tiles(smem, self.dtype, layout) for layout in (q_layout, ring_layout))
+        # Rows of an odd number of words, for lanes of different rows that read one column
+        weights = cute.make_ordered_layout((STEP_ROWS, self.slots | 1), order=(1, 0))
+        sWeights = smem.allocate_tensor(Float32, weights, 16)
         warps = CONSUMERS * WARPGROUP_WARPS
         q_ready = tma_pipeline(1, warps, CONSUMERS * self.tile_bytes, defer_sync=True)
         ring_ready = tma_pipeline(STAGES, warps, 2 * self.tile_bytes)
-        return Shared(sQ, sRing, q_ready, ring_ready)
+        return Shared(sQ, sRing, sWeights, q_ready, ring_ready)
 
     # What a step of the CTA meets
 
@@ -432,12 +434,13 @@ class WindowCombine:
         scale: Float32,
     ):
         state, q_state = consumer_state(STAGES), consumer_state(1)
-        sQ, sRing, q_ready, ring_ready = shared
+        sQ, sRing, sWeights, q_ready, ring_ready = shared
         tSrQ = smem_operand_a(mma_s, sQ)[None, None, None, consumer.warpgroup]
         tSrK, tOrV = smem_operand_b(mma_s, sRing), smem_operand_b(mma_o, transpose_view(sRing))
         sWarpQ = cute.local_tile(
             sQ[None, None, consumer.warpgroup], (16, self.dim), (consumer.warp % WARPGROUP_WARPS, 0)
         )
+        sLaneWeights = cute.domain_offset((consumer.warpgroup * TILE + _lane_row(consumer, 0), 0), sWeights)
         read_rows = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype), mma_o
         ).get_slice(consumer.thread)
@@ -450,10 +453,9 @@ class WindowCombine:
             tile_token = first_token + consumer.warpgroup * self.tile_tokens
             rows = [self.row(consumer, r, tile_token, at) for r in range(2)]
             rTokens = cute.make_rmem_tensor(2, Int32)
-            rWeights = cute.make_rmem_tensor((self.lane_slots, 2), Float32)
             for r in range_constexpr(2):
                 rTokens[r] = tile_token + _lane_row(consumer, r) // self.group
-                self.load_lse(gSlotBlocks, gLsePartial, rows[r], rWeights[None, r])
+                self.load_lse(gSlotBlocks, gLsePartial, rows[r], sLaneWeights[8 * r, None])
 
             # Window and forced blocks
             q_ready.consumer_wait(q_state)
@@ -486,12 +488,12 @@ class WindowCombine:
             q_state.advance()
 
             # Combine
-            rInverse = self.weigh(forced, rWeights, rows, outputs)
+            rInverse = self.weigh(forced, sLaneWeights, rows, outputs)
             acc_o_mn = acc_mn_view(forced.acc)
             rX = cute.make_rmem_tensor_like(forced.acc, self.dtype)
             while slots != 0:
                 slot = lowest_bit(slots)
-                weights = [_of_slot(rWeights[None, r], slot) for r in range(2)]
+                weights = (sLaneWeights[0, slot], sLaneWeights[8, slot])
                 ring_ready.consumer_wait(state)
                 stage = 2 * state.index + consumer.warpgroup
                 cute.copy(read_rows, tCsRing[None, None, None, stage], read_rows.retile(as_warpgroup_acc(rX)))
@@ -529,14 +531,15 @@ class WindowCombine:
         return Row(at.first_row + existing, i % self.group, is_valid)
 
     @cute.jit
-    def load_lse(self, gSlotBlocks: cute.Tensor, gLsePartial: cute.Tensor, row: Row, rLse: cute.Tensor):
-        """lse of a row's partials, in base 2, -inf where there is none; lane j of a quad has slots j, j + QUAD ..."""
-        for k in range_constexpr(self.lane_slots):
-            slot, lse = k * QUAD + cute.arch.lane_idx() % QUAD, -Float32.inf
-            if row.is_valid & (slot < self.slots):
-                if gSlotBlocks[row.token, slot] >= 0:
+    def load_lse(self, gSlotBlocks: cute.Tensor, gLsePartial: cute.Tensor, row: Row, sLse: cute.Tensor):
+        """lse of the row's partials, in base 2, -inf where there is none, each lane of a quad a quarter of them."""
+        for k in range_constexpr((self.slots + QUAD - 1) // QUAD):
+            slot = k * QUAD + cute.arch.lane_idx() % QUAD
+            if slot < self.slots:
+                lse = -Float32.inf
+                if row.is_valid & (gSlotBlocks[row.token, slot] >= 0):
                     lse = gLsePartial[row.token * self.slots + slot, row.head] * LOG2_E
-            rLse[k] = lse
+                sLse[slot] = lse
 
     def make_sums(self) -> Sums:
         """Of no keys."""
@@ -606,31 +609,38 @@ class WindowCombine:
         return rWin
 
     @cute.jit
-    def weigh(self, forced: Sums, rWeights: cute.Tensor, rows: list[Row], outputs: Outputs) -> cute.Tensor:
+    def weigh(self, forced: Sums, sLaneWeights: cute.Tensor, rows: list[Row], outputs: Outputs) -> cute.Tensor:
         """Weigh the forced blocks, and the slots of each row, to one softmax; its lse goes to memory.
 
-        Args: rWeights: lse of `load_lse`, of the thread's two rows; become weights.
+        Args: sLaneWeights: of `load_lse`; become weights.
 
         Returns:
-            What the two rows are to be multiplied by when all are added up.
+            What the thread's two rows are to be multiplied by when all are added up.
         """
         rInverse = cute.make_rmem_tensor(2, Float32)
+        lane = cute.arch.lane_idx() % QUAD
         for r in range_constexpr(2):
             total = cute.arch.warp_reduction_sum(forced.rSum[r], threads_in_group=QUAD)
-            top = rWeights[0, r]
-            for k in range_constexpr(1, self.lane_slots):
-                top = cute.arch.fmax(top, rWeights[k, r])
-            top = cute.arch.fmax(cute.arch.warp_reduction_max(top, threads_in_group=QUAD), forced.rMax[r])
+            top = -Float32.inf
+            for k in range_constexpr((self.slots + QUAD - 1) // QUAD):
+                if k * QUAD + lane < self.slots:
+                    top = cute.arch.fmax(top, sLaneWeights[8 * r, k * QUAD + lane])
+            top = cute.arch.warp_reduction_max(top, threads_in_group=QUAD)
+            top = cute.arch.fmax(top, forced.rMax[r])
             base = Float32(0.0) if top == -Float32.inf else top
             rescale = cute.math.exp2(forced.rMax[r] - base, fastmath=True)
             scale_row(acc_mn_view(forced.acc)[None, r, 0, None], rescale)
             others = Float32(0.0)
-            for k in range_constexpr(self.lane_slots):
-                rWeights[k, r] = cute.math.exp2(rWeights[k, r] - base, fastmath=True)
-                others += rWeights[k, r]
+            for k in range_constexpr((self.slots + QUAD - 1) // QUAD):
+                slot = k * QUAD + lane
+                if slot < self.slots:
+                    weight = cute.math.exp2(sLaneWeights[8 * r, slot] - base, fastmath=True)
+                    sLaneWeights[8 * r, slot] = weight
+                    others += weight
             total = total * rescale + cute.arch.warp_reduction_sum(others, threads_in_group=QUAD)
             _store_lse(outputs.gLse, rows[r], base, total)
             rInverse[r] = Float32(0.0) if total == 0.0 else 1.0 / total
+        cute.arch.sync_warp()
         return rInverse
 
     @cute.jit
@@ -713,16 +723,6 @@ def _store_lse(gLse: cute.Tensor, row: Row, base: Float32, total: Float32):
     """log of `total` 2^base."""
     if row.is_valid & (cute.arch.lane_idx() % QUAD == 0):
         gLse[row.token, row.head] = (base + cute.math.log2(total, fastmath=True)) * LN_2
-
-
-@cute.jit
-def _of_slot(rX: cute.Tensor, slot: Int32) -> Float32:
-    """What a quad has for a slot, in all of its lanes. Args: rX: as of `load_lse`."""
-    value = rX[0]
-    for k in range_constexpr(1, cute.size(rX)):
-        value = rX[k] if slot // QUAD == k else value
-    lane = cute.arch.lane_idx()
-    return cute.arch.shuffle_sync(value, lane - lane % QUAD + slot % QUAD)
 
 
 @cute.jit
