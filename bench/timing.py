@@ -123,8 +123,8 @@ def peak_memory(call: Callable[[], Any], device: torch.device) -> float | None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        before = _settled_memory(device)
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
         call()
         torch.cuda.synchronize(device)
         return (torch.cuda.max_memory_allocated(device) - before) / GIB
@@ -139,6 +139,17 @@ def peak_memory(call: Callable[[], Any], device: torch.device) -> float | None:
     before = resident("VmRSS")
     call()
     return max(0, resident("VmHWM") - before) / GIB
+
+
+def _settled_memory(device: torch.device) -> int:
+    """Bytes in use when no thread gives more back: autograd's may still free tensors after backward has returned."""
+    now = torch.cuda.memory_allocated(device)
+    before = now + 1
+    while now < before:
+        before = now
+        time.sleep(0.01)
+        now = torch.cuda.memory_allocated(device)
+    return now
 
 
 def resident(field: str) -> int:

@@ -317,9 +317,8 @@ def attend(
     q = inputs.q if stop - start == call.num_rows else inputs.q[:, start:stop]
     first = plan.first_row + start
     indices, cmp_indices = selections
-    takes_window = holds_forced and takes_window_along(call)
     win = None
-    if not takes_window:
+    if not (holds_forced and takes_window_along(call)):
         # First, because it needs nothing that is computed here: the GPU is busy while the host launches the rest
         win = attend_window(plan, q, *branch_kv(inputs, "win"), first, lse)
     k_cmp, v_cmp = call.compressed
@@ -472,6 +471,7 @@ def takes_window_along(call: Call) -> bool:
     plan, config, q = call.plan, call.plan.config, call.attended.q
     dims, group = (q.shape[3], call.inputs.v.shape[3]), q.shape[2] // call.inputs.k.shape[2]
     blocks = config.num_selected_blocks, config.select_size, config.num_init_blocks, config.num_local_blocks
+    # As the caller gave them: `attended` has aligned copies for each branch where documents are packed
     shares_keys = call.inputs.k_slc is None and call.inputs.k_win is None
     if not config.token_mode or not shares_keys or takes_query_outer(group, blocks[0], plan.query_outer):
         return False

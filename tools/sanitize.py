@@ -377,6 +377,8 @@ CASES: dict[str, Case | Neighborhood | Decoding | GivenBlocks] = {
     ),
     "tokens, documents": Case(TOKENS, documents=LENGTHS, recompute=True, **MANY),
     "tokens, continued documents": Case(TOKENS, documents=LENGTHS, starts=(0, 311, 0, 5, 100), **MANY),
+    "tokens, few heads a group": Case(TOKENS, tokens=601, first=311),
+    "tokens, few heads a group, documents": Case(TOKENS, documents=LENGTHS, starts=(0, 311, 0, 5, 100)),
     "tokens, 64 heads": Case(TOKENS, **MOST),
     "tokens, 64 heads, documents": Case(TOKENS, documents=(130, 71), heads=64, kv_heads=1),
     "tokens, D_v": Case(TOKENS, v_dim=128, **MANY),

@@ -250,6 +250,8 @@ def kv_outer_forward(
     ):
         got = f"{[*q.shape]}, D_v = {v_dim}, n = {slots}, l' = {size}, {local} local blocks, {window.left=}"
         raise ValueError(f"not a window that the selected branch can take along: {got}")
+    if gating is not None and (gating.o_win is None) != (window is not None):
+        raise ValueError("o of the window is given, or the window is attended to here: gating.o_win or window")
     has_forced = window is not None or takes_forced(size, init, local)
     forced: dict[str, Any] = {"size": size, "scale": scale, "init": init, "local": local}
     if has_forced and packed is not None:

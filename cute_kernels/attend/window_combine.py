@@ -14,16 +14,18 @@ WindowCombine   a CTA owns CTA_ROWS query rows, tokens x the G heads of a key/va
                 the partials of a slot that one of the tokens has; o_cmp.
 
 The consumers multiply while the producer fetches partials ahead, so memory and tensor cores work at the same time.
-Tiles of rows and of keys begin at multiples of 64 tokens of a sequence or document, wherever its queries begin, and no
-row of a tile changes another's sums: bits do not depend on chunks, nor on what follows.
+Tokens of a step begin at multiples of 128 / G of a sequence or document, wherever its queries begin, and tiles of keys
+at multiples of 64. So a step lies in one tile and in one block, which tiles a row meets, and in which order, follows
+from its token alone, and no row changes another's sums: bits do not depend on chunks, nor on what follows.
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64, forced (1, 2), w = 512: partials of 13 slots, 14.0 GB, q
 and o_cmp, out, 3.2 GB: 4.1 ms at 4.2 TB/s; at the same time 10 tiles of keys, 1.4 TFLOP, 1.5 ms at 900 TFLOP/s, and 2.7
 billion exponentials, 0.7 ms. Keys and values from L2: 10.7 GB.
 
-Limits: sm_90a; D = D_v 64 or 128; G 8, 16, 32 or 64; n <= MAX_SLOTS; l' a multiple of 64; causal, 0 < local l' <= w;
-window and selected branch have the same keys and values; TMA: rows start at multiples of 16 bytes; 64-bit offsets. Keys
-and values up to the last token of a row's tile of 64 must be finite, as must those before the window in its first tile.
+Limits: sm_90a; D = D_v 64 or 128; G 8, 16 or 32; n <= MAX_SLOTS, T n < 2^31; l' a multiple of 64; causal, left <= 2^30,
+0 < local l' <= w; window and selected branch have the same keys and values; TMA: rows start at multiples of 16 bytes;
+64-bit offsets. Keys and values up to the last token of a row's tile of 64 must be finite, as must those before the
+window in its first tile.
 """
 
 from __future__ import annotations
@@ -102,8 +104,8 @@ CTA_ROWS = 512
 
 STEP_ROWS = CONSUMERS * TILE
 
-GROUPS = (8, 16, 32, 64)
-"""Query heads of a key/value head: a tile of TILE rows holds whole tokens, and a token whole rows of the swizzle."""
+GROUPS = (8, 16, 32)
+"""Query heads of a key/value head: a token has whole atoms of 8 rows of the swizzle. 64 and more go query-outer."""
 
 MAX_SLOTS = 32
 """A lane for each."""
@@ -145,7 +147,8 @@ class Shared(NamedTuple):
 
     sQ: cute.Tensor  # (TILE, D, CONSUMERS)
     sRing: cute.Tensor  # (TILE, D, 2 STAGES)
-    sWeights: cute.Tensor  # fp32 (STEP_ROWS, n or more): of a row's slots
+    sWeights: cute.Tensor  # fp32 (STEP_ROWS, n or more): of a row's slots, below 0 where there is no partial
+    sSlots: cute.Tensor  # int32 (2): of every other step, a bit for each slot in which one of its tokens has a block
     q_ready: Any
     ring_ready: Any
 
@@ -166,7 +169,8 @@ class WindowCombine:
     """Roles: warpgroup 0 is the producer, of which warp 0 issues TMA; warpgroups 1 and 2 are the consumers.
 
     pipeline    stages  a stage is full when                          and empty when the 8 consumer warps
-    q_ready     1       TMA has written the queries of a step         have awaited their last S and read their gates
+    q_ready     1       TMA has written the queries of a step; its    have awaited their last S and read their gates
+                        slots were written before
     ring_ready  STAGES  TMA has written a tile of K and one of V; or  have awaited P V; or read the partials
                         the partials, or o_cmp, of each consumer
 
@@ -186,6 +190,8 @@ class WindowCombine:
         self.tile_tokens = TILE // group
         self.step_tokens = STEP_ROWS // group
         self.cta_tokens = min(CTA_ROWS // group, size)
+        self.lane_slots = -(-slots // QUAD)
+        """Slots of a row that one lane of its quad has."""
         self.tile_bytes = TILE * dim * dtype.width // 8
 
     @cute.jit
@@ -286,7 +292,7 @@ class WindowCombine:
         first = at.block * self.size + index % parts * self.cta_tokens  # of the CTA's tokens
         first_step = cutlass.max(at.start - first, 0) // self.step_tokens
         stop_step = cute.ceil_div(cutlass.min(at.end - first, self.cta_tokens), self.step_tokens)
-        steps = (first_step, cutlass.max(stop_step, first_step))
+        steps = (first_step, stop_step if at.end > at.start else first_step)
         shared = self.allocate(q_layout, ring_layout)
         gSlotBlocks = mSlotBlocks[batch, kv_head, None, None]
 
@@ -340,10 +346,11 @@ class WindowCombine:
         # Rows of an odd number of words, for lanes of different rows that read one column
         weights = cute.make_ordered_layout((STEP_ROWS, self.slots | 1), order=(1, 0))
         sWeights = smem.allocate_tensor(Float32, weights, 16)
+        sSlots = smem.allocate_tensor(Int32, cute.make_layout(2), 16)
         warps = CONSUMERS * WARPGROUP_WARPS
         q_ready = tma_pipeline(1, warps, CONSUMERS * self.tile_bytes, defer_sync=True)
         ring_ready = tma_pipeline(STAGES, warps, 2 * self.tile_bytes)
-        return Shared(sQ, sRing, sWeights, q_ready, ring_ready)
+        return Shared(sQ, sRing, sWeights, sSlots, q_ready, ring_ready)
 
     # What a step of the CTA meets
 
@@ -392,6 +399,9 @@ class WindowCombine:
             first_token = first + step * self.step_tokens
             tiles = self.key_tiles(first_token, left)
             slots = self.slots_with_partials(gSlotBlocks, at, first_token)
+            if cute.arch.lane_idx() == 0:
+                shared.sSlots[step % 2] = slots
+            cute.arch.sync_warp()
             barrier = producer_acquire(shared.q_ready, q_state)
             for i in range_constexpr(CONSUMERS):
                 load_q((step * CONSUMERS + i, kv_head, batch), i, barrier)
@@ -434,7 +444,7 @@ class WindowCombine:
         scale: Float32,
     ):
         state, q_state = consumer_state(STAGES), consumer_state(1)
-        sQ, sRing, sWeights, q_ready, ring_ready = shared
+        sQ, sRing, sWeights, sSlots, q_ready, ring_ready = shared
         tSrQ = smem_operand_a(mma_s, sQ)[None, None, None, consumer.warpgroup]
         tSrK, tOrV = smem_operand_b(mma_s, sRing), smem_operand_b(mma_o, transpose_view(sRing))
         sWarpQ = cute.local_tile(
@@ -449,16 +459,17 @@ class WindowCombine:
         for step in cutlass.range(steps[0], steps[1], unroll=1):
             first_token = first + step * self.step_tokens
             tiles = self.key_tiles(first_token, left)
-            slots = self.slots_with_partials(gSlotBlocks, at, first_token)
             tile_token = first_token + consumer.warpgroup * self.tile_tokens
             rows = [self.row(consumer, r, tile_token, at) for r in range(2)]
             rTokens = cute.make_rmem_tensor(2, Int32)
+            rLse = cute.make_rmem_tensor((self.lane_slots, 2), Float32)
             for r in range_constexpr(2):
                 rTokens[r] = tile_token + _lane_row(consumer, r) // self.group
-                self.load_lse(gSlotBlocks, gLsePartial, rows[r], sLaneWeights[8 * r, None])
+                self.load_lse(gSlotBlocks, gLsePartial, rows[r], rLse[None, r])
 
             # Window and forced blocks
             q_ready.consumer_wait(q_state)
+            slots = sSlots[step % 2]
             window = self.make_sums()
             for i in cutlass.range(tiles.local, unroll=1):
                 S = self.start_step(ring_ready, state, mma_s, tSrQ, tSrK)
@@ -488,7 +499,7 @@ class WindowCombine:
             q_state.advance()
 
             # Combine
-            rInverse = self.weigh(forced, sLaneWeights, rows, outputs)
+            rInverse = self.weigh(forced, rLse, sLaneWeights, rows, outputs)
             acc_o_mn = acc_mn_view(forced.acc)
             rX = cute.make_rmem_tensor_like(forced.acc, self.dtype)
             while slots != 0:
@@ -531,15 +542,14 @@ class WindowCombine:
         return Row(at.first_row + existing, i % self.group, is_valid)
 
     @cute.jit
-    def load_lse(self, gSlotBlocks: cute.Tensor, gLsePartial: cute.Tensor, row: Row, sLse: cute.Tensor):
-        """lse of the row's partials, in base 2, -inf where there is none, each lane of a quad a quarter of them."""
-        for k in range_constexpr((self.slots + QUAD - 1) // QUAD):
-            slot = k * QUAD + cute.arch.lane_idx() % QUAD
-            if slot < self.slots:
-                lse = -Float32.inf
-                if row.is_valid & (gSlotBlocks[row.token, slot] >= 0):
+    def load_lse(self, gSlotBlocks: cute.Tensor, gLsePartial: cute.Tensor, row: Row, rLse: cute.Tensor):
+        """lse of a row's partials, in base 2, -inf where there is none; lane j of a quad has slots j, j + QUAD ..."""
+        for k in range_constexpr(self.lane_slots):
+            slot, lse = k * QUAD + cute.arch.lane_idx() % QUAD, -Float32.inf
+            if row.is_valid & (slot < self.slots):
+                if gSlotBlocks[row.token, slot] >= 0:
                     lse = gLsePartial[row.token * self.slots + slot, row.head] * LOG2_E
-                sLse[slot] = lse
+            rLse[k] = lse
 
     def make_sums(self) -> Sums:
         """Of no keys."""
@@ -609,34 +619,35 @@ class WindowCombine:
         return rWin
 
     @cute.jit
-    def weigh(self, forced: Sums, sLaneWeights: cute.Tensor, rows: list[Row], outputs: Outputs) -> cute.Tensor:
+    def weigh(
+        self, forced: Sums, rLse: cute.Tensor, sLaneWeights: cute.Tensor, rows: list[Row], outputs: Outputs
+    ) -> cute.Tensor:
         """Weigh the forced blocks, and the slots of each row, to one softmax; its lse goes to memory.
 
-        Args: sLaneWeights: of `load_lse`; become weights.
+        Args:
+            rLse: of `load_lse`, of the thread's two rows.
+            sLaneWeights: where the weights go.
 
         Returns:
-            What the thread's two rows are to be multiplied by when all are added up.
+            What the two rows are to be multiplied by when all are added up.
         """
         rInverse = cute.make_rmem_tensor(2, Float32)
-        lane = cute.arch.lane_idx() % QUAD
         for r in range_constexpr(2):
             total = cute.arch.warp_reduction_sum(forced.rSum[r], threads_in_group=QUAD)
-            top = -Float32.inf
-            for k in range_constexpr((self.slots + QUAD - 1) // QUAD):
-                if k * QUAD + lane < self.slots:
-                    top = cute.arch.fmax(top, sLaneWeights[8 * r, k * QUAD + lane])
-            top = cute.arch.warp_reduction_max(top, threads_in_group=QUAD)
-            top = cute.arch.fmax(top, forced.rMax[r])
+            top = rLse[0, r]
+            for k in range_constexpr(1, self.lane_slots):
+                top = cute.arch.fmax(top, rLse[k, r])
+            top = cute.arch.fmax(cute.arch.warp_reduction_max(top, threads_in_group=QUAD), forced.rMax[r])
             base = Float32(0.0) if top == -Float32.inf else top
             rescale = cute.math.exp2(forced.rMax[r] - base, fastmath=True)
             scale_row(acc_mn_view(forced.acc)[None, r, 0, None], rescale)
             others = Float32(0.0)
-            for k in range_constexpr((self.slots + QUAD - 1) // QUAD):
-                slot = k * QUAD + lane
+            for k in range_constexpr(self.lane_slots):
+                weight = cute.math.exp2(rLse[k, r] - base, fastmath=True)
+                others += weight
+                slot = k * QUAD + cute.arch.lane_idx() % QUAD
                 if slot < self.slots:
-                    weight = cute.math.exp2(sLaneWeights[8 * r, slot] - base, fastmath=True)
-                    sLaneWeights[8 * r, slot] = weight
-                    others += weight
+                    sLaneWeights[8 * r, slot] = Float32(-1.0) if rLse[k, r] == -Float32.inf else weight
             total = total * rescale + cute.arch.warp_reduction_sum(others, threads_in_group=QUAD)
             _store_lse(outputs.gLse, rows[r], base, total)
             rInverse[r] = Float32(0.0) if total == 0.0 else 1.0 / total
@@ -727,15 +738,17 @@ def _store_lse(gLse: cute.Tensor, row: Row, base: Float32, total: Float32):
 
 @cute.jit
 def _add_row(acc_o_mn: cute.Tensor, rX: cute.Tensor, r: cutlass.Constexpr[int], weight: Float32):
-    """Row r of o += weight X. Where the weight is 0, X may be what nobody has written."""
+    """Row r of o += weight X. A weight below 0: there is no partial, and X is what nobody has written."""
+    is_absent = weight < 0.0
+    mask = Int32(0) if is_absent else Int32(-1)
+    factor = Float32(0.0) if is_absent else weight
     pairs = cute.recast_tensor(acc_mn_view(rX), Int32)
-    mask = Int32(0) if weight == 0.0 else Int32(-1)
     for n in range_constexpr(cute.size(pairs, mode=[3])):
         pairs[0, r, 0, n] = pairs[0, r, 0, n] & mask
     X = acc_mn_view(rX)
     for n in range_constexpr(cute.size(X, mode=[3])):
         for c in range_constexpr(2):
-            acc_o_mn[c, r, 0, n] = cute.math.fma(weight, X[c, r, 0, n].to(Float32), acc_o_mn[c, r, 0, n])
+            acc_o_mn[c, r, 0, n] = cute.math.fma(factor, X[c, r, 0, n].to(Float32), acc_o_mn[c, r, 0, n])
 
 
 class Window(NamedTuple):

@@ -6,8 +6,9 @@ Branches are compressed, selected, window, in this order. A row (token and head)
 one vector of 16 bytes. Sums are fp32 and rounded once. A thread has one row: two rows a thread, with fewer in flight,
 were slower (0.34 ms instead of 0.30 at 128K tokens).
 
-In token mode, kernels at whose end o_slc is in registers apply the gate there (CombineAndGate, ForcedCombineAndGate,
-WindowCombine). They take `Gating`, `row_gates` and `weighted_sum` from here and give the same bits.
+In token mode, kernels at whose end o_slc is in registers apply the gate there, with the same bits: CombineAndGate and
+ForcedCombineAndGate take `Gating`, `row_gates` and `weighted_sum` from here, WindowCombine repeats their arithmetic on
+numbers that lie otherwise.
 
 Projected gates are kept for backward: fp32, 1 % of the bytes.
 

@@ -22,9 +22,7 @@ from tests.support.hardware import DETERMINISTIC
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 
-HEADS, KV_HEADS = 8, 2
-GROUP = slice(0, HEADS // KV_HEADS)
-"""Query heads of key/value head 0, which is spoilt."""
+KV_HEADS = 2
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,13 @@ class Case:
     batch: int = 1
     deterministic: bool = True
     dim: int = 128
+    heads: int = 8
+    """Query heads of KV_HEADS key/value heads."""
+
+    @property
+    def group(self) -> slice:
+        """Query heads of key/value head 0, which is spoilt."""
+        return slice(0, self.heads // KV_HEADS)
 
     @property
     def reach(self) -> int:
@@ -44,6 +49,7 @@ class Case:
 CASES = {
     "seed": Case(NSAConfig.seed()),
     "paper": Case(NSAConfig.paper(), tokens=9_000),
+    "paper, 16 heads a group": Case(NSAConfig.paper(), tokens=9_000, heads=32),
     "paper, D=64": Case(NSAConfig.paper(), tokens=9_000, dim=64),
     "overlapping": Case(NSAConfig(compress_block_size=32, compress_stride=16, select_block_size=64), tokens=9_000),
     "stride 1": Case(NSAConfig(compress_block_size=16, compress_stride=1, select_block_size=64), tokens=3_000),
@@ -62,7 +68,7 @@ CASES = {
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
 def test_no_more_than_promised(which: int, bad: float, name: str) -> None:
     case = CASES[name]
-    plain = on_gpu(case.tokens, HEADS, KV_HEADS, case.dim, batch=case.batch)
+    plain = on_gpu(case.tokens, case.heads, KV_HEADS, case.dim, batch=case.batch)
     expected = results(case, plain)
     run = 128 * case.config.stride  # tokens whose entries are a tile of keys
     last_run = case.tokens // run * run
@@ -76,20 +82,20 @@ def test_no_more_than_promised(which: int, bad: float, name: str) -> None:
         for of, x in got.items():
             clean = torch.ones_like(x, dtype=torch.bool)
             if of in LSES:
-                clean[0, GROUP, first_tile * case.config.q_tile_size :] = False
+                clean[0, case.group, first_tile * case.config.q_tile_size :] = False
             elif of.endswith("indices"):
-                selects = 1 if case.config.shares_heads else HEADS // KV_HEADS
+                selects = 1 if case.config.shares_heads else case.heads // KV_HEADS
                 clean[0, :selects, first_tile:] = False
             elif of in ("dk", "dv"):
                 clean[0, :, 0] = False
             else:
-                clean[0, first_row:, GROUP] = False
+                clean[0, first_row:, case.group] = False
             assert bool(clean.any())
             assert_same(x[clean], expected[of][clean], f"{of}, {at}", exact=case.deterministic or of[0] != "d")
 
 
 def results(case: Case, qkv: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    weight = gate_weight(HEADS, case.dim)
+    weight = gate_weight(case.heads, case.dim)
     out, aux = nsa_forward_aux(*qkv, gate_proj_weight=weight, config=case.config)
     kept: dict[str, Any] = {name: getattr(aux, name) for name in (*LSES, "indices", "cmp_indices")}
     leaves = [x.detach().requires_grad_() for x in qkv]

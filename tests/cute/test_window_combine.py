@@ -135,7 +135,7 @@ class Case:
 CASES = {
     "one token": Case(1),
     "early and late blocks": Case(330),
-    "heads of a token fill a tile": Case(140, group=64, window=130),
+    "192 tokens a block": Case(410, group=8, size=192, forced=(1, 1), window=200),
     "tokens of eight heads": Case(201, group=8, kv_heads=2, dim=128, window=128, batch=2),
     "from mid-block": Case(330, group=32, first=263, window=131),
     "from inside of a tile of rows": Case(330, first=197, dim=128, window=321, beside=1),
@@ -245,8 +245,12 @@ def test_which_windows() -> None:
 
 def test_other_windows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from cute_kernels.attend import kv_outer
+    from cute_kernels.gate.forward import Gating
 
     monkeypatch.setattr(kv_outer, "has_warpgroups", lambda _: True)
+    inputs = Case(70).inputs("cpu")
+    with pytest.raises(ValueError, match=r"gating\.o_win or window"):
+        Case(70).run(inputs, Gating(inputs.q, inputs.q, inputs.q, None, None))
     case = Case(70, window=100)
     with pytest.raises(ValueError, match=r"not a window that the selected branch can take along: .*window\.left=99"):
         case.run(case.inputs("cpu"))
