@@ -483,11 +483,11 @@ def new_window(call: Call, q: Tensor, gating: Gating | None, lse: bool) -> tuple
 
     Its o is out where nobody needs it. Args: lse: as of `attend`.
     """
-    left = min(call.plan.config.window_size - 1, 1 << 30)  # kernels subtract it from tokens in int32
     batch, rows, heads, _ = q.shape
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if lse or gating is None else None
     sums = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device) if lse else None
-    return Branch(cast("Gating", gating).out if o is None else o, sums), Window(left, o, sums)
+    branch = Branch(cast("Gating", gating).out if o is None else o, sums)
+    return branch, Window(call.plan.config.window_size - 1, o, sums)
 
 
 def _no_keys(q: Tensor, v: Tensor) -> Branch:

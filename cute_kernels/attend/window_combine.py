@@ -22,8 +22,8 @@ Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64, forced (1, 2), w =
 and o_cmp, out, 3.2 GB: 4.1 ms at 4.2 TB/s; at the same time 10 tiles of keys, 1.4 TFLOP, 1.5 ms at 900 TFLOP/s, and 2.7
 billion exponentials, 0.7 ms. Keys and values from L2: 10.7 GB.
 
-Limits: sm_90a; D = D_v 64 or 128; G 8, 16 or 32; n <= MAX_SLOTS, T n < 2^31; l' a multiple of 64; causal, left <= 2^30,
-0 < local l' <= w; window and selected branch have the same keys and values; TMA: rows start at multiples of 16 bytes;
+Limits: sm_90a; D = D_v 64 or 128; G 8, 16 or 32; n <= MAX_SLOTS, T n < 2^31; l' a multiple of 64; causal; 0 < local l'
+<= w <= MAX_WINDOW; window and selected branch have the same keys and values; TMA: rows start at multiples of 16 bytes;
 64-bit offsets. Keys and values up to the last token of a row's tile of 64 must be finite, as must those before the
 window in its first tile.
 """
@@ -109,6 +109,9 @@ GROUPS = (8, 16, 32)
 
 MAX_SLOTS = 32
 """A lane for each."""
+
+MAX_WINDOW = 2048
+"""Tokens; wider windows are faster by FlashAttention-4's own kernel."""
 
 
 class KeyTiles(NamedTuple):
@@ -781,7 +784,7 @@ def takes_window(
         warpgroups: whether the device has WGMMA.
     """
     shapes = dims[0] == dims[1] and group in GROUPS and slots <= MAX_SLOTS
-    return warpgroups and shapes and 0 < local * size <= window
+    return warpgroups and shapes and 0 < local * size <= window <= MAX_WINDOW
 
 
 @compiled_once

@@ -139,7 +139,7 @@ CASES = {
     "tokens of eight heads": Case(201, group=8, kv_heads=2, dim=128, window=128, batch=2),
     "from mid-block": Case(330, group=32, first=263, window=131),
     "from inside of a tile of rows": Case(330, first=197, dim=128, window=321, beside=1),
-    "wide window": Case(270, window=1 << 20, beside=0),
+    "a window of all tokens": Case(270, window=2048, beside=0),
     "own block alone": Case(200, forced=(0, 1), window=64),
     "first blocks in the window": Case(290, forced=(2, 1), window=250),
     "128 tokens a block": Case(401, size=128, forced=(1, 1), window=129, dtype=torch.float16),
@@ -238,9 +238,9 @@ def test_which_windows() -> None:
     usual: dict[str, Any] = {"dims": (128, 128), "group": 16, "slots": 16, "size": 64, "init": 1, "local": 2}
     usual |= {"window": 512, "warpgroups": True}
     assert takes_window(**usual)
-    assert takes_window(**usual | {"window": 128})
-    refused = {"dims": (128, 64), "group": 4, "slots": 33, "local": 0, "window": 127, "warpgroups": False}
-    assert not any(takes_window(**usual | {name: value}) for name, value in refused.items())
+    assert all(takes_window(**usual | {"window": window}) for window in (128, 2048))
+    refused = [("dims", (128, 64)), ("group", 4), ("slots", 33), ("local", 0), ("window", 127), ("window", 2049)]
+    assert not any(takes_window(**usual | {name: value}) for name, value in [*refused, ("warpgroups", False)])
 
 
 def test_other_windows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,6 @@ OPEN = {
         for bar in bars
     },
     "context-parallel-nccl-h100": {"per_tile 1024K, 2 ranks, fwd+bwd, speed-up"},
-    "paper-h200": {"64K fwd", "64K fwd+bwd", "128K fwd"},
     "generate-h200": {"step at 64K, batch 1: dense takes as long"},
     "decode-h200": {"64K, batch 1, host", "64K, batch 1, fla takes as long"},
 }
