@@ -114,7 +114,7 @@ MAX_WINDOW = 2048
 """Tokens; wider windows are faster by FlashAttention-4's own kernel."""
 
 
-class KeyTiles(NamedTuple):
+class StepTiles(NamedTuple):
     """Tiles of TILE keys that the rows of a step meet: `own` and those before it down to `low`, then 0 ... `first` - 1.
 
     The first `local` of them are of local blocks.
@@ -358,13 +358,13 @@ class WindowCombine:
     # What a step of the CTA meets
 
     @cute.jit
-    def key_tiles(self, first: Int32, left: Int32) -> KeyTiles:
+    def key_tiles(self, first: Int32, left: Int32) -> StepTiles:
         """Args: first: the first token of the step."""
         own = first // TILE
         local = cutlass.max(first // self.size - self.local + 1, 0) * (self.size // TILE)
         low = cutlass.max(first - left, 0) // TILE
         init = cutlass.min(Int32(self.init * (self.size // TILE)), local)
-        return KeyTiles(own, low, own - local + 1, init)
+        return StepTiles(own, low, own - local + 1, init)
 
     @cute.jit
     def slots_with_partials(self, gSlotBlocks: cute.Tensor, at: TokenBlock, first: Int32) -> Int32:
