@@ -3,7 +3,7 @@
 FlashAttention-4's on Blackwell, as NSA's selected branch launches them, and kernels per token on Hopper. Every
 instruction that orders is left out alone (mutations.py). Of those that are executed, and not known to change nothing,
 85 % must be noticed. `make test-interpreted` leaves out a few of FlashAttention-4's; `make test-blackwell` every one.
-tools/execute_blackwell.py writes down each.
+tools/execute_blackwell.py writes down each, but for those of window and combine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ import pytest
 
 from tests.support import cases
 from tests.support.blackwell_cases import kernel_class, known
-from tests.support.deletion_cases import backward, fa4_case, forward, paired_backward, per_token_cases
+from tests.support.deletion_cases import (
+    backward,
+    fa4_case,
+    forward,
+    paired_backward,
+    per_token_cases,
+    window_combine_case,
+)
 from tests.support.ptx.mutations import Deletion, Effects, candidates, delete_each
 
 pytestmark = [pytest.mark.slow, pytest.mark.interpreted, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
@@ -52,3 +59,12 @@ def test_deletions_from_kernels_per_token_are_noticed(warpgroups: bool) -> None:
         noticed = noticed_of(delete_each(name, case))
         assert noticed
         assert all(noticed), name
+
+
+@pytest.mark.full
+def test_deletions_from_window_and_combine_are_noticed() -> None:
+    """All but three `bar.warp.sync` before one lane arrives for its warp: it wrote by itself, or all read together."""
+    deletions = [x for x in delete_each("WindowCombine", window_combine_case()) if x.executed and not x.reason]
+    missed = [x.instruction for x in deletions if not x.found]
+    assert len(deletions) > 40
+    assert missed == ["bar.warp.sync -1"] * 3

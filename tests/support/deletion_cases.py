@@ -16,6 +16,7 @@ from tests.support.interpreted_gpu import interpreted_gpu
 from tests.support.kv_outer_cases import make
 from tests.support.ptx import interpret_kernels
 from tests.support.ptx.mutations import Case, recorded
+from tests.support.window_combine_cases import Case as WindowCase
 
 if TYPE_CHECKING:
     from cute_kernels.fa4.launch import Gradients
@@ -117,3 +118,16 @@ def per_token_cases(warpgroups: bool) -> dict[str, Case]:
     if len(found) != 2:
         raise ValueError(f"kernels {[*found]}")
     return found
+
+
+def window_combine_case() -> Case:
+    """Of attend/window_combine.py: several steps of a CTA, every stage is used again."""
+    from cute_kernels.attend import kv_outer, window_combine
+    from cute_kernels.gate import forward as gate
+    from cute_kernels.lists import worklist
+
+    with pytest.MonkeyPatch.context() as patch, recorded() as launches:
+        patch.setattr(kv_outer, "has_warpgroups", lambda _: True)
+        interpret_kernels(patch, (worklist, kv_outer, window_combine, gate))
+        WindowCase(290, window=190, beside=5).check_gated("projected", "cpu")
+    return [case for case in launches if "WindowCombine" in case.program.name][-1]

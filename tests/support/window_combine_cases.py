@@ -1,0 +1,123 @@
+"""A call of the kernel of window, forced blocks, combine and gate (attend/window_combine.py), and checks of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.helpers import SUM_ERROR, assert_within_budget
+from tests.support.kv_outer_cases import GATES, Inputs, make
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tokens of a sequence, or of documents."""
+
+    tokens: int | list[int]
+    group: int = 16
+    kv_heads: int = 1
+    dim: int = 64
+    window: int = 200
+    forced: tuple[int, int] = (1, 2)
+    beside: int = 2
+    """Slots for blocks that are not forced."""
+    first: int = 0
+    """Of the queries."""
+    behind: int = 0
+    """Rows of no document."""
+    size: int = 64
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+
+    def inputs(self, device: str) -> Inputs:
+        options: dict[str, Any] = {"size": self.size, "batch": self.batch, "dtype": self.dtype, "behind": self.behind}
+        count = sum(self.forced) + self.beside
+        return make(
+            self.tokens, self.group, self.kv_heads, self.dim, count=count, forced=self.forced, device=device, **options
+        )
+
+    def in_window(self, inputs: Inputs) -> Inputs:
+        """The same, where each token sees its window."""
+        lengths = [self.tokens] if isinstance(self.tokens, int) else self.tokens
+        near = torch.zeros_like(inputs.visible)
+        start = 0
+        for length in lengths:
+            here, position = slice(start, start + length), torch.arange(length)
+            distance = position[:, None] - position
+            near[:, :, here, here] = ((distance >= 0) & (distance < self.window)).to(near.device)
+            start += length
+        return replace(inputs, visible=near)
+
+    def run(self, inputs: Inputs, gating: Any = None) -> tuple[Tensor, ...]:
+        """o, lse, o_win and lse_win; NaN where nothing was written."""
+        from cute_kernels.attend.kv_outer import kv_outer_forward
+        from cute_kernels.attend.window_combine import Window
+
+        q = inputs.q[:, self.first :]
+        sums = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan, device=q.device)
+        window = Window(self.window - 1, torch.full_like(q, math.nan), sums)
+        o, lse = kv_outer_forward(
+            q,
+            inputs.k,
+            inputs.v,
+            inputs.indices[:, :, self.first :],
+            size=self.size,
+            scale=inputs.scale,
+            first_token=self.first,
+            packed=inputs.packed,
+            init=self.forced[0],
+            local=self.forced[1],
+            gating=gating,
+            window=window,
+        )
+        assert window.o is not None
+        return o, lse, window.o, sums
+
+    def check(self, device: str) -> None:
+        inputs = self.inputs(device)
+        o, lse, o_win, lse_win = self.run(inputs)
+        selected = inputs.attend(low=False)[1][..., self.first :].isfinite()
+        assert not o.transpose(1, 2)[~selected].any()
+        assert (lse[~selected] == -math.inf).all()
+        for got, sums, name, of in ((o, lse, "o", inputs), (o_win, lse_win, "o_win", self.in_window(inputs))):
+            (oracle, expected), (naive, low) = (of.attend(low=low) for low in (False, True))
+            rows = expected[..., self.first :].isfinite()
+            assert sums.isnan().any() == (name == "o_win" and self.behind > 0), "rows of no query are left alone"
+            got, oracle, naive = (x.transpose(1, 2) for x in (got, oracle[:, self.first :], naive[:, self.first :]))
+            assert_within_budget(got[rows], oracle[rows], naive[rows], name)
+            expected, low = expected[..., self.first :], low[..., self.first :]
+            assert_within_budget(sums[rows], expected[rows], low[rows], f"lse of {name}", slack=SUM_ERROR)
+
+    def check_gated(self, gates: str, device: str) -> None:
+        """out, and what else is kept. Args: gates: of GATES."""
+        from cute_kernels.gate.forward import Gating, gated_sum
+
+        inputs = self.inputs(device)
+        q = inputs.q[:, self.first :]
+        generator = torch.Generator().manual_seed(3)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, GATES[gates] or q.dtype)
+
+        weight = normal(q.shape[2], 3, q.shape[3]) if gates.startswith("projected") else None
+        given = normal(*q.shape[:3], 4)[..., 1:] if gates.startswith("given") else None
+        o_cmp = normal(*q.shape).to(q.dtype)
+        o, lse, o_win, lse_win = self.run(inputs)
+        expected = torch.full_like(q, math.nan)
+        used = gated_sum(o_cmp, o, o_win, expected, q=q, gate_proj_weight=weight, gates=given)
+        for keeps in (False, True):
+            out, o_slc = torch.full_like(q, math.nan), torch.full_like(q, math.nan) if keeps else None
+            projected = None if weight is None or not keeps else torch.full_like(used, math.nan)
+            gating = Gating(o_cmp, None, out, weight, projected if given is None else given, o_slc)
+            got, got_lse, got_win, got_win_lse = self.run(inputs, gating)
+            assert torch.equal(out, expected)
+            assert torch.equal(got_lse, lse)
+            assert torch.equal(got_win, o_win)
+            assert torch.equal(got_win_lse, lse_win)
+            assert got is (o_slc if keeps else out)
+            assert o_slc is None or torch.equal(o_slc, o)
+            assert projected is None or torch.equal(projected, used)
