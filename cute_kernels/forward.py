@@ -470,7 +470,7 @@ def takes_window_along(call: Call) -> bool:
     """Whether the selected branch's last kernel attends to the window too (attend/window_combine.py)."""
     plan, config, q = call.plan, call.plan.config, call.attended.q
     dims, group = (q.shape[3], call.inputs.v.shape[3]), q.shape[2] // call.inputs.k.shape[2]
-    blocks = config.num_selected_blocks, config.select_size, config.num_init_blocks, config.num_local_blocks
+    blocks = config.num_selected_blocks, config.select_size, config.num_local_blocks
     # As the caller gave them: `attended` has aligned copies for each branch where documents are packed
     shares_keys = call.inputs.k_slc is None and call.inputs.k_win is None
     if not config.token_mode or not shares_keys or takes_query_outer(group, blocks[0], plan.query_outer):

@@ -81,7 +81,7 @@ def prefill(inputs: Any, config: Any, pages: Pages, lengths: Lengths) -> Tensor:
     if config.window_size > 0 and not takes_window_along(call):
         documents, (k_win, v_win) = _lay_out_window(documents, q, queries, tokens, config, pages)
         attended = replace(attended, k_win=k_win, v_win=v_win)
-        call = Call(inputs, attended, plan_pack(config, rules, dims, documents), compressed, batch)
+        call = replace(call, attended=attended, plan=replace(call.plan, documents=documents))
     gate(call, attend(call, 0, call.num_rows, lse=False), 0, call.num_rows)
     return call.result.masked_fill(lengths.overflowed[:, None, None, None], torch.nan)
 

@@ -220,7 +220,7 @@ def kv_outer_forward(
         init, local: indices hold these forced blocks for every token wherever they exist: the first `init` of its
             document, and `local` that end with its own. They are attended to in one go (attend/forced.py).
         gating: of these tokens: write out too, and o only into its `o_slc`, where `takes_gating`.
-        window: attend to the window of these keys too, with `init` and `local`, where `takes_window`. Rows of no query
+        window: attend to the window of these keys too, with forced blocks, where `takes_window`. Rows of no query
             are left as they are in its results.
 
     Returns:
@@ -246,7 +246,7 @@ def kv_outer_forward(
         return o.zero_(), lse.fill_(-math.inf)
 
     if window is not None and not takes_window(
-        (dim, v_dim), group, slots, size, init, local, window.left + 1, warpgroups=has_warpgroups(q.device)
+        (dim, v_dim), group, slots, size, local, window.left + 1, warpgroups=has_warpgroups(q.device)
     ):
         got = f"{[*q.shape]}, D_v = {v_dim}, n = {slots}, l' = {size}, {local} local blocks, {window.left=}"
         raise ValueError(f"not a window that the selected branch can take along: {got}")

@@ -59,7 +59,7 @@ from cute_kernels.attend.views import (
     most_token_blocks,
     token_block,
 )
-from cute_kernels.gate.forward import BRANCHES, Gating
+from cute_kernels.gate.forward import BRANCHES, Gating, fake_gating
 from cute_kernels.lists.worklist import Worklist, fake_slots
 from cute_kernels.mma.mma_sync import (
     QUAD,
@@ -775,12 +775,12 @@ class Window(NamedTuple):
 
 
 def takes_window(
-    dims: tuple[int, int], group: int, slots: int, size: int, init: int, local: int, window: int, *, warpgroups: bool
+    dims: tuple[int, int], group: int, slots: int, size: int, local: int, window: int, *, warpgroups: bool
 ) -> bool:
     """Whether `window_combine` takes a window along with forced blocks.
 
     Args:
-        dims: D and D_v. group: G. slots: n. size, init, local: l', forced blocks of either kind. window: w.
+        dims: D and D_v. group: G. slots: n. size, local: l', and blocks that end with a token's own. window: w.
         warpgroups: whether the device has WGMMA.
     """
     shapes = dims[0] == dims[1] and group in GROUPS and slots <= MAX_SLOTS
@@ -803,13 +803,11 @@ def _compiled(
     """Args: gating: dtypes of weight and gates; None: not gated. keeps: whether o, o_win and its lse are written."""
     rows = [fake(dtype, None, None, None, dim) for _ in range(3)]
     lse, win_lse = (fake(torch.float32, None, None, None, aligned=False) for _ in range(2))
-    o, o_win, out, o_cmp = (fake(dtype, None, None, None, dim) for _ in range(4))
+    o, o_win, out = (fake(dtype, None, None, None, dim) for _ in range(3))
     keeps_o, keeps_win, keeps_win_lse = keeps
     gates: tuple[Any, ...] = (None,) * 4
     if gating is not None:
-        w_dtype, g_dtype = gating
-        weight = None if w_dtype is None else fake(w_dtype, None, 3, dim)
-        given = None if g_dtype is None else fake(g_dtype, None, None, None, 3, aligned=False)
+        weight, given, o_cmp, *_ = fake_gating(dim, dtype, *gating, False)
         gates = out, weight, given, o_cmp
     return compile_kernel(
         WindowCombine(dim, CUTE_DTYPES[dtype], group, slots, size, init, local, gated=gating is not None),
@@ -856,7 +854,7 @@ def window_combine(
             block.
         o: `[B,T,H,D]`, where to write o of the selected branch; None: nowhere.
         lse: fp32 `[B,H,T]`, likewise, natural log. Rows of no query are left as they are, here and in all results.
-        window: for which, with `init` and `local`, `takes_window`.
+        window: for which, with `local`, `takes_window`.
         gating: of these tokens and heads: also write out. Its o_win and o_slc are not looked at.
     """
     kept = o is not None, window.o is not None, window.lse is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -112,6 +112,15 @@ class Inputs:
         if lse is None or delta is None:
             lse, delta = self.statistics()
         return kv_outer_backward(self.q, self.k, self.v, self.indices, self.do, lse, delta, **how)
+
+    def other_after(self, token: int) -> Inputs:
+        """The same with other queries, keys and values behind a token."""
+        changed = {}
+        for name in ("q", "k", "v"):
+            x = getattr(self, name).clone()
+            x[:, token + 1 :] = 3 * torch.randn_like(x[:, token + 1 :])
+            changed[name] = x
+        return replace(self, **changed)
 
     def check_forward(self, *, query_outer: bool = False) -> None:
         o, lse = self.forward(query_outer=query_outer)
