@@ -150,8 +150,7 @@ class Shared(NamedTuple):
 
     sQ: cute.Tensor  # (TILE, D, CONSUMERS)
     sRing: cute.Tensor  # (TILE, D, 2 STAGES)
-    sWeights: cute.Tensor  # fp32 (STEP_ROWS, n or more): of a row's slots, below 0 where there is no partial
-    sSlots: cute.Tensor  # int32 (2): of every other step, a bit for each slot in which one of its tokens has a block
+    sWeights: cute.Tensor  # fp32 (STEP_ROWS, n or more): lse of a row's slots, which become weights
     q_ready: Any
     ring_ready: Any
 
@@ -172,8 +171,7 @@ class WindowCombine:
     """Roles: warpgroup 0 is the producer, of which warp 0 issues TMA; warpgroups 1 and 2 are the consumers.
 
     pipeline    stages  a stage is full when                          and empty when the 8 consumer warps
-    q_ready     1       TMA has written the queries of a step; its    have awaited their last S and read their gates
-                        slots were written before
+    q_ready     1       TMA has written the queries of a step         have awaited their last S and read their gates
     ring_ready  STAGES  TMA has written a tile of K and one of V; or  have awaited P V; or read the partials
                         the partials, or o_cmp, of each consumer
 
@@ -349,11 +347,10 @@ class WindowCombine:
         # Rows of an odd number of words, for lanes of different rows that read one column
         weights = cute.make_ordered_layout((STEP_ROWS, self.slots | 1), order=(1, 0))
         sWeights = smem.allocate_tensor(Float32, weights, 16)
-        sSlots = smem.allocate_tensor(Int32, cute.make_layout(2), 16)
         warps = CONSUMERS * WARPGROUP_WARPS
         q_ready = tma_pipeline(1, warps, CONSUMERS * self.tile_bytes, defer_sync=True)
         ring_ready = tma_pipeline(STAGES, warps, 2 * self.tile_bytes)
-        return Shared(sQ, sRing, sWeights, sSlots, q_ready, ring_ready)
+        return Shared(sQ, sRing, sWeights, q_ready, ring_ready)
 
     # What a step of the CTA meets
 
@@ -402,9 +399,6 @@ class WindowCombine:
             first_token = first + step * self.step_tokens
             tiles = self.key_tiles(first_token, left)
             slots = self.slots_with_partials(gSlotBlocks, at, first_token)
-            if cute.arch.lane_idx() == 0:
-                shared.sSlots[step % 2] = slots
-            cute.arch.sync_warp()
             barrier = producer_acquire(shared.q_ready, q_state)
             for i in range_constexpr(CONSUMERS):
                 load_q((step * CONSUMERS + i, kv_head, batch), i, barrier)
@@ -447,7 +441,7 @@ class WindowCombine:
         scale: Float32,
     ):
         state, q_state = consumer_state(STAGES), consumer_state(1)
-        sQ, sRing, sWeights, sSlots, q_ready, ring_ready = shared
+        sQ, sRing, sWeights, q_ready, ring_ready = shared
         tSrQ = smem_operand_a(mma_s, sQ)[None, None, None, consumer.warpgroup]
         tSrK, tOrV = smem_operand_b(mma_s, sRing), smem_operand_b(mma_o, transpose_view(sRing))
         sWarpQ = cute.local_tile(
@@ -462,17 +456,16 @@ class WindowCombine:
         for step in cutlass.range(steps[0], steps[1], unroll=1):
             first_token = first + step * self.step_tokens
             tiles = self.key_tiles(first_token, left)
+            slots = self.slots_with_partials(gSlotBlocks, at, first_token)
             tile_token = first_token + consumer.warpgroup * self.tile_tokens
             rows = [self.row(consumer, r, tile_token, at) for r in range(2)]
             rTokens = cute.make_rmem_tensor(2, Int32)
-            rLse = cute.make_rmem_tensor((self.lane_slots, 2), Float32)
             for r in range_constexpr(2):
                 rTokens[r] = tile_token + _lane_row(consumer, r) // self.group
-                self.load_lse(gSlotBlocks, gLsePartial, rows[r], rLse[None, r])
+                self.load_lse(gSlotBlocks, gLsePartial, rows[r], sLaneWeights[8 * r, None])
 
             # Window and forced blocks
             q_ready.consumer_wait(q_state)
-            slots = sSlots[step % 2]
             window = self.make_sums()
             for i in cutlass.range(tiles.local, unroll=1):
                 S = self.start_step(ring_ready, state, mma_s, tSrQ, tSrK)
@@ -502,7 +495,7 @@ class WindowCombine:
             q_state.advance()
 
             # Combine
-            rInverse = self.weigh(forced, rLse, sLaneWeights, rows, outputs)
+            rInverse = self.weigh(forced, sLaneWeights, rows, outputs)
             acc_o_mn = acc_mn_view(forced.acc)
             rX = cute.make_rmem_tensor_like(forced.acc, self.dtype)
             while slots != 0:
@@ -545,14 +538,15 @@ class WindowCombine:
         return Row(at.first_row + existing, i % self.group, is_valid)
 
     @cute.jit
-    def load_lse(self, gSlotBlocks: cute.Tensor, gLsePartial: cute.Tensor, row: Row, rLse: cute.Tensor):
+    def load_lse(self, gSlotBlocks: cute.Tensor, gLsePartial: cute.Tensor, row: Row, sLse: cute.Tensor):
         """lse of a row's partials, in base 2, -inf where there is none; lane j of a quad has slots j, j + QUAD ..."""
         for k in range_constexpr(self.lane_slots):
-            slot, lse = k * QUAD + cute.arch.lane_idx() % QUAD, -Float32.inf
-            if row.is_valid & (slot < self.slots):
-                if gSlotBlocks[row.token, slot] >= 0:
+            slot = k * QUAD + cute.arch.lane_idx() % QUAD
+            if slot < self.slots:
+                lse = -Float32.inf
+                if row.is_valid & (gSlotBlocks[row.token, slot] >= 0):
                     lse = gLsePartial[row.token * self.slots + slot, row.head] * LOG2_E
-            rLse[k] = lse
+                sLse[slot] = lse
 
     def make_sums(self) -> Sums:
         """Of no keys."""
@@ -622,35 +616,35 @@ class WindowCombine:
         return rWin
 
     @cute.jit
-    def weigh(
-        self, forced: Sums, rLse: cute.Tensor, sLaneWeights: cute.Tensor, rows: list[Row], outputs: Outputs
-    ) -> cute.Tensor:
+    def weigh(self, forced: Sums, sLaneWeights: cute.Tensor, rows: list[Row], outputs: Outputs) -> cute.Tensor:
         """Weigh the forced blocks, and the slots of each row, to one softmax; its lse goes to memory.
 
         Args:
-            rLse: of `load_lse`, of the thread's two rows.
-            sLaneWeights: where the weights go.
+            sLaneWeights: of `load_lse`; become weights, below 0 where there is no partial.
 
         Returns:
-            What the two rows are to be multiplied by when all are added up.
+            What the thread's two rows are to be multiplied by when all are added up.
         """
         rInverse = cute.make_rmem_tensor(2, Float32)
+        lane = cute.arch.lane_idx() % QUAD
         for r in range_constexpr(2):
             total = cute.arch.warp_reduction_sum(forced.rSum[r], threads_in_group=QUAD)
-            top = rLse[0, r]
-            for k in range_constexpr(1, self.lane_slots):
-                top = cute.arch.fmax(top, rLse[k, r])
+            top = -Float32.inf
+            for k in range_constexpr(self.lane_slots):
+                if k * QUAD + lane < self.slots:
+                    top = cute.arch.fmax(top, sLaneWeights[8 * r, k * QUAD + lane])
             top = cute.arch.fmax(cute.arch.warp_reduction_max(top, threads_in_group=QUAD), forced.rMax[r])
             base = Float32(0.0) if top == -Float32.inf else top
             rescale = cute.math.exp2(forced.rMax[r] - base, fastmath=True)
             scale_row(acc_mn_view(forced.acc)[None, r, 0, None], rescale)
             others = Float32(0.0)
             for k in range_constexpr(self.lane_slots):
-                weight = cute.math.exp2(rLse[k, r] - base, fastmath=True)
-                others += weight
-                slot = k * QUAD + cute.arch.lane_idx() % QUAD
+                slot = k * QUAD + lane
                 if slot < self.slots:
-                    sLaneWeights[8 * r, slot] = Float32(-1.0) if rLse[k, r] == -Float32.inf else weight
+                    lse = sLaneWeights[8 * r, slot]
+                    weight = cute.math.exp2(lse - base, fastmath=True)
+                    sLaneWeights[8 * r, slot] = Float32(-1.0) if lse == -Float32.inf else weight
+                    others += weight
             total = total * rescale + cute.arch.warp_reduction_sum(others, threads_in_group=QUAD)
             _store_lse(outputs.gLse, rows[r], base, total)
             rInverse[r] = Float32(0.0) if total == 0.0 else 1.0 / total
