@@ -688,34 +688,42 @@ def conversion(page: Path) -> Lines:
     yield from source(page, "convert-llama-cpu")
 
 
-def context_parallel(page: Path) -> Lines:
-    content = load("context-parallel-nccl-h100")
-    times = {(row["preset"], row["ranks"], row["mode"], row["pass"], row["rank"]): row["ms"] for row in content["rows"]}
-    cells = []
-    for share in content["shares"]:
-        preset, ranks, direction = share["preset"], share["ranks"], share["pass"]
-        sizes = next(f"{row['h']}/{row['h_kv']}" for row in content["rows"] if row["preset"] == preset)
-        together, alone = (
-            max(times[preset, ranks, mode, direction, rank] for rank in range(ranks)) for mode in ("together", "alone")
-        )
-        figures = (
-            times[preset, 1, "alone", direction, 0],
-            together,
-            alone,
-            share["messages_ms"],
-            share["not_hidden_ms"],
-        )
-        memory = f"{share['peak_gib']:.1f} ({share['bound_gib']:.1f})"
-        name = f"{preset.replace('_', ' ')}, {sizes}, {tokens(share['n'])}"
-        cells.append([name, direction, *map(ms, figures), f"{share['speedup']:.2f}x", memory])
-    times_ms = ("one GPU, ms", "two GPUs", "keys there already", "messages alone", "not hidden")
-    yield from table(["", "pass", *times_ms, "speed-up", "peak GiB (bound)"], cells)
-    yield ""
-    for link in content["links"]:
-        yield f"{link['collective']}: alpha {link['alpha_us']:.0f} us, beta {link['beta_gbs']:.0f} GB/s.<br>"
-    yield from source(page, "context-parallel-nccl-h100")
-    yield ""
-    yield verdict_of(content)
+def context_parallel(name: str) -> Callable[[Path], Lines]:
+    """Ranks that call together."""
+
+    def lines(page: Path) -> Lines:
+        content = load(name)
+        times = {
+            (row["preset"], row["ranks"], row["mode"], row["pass"], row["rank"]): row["ms"] for row in content["rows"]
+        }
+        cells = []
+        for share in content["shares"]:
+            preset, ranks, direction = share["preset"], share["ranks"], share["pass"]
+            sizes = next(f"{row['h']}/{row['h_kv']}" for row in content["rows"] if row["preset"] == preset)
+            together, alone = (
+                max(times[preset, ranks, mode, direction, rank] for rank in range(ranks))
+                for mode in ("together", "alone")
+            )
+            figures = (
+                times[preset, 1, "alone", direction, 0],
+                together,
+                alone,
+                share["messages_ms"],
+                share["not_hidden_ms"],
+            )
+            memory = f"{share['peak_gib']:.1f} ({share['bound_gib']:.1f})"
+            case = f"{preset.replace('_', ' ')}, {sizes}, {tokens(share['n'])}"
+            cells.append([case, direction, *map(ms, figures), f"{share['speedup']:.2f}x", memory])
+        times_ms = ("one GPU, ms", "together", "keys there already", "messages alone", "not hidden")
+        yield from table(["", "pass", *times_ms, "speed-up", "peak GiB (bound)"], cells)
+        yield ""
+        for link in content["links"]:
+            yield f"{link['collective']}: alpha {link['alpha_us']:.0f} us, beta {link['beta_gbs']:.0f} GB/s.<br>"
+        yield from source(page, name)
+        yield ""
+        yield verdict_of(content)
+
+    return lines
 
 
 def context_shares(page: Path) -> Lines:
@@ -908,7 +916,8 @@ TABLES: dict[str, Callable[[Path], Lines]] = {
     "needle": needle,
     "train-residual": residual_training,
     "convert-llama": conversion,
-    "context-parallel": context_parallel,
+    "context-parallel": context_parallel("context-parallel-nccl-h100"),
+    "context-parallel-4": context_parallel("context-parallel-nccl4-h200"),
     "context-shares": context_shares,
     "soak": soak,
     "blackwell": blackwell,
