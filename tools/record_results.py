@@ -3,7 +3,7 @@
 
     python tools/record_results.py e2e-h200 stages-h200 --seconds 500
 
-Without names: which files there are, and which commit has made each. Files that this commit has made already are left
+Without names: which files there are, and which commit has made each. Files that this commit has finished are left
 as they are, so the same command goes on after the time is over, or an interruption. A benchmark that misses a bar, or
 whose gate is red, is named at the end, and the exit status is 1 then. Tables of the docs follow by
 `python -m bench.tables`.
@@ -38,6 +38,12 @@ class Recorded(NamedTuple):
     name: str
     commit: str
     command: list[str]
+    is_finished: bool
+    """False: the command was stopped, and goes on from what is there."""
+
+    def is_of(self, commit: str) -> bool:
+        """Whether nothing is left to record at a commit."""
+        return self.is_finished and self.commit == commit
 
 
 def read(name: str, root: Path = ROOT) -> Recorded:
@@ -46,11 +52,12 @@ def read(name: str, root: Path = ROOT) -> Recorded:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         made_at, command = str(content["commit"]), shlex.split(content["command"] or "")
+        is_finished = content.get("gate") != "unfinished"
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{RESULTS / name}.json names no commit and command: {error!r}") from error
     if command[:1] != ["python"] or not any(word.startswith((RESULTS / name).as_posix()) for word in command):
         raise ValueError(f"the command of {RESULTS / name}.json does not write it: {shlex.join(command)}")
-    return Recorded(name, made_at, command)
+    return Recorded(name, made_at, command, is_finished)
 
 
 def show(root: Path = ROOT) -> None:
@@ -60,7 +67,8 @@ def show(root: Path = ROOT) -> None:
             file = read(path.stem, root)
         except ValueError:
             continue
-        print(f"{file.name:<28}{file.commit:<22}{shlex.join(file.command)}")
+        made_at = file.commit + ("" if file.is_finished else ", unfinished")
+        print(f"{file.name:<28}{made_at:<26}{shlex.join(file.command)}")
 
 
 def record(file: Recorded, seconds: float | None, root: Path = ROOT) -> str:
@@ -81,7 +89,7 @@ def record(file: Recorded, seconds: float | None, root: Path = ROOT) -> str:
         return "stopped: the time is over; the same command goes on"
     if status:
         return f"exit status {status}"
-    return "" if read(file.name, root).commit == commit(root) else "did not write the file"
+    return "" if read(file.name, root).is_of(commit(root)) else "did not write the file"
 
 
 def _take_interrupts() -> None:
@@ -107,7 +115,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
     began, wrong = time.monotonic(), {}
     for file in files:
-        if file.commit == here:
+        if file.is_of(here):
             print(f"{file.name}: is of this commit")
             continue
         left = None if args.seconds is None else args.seconds - (time.monotonic() - began)

@@ -57,6 +57,17 @@ def test_files_of_other_commits_are_recorded(root: Path, capsys: pytest.CaptureF
     assert "new: is of this commit" in capsys.readouterr().out
 
 
+def test_an_unfinished_file_goes_on(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = add(root, "half", HERE)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**content, "gate": "unfinished"}), encoding="utf-8")
+    assert tool.main([], root) == 0
+    assert f"{HERE}, unfinished" in capsys.readouterr().out
+    assert tool.main(["half"], root) == 0
+    assert "half: recorded" in capsys.readouterr().out
+    assert tool.read("half", root).is_of(HERE)
+
+
 def test_what_fails_is_named_and_others_go_on(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add(root, "missed", status=1)
     add(root, "silent", after="")
