@@ -48,8 +48,8 @@ from bench.roofline import (
     score_flops,
 )
 from bench.timing import capture, copy_bandwidth, measure, peak_memory
+from cute_kernels.call_facts import has_atomic_free_backward
 from cute_kernels.fa4 import interface as fa4
-from cute_kernels.support import has_atomic_free_backward
 from nsa import NSAConfig, nsa_forward
 from nsa.inputs import NSAInputs
 

@@ -1,12 +1,17 @@
 """Kernels for NVIDIA GPUs in CuTe DSL. Importing this package needs torch alone; its modules need the `cuda` extra.
 
     forward, backward   NSA: pool, select, attend three times, gate
-    plan                what both start from: aligned inputs, options and sizes, chunks
+    decoding, prefill   NSA with a cache: steps of few queries; prompts
+    block_sparse        attention to given blocks, and their choice by the best score
     neighborhood        neighborhood attention
+    plan                what calls of NSA start from: aligned inputs, options and sizes, chunks
     support             whether a call can run, for dispatch
+    call_facts          what support and plan both make of a call
+    warm_up             compiling ahead, without launches
 
     fa4                 attention through FlashAttention-4
-    attend              attention of selected blocks and of the window
+    decode              the kernels of a decoding step
+    attend              attention of the branches, forward and backward, where FlashAttention-4 does not compute it
     select, gate        selection of blocks; gated sum of the branches, and sums of gradients
     lists               block lists and worklists
     pool                pooled keys and values, packed documents
@@ -14,5 +19,5 @@
     runtime             compiling, replay of calls, streams, device
     limits              constants that support checks and kernels rely on
 
-Each imports only those below it (tests/tools/test_imports.py).
+Each imports only those below it (tests/tools/test_imports.py has the order).
 """

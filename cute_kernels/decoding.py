@@ -26,7 +26,7 @@ from torch import Tensor
 
 from cute_kernels.decode import append, blocks, choose, combine, score
 from cute_kernels.decode.blocks import Parts
-from cute_kernels.decode.cache import Lengths, Pages
+from cute_kernels.decode.cache import LengthTensors, Pages
 from cute_kernels.decode.tile_sums import keep_sums, sum_queries
 from cute_kernels.limits import MAX_DECODE_QUERIES, MIN_PREFILL_QUERIES
 from cute_kernels.mma.warp import LOG2_E
@@ -181,7 +181,7 @@ def decode(
     k: Tensor,
     v: Tensor,
     pages: Pages,
-    lengths: Lengths,
+    lengths: LengthTensors,
     config: Any,
     *,
     rows: Tensor | None = None,
@@ -251,7 +251,7 @@ def nsa_with_cache(inputs: Any, config: Any, cache: Any, step: Any) -> Tensor:
     q, k, v, gates, table, memory = inputs.q, inputs.k, inputs.v, inputs.gates, cache.table, cache.pages
     weight = None if inputs.gate_proj_weight is None else vectorizable(inputs.gate_proj_weight)
     pages = Pages(memory["k"], memory["v"], memory["k_cmp"], memory["v_cmp"], table.block_table)
-    lengths = Lengths(table.seqlens, step.counts, table.overflowed)
+    lengths = LengthTensors(table.seqlens, step.counts, table.overflowed)
     appended = cache.separate_kv or not pools_means(inputs, config)
     if appended:
         cache.append(inputs, config, step)
@@ -273,7 +273,7 @@ def nsa_with_cache(inputs: Any, config: Any, cache: Any, step: Any) -> Tensor:
     for first in range(0, q.shape[1], MAX_DECODE_QUERIES):
         queries = slice(first, first + MAX_DECODE_QUERIES)
         new = (step.counts - first).clamp(0, MAX_DECODE_QUERIES)
-        lengths = Lengths(table.seqlens + first, new, table.overflowed)
+        lengths = LengthTensors(table.seqlens + first, new, table.overflowed)
         parts = {
             "rows": None if rows is None else rows[:, queries],
             "gates": None if gates is None else gates[:, queries],

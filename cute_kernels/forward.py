@@ -27,7 +27,8 @@ from torch import Tensor
 
 from cute_kernels.attend.kv_outer import kv_outer_forward, takes_gating
 from cute_kernels.attend.query_outer import query_outer_forward, takes_query_outer
-from cute_kernels.attend.window_combine import Window, takes_window
+from cute_kernels.attend.window_combine import WindowBranch, takes_window
+from cute_kernels.call_facts import pack_sizes, runs_as_pack, tile_rows
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.gate.forward import Gating, gated_sum
 from cute_kernels.lists.query_to_kv import BlockLists, prefix_lists
@@ -51,7 +52,6 @@ from cute_kernels.runtime.device import has_warpgroups
 from cute_kernels.select.tile import tile_topk
 from cute_kernels.select.token import token_topk
 from cute_kernels.select.topk import Blocks
-from cute_kernels.support import pack_sizes, runs_as_pack, tile_rows
 
 BRANCHES = ("cmp", "slc", "win")
 
@@ -139,6 +139,35 @@ def _without_aux(inputs: Any, config: Any, query_outer: bool | None) -> Tensor:
     return out
 
 
+def _num_tiles(call: Call, start: int, stop: int) -> int:
+    """Of query rows start ... stop-1, the first of which begins the rows or a tile."""
+    return -(-(stop - start) // (1 if call.plan.config.token_mode else call.plan.tile))
+
+
+def _tiles_of(indices: Tensor | None, tiles: slice) -> Tensor | None:
+    whole = indices is None or tiles == slice(0, indices.shape[2])
+    return indices if whole or indices is None else indices[:, :, tiles]
+
+
+def _concatenate_parts(parts: Sequence[tuple[BranchOutputs, Tensor | None]]) -> tuple[BranchOutputs, Tensor | None]:
+    """Results of ranges of query rows as those of all, where nothing is gated in an epilogue."""
+    every, gates = zip(*parts, strict=True)
+    cmp, slc, win = (
+        Branch(torch.cat([part.o for part in of_branch], 1), _concatenate([part.lse for part in of_branch], 2))
+        for of_branch in zip(*((one.cmp, one.slc, one.win) for one in every), strict=True)
+    )
+    indices = torch.cat([one.indices for one in every], 2)
+    cmp_indices = _concatenate([one.cmp_indices for one in every], 2)
+    return BranchOutputs(cmp, slc, win, indices, cmp_indices), _concatenate(gates, 1)
+
+
+def _concatenate(tensors: Sequence[Tensor | None], dim: int) -> Tensor | None:
+    present = [tensor for tensor in tensors if tensor is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    return torch.cat(present, dim)
+
+
 # Training
 
 
@@ -207,46 +236,6 @@ def nsa_saving(inputs: Any, config: Any, *, recompute: bool) -> tuple[Tensor, li
     return saved.pop("out"), Saved(**saved).to_list()
 
 
-def _forward_in_chunks(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The forward, of which only selections and gates are kept: indices, cmp_indices, gates."""
-    kept = []
-    for start, stop in chunks(call):
-        branches = attend(call, start, stop, lse=False, fuse_gate=True, keep_gates=True)
-        kept.append((branches.indices, branches.cmp_indices, gate(call, branches, start, stop)))
-        del branches  # frees its memory before the next chunk
-    indices, cmp_indices, gates = zip(*kept, strict=True)
-    return torch.cat(indices, 2), _concatenate(cmp_indices, 2), _concatenate(gates, 1)
-
-
-def _num_tiles(call: Call, start: int, stop: int) -> int:
-    """Of query rows start ... stop-1, the first of which begins the rows or a tile."""
-    return -(-(stop - start) // (1 if call.plan.config.token_mode else call.plan.tile))
-
-
-def _tiles_of(indices: Tensor | None, tiles: slice) -> Tensor | None:
-    whole = indices is None or tiles == slice(0, indices.shape[2])
-    return indices if whole or indices is None else indices[:, :, tiles]
-
-
-def _concatenate_parts(parts: Sequence[tuple[BranchOutputs, Tensor | None]]) -> tuple[BranchOutputs, Tensor | None]:
-    """Results of ranges of query rows as those of all, where nothing is gated in an epilogue."""
-    every, gates = zip(*parts, strict=True)
-    cmp, slc, win = (
-        Branch(torch.cat([part.o for part in of_branch], 1), _concatenate([part.lse for part in of_branch], 2))
-        for of_branch in zip(*((one.cmp, one.slc, one.win) for one in every), strict=True)
-    )
-    indices = torch.cat([one.indices for one in every], 2)
-    cmp_indices = _concatenate([one.cmp_indices for one in every], 2)
-    return BranchOutputs(cmp, slc, win, indices, cmp_indices), _concatenate(gates, 1)
-
-
-def _concatenate(tensors: Sequence[Tensor | None], dim: int) -> Tensor | None:
-    present = [tensor for tensor in tensors if tensor is not None]
-    if len(present) < 2:
-        return present[0] if present else None
-    return torch.cat(present, dim)
-
-
 def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]:
     """Empty tensors like those that `nsa_saving` saves, without running anything (sizes may be symbols)."""
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -287,6 +276,17 @@ def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]
         gates,
     )
     return saved._replace(**outputs).to_list()
+
+
+def _forward_in_chunks(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The forward, of which only selections and gates are kept: indices, cmp_indices, gates."""
+    kept = []
+    for start, stop in chunks(call):
+        branches = attend(call, start, stop, lse=False, fuse_gate=True, keep_gates=True)
+        kept.append((branches.indices, branches.cmp_indices, gate(call, branches, start, stop)))
+        del branches  # frees its memory before the next chunk
+    indices, cmp_indices, gates = zip(*kept, strict=True)
+    return torch.cat(indices, 2), _concatenate(cmp_indices, 2), _concatenate(gates, 1)
 
 
 # A chunk of query rows: select, attend three times
@@ -423,7 +423,7 @@ def attend_selected(
     *,
     holds_forced: bool,
     gating: Gating | None = None,
-    window: Window | None = None,
+    window: WindowBranch | None = None,
 ) -> Branch:
     """Attention to the selected blocks of tokens.
 
@@ -478,7 +478,7 @@ def takes_window_along(call: Call) -> bool:
     return q.numel() > 0 and takes_window(dims, group, *blocks, config.window_size, warpgroups=has_warpgroups(q.device))
 
 
-def new_window(call: Call, q: Tensor, gating: Gating | None, lse: bool) -> tuple[Branch, Window]:
+def new_window(call: Call, q: Tensor, gating: Gating | None, lse: bool) -> tuple[Branch, WindowBranch]:
     """The window branch of query rows, for `attend_selected` to fill in.
 
     Its o is out where nobody needs it. Args: lse: as of `attend`.
@@ -487,7 +487,7 @@ def new_window(call: Call, q: Tensor, gating: Gating | None, lse: bool) -> tuple
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if lse or gating is None else None
     sums = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device) if lse else None
     branch = Branch(cast("Gating", gating).out if o is None else o, sums)
-    return branch, Window(call.plan.config.window_size - 1, o, sums)
+    return branch, WindowBranch(call.plan.config.window_size - 1, o, sums)
 
 
 def _no_keys(q: Tensor, v: Tensor) -> Branch:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels.call_facts import has_atomic_free_backward, runs_as_pack, tile_rows
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.lists.query_to_kv import BlockLists, Keys, chosen_lists
 from cute_kernels.pool.compress import compress_kv
@@ -27,7 +28,6 @@ from cute_kernels.runtime.device import vectorizable
 from cute_kernels.runtime.replay import Results as Results
 from cute_kernels.runtime.replay import replayed
 from cute_kernels.select.topk import Blocks
-from cute_kernels.support import has_atomic_free_backward, runs_as_pack, tile_rows
 
 CHUNK_BYTES = 8 << 30
 """The outputs of the three branches of one chunk of query rows take at most this."""

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels.call_facts import tile_rows
 from cute_kernels.decode import append
-from cute_kernels.decode.cache import Lengths, Pages
+from cute_kernels.decode.cache import LengthTensors, Pages
 from cute_kernels.decode.gather import gather_pages
 from cute_kernels.decode.pages import Paging
 from cute_kernels.fa4 import interface as fa4
@@ -28,17 +29,16 @@ from cute_kernels.forward import attend, gate, takes_window_along
 from cute_kernels.plan import Call, plan_pack, window_reach
 from cute_kernels.pool.documents import ENTRY, KEY, LENGTH, ROW, START, Documents, Packed, Varlen, lay_out_queries
 from cute_kernels.runtime.device import vectorizable
-from cute_kernels.support import tile_rows
 
 
-def append_tokens(k: Tensor, v: Tensor, pages: Pages, lengths: Lengths, config: Any) -> None:
+def append_tokens(k: Tensor, v: Tensor, pages: Pages, lengths: LengthTensors, config: Any) -> None:
     """Write new tokens `[B,N_q,H_kv,...]` into pages, and the means of the blocks that they complete."""
     length, stride, page_size = config.compress_block_size, config.stride, pages.k.shape[1]
     run = append.compiled((k.shape[-1], v.shape[-1]), k.dtype, page_size, length, stride).run
     run(vectorizable(k), vectorizable(v), *pages[:5], *lengths[:2])
 
 
-def prefill(inputs: Any, config: Any, pages: Pages, lengths: Lengths) -> Tensor:
+def prefill(inputs: Any, config: Any, pages: Pages, lengths: LengthTensors) -> Tensor:
     """Attention of new tokens of each sequence, which pages hold already: out `[B,N_q,H,D_v]` in q's dtype.
 
     Args:

@@ -11,12 +11,19 @@ All return None, or the reason for the refusal in words that follow the backend'
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cute_kernels.call_facts import (
+    continues_tile,
+    has_atomic_free_backward,
+    is_pack,
+    pack_sizes,
+    runs_as_pack,
+    tile_rows,
+)
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.limits import (
     DECODE_KEYS,
@@ -220,83 +227,6 @@ def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def _refusal_of_backward(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
-    """FlashAttention-4 counts a head's fp32 sums of dq, dk and dv with 32 bits."""
-    rows, tile = max(inputs.q.shape[-3], inputs.k.shape[-3]), tile_rows(config, rules)
-    if runs_as_pack(inputs, config, training=True):
-        queries, tokens, docs = pack_sizes(inputs)
-        rows = max(queries, tokens) + 2 * docs * tile
-    dim = max(inputs.q.shape[-1], inputs.v.shape[-1])
-    if (rows + tile) * dim >= 1 << 31:
-        return f"takes fewer than 2^31 elements of one head in backward, got {rows} rows of {dim}"
-    return None
-
-
-def tile_rows(config: Any, rules: Any) -> int:
-    """Query rows of a tile: those that select together, in token mode of attention. Documents begin at multiples."""
-    return int(rules.rows if config.token_mode else config.q_tile_size)
-
-
-def runs_as_pack(inputs: Any, config: Any, *, training: bool) -> bool:
-    """Whether a call of NSA takes the steps of packed documents.
-
-    So do, beside what `is_pack`, sequences that continue a tile, to be trained: documents begin inside a tile, while
-    lists of rows without documents are of tiles that begin.
-    """
-    return is_pack(inputs) or (training and bool(inputs.q.numel() > 0) and continues_tile(inputs, config))
-
-
-def is_pack(inputs: Any) -> bool:
-    """Whether a call has packed documents, or sequences of one length whose starts only the device knows."""
-    return bool(inputs.packed or (isinstance(inputs.q_start, Tensor) and inputs.q.shape[0] > 0))
-
-
-def pack_sizes(inputs: Any) -> tuple[int, int, int]:
-    """Queries, tokens and documents of what runs as a pack."""
-    docs = inputs.cu_seqlens.shape[0] - 1 if inputs.packed else inputs.q.shape[0]
-    return math.prod(inputs.q.shape[:-2]), math.prod(inputs.k.shape[:-2]), docs
-
-
-def continues_tile(inputs: Any, config: Any) -> bool:
-    """Whether the first query, which the host knows, is not the first of its tile."""
-    return not config.token_mode and bool(inputs.first_token % config.q_tile_size != 0)
-
-
-def has_atomic_free_backward(rules: fa4.Rules, dim: int, v_dim: int) -> bool:
-    """Whether kernels without atomics exist for backward: attend/selected_, window_ and compressed_backward.py."""
-    return SELECT_UNIT in rules.backward_widths and dim == v_dim
-
-
-def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
-    """FlashAttention-4 adds up in a fixed order only without block lists; with them only our atomic-free backward does.
-
-    Its deterministic backward was never compiled for Blackwell, where the compressed branch and the window need it.
-    """
-    dims = inputs.q.shape[-1], inputs.v.shape[-1]
-    got = None
-    if SELECT_UNIT not in rules.backward_widths:
-        got = "Blackwell's tiles"
-    elif not (config.token_mode or has_atomic_free_backward(rules, *dims)):
-        got = f"D={dims[0]}, D_v={dims[1]}"
-    elif inputs.cu_seqlens is not None:
-        got = "cu_seqlens"
-    elif isinstance(inputs.q_start, Tensor):
-        got = "q_start as a tensor"
-    elif continues_tile(inputs, config):
-        got = f"q_start={inputs.first_token}, q_tile_size={config.q_tile_size}"
-    elif inputs.first_token % config.stride:
-        got = f"q_start={inputs.first_token}, stride={config.stride}"
-    elif config.compress_block_size % config.stride:
-        got = f"compress_block_size={config.compress_block_size}, stride={config.stride}"
-    if got is None:
-        return None
-    return (
-        "takes deterministic=True in backward only on Hopper, with D = D_v, without cu_seqlens and tensors q_start, "
-        "with a stride that divides compress_block_size and q_start, and in tile mode a "
-        f"q_tile_size that divides q_start, got {got}"
-    )
-
-
 def _refusal(inputs: Any, config: Any, rules: fa4.Rules, backward: bool) -> str | None:
     sizes = {
         "q_tile_size": config.q_tile_size,
@@ -384,3 +314,45 @@ def _refusal_of_rows(queries: int, tokens: int, docs: int, stride: int, tile: in
     if max(rows, covered) >= 1 << 31:
         return f"lays documents out in fewer than 2^31 rows, got {tokens} tokens in {docs} documents"
     return None
+
+
+def _refusal_of_backward(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
+    """FlashAttention-4 counts a head's fp32 sums of dq, dk and dv with 32 bits."""
+    rows, tile = max(inputs.q.shape[-3], inputs.k.shape[-3]), tile_rows(config, rules)
+    if runs_as_pack(inputs, config, training=True):
+        queries, tokens, docs = pack_sizes(inputs)
+        rows = max(queries, tokens) + 2 * docs * tile
+    dim = max(inputs.q.shape[-1], inputs.v.shape[-1])
+    if (rows + tile) * dim >= 1 << 31:
+        return f"takes fewer than 2^31 elements of one head in backward, got {rows} rows of {dim}"
+    return None
+
+
+def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
+    """FlashAttention-4 adds up in a fixed order only without block lists; with them only our atomic-free backward does.
+
+    Its deterministic backward was never compiled for Blackwell, where the compressed branch and the window need it.
+    """
+    dims = inputs.q.shape[-1], inputs.v.shape[-1]
+    got = None
+    if SELECT_UNIT not in rules.backward_widths:
+        got = "Blackwell's tiles"
+    elif not (config.token_mode or has_atomic_free_backward(rules, *dims)):
+        got = f"D={dims[0]}, D_v={dims[1]}"
+    elif inputs.cu_seqlens is not None:
+        got = "cu_seqlens"
+    elif isinstance(inputs.q_start, Tensor):
+        got = "q_start as a tensor"
+    elif continues_tile(inputs, config):
+        got = f"q_start={inputs.first_token}, q_tile_size={config.q_tile_size}"
+    elif inputs.first_token % config.stride:
+        got = f"q_start={inputs.first_token}, stride={config.stride}"
+    elif config.compress_block_size % config.stride:
+        got = f"compress_block_size={config.compress_block_size}, stride={config.stride}"
+    if got is None:
+        return None
+    return (
+        "takes deterministic=True in backward only on Hopper, with D = D_v, without cu_seqlens and tensors q_start, "
+        "with a stride that divides compress_block_size and q_start, and in tile mode a "
+        f"q_tile_size that divides q_start, got {got}"
+    )

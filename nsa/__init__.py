@@ -36,8 +36,8 @@ from nsa.indexer.loss import indexer_kl_loss  # noqa: E402
 from nsa.inputs import NSAAux  # noqa: E402
 from nsa.module import NSAttention  # noqa: E402
 from nsa.neighborhood.api import neighborhood_attention  # noqa: E402
+from nsa.neighborhood.cache import NeighborhoodCache  # noqa: E402
 from nsa.neighborhood.module import NeighborhoodAttention, NeighborhoodAttentionLayer  # noqa: E402
-from nsa.neighborhood.rolling import NeighborhoodCache  # noqa: E402
 from nsa.residual.api import attention_residual  # noqa: E402
 from nsa.residual.module import AttentionResidual  # noqa: E402
 from nsa.warm_up import warm_up  # noqa: E402

@@ -52,14 +52,6 @@ DIMS = (64, 128)
 GROUPS = (1, 4, 8)
 DTYPES = (torch.bfloat16, torch.float16)
 SMS_VARIABLE = "FLASH_ATTENTION_NUM_SMS"
-HOPPER_MODULES = (
-    "compressed_backward",
-    "selected_backward",
-    "selected_worklist",
-    "window_backward",
-    "window_combine",
-)
-"""Of cute_kernels: what only sm_90a can run."""
 
 
 class Case(NamedTuple):
@@ -734,22 +726,11 @@ def cubin_problem(arch: str, cubin: bytes) -> str:
     return "" if f"-arch {arch} ".encode() in cubin else f"the cubin is not for {arch}"
 
 
-class HardwareInfo:
-    """Answers in place of cutlass.utils.HardwareInfo, which asks the driver of a GPU."""
-
-    def __init__(self, device_id: int = 0) -> None:
-        self.sms = int(os.environ[SMS_VARIABLE])
-
-    def get_device_multiprocessor_count(self) -> int:
-        return self.sms
-
-    def get_max_active_clusters(self, cluster_size: int) -> int:
-        return self.sms // cluster_size
-
-
 def compile_here(arch: str, matrix: str, kernels: Sequence[str] | None) -> None:
     """The child's part: a line of JSON for each case, and nothing else where the parent reads."""
     import cutlass.utils
+
+    from cute_kernels.fa4.without_gpu import HardwareInfo
 
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no result

@@ -25,17 +25,17 @@ from typing import Any, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
+from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.mma.mma_sync import accumulator
 from cute_kernels.mma.warp import LANES
+from cute_kernels.mma.warp_specialized import CONSUMERS, WARPGROUP_WARPS, Consumer, consumer_state, producer_state
 from cute_kernels.mma.wgmma import (
     MN,
     REGISTERS,
     SHARED,
     TILE,
-    WARPGROUP_THREADS,
     K,
     allocate_tiles,
     load_operand_a,
@@ -53,16 +53,8 @@ from cute_kernels.mma.wgmma import (
     warpgroup_mma,
 )
 
-CONSUMERS = 2
-"""Consumer warpgroups; one more warpgroup is the producer."""
-
-THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS
-WARPGROUP_WARPS = WARPGROUP_THREADS // LANES
 CTA_ROWS = CONSUMERS * TILE
 """Query rows of a CTA of BackwardDQ."""
-
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-"""Of a thread."""
 
 STAGES = 4
 """Tiles that are streamed at a time."""
@@ -89,22 +81,6 @@ class WorkTile(NamedTuple):
     batch: Int32
 
 
-class Consumer(NamedTuple):
-    """A thread of the consumers."""
-
-    warpgroup: Int32
-    """0 ... CONSUMERS - 1."""
-    thread: Int32
-    """Of its warpgroup."""
-    warp: Int32
-    """Of the CTA."""
-
-
-def consumer_of(thread: Int32, warp: Int32) -> Consumer:
-    """Args: thread and warp of the CTA."""
-    return Consumer(warp // WARPGROUP_WARPS - 1, thread % WARPGROUP_THREADS, warp)
-
-
 @cute.jit
 def token_of(row: Int32, first_token: Int32 | None) -> Int32:
     """The token that a row is, counted as keys are. Args: first_token: that of row 0; None: as many rows as keys."""
@@ -112,16 +88,6 @@ def token_of(row: Int32, first_token: Int32 | None) -> Int32:
     if const_expr(first_token is not None):
         token += first_token
     return token
-
-
-def producer_state(stages: int) -> Any:
-    """Where a producer begins: all stages are empty."""
-    return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
-
-
-def consumer_state(stages: int) -> Any:
-    """Where a consumer begins: no stage is full."""
-    return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
 
 
 class _Backward:

@@ -37,26 +37,28 @@ from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
 from cute_kernels.attend.backward_tiles import (
-    CONSUMER_REGISTERS,
-    CONSUMERS,
     CTA_ROWS,
-    PRODUCER_REGISTERS,
     STAGES,
     STATS_WARPS,
-    THREADS,
-    WARPGROUP_WARPS,
     BackwardDKV,
     BackwardDQ,
-    Consumer,
     KeyTileRange,
     SharedDKV,
     SharedDQ,
     WorkTile,
+)
+from cute_kernels.gate.partials import sum_partials
+from cute_kernels.mma.mma_sync import accumulator
+from cute_kernels.mma.warp_specialized import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+    THREADS,
+    WARPGROUP_WARPS,
+    Consumer,
     consumer_of,
     consumer_state,
 )
-from cute_kernels.gate.partials import add_partials
-from cute_kernels.mma.mma_sync import accumulator
 from cute_kernels.mma.wgmma import (
     TILE,
     acc_as_operand_a,
@@ -512,5 +514,5 @@ def compressed_backward(
     partials = torch.empty((splits, 2, *k.shape), dtype=torch.float32, device=q.device)
     _dkv(dim, q.dtype).run(q, do, k, v, lse, delta, partials, *sizes)
     _dq(dim, q.dtype).run(q, do, k, v, lse, delta, dq, *sizes)
-    dk, dv = add_partials(partials).unbind(0)
+    dk, dv = sum_partials(partials).unbind(0)
     return dk, dv

@@ -46,9 +46,10 @@ from cute_kernels.attend.views import (
     most_token_blocks,
     token_block,
 )
-from cute_kernels.attend.warp_rows import SMEM_CARVEOUT, CtaContext, WarpRows
+from cute_kernels.attend.warp_rows import CtaContext, WarpRows
 from cute_kernels.gate.forward import Gating, fake_gating
 from cute_kernels.lists.worklist import Worklist, fake_slots
+from cute_kernels.mma.smem import RESERVED_SMEM_BYTES, SM_SMEM_BYTES, SMEM_CARVEOUT
 from cute_kernels.mma.warp import LANES
 from cute_kernels.pool.documents import PackedBlocks, fake_tables
 from cute_kernels.runtime.device import has_warpgroups
@@ -59,12 +60,6 @@ MAX_KEYS = 256
 
 CTA_ROWS = 512
 """The fewest rows, tokens x G, of a CTA of ForcedCombineAndGate, about."""
-
-SM_SMEM_BYTES = 228 << 10
-"""Shared memory of an SM."""
-
-RESERVED_SMEM_BYTES = 1 << 10
-"""What each CTA takes of it for itself."""
 
 
 def takes_forced(size: int, init: int, local: int) -> bool:

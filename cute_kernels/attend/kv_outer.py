@@ -21,8 +21,7 @@ What moves does not depend on which blocks are selected: q is read n times, o is
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 2.2 TFLOP, 3.7 ms at 600 TFLOP/s, and 34 GB for the
 partials, 8.2 ms at 4.2 TB/s, at the same time; 17 GB of q come from L2 where it is there, else 4.1 ms more.
-ForcedCombineAndGate moves 3.2 GB less than ForcedForward and CombineAndGate would. Seen once on an H200, random blocks:
-KVOuterForward 8.1 ms, CombinePartials 5.0, one after the other 13.4, on two streams 12.2.
+ForcedCombineAndGate moves 3.2 GB less than ForcedForward and CombineAndGate would.
 
 Packed documents (B = 1): their tokens are read where they lie; no block holds those of two.
 
@@ -46,8 +45,8 @@ from cute_kernels.attend.checks import check_token_attention
 from cute_kernels.attend.combine import combine_and_gate, combine_partials
 from cute_kernels.attend.forced import forced_combine_and_gate, forced_forward, takes_forced
 from cute_kernels.attend.views import block_bounds, group_heads
-from cute_kernels.attend.warp_rows import SMEM_CARVEOUT, WarpRows
-from cute_kernels.attend.window_combine import Window, takes_window, window_combine
+from cute_kernels.attend.warp_rows import WarpRows
+from cute_kernels.attend.window_combine import WindowBranch, takes_window, window_combine
 from cute_kernels.gate.forward import Gating
 from cute_kernels.lists.worklist import (
     BLOCK,
@@ -60,6 +59,7 @@ from cute_kernels.lists.worklist import (
     packed_tables,
     worklist_chunks,
 )
+from cute_kernels.mma.smem import SMEM_CARVEOUT
 from cute_kernels.mma.warp import LANES
 from cute_kernels.pool.documents import PackedBlocks
 from cute_kernels.runtime.device import has_warpgroups
@@ -204,7 +204,7 @@ def kv_outer_forward(
     init: int = 0,
     local: int = 0,
     gating: Gating | None = None,
-    window: Window | None = None,
+    window: WindowBranch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each token to the blocks that it selected, causal.
 

@@ -21,8 +21,7 @@ stream has fp32 dK and dV of all tokens, to which its chunks add one after the o
 Floor: 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 5.5 TFLOP, 9.2 ms at 600 TFLOP/s (mma.sync), 6.1 ms at 900
 (WGMMA). At the same time 34 GB of dQ partials are written and read, 8.2 ms at 4.2 TB/s, and 34 GB of Q and dO are
 gathered, from L2 where they are there, else in 8.2 ms more. Shared memory: for 64 rows mma.sync moves 330 KB in 2,560
-cycles, 11.6 ms in all; WGMMA moves 160 KB in 1,280 cycles, as many as its products take. Measured once on an H200:
-25.3 ms (mma.sync) and 18.2 ms (WGMMA), bound by memory and L2, not by the products.
+cycles, 11.6 ms in all; WGMMA moves 160 KB in 1,280 cycles, as many as its products take.
 
 Limits: sm_90a and sm_100a; D and D_v 64 or 128; l' a multiple of 64, up to 256; any G; n T G D l' / 64 < 2^34 for the T
 tokens of a chunk; q and dO of neighboring tokens less than 2^15 elements apart; 64-bit offsets; rows start at multiples
@@ -46,7 +45,6 @@ from cute_kernels.attend.checks import check_token_attention
 from cute_kernels.attend.combine import combine_partials
 from cute_kernels.attend.combine_splits import add_partials, chunk_start
 from cute_kernels.attend.views import block_bounds, group_heads
-from cute_kernels.attend.warp_rows import SMEM_CARVEOUT
 from cute_kernels.lists.worklist import (
     BLOCK,
     COUNT,
@@ -78,6 +76,7 @@ from cute_kernels.mma.mma_sync import (
     store_rows,
     transpose_view,
 )
+from cute_kernels.mma.smem import SMEM_CARVEOUT
 from cute_kernels.mma.warp import LANES, LOG2_E, probability
 from cute_kernels.pool.documents import PackedBlocks
 from cute_kernels.runtime.device import has_warpgroups, vectorized
@@ -379,7 +378,7 @@ class KVOuterBackward:
     def allocate_tiles(self, smem: Any) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         """sQK, sdOV and sPdS of Shared."""
         sizes = (self.dim, STAGES + 1), (self.v_dim, STAGES + 1), (TILE, 2)
-        layouts = [smem_tiles(self.dtype, TILE, columns, count) for columns, count in sizes]
+        layouts = [smem_tiles(TILE, columns, count) for columns, count in sizes]
         sQK, sdOV, sPdS = (smem.allocate_tensor(self.dtype, layout, SMEM_ALIGNMENT) for layout in layouts)
         return sQK, sdOV, sPdS
 

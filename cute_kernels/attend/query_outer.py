@@ -14,7 +14,6 @@ whatever tokens select. `takes_query_outer` decides between them.
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64, u blocks a tile of 8 tokens: u / 16 times 2.2 TFLOP, 3.7
 ms at 600 TFLOP/s; q and o once, 2 GB, 0.5 ms; keys and values from L2, u x 32 KB a tile. Random blocks: u = 98.
-Measured on an H200: 10 ns per block of a tile, 7.2 ms at u = 16, 33 ms at u = 98.
 
 Limits: WGMMA on sm_90a, mma.sync on sm_100a; D and D_v 64 or 128; l' a multiple of 64; G up to ROWS; rows start at
 multiples of 16 bytes; selected blocks must be finite behind a token too.

@@ -48,24 +48,15 @@ from torch import Tensor
 
 from cute_kernels.attend import combine_splits
 from cute_kernels.attend.backward_tiles import (
-    CONSUMER_REGISTERS,
-    CONSUMERS,
     CTA_ROWS,
-    PRODUCER_REGISTERS,
     STAGES,
     STATS_WARPS,
-    THREADS,
-    WARPGROUP_WARPS,
     BackwardDKV,
     BackwardDQ,
-    Consumer,
     SharedDKV,
     SharedDQ,
     TmaTile,
     WorkTile,
-    consumer_of,
-    consumer_state,
-    producer_state,
     token_of,
 )
 from cute_kernels.attend.combine_splits import add_partials, chunk_start
@@ -74,6 +65,17 @@ from cute_kernels.lists.selected_worklist import block_coordinates, fake_query_t
 from cute_kernels.lists.worklist import BLOCK, COUNT, FIRST, SPLITS, WorklistSizes, num_work_tiles
 from cute_kernels.mma.mma_sync import accumulator
 from cute_kernels.mma.warp import LANES
+from cute_kernels.mma.warp_specialized import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+    THREADS,
+    WARPGROUP_WARPS,
+    Consumer,
+    consumer_of,
+    consumer_state,
+    producer_state,
+)
 from cute_kernels.mma.wgmma import (
     TILE,
     WARPGROUP_THREADS,

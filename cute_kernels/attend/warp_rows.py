@@ -80,9 +80,6 @@ from cute_kernels.runtime.jit import VECTOR
 COLUMNS = 32
 """Columns of o that a warp accumulates at a time, with mma.sync."""
 
-SMEM_CARVEOUT = 100
-"""Percent of an SM's memory for shared memory; without it the compiler asks a GPU."""
-
 
 class CtaContext(NamedTuple):
     """What a thread knows of its CTA throughout the kernel."""

@@ -38,29 +38,31 @@ from torch import Tensor
 
 from cute_kernels.attend.backward_tiles import (
     BRANCHES,
-    CONSUMER_REGISTERS,
-    CONSUMERS,
     CTA_ROWS,
-    PRODUCER_REGISTERS,
     STAGES,
     STATS_WARPS,
-    THREADS,
-    WARPGROUP_WARPS,
     BackwardDKV,
     BackwardDQ,
-    Consumer,
     KeyTileRange,
     SharedDKV,
     SharedDQ,
     Stats,
     TmaTile,
     WorkTile,
-    consumer_of,
-    consumer_state,
     token_of,
 )
 from cute_kernels.mma.mma_sync import accumulator
 from cute_kernels.mma.warp import probability
+from cute_kernels.mma.warp_specialized import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+    THREADS,
+    WARPGROUP_WARPS,
+    Consumer,
+    consumer_of,
+    consumer_state,
+)
 from cute_kernels.mma.wgmma import (
     TILE,
     acc_as_operand_a,
@@ -76,7 +78,7 @@ from cute_kernels.mma.wgmma import (
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
 
-class Window(NamedTuple):
+class WindowMask(NamedTuple):
     """What a row sees, and which of it is also selected."""
 
     left: Int32
@@ -206,7 +208,7 @@ class WindowDQ(BackwardDQ):
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consumer = consumer_of(thread, warp_index)
             branches = ((mLse, mDelta), (mLocalLse, mLocalDelta))[: 1 + self.has_local]
-            window = Window(left, size, local)
+            window = WindowMask(left, size, local)
             dQ = self.mma(
                 shared, branches, key_tiles, window, num_rows, scale, first_token, mma_s, mma_dq, work, consumer
             )
@@ -218,7 +220,7 @@ class WindowDQ(BackwardDQ):
         shared: SharedDQ,
         branches: tuple[Stats, ...],
         key_tiles: KeyTileRange,
-        window: Window,
+        window: WindowMask,
         num_rows: Int32,
         scale: Float32,
         first_token: Int32 | None,
@@ -392,7 +394,7 @@ class WindowDKV(BackwardDKV):
         else:  # consumers
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consumer = consumer_of(thread, warp_index)
-            window = Window(left, size, local)
+            window = WindowMask(left, size, local)
             dK, dV = self.mma(
                 shared,
                 keys_ready,
@@ -419,7 +421,7 @@ class WindowDKV(BackwardDKV):
         first_tile: Int32,
         stop_tile: Int32,
         group: Int32,
-        window: Window,
+        window: WindowMask,
         scale: Float32,
         first_token: Int32 | None,
         mma_s: cute.TiledMma,

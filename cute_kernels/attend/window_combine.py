@@ -39,17 +39,6 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from torch import Tensor
 
-from cute_kernels.attend.backward_tiles import (
-    CONSUMER_REGISTERS,
-    CONSUMERS,
-    PRODUCER_REGISTERS,
-    THREADS,
-    WARPGROUP_WARPS,
-    Consumer,
-    consumer_of,
-    consumer_state,
-    producer_state,
-)
 from cute_kernels.attend.combine_rows import Row, quad_gates
 from cute_kernels.attend.views import (
     TokenBlock,
@@ -74,6 +63,17 @@ from cute_kernels.mma.mma_sync import (
     vector_strides,
 )
 from cute_kernels.mma.warp import LN_2, LOG2_E, lowest_bit
+from cute_kernels.mma.warp_specialized import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+    THREADS,
+    WARPGROUP_WARPS,
+    Consumer,
+    consumer_of,
+    consumer_state,
+    producer_state,
+)
 from cute_kernels.mma.wgmma import (
     MN,
     REGISTERS,
@@ -468,22 +468,22 @@ class WindowCombine:
             q_ready.consumer_wait(q_state)
             window = self.make_sums()
             for i in cutlass.range(tiles.local, unroll=1):
-                S = self.start_step(ring_ready, state, mma_s, tSrQ, tSrK)
+                S = self.mma_qk(ring_ready, state, mma_s, tSrQ, tSrK)
                 self.mask(S, tiles.tile(i) * TILE, tile_token, rTokens, left)
-                self.finish_step(S, window, ring_ready, state, mma_o, tOrV, scale)
+                self.softmax_and_mma_pv(S, window, ring_ready, state, mma_o, tOrV, scale)
                 state.advance()
             forced = self.make_sums()
             for x, y in zip(forced, window, strict=True):
                 x.store(y.load())
             for i in cutlass.range(tiles.local, tiles.num_window(), unroll=1):
-                S = self.start_step(ring_ready, state, mma_s, tSrQ, tSrK)
+                S = self.mma_qk(ring_ready, state, mma_s, tSrQ, tSrK)
                 self.mask(S, tiles.tile(i) * TILE, tile_token, rTokens, left)
-                self.finish_step(S, window, ring_ready, state, mma_o, tOrV, scale)
+                self.softmax_and_mma_pv(S, window, ring_ready, state, mma_o, tOrV, scale)
                 state.advance()
             rWin = self.finish_window(window, rows, outputs)
             for _ in cutlass.range(tiles.first, unroll=1):
-                S = self.start_step(ring_ready, state, mma_s, tSrQ, tSrK)
-                self.finish_step(S, forced, ring_ready, state, mma_o, tOrV, scale)
+                S = self.mma_qk(ring_ready, state, mma_s, tSrQ, tSrK)
+                self.softmax_and_mma_pv(S, forced, ring_ready, state, mma_o, tOrV, scale)
                 state.advance()
             rGates = cute.make_rmem_tensor((BRANCHES, 2), Float32)
             if const_expr(self.gated):
@@ -560,7 +560,7 @@ class WindowCombine:
         return sums
 
     @cute.jit
-    def start_step(
+    def mma_qk(
         self, ring_ready: Any, state: Any, mma_s: cute.TiledMma, tSrQ: cute.Tensor, tSrK: cute.Tensor
     ) -> cute.Tensor:
         """S of a tile of keys, as `accumulator` of a warp."""
@@ -585,7 +585,7 @@ class WindowCombine:
                         scores[c, r, 0, n] = scores[c, r, 0, n] if sees else -Float32.inf
 
     @cute.jit
-    def finish_step(
+    def softmax_and_mma_pv(
         self,
         S: cute.Tensor,
         sums: Sums,
@@ -748,7 +748,7 @@ def _add_row(acc_o_mn: cute.Tensor, rX: cute.Tensor, r: cutlass.Constexpr[int], 
             acc_o_mn[c, r, 0, n] = cute.math.fma(factor, X[c, r, 0, n].to(Float32), acc_o_mn[c, r, 0, n])
 
 
-class Window(NamedTuple):
+class WindowBranch(NamedTuple):
     """The window branch, where the selected branch's last kernel takes it along."""
 
     left: int
@@ -758,10 +758,10 @@ class Window(NamedTuple):
     lse: Tensor | None
     """fp32 `[B,H,T]`, likewise."""
 
-    def narrow(self, batches: slice, rows: slice, heads: slice) -> Window:
+    def narrow(self, batches: slice, rows: slice, heads: slice) -> WindowBranch:
         """The same for some batches, rows and heads."""
         o, lse = self.o, self.lse
-        return Window(
+        return WindowBranch(
             self.left,
             None if o is None else o[batches, rows, heads],
             None if lse is None else lse[batches, heads, rows],
@@ -831,7 +831,7 @@ def window_combine(
     lse_partial: Tensor,
     o: Tensor | None,
     lse: Tensor,
-    window: Window,
+    window: WindowBranch,
     gating: Gating | None,
     size: int,
     scale: float,

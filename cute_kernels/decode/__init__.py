@@ -8,6 +8,9 @@
     combine.py     CombineBranches   the partials of the three branches added up and gated
     tile_sums.py   KeepSums          tile mode: sums for the next step, when the step ends
 
+cache.py has the tensors of a cache as kernels take them, pages.py finds tokens and entries in them, tiles.py attends to
+tiles of them, splits.py divides tiles among CTAs, and gather.py copies a prompt's pages for the kernels of prefill.py.
+
 Five launches with fixed grids, in tile mode seven or eight: lengths are read on the device, so one CUDA graph serves
 all of them.
 

@@ -30,7 +30,7 @@ class Pages(NamedTuple):
         return (self.k, self.v) if self.k_win is None or self.v_win is None else (self.k_win, self.v_win)
 
 
-class Lengths(NamedTuple):
+class LengthTensors(NamedTuple):
     """int32 `[B]` on the device."""
 
     cached: Tensor

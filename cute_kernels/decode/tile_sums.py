@@ -20,7 +20,7 @@ import torch
 from cutlass import Float32, range_constexpr
 from torch import Tensor
 
-from cute_kernels.decode.cache import Lengths as LengthTensors
+from cute_kernels.decode.cache import LengthTensors
 from cute_kernels.decode.pages import Lengths, fake_lengths
 from cute_kernels.decode.score import TERMS
 from cute_kernels.mma.warp import divide

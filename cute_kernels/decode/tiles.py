@@ -23,7 +23,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.attend.warp_rows import SMEM_CARVEOUT
 from cute_kernels.decode.pages import Paging
 from cute_kernels.limits import DECODE_KEYS
 from cute_kernels.mma.mma_sync import (
@@ -40,6 +39,7 @@ from cute_kernels.mma.mma_sync import (
     smem_tiles,
     transpose_view,
 )
+from cute_kernels.mma.smem import RESERVED_SMEM_BYTES, SM_SMEM_BYTES, SMEM_CARVEOUT
 from cute_kernels.mma.warp import LANES
 from cute_kernels.runtime.jit import FLOATS, VECTOR
 
@@ -47,8 +47,6 @@ KEYS = DECODE_KEYS
 """Of a tile."""
 MIN_WARPS = 4
 MAX_ROWS = 128
-SM_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
-"""Shared memory of an SM, on Hopper and Blackwell, and what each CTA takes besides its own."""
 FEW_STAGES, MOST_STAGES = 3, 6
 
 
@@ -115,7 +113,7 @@ class DecodeTiles:
         self.stages, self.ctas_per_sm = 0, ctas_per_sm
         while self.stages == 0:  # the fewest that hide latency; a CTA alone takes all that fit
             least = max(FEW_STAGES if self.ctas_per_sm < 3 else 2, -(-self.sums * 4 // stage))
-            room = SM_BYTES // self.ctas_per_sm - RESERVED_BYTES - fixed
+            room = SM_SMEM_BYTES // self.ctas_per_sm - RESERVED_SMEM_BYTES - fixed
             most = min(MOST_STAGES, room // stage)
             if most >= least:
                 self.stages = most if self.ctas_per_sm == 1 else least
@@ -134,8 +132,8 @@ class DecodeTiles:
 
     def layouts(self) -> tuple[Any, Any, Any]:
         """Of sQ, sK and sV."""
-        tile = cute.select(smem_tiles(self.dtype, self.rows, self.dim, 1), mode=[0, 1])
-        k_tiles, v_tiles = (smem_tiles(self.dtype, KEYS, dim, self.stages) for dim in (self.dim, self.v_dim))
+        tile = cute.select(smem_tiles(self.rows, self.dim, 1), mode=[0, 1])
+        k_tiles, v_tiles = (smem_tiles(KEYS, dim, self.stages) for dim in (self.dim, self.v_dim))
         return tile, k_tiles, v_tiles
 
     @cute.jit

@@ -242,7 +242,7 @@ def _note(call: str, signature: Any, recorders: Sequence[_Recorder], sizes: Sequ
 
 
 @contextmanager
-def _recording(*functions: Any) -> Iterator[list[_Recorder]]:
+def recording(*functions: Any) -> Iterator[list[_Recorder]]:
     """Kernels that FA4's functions use inside `with`. The caller holds COMPILING: caches and warnings are global."""
     refuse()
     with warnings.catch_warnings(), ExitStack() as stack:
@@ -336,7 +336,7 @@ def _attend_by_interface(
         options["tile_mn"] = WINDOW_TILE
     elif mask.lists is not None and mask.lists.width == NARROW and _is_blackwell(q):
         options["tile_mn"] = ONE_TILE, NARROW
-    with made_current(q.device), _recording(_flash_attn_fwd) as (recorder,):
+    with made_current(q.device), recording(_flash_attn_fwd) as (recorder,):
         o, sums, *_ = _flash_attn_fwd(*qkv, **options)
     if signature is not None and recorder.keys:
         _note("forward", signature, [recorder])
@@ -468,7 +468,7 @@ def _differentiate_by_interface(
         return tiles[-1]
 
     stages = interface._bwd_preprocess, interface._flash_attn_bwd, interface._bwd_postprocess_convert
-    with made_current(given.q.device), _recording(*stages) as (before, main, after):
+    with made_current(given.q.device), recording(*stages) as (before, main, after):
         interface._tile_size_bwd_sm90 = choose_tiles
         try:
             interface._flash_attn_bwd(

@@ -32,7 +32,7 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
 from cute_kernels.gate.forward import BRANCHES, THREADS, lanes_per_row, partial_dot
-from cute_kernels.gate.partials import add_partials
+from cute_kernels.gate.partials import sum_partials
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
 CHUNK = 256
@@ -333,5 +333,5 @@ def gate_gradients(
         weighted,
         d_gates if projected else None,
         None if projected else d_gates,
-        None if partial is None else add_partials(partial),
+        None if partial is None else sum_partials(partial),
     )

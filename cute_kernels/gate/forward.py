@@ -3,8 +3,7 @@
     out[i] = sum_b g_b[i] * o_b[i],   g_b[i] = sigmoid(q[i] . w[b])   or given, or 1/3 each
 
 Branches are compressed, selected, window, in this order. A row (token and head) belongs to a group of lanes, each with
-one vector of 16 bytes. Sums are fp32 and rounded once. A thread has one row: two rows a thread, with fewer in flight,
-were slower (0.34 ms instead of 0.30 at 128K tokens).
+one vector of 16 bytes. Sums are fp32 and rounded once.
 
 In token mode, kernels at whose end o_slc is in registers apply the gate there, with the same bits: CombineAndGate and
 ForcedCombineAndGate take `Gating`, `row_gates` and `weighted_sum` from here, WindowCombine repeats their arithmetic on

@@ -73,7 +73,7 @@ def _compiled() -> Kernel:
     return compile_kernel(AddPartials(), fake(torch.float32, None, None), fake(torch.float32, None))
 
 
-def add_partials(partials: Tensor) -> Tensor:
+def sum_partials(partials: Tensor) -> Tensor:
     """The sum of fp32 partials `[partials,...]` over the first dimension; each contiguous, of at least one number."""
     if len(partials) == 1:
         return partials[0]

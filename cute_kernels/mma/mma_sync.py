@@ -2,8 +2,8 @@
 
 Of 16 x 8 numbers of an accumulator, lane 4 i + j holds columns 2 j and 2 j + 1 of rows i and i + 8. A quad, four lanes,
 so has a row's piece of 16 bytes (in 16 bits), a quarter of it in each lane. To write whole vectors, its lanes exchange
-what they have of four pieces (write_whole_rows), or the right operand's columns lie in another order (load_for_quads),
-so that a lane has a whole piece already (write_quads).
+what they have of four pieces (store_rows), or the right operand's columns lie in another order (load_permuted), so that
+a lane has a whole piece already (store_permuted_rows).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MMA_K = 16
 """Columns that one mma.sync multiplies, and its rows."""
 
 
-def smem_tiles(dtype: Any, rows: int, dim: int, count: int) -> Any:
+def smem_tiles(rows: int, dim: int, count: int) -> Any:
     """Layout of `count` tiles of rows x dim in 16 bits, for cp.async and ldmatrix without bank conflicts."""
     atom = cute.make_composed_layout(cute.make_swizzle(3, 3, 3), 0, cute.make_ordered_layout((8, 64), order=(1, 0)))
     return cute.tile_to_shape(atom, (rows, dim, count), (0, 1, 2))
@@ -53,7 +53,7 @@ def gemm_smem(
     acc: cute.Tensor,
     left: cute.Tensor,  # rows x k
     right: cute.Tensor,  # columns x k
-    first: Int32,  # of the CHUNKs of columns that acc has
+    first: Int32,  # of right's copies of MMA_K columns, of which acc has some
     left_transposed: cutlass.Constexpr[bool] = False,  # of memory: whether its rows are contiguous, not k
     right_transposed: cutlass.Constexpr[bool] = False,
 ):

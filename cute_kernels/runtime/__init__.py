@@ -1,9 +1,11 @@
 """What all kernels need of the machine, and nothing of attention.
 
-jit         compile kernels from fake tensors
-disk_cache  keep compiled kernels in a folder
-compiling   the lock around compilation
-device      compute capability, alignment
-replay      run a call from a recording of its launches
-streams     side streams for chunks that do not depend on each other
+jit           compile kernels from fake tensors
+disk_cache    keep compiled kernels in a folder
+compiling     the lock around compilation
+device        compute capability, alignment
+replay        run a call from a recording of its launches
+graphs        the same launches as a CUDA graph, where a call comes again at the same addresses
+cuda_runtime  streams of one's own, and graphs without memory
+streams       side streams for chunks that do not depend on each other
 """

@@ -1,7 +1,7 @@
 """Chunks on two side streams alternately, so that one starts while another leaves multiprocessors idle.
 
-At the end of a launch only its longest CTAs run: the KV-outer forward of a chunk lost 22 % of its time this
-way. And MMA leaves memory idle, while combining partials leaves tensor cores idle.
+At the end of a launch only its longest CTAs run. And MMA leaves memory idle, while combining partials leaves tensor
+cores idle.
 
 The streams are created by CUDA itself: one of PyTorch's could be one on which another thread captures, or its current
 one.

@@ -60,6 +60,7 @@ from torch import Tensor
 from cute_kernels.limits import MAX_TOKEN_ENTRIES, MAX_TOKEN_GROUP
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.mma.mma_sync import smem_tiles
+from cute_kernels.mma.smem import CTA_SMEM_BYTES
 from cute_kernels.mma.warp import LANES, LOG2_E
 from cute_kernels.mma.wgmma import WARPGROUP_THREADS, allocate_tiles, issue_mma, swizzled_tiles
 from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
@@ -87,8 +88,6 @@ MAX_WGMMA_N = 64
 
 MAX_GROUP = MAX_TOKEN_GROUP
 DIMS = (64, 128)
-SMEM_BYTES = 227 << 10
-"""Shared memory of a CTA on Hopper and on Blackwell."""
 
 
 class NamedBarrier(enum.IntEnum):
@@ -139,7 +138,7 @@ def smem_bytes(tiling: Tiling, dim: int, group: int, blocks: Blocks) -> int:
 
 def choose_tiling(dim: int, group: int, blocks: Blocks) -> Tiling | None:
     """The tiling with the most tokens that fits in shared memory: every work tile reads the keys again."""
-    fitting = (tiling for tiling in TILINGS if smem_bytes(tiling, dim, group, blocks) <= SMEM_BYTES)
+    fitting = (tiling for tiling in TILINGS if smem_bytes(tiling, dim, group, blocks) <= CTA_SMEM_BYTES)
     return next(fitting, None)
 
 
@@ -288,8 +287,8 @@ class TokenTopK:
             tiled_mma,
             swizzled_tiles(self.dtype, self.dim, num_query_tiles, self.mma_n)
             if const_expr(self.use_wgmma)
-            else smem_tiles(self.dtype, self.mma_n, self.dim, num_query_tiles),
-            cute.select(smem_tiles(self.dtype, KEY_TILE, self.dim, 1), mode=[0, 1]),
+            else smem_tiles(self.mma_n, self.dim, num_query_tiles),
+            cute.select(smem_tiles(KEY_TILE, self.dim, 1), mode=[0, 1]),
             cute.make_layout((self.tiling.subtile, self.ratio, columns), stride=(stride, columns, 1)),
         ).launch(
             grid=[cutlass.min(self.num_work_tiles(mQ, mK), max_ctas), 1, 1],

@@ -5,7 +5,7 @@ from nsa.neighborhood.api import (
     neighborhood_attention_backward,
     neighborhood_attention_forward,
 )
-from nsa.neighborhood.cache import BackwardCache
+from nsa.neighborhood.backward_cache import BackwardCache
 from nsa.neighborhood.module import NeighborhoodAttention, NeighborhoodAttentionLayer
 
 __all__ = [

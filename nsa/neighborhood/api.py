@@ -14,7 +14,7 @@ from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_tra
 from nsa.common.resolve import resolve as resolve_call
 from nsa.neighborhood import meta
 from nsa.neighborhood.autograd import run_with_backward
-from nsa.neighborhood.cache import BackwardCache
+from nsa.neighborhood.backward_cache import BackwardCache
 from nsa.neighborhood.ops import call_forward
 from nsa.neighborhood.validate import PATHS, Window, check_backward_tensors, check_tensors, keys_until, resolve, sizes
 

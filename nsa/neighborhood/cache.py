@@ -1,147 +1,117 @@
-"""A cache of gradients, for backward calls that are repeated with unchanged tensors."""
+"""NeighborhoodCache: the keys and values that causal windows of later tokens still reach, and no others."""
 
 from __future__ import annotations
-
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa.common.checks import check_integer
-
-Gradients = tuple[Tensor, ...]
-
-STREAM_DEVICE_TYPES = ("cuda", "npu")
-"""Device types whose work is queued on streams."""
+from dispatch.registry import short_name
+from nsa.common.checks import DTYPES, check_integer, check_sizes
 
 
-class BackwardCache:
-    """Gradients of the last `capacity` different calls of `neighborhood_attention_backward` (LRU).
+class NeighborhoodCache:
+    """A rolling cache for causal NeighborhoodAttention: the last (kernel_size - 1) * dilation tokens, however long.
 
-    Two calls are the same when their tensors are the same objects, unchanged since, and their options are equal. The
-    cache holds the tensors and their storages, so that ids and addresses are not reused, and compares PyTorch's version
-    counters, also those of the gradients it returned: changed ones are computed again. Changes that PyTorch does not
-    count go unseen: writes through `Tensor.data`, by the replay of a CUDA graph, and by other libraries. Inference
-    tensors have no counters, so their gradients are not cached; nor are those of calls that a CUDA graph captures.
-
-    Calls may come from different streams: a stream that gets another stream's gradients waits for them on the device,
-    and their memory is not reused before it is done with them. Not to be shared between threads.
-
-    Memory: inputs and gradients of up to `capacity` calls, until they are replaced or `clear` is called.
+    All sequences of the batch have one length. Once as many tokens are there, sizes stay, and memory is written in
+    place: a step can be captured in a CUDA graph. What has rolled out is gone: there is no truncation.
 
     Args:
-        capacity: calls to keep, at least 1. Default: 4.
+        batch: B.
+        heads_kv: H_kv, key/value heads.
+        dim: D.
+        kernel_size: keys of a window, at least 1.
+        dilation: distance between neighbors in tokens, at least 1. Default: 1.
+        dtype: of keys and values. Default: torch.float32.
+        device: of keys and values. Default: None, which means the CPU.
 
     Raises:
-        TypeError, ValueError: naming a capacity that is no integer of at least 1.
+        TypeError: naming an argument of the wrong type.
+        ValueError: naming an argument out of range.
 
     Example:
         >>> import torch
-        >>> from nsa.neighborhood import BackwardCache, neighborhood_attention_backward, neighborhood_attention_forward
-        >>> q, k, v, do = (torch.randn(1, 20, 4, 16) for _ in range(4))
-        >>> _, band = neighborhood_attention_forward(q, k, v)
-        >>> cache = BackwardCache()
-        >>> first = neighborhood_attention_backward(do, q, k, v, band, cache=cache)
-        >>> again = neighborhood_attention_backward(do, q, k, v, band, cache=cache)
-        >>> first[0] is again[0], len(cache)
-        (True, 1)
+        >>> from nsa import NeighborhoodAttention
+        >>> layer = NeighborhoodAttention(hidden_size=64, num_heads=4, kernel_size=5, causal=True)
+        >>> cache = layer.new_cache(batch=1)
+        >>> with torch.no_grad():
+        ...     outs = [layer(torch.randn(1, tokens, 64), cache=cache) for tokens in (100, 1, 1)]
+        >>> cache.k.shape, int(cache.length)
+        (torch.Size([1, 4, 4, 16]), 102)
     """
 
-    def __init__(self, capacity: int = 4) -> None:
-        check_integer("capacity", capacity, 1)
-        self.capacity = capacity
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+    def __init__(
+        self,
+        batch: int,
+        *,
+        heads_kv: int,
+        dim: int,
+        kernel_size: int,
+        dilation: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_integer("batch", batch, 0)
+        check_sizes(heads_kv=heads_kv, dim=dim, kernel_size=kernel_size, dilation=dilation)
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype must be {', '.join(map(short_name, DTYPES))}, got {dtype!r}")
+        self.kernel_size, self.dilation = kernel_size, dilation
+        self.reach = (kernel_size - 1) * dilation
+        """Tokens that are kept."""
+        self.k = torch.empty(batch, 0, heads_kv, dim, dtype=dtype, device=device)
+        """Keys of the last tokens `[B,min(length, reach),H_kv,D]`."""
+        self.v = self.k.clone()
+        """Their values."""
+        self.length = torch.zeros((), dtype=torch.int64, device=device)
+        """Tokens so far, on the device."""
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def clear(self) -> None:
-        """Release all tensors."""
-        self._entries.clear()
-
-    def gradients(self, inputs: tuple[Tensor, ...], options: Hashable, compute: Callable[[], Gradients]) -> Gradients:
-        """The gradients of an unchanged call with these inputs and options, or else of `compute()`, which are kept.
+    def positions(self, num_tokens: int) -> Tensor:
+        """The positions of the next tokens, the same in all sequences: for rotary embeddings.
 
         Args:
-            options: everything that the gradients depend on beside `inputs`.
+            num_tokens: new tokens of each sequence.
+
+        Returns:
+            int64 `[num_tokens]`, counted from the first token.
         """
-        if any(tensor.is_inference() for tensor in inputs):
-            return compute()
-        # A captured graph must contain the backward, not one result of it
-        if _is_captured(inputs[0].device):
-            return compute()
-        key = (tuple(id(tensor) for tensor in inputs), options)  # entries hold the tensors, so ids stay unique
-        found = self._entries.get(key)
-        if found is not None and found.inputs.is_unchanged() and found.gradients.is_unchanged():
-            self._entries.move_to_end(key)
-            for producer in found.producers:
-                producer.hand_over(found.gradients.tensors)
-            return found.gradients.tensors
-        self._entries.pop(key, None)  # before computing, which needs the memory
-        snapshot = _Snapshot(inputs)
-        result = compute()
-        if any(tensor.is_inference() for tensor in result):
-            return result
-        devices = {tensor.device for tensor in result if tensor.device.type in STREAM_DEVICE_TYPES}
-        self._entries[key] = _Entry(snapshot, _Snapshot(result), [_Producer(device) for device in devices])
-        if len(self._entries) > self.capacity:
-            self._entries.popitem(last=False)
-        return result
+        return self.length + torch.arange(num_tokens, device=self.length.device)
 
+    def followed_by(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens that are kept and of new ones; changes nothing.
 
-class _Snapshot:
-    """Tensors, held with their storages, and their state, to see later whether they have changed."""
+        Raises:
+            TypeError, ValueError: naming the argument, its value and what was expected.
+        """
+        for name, x, own in (("k", k, self.k), ("v", v, self.v)):
+            if x.dtype != own.dtype:
+                raise TypeError(f"{name} must be {short_name(own.dtype)}, as the cache is, got {short_name(x.dtype)}")
+            if x.device != own.device or x.shape[:1] + x.shape[2:] != own.shape[:1] + own.shape[2:]:
+                wanted = f"the cache's [B,N,H_kv,D] = [{own.shape[0]},N,{own.shape[2]},{own.shape[3]}] on {own.device}"
+                raise ValueError(f"{name} must have {wanted}, got {list(x.shape)} on {x.device}")
+        return torch.cat([self.k, k], 1), torch.cat([self.v, v], 1)
 
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        self.tensors = tensors
-        self._storages = [tensor.untyped_storage() for tensor in tensors]
-        self._states = self._now()
+    def keep(self, k: Tensor, v: Tensor, num_tokens: int) -> None:
+        """Roll on by `num_tokens` tokens: keep the last ones of what `followed_by` gave."""
+        first = max(0, k.shape[1] - self.reach)
+        if k.shape[1] - first == self.k.shape[1]:
+            self.k.copy_(k[:, first:])
+            self.v.copy_(v[:, first:])
+        else:
+            self.k, self.v = k[:, first:].clone(), v[:, first:].clone()
+        self.length += num_tokens
 
-    def is_unchanged(self) -> bool:
-        return self._states == self._now()
+    def reorder(self, rows: Tensor) -> None:
+        """Sequence b becomes what sequence rows[b] is.
 
-    def _now(self) -> list[tuple[object, ...]]:
-        """Of each tensor: PyTorch's version counter, storage, address, dtype, shape and strides."""
-        return [
-            (x._version, x.untyped_storage()._cdata, x.data_ptr(), x.dtype, x.shape, x.stride()) for x in self.tensors
-        ]
+        Args:
+            rows: int32 or int64 `[B]` on the device.
 
-
-class _Producer:
-    """The stream that computes gradients on a device, and an event behind them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = _current_stream(device)
-        self._event = self._stream.record_event()
-
-    def hand_over(self, tensors: Gradients) -> None:
-        """Make the device's current stream wait for the tensors, and their memory wait for that stream."""
-        reader = _current_stream(self._device)
-        if reader == self._stream:
-            return
-        reader.wait_event(self._event)
-        for tensor in tensors:
-            if tensor.device == self._device:
-                tensor.record_stream(reader)
-
-
-def _is_captured(device: torch.device) -> bool:
-    """Whether the current stream of a device is being captured; it need not be the current device."""
-    if device.type != "cuda":
-        return False
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
-
-
-def _current_stream(device: torch.device) -> Any:
-    return torch.get_device_module(device).current_stream(device)
-
-
-class _Entry(NamedTuple):
-    inputs: _Snapshot
-    gradients: _Snapshot
-    producers: list[_Producer]
-    """One for each device with streams."""
+        Raises:
+            TypeError, ValueError: for another dtype, shape or device.
+        """
+        if rows.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"rows must be int32 or int64, got {short_name(rows.dtype)}")
+        if rows.shape != self.k.shape[:1] or rows.device != self.k.device:
+            wanted = f"[{self.k.shape[0]}] on {self.k.device}"
+            raise ValueError(f"rows must be {wanted}, got {list(rows.shape)} on {rows.device}")
+        self.k.copy_(self.k[rows])
+        self.v.copy_(self.v[rows])

@@ -20,7 +20,7 @@ from nsa.common.layers import (
     refuse_unsupported,
 )
 from nsa.neighborhood.api import neighborhood_attention
-from nsa.neighborhood.rolling import NeighborhoodCache
+from nsa.neighborhood.cache import NeighborhoodCache
 from nsa.neighborhood.validate import ALGORITHMS, Window
 
 if TYPE_CHECKING:

@@ -411,7 +411,7 @@ def recorded(keys: list[Any]) -> list[Any]:
     from cute_kernels.fa4 import launch
 
     stage = Fa4Stage()
-    with disk_cache.COMPILING, launch._recording(stage) as (recorder,):
+    with disk_cache.COMPILING, launch.recording(stage) as (recorder,):
         got = [stage(key) for key in keys]
     assert recorder.used == got
     return ["loaded" if x == "loaded" else "compiled" for x in got]
@@ -444,7 +444,7 @@ def test_a_kernel_that_does_not_compile_leaves_no_lock(
     descriptors = len(os.listdir("/proc/self/fd"))
 
     def fail() -> None:
-        with disk_cache.COMPILING, launch._recording(stage):
+        with disk_cache.COMPILING, launch.recording(stage):
             assert 1 not in stage.compile_cache
             raise RuntimeError("no such kernel")
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.decode.cache import Lengths, Pages
+from cute_kernels.decode.cache import LengthTensors, Pages
 from cute_kernels.decode.gather import gather_pages
 from cute_kernels.decode.tile_sums import keep_sums, sum_queries
 from cute_kernels.decoding import decode
@@ -48,7 +48,7 @@ class Decoding:
         pages = [normal(batch * columns, slots, 2, 64) for slots in (64, 64, 64 // self.config.stride)]
         memory = Pages(*pages, normal(*pages[2].shape), integers(range(batch * columns)).view(batch, columns))
         overflowed = torch.zeros(batch, dtype=torch.bool, device=device)
-        lengths = Lengths(integers(self.cached), integers([self.queries] * batch), overflowed)
+        lengths = LengthTensors(integers(self.cached), integers([self.queries] * batch), overflowed)
         q, k, v = (normal(batch, self.queries, heads, 64) for heads in (8, 2, 2))
         results = {"pages of k": memory.k, "pages of v": memory.v, "entries": memory.k_cmp}
         rows, tile = None, self.config.q_tile_size

@@ -19,7 +19,7 @@ from nsa import (
     nsa_with_cache,
     top_blocks_by_max,
 )
-from nsa.neighborhood.cache import _is_captured
+from nsa.neighborhood.backward_cache import _is_captured
 from tests.support.block_sparse_cases import Case, make
 from tests.support.hardware import DETERMINISTIC
 from tests.support.helpers import LARGE, make_qkv

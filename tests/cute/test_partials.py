@@ -15,15 +15,15 @@ SHAPES = [(2, 4), (1, 12), (3, 2, 132), (8, 128), (9, 3, 128), (41, 2, 5, 20)]
 
 def check(shape: tuple[int, ...], device: str) -> None:
     """Against fp64; bits do not depend on what lies around."""
-    from cute_kernels.gate.partials import add_partials
+    from cute_kernels.gate.partials import sum_partials
 
     torch.manual_seed(0)
     partials = torch.randn(shape, device=device)
-    got = add_partials(partials)
+    got = sum_partials(partials)
     exact, size = partials.double().sum(0), partials.double().abs().sum(0)
     assert got.dtype == torch.float32
     assert bool(((got - exact).abs() <= len(partials) * 2**-24 * size).all())
-    assert torch.equal(add_partials(partials.clone()), got)
+    assert torch.equal(sum_partials(partials.clone()), got)
 
 
 @pytest.mark.cuda
@@ -34,11 +34,11 @@ def test_on_a_gpu(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.cuda
 def test_partials_behind_two_billion_elements() -> None:
-    from cute_kernels.gate.partials import add_partials
+    from cute_kernels.gate.partials import sum_partials
 
     torch.manual_seed(0)
     partials = torch.randn(3, 260, device="cuda")
-    assert torch.equal(add_partials(*far_apart((partials,), 0)), add_partials(partials))
+    assert torch.equal(sum_partials(*far_apart((partials,), 0)), sum_partials(partials))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

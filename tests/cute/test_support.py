@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dispatch
-from cute_kernels import support
+from cute_kernels import call_facts, support
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.runtime import device
 from nsa import NSACache, NSAConfig, PageTable
@@ -278,7 +278,7 @@ def test_what_needs_hopper_is_refused_on_blackwell_alone(arch: str) -> None:
     }
     rules = fa4.rules(torch.device("cuda:0"))
     assert rules is not None
-    assert support.has_atomic_free_backward(rules, 64, 64) == (arch == "sm_90")
+    assert call_facts.has_atomic_free_backward(rules, 64, 64) == (arch == "sm_90")
     of_options = {name: dict(mark.kwargs) for name, mark in marks.items() if not mark.args}
     assert len(of_options) > 20
     for name, options in of_options.items():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dispatch import neighborhood_attention_backward
-from nsa.neighborhood import cache as backward_cache
+from nsa.neighborhood import backward_cache
 from nsa.neighborhood.api import BackwardCache
 from tests.support import backward_cases
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import decoding
-from cute_kernels.decode.cache import Lengths, Pages
+from cute_kernels.decode.cache import LengthTensors, Pages
 from cute_kernels.decode.tile_sums import keep_sums, sum_queries
 from cute_kernels.mma.warp import LOG2_E
 from cute_kernels.prefill import append_tokens, prefill
@@ -67,7 +67,7 @@ class Step:
     """All tokens of each sequence, the new ones at the end, `[tokens,H_kv,D]`."""
     v: list[Tensor] = field(init=False)
     pages: Pages = field(init=False)
-    lengths: Lengths = field(init=False)
+    lengths: LengthTensors = field(init=False)
     gates: dict[str, Tensor] = field(init=False)
     tile_sums: Tensor | None = field(init=False)
     """As of NSACache: NaN but for the sum that each sequence goes on from."""
@@ -107,7 +107,7 @@ class Step:
         flags = torch.zeros(batch, dtype=torch.bool)
         flags[[*case.overflowed]] = True
         lengths = [torch.tensor(x, dtype=torch.int32) for x in (case.cached, new)]
-        self.lengths = Lengths(*[x.to(self.device) for x in (*lengths, flags)])
+        self.lengths = LengthTensors(*[x.to(self.device) for x in (*lengths, flags)])
         given = {
             "gates": {"gates": normal(batch, case.queries, heads, 3, dtype=torch.float32)},
             "projected": {"gate_proj_weight": normal(heads, 3, case.dim) * case.dim**-0.5},

@@ -55,11 +55,11 @@ class Case:
     def run(self, inputs: Inputs, gating: Any = None) -> tuple[Tensor, ...]:
         """o, lse, o_win and lse_win; NaN where nothing was written."""
         from cute_kernels.attend.kv_outer import kv_outer_forward
-        from cute_kernels.attend.window_combine import Window
+        from cute_kernels.attend.window_combine import WindowBranch
 
         q = inputs.q[:, self.first :]
         sums = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan, device=q.device)
-        window = Window(self.window - 1, torch.full_like(q, math.nan), sums)
+        window = WindowBranch(self.window - 1, torch.full_like(q, math.nan), sums)
         o, lse = kv_outer_forward(
             q,
             inputs.k,

@@ -6,6 +6,7 @@ Kernels import neither each other nor what calls them, and tests import no tests
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -25,6 +26,7 @@ LAYERS = (
     "attend",
     "decode",
     "fa4",
+    "call_facts",
     "support",
     "neighborhood",
     "block_sparse",
@@ -150,6 +152,23 @@ def test_layers_of_cute_kernels() -> None:
     assert {module.split(".")[1] for module in imports if module != "cute_kernels"} == set(LAYERS)
     assert sum(map(len, imports.values())) > 100
     assert upward(imports) == []
+
+
+def test_flash_attention_is_imported_in_one_place() -> None:
+    for module, path in modules("cute_kernels").items():
+        names = names_imported(path.read_text(encoding="utf-8"), module)
+        imports_it = any(name.partition(".")[0] == "flash_attn" for name in names)
+        assert not imports_it or module.startswith("cute_kernels.fa4"), module
+
+
+INDEXED = sorted({path.parent for path in (ROOT / "cute_kernels").rglob("*.py")})
+
+
+@pytest.mark.parametrize("folder", INDEXED, ids=lambda folder: folder.name)
+def test_the_docstring_of_a_package_names_its_modules(folder: Path) -> None:
+    words = set(re.findall(r"\w+", ast.get_docstring(ast.parse((folder / "__init__.py").read_text("utf-8"))) or ""))
+    names = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert names - {"__init__"} - words == set()
 
 
 SOURCE = """
