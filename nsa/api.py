@@ -19,6 +19,7 @@ from nsa.autograd import run_with_backward
 from nsa.common.autocast import autocast_dtype, autocast_off, cast_inputs
 from nsa.common.derivatives import (
     guard_inplace_changes,
+    needs_grad,
     refuse_forward_mode,
     refuse_transforms,
     without_second_derivatives,
@@ -266,7 +267,9 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
     q, k, v, cast_keywords = cast_arguments(q, k, v, keywords)
     if torch.compiler.is_compiling():
         q, k, v, cast_keywords = _for_operator(q, k, v, cast_keywords)
-        return ops.call_saving(q, k, v, **cast_keywords)
+        given = (x for x in cast_keywords.values() if isinstance(x, Tensor))
+        run = ops.call_saving if needs_grad(q, k, v, *given) else ops.call_forward
+        return run(q, k, v, **cast_keywords)
     return _run(False, q, k, v, **cast_keywords)[0]
 
 

@@ -43,7 +43,8 @@ class NSAttention(nn.Module):
         num_kv_heads: H_kv, key/value heads, a divisor of H. Default: None, which means H.
         head_dim: D, of queries and keys. Default: None, which means hidden_size // num_heads.
         v_head_dim: D_v, of values. Default: None, which means D.
-        config: the options of NSA. Default: None, which means `NSAConfig()`.
+        config: the options of NSA. A module in its `compress` becomes one of the layer, `compress.k` and `compress.v`.
+            Default: None, which means `NSAConfig()`.
         gate: where gates come from. "x": sigmoid(linear(hidden_states)), as in the paper. "q": sigmoid(q . w) per head,
             of the rotated q. None: each branch weighs 1/3. Default: "x".
         compress: "linear": learned maps from blocks to compressed keys and values (LinearCompression) in place of the
@@ -118,7 +119,9 @@ class NSAttention(nn.Module):
                 self.branch_proj[f"v_{branch}"] = nn.Linear(hidden_size, self.v_proj.out_features, bias=bias, **factory)
         self.gate_proj = nn.Linear(hidden_size, num_heads * 3, bias=True, **factory) if gate == "x" else None
         self.gate_proj_weight: nn.Parameter | None = None
-        self.compress = nn.ModuleDict()
+        both = self.config.compress
+        given = dict(zip(("k", "v"), both if isinstance(both, tuple) else (both, both), strict=True))
+        self.compress = nn.ModuleDict({name: pool for name, pool in given.items() if isinstance(pool, nn.Module)})
         if compress is not None:
             if compress_proj or self.config.compress != "mean":
                 other = "compress_proj" if compress_proj else f"a config that compresses by {self.config.compress!r}"
@@ -285,7 +288,10 @@ class NSAttention(nn.Module):
     def _config(self) -> NSAConfig:
         if not self.compress:
             return self.config
-        return replace(self.config, compress=(self.compress["k"], self.compress["v"]))
+        both = self.config.compress
+        k, v = both if isinstance(both, tuple) else (both, both)
+        own: dict[str, Any] = dict(self.compress)
+        return replace(self.config, compress=(own.get("k", k), own.get("v", v)))
 
     def _heads(self, projected: Tensor, heads: int) -> Tensor:
         split: Tensor = projected.unflatten(-1, (heads, projected.shape[-1] // heads))

@@ -443,7 +443,7 @@ def pool_functions(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> 
     def pool(name: str, compress: str | BlockPooling, weight: Tensor | None, blocks: Tensor) -> Tensor:
         *shape, _, dim = blocks.shape
         if 0 in shape:
-            return blocks.select(-2, 0)
+            return blocks.select(-2, 0) + _nothing_of(compress, weight)
         if callable(compress):
             entries = compress(blocks.to(dtype, copy=True, memory_format=torch.contiguous_format))
             if not isinstance(entries, Tensor):
@@ -457,6 +457,13 @@ def pool_functions(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> 
         return entries if weight is None else torch.einsum("...hd,hde->...he", entries, weight)
 
     return partial(pool, "k", compress_k, inputs.w_k_compress), partial(pool, "v", compress_v, inputs.w_v_compress)
+
+
+def _nothing_of(compress: str | BlockPooling, weight: Tensor | None) -> Tensor | float:
+    """0 that keeps what compresses in the graph of no entries: its gradients are 0, as DDP expects, and not None."""
+    learned: list[Tensor] = [*compress.parameters()] if isinstance(compress, torch.nn.Module) else []
+    learned += [] if weight is None else [weight]
+    return sum(x.flatten()[:0].sum() for x in learned)
 
 
 # Steps 3 to 5, for a chunk of query tiles
@@ -732,8 +739,8 @@ def mask_of(first: Tensor, rows: Tensor, dtype: torch.dtype, *, causal: bool = T
         causal: False: every token sees all keys but those that are NOWHERE.
     """
     origin = rows[..., :1]
-    distances = (first - origin).clamp(-FAR, FAR).to(dtype)[..., None, :]
-    own = (rows - origin).to(dtype)[..., None] if causal else distances.new_full((*rows.shape, 1), FAR - 1)
+    distances = ((first - origin).clamp(-FAR, FAR) if causal else first == NOWHERE).to(dtype)[..., None, :]
+    own = (rows - origin).to(dtype)[..., None] if causal else distances.new_zeros((*rows.shape, 1))
     shape = torch.broadcast_shapes(distances.shape, own.shape)
     seen = torch.le(distances, own, out=distances.new_empty(shape))
     return seen.reciprocal_().neg_().add_(1)  # 1 - 1 / seen

@@ -89,12 +89,14 @@ def backward(
     Raises:
         ValueError: path "dense" exceeds its limits; raised before anything is allocated.
     """
-    window: dict[str, Any] = {"dilation": dilation, "boundary": boundary, "causal": causal}
-    options = {**window, "kernel_size": kernel_size, "softmax_scale": softmax_scale, "backend": backend}
     batch, tokens, heads, _ = q.shape
     kv_heads = k.shape[2]
     group_size = heads // kv_heads
     is_band = attn.shape[-1] == kernel_size
+    if not is_band:
+        kernel_size = reference.reaching(kernel_size, tokens, dilation, boundary, causal)
+    window: dict[str, Any] = {"dilation": dilation, "boundary": boundary, "causal": causal}
+    options = {**window, "kernel_size": kernel_size, "softmax_scale": softmax_scale, "backend": backend}
 
     refusal = dense_refusal(q, k, backend=backend, bytes_per_head=_bytes_per_head(q, attn, kernel_size, dense=True))
     if path == "dense" and refusal is not None:

@@ -55,6 +55,13 @@ def band_of(
     return attn.gather(-1, keys.expand(*attn.shape[:-1], kernel_size)).to(dtype).masked_fill_(~exists, 0)
 
 
+def reaching(kernel_size: int, num_tokens: int, dilation: int, boundary: str, causal: bool) -> int:
+    """A smaller kernel_size with the same keys, where there is one: temporaries grow with it."""
+    class_size = -(-num_tokens // dilation)
+    one_sided = causal or boundary == "shift"
+    return min(kernel_size, max(class_size, 1) if one_sided else 2 * class_size + 2 - kernel_size % 2)
+
+
 def _keys(starts: Tensor, slots: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Token of each slot of rows `[n, kernel_size]`, clamped into the sequence, and whether the slot has a key."""
     keys = starts[:, None] + slots
@@ -104,10 +111,8 @@ def neighborhood_attention(
     given_dtype, dtype = q.dtype, _compute_dtype(q)
     dilation = min(dilation, max(num_tokens, 1))  # from there on every row is its own class
 
-    if not return_band:  # no key is farther away, and temporaries grow with kernel_size
-        class_size = -(-num_tokens // dilation)
-        one_sided = causal or boundary == "shift"
-        kernel_size = min(kernel_size, max(class_size, 1) if one_sided else 2 * class_size + 2 - kernel_size % 2)
+    if not return_band:
+        kernel_size = reaching(kernel_size, num_tokens, dilation, boundary, causal)
 
     starts = window_starts(num_tokens, kernel_size, dilation, boundary, causal)[first:].to(q.device)
     slots = torch.arange(kernel_size, device=q.device) * dilation
@@ -116,10 +121,11 @@ def neighborhood_attention(
         """out, LSE and, with return_band, the band of a chunk of rows q `[B,n,H,D]` whose windows have starts `[n]`."""
         keys, exists = _keys(start, slots, num_tokens)
         grouped = q.unflatten(2, (kv_heads, heads // kv_heads))
-        scores = torch.einsum("bnhgd,bnshd->bhgns", grouped, k[:, keys]) * scale
+        gathered_k, gathered_v = (x[:, keys].masked_fill(~exists[..., None, None], 0) for x in (k, v))
+        scores = torch.einsum("bnhgd,bnshd->bhgns", grouped, gathered_k) * scale
         scores = scores.masked_fill(~exists, -math.inf)
         p = scores.softmax(-1)
-        out = torch.einsum("bhgns,bnshd->bnhgd", p, v[:, keys].masked_fill(~exists[..., None, None], 0))
+        out = torch.einsum("bhgns,bnshd->bnhgd", p, gathered_v)
         results = (out.flatten(2, 3).to(given_dtype), scores.logsumexp(-1).flatten(1, 2))
         return (*results, p.flatten(1, 2)) if return_band else results
 
@@ -163,6 +169,7 @@ def neighborhood_attention_backward(
     given_dtype, dtype = q.dtype, _compute_dtype(q)
     dilation = min(dilation, max(num_tokens, 1))
     if attn.shape[-1] != kernel_size:
+        kernel_size = reaching(kernel_size, num_tokens, dilation, boundary, causal)
         attn = band_of(attn, kernel_size, dilation, boundary, causal, dtype=dtype)
 
     starts = window_starts(num_tokens, kernel_size, dilation, boundary, causal)[first:].to(q.device)
@@ -175,9 +182,10 @@ def neighborhood_attention_backward(
         keys, exists = _keys(starts[chunk], slots, num_tokens)
         p = attn[:, :, chunk].to(dtype).masked_fill(~exists, 0).unflatten(1, (kv_heads, heads // kv_heads))
         grouped_do, grouped_q = (x[:, chunk].unflatten(2, (kv_heads, heads // kv_heads)) for x in (do, q))
-        dp = torch.einsum("bnhgd,bnshd->bhgns", grouped_do, v[:, keys]).masked_fill(~exists, 0)
+        gathered_k, gathered_v = (x[:, keys].masked_fill(~exists[..., None, None], 0) for x in (k, v))
+        dp = torch.einsum("bnhgd,bnshd->bhgns", grouped_do, gathered_v)
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
-        dq[:, chunk] = (torch.einsum("bhgns,bnshd->bnhgd", ds, k[:, keys]) * scale).flatten(2, 3)
+        dq[:, chunk] = (torch.einsum("bhgns,bnshd->bnhgd", ds, gathered_k) * scale).flatten(2, 3)
         for gradient, weights, rows in ((dk, ds * scale, grouped_q), (dv, p, grouped_do)):
             per_slot = torch.einsum("bhgns,bnhgd->bnshd", weights, rows)
             gradient.index_add_(1, keys.flatten(), per_slot.flatten(1, 2))

@@ -3,7 +3,8 @@
 nsa_kernels::block_sparse_attention             out and the tensor saved for backward; differentiable
 nsa_kernels::block_sparse_attention_backward    dq, dk, dv
 
-q_start is a tensor; an integer one cuts the keys in front.
+q_start is a tensor; an integer one cuts the keys in front. `backward` says whether gradients are needed: inside of an
+operator no tensor does.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from torch import Tensor
 from nsa.block_sparse.autograd import Gradients, gradients
 from nsa.block_sparse.validate import ResolvedCall, resolve
 from nsa.common.autocast import autocast_off
+from nsa.common.derivatives import needs_grad
 from nsa.common.operators import register_double_backward_error, register_operator
 from nsa.inputs import NSAInputs
 
 FORWARD, BACKWARD = "nsa_kernels::block_sparse_attention", "nsa_kernels::block_sparse_attention_backward"
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor? cu_seqlens, Tensor? cu_seqlens_k, "
 _ARGUMENTS = (
-    f"{_TENSORS}Tensor? q_start, SymInt block_size, bool causal, float? softmax_scale, bool debug, str? backend"
+    f"{_TENSORS}Tensor? q_start, SymInt block_size, bool causal, float? softmax_scale, bool debug, str? backend, "
+    "bool backward"
 )
 SCHEMAS = {
     FORWARD: f"({_ARGUMENTS}) -> (Tensor, Tensor)",
@@ -31,16 +34,16 @@ SCHEMAS = {
 NUM_TENSORS = 7
 
 
-def call_forward(*arguments: Any) -> Tensor:
-    """block_sparse_attention by its operator; arguments in the order of the schema."""
-    out: Tensor = torch.ops.nsa_kernels.block_sparse_attention(*arguments)[0]
+def call_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
+    """block_sparse_attention by its operator; arguments in the order of the schema, but for `backward`."""
+    out: Tensor = torch.ops.nsa_kernels.block_sparse_attention(q, k, v, *arguments, needs_grad(q, k, v))[0]
     return out
 
 
 def _resolve(*arguments: Any) -> ResolvedCall:
     q, k, v, block_indices, cu_seqlens, cu_seqlens_k, q_start, *options = arguments
     inputs = NSAInputs(q, k, v, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, q_start=q_start)
-    names = ("block_size", "causal", "softmax_scale", "debug", "backend")
+    names = ("block_size", "causal", "softmax_scale", "debug", "backend", "backward")
     return resolve(inputs, block_indices, **dict(zip(names, options, strict=True)))
 
 

@@ -43,8 +43,12 @@ def resolve(
     softmax_scale: float | None,
     debug: bool,
     backend: str | None,
+    backward: bool | None = None,
 ) -> ResolvedCall:
     """Check everything and find the backend that takes the call.
+
+    Args:
+        backward: whether gradients are needed. Default: None, which means as the tensors say.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -61,7 +65,8 @@ def resolve(
     q, k, v = inputs.q, inputs.k, inputs.v
     options = {"block_size": block_size, "causal": causal, "softmax_scale": config.scale(q.shape[-1])}
     facts = {"inputs": inputs, "slots": block_indices.shape[-1], **options}
-    call = dispatch.Call("block_sparse_attention", q.device, q.dtype, backward=needs_grad(q, k, v), options=facts)
+    backward = needs_grad(q, k, v) if backward is None else backward
+    call = dispatch.Call("block_sparse_attention", q.device, q.dtype, backward=backward, options=facts)
     impl = resolve_call(call, backend, meta=meta.FORWARD)
     start = inputs.q_start if isinstance(inputs.q_start, Tensor) else None
     return ResolvedCall(impl, (q, k, v, block_indices, inputs.cu_seqlens, inputs.cu_seqlens_k, start), options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -88,6 +88,11 @@ def guard_inplace_changes(out: Tensor, *inputs: Tensor) -> Tensor:
         return out
     result: Tensor = _SaveForVersionCheck.apply(out, *(tensor.detach() for tensor in inputs))
     return result
+
+
+def to_be_changed() -> AbstractContextManager[Any]:
+    """Inside, new tensors may be written in any mode later; those of torch.inference_mode only in that mode."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def refuse_forward_mode(op: str, *tensors: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dispatch.registry import short_name
 from nsa.common.checks import DTYPES, check_bool, check_sizes
+from nsa.common.derivatives import to_be_changed
 from nsa.config import NSAConfig, check_options
 from nsa.decoding.append import append, write_rows
 from nsa.decoding.table import PageTable, Step, longer, refuse_shallow_copy
@@ -117,7 +118,8 @@ class NSACache:
             sums = torch.promote_types(dtype, torch.float32)
             tile = min(config.q_tile_size, table.capacity)
             self.tile_sums = self._memory("tile_sums", given.get("tile_sums"), (table.batch, tile, heads, dim), sums)
-            self.sums_begin = torch.zeros(table.batch, dtype=torch.int32, device=table.device)
+            with to_be_changed():
+                self.sums_begin = torch.zeros(table.batch, dtype=torch.int32, device=table.device)
         self.taken: dict[Hashable, Any] = {}
         """Backends that took calls, a bounded number, by what their checks depend on (validate.py)."""
         table.add_layer(self)
@@ -126,7 +128,8 @@ class NSACache:
         """What is given, checked, or new memory."""
         device = self.table.device
         if given is None:
-            return torch.empty(shape, dtype=dtype, device=device)
+            with to_be_changed():
+                return torch.empty(shape, dtype=dtype, device=device)
         if not isinstance(given, Tensor):
             raise TypeError(f"{name} of pages must be a torch.Tensor, got {type(given).__name__}")
         if given.dtype != dtype:
@@ -134,7 +137,8 @@ class NSACache:
         if given.shape != shape or given.device != device:
             wanted = f"{list(shape)} on {device}"
             raise ValueError(f"{name} of pages must be {wanted}, got {list(given.shape)} on {given.device}")
-        if given.shape[0] > 1 and given.stride(0) != given.shape[1] * given.stride(1):
+        distance = given.stride(1) if given.shape[1] > 1 else given.stride(0)
+        if given.shape[0] > 1 and given.stride(0) != given.shape[1] * distance:
             wanted = "tokens at one distance in memory, across pages, too"
             raise ValueError(f"{name} of pages must have {wanted}, got strides {list(given.stride())}")
         return given
@@ -295,9 +299,14 @@ class NSACache:
         if self.sums_begin is not None:
             self.sums_begin.copy_(torch.minimum(self._kept_from(self.sums_begin), lengths))
 
-    def grow(self) -> None:
-        """Pages and sums for a table that has grown."""
-        self.pages = {name: longer(pages, 0, self.table.num_pages, 0.0) for name, pages in self.pages.items()}
-        if self.tile_sums is not None:
-            rows = min(self.config.q_tile_size, self.table.capacity)
-            self.tile_sums = longer(self.tile_sums, 1, rows, 0.0)
+    def grown(self, pages: int, capacity: int) -> Callable[[], None]:
+        """Allocate pages and sums for a table that grows; what is returned takes them."""
+        longer_pages = {name: longer(own, 0, pages, 0.0) for name, own in self.pages.items()}
+        sums = self.tile_sums
+        if sums is not None:
+            sums = longer(sums, 1, min(self.config.q_tile_size, capacity), 0.0)
+
+        def take() -> None:
+            self.pages, self.tile_sums = longer_pages, sums
+
+        return take

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dispatch.registry import short_name
 from nsa.common.checks import check_integer, check_sizes
+from nsa.common.derivatives import to_be_changed
 
 
 class Layer(Protocol):
@@ -29,7 +30,7 @@ class Layer(Protocol):
 
     def cut(self, lengths: Tensor) -> None: ...
 
-    def grow(self) -> None: ...
+    def grown(self, pages: int, capacity: int) -> Callable[[], None]: ...
 
 
 def refuse_shallow_copy(self: object) -> NoReturn:
@@ -100,7 +101,8 @@ class PageTable:
             raise ValueError(f"block_table must have pages_per_sequence >= 1, got shape {list(block_table.shape)}")
         self.block_table, self.seqlens, self.page_uses = block_table, seqlens, page_uses
         self.page_size, self.num_pages = page_size, num_pages
-        self.overflowed = torch.zeros(seqlens.shape[0], dtype=torch.bool, device=seqlens.device)
+        with to_be_changed():
+            self.overflowed = torch.zeros(seqlens.shape[0], dtype=torch.bool, device=seqlens.device)
         """Sequences that had no room for their tokens, bool `[B]`: sticky, see `check`."""
         self.open: Step | None = None
         """The step that is going on."""
@@ -146,13 +148,11 @@ class PageTable:
         check_integer("max_tokens", max_tokens, 1)
         columns = -(-max_tokens // page_size)
         count = batch * columns if pages is None else pages
-        table = cls(
-            torch.full((batch, columns), -1, dtype=torch.int32, device=device),
-            torch.zeros(batch, dtype=torch.int32, device=device),
-            page_size=page_size,
-            num_pages=count,
-            page_uses=torch.zeros(count, dtype=torch.int32, device=device),
-        )
+        with to_be_changed():
+            block_table = torch.full((batch, columns), -1, dtype=torch.int32, device=device)
+            seqlens = torch.zeros(batch, dtype=torch.int32, device=device)
+            page_uses = torch.zeros(count, dtype=torch.int32, device=device)
+        table = cls(block_table, seqlens, page_size=page_size, num_pages=count, page_uses=page_uses)
         table._is_new = True
         return table
 
@@ -359,6 +359,7 @@ class PageTable:
             cut = torch.minimum(lengths.clamp(min=0), self.seqlens).to(torch.int32)
         else:
             check_integer("lengths", lengths, 0)
+            lengths = min(lengths, torch.iinfo(torch.int32).max)
             cut = self.seqlens.clamp(max=lengths)
         self._each(lambda layer: layer.check_truncation(cut))
         self.overflowed &= self.seqlens < lengths
@@ -388,10 +389,14 @@ class PageTable:
         if pages is None:
             pages = max(self.num_pages, self.batch * columns)
         check_integer("pages", pages, self.num_pages)
-        self.block_table = longer(self.block_table, 1, columns, -1)
-        self.page_uses = longer(self._uses, 0, pages, 0)
+        # Everything is allocated before anything changes: memory may not suffice
+        grown = longer(self.block_table, 1, columns, -1), longer(self._uses, 0, pages, 0)
+        changes: list[Callable[[], None]] = []
+        self._each(lambda layer: changes.append(layer.grown(pages, columns * self.page_size)))
+        self.block_table, self.page_uses = grown
         self.num_pages = pages
-        self._each(lambda layer: layer.grow())
+        for change in changes:
+            change()
 
     def check(self) -> None:
         """Raise where a sequence has overflowed; waits for the device.
@@ -556,4 +561,5 @@ class Step:
 def longer(x: Tensor, dim: int, length: int, fill: float) -> Tensor:
     """x padded at the end of `dim`."""
     shape = [*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :]]
-    return torch.cat([x, x.new_full(shape, fill)], dim)
+    with to_be_changed():
+        return torch.cat([x, x.new_full(shape, fill)], dim)

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from nsa.block_sparse.validate import check_indices
 from nsa.common.autocast import CASTABLE, autocast_dtype, autocast_off
 from nsa.common.checks import check_integer, is_finite
-from nsa.common.derivatives import needs_grad, refuse_transforms
+from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_transforms
 from nsa.indexer.validate import LARGEST, TOKEN_MODE, check_index_tensors
 from nsa.inputs import NSAInputs
 from nsa.reference import Keys, chunk_bytes
@@ -111,7 +112,7 @@ def indexer_kl_loss(
         nothing = q_idx[..., :0].sum() + k_idx[..., :0].sum()  # keeps the result in the graph
         total = torch.stack([_exact(nothing), *(loss for loss, _ in parts)]).sum()
         count = sum((count for _, count in parts), start=total.new_zeros(()))
-        return total / count.clamp(min=1)
+        return guard_inplace_changes(total / count.clamp(min=1), *tensors)
 
 
 def _outside_autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -168,7 +169,7 @@ def _sum(
     batch, num_queries, heads, dim = q.shape
     num_keys, kv_heads = k.shape[1:3]
     size = min(size, max(num_keys, 1))
-    indices = indices.long()
+    indices = pad(indices.long(), [0, int(indices.shape[-1] == 0)], value=-1)  # a slot at least
     indices = torch.where((indices >= 0) & (indices * size < num_keys), indices, -1)
     keys = Keys(_exact(k).transpose(1, 2), _exact(k_idx).expand(-1, -1, kv_heads, -1).transpose(1, 2), finite=True)
     first = num_keys - num_queries if starts is None else starts.long()[:, None]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dispatch.registry import short_name
 from nsa.common.checks import DTYPES, check_integer, check_sizes
+from nsa.common.derivatives import to_be_changed
 
 
 class NeighborhoodCache:
@@ -57,12 +58,13 @@ class NeighborhoodCache:
         self.kernel_size, self.dilation = kernel_size, dilation
         self.reach = (kernel_size - 1) * dilation
         """Tokens that are kept."""
-        self.k = torch.empty(batch, 0, heads_kv, dim, dtype=dtype, device=device)
-        """Keys of the last tokens `[B,min(length, reach),H_kv,D]`."""
-        self.v = self.k.clone()
-        """Their values."""
-        self.length = torch.zeros((), dtype=torch.int64, device=device)
-        """Tokens so far, on the device."""
+        with to_be_changed():
+            self.k = torch.empty(batch, 0, heads_kv, dim, dtype=dtype, device=device)
+            """Keys of the last tokens `[B,min(length, reach),H_kv,D]`."""
+            self.v = self.k.clone()
+            """Their values."""
+            self.length = torch.zeros((), dtype=torch.int64, device=device)
+            """Tokens so far, on the device."""
 
     def positions(self, num_tokens: int) -> Tensor:
         """The positions of the next tokens, the same in all sequences: for rotary embeddings.
@@ -96,7 +98,8 @@ class NeighborhoodCache:
             self.k.copy_(k[:, first:])
             self.v.copy_(v[:, first:])
         else:
-            self.k, self.v = k[:, first:].clone(), v[:, first:].clone()
+            with to_be_changed():
+                self.k, self.v = k[:, first:].clone(), v[:, first:].clone()
         self.length += num_tokens
 
     def reorder(self, rows: Tensor) -> None:
@@ -106,12 +109,15 @@ class NeighborhoodCache:
             rows: int32 or int64 `[B]` on the device.
 
         Raises:
-            TypeError, ValueError: for another dtype, shape or device.
+            TypeError, ValueError: for another type, dtype, shape, device or, on a CPU, row.
         """
-        if rows.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"rows must be int32 or int64, got {short_name(rows.dtype)}")
+        if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64):
+            got = short_name(rows.dtype) if isinstance(rows, Tensor) else type(rows).__name__
+            raise TypeError(f"rows must be an int32 or int64 tensor, got {got}")
         if rows.shape != self.k.shape[:1] or rows.device != self.k.device:
             wanted = f"[{self.k.shape[0]}] on {self.k.device}"
             raise ValueError(f"rows must be {wanted}, got {list(rows.shape)} on {rows.device}")
+        if rows.device.type == "cpu" and ((rows < 0) | (rows >= len(self.k))).any():
+            raise ValueError(f"rows must be from 0 to {len(self.k) - 1}, got {rows.tolist()}")
         self.k.copy_(self.k[rows])
         self.v.copy_(self.v[rows])

@@ -2,6 +2,8 @@
 
 nsa_kernels::neighborhood_attention             out and the tensor saved for backward; differentiable
 nsa_kernels::neighborhood_attention_backward    dq, dk, dv
+
+`backward` says whether gradients are needed: inside of an operator no tensor does.
 """
 
 from __future__ import annotations
@@ -14,12 +16,16 @@ from torch import Tensor
 
 import dispatch
 from nsa.common.autocast import autocast_off
+from nsa.common.derivatives import needs_grad
 from nsa.common.operators import register_double_backward_error, register_operator
 from nsa.neighborhood.autograd import Gradients, gradients
 from nsa.neighborhood.validate import Window, resolve
 
 FORWARD, BACKWARD = "nsa_kernels::neighborhood_attention", "nsa_kernels::neighborhood_attention_backward"
-_OPTIONS = "int kernel_size, int dilation, float? softmax_scale, str boundary, bool causal, str algorithm, str? backend"
+_OPTIONS = (
+    "int kernel_size, int dilation, float? softmax_scale, str boundary, bool causal, str algorithm, str? backend, "
+    "bool backward"
+)
 SCHEMAS = {
     FORWARD: f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
     BACKWARD: f"(Tensor do, Tensor q, Tensor k, Tensor v, Tensor out, Tensor saved, {_OPTIONS}) -> "
@@ -28,16 +34,16 @@ SCHEMAS = {
 
 
 def call_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
-    """neighborhood_attention by its operator; `options` in the order of the schema."""
-    out: Tensor = torch.ops.nsa_kernels.neighborhood_attention(q, k, v, *options)[0]
+    """neighborhood_attention by its operator; `options` in the order of the schema, but for `backward`."""
+    out: Tensor = torch.ops.nsa_kernels.neighborhood_attention(q, k, v, *options, needs_grad(q, k, v))[0]
     return out
 
 
 def _resolve(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[dispatch.Impl, dict[str, Any]]:
     """The backend, and the keywords of its forward."""
-    *window_options, algorithm, backend = options
+    *window_options, algorithm, backend, backward = options
     window = Window(*window_options)
-    impl = resolve(q, k, v, window, algorithm, backend, band=False)
+    impl = resolve(q, k, v, window, algorithm, backend, band=False, backward=backward)
     keywords = asdict(window)
     if impl.training is None:
         keywords["return_band"] = False

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import dispatch
 from dispatch.registry import short_name
-from nsa.common.checks import check_bool, check_choice, check_dtype, check_integer, check_tensor, is_finite
+from nsa.common.checks import check_bool, check_choice, check_dense, check_dtype, check_integer, check_tensor, is_finite
 from nsa.common.derivatives import needs_grad
 from nsa.common.resolve import resolve as resolve_call
 from nsa.neighborhood import meta
@@ -96,6 +96,7 @@ def check_backward_tensors(do: Tensor, attn: Tensor, q: Tensor, num_keys: int, k
     for name, tensor in (("do", do), ("attn", attn)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_dense(name, tensor)
         if tensor.device != q.device:
             raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
     if do.dtype != q.dtype:
@@ -115,16 +116,26 @@ def sizes(q: Tensor, k: Tensor) -> dict[str, object]:
 
 
 def resolve(
-    q: Tensor, k: Tensor, v: Tensor, window: Window, algorithm: str, backend: str | None, *, band: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: Window,
+    algorithm: str,
+    backend: str | None,
+    *,
+    band: bool,
+    backward: bool | None = None,
 ) -> dispatch.Impl:
     """Check everything and find the backend that takes the call.
 
     Args:
         band: whether probabilities are returned beside out.
+        backward: whether gradients are needed. Default: None, which means as the tensors say.
     """
     check_choice("algorithm", algorithm, ALGORITHMS)
     check_tensors(q, k, v)
     keys_until(q, k, window.causal, None)
     options = {**asdict(window), "algorithm": algorithm, "band": band, **sizes(q, k)}
-    call = dispatch.Call("neighborhood_attention", q.device, q.dtype, backward=needs_grad(q, k, v), options=options)
+    backward = needs_grad(q, k, v) if backward is None else backward
+    call = dispatch.Call("neighborhood_attention", q.device, q.dtype, backward=backward, options=options)
     return resolve_call(call, backend, meta=meta.FORWARD)

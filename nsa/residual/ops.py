@@ -3,7 +3,8 @@
     nsa_kernels::attention_residual             out and the tensor saved for backward; differentiable
     nsa_kernels::attention_residual_backward    gradients of the blocks as `[L,B,N,D]`, of w_query and of w_norm
 
-They take blocks as a list; where `stacked`, of one tensor `[L,B,N,D]`.
+They take blocks as a list; where `stacked`, of one tensor `[L,B,N,D]`. `backward` says whether gradients are needed:
+inside of an operator no tensor does.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor
 
 from nsa.common.autocast import autocast_off
+from nsa.common.derivatives import needs_grad
 from nsa.common.operators import register_double_backward_error, register_operator
 from nsa.residual.autograd import gradients
 from nsa.residual.validate import Blocks, as_blocks, block_tensors, resolve
 
 FORWARD, BACKWARD = "nsa_kernels::attention_residual", "nsa_kernels::attention_residual_backward"
 _INPUTS = "Tensor[] blocks, Tensor w_query, Tensor? w_norm"
-_OPTIONS = "bool stacked, float eps, str? backend"
+_OPTIONS = "bool stacked, float eps, str? backend, bool backward"
 SCHEMAS = {
     FORWARD: f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)",
     BACKWARD: f"(Tensor do, Tensor saved, {_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
@@ -32,28 +34,41 @@ def call_forward(blocks: Blocks, w_query: Tensor, w_norm: Tensor | None, eps: fl
     """`attention_residual` by its operator."""
     stacked = isinstance(blocks, Tensor)
     inputs = (block_tensors(blocks), w_query, w_norm)
-    out: Tensor = torch.ops.nsa_kernels.attention_residual(*inputs, stacked, eps, backend)[0]
+    backward = needs_grad(*inputs[0], w_query, w_norm)
+    out: Tensor = torch.ops.nsa_kernels.attention_residual(*inputs, stacked, eps, backend, backward)[0]
     return out
 
 
 @torch.no_grad()
 def _forward(
-    blocks: Sequence[Tensor], w_query: Tensor, w_norm: Tensor | None, stacked: bool, eps: float, backend: str | None
+    blocks: Sequence[Tensor],
+    w_query: Tensor,
+    w_norm: Tensor | None,
+    stacked: bool,
+    eps: float,
+    backend: str | None,
+    backward: bool,
 ) -> tuple[Tensor, Tensor]:
     given = as_blocks(blocks, stacked)
-    impl = resolve(given, w_query, w_norm, eps, backend)
+    impl = resolve(given, w_query, w_norm, eps, backend, backward)
     with autocast_off(w_query.device.type):
         if impl.training is None:
-            return impl.load()(given, w_query, w_norm, eps=eps)[0], w_query.new_empty(0)
+            return impl.load()(given, w_query, w_norm, eps=eps)[0].contiguous(), w_query.new_empty(0)
         out, saved = impl.load()(given, w_query, w_norm, eps=eps, backend=impl.backend)
     return out.contiguous(), saved
 
 
 def _forward_fake(
-    blocks: Sequence[Tensor], w_query: Tensor, w_norm: Tensor | None, stacked: bool, eps: float, backend: str | None
+    blocks: Sequence[Tensor],
+    w_query: Tensor,
+    w_norm: Tensor | None,
+    stacked: bool,
+    eps: float,
+    backend: str | None,
+    backward: bool,
 ) -> tuple[Tensor, Tensor]:
     given = as_blocks(blocks, stacked)
-    training = resolve(given, w_query, w_norm, eps, backend).load_training()
+    training = resolve(given, w_query, w_norm, eps, backend, backward).load_training()
     out = blocks[0].new_empty(blocks[0].shape[-3:])
     return out, w_query.new_empty(0) if training is None else training.kept_like(given)
 
@@ -68,9 +83,10 @@ def _backward(
     stacked: bool,
     eps: float,
     backend: str | None,
+    backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     given = as_blocks(blocks, stacked)
-    impl = resolve(given, w_query, w_norm, eps, backend)
+    impl = resolve(given, w_query, w_norm, eps, backend, backward)
     with autocast_off(do.device.type):
         dblocks, dw_query, dw_norm = gradients(impl, do, given, w_query, w_norm, saved, eps)
     return dblocks.contiguous(), dw_query, do.new_empty(0) if dw_norm is None else dw_norm

@@ -22,14 +22,26 @@ Blocks = Tensor | Sequence[Tensor]
 """`[L,B,N,D]`, or L tensors `[B,N,D]`."""
 
 
-def resolve(blocks: Blocks, w_query: Tensor, w_norm: Tensor | None, eps: float, backend: str | None) -> dispatch.Impl:
-    """Check everything and find the backend that takes the call."""
+def resolve(
+    blocks: Blocks,
+    w_query: Tensor,
+    w_norm: Tensor | None,
+    eps: float,
+    backend: str | None,
+    backward: bool | None = None,
+) -> dispatch.Impl:
+    """Check everything and find the backend that takes the call.
+
+    Args:
+        backward: whether gradients are needed. Default: None, which means as the tensors say.
+    """
     first, num_blocks = _check_blocks(blocks)
     check_eps(eps)
     _check_weight("w_query", w_query, first)
     if w_norm is not None:
         _check_weight("w_norm", w_norm, first)
-    backward = needs_grad(*block_tensors(blocks), w_query, w_norm)
+    if backward is None:
+        backward = needs_grad(*block_tensors(blocks), w_query, w_norm)
     facts = first.device, first.dtype, backward, num_blocks, isinstance(blocks, Tensor), first.shape[-3:], backend
     if first.device.type == "cuda" and (backend is None or isinstance(backend, str)):
         return _resolve_cached(os.environ.get(ENVIRONMENT_VARIABLE), *facts)

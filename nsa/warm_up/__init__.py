@@ -16,7 +16,8 @@ from dataclasses import asdict, replace
 import torch
 
 from dispatch.registry import short_name
-from nsa.config import NSAConfig
+from nsa.common.checks import check_integer
+from nsa.config import NSAConfig, check_options
 
 TARGETS = {(9, 0): ("sm_90a", "sm_90"), (10, 0): ("sm_100a", "sm_100")}
 """By compute capability: what CuTe DSL and FlashAttention-4 call the architecture."""
@@ -59,6 +60,7 @@ def warm_up(
         How many kernels the calls need.
 
     Raises:
+        TypeError: naming an argument of the wrong type.
         ValueError: for shapes, a dtype, a number of processes or a target that the kernels do not have; where the cache
             is turned off.
         RuntimeError: without a GPU or target, and when a process fails, with what it wrote.
@@ -71,10 +73,13 @@ def warm_up(
             ...
         ValueError: dtype must be bfloat16 or float16, got float32
     """
+    check_options(config, {})
+    if not isinstance(shapes, (list, tuple)) or not all(isinstance(shape, (list, tuple)) for shape in shapes):
+        raise TypeError(f"shapes must be a list of (B, N, H, H_kv, D), got {shapes!r}")
+    if processes is not None:
+        check_integer("processes", processes, 1)
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be bfloat16 or float16, got {short_name(dtype)}")
-    if processes is not None and processes < 1:
-        raise ValueError(f"processes must be at least 1, got {processes}")
     if os.environ.get(CACHE_VARIABLE) == "0":
         raise ValueError(f"{CACHE_VARIABLE} is 0, so kernels are not kept: unset it, or name a folder")
     calls = [_call(shape, gated) for shape in shapes]
@@ -122,7 +127,10 @@ def _environment(target: tuple[tuple[int, int], int] | None) -> dict[str, str]:
             raise RuntimeError("no CUDA device is available: name one by target=((9, 0), 132)")
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         target = (properties.major, properties.minor), properties.multi_processor_count
-    capability, multiprocessors = target
+    try:
+        capability, multiprocessors = target
+    except (TypeError, ValueError):
+        raise TypeError(f"target must be like ((9, 0), 132), got {target!r}") from None
     if capability not in TARGETS:
         raise ValueError(f"there are kernels for compute capability 9.0 and 10.0, got {capability}")
     cute, fa4 = TARGETS[capability]

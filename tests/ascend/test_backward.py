@@ -66,6 +66,34 @@ def test_a_band_of_all_tokens_is_a_band() -> None:
     torch.testing.assert_close(from_band, from_dense, rtol=0, atol=1e-14)
 
 
+def test_a_window_beyond_all_keys_takes_no_more_memory() -> None:
+    """Of probabilities of all pairs; a band that wide could not exist."""
+    inputs, window = backward_cases.make(9, kernel_size=19, dtype=torch.float64, attn_dtype=torch.float64)
+    do, q, k, v, band = inputs
+    dense = backward_cases.dense_of(band, window)
+    expected = neighborhood_attention_backward(do, q, k, v, dense, **window)
+    got = neighborhood_attention_backward(do, q, k, v, dense, **{**window, "kernel_size": (1 << 40) + 1})
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_key_that_no_row_of_a_class_sees_reaches_none_of_its_gradients(causal: bool) -> None:
+    window: dict[str, Any] = {"kernel_size": 3, "dilation": 2, "causal": causal}
+    q, k, v = make_qkv(8, requires_grad=True)
+    for bad in (0, 7):
+        with torch.no_grad():
+            spoilt = k.clone()
+            spoilt[:, bad] = math.nan
+        out, band, _ = reference.neighborhood_attention(q, spoilt, v, boundary="truncate", **window)
+        (dq,) = torch.autograd.grad(out.sum(), q)
+        (dq_by_band, *_) = neighborhood_attention_backward(
+            torch.ones_like(out), q.detach(), spoilt, v.detach(), band.detach().nan_to_num(0.0), **window
+        )
+        others = [row for row in range(8) if row % 2 != bad % 2]
+        assert dq[:, others].isfinite().all()
+        assert dq_by_band[:, others].isfinite().all()
+
+
 def test_what_the_forward_gives() -> None:
     q, k, v = make_qkv(30, dtype=torch.float32)
     out, band = neighborhood_attention_forward(q, k, v, kernel_size=4)

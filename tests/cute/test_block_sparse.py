@@ -169,7 +169,7 @@ def test_operator_keeps_pytorchs_rules(case: str) -> None:
     made = make(CASES[case], device="cuda")
     qkv = [x.requires_grad_() for x in (made.q, made.k, made.v)]
     where = made.keywords.get("cu_seqlens"), None, None
-    options = (made.case.size, True, None, False, "cute")
+    options = (made.case.size, True, None, False, "cute", True)
     operator = torch.ops.nsa_kernels.block_sparse_attention.default
     torch.library.opcheck(operator, (*qkv, made.block_indices, *where, *options))
 

@@ -161,11 +161,18 @@ def test_a_process_that_fails_is_told_of(tmp_path: Path, monkeypatch: pytest.Mon
         ({"shapes": [(1, 8192, 8, 3, 64)]}, "H of each of shapes must be a multiple of H_kv, got 8 and 3"),
         ({"processes": 0}, "processes must be at least 1, got 0"),
         ({"target": ((8, 0), 108)}, r"compute capability 9.0 and 10.0, got \(8, 0\)"),
+        (
+            {"shapes": (1, 8192, 8, 2, 128)},
+            r"shapes must be a list of \(B, N, H, H_kv, D\), got \(1, 8192, 8, 2, 128\)",
+        ),
+        ({"target": "sm_90"}, r"target must be like \(\(9, 0\), 132\), got 'sm_90'"),
+        ({"processes": "2"}, "processes must be an integer, got '2'"),
+        ({"config": {}}, "config must be an NSAConfig"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path))
-    with pytest.raises(ValueError, match=problem):
+    with pytest.raises((TypeError, ValueError), match=problem):
         warm_up(**options)
     monkeypatch.setenv(disk_cache.VARIABLE, "0")
     with pytest.raises(ValueError, match=f"{disk_cache.VARIABLE} is 0, so kernels are not kept"):

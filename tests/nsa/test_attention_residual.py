@@ -259,7 +259,18 @@ def test_operators_keep_pytorchs_rules(layout: str, norm: bool) -> None:
     operator = torch.ops.nsa_kernels.attention_residual.default
     stacked = isinstance(case.blocks, Tensor)
     blocks = [case.blocks] if stacked else case.blocks
-    torch.library.opcheck(operator, (blocks, case.w_query, case.w_norm, stacked, EPS, None))
+    torch.library.opcheck(operator, (blocks, case.w_query, case.w_norm, stacked, EPS, None, True))
+
+
+def test_operators_give_contiguous_results_of_permuted_blocks() -> None:
+    w_query = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    for blocks in (
+        torch.randn(3, 2, 5, 6, dtype=torch.float64).transpose(2, 3),
+        [torch.randn(2, 5, 6, dtype=torch.float64).transpose(1, 2) for _ in range(3)],
+    ):
+        stacked = isinstance(blocks, Tensor)
+        operator = torch.ops.nsa_kernels.attention_residual.default
+        torch.library.opcheck(operator, ([blocks] if stacked else blocks, w_query, None, stacked, EPS, None, True))
 
 
 # Dispatch

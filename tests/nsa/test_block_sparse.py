@@ -146,7 +146,7 @@ def test_operator_keeps_pytorchs_rules() -> None:
     made = make(Case(40, size=16))
     qkv = [x.requires_grad_() for x in (made.q, made.k, made.v)]
     operator = torch.ops.nsa_kernels.block_sparse_attention.default
-    torch.library.opcheck(operator, (*qkv, made.block_indices, None, None, None, 16, True, None, False, None))
+    torch.library.opcheck(operator, (*qkv, made.block_indices, None, None, None, 16, True, None, False, None, True))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile

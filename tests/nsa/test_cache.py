@@ -532,6 +532,61 @@ def test_refused_calls_leave_the_cache_as_it_was(what: str) -> None:
     assert_unchanged(cache, before)
 
 
+def test_a_refused_growth_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may suffice for the table, and not for the last of its layers."""
+    from nsa.decoding import cache as module
+
+    config = SMALL["seed"]
+    cache = cache_for(make_inputs(1, batch=2), config, 64, page_size=8)
+    other = NSACache(config, cache.table, heads_kv=2, dim=8, heads=4, dtype=torch.float64)
+    append_all = {id(layer): snapshot(layer) for layer in (cache, other)}
+    left = [len(cache.pages) + 1]
+
+    def scarce(x: Tensor, *how: Any) -> Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("no memory is left")
+        return longer(x, *how)
+
+    longer = module.longer
+    monkeypatch.setattr(module, "longer", scarce)
+    capacity, pages = cache.table.capacity, cache.table.num_pages
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.table.grow(128)
+    assert (cache.table.capacity, cache.table.num_pages) == (capacity, pages)
+    for layer in (cache, other):
+        assert_unchanged(layer, append_all[id(layer)])
+    left[0] = 99
+    cache.table.grow(128)
+    assert {x.shape[0] for x in (*cache.pages.values(), *other.pages.values())} == {cache.table.num_pages}
+
+
+def test_a_cut_to_more_than_32_bits_cuts_nothing() -> None:
+    cache = cache_for(make_inputs(1, batch=2), SMALL["paper"], 64, page_size=8)
+    append(cache, make_inputs(21, batch=2), [20, 1])
+    before = snapshot(cache)
+    cache.truncate(1 << 40)
+    assert_unchanged(cache, before)
+
+
+@pytest.mark.parametrize("name", ["paper", "seed"])
+def test_made_in_inference_mode_it_goes_on_outside(name: str) -> None:
+    config = SMALL[name]
+    with torch.inference_mode():
+        cache = cache_for(make_inputs(1), config, 16, page_size=8)
+        append(cache, make_inputs(5), [5])
+        cache.table.grow(64)
+    append(cache, make_inputs(3), [3])
+    assert cache.seqlens.tolist() == [8]
+
+
+def test_pages_of_one_token_may_have_any_distance() -> None:
+    both = torch.zeros(64, 2, 1, 2, 8)
+    pages = {"k": both[:, 0], "v": both[:, 1], **{n: torch.zeros(64, 1, 2, 8) for n in ("k_cmp", "v_cmp")}}
+    table = PageTable.empty(1, 64, page_size=1)
+    assert NSACache(NSAConfig.paper(), table, heads_kv=2, dim=8, pages=pages).pages["k"].stride(0) == 32
+
+
 def test_other_refusals() -> None:
     config = SMALL["seed"]
     sizes = {"heads_kv": 2, "dim": 16}

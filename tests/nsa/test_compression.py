@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -209,3 +210,31 @@ def test_compress_in_place_leaves_keys_and_values_on_a_gpu(stride: int, packed: 
         return nsa(q, k, v, **bounds, config=config, deterministic=not packed, backend="cute")
 
     assert_leaves_its_inputs(run, torch.bfloat16, packed, device="cuda")
+
+
+@pytest.mark.parametrize("tokens", [0, LENGTH - 1])
+@pytest.mark.parametrize("how", [{"compress": "linear"}, {"compress_proj": True}])
+def test_without_entries_weights_have_gradients_of_zero(how: dict[str, Any], tokens: int) -> None:
+    """DistributedDataParallel waits for a gradient of every weight."""
+    layer = NSAttention(32, 4, HEADS, config=CONFIG, **how)
+    layer(torch.randn(1, tokens, 32)).sum().backward()
+    assert all(weight.grad is not None for weight in layer.parameters())
+    compressing = [weight for name, weight in layer.named_parameters() if "compress" in name]
+    assert compressing
+    assert all(not weight.grad.any() for weight in compressing if weight.grad is not None)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_modules_of_a_config_are_the_layers(both: bool) -> None:
+    how = pool(DIM, torch.float32), pool(DIM, torch.float32) if both else lambda blocks: blocks.mean(-2)
+    layer = NSAttention(24, 4, HEADS, head_dim=DIM, config=replace(CONFIG, compress=how))
+    names = {name for name, _ in layer.named_parameters() if name.startswith("compress.")}
+    assert names == {f"compress.{x}.{y}" for x in ("k", "v")[: 1 + both] for y in ("weight", "position")}
+    other = NSAttention(24, 4, HEADS, head_dim=DIM, config=replace(CONFIG, compress=tuple(map(copy.deepcopy, how))))
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.zero_()
+    other.load_state_dict(layer.state_dict())
+    hidden = torch.randn(1, 20, 24)
+    assert torch.equal(other(hidden), layer(hidden))
+    assert copy.deepcopy(layer).double()(hidden.double()).dtype == torch.float64

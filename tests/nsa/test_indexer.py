@@ -250,12 +250,24 @@ def test_the_first_of_equal_scores_gets_the_gradient(device: str) -> None:
     assert dk[0, :, 0, 0].nonzero().flatten().tolist() == [0, 8]
 
 
+@pytest.mark.parametrize("changed", range(4))
+def test_loss_sees_inputs_that_change_in_place(changed: int) -> None:
+    q_idx, k_idx = torch.randn(1, 6, 2, 4, requires_grad=True), torch.randn(1, 6, 1, 4, requires_grad=True)
+    q, k, blocks = torch.randn(1, 6, 4, 4), torch.randn(1, 6, 2, 4), torch.zeros(1, 2, 6, 1, dtype=torch.int32)
+    loss = indexer_kl_loss(q_idx, k_idx, q, k, blocks, block_size=8)
+    with torch.no_grad():
+        (q_idx, k_idx, q, k)[changed].mul_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_loss_without_blocks_is_zero() -> None:
     q_idx, k_idx = torch.randn(1, 6, 2, 4, requires_grad=True), torch.randn(1, 6, 1, 4, requires_grad=True)
     q, k, nothing = torch.randn(1, 6, 4, 4), torch.randn(1, 6, 2, 4), torch.full((1, 2, 6, 3), -1)
     loss = indexer_kl_loss(q_idx, k_idx, q, k, nothing, block_size=8)
     assert loss.item() == 0
     assert all(bool((x == 0).all()) for x in torch.autograd.grad(loss, (q_idx, k_idx)))
+    assert indexer_kl_loss(q_idx, k_idx, q, k, nothing[..., :0], block_size=8).item() == 0
     empty = [x[:, :0] for x in (q_idx, k_idx, q, k)]
     assert indexer_kl_loss(*empty, nothing[:, :, :0], block_size=8).item() == 0
 

@@ -112,7 +112,7 @@ def test_a_rolling_cache_refuses() -> None:
             layer(x, cache=object())
         with pytest.raises(ValueError, match=r"rows must be \[2\]"):
             cache.reorder(torch.tensor([0]))
-        with pytest.raises(TypeError, match="rows must be int32 or int64, got bool"):
+        with pytest.raises(TypeError, match="rows must be an int32 or int64 tensor, got bool"):
             cache.reorder(torch.tensor([True, False]))
         with pytest.raises(ValueError, match="cache goes with causal=True"):
             NeighborhoodAttention(WIDTH, HEADS, kernel_size=5).new_cache(2)
@@ -123,3 +123,24 @@ def test_a_rolling_cache_refuses() -> None:
     assert int(cache.length) == 0
     with pytest.raises(ValueError, match="kernel_size must be at least 1, got 0"):
         NeighborhoodCache(1, heads_kv=1, dim=8, kernel_size=0)
+
+
+def test_a_rolling_cache_takes_rows_that_exist() -> None:
+    cache = NeighborhoodCache(2, heads_kv=1, dim=8, kernel_size=3)
+    for rows in ([-1, 0], [0, 2]):
+        with pytest.raises(ValueError, match="rows must be from 0 to 1"):
+            cache.reorder(torch.tensor(rows))
+    with pytest.raises(TypeError, match="rows must be an int32 or int64 tensor, got list"):
+        cache.reorder([1, 0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("made_inside", [True, False])
+def test_a_prompt_in_inference_mode_is_gone_on_with_outside(made_inside: bool) -> None:
+    layer = NeighborhoodAttention(32, 4, num_kv_heads=2, kernel_size=3, causal=True)
+    with torch.inference_mode(made_inside):
+        cache = layer.new_cache(1)
+    with torch.inference_mode():
+        layer(torch.randn(1, 5, 32), cache=cache)
+    with torch.no_grad():
+        layer(torch.randn(1, 1, 32), cache=cache)
+    assert int(cache.length) == 6

@@ -72,7 +72,7 @@ def test_the_layer_compiles(kind: type[torch.nn.Module]) -> None:
 def test_operator_keeps_pytorchs_rules() -> None:
     qkv = make_qkv(40, requires_grad=True)
     operator = torch.ops.nsa_kernels.neighborhood_attention.default
-    torch.library.opcheck(operator, (*qkv, 5, 2, None, "shift", False, "auto", None))
+    torch.library.opcheck(operator, (*qkv, 5, 2, None, "shift", False, "auto", None, True))
 
 
 def test_bad_arguments_are_named_under_compile() -> None:
@@ -84,7 +84,7 @@ def test_bad_arguments_are_named_under_compile() -> None:
 
 def test_second_derivatives_are_refused_under_compile() -> None:
     q, k, v = make_qkv(20, requires_grad=True)
-    out = torch.ops.nsa_kernels.neighborhood_attention(q, k, v, 5, 1, None, "truncate", False, "auto", None)[0]
+    out = torch.ops.nsa_kernels.neighborhood_attention(q, k, v, 5, 1, None, "truncate", False, "auto", None, True)[0]
     (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="neighborhood_attention has no second derivative"):
         first.square().sum().backward()

@@ -13,7 +13,18 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from nsa import LinearCompression, NSAConfig, autograd, nsa, nsa_forward, ops
+import dispatch
+from nsa import (
+    LinearCompression,
+    NSAConfig,
+    attention_residual,
+    autograd,
+    block_sparse_attention,
+    neighborhood_attention,
+    nsa,
+    nsa_forward,
+    ops,
+)
 from nsa.common.derivatives import recompute_gradients
 from nsa.config import OPTION_NAMES
 from nsa.inputs import TENSOR_NAMES, NSAInputs
@@ -291,3 +302,34 @@ def test_bad_input_is_refused_in_the_graph_too() -> None:
     _, whole = compiled(gates=torch.ones(3))
     with pytest.raises(ValueError, match="gates must have the shape"):
         whole(*make_qkv(75))
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+@pytest.mark.parametrize("op", ["nsa", "neighborhood_attention", "block_sparse_attention", "attention_residual"])
+def test_dispatch_knows_whether_gradients_are_needed(
+    op: str, needs_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compiled is routed as what is not: no tensor needs a gradient inside of an operator."""
+    q, k, v = make_qkv(20, dtype=torch.float32)
+    blocks = torch.zeros((1, k.shape[2], 20, 1), dtype=torch.int32)
+    call: Any = {
+        "nsa": lambda q: nsa(q, k, v, config=SMALL["paper"]),
+        "neighborhood_attention": lambda q: neighborhood_attention(q, k, v, kernel_size=3),
+        "block_sparse_attention": lambda q: block_sparse_attention(q, k, v, blocks, block_size=8),
+        "attention_residual": lambda q: attention_residual(q, torch.zeros(q.shape[-1])),
+    }[op]
+    asked = []
+    resolved = dispatch.resolve
+
+    def resolve(call: dispatch.Call, *rest: Any, **options: Any) -> dispatch.Impl:
+        asked.append(call.backward)
+        return resolved(call, *rest, **options)
+
+    monkeypatch.setattr(dispatch, "resolve", resolve)
+    torch._dynamo.reset()
+    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        with torch.set_grad_enabled(needs_grad):
+            run(q.clone().requires_grad_())
+        assert asked
+        assert set(asked) == {needs_grad}
+        asked.clear()

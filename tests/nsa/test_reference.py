@@ -582,3 +582,10 @@ def test_fused_attention_is_the_eager_one(tile: int, finite: bool) -> None:
         torch.testing.assert_close(fused, eager, rtol=1e-12, atol=1e-12, equal_nan=True)
     assert (results[0][1] == -math.inf).any()
     assert torch.isnan(results[0][0]).any() != finite
+
+
+def test_a_mask_without_causality_has_no_limit() -> None:
+    first = torch.tensor([0, reference.FAR - 2, reference.FAR, 1 << 40, reference.NOWHERE])
+    mask = reference.mask_of(first, torch.arange(3), torch.float32, causal=False)
+    assert (mask == 0).tolist() == [[True] * 4 + [False]] * 3
+    assert (mask[:, 4] == -math.inf).all()
