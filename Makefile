@@ -107,9 +107,10 @@ test-ascend: ## set up what proves the Ascend kernels without an NPU, in .cache 
 	$(VENV_PYTHON) tools/ascend_toolchain.py
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m ascend tests/ascend/lowered $(ARGS)
 
-test-interpreted: ## execute compiled kernels on the CPU: CUDA kernels, Blackwell's in the part of their table in which every two values meet, and Triton's
+test-interpreted: ## execute compiled kernels on the CPU: CUDA kernels, Blackwell's in the part of their table in which every value comes, and Triton's
 	$(bootstrap) --extras $(TEST_EXTRAS)
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "interpreted and not cuda" $(TEST_SCOPE) $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "interpreted and not cuda" $(TEST_SCOPE) \
+		$(shell grep -rl "mark.interpreted" tests --include="test_*.py") $(ARGS)
 
 test-blackwell: ## execute every kernel of Blackwell on the CPU: all of that table, and kernels without what orders them (half an hour on two cores, the first time an hour)
 	$(bootstrap) --extras $(TEST_EXTRAS)

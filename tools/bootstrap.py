@@ -202,6 +202,7 @@ def pip_steps(venv: Path, torch: str, extras: Sequence[str], torch_index: str) -
     CONSTRAINTS names, so there the second call alone keeps to it.
     """
     pip_install = [str(venv_python(venv)), "-I", "-m", "pip", "install", "--no-input", "--progress-bar", "off"]
+    pip_install += ["--no-compile"]  # Python compiles what is imported: few of torch's modules are
     pinned = ["--constraint", CONSTRAINTS]
     package = f".[{','.join(extras)}]" if extras else "."
     return [

@@ -1,6 +1,6 @@
 """Every kernel that a Blackwell GPU runs, executed on a CPU: tests/support/blackwell_cases.py says what and how.
 
-CI executes the part of the table in which every two values of its axes meet (`make test-interpreted`);
+CI executes the part of the table in which every value of its axes comes (`make test-interpreted`);
 `make test-blackwell` all of it, and `make test` only looks at the record:
 bench/results/blackwell-executed.json holds what tools/execute_blackwell.py recorded of it.
 """
@@ -97,6 +97,12 @@ def test_record_is_of_this_table() -> None:
     assert not blackwell.missing(form for row in record["cases"] for form in row["forms"])
     assert all(row["error"] <= row["budget"] for row in record["cases"])
     assert not blackwell.unknown(found for row in record["cases"] for found in row["findings"])
+
+
+def test_ci_executes_every_value() -> None:
+    here = [(case, schedule) for case, schedule, is_here in blackwell.table() if is_here]
+    branches = [(*vars(case).values(), schedule) for case, schedule in here if isinstance(case, blackwell.Attention)]
+    assert [{*values} for values in zip(*branches, strict=True)] == [{*axis} for axis in blackwell.AXES]
 
 
 def test_a_kernel_that_no_case_launches_is_missed() -> None:

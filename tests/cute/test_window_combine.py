@@ -32,7 +32,7 @@ CASES = {
     "first blocks in the window": Case(290, forced=(2, 1), window=250),
     "128 tokens a block": Case(401, size=128, forced=(1, 1), window=129, dtype=torch.float16),
     "many slots": Case(700, beside=28, window=129),
-    "documents": Case([70, 0, 1, 266], kv_heads=2, behind=3),
+    "documents": Case([70, 0, 1, 137], kv_heads=2, behind=3),
     "documents, 128 tokens a block": Case([140, 270], size=128, forced=(1, 1), window=150),
 }
 HERE = [("late", "early and late blocks"), ("early", "from inside of a tile of rows"), ("late", "documents")]

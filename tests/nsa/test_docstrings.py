@@ -24,7 +24,7 @@ PUBLIC = {
     for name in module.__all__
 } | {f"{fla.__name__}.{function.__name__}": function for function in (fla.fla_config, fla.layer_from_fla)}
 CALLED_HERE = {
-    "NSACache": {"append", "check_truncation", "copy_pages", "cut", "entry_rows", "grow", "take_rows"},
+    "NSACache": {"append", "check_truncation", "copy_pages", "cut", "entry_rows", "grown", "take_rows"},
     "NSAConfig": {"num_compressed", "scale", "seed"},
     "NeighborhoodCache": {"followed_by", "keep"},
     "PageTable": {"add_layer", "check_new_layer", "load", "rows"},
