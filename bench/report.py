@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -48,7 +49,10 @@ def command_line(argv: Sequence[str] | None = None) -> str:
         for name, value in sorted(os.environ.items())
         if name.startswith("NSA_KERNELS_") and name != "NSA_KERNELS_JIT_CACHE"  # changes no result
     ]
-    return " ".join([*variables, "python", str(shown), *(sys.argv[1:] if argv is None else argv)])
+    launcher = ["python"]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = ["torchrun", f"--nproc-per-node={os.environ['LOCAL_WORLD_SIZE']}"]
+    return shlex.join([*variables, *launcher, str(shown), *(sys.argv[1:] if argv is None else argv)])
 
 
 def relative(path: Path) -> Path:

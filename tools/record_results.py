@@ -47,7 +47,7 @@ class Recorded(NamedTuple):
 
 
 def read(name: str, root: Path = ROOT) -> Recorded:
-    """Raises ValueError unless there is such a file, with a Python command that writes it."""
+    """Raises ValueError unless there is such a file, with a command of Python or torchrun that writes it."""
     path = root / RESULTS / f"{name}.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -55,7 +55,9 @@ def read(name: str, root: Path = ROOT) -> Recorded:
         is_finished = content.get("gate") != "unfinished"
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{RESULTS / name}.json names no commit and command: {error!r}") from error
-    if command[:1] != ["python"] or not any(word.startswith((RESULTS / name).as_posix()) for word in command):
+    if command[:1] not in (["python"], ["torchrun"]) or not any(
+        word.startswith((RESULTS / name).as_posix()) for word in command
+    ):
         raise ValueError(f"the command of {RESULTS / name}.json does not write it: {shlex.join(command)}")
     return Recorded(name, made_at, command, is_finished)
 
@@ -74,7 +76,8 @@ def show(root: Path = ROOT) -> None:
 def record(file: Recorded, seconds: float | None, root: Path = ROOT) -> str:
     """Runs the command of a file; what is wrong with it, "" if nothing."""
     print(f"{file.name}: {shlex.join(file.command)}", flush=True)
-    child = subprocess.Popen([sys.executable, *file.command[1:]], cwd=root, preexec_fn=_take_interrupts)
+    launcher = [sys.executable, *(["-m", "torch.distributed.run"] if file.command[0] == "torchrun" else [])]
+    child = subprocess.Popen([*launcher, *file.command[1:]], cwd=root, preexec_fn=_take_interrupts)
     try:
         status = child.wait(seconds)
     except (subprocess.TimeoutExpired, KeyboardInterrupt) as stopped:

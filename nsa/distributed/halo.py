@@ -68,21 +68,22 @@ class _Joined(torch.autograd.Function):
 def _pool_ranges(
     k: Tensor, v: Tensor, inputs: NSAInputs, config: NSAConfig, ranges: Sequence[Range]
 ) -> tuple[Tensor, Tensor]:
-    """Entries of ranges of tokens, whose keys and values are k and v, one range after the other."""
+    """Entries of ranges of tokens, whose keys and values are k and v, one range after the other.
+
+    Without ranges there are no entries; what compresses is in their graph all the same, with gradients of 0.
+    """
     wide = torch.promote_types(k.dtype, torch.float32)
     weights: dict[str, Any] = {}
     for name in ("w_k_compress", "w_v_compress"):  # cast once, so that gradients of all ranges are rounded once
         weight = getattr(inputs, name)
         weights[name] = None if weight is None else weight.to(wide)
     entries = []
-    row = 0
-    for start, stop in ranges:
+    row, sequences = 0, k.shape[:-3].numel()
+    for start, stop in ranges or [(0, 0)]:
         rows = slice(row, row := row + stop - start)
-        own_k, own_v = (x[..., rows, :, :].reshape(-1, stop - start, *x.shape[-2:]) for x in (k, v))
+        own_k, own_v = (x[..., rows, :, :].reshape(sequences, stop - start, *x.shape[-2:]) for x in (k, v))
         found = compressed_entries(NSAInputs(own_k[:, :0], own_k, own_v, **weights), config)
         entries.append([x.reshape(*k.shape[:-3], *x.shape[1:]) for x in found])
-    if not entries:
-        return k[..., :0, :, :], v[..., :0, :, :]
     k_cmp, v_cmp = (torch.cat(parts, -3) for parts in zip(*entries, strict=True))
     return k_cmp, v_cmp
 

@@ -141,9 +141,10 @@ def layer_from_fla(
     given = state.keys() - {INV_FREQ}
     if given != wanted | biases or len(biases) not in (0, 3):
         raise ValueError(f"state must have {sorted(wanted)}, and three biases or none, got {sorted(given)}")
-    q, k, gate = (state[f"{name}.weight"] for name in ("q_proj", "k_proj", "g_proj"))
+    q, k, v, o, gate = (state[f"{name}.weight"] for name in ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj"))
     heads = gate.shape[0] // 3
-    if gate.shape[0] % 3 or q.shape[0] % heads or k.shape[0] % (q.shape[0] // heads):
+    fits = heads > 0 and gate.shape[0] % 3 == 0 and q.shape[0] % heads == 0 and k.shape[0] % (q.shape[0] // heads) == 0
+    if not fits or v.shape != k.shape or o.shape != q.shape[::-1]:
         shapes = {name: list(state[name].shape) for name in sorted(wanted)}
         raise ValueError(f"state must have three gates a head and heads of one size, got {shapes}")
     dim = q.shape[0] // heads

@@ -122,7 +122,8 @@ def attention(
     """An attention function of transformers. Args and result as it calls them: `[B,heads,S,D]`; `[B,S,H,D]` and None.
 
     Raises:
-        ValueError: for another model, dropout, and masks that are not padding.
+        ValueError: for another model, dropout, masks that are not padding, attention that is not causal, and bounds of
+            documents that positions do not say.
     """
     if isinstance(module, modeling.MiniMaxM3VLVisionAttention):
         out: Tensor = sdpa_attention_forward(
@@ -133,8 +134,11 @@ def attention(
         raise ValueError(f"attn_implementation={NAME!r} is for MiniMax-M3, got {type(module).__name__}")
     if dropout != 0.0:
         raise ValueError(f"attn_implementation={NAME!r} has no dropout, got attention_dropout={dropout}")
+    if kwargs.get("is_causal") is False:
+        raise ValueError(f"is_causal must be True with attn_implementation={NAME!r}, got False")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     runs = _runs_of_forward(attention_mask, kwargs.get("position_ids"), (q.shape[0], q.shape[1], k.shape[1]))
+    _check_bounds(kwargs.get("cu_seq_lens_q"), runs, k.shape[1])
     if block_indices is None:
         return _by_run(partial(_dense, scale=scaling), runs, (q,), (k, v)), None
     indexer = module.indexer
@@ -238,6 +242,16 @@ def _runs_of_forward(mask: Tensor | None, position_ids: Tensor | None, sizes: Si
         known = _KNOWN[position_ids] = (facts, mask, find_runs(mask, position_ids, sizes))
     runs: list[Run] = known[2]
     return runs
+
+
+def _check_bounds(cu_seqlens: Tensor | None, runs: list[Run], num_keys: int) -> None:
+    """Raise ValueError where `cu_seq_lens_q` bounds other documents than positions do, by which runs were found."""
+    if cu_seqlens is None:
+        return
+    bounds = [*dict.fromkeys(cu_seqlens.tolist())]  # without empty documents
+    found = [*(run.keys.start for run in runs), num_keys]
+    if bounds != found:
+        raise ValueError(f"cu_seq_lens_q must bound the documents of position_ids, {found}, got {bounds}")
 
 
 def _version(x: Tensor) -> int | None:

@@ -304,6 +304,12 @@ def test_a_function_that_compresses_learns_as_on_one_process(ranks: Ranks, layou
     ranks.run(3, cases.learns_as_alone, layout)
 
 
+@pytest.mark.parametrize("how", [{"compress": "linear"}, {"compress_proj": True}])
+@pytest.mark.parametrize(("tokens", "tile"), [(60, 1), (200, 256)])
+def test_weights_have_gradients_without_entries(ranks: Ranks, how: dict[str, Any], tokens: int, tile: int) -> None:
+    ranks.run(2, cases.weights_have_gradients_without_entries, how, tokens, tile)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.uint8])
 def test_labels_of_any_integer_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
     ranks.run(2, cases.losses_add_up, dtype)

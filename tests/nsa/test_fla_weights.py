@@ -219,6 +219,9 @@ def test_sizes_come_from_the_weights_and_errors_name_them() -> None:
         layer_from_fla(state, rope=True)
     with pytest.raises(ValueError, match="three gates a head and heads of one size"):
         layer_from_fla(state | {"g_proj.weight": torch.zeros(47, WIDTH)})
+    for name, shape in (("g_proj", (0, WIDTH)), ("o_proj", (WIDTH, 99)), ("v_proj", (DIM + 1, WIDTH))):
+        with pytest.raises(ValueError, match="three gates a head and heads of one size"):
+            layer_from_fla(state | {f"{name}.weight": torch.zeros(shape)})
     with pytest.raises(TypeError, match="block_counts must be an integer"):
         fla_config(block_counts=torch.ones(1, 4, 1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must fit in num_selected_blocks=2"):

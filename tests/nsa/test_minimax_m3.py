@@ -143,6 +143,17 @@ def test_packs_are_separate_documents(models: tuple[Any, Any]) -> None:
         close(got[row], torch.cat(parts))
 
 
+def test_bounds_of_documents_are_those_of_positions(models: tuple[Any, Any]) -> None:
+    ids, bounds = text(1, 30), torch.tensor([0, 10, 10, 30], dtype=torch.int32)
+    positions = torch.cat([torch.arange(10), torch.arange(20)])[None]
+    expected = models[1](ids, position_ids=positions).logits
+    assert torch.equal(models[1](ids, position_ids=positions, cu_seq_lens_q=bounds).logits, expected)
+    with pytest.raises(ValueError, match=r"documents of position_ids, \[0, 30\], got \[0, 10, 30\]"):
+        models[1](ids, cu_seq_lens_q=bounds)
+    with pytest.raises(ValueError, match="is_causal must be True"):
+        models[1](ids, is_causal=False)
+
+
 def test_gradients_through_packs_and_padding(models: tuple[Any, Any]) -> None:
     ours, ids = models[1], text(1, 30)
     positions = torch.cat([torch.arange(11), torch.arange(19)])[None]

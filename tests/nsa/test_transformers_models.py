@@ -19,9 +19,13 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
     DataCollatorWithFlattening,
     DynamicCache,
     GPT2Config,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
     LlamaConfig,
     Qwen3Config,
     Trainer,
@@ -353,6 +357,26 @@ def test_overlays_of_masks_are_refused() -> None:
     assert create_causal_mask(**call) is None
     with pytest.raises(ValueError, match="or_mask"):
         create_causal_mask(**call, or_mask_function=lambda b, h, q, k: k == 0)
+
+
+def test_models_whose_attention_is_their_own_do_not_go_without_a_mask() -> None:
+    config = BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4)
+    model = BloomForCausalLM(config).eval()
+    model.config._attn_implementation = "nsa"
+    with pytest.raises(RuntimeError, match="must match the size of tensor b"):
+        model(torch.ones(1, 9, dtype=torch.long), use_cache=False)
+
+
+def test_packs_of_models_that_keep_positions_to_themselves_are_refused() -> None:
+    config = GPTBigCodeConfig(
+        vocab_size=50, n_embd=32, n_layer=1, n_head=4, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2
+    )
+    model = GPTBigCodeForCausalLM(config).eval()
+    model.set_attn_implementation("nsa")
+    ids, positions = torch.ones(1, 9, dtype=torch.long), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    assert logits_of(model, ids, use_cache=False).shape == (1, 9, 50)
+    with pytest.raises(ValueError, match="position_ids pack documents, and this model does not hand them"):
+        model(ids, position_ids=positions, use_cache=False)
 
 
 # Training

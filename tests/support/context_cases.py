@@ -424,6 +424,15 @@ def change_tensors(change: str, own: dict[str, Any]) -> None:
         own["v"][0, 0, 0, 0] = math.nan
 
 
+def weights_have_gradients_without_entries(make: MakeCP, how: dict[str, Any], tokens: int, tile: int) -> None:
+    """On a rank that has no entries, or no tokens; of those data parallelism waits for a gradient, too."""
+    torch.manual_seed(0)
+    cp = make(tile=tile, layout="contiguous")
+    layer = NSAttention(32, 4, 2, context_parallel=cp, config=NSAConfig.paper(), **how)
+    layer(cp.shard(torch.randn(1, tokens, 32))).sum().backward()
+    assert [name for name, weight in layer.named_parameters() if weight.grad is None] == []
+
+
 def compresses_wrongly(make: MakeCP, kind: str) -> None:
     """Of three ranks the first ones have no entries of 40 tokens."""
     cp = make(layout="contiguous", tile=16)

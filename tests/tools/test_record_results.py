@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.commit import ROOT
+from bench.report import command_line
 from tools import record_results as tool
 
 HERE, BEFORE = "a" * 12, "b" * 12
@@ -86,6 +88,29 @@ def test_the_time_is_kept(root: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.splitlines()[-2:] == stopped
 
 
+def test_torchrun_is_run_by_its_module(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = add(root, "ranks")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    command = content["command"].replace("python ", "torchrun --nproc-per-node=2 ")
+    path.write_text(json.dumps({**content, "command": command}), encoding="utf-8")
+    ran: list[list[str]] = []
+
+    class Child:
+        def __init__(self, command: list[str], **_: object) -> None:
+            ran.append(command)
+
+        def wait(self, _: float | None) -> int:
+            return 1
+
+    monkeypatch.setattr(tool.subprocess, "Popen", Child)
+    assert tool.main(["ranks"], root) == 1
+    assert ran[0][:5] == [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "bench/one.py"]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "bench" / "one.py")])
+    assert command_line(["--out", "a b"]) == "torchrun --nproc-per-node=2 bench/one.py --out 'a b'"
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -130,4 +155,5 @@ def test_commands_of_this_checkout() -> None:
         except ValueError:
             continue
     assert {"e2e-h200", "paper-h200", "decode-h200"} <= {one.name for one in readable}
-    assert all((tool.ROOT / one.command[1]).exists() for one in readable), sys.path
+    scripts = [next(word for word in one.command[1:] if not word.startswith("-")) for one in readable]
+    assert all((tool.ROOT / script).exists() for script in scripts)

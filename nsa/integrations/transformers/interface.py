@@ -1,8 +1,8 @@
 """attn_implementation="nsa": the attention function and the mask function that transformers calls under that name.
 
 The attention function sees rotated q, k, v of one layer, a mask and the call's keywords; it serves models that were not
-converted, too. The mask function gives None or the 2-D mask, since documents are found from `attention_mask`,
-`position_ids` or `cu_seq_lens_q`; what these cannot say is refused.
+converted, too. The mask function gives the 2-D mask or, where there is none, a mark, since documents are found from
+`attention_mask`, `position_ids` or `cu_seq_lens_q`; what these cannot say is refused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def nsa_mask(
     config: Any = None,
     **_: Any,
 ) -> Tensor | None:
-    """The mask for `nsa_attention`: the 2-D `attention_mask`, or None where there is none.
+    """The mask for `nsa_attention`: the 2-D `attention_mask`; where there is none None for converted models, for others
+    a mark, so that a model whose attention is its own does not go without a mask.
 
     Raises:
         ValueError: for anything but causal attention to all tokens, padded or in packs; for a static cache, and in
@@ -59,7 +60,8 @@ def nsa_mask(
     if compiling and not converted:
         raise ValueError("attn_implementation='nsa' runs in torch.compile after nsa.integrations.transformers.convert")
     # Compiled, it is always a pack's: converted models ask for no other, and find documents by `find_documents`
-    for part in () if compiling else _parts(mask_function):
+    parts = () if compiling else (*_parts(mask_function),)
+    for part in parts:
         if part not in CAUSAL_PARTS:
             raise ValueError(
                 f"attn_implementation='nsa' is causal attention to a text, its padding or its documents; got a mask by "
@@ -75,15 +77,36 @@ def nsa_mask(
     if converted and attention_mask is not None and not compiling:
         # A static cache's, which compiled steps want in one shape
         attention_mask = torch.nn.functional.pad(attention_mask, (0, max(0, kv_length - attention_mask.shape[1])))
+    if attention_mask is None and not converted:
+        return _mark(packed=PACKED in parts)
     return attention_mask
 
 
-CAUSAL_PARTS = {
-    "causal_mask_function",
-    "remap_positions_for_packed_sequence.<locals>.inner_mask",
-    "packed_sequence_mask_function.<locals>.inner_mask",
-}
+PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
+CAUSAL_PARTS = {"causal_mask_function", "remap_positions_for_packed_sequence.<locals>.inner_mask", PACKED}
 """Functions of transformers' masks that are causal, or keep packed documents apart."""
+
+
+def _mark(*, packed: bool) -> Tensor:
+    """In place of no mask: of no elements, so that no other attention can add it to its scores."""
+    return torch.empty(0, 0, int(packed), 0)
+
+
+def _unmarked(attention_mask: Any, *, knows_documents: bool) -> Any:
+    """The mask, None in place of a mark.
+
+    Raises:
+        ValueError: for packed documents that the attention is not told of.
+    """
+    mask = _of_full_attention(attention_mask)
+    if mask is None or mask.dim() != 4 or mask.numel() > 0:
+        return attention_mask
+    if mask.shape[2] == 1 and not knows_documents:
+        raise ValueError(
+            "position_ids pack documents, and this model does not hand them to its attention: give each document a row "
+            "of its own"
+        )
+    return None
 
 
 def _parts(mask_function: Callable[..., Any]) -> Iterator[str]:
@@ -282,7 +305,9 @@ def nsa_attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     cached = k.shape[1] != q.shape[1]
     shape = (len(q), q.shape[1], k.shape[1])
-    mask, documents = find_documents(attention_mask, position_ids, given_documents(others, q.device), shape)
+    given = given_documents(others, q.device)
+    attention_mask = _unmarked(attention_mask, knows_documents=position_ids is not None or given is not None)
+    mask, documents = find_documents(attention_mask, position_ids, given, shape)
     if cached and documents is not None:
         raise ValueError(f"documents begin among new tokens, and a cache holds earlier ones: {PACK_ADVICE}")
     gates = q.new_tensor(check_gate_init(getattr(module.config, "nsa_gate_init", None))).expand(*q.shape[:-1], 3)
