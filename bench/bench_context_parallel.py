@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from bench.bars import Bar, bars_field
-from bench.common import DTYPES, PRESETS, above_zero, positive, preset_name
+from bench.common import DTYPES, PRESETS, above_zero, positive, preset_name, with_ending
 from bench.context_shares import (
     PASSES,
     Case,
@@ -57,6 +57,7 @@ from bench.pass_report import show_bars
 from bench.report import LOCAL_RESULTS, command_line, environment, relative
 from bench.results_file import open_results
 from bench.timing import measure
+from dispatch.device import device_types
 from nsa.distributed.layout import Layout, make_layout
 
 SIZES, CPU_SIZES = ("per_tile:1M:8/2", "paper:256K:64/4"), ("per_tile:600:2/1", "paper:300:2/1")
@@ -74,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    usable = [name for name in device_types() if name in ("cuda", "cpu")]
+    add("--device", choices=usable, default=usable[0], help="default: %(default)s")
     add("--sizes", nargs="+", help=f"preset:N:heads; default: {' '.join(SIZES)} (CPU: {' '.join(CPU_SIZES)})")
     add("--ranks", nargs="+", type=positive, help="R, alone; default: 2 4 8 16 (CPU: 2 3)")
     add("--layouts", nargs="+", choices=["zigzag", "contiguous"], default=["zigzag"], help="default: zigzag")
@@ -108,6 +110,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             args.cases.append(Case(preset, positive(n), h, h_kv, count, layout))
     except (ValueError, argparse.ArgumentTypeError):
         parser.error(f"--sizes must be such as {SIZES[0]}, got {args.sizes}")
+    device = torch.device(args.device)
+    for case in args.cases:
+        layout = make_layout(case.n, None, case.ranks, case.layout, tile_of(config_of(case, device), device))
+        if 0 in layout.lengths:
+            parser.error(f"--sizes must give every rank tokens, got {layout.lengths} for {case.name}")
     args.command = command_line(argv)
     return args
 
@@ -136,7 +143,7 @@ def run_alone(args: argparse.Namespace) -> int:
     print(*(share.line() for share in shares), sep="\n")
     if bars is not None:
         show_bars(bars)
-    print(relative(out.with_suffix(".json")))
+    print(relative(with_ending(out, ".json")))
     return 0
 
 

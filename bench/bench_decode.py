@@ -41,13 +41,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
 from bench.bars import Bar, bars_field
-from bench.common import DTYPES, PRESETS, above_zero, positive, preset_name
+from bench.common import DTYPES, PRESETS, above_zero, positive, preset_name, with_ending
 from bench.extras import needed
 from bench.pass_report import ms_text, show_bars
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_csv
 from bench.results_file import ResultRow, open_results
 from bench.roofline import choose_peaks
 from bench.timing import BUSY_CYCLES, Timing, capture, measure
+from dispatch.device import device_types
 from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
 
 HEADS = ("64/4", "32/8")
@@ -195,19 +196,20 @@ def main(argv: list[str] | None = None) -> int:
             print(*map(line, rows), sep="\n", flush=True)
         every = [Row.of_json(row) for row in results.rows]
         bars = find_bars(every) if args.bars else None
-        write_csv(out.with_suffix(".csv"), results.rows)
-        plot(every, out.with_suffix(".png"), facts["device"])
+        write_csv(with_ending(out, ".csv"), results.rows)
+        plot(every, with_ending(out, ".png"), facts["device"])
         results.finish(missing=results.missing, **bars_field(bars))
     if bars is not None:
         show_bars(bars)
-    print(*(relative(out.with_suffix(suffix)) for suffix in (".png", ".csv", ".json")), sep="   ")
+    print(*(relative(with_ending(out, suffix)) for suffix in (".png", ".csv", ".json")), sep="   ")
     return 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    usable = [name for name in device_types() if name in ("cuda", "cpu")]
+    add("--device", choices=usable, default=usable[0], help="default: %(default)s")
     add("--presets", nargs="+", type=preset_name, choices=list(PRESETS), default=["paper", "per_tile"])
     add("--heads", nargs="+", help=f"query/key heads; default: {' '.join(HEADS)} (CPU: {' '.join(CPU_HEADS)})")
     add("--sizes", nargs="+", help=f"N:batches; default: {' '.join(SIZES)} (CPU: {' '.join(CPU_SIZES)})")
@@ -352,10 +354,10 @@ def chosen(q: Tensor, k_cmp: Tensor, token: int, config: NSAConfig) -> Tensor | 
         score.index_add_(0, block[known], (p * overlap / length)[known])
         covered.index_add_(0, block[known], (overlap.double() / length)[known])
     if not config.token_mode:
-        score = torch.where(covered > 0, score / covered, -math.inf)
+        score = score / covered
     forced = (blocks < config.num_init_blocks) | (blocks > last - config.num_local_blocks)
     room = config.num_selected_blocks - int(forced.sum())
-    others = blocks[~forced]
+    others = blocks[~forced & (covered > 0)]
     order = score[others].argsort(descending=True, stable=True)
     if 0 < room < len(others):
         taken, left = (score[others[order[i]]] for i in (room - 1, room))

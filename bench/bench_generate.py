@@ -11,8 +11,9 @@ one sequence is a little shorter, and steps have the mask that grows by a column
 the same model at its best, without padding: all keys of the cache without a mask, as bench_decode.py's dense peer,
 those of a static cache's room among them.
 
-It checks no results: tests/nsa/test_transformers_generate.py does. What could not run is in `missing`. With --bars also
-what the rows have to reach on one H200, and whether they do.
+It checks no results: tests/nsa/test_transformers_generate.py does. Writes OUT.json after every case (schema:
+docs/results_files.md); what could not run is in `missing`. The same command goes on where it was stopped. With --bars
+also what the rows have to reach on one H200, and whether they do.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ from bench.bars import Bar, bars_field
 from bench.common import DTYPES, positive
 from bench.extras import needed
 from bench.pass_report import show_bars
-from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_json
+from bench.report import LOCAL_RESULTS, command_line, environment, relative
+from bench.results_file import ResultRow, Results, open_results
 from bench.timing import capture, measure
 from dispatch.device import device_types
 
@@ -56,7 +58,7 @@ SIZES = {"layers": 4, "hidden": 4096, "heads": 64, "kv_heads": 4, "head_dim": 12
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(ResultRow):
     """A decoding step; milliseconds of all layers, embedding and head."""
 
     model: str
@@ -151,30 +153,37 @@ def time_step(model: Any, mode: str, b: int, n: int, padded: bool, device: torch
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    device, rows, missing = torch.device(args.device), [], []
-    models = make_models(args)
-    with torch.no_grad():
-        for (name, model), mode, n, b, padded in product(models.items(), args.modes, args.n, args.batch, (False, True)):
-            if padded and (b == 1 or name == "dense_unmasked"):
-                continue
-            case = f"{name}, {mode}, N={n}, B={b}{', padded' if padded else ''}"
-            try:
-                timing = time_step(model, mode, b, n, padded, device)
-            except (RuntimeError, ValueError, dispatch.BackendError) as failure:  # out of memory, not to be captured
-                missing.append(f"{case}: {str(failure).splitlines()[0]}")
-                print(f"{missing[-1]}: not measured")
-                continue
-            rows.append(Row(name, mode, b, n, padded, timing.ms_p20, timing.ms_p50, timing.ms_p80))
-            print(f"{case:<48} {timing.ms_p50:.3f} ms")
+    device, out = torch.device(args.device), Path(args.out)
     sizes = {key: getattr(args, key) for key in (*SIZES, "dtype")}
-    facts = {**environment(device), "command": command_line(argv), "gate": "unchecked", "sizes": sizes}
-    out = Path(args.out).with_suffix(".json")
-    bars = find_bars(rows if sizes == {**SIZES, "dtype": "bf16"} else []) if args.bars else None
-    write_json(out, {**facts, "rows": [asdict(row) for row in rows], "missing": missing, **bars_field(bars)})
+    head = {**environment(device), "command": command_line(argv), "sizes": sizes}
+    with open_results(out, head) as results:
+        time_steps(args, device, results)
+        rows = [Row.of_json(row) for row in results.rows]
+        bars = find_bars(rows if sizes == {**SIZES, "dtype": "bf16"} else []) if args.bars else None
+        results.finish("unchecked", red=False, missing=results.missing, **bars_field(bars))
     if bars is not None:
         show_bars(bars)
-    print(f"Everything: {relative(out)}")
+    print(f"Everything: {relative(results.path)}")
     return 0
+
+
+@torch.no_grad()
+def time_steps(args: argparse.Namespace, device: torch.device, results: Results) -> None:
+    """A row for each case that has none."""
+    models = make_models(args)
+    for (name, model), mode, n, b, padded in product(models.items(), args.modes, args.n, args.batch, (False, True)):
+        case = f"{name}, {mode}, N={n}, B={b}{', padded' if padded else ''}"
+        if case in results.parts or (padded and (b == 1 or name == "dense_unmasked")):
+            continue
+        try:
+            timing = time_step(model, mode, b, n, padded, device)
+        except (RuntimeError, ValueError, dispatch.BackendError) as failure:  # out of memory, not to be captured
+            results.add(case, [], [f"{case}: {str(failure).splitlines()[0]}"])
+            print(f"{results.missing[-1]}: not measured", flush=True)
+            continue
+        row = Row(name, mode, b, n, padded, timing.ms_p20, timing.ms_p50, timing.ms_p80)
+        results.add(case, [row.as_json()])
+        print(f"{case:<48} {timing.ms_p50:.3f} ms", flush=True)
 
 
 def find_bars(rows: Sequence[Row]) -> list[Bar]:

@@ -38,6 +38,7 @@ from bench.passes import Candidate, Case, Measured, Plan, Task
 from bench.roofline import neighborhood_bytes
 from bench.timing import GIB
 from dispatch import neighborhood_attention
+from nsa.neighborhood.validate import ALGORITHMS
 
 SHAPES = {
     "tiny": [Neighborhood(1, 2, 256, 32, 7), Neighborhood(2, 2, 301, 16, 8, 3)],
@@ -193,7 +194,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help=f"problems, or sets of them: {', '.join(SHAPES)}; default: liger long, on a CPU tiny",
     )
     add("--backend", help="as in neighborhood_attention; default: every one that can run")
-    add("--algorithm", default="auto", help="as in neighborhood_attention; default: %(default)s")
+    add("--algorithm", choices=ALGORITHMS, default="auto", help="as in neighborhood_attention; default: %(default)s")
     return parse_options(parser, argv, [SHAPES["tiny"]], [SHAPES["liger"], SHAPES["long"]])
 
 

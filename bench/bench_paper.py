@@ -29,7 +29,7 @@ import torch
 import dispatch
 from bench import bench_sparse_attn_e2e as e2e
 from bench.bars import Bar, bars_field
-from bench.common import DTYPES, choose_dense
+from bench.common import DTYPES, choose_dense, with_ending
 from bench.extras import needed
 from bench.inputs import Sizes, make_problem
 from bench.nsa_peers import COMPUTES, PEERS, make_peer, make_task
@@ -112,12 +112,12 @@ def main(argv: list[str] | None = None) -> int:
             print(*map(line, beside), *missing, sep="\n", flush=True)
         every = [Row.of_json(row) for row in results.rows]
         bars = find_bars(every) if args.bars else []
-        write_csv(out.with_suffix(".csv"), results.rows)
-        plot(every, out.with_suffix(".png"), facts["device"])
+        write_csv(with_ending(out, ".csv"), results.rows)
+        plot(every, with_ending(out, ".png"), facts["device"])
         results.finish(missing=results.missing, **bars_field(bars if args.bars else None))
     if args.bars:
         show_bars(bars)
-    print(*(relative(out.with_suffix(suffix)) for suffix in (".png", ".csv", ".json")), sep="   ")
+    print(*(relative(with_ending(out, suffix)) for suffix in (".png", ".csv", ".json")), sep="   ")
     return 0
 
 

@@ -47,6 +47,7 @@ from bench.common import (
     positive,
     preset_name,
     resolve_sizes,
+    with_ending,
 )
 from bench.extras import needed
 from bench.gradient_check import GradientError, Tiles, gradient_errors, in_fp64, low_precision, sampled_do
@@ -237,8 +238,8 @@ def benchmark(args: argparse.Namespace) -> int:
         if red:
             console.print("[bold red]Wrong results, so no times are reported:[/bold red]", *red, sep="\n  ")
             return 1
-        write_csv(out.with_suffix(".csv"), results.rows)
-        plot(rows, out.with_suffix(".png"), facts["device"], peaks)
+        write_csv(with_ending(out, ".csv"), results.rows)
+        plot(rows, with_ending(out, ".png"), facts["device"], peaks)
         results.finish()
     show(rows, out)
     return 0
@@ -378,10 +379,10 @@ def demonstrate(args: argparse.Namespace, variants: list[Variant], dense: Dense,
         rows = [TurnsRow.of_json(row) for row in results.rows]
         options = {(row.l, row.num_cmp) for row in rows}
         said = verdict([(row.place(options=len(options) > 1), row.ratio) for row in rows])
-        write_csv(out.with_suffix(".csv"), results.rows)
+        write_csv(with_ending(out, ".csv"), results.rows)
         drawn: list[Row] = [row for row in rows if row.faster != NOISY]
         if drawn:
-            plot(drawn, out.with_suffix(".png"), facts["device"], None)
+            plot(drawn, with_ending(out, ".png"), facts["device"], None)
         results.finish(verdict=said)
     show_turns(rows, said, out, plotted=bool(drawn))
     return 0
@@ -533,7 +534,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--q-tile", type=positive, metavar="T", help="q_tile_size")
     add = parser.add_argument
     add("--backend", help="as in nsa_forward; default: the first that can run")
-    add("--seconds", type=float, help="about how long to repeat each measurement; default: 1, the demo on a CPU: 2")
+    repeat = "about how long to repeat each measurement; default: 1, the demo on a CPU: 2"
+    add("--seconds", type=above_zero, help=repeat)
     add("--no-dense-above", type=positive, metavar="N", help="from there on, extrapolate dense attention's time by N^2")
     add("--peak-tflops", type=above_zero, help="of the device, for the roofline; default: known of H100 and H200")
     add("--peak-tbs", type=above_zero, help="TB/s of its memory; default: likewise, else 4.8")
@@ -843,7 +845,7 @@ def show(rows: list[Row], out: Path) -> None:
     )
     if any(row.dense_extrapolated for row in rows):
         console.print("~ is not measured: the time at the largest measured N, times the square of the ratio of N.")
-    shown = [relative(out.with_suffix(suffix)) for suffix in (".png", ".csv", ".json")]
+    shown = [relative(with_ending(out, suffix)) for suffix in (".png", ".csv", ".json")]
     console.print(f"Plot: {shown[0]}   table: {shown[1]}   everything: {shown[2]}", soft_wrap=True)
 
 
@@ -886,7 +888,7 @@ def show_turns(rows: Sequence[TurnsRow], said: str, out: Path, *, plotted: bool)
         f"N is smaller){', and of the gradients they give' if rows[0].backward else ''}; each is within its budget."
     )
     suffixes = [*([".png"] if plotted else []), ".csv", ".json"]
-    console.print("Files:", *(str(relative(out.with_suffix(suffix))) for suffix in suffixes), soft_wrap=True)
+    console.print("Files:", *(str(relative(with_ending(out, suffix))) for suffix in suffixes), soft_wrap=True)
 
 
 def plot(rows: list[Row], path: Path, device: str, peaks: Peaks | None) -> None:

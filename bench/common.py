@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -45,6 +46,11 @@ def above_zero(text: str) -> float:
     if not (math.isfinite(number) and number > 0):
         raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
     return number
+
+
+def with_ending(path: Path, ending: str) -> Path:
+    """A file of an --out, such as OUT.csv, of OUT or OUT.json: other dots are of its name."""
+    return path.with_name(path.name.removesuffix(".json") + ending)
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:

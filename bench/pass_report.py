@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 
 from bench.bars import Bar, bars_field
-from bench.common import DTYPES, above_zero
+from bench.common import DTYPES, above_zero, with_ending
 from bench.extras import needed
 from bench.passes import MODES, Case, Measured, Missing, Plan, compare, tell_missing
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_csv
@@ -121,7 +121,8 @@ def add_options(parser: argparse.ArgumentParser, *, out: str) -> None:
     add("--device", choices=device_types(), default=device_types()[0], help="default: %(default)s")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: %(default)s")
     add("--dtype", choices=DTYPES, help="default: fp32 on a CPU, else bf16")
-    add("--seconds", type=float, default=0.3, help="about how long to repeat each measurement; default: %(default)s")
+    repeat = "about how long to repeat each measurement; default: %(default)s"
+    add("--seconds", type=above_zero, default=0.3, help=repeat)
     add("--peak-tbs", type=above_zero, help="TB/s for the floor; default: what a copy reaches on this GPU")
     add("--out", default=str(LOCAL_RESULTS / out), help="results, without suffix; default: %(default)s")
 
@@ -206,9 +207,9 @@ def benchmark(
             console.print(reason, style="yellow", markup=False, soft_wrap=True)
         rows = [kind.of_json(row) for row in results.rows]
         reached = bars(rows) if bars else []
-        write_csv(out.with_suffix(".csv"), results.rows)
+        write_csv(with_ending(out, ".csv"), results.rows)
         if plan.timed:
-            plot(rows, out.with_suffix(".png"), look, facts["device"], tbs)
+            plot(rows, with_ending(out, ".png"), look, facts["device"], tbs)
         results.finish(missing=missing, **bars_field(reached if bars else None))
     show(rows, out, look, plan)
     if bars:
@@ -264,7 +265,7 @@ def show(rows: Sequence[PassRow], out: Path, look: Look, plan: Plan) -> None:
         console.print(f"The default backend is {verdict}.")
     console.print("Errors are the largest against fp64 on sampled rows, each within its budget, so the figures count.")
     suffixes = (".png", ".csv", ".json") if plan.timed else (".csv", ".json")
-    console.print(*(str(relative(out.with_suffix(suffix))) for suffix in suffixes), sep="   ", soft_wrap=True)
+    console.print(*(str(relative(with_ending(out, suffix))) for suffix in suffixes), sep="   ", soft_wrap=True)
 
 
 def show_bars(bars: Sequence[Bar]) -> None:

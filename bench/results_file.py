@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bench.common import with_ending
 from bench.report import relative, write_json
 
 INTERRUPTED = 130
@@ -85,14 +86,19 @@ class Results:
         self.parts.clear()
         self._write(gate="red", red=list(red), **more, rows=[])
 
-    def finish(self, gate: str = "green", **more: Any) -> None:
-        """All parts are there, and what is made of them: nothing is left to go on with."""
-        self._write(gate=gate, red=[], **more, rows=self.rows)
+    def finish(self, gate: str = "green", *, red: bool = True, **more: Any) -> None:
+        """All parts are there, and what is made of them: nothing is left to go on with.
+
+        Args:
+            red: False where nothing was checked: the file has no such field.
+        """
+        checked: dict[str, Any] = {"red": []} if red else {}
+        self._write(gate=gate, **checked, **more, rows=self.rows)
 
     def _write(self, **fields: Any) -> None:
         if not self.replaced:  # then a table and a plot are of the rows that go
             for suffix in (".csv", ".png"):
-                self.path.with_suffix(suffix).unlink(missing_ok=True)
+                with_ending(self.path, suffix).unlink(missing_ok=True)
         write_json(self.path, {**self.head, **self.facts, **fields})
         self.replaced = True
 
@@ -140,8 +146,8 @@ def open_results(out: Path, head: dict[str, Any]) -> Iterator[Results]:
     Raises:
         SystemExit: as `claimed`; for a file that holds something else; and after an interrupt, with INTERRUPTED.
     """
-    path = out.with_suffix(".json")
-    with claimed(path, out.with_suffix(".csv"), out.with_suffix(".png")):
+    path = with_ending(out, ".json")
+    with claimed(path, with_ending(out, ".csv"), with_ending(out, ".png")):
         results = Results(path, head)
         if note := results.go_on():
             print(note, flush=True)
@@ -160,7 +166,7 @@ def claimed(path: Path, *others: Path) -> Iterator[None]:
     Raises:
         SystemExit: when they cannot be written, or are another run's.
     """
-    where, lock = relative(path), path.with_suffix(".lock")
+    where, lock = relative(path), with_ending(path, ".lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         if folders := [one for one in (path, *others) if one.is_dir()]:

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, silu
 
 from bench.bars import Bar
-from bench.common import above_zero, positive
+from bench.common import above_zero, positive, with_ending
 from bench.extras import needed
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_json
 from bench.results_file import claimed
@@ -438,14 +438,14 @@ Save = Callable[[], list[dict[str, Any]]]
 def main(argv: list[str] | None = None) -> int:
     begin = time.perf_counter()
     args = parse(argv)
-    out = Path(args.out).with_suffix(".json")
-    with claimed(out, out.with_suffix(".pt")):
+    out = with_ending(Path(args.out), ".json")
+    with claimed(out, with_ending(out, ".pt")):
         return run(args, out, begin)
 
 
 def run(args: argparse.Namespace, out: Path, begin: float) -> int:
     """A run, with the files in hand; the status of the script. Args: `begin`, of the script by time.perf_counter()."""
-    device, state_file = torch.device(args.device), out.with_suffix(".pt")
+    device, state_file = torch.device(args.device), with_ending(out, ".pt")
     facts = environment(device)
     trainer = Trainer(device, args.seed)
     before: list[dict[str, Any]] = []

@@ -24,7 +24,7 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
-from bench.common import positive
+from bench.common import above_zero, positive, with_ending
 from bench.extras import needed
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_json
 from dispatch.device import device_types
@@ -32,6 +32,7 @@ from examples.shared.byte_models import (
     VOCABULARY,
     Corpus,
     check_length,
+    check_out,
     console,
     load_corpus,
     training_starts,
@@ -83,18 +84,31 @@ def validation_loss(model: Any, corpus: Corpus, args: argparse.Namespace) -> flo
     model.eval()
     starts = validation_starts(corpus, args.windows, args.context).split(args.batch)
     batches = [windows_at(corpus.validation, part, args.context).to(args.device) for part in starts]
-    return sum(float(loss_of(model, batch)) * len(batch) for batch in batches) / sum(map(len, batches))
+    loss = sum(float(loss_of(model, batch)) * len(batch) for batch in batches) / sum(map(len, batches))
+    check_finite(loss, "validation")
+    return loss
+
+
+def check_finite(loss: float, where: str) -> None:
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss is {loss} at {where}")
 
 
 def train(model: Any, corpus: Corpus, args: argparse.Namespace, steps: int, seed: int, rate: float) -> None:
-    """AdamW, a short warm-up, then down to a tenth of the rate."""
+    """AdamW, a short warm-up, then down to a tenth of the rate.
+
+    Raises:
+        FloatingPointError: when the loss is not finite, as in `validation_loss`.
+    """
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
     for step, starts in enumerate(training_starts(corpus, steps, args.batch, args.context, seed)):
         share = min((step + 1) / WARM_UP, 0.55 + 0.45 * math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
             group["lr"] = rate * share
-        loss_of(model, windows_at(corpus.training, starts, args.context).to(args.device)).backward()
+        loss = loss_of(model, windows_at(corpus.training, starts, args.context).to(args.device))
+        check_finite(float(loss.detach()), f"step {step}")
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -142,11 +156,14 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     corpus = load_corpus(Path(sysconfig.get_path("stdlib")))
     check_length(corpus, args.context)
-    before, after, rows = run(args, corpus)
+    try:
+        before, after, rows = run(args, corpus)
+    except FloatingPointError as failure:
+        raise SystemExit(f"{failure}: a smaller --lr may help") from failure
     show(before, after, rows, args.more)
     training = {name: getattr(args, name) for name in (*DEFAULTS, "lr", "seed")}
     facts = {**environment(torch.device(args.device)), "command": command_line(argv), "training": training}
-    out = Path(args.out).with_suffix(".json")
+    out = with_ending(Path(args.out), ".json")
     losses = {"dense_loss": before, "dense_trained_loss": after, "rows": [asdict(row) for row in rows]}
     write_json(out, {**facts, "data": corpus.facts(), **losses})
     console.print(f"Everything: {relative(out)}")
@@ -156,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--device", choices=device_types(), default="cpu", help="default: %(default)s")
+    add("--device", choices=device_types(), default="cpu", help="default: %(default)s; GPUs have no NSA in fp32")
     meanings = {
         "steps": "updates of the dense model",
         "more": "updates after conversion",
@@ -170,7 +187,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         add(f"--{name}", type=positive, default=DEFAULTS[name], help=f"{meaning}; default: %(default)s")
     add(
         "--lr",
-        type=float,
+        type=above_zero,
         default=4e-3,
         help="peak learning rate, a quarter of it after conversion; default: %(default)s",
     )
@@ -179,6 +196,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.width % 8:
         parser.error(f"--width must be a multiple of 8, got {args.width}")
+    if args.context < 2:
+        parser.error(f"--context must be at least 2, or no byte is predicted, got {args.context}")
+    if args.device != "cpu":
+        parser.error(
+            f"--device must be cpu, got {args.device}: the model is in fp32 with heads of {args.width // 4}, and "
+            "kernels of NSA take bf16 and fp16 with heads of 64 or 128"
+        )
+    check_out(parser, args, ".json")
     return args
 
 

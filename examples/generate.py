@@ -34,6 +34,7 @@ from examples.shared.byte_models import (
     TextTrainer,
     add_training_options,
     check_length,
+    check_output,
     console,
     load_corpus,
     resolve_options,
@@ -96,10 +97,11 @@ def trained_model(args: argparse.Namespace, corpus: Corpus) -> ByteModel:
     if args.load is not None:
         model = make_model("nsa", args)
         try:
-            model.load_state_dict(torch.load(args.load, weights_only=True))
-        except (OSError, RuntimeError) as failure:
+            model.load_state_dict(torch.load(args.load, map_location="cpu", weights_only=True))
+        except Exception as failure:  # what a file of something else raises is up to torch, zipfile and pickle
             raise SystemExit(
-                f"--load must be what --save wrote with the same options of the model: {failure}"
+                f"--load must be what --save wrote with the same options of the model, got {args.load}: "
+                f"{type(failure).__name__}: {failure}"
             ) from None
         return model.to(args.device)
     trainer = TextTrainer("nsa", make_model("nsa", args), args, corpus)
@@ -265,6 +267,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.variants = ["nsa"]
     resolve_options(parser, args, DEFAULTS["paper"])
     args.config = make_config(parser, args)
+    if args.save is not None:
+        check_output(parser, "--save", args.save)
     return args
 
 

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 import dispatch
+from bench.common import with_ending
 from bench.extras import needed
 from bench.report import replacing, write_json
 from examples.shared.byte_models import (
@@ -322,8 +323,8 @@ def main(argv: list[str] | None = None) -> int:
             "accuracy": [asdict(accuracy) for accuracy in ranges],
             "verdict": verdict(summaries),
         }
-        write_json(out.with_suffix(".json"), {**content, **results})
-        plot(ranges, out.with_suffix(".png"), content["device"])
+        write_json(with_ending(out, ".json"), {**content, **results})
+        plot(ranges, with_ending(out, ".png"), content["device"])
 
     train_variants(args, train)
     table = new_table("variant", "answers right", "val loss", "bytes/s", "peak GiB", "steps")

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import dispatch
-from bench.common import SDPA, choose_backend
+from bench.common import SDPA, choose_backend, with_ending
 from bench.report import write_json
 from examples.shared.byte_models import (
     MODEL_OPTIONS,
@@ -157,8 +157,8 @@ def main(argv: list[str] | None = None) -> int:
             "rows": [asdict(row) for row in rows],
             "summary": [asdict(summary) for summary in summaries],
         }
-        write_json(out.with_suffix(".json"), {**content, **results})
-        plot(rows, out.with_suffix(".png"), content["device"], CURVES)
+        write_json(with_ending(out, ".json"), {**content, **results})
+        plot(rows, with_ending(out, ".png"), content["device"], CURVES)
 
     train_variants(args, train)
     table = new_table("variant", "val loss", "bits/byte", "bytes/s", "peak GiB", "steps")

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import dispatch
-from bench.common import DTYPES
+from bench.common import DTYPES, with_ending
 from bench.report import relative, write_json
 from examples.shared.byte_models import (
     Corpus,
@@ -49,6 +49,7 @@ from examples.shared.byte_models import (
     add_training_options,
     bits_per_byte,
     check_length,
+    check_output,
     console,
     cost_texts,
     introduce,
@@ -269,8 +270,8 @@ def run(args: argparse.Namespace, *, first: bool = True) -> int:
         if earlier:
             beside[:] = [differences(run, rows, tolerance) for run in earlier]
             results["beside"] = beside
-        write_json(out.with_suffix(".json"), {**content, **results})
-        plot(rows, out.with_suffix(".png"), content["device"], CURVES)
+        write_json(with_ending(out, ".json"), {**content, **results})
+        plot(rows, with_ending(out, ".png"), content["device"], CURVES)
 
     train_variants(args, train)
     if first:
@@ -391,6 +392,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.cuts > args.context:
         parser.error(f"--cuts must be at most --context, got {args.cuts} and {args.context}")
     args.config = make_config(parser, args)
+    if args.save_indices is not None:
+        check_output(parser, "--save-indices", args.save_indices)
     return args
 
 

@@ -10,6 +10,7 @@ import argparse
 import gc
 import hashlib
 import math
+import tempfile
 import time
 import zlib
 from abc import ABC, abstractmethod
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad, silu
 from torch.utils.checkpoint import checkpoint
 
-from bench.common import DTYPES, Dense, positive
+from bench.common import DTYPES, Dense, positive, with_ending
 from bench.extras import needed
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing
 from bench.timing import GIB
@@ -567,6 +568,26 @@ def resolve_options(parser: argparse.ArgumentParser, args: argparse.Namespace, d
         value = getattr(args, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             parser.error(f"--{name} must be greater than 0, got {value}")
+    if "out" in args:
+        check_out(parser, args, ".json", ".png")
+
+
+def check_output(parser: argparse.ArgumentParser, option: str, *files: Path) -> None:
+    """End the program where a file that the option names cannot be written; its folder is made."""
+    for file in files:
+        try:
+            if file.is_dir():
+                raise IsADirectoryError(f"{file} is a folder")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=file.parent):
+                pass
+        except OSError as problem:
+            parser.error(f"{option} must name a file that can be written: {problem}")
+
+
+def check_out(parser: argparse.ArgumentParser, args: argparse.Namespace, *endings: str) -> None:
+    """As `check_output`, of the files of --out."""
+    check_output(parser, "--out", *(with_ending(Path(args.out), ending) for ending in endings))
 
 
 def check_length(corpus: Corpus, context: int) -> None:
@@ -620,7 +641,7 @@ def cost_texts(cost: Any) -> tuple[str, str]:
 def show_results(table: Table, verdict: str, out: Path) -> None:
     Console(width=max(console.width, TABLE_WIDTH)).print(table)
     console.print(f"What this says: {verdict}")
-    shown = [relative(out.with_suffix(suffix)) for suffix in (".png", ".json")]
+    shown = [relative(with_ending(out, suffix)) for suffix in (".png", ".json")]
     console.print(f"Plot: {shown[0]}   everything: {shown[1]}", soft_wrap=True)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bench import bench_decode as bench
 from bench.bench_decode import Row
+from bench.common import with_ending
 from bench.timing import Timing
 from nsa import NSAConfig
 from tests.support.bench_helpers import documented_fields
@@ -28,14 +29,20 @@ def test_fields_are_documented() -> None:
 
 # Entries, and keys of selected blocks and window: 16 blocks of 64, of each query head in tile mode, and 512
 @pytest.mark.parametrize(
-    ("preset", "read"), [("paper", (1500 - 32) // 16 + 1 + 1024 + 512), ("per_tile", 1500 // 64 + 1500 + 512)]
+    ("preset", "n", "read"),
+    [
+        ("paper", 1500, (1500 - 32) // 16 + 1 + 1024 + 512),
+        ("per_tile", 1500, 1500 // 64 + 1500 + 512),
+        ("per_tile", 300, 300 // 64 + 300 + 300),  # with room for the last block, which no entry covers
+    ],
 )
-def test_rows(preset: str, read: int, tmp_path: Path) -> None:
-    out = tmp_path / "decode"
-    assert bench.main([*SMALL, "--presets", preset, "--queries", "1", "--peak-tbs", "1", "--out", str(out)]) == 0
-    content = json.loads(out.with_suffix(".json").read_text())
+def test_rows(preset: str, n: int, read: int, tmp_path: Path) -> None:
+    out = tmp_path / "decode-0.5"
+    options = ["--presets", preset, "--sizes", f"{n}:1,2", "--queries", "1", "--peak-tbs", "1"]
+    assert bench.main([*SMALL, *options, "--out", str(out)]) == 0
+    content = json.loads(with_ending(out, ".json").read_text())
     assert content["gate"] == "green"
-    assert [(row["b"], row["n"], row["mode"]) for row in content["rows"]] == [(1, 1500, "eager"), (2, 1500, "eager")]
+    assert [(row["b"], row["n"], row["mode"]) for row in content["rows"]] == [(1, n, "eager"), (2, n, "eager")]
     for row in content["rows"]:
         assert 0 < row["error"] <= row["error_budget"]
         assert row["dense_ms"] > 0
@@ -43,7 +50,7 @@ def test_rows(preset: str, read: int, tmp_path: Path) -> None:
         moved = row["b"] * read * 2 * 32 * 2  # 32 numbers of 16 bits, as keys and as values
         assert row["floor_ms"] == pytest.approx(moved / 1e9)
     assert len(content["missing"]) == 2, "fla"
-    assert out.with_suffix(".png").stat().st_size > 0
+    assert with_ending(out, ".png").stat().st_size > 0
 
 
 @pytest.mark.parametrize("preset", ["paper", "per_tile"])
@@ -56,17 +63,17 @@ def test_one_wrong_element_makes_it_red(preset: str, tmp_path: Path, monkeypatch
         return out
 
     monkeypatch.setattr(bench, "nsa_with_cache", wrong)
-    out = tmp_path / "decode"
+    out = tmp_path / "decode-0.5"
     assert bench.main([*SMALL, "--presets", preset, "--queries", "4", "--out", str(out)]) == 1
-    content = json.loads(out.with_suffix(".json").read_text())
+    content = json.loads(with_ending(out, ".json").read_text())
     assert content["gate"] == "red"
     assert content["rows"] == []
 
 
 def test_a_case_that_does_not_run_is_told(tmp_path: Path) -> None:
-    out = tmp_path / "decode"
+    out = tmp_path / "decode-0.5"
     assert bench.main([*SMALL, "--presets", "paper", "--queries", "1", "--backend", "cute", "--out", str(out)]) == 0
-    content = json.loads(out.with_suffix(".json").read_text())
+    content = json.loads(with_ending(out, ".json").read_text())
     assert content["rows"] == []
     assert all("did not run" in reason for reason in content["missing"])
     assert len(content["missing"]) == 2
@@ -74,10 +81,10 @@ def test_a_case_that_does_not_run_is_told(tmp_path: Path) -> None:
 
 def test_prefill(tmp_path: Path) -> None:
     """Chunks of which the last is shorter, beside the whole call."""
-    out = tmp_path / "decode"
+    out = tmp_path / "decode-0.5"
     arguments = [*SMALL, "500:200", "--sizes", "100:1", "--presets", "paper", "--queries", "1", "--no-peers"]
     assert bench.main([*arguments, "--out", str(out)]) == 0
-    rows = json.loads(out.with_suffix(".json").read_text())["rows"]
+    rows = json.loads(with_ending(out, ".json").read_text())["rows"]
     prefills = [row for row in rows if row["op"] == "prefill"]
     assert [(row["n"], row["n_q"], row["mode"]) for row in prefills] == [(500, 200, "chunks"), (500, 200, "whole")]
     assert all(row["ms_p50"] > 0 and row["error"] <= row["error_budget"] for row in prefills)
@@ -99,6 +106,14 @@ def test_chosen_are_the_definitions_blocks() -> None:
     found = bench.chosen(q, entries, token, config)
     assert found is not None
     assert set(found.tolist()) == forced | {*best}
+
+
+@pytest.mark.parametrize(("options", "blocks"), [({}, [0, 1, 2, 3]), ({"num_local_blocks": 1}, [0, 1, 2, 3, 4])])
+def test_a_block_without_entries_is_chosen_by_force_only(options: dict[str, int], blocks: list[int]) -> None:
+    """Of 300 tokens the last 44 have no entry."""
+    found = bench.chosen(torch.randn(1, 16), torch.randn(4, 16), 299, NSAConfig.per_tile(**options))
+    assert found is not None
+    assert sorted(found.tolist()) == blocks
 
 
 def test_layers_have_keys_of_their_own() -> None:
@@ -138,6 +153,12 @@ def test_a_peer_that_no_graph_holds_is_called_anew(monkeypatch: pytest.MonkeyPat
     assert (ms, why) == (2.0, "operation not permitted when stream is capturing")
     assert made == [4, 1]
     assert called == ["2 of [4, 1]"]
+
+
+def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse(["--device", "foo"])
+    assert "argument --device: invalid choice: 'foo'" in capsys.readouterr().err
 
 
 def test_bars() -> None:

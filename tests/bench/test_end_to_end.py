@@ -27,7 +27,7 @@ from tests.support import cases
 from tests.support.bench_helpers import documented_fields
 
 CPU = torch.device("cpu")
-SMALL = ["--device", "cpu", "--heads", "2", "--dim", "16", "--seconds", "0"]
+SMALL = ["--device", "cpu", "--heads", "2", "--dim", "16", "--seconds", "1e-9"]
 
 
 @pytest.mark.parametrize(
@@ -439,6 +439,7 @@ def test_the_plot_shows_every_line(backward: list[str], tmp_path: Path, monkeypa
         (["--num-cmp", "none,0"], "argument --num-cmp: must be a positive integer such as 4096 or 4K, got '0'"),
         (["--peak-tflops", "-1"], "argument --peak-tflops: must be a number above 0, got '-1'"),
         (["--peak-tbs", "nan"], "argument --peak-tbs: must be a number above 0, got 'nan'"),
+        (["--seconds", "nan"], "argument --seconds: must be a number above 0, got 'nan'"),
         (["--preset", "paper", "--num-cmp", "16"], "num_cmp_selected_blocks"),
         (["--recompute"], "--recompute goes with --backward"),
         (["--w", "-1"], "window_size must be at least 0, got -1"),
@@ -662,7 +663,7 @@ def test_every_token_selects_the_sink() -> None:
 @pytest.mark.parametrize("kind", ["random", "sink"])
 def test_on_a_gpu_graphs_and_the_baseline(kind: str, tmp_path: Path) -> None:
     options = ["--device", "cuda", "--heads", "4", "--dim", "64", "--seqlens", "2048", "--num-cmp", "none,1"]
-    files = ["--input", kind, "--seconds", "0", "--out", str(tmp_path / "run")]
+    files = ["--input", kind, "--seconds", "1e-9", "--out", str(tmp_path / "run")]
     assert e2e.main([*options, *files]) == 0
     rows = json.loads((tmp_path / "run.json").read_text())["rows"]
     assert [(row["num_cmp"], row["mode"]) for row in rows] == [
@@ -682,7 +683,7 @@ def test_on_a_gpu_heads_are_checked_in_turn(preset: list[str], tmp_path: Path, m
     """As those of long sequences are: the timed call of all heads gives the same bits."""
     monkeypatch.setattr(e2e, "CHECKED_BYTES", 1)
     sizes = ["--device", "cuda", "--heads", "32", "--kv-heads", "2", "--dim", "128", "--seqlens", "8K,20000"]
-    assert e2e.main([*sizes, *preset, "--seconds", "0", "--out", str(tmp_path / "run")]) == 0
+    assert e2e.main([*sizes, *preset, "--seconds", "1e-9", "--out", str(tmp_path / "run")]) == 0
     assert json.loads((tmp_path / "run.json").read_text())["gate"] == "green"
 
 
@@ -702,7 +703,7 @@ def test_on_a_gpu_forward_and_backward(tmp_path: Path) -> None:
         "--backend",
         "cute",
     ]
-    files = ["--seconds", "0", "--out", str(tmp_path / "run")]
+    files = ["--seconds", "1e-9", "--out", str(tmp_path / "run")]
     for more in ([], ["--recompute", "--num-cmp", "1", "--block-sizes", "16", "--select-size", "64"]):
         assert e2e.main([*options, *more, *files]) == 0
         (row,) = json.loads((tmp_path / "run.json").read_text())["rows"]

@@ -30,7 +30,7 @@ from tests.support.bench_helpers import DOCS, Changed, documented_fields
 from tools import draw_windows
 
 CPU = torch.device("cpu")
-SMALL = ["--device", "cpu", "--seconds", "0"]
+SMALL = ["--device", "cpu", "--seconds", "1e-9"]
 SHAPE = Neighborhood(2, 2, 150, 16, 8, 3)
 ONE_SEGMENT = Neighborhood(1, 1, 40, 8, 5)
 
@@ -96,6 +96,8 @@ def test_the_kernels_interpreted_are_no_default() -> None:
         (["--shapes", "1,2,3"], "must be tiny, liger, long or B,H,S,D,k[,dilation], got '1,2,3'"),
         (["--shapes", "1,2,64,16,0"], "must be tiny, liger, long or B,H,S,D,k[,dilation], got '1,2,64,16,0'"),
         (["--modes", "sideways"], "invalid choice: 'sideways'"),
+        (["--algorithm", "foo"], "argument --algorithm: invalid choice: 'foo'"),
+        (["--seconds", "0"], "argument --seconds: must be a number above 0, got '0'"),
     ],
 )
 def test_bad_command_lines(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -475,7 +477,7 @@ def test_the_picture_is_the_definition() -> None:
 def test_on_a_gpu_graphs_and_peers(tmp_path: Path) -> None:
     """Every pass as a graph, beside every peer that is installed; memory is near inputs and outputs."""
     shapes = ["--shapes", "1,4,8192,64,7", "1,4,8192,64,8,4"]
-    assert bench.main(["--device", "cuda", *shapes, "--seconds", "0", "--out", str(tmp_path / "run")]) == 0
+    assert bench.main(["--device", "cuda", *shapes, "--seconds", "1e-9", "--out", str(tmp_path / "run")]) == 0
     content = json.loads((tmp_path / "run.json").read_text())
     rows = content["rows"]
     assert len({(row["k"], row["pass"]) for row in rows}) == 6
@@ -493,7 +495,7 @@ def test_on_a_gpu_graphs_and_peers(tmp_path: Path) -> None:
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
 def test_on_a_gpu_the_reference_runs_eagerly(tmp_path: Path) -> None:
-    options = ["--device", "cuda", "--shapes", "1,2,512,32,5", "--backend", "reference", "--seconds", "0"]
+    options = ["--device", "cuda", "--shapes", "1,2,512,32,5", "--backend", "reference", "--seconds", "1e-9"]
     assert bench.main([*options, "--out", str(tmp_path / "run")]) == 0
     rows = json.loads((tmp_path / "run.json").read_text())["rows"]
     assert {row["mode"] for row in rows} == {"eager"}

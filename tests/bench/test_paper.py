@@ -24,7 +24,7 @@ from nsa import NSAConfig
 from tests.support.bench_helpers import documented_fields
 
 CPU = torch.device("cpu")
-SMALL = ["--device", "cpu", "--heads", "2", "--kv-heads", "1", "--dim", "16", "--seqlens", "40,70", "--seconds", "0"]
+SMALL = ["--device", "cpu", "--heads", "2", "--kv-heads", "1", "--dim", "16", "--seqlens", "40,70", "--seconds", "1e-9"]
 
 
 def run(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
@@ -254,7 +254,7 @@ def test_bars_are_the_issues() -> None:
 @pytest.mark.filterwarnings("default")
 def test_on_a_gpu(tmp_path: Path) -> None:
     """Both passes and modes; a peer is there or its reason is."""
-    sizes = ["--device", "cuda", "--heads", "32", "--kv-heads", "2", "--seqlens", "2048", "--seconds", "0"]
+    sizes = ["--device", "cuda", "--heads", "32", "--kv-heads", "2", "--seqlens", "2048", "--seconds", "1e-9"]
     assert paper.main([*sizes, "--out", str(tmp_path / "run")]) == 0
     content = json.loads((tmp_path / "run.json").read_text())
     rows = content["rows"]

@@ -17,18 +17,21 @@ import pytest
 import torch
 
 from bench import bench_attention_residual as residual
+from bench import bench_generate as generate
 from bench import bench_neighborhood_attention as neighborhood
 from bench import bench_paper as paper
 from bench import bench_sparse_attn_e2e as e2e
 from bench import bench_varlen as varlen
 from bench import pass_report
 from bench import probe_max_seqlen as probe
+from bench.common import with_ending
 from bench.report import command_line, replacing, write_csv, write_json
 from bench.results_file import claimed, open_results
+from bench.timing import Timing
 from tests.support import cases
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["--device", "cpu", "--heads", "2", "--dim", "16", "--seconds", "0"]
+SMALL = ["--device", "cpu", "--heads", "2", "--dim", "16", "--seconds", "1e-9"]
 FACTS = {"device": "a machine", "versions": {"torch": "2"}, "commit": "abc"}
 HEAD = {**FACTS, "command": "python bench.py"}
 
@@ -119,7 +122,7 @@ def go_on(module: Any, options: list[str], name: str, out: Path, monkeypatch: py
         patch.setattr(module, name, stop_at(right, 2))
         with pytest.raises(SystemExit, match="130"):
             module.main([*options, "--out", str(out)])
-    before = read(out.with_suffix(".json"))
+    before = read(with_ending(out, ".json"))
     assert before["gate"] == "unfinished"
     assert before["rows"]
     calls: list[None] = []
@@ -130,7 +133,7 @@ def go_on(module: Any, options: list[str], name: str, out: Path, monkeypatch: py
 
     monkeypatch.setattr(module, name, counting)
     module.main([*options, "--out", str(out)])
-    after = read(out.with_suffix(".json"))
+    after = read(with_ending(out, ".json"))
     assert after["rows"][: len(before["rows"])] == before["rows"]
     assert len(after["rows"]) > len(before["rows"])
     assert "parts" not in after
@@ -141,14 +144,14 @@ def go_on(module: Any, options: list[str], name: str, out: Path, monkeypatch: py
 def test_end_to_end_goes_on_within_a_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense attention's time is that of the first run; errors of the length are looked at again."""
     options = [*SMALL, "--seqlens", "64,128,256", "--num-cmp", "none,2,1", "--no-dense-above", "128"]
-    after, calls = go_on(e2e, options, "measure_mode", tmp_path / "run", monkeypatch)
+    after, calls = go_on(e2e, options, "measure_mode", tmp_path / "run-0.5", monkeypatch)
     assert calls == 8
     assert after["gate"] == "green"
     rows = after["rows"]
     assert [(row["n"], row["num_cmp"]) for row in rows] == [(n, c) for n in (64, 128, 256) for c in (None, 2, 1)]
     assert len({(row["n"], row["dense_ms"]) for row in rows}) == 3
     assert rows[-1]["dense_ms"] == pytest.approx(4 * rows[3]["dense_ms"])
-    assert names(tmp_path) == {"run.json", "run.csv", "run.png"}
+    assert names(tmp_path) == {"run-0.5.json", "run-0.5.csv", "run-0.5.png"}
 
 
 def test_extrapolates_from_what_an_earlier_run_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +169,7 @@ def test_extrapolates_from_what_an_earlier_run_measured(tmp_path: Path, monkeypa
 
 def test_the_papers_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [*SMALL, "--kv-heads", "1", "--seqlens", "40,70", "--bars"]
-    after, calls = go_on(paper, options, "time_peers", tmp_path / "run", monkeypatch)
+    after, calls = go_on(paper, options, "time_peers", tmp_path / "run-0.5", monkeypatch)
     assert (after["gate"], calls) == ("green", 3)
     assert [(row["n"], row["pass"]) for row in after["rows"]] == [
         (n, direction) for n in (40, 70) for direction in ("fwd", "fwd+bwd")
@@ -175,10 +178,18 @@ def test_the_papers_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert after["bars"]
 
 
+def test_steps_of_generate_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "make_models", lambda _: dict.fromkeys(generate.MODELS))
+    monkeypatch.setattr(generate, "time_step", lambda *_: Timing(1.0, 2.0, 3.0, None, 1))
+    options = ["--device", "cpu", "--n", "64", "--batch", "1,2"]
+    after, calls = go_on(generate, options, "time_step", tmp_path / "run-0.5", monkeypatch)
+    assert (after["gate"], len(after["rows"]), calls) == ("unchecked", 8, 7)
+
+
 @pytest.mark.parametrize("module", [residual, neighborhood], ids=["attention residual", "neighborhood attention"])
 def test_ops_beside_their_peers_go_on(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ["--device", "cpu", "--seconds", "0", "--shapes", "tiny", "--modes", "forward"]
-    after, calls = go_on(module, options, "make_task", tmp_path / "run", monkeypatch)
+    options = ["--device", "cpu", "--seconds", "1e-9", "--shapes", "tiny", "--modes", "forward"]
+    after, calls = go_on(module, options, "make_task", tmp_path / "run-0.5", monkeypatch)
     assert (after["gate"], calls) == ("green", 1)
     assert any("did not run: " in reason and "(everywhere)" in reason for reason in after["missing"])
 
@@ -225,7 +236,7 @@ def test_stages_go_on(backward: list[str], tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(bench, "copy_bandwidth", lambda: next(bandwidths))
     for alone in ("gating", "host_time", "score_memory", "takes_atomic_free"):
         monkeypatch.setattr(bench, alone, lambda *_: 1)
-    after, calls = go_on(bench, ["--seqlens", "64,128", *backward], name, tmp_path / "run", monkeypatch)
+    after, calls = go_on(bench, ["--seqlens", "64,128", *backward], name, tmp_path / "run-0.5", monkeypatch)
     assert calls == 3
     assert (after["gate"], after["copy_tbs"], after["peak_tflops"]) == ("unchecked", 4.0, 989)
     assert ("split" in after, "gating" in after) == (bool(backward), not backward)
@@ -252,7 +263,7 @@ def test_packed_documents_go_on(wrong: str | None, tmp_path: Path, monkeypatch: 
         content = read(tmp_path / "run.json")
         assert (content["gate"], content["red"], content["rows"]) == ("red", [wrong], [])
         return
-    after, calls = go_on(varlen, ["--tokens", "1000"], "measure", tmp_path / "run", monkeypatch)
+    after, calls = go_on(varlen, ["--tokens", "1000"], "measure", tmp_path / "run-0.5", monkeypatch)
     assert (after["gate"], after["tokens"], calls) == ("green", 1000, 2)
     assert [row["name"] for row in after["rows"]] == ["packed", "padded", "one by one"]
 
@@ -284,17 +295,18 @@ def test_what_differs_is_not_mixed(name: str, tmp_path: Path, capsys: pytest.Cap
     assert [row["part"] for row in read(tmp_path / "run.json")["rows"]] == ["c", "d"]
 
 
-def test_finished_results_are_made_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("out", "name"), [("run", "run"), ("run.json", "run"), ("run-0.5", "run-0.5")])
+def test_finished_results_are_made_anew(out: str, name: str, tmp_path: Path) -> None:
     """Their table and plot go when the first other rows come."""
-    for suffix in (".csv", ".png"):
-        (tmp_path / "run").with_suffix(suffix).touch()
-    write_json(tmp_path / "run.json", {**HEAD, "gate": "green", "rows": [{"n": 1}]})
-    with open_results(tmp_path / "run", HEAD) as results:
+    for ending in (".csv", ".png"):
+        (tmp_path / f"{name}{ending}").touch()
+    write_json(tmp_path / f"{name}.json", {**HEAD, "gate": "green", "rows": [{"n": 1}]})
+    with open_results(tmp_path / out, HEAD) as results:
         assert results.rows == []
-        assert names(tmp_path) == {"run.json", "run.csv", "run.png", "run.lock"}
+        assert names(tmp_path) == {f"{name}{ending}" for ending in (".json", ".csv", ".png", ".lock")}
         results.add("a", [{"n": 2}])
-        assert names(tmp_path) == {"run.json", "run.lock"}
-    assert read(tmp_path / "run.json")["rows"] == [{"n": 2}]
+        assert names(tmp_path) == {f"{name}.json", f"{name}.lock"}
+    assert read(tmp_path / f"{name}.json")["rows"] == [{"n": 2}]
 
 
 def test_a_later_wrong_result_takes_the_rows_with_it(tmp_path: Path) -> None:
@@ -362,6 +374,7 @@ SCRIPTS: dict[str, tuple[Any, list[str]]] = {
     "the paper's": (paper, [*SMALL, "--kv-heads", "1", "--seqlens", "40"]),
     "attention residual": (residual, ["--device", "cpu", "--shapes", "tiny"]),
     "neighborhood attention": (neighborhood, ["--device", "cpu", "--shapes", "tiny"]),
+    "generate": (generate, ["--device", "cpu"]),
     "probe": (probe, ["--device", "cpu", "--heads", "2", "--dim", "16", "--memory-limit", "1GiB"]),
 }
 
@@ -369,7 +382,8 @@ SCRIPTS: dict[str, tuple[Any, list[str]]] = {
 @pytest.fixture(params=SCRIPTS.values(), ids=SCRIPTS)
 def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
     """That fails when it measures."""
-    for module, name in ((e2e, "make_problem"), (pass_report, "compare"), (probe, "start_trial")):
+    measuring = (e2e, "make_problem"), (pass_report, "compare"), (generate, "make_models"), (probe, "start_trial")
+    for module, name in measuring:
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("measured"))
     chosen: tuple[Any, list[str]] = request.param
     return chosen
@@ -446,7 +460,7 @@ def test_files_come_by_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Path, "replace", rename)
     write_csv(path, [{"a": 1, "b": 2}])
     assert path.read_text().split() == ["a,b", "1,2"]
-    options = ["--device", "cpu", "--seconds", "0", "--shapes", "2,1,8,8"]
-    assert residual.main([*options, "--out", str(tmp_path / "run")]) == 0
-    assert set(written) == {"run.csv", "run.png", "run.json"}
-    assert written[-1] == "run.json", "a file that says it is finished has its table and plot"
+    options = ["--device", "cpu", "--seconds", "1e-9", "--shapes", "2,1,8,8"]
+    assert residual.main([*options, "--out", str(tmp_path / "run-0.5")]) == 0
+    assert set(written) == {"run.csv", "run-0.5.csv", "run-0.5.png", "run-0.5.json"}
+    assert written[-1] == "run-0.5.json", "a file that says it is finished has its table and plot"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import dispatch
 from bench import soak
-from bench.common import nsa_facts
+from bench.common import nsa_facts, with_ending
 from bench.inputs import Sizes
 from bench.results_file import claimed
 from cute_kernels.fa4.launch import FEW_DOCUMENTS
@@ -36,7 +36,7 @@ SCHEMAS = ROOT / "docs" / "results_files.md"
 
 def run(out: Path, *options: str) -> dict[str, Any]:
     assert soak.main(["--device=cpu", f"--out={out}", *options]) == 0
-    content: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
+    content: dict[str, Any] = json.loads(with_ending(out, ".json").read_text())
     return content
 
 
@@ -88,9 +88,9 @@ def test_an_interrupt_lets_the_step_end(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(soak.Trainer, "gradients", interrupted)
     handler = signal.getsignal(signal.SIGINT)
-    content = run(tmp_path / "soak", "--steps=8")
+    content = run(tmp_path / "soak-0.5", "--steps=8")
     assert (content["steps"], content["runs"][0]["records"][-1]["step"]) == (3, 3)
-    assert torch.load(tmp_path / "soak.pt", weights_only=True)["step"] == 3
+    assert torch.load(tmp_path / "soak-0.5.pt", weights_only=True)["step"] == 3
     assert signal.getsignal(signal.SIGINT) is handler
 
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from examples import convert_llama as example
 from tests.support.bench_helpers import assert_documented
 
 pytestmark = pytest.mark.hf_extra
 
-TINY = {"steps": 12, "more": 3, "context": 32, "width": 16, "layers": 1, "batch": 4, "windows": 4}
+SIZES = {"steps": 12, "more": 3, "context": 32, "width": 16, "layers": 1, "batch": 4, "windows": 4}
+TINY = [f"--{name}={value}" for name, value in SIZES.items()]
 
 
 def test_converts_and_recovers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "result"
-    assert example.main([*(f"--{name}={value}" for name, value in TINY.items()), f"--out={out}"]) == 0
-    content = json.loads(out.with_suffix(".json").read_text())
+    assert example.main([*TINY, f"--out={tmp_path / 'run-0.5'}"]) == 0
+    content = json.loads((tmp_path / "run-0.5.json").read_text())
     assert_documented("examples/convert_llama.py", content, {"rows": example.Row})
     rows = {row["start"]: row for row in content["rows"]}
     assert rows.keys() == example.STARTS.keys()
@@ -28,5 +31,35 @@ def test_converts_and_recovers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for row in rows.values():
         assert row["trained_loss"] < row["converted_loss"]
         assert f"{row['converted_loss']:.3f} right after conversion" in shown
-    with pytest.raises(SystemExit):
-        example.parse(["--width=12"])
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--width=12", "--width must be a multiple of 8, got 12"),
+        ("--context=1", "--context must be at least 2, or no byte is predicted, got 1"),
+        ("--lr=nan", "argument --lr: must be a number above 0, got 'nan'"),
+        ("--device=cuda", "--device must be cpu, got cuda: the model is in fp32 with heads of 4, and kernels"),
+        ("--out=/dev/null/x", "--out must name a file that can be written: "),
+    ],
+)
+def test_bad_command_lines(
+    option: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(example, "device_types", lambda: ["cuda", "cpu"])
+    with pytest.raises(SystemExit) as caught:
+        example.main([*TINY, option])
+    assert caught.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(("training", "where"), [(True, "step 0"), (False, "validation")])
+def test_says_that_it_diverged(training: bool, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = example.loss_of
+
+    def loss_of(model: Any, windows: Tensor) -> Tensor:
+        return right(model, windows) * (math.nan if model.training == training else 1)
+
+    monkeypatch.setattr(example, "loss_of", loss_of)
+    with pytest.raises(SystemExit, match=f"the loss is nan at {where}: a smaller --lr may help"):
+        example.main([*TINY, f"--out={tmp_path / 'run'}"])

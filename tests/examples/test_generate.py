@@ -95,8 +95,24 @@ def test_16_bits_may_part_at_a_near_tie(corpus: byte_models.Corpus) -> None:
         assert not example.is_near_tie(model, prompt, bytes([order[-1]]), bytes([order[0]]))
 
 
-@pytest.mark.parametrize("option", ["--preset=per_tile", "--q-tile=16"])
-def test_refuses_selection_per_tile(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--preset=per_tile", "only a selection per token writes the same text"),
+        ("--q-tile=16", "only a selection per token writes the same text"),
+        ("--save=/dev/null/w.pt", "--save must name a file that can be written: "),
+    ],
+)
+def test_bad_command_lines(option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         example.parse([*TINY, option])
-    assert "only a selection per token writes the same text" in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("content", [None, b"", b"text", b"[]"])
+def test_loads_weights_alone(content: bytes | None, tmp_path: Path) -> None:
+    weights = tmp_path / "model.pt"
+    if content is not None:
+        weights.write_bytes(content)
+    with pytest.raises(SystemExit, match=r"--load must be what --save wrote .*model\.pt: "):
+        example.main([*TINY, "--load", str(weights)])

@@ -181,8 +181,8 @@ def test_a_closed_branch_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert example.main([*TINY, "--out", str(tmp_path / "run")]) == 0
-    content = json.loads((tmp_path / "run.json").read_text())
+    assert example.main([*TINY, "--out", str(tmp_path / "run-0.5")]) == 0
+    content = json.loads((tmp_path / "run-0.5.json").read_text())
     assert_documented(
         "examples/needle.py", content, {"rows": Row, "summary": example.Summary, "accuracy": example.Accuracy}
     )
@@ -202,7 +202,7 @@ def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[s
         own = [row for row in content["rows"] if row["variant"] == variant]
         assert [row["step"] for row in own] == [0, 3, 6]
         assert own[-1]["val_loss"] < own[0]["val_loss"]
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "run-0.5.png").read_bytes().startswith(b"\x89PNG")
     assert " ".join(content["verdict"].split()) in " ".join(capsys.readouterr().out.split())
 
 
@@ -234,6 +234,7 @@ def test_the_verdict(shares: dict[str, float], sentences: list[str]) -> None:
         (["--layers", "4"], "--layers must be below 4, or windows upon windows reach the needles, got 4"),
         (["--block-size", "6"], "--block-size must be a multiple of 4 with --preset paper, got 6"),
         (["--variants", "sparse"], "must be among dense, nsa, window"),
+        (["--out", "/dev/null/x"], "--out must name a file that can be written: "),
     ],
 )
 def test_bad_command_lines(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,8 +43,8 @@ def trainer(variant: str, corpus: byte_models.Corpus, *options: str) -> byte_mod
 
 
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert example.main([*TINY, "--out", str(tmp_path / "run")]) == 0
-    content = json.loads((tmp_path / "run.json").read_text())
+    assert example.main([*TINY, "--out", str(tmp_path / "run-0.5")]) == 0
+    content = json.loads((tmp_path / "run-0.5.json").read_text())
     assert_documented("examples/train_residual.py", content, {"rows": byte_models.Row, "summary": example.Summary})
     assert (content["backend"], [row["variant"] for row in content["summary"]]) == ("reference", ["sum", "attention"])
     for summary in content["summary"]:
@@ -53,7 +53,7 @@ def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert own[-1]["val_loss"] == summary["final_val_loss"] < own[0]["val_loss"]
     parameters = content["model"]["parameters"]
     assert parameters["attention"] - parameters["sum"] == (2 * 2 + 1) * 2 * 32
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "run-0.5.png").read_bytes().startswith(b"\x89PNG")
     shown = " ".join(capsys.readouterr().out.split())
     assert "With attention residual the final validation loss is" in content["verdict"]
     assert content["verdict"] in shown
@@ -120,6 +120,7 @@ def test_bad_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
     for options, message in (
         (["--variants", "sum,product"], "must be among sum, attention, got 'product'"),
         (["--width", "33"], "--width must be a multiple of 2 * --heads, got 33 and 2"),
+        (["--out", "/dev/null/x"], "--out must name a file that can be written: "),
     ):
         with pytest.raises(SystemExit):
             example.main([*TINY, *options])

@@ -68,8 +68,8 @@ def run(trainer: example.Trainer) -> tuple[list[example.Row], example.Summary]:
 
 
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert example.main([*TINY, "--out", str(tmp_path / "run")]) == 0
-    content = json.loads((tmp_path / "run.json").read_text())
+    assert example.main([*TINY, "--out", str(tmp_path / "run-0.5")]) == 0
+    content = json.loads((tmp_path / "run-0.5.json").read_text())
     assert_documented("examples/train_text.py", content, {"rows": example.Row, "summary": example.Summary})
 
     assert [row["variant"] for row in content["summary"]] == list(content["variants"]) == list(example.VARIANTS)
@@ -87,7 +87,7 @@ def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert summary["relative_to_dense"] == pytest.approx(ratio)
         assert summary["tokens_per_s"] > 0
         assert (summary["lookahead"] is None) == (summary["variant"] in ("dense", "window", "no-selected"))
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "run-0.5.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert "What this says: NSA's final validation loss is" in " ".join(shown.split())
     assert " ".join(content["verdict"].split()) in " ".join(shown.split())
@@ -95,7 +95,7 @@ def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_saves_what_layers_select(tmp_path: Path, corpus: example.Corpus) -> None:
     """As bench_token_selected.py reads it: of every layer and key/value head, for each token, ascending, then -1."""
-    saved = tmp_path / "chosen.pt"
+    saved = tmp_path / "new" / "chosen.pt"
     options = [*PRESETS["paper"], "--layers=2", "--kv-heads=2", "--save-indices", str(saved)]
     run(trainer("nsa", corpus, *options))
     indices = torch.load(saved, weights_only=True)
@@ -392,6 +392,8 @@ def test_a_short_run_says_that_it_is_one(steps: str, short: bool) -> None:
         (["--variants=dense", "--save-indices=x"], "--save-indices needs variant nsa, got ['dense']"),
         (["--minutes", "0"], "--minutes must be greater than 0, got 0.0"),
         (["--cuda-graph"], "--cuda-graph needs a CUDA device, got cpu"),
+        (["--out=/dev/null/x"], "--out must name a file that can be written: "),
+        (["--save-indices=/dev/null/x"], "--save-indices must name a file that can be written: "),
     ],
 )
 def test_bad_command_lines(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
