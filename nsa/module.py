@@ -290,8 +290,8 @@ class NSAttention(nn.Module):
             return self.config
         both = self.config.compress
         k, v = both if isinstance(both, tuple) else (both, both)
-        own: dict[str, Any] = dict(self.compress)
-        return replace(self.config, compress=(own.get("k", k), own.get("v", v)))
+        pools: Any = getattr(self.compress, "k", k), getattr(self.compress, "v", v)
+        return replace(self.config, compress=pools)
 
     def _heads(self, projected: Tensor, heads: int) -> Tensor:
         split: Tensor = projected.unflatten(-1, (heads, projected.shape[-1] // heads))

@@ -25,10 +25,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4.without_gpu import HardwareInfo
 from cute_kernels.lists import kv_to_query
 from cute_kernels.pool import compress
 from cute_kernels.runtime import jit
-from tools.compile_all import HardwareInfo
 
 cutlass.utils.HardwareInfo = cutlass.utils.hardware_info.HardwareInfo = HardwareInfo
 BF16 = torch.bfloat16
