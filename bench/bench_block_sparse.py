@@ -36,14 +36,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench import oracles
 from bench.bars import Bar, bars_field
-from bench.common import DTYPES, above_zero, add_sizes, choose_dense, positive, resolve_sizes, with_ending
+from bench.common import DTYPES, above_zero, add_device, add_sizes, choose_dense, positive, resolve_sizes, with_ending
 from bench.pass_report import ms_text, show_bars
 from bench.passes import PEER_SLACK, release
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_csv
 from bench.results_file import ResultRow, open_results
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, choose_peaks, mean_keys
 from bench.timing import Timing, measure
-from dispatch.device import device_types
 from nsa import block_sparse_attention, top_blocks_by_max
 
 OPS = ("block_sparse", "top_blocks", "m3_layer")
@@ -146,8 +145,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    usable = [name for name in device_types() if name in ("cuda", "cpu")]
-    add("--device", choices=usable, default=usable[0], help="default: %(default)s")
+    add_device(parser)
     add("--ops", nargs="+", choices=OPS, default=list(OPS), help="default: all")
     add("--seqlens", nargs="+", type=positive, help="N; default: 8K 64K 128K, m3_layer also 16K 32K (CPU: 512)")
     blocks = "tokens of a block; but for block_sparse the first alone; default: 128 64"

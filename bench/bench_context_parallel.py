@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from bench.bars import Bar, bars_field
-from bench.common import DTYPES, PRESETS, above_zero, positive, preset_name, with_ending
+from bench.common import DTYPES, PRESETS, above_zero, add_device, positive, preset_name, with_ending
 from bench.context_shares import (
     PASSES,
     Case,
@@ -57,7 +57,6 @@ from bench.pass_report import show_bars
 from bench.report import LOCAL_RESULTS, command_line, environment, relative
 from bench.results_file import open_results
 from bench.timing import measure
-from dispatch.device import device_types
 from nsa.distributed.layout import Layout, make_layout
 
 SIZES, CPU_SIZES = ("per_tile:1M:8/2", "paper:256K:64/4"), ("per_tile:600:2/1", "paper:300:2/1")
@@ -75,8 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    usable = [name for name in device_types() if name in ("cuda", "cpu")]
-    add("--device", choices=usable, default=usable[0], help="default: %(default)s")
+    add_device(parser)
     add("--sizes", nargs="+", help=f"preset:N:heads; default: {' '.join(SIZES)} (CPU: {' '.join(CPU_SIZES)})")
     add("--ranks", nargs="+", type=positive, help="R, alone; default: 2 4 8 16 (CPU: 2 3)")
     add("--layouts", nargs="+", choices=["zigzag", "contiguous"], default=["zigzag"], help="default: zigzag")

@@ -41,14 +41,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
 from bench.bars import Bar, bars_field
-from bench.common import DTYPES, PRESETS, above_zero, positive, preset_name, with_ending
+from bench.common import DTYPES, PRESETS, above_zero, add_device, positive, preset_name, with_ending
 from bench.extras import needed
 from bench.pass_report import ms_text, show_bars
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_csv
 from bench.results_file import ResultRow, open_results
 from bench.roofline import choose_peaks
 from bench.timing import BUSY_CYCLES, Timing, capture, measure
-from dispatch.device import device_types
 from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
 
 HEADS = ("64/4", "32/8")
@@ -208,8 +207,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    usable = [name for name in device_types() if name in ("cuda", "cpu")]
-    add("--device", choices=usable, default=usable[0], help="default: %(default)s")
+    add_device(parser)
     add("--presets", nargs="+", type=preset_name, choices=list(PRESETS), default=["paper", "per_tile"])
     add("--heads", nargs="+", help=f"query/key heads; default: {' '.join(HEADS)} (CPU: {' '.join(CPU_HEADS)})")
     add("--sizes", nargs="+", help=f"N:batches; default: {' '.join(SIZES)} (CPU: {' '.join(CPU_SIZES)})")

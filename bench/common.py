@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
 from bench.inputs import Sizes
+from dispatch.device import device_types
 from dispatch.registry import ENVIRONMENT_VARIABLE
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
@@ -51,6 +52,12 @@ def above_zero(text: str) -> float:
 def with_ending(path: Path, ending: str) -> Path:
     """A file of an --out, such as OUT.csv, of OUT or OUT.json: other dots are of its name."""
     return path.with_name(path.name.removesuffix(".json") + ending)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """--device: cuda or cpu, of which it is the first that is there by default."""
+    usable = [name for name in device_types() if name in ("cuda", "cpu")]
+    parser.add_argument("--device", choices=usable, default=usable[0], help="default: %(default)s")
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:

@@ -43,6 +43,7 @@ from bench.common import (
     PRESETS,
     Dense,
     above_zero,
+    add_device,
     add_sizes,
     choose_backend,
     choose_dense,
@@ -55,7 +56,6 @@ from bench.extras import needed
 from bench.inputs import KINDS, Problem, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
 from bench.results_file import INTERRUPTED, claimed
-from dispatch.device import device_types
 from nsa import NSAConfig, nsa, nsa_forward
 
 with needed("rich"):
@@ -199,8 +199,7 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    usable = [name for name in device_types() if name in ("cuda", "cpu")]
-    add("--device", choices=usable, default=usable[0], help="default: %(default)s")
+    add_device(parser)
     add("--op", choices=("nsa", "dense"), default="nsa", help="dense: causal FlashAttention-4 or PyTorch SDPA")
     add("--backward", action="store_true", help="probe forward + backward")
     add("--recompute", action="store_true", help="with --backward: keep less and compute it again, as in nsa")

@@ -207,12 +207,16 @@ class NSAConfig:
         return self.share_heads_in_group or self.token_mode
 
     @property
+    def pools(self) -> tuple[str | BlockPooling, str | BlockPooling]:
+        """What compresses k, and v."""
+        return self.compress if isinstance(self.compress, tuple) else (self.compress, self.compress)
+
+    @property
     def compress_may_learn(self) -> bool:
         """`compress` has parameters that need gradients, or is a plain function that may use some."""
-        pools = self.compress if isinstance(self.compress, tuple) else (self.compress,)
         return any(
             any(p.requires_grad for p in pool.parameters()) if isinstance(pool, nn.Module) else callable(pool)
-            for pool in pools
+            for pool in self.pools
         )
 
     def scale(self, head_dim: int) -> float:

@@ -119,9 +119,8 @@ class NSAttention(nn.Module):
                 self.branch_proj[f"v_{branch}"] = nn.Linear(hidden_size, self.v_proj.out_features, bias=bias, **factory)
         self.gate_proj = nn.Linear(hidden_size, num_heads * 3, bias=True, **factory) if gate == "x" else None
         self.gate_proj_weight: nn.Parameter | None = None
-        both = self.config.compress
-        given = dict(zip(("k", "v"), both if isinstance(both, tuple) else (both, both), strict=True))
-        self.compress = nn.ModuleDict({name: pool for name, pool in given.items() if isinstance(pool, nn.Module)})
+        given = zip("kv", self.config.pools, strict=True)
+        self.compress = nn.ModuleDict({name: pool for name, pool in given if isinstance(pool, nn.Module)})
         if compress is not None:
             if compress_proj or self.config.compress != "mean":
                 other = "compress_proj" if compress_proj else f"a config that compresses by {self.config.compress!r}"
@@ -288,8 +287,7 @@ class NSAttention(nn.Module):
     def _config(self) -> NSAConfig:
         if not self.compress:
             return self.config
-        both = self.config.compress
-        k, v = both if isinstance(both, tuple) else (both, both)
+        k, v = self.config.pools
         pools: Any = getattr(self.compress, "k", k), getattr(self.compress, "v", v)
         return replace(self.config, compress=pools)
 

@@ -437,8 +437,7 @@ def pool_functions(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> 
 
     A user's callable gets a copy of the blocks, in `dtype`, and may write to it.
     """
-    both = config.compress
-    compress_k, compress_v = both if isinstance(both, tuple) else (both, both)
+    compress_k, compress_v = config.pools
 
     def pool(name: str, compress: str | BlockPooling, weight: Tensor | None, blocks: Tensor) -> Tensor:
         *shape, _, dim = blocks.shape

@@ -48,7 +48,7 @@ def check_cache(cache: NSACache, config: NSAConfig | None) -> NSAConfig:
 
 def _has_gradients(inputs: NSAInputs, config: NSAConfig) -> bool:
     """Whether a tensor or a parameter of `compress` requires a gradient; of a plain function nobody knows."""
-    pools = config.compress if isinstance(config.compress, tuple) else (config.compress,)
+    pools = config.pools
     learned = [p for pool in pools if isinstance(pool, nn.Module) for p in pool.parameters()]
     return any(tensor.requires_grad for tensor in (*inputs.tensors().values(), *learned))
 

@@ -41,16 +41,10 @@ def call_forward(blocks: Blocks, w_query: Tensor, w_norm: Tensor | None, eps: fl
 
 @torch.no_grad()
 def _forward(
-    blocks: Sequence[Tensor],
-    w_query: Tensor,
-    w_norm: Tensor | None,
-    stacked: bool,
-    eps: float,
-    backend: str | None,
-    backward: bool,
+    blocks: Sequence[Tensor], w_query: Tensor, w_norm: Tensor | None, stacked: bool, eps: float, *options: Any
 ) -> tuple[Tensor, Tensor]:
     given = as_blocks(blocks, stacked)
-    impl = resolve(given, w_query, w_norm, eps, backend, backward)
+    impl = resolve(given, w_query, w_norm, eps, *options)
     with autocast_off(w_query.device.type):
         if impl.training is None:
             return impl.load()(given, w_query, w_norm, eps=eps)[0].contiguous(), w_query.new_empty(0)
@@ -59,16 +53,10 @@ def _forward(
 
 
 def _forward_fake(
-    blocks: Sequence[Tensor],
-    w_query: Tensor,
-    w_norm: Tensor | None,
-    stacked: bool,
-    eps: float,
-    backend: str | None,
-    backward: bool,
+    blocks: Sequence[Tensor], w_query: Tensor, w_norm: Tensor | None, stacked: bool, eps: float, *options: Any
 ) -> tuple[Tensor, Tensor]:
     given = as_blocks(blocks, stacked)
-    training = resolve(given, w_query, w_norm, eps, backend, backward).load_training()
+    training = resolve(given, w_query, w_norm, eps, *options).load_training()
     out = blocks[0].new_empty(blocks[0].shape[-3:])
     return out, w_query.new_empty(0) if training is None else training.kept_like(given)
 
@@ -82,11 +70,10 @@ def _backward(
     w_norm: Tensor | None,
     stacked: bool,
     eps: float,
-    backend: str | None,
-    backward: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     given = as_blocks(blocks, stacked)
-    impl = resolve(given, w_query, w_norm, eps, backend, backward)
+    impl = resolve(given, w_query, w_norm, eps, *options)
     with autocast_off(do.device.type):
         dblocks, dw_query, dw_norm = gradients(impl, do, given, w_query, w_norm, saved, eps)
     return dblocks.contiguous(), dw_query, do.new_empty(0) if dw_norm is None else dw_norm

@@ -142,7 +142,7 @@ def test_a_masked_peer_with_wrong_results_has_no_time(
 
 
 def test_the_layer_has_lengths_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "device_types", lambda: ["cuda", "cpu"])
+    monkeypatch.setattr("bench.common.device_types", lambda: ["cuda", "cpu"])
     lengths: dict[str, list[int]] = {}
     for case in bench.parse(["--device", "cuda"]).cases:
         if case.block == 128 and case.direction == "fwd":
