@@ -275,7 +275,7 @@ def differentiate_gates(call: Call, branches: forward.BranchOutputs, do: Tensor,
 def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:
     """Each stage of the backward likewise; then the forward that keeps what it needs, the backward, and both."""
     from cute_kernels import backward, forward
-    from cute_kernels.gate.sums import key_gradients, query_gradients
+    from cute_kernels.gate.sums import QueryTerms, key_gradients, query_gradients
     from cute_kernels.lists.kv_to_query import tile_bits
     from cute_kernels.plan import prepare
 
@@ -315,9 +315,9 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
         backward.backward_window(plan, chunk.win, chunk.gated.delta[2], False, local=local)
 
     def sum_queries(chunk: HeadChunk) -> None:
-        weight, logits = chunk.call.inputs.gate_proj_weight, chunk.gated.logits
-        parts = [chunk.cmp.dq, chunk.slc.dq, chunk.win.dq]
-        query_gradients(chunk.cmp.dq, parts, logits=logits, gate_proj_weight=weight)
+        parts = chunk.cmp.dq, chunk.slc.dq, chunk.win.dq
+        weight = chunk.call.inputs.gate_proj_weight
+        query_gradients(chunk.cmp.dq, QueryTerms(parts, chunk.gated.logits, weight))
 
     def sum_keys(chunk: HeadChunk) -> None:
         k_parts, v_parts = [chunk.slc.dk, chunk.win.dk], [chunk.slc.dv, chunk.win.dv]

@@ -30,7 +30,7 @@ from cute_kernels.forward import Saved, attend
 from cute_kernels.forward import nsa_saved_like as nsa_saved_like  # dispatch trains through this module
 from cute_kernels.forward import nsa_saving as nsa_saving
 from cute_kernels.gate.backward import GateResults, gate_gradients
-from cute_kernels.gate.sums import key_gradients, query_gradients
+from cute_kernels.gate.sums import QueryTerms, key_gradients, query_gradients
 from cute_kernels.lists.kv_to_query import list_bytes, tile_bits, transposed_lists, transposed_prefix_lists
 from cute_kernels.lists.query_to_kv import BlockLists, Keys
 from cute_kernels.mma.wgmma import TILE
@@ -187,15 +187,19 @@ def _backward_of_heads(
     dq = gradients["q"][:, :, heads]
     dq_parts: list[Tensor] = []
 
-    def branch_gradients(branch: int, k: Tensor, v: Tensor) -> Gradients:
+    def branch_gradients(branch: int, k: Tensor, v: Tensor, *, into_dq: bool = False) -> Gradients:
         """What a branch reads and writes. The first branch writes into dq itself, where nothing is packed.
 
         Afterwards only the result holds the branch's o and do. They are freed with it if they were made for this chunk.
+
+        Args:
+            into_dq: the branch adds what the ones before it have written, and the logits' term.
         """
         q = chunk.attended.q
         o, weighted_do = outputs[branch], dos[branch]
         outputs[branch] = dos[branch] = q.new_empty(0)
-        dq_parts.append(dq if not dq_parts and documents is None else torch.empty_like(q))
+        first = not dq_parts and documents is None
+        dq_parts.append(dq if into_dq or first else torch.empty_like(q))
         if branch == 0 and call.plan.split_compressed:  # its dk and dv are fp32, and its own
             dk = dv = q.new_empty(0)
         else:
@@ -212,13 +216,8 @@ def _backward_of_heads(
     else:
         results.add_entries(kv_heads, None)
     dkv: dict[str, tuple[Tensor, Tensor]] = {}
-    local = None
-    if indices.numel() > 0:
-        slc = branch_gradients(1, *branch_kv(chunk.attended, "slc"))
-        local = local_selected(chunk, gated)
-        backward_selected(call.plan, slc, indices, gated.delta[1], deterministic, local=local)
-        dkv["slc"] = slc.dk, slc.dv
-        del slc
+    selects = indices.numel() > 0
+    local = local_selected(chunk, gated) if selects else None
     if config.window_size > 0:
         k_win, v_win = branch_kv(chunk.attended, "win")
         first_key = first_key_of_windows(call.plan, k_win.shape[1], local)
@@ -228,15 +227,18 @@ def _backward_of_heads(
         backward_window(call.plan, win, gated.delta[2], deterministic, first_key=first_key, local=local)
         dkv["win"] = win.dk, win.dv
         del win
+    terms = QueryTerms(tuple(dq_parts), gated.logits, chunk.inputs.gate_proj_weight)
+    sums_queries = selects and config.token_mode and documents is None
+    if selects:
+        slc = branch_gradients(1, *branch_kv(chunk.attended, "slc"), into_dq=sums_queries)
+        others = terms if sums_queries else None
+        backward_selected(call.plan, slc, indices, gated.delta[1], deterministic, local=local, terms=others)
+        dkv["slc"] = slc.dk, slc.dv
+        del slc
 
     # Sums
-    query_gradients(
-        dq,
-        dq_parts,
-        logits=gated.logits,
-        gate_proj_weight=chunk.inputs.gate_proj_weight,
-        documents=documents,
-    )
+    if not sums_queries:
+        query_gradients(dq, terms._replace(branches=tuple(dq_parts)), documents=documents)
     _sum_keys(chunk, dkv, kv_heads, results)
 
 
@@ -369,12 +371,14 @@ def backward_selected(
     deterministic: bool,
     *,
     local: LocalSelected | None = None,
+    terms: QueryTerms | None = None,
 ) -> None:
     """Of attention to selected blocks.
 
     Args:
         delta: do . o, fp32 `[B,H,N]`.
         local: in token mode, the local blocks that `backward_window` does instead.
+        terms: in token mode, what else dq is to hold.
     """
     q, k, v = gradients.q, gradients.k, gradients.v
     if plan.config.token_mode:
@@ -389,6 +393,7 @@ def backward_selected(
             local=0 if local is None else local.local,
             first_token=plan.first_row,
             into=(gradients.dq, gradients.dk, gradients.dv),
+            terms=terms,
             **token_mode_options(plan),
         )
         return

@@ -348,6 +348,12 @@ def token_selected_cases() -> Iterator[Case]:
         for variant, options in combines.items():
             run = ours(combine._combine, dim, dtype, group, **options)
             yield Case("CombinePartials", variant, dim, group, dtype, run)
+        terms: dict[str, tuple[int, int, Any]] = {"1,two,projected": (1, 2, dtype), "1": (1, 0, None)}
+        if group == GROUPS[1]:
+            terms |= {"2,two,projected,fp32": (2, 2, torch.float32), "1,one": (1, 1, None)}
+        for variant, options in terms.items():
+            run = ours(combine._combine_query_gradients, dim, dtype, group, *options)
+            yield Case("CombineQueryGradients", variant, dim, group, dtype, run)
         if group == GROUPS[0]:
             yield Case("RowDots", "delta", dim, None, dtype, ours(row_dots._compiled, dim, dtype))
         fp32 = torch.float32

@@ -1,20 +1,24 @@
 """Combine: the partials of each row added up to its result, and, for NSA, gated with the other branches on the way.
 
     o = sum_s exp(lse_s - lse) o_s        lse = log sum_s exp(lse_s)        s over the slots of a token with a partial
-    dq = sum_s dq_s                       in the backward, not weighted
+    dq = sum_s dq_s                       in the backward, not weighted; for NSA with the other terms (gate/sums.py)
     out = g_cmp o_cmp + g_slc o + g_win o_win
 
 KV-outer kernels (kv_outer.py, kv_outer_backward.py) write a partial of each slot, `partial[b, h, slot_idx, g]` with
 slot_idx = token * n + slot. A row, token and head, is a group of threads with a vector of 16 bytes each.
 
-CombinePartials   slots in their order, SLOT_BATCH of them loaded at a time, in an online softmax
-CombineAndGate    the same, but o stays in registers: it is gated there with the other branches and written only where
-                  a backward will read it. Bitwise equal to CombinePartials followed by GatedSum (gate/forward.py)
+CombinePartials        slots in their order, SLOT_BATCH of them loaded at a time, in an online softmax
+CombineAndGate         the same, but o stays in registers: it is gated there with the other branches and written only
+                       where a backward will read it. Bitwise equal to CombinePartials followed by GatedSum
+                       (gate/forward.py)
+CombineQueryGradients  dq of all branches and gates: the partials' sum stays in registers, the other terms are added,
+                       and the sum is rounded once
 
-Both are deterministic: the order of the slots is fixed. combine_rows.py combines rows that a warp has in registers.
+All are deterministic: the order of the slots is fixed. combine_rows.py combines rows that a warp has in registers.
 
 Floor: the partials are read once, the result is written once. 64K tokens, 64 heads of D = 128, n = 16: 17 GB, 4.1 ms at
-4.2 TB/s. CombineAndGate reads 3.2 GB more, where a gate after CombinePartials moves 5.4 GB, 0.5 ms more.
+4.2 TB/s. CombineAndGate reads 3.2 GB more, where a gate after CombinePartials moves 5.4 GB, 0.5 ms more;
+CombineQueryGradients 2.1 GB more, where QueryGradients (gate/sums.py) after CombinePartials moves 4.3 GB.
 
 Limits: dims multiples of 8 whose vectors divide THREADS and, with `accumulate`, lie in one warp; 64-bit offsets.
 """
@@ -30,7 +34,8 @@ from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
 from cute_kernels.attend.combine_rows import SLOT_BATCH
-from cute_kernels.gate.forward import Gating, fake_gating, row_gates, weighted_sum
+from cute_kernels.gate.forward import BRANCHES, Gating, fake_gating, row_gates, weighted_sum
+from cute_kernels.gate.sums import QueryTerms, add_logit_gradients, add_vector, fake_query_terms
 from cute_kernels.lists.worklist import Worklist, fake_slots
 from cute_kernels.mma.warp import LOG2_E
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
@@ -102,8 +107,8 @@ class CombinePartials:
         at = self._row_vector(mSlotBlocks)
         held_lse = self._load_held_lse(at, mLse)
         if at.is_valid:
-            rX = self._combine(at, held_lse, mSlotBlocks, mPartial, mLsePartial, mX, mLse)
-            cute.autovec_copy(rX, at.slice(mX))
+            rSum = self._combine(at, held_lse, mSlotBlocks, mPartial, mLsePartial, mX, mLse)
+            self._store(rSum, at.slice(mX))
 
     @cute.jit
     def _row_vector(self, mSlotBlocks: cute.Tensor) -> RowVector:
@@ -135,7 +140,7 @@ class CombinePartials:
         mX: cute.Tensor,
         mLse: cute.Tensor | None,
     ) -> cute.Tensor:
-        """The thread's vector of a valid row, rounded to X's type; writes the row's lse."""
+        """The thread's vector of a valid row, fp32; writes the row's lse."""
         gSlotBlocks = mSlotBlocks[at.batch, at.kv_head, at.token, None]
         num_slots = mSlotBlocks.shape[3]
         row_max, row_sum = -Float32.inf, Float32(0.0)
@@ -186,9 +191,14 @@ class CombinePartials:
             rSum.store(rSum.load() * (Float32(0.0) if row_sum == 0.0 else 1.0 / row_sum))
             if at.vector == 0:
                 mLse[at.batch, at.head, at.token] = row_max + cute.math.log(row_sum)
-        rX = cute.make_rmem_tensor(VECTOR, mX.element_type)
-        rX.store(rSum.load().to(mX.element_type))
-        return rX
+        return rSum
+
+    @cute.jit
+    def _store(self, rSum: cute.Tensor, gX: cute.Tensor):
+        """Round a vector."""
+        rX = cute.make_rmem_tensor(VECTOR, gX.element_type)
+        rX.store(rSum.load().to(gX.element_type))
+        cute.autovec_copy(rX, gX)
 
 
 class CombineAndGate(CombinePartials):
@@ -245,7 +255,7 @@ class CombineAndGate(CombinePartials):
             rW.fill(0.0)
         if at.is_valid:
             rSlc = self._combine(at, -Float32.inf, mSlotBlocks, mOPartial, mLsePartial, mOut, mLse)
-            rO[None, 1].store(rSlc.load())
+            rO[None, 1].store(rSlc.load().to(mOut.element_type))
             # In flight with the partials these would take 24 registers more: five CTAs per SM, not seven
             cute.autovec_copy(at.slice(mCmp), rO[None, 0])
             cute.autovec_copy(at.slice(mWin), rO[None, 2])
@@ -264,6 +274,52 @@ class CombineAndGate(CombinePartials):
                     gG[b] = rG[b]
         if at.is_valid:
             cute.autovec_copy(weighted_sum(rO, rG), at.slice(mOut))
+
+
+class CombineQueryGradients(CombinePartials):
+    """CombinePartials of dq, not weighted, to whose fp32 sum the other terms are added before it is rounded.
+
+    Args: as of CombinePartials.
+    """
+
+    def __init__(self, dim: int, group: int, *, partials_per_slot: int) -> None:
+        super().__init__(dim, group, weighted=False, partials_per_slot=partials_per_slot, accumulate=False)
+
+    @cute.jit
+    def __call__(
+        self,
+        mSlotBlocks: cute.Tensor,
+        mPartial: cute.Tensor,
+        mDq: cute.Tensor,  # [B, T, H, dim]
+        mTerm0: cute.Tensor | None,  # likewise; may be mDq
+        mTerm1: cute.Tensor | None,
+        mLogits: cute.Tensor | None,  # fp32 [B, T, H, 3]
+        mW: cute.Tensor | None,  # [H, 3, dim], with mLogits
+        stream: Any,
+    ):
+        self.kernel(mSlotBlocks, mPartial, mDq, mTerm0, mTerm1, mLogits, mW).launch(**self._launch(mSlotBlocks, stream))
+
+    @cute.kernel
+    def kernel(
+        self,
+        mSlotBlocks: cute.Tensor,
+        mPartial: cute.Tensor,
+        mDq: cute.Tensor,
+        mTerm0: cute.Tensor | None,
+        mTerm1: cute.Tensor | None,
+        mLogits: cute.Tensor | None,
+        mW: cute.Tensor | None,
+    ):
+        at = self._row_vector(mSlotBlocks)
+        if at.is_valid:
+            rSum = self._combine(at, -Float32.inf, mSlotBlocks, mPartial, None, mDq, None)
+            for mTerm in (mTerm0, mTerm1):
+                if const_expr(mTerm is not None):
+                    add_vector(rSum, mTerm[at.batch, at.token, at.head, None], at.vector)
+            if const_expr(mLogits is not None):
+                gLogits = mLogits[at.batch, at.token, at.head, None]
+                add_logit_gradients(rSum, gLogits, mW[at.head, None, None], at.vector)
+            self._store(rSum, at.slice(mDq))
 
 
 @compiled_once
@@ -294,6 +350,19 @@ def _combine_and_gate(
         fake(torch.float32, None, None, None, aligned=False),
         None if w_dtype is None else q,
         *fake_gating(dim, dtype, w_dtype, g_dtype, keeps),
+    )
+
+
+@compiled_once
+def _combine_query_gradients(
+    dim: int, dtype: torch.dtype, group: int, partials_per_slot: int, terms: int, w_dtype: torch.dtype | None
+) -> Kernel:
+    return compile_kernel(
+        CombineQueryGradients(dim, group, partials_per_slot=partials_per_slot),
+        fake_slots(),
+        fake(dtype, None, None, None, group, dim),
+        fake(dtype, None, None, None, dim),
+        *fake_query_terms(dim, dtype, terms, BRANCHES - 1, w_dtype),
     )
 
 
@@ -339,3 +408,18 @@ def combine_and_gate(
     run = _combine_and_gate(out.shape[3], out.dtype, o_partial.shape[3], *gating.variant).run
     read_q = None if gating.gate_proj_weight is None else q
     run(worklist.slot_blocks, o_partial, lse_partial, out, lse, read_q, *gating.arguments)
+
+
+def combine_query_gradients(
+    worklist: Worklist, partial: Tensor, dq: Tensor, terms: QueryTerms, *, partials_per_slot: int
+) -> None:
+    """Add up the partials of dq of a worklist's tokens, and the other terms of dq, into dq.
+
+    Args:
+        partial, partials_per_slot: as of `combine_partials`, where dq is x.
+        dq: `[B,T,H,D]`; may be one of the terms.
+        terms: of these tokens and heads, of up to two branches.
+    """
+    group, branches = partial.shape[3], len(terms.branches)
+    run = _combine_query_gradients(dq.shape[3], dq.dtype, group, partials_per_slot, branches, terms.w_dtype).run
+    run(worklist.slot_blocks, partial, dq, *terms.arguments(BRANCHES - 1))

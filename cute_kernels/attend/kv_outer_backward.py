@@ -11,7 +11,8 @@ KVOuterBackward       a CTA owns 64 keys of a KV block and a work tile of the to
                       (lists/worklist.py). It gathers their rows of Q and dO, G per token as in pack_gqa, 64 at a time.
                       dK and dV stay in registers; dQ goes to a 16-bit partial of the token's slot. By mma.sync.
 KVOuterBackwardWGMMA  the same by WGMMA, on Hopper. Products are transposed: P^T and dS^T are A operands in registers.
-CombinePartials       (combine.py) adds up the partials of dQ in the order of a token's slots.
+CombinePartials       (combine.py) adds up the partials of dQ in the order of a token's slots; for NSA
+                      CombineQueryGradients, with the other terms of dQ.
 CombineDKV            adds up dK and dV of blocks that were split into work tiles, in order.
 
 Tokens are processed in chunks, which bounds the memory of the partials. Chunks alternate between two side streams
@@ -42,9 +43,10 @@ from torch import Tensor
 
 from cute_kernels.attend import combine_splits
 from cute_kernels.attend.checks import check_token_attention
-from cute_kernels.attend.combine import combine_partials
+from cute_kernels.attend.combine import combine_partials, combine_query_gradients
 from cute_kernels.attend.combine_splits import add_partials, chunk_start
 from cute_kernels.attend.views import block_bounds, group_heads
+from cute_kernels.gate.sums import QueryTerms
 from cute_kernels.lists.worklist import (
     BLOCK,
     COUNT,
@@ -752,6 +754,7 @@ def kv_outer_backward(
     packed: PackedBlocks | None = None,
     local: int = 0,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
+    terms: QueryTerms | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `kv_outer.kv_outer_forward`. Bitwise the same each time.
 
@@ -763,6 +766,7 @@ def kv_outer_backward(
             where lse is not finite.
         local: local blocks to leave out: those that end with the token's own, as many, where they were selected.
         into: dq, dk and dv to write, instead of new tensors.
+        terms: what else dq is to hold, of up to two branches, of which dq may be one; with at least one slot.
 
     Returns:
         dq, dk, dv. Zeros for rows without keys and keys without rows.
@@ -837,9 +841,12 @@ def kv_outer_backward(
                         combine = _combine_dkv(x.shape[-1], size, packed is not None).run
                         bounds, _ = packed_tables(packed)
                         combine(worklist.counts, worklist.cum_counts, worklist.work_tiles, x_partial, x, bounds)
-                combine_partials(
-                    worklist, dq_partial, dq[batches, tokens_slice, head_slice], partials_per_slot=block_tiles
-                )
+                rows = batches, tokens_slice, head_slice
+                if terms is None:
+                    combine_partials(worklist, dq_partial, dq[rows], partials_per_slot=block_tiles)
+                else:
+                    own = terms.narrow(*rows)
+                    combine_query_gradients(worklist, dq_partial, dq[rows], own, partials_per_slot=block_tiles)
             del dq_partial, dkv_partial, inputs, worklist  # the stream holds them as long as it needs them
     for result, *stream_sums in zip(results[1:], *sums, strict=True):
         if len(stream_sums) > 1:

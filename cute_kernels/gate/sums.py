@@ -4,7 +4,8 @@
     dk[i] = dk_slc[i] + dk_win[i] + 1/l * sum over entries j with j*d <= i < j*d + l of dk_cmp[j]      dv likewise
 
 Every term is optional, and dk and dv of a branch may be those of the last keys only: of a window that no earlier key is
-in. A row (token and head) belongs to a group of lanes, each with one vector of 16 bytes.
+in. A row (token and head) belongs to a group of lanes, each with one vector of 16 bytes. In token mode dq is added up
+where the partials of dq are (CombineQueryGradients in attend/combine.py), but for packed documents.
 
 Packed documents (B = 1): gradients of the branches come in the aligned rows and keys of pool/documents.py, those of
 entries in aligned entries; tokens of no document get 0.
@@ -18,7 +19,7 @@ Limits: head dims multiples of 8, at most 256; 64-bit offsets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -36,11 +37,22 @@ TOKEN_BRANCHES = 2
 
 
 @cute.jit
-def _add(rSum: cute.Tensor, gTerm: cute.Tensor):
-    """Add a vector of global memory to fp32 registers."""
-    rTerm = cute.make_rmem_tensor(VECTOR, gTerm.element_type)
-    cute.autovec_copy(gTerm, rTerm)
+def add_vector(rSum: cute.Tensor, gRow: cute.Tensor, vector: Int32):
+    """Add a vector of a row in global memory to fp32 registers."""
+    rTerm = cute.make_rmem_tensor(VECTOR, gRow.element_type)
+    cute.autovec_copy(cute.local_tile(gRow, (VECTOR,), (vector,)), rTerm)
     rSum.store(rSum.load() + rTerm.load().to(Float32))
+
+
+@cute.jit
+def add_logit_gradients(rSum: cute.Tensor, gLogits: cute.Tensor, gW: cute.Tensor, vector: Int32):
+    """Add sum_b dlogit_b w_b to a vector of dq. Args: gLogits: fp32 [3], of a row. gW: [3, D], of its head."""
+    rW = cute.make_rmem_tensor(VECTOR, gW.element_type)
+    for b in range_constexpr(BRANCHES):
+        cute.autovec_copy(cute.local_tile(gW[b, None], (VECTOR,), (vector,)), rW)
+        logit = gLogits[b]
+        for i in range_constexpr(VECTOR):
+            rSum[i] = cute.math.fma(logit, rW[i].to(Float32), rSum[i])
 
 
 class QueryGradients:
@@ -99,14 +111,9 @@ class QueryGradients:
             if row >= 0:
                 for mTerm in (mTerm0, mTerm1, mTerm2):
                     if const_expr(mTerm is not None):
-                        _add(rSum, cute.local_tile(mTerm[batch, row, head, None], (VECTOR,), (lane,)))
+                        add_vector(rSum, mTerm[batch, row, head, None], lane)
                 if const_expr(mLogits is not None):
-                    rW = cute.make_rmem_tensor(VECTOR, mW.element_type)
-                    for b in range_constexpr(BRANCHES):
-                        cute.autovec_copy(cute.local_tile(mW[head, b, None], (VECTOR,), (lane,)), rW)
-                        logit = mLogits[batch, token, head, b]
-                        for i in range_constexpr(VECTOR):
-                            rSum[i] = cute.math.fma(logit, rW[i].to(Float32), rSum[i])
+                    add_logit_gradients(rSum, mLogits[batch, token, head, None], mW[head, None, None], lane)
             rDq = cute.make_rmem_tensor(VECTOR, mDq.element_type)
             rDq.store(rSum.load().to(mDq.element_type))
             cute.autovec_copy(rDq, cute.local_tile(mDq[batch, token, head, None], (VECTOR,), (lane,)))
@@ -202,7 +209,7 @@ class KeyGradients:
                     start = Int32(0) if position < length else (position - length) // stride + 1
                     stop = cutlass.min(position // stride + 1, entries)
                     for entry in cutlass.range(start, stop):
-                        _add(rSum, cute.local_tile(mDxCmp[batch, first_entry + entry, head, None], (VECTOR,), (lane,)))
+                        add_vector(rSum, mDxCmp[batch, first_entry + entry, head, None], lane)
                     rSum.store(rSum.load() * Float32(1.0 / length))
                 for mTerm in (mTerm0, mTerm1):
                     if const_expr(mTerm is not None):
@@ -210,7 +217,7 @@ class KeyGradients:
                         if const_expr(mRows is None):
                             term_row = row - (tokens - mTerm.shape[1])
                         if term_row >= 0:
-                            _add(rSum, cute.local_tile(mTerm[batch, term_row, head, None], (VECTOR,), (lane,)))
+                            add_vector(rSum, mTerm[batch, term_row, head, None], lane)
             rDx = cute.make_rmem_tensor(VECTOR, mDx.element_type)
             rDx.store(rSum.load().to(mDx.element_type))
             cute.autovec_copy(rDx, cute.local_tile(mDx[batch, token, head, None], (VECTOR,), (lane,)))
@@ -221,9 +228,7 @@ def _queries(dim: int, dtype: torch.dtype, terms: int, w_dtype: torch.dtype | No
     return compile_kernel(
         QueryGradients(dim),
         fake(dtype, None, None, None, dim),
-        *_fake_terms(terms, BRANCHES, dtype, dim),
-        None if w_dtype is None else fake(torch.float32, None, None, None, 3, aligned=False),
-        None if w_dtype is None else fake(w_dtype, None, 3, dim),
+        *fake_query_terms(dim, dtype, terms, BRANCHES, w_dtype),
         fake_rows() if packed else None,
     )
 
@@ -255,26 +260,55 @@ def _pad(terms: Sequence[Tensor], parameters: int) -> tuple[Tensor | None, ...]:
     return (*terms, *[None] * (parameters - len(terms)))
 
 
-def query_gradients(
-    dq: Tensor,
-    terms: Sequence[Tensor],
-    *,
-    logits: Tensor | None = None,
-    gate_proj_weight: Tensor | None = None,
-    documents: Documents | None = None,
-) -> None:
+class QueryTerms(NamedTuple):
+    """Terms of dq."""
+
+    branches: tuple[Tensor, ...]
+    """dq of up to three branches, `[B,N,H,D]`, bf16 or fp16."""
+    logits: Tensor | None = None
+    """fp32 `[B,N,H,3]`: gradients of the gates' logits, with gate_proj_weight."""
+    gate_proj_weight: Tensor | None = None
+    """`[H,3,D]`; without logits it is not looked at."""
+
+    @property
+    def w_dtype(self) -> torch.dtype | None:
+        """Of the weight, by which logits count; None: they do not."""
+        return None if self.gate_proj_weight is None or self.logits is None else self.gate_proj_weight.dtype
+
+    def narrow(self, batches: slice, rows: slice, heads: slice) -> QueryTerms:
+        """Those of some batches, rows and heads."""
+        logits, weight = self.logits, self.gate_proj_weight
+        return QueryTerms(
+            tuple(x[batches, rows, heads] for x in self.branches),
+            None if logits is None else logits[batches, rows, heads],
+            None if weight is None else weight[heads],
+        )
+
+    def arguments(self, branches: int) -> tuple[Tensor | None, ...]:
+        """Of a kernel that takes so many branches."""
+        gates = (None, None) if self.w_dtype is None else (self.logits, self.gate_proj_weight)
+        return (*_pad(self.branches, branches), *gates)
+
+
+def fake_query_terms(
+    dim: int, dtype: torch.dtype, terms: int, parameters: int, w_dtype: torch.dtype | None
+) -> tuple[Any, ...]:
+    """`QueryTerms.arguments` to compile with. Args: terms: branches there are, of the kernel's `parameters`."""
+    gates = fake(torch.float32, None, None, None, 3, aligned=False), fake(w_dtype or dtype, None, 3, dim)
+    return (*_fake_terms(terms, parameters, dtype, dim), *((None, None) if w_dtype is None else gates))
+
+
+def query_gradients(dq: Tensor, terms: QueryTerms, *, documents: Documents | None = None) -> None:
     """Add up the terms of dq, into dq.
 
     Args:
         dq: `[B,N,H,D]`, bf16 or fp16; may be one of the terms.
-        terms: dq of up to three branches, like dq, with documents aligned rows.
-        logits: fp32 `[B,N,H,3]`, gradients of the logits, with gate_proj_weight `[H,3,D]`.
+        terms: those of branches like dq, with documents in aligned rows.
     """
     if dq.numel() > 0:
-        w_dtype = None if gate_proj_weight is None or logits is None else gate_proj_weight.dtype
         rows = None if documents is None else documents.rows
-        run = _queries(dq.shape[-1], dq.dtype, len(terms), w_dtype, documents is not None).run
-        run(dq, *_pad(terms, BRANCHES), logits, None if w_dtype is None else gate_proj_weight, rows)
+        run = _queries(dq.shape[-1], dq.dtype, len(terms.branches), terms.w_dtype, documents is not None).run
+        run(dq, *terms.arguments(BRANCHES), rows)
 
 
 def key_gradients(

@@ -93,6 +93,25 @@ def test_twins_of_forced_blocks(forced: tuple[int, int], monkeypatch: pytest.Mon
     make([270, 0, 1, 129, 64], 2, behind=9, count=sum(forced) + 1, forced=forced, device="cpu").check()
 
 
+TERMS = [(2, torch.bfloat16), (1, torch.float32), (1, None), (0, torch.bfloat16), (0, None)]
+"""Other branches whose dq is added up with the selected one's, and of which type the weight of gates is."""
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(("branches", "w_dtype"), TERMS)
+def test_twins_of_dq_with_other_terms(
+    branches: int, w_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one chunk, and in chunks of batches, heads and tokens; two partials of a slot; rows that see nothing."""
+    for chunk_bytes in (1 << 30, 1):
+        small_chunks(monkeypatch, 64, chunk_bytes, 40)
+        make(300, 3, 2, batch=2, device="cpu").check_terms(branches=branches, w_dtype=w_dtype)
+    make(150, 2, 1, size=128, device="cpu").check_terms(branches=branches, w_dtype=w_dtype)
+    chosen = torch.full((1, 2, 100, 3), -1, dtype=torch.int32)
+    chosen[:, 0, 70:, 1] = 1
+    make(100, indices=chosen, device="cpu").check_terms(branches=branches, w_dtype=w_dtype)
+
+
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("gates", "forced"), cases.product(GATES, [(0, 0), (1, 2)]))
 def test_twins_gated_on_the_way(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,6 +513,19 @@ def test_chunks_and_work_tiles(rows: int, chunk_bytes: int, monkeypatch: pytest.
     for got, expected in zip(inputs.forward(), whole, strict=True):
         assert torch.equal(got, expected), "chunks and work tiles must not change the forward"
     make([900, 300], 6, 3).check()
+
+
+@CUDA
+@pytest.mark.parametrize(("branches", "w_dtype"), TERMS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_dq_with_other_terms(
+    dim: int, branches: int, w_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for size, group in ((64, 16), (128, 3)):
+        inputs = make(1500, group, 2, dim, batch=2, size=size)
+        inputs.check_terms(branches=branches, w_dtype=w_dtype)
+    small_chunks(monkeypatch, 256, 1 << 22, 100)
+    inputs.check_terms(branches=branches, w_dtype=w_dtype)
 
 
 @CUDA

@@ -175,6 +175,17 @@ def test_gated_sums_are_rounded_once(projected: bool) -> None:
 
 
 @pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
+@pytest.mark.parametrize(
+    ("branches", "w_dtype"), [(2, torch.bfloat16), *cases.rest((1, torch.float32), (0, None))], ids=str
+)
+@pytest.mark.usefixtures("interpreted")
+def test_dq_with_other_terms(branches: int, w_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of heads and tokens."""
+    small_chunks(monkeypatch, 64, 1, 40)
+    make(70, 2, 2, count=2, device="cpu").check_terms(branches=branches, w_dtype=w_dtype)
+
+
+@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
 @pytest.mark.parametrize(("gates", "forced"), [("projected", (1, 2)), *cases.rest(("given fp32", (0, 0)))])
 @pytest.mark.usefixtures("interpreted")
 def test_gated_in_chunks(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:

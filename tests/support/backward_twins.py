@@ -18,6 +18,7 @@ from cute_kernels import backward, forward, plan
 from cute_kernels.attend import window_backward as window_backward_kernels
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.gate.backward import GateResults
+from cute_kernels.gate.sums import QueryTerms
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.pool import documents
 from cute_kernels.pool.documents import (
@@ -135,13 +136,17 @@ def kv_outer_backward(
     into: tuple[Tensor, Tensor, Tensor],
     first_token: int = 0,
     packed: None = None,
+    terms: QueryTerms | None = None,
 ) -> None:
     tokens, group = first_token + q.shape[1], q.shape[2] // k.shape[2]
     row, blocks = torch.arange(first_token, tokens)[:, None], -(-tokens // size)
     kept = indices.long().where((indices >= 0) & (indices <= row // size - local), blocks)
     chosen = torch.zeros((*indices.shape[:3], blocks + 1), dtype=torch.bool).scatter_(3, kept, True)[..., :blocks]
     pairs = chosen.repeat_interleave(size, 3)[..., :tokens] & (torch.arange(tokens) <= row)
-    add_pairs(q, k, v, do, [(pairs.repeat_interleave(group, 1), lse, delta)], scale, into)
+    own = torch.empty_like(into[0])
+    add_pairs(q, k, v, do, [(pairs.repeat_interleave(group, 1), lse, delta)], scale, (own, *into[1:]))
+    branches = () if terms is None else terms.branches
+    query_gradients(into[0], (terms or QueryTerms(()))._replace(branches=(*branches, own)))
 
 
 def atomic_free_compressed(
@@ -361,17 +366,10 @@ def to_keys(x: Tensor, documents: Documents | None) -> Tensor:
     return x.index_select(1, rows.clamp(min=0)).masked_fill((rows < 0)[:, None, None], 0.0)
 
 
-def query_gradients(
-    dq: Tensor,
-    terms: Sequence[Tensor],
-    *,
-    logits: Tensor | None = None,
-    gate_proj_weight: Tensor | None = None,
-    documents: Documents | None = None,
-) -> None:
-    total = sum((to_tokens(term, documents) for term in terms), torch.zeros_like(dq))
-    if logits is not None and gate_proj_weight is not None:
-        total = total + torch.einsum("bnhg,hgd->bnhd", logits, gate_proj_weight)
+def query_gradients(dq: Tensor, terms: QueryTerms, *, documents: Documents | None = None) -> None:
+    total = sum((to_tokens(term, documents) for term in terms.branches), torch.zeros_like(dq))
+    if terms.logits is not None and terms.gate_proj_weight is not None:
+        total = total + torch.einsum("bnhg,hgd->bnhd", terms.logits, terms.gate_proj_weight)
     dq.copy_(total)
 
 

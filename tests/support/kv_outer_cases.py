@@ -113,6 +113,47 @@ class Inputs:
             lse, delta = self.statistics()
         return kv_outer_backward(self.q, self.k, self.v, self.indices, self.do, lse, delta, **how)
 
+    def check_terms(self, *, branches: int, w_dtype: torch.dtype | None) -> None:
+        """dq that holds other branches and the logits' term: the fp32 sum rounded once, whatever else is there."""
+        from cute_kernels.attend.kv_outer_backward import kv_outer_backward
+        from cute_kernels.gate.sums import QueryTerms
+
+        generator = torch.Generator().manual_seed(3)
+
+        def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.randn(shape, generator=generator).to(self.q.device, dtype)
+
+        batch, tokens, heads, dim = self.q.shape
+        others = [normal(*self.q.shape, dtype=self.q.dtype) for _ in range(branches)]
+        logits = normal(batch, tokens, heads, 4, dtype=torch.float32)[..., 1:]
+        weight = None if w_dtype is None else normal(heads, 3, dim, dtype=w_dtype)
+        exact = [x.double() for x in others]
+        if weight is not None:
+            exact.append(torch.einsum("bthg,hgd->bthd", logits.double(), weight.double()))
+        around = torch.full((batch, tokens + 2, heads, dim), math.nan, dtype=self.q.dtype, device=self.q.device)
+        dq = around[:, 1:-1]
+        if others:  # the first term and the result, in one place
+            dq.copy_(others[0])
+            others[0] = dq
+        lse, delta = self.statistics()
+        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "packed": self.packed}
+        inputs = self.q, self.k, self.v, self.indices, self.do, lse, delta
+        alone, *keys = kv_outer_backward(*inputs, **how)
+        results = dq, torch.empty_like(self.k), torch.empty_like(self.v)
+        kv_outer_backward(*inputs, into=results, terms=QueryTerms((*others,), logits, weight), **how)
+        assert all(torch.equal(got, expected) for got, expected in zip(results[1:], keys, strict=True))
+        assert around[:, [0, -1]].isnan().all()
+        expected = sum(exact, alone.double())
+        # Both results are rounded to half a unit in the last place; sums of n + 5 terms in fp32 in between
+        magnitude = sum((x.abs() for x in exact), alone.double().abs())
+        unit, fp32 = (torch.finfo(dtype).eps / 2 for dtype in (self.q.dtype, torch.float32))
+        budget = (
+            1.01 * unit * (alone.double().abs() + expected.abs()) + 2 * (self.indices.shape[3] + 5) * fp32 * magnitude
+        )
+        assert ((dq.double() - expected).abs() <= budget).all()
+        if not others and weight is None:
+            assert torch.equal(dq, alone)
+
     def other_after(self, token: int) -> Inputs:
         """The same with other queries, keys and values behind a token."""
         changed = {}

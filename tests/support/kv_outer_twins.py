@@ -45,6 +45,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(forced, "_forced", lambda *how: Twin(lambda *x: attend_forced(how, *x)))
     patch.setattr(combine, "_combine", combine_twin)
     patch.setattr(combine, "_combine_and_gate", lambda *_: Twin(partial(combine_and_gate, combine_partials)))
+    patch.setattr(combine, "_combine_query_gradients", lambda *how: Twin(partial(combine_query_gradients, how[3])))
     patch.setattr(forced, "_forced_combine_and_gate", lambda *how: Twin(lambda *x: forced_combine_and_gate(how, *x)))
     patch.setattr(gate, "_compiled", lambda *_: Twin(gated_sum))
     patch.setattr(kv_outer_backward, "_combine_dkv", lambda _, size, packed: Twin(lambda *x: combine_dkv(size, *x)))
@@ -307,6 +308,18 @@ def combine_partials(
         weights = (lses - sums[:, :, :, None]).exp().masked_fill(~present, 0)
         total = (weights[..., None] * values).sum(3)
     x.copy_(total.transpose(1, 2).reshape(batch, tokens, heads * group, -1).to(x.dtype))
+
+
+def combine_query_gradients(
+    per_slot: int, slot_blocks: Tensor, partials: Tensor, dq: Tensor, *terms_and_gates: Tensor | None
+) -> None:
+    *terms, logits, weight = terms_and_gates
+    selected = torch.empty(dq.shape)
+    combine_partials(per_slot, slot_blocks, partials, None, selected, None)
+    total = sum((x.double() for x in terms if x is not None), selected.double())
+    if logits is not None and weight is not None:
+        total = total + torch.einsum("bthg,hgd->bthd", logits.double(), weight.double())
+    dq.copy_(total)
 
 
 def forced_combine_and_gate(
