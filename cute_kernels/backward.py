@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from cute_kernels.attend.compressed_backward import compressed_backward
 from cute_kernels.attend.kv_outer_backward import kv_outer_backward
+from cute_kernels.attend.row_statistics import row_statistics
 from cute_kernels.attend.selected_backward import selected_backward
 from cute_kernels.attend.window_backward import LocalSelected, window_backward
 from cute_kernels.fa4 import interface as fa4
@@ -277,7 +279,7 @@ def backward_compressed(
     has_phases = keys.length % keys.stride == 0 and plan.first_row % keys.stride == 0
     if indices is None and keys.causal and documents is None and has_phases:
         if batch == 1 or num_rows >= PHASES_FROM or deterministic:
-            return _compressed_by_phases(plan, gradients, deterministic)
+            return _compressed_by_phases(plan, gradients, delta, deterministic)
     length, stride = (keys.length, keys.stride) if keys.causal else (1, 0)
     options: dict[str, Any] = {"length": length, "stride": stride, "first_row": plan.first_row, "scale": plan.scale}
     if documents is not None:
@@ -309,7 +311,9 @@ def backward_compressed(
     return gradients.dk.float(), gradients.dv.float()
 
 
-def _compressed_by_phases(plan: Plan, gradients: Gradients, deterministic: bool) -> tuple[Tensor, Tensor]:
+def _compressed_by_phases(
+    plan: Plan, gradients: Gradients, delta: Tensor, deterministic: bool
+) -> tuple[Tensor, Tensor]:
     """The same without lists: d phases as a batch of dense causal attentions, which is much faster.
 
     Rows i = m*d + p of one phase p see entries causally: j <= m - l/d, for the last phase j <= m - l/d + 1. Rows that
@@ -330,8 +334,10 @@ def _compressed_by_phases(plan: Plan, gradients: Gradients, deterministic: bool)
     else:
         dk, dv = (torch.zeros(shape, **fp32) for shape in shapes)
 
-    def accumulate(part: Gradients, b: int, seen: int, *, causal: bool) -> None:
-        fa4.dense_backward(part, causal=causal, scale=plan.scale, deterministic=deterministic)
+    def accumulate(part: Gradients, row_dots: Tensor, b: int, seen: int, *, causal: bool) -> None:
+        statistics = None if deterministic else partial(row_statistics, part.lse, row_dots)
+        options: dict[str, Any] = {"deterministic": deterministic, "statistics": statistics}
+        fa4.dense_backward(part, causal=causal, scale=plan.scale, **options)
         for total, phases in ((dk, part.dk), (dv, part.dv)):
             # Not +=, which copies the sum to where it is
             total[b, :seen].add_(phases[0] if len(phases) == 1 else phases.sum(0, dtype=torch.float32))
@@ -347,7 +353,7 @@ def _compressed_by_phases(plan: Plan, gradients: Gradients, deterministic: bool)
 
     for b in range(gradients.q.shape[0]):
         rows = {name: by_phase(getattr(gradients, name), b) for name in ("q", "o", "do", "dq")}
-        lse = gradients.lse[b, :, :whole].unflatten(1, (-1, period)).permute(2, 0, 1)
+        lse, row_dots = (x[b, :, :whole].unflatten(1, (-1, period)).permute(2, 0, 1) for x in (gradients.lse, delta))
         gradients.dq[b, : max(0, keys.length - 1 - plan.first_row)].zero_()
         ranges = [(p, min(p + most, period - 1), entries - 1) for p in range(0, period - 1, most)]
         for start, stop, seen in [*ranges, (period - 1, period, entries)] if whole > 0 else []:
@@ -355,11 +361,11 @@ def _compressed_by_phases(plan: Plan, gradients: Gradients, deterministic: bool)
             phases = {name: x[start:stop, first:] for name, x in rows.items()}
             phase_lse = lse[start:stop, :, first:].contiguous()
             part = Gradients(**phases, lse=phase_lse, **key_tensors(b, seen, stop - start))
-            accumulate(part, b, seen, causal=True)
+            accumulate(part, row_dots[start:stop, :, first:], b, seen, causal=True)
         if whole < gradients.q.shape[1]:
             tail = {name: getattr(gradients, name)[b : b + 1, whole:] for name in ("q", "o", "do", "dq")}
             part = Gradients(**tail, lse=gradients.lse[b : b + 1, :, whole:], **key_tensors(b, entries, 1))
-            accumulate(part, b, entries, causal=False)
+            accumulate(part, delta[b : b + 1, :, whole:], b, entries, causal=False)
     return dk, dv
 
 

@@ -112,6 +112,7 @@ def all_cases() -> Iterator[Case]:
     yield from document_cases()
     yield from gate_cases()
     yield from gate_gradient_cases()
+    yield from row_statistics_cases()
     yield from gradient_sum_cases()
     yield from transposed_list_cases()
     yield from worklist_cases()
@@ -262,6 +263,12 @@ def gate_gradient_cases() -> Iterator[Case]:
         for variant, arguments in variants.items():
             run = ours(_compiled, dim, dim, dtype, *arguments)
             yield Case("GateGradients", variant, dim, None, dtype, run)
+
+
+def row_statistics_cases() -> Iterator[Case]:
+    from cute_kernels.attend.row_statistics import _compiled
+
+    yield Case("RowStatistics", "fp32", None, None, None, ours(_compiled))
 
 
 def gradient_sum_cases() -> Iterator[Case]:

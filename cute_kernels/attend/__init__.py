@@ -14,6 +14,7 @@ Backward
     compressed_backward  compressed entries
     window_backward      the window, with the selected blocks inside it
     row_dots             do . o of each row
+    row_statistics       lse and do . o as FlashAttention-4's backward reads them
 
 What they share
     backward_tiles       BackwardDQ and BackwardDKV, on Hopper

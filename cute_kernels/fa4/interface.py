@@ -34,6 +34,7 @@ from torch import Tensor
 
 from cute_kernels.fa4.launch import NARROW, ONE_TILE, WINDOW_TILE, Mask, MaskMod, attend, differentiate
 from cute_kernels.fa4.launch import Gradients as Gradients
+from cute_kernels.fa4.launch import WriteStatistics as WriteStatistics
 from cute_kernels.fa4.launch import window_tile_n as window_tile_n
 from cute_kernels.limits import MAX_LIST_WIDTH
 from cute_kernels.runtime.compiling import COMPILING, once
@@ -185,13 +186,21 @@ def compressed_backward(
     differentiate(gradients, mask, scale=scale)
 
 
-def dense_backward(gradients: Gradients, *, causal: bool, scale: float, deterministic: bool = False) -> None:
+def dense_backward(
+    gradients: Gradients,
+    *,
+    causal: bool,
+    scale: float,
+    deterministic: bool = False,
+    statistics: WriteStatistics | None = None,
+) -> None:
     """Backward of attention to every entry; causal: where row i of M sees entry j of K iff j <= i + K - M.
 
     Args:
         deterministic: add up in a fixed order, which FA4 cannot do with lists.
+        statistics: of the rows, in place of what FA4 computes of o, do and lse; `deterministic` calls do without.
     """
-    differentiate(gradients, Mask(causal=causal), scale=scale, deterministic=deterministic)
+    differentiate(gradients, Mask(causal=causal), scale=scale, deterministic=deterministic, statistics=statistics)
 
 
 def selected_backward(

@@ -376,6 +376,10 @@ class Gradients:
         return Gradients(**values)
 
 
+WriteStatistics = Callable[[Tensor, Tensor], None]
+"""Writes lse in base 2 and do . o, fp32 `[B,H,rows]` with the rows padded to whole tiles, in place of preprocess."""
+
+
 class _Backward(NamedTuple):
     """Compiled kernels: preprocess (do . o, zeros for dq), the mainloop, and postprocess (fp32 sums rounded)."""
 
@@ -387,7 +391,7 @@ class _Backward(NamedTuple):
     after: list[Callable[..., None]]
     """Of dq; of dk and dv too where query heads share them."""
 
-    def __call__(self, given: Gradients, mask: Mask, scale: float) -> None:
+    def __call__(self, given: Gradients, mask: Mask, scale: float, statistics: WriteStatistics | None) -> None:
         q, k = given.q, given.k
         bounds = first, first_key, seqused, seqused_k = mask.bounds()
         *batch, rows, heads, dim = q.shape
@@ -402,11 +406,14 @@ class _Backward(NamedTuple):
         if len(self.after) > 1:
             dk, dv = torch.zeros((2, *batch, kv_heads, keys * dim), **fp32).unbind(0)
         nothing = (None, None, None)
-        of_o = given.o, given.do, delta, given.lse, log2_lse, dq, first, seqused
-        launch(self.before, *of_o, *nothing, 1.0, None, None)
-        statistics = log2_lse, delta
+        if statistics is not None:
+            statistics(log2_lse, delta)
+            dq.zero_()
+        else:
+            of_o = given.o, given.do, delta, given.lse, log2_lse, dq, first, seqused
+            launch(self.before, *of_o, *nothing, 1.0, None, None)
         options = *bounds, *mask.window, *nothing, mask.aux(), mask.sparse(), None
-        launch(self.main, q, k, given.v, given.do, *statistics, dq, dk, dv, scale, *options)
+        launch(self.main, q, k, given.v, given.do, log2_lse, delta, dq, dk, dv, scale, *options)
         of_rows, of_keys = (first, seqused), (first_key, seqused_k)
         rounded = (dq, given.dq, scale, of_rows), (dk, given.dk, scale, of_keys), (dv, given.dv, 1.0, of_keys)
         for kernel, (sums, out, factor, where) in zip(self.after, rounded, strict=False):
@@ -417,8 +424,19 @@ _BACKWARD: dict[Any, _Backward] = {}
 """By signature."""
 
 
-def differentiate(given: Gradients, mask: Mask, *, scale: float, deterministic: bool = False) -> None:
-    """FA4's backward. A KV head's dk and dv are added up in fp32 over its query heads, dq over the blocks of keys."""
+def differentiate(
+    given: Gradients,
+    mask: Mask,
+    *,
+    scale: float,
+    deterministic: bool = False,
+    statistics: WriteStatistics | None = None,
+) -> None:
+    """FA4's backward. A KV head's dk and dv are added up in fp32 over its query heads, dq over the blocks of keys.
+
+    Args:
+        statistics: of the rows, where there are no documents. Not with `deterministic`, which FA4's interface runs.
+    """
     gradients = given
     if given.q.shape[-1] != given.v.shape[-1]:  # FA4 wants equal dims where query heads share keys
         gradients = given.to_one_dim()
@@ -432,8 +450,12 @@ def differentiate(given: Gradients, mask: Mask, *, scale: float, deterministic: 
             run = _kept_backward(signature)
             if run is None:
                 _differentiate_by_interface(signature, gradients, mask, scale, deterministic)
+                if signature is not None and statistics is not None:
+                    # Compiled here, too; once more, for the bits of later calls
+                    statistics(*torch.empty((2, *gradients.lse.shape), dtype=torch.float32, device=given.q.device))
+                    run = _BACKWARD.get(signature)
     if run is not None:
-        run(gradients, mask, scale)
+        run(gradients, mask, scale, statistics)
     if gradients is not given:
         for name in ("dq", "dk", "dv"):
             target, wide = getattr(given, name), getattr(gradients, name)

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.support import cases
 from tests.support.attention_gradients import Branch, check_gradients, gated_branch, normal_inputs
 from tests.support.hardware import ATOMIC_FREE
-from tests.support.ptx import Observer, Order, Schedule, interpret_kernels
+from tests.support.ptx import Observer, Order, Schedule, interpret, interpret_kernels
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -136,6 +136,28 @@ def test_barriers_put_shared_memory_in_order() -> None:
     inputs = make(300, 4, 1, 64, length=4, stride=2, device="cpu")
     assert num_splits(1, 300, inputs.k.shape[1], 1, 4) == 2
     inputs.check()
+
+
+@pytest.mark.interpreted
+@pytest.mark.cuda_extra
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_row_statistics(arch: str) -> None:
+    """What FlashAttention-4's backward reads where its preprocess does not run, of phases: rows are far apart."""
+    from cute_kernels.attend import row_statistics
+
+    batch, heads, rows, padded = 2, 3, 300, 384
+    lse, delta = torch.randn((2, batch, heads, rows, 16))[..., 5].unbind(0)
+    lse[0, 1, 7], lse[1, 2, 299] = -math.inf, math.inf
+    delta[~lse.isfinite()] = math.nan
+    results = torch.full((2, batch, heads, padded), math.nan)
+    interpret(row_statistics._compiled, arch=arch)(lse[..., None], delta[..., None], *results)
+    log2_lse, out = results
+    expected = torch.where(lse == -math.inf, 0.0, lse * math.log2(math.e))
+    assert torch.allclose(log2_lse[..., :rows], expected, rtol=2**-23)
+    assert torch.equal(out[..., :rows], torch.where(lse.isfinite(), delta, 0.0))
+    assert (log2_lse[..., rows:] == math.inf).all()
+    assert not out[..., rows:].any()
 
 
 @pytest.mark.interpreted

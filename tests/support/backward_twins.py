@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
@@ -65,6 +66,7 @@ def install(patch: pytest.MonkeyPatch, arch: str, rules: fa4.Rules) -> None:
     ):
         patch.setattr(backward, name, globals()[name])
     patch.setattr(backward, "kv_outer_backward", kv_outer_backward)
+    patch.setattr(backward, "row_statistics", row_statistics)
     patch.setattr(backward, "compressed_backward", atomic_free_compressed)
     patch.setattr(backward, "window_backward", atomic_free_window)
     patch.setattr(backward, "selected_backward", atomic_free_selected)
@@ -83,10 +85,30 @@ def differentiate(gradients: fa4.Gradients, visible: Tensor, scale: float) -> No
     model.attend_backward(gradients, lambda *_: (pairs, 0 * pairs), scale)
 
 
-def dense_backward(gradients: fa4.Gradients, *, causal: bool, scale: float, deterministic: bool = False) -> None:
+def dense_backward(
+    gradients: fa4.Gradients,
+    *,
+    causal: bool,
+    scale: float,
+    deterministic: bool = False,
+    statistics: fa4.WriteStatistics | None = None,
+) -> None:
+    if statistics is not None:
+        log2_lse, delta = torch.empty((2, *gradients.lse.shape))
+        statistics(log2_lse, delta)
+        there = gradients.lse.isfinite()
+        of_o = (gradients.o.double() * gradients.do.double()).sum(-1).transpose(1, 2)
+        assert torch.allclose(delta[there].double(), of_o[there], atol=1e-4)
+        assert torch.allclose(log2_lse[there] * math.log(2), gradients.lse[there].float(), atol=1e-5)
     row, key = (torch.arange(x.shape[1]) for x in (gradients.q, gradients.k))
     behind = len(key) - len(row) if causal else len(key)
     differentiate(gradients, key <= row[:, None] + behind, scale)
+
+
+def row_statistics(lse: Tensor, delta: Tensor, log2_lse: Tensor, delta_out: Tensor) -> None:
+    for out, x, padding in ((log2_lse, lse * math.log2(math.e), math.inf), (delta_out, delta, 0.0)):
+        out.fill_(padding)
+        out[..., : x.shape[-1]] = x
 
 
 def window_backward(

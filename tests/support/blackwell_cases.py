@@ -177,15 +177,15 @@ class Attention:
         else:
             branch = forward.attend_window(plan, q, k, v, 0, True)
         given = Gradients(q, k, v, branch.o, do, branch.lse, *(torch.empty_like(x) for x in (q, k, v)))
+        delta = (branch.o.float() * do.float()).sum(-1).transpose(1, 2).contiguous()
         got = {"dq": given.dq, "dk": given.dk, "dv": given.dv}
         if form.branch == "compressed":
-            got["dk"], got["dv"] = (
-                x.to(self.dtype) for x in backward.backward_compressed(plan, given, indices, torch.empty(0), False)
-            )
+            dk, dv = backward.backward_compressed(plan, given, indices, delta, False)
+            got["dk"], got["dv"] = dk.to(self.dtype), dv.to(self.dtype)
         elif form.branch == "selected":
-            backward.backward_selected(plan, given, indices, torch.empty(0), False)
+            backward.backward_selected(plan, given, indices, delta, False)
         else:
-            backward.backward_window(plan, given, torch.empty(0), False)
+            backward.backward_window(plan, given, delta, False)
         self._check(execution, {"o": branch.o, "lse": branch.lse, **got}, (q, k, v), do, visible, plan.scale)
 
     def _normal(self, rows: int, heads: int = 1, dim: int | None = None, seed: int = 0) -> Tensor:
