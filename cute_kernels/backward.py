@@ -26,6 +26,7 @@ from cute_kernels.attend.kv_outer_backward import kv_outer_backward
 from cute_kernels.attend.row_statistics import row_statistics
 from cute_kernels.attend.selected_backward import selected_backward
 from cute_kernels.attend.window_backward import LocalSelected, window_backward
+from cute_kernels.attend.window_dq_combine import WindowQueries, takes_window
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.fa4.interface import Gradients
 from cute_kernels.forward import Saved, attend
@@ -189,19 +190,20 @@ def _backward_of_heads(
     dq = gradients["q"][:, :, heads]
     dq_parts: list[Tensor] = []
 
-    def branch_gradients(branch: int, k: Tensor, v: Tensor, *, into_dq: bool = False) -> Gradients:
-        """What a branch reads and writes. The first branch writes into dq itself, where nothing is packed.
+    def branch_gradients(branch: int, k: Tensor, v: Tensor, part: Tensor | None = None) -> Gradients:
+        """What a branch reads and writes.
 
         Afterwards only the result holds the branch's o and do. They are freed with it if they were made for this chunk.
 
         Args:
-            into_dq: the branch adds what the ones before it have written, and the logits' term.
+            part: where it writes dq. None: a part of its own, for the first branch dq itself, where nothing is packed.
         """
         q = chunk.attended.q
         o, weighted_do = outputs[branch], dos[branch]
         outputs[branch] = dos[branch] = q.new_empty(0)
-        first = not dq_parts and documents is None
-        dq_parts.append(dq if into_dq or first else torch.empty_like(q))
+        if part is None:
+            part = dq if not dq_parts and documents is None else torch.empty_like(q)
+            dq_parts.append(part)
         if branch == 0 and call.plan.split_compressed:  # its dk and dv are fp32, and its own
             dk = dv = q.new_empty(0)
         else:
@@ -209,7 +211,7 @@ def _backward_of_heads(
         if branch == 2 and documents is not None and documents.packed.continues:
             for x in (dk, dv):  # FlashAttention-4's window does not write the gradients of keys that no row sees
                 x.zero_()
-        return Gradients(q, k, v, o, weighted_do, gated.lse[branch], dq_parts[-1], dk, dv)
+        return Gradients(q, k, v, o, weighted_do, gated.lse[branch], part, dk, dv)
 
     if (chunk.k_cmp.shape[1] if documents is None else documents.most_entries) > 0:
         cmp = branch_gradients(0, chunk.k_cmp, chunk.v_cmp)
@@ -218,29 +220,39 @@ def _backward_of_heads(
     else:
         results.add_entries(kv_heads, None)
     dkv: dict[str, tuple[Tensor, Tensor]] = {}
-    selects = indices.numel() > 0
+    selects, windows = indices.numel() > 0, config.window_size > 0
     local = local_selected(chunk, gated) if selects else None
-    if config.window_size > 0:
+    window_queries = None if local is None else queries_of_window(chunk, gated, indices.shape[3])
+    logits_term = QueryTerms((), gated.logits, chunk.inputs.gate_proj_weight)
+    sums_queries = selects and config.token_mode and documents is None
+
+    def differentiate_selected() -> None:
+        others = logits_term._replace(branches=tuple(dq_parts)) if sums_queries else None
+        slc = branch_gradients(1, *branch_kv(chunk.attended, "slc"), dq if sums_queries else None)
+        terms: dict[str, Any] = {"local": local, "terms": others, "window": window_queries}
+        backward_selected(call.plan, slc, indices, gated.delta[1], deterministic, **terms)
+        dkv["slc"] = slc.dk, slc.dv
+
+    def differentiate_window() -> None:
         k_win, v_win = branch_kv(chunk.attended, "win")
         first_key = first_key_of_windows(call.plan, k_win.shape[1], local)
         if first_key > 0:
             k_win, v_win = k_win[:, first_key:], v_win[:, first_key:]
-        win = branch_gradients(2, k_win, v_win)
-        backward_window(call.plan, win, gated.delta[2], deterministic, first_key=first_key, local=local)
+        win = branch_gradients(2, k_win, v_win, None if window_queries is None else dq)
+        where: dict[str, Any] = {"first_key": first_key, "local": local, "keys_alone": window_queries is not None}
+        backward_window(call.plan, win, gated.delta[2], deterministic, **where)
         dkv["win"] = win.dk, win.dv
-        del win
-    terms = QueryTerms(tuple(dq_parts), gated.logits, chunk.inputs.gate_proj_weight)
-    sums_queries = selects and config.token_mode and documents is None
+
+    if windows and sums_queries:  # first, where the selected branch adds its dq
+        differentiate_window()
     if selects:
-        slc = branch_gradients(1, *branch_kv(chunk.attended, "slc"), into_dq=sums_queries)
-        others = terms if sums_queries else None
-        backward_selected(call.plan, slc, indices, gated.delta[1], deterministic, local=local, terms=others)
-        dkv["slc"] = slc.dk, slc.dv
-        del slc
+        differentiate_selected()
+    if windows and not sums_queries:
+        differentiate_window()
 
     # Sums
     if not sums_queries:
-        query_gradients(dq, terms._replace(branches=tuple(dq_parts)), documents=documents)
+        query_gradients(dq, logits_term._replace(branches=tuple(dq_parts)), documents=documents)
     _sum_keys(chunk, dkv, kv_heads, results)
 
 
@@ -378,6 +390,7 @@ def backward_selected(
     *,
     local: LocalSelected | None = None,
     terms: QueryTerms | None = None,
+    window: WindowQueries | None = None,
 ) -> None:
     """Of attention to selected blocks.
 
@@ -385,6 +398,7 @@ def backward_selected(
         delta: do . o, fp32 `[B,H,N]`.
         local: in token mode, the local blocks that `backward_window` does instead.
         terms: in token mode, what else dq is to hold.
+        window: from `queries_of_window`: dq is to hold the window's, too.
     """
     q, k, v = gradients.q, gradients.k, gradients.v
     if plan.config.token_mode:
@@ -400,6 +414,7 @@ def backward_selected(
             first_token=plan.first_row,
             into=(gradients.dq, gradients.dk, gradients.dv),
             terms=terms,
+            window=window,
             **token_mode_options(plan),
         )
         return
@@ -463,6 +478,7 @@ def backward_window(
     *,
     first_key: int = 0,
     local: LocalSelected | None = None,
+    keys_alone: bool = False,
 ) -> None:
     """Of attention to the sliding window.
 
@@ -471,6 +487,7 @@ def backward_window(
         delta: do . o, fp32 `[B,H,N]`.
         first_key: from `first_key_of_windows`.
         local: local blocks of the selected branch, whose gradients are added here (`local_selected`).
+        keys_alone: leave dq to `backward_selected`.
     """
     left, right = window_reach(plan.config.window_size, plan.config.causal, first_key + gradients.k.shape[1])
     if _takes_atomic_free_window(plan):
@@ -483,7 +500,7 @@ def backward_window(
             delta,
             left=left,
             scale=plan.scale,
-            into=(gradients.dq, gradients.dk, gradients.dv),
+            into=(None if keys_alone else gradients.dq, gradients.dk, gradients.dv),
             first_token=plan.first_row - first_key,
             local_selected=local,
         )
@@ -516,6 +533,18 @@ def local_selected(chunk: Call, gated: GateResults) -> LocalSelected | None:
     if not (inside and _takes_atomic_free_window(chunk.plan) and k is k_win and gated.do is None):
         return None
     return LocalSelected(gated.lse[1], gated.delta[1], size, local)
+
+
+def queries_of_window(chunk: Call, gated: GateResults, slots: int) -> WindowQueries | None:
+    """The window, for the selected branch's backward to make its dq along, where local blocks lie in it; None: not so.
+
+    Args: slots: n.
+    """
+    plan, num_keys = chunk.plan, branch_kv(chunk.attended, "slc")[0].shape[1]
+    if not takes_window(slots, plan.config.select_size):
+        return None
+    left, _ = window_reach(plan.config.window_size, plan.config.causal, num_keys)
+    return WindowQueries(gated.lse[2], gated.delta[2], left)
 
 
 def _takes_atomic_free_window(plan: Plan) -> bool:

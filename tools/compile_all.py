@@ -431,7 +431,7 @@ def decode_cases() -> Iterator[Case]:
 
 
 def hopper_cases() -> Iterator[Case]:
-    from cute_kernels.attend import compressed_backward, window_backward, window_combine
+    from cute_kernels.attend import compressed_backward, window_backward, window_combine, window_dq_combine
     from cute_kernels.attend.selected_backward import _combine, _dkv, _dq
     from cute_kernels.lists.query_to_kv import Keys
     from cute_kernels.lists.selected_worklist import _count, _list
@@ -461,6 +461,14 @@ def hopper_cases() -> Iterator[Case]:
             how = dim, dtype, has_local, continues
             yield Case("WindowDQ", variant, dim, None, dtype, ours(window_backward._dq, *how))
             yield Case("WindowDKV", variant, dim, None, dtype, ours(window_backward._dkv, *how))
+        for group in (1, 16):
+            for variant, (slots, parts, *terms) in {
+                "projected": (16, 1, True, dtype),
+                "alone": (16, 1, False, None),
+                "128,projected,fp32": (16, 2, True, torch.float32),
+            }.items():
+                run = ours(window_dq_combine._compiled, dim, dtype, group, slots, parts, *terms)
+                yield Case("WindowDQCombine", variant, dim, group, dtype, run)
     paper, fp32 = (16, 64, 1, 2), torch.float32
     for dim, group, dtype in itertools.product(DIMS, window_combine.GROUPS, DTYPES):
         combined: dict[str, tuple[Any, ...]] = {

@@ -13,6 +13,7 @@ Backward
     selected_backward    selected blocks in tile mode, and chosen blocks of compressed entries
     compressed_backward  compressed entries
     window_backward      the window, with the selected blocks inside it
+    window_dq_combine    its dq, the selected branch's combine and the sum of dq in one, on Hopper
     row_dots             do . o of each row
     row_statistics       lse and do . o as FlashAttention-4's backward reads them
 

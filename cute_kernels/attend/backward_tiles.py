@@ -177,8 +177,8 @@ class BackwardDQ(_Backward):
         work: WorkTile,
         group: Int32,
         key_tiles: KeyTiles,
-    ):
-        """Producer warp 0: Q and dO once, then K and V of every key tile."""
+    ) -> Any:
+        """Producer warp 0: Q and dO once, then K and V of every key tile. Returns the state of keys_ready."""
         _, _, _, _, rows_ready, keys_ready = shared
         load_rows, load_keys = tma_loads(*rows), tma_loads(*keys)
         barrier = producer_acquire(rows_ready, producer_state(1))
@@ -189,6 +189,7 @@ class BackwardDQ(_Backward):
         for i in cutlass.range(key_tiles.num_tiles(), unroll=1):
             load_keys((key_tiles.tile(i), kv_head, work.batch), state.index, producer_acquire(keys_ready, state))
             state.advance()
+        return state
 
     def partition_keys(
         self, mma_s: cute.TiledMma, mma_dq: cute.TiledMma, shared: SharedDQ

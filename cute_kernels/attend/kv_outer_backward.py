@@ -46,6 +46,8 @@ from cute_kernels.attend.checks import check_token_attention
 from cute_kernels.attend.combine import combine_partials, combine_query_gradients
 from cute_kernels.attend.combine_splits import add_partials, chunk_start
 from cute_kernels.attend.views import block_bounds, group_heads
+from cute_kernels.attend.window_backward import LocalSelected
+from cute_kernels.attend.window_dq_combine import WindowQueries, window_dq_combine
 from cute_kernels.gate.sums import QueryTerms
 from cute_kernels.lists.worklist import (
     BLOCK,
@@ -755,6 +757,7 @@ def kv_outer_backward(
     local: int = 0,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
     terms: QueryTerms | None = None,
+    window: WindowQueries | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `kv_outer.kv_outer_forward`. Bitwise the same each time.
 
@@ -767,6 +770,8 @@ def kv_outer_backward(
         local: local blocks to leave out: those that end with the token's own, as many, where they were selected.
         into: dq, dk and dv to write, instead of new tensors.
         terms: what else dq is to hold, of up to two branches, of which dq may be one; with at least one slot.
+        window: dq is to hold the window's, too, and that of the local blocks, which lie in it (`takes_window`); with
+            terms of up to one branch.
 
     Returns:
         dq, dk, dv. Zeros for rows without keys and keys without rows.
@@ -792,7 +797,7 @@ def kv_outer_backward(
             result.zero_()
         return results
     run = _compiled((dim, v_dim), q.dtype, group, slots, size, packed is not None, has_warpgroups(q.device)).run
-    sums: list[list[Tensor]] = []  # fp32 dK and dV of each stream
+    dkv_sums: list[list[Tensor]] = []  # fp32, of each stream
     with SideStreams(q.device) as streams:
         for chunk, (worklist, batches, kv_slice) in enumerate(
             worklist_chunks(
@@ -808,7 +813,7 @@ def kv_outer_backward(
         ):
             streams.begin()
             if chunk < STREAMS:
-                sums.append([torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v)])
+                dkv_sums.append([torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v)])
             pairs, split_tiles = worklist.query_rows.shape[:2], worklist.sizes.split_tiles
             dq_shape = *pairs, worklist.sizes.rows * block_tiles, group, dim
             dq_partial = torch.empty(dq_shape, dtype=q.dtype, device=q.device)
@@ -818,7 +823,7 @@ def kv_outer_backward(
             ]
             head_slice = slice(kv_slice.start * group, kv_slice.stop * group)
             tokens_slice = worklist.tokens(first_token)
-            dkv = [x[batches, :, kv_slice] for x in sums[chunk % STREAMS]]
+            dkv = [x[batches, :, kv_slice] for x in dkv_sums[chunk % STREAMS]]
             inputs = [
                 *[x[batches, tokens_slice, head_slice] for x in (q, do)],
                 *[x[batches, :, kv_slice] for x in (k, v)],
@@ -842,13 +847,21 @@ def kv_outer_backward(
                         bounds, _ = packed_tables(packed)
                         combine(worklist.counts, worklist.cum_counts, worklist.work_tiles, x_partial, x, bounds)
                 rows = batches, tokens_slice, head_slice
-                if terms is None:
-                    combine_partials(worklist, dq_partial, dq[rows], partials_per_slot=block_tiles)
+                sums: Any = {"partials_per_slot": block_tiles}
+                if terms is not None:
+                    sums["terms"] = terms.narrow(*rows)
+                if window is not None:
+                    chunk_q, chunk_do, chunk_k, chunk_v, *stats = inputs
+                    attended = chunk_q, chunk_do, chunk_k, chunk_v
+                    in_window = LocalSelected(stats[0], stats[1], size, local)
+                    branches: Any = {"window": window.narrow(*rows), "local_selected": in_window, "scale": scale}
+                    window_dq_combine(*attended, worklist, dq_partial, dq[rows], **branches, **sums)
+                elif terms is not None:
+                    combine_query_gradients(worklist, dq_partial, dq[rows], **sums)
                 else:
-                    own = terms.narrow(*rows)
-                    combine_query_gradients(worklist, dq_partial, dq[rows], own, partials_per_slot=block_tiles)
+                    combine_partials(worklist, dq_partial, dq[rows], **sums)
             del dq_partial, dkv_partial, inputs, worklist  # the stream holds them as long as it needs them
-    for result, *stream_sums in zip(results[1:], *sums, strict=True):
+    for result, *stream_sums in zip(results[1:], *dkv_sums, strict=True):
         if len(stream_sums) > 1:
             torch.add(*stream_sums, out=result)
         else:

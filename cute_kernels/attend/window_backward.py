@@ -209,7 +209,7 @@ class WindowDQ(BackwardDQ):
             consumer = consumer_of(thread, warp_index)
             branches = ((mLse, mDelta), (mLocalLse, mLocalDelta))[: 1 + self.has_local]
             window = WindowMask(left, size, local)
-            dQ = self.mma(
+            dQ, _ = self.mma(
                 shared, branches, key_tiles, window, num_rows, scale, first_token, mma_s, mma_dq, work, consumer
             )
             self.epilogue(mma_dq, dQ, tma_dq, mdQ, shared.sQ, scale, work, consumer)
@@ -228,8 +228,12 @@ class WindowDQ(BackwardDQ):
         mma_dq: cute.TiledMma,
         work: WorkTile,
         consumer: Consumer,
-    ) -> cute.Tensor:
-        """Consumer mainloop over the key tiles of the CTA. Returns dQ of the warpgroup's rows, not scaled yet."""
+    ) -> tuple[cute.Tensor, Any]:
+        """Consumer mainloop over the key tiles of the CTA.
+
+        Returns:
+            dQ of the warpgroup's rows, not scaled yet; the state of keys_ready.
+        """
         keys_ready = shared.keys_ready
         first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
         own_token = token_of(first_row, first_token)  # of the first row
@@ -274,7 +278,7 @@ class WindowDQ(BackwardDQ):
                 warpgroup.wait_group(0)
             keys_ready.consumer_release(state)
             state.advance()
-        return dQ
+        return dQ, state
 
 
 class WindowDKV(BackwardDKV):
@@ -561,7 +565,7 @@ def window_backward(
     *,
     left: int,
     scale: float,
-    into: tuple[Tensor, Tensor, Tensor],
+    into: tuple[Tensor | None, Tensor, Tensor],
     first_token: int = 0,
     local_selected: LocalSelected | None = None,
 ) -> None:
@@ -575,7 +579,7 @@ def window_backward(
         delta: fp32 `[B,H,N]`, likewise: sum(do * o), of o without a gate. Not read where lse is not finite.
         left: at least 0; the window has left + 1 tokens.
         scale: softmax scale.
-        into: dq, dk and dv, like q, k and v, to write.
+        into: dq, dk and dv, like q, k and v, to write; dq may be None, where window_dq_combine.py makes it.
         first_token: the token that row 0 is, a multiple of TILE, where rows continue a sequence: N_k - N.
         local_selected: add the gradients of the selected branch on its local blocks, which must lie in the window.
 
@@ -593,10 +597,12 @@ def window_backward(
     dq, dk, dv = into
     if q.numel() == 0:
         for x in into:
-            x.zero_()
+            if x is not None:
+                x.zero_()
         return
     stats = lse, delta, *((None, None) if local is None else local[:2])
     sizes = left, *((TILE, 0) if local is None else local[2:]), scale, first_token or None
     variant = q.shape[-1], q.dtype, local is not None, first_token > 0
-    _dq(*variant).run(q, do, k, v, *stats, dq, *sizes)
+    if dq is not None:
+        _dq(*variant).run(q, do, k, v, *stats, dq, *sizes)
     _dkv(*variant).run(q, do, k, v, *stats, dk, dv, *sizes)

@@ -19,6 +19,7 @@ from torch import Tensor
 from cute_kernels.pool.documents import PackedBlocks
 from tests.support import cases
 from tests.support import kv_outer_twins as twins
+from tests.support.hardware import ATOMIC_FREE
 from tests.support.helpers import in_threads
 from tests.support.kv_outer_cases import BF16, FP16, GATES, Inputs, forward_from, make, random_indices, small_chunks
 
@@ -526,6 +527,37 @@ def test_dq_with_other_terms(
         inputs.check_terms(branches=branches, w_dtype=w_dtype)
     small_chunks(monkeypatch, 256, 1 << 22, 100)
     inputs.check_terms(branches=branches, w_dtype=w_dtype)
+
+
+@CUDA
+@ATOMIC_FREE
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 30], ids=["many chunks", "one chunk"])
+@pytest.mark.parametrize(
+    ("group", "dim", "size", "local", "left", "count", "dtype"),
+    [
+        (16, 128, 64, 2, 511, 16, BF16),
+        (1, 64, 64, 1, 63, 3, FP16),
+        (3, 64, 128, 2, 300, 5, BF16),
+        (8, 128, 64, 4, 255, 32, FP16),
+        (4, 128, 256, 1, 1000, 4, BF16),
+    ],
+)
+def test_dq_with_the_window(
+    group: int,
+    dim: int,
+    size: int,
+    local: int,
+    left: int,
+    count: int,
+    dtype: torch.dtype,
+    chunk_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small_chunks(monkeypatch, 256, chunk_bytes, 1000)
+    for tokens in (1, 65, 1500):
+        inputs = make(tokens, group, 2, dim, batch=2, size=size, count=count, forced=(1, local), dtype=dtype)
+        inputs.check_window(left, w_dtype=dtype, has_cmp=True)
+        inputs.check_window(left, w_dtype=None, has_cmp=False)
 
 
 @CUDA

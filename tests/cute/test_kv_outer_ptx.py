@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.interpreted, pytest.mark.filterwarni
 @pytest.fixture
 def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels run interpreted. Parameter: what multiplies, when copies arrive, and whether races are looked for."""
-    from cute_kernels.attend import combine, forced, kv_outer, kv_outer_backward, query_outer
+    from cute_kernels.attend import combine, forced, kv_outer, kv_outer_backward, query_outer, window_dq_combine
     from cute_kernels.gate import forward as gate
     from cute_kernels.lists import worklist
     from cute_kernels.pool import documents
@@ -28,7 +28,8 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     by, copies, *races = request.param.split(", ")
     for module in (kv_outer, kv_outer_backward, query_outer, forced):
         monkeypatch.setattr(module, "has_warpgroups", lambda _: by == "warpgroups")
-    modules = worklist, kv_outer, combine, kv_outer_backward, query_outer, forced, gate, documents
+    attention = kv_outer, combine, kv_outer_backward, query_outer, forced, window_dq_combine
+    modules = worklist, *attention, gate, documents
     schedule = Schedule(late=copies == "late", observer=Order if races else Observer)
     interpret_kernels(monkeypatch, modules, schedule=schedule)
 
@@ -183,6 +184,16 @@ def test_dq_with_other_terms(branches: int, w_dtype: torch.dtype | None, monkeyp
     """In chunks of heads and tokens."""
     small_chunks(monkeypatch, 64, 1, 40)
     make(70, 2, 2, count=2, device="cpu").check_terms(branches=branches, w_dtype=w_dtype)
+
+
+@pytest.mark.parametrize("interpreted", ["warpgroups, late, races", *cases.rest("warpgroups, early")], indirect=True)
+@pytest.mark.usefixtures("interpreted")
+def test_dq_with_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of tokens, the second of them with a CTA's rows alone; slots without partials; gates or none."""
+    small_chunks(monkeypatch, 128, 1, 40)
+    inputs = make(300, 2, 1, count=4, forced=(1, 2), device="cpu")
+    inputs.check_window(140, w_dtype=torch.bfloat16, has_cmp=True)
+    inputs.check_window(127, w_dtype=None, has_cmp=False)
 
 
 @pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)

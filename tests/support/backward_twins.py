@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels import backward, forward, plan
-from cute_kernels.attend import window_backward as window_backward_kernels
+from cute_kernels.attend.window_backward import LocalSelected
+from cute_kernels.attend.window_dq_combine import WindowQueries
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.gate.backward import GateResults
 from cute_kernels.gate.sums import QueryTerms
@@ -159,6 +160,7 @@ def kv_outer_backward(
     first_token: int = 0,
     packed: None = None,
     terms: QueryTerms | None = None,
+    window: WindowQueries | None = None,
 ) -> None:
     tokens, group = first_token + q.shape[1], q.shape[2] // k.shape[2]
     row, blocks = torch.arange(first_token, tokens)[:, None], -(-tokens // size)
@@ -167,8 +169,16 @@ def kv_outer_backward(
     pairs = chosen.repeat_interleave(size, 3)[..., :tokens] & (torch.arange(tokens) <= row)
     own = torch.empty_like(into[0])
     add_pairs(q, k, v, do, [(pairs.repeat_interleave(group, 1), lse, delta)], scale, (own, *into[1:]))
-    branches = () if terms is None else terms.branches
-    query_gradients(into[0], (terms or QueryTerms(()))._replace(branches=(*branches, own)))
+    branches = [own, *(() if terms is None else terms.branches)]
+    if window is not None:
+        branches.append(torch.empty_like(own))
+        options = {"left": window.left, "scale": scale, "first_token": first_token}
+        in_window = LocalSelected(lse, delta, size, local)
+        keys = (torch.empty_like(k), torch.empty_like(v))
+        atomic_free_window(
+            q, k, v, do, window.lse, window.delta, into=(branches[-1], *keys), local_selected=in_window, **options
+        )
+    query_gradients(into[0], (terms or QueryTerms(()))._replace(branches=tuple(branches)))
 
 
 def atomic_free_compressed(
@@ -201,9 +211,9 @@ def atomic_free_window(
     *,
     left: int,
     scale: float,
-    into: tuple[Tensor, Tensor, Tensor],
+    into: tuple[Tensor | None, Tensor, Tensor],
     first_token: int = 0,
-    local_selected: window_backward_kernels.LocalSelected | None = None,
+    local_selected: LocalSelected | None = None,
 ) -> None:
     assert first_token % TILE_KEYS == 0
     assert first_token == k.shape[1] - q.shape[1]
@@ -213,7 +223,8 @@ def atomic_free_window(
         local_lse, local_delta, size, local = local_selected
         pairs = (key <= row) & (key >= (row // size - local + 1) * size)
         branches.append((pairs, local_lse, local_delta))
-    add_pairs(q, k, v, do, branches, scale, into)
+    dq = torch.empty_like(q) if into[0] is None else into[0]
+    add_pairs(q, k, v, do, branches, scale, (dq, *into[1:]))
 
 
 def atomic_free_selected(

@@ -41,7 +41,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 SLACK = 1e-4
 """Of a gradient: dS of a row with one key is nothing but the difference of two sums in fp32."""
 HOPPER_ONLY = re.compile(
-    r"attend\.((compressed|selected|window)_backward|window_combine)\.|lists\.selected_worklist\."
+    r"attend\.((compressed|selected|window)_backward|window_combine|window_dq_combine)\.|lists\.selected_worklist\."
     r"|.*(use_wgmma|warpgroups)=True"
 )
 """Forms of kernels that no sm_100 GPU runs."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.attention_gradients import Branch, check_gradients
+from tests.support.attention_gradients import Branch, check_gradients, gated_branch, gradients
 from tests.support.helpers import SUM_ERROR, assert_within_budget
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -153,6 +153,42 @@ class Inputs:
         assert ((dq.double() - expected).abs() <= budget).all()
         if not others and weight is None:
             assert torch.equal(dq, alone)
+
+    def check_window(self, left: int, *, w_dtype: torch.dtype | None, has_cmp: bool) -> None:
+        """dq with the window's and local blocks' in it, the compressed branch's and the logits' term, against fp64."""
+        from cute_kernels.attend.kv_outer_backward import kv_outer_backward
+        from cute_kernels.attend.window_dq_combine import WindowQueries
+        from cute_kernels.gate.sums import QueryTerms
+
+        generator = torch.Generator(self.q.device).manual_seed(4)
+        batch, tokens, heads, dim = self.q.shape
+        row, key = torch.arange(tokens, device=self.q.device)[:, None], torch.arange(tokens, device=self.q.device)
+        seen = ((key <= row) & (key >= row - left)).expand(batch, heads, -1, -1)
+        tensors = self.q, self.k, self.v, self.do
+        window = gated_branch(*tensors, seen, generator)
+        window.lse[:, :, 5::7] = window.delta[:, :, 5::7] = math.inf  # as with a gate of 0
+        lse, delta = self.statistics()
+        around = torch.full((batch, tokens + 2, heads, dim), math.nan, dtype=self.q.dtype, device=self.q.device)
+        dq = around[:, 1:-1]
+        dq.copy_(torch.randn(dq.shape, generator=generator, device=dq.device))
+        weight = torch.randn((heads, 3, dim), generator=generator, device=dq.device)
+        logits = torch.randn((batch, tokens, heads, 4), generator=generator, device=dq.device)[..., 1:]
+        w = None if w_dtype is None else weight.to(w_dtype)
+        added = dq.double() if has_cmp else torch.zeros_like(dq, dtype=torch.float64)
+        if w is not None:
+            added = added + torch.einsum("bthg,hgd->bthd", logits.double(), w.double())
+        terms = QueryTerms((dq,) if has_cmp else (), logits, w)
+        results = dq, torch.empty_like(self.k), torch.empty_like(self.v)
+        inputs = self.q, self.k, self.v, self.indices, self.do, lse, delta
+        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "local": self.forced[1]}
+        queries = WindowQueries(window.lse, window.delta, left)
+        kv_outer_backward(*inputs, **how, into=results, terms=terms, window=queries)
+        _, *keys = kv_outer_backward(*inputs, **how)
+        assert all(torch.equal(got, expected) for got, expected in zip(results[1:], keys, strict=True))
+        assert around[:, [0, -1]].isnan().all()
+        branches = [Branch(self._visible_to_heads(), lse, delta), window]
+        exact, naive = (gradients(*tensors, branches, self.scale, low=low)[0] + added for low in (False, True))
+        assert_within_budget(dq, exact, naive.to(dq.dtype), "dq", slack=1e-4)
 
     def other_after(self, token: int) -> Inputs:
         """The same with other queries, keys and values behind a token."""

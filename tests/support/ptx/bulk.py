@@ -109,11 +109,13 @@ def load_box(source: Cta, of: TensorMap, corner: list[int], target: Cta, chunks:
     if found := inside(of, corner):
         slices, shape, first = found
         box[slices] = tensor_part(source, of, shape, first)
-    target.shared.view("u8")[: len(target.shared) // CHUNK * 2].reshape(-1, 2)[chunks] = box.view("u8").reshape(-1, 2)
+    target.shared[: len(target.shared) // CHUNK * CHUNK].view("u8").reshape(-1, 2)[chunks] = box.view("u8").reshape(
+        -1, 2
+    )
 
 
 def store_box(cta: Cta, of: TensorMap, corner: list[int], chunks: Any, add: bool) -> None:
-    data = cta.shared.view("u8")[: len(cta.shared) // CHUNK * 2].reshape(-1, 2)[chunks]
+    data = cta.shared[: len(cta.shared) // CHUNK * CHUNK].view("u8").reshape(-1, 2)[chunks]
     box = data.view(f"u{of.item}").reshape(of.box[::-1])
     if found := inside(of, corner):
         slices, shape, first = found

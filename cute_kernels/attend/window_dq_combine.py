@@ -1,0 +1,448 @@
+"""dq of token mode on Hopper: the window, the selected branch's partials, other branches and gates in one kernel.
+
+    dq_i = dq_win_i + dq_local_i + sum_s dq_s + dq_cmp_i + sum_b dlogit_ib w_b        s over the slots with a partial
+
+WindowDQCombine   WindowDQ (window_backward.py), whose ring of stages goes on behind the last key tile: each slot that
+                  one of the CTA's tokens has brings the partials of both consumers' rows, then comes dq_cmp. All is
+                  added to the accumulator in fp32 and rounded once.
+
+The consumers multiply while the producer fetches partials ahead, so memory and tensor cores work at the same time, and
+neither dq of the window nor of the selected branch goes through memory.
+
+Floor, 64K tokens, 64 heads over 4, D = 128, n = 16 of which 2 are local, w = 512: partials of 14 slots, 15.0 GB, q, do
+and dq_cmp, dq, 4.3 GB: 4.6 ms at 4.2 TB/s; at the same time 10 tiles of keys, 2.1 TFLOP, 2.3 ms at 900 TFLOP/s.
+
+Limits: of WindowDQ; n l' / 64 <= MAX_PARTIALS; window and selected branch have the same keys, values and dO.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import cpasync, warp
+from torch import Tensor
+
+from cute_kernels.attend.backward_tiles import (
+    CTA_ROWS,
+    STAGES,
+    KeyTileRange,
+    SharedDQ,
+    TmaTile,
+    WorkTile,
+    token_of,
+)
+from cute_kernels.attend.window_backward import LocalSelected, WindowDQ, WindowMask
+from cute_kernels.gate.forward import BRANCHES
+from cute_kernels.gate.sums import QueryTerms, fake_query_terms
+from cute_kernels.lists.worklist import Worklist, fake_slots
+from cute_kernels.mma.mma_sync import QUAD
+from cute_kernels.mma.warp import LANES, lowest_bit
+from cute_kernels.mma.warp_specialized import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+    THREADS,
+    WARPGROUP_WARPS,
+    Consumer,
+    consumer_of,
+)
+from cute_kernels.mma.wgmma import (
+    TILE,
+    WARPGROUP_THREADS,
+    acc_coordinates,
+    allocate_tiles,
+    make_tma_copies,
+    producer_acquire,
+    swizzled_tiles,
+    tma_loads,
+    tma_pipeline,
+)
+from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+
+MAX_PARTIALS = 32
+"""Of a row: a bit for each."""
+
+SLOTS_FOR_PRODUCER, SLOTS_FOR_CONSUMERS = 3, 4
+"""Named barriers behind those of the epilogue: warp 1 has written which slots have partials."""
+
+
+class SharedRing(NamedTuple):
+    """What WindowDQCombine has in shared memory beside SharedDQ."""
+
+    sRing: cute.Tensor  # (TILE, D, 2 STAGES): K, then V of every stage; partials of consumer 0, then of 1
+    sSlots: cute.Tensor  # int32 (CTA_ROWS + 1): a bit for each slot of a row with a partial; of all rows
+
+
+class WindowDQCombine(WindowDQ):
+    """Roles and pipelines: BackwardDQ, whose warp 1 looks up which slots have partials meanwhile.
+
+    Named barriers, once each: 3, warp 1 has written sSlots for warp 0; 4, for the consumers.
+
+    Args:
+        dim, dtype: D = D_v, and their 16-bit type.
+        group: G. slots: n.
+        partials_per_slot: that lie one behind the other.
+    """
+
+    def __init__(self, dim: int, dtype: Any, group: int, slots: int, *, partials_per_slot: int) -> None:
+        super().__init__(dim, dtype, has_local=True)
+        self.group, self.slots, self.partials_per_slot = group, slots, partials_per_slot
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # [B, T, H, D]
+        mdO: cute.Tensor,
+        mK: cute.Tensor,  # [B, N, H_kv, D]
+        mV: cute.Tensor,
+        mLse: cute.Tensor,  # fp32 [B, H, T], of the window
+        mDelta: cute.Tensor,
+        mLocalLse: cute.Tensor,  # of the selected branch
+        mLocalDelta: cute.Tensor,
+        mSlotBlocks: cute.Tensor,  # Worklist.slot_blocks
+        mPartial: cute.Tensor,  # [B H_kv, T, n partials_per_slot G, D]
+        mCmp: cute.Tensor | None,  # [B, T, H, D]; may be mdQ
+        mLogits: cute.Tensor | None,  # fp32 [B, T, H, 3]
+        mW: cute.Tensor | None,  # [H, 3, D], with mLogits
+        mdQ: cute.Tensor,  # [B, T, H, D]
+        left: Int32,
+        size: Int32,
+        local: Int32,
+        scale: Float32,
+        first_token: Int32,  # that row 0 is, a multiple of TILE
+        stream: Any,
+    ):
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        tma_cmp: list[Any] = [None, None]
+        if const_expr(mCmp is not None):
+            tma_cmp = make_tma_copies(load, self.dtype, self.dim, mCmp)
+        self.kernel(
+            *self.tma_copies((mQ, mdO, mK, mV), (mdQ,)),
+            *make_tma_copies(load, self.dtype, self.dim, mPartial),
+            *tma_cmp,
+            mLse,
+            mDelta,
+            mLocalLse,
+            mLocalDelta,
+            mSlotBlocks,
+            mLogits,
+            mW,
+            mQ.shape[1],
+            mK.shape[2],
+            left,
+            size,
+            local,
+            scale,
+            first_token,
+            *self.operands()[:3],
+            swizzled_tiles(self.dtype, self.dim, 2 * STAGES),
+        ).launch(
+            grid=[cute.ceil_div(mQ.shape[1], CTA_ROWS), mQ.shape[2], mQ.shape[0]],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,  # (T, D, H, B), coordinates for TMA
+        tma_do: cute.CopyAtom,
+        mdO: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,
+        tma_dq: cute.CopyAtom,
+        mdQ: cute.Tensor,
+        tma_partial: cute.CopyAtom,
+        mPartial: cute.Tensor,  # (T, D, n partials_per_slot G, B H_kv)
+        tma_cmp: cute.CopyAtom | None,
+        mCmp: cute.Tensor | None,
+        mLse: cute.Tensor,
+        mDelta: cute.Tensor,
+        mLocalLse: cute.Tensor,
+        mLocalDelta: cute.Tensor,
+        mSlotBlocks: cute.Tensor,
+        mLogits: cute.Tensor | None,
+        mW: cute.Tensor | None,
+        num_rows: Int32,
+        kv_heads: Int32,
+        left: Int32,
+        size: Int32,
+        local: Int32,
+        scale: Float32,
+        first_token: Int32,
+        mma_s: cute.TiledMma,
+        mma_dq: cute.TiledMma,
+        row_layout: cute.ComposedLayout,
+        ring_layout: cute.ComposedLayout,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        work = WorkTile(*cute.arch.block_idx())
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        first_tile = cutlass.max(token_of(work.tile * CTA_ROWS, first_token) - left, 0) // TILE
+        stop_row = cutlass.min(work.tile * CTA_ROWS + CTA_ROWS, num_rows + TILE - 1)
+        key_tiles = KeyTileRange(first_tile, token_of(stop_row, first_token) // TILE - first_tile)
+        shared, ring = self.allocate_ring(row_layout, ring_layout)
+
+        if warp_index < WARPGROUP_WARPS:  # producer
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp_index == 0:
+                state = self.load(
+                    ((tma_q, shared.sQ, mQ), (tma_do, shared.sdO, mdO)),
+                    ((tma_k, shared.sK, mK), (tma_v, shared.sV, mV)),
+                    shared,
+                    work,
+                    self.group,
+                    key_tiles,
+                )
+                cmp = None if const_expr(tma_cmp is None) else (tma_cmp, ring.sRing, mCmp)
+                self.load_terms((tma_partial, ring.sRing, mPartial), cmp, shared, ring, work, kv_heads, state)
+            elif warp_index == 1:
+                self.find_slots(mSlotBlocks, ring.sSlots, num_rows, work)
+        else:  # consumers
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            consumer = consumer_of(thread, warp_index)
+            branches = ((mLse, mDelta), (mLocalLse, mLocalDelta))
+            window = WindowMask(left, size, local)
+            dQ, state = self.mma(
+                shared, branches, key_tiles, window, num_rows, scale, first_token, mma_s, mma_dq, work, consumer
+            )
+            dQ.store(dQ.load() * scale)
+            self.add_terms(dQ, shared, ring, mma_dq, const_expr(tma_cmp is not None), consumer, state)
+            if const_expr(mLogits is not None):
+                self.add_logits(dQ, mLogits, mW, num_rows, work, consumer)
+            self.epilogue(mma_dq, dQ, tma_dq, mdQ, shared.sQ, Float32(1.0), work, consumer)
+
+    def allocate_ring(
+        self, row_layout: cute.ComposedLayout, ring_layout: cute.ComposedLayout
+    ) -> tuple[SharedDQ, SharedRing]:
+        smem = cutlass.memory.SmemAllocator()
+        sQ, sdO, sRing = (allocate_tiles(smem, self.dtype, layout) for layout in (row_layout, row_layout, ring_layout))
+        sSlots = smem.allocate_tensor(Int32, cute.make_layout(CTA_ROWS + 1), 16)
+        consumer_warps = CONSUMERS * WARPGROUP_WARPS
+        rows_ready = tma_pipeline(1, consumer_warps, 2 * CONSUMERS * self.tile_bytes, defer_sync=True)
+        keys_ready = tma_pipeline(STAGES, consumer_warps, 2 * self.tile_bytes)
+        sV = cute.domain_offset((0, 0, STAGES), sRing)
+        return SharedDQ(sQ, sdO, sRing, sV, rows_ready, keys_ready), SharedRing(sRing, sSlots)
+
+    @cute.jit
+    def find_slots(self, mSlotBlocks: cute.Tensor, sSlots: cute.Tensor, num_rows: Int32, work: WorkTile):
+        """Producer warp 1: which slots of the CTA's rows have partials."""
+        gSlotBlocks = mSlotBlocks[work.batch, work.head // self.group, None, None]
+        lane, every = cute.arch.lane_idx(), Int32(0)
+        for i in cutlass.range(CTA_ROWS // LANES, unroll=1):
+            row, slots = work.tile * CTA_ROWS + i * LANES + lane, Int32(0)
+            if row < num_rows:
+                for slot in range_constexpr(self.slots):
+                    slots |= Int32(1 << slot) if gSlotBlocks[row, slot] >= 0 else Int32(0)
+            sSlots[i * LANES + lane] = slots
+            every |= slots
+        of_all = Int32(0)
+        for slot in range_constexpr(self.slots):
+            of_all |= Int32(1 << slot) if cute.arch.vote_any_sync((every & (1 << slot)) != 0) else Int32(0)
+        if lane == 0:
+            sSlots[CTA_ROWS] = of_all
+        cute.arch.barrier(barrier_id=SLOTS_FOR_PRODUCER, number_of_threads=2 * LANES)
+        cute.arch.barrier_arrive(
+            barrier_id=SLOTS_FOR_CONSUMERS, number_of_threads=LANES + CONSUMERS * WARPGROUP_THREADS
+        )
+
+    @cute.jit
+    def load_terms(
+        self,
+        partial: TmaTile,
+        cmp: TmaTile | None,
+        shared: SharedDQ,
+        ring: SharedRing,
+        work: WorkTile,
+        kv_heads: Int32,
+        state: Any,
+    ):
+        """Producer warp 0: what is added to dQ of the window, for each consumer a tile."""
+        load_partials, kv_head = tma_loads(partial), work.head // self.group
+        cute.arch.barrier(barrier_id=SLOTS_FOR_PRODUCER, number_of_threads=2 * LANES)
+        slots = cute.arch.make_warp_uniform(ring.sSlots[CTA_ROWS])
+        while slots != 0:
+            first = lowest_bit(slots) * self.partials_per_slot
+            for part in range_constexpr(self.partials_per_slot):
+                barrier = producer_acquire(shared.keys_ready, state)
+                for i in range_constexpr(CONSUMERS):
+                    at = (first + part) * self.group + work.head % self.group
+                    place = work.tile * CONSUMERS + i, at, work.batch * kv_heads + kv_head
+                    load_partials(place, state.index + i * STAGES, barrier)
+                state.advance()
+            slots &= slots - 1
+        if const_expr(cmp is not None):
+            load_cmp = tma_loads(cmp)  # type: ignore[arg-type]
+            barrier = producer_acquire(shared.keys_ready, state)
+            for i in range_constexpr(CONSUMERS):
+                load_cmp((work.tile * CONSUMERS + i, work.head, work.batch), state.index + i * STAGES, barrier)
+
+    @cute.jit
+    def add_terms(
+        self,
+        dQ: cute.Tensor,
+        shared: SharedDQ,
+        ring: SharedRing,
+        mma_dq: cute.TiledMma,
+        has_cmp: cutlass.Constexpr[bool],
+        consumer: Consumer,
+        state: Any,
+    ):
+        """Partials of the warpgroup's rows, in the order of the slots, and dq_cmp."""
+        keys_ready = shared.keys_ready
+        read = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype), mma_dq
+        ).get_slice(consumer.thread)
+        tCsRing = read.partition_S(ring.sRing)
+        rX = cute.make_rmem_tensor_like(dQ, self.dtype)
+        cute.arch.barrier(barrier_id=SLOTS_FOR_CONSUMERS, number_of_threads=LANES + CONSUMERS * WARPGROUP_THREADS)
+        slots = cute.arch.make_warp_uniform(ring.sSlots[CTA_ROWS])
+        rSlots = cute.make_rmem_tensor(2, Int32)
+        for r in range_constexpr(2):
+            rSlots[r] = ring.sSlots[consumer.warpgroup * TILE + _lane_row(consumer, r)]
+        while slots != 0:
+            slot = lowest_bit(slots)
+            for _ in range_constexpr(self.partials_per_slot):
+                keys_ready.consumer_wait(state)
+                stage = state.index + consumer.warpgroup * STAGES
+                cute.copy(read, tCsRing[None, None, None, stage], read.retile(rX))
+                cute.arch.sync_warp()
+                keys_ready.consumer_release(state)
+                state.advance()
+                _add(dQ, rX, rSlots, slot)
+            slots &= slots - 1
+        if const_expr(has_cmp):
+            keys_ready.consumer_wait(state)
+            stage = state.index + consumer.warpgroup * STAGES
+            cute.copy(read, tCsRing[None, None, None, stage], read.retile(rX))
+            dQ.store(dQ.load() + rX.load().to(Float32))
+
+    @cute.jit
+    def add_logits(
+        self,
+        dQ: cute.Tensor,
+        mLogits: cute.Tensor,
+        mW: cute.Tensor,
+        num_rows: Int32,
+        work: WorkTile,
+        consumer: Consumer,
+    ):
+        """Gradients of the gates' logits, times their weights."""
+        rLogits = cute.make_rmem_tensor((2, BRANCHES), Float32)
+        rLogits.fill(0.0)
+        for r in range_constexpr(2):
+            row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE + _lane_row(consumer, r)
+            if row < num_rows:
+                for b in range_constexpr(BRANCHES):
+                    rLogits[r, b] = mLogits[work.batch, row, work.head, b]
+        rW = cute.make_rmem_tensor(2, mW.element_type)
+        for n in range_constexpr(self.dim // 8):
+            for b in range_constexpr(BRANCHES):
+                pair = n * QUAD + cute.arch.lane_idx() % QUAD
+                cute.autovec_copy(cute.local_tile(mW[work.head, b, None], (2,), (pair,)), rW)
+                for r in range_constexpr(2):
+                    for c in range_constexpr(2):
+                        at = ((c, r, n), 0, 0)
+                        dQ[at] = cute.math.fma(rLogits[r, b], rW[c].to(Float32), dQ[at])
+
+
+@cute.jit
+def _lane_row(consumer: Consumer, r: cutlass.Constexpr[int]) -> Int32:
+    """The r-th of the thread's two rows of a tile."""
+    return consumer.warp % WARPGROUP_WARPS * 16 + 8 * r + cute.arch.lane_idx() // QUAD
+
+
+@cute.jit
+def _add(dQ: cute.Tensor, rX: cute.Tensor, rSlots: cute.Tensor, slot: Int32):
+    """Add a partial to rows that have one; where there is none, it is what nobody has written."""
+    for n, r, c in acc_coordinates(dQ):
+        at = ((c, r, n), 0, 0)
+        value = rX[at].to(Float32)
+        dQ[at] += value if (rSlots[r] >> slot) & 1 != 0 else Float32(0.0)
+
+
+class WindowQueries(NamedTuple):
+    """The window branch, where dq of its queries is made with the selected branch's."""
+
+    lse: Tensor
+    """fp32 `[B,H,N]`, like the selected branch's."""
+    delta: Tensor
+    left: int
+    """Keys before a token that it sees, beside its own."""
+
+    def narrow(self, batches: slice, rows: slice, heads: slice) -> WindowQueries:
+        """The same for some batches, rows and heads."""
+        return WindowQueries(self.lse[batches, heads, rows], self.delta[batches, heads, rows], self.left)
+
+
+def takes_window(slots: int, size: int) -> bool:
+    """Whether `window_dq_combine` has bits for the partials of a row. Args: n; l'."""
+    return slots * (size // TILE) <= MAX_PARTIALS
+
+
+@compiled_once
+def _compiled(
+    dim: int,
+    dtype: torch.dtype,
+    group: int,
+    slots: int,
+    partials_per_slot: int,
+    has_cmp: bool,
+    w_dtype: torch.dtype | None,
+) -> Kernel:
+    rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
+    stats = [fake(torch.float32, None, None, None, aligned=False) for _ in range(4)]
+    return compile_kernel(
+        WindowDQCombine(dim, CUTE_DTYPES[dtype], group, slots, partials_per_slot=partials_per_slot),
+        *rows,
+        *stats,
+        fake_slots(),
+        fake(dtype, None, None, None, dim),
+        *fake_query_terms(dim, dtype, int(has_cmp), 1, w_dtype),
+        fake(dtype, None, None, None, dim),
+        *[Int32(0)] * 3,
+        Float32(0.0),
+        Int32(0),
+    )
+
+
+def window_dq_combine(
+    q: Tensor,
+    do: Tensor,
+    k: Tensor,
+    v: Tensor,
+    worklist: Worklist,
+    partial: Tensor,
+    dq: Tensor,
+    *,
+    window: WindowQueries,
+    local_selected: LocalSelected,
+    scale: float,
+    partials_per_slot: int,
+    terms: QueryTerms | None = None,
+) -> None:
+    """Attend backward to the window and local selected blocks, add the partials and the other terms of dq, into dq.
+
+    Args:
+        q, do, k, v, scale: as of `window_backward`, of the worklist's tokens; k and v of no token behind the last one.
+        worklist: of the blocks that are not local.
+        partial: `[B,H_kv,T n partials_per_slot,G,D]`, contiguous, read for the slots that have a block.
+        dq: `[B,T,H,D]`; may be one of the terms.
+        window, local_selected, terms: of these tokens and heads; terms of up to one branch.
+    """
+    terms = terms or QueryTerms(())
+    batch, kv_heads, _, group, dim = partial.shape
+    slots = worklist.slot_blocks.shape[3]
+    flat = partial.view(batch * kv_heads, q.shape[1], slots * partials_per_slot * group, dim)
+    run = _compiled(dim, q.dtype, group, slots, partials_per_slot, len(terms.branches) > 0, terms.w_dtype).run
+    stats = window.lse, window.delta, *local_selected[:2]
+    sizes = window.left, *local_selected[2:], scale, worklist.first_token
+    run(q, do, k, v, *stats, worklist.slot_blocks, flat, *terms.arguments(1), dq, *sizes)
