@@ -356,7 +356,7 @@ def tensor_map(x: Tensor, rows: int) -> TensorMap:
     return TensorMap(x.data_ptr(), 2, "bf16", tuple(x.shape[dim] for dim in order), strides, (64, rows, 1, 1), 128)
 
 
-BATCH, ROWS, HEADS, KV_HEADS, DIM, SCALE = 1, 600, 2, 1, 128, 0.1
+BATCH, ROWS, HEADS, KV_HEADS, DIM, SCALE = 1, 600, 4, 1, 128, 0.1
 LOG2E = torch.tensor(SCALE) * torch.tensor(math.log2(math.e))
 
 

@@ -204,7 +204,7 @@ def test_gated_in_chunks(gates: str, forced: tuple[int, int], monkeypatch: pytes
     small_chunks(monkeypatch, 64, 1, 40)
     chosen = torch.full((1, 2, 70, 10), -1, dtype=torch.int32)
     chosen[..., 66:, 9] = 1  # nothing before, and nothing in the first slots that are loaded together
-    inputs = make(70, 1, 2, indices=chosen, device="cpu")
+    inputs = make(70, 2, 2, indices=chosen, device="cpu")
     replace(inputs, forced=forced).check_gated(gates)
 
 

@@ -262,7 +262,9 @@ def test_nsa_interpreted(as_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> No
     if as_graphs:
         monkeypatch.setattr(graphs, "DEVICES", {"cpu"})
         monkeypatch.setattr(graphs, "launch", launch_as_graph)
-    config = NSAConfig(compress_block_size=16, select_block_size=64, num_selected_blocks=2, window_size=50)
+    # Entries as of test_prefill.py: kernels that both take are compiled once
+    pools = {"compress_block_size": 16, "compress_stride": 8}
+    config = NSAConfig(**pools, select_block_size=64, num_selected_blocks=2, window_size=50)
 
     def step(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)

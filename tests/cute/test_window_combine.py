@@ -76,7 +76,7 @@ class TestInterpreted:
     @pytest.mark.parametrize("interpreted", ["late, races"], indirect=True)
     def test_barriers_put_shared_memory_in_order(self) -> None:
         """Each stage is filled several times."""
-        Case(220, beside=5, window=190).check_gated("projected", "cpu")
+        Case(220, window=190).check_gated("projected", "cpu")
 
     @pytest.mark.parametrize("interpreted", ["late"], indirect=True)
     @pytest.mark.parametrize("name", ["documents", *cases.rest("early and late blocks")])
@@ -102,7 +102,7 @@ class TestInterpreted:
     @pytest.mark.parametrize("token", [66, *cases.rest(5, 63, 64, 130)])
     def test_future_changes_nothing(self, token: int) -> None:
         """Nor what later tokens of the same step select: in the first blocks some slots are theirs alone."""
-        case = Case(150, window=140, beside=1)
+        case = Case(150, window=140, forced=(1, 1))
         inputs = case.inputs("cpu")
         indices = inputs.indices.clone()
         indices[:, :, token + 1 :, -1] = -1

@@ -97,16 +97,16 @@ def interpret(
 
     build = inspect.unwrap(compiled)
     asked = f"{build.__module__}.{build.__qualname__} {how!r} {sorted(named.items())!r}"
-    key = disk_cache.key_of(asked, arch=arch, interpreted=True)
 
     def make() -> Artefacts:
-        with compiling(arch, lambda make: make()):
-            made: Artefacts = build(*how, **named).compiled
+        made: Artefacts = build(*how, **named).compiled
         return made
 
+    with compiling(arch, lambda make: make()):  # the key holds the target: one with `interpreted_gpu` and without
+        artefacts = kept(disk_cache.key_of(asked, interpreted=True), make)
     bound = inspect.signature(build).bind(*how, **named)
     bound.apply_defaults()
-    return Interpreted(kept(key, make), schedule, Asked(build, bound.arguments))
+    return Interpreted(artefacts, schedule, Asked(build, bound.arguments))
 
 
 def interpret_kernels(
