@@ -69,6 +69,7 @@ def build(linalg: str, what: str) -> Native:
 
 
 def compile_library(text: str, what: str) -> bytes:
+    runtime = compiled_runtime()
     with tempfile.TemporaryDirectory() as folder:
         stem = Path(folder) / "kernel"
         source, lowered, llvm, bitcode, obj, library = (
@@ -81,10 +82,27 @@ def compile_library(text: str, what: str) -> bytes:
             [tool("mlir-translate"), "--mlir-to-llvmir", lowered, "-o", llvm],
             [tool("opt"), "-O2", llvm, "-o", bitcode],
             [tool("llc"), "-O2", *instructions(), "-relocation-model=pic", "-filetype=obj", bitcode, "-o", obj],
-            ["cc", "-O2", "-fPIC", "-shared", str(RUNTIME), obj, "-lm", "-o", library],
+            ["cc", "-shared", str(runtime), obj, "-lm", "-o", library],
         ):
-            environment = None if command[0] == "cc" else toolchain.llvm_environment()
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise ProofError(f"build {what}: {Path(command[0]).name} failed\n{done.stderr[:4000]}")
+            run(command, what)
         return Path(library).read_bytes()
+
+
+@functools.cache
+def compiled_runtime() -> Path:
+    """The object of native.c, which every library holds."""
+    content = "\0".join([RUNTIME.read_text(encoding="utf-8"), toolchain.version()])
+    path = toolchain.CACHE / "native" / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.o"
+    if not path.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / "runtime.o"
+            run(["cc", "-O2", "-fPIC", "-c", str(RUNTIME), "-o", str(made)], RUNTIME.name)
+            toolchain.write_atomically(path, made.read_bytes())
+    return path
+
+
+def run(command: list[str], what: str) -> None:
+    environment = None if command[0] == "cc" else toolchain.llvm_environment()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ProofError(f"build {what}: {Path(command[0]).name} failed\n{done.stderr[:4000]}")

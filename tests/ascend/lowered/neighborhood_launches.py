@@ -22,7 +22,7 @@ def widest(block_d: int, tier: int) -> dict[str, Any]:
 
 FLASH: dict[str, dict[str, Any]] = {
     "2304 tokens": {"tokens": 2304, "kernel_size": 7, "dim": 64},
-    "long": {"tokens": 4096, "kernel_size": 63, "dim": 128, "boundary": "shift"},
+    "long": {"tokens": 4096, "kernel_size": 63, "dim": 128, "boundary": "shift", "heads": 1},
     "dilated, grouped, even": {"tokens": 301, "kernel_size": 6, "dilation": 3, "heads": 4, "kv_heads": 2, "dim": 40},
     "causal": {"tokens": 200, "kernel_size": 33, "causal": True, "dim": 64},
     "fewer tokens than keys, features padded": {"tokens": 5, "kernel_size": 64, "boundary": "shift", "dim": 123},
