@@ -94,23 +94,27 @@ test-oldest: ## set up the oldest torch that is supported, in .cache, and run th
 		tests/nsa/test_reference.py tests/nsa/test_fuzz.py tests/nsa/test_ops.py tests/nsa/test_training_tools.py tests/nsa/test_neighborhood_ops.py \
 		tests/nsa/test_neighborhood_module.py $(ARGS)
 
-# OpenBLAS's name of a CPU (Haswell serves Zen, too; SkylakeX; Nehalem), whose instructions this one must have; the tests.
+# Files that hold a test marked so.
+marked = $(shell grep -rlE "mark\.($(1))\b" tests --include="test_*.py")
+
+# OpenBLAS's name of a CPU (Haswell serves Zen, too; SkylakeX; Nehalem), whose instructions this one must have; files.
 BLAS ?= Haswell
-BLAS_TESTS ?= tests/cute/test_ptx.py tests/cute/test_selected_backward_ptx.py tests/cute/test_kv_outer.py::test_twins_gated_on_the_way \
-	tests/cute/test_kv_outer_ptx.py::test_forced_blocks_of_later_queries
-test-blas: ## run some tests of interpreted kernels with NumPy's BLAS as on another CPU, BLAS=Haswell; others: BLAS_TESTS=file
+BLAS_TESTS ?=
+test-blas: ## run tests of bits that a sum by BLAS could change, marked `blas`, with NumPy's as on another CPU, BLAS=Haswell; others: BLAS_TESTS=file
 	$(bootstrap) --extras $(TEST_EXTRAS)
-	OPENBLAS_CORETYPE=$(BLAS) OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "not cuda and not ascend" $(TEST_SCOPE) $(BLAS_TESTS) $(ARGS)
+	OPENBLAS_CORETYPE=$(BLAS) OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "$(if $(BLAS_TESTS),,blas and) not cuda and not ascend" \
+		$(TEST_SCOPE) $(or $(BLAS_TESTS),$(call marked,blas)) $(ARGS)
 
 test-ascend: ## set up what proves the Ascend kernels without an NPU, in .cache without root, and run these tests; every case in every dtype: ARGS=--full
 	$(bootstrap) --extras dev,bench
 	$(VENV_PYTHON) tools/ascend_toolchain.py
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m ascend tests/ascend/lowered $(ARGS)
 
+# And what is marked `blas`, for CI, which runs all of it with another CPU's BLAS.
 test-interpreted: ## execute compiled kernels on the CPU: CUDA kernels, Blackwell's in the part of their table in which every value comes, and Triton's
 	$(bootstrap) --extras $(TEST_EXTRAS)
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "interpreted and not cuda" $(TEST_SCOPE) \
-		$(shell grep -rl "mark.interpreted" tests --include="test_*.py") $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "(interpreted or blas) and not cuda" $(TEST_SCOPE) \
+		$(call marked,interpreted|blas) $(ARGS)
 
 test-blackwell: ## execute every kernel of Blackwell on the CPU: all of that table, and kernels without what orders them (half an hour on two cores, the first time an hour)
 	$(bootstrap) --extras $(TEST_EXTRAS)

@@ -113,6 +113,7 @@ def test_twins_of_dq_with_other_terms(
     make(100, indices=chosen, device="cpu").check_terms(branches=branches, w_dtype=w_dtype)
 
 
+@pytest.mark.blas
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("gates", "forced"), cases.product(GATES, [(0, 0), (1, 2)]))
 def test_twins_gated_on_the_way(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,6 +228,7 @@ def test_forced_blocks_gated_late() -> None:
     make(140, 2, 1, count=2, size=64, forced=(0, 1), device="cpu").check_gated("given fp32")
 
 
+@pytest.mark.blas
 @pytest.mark.parametrize("interpreted", LATE_IF_FULL, indirect=True)
 @pytest.mark.usefixtures("interpreted")
 def test_forced_blocks_of_later_queries() -> None:

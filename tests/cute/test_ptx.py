@@ -7,15 +7,18 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.support import ptx
+
+pytestmark = pytest.mark.blas
 
 SAME_KERNELS = {"Zen": "Haswell", "Prescott": "Katmai"}
 """CPUs for which OpenBLAS takes another one's. It takes this machine's for a name that it does not know."""
 
 
 def test_the_blas_is_the_one_that_was_asked_for() -> None:
-    """Or `make test-blas` would show nothing: OPENBLAS_CORETYPE names the kernels of NumPy's own OpenBLAS."""
+    """Or tests marked `blas` would show nothing: OPENBLAS_CORETYPE names the kernels of NumPy's own OpenBLAS."""
     asked = os.environ.get("OPENBLAS_CORETYPE")
     if asked is None:
         return

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.ptx import interpret
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.blas, pytest.mark.filterwarnings("default")]
 
 
 def test_partials_are_added_up() -> None:
