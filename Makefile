@@ -94,8 +94,8 @@ test-oldest: ## set up the oldest torch that is supported, in .cache, and run th
 		tests/nsa/test_reference.py tests/nsa/test_fuzz.py tests/nsa/test_ops.py tests/nsa/test_training_tools.py tests/nsa/test_neighborhood_ops.py \
 		tests/nsa/test_neighborhood_module.py $(ARGS)
 
-# Files that hold a test marked so.
-marked = $(shell grep -rlE "mark\.($(1))\b" tests --include="test_*.py")
+# Files that hold a test marked so; those first that take longest, which interpret with Triton.
+marked = $(sort $(shell grep -rlE "mark\.($(1))\b" tests --include="test_*.py"))
 
 # OpenBLAS's name of a CPU (Haswell serves Zen, too; SkylakeX; Nehalem), whose instructions this one must have; files.
 BLAS ?= Haswell

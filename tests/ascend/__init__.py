@@ -2,7 +2,7 @@
 
     test_<op>.py           planners, chunks, recorded launches; starts interpreted_<op>.py; marked `cuda`: on a GPU
     interpreted_<op>.py    the kernels in Triton's interpreter, on CPU tensors. TRITON_INTERPRET must be set before
-                           Triton is imported, so a test_*.py runs each of these files in processes of their own
+                           Triton is imported, so a test_*.py runs each of these files in a process of its own
     test_far.py            past 2^31 elements, on a GPU
     test_launch.py         recording launches
     lowered/               the kernels lowered by triton-ascend and executed as Linalg, marked `ascend`

@@ -1,5 +1,5 @@
-"""The backward from probabilities in Triton's interpreter, on CPU tensors; test_backward.py runs this file in
-processes of its own, since TRITON_INTERPRET must be set before triton is imported.
+"""The backward from probabilities in Triton's interpreter, on CPU tensors; test_backward.py runs this file in a
+process of its own, since TRITON_INTERPRET must be set before triton is imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The band's kernels in Triton's interpreter, on CPU tensors; test_band.py runs this file in processes of its
+"""The band's kernels in Triton's interpreter, on CPU tensors; test_band.py runs this file in a process of its
 own, since TRITON_INTERPRET must be set before triton is imported.
 """
 

@@ -1,5 +1,5 @@
 """Neighborhood attention's kernels in Triton's interpreter, on CPU tensors; test_neighborhood_attention.py runs this
-file in processes of its own, since TRITON_INTERPRET must be set before triton is imported.
+file in a process of its own, since TRITON_INTERPRET must be set before triton is imported.
 """
 
 from __future__ import annotations
