@@ -110,11 +110,12 @@ test-ascend: ## set up what proves the Ascend kernels without an NPU, in .cache 
 	$(VENV_PYTHON) tools/ascend_toolchain.py
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m ascend tests/ascend/lowered $(ARGS)
 
-# And what is marked `blas`, for CI, which runs all of it with another CPU's BLAS.
+# Markers, in CI also `blas` and `ascend`: each session takes ten seconds to start and to collect.
+EXECUTED ?= interpreted
 test-interpreted: ## execute compiled kernels on the CPU: CUDA kernels, Blackwell's in the part of their table in which every value comes, and Triton's
 	$(bootstrap) --extras $(TEST_EXTRAS)
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "(interpreted or blas) and not cuda" $(TEST_SCOPE) \
-		$(call marked,interpreted|blas) $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "($(subst |, or ,$(EXECUTED))) and not cuda" $(TEST_SCOPE) \
+		$(call marked,$(EXECUTED)) $(ARGS)
 
 test-blackwell: ## execute every kernel of Blackwell on the CPU: all of that table, and kernels without what orders them (half an hour on two cores, the first time an hour)
 	$(bootstrap) --extras $(TEST_EXTRAS)
