@@ -29,8 +29,7 @@ ALGORITHM_CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.ascend
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", ALGORITHM_CASES)
+@pytest.mark.parametrize(("case", "dtype"), cases.product(ALGORITHM_CASES, DTYPES), ids=str)
 def test_differentiable_op(case: str, dtype: torch.dtype) -> None:
     """`algorithm="band"`: the backward takes the band beyond 2048 tokens, and pairs up to them."""
     with executing() as launches:
