@@ -847,19 +847,22 @@ def kv_outer_backward(
                         bounds, _ = packed_tables(packed)
                         combine(worklist.counts, worklist.cum_counts, worklist.work_tiles, x_partial, x, bounds)
                 rows = batches, tokens_slice, head_slice
-                sums: Any = {"partials_per_slot": block_tiles}
-                if terms is not None:
-                    sums["terms"] = terms.narrow(*rows)
+                partials = worklist, dq_partial, dq[rows]
+                own_terms = None if terms is None else terms.narrow(*rows)
                 if window is not None:
-                    chunk_q, chunk_do, chunk_k, chunk_v, *stats = inputs
-                    attended = chunk_q, chunk_do, chunk_k, chunk_v
-                    in_window = LocalSelected(stats[0], stats[1], size, local)
-                    branches: Any = {"window": window.narrow(*rows), "local_selected": in_window, "scale": scale}
-                    window_dq_combine(*attended, worklist, dq_partial, dq[rows], **branches, **sums)
-                elif terms is not None:
-                    combine_query_gradients(worklist, dq_partial, dq[rows], **sums)
+                    window_dq_combine(
+                        *partials,
+                        own_terms,
+                        attended=(inputs[0], inputs[1], inputs[2], inputs[3]),
+                        window=window.narrow(*rows),
+                        local_selected=LocalSelected(inputs[4], inputs[5], size, local),
+                        scale=scale,
+                        partials_per_slot=block_tiles,
+                    )
+                elif own_terms is not None:
+                    combine_query_gradients(*partials, own_terms, partials_per_slot=block_tiles)
                 else:
-                    combine_partials(worklist, dq_partial, dq[rows], **sums)
+                    combine_partials(*partials, partials_per_slot=block_tiles)
             del dq_partial, dkv_partial, inputs, worklist  # the stream holds them as long as it needs them
     for result, *stream_sums in zip(results[1:], *dkv_sums, strict=True):
         if len(stream_sums) > 1:

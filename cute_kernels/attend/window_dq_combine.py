@@ -415,30 +415,28 @@ def _compiled(
 
 
 def window_dq_combine(
-    q: Tensor,
-    do: Tensor,
-    k: Tensor,
-    v: Tensor,
     worklist: Worklist,
     partial: Tensor,
     dq: Tensor,
+    terms: QueryTerms | None,
     *,
+    attended: tuple[Tensor, Tensor, Tensor, Tensor],
     window: WindowQueries,
     local_selected: LocalSelected,
     scale: float,
     partials_per_slot: int,
-    terms: QueryTerms | None = None,
 ) -> None:
     """Attend backward to the window and local selected blocks, add the partials and the other terms of dq, into dq.
 
     Args:
-        q, do, k, v, scale: as of `window_backward`, of the worklist's tokens; k and v of no token behind the last one.
         worklist: of the blocks that are not local.
         partial: `[B,H_kv,T n partials_per_slot,G,D]`, contiguous, read for the slots that have a block.
         dq: `[B,T,H,D]`; may be one of the terms.
-        window, local_selected, terms: of these tokens and heads; terms of up to one branch.
+        terms: of these tokens and heads, like what follows, of up to one branch.
+        attended: q, do, k and v, as of `window_backward`, like scale; k and v from the first token on.
     """
     terms = terms or QueryTerms(())
+    q, do, k, v = attended
     batch, kv_heads, _, group, dim = partial.shape
     slots = worklist.slot_blocks.shape[3]
     flat = partial.view(batch * kv_heads, q.shape[1], slots * partials_per_slot * group, dim)
