@@ -104,7 +104,7 @@ class WindowDQCombine(WindowDQ):
         mLocalLse: cute.Tensor,  # of the selected branch
         mLocalDelta: cute.Tensor,
         mSlotBlocks: cute.Tensor,  # Worklist.slot_blocks
-        mPartial: cute.Tensor,  # [B H_kv, T, n partials_per_slot G, D]
+        mPartial: cute.Tensor,  # [B, H_kv, T n partials_per_slot, G, D], contiguous
         mCmp: cute.Tensor | None,  # [B, T, H, D]; may be mdQ
         mLogits: cute.Tensor | None,  # fp32 [B, T, H, 3]
         mW: cute.Tensor | None,  # [H, 3, D], with mLogits
@@ -122,7 +122,7 @@ class WindowDQCombine(WindowDQ):
             tma_cmp = make_tma_copies(load, self.dtype, self.dim, mCmp)
         self.kernel(
             *self.tma_copies((mQ, mdO, mK, mV), (mdQ,)),
-            *make_tma_copies(load, self.dtype, self.dim, mPartial),
+            *make_tma_copies(load, self.dtype, self.dim, self.partials_of_rows(mPartial)),
             *tma_cmp,
             mLse,
             mDelta,
@@ -161,7 +161,7 @@ class WindowDQCombine(WindowDQ):
         tma_dq: cute.CopyAtom,
         mdQ: cute.Tensor,
         tma_partial: cute.CopyAtom,
-        mPartial: cute.Tensor,  # (T, D, n partials_per_slot G, B H_kv)
+        mPartial: cute.Tensor,  # (T, D, (G, n partials_per_slot), B H_kv)
         tma_cmp: cute.CopyAtom | None,
         mCmp: cute.Tensor | None,
         mLse: cute.Tensor,
@@ -220,6 +220,17 @@ class WindowDQCombine(WindowDQ):
                 self.add_logits(dQ, mLogits, mW, num_rows, work, consumer)
             self.epilogue(mma_dq, dQ, tma_dq, mdQ, shared.sQ, Float32(1.0), work, consumer)
 
+    def partials_of_rows(self, mX: cute.Tensor) -> cute.Tensor:
+        """As [B H_kv, T, (G, n partials_per_slot), D]."""
+        batches, kv_heads, places, group, dim = mX.layout.shape
+        _, kv_stride, place_stride, head_stride, dim_stride = mX.layout.stride
+        count = self.slots * self.partials_per_slot
+        layout = cute.make_layout(
+            (batches * kv_heads, places // count, (group, count), dim),
+            stride=(kv_stride, place_stride * count, (head_stride, place_stride), dim_stride),
+        )
+        return cute.make_tensor(mX.iterator, layout)
+
     def allocate_ring(
         self, row_layout: cute.ComposedLayout, ring_layout: cute.ComposedLayout
     ) -> tuple[SharedDQ, SharedRing]:
@@ -274,8 +285,8 @@ class WindowDQCombine(WindowDQ):
             for part in range_constexpr(self.partials_per_slot):
                 barrier = producer_acquire(shared.keys_ready, state)
                 for i in range_constexpr(CONSUMERS):
-                    at = (first + part) * self.group + work.head % self.group
-                    place = work.tile * CONSUMERS + i, at, work.batch * kv_heads + kv_head
+                    of_row = work.head % self.group, first + part
+                    place = work.tile * CONSUMERS + i, of_row, work.batch * kv_heads + kv_head
                     load_partials(place, state.index + i * STAGES, barrier)
                 state.advance()
             slots &= slots - 1
@@ -405,7 +416,7 @@ def _compiled(
         *rows,
         *stats,
         fake_slots(),
-        fake(dtype, None, None, None, dim),
+        fake(dtype, None, None, None, group, dim),
         *fake_query_terms(dim, dtype, int(has_cmp), 1, w_dtype),
         fake(dtype, None, None, None, dim),
         *[Int32(0)] * 3,
@@ -437,10 +448,9 @@ def window_dq_combine(
     """
     terms = terms or QueryTerms(())
     q, do, k, v = attended
-    batch, kv_heads, _, group, dim = partial.shape
-    slots = worklist.slot_blocks.shape[3]
-    flat = partial.view(batch * kv_heads, q.shape[1], slots * partials_per_slot * group, dim)
-    run = _compiled(dim, q.dtype, group, slots, partials_per_slot, len(terms.branches) > 0, terms.w_dtype).run
+    *_, group, dim = partial.shape
+    slots, has_cmp = worklist.slot_blocks.shape[3], len(terms.branches) > 0
+    run = _compiled(dim, q.dtype, group, slots, partials_per_slot, has_cmp, terms.w_dtype).run
     stats = window.lse, window.delta, *local_selected[:2]
     sizes = window.left, *local_selected[2:], scale, worklist.first_token
-    run(q, do, k, v, *stats, worklist.slot_blocks, flat, *terms.arguments(1), dq, *sizes)
+    run(q, do, k, v, *stats, worklist.slot_blocks, partial, *terms.arguments(1), dq, *sizes)

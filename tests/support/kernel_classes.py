@@ -13,6 +13,7 @@ HOPPER_MODULES = (
     "selected_worklist",
     "window_backward",
     "window_combine",
+    "window_dq_combine",
 )
 """Of kernels with WGMMA, which sm_100 does not run."""
 
