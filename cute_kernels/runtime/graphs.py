@@ -10,6 +10,9 @@ recorded call (runtime/replay.py), `launch` takes
 A graph holds addresses and no tensors, and is launched only by callers that have tensors at all of them, on their
 stream. So nothing differs from the launches one by one but the host's time. What was not launched for longest is
 forgotten, addresses and graphs alike: more of them than MOST in turn never become graphs.
+
+While a stream is captured, CUDA refuses to synchronize the device, to any thread. So nothing is captured where another
+thread of the program might: launches stay what they are until it has ended.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ def launch(key: Hashable, device: torch.device, launches: Callable[[], Launches]
             graph = _KNOWN[key] = _KNOWN.pop(key, None)
             if len(_KNOWN) > MOST:
                 _KNOWN.popitem(last=False)
-        if known and graph is None:
+        if known and graph is None and _is_alone():
             graph = Graph(device, launches())
             with _LOCK:
                 _KNOWN[key] = graph
@@ -66,6 +69,19 @@ def launch(key: Hashable, device: torch.device, launches: Callable[[], Launches]
         return
     for function, arguments in launches():
         function(*arguments)
+
+
+def _is_alone() -> bool:
+    """Whether the program has no thread but the main one, which waits while autograd's calls.
+
+    Daemons that others start, as data loaders and progress bars do, count only where they call themselves.
+    """
+    return not any(
+        (not thread.daemon or thread.ident == threading.get_ident())
+        and thread is not threading.main_thread()
+        and not isinstance(thread, threading._DummyThread)  # not started by Python: autograd's
+        for thread in threading.enumerate()
+    )
 
 
 def forget() -> None:

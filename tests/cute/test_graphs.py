@@ -6,6 +6,7 @@ On a CPU with stand-ins for graphs, which hold addresses only, as CUDA's do.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,6 +66,24 @@ class Calls:
 def test_the_second_call_at_its_addresses_becomes_a_graph() -> None:
     call = Calls()
     assert [call(key) for key in "abacba"] == ["plain", "plain", "graph", "plain", "graph", "graph"]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("daemon", [False, True])
+def test_nothing_is_captured_beside_a_thread_that_may_synchronize(daemon: bool) -> None:
+    """Nor by one, even a daemon."""
+    call, ends, told = Calls(), threading.Event(), []
+    assert call("a") == "plain"
+    thread = threading.Thread(target=lambda: (told.append(call("a")), ends.wait()), daemon=daemon)
+    thread.start()
+    try:
+        beside = call("b"), call("b")
+    finally:
+        ends.set()
+        thread.join()
+    assert beside == ("plain", "graph" if daemon else "plain")
+    assert told == ["plain"]
+    assert [call(key) for key in "ab"] == ["graph", "graph"]
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -188,7 +207,11 @@ def test_what_never_is_a_graph(why: str) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_threads() -> None:
+@pytest.mark.parametrize("captures", [False, True])
+def test_threads(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if graphs were made beside others, as beside daemons."""
+    if captures:
+        monkeypatch.setattr(graphs, "_is_alone", lambda: True)
     wrong: list[int] = []
 
     def work(number: int) -> None:
