@@ -17,6 +17,7 @@ thread of the program might: launches stay what they are until it has ended.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -42,6 +43,10 @@ _LOCK = threading.Lock()
 os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 _KNOWN: OrderedDict[Hashable, Graph | None] = OrderedDict()
 
+_LOG = logging.getLogger("nsa_kernels")
+_TOLD = threading.Event()
+"""That there are other threads."""
+
 
 def launch(key: Hashable, device: torch.device, launches: Callable[[], Launches]) -> None:
     """Launch on the device's current stream.
@@ -60,7 +65,7 @@ def launch(key: Hashable, device: torch.device, launches: Callable[[], Launches]
             graph = _KNOWN[key] = _KNOWN.pop(key, None)
             if len(_KNOWN) > MOST:
                 _KNOWN.popitem(last=False)
-        if known and graph is None and _is_alone():
+        if known and graph is None and not _has_other_threads():
             graph = Graph(device, launches())
             with _LOCK:
                 _KNOWN[key] = graph
@@ -71,17 +76,22 @@ def launch(key: Hashable, device: torch.device, launches: Callable[[], Launches]
         function(*arguments)
 
 
-def _is_alone() -> bool:
-    """Whether the program has no thread but the main one, which waits while autograd's calls.
+def _has_other_threads() -> bool:
+    """Whether the program has threads beside the main one, which waits while autograd's calls. Says so once.
 
-    Daemons that others start, as data loaders and progress bars do, count only where they call themselves.
+    Daemons, which data loaders and progress bars start, count only where they call themselves.
     """
-    return not any(
-        (not thread.daemon or thread.ident == threading.get_ident())
+    others = [
+        thread.name
+        for thread in threading.enumerate()
+        if (not thread.daemon or thread.ident == threading.get_ident())
         and thread is not threading.main_thread()
         and not isinstance(thread, threading._DummyThread)  # not started by Python: autograd's
-        for thread in threading.enumerate()
-    )
+    ]
+    if others and not _TOLD.is_set():
+        _TOLD.set()
+        _LOG.info("calls are not captured as CUDA graphs while there are other threads, as %s", others[0])
+    return bool(others)
 
 
 def forget() -> None:

@@ -24,11 +24,15 @@ from tests.support.helpers import in_threads
 CUDA = pytest.mark.cuda
 
 
+HAS_OTHER_THREADS = graphs._has_other_threads
+
+
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(replay, "DEVICES", {"cpu"})
     monkeypatch.setattr(graphs, "DEVICES", {"cpu"})
     monkeypatch.setattr(graphs, "Graph", FakeGraph)
+    monkeypatch.setattr(graphs, "_has_other_threads", lambda: False)  # which other tests may have left
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(FakeGraph, "launched", 0)
     yield
@@ -70,12 +74,24 @@ def test_the_second_call_at_its_addresses_becomes_a_graph() -> None:
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("daemon", [False, True])
-def test_nothing_is_captured_beside_a_thread_that_may_synchronize(daemon: bool) -> None:
-    """Nor by one, even a daemon."""
-    call, ends, told = Calls(), threading.Event(), []
+def test_nothing_is_captured_beside_a_thread_that_may_synchronize(
+    daemon: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor by one, even a daemon. It is said once."""
+    monkeypatch.setattr(graphs, "_has_other_threads", HAS_OTHER_THREADS)
+    monkeypatch.setattr(graphs, "_TOLD", threading.Event())
+    caplog.set_level("INFO", "nsa_kernels")
+    call, called, ends, told = Calls(), threading.Event(), threading.Event(), list[str]()
     assert call("a") == "plain"
-    thread = threading.Thread(target=lambda: (told.append(call("a")), ends.wait()), daemon=daemon)
+
+    def work() -> None:
+        told.append(call("a"))
+        called.set()
+        ends.wait()
+
+    thread = threading.Thread(target=work, name="mine", daemon=daemon)
     thread.start()
+    called.wait()
     try:
         beside = call("b"), call("b")
     finally:
@@ -83,6 +99,7 @@ def test_nothing_is_captured_beside_a_thread_that_may_synchronize(daemon: bool) 
         thread.join()
     assert beside == ("plain", "graph" if daemon else "plain")
     assert told == ["plain"]
+    assert [record.getMessage().endswith("threads, as mine") for record in caplog.records] == [True]
     assert [call(key) for key in "ab"] == ["graph", "graph"]
 
 
@@ -210,8 +227,7 @@ def test_what_never_is_a_graph(why: str) -> None:
 @pytest.mark.parametrize("captures", [False, True])
 def test_threads(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if graphs were made beside others, as beside daemons."""
-    if captures:
-        monkeypatch.setattr(graphs, "_is_alone", lambda: True)
+    monkeypatch.setattr(graphs, "_has_other_threads", lambda: not captures)
     wrong: list[int] = []
 
     def work(number: int) -> None:
