@@ -187,10 +187,7 @@ class WindowDQ(BackwardDQ):
         thread, _, _ = cute.arch.thread_idx()
         work = WorkTile(*cute.arch.block_idx())
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        first_tile = cutlass.max(token_of(work.tile * CTA_ROWS, first_token) - left, 0) // TILE
-        stop_row = cutlass.min(work.tile * CTA_ROWS + CTA_ROWS, num_rows + TILE - 1)
-        tiles = token_of(stop_row, first_token) // TILE - first_tile
-        key_tiles = KeyTileRange(first_tile, tiles)
+        key_tiles = self.key_tiles(work, num_rows, left, first_token)
         shared = self.allocate(row_layout, key_layout)
 
         if warp_index < WARPGROUP_WARPS:  # producer
@@ -213,6 +210,12 @@ class WindowDQ(BackwardDQ):
                 shared, branches, key_tiles, window, num_rows, scale, first_token, mma_s, mma_dq, work, consumer
             )
             self.epilogue(mma_dq, dQ, tma_dq, mdQ, shared.sQ, scale, work, consumer)
+
+    def key_tiles(self, work: WorkTile, num_rows: Int32, left: Int32, first_token: Int32 | None) -> KeyTileRange:
+        """Those that some row of the CTA sees."""
+        first_tile = cutlass.max(token_of(work.tile * CTA_ROWS, first_token) - left, 0) // TILE
+        stop_row = cutlass.min(work.tile * CTA_ROWS + CTA_ROWS, num_rows + TILE - 1)
+        return KeyTileRange(first_tile, token_of(stop_row, first_token) // TILE - first_tile)
 
     @cute.jit
     def mma(

@@ -36,7 +36,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from torch import Tensor
 
 from cute_kernels.attend.combine_rows import Row, quad_gates
@@ -70,6 +70,7 @@ from cute_kernels.mma.warp_specialized import (
     THREADS,
     WARPGROUP_WARPS,
     Consumer,
+    accumulator_row,
     consumer_of,
     consumer_state,
     producer_state,
@@ -83,6 +84,7 @@ from cute_kernels.mma.wgmma import (
     allocate_tiles,
     as_warpgroup_acc,
     issue_mma,
+    ldmatrix_copy,
     make_tma_copies,
     producer_acquire,
     smem_operand_a,
@@ -447,10 +449,8 @@ class WindowCombine:
         sWarpQ = cute.local_tile(
             sQ[None, None, consumer.warpgroup], (16, self.dim), (consumer.warp % WARPGROUP_WARPS, 0)
         )
-        sLaneWeights = cute.domain_offset((consumer.warpgroup * TILE + _lane_row(consumer, 0), 0), sWeights)
-        read_rows = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype), mma_o
-        ).get_slice(consumer.thread)
+        sLaneWeights = cute.domain_offset((consumer.warpgroup * TILE + accumulator_row(consumer, 0), 0), sWeights)
+        read_rows = ldmatrix_copy(mma_o, self.dtype, consumer.thread)
         tCsRing = read_rows.partition_S(sRing)
 
         for step in cutlass.range(steps[0], steps[1], unroll=1):
@@ -461,7 +461,7 @@ class WindowCombine:
             rows = [self.row(consumer, r, tile_token, at) for r in range(2)]
             rTokens = cute.make_rmem_tensor(2, Int32)
             for r in range_constexpr(2):
-                rTokens[r] = tile_token + _lane_row(consumer, r) // self.group
+                rTokens[r] = tile_token + accumulator_row(consumer, r) // self.group
                 self.load_lse(gSlotBlocks, gLsePartial, rows[r], sLaneWeights[8 * r, None])
 
             # Window and forced blocks
@@ -531,7 +531,7 @@ class WindowCombine:
     @cute.jit
     def row(self, consumer: Consumer, r: cutlass.Constexpr[int], tile_token: Int32, at: TokenBlock) -> Row:
         """The r-th of the thread's two rows of a tile."""
-        i = _lane_row(consumer, r)
+        i = accumulator_row(consumer, r)
         token = tile_token + i // self.group
         is_valid = (token >= at.start) & (token < at.end)
         existing = cutlass.min(cutlass.max(token, at.start), at.end - 1)
@@ -718,12 +718,6 @@ def _of_cta(mX: cute.Tensor | None, batch: Int32, kv_head: Int32) -> cute.Tensor
     rest = [None] * (cute.rank(mX) - 2)
     place = (batch, kv_head, *rest)
     return mX[place]
-
-
-@cute.jit
-def _lane_row(consumer: Consumer, r: cutlass.Constexpr[int]) -> Int32:
-    """The r-th of the thread's two rows of a tile."""
-    return consumer.warp % WARPGROUP_WARPS * 16 + 8 * r + cute.arch.lane_idx() // QUAD
 
 
 @cute.jit

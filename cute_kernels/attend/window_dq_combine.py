@@ -23,17 +23,15 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.cute.nvgpu import cpasync
 from torch import Tensor
 
 from cute_kernels.attend.backward_tiles import (
     CTA_ROWS,
     STAGES,
-    KeyTileRange,
     SharedDQ,
     TmaTile,
     WorkTile,
-    token_of,
 )
 from cute_kernels.attend.window_backward import LocalSelected, WindowDQ, WindowMask
 from cute_kernels.gate.forward import BRANCHES
@@ -48,6 +46,7 @@ from cute_kernels.mma.warp_specialized import (
     THREADS,
     WARPGROUP_WARPS,
     Consumer,
+    accumulator_row,
     consumer_of,
 )
 from cute_kernels.mma.wgmma import (
@@ -55,6 +54,7 @@ from cute_kernels.mma.wgmma import (
     WARPGROUP_THREADS,
     acc_coordinates,
     allocate_tiles,
+    ldmatrix_copy,
     make_tma_copies,
     producer_acquire,
     swizzled_tiles,
@@ -186,9 +186,7 @@ class WindowDQCombine(WindowDQ):
         thread, _, _ = cute.arch.thread_idx()
         work = WorkTile(*cute.arch.block_idx())
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        first_tile = cutlass.max(token_of(work.tile * CTA_ROWS, first_token) - left, 0) // TILE
-        stop_row = cutlass.min(work.tile * CTA_ROWS + CTA_ROWS, num_rows + TILE - 1)
-        key_tiles = KeyTileRange(first_tile, token_of(stop_row, first_token) // TILE - first_tile)
+        key_tiles = self.key_tiles(work, num_rows, left, first_token)
         shared, ring = self.allocate_ring(row_layout, ring_layout)
 
         if warp_index < WARPGROUP_WARPS:  # producer
@@ -309,16 +307,14 @@ class WindowDQCombine(WindowDQ):
     ):
         """Partials of the warpgroup's rows, in the order of the slots, and dq_cmp."""
         keys_ready = shared.keys_ready
-        read = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype), mma_dq
-        ).get_slice(consumer.thread)
+        read = ldmatrix_copy(mma_dq, self.dtype, consumer.thread)
         tCsRing = read.partition_S(ring.sRing)
         rX = cute.make_rmem_tensor_like(dQ, self.dtype)
         cute.arch.barrier(barrier_id=SLOTS_FOR_CONSUMERS, number_of_threads=LANES + CONSUMERS * WARPGROUP_THREADS)
         slots = cute.arch.make_warp_uniform(ring.sSlots[CTA_ROWS])
         rSlots = cute.make_rmem_tensor(2, Int32)
         for r in range_constexpr(2):
-            rSlots[r] = ring.sSlots[consumer.warpgroup * TILE + _lane_row(consumer, r)]
+            rSlots[r] = ring.sSlots[consumer.warpgroup * TILE + accumulator_row(consumer, r)]
         while slots != 0:
             slot = lowest_bit(slots)
             for _ in range_constexpr(self.partials_per_slot):
@@ -350,7 +346,7 @@ class WindowDQCombine(WindowDQ):
         rLogits = cute.make_rmem_tensor((2, BRANCHES), Float32)
         rLogits.fill(0.0)
         for r in range_constexpr(2):
-            row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE + _lane_row(consumer, r)
+            row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE + accumulator_row(consumer, r)
             if row < num_rows:
                 for b in range_constexpr(BRANCHES):
                     rLogits[r, b] = mLogits[work.batch, row, work.head, b]
@@ -363,12 +359,6 @@ class WindowDQCombine(WindowDQ):
                     for c in range_constexpr(2):
                         at = ((c, r, n), 0, 0)
                         dQ[at] = cute.math.fma(rLogits[r, b], rW[c].to(Float32), dQ[at])
-
-
-@cute.jit
-def _lane_row(consumer: Consumer, r: cutlass.Constexpr[int]) -> Int32:
-    """The r-th of the thread's two rows of a tile."""
-    return consumer.warp % WARPGROUP_WARPS * 16 + 8 * r + cute.arch.lane_idx() // QUAD
 
 
 @cute.jit

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import cutlass
+import cutlass.cute as cute
 from cutlass import Int32, pipeline
 
+from cute_kernels.mma.mma_sync import QUAD
 from cute_kernels.mma.warp import LANES
 from cute_kernels.mma.wgmma import WARPGROUP_THREADS
 
@@ -37,6 +40,12 @@ class Consumer(NamedTuple):
 def consumer_of(thread: Int32, warp: Int32) -> Consumer:
     """Args: thread and warp of the CTA."""
     return Consumer(warp // WARPGROUP_WARPS - 1, thread % WARPGROUP_THREADS, warp)
+
+
+@cute.jit
+def accumulator_row(consumer: Consumer, r: cutlass.Constexpr[int]) -> Int32:
+    """The r-th of the thread's two rows of its warpgroup's tile."""
+    return consumer.warp % WARPGROUP_WARPS * 16 + 8 * r + cute.arch.lane_idx() // QUAD
 
 
 def producer_state(stages: int) -> Any:

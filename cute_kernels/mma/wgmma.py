@@ -220,6 +220,12 @@ def producer_acquire(ready: Any, state: Any) -> Any:
     return ready.producer_get_barrier(state)
 
 
+def ldmatrix_copy(mma: cute.TiledMma, dtype: Any, thread: Int32) -> Any:
+    """A thread's copy of 16-bit tiles in shared memory to registers that lie as a warpgroup's accumulator."""
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
+    return cute.make_tiled_copy_C(atom, mma).get_slice(thread)
+
+
 @cute.jit
 def stmatrix_tile(mma: cute.TiledMma, rounded: cute.Tensor, tile: cute.Tensor, thread: Int32):
     """A warpgroup's accumulator, in 16 bits, into a tile."""
