@@ -47,7 +47,8 @@ from cute_kernels.attend.combine import combine_partials, combine_query_gradient
 from cute_kernels.attend.combine_splits import add_partials, chunk_start
 from cute_kernels.attend.views import block_bounds, group_heads
 from cute_kernels.attend.window_backward import LocalSelected
-from cute_kernels.attend.window_dq_combine import WindowQueries, window_dq_combine
+from cute_kernels.attend.window_dq_combine import WindowQueries, takes_window, window_dq_combine
+from cute_kernels.gate.forward import BRANCHES
 from cute_kernels.gate.sums import QueryTerms
 from cute_kernels.lists.worklist import (
     BLOCK,
@@ -777,7 +778,8 @@ def kv_outer_backward(
         dq, dk, dv. Zeros for rows without keys and keys without rows.
 
     Raises:
-        ValueError: for shapes, dtypes and strides that the kernels do not support.
+        ValueError: for shapes, dtypes and strides that the kernels do not support; for terms or a window that dq
+            cannot hold.
     """
     check_token_attention(q, k, v, indices, size, scale, first_token, packed)
     batch, tokens, heads, dim = q.shape
@@ -790,6 +792,7 @@ def kv_outer_backward(
             expected = f"fp32 {[batch, heads, tokens]}, its last dimension contiguous"
             raise ValueError(f"{name} must be {expected}, got {x.dtype} {[*x.shape]}, strides {x.stride()}")
     group, slots, block_tiles = heads // kv_heads, indices.shape[3], size // TILE
+    _check_terms(slots, size, terms, window)
     results = into or (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
     dq = results[0]
     if q.numel() == 0 or slots == 0:
@@ -870,3 +873,14 @@ def kv_outer_backward(
         else:
             result.copy_(stream_sums[0])
     return results
+
+
+def _check_terms(slots: int, size: int, terms: QueryTerms | None, window: WindowQueries | None) -> None:
+    """Raise unless the partials' combine can add what else dq is to hold."""
+    if terms is None and window is None:
+        return
+    most = BRANCHES - 1 if window is None else 1
+    branches = 0 if terms is None else len(terms.branches)
+    if slots == 0 or branches > most or (window is not None and not takes_window(slots, size)):
+        beside = "" if window is None else " beside a window"
+        raise ValueError(f"dq cannot hold {branches} other branches{beside} with n = {slots} blocks of {size}")

@@ -685,3 +685,27 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             run()
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "branches", "left", "message"),
+    [
+        (0, 64, 0, None, "0 other branches with n = 0"),
+        (0, 64, 0, 63, "0 other branches beside a window with n = 0"),
+        (4, 64, 3, None, "3 other branches with n = 4"),
+        (4, 64, 2, 63, "2 other branches beside a window with n = 4"),
+        (33, 64, 1, 63, "1 other branches beside a window with n = 33"),
+        (17, 128, 0, 127, "0 other branches beside a window with n = 17"),
+    ],
+)
+def test_terms_that_dq_cannot_hold_are_refused(
+    count: int, size: int, branches: int, left: int | None, message: str
+) -> None:
+    from cute_kernels.attend.window_dq_combine import WindowQueries
+    from cute_kernels.gate.sums import QueryTerms
+
+    x = make(20, count=count, size=size, device="cpu")
+    terms = QueryTerms((x.q,) * branches)
+    window = None if left is None else WindowQueries(x.shift, x.shift, left)
+    with pytest.raises(ValueError, match=message):
+        x.backward(x.shift, x.shift, terms=terms, window=window)

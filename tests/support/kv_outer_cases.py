@@ -105,10 +105,13 @@ class Inputs:
         how |= dict(zip(("init", "local"), self.forced, strict=True))
         return kv_outer_forward(self.q, self.k, self.v, self.indices, gating=gating, **how)
 
-    def backward(self, lse: Tensor | None = None, delta: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, lse: Tensor | None = None, delta: Tensor | None = None, **others: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Args: others: what else dq is to hold."""
         from cute_kernels.attend.kv_outer_backward import kv_outer_backward
 
-        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "packed": self.packed}
+        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "packed": self.packed, **others}
         if lse is None or delta is None:
             lse, delta = self.statistics()
         return kv_outer_backward(self.q, self.k, self.v, self.indices, self.do, lse, delta, **how)
