@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bench.gradient_check import GradientError
-from bench.timing import GIB, Timing, capture, measure, peak_memory
+from bench.timing import GIB, Timing, capture, measure, peak_memory, time_calls
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -28,8 +28,8 @@ PASSES = {"forward": "fwd", "backward": "bwd", "full": "fwd+bwd"}
 MODES = (*PASSES, "memory")
 PEER_SLACK = 4
 """A peer may be off by so many budgets: it computes the same thing, if not as exactly."""
-WALL_TURNS, WALL_SECONDS, WALL_MS = 5, 0.1, 2.0
-"""Turns of each candidate for calls as Python makes them, seconds of all but the first, and the longest such calls."""
+WALL_TURNS, WALL_SECONDS, WALL_MS = 25, 0.02, 2.0
+"""Turns of each candidate for calls as Python makes them, seconds of each, and the longest such calls."""
 PEER_SECONDS = 1 / 3
 """Of a measurement's seconds, for a peer's: most of the slow ones are theirs."""
 
@@ -201,14 +201,21 @@ def take_turns(
 
     A host may be half as fast for seconds, which must not be those of one candidate.
     """
-    for _ in range(WALL_TURNS - 1):
-        for name, candidate in candidates.items():
-            found = measured.get((name, direction))
-            if found is None or found.wall is None or found.wall is found.timing or found.wall.ms_p50 > WALL_MS:
-                continue
-            again = measure_wall(Passes(candidate, task), direction, WALL_SECONDS)
-            if again.ms_p50 < found.wall.ms_p50:
+    calls: dict[str, tuple[Callable[[], Any], Any]] = {}
+    for name, candidate in candidates.items():
+        found = measured.get((name, direction))
+        if found is None or found.wall is None or found.wall is found.timing or found.wall.ms_p50 > WALL_MS:
+            continue
+        calls[name] = Passes(candidate, task).eager(direction)
+        calls[name][0]()
+    for _ in range(WALL_TURNS):
+        for name, (call, _keep) in calls.items():
+            found = measured[name, direction]
+            again = time_calls(call, task.do.device, seconds=WALL_SECONDS)
+            if found.wall is None or again.ms_p50 < found.wall.ms_p50:
                 measured[name, direction] = replace(found, wall=again)
+    calls.clear()
+    release(task.do.device)
 
 
 def find_peer(make_peer: Callable[[Task], Candidate], task: Task) -> Candidate | str:

@@ -54,7 +54,19 @@ def measure(
             a millisecond. For replays of a graph, and for calls as they are made while the GPU works on earlier ones.
             A host that is slower than the GPU all the way still shows.
     """
-    peak_gib = peak_memory(call, device)
+    return time_calls(call, device, seconds=seconds, most=most, host=host, peak_gib=peak_memory(call, device))
+
+
+def time_calls(
+    call: Callable[[], Any],
+    device: torch.device,
+    *,
+    seconds: float,
+    most: int = 100,
+    host: bool = True,
+    peak_gib: float | None = None,
+) -> Timing:
+    """As `measure`, of a warm call whose memory is known, or does not matter."""
     times: list[float] = []
     while len(times) < 3 or (sum(times) < seconds * 1e3 and len(times) < most):
         times.append(milliseconds(call, device, host))

@@ -216,15 +216,17 @@ def test_calls_from_python_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     of_name = {name: Candidate(name, plain_reference) for name, _ in ours | peers}
     turns, times = [], {"ours": iter([1.4, 1.2, 1.3, 1.6]), "peer": iter([1.1, 1.2, 0.9, 1.0])}
 
-    def timed(of: passes.Passes, direction: str, seconds: float) -> Timing:
-        turns.append(of.candidate.name)
-        took = next(times[of.candidate.name])
+    def timed(call: Any, device: torch.device, *, seconds: float) -> Timing:
+        name = call.__self__.candidate.name
+        turns.append(name)
+        took = next(times[name])
         return Timing(took, took, took, None, 3)
 
-    monkeypatch.setattr(passes, "measure_wall", timed)
+    monkeypatch.setattr(passes, "time_calls", timed)
+    monkeypatch.setattr(passes, "WALL_TURNS", 4)
     every = ours | peers
     passes.take_turns(of_name, "fwd", task, every)
-    assert turns == ["ours", "peer"] * (passes.WALL_TURNS - 1)
+    assert turns == ["ours", "peer"] * 4
     walls = {name: found.wall.ms_p50 for (name, _), found in every.items() if found.wall is not None}
     assert walls == {"ours": 1.2, "long": 2.5, "peer": 0.9, "eager": 1}
 
