@@ -375,6 +375,10 @@ CASES: dict[str, Case | Neighborhood | Decoding | GivenBlocks] = {
         batch=2,
         tensors=("gates",),
     ),
+    "tokens, no entries": Case(TOKENS, tokens=31, tensors=("gate_proj_weight",), **MANY),
+    "tokens, many blocks": Case(
+        NSAConfig.paper(num_selected_blocks=33, window_size=200), tokens=2201, heads=2, kv_heads=1
+    ),
     "tokens, documents": Case(TOKENS, documents=LENGTHS, recompute=True, **MANY),
     "tokens, continued documents": Case(TOKENS, documents=LENGTHS, starts=(0, 311, 0, 5, 100), **MANY),
     "tokens, few heads a group": Case(TOKENS, tokens=601, first=311),
