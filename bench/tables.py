@@ -585,6 +585,12 @@ def losses(page: Path) -> Lines:
     for row in load("block-sparse-h200")["rows"]:
         case = f"{BLOCK_SPARSE[row['op']]}, blocks of {row['block']}, {tokens(row['n'])}, {row['pass']}"
         hold(f"block-sparse {case}", row["ms_p50"], {"dense FA4": row["dense_ms"], "SDPA": row["mask_ms"]})
+    for row in load("decode-h200")["rows"]:
+        if row["mode"] == "graph":  # as peers' steps are
+            mode = "tile" if row["preset"] == "per_tile" else "token"
+            case = f"{row['h']} heads over {row['h_kv']}, {tokens(row['n'])}, batch {row['b']}"
+            what = f"decoding per {mode}, {row['n_q']} a step, {case}"
+            hold(what, row["ms_p50"], {"SDPA": row.get("dense_ms"), "fla": row.get("fla_ms")})
     for (n, batch, padded), step in generating_steps().items():
         for mode in sorted({mode for mode, model in step if model == "nsa"}, reverse=True):
             case = f"a step of generate, {tokens(n)}, batch {batch}{', padded' if padded else ''}, {mode}"
