@@ -34,6 +34,7 @@ from cute_kernels.forward import nsa_saved_like as nsa_saved_like  # dispatch tr
 from cute_kernels.forward import nsa_saving as nsa_saving
 from cute_kernels.gate.backward import GateResults, gate_gradients
 from cute_kernels.gate.sums import QueryTerms, key_gradients, query_gradients
+from cute_kernels.limits import MAX_GRID
 from cute_kernels.lists.kv_to_query import list_bytes, tile_bits, transposed_lists, transposed_prefix_lists
 from cute_kernels.lists.query_to_kv import BlockLists, Keys
 from cute_kernels.mma.wgmma import TILE
@@ -338,7 +339,7 @@ def _compressed_by_phases(
     whole = gradients.q.shape[1] // period * period
     periods = (plan.first_row + whole) // period
     per_phase = entries * gradients.k.shape[2] * (gradients.k.shape[-1] + gradients.v.shape[-1]) * (2 + 4)
-    most = max(1, PHASE_BYTES // max(per_phase, 1))
+    most = max(1, min(MAX_GRID, PHASE_BYTES // max(per_phase, 1)))
     shapes = gradients.k.shape, gradients.v.shape
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": gradients.q.device}
     if shapes[0] == shapes[1]:  # one launch for both

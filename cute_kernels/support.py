@@ -236,6 +236,9 @@ def _refusal(inputs: Any, config: Any, rules: fa4.Rules, backward: bool) -> str 
     for name, size in sizes.items():
         if size > MAX_SIZE:
             return f"takes {name} up to 2^30, got {size}"
+    sequences = 1 if runs_as_pack(inputs, config, training=backward) else inputs.q.shape[0]
+    if max(sequences, inputs.q.shape[-2]) > MAX_GRID:
+        return f"takes up to {MAX_GRID} sequences and heads, got B={sequences}, H={inputs.q.shape[-2]}"
     if config.token_mode:
         return _refusal_of_token_mode(inputs, config, tile_rows(config, rules))
     if config.q_tile_size % rules.rows:

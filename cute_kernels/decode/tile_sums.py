@@ -150,6 +150,7 @@ def sum_queries(q: Tensor, kept: Tensor, lengths: LengthTensors, tile: int) -> S
     batch, queries, heads, dim = q.shape
     rows = q.new_empty((batch, queries, heads * TERMS, dim))
     sums = q.new_empty(q.shape, dtype=torch.float32)
+    keep_kernel(dim, tile)  # compiled before anything of the step is kept
     sum_kernel(dim, q.dtype, tile).run(vectorizable(q), kept, *lengths[:2], rows, sums)
     return Sums(rows, sums)
 

@@ -22,6 +22,7 @@ import cutlass.utils
 import torch
 
 from cute_kernels.runtime import disk_cache, jit
+from cute_kernels.runtime.compiling import COMPILING
 from cute_kernels.runtime.device import compute_capability, multiprocessors, positional
 
 PACKAGE = "flash_attn.cute"
@@ -96,7 +97,7 @@ def check_import() -> None:
     where = folder()
     key = "" if where is None else disk_cache.key_of(f"import {PACKAGE}", fa4=fingerprint(), all=disk_cache.installed())
     if where is None or disk_cache.noted(where, key) is None:
-        with warnings.catch_warnings():
+        with COMPILING, warnings.catch_warnings():  # filters are the process's: two threads would mix theirs up
             warnings.simplefilter("ignore")  # its own deprecations
             importlib.import_module(PACKAGE)
         if where is not None:

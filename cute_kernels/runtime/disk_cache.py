@@ -28,6 +28,7 @@ import os
 import platform
 import stat
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -208,9 +209,11 @@ def _keep(where: Path, key: str, compiled: Any) -> None:
 
 
 def _put(where: Path, key: str, kind: str, write: Callable[[Path], object]) -> None:
-    new = where / f"{key}.{os.getpid()}.new.{kind}"
+    # Its own name also beside processes of one number, as those of two containers, and beside threads
+    opened, name = tempfile.mkstemp(f".new.{kind}", f"{key}.", where)
+    os.close(opened)
+    new = Path(name)
     try:
-        new.touch(mode=0o600)
         write(new)
         new.replace(where / f"{key}-{_hash(new.read_bytes())}.{kind}")
     finally:

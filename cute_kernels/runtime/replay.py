@@ -26,6 +26,7 @@ from __future__ import annotations
 import operator
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -82,7 +83,10 @@ def replayed(values: Sequence[Any], options: Hashable, body: Callable[[], Result
         else:
             facts.append(x)
     key = (device, options, _shared(tensors), *facts)
-    known = _KNOWN.get(key)
+    with _LOCK:
+        known = _KNOWN.get(key)
+        if known is not None:
+            _KNOWN.move_to_end(key)
     if isinstance(known, Recording):
         return known(tensors)
     if known is None:
@@ -130,7 +134,8 @@ class _Seen(NamedTuple):
 
 _LOCK = threading.Lock()
 os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
-_KNOWN: dict[Any, Recording | _Seen] = {}
+_KNOWN: OrderedDict[Any, Recording | _Seen] = OrderedDict()
+"""What came last is the last: of more than MOST, the first goes."""
 _THREAD = threading.local()
 
 
@@ -142,9 +147,10 @@ def _recorder() -> _Recorder | None:
 
 def _remember(key: Any, known: Recording | _Seen) -> None:
     with _LOCK:
-        while len(_KNOWN) >= MOST and key not in _KNOWN:
-            del _KNOWN[next(iter(_KNOWN))]
         _KNOWN[key] = known
+        _KNOWN.move_to_end(key)
+        while len(_KNOWN) > MOST:
+            _KNOWN.popitem(last=False)
 
 
 def _facts(x: Tensor) -> Any:

@@ -224,21 +224,21 @@ class PageTable:
         before = self.overflowed.clone()
         wanted = torch.full_like(self.seqlens, num_tokens) if counts is None else counts.clamp(0, num_tokens)
         give_back = self._reserve(wanted, num_tokens)
-        wanted = torch.where(self.overflowed, 0, wanted)
-        new = torch.arange(num_tokens, device=self.device) < wanted[:, None]
-        self.open = Step(num_tokens, self.positions(num_tokens), new, wanted)
         try:
+            wanted = torch.where(self.overflowed, 0, wanted)
+            new = torch.arange(num_tokens, device=self.device) < wanted[:, None]
+            self.open = Step(num_tokens, self.positions(num_tokens), new, wanted)
             yield self.open
             if self.page_uses is not None and len(self.open.done) != self.num_layers:
                 called = f"{len(self.open.done)} of {self.num_layers} caches of this table called"
                 raise RuntimeError(f"a step has one call of each layer, got {called}")
+            for commit in self.open.commits:
+                commit()
         except BaseException:
             self.overflowed.copy_(before)
             give_back()
             raise
         else:
-            for commit in self.open.commits:
-                commit()
             if self.page_uses is not None:
                 self.seqlens += wanted
                 self._is_new = False
@@ -280,22 +280,28 @@ class PageTable:
         inside = touched * size < after[:, None]
         touched = touched.clamp(max=columns - 1)
         missing = inside & (self.block_table.gather(1, touched) < 0) & ~(full | self.overflowed)[:, None]
-        pages, granted = self._take(missing)
-        self.overflowed |= full | ~granted
+        pages, granted = self._free_pages(missing)
         held = missing & granted[:, None]
+        flags = full | ~granted
         # A column may come twice, clamped; only the first of them can be missing and is written
-        self.block_table.scatter_reduce_(
-            1, touched, torch.where(held, pages, -1).to(torch.int32), "amax", include_self=True
-        )
+        taken = torch.where(held, pages, -1).to(torch.int32)
+        # All that needs memory is there: nothing below ends between these
+        self._count(pages, held, 1)
+        self.overflowed |= flags
+        self.block_table.scatter_reduce_(1, touched, taken, "amax", include_self=True)
 
         def give_back() -> None:
             emptied = torch.where(held, -1, self.num_pages).to(torch.int32)
             self.block_table.scatter_reduce_(1, touched, emptied, "amin", include_self=True)
-            self._uses.index_add_(0, pages.flatten(), held.flatten().to(torch.int32), alpha=-1)
+            self._count(pages, held, -1)
 
         return give_back
 
-    def _take(self, missing: Tensor) -> tuple[Tensor, Tensor]:
+    def _count(self, pages: Tensor, held: Tensor, by: int) -> None:
+        """Add to the uses of pages, where they are held."""
+        self._uses.index_add_(0, pages.flatten(), held.flatten().to(torch.int32), alpha=by)
+
+    def _free_pages(self, missing: Tensor) -> tuple[Tensor, Tensor]:
         """A free page for each True of `[B,n]`, and which sequences got all of theirs.
 
         Sequences are served in order; from the first that gets too few on, those that need any get none.
@@ -305,10 +311,7 @@ class PageTable:
         needs = missing.sum(1)
         granted = (needs == 0) | (needs.cumsum(0) <= free.sum())
         number = (missing.flatten().cumsum(0) - 1).clamp(0, self.num_pages - 1).reshape(missing.shape)
-        pages = order[number]
-        held = (missing & granted[:, None]).to(torch.int32)
-        self._uses.index_add_(0, pages.flatten(), held.flatten())
-        return pages, granted
+        return order[number], granted
 
     # Sequences: shared, cut, forgotten
 
@@ -529,9 +532,10 @@ class PageTable:
         first = ~same.tril(-1).any(1)
         only_open = same.sum(1) == self._uses[page.clamp(min=0).long()]  # nobody holds it as a full page
         copied = inside & ~(first & only_open)
-        pages, granted = self._take(copied[:, None])
+        pages, granted = self._free_pages(copied[:, None])
         lost = copied & ~granted
         copied &= granted
+        self._count(pages, copied, 1)
         self._each(lambda layer: layer.copy_pages(page.clamp(min=0).long(), pages[:, 0], copied))
         self.block_table.scatter_(1, column, torch.where(copied, pages[:, 0].to(torch.int32), page)[:, None])
         self.overflowed |= lost

@@ -10,6 +10,7 @@ fp32 (fp64 for fp64) in every range, are added up over ranges and then over rank
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dispatch.registry import ENVIRONMENT_VARIABLE
 from nsa import autograd
 from nsa.common.autocast import autocast_off
 from nsa.common.derivatives import forbid_double_backward
@@ -401,7 +403,8 @@ def check_calls(plan: Plan, tensors: Mapping[str, Tensor], *, needs_grad: bool) 
         tensors: of this rank; those of others differ in rows only.
     """
     facts = tuple((name, _without_rows(name, x), x.dtype, x.device) for name, x in tensors.items())
-    key = (plan.layout, plan.config, plan.packed, plan.per_pass, plan.flags, facts, needs_grad)
+    named = os.environ.get(ENVIRONMENT_VARIABLE)
+    key = (plan.layout, plan.config, plan.packed, plan.per_pass, plan.flags, named, facts, needs_grad)
     if key in plan.comm.checked:
         return
     for rank in range(plan.comm.size):

@@ -214,7 +214,7 @@ class Comm:
         """Which ranks have reported no failure, by the store that all ranks of the job share."""
         try:
             store = dist.distributed_c10d._get_default_store()
-            keys = [f"nsa/failed/{self.group.group_name}/{rank}" for rank in range(self.size)]
+            keys = [f"nsa/failed/{self.group.group_name}/{self._calls}/{rank}" for rank in range(self.size)]
             store.set(keys[self.rank], "failed")
             try:
                 store.wait(keys, timedelta(seconds=REPORT_SECONDS))

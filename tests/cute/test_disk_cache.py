@@ -20,6 +20,7 @@ import torch
 from cutlass.cutlass_dsl import CuTeDSL
 
 from cute_kernels.runtime import device, disk_cache, jit
+from tests.support.helpers import in_threads
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
 
@@ -132,6 +133,22 @@ def test_kept_and_loaded(tmp_path: Path, loaded: list[str]) -> None:
     assert isinstance(keep(tmp_path / "cache", "b"), Compiled)
     assert keep(tmp_path / "cache") == "loaded"
     assert loaded == [f"a-{disk_cache._hash(b'kernel')}.o"]
+
+
+def test_threads_may_note_the_same_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, both, told = tmp_path / "cache", threading.Barrier(2), []
+
+    def content_hash(content: bytes, own: Any = disk_cache._hash) -> Any:
+        both.wait(10)  # both have written, and neither has renamed
+        return own(content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_cache, "_hash", content_hash)
+        patch.setattr(disk_cache, "_tell_not_kept", lambda *problem: told.append(problem))
+        in_threads(2, lambda _: disk_cache.note(where, "a", "text"))
+    assert told == []
+    assert disk_cache.noted(where, "a") == "text"
+    assert [path.suffix for path in where.iterdir()] == [".json"]
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])

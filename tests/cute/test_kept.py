@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from cute_kernels.fa4 import interface, kept
 from cute_kernels.fa4.launch import Aux, Mask, MaskMod, _signature
 from cute_kernels.runtime import device, disk_cache
+from tests.support.helpers import in_threads
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL and FlashAttention-4 warn while they are imported
 
@@ -237,6 +240,35 @@ def test_an_import_is_checked_once(where: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(disk_cache.VARIABLE, "0")
     kept.check_import()
     assert imported == ["flash_attn.cute"] * 5
+
+
+def test_threads_that_import_at_once_leave_the_filters_of_warnings(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(disk_cache.VARIABLE, "0")
+    first, second, ended = (threading.Event() for _ in range(3))
+
+    def import_module(name: str) -> None:
+        """The first begins, the second if it may, the first ends, the second ends."""
+        if not first.is_set():
+            first.set()
+            second.wait(1)
+        else:
+            second.set()
+            ended.wait(10)
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    with warnings.catch_warnings():
+        before = list(warnings.filters)
+
+        def check(number: int) -> None:
+            if number == 1:
+                first.wait(10)
+            kept.check_import()
+            ended.set()
+
+        in_threads(2, check)
+        assert warnings.filters == before
 
 
 def test_kernels_are_given_what_flash_attention_gives_them() -> None:

@@ -193,6 +193,20 @@ def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(replay._KNOWN) == len(recordings()) == 3
 
 
+def test_what_comes_again_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MOST", 3)
+    x, ran = torch.ones(3), []
+
+    def body() -> dict[str, Any]:
+        ran.append("usual")
+        return {"out": x + 1}
+
+    for other in range(9):
+        replayed([x], "usual", body)
+        replayed([x], other, lambda: {"out": x + 2})
+    assert ran == ["usual"] * 2
+
+
 def test_an_error_is_not_recorded() -> None:
     x = torch.ones(3)
 

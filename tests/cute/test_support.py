@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,15 @@ def test_takes_packed_documents() -> None:
 )
 def test_refuses(options: dict[str, Any], reason: str) -> None:
     assert reason in (ask(**options) or "")
+
+
+def test_more_sequences_than_a_grid_has_are_refused() -> None:
+    one = torch.zeros((), dtype=torch.bfloat16)
+    inputs = NSAInputs(one.expand(70_000, 9, 4, 64), *[one.expand(70_000, 9, 2, 64)] * 2)
+    for tile in (256, 1):
+        assert "takes up to 65535 sequences and heads, got B=70000, H=4" in (ask(inputs, q_tile_size=tile) or "")
+    as_pack = replace(inputs, q_start=torch.zeros(70_000, dtype=torch.int32))
+    assert ask(as_pack) is None
 
 
 def continued(first: int, tokens: int = 1000, dims: tuple[int, int] = (64, 64), **changes: Any) -> NSAInputs:

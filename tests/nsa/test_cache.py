@@ -731,6 +731,30 @@ def test_a_step_that_leaves_out_a_layer_is_as_if_it_had_not_begun(called: int, n
             close(out, recomputed(inputs, config, range(start, stop)))
 
 
+@pytest.mark.parametrize("place", ["before it", "at its end"])
+def test_a_step_that_fails_on_its_own_is_as_if_it_had_not_begun(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, inputs = SMALL["seed"], make_inputs(60, batch=2)
+    cache = cache_for(inputs, config, 64, page_size=16)
+    append(cache, inputs, [20])
+    before = snapshot(cache)
+
+    def fails(*_: Any) -> Any:
+        raise MemoryError("no memory")
+
+    def step() -> None:
+        with cache.table.step(27) as opened:
+            opened.commits.append(fails)
+            opened.done.append(cache)
+
+    with monkeypatch.context() as patch:
+        if place == "before it":
+            patch.setattr(PageTable, "positions", fails)
+        with pytest.raises(MemoryError, match="no memory"):
+            step()
+    assert_unchanged(cache, before)
+    close(append(cache, inputs, [27], 20), recomputed(inputs, config, range(20, 47)))
+
+
 def test_a_cache_that_joins_late_holds_the_tokens() -> None:
     inputs, config = make_inputs(60, batch=2), SMALL["seed"]
     cache = cache_for(inputs, config, 64, page_size=16)

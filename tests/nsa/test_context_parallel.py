@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 import weakref
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import dispatch
 from nsa import NeighborhoodAttention, NSAConfig, NSAttention
 from nsa.distributed import ContextParallel, attention
 from nsa.distributed.attention import copy_rows
@@ -59,6 +61,30 @@ def test_layers_alone(alone: cases.MakeCP) -> None:
     cases.neighborhood_equals_whole(alone, (0, 41), "zigzag")
     cases.model_equals_whole(alone, SMALL["paper"], 70, "checkpointing")
     cases.takes_dtensors(alone, SMALL["seed"])
+
+
+def test_another_backend_is_checked_before_anything_is_sent(
+    alone: cases.MakeCP, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cp = alone(tile=16)
+    q = torch.randn((1, 40, 2, 4))
+    cp.nsa(q, q, q, config=SMALL["seed"])
+    monkeypatch.setenv("NSA_KERNELS_BACKEND", "cute")
+    monkeypatch.setattr(cp._comm, "start_gather", lambda *_: pytest.fail("sent what other ranks wait for"))
+    with pytest.raises(dispatch.BackendError, match="cute"):
+        cp.nsa(q, q, q, config=SMALL["seed"])
+
+
+def test_each_failure_has_its_own_silent_ranks(alone: cases.MakeCP) -> None:
+    """One that was reported for an earlier call is not taken for a report of the next one."""
+    cp = alone(tile=16)
+    for call in range(2):
+        cp._comm.agree(f"call {call}", lambda: ({}, 0))
+        for rank, silent in ((0, r"late \(no failure reported by rank 1\): a link"), (1, "late: a link")):
+            one = copy.copy(cp._comm)
+            one.rank, one.size = rank, 2
+            with pytest.raises(RuntimeError, match=silent), one.named("gather"):
+                raise RuntimeError("a link is down")
 
 
 def test_destroying_the_group_ends_it() -> None:
