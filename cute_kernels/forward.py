@@ -72,8 +72,8 @@ class BranchOutputs(NamedTuple):
     indices: Tensor
     cmp_indices: Tensor | None
     gating: Gating | None = None
-    """Given where the selected branch's epilogue has gated; without lse, slc.o is then those rows of `Call.out`, and
-    so is win.o if that branch has attended to the window.
+    """Not None: the selected branch's kernel has written `Call.out`. Unless lse was asked for, slc.o, and win.o where
+    that kernel has attended to the window, are then views of `Call.out`, no outputs of branches.
 
     Its gates are None where they are 1/3 each, or where nobody asked for projected ones."""
 

@@ -12,10 +12,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, range_constexpr
 
-THREADS = 256
+from cute_kernels.runtime.jit import FLOATS
 
-VECTOR = 4
-"""fp32 numbers that a thread adds up at a time: 16 bytes."""
+THREADS = 256
 
 BATCH = 4
 """Partials that a thread loads together."""
@@ -28,7 +27,7 @@ def chunk_start(index: Int32, splits: Int32, vectors: int) -> Int32:
 
 @cute.jit
 def add_partials(
-    rSum: cute.Tensor,  # fp32 [VECTOR]
+    rSum: cute.Tensor,  # fp32 [FLOATS]
     partial_row: Callable[[Int32, int], cute.Tensor],
     column: Int32,  # of the vector in its row
     splits: Int32,
@@ -37,12 +36,12 @@ def add_partials(
 
     Args: partial_row: (start, i) -> the row, fp32 [columns], in the partial of split start + i of the block.
     """
-    rPartial = cute.make_rmem_tensor((VECTOR, BATCH), Float32)
+    rPartial = cute.make_rmem_tensor((FLOATS, BATCH), Float32)
     for start in cutlass.range(0, splits, BATCH, unroll=1):
         for i in range_constexpr(BATCH):
             rPartial[None, i].fill(0.0)
             if start + i < splits:
-                gPartial = cute.local_tile(partial_row(start, i), (VECTOR,), (column,))
+                gPartial = cute.local_tile(partial_row(start, i), (FLOATS,), (column,))
                 cute.autovec_copy(gPartial, rPartial[None, i])
         for i in range_constexpr(BATCH):
             rSum.store(rSum.load() + rPartial[None, i].load())

@@ -85,7 +85,7 @@ from cute_kernels.mma.smem import SMEM_CARVEOUT
 from cute_kernels.mma.warp import LANES, LOG2_E, probability
 from cute_kernels.pool.documents import PackedBlocks
 from cute_kernels.runtime.device import has_warpgroups, vectorized
-from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, FLOATS, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.runtime.streams import STREAMS, SideStreams
 
 TILE = 64
@@ -124,12 +124,12 @@ class Rows(NamedTuple):
     """The gathered rows of a work tile: row i is head i % G of the (i // G)-th token that selected the block."""
 
     gQueryRows: cute.Tensor  # int32 [tokens of the work tile]: token * n + slot
-    gQ: cute.Tensor  # [N, G, D]
-    gdO: cute.Tensor  # [N, G, D_v]
-    gLse: cute.Tensor  # fp32 [G, N]
+    gQ: cute.Tensor  # [T, G, D]
+    gdO: cute.Tensor  # [T, G, D_v]
+    gLse: cute.Tensor  # fp32 [G, T]
     gDelta: cute.Tensor
     num_rows: Int32
-    first_token: Int32  # that the first of N is, with mPositions among its rows
+    first_token: Int32  # that the first of T is, with mPositions among its rows
     mPositions: cute.Tensor | None
 
 
@@ -186,11 +186,11 @@ class KVOuterBackward:
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,  # [B, N, H, D]
-        mdO: cute.Tensor,  # [B, N, H, D_v]
+        mQ: cute.Tensor,  # [B, T, H, D], of the tokens first_token ...
+        mdO: cute.Tensor,  # [B, T, H, D_v]
         mK: cute.Tensor,  # [B, N, H_kv, D]
         mV: cute.Tensor,  # [B, N, H_kv, D_v]
-        mLse: cute.Tensor,  # fp32 [B, H, N]
+        mLse: cute.Tensor,  # fp32 [B, H, T]
         mDelta: cute.Tensor,
         mQueryRows: cute.Tensor,  # Worklist.query_rows
         mWorkTiles: cute.Tensor,  # Worklist.work_tiles
@@ -688,7 +688,7 @@ class CombineDKV:
             tiles = mCounts[batch, head, SPLITS, block]
             first_tile = mCumCounts[batch, head, SPLITS, block] - tiles
             first_key, end = block_bounds(block, self.size, mX.shape[1], mBounds)
-            width = const_expr(combine_splits.VECTOR)
+            width = const_expr(FLOATS)
             vectors = const_expr(self.size * self.dim // width)
             rSum = cute.make_rmem_tensor(width, Float32)
             chunk = work_tile - first_tile

@@ -7,7 +7,7 @@ are padded to whole tiles as it does, by an lse of +inf and a delta of 0.
 
 Floor: four numbers of fp32 a row, 67 MB there.
 
-Limits: B H <= 65535; 64-bit offsets.
+Limits: B and H up to 65535, where phases count as B; 64-bit offsets.
 """
 
 from __future__ import annotations

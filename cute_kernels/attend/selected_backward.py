@@ -93,7 +93,7 @@ from cute_kernels.mma.wgmma import (
     tma_store,
 )
 from cute_kernels.pool.documents import fake_rows
-from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, FLOATS, Kernel, compile_kernel, compiled_once, fake
 
 CTA_KEYS = CONSUMERS * TILE
 """Keys of a CTA of SelectedDKV where l' is a multiple of them."""
@@ -746,7 +746,7 @@ class CombineSelectedDKV:
             first = mCumCounts[SPLITS, listed_block] - splits
             num_keys, kv_heads = mdK.shape[1], mdK.shape[2]
             batch, kv_head, block = block_coordinates(listed_block, kv_heads, mdK)
-            width = const_expr(combine_splits.VECTOR)
+            width = const_expr(FLOATS)
             vectors = const_expr(self.block_tiles * 2 * TILE * self.dim // width)
             rSum = cute.make_rmem_tensor(width, Float32)
             rOut = cute.make_rmem_tensor(width, mdK.element_type)

@@ -43,6 +43,7 @@ from cute_kernels.decode.score import ScoreEntries, fake_scores
 from cute_kernels.decode.splits import NO_END, Partials
 from cute_kernels.mma.warp import LANES, divide
 from cute_kernels.runtime.jit import CUTE_DTYPES, FLOATS, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.select.parts import empty_list
 from cute_kernels.select.topk import INIT_END, LOCAL_BEGIN, LOCAL_END, Blocks, TopKList
 
 WARPS = 16
@@ -169,9 +170,7 @@ class ChooseBlocks:
             if (part == 0) & (warp_index == 0):
                 self.topk.init_list(sWarpValues, sWarpIndices, sRow)
             else:
-                for i in range_constexpr(self.topk.slots_per_lane):
-                    sWarpValues[i * LANES + lane] = -Float32.inf
-                    sWarpIndices[i * LANES + lane] = Int32(-1)
+                empty_list(self.topk, sWarpValues, sWarpIndices)
             cute.arch.sync_warp()
             if sRow[INIT_END] + sRow[LOCAL_END] - sRow[LOCAL_BEGIN] < self.blocks.count:
                 for start in cutlass.range(first, end, LANES, unroll=1):

@@ -42,7 +42,7 @@ DEVICES = {"cuda"}
 """Types of devices whose calls are replayed."""
 
 LARGEST = 1 << 28
-"""Elements of all tensors of a call that is replayed."""
+"""Elements of all tensors that a replayed call is given."""
 
 MOST = 256
 """Keys that are remembered; then the oldest is forgotten."""
