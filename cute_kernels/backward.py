@@ -26,7 +26,7 @@ from cute_kernels.attend.kv_outer_backward import kv_outer_backward
 from cute_kernels.attend.row_statistics import row_statistics
 from cute_kernels.attend.selected_backward import selected_backward
 from cute_kernels.attend.window_backward import LocalSelected, window_backward
-from cute_kernels.attend.window_dq_combine import WindowQueries, takes_window
+from cute_kernels.attend.window_dq_combine import WindowQueries, takes_window_queries
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.fa4.interface import Gradients
 from cute_kernels.forward import Saved, attend
@@ -542,7 +542,7 @@ def queries_of_window(chunk: Call, gated: GateResults, slots: int) -> WindowQuer
     Args: slots: n.
     """
     plan, num_keys = chunk.plan, branch_kv(chunk.attended, "slc")[0].shape[1]
-    if not takes_window(slots, plan.config.select_size):
+    if not takes_window_queries(slots, plan.config.select_size):
         return None
     left, _ = window_reach(plan.config.window_size, plan.config.causal, num_keys)
     return WindowQueries(gated.lse[2], gated.delta[2], left)

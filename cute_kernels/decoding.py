@@ -35,7 +35,7 @@ from cute_kernels.runtime.device import multiprocessors, vectorizable
 from cute_kernels.runtime.jit import CUTE_DTYPES
 from cute_kernels.select.topk import Blocks
 
-BRANCHES = {"k": "k_slc", "v": "v_slc", "k_win": "k_win", "v_win": "v_win"}
+SEPARATE_PAGES = {"k": "k_slc", "v": "v_slc", "k_win": "k_win", "v_win": "v_win"}
 """Fields of `Pages` and the cache's names, with separate_kv."""
 
 
@@ -256,7 +256,7 @@ def nsa_with_cache(inputs: Any, config: Any, cache: Any, step: Any) -> Tensor:
     if appended:
         cache.append(inputs, config, step)
     if cache.separate_kv:
-        pages = pages._replace(**{x: memory[y] for x, y in BRANCHES.items()})
+        pages = pages._replace(**{x: memory[y] for x, y in SEPARATE_PAGES.items()})
     if config.token_mode and q.shape[1] >= MIN_PREFILL_QUERIES:
         if not appended:
             append_tokens(k, v, pages, lengths, config)

@@ -53,7 +53,7 @@ from cute_kernels.select.tile import tile_topk
 from cute_kernels.select.token import token_topk
 from cute_kernels.select.topk import Blocks
 
-BRANCHES = ("cmp", "slc", "win")
+BRANCH_NAMES = ("cmp", "slc", "win")
 
 
 class Branch(NamedTuple):
@@ -226,7 +226,7 @@ def nsa_saving(inputs: Any, config: Any, *, recompute: bool) -> tuple[Tensor, li
             branches = attend(call, 0, call.num_rows, lse=True, fuse_gate=True)
             gates = gate(call, branches, 0, call.num_rows)
             saved["indices"], saved["cmp_indices"] = branches.indices, branches.cmp_indices
-            for name in () if recompute else BRANCHES:
+            for name in () if recompute else BRANCH_NAMES:
                 saved[f"o_{name}"], saved[f"lse_{name}"] = getattr(branches, name)
         saved["k_cmp"], saved["v_cmp"] = (None, None) if inputs.k_cmp is not None else call.compressed
         saved["gates"] = None if inputs.gate_proj_weight is None else gates
@@ -262,7 +262,7 @@ def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]
         gates = like(batch, queries, heads, 3, dtype=torch.float32)
     outputs: dict[str, Tensor] = {}
     if not recompute:
-        for name in BRANCHES:
+        for name in BRANCH_NAMES:
             outputs[f"o_{name}"] = like(batch, rows, heads, v_dim)
             outputs[f"lse_{name}"] = like(batch, heads, rows, dtype=torch.float32)
     given = inputs.k_cmp is not None

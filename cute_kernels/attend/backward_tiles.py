@@ -62,7 +62,7 @@ STAGES = 4
 STATS_WARPS = TILE // LANES
 """Producer warps, from warp 1 on, that write statistics of query rows: a thread for each row of a tile."""
 
-BRANCHES = 2
+STATS_BRANCHES = 2
 """The most branches of attention that share S and dP, each with its own lse and delta."""
 
 Stats = tuple[cute.Tensor | None, cute.Tensor | None]
@@ -206,7 +206,7 @@ class BackwardDQ(_Backward):
         self, branches: tuple[Stats, ...], tScS: cute.Tensor, first_row: Int32, num_rows: Int32, work: WorkTile
     ) -> tuple[cute.Tensor, cute.Tensor]:
         """lse in base 2 and delta of the thread's two rows, fp32 (row, branch). P = exp2(-inf) = 0 without an lse."""
-        rLse, rDelta = (cute.make_rmem_tensor((2, BRANCHES), Float32) for _ in range(2))
+        rLse, rDelta = (cute.make_rmem_tensor((2, STATS_BRANCHES), Float32) for _ in range(2))
         for r in range_constexpr(2):
             row = first_row + tScS[(0, r, 0), 0, 0][0]
             for b in range_constexpr(len(branches)):
@@ -355,7 +355,7 @@ class BackwardDKV(_Backward):
         sLse, sDelta = shared.sLse, shared.sDelta
         state = producer_state(STAGES)
         row = thread - LANES  # of a row tile
-        rLse, rDelta = cute.make_rmem_tensor(BRANCHES, Float32), cute.make_rmem_tensor(BRANCHES, Float32)
+        rLse, rDelta = cute.make_rmem_tensor(STATS_BRANCHES, Float32), cute.make_rmem_tensor(STATS_BRANCHES, Float32)
         for head in cutlass.range(work.head * group, (work.head + 1) * group, unroll=1):
             for tile in cutlass.range(first_tile, stop_tile, unroll=1):
                 for b in range_constexpr(len(branches)):

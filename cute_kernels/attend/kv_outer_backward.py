@@ -47,7 +47,7 @@ from cute_kernels.attend.combine import combine_partials, combine_query_gradient
 from cute_kernels.attend.combine_splits import add_partials, chunk_start
 from cute_kernels.attend.views import block_bounds, group_heads
 from cute_kernels.attend.window_backward import LocalSelected
-from cute_kernels.attend.window_dq_combine import WindowQueries, takes_window, window_dq_combine
+from cute_kernels.attend.window_dq_combine import WindowQueries, takes_window_queries, window_dq_combine
 from cute_kernels.gate.forward import BRANCHES
 from cute_kernels.gate.sums import QueryTerms
 from cute_kernels.lists.worklist import (
@@ -96,8 +96,7 @@ COLUMN_WARPS = 2
 """mma.sync: 2 x 2 warps share the rows and columns of every accumulator."""
 
 THREADS = ROW_WARPS * COLUMN_WARPS * LANES
-CTAS = 2
-"""Of a multiprocessor."""
+CTAS_PER_SM = 2
 
 STAGES = 2
 """Tiles of Q and dO in shared memory: one is multiplied while the next one is gathered."""
@@ -229,7 +228,7 @@ class KVOuterBackward:
             grid=[mWorkTiles.shape[3] * self.block_tiles, mK.shape[2], mK.shape[0]],
             block=[THREADS, 1, 1],
             stream=stream,
-            min_blocks_per_mp=CTAS,
+            min_blocks_per_mp=CTAS_PER_SM,
             preferred_smem_carveout=SMEM_CARVEOUT,
         )
 
@@ -771,8 +770,8 @@ def kv_outer_backward(
         local: local blocks to leave out: those that end with the token's own, as many, where they were selected.
         into: dq, dk and dv to write, instead of new tensors.
         terms: what else dq is to hold, of up to two branches, of which dq may be one; with at least one slot.
-        window: dq is to hold the window's, too, and that of the local blocks, which lie in it (`takes_window`); with
-            terms of up to one branch.
+        window: dq is to hold the window's, too, and that of the local blocks, which lie in it
+            (`takes_window_queries`); with terms of up to one branch.
 
     Returns:
         dq, dk, dv. Zeros for rows without keys and keys without rows.
@@ -881,6 +880,6 @@ def _check_terms(slots: int, size: int, terms: QueryTerms | None, window: Window
         return
     most = BRANCHES - 1 if window is None else 1
     branches = 0 if terms is None else len(terms.branches)
-    if slots == 0 or branches > most or (window is not None and not takes_window(slots, size)):
+    if slots == 0 or branches > most or (window is not None and not takes_window_queries(slots, size)):
         beside = "" if window is None else " beside a window"
         raise ValueError(f"dq cannot hold {branches} other branches{beside} with n = {slots} blocks of {size}")

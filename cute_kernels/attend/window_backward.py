@@ -37,9 +37,9 @@ from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
 from cute_kernels.attend.backward_tiles import (
-    BRANCHES,
     CTA_ROWS,
     STAGES,
+    STATS_BRANCHES,
     STATS_WARPS,
     BackwardDKV,
     BackwardDQ,
@@ -294,7 +294,7 @@ class WindowDKV(BackwardDKV):
     """
 
     def __init__(self, dim: int, dtype: Any, has_local: bool) -> None:
-        super().__init__(dim, dtype, key_tiles=CONSUMERS, branches=BRANCHES)
+        super().__init__(dim, dtype, key_tiles=CONSUMERS, branches=STATS_BRANCHES)
         self.has_local = has_local
 
     @cute.jit
@@ -471,7 +471,7 @@ class WindowDKV(BackwardDKV):
                         warpgroup.wait_group(0)
                         for n, r, c in acc_coordinates(S):
                             lse, delta = (
-                                [x[b][(c, 0, n), 0, 0, stage] for b in range(BRANCHES)]
+                                [x[b][(c, 0, n), 0, 0, stage] for b in range(STATS_BRANCHES)]
                                 for x in (op.tSsLse, op.tSsDelta)
                             )
                             S[(c, r, n), 0, 0], dP[(c, r, n), 0, 0] = _both_branches(

@@ -384,7 +384,7 @@ class WindowQueries(NamedTuple):
         return WindowQueries(self.lse[batches, heads, rows], self.delta[batches, heads, rows], self.left)
 
 
-def takes_window(slots: int, size: int) -> bool:
+def takes_window_queries(slots: int, size: int) -> bool:
     """Whether `window_dq_combine` has bits for the partials of a row. Args: n; l'."""
     return slots * (size // TILE) <= MAX_PARTIALS
 

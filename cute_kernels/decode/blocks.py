@@ -128,7 +128,7 @@ class AttendBlocks(DecodeTiles):
     ) -> None:
         self.keys = Keys(blocks.length, blocks.stride)
         self.topk = TopKList(blocks, self.keys, tile=1)
-        super().__init__(dim, v_dim, dtype, group, Paging(page_size), bytes=self.topk.num_slots * 4)
+        super().__init__(dim, v_dim, dtype, group, Paging(page_size), cta_bytes=self.topk.num_slots * 4)
         self.group, self.queries, self.blocks, self.window = group, queries, blocks, window
         self.per_kv_head = per_kv_head
         self.block_tiles = blocks.size // KEYS

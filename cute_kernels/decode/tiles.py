@@ -81,7 +81,7 @@ class DecodeTiles:
     dim, v_dim, dtype: of k and v, 16-bit.
     rows: query rows of a CTA, at most.
     paging: where keys lie.
-    row_bytes, bytes: of further shared memory, for each row and in all.
+    row_bytes, cta_bytes: of further shared memory, for each row and in all.
     ctas_per_sm: at most; 3 are given two stages.
     """
 
@@ -94,7 +94,7 @@ class DecodeTiles:
         paging: Paging,
         *,
         row_bytes: int = 0,
-        bytes: int = 0,
+        cta_bytes: int = 0,
         ctas_per_sm: int = 2,
     ) -> None:
         self.dim, self.v_dim, self.dtype, self.paging = dim, v_dim, dtype, paging
@@ -108,7 +108,7 @@ class DecodeTiles:
         self.warp_keys = KEYS // self.key_warps
         self.sums = self.warps * MMA_K * (v_dim + VECTOR)  # numbers of sO; rows are padded against bank conflicts
         stage = KEYS * (dim + v_dim) * 2
-        fixed = self.rows * (2 * dim + row_bytes) + self.warps * MMA_K * 8 + bytes + 1024  # alignment
+        fixed = self.rows * (2 * dim + row_bytes) + self.warps * MMA_K * 8 + cta_bytes + 1024  # alignment
         self.keys_stay = True  # in L2: other CTAs read them, too
         self.stages, self.ctas_per_sm = 0, ctas_per_sm
         while self.stages == 0:  # the fewest that hide latency; a CTA alone takes all that fit

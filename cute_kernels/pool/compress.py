@@ -28,7 +28,8 @@ from torch import Tensor
 from cute_kernels.pool.documents import ENTRY, LENGTH, START, TILE, TOKEN, Documents, document_at, fake_tables
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
-LANES = 64
+CTA_VECTORS = 64
+"""Of 16 bytes of output, that a CTA makes, each by SLICES threads."""
 SLICES = 4
 BATCH = 8
 """Loads of a thread in flight together."""
@@ -58,8 +59,8 @@ class BlockMean:
         widest = mO.shape[3] if const_expr(mO2 is None) else max(mO.shape[3], mO2.shape[3])
         vectors = mO.shape[0] * mO.shape[1] * mO.shape[2] * (widest // VECTOR)
         self.kernel(mX, mO, mX2, mO2, mBounds).launch(
-            grid=[cute.ceil_div(vectors, LANES), 1 if const_expr(mX2 is None) else 2, 1],
-            block=[LANES * SLICES, 1, 1],
+            grid=[cute.ceil_div(vectors, CTA_VECTORS), 1 if const_expr(mX2 is None) else 2, 1],
+            block=[CTA_VECTORS * SLICES, 1, 1],
             stream=stream,
         )
 
@@ -74,7 +75,9 @@ class BlockMean:
     ):
         _, second, _ = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
-        sSum = smem.allocate_tensor(Float32, cute.make_ordered_layout((VECTOR, LANES, SLICES), order=(0, 1, 2)), 16)
+        sSum = smem.allocate_tensor(
+            Float32, cute.make_ordered_layout((VECTOR, CTA_VECTORS, SLICES), order=(0, 1, 2)), 16
+        )
         if const_expr(mX2 is None):
             self.pool(mX, mO, sSum, mBounds)
         else:
@@ -93,9 +96,9 @@ class BlockMean:
     ):
         thread, _, _ = cute.arch.thread_idx()
         group, _, _ = cute.arch.block_idx()
-        lane, slice_ = thread % LANES, thread // LANES
+        lane, slice_ = thread % CTA_VECTORS, thread // CTA_VECTORS
         _, blocks, heads, dim = mO.shape
-        item = group * LANES + lane
+        item = group * CTA_VECTORS + lane
         vector = item % (dim // VECTOR)
         row = item // (dim // VECTOR)
         head = row % heads
