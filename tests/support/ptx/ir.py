@@ -1,4 +1,4 @@
-"""IR of CuTe DSL as it keeps it (`--keep-ir`): types, operations, and what of a module a launch needs.
+"""IR of CuTe DSL: types, operations, and what of a module a launch needs.
 
 Types carry all that is static. `template` tells a type's value with Dynamic leaves, the '?' of the IR; `dynamic` takes
 these from a value, and raises where the value differs from what is static.
@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 FIXED = re.compile(r"!cute\.(layout|composed_layout|shape|stride|int_tuple|arith_tuple_iter|coord|tile|swizzle)<")
 """Types whose value is known where nothing of them is dynamic."""
 MAKE = ("layout", "composed_layout", "ordered_layout", "identity_layout", "view", "tiled_mma", "tiled_copy")
-KEPT = re.compile(r"^!|^ *cuda\.kernel @|cute\.memref\.alloca\(\) {smem")
-"""Lines of IR that launches need, but for the host function."""
 TELL_RESULTS = ("cute.static", *(f"cute.make_{name}" for name in MAKE))
 """Operations that are written with the type of their result alone."""
 LEAF = re.compile(r"\?(?:\{([^}]*)\})?|(-?\d+)((?:@\d+)*)|_")
@@ -281,11 +279,39 @@ def _operation(line: str) -> Operation:
     return Operation(found, name, text, operands, " : ".join(types), [])
 
 
-def host_part(ir: str) -> str:
-    """The IR without what kernels do: types, their allocations of shared memory, and the host function."""
-    start = ir.rindex("  func.func @cutlass___call")
-    lines = [line for line in ir[:start].splitlines() if KEPT.search(line)]
-    return "\n".join([*lines, ir[start:]])
+def inside(operation: Any) -> Iterator[Any]:
+    """All operations of an operation's regions."""
+    for region in operation.operation.regions:
+        for block in region.blocks:
+            for one in block.operations:
+                yield one.operation
+                yield from inside(one)
+
+
+def host_part(module: Any) -> str:
+    """What launches need of a module that CuTe DSL traced: the host function, canonical, with its types; of kernels
+    their names and their allocations of shared memory. Without their bodies it is no valid module.
+    """
+    from cutlass._mlir import ir
+    from cutlass._mlir.passmanager import PassManager
+
+    kernels: list[str] = []
+    with module.context, ir.Location.unknown():
+        host = ir.Module.create()
+        for operation in module.body.operations:
+            if operation.operation.name != "gpu.module":
+                host.body.append(operation.operation.clone())
+                continue
+            for kernel in operation.operation.regions[0].blocks[0].operations:
+                kernels.append(f"cuda.kernel @{kernel.operation.attributes['sym_name'].value}()")
+                allocations = (one for one in inside(kernel) if one.name == "cute.memref.alloca")
+                kernels += [str(one) for one in allocations if ", smem," in str(one.result.type)]
+        passes = PassManager.parse("builtin.module(canonicalize,cse)")
+        passes.enable_verifier(False)
+        passes.run(host.operation)
+        text = host.operation.get_asm(enable_debug_info=False, assume_verified=True)
+    start = text.rindex("  func.func @cutlass___call")
+    return "\n".join([*(line for line in text[:start].splitlines() if line.startswith("!")), *kernels, text[start:]])
 
 
 class Module:
