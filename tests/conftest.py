@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability
 from dispatch.device import PACKAGES, version_of
 from tests.support.hardware import without_sm_90
+from tests.support.poison import has_gpu, poison
 
 settings.register_profile(
     "default",
@@ -49,11 +50,11 @@ ADDRESS = re.compile(r"\bat 0x[0-9a-f]+", re.IGNORECASE)
 
 @pytest.fixture(autouse=True)
 def _seeded_and_poisoned() -> Iterator[None]:
-    torch.manual_seed(20502)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    # Without a GPU torch.manual_seed keeps, of each call, what to seed once there is one, with the stack at the time
+    (torch.manual_seed if has_gpu() else torch.default_generator.manual_seed)(20502)
+    poison(True)
     yield
-    torch.use_deterministic_algorithms(False)
+    poison(False)
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and dynamo.utils.counters["frames"]:
         dynamo.reset()  # else what one test compiles counts against the recompilations that another may need

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from nsa.distributed import ContextParallel
+from tests.support.poison import poison
 
 SECONDS = 60
 """Timeout of a collective; a case has twice that and START_SECONDS."""
@@ -103,8 +104,7 @@ class Ranks:
 def _serve(pipe: Connection, store: str, rank: int, sizes: tuple[int, ...], seconds: float, backend: str) -> None:
     """Run cases until the pipe is closed."""
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # as tests/conftest.py: uninitialised memory holds NaN
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    poison(True)
     start, timeout = timedelta(seconds=START_SECONDS), timedelta(seconds=seconds)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the machine's name means
