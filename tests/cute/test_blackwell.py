@@ -46,7 +46,7 @@ def assert_within_budgets(execution: Execution) -> None:
     assert not wrong, f"beyond their budgets: {wrong}"
 
 
-PRESETS = {"paper": (NSAConfig.paper(), 300), "per tile": (NSAConfig.per_tile(), 200)}
+PRESETS = {"paper": (NSAConfig.paper(), 300), "per tile": (NSAConfig.per_tile(), 130)}
 """With N, which is smaller than in use, as the number of heads is."""
 
 
