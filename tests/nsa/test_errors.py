@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -205,17 +206,24 @@ def remembered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Whether good calls on the CPU were accepted before, as on a GPU, so that their like is not checked again."""
     if request.param == "good ones are remembered":
         monkeypatch.setattr(validate, "DEVICES", {"cpu"})
-        for more in (
-            {},
-            {"gates": ones(B, N, H, 3)},
-            {"gate_proj_weight": ones(H, 3, D)},
-            {"w_v_compress": ones(H_KV, D_V, D_V)},
-            {"k_cmp": ones(B, 4, H_KV, D), "v_cmp": ones(B, 4, H_KV, D_V)},
-        ):
-            nsa(**good(), **more)
-        nsa(**packed())
+        validate._ACCEPTED.update(accepted())
     yield bool(validate._ACCEPTED)
     validate.forget()
+
+
+@cache
+def accepted() -> dict[Any, Any]:
+    """What is remembered of good calls."""
+    for more in (
+        {},
+        {"gates": ones(B, N, H, 3)},
+        {"gate_proj_weight": ones(H, 3, D)},
+        {"w_v_compress": ones(H_KV, D_V, D_V)},
+        {"k_cmp": ones(B, 4, H_KV, D), "v_cmp": ones(B, 4, H_KV, D_V)},
+    ):
+        nsa(**good(), **more)
+    nsa(**packed())
+    return dict(validate._ACCEPTED)
 
 
 def test_good_calls_are_checked_once(remembered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
