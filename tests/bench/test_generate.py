@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bench import bench_generate
+from tests.support import cases
 from tests.support.bench_helpers import assert_documented
 
 pytestmark = pytest.mark.hf_extra
@@ -33,18 +34,18 @@ def test_all_models_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     content = json.loads(out.with_suffix(".json").read_text())
     assert {bar["verdict"] for bar in content.pop("bars")} == {"not measured"}
     assert_documented("bench/bench_generate.py", content, {"rows": bench_generate.Row})
-    cases = [("dense", False), ("dense", True), ("dense_unmasked", False), ("nsa", False), ("nsa", True)]
-    assert [(row["model"], row["padded"]) for row in content["rows"]] == cases
+    models = [("dense", False), ("dense", True), ("dense_unmasked", False), ("nsa", False), ("nsa", True)]
+    assert [(row["model"], row["padded"]) for row in content["rows"]] == models
     assert {(row["b"], row["n"]) for row in content["rows"]} == {(2, 40)}
     assert all(row["ms_p50"] > 0 for row in content["rows"])
     assert content["missing"] == [
-        f"{name}, eager, N=40, B=3{', padded' if padded else ''}: out of memory" for name, padded in cases
+        f"{name}, eager, N=40, B=3{', padded' if padded else ''}: out of memory" for name, padded in models
     ]
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("mode", bench_generate.MODES)
-@pytest.mark.parametrize("name", bench_generate.MODELS)
+@pytest.mark.parametrize(
+    ("name", "mode", "padded"), cases.product(bench_generate.MODELS, bench_generate.MODES, [False, True], cover=2)
+)
 def test_steps_have_the_inputs_of_generate(name: str, mode: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import CompileConfig
 
