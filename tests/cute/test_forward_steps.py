@@ -168,7 +168,9 @@ WINDOW = 100
 @pytest.mark.cuda_extra
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    ("group", "tile", "dims"), cases.product([1, 4], [128, 256, 384], [(128, 128), (64, 64), (128, 64)], cover=2), ids=str
+    ("group", "tile", "dims"),
+    cases.product([1, 4], [128, 256, 384], [(128, 128), (64, 64), (128, 64)], cover=2),
+    ids=str,
 )
 def test_no_window_reads_another_document(
     group: int, tile: int, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch

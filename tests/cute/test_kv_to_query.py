@@ -75,7 +75,7 @@ def part(gradients: Gradients, blocks: range, width: int, tile: int, *, causal: 
 
 @WIDTHS
 @CAUSAL
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     tokens=st.sampled_from(TOKENS) | st.integers(1, 700),
     tile=st.sampled_from(TILES),

@@ -600,8 +600,8 @@ HERE: dict[str, tuple[Any, ...]] = {
     "window, one tile": (128, BF16, 1, 0, "late"),
     "window, D and D_v": (128, BF16, 1, 0, "late"),
 }
-"""Of each form the row that CI executes. A kernel takes seconds to compile, so forms that can have one in common do: the
-backward of windows, of lists of blocks of 64 and of blocks of 128, and the forward of a window, causal or not."""
+"""Of each form the row that CI executes. A kernel takes seconds to compile, so forms that can have one in common do:
+the backward of windows, of lists of blocks of 64 and of blocks of 128, and the forward of a window, causal or not."""
 
 
 def table() -> list[tuple[Case, str, bool]]:
