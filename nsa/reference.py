@@ -155,10 +155,10 @@ def _sequences(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype, *, aux:
         calls.append(replace(inputs, **own, q_start=start).narrow(config))
     calls = calls or [replace(inputs, q_start=None, q_sum=None)]  # B = 0: any start will do
     results = [_documents(one, config, _all_tiles(one, config), None, None, dtype) for one in calls]
-    auxes = [_pad_selections(own, config) for _, own in results]
     out = torch.cat([out for out, _ in results])
     if not aux:
         return out, None
+    auxes = [_pad_selections(own, config) for _, own in results]
 
     sizes = {name: (1, inputs.num_entries(config), 0.0) for name in ENTRY_NAMES}
     sizes |= {name: (2, inputs.num_tiles(config), -1) for name in ("indices", "cmp_indices")}
@@ -818,13 +818,18 @@ def _attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -
 
     lead = (1, 1) if mask.shape[:2] == (1, 1) else (batch, select_heads)
     mask = by_tile(mask[:, :, None].expand(*lead, group, -1, tile, -1))
-    rows = by_tile(q.reshape(batch, select_heads, group, n, tile, dim))
-    keys, values = (x.movedim(2, 0).flatten(1, 2) for x in (k, v))
+    rows = _unit_stride(by_tile(q.reshape(batch, select_heads, group, n, tile, dim)))
+    keys, values = (_unit_stride(x.movedim(2, 0).flatten(1, 2)) for x in (k, v))
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     o, lse = fused(rows, keys, values, attn_mask=mask, scale=scale)
     lse = torch.where(mask.amax(-1) == -math.inf, -math.inf, lse.detach())  # else 0 in rows without keys
     shape = (n, batch, select_heads, group, tile)
     return o.reshape(*shape, dim).movedim(0, 3).reshape(q.shape), lse.reshape(shape).movedim(0, 3).reshape(q.shape[:-1])
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    """x, or a copy whose last dim lies in one piece, as PyTorch's fused attention takes it without a look."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 # Step 6: gates

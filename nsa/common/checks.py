@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Any, SupportsFloat
+from typing import Any, NoReturn, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -80,3 +80,8 @@ def check_dense(name: str, tensor: Tensor) -> None:
     if tensor.is_nested or tensor.layout is not torch.strided:
         layout = "nested" if tensor.layout is torch.strided else short_name(tensor.layout)
         raise TypeError(f"{name} must be a dense tensor, got the layout {layout}")
+
+
+def refuse_shallow_copy(self: object) -> NoReturn:
+    """`__copy__` of what is written in place."""
+    raise TypeError(f"copy.copy of this {type(self).__name__} would share its memory: take copy.deepcopy")

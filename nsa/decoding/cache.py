@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from dispatch.registry import short_name
-from nsa.common.checks import DTYPES, check_bool, check_sizes
+from nsa.common.checks import DTYPES, check_bool, check_sizes, refuse_shallow_copy
 from nsa.common.derivatives import to_be_changed
 from nsa.config import NSAConfig, check_options
 from nsa.decoding.append import append, write_rows
-from nsa.decoding.table import PageTable, Step, longer, refuse_shallow_copy
+from nsa.decoding.table import PageTable, Step, longer
 from nsa.inputs import NSAInputs
 
 

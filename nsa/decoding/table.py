@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dispatch.registry import short_name
-from nsa.common.checks import check_integer, check_sizes
+from nsa.common.checks import check_integer, check_sizes, refuse_shallow_copy
 from nsa.common.derivatives import to_be_changed
 
 
@@ -31,11 +31,6 @@ class Layer(Protocol):
     def cut(self, lengths: Tensor) -> None: ...
 
     def grown(self, pages: int, capacity: int) -> Callable[[], None]: ...
-
-
-def refuse_shallow_copy(self: object) -> NoReturn:
-    """`__copy__` of what is written in place."""
-    raise TypeError(f"copy.copy of this {type(self).__name__} would share its memory: take copy.deepcopy")
 
 
 class PageTable:
@@ -179,7 +174,11 @@ class PageTable:
 
         Returns:
             int64 `[B,N_q]`, counted from the first token of each sequence.
+
+        Raises:
+            TypeError, ValueError: for another number of tokens than an integer of at least 0.
         """
+        check_integer("num_tokens", num_tokens, 0)
         return self.seqlens.long()[:, None] + torch.arange(num_tokens, device=self.device)
 
     def rows(self, positions: Tensor) -> Tensor:

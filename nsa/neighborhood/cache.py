@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dispatch.registry import short_name
-from nsa.common.checks import DTYPES, check_integer, check_sizes
+from nsa.common.checks import DTYPES, check_integer, check_sizes, refuse_shallow_copy
 from nsa.common.derivatives import to_be_changed
 
 
@@ -66,6 +66,8 @@ class NeighborhoodCache:
             self.length = torch.zeros((), dtype=torch.int64, device=device)
             """Tokens so far, on the device."""
 
+    __copy__ = refuse_shallow_copy
+
     def positions(self, num_tokens: int) -> Tensor:
         """The positions of the next tokens, the same in all sequences: for rotary embeddings.
 
@@ -74,7 +76,11 @@ class NeighborhoodCache:
 
         Returns:
             int64 `[num_tokens]`, counted from the first token.
+
+        Raises:
+            TypeError, ValueError: for another number of tokens than an integer of at least 0.
         """
+        check_integer("num_tokens", num_tokens, 0)
         return self.length + torch.arange(num_tokens, device=self.length.device)
 
     def followed_by(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ TARGETS = {(9, 0): ("sm_90a", "sm_90"), (10, 0): ("sm_100a", "sm_100")}
 
 CACHE_VARIABLE = "NSA_KERNELS_JIT_CACHE"
 DTYPES = (torch.bfloat16, torch.float16)
+DIMS = (64, 128)
 MAX_PROCESSES = 16
 """More are not faster: few kernels take as long as the longest."""
 
@@ -105,6 +106,9 @@ def _call(shape: Sequence[int], gated: bool) -> dict[str, list[int]]:
     batch, tokens, heads, kv_heads, dim, *rest = shape
     if heads % kv_heads:
         raise ValueError(f"H of each of shapes must be a multiple of H_kv, got {heads} and {kv_heads}")
+    for name, size in zip(("D", "D_v"), (dim, *rest), strict=False):
+        if size not in DIMS:
+            raise ValueError(f"{name} of each of shapes must be {' or '.join(map(str, DIMS))}, got {size}")
     call = {
         "q": [batch, tokens, heads, dim],
         "k": [batch, tokens, kv_heads, dim],

@@ -165,6 +165,8 @@ def test_a_process_that_fails_is_told_of(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ({"shapes": [(1, 8192, 8, 2)]}, r"each of shapes must be \(B, N, H, H_kv, D\) or .*, got \(1, 8192, 8, 2\)"),
         ({"shapes": [(1, 8192, 8, 3, 64)]}, "H of each of shapes must be a multiple of H_kv, got 8 and 3"),
+        ({"shapes": [(1, 8192, 8, 2, 96)]}, "D of each of shapes must be 64 or 128, got 96"),
+        ({"shapes": [(1, 8192, 8, 2, 64, 32)]}, "D_v of each of shapes must be 64 or 128, got 32"),
         ({"processes": 0}, "processes must be at least 1, got 0"),
         ({"target": ((8, 0), 108)}, r"compute capability 9.0 and 10.0, got \(8, 0\)"),
         (

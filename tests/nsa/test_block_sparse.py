@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from nsa import block_sparse_attention, reference
 from nsa.block_sparse import reference as block_sparse_reference
 from tests.support.block_sparse_cases import Case, Made, make
+from tests.support.helpers import STRIDES
 from tests.support.live_memory import PeakBytes
 
 CASES = {
@@ -71,6 +72,21 @@ def test_order_and_padding_change_nothing() -> None:
     ordered = made.block_indices.sort(-1, descending=True).values.int()
     got = block_sparse_attention(made.q, made.k, made.v, ordered, **made.keywords)
     torch.testing.assert_close(got, made.run(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strides", STRIDES)
+def test_features_lie_anywhere(strides: str, dtype: torch.dtype) -> None:
+    made = make(Case(150))
+    laid = [STRIDES[strides](x.to(dtype)) for x in (made.q, made.k, made.v)]
+    assert all(x.stride(-1) != 1 for x in laid)
+    results = []
+    for leaves in (laid, [x.contiguous() for x in laid]):
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        out = block_sparse_attention(*leaves, made.block_indices, **made.keywords)
+        results.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected)
 
 
 BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {

@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dispatch
-from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
+from nsa import NeighborhoodCache, NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
 from nsa.decoding import append as appending
 from nsa.decoding import reference, validate
 from nsa.decoding.append import write_rows
@@ -33,7 +33,7 @@ from tests.support.cache_cases import (
     tokens_of,
 )
 from tests.support.cases import rest
-from tests.support.helpers import SMALL, assert_rounded_once, make_inputs
+from tests.support.helpers import SMALL, STRIDES, assert_rounded_once, make_inputs
 from tests.support.loop_oracle import nsa_document
 from tests.support.reference_cases import cases, configs
 
@@ -837,11 +837,29 @@ def test_copies_of_layers_have_a_table_of_their_own(name: str) -> None:
     step(others, 0, 20)
 
 
+@pytest.mark.parametrize(("tokens", "error"), [(2.5, TypeError), (-3, ValueError), (True, TypeError)])
+def test_positions_of_a_number_of_tokens(tokens: Any, error: type[Exception]) -> None:
+    for made in (PageTable.empty(1, 40), NeighborhoodCache(1, heads_kv=1, dim=4, kernel_size=3)):
+        with pytest.raises(error, match="num_tokens must be"):
+            made.positions(tokens)
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("strides", STRIDES)
+def test_features_lie_anywhere(strides: str, name: str) -> None:
+    config, inputs = SMALL[name], make_inputs(40, batch=2)
+    laid = replace(inputs, **{x: STRIDES[strides](getattr(inputs, x)) for x in "qkv"})
+    packed = replace(laid, **{x: getattr(laid, x).contiguous() for x in "qkv"})
+    got, expected = (append(cache_for(one, config, 40), one, [25, 1, 14]) for one in (laid, packed))
+    torch.testing.assert_close(got, expected)  # fp64; sums of other layouts may be in another order
+
+
 def test_what_is_no_copy() -> None:
     cache = cache_for(make_inputs(1), SMALL["paper"], 40)
     with pytest.raises(RuntimeError, match="a copy is between steps"), cache.table.step(1):
         copy.deepcopy(cache)
-    for made in (cache, cache.table):
+    window = NeighborhoodCache(1, heads_kv=1, dim=4, kernel_size=3)
+    for made in (cache, cache.table, window):
         with pytest.raises(TypeError, match=r"copy\.copy of this .* would share its memory"):
             copy.copy(made)
     assert cache.table.num_layers == 1

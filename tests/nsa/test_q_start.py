@@ -424,3 +424,15 @@ def test_q_sum_is_not_differentiated() -> None:
     dk, d_sum = torch.autograd.grad(out.sum(), (k, q_sum), allow_unused=True)
     assert dk.any()
     assert d_sum is None
+
+
+def test_a_tensor_of_starts_takes_more_blocks_than_there_are() -> None:
+    """Without memory for them."""
+    q, k, v = torch.randn(1, 20, 4, 8), torch.randn(1, 20, 2, 8), torch.randn(1, 20, 2, 8)
+    start = torch.tensor([16], dtype=torch.int32)
+    for name, config in SMALL.items():
+        got, expected = (
+            nsa(q[:, 16:], k, v, q_start=start, config=replace(config, num_selected_blocks=count))
+            for count in (2**31 - 1, 20)
+        )
+        assert torch.equal(got, expected), name

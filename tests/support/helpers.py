@@ -123,6 +123,15 @@ def lse_error(capability: int) -> float:
     return SUM_ERROR + (EXP2_ERROR if capability // 10 == 10 else 0.0)
 
 
+STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "every second feature": lambda x: torch.stack([x, x.new_full(x.shape, torch.nan)], -1).flatten(-2)[..., ::2],
+    "tokens last": lambda x: x.movedim(-3, -1).contiguous().movedim(-1, -3),
+    "heads last": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "one feature expanded": lambda x: x[..., :1].expand(x.shape),
+}
+"""A tensor `[...,N,heads,D]` in memory where features do not lie side by side; the last one has other values."""
+
+
 def in_threads(count: int, work: Callable[[int], None]) -> None:
     """work(0) ... work(count - 1) at once, each in a thread of its own, until all have ended."""
     threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(count)]
