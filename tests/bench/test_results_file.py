@@ -413,16 +413,24 @@ with claimed(Path(sys.argv[1])):
 
 
 def test_two_runs_do_not_share_files(script: tuple[Any, list[str]], tmp_path: Path) -> None:
-    """The second is refused by the name of the file and the number of the process that has it."""
+    """The second is refused by the name of the file and the number of the process that has it, here this one."""
     module, options = script
+    refused = rf"Another run writes .*run.* \(process {os.getpid()}\): name another --out"
+    with claimed(tmp_path / "run.json"), pytest.raises(SystemExit, match=refused):
+        module.main([*options, "--out", str(tmp_path / "run")])
+    assert names(tmp_path) == set()
+
+
+def test_a_run_that_was_killed_has_no_files(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path / "run.json")]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as first:
         assert first.stdout is not None
         first.stdout.readline()
-        with pytest.raises(
-            SystemExit, match=rf"Another run writes .*run.* \(process {first.pid}\): name another --out"
+        with (
+            pytest.raises(SystemExit, match=rf"Another run writes .*run.* \(process {first.pid}\)"),
+            claimed(tmp_path / "run.json"),
         ):
-            module.main([*options, "--out", str(tmp_path / "run")])
+            pytest.fail("both have it")
         first.kill()
     assert names(tmp_path) == {"run.lock"}, "left behind, but held by none"
     with claimed(tmp_path / "run.json"):

@@ -66,7 +66,7 @@ class TestInterpreted:
 
     @pytest.mark.parametrize(
         ("interpreted", "gates"),
-        cases.some([("early", "projected"), ("late", "given")], WHEN, GATES),
+        cases.some([("early", "projected")], WHEN, GATES),
         indirect=["interpreted"],
     )
     def test_gates(self, gates: str) -> None:

@@ -261,7 +261,7 @@ def test_neighborhood_attention(ranks: Ranks, layout: str) -> None:
     ranks.run(3, cases.neighborhood_equals_whole, (0, 2, 41), layout)
 
 
-@pytest.mark.parametrize("how", ["plain", "checkpointing", "eager", "aot_eager", "autocast"])
+@pytest.mark.parametrize("how", ["plain", "checkpointing", "aot_eager", "autocast", *parameters.rest("eager")])
 def test_models(ranks: Ranks, how: str) -> None:
     ranks.run(2, cases.model_equals_whole, SMALL["paper"], 70, how)
 
