@@ -128,9 +128,9 @@ def check_block_sparse_attention(call: Any) -> str | None:
     if inputs.group_size > MAX_TOKEN_GROUP:
         return f"attends to given blocks with at most {MAX_TOKEN_GROUP} heads a group, got {inputs.group_size}"
     as_pack = is_pack(inputs) or (len(q) > 0 and not call.options["causal"])
-    sequences = 1 if as_pack else q.shape[0]
-    if max(sequences, q.shape[-2]) > MAX_GRID:
-        return f"takes up to {MAX_GRID} sequences and heads, got B={sequences}, H={q.shape[-2]}"
+    reason = _refusal_of_grid(1 if as_pack else q.shape[0], q.shape[-2])
+    if reason is not None:
+        return reason
     queries, tokens, _ = pack_sizes(inputs) if as_pack else (q.shape[1], inputs.k.shape[1], 0)
     rows = max(tokens, queries * max(slots, q.shape[-2]))
     if rows >= 1 << 31:
@@ -193,11 +193,19 @@ def check_neighborhood_attention(call: Any) -> str | None:
     return None if shape is None else _refusal_of_sizes(shape, options.get("dilation", 1), call.backward)
 
 
+def _refusal_of_grid(sequences: int, heads: int) -> str | None:
+    """Both are dims of grids."""
+    if max(sequences, heads) > MAX_GRID:
+        return f"takes up to {MAX_GRID} sequences and heads, got B={sequences}, H={heads}"
+    return None
+
+
 def _refusal_of_sizes(shape: tuple[int, ...], dilation: int, backward: bool) -> str | None:
     """FlashAttention-4's grids, and its 32-bit numbers of keys and of the elements in a head's fp32 sums."""
     batch, num_tokens, heads, dim = shape
-    if max(batch, heads) > MAX_GRID:
-        return f"takes up to {MAX_GRID} sequences and heads, got B={batch}, H={heads}"
+    reason = _refusal_of_grid(batch, heads)
+    if reason is not None:
+        return reason
     if num_tokens >= 1 << 30:
         return f"takes N below {1 << 30}, got {num_tokens}"
     rows = -(-num_tokens // max(1, min(dilation, num_tokens)))
@@ -237,8 +245,9 @@ def _refusal(inputs: Any, config: Any, rules: fa4.Rules, backward: bool) -> str 
         if size > MAX_SIZE:
             return f"takes {name} up to 2^30, got {size}"
     sequences = 1 if runs_as_pack(inputs, config, training=backward) else inputs.q.shape[0]
-    if max(sequences, inputs.q.shape[-2]) > MAX_GRID:
-        return f"takes up to {MAX_GRID} sequences and heads, got B={sequences}, H={inputs.q.shape[-2]}"
+    reason = _refusal_of_grid(sequences, inputs.q.shape[-2])
+    if reason is not None:
+        return reason
     if config.token_mode:
         return _refusal_of_token_mode(inputs, config, tile_rows(config, rules))
     if config.q_tile_size % rules.rows:

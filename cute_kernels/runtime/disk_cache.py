@@ -209,7 +209,7 @@ def _keep(where: Path, key: str, compiled: Any) -> None:
 
 
 def _put(where: Path, key: str, kind: str, write: Callable[[Path], object]) -> None:
-    # Its own name also beside processes of one number, as those of two containers, and beside threads
+    # Unique even among threads, and among processes of the same number, as those of two containers
     opened, name = tempfile.mkstemp(f".new.{kind}", f"{key}.", where)
     os.close(opened)
     new = Path(name)

@@ -45,7 +45,7 @@ LARGEST = 1 << 28
 """Elements of all tensors that a replayed call is given."""
 
 MOST = 256
-"""Keys that are remembered; then the oldest is forgotten."""
+"""Keys that are remembered; beyond, what did not come for longest is forgotten."""
 
 ALIGNMENT = 512
 """Bytes; of ranges of a workspace, as of PyTorch's allocations."""
@@ -135,7 +135,7 @@ class _Seen(NamedTuple):
 _LOCK = threading.Lock()
 os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 _KNOWN: OrderedDict[Any, Recording | _Seen] = OrderedDict()
-"""What came last is the last: of more than MOST, the first goes."""
+"""What came last is the last."""
 _THREAD = threading.local()
 
 
@@ -148,7 +148,6 @@ def _recorder() -> _Recorder | None:
 def _remember(key: Any, known: Recording | _Seen) -> None:
     with _LOCK:
         _KNOWN[key] = known
-        _KNOWN.move_to_end(key)
         while len(_KNOWN) > MOST:
             _KNOWN.popitem(last=False)
 

@@ -284,7 +284,7 @@ class PageTable:
         flags = full | ~granted
         # A column may come twice, clamped; only the first of them can be missing and is written
         taken = torch.where(held, pages, -1).to(torch.int32)
-        # All that needs memory is there: nothing below ends between these
+        # Nothing is written before all that needs memory is there: an error leaves all three as they were
         self._count(pages, held, 1)
         self.overflowed |= flags
         self.block_table.scatter_reduce_(1, touched, taken, "amax", include_self=True)

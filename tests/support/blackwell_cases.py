@@ -607,8 +607,8 @@ the backward of windows, of lists of blocks of 64 and of blocks of 128, and the 
 def table() -> list[tuple[Case, str, bool]]:
     """Cases, the schedules that they run by, and whether they are of the part that CI executes.
 
-    Of branches, every three values of axes come together, and in that part each value. It has no whole calls: there a
-    call goes through dispatch.
+    Of branches, every three values of axes come together, and each value comes in that part. It has no whole calls:
+    there a call goes through dispatch.
     """
     pairs, triples = (covering([len(axis) for axis in AXES], cover) for cover in (2, 3))
     rows: list[tuple[Case, str, bool]] = []
