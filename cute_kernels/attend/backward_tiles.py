@@ -14,7 +14,8 @@ Both are warp specialized. Warpgroup 0 is the producer: warp 0 issues TMA, and i
 statistics of the query rows. Warpgroups 1 and 2 are the consumers: they issue WGMMA and write the results. TMA fills
 rows and keys behind the end with zeros.
 
-A subclass has the kernel: which tiles are streamed, what is masked, and how dK and dV are written.
+A subclass has the kernel: which tiles are streamed, what is masked, and how dK and dV are written. `add_key_tile` and
+`add_row_tile` are the products of a tile for one branch of attention; window_backward.py has those of two.
 
 Limits: sm_90a (WGMMA); D = D_v 64 or 128.
 """
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.mma.mma_sync import accumulator
 from cute_kernels.mma.warp import LANES
@@ -37,11 +38,17 @@ from cute_kernels.mma.wgmma import (
     SHARED,
     TILE,
     K,
+    acc_as_operand_a,
     allocate_tiles,
+    broadcast_over_columns,
+    broadcast_over_rows,
+    issue_mma,
     load_operand_a,
     load_row_stats,
     make_tma_copies,
     producer_acquire,
+    score_gradients,
+    scores_to_probabilities,
     smem_operand_a,
     smem_operand_b,
     store_acc_for_tma,
@@ -90,6 +97,11 @@ def token_of(row: Int32, first_token: Int32 | None) -> Int32:
     return token
 
 
+def score_coordinates(mma_s: cute.TiledMma, consumer: Consumer) -> cute.Tensor:
+    """((c, r, n), 0, 0): coordinates of what a thread holds of a tile of S, (row, key), or of S^T, (key, row)."""
+    return mma_s.get_slice(consumer.thread).partition_C(cute.make_identity_tensor((TILE, TILE)))
+
+
 class _Backward:
     """Args: head dim, 16-bit type."""
 
@@ -127,6 +139,13 @@ class KeyTileRange(NamedTuple):
         return self.first + i
 
 
+class Mask(Protocol):
+    """Which pairs of a tile of scores attend."""
+
+    def apply(self, P: cute.Tensor, tScS: cute.Tensor) -> None:
+        """P = 0 where a row does not see a key. Args: tScS: score_coordinates of S or of S^T."""
+
+
 class SharedDQ(NamedTuple):
     """Shared memory and pipelines of BackwardDQ."""
 
@@ -136,6 +155,21 @@ class SharedDQ(NamedTuple):
     sV: cute.Tensor
     rows_ready: Any
     keys_ready: Any
+
+
+class OperandsDQ(NamedTuple):
+    """Operands of a consumer of BackwardDQ; the last mode of what is streamed is the stage."""
+
+    tScS: cute.Tensor
+    """`score_coordinates`: (row, key)."""
+    tSrQ: cute.Tensor
+    tdPrdO: cute.Tensor
+    tSrK: cute.Tensor
+    tdPrV: cute.Tensor
+    tdQrK: cute.Tensor
+    rLse: cute.Tensor
+    """fp32 (r, branch), in base 2. P = exp2(-inf) = 0 without an lse."""
+    rDelta: cute.Tensor
 
 
 class BackwardDQ(_Backward):
@@ -191,21 +225,23 @@ class BackwardDQ(_Backward):
             state.advance()
         return state
 
-    def partition_keys(
-        self, mma_s: cute.TiledMma, mma_dq: cute.TiledMma, shared: SharedDQ
-    ) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-        """B operands of S, dP and dQ; the last mode is the stage."""
-        return (
-            smem_operand_b(mma_s, shared.sK),
-            smem_operand_b(mma_s, shared.sV),
-            smem_operand_b(mma_dq, transpose_view(shared.sK)),
-        )
-
     @cute.jit
-    def load_stats(
-        self, branches: tuple[Stats, ...], tScS: cute.Tensor, first_row: Int32, num_rows: Int32, work: WorkTile
-    ) -> tuple[cute.Tensor, cute.Tensor]:
-        """lse in base 2 and delta of the thread's two rows, fp32 (row, branch). P = exp2(-inf) = 0 without an lse."""
+    def partition(
+        self,
+        mma_s: cute.TiledMma,
+        mma_dq: cute.TiledMma,
+        shared: SharedDQ,
+        branches: tuple[Stats, ...],
+        num_rows: Int32,
+        work: WorkTile,
+        consumer: Consumer,
+    ) -> OperandsDQ:
+        """Load the statistics of the warpgroup's rows, then wait for its Q and dO."""
+        _, _, sK, sV, rows_ready, _ = shared
+        first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
+        tScS = score_coordinates(mma_s, consumer)
+        tSrK, tdPrV = smem_operand_b(mma_s, sK), smem_operand_b(mma_s, sV)
+        tdQrK = smem_operand_b(mma_dq, transpose_view(sK))
         rLse, rDelta = (cute.make_rmem_tensor((2, STATS_BRANCHES), Float32) for _ in range(2))
         for r in range_constexpr(2):
             row = first_row + tScS[(0, r, 0), 0, 0][0]
@@ -214,14 +250,41 @@ class BackwardDQ(_Backward):
                 rLse[r, b], rDelta[r, b] = load_row_stats(
                     lse[work.batch, work.head, None], delta[work.batch, work.head, None], row, num_rows
                 )
-        return rLse, rDelta
+        rows_ready.consumer_wait(consumer_state(1))
+        tSrQ, tdPrdO = (load_operand_a(mma_s, x[None, None, consumer.warpgroup]) for x in (shared.sQ, shared.sdO))
+        return OperandsDQ(tScS, tSrQ, tdPrdO, tSrK, tdPrV, tdQrK, rLse, rDelta)
+
+    def accumulator(self, mma_dq: cute.TiledMma) -> cute.Tensor:
+        """dQ, zeros."""
+        dQ = accumulator(mma_dq, (TILE, self.dim))
+        dQ.fill(0.0)
+        return dQ
 
     @cute.jit
-    def load_rows(self, mma_s: cute.TiledMma, shared: SharedDQ, consumer: Consumer) -> tuple[cute.Tensor, cute.Tensor]:
-        """Wait for Q and dO of the warpgroup. Returns them as A operands of S and dP."""
-        shared.rows_ready.consumer_wait(consumer_state(1))
-        tSrQ, tdPrdO = (load_operand_a(mma_s, x[None, None, consumer.warpgroup]) for x in (shared.sQ, shared.sdO))
-        return tSrQ, tdPrdO
+    def add_key_tile(
+        self,
+        dQ: cute.Tensor,
+        op: OperandsDQ,
+        stage: Int32,
+        mask: Mask,
+        scale: Float32,
+        mma_s: cute.TiledMma,
+        mma_dq: cute.TiledMma,
+    ):
+        """dQ += dS K of a key tile, for one branch."""
+        S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
+        # S = Q K^T, dP = dO V^T
+        issue_mma(mma_s, S, op.tSrQ, op.tSrK[None, None, None, stage], False)
+        issue_mma(mma_s, dP, op.tdPrdO, op.tdPrV[None, None, None, stage], False)
+        # S becomes P while dP is computed
+        warpgroup.wait_group(1)
+        scores_to_probabilities(S, scale, broadcast_over_columns(op.rLse[None, 0]))
+        mask.apply(S, op.tScS)
+        # P becomes dS; dQ += dS K
+        warpgroup.wait_group(0)
+        score_gradients(S, S, dP, broadcast_over_columns(op.rDelta[None, 0]))
+        issue_mma(mma_dq, dQ, acc_as_operand_a(mma_dq, S), op.tdQrK[None, None, None, stage], True)
+        warpgroup.wait_group(0)
 
     @cute.jit
     def epilogue(
@@ -258,7 +321,7 @@ class OperandsDKV(NamedTuple):
     """Operands of a consumer of BackwardDKV; the last mode of what is streamed is the stage."""
 
     tScS: cute.Tensor
-    """((c, r, n), 0, 0): coordinates (key, row)."""
+    """`score_coordinates`: (key, row)."""
     tSrK: cute.Tensor
     tdPrV: cute.Tensor
     tSrQ: cute.Tensor
@@ -376,7 +439,7 @@ class BackwardDKV(_Backward):
         """Args: key_tile: the consumer's, of those in shared memory."""
         sK, sV, sQ, sdO, sLse, sDelta = shared
         thr_s = mma_s.get_slice(consumer.thread)
-        tScS = thr_s.partition_C(cute.make_identity_tensor((TILE, TILE)))
+        tScS = score_coordinates(mma_s, consumer)
         tSrK, tdPrV = (smem_operand_a(mma_s, tiles)[None, None, None, key_tile] for tiles in (sK, sV))
         tSrQ, tdPrdO = (smem_operand_b(mma_s, tiles) for tiles in (sQ, sdO))
         tdKrQ, tdVrdO = (smem_operand_b(mma_dkv, transpose_view(tiles)) for tiles in (sQ, sdO))
@@ -393,3 +456,33 @@ class BackwardDKV(_Backward):
         dK.fill(0.0)
         dV.fill(0.0)
         return dK, dV
+
+    @cute.jit
+    def add_row_tile(
+        self,
+        dK: cute.Tensor,
+        dV: cute.Tensor,
+        op: OperandsDKV,
+        stage: Int32,
+        mask: Mask,
+        scale: Float32,
+        mma_s: cute.TiledMma,
+        mma_dkv: cute.TiledMma,
+    ):
+        """dV += P^T dO and dK += dS^T Q of a row tile, for one branch."""
+        S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
+        # S^T = K Q^T, dP^T = V dO^T
+        issue_mma(mma_s, S, op.tSrK, op.tSrQ[None, None, None, stage], False)
+        issue_mma(mma_s, dP, op.tdPrV, op.tdPrdO[None, None, None, stage], False)
+        # S becomes P while dP is computed
+        rLse = broadcast_over_rows(op.tSsLse[0][(None, 0, None), 0, 0, stage])
+        warpgroup.wait_group(1)
+        scores_to_probabilities(S, scale, rLse)
+        mask.apply(S, op.tScS)
+        # dV += P^T dO; P becomes dS; dK += dS^T Q
+        issue_mma(mma_dkv, dV, acc_as_operand_a(mma_dkv, S), op.tdVrdO[None, None, None, stage], True)
+        rDelta = broadcast_over_rows(op.tSsDelta[0][(None, 0, None), 0, 0, stage])
+        warpgroup.wait_group(1)
+        score_gradients(S, S, dP, rDelta)
+        issue_mma(mma_dkv, dK, acc_as_operand_a(mma_dkv, S), op.tdKrQ[None, None, None, stage], True)
+        warpgroup.wait_group(0)

@@ -33,7 +33,6 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, range_constexpr
-from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
 from cute_kernels.attend.backward_tiles import (
@@ -46,9 +45,9 @@ from cute_kernels.attend.backward_tiles import (
     SharedDKV,
     SharedDQ,
     WorkTile,
+    score_coordinates,
 )
 from cute_kernels.gate.partials import sum_partials
-from cute_kernels.mma.mma_sync import accumulator
 from cute_kernels.mma.warp_specialized import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -61,13 +60,7 @@ from cute_kernels.mma.warp_specialized import (
 )
 from cute_kernels.mma.wgmma import (
     TILE,
-    acc_as_operand_a,
     acc_coordinates,
-    broadcast_over_columns,
-    broadcast_over_rows,
-    issue_mma,
-    score_gradients,
-    scores_to_probabilities,
 )
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
@@ -99,6 +92,40 @@ class Entries(NamedTuple):
     def first_row(self, entry: Int32) -> Int32:
         """The first row that sees an entry, which may be below 0; behind the last entry, that of the last one."""
         return cutlass.min(entry, self.num - 1) * self.stride + self.length - 1 - self.first_token
+
+
+class MaskOfEntries(NamedTuple):
+    """Mask of a tile of entries."""
+
+    first_entry: Int32
+    seen_by_all: Int32
+    """Entries that all rows of the warpgroup see."""
+    rSeen: cute.Tensor
+    """int32 (r): entries that each of the thread's rows sees."""
+
+    @cute.jit
+    def apply(self, P: cute.Tensor, tScS: cute.Tensor):
+        if self.first_entry + TILE > self.seen_by_all:
+            for n, r, c in acc_coordinates(P):
+                seen = self.first_entry + tScS[(c, r, n), 0, 0][1] < self.rSeen[r]
+                P[(c, r, n), 0, 0] = P[(c, r, n), 0, 0] if seen else Float32(0.0)
+
+
+class MaskOfRows(NamedTuple):
+    """Mask of a tile of rows."""
+
+    first_row: Int32
+    seeing_all: Int32
+    """The first row that sees all entries of the warpgroup."""
+    rFirst: cute.Tensor
+    """int32 (r): the first row that sees each of the thread's entries."""
+
+    @cute.jit
+    def apply(self, P: cute.Tensor, tScS: cute.Tensor):
+        if self.first_row < self.seeing_all:
+            for n, r, c in acc_coordinates(P):
+                seen = self.first_row + tScS[(c, r, n), 0, 0][1] >= self.rFirst[r]
+                P[(c, r, n), 0, 0] = P[(c, r, n), 0, 0] if seen else Float32(0.0)
 
 
 class CompressedDQ(BackwardDQ):
@@ -216,37 +243,16 @@ class CompressedDQ(BackwardDQ):
         """Consumer mainloop over the entries. Returns dQ of the warpgroup's rows, not scaled yet."""
         keys_ready = shared.keys_ready
         first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
-        tScS = mma_s.get_slice(consumer.thread).partition_C(cute.make_identity_tensor((TILE, TILE)))
-        seen_by_all = entries.seen(first_row)
-        rSeen = cute.make_rmem_tensor(2, Int32)
+        tScS = score_coordinates(mma_s, consumer)
+        seen_by_all, rSeen = entries.seen(first_row), cute.make_rmem_tensor(2, Int32)
         for r in range_constexpr(2):
             rSeen[r] = entries.seen(first_row + tScS[(0, r, 0), 0, 0][0])
-        tSrK, tdPrV, tdQrK = self.partition_keys(mma_s, mma_dq, shared)
-        dQ = accumulator(mma_dq, (TILE, self.dim))
-        dQ.fill(0.0)
-        rLse, rDelta = self.load_stats(((mLse, mDelta),), tScS, first_row, num_rows, work)
-        tSrQ, tdPrdO = self.load_rows(mma_s, shared, consumer)
-
+        dQ = self.accumulator(mma_dq)
+        op = self.partition(mma_s, mma_dq, shared, ((mLse, mDelta),), num_rows, work, consumer)
         state = consumer_state(STAGES)
         for i in cutlass.range(key_tiles.num_tiles(), unroll=1):
-            S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
-            first_entry, stage = i * TILE, state.index
             keys_ready.consumer_wait(state)
-            # S = Q K^T, dP = dO V^T
-            issue_mma(mma_s, S, tSrQ, tSrK[None, None, None, stage], False)
-            issue_mma(mma_s, dP, tdPrdO, tdPrV[None, None, None, stage], False)
-            # S becomes P while dP is computed
-            warpgroup.wait_group(1)
-            scores_to_probabilities(S, scale, broadcast_over_columns(rLse[None, 0]))
-            if first_entry + TILE > seen_by_all:
-                for n, r, c in acc_coordinates(S):
-                    seen = first_entry + tScS[(c, r, n), 0, 0][1] < rSeen[r]
-                    S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
-            # P becomes dS; dQ += dS K
-            warpgroup.wait_group(0)
-            score_gradients(S, S, dP, broadcast_over_columns(rDelta[None, 0]))
-            issue_mma(mma_dq, dQ, acc_as_operand_a(mma_dq, S), tdQrK[None, None, None, stage], True)
-            warpgroup.wait_group(0)
+            self.add_key_tile(dQ, op, state.index, MaskOfEntries(i * TILE, seen_by_all, rSeen), scale, mma_s, mma_dq)
             keys_ready.consumer_release(state)
             state.advance()
         return dQ
@@ -412,28 +418,11 @@ class CompressedDKV(BackwardDKV):
         state = consumer_state(STAGES)
         for _ in cutlass.range(group, unroll=1):
             for tile in cutlass.range(first_tile, stop_tile, unroll=1):
-                S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
-                first_row, stage = tile * TILE, state.index
+                first_row = tile * TILE
                 rows_ready.consumer_wait(state)
                 if first_row + TILE > seeing_some:
-                    # S^T = K Q^T, dP^T = V dO^T
-                    issue_mma(mma_s, S, op.tSrK, op.tSrQ[None, None, None, stage], False)
-                    issue_mma(mma_s, dP, op.tdPrV, op.tdPrdO[None, None, None, stage], False)
-                    # S becomes P while dP is computed
-                    rLse = broadcast_over_rows(op.tSsLse[0][(None, 0, None), 0, 0, stage])
-                    warpgroup.wait_group(1)
-                    scores_to_probabilities(S, scale, rLse)
-                    if first_row < seeing_all:
-                        for n, r, c in acc_coordinates(S):
-                            seen = first_row + op.tScS[(c, r, n), 0, 0][1] >= rFirst[r]
-                            S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
-                    # dV += P^T dO; P becomes dS; dK += dS^T Q
-                    issue_mma(mma_dkv, dV, acc_as_operand_a(mma_dkv, S), op.tdVrdO[None, None, None, stage], True)
-                    rDelta = broadcast_over_rows(op.tSsDelta[0][(None, 0, None), 0, 0, stage])
-                    warpgroup.wait_group(1)
-                    score_gradients(S, S, dP, rDelta)
-                    issue_mma(mma_dkv, dK, acc_as_operand_a(mma_dkv, S), op.tdKrQ[None, None, None, stage], True)
-                    warpgroup.wait_group(0)
+                    mask = MaskOfRows(first_row, seeing_all, rFirst)
+                    self.add_row_tile(dK, dV, op, state.index, mask, scale, mma_s, mma_dkv)
                 rows_ready.consumer_release(state)
                 state.advance()
         return dK, dV

@@ -42,8 +42,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass import Boolean, Float32, Int32, const_expr, pipeline, range_constexpr
 from torch import Tensor
 
 from cute_kernels.attend import combine_splits
@@ -63,7 +62,6 @@ from cute_kernels.attend.combine_splits import add_partials, chunk_start
 from cute_kernels.lists.query_to_kv import BlockLists, Keys, fake_lists
 from cute_kernels.lists.selected_worklist import block_coordinates, fake_query_tiles, fake_table, selected_worklist
 from cute_kernels.lists.worklist import BLOCK, COUNT, FIRST, SPLITS, WorklistSizes, num_work_tiles
-from cute_kernels.mma.mma_sync import accumulator
 from cute_kernels.mma.warp import LANES
 from cute_kernels.mma.warp_specialized import (
     CONSUMER_REGISTERS,
@@ -79,15 +77,9 @@ from cute_kernels.mma.warp_specialized import (
 from cute_kernels.mma.wgmma import (
     TILE,
     WARPGROUP_THREADS,
-    acc_as_operand_a,
     acc_coordinates,
-    broadcast_over_columns,
-    broadcast_over_rows,
-    issue_mma,
     load_row_stats,
     producer_acquire,
-    score_gradients,
-    scores_to_probabilities,
     store_acc_for_tma,
     tma_loads,
     tma_store,
@@ -127,15 +119,80 @@ class ListedKeyTiles(NamedTuple):
         return index
 
 
-@cute.jit
-def shifted_token(
-    row: Int32, first_token: Int32 | None, mShifts: cute.Tensor | None, tile: cutlass.Constexpr[int]
-) -> Int32:
-    """`token_of`, with a shift for each tile of `tile` rows."""
-    token = token_of(row, first_token)
-    if const_expr(mShifts is not None):
-        token += mShifts[row // tile]
-    return token
+class TokensOfRows(NamedTuple):
+    """Which token a row is, counted as keys are."""
+
+    first: Int32 | None
+    """That row 0 is; None: 0."""
+    mShifts: cute.Tensor | None
+    """int32 [query tiles]: added to its rows."""
+    tile: int
+    """Rows of a query tile."""
+
+    @cute.jit
+    def token(self, row: Int32) -> Int32:
+        token = token_of(row, self.first)
+        if const_expr(self.mShifts is not None):
+            token += self.mShifts[row // self.tile]
+        return token
+
+
+class KeyTile(NamedTuple):
+    """A tile of keys, to mask."""
+
+    keys: Keys
+    first: Int32
+    num_keys: Int32
+    """Of the sequence."""
+
+    @cute.jit
+    def seen(self, token: Int32, key: Int32) -> Boolean:
+        """Whether a token sees a key of the tile."""
+        seen = self.first + key < self.num_keys
+        if const_expr(self.keys.causal):
+            seen = seen & (self.keys.last_token(self.first + key) <= token)
+        return seen
+
+
+class MaskOfKeys(NamedTuple):
+    """Mask of a key tile."""
+
+    needed: Boolean
+    own_token: Int32
+    """Of the warpgroup's first row."""
+    tile: KeyTile
+
+    @cute.jit
+    def apply(self, P: cute.Tensor, tScS: cute.Tensor):
+        if self.needed:
+            for n, r, c in acc_coordinates(P):
+                row, key = tScS[(c, r, n), 0, 0]
+                seen = self.tile.seen(self.own_token + row, key)
+                P[(c, r, n), 0, 0] = P[(c, r, n), 0, 0] if seen else Float32(0.0)
+
+
+class MaskOfRows(NamedTuple):
+    """Mask of a row tile, whose first row is read while its scores are computed."""
+
+    sRow: cute.Tensor
+    stage: Int32
+    num_rows: Int32
+    tokens: TokensOfRows
+    tile: KeyTile
+    """The warpgroup's."""
+
+    @cute.jit
+    def apply(self, P: cute.Tensor, tScS: cute.Tensor):
+        first_row, first_key = self.sRow[self.stage], self.tile.first
+        needed = (first_row + TILE > self.num_rows) | (first_key + TILE > self.tile.num_keys)
+        own_token = self.tokens.token(first_row)
+        if const_expr(self.tile.keys.causal):
+            needed = needed | (self.tile.keys.last_token(first_key + TILE - 1) > own_token)
+        if needed:
+            for n, r, c in acc_coordinates(P):
+                key, row = tScS[(c, r, n), 0, 0]
+                seen = (first_row + row < self.num_rows) & self.tile.seen(own_token + row, key)
+                P[(c, r, n), 0, 0] = P[(c, r, n), 0, 0] if seen else Float32(0.0)
 
 
 class SelectedDQ(BackwardDQ):
@@ -283,41 +340,17 @@ class SelectedDQ(BackwardDQ):
         """Consumer mainloop over the selected blocks. Returns dQ of the warpgroup's rows, not scaled yet."""
         keys_ready = shared.keys_ready
         first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
-        own_token = shifted_token(first_row, first_token, mShifts, self.tile)
-        tScS = mma_s.get_slice(consumer.thread).partition_C(cute.make_identity_tensor((TILE, TILE)))
-        tSrK, tdPrV, tdQrK = self.partition_keys(mma_s, mma_dq, shared)
-        dQ = accumulator(mma_dq, (TILE, self.dim))
-        dQ.fill(0.0)
-        rLse, rDelta = self.load_stats(((mLse, mDelta),), tScS, first_row, num_rows, work)
-        tSrQ, tdPrdO = self.load_rows(mma_s, shared, consumer)
-
+        own_token = TokensOfRows(first_token, mShifts, self.tile).token(first_row)
+        dQ = self.accumulator(mma_dq)
+        op = self.partition(mma_s, mma_dq, shared, ((mLse, mDelta),), num_rows, work, consumer)
         state = consumer_state(STAGES)
         for i in cutlass.range(key_tiles.num_tiles(), unroll=1):
-            S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
-            masked = i < key_tiles.masked
-            first_key = Int32(0)
+            masked, first_key = i < key_tiles.masked, Int32(0)
             if masked:
                 first_key = key_tiles.gMask[i] * TILE
             keys_ready.consumer_wait(state)
-            stage = state.index
-            # S = Q K^T, dP = dO V^T
-            issue_mma(mma_s, S, tSrQ, tSrK[None, None, None, stage], False)
-            issue_mma(mma_s, dP, tdPrdO, tdPrV[None, None, None, stage], False)
-            # S becomes P while dP is computed
-            warpgroup.wait_group(1)
-            scores_to_probabilities(S, scale, broadcast_over_columns(rLse[None, 0]))
-            if masked:
-                for n, r, c in acc_coordinates(S):
-                    row, key = tScS[(c, r, n), 0, 0]
-                    seen = first_key + key < num_keys
-                    if const_expr(self.keys.causal):
-                        seen = seen & (self.keys.last_token(first_key + key) <= own_token + row)
-                    S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
-            # P becomes dS; dQ += dS K
-            warpgroup.wait_group(0)
-            score_gradients(S, S, dP, broadcast_over_columns(rDelta[None, 0]))
-            issue_mma(mma_dq, dQ, acc_as_operand_a(mma_dq, S), tdQrK[None, None, None, stage], True)
-            warpgroup.wait_group(0)
+            mask = MaskOfKeys(masked, own_token, KeyTile(self.keys, first_key, num_keys))
+            self.add_key_tile(dQ, op, state.index, mask, scale, mma_s, mma_dq)
             keys_ready.consumer_release(state)
             state.advance()
         return dQ
@@ -587,36 +620,11 @@ class SelectedDKV(BackwardDKV):
         keys_ready.consumer_wait(consumer_state(1))
         first_stage = consumer.warpgroup if const_expr(self.turns > 1) else Int32(0)
         state = pipeline.PipelineState(STAGES, Int32(0), first_stage, Int32(0))
+        tokens, key_tile = TokensOfRows(first_token, mShifts, self.tile), KeyTile(self.keys, first_key, num_keys)
         for _ in cutlass.range(query_tiles * (self.steps // self.turns), unroll=1):
-            S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
             rows_ready.consumer_wait(state)
-            stage = state.index
-            # S^T = K Q^T, dP^T = V dO^T
-            issue_mma(mma_s, S, op.tSrK, op.tSrQ[None, None, None, stage], False)
-            issue_mma(mma_s, dP, op.tdPrV, op.tdPrdO[None, None, None, stage], False)
-            # S becomes P while dP is computed
-            first_row = sRow[stage]
-            rLse = broadcast_over_rows(op.tSsLse[0][(None, 0, None), 0, 0, stage])
-            warpgroup.wait_group(1)
-            scores_to_probabilities(S, scale, rLse)
-            masked = (first_row + TILE > num_rows) | (first_key + TILE > num_keys)
-            own_token = shifted_token(first_row, first_token, mShifts, self.tile)
-            if const_expr(self.keys.causal):
-                masked = masked | (self.keys.last_token(first_key + TILE - 1) > own_token)
-            if masked:
-                for n, r, c in acc_coordinates(S):
-                    key, row = op.tScS[(c, r, n), 0, 0]
-                    seen = (first_row + row < num_rows) & (first_key + key < num_keys)
-                    if const_expr(self.keys.causal):
-                        seen = seen & (self.keys.last_token(first_key + key) <= own_token + row)
-                    S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
-            # dV += P^T dO; P becomes dS; dK += dS^T Q
-            issue_mma(mma_dkv, dV, acc_as_operand_a(mma_dkv, S), op.tdVrdO[None, None, None, stage], True)
-            rDelta = broadcast_over_rows(op.tSsDelta[0][(None, 0, None), 0, 0, stage])
-            warpgroup.wait_group(1)
-            score_gradients(S, S, dP, rDelta)
-            issue_mma(mma_dkv, dK, acc_as_operand_a(mma_dkv, S), op.tdKrQ[None, None, None, stage], True)
-            warpgroup.wait_group(0)
+            mask = MaskOfRows(sRow, state.index, num_rows, tokens, key_tile)
+            self.add_row_tile(dK, dV, op, state.index, mask, scale, mma_s, mma_dkv)
             rows_ready.consumer_release(state)
             for _ in range_constexpr(self.turns):
                 state.advance()

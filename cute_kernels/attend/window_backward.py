@@ -241,12 +241,8 @@ class WindowDQ(BackwardDQ):
         first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
         own_token = token_of(first_row, first_token)  # of the first row
         first_local = (own_token // window.size - window.local + 1) * window.size  # may be below 0
-        tScS = mma_s.get_slice(consumer.thread).partition_C(cute.make_identity_tensor((TILE, TILE)))
-        tSrK, tdPrV, tdQrK = self.partition_keys(mma_s, mma_dq, shared)
-        dQ = accumulator(mma_dq, (TILE, self.dim))
-        dQ.fill(0.0)
-        rLse, rDelta = self.load_stats(branches, tScS, first_row, num_rows, work)
-        tSrQ, tdPrdO = self.load_rows(mma_s, shared, consumer)
+        dQ = self.accumulator(mma_dq)
+        op = self.partition(mma_s, mma_dq, shared, branches, num_rows, work, consumer)
 
         state = consumer_state(STAGES)
         for i in cutlass.range(key_tiles.num_tiles(), unroll=1):
@@ -255,29 +251,29 @@ class WindowDQ(BackwardDQ):
             keys_ready.consumer_wait(state)
             if (first_key <= own_token) & (first_key + TILE > own_token - window.left):
                 # S = Q K^T, dP = dO V^T
-                issue_mma(mma_s, S, tSrQ, tSrK[None, None, None, stage], False)
-                issue_mma(mma_s, dP, tdPrdO, tdPrV[None, None, None, stage], False)
+                issue_mma(mma_s, S, op.tSrQ, op.tSrK[None, None, None, stage], False)
+                issue_mma(mma_s, dP, op.tdPrdO, op.tdPrV[None, None, None, stage], False)
                 warpgroup.wait_group(1)
                 if window.needs_mask(own_token, first_key):
                     for n, r, c in acc_coordinates(S):
-                        row, key = tScS[(c, r, n), 0, 0]
+                        row, key = op.tScS[(c, r, n), 0, 0]
                         S[(c, r, n), 0, 0] = window.mask(S[(c, r, n), 0, 0], own_token + row - (first_key + key))
                 local = Int32(0)
                 if const_expr(self.has_local):
                     local = Int32(1) if first_key >= first_local else Int32(0)
                 # S becomes P, then dS
                 if local == 0:
-                    scores_to_probabilities(S, scale, broadcast_over_columns(rLse[None, 0]))
+                    scores_to_probabilities(S, scale, broadcast_over_columns(op.rLse[None, 0]))
                     warpgroup.wait_group(0)
-                    score_gradients(S, S, dP, broadcast_over_columns(rDelta[None, 0]))
+                    score_gradients(S, S, dP, broadcast_over_columns(op.rDelta[None, 0]))
                 else:
                     warpgroup.wait_group(0)
                     for n, r, c in acc_coordinates(S):
                         _, S[(c, r, n), 0, 0] = _both_branches(
-                            S[(c, r, n), 0, 0], dP[(c, r, n), 0, 0], scale, rLse[r, None], rDelta[r, None]
+                            S[(c, r, n), 0, 0], dP[(c, r, n), 0, 0], scale, op.rLse[r, None], op.rDelta[r, None]
                         )
                 # dQ += dS K
-                issue_mma(mma_dq, dQ, acc_as_operand_a(mma_dq, S), tdQrK[None, None, None, stage], True)
+                issue_mma(mma_dq, dQ, acc_as_operand_a(mma_dq, S), op.tdQrK[None, None, None, stage], True)
                 warpgroup.wait_group(0)
             keys_ready.consumer_release(state)
             state.advance()
