@@ -258,10 +258,8 @@ class WindowDQCombine(WindowDQ):
             of_all |= Int32(1 << slot) if cute.arch.vote_any_sync((every & (1 << slot)) != 0) else Int32(0)
         if lane == 0:
             sSlots[CTA_ROWS] = of_all
-        cute.arch.barrier(barrier_id=SLOTS_FOR_PRODUCER, number_of_threads=2 * LANES)
-        cute.arch.barrier_arrive(
-            barrier_id=SLOTS_FOR_CONSUMERS, number_of_threads=LANES + CONSUMERS * WARPGROUP_THREADS
-        )
+        for barrier, readers in ((SLOTS_FOR_PRODUCER, LANES), (SLOTS_FOR_CONSUMERS, CONSUMERS * WARPGROUP_THREADS)):
+            cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=LANES + readers)
 
     @cute.jit
     def load_terms(
