@@ -328,7 +328,8 @@ class Attention(Problem):
         def run() -> None:
             kv_outer_forward(*tensors, **options)
             if self.backward:
-                kv_outer_backward(*tensors, self.do, lse, delta, **options)
+                into = torch.empty_like(tensors[0]), torch.empty_like(tensors[1]), torch.empty_like(tensors[2])
+                kv_outer_backward(*tensors, self.do, lse, delta, into=into, **options)
 
         return run
 

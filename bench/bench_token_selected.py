@@ -108,7 +108,10 @@ class Problem:
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
         from cute_kernels.attend.kv_outer_backward import kv_outer_backward
 
-        return kv_outer_backward(self.q, self.k, self.v, self.indices, self.do, self.lse, self.delta, **self.how)
+        into = torch.empty_like(self.q), torch.empty_like(self.k), torch.empty_like(self.v)
+        given = self.q, self.k, self.v, self.indices, self.do, self.lse, self.delta
+        kv_outer_backward(*given, into=into, **self.how)
+        return into
 
 
 def main(argv: list[str] | None = None) -> None:

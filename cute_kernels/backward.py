@@ -411,9 +411,9 @@ def backward_selected(
             gradients.do,
             gradients.lse,
             delta,
+            into=(gradients.dq, gradients.dk, gradients.dv),
             local=0 if local is None else local.local,
             first_token=plan.first_row,
-            into=(gradients.dq, gradients.dk, gradients.dv),
             terms=terms,
             window=window,
             **token_mode_options(plan),
@@ -455,11 +455,9 @@ def _selected_without_atomics(
         size=size,
         keys=keys,
         scale=plan.scale,
+        into=(gradients.dq, gradients.dk, gradients.dv),
         first_token=plan.first_row,
         shifts=shifts,
-        dq=gradients.dq,
-        dk=gradients.dk,
-        dv=gradients.dv,
     )
 
 

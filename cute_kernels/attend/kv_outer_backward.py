@@ -752,13 +752,13 @@ def kv_outer_backward(
     *,
     size: int,
     scale: float,
+    into: tuple[Tensor, Tensor, Tensor],
     first_token: int = 0,
     packed: PackedBlocks | None = None,
     local: int = 0,
-    into: tuple[Tensor, Tensor, Tensor] | None = None,
     terms: QueryTerms | None = None,
     window: WindowQueries | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> None:
     """Gradients of `kv_outer.kv_outer_forward`. Bitwise the same each time.
 
     Args:
@@ -767,14 +767,11 @@ def kv_outer_backward(
         lse: fp32 `[B,H,T]`, natural log, last dimension contiguous. Rows whose lse is not finite have no gradients.
         delta: fp32 `[B,H,T]`, last dimension contiguous: sum(do * o), the term that is subtracted from dP. Not used
             where lse is not finite.
+        into: dq, dk and dv, like q, k and v, to write; zeros for rows without keys and keys without rows.
         local: local blocks to leave out: those that end with the token's own, as many, where they were selected.
-        into: dq, dk and dv to write, instead of new tensors.
         terms: what else dq is to hold, of up to two branches, of which dq may be one; with at least one slot.
         window: dq is to hold the window's, too, and that of the local blocks, which lie in it
             (`takes_window_queries`); with terms of up to one branch.
-
-    Returns:
-        dq, dk, dv. Zeros for rows without keys and keys without rows.
 
     Raises:
         ValueError: for shapes, dtypes and strides that the kernels do not support; for terms or a window that dq
@@ -792,12 +789,10 @@ def kv_outer_backward(
             raise ValueError(f"{name} must be {expected}, got {x.dtype} {[*x.shape]}, strides {x.stride()}")
     group, slots, block_tiles = heads // kv_heads, indices.shape[3], size // TILE
     _check_terms(slots, size, terms, window)
-    results = into or (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
-    dq = results[0]
     if q.numel() == 0 or slots == 0:
-        for result in results:
+        for result in into:
             result.zero_()
-        return results
+        return
     run = _compiled((dim, v_dim), q.dtype, group, slots, size, packed is not None, has_warpgroups(q.device)).run
     dkv_sums: list[list[Tensor]] = []  # fp32, of each stream
     with SideStreams(q.device) as streams:
@@ -849,7 +844,7 @@ def kv_outer_backward(
                         bounds, _ = packed_tables(packed)
                         combine(worklist.counts, worklist.cum_counts, worklist.work_tiles, x_partial, x, bounds)
                 rows = batches, tokens_slice, head_slice
-                partials = worklist, dq_partial, dq[rows]
+                partials = worklist, dq_partial, into[0][rows]
                 own_terms = None if terms is None else terms.narrow(*rows)
                 if window is not None:
                     window_dq_combine(
@@ -866,12 +861,11 @@ def kv_outer_backward(
                 else:
                     combine_partials(*partials, partials_per_slot=block_tiles)
             del dq_partial, dkv_partial, inputs, worklist  # the stream holds them as long as it needs them
-    for result, *stream_sums in zip(results[1:], *dkv_sums, strict=True):
+    for result, *stream_sums in zip(into[1:], *dkv_sums, strict=True):
         if len(stream_sums) > 1:
             torch.add(*stream_sums, out=result)
         else:
             result.copy_(stream_sums[0])
-    return results
 
 
 def _check_terms(slots: int, size: int, terms: QueryTerms | None, window: WindowQueries | None) -> None:

@@ -851,13 +851,11 @@ def selected_backward(
     size: int,
     keys: Keys,
     scale: float,
+    into: tuple[Tensor, Tensor, Tensor],
     first_token: int = 0,
     shifts: Tensor | None = None,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of attention to selected KV blocks.
+) -> None:
+    """Gradients of attention to selected KV blocks. Bitwise the same each time.
 
     Args:
         q, do: `[B,N,H,D]`, bf16 or fp16, rows aligned (device.vectorizable); all of `do` must be finite.
@@ -870,29 +868,24 @@ def selected_backward(
         size: l', keys of a block, a multiple of TILE.
         keys: which keys a row sees.
         scale: softmax scale.
+        into: dq, dk and dv, like q, k and v, to write; zeros for rows without keys and keys without rows.
         first_token: the token that row 0 is, where rows continue a sequence.
         shifts: Documents.key_shifts, where rows continue documents; of entries Documents.shifts.
-        dq, dk, dv: where to write, like q, k and v, rows aligned; None: new tensors.
-
-    Returns:
-        dq, dk, dv. Rows without keys and keys without rows have zeros. Bitwise the same each time.
 
     Raises:
         ValueError: for lists of another width, or an l' that is no multiple of TILE.
     """
-    dq, dk, dv = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-        for x, out in ((q, dq), (k, dk), (v, dv))
-    )
     if lists.width != TILE or size % TILE:
         raise ValueError(f"needs lists of {TILE} keys and blocks of a multiple of {TILE}, got {lists.width} and {size}")
     if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        for x in into:
+            x.zero_()
+        return
+    dq, dk, dv = into
     given = q, k, v, do, lse, delta, lists
     how: dict[str, Any] = {"keys": keys, "scale": scale, "first_token": first_token, "shifts": shifts}
     selected_dq(*given, **how, dq=dq)
     selected_dkv(*given, bits, size=size, **how, dk=dk, dv=dv)
-    return dq, dk, dv
 
 
 def selected_dq(

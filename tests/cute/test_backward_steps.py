@@ -432,12 +432,10 @@ def test_atomic_free_backward_gets_lists_of_its_tiles(size: int, monkeypatch: py
     monkeypatch.setattr(plan, "chosen_lists", lambda *_, width, **__: width)
     widths = []
 
-    def atomic_free(
-        q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, *rest: Any, **out: Any
-    ) -> None:
-        widths.append(rest[0])
-        for name in ("dq", "dk", "dv"):
-            out[name].zero_()
+    def atomic_free(*tensors: Tensor, into: tuple[Tensor, Tensor, Tensor], **_: Any) -> None:
+        widths.append(tensors[6])  # lists
+        for x in into:
+            x.zero_()
 
     monkeypatch.setattr(backward, "selected_backward", atomic_free)
     inputs, config = some_inputs(300), replace(SOME, select_block_size=size)

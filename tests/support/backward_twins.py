@@ -155,8 +155,8 @@ def kv_outer_backward(
     *,
     size: int,
     scale: float,
-    local: int,
     into: tuple[Tensor, Tensor, Tensor],
+    local: int,
     first_token: int = 0,
     packed: None = None,
     terms: QueryTerms | None = None,
@@ -240,11 +240,9 @@ def atomic_free_selected(
     size: int,
     keys: Keys,
     scale: float,
+    into: tuple[Tensor, Tensor, Tensor],
     first_token: int,
     shifts: Tensor | None,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
 ) -> None:
     """dq by the lists, which say what needs no mask, dk and dv by the bits."""
     assert lists.width == TILE_KEYS
@@ -264,7 +262,7 @@ def atomic_free_selected(
     chosen = (words & 1 == 1).mT.repeat_interleave(lists.rows, 2)[:, :, :rows]
     by_bits = chosen.repeat_interleave(size, 3)[..., :num_keys].repeat_interleave(heads // bits.shape[1], 1) & seen
     assert torch.equal(by_list, by_bits)
-    add_pairs(q, k, v, do, [(by_bits, lse, delta)], scale, (dq, dk, dv))
+    add_pairs(q, k, v, do, [(by_bits, lse, delta)], scale, into)
 
 
 def add_pairs(

@@ -114,7 +114,9 @@ class Inputs:
         how: dict[str, Any] = {"size": self.size, "scale": self.scale, "packed": self.packed, **others}
         if lse is None or delta is None:
             lse, delta = self.statistics()
-        return kv_outer_backward(self.q, self.k, self.v, self.indices, self.do, lse, delta, **how)
+        into = torch.empty_like(self.q), torch.empty_like(self.k), torch.empty_like(self.v)
+        kv_outer_backward(self.q, self.k, self.v, self.indices, self.do, lse, delta, into=into, **how)
+        return into
 
     def check_terms(self, *, branches: int, w_dtype: torch.dtype | None) -> None:
         """dq that holds other branches and the logits' term: the fp32 sum rounded once, whatever else is there."""
@@ -141,7 +143,7 @@ class Inputs:
         lse, delta = self.statistics()
         how: dict[str, Any] = {"size": self.size, "scale": self.scale, "packed": self.packed}
         inputs = self.q, self.k, self.v, self.indices, self.do, lse, delta
-        alone, *keys = kv_outer_backward(*inputs, **how)
+        alone, *keys = self.backward(lse, delta)
         results = dq, torch.empty_like(self.k), torch.empty_like(self.v)
         kv_outer_backward(*inputs, into=results, terms=QueryTerms((*others,), logits, weight), **how)
         assert all(torch.equal(got, expected) for got, expected in zip(results[1:], keys, strict=True))
@@ -186,7 +188,7 @@ class Inputs:
         how: dict[str, Any] = {"size": self.size, "scale": self.scale, "local": self.forced[1]}
         queries = WindowQueries(window.lse, window.delta, left)
         kv_outer_backward(*inputs, **how, into=results, terms=terms, window=queries)
-        _, *keys = kv_outer_backward(*inputs, **how)
+        _, *keys = self.backward(lse, delta, local=self.forced[1])
         assert all(torch.equal(got, expected) for got, expected in zip(results[1:], keys, strict=True))
         assert around[:, [0, -1]].isnan().all()
         branches = [Branch(self._visible_to_heads(), lse, delta), window]
