@@ -411,7 +411,8 @@ def check_bounds(name: str, bounds: list[int], total: int) -> None:
 
 def _values_readable(tensor: Tensor, config: NSAConfig) -> bool:
     """Whether values may be read: on the CPU, and on a device only with debug=True, as reading waits for it."""
-    return type(tensor) is Tensor and _has_values(tensor) and (tensor.device.type == "cpu" or config.debug)
+    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__  # subclasses with one may have none
+    return plain and _has_values(tensor) and (tensor.device.type == "cpu" or config.debug)
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -48,6 +48,9 @@ NOWHERE = torch.iinfo(torch.int64).max
 FAR = 1 << 24
 """Distances of tokens are compared as fp32 numbers, which are exact up to here."""
 
+MODERATE = 1e15
+"""Products of D numbers up to here, and sums of such, are finite in fp32, whatever the scale of the softmax."""
+
 BY_TOKEN = (*QUERY_NAMES, *KEY_NAMES)
 
 
@@ -262,20 +265,26 @@ class KeySource(Protocol):
     def gather(self, positions: Tensor) -> Keys: ...
 
 
+def is_moderate(x: Tensor) -> bool:
+    """Whether no element is NaN, inf or beyond MODERATE."""
+    return x.numel() == 0 or bool(torch.linalg.vector_norm(x.detach(), math.inf) <= MODERATE)
+
+
 @dataclass(frozen=True)
 class Keys:
     """Keys and values of one branch, `[B, H_kv, entries, D or D_v]`."""
 
     k: Tensor
     v: Tensor
-    finite: bool
-    """No NaN or inf in either; masked keys then need no special care."""
+    moderate: bool | None
+    """Nothing in either is NaN, inf or beyond MODERATE; masked keys then need no special care. None: not known, and not
+    to be read on the host."""
 
     @staticmethod
     def from_tokens(k: Tensor, v: Tensor) -> Keys:
         """From `[B, entries, H_kv, D or D_v]`."""
-        finite = bool(torch.isfinite(k).all()) and bool(torch.isfinite(v).all())
-        return Keys(k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), finite)
+        moderate = is_moderate(k) and is_moderate(v)
+        return Keys(k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), moderate)
 
     @property
     def lead(self) -> tuple[int, int]:
@@ -289,7 +298,7 @@ class Keys:
 
     def gather(self, positions: Tensor) -> Keys:
         """Entries at positions `[B,S,n,m]`, as `[B,S,n,m,D]`; any entry where a position is outside `[0, entries)`."""
-        return Keys(_gather(self.k, positions), _gather(self.v, positions), self.finite)
+        return Keys(_gather(self.k, positions), _gather(self.v, positions), self.moderate)
 
 
 def _documents(
@@ -683,7 +692,7 @@ def attend_compressed(
         ends = block_end(torch.arange(num_entries, device=rows.device), config)
         mask = mask_of(ends, rows.flatten(), q.dtype, causal=config.causal)
         shared = q.flatten(2, 3)[:, :, None]  # all rows as one tile
-        common = Keys(keys.k[:, :, None, :num_entries], keys.v[:, :, None, :num_entries], keys.finite)
+        common = Keys(keys.k[:, :, None, :num_entries], keys.v[:, :, None, :num_entries], keys.moderate)
         o, lse = attend(shared, common, mask, scale)
         return o.reshape(*q.shape[:-1], keys.v.shape[-1]), lse.reshape(q.shape[:-1])
     width = _cmp_block_width(num_entries, config)
@@ -763,31 +772,71 @@ def attend(q: Tensor, keys: Keys, mask: Tensor, scale: float) -> tuple[Tensor, T
 
     q `[B,H,n,T,D]`, keys `[B,S,n,m,D]` and `[B,S,n,m,D_v]`; the mask (`mask_of`) broadcasts to `[B,S,n,T,m]`.
     Returns o `[B,H,n,T,D_v]` (0 without keys) and lse `[B,H,n,T]` (-inf without keys); NaN where a visible key or
-    value is not finite. NaN and inf in masked keys and values reach no result and no gradient.
+    value is not finite. Masked keys and values reach no result and no gradient, whatever they are.
     """
     k, v = keys.k, keys.v
-    batch, heads, n, tile, dim = q.shape
-    select_heads, num_keys = k.shape[1], k.shape[3]
-    group = heads // select_heads
+    batch, select_heads, _, num_keys, _ = k.shape
     if num_keys == 0:
         # 0 * q and sums over nothing keep the result in the graph, with zero gradients
         o = q[..., :1] * 0 + k.sum() + v.sum()
         return o.expand(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -math.inf)
     while mask.dim() < 5:
         mask = mask[None]
-    if not keys.finite:  # 0 * NaN is NaN: replace such keys by zeros, and set NaN in the rows that see them
-        finite = torch.isfinite(k).all(-1) & torch.isfinite(v).all(-1)
-        used = finite & (mask != -math.inf).any(-2)  # what nobody wrote may be finite, and logits of it inf
-        k, v = (torch.where(used[..., None], entries, 0.0) for entries in (k, v))
-        mask = torch.where((mask == 0) & ~finite[..., None, :], math.nan, mask)
-    if q.numel() > 0 and q.device.type == "cpu" and dim == v.shape[-1]:
+    if keys.moderate is None:
+        return _attend_moderate(q, *_without_not_finite(k, v, mask), scale)
+    if keys.moderate and is_moderate(q):
+        return _attend_moderate(q, k, v, mask, scale)
+    # Rows that see no extreme key have the bits that they have without these; the others are computed apart
+    extreme = ~(_largest(k) <= MODERATE) | ~(_largest(v) <= MODERATE)  # NaN is, too
+    rows = ((mask != -math.inf) & extreme[..., None, :]).any(-1)
+    rows = rows.expand(batch, select_heads, -1, -1).repeat_interleave(q.shape[1] // select_heads, 1) | ~(
+        _largest(q) <= MODERATE
+    )
+    q_zero, k_zero, v_zero = (torch.where(at[..., None], 0.0, x) for at, x in ((rows, q), (extreme, k), (extreme, v)))
+    o, lse = _attend_moderate(q_zero, k_zero, v_zero, torch.where(extreme[..., None, :], -math.inf, mask), scale)
+    if not bool(rows.any()):
+        return o, lse
+    o_extreme, lse_extreme = _attend_in_steps(q, *_without_not_finite(k, v, mask), scale, guarded=True)
+    return torch.where(rows[..., None], o_extreme, o), torch.where(rows, lse_extreme, lse)
+
+
+def _without_not_finite(k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros in place of keys that are not finite or that no row sees; NaN in the mask where a row sees the former."""
+    finite = torch.isfinite(k).all(-1) & torch.isfinite(v).all(-1)
+    used = finite & (mask != -math.inf).any(-2)  # what nobody wrote may be finite, and logits of it inf
+    k, v = (torch.where(used[..., None], x, 0.0) for x in (k, v))
+    return k, v, torch.where((mask == 0) & ~finite[..., None, :], math.nan, mask)
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest absolute value of each row."""
+    return x.detach().abs().amax(-1)
+
+
+def _attend_moderate(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    if q.numel() > 0 and q.device.type == "cpu" and k.shape[-1] == v.shape[-1]:
         return _attend_fused(q, k, v, mask, scale)
+    return _attend_in_steps(q, k, v, mask, scale)
+
+
+def _attend_in_steps(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, *, guarded: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Args: guarded: products with masked keys may be inf; they and their gradients reach nothing."""
+    batch, heads, n, tile, dim = q.shape
+    select_heads, num_keys = k.shape[1], k.shape[3]
+    group = heads // select_heads
     grouped = q.reshape(batch, select_heads, group, n, tile, dim).movedim(2, 3).flatten(3, 4)
     logits = (grouped @ k.transpose(-1, -2) * scale).reshape(batch, select_heads, n, group, tile, num_keys)
-    logits = logits + mask.unsqueeze(3)
+    mask = mask.unsqueeze(3)
+    logits = logits + mask
+    if guarded:  # inf - inf is NaN
+        logits = torch.where(mask == -math.inf, mask, logits)
     top = logits.detach().amax(-1, keepdim=True)
     top = torch.where(top == -math.inf, 0.0, top)
     weights = torch.exp(logits - top)
+    if guarded:  # 0 * inf is NaN, in backward
+        weights = torch.where(mask == -math.inf, 0.0, weights)
     total = weights.sum(-1, keepdim=True)
     divisor = torch.where(total == 0, 1.0, total)
     o = (weights / divisor).flatten(3, 4) @ v

@@ -34,7 +34,7 @@ CHUNK_BYTES = 64 << 20
 
 def window_starts(num_tokens: int, kernel_size: int, dilation: int, boundary: str, causal: bool) -> Tensor:
     """Token of each row's slot 0, int64 `[N]`; negative where a truncated window starts before its class."""
-    token = torch.arange(num_tokens)
+    token = torch.arange(num_tokens, device="cpu")
     residue, row = token % dilation, token // dilation
     start = row - (kernel_size - 1 if causal else kernel_size // 2)
     if boundary == "shift" and not causal:

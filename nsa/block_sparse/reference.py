@@ -48,7 +48,7 @@ def block_sparse_attention(
             attend_sequence(q[b : b + 1], k[b : b + 1, :stop], v[b : b + 1, :stop], block_indices[b : b + 1])
             for b, stop in enumerate(stops)
         ]
-        return torch.cat([*parts, q.new_empty((0, *q.shape[1:3], v.shape[-1]))]).to(dtype), None
+        return torch.cat([*parts, _no_rows(q[:0], k, v)]).to(dtype), None
     bounds = cu_seqlens.tolist()
     key_bounds = bounds if cu_seqlens_k is None else cu_seqlens_k.tolist()
     starts = [None] * (len(bounds) - 1) if q_start is None else q_start.tolist()
@@ -57,8 +57,13 @@ def block_sparse_attention(
         keys = slice(first_key, stop_key if start is None else first_key + start + stop - first)
         one = q[None, first:stop], k[None, keys], v[None, keys], block_indices[None, :, first:stop]
         parts.append(attend_sequence(*one)[0])
-    out = torch.cat([*parts, q.new_empty((0, q.shape[1], v.shape[-1]))])
+    out = torch.cat([*parts, _no_rows(q[:0], k, v)])
     return pad(out, [0, 0, 0, 0, 0, q.shape[0] - out.shape[0]]).to(dtype), None
+
+
+def _no_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """out of no queries, which keeps the result in the graph where there are no sequences."""
+    return (q[..., :1] + k[:0].sum() + v[:0].sum()).expand(*q.shape[:-1], v.shape[-1])
 
 
 def _sequence(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, size: int, causal: bool, scale: float) -> Tensor:

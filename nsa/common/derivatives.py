@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map
 
 BACKWARD_ALONE = "there are derivatives by backward() and torch.autograd.grad alone"
 
@@ -95,6 +96,17 @@ def to_be_changed() -> AbstractContextManager[Any]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
+def as_to_be_changed(state: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of what is written in place, with copies of tensors that torch.inference_mode made."""
+
+    def changeable(x: Any) -> Any:
+        return x.clone() if isinstance(x, Tensor) and x.is_inference() else x
+
+    with to_be_changed():
+        result: dict[str, Any] = tree_map(changeable, state)
+    return result
+
+
 def refuse_forward_mode(op: str, *tensors: object) -> None:
     """Raise RuntimeError for dual tensors of torch.autograd.forward_ad."""
     if forward_ad._current_level < 0:
@@ -160,7 +172,7 @@ class _SaveForVersionCheck(torch.autograd.Function):
     def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
-        return out.view_as(out)
+        return out.detach()  # no view to autograd, which lets nobody change those of a Function in place
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -112,7 +112,7 @@ class PagedKeys:
         heads = torch.arange(select_heads, device=positions.device) // (select_heads // kv_heads)
         rows = self.cache.table.rows(positions).clamp(min=0)
         k, v = (x.flatten(0, 1)[rows, heads[:, None, None]].to(self.dtype) for x in (self.k, self.v))
-        return Keys(k, v, finite=False)
+        return Keys(k, v, moderate=None)
 
 
 def _entries(config: NSAConfig, cache: NSACache, dtype: torch.dtype) -> Keys:
@@ -121,7 +121,7 @@ def _entries(config: NSAConfig, cache: NSACache, dtype: torch.dtype) -> Keys:
     entries = torch.arange(count, device=cache.table.device).expand(cache.table.batch, -1)
     rows = cache.entry_rows(entries).clamp(min=0)
     k, v = (cache.pages[name].flatten(0, 1)[rows].transpose(1, 2).to(dtype) for name in ("k_cmp", "v_cmp"))
-    return Keys(k, v, finite=False)
+    return Keys(k, v, moderate=None)
 
 
 def _attend(
@@ -145,7 +145,7 @@ def _attend(
     if count is None:
         ends = block_end(torch.arange(entries.count, device=q.device), config)
         mask = mask_of(ends, rows[:, :, None, :, 0], q.dtype)
-        shared = Keys(entries.k[:, :, None], entries.v[:, :, None], entries.finite)
+        shared = Keys(entries.k[:, :, None], entries.v[:, :, None], entries.moderate)
         o_cmp = attend(q.transpose(2, 3), shared, mask, scale)[0].transpose(2, 3)
     else:
         cmp_indices = select_cmp_blocks(scores, scored, tile, count, config)

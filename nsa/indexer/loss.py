@@ -171,7 +171,7 @@ def _sum(
     size = min(size, max(num_keys, 1))
     indices = pad(indices.long(), [0, int(indices.shape[-1] == 0)], value=-1)  # a slot at least
     indices = torch.where((indices >= 0) & (indices * size < num_keys), indices, -1)
-    keys = Keys(_exact(k).transpose(1, 2), _exact(k_idx).expand(-1, -1, kv_heads, -1).transpose(1, 2), finite=True)
+    keys = Keys(_exact(k).transpose(1, 2), _exact(k_idx).expand(-1, -1, kv_heads, -1).transpose(1, 2), moderate=True)
     first = num_keys - num_queries if starts is None else starts.long()[:, None]
     rows = (first + torch.arange(num_queries, device=q.device)).expand(batch, -1)
     index_rows, q_rows = _exact(q_idx).transpose(1, 2), _exact(q).unflatten(2, (kv_heads, -1)).movedim(1, 2)

@@ -233,9 +233,9 @@ _KNOWN = WeakTensorKeyDictionary()
 
 def _runs_of_forward(mask: Tensor | None, position_ids: Tensor | None, sizes: Sizes) -> list[Run]:
     """The runs, read once for all layers of a forward."""
-    if position_ids is None:
-        return find_runs(mask, position_ids, sizes)
-    facts = _version(position_ids), None if mask is None else (id(mask), _version(mask)), sizes
+    if position_ids is None or position_ids.is_inference() or (mask is not None and mask.is_inference()):
+        return find_runs(mask, position_ids, sizes)  # changes of tensors of inference mode do not count
+    facts = position_ids._version, None if mask is None else (id(mask), mask._version), sizes
     known = _KNOWN.get(position_ids)
     if known is None or known[0] != facts:
         # The mask is kept as long as its id stands for it
@@ -252,11 +252,6 @@ def _check_bounds(cu_seqlens: Tensor | None, runs: list[Run], num_keys: int) -> 
     found = [*(run.keys.start for run in runs), num_keys]
     if bounds != found:
         raise ValueError(f"cu_seq_lens_q must bound the documents of position_ids, {found}, got {bounds}")
-
-
-def _version(x: Tensor) -> int | None:
-    """Changes in place count, but for tensors of inference mode."""
-    return None if x.is_inference() else x._version
 
 
 def find_runs(mask: Tensor | None, position_ids: Tensor | None, sizes: Sizes) -> list[Run]:

@@ -188,6 +188,28 @@ def test_compiles_whole_and_once_for_all_lengths(start: int | None) -> None:
     assert graphs == graphs[:1] * 3
 
 
+def test_results_are_in_the_graph_and_may_be_changed_in_place() -> None:
+    """Also those of no documents and of no sequences."""
+    q, k, v = (torch.randn(3, 2, 8, requires_grad=True) for _ in range(3))
+    blocks = torch.zeros(2, 3, 1, dtype=torch.int32)
+    for bounds in ([0, 3], [0]):
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+        out = block_sparse_attention(q, k, v, blocks, block_size=2, cu_seqlens=cu_seqlens)
+        out *= 2
+        gradients = torch.autograd.grad(out.sum(), (q, k, v))
+        assert any(bool(x.any()) for x in gradients) == (len(bounds) > 1)
+    none = block_sparse_attention(
+        q[None, :0].expand(0, -1, -1, -1),
+        k[None].expand(0, -1, -1, -1),
+        v[None].expand(0, -1, -1, -1),
+        blocks[None, :, :0].expand(0, -1, -1, -1),
+        block_size=2,
+        q_start=torch.zeros(0, dtype=torch.int32),
+    )
+    assert none.requires_grad
+    none.sum().backward()
+
+
 def test_second_derivatives_are_those_of_autograd() -> None:
     """The reference is differentiable itself, as often as PyTorch's operators are: its fused one, for D = D_v, once."""
     made = make(Case(9, size=4, count=2, group=1, kv_heads=1, dim=2, v_dim=3))

@@ -173,6 +173,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "cu_seqlens 2 dims": (packed(cu_seqlens=bounds(0, N)[None]), ValueError, ("cu_seqlens", "[B+1]", "[1, 2]")),
     "cu_seqlens empty": (packed(cu_seqlens=bounds()), ValueError, ("cu_seqlens", "[B+1]", "[0]")),
     "cu_seqlens start": (packed(cu_seqlens=bounds(1, N)), ValueError, ("cu_seqlens", "start at 0", "1")),
+    "cu_seqlens of a subclass": (
+        packed(cu_seqlens=torch.nn.Parameter(bounds(1, N), requires_grad=False)),
+        ValueError,
+        ("cu_seqlens", "start at 0", "1"),
+    ),
     "cu_seqlens falls": (packed(cu_seqlens=bounds(0, 20, 10)), ValueError, ("cu_seqlens", "20 then 10", "position 2")),
     "cu_seqlens past T": (packed(cu_seqlens=bounds(0, 33)), ValueError, ("cu_seqlens", "T=32", "33")),
     "max_seqlen short": (packed(max_seqlen=21), ValueError, ("max_seqlen", "22", "21")),

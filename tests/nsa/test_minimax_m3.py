@@ -119,6 +119,20 @@ def test_prefill_in_parts_and_steps_are_the_whole_call(models: tuple[Any, Any]) 
         close(torch.cat(logits, 1), whole)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_positions_that_change_in_place(models: tuple[Any, Any], mode: Any) -> None:
+    """A static cache's sizes stay, and the tensor is the same one."""
+    ids, ours = text(1, 20), models[1]
+    with mode():
+        whole, cache = ours(ids).logits, StaticCache(config=ours.config, max_cache_len=40)
+        position = torch.tensor([[12]])
+        ours(ids[:, :12], position_ids=torch.arange(12)[None], **{CACHE_ARGUMENT: cache})
+        for t in range(12, 20):
+            logits = ours(ids[:, t : t + 1], position_ids=position, **{CACHE_ARGUMENT: cache}).logits
+            close(logits[:, 0], whole[:, t])
+            position += 1
+
+
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 def test_padding_changes_nothing(models: tuple[Any, Any], side: str) -> None:
     eager, ours = models

@@ -50,6 +50,16 @@ def test_refuses_vmap_by_name(op: str, run: Op) -> None:
         torch.vmap(run)(torch.randn(3, 1, 20, 2, 8))
 
 
+@pytest.mark.parametrize("run", OPS.values(), ids=list(OPS))
+def test_results_may_be_changed_in_place(run: Op) -> None:
+    x = torch.randn(1, 20, 2, 8, requires_grad=True)
+    expected = torch.autograd.grad((run(x) * 3)[:, 5:].sum(), x)[0]
+    out = run(x)
+    out *= 3
+    out[:, :5] = 0
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], expected)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.func.jvp, of torch.jit
 @pytest.mark.parametrize(("op", "run"), ALL, ids=[name for name, _ in ALL])
 def test_refuses_derivatives_of_functions_by_name(op: str, run: Op) -> None:
