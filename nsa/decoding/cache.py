@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dispatch.registry import short_name
 from nsa.common.checks import DTYPES, check_bool, check_sizes, refuse_shallow_copy
-from nsa.common.derivatives import to_be_changed
+from nsa.common.derivatives import as_to_be_changed, to_be_changed
 from nsa.config import NSAConfig, check_options
 from nsa.decoding.append import append, write_rows
 from nsa.decoding.table import PageTable, Step, longer
@@ -258,7 +258,7 @@ class NSACache:
         return {**vars(self), "taken": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        vars(self).update(as_to_be_changed(state))
         self.table.add_layer(self)
 
     __copy__ = refuse_shallow_copy

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dispatch.registry import short_name
 from nsa.common.checks import check_integer, check_sizes, refuse_shallow_copy
-from nsa.common.derivatives import to_be_changed
+from nsa.common.derivatives import as_to_be_changed, to_be_changed
 
 
 class Layer(Protocol):
@@ -119,7 +119,8 @@ class PageTable:
 
         Args:
             batch: B, sequences.
-            max_tokens: most tokens of a sequence. Default: None, which means as many as all pages hold.
+            max_tokens: most tokens of a sequence, rounded up to whole pages. Default: None, which means as many as all
+                pages hold.
             pages: pages that the sequences share. Default: None, which means enough for `batch` sequences of
                 `max_tokens`.
             page_size: tokens of a page. Kernels want a multiple of `compress_stride` and `select_block_size`.
@@ -444,6 +445,9 @@ class PageTable:
         """For copy.deepcopy and pickle: the tensors. Caches that are copied along join the copy themselves."""
         self._check_closed("a copy")
         return {**vars(self), "_layers": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(as_to_be_changed(state))
 
     __copy__ = refuse_shallow_copy
 

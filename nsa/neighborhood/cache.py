@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dispatch.registry import short_name
 from nsa.common.checks import DTYPES, check_integer, check_sizes, refuse_shallow_copy
-from nsa.common.derivatives import to_be_changed
+from nsa.common.derivatives import as_to_be_changed, to_be_changed
 
 
 class NeighborhoodCache:
@@ -65,6 +67,9 @@ class NeighborhoodCache:
             """Their values."""
             self.length = torch.zeros((), dtype=torch.int64, device=device)
             """Tokens so far, on the device."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(as_to_be_changed(state))
 
     __copy__ = refuse_shallow_copy
 

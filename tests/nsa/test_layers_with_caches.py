@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -123,6 +124,17 @@ def test_a_rolling_cache_refuses() -> None:
     assert int(cache.length) == 0
     with pytest.raises(ValueError, match="kernel_size must be at least 1, got 0"):
         NeighborhoodCache(1, heads_kv=1, dim=8, kernel_size=0)
+
+
+def test_a_copy_of_a_rolling_cache_goes_on_outside_inference_mode() -> None:
+    x, layer = torch.randn(2, 9, WIDTH), NeighborhoodAttention(WIDTH, HEADS, kernel_size=3, causal=True)
+    with torch.inference_mode():
+        cache = layer.new_cache(2)
+        layer(x[:, :5], cache=cache)
+        copied = copy.deepcopy(cache)
+    with torch.no_grad():
+        for each in (cache, copied):
+            torch.testing.assert_close(layer(x[:, 5:], cache=each), layer(x)[:, 5:])
 
 
 def test_a_rolling_cache_takes_rows_that_exist() -> None:

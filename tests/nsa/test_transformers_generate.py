@@ -345,9 +345,11 @@ def test_a_cache_is_taken_over_and_does_what_transformers_asks(make: Any) -> Non
     advance(torch.tensor([2, 0]), 57, 58)
     cache.reset()
     assert cache.get_seq_length() == 0
-    with pytest.raises(ValueError, match="2 rows of the cache, got 3"):
-        advance(rows, 0, 20)
     advance(torch.tensor([1, 0]), 0, 20)
+    with pytest.raises(ValueError, match="2 rows of the cache, got 3"):
+        advance(rows, 20, 40)
+    cache.reset()
+    advance(rows, 0, 20)
     cache = saved  # nothing of this was done to the copy
     advance(rows, 47, 60)
 
@@ -362,6 +364,48 @@ def test_a_copy_of_an_empty_cache_fills_alone() -> None:
     torch.testing.assert_close(call_with(model, text, copied), first, rtol=0, atol=0)
     caches = [each.layers[0].sequences.caches for each in (cache, copied)]
     assert caches[0][0] is not caches[1][0]
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_what_is_made_in_inference_mode_goes_on_outside(static: bool) -> None:
+    model, text = converted_model(num_hidden_layers=1), token_ids(2, 24)
+    with torch.inference_mode():
+        expected = model(text, use_cache=False).logits
+        cache = StaticCache(config=model.config, max_cache_len=40) if static else DynamicCache()
+        call_with(model, text[:, :20], cache)
+        copied, repeated = copy.deepcopy(cache), copy.deepcopy(cache)
+        repeated.batch_repeat_interleave(2)
+    for each, rows in ((cache, text), (copied, text), (repeated, text.repeat_interleave(2, 0))):
+        logits = [call_with(model, rows[:, t : t + 1], each) for t in range(20, 24)]
+        wanted = expected.repeat_interleave(len(rows) // 2, 0)[:, 20:]
+        torch.testing.assert_close(torch.cat(logits, 1), wanted, atol=1e-4, rtol=0)
+
+
+def test_an_empty_cache_takes_any_batch_and_dtype() -> None:
+    """Also one whose first step has raised, and one that was reset."""
+    model, text = converted_model(), token_ids(3, 20)
+    with torch.no_grad():
+        expected = model(text, use_cache=False).logits
+    cache = DynamicCache()
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(MemoryError):
+        call_with(model, text, cache)
+    hook.remove()
+    for rows in (text[:2], text[:1], text):
+        logits = [call_with(model, rows[:, :15], cache), call_with(model, rows[:, 15:], cache)]
+        torch.testing.assert_close(torch.cat(logits, 1), expected[: len(rows)], atol=1e-4, rtol=0)
+        cache.reset()
+
+
+def test_fp64_stays_under_autocast() -> None:
+    model, ids = converted_model(num_hidden_layers=1).double(), token_ids(2, 20)
+    with torch.autocast("cpu", torch.bfloat16):
+        written = generate(model, ids)
+        assert torch.equal(written, generate(model, ids, use_cache=False))
 
 
 @compiles
@@ -414,6 +458,13 @@ def test_calls_that_do_not_fit_a_cache_are_refused() -> None:
         call_with(model, ids, DynamicCache(config=model.config, offloading=True))
     with pytest.raises(ValueError, match="got object"):
         call_with(model, ids, object())
+    with pytest.raises(ValueError, match=r"texts' \[40, 40\] tokens in its first 40 columns, .* got \[40, 35\]"):
+        call_with(model, ids[:, :1], cache, attention_mask=torch.cat([torch.ones(1, 41), torch.ones(1, 41).triu(5)]))
+    skipping = torch.ones(2, 41)
+    skipping[0, 40] = 0
+    call_with(model, ids[:, :1], cache, attention_mask=skipping)
+    with pytest.raises(ValueError, match="crop counts columns from the end, and in some sequences padding"):
+        cache.crop(-1)
     right = DynamicCache()
     call_with(model, ids, right, attention_mask=torch.ones(2, 20).tril(18))
     with pytest.raises(ValueError, match="padded the cached texts to the right"):

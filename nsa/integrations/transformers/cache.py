@@ -21,6 +21,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 
 from nsa.common.autocast import autocast_dtype, autocast_off
+from nsa.common.derivatives import to_be_changed
 from nsa.config import NSAConfig
 from nsa.decoding.api import nsa_with_cache
 from nsa.decoding.cache import NSACache
@@ -61,6 +62,8 @@ class CachedSequences:
         """None: compiled steps have counted on the device alone."""
         self._device_columns: Tensor | None = None
         """Those of a static cache, 0-d, from the first step on."""
+        self._skipped: Tensor | None = None
+        """Sequences in which a step of one token left its token out, bool `[B]`, from the first step on."""
         self.begun = False
         """There have been steps since the last reset."""
         self.ends_padded = False
@@ -108,9 +111,13 @@ class CachedSequences:
         if self.ends_padded:
             raise ValueError("attention_mask padded the cached texts to the right, so nothing can follow: pad left")
         if not compiling:
+            if not self.begun and not self.is_empty and self.table.batch != batch:  # reset, or its first step raised
+                self._table, self.caches = None, {}
             self._make_room(self.columns + tokens, batch, device)
         if self.table.batch != batch:
             raise ValueError(f"input_ids must have the {self.table.batch} rows of the cache, got {batch}")
+        if mask is not None and not compiling and (tokens > 1 or mask.device.type == "cpu"):
+            self._check_earlier_columns(mask[:, :-tokens])
         if mask is None:
             real = None
         elif compiling:
@@ -132,9 +139,21 @@ class CachedSequences:
         if not self.begun:
             self._fix_places()
         self.begun = True
-        if real is not None and tokens > 1:
-            begun = self.table.seqlens > 0  # a text that has not begun is padded on its left so far
-            self.ends_padded = bool((begun & ~real[:, -1]).any())
+        if real is not None:
+            left_out = (self.table.seqlens > 0) & ~real[:, -1]  # a text that has not begun is padded on its left so far
+            if tokens > 1:
+                self.ends_padded = bool(left_out.any())
+            else:
+                self._skipped |= left_out  # type: ignore[operator]
+
+    def _check_earlier_columns(self, mask: Tensor) -> None:
+        """Raise where a mask says other than it did when these columns came."""
+        real = mask.sum(1)
+        if bool((real != self.table.seqlens).any()):
+            raise ValueError(
+                f"attention_mask must have the cached texts' {self.table.seqlens.tolist()} tokens in its first "
+                f"{mask.shape[1]} columns, as when they came, got {real.tolist()}"
+            )
 
     def positions(self) -> Tensor:
         """Of the open step's new columns among each sequence's tokens, `[B,N_q]`: padding does not count."""
@@ -148,8 +167,10 @@ class CachedSequences:
             raise ValueError(f"the static cache holds max_cache_len={self.max_tokens} tokens, got {total}")
         if self._table is None:
             self._table = PageTable.empty(batch, self.max_tokens or total + ROOM, page_size=PAGE_SIZE, device=device)
-            if self.max_tokens is not None:
-                self._device_columns = torch.zeros((), dtype=torch.int64, device=device)
+            with to_be_changed():
+                self._skipped = torch.zeros(batch, dtype=torch.bool, device=device)
+                if self.max_tokens is not None:
+                    self._device_columns = torch.zeros((), dtype=torch.int64, device=device)
         if total > self._table.capacity:
             self._table.grow(max(total, self._table.capacity * 3 // 2))
 
@@ -157,7 +178,7 @@ class CachedSequences:
         """Let compiled steps know that a static cache's tensors stay where they are, as CUDA graphs need them to."""
         if self._device_columns is not None:
             for tensors in (cache.state_dict() for cache in self.caches.values()):
-                for tensor in (self._device_columns, *tensors.values()):
+                for tensor in (self._device_columns, self._skipped, *tensors.values()):
                     torch._dynamo.mark_static_address(tensor)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
@@ -185,7 +206,8 @@ class CachedSequences:
         step.done.append(cache)
 
     def _cache_of(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> NSACache:
-        if layer not in self.caches:
+        dtype = k.dtype if k.dtype == torch.float64 else autocast_dtype(k.device.type) or k.dtype
+        if layer not in self.caches or (self._step.first and self.caches[layer].dtype != dtype):  # type: ignore[union-attr]
             if torch.is_grad_enabled() and k.requires_grad:
                 raise RuntimeError("a cache has no gradient, and one is needed: call the model under torch.no_grad()")
             self.caches[layer] = NSACache(
@@ -195,7 +217,7 @@ class CachedSequences:
                 heads_kv=k.shape[2],
                 dim=k.shape[3],
                 dim_v=v.shape[3],
-                dtype=autocast_dtype(k.device.type) or k.dtype,
+                dtype=dtype,
             )
         return self.caches[layer]
 
@@ -203,22 +225,25 @@ class CachedSequences:
 
     def reorder(self, rows: Tensor) -> None:
         """Sequence b becomes what sequence rows[b] is; full pages are shared."""
-        if not self.is_empty:
-            self.table.reorder(rows.to(self.table.device))
+        if self._skipped is not None:
+            rows = rows.to(self.table.device)
+            self.table.reorder(rows)
+            self._skipped.copy_(self._skipped[rows])
 
     def crop(self, columns: int) -> None:
         """Forget the last columns."""
         if self.is_empty or columns == 0:
             return
-        if self.ends_padded:
-            raise ValueError("crop counts tokens from the end, and some sequences end in padding")
+        if self.ends_padded or bool(self._skipped.any()):  # type: ignore[union-attr]
+            raise ValueError("crop counts columns from the end, and in some sequences padding is among the last")
         self.table.truncate((self.table.seqlens - columns).clamp(min=0))
         self._set_columns(max(0, self.columns - columns))
 
     def reset(self) -> None:
         """Forget all sequences; memory stays."""
-        if not self.is_empty:
+        if self._skipped is not None:
             self.table.reset()
+            self._skipped.zero_()
         self._set_columns(0)
         self.begun = self.ends_padded = False
 
@@ -229,9 +254,13 @@ class CachedSequences:
 
     def select(self, rows: Tensor) -> None:
         """Become a batch of other rows, copies of these: sequence b is what rows[b] was."""
-        if self.is_empty:
-            return
-        old, rows = self.table, rows.to(self.table.device).long()
+        if not self.is_empty:
+            with to_be_changed():
+                self._select(rows.to(self.table.device).long())
+
+    def _select(self, rows: Tensor) -> None:
+        old = self.table
+        self._skipped = self._skipped[rows]  # type: ignore[index]
         new = PageTable.empty(len(rows), old.capacity, page_size=old.page_size, device=old.device)
         source = old.block_table[rows]
         held = source >= 0
@@ -257,7 +286,8 @@ class CachedSequences:
         made.caches = dict(self.caches)
         memo[id(self)] = made
         if self._device_columns is not None:
-            made._device_columns = self._device_columns.clone()
+            with to_be_changed():
+                made._device_columns = self._device_columns.clone()
         if not self.is_empty:
             made.select(torch.arange(self.table.batch))
         return made

@@ -208,8 +208,9 @@ def find_documents(
         return (mask if check_mask(mask, position_ids) else None), None
     if position_ids is None or position_ids.shape[-1] == 1:
         return None, None
-    if position_ids.dim() != 2:
-        raise ValueError(f"position_ids must be [B,N] for attn_implementation='nsa', got {list(position_ids.shape)}")
+    if tuple(position_ids.shape) not in ((batch, tokens), (1, tokens)):
+        wanted = f"[B,N] = {[batch, tokens]} or {[1, tokens]}"
+        raise ValueError(f"position_ids must be {wanted} for attn_implementation='nsa', got {list(position_ids.shape)}")
     if torch.compiler.is_compiling():
         raise ValueError(
             "position_ids may hold packed documents, which nothing can tell in torch.compile: leave them out, or give "
@@ -238,7 +239,13 @@ def mask_of_static_cache(attention_mask: Any, shape: tuple[int, int]) -> Tensor 
 
 def _of_full_attention(attention_mask: Any) -> Tensor | None:
     """The mask, which `generate` gives by type of layer where a model has several."""
-    mask: Tensor | None = attention_mask["full_attention"] if isinstance(attention_mask, Mapping) else attention_mask
+    if isinstance(attention_mask, Mapping):
+        if "full_attention" not in attention_mask:
+            raise ValueError(
+                f"attention_mask must have a mask for 'full_attention', which NSA is, got {[*attention_mask]}"
+            )
+        attention_mask = attention_mask["full_attention"]
+    mask: Tensor | None = attention_mask
     return mask
 
 
