@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 
 demo: ## set up and run the short benchmark demo, on this machine's device (on a CPU, 40 seconds after set-up)
 	$(bootstrap) --extras bench

@@ -36,7 +36,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench import oracles
 from bench.bars import Bar, bars_field
-from bench.common import DTYPES, above_zero, add_device, add_sizes, choose_dense, positive, resolve_sizes, with_ending
+from bench.common import (
+    DTYPES,
+    above_zero,
+    add_device,
+    add_sizes,
+    check_backend,
+    choose_dense,
+    positive,
+    resolve_sizes,
+    with_ending,
+)
 from bench.pass_report import ms_text, show_bars
 from bench.passes import PEER_SLACK, release
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_csv
@@ -160,6 +170,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--bars", action="store_true", help="hold the figures against what they have to reach")
     add("--out", default=str(LOCAL_RESULTS / "block-sparse"), help="results, without suffix; default: %(default)s")
     args = parser.parse_args(argv)
+    check_backend(parser, args.backend, "block_sparse_attention", "top_blocks_by_max")
     on_cpu = args.device == "cpu"
     if not on_cpu:
         args.heads, args.kv_heads = args.heads or 64, args.kv_heads or 4

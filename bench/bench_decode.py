@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
 from bench.bars import Bar, bars_field
-from bench.common import DTYPES, PRESETS, above_zero, add_device, positive, preset_name, with_ending
+from bench.common import DTYPES, PRESETS, above_zero, add_device, check_backend, positive, preset_name, with_ending
 from bench.extras import needed
 from bench.pass_report import ms_text, show_bars
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_csv
@@ -209,10 +209,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add_device(parser)
     add("--presets", nargs="+", type=preset_name, choices=list(PRESETS), default=["paper", "per_tile"])
-    add("--heads", nargs="+", help=f"query/key heads; default: {' '.join(HEADS)} (CPU: {' '.join(CPU_HEADS)})")
-    add("--sizes", nargs="+", help=f"N:batches; default: {' '.join(SIZES)} (CPU: {' '.join(CPU_SIZES)})")
+    add(
+        "--heads",
+        nargs="+",
+        type=head_counts,
+        help=f"query/key heads; default: {' '.join(HEADS)} (CPU: {' '.join(CPU_HEADS)})",
+    )
+    add("--sizes", nargs="+", type=lengths, help=f"N:batches; default: {' '.join(SIZES)} (CPU: {' '.join(CPU_SIZES)})")
     add("--queries", nargs="+", type=positive, default=[1, 4], help="N_q; default: 1 4")
-    add("--prefill", nargs="*", help=f"N:tokens of a chunk; default: {PREFILL} (CPU: {CPU_PREFILL})")
+    add("--prefill", nargs="*", type=lengths, help=f"N:tokens of a chunk; default: {PREFILL} (CPU: {CPU_PREFILL})")
     add("--dim", type=positive, default=128, help="D; default: %(default)s")
     add("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
     add("--backend", help="default: the one that runs unasked; on a CPU the reference")
@@ -222,28 +227,40 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--bars", action="store_true", help="hold the figures against what they have to reach")
     add("--out", default=str(LOCAL_RESULTS / "decode"), help="results, without suffix; default: %(default)s")
     args = parser.parse_args(argv)
+    check_backend(parser, args.backend, "nsa_with_cache")
     on_cpu = args.device == "cpu"
-    try:
-        heads = [tuple(map(positive, x.split("/"))) for x in args.heads or (CPU_HEADS if on_cpu else HEADS)]
-        sizes = [
-            (positive(n), positive(batch))
-            for n, _, batches in (x.partition(":") for x in args.sizes or (CPU_SIZES if on_cpu else SIZES))
-            for batch in batches.split(",")
-        ]
-        prefills = [CPU_PREFILL if on_cpu else PREFILL] if args.prefill is None else args.prefill
-        args.prefill = [(positive(n), positive(chunk)) for n, _, chunk in (x.partition(":") for x in prefills)]
-        args.prefill_heads = heads[0]
-        if any(len(pair) != 2 or pair[0] % pair[1] for pair in heads):
-            raise argparse.ArgumentTypeError(f"--heads must be query/key heads that divide, got {args.heads}")
-    except argparse.ArgumentTypeError as error:
-        parser.error(str(error))
+    heads = args.heads or [*map(head_counts, CPU_HEADS if on_cpu else HEADS)]
+    sizes = args.sizes or [*map(lengths, CPU_SIZES if on_cpu else SIZES)]
+    args.prefill = [lengths(CPU_PREFILL if on_cpu else PREFILL)] if args.prefill is None else args.prefill
+    args.prefill = [*chain(*args.prefill)]
+    args.prefill_heads = heads[0]
     args.cases = [
         Case(preset, pair[0], pair[1], n, batch, n_q)
-        for preset, pair, (n, batch), n_q in product(args.presets, heads, sizes, args.queries)
+        for preset, pair, (n, batch), n_q in product(args.presets, heads, chain(*sizes), args.queries)
         if n_q <= n
     ]
     args.command = command_line(argv)
     return args
+
+
+def head_counts(text: str) -> tuple[int, int]:
+    """Argument type: query/key heads."""
+    try:
+        heads, kv_heads = map(positive, text.split("/"))
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise argparse.ArgumentTypeError(f"must be query/key heads such as 64/4, got {text!r}") from error
+    if heads % kv_heads:
+        raise argparse.ArgumentTypeError(f"must be a multiple of heads over heads, got {text!r}")
+    return heads, kv_heads
+
+
+def lengths(text: str) -> list[tuple[int, int]]:
+    """Argument type: tokens, each with one of some other numbers."""
+    try:
+        n, others = text.split(":")
+        return [(positive(n), positive(other)) for other in others.split(",")]
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise argparse.ArgumentTypeError(f"must be numbers such as 64K:8 or 64K:1,8, got {text!r}") from error
 
 
 # Making and checking

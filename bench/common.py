@@ -17,6 +17,7 @@ import dispatch
 from bench.inputs import Sizes
 from dispatch.device import device_types
 from dispatch.registry import ENVIRONMENT_VARIABLE
+from dispatch.table import ROWS
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 
@@ -51,7 +52,10 @@ def above_zero(text: str) -> float:
 
 def with_ending(path: Path, ending: str) -> Path:
     """A file of an --out, such as OUT.csv, of OUT or OUT.json: other dots are of its name."""
-    return path.with_name(path.name.removesuffix(".json") + ending)
+    name = path.name.removesuffix(".json")
+    if not name:
+        raise SystemExit(f"--out must name a file, got {str(path)!r}")
+    return path.with_name(name + ending)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -116,6 +120,14 @@ def choose_backend(call: dispatch.Call, named: str | None) -> tuple[str, str]:
         if named is not None or os.environ.get(ENVIRONMENT_VARIABLE):
             raise
         return "reference", f"Running the reference implementation: {error}"
+
+
+def check_backend(parser: argparse.ArgumentParser, named: str | None, *ops: str) -> None:
+    """End the program where --backend names none of an op's backends."""
+    for op in ops:
+        known = list(dict.fromkeys(impl.backend for impl in ROWS if impl.op == op))
+        if named is not None and named not in known:
+            parser.error(f"--backend must be one of {', '.join(known)} for {op}, got {named!r}")
 
 
 def able_backends(call: dispatch.Call, named: str | None) -> list[str]:

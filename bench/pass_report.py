@@ -6,6 +6,7 @@ The schema of the files is in docs/results_files.md.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -279,7 +280,9 @@ def show_bars(bars: Sequence[Bar]) -> None:
         shown, verdict = bar.as_json(), f"[{colors[bar.verdict]}]{bar.verdict}[/]"
         table.add_row(bar.what, shown["wanted"], shown["reached"] or "-", verdict)
     Console(width=max(console.width, TABLE_WIDTH)).print(table)
-    console.print(f"{sum(bar.verdict == 'pass' for bar in bars)} of {len(bars)} bars are reached.")
+    counts = Counter(bar.verdict for bar in bars)
+    missing = f", {counts['not measured']} not measured" if counts["not measured"] else ""
+    console.print(f"{counts['pass']} of {len(bars)} bars are reached{missing}.")
 
 
 def _ratio(row: PassRow, name: str) -> str:

@@ -108,15 +108,7 @@ class Results:
         Raises:
             SystemExit: for a file that holds something else.
         """
-        if not self.path.exists():
-            return ""
-        where = relative(self.path)
-        try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-            if not {"device", "versions", "commit"} <= set(content):
-                raise ValueError("other fields")
-        except (ValueError, TypeError) as error:
-            raise SystemExit(f"{where} holds no results of a benchmark; name another --out") from error
+        content, where = read_results(self.path), relative(self.path)
         if content.get("gate") != "unfinished":
             return ""
         now = json.loads(json.dumps(self.head))
@@ -134,6 +126,23 @@ class Results:
         self.parts, self.replaced = parts, True
         self.facts = {name: value for name, value in content.items() if name not in (*now, *FIELDS)}
         return f"Going on from the {len(self.rows)} rows in {where}"
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """What a results file holds; nothing where there is none.
+
+    Raises:
+        SystemExit: for a file that holds something else.
+    """
+    if not path.exists():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if not {"device", "versions", "commit"} <= set(content):
+            raise ValueError("other fields")
+    except (ValueError, TypeError) as error:
+        raise SystemExit(f"{relative(path)} holds no results of this project; name another --out") from error
+    return content
 
 
 @contextmanager
@@ -156,6 +165,26 @@ def open_results(out: Path, head: dict[str, Any]) -> Iterator[Results]:
         except KeyboardInterrupt:
             kept = f"{relative(path)} keeps the {len(results.rows)} rows so far; the same command goes on from there."
             print(f"\nInterrupted. {kept if results.parts else 'No rows yet.'}", file=sys.stderr)
+            raise SystemExit(INTERRUPTED) from None
+
+
+@contextmanager
+def replaced_results(out: Path, *endings: str) -> Iterator[None]:
+    """Hold OUT.json and files beside it for a script that writes them anew.
+
+    Args:
+        out: without suffix. endings: of the other files.
+
+    Raises:
+        SystemExit: as `claimed`; for a file that holds something else; and after an interrupt, with INTERRUPTED.
+    """
+    path = with_ending(out, ".json")
+    with claimed(path, *(with_ending(out, ending) for ending in endings)):
+        read_results(path)
+        try:
+            yield
+        except KeyboardInterrupt:
+            print(f"\nInterrupted. {relative(path)} has what was written before, if anything.", file=sys.stderr)
             raise SystemExit(INTERRUPTED) from None
 
 

@@ -46,7 +46,7 @@ from bench.bars import Bar
 from bench.common import above_zero, positive, with_ending
 from bench.extras import needed
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_json
-from bench.results_file import claimed
+from bench.results_file import claimed, read_results
 from bench.timing import resident
 from dispatch.device import device_types, first_line
 from nsa import NSAConfig, NSAttention
@@ -440,6 +440,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     out = with_ending(Path(args.out), ".json")
     with claimed(out, with_ending(out, ".pt")):
+        read_results(out)
         return run(args, out, begin)
 
 

@@ -870,6 +870,7 @@ MAPPED = (
     "ascend_kernels",
     "bench",
     "examples",
+    "docs",
     "tools",
     "tests/support",
 )

@@ -24,9 +24,11 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
+import dispatch
 from bench.common import above_zero, positive, with_ending
 from bench.extras import needed
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_json
+from bench.results_file import replaced_results
 from dispatch.device import device_types
 from examples.shared.byte_models import (
     VOCABULARY,
@@ -125,6 +127,8 @@ def run(args: argparse.Namespace, corpus: Corpus) -> tuple[float, float, list[Ro
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
     config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=args.context, **sizes, **heads)
     dense = LlamaForCausalLM(config).to(args.device)
+    with torch.no_grad():  # a backend that cannot run it says so now
+        convert(copy.deepcopy(dense), options(args.context))(torch.zeros(1, 2, dtype=torch.long, device=args.device))
     begin = time.perf_counter()
     train(dense, corpus, args, args.steps, args.seed, args.lr)
     before = validation_loss(dense, corpus, args)
@@ -154,15 +158,22 @@ def show(before: float, after: float, rows: Sequence[Row], more: int) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    with replaced_results(Path(args.out)):
+        return compare(args, command_line(argv))
+
+
+def compare(args: argparse.Namespace, command: str) -> int:
     corpus = load_corpus(Path(sysconfig.get_path("stdlib")))
     check_length(corpus, args.context)
     try:
         before, after, rows = run(args, corpus)
     except FloatingPointError as failure:
         raise SystemExit(f"{failure}: a smaller --lr may help") from failure
+    except dispatch.BackendError as refusal:
+        raise SystemExit(str(refusal)) from refusal
     show(before, after, rows, args.more)
     training = {name: getattr(args, name) for name in (*DEFAULTS, "lr", "seed")}
-    facts = {**environment(torch.device(args.device)), "command": command_line(argv), "training": training}
+    facts = {**environment(torch.device(args.device)), "command": command, "training": training}
     out = with_ending(Path(args.out), ".json")
     losses = {"dense_loss": before, "dense_trained_loss": after, "rows": [asdict(row) for row in rows]}
     write_json(out, {**facts, "data": corpus.facts(), **losses})

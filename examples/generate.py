@@ -202,7 +202,8 @@ def is_near_tie(model: ByteModel, prompt: Tensor, one: bytes, other: bytes) -> b
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     corpus = load_corpus(Path(sysconfig.get_path("stdlib")))
-    check_length(corpus, max(args.context, args.prompt))
+    check_length(corpus, args.context)
+    check_length(corpus, args.prompt, "--prompt")
     try:
         notes = resolve(args)
     except (TypeError, ValueError, dispatch.BackendError) as refusal:

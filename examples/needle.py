@@ -38,6 +38,7 @@ import dispatch
 from bench.common import with_ending
 from bench.extras import needed
 from bench.report import replacing, write_json
+from bench.results_file import replaced_results
 from examples.shared.byte_models import (
     ByteTrainer,
     Row,
@@ -297,6 +298,11 @@ class Trainer(ByteTrainer):
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    with replaced_results(Path(args.out), ".png"):
+        return run(args)
+
+
+def run(args: argparse.Namespace) -> int:
     try:
         notes = resolve(args)
     except (TypeError, ValueError, dispatch.BackendError) as refusal:

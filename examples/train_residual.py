@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import dispatch
 from bench.common import SDPA, choose_backend, with_ending
 from bench.report import write_json
+from bench.results_file import replaced_results
 from examples.shared.byte_models import (
     MODEL_OPTIONS,
     ByteModel,
@@ -133,6 +134,11 @@ def summarise(trainer: ByteTrainer, show: Show) -> tuple[list[Row], Summary]:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    with replaced_results(Path(args.out), ".png"):
+        return run(args)
+
+
+def run(args: argparse.Namespace) -> int:
     corpus = load_corpus(Path(sysconfig.get_path("stdlib")))
     check_length(corpus, args.context)
     try:

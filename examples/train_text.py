@@ -24,6 +24,7 @@ import math
 import os
 import sys
 import sysconfig
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from torch.nn.functional import cross_entropy
 import dispatch
 from bench.common import DTYPES, with_ending
 from bench.report import relative, write_json
+from bench.results_file import replaced_results
 from examples.shared.byte_models import (
     Corpus,
     Curves,
@@ -224,13 +226,16 @@ def relate(summaries: list[Summary]) -> list[Summary]:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.context_parallel is None:
-        return run(args)
+        with replaced_results(Path(args.out), ".png"):
+            return run(args)
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     try:
-        console.quiet = dist.get_rank() > 0
-        return run(args, first=dist.get_rank() == 0)
+        first = dist.get_rank() == 0
+        console.quiet = not first
+        with replaced_results(Path(args.out), ".png") if first else nullcontext():
+            return run(args, first=first)
     finally:
         dist.destroy_process_group()
 

@@ -65,9 +65,14 @@ def folder() -> Path | None:
     value = os.environ.get(VARIABLE) or "1"
     if value == "0":
         return None
-    if value != "1":
-        return Path(value).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nsa-kernels" / "jit"
+    where = (
+        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "nsa-kernels" / "jit" if value == "1" else Path(value)
+    )
+    try:
+        return where.expanduser()
+    except RuntimeError as problem:  # a user without a home
+        _tell_once(f"compiled kernels are not kept in {where}: {problem}")
+        return None
 
 
 def key_of(asked: str, **facts: object) -> str:

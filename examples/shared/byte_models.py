@@ -590,11 +590,11 @@ def check_out(parser: argparse.ArgumentParser, args: argparse.Namespace, *ending
     check_output(parser, "--out", *(with_ending(Path(args.out), ending) for ending in endings))
 
 
-def check_length(corpus: Corpus, context: int) -> None:
-    """End the program where a window does not fit the text."""
+def check_length(corpus: Corpus, length: int, option: str = "--context") -> None:
+    """End the program where as many bytes, and one more, are not in both texts."""
     shortest = min(len(corpus.training), len(corpus.validation))
-    if shortest < context + 1:
-        raise SystemExit(f"--context must be less than the {shortest:,} bytes of text here, got {context:,}")
+    if shortest < length + 1:
+        raise SystemExit(f"{option} must be less than the {shortest:,} bytes of text here, got {length:,}")
 
 
 def run_facts(args: argparse.Namespace, data: dict[str, Any], parameters: dict[str, int]) -> dict[str, Any]:

@@ -38,7 +38,8 @@ def compressed_shard(comm: Comm, layout: Layout, inputs: NSAInputs, config: NSAC
 
     def facts() -> tuple[dict[str, object], int]:
         pooled.append(_pool_ranges(k, v, inputs, config, wanted[comm.rank]))
-        return {}, int(bool(wanted[comm.rank]) and needs_grad(*pooled[0]))
+        has_some = bool(wanted[comm.rank]) or not any(wanted)  # without entries on any rank all know the same
+        return {}, int(has_some and needs_grad(*pooled[0]))
 
     learned = any(comm.agree("ContextParallel.nsa's compress", facts))
     k_cmp, v_cmp = pooled[0]

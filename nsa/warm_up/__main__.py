@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.target is not None:
         arch, _, sms = args.target.partition(",")
         digits = "".join(c for c in arch if c.isdigit())
-        if not (digits and sms.isdigit()):
+        if not (len(digits) > 1 and sms.isdigit() and int(sms) > 0):
             parser.error(f"--target takes an architecture and a number, as sm_90,132, got {args.target!r}")
         target = (int(digits[:-1]), int(digits[-1])), int(sms)
     elif not torch.cuda.is_available():
@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 target=target,
                 progress=lambda there, asked: bar.update(task, completed=there, total=asked),
             )
-        except ValueError as problem:
+        except (ValueError, RuntimeError) as problem:
+            bar.stop()
             parser.error(str(problem))
     sys.stdout.write(f"{count} kernels are on disk, after {time.monotonic() - begin:.1f} s\n")
     return 0

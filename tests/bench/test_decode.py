@@ -155,10 +155,21 @@ def test_a_peer_that_no_graph_holds_is_called_anew(monkeypatch: pytest.MonkeyPat
     assert called == ["2 of [4, 1]"]
 
 
-def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--device", "foo", "argument --device: invalid choice: 'foo'"),
+        ("--heads", "4:1", "argument --heads: must be query/key heads such as 64/4, got '4:1'"),
+        ("--heads", "4/3", "argument --heads: must be a multiple of heads over heads, got '4/3'"),
+        ("--sizes", "512x2", "argument --sizes: must be numbers such as 64K:8 or 64K:1,8, got '512x2'"),
+        ("--prefill", "1M:0", "argument --prefill: must be numbers such as 64K:8"),
+        ("--backend", "foo", "--backend must be one of cute, reference for nsa_with_cache, got 'foo'"),
+    ],
+)
+def test_wrong_arguments_are_named(option: str, value: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        bench.parse(["--device", "foo"])
-    assert "argument --device: invalid choice: 'foo'" in capsys.readouterr().err
+        bench.parse([option, value])
+    assert told in capsys.readouterr().err
 
 
 def test_bars() -> None:

@@ -26,7 +26,7 @@ from bench import pass_report
 from bench import probe_max_seqlen as probe
 from bench.common import with_ending
 from bench.report import command_line, replacing, write_csv, write_json
-from bench.results_file import claimed, open_results
+from bench.results_file import claimed, open_results, replaced_results
 from bench.timing import Timing
 from tests.support import cases
 
@@ -341,9 +341,31 @@ def test_a_red_gate_after_green_lengths(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("content", ["not JSON", "[1, 2]", '{"name": "package"}', "3"])
 def test_a_file_of_something_else_is_not_overwritten(content: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(content)
-    with pytest.raises(SystemExit, match="holds no results of a benchmark; name another --out"):
+    refused = pytest.raises(SystemExit, match="holds no results of this project; name another --out")
+    with refused:
         e2e.main([*SMALL, "--seqlens", "64", "--out", str(tmp_path / "run")])
+    with refused, replaced_results(tmp_path / "run"):
+        raise AssertionError("it is another's")
     assert (tmp_path / "run.json").read_text() == content
+
+
+def test_what_is_written_anew_is_one_runs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the examples write."""
+    write_json(tmp_path / "run.json", HEAD)
+    another = pytest.raises(SystemExit, match="Another run writes")
+    with replaced_results(tmp_path / "run", ".png"), another, replaced_results(tmp_path / "run"):
+        pass
+    with pytest.raises(SystemExit) as left, replaced_results(tmp_path / "run"):
+        raise KeyboardInterrupt
+    assert left.value.code == 130
+    assert "Interrupted" in capsys.readouterr().err
+    assert names(tmp_path) == {"run.json"}
+
+
+@pytest.mark.parametrize("out", ["", ".", "/tmp/.json"])
+def test_an_out_without_a_name_is_refused(out: str) -> None:
+    with pytest.raises(SystemExit, match="--out must name a file, got"):
+        with_ending(Path(out), ".csv")
 
 
 @pytest.mark.parametrize("parts", [None, [{"part": "a", "rows": 9, "missing": []}], ["a"]])

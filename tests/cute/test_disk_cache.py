@@ -117,6 +117,20 @@ def test_kept_in_the_users_cache_unless_turned_off(monkeypatch: pytest.MonkeyPat
         assert disk_cache.folder() == expected
 
 
+@pytest.mark.parametrize("value", ["~no such user/kernels", None])
+def test_without_a_home_kernels_are_not_kept(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home(_: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv(disk_cache.VARIABLE, value or "1")
+    disk_cache._tell_once.cache_clear()
+    with pytest.warns(UserWarning, match=f"not kept in {value or '~/.cache'}.*: Could not determine home directory"):
+        assert disk_cache.folder() is None
+    assert disk_cache.folder() is None  # said once
+
+
 def test_kept_and_loaded(tmp_path: Path, loaded: list[str]) -> None:
     assert isinstance(keep(tmp_path / "cache"), Compiled)
     assert isinstance(keep(tmp_path / "cache", "b"), Compiled)

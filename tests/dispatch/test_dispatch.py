@@ -314,6 +314,18 @@ def test_a_device_that_is_there_and_that_no_backend_can_use(monkeypatch: pytest.
     assert summary("cuda", explain(call(CUDA), rows=MADE_UP)) == "fast"
 
 
+def test_the_table_is_whole_where_ops_lack_the_backend_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("cute", "triton", "misspelt"):
+        monkeypatch.setenv("NSA_KERNELS_BACKEND", name)
+        main([])
+        told = capsys.readouterr().out
+        assert all(f"  {op} " in told for op in {impl.op for impl in ROWS})
+        refusal = f"NSA_KERNELS_BACKEND must be one of triton, ascend, reference for attention_residual, got {name!r}"
+        assert (refusal in told) == (name != "triton")
+
+
 def test_the_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--all"])
     lines = capsys.readouterr().out.splitlines()
