@@ -49,7 +49,7 @@ FAR = 1 << 24
 """Distances of tokens are compared as fp32 numbers, which are exact up to here."""
 
 MODERATE = 1e15
-"""Products of D numbers up to here, and sums of such, are finite in fp32, whatever the scale of the softmax."""
+"""Sums over D of products of two numbers up to here are finite in fp32, with room for the scale of a softmax."""
 
 BY_TOKEN = (*QUERY_NAMES, *KEY_NAMES)
 
@@ -788,10 +788,8 @@ def attend(q: Tensor, keys: Keys, mask: Tensor, scale: float) -> tuple[Tensor, T
         return _attend_moderate(q, k, v, mask, scale)
     # Rows that see no extreme key have the bits that they have without these; the others are computed apart
     extreme = ~(_largest(k) <= MODERATE) | ~(_largest(v) <= MODERATE)  # NaN is, too
-    rows = ((mask != -math.inf) & extreme[..., None, :]).any(-1)
-    rows = rows.expand(batch, select_heads, -1, -1).repeat_interleave(q.shape[1] // select_heads, 1) | ~(
-        _largest(q) <= MODERATE
-    )
+    seeing = ((mask != -math.inf) & extreme[..., None, :]).any(-1).expand(batch, select_heads, -1, -1)
+    rows = seeing.repeat_interleave(q.shape[1] // select_heads, 1) | ~(_largest(q) <= MODERATE)
     q_zero, k_zero, v_zero = (torch.where(at[..., None], 0.0, x) for at, x in ((rows, q), (extreme, k), (extreme, v)))
     o, lse = _attend_moderate(q_zero, k_zero, v_zero, torch.where(extreme[..., None, :], -math.inf, mask), scale)
     if not bool(rows.any()):
