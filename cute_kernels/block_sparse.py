@@ -71,7 +71,7 @@ def backward(
     """dq, dk and dv, contiguous. Args: gradient of out; as of `forward`; its results."""
     tensors, how = _prepare(q, k, v, block_indices, cu_seqlens, cu_seqlens_k, q_start, **options)
     batch, tokens, heads, _ = tensors[0].shape
-    do, out = (vectorizable(x.reshape(batch, tokens, heads, -1)) for x in (do, out))
+    do, out = (vectorizable(x.reshape(batch, tokens, heads, x.shape[-1])) for x in (do, out))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[:3])
     kv_outer_backward(*tensors, do, lse.view(batch, heads, tokens), row_dots(do, out), into=(dq, dk, dv), **how)
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
@@ -97,7 +97,9 @@ def _prepare(
     softmax_scale: float,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], dict[str, Any]]:
     """q, k, v and indices as the kernels read them, documents as one sequence; and their options."""
-    indices = block_indices.to(torch.int32)
+    indices = block_indices
+    if indices.dtype != torch.int32:  # blocks behind all keys stay behind them
+        indices = indices.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
     how: dict[str, Any] = {"size": block_size, "scale": softmax_scale}
     packed = None
     if cu_seqlens is not None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -249,6 +249,12 @@ def pools_means(inputs: Any, config: Any) -> bool:
 def nsa_with_cache(inputs: Any, config: Any, cache: Any, step: Any) -> Tensor:
     """Args: nsa.inputs.NSAInputs, nsa.NSAConfig, nsa.NSACache and its table's open step; checked. Returns out."""
     q, k, v, gates, table, memory = inputs.q, inputs.k, inputs.v, inputs.gates, cache.table, cache.pages
+    if len(q) == 0:
+        nothing: Tensor = q.new_empty((*q.shape[:3], v.shape[-1]))
+        return nothing
+    if gates is not None and gates.stride(-1) != 1:
+        gates = gates.contiguous()
+        inputs = replace(inputs, gates=gates)
     weight = None if inputs.gate_proj_weight is None else vectorizable(inputs.gate_proj_weight)
     pages = Pages(memory["k"], memory["v"], memory["k_cmp"], memory["v_cmp"], table.block_table)
     lengths = LengthTensors(table.seqlens, step.counts, table.overflowed)

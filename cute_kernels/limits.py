@@ -36,6 +36,9 @@ MAX_INDEXER_GROUP = 128
 MAX_GRID = 65535
 """Heads, and sequences or residue classes, of a call: the y and z dimensions of a grid."""
 
+MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**127
+"""softmax_scale: it, and its product with log2(e), are normal numbers of fp32."""
+
 MAX_TILE = 256
 """Query rows of FlashAttention-4's largest tile."""
 

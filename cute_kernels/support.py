@@ -35,16 +35,19 @@ from cute_kernels.limits import (
     MAX_INDEXER_BLOCKS,
     MAX_INDEXER_GROUP,
     MAX_LIST_WIDTH,
+    MAX_SCALE,
     MAX_SIZE,
     MAX_TILE,
     MAX_TOKEN_BLOCKS,
     MAX_TOKEN_ENTRIES,
     MAX_TOKEN_GROUP,
     MIN_PREFILL_QUERIES,
+    MIN_SCALE,
     SELECT_UNIT,
     TOKEN_SELECT_SIZES,
 )
 from cute_kernels.runtime.device import compute_capability, has_warpgroups, must_be_deterministic, vectorized
+from cute_kernels.select.token_tiling import choose_tiling
 
 CAPABILITIES = ((9, 0), (10, 0))
 """Compute capabilities that the kernels were compiled for, as sm_90a and sm_100a (tools/compile_all.py)."""
@@ -74,10 +77,13 @@ def check_with_cache(call: Any) -> str | None:
     problem = _machine_problem(call, given=inputs is not None and inputs.q.is_cuda)
     if problem or inputs is None or config is None or cache is None:
         return problem
+    if config.num_selected_blocks == 0:
+        return "decodes with at least one selected block, got num_selected_blocks=0"
     if config.num_cmp_selected_blocks is not None:
         return f"decodes with num_cmp_selected_blocks=None only, got {config.num_cmp_selected_blocks}"
     reason = (
         fa4.refusal(inputs.q.dtype, cache.dim, cache.dim_v)
+        or _refusal_of_scale(config.scale(cache.dim))
         or _refusal_of_token_mode(inputs, config, 0, SELECTS if config.token_mode else "decodes")
         or _refusal_of_cache(config, cache, cache.heads_kv if config.shares_heads else inputs.q.shape[2])
     )
@@ -85,7 +91,7 @@ def check_with_cache(call: Any) -> str | None:
     if reason is not None or rules is None or inputs.q.shape[1] < MIN_PREFILL_QUERIES or not config.token_mode:
         return reason
     batch, queries = inputs.q.shape[:2]
-    return _refusal_of_rows(
+    return _refusal_of_selection(inputs, config) or _refusal_of_rows(
         batch * queries, batch * cache.table.capacity, batch, config.stride, tile_rows(config, rules)
     )
 
@@ -110,9 +116,16 @@ def _refusal_of_cache(config: Any, cache: Any, selectors: int) -> str | None:
             f"decodes up to {MAX_GRID} sequences and {most} groups of heads that select together, got "
             f"B={cache.table.batch} and {selectors}"
         )
-    for name, pages in cache.pages.items():
-        if not vectorized(pages):
-            return f"needs rows of pages {name!r} at multiples of 16 bytes, got strides {pages.stride()}"
+    rows = {f"pages {name!r}": pages for name, pages in cache.pages.items()}
+    if cache.tile_sums is not None:
+        rows["tile_sums"] = cache.tile_sums
+    for name, tensor in rows.items():
+        if not vectorized(tensor):
+            return f"needs rows of {name} at multiples of 16 bytes, got strides {tensor.stride()}"
+    for name in ("block_table", "seqlens"):
+        tensor = getattr(cache.table, name)
+        if tensor.stride(-1) != 1:
+            return f"needs numbers of a row of {name} side by side, got strides {tensor.stride()}"
     return None
 
 
@@ -138,7 +151,8 @@ def check_block_sparse_attention(call: Any) -> str | None:
     apart = max(q.stride(-3), q.shape[-2] * inputs.v.shape[-1])
     if apart >= 1 << 15:
         return f"takes tokens of q and of do that lie fewer than 2^15 elements apart, got {apart}"
-    reason = fa4.refusal(q.dtype, q.shape[-1], inputs.v.shape[-1])
+    reason = fa4.refusal(q.dtype, q.shape[-1], inputs.v.shape[-1]) or _refusal_of_scale(call.options["softmax_scale"])
+    reason = reason or _refusal_of_heads(inputs)
     return reason if reason or not as_pack else _refusal_of_documents(inputs, size, size)
 
 
@@ -248,8 +262,12 @@ def _refusal(inputs: Any, config: Any, rules: fa4.Rules, backward: bool) -> str 
     reason = _refusal_of_grid(sequences, inputs.q.shape[-2])
     if reason is not None:
         return reason
+    reason = _refusal_of_scale(config.scale(inputs.q.shape[-1]))
+    if reason is not None:
+        return reason
     if config.token_mode:
-        return _refusal_of_token_mode(inputs, config, tile_rows(config, rules))
+        reason = _refusal_of_token_mode(inputs, config, tile_rows(config, rules)) or _refusal_of_heads(inputs)
+        return reason or _refusal_of_selection(inputs, config)
     if config.q_tile_size % rules.rows:
         return f"takes q_tile_size in multiples of {rules.rows} on this device, got {config.q_tile_size}"
     if config.select_size % SELECT_UNIT:
@@ -309,6 +327,32 @@ def _refusal_of_token_mode(inputs: Any, config: Any, rows: int, does: str = SELE
         return f"{does} for at most {MAX_TOKEN_GROUP} heads a group, got {inputs.group_size}"
     packed = runs_as_pack(inputs, config, training=False)
     return _refusal_of_documents(inputs, config.stride, rows) if packed else None
+
+
+def _refusal_of_selection(inputs: Any, config: Any) -> str | None:
+    """Shared memory of select/token.py."""
+    dim, count, ratio = inputs.q.shape[-1], config.num_selected_blocks, config.select_size // config.stride
+    if choose_tiling(dim, inputs.group_size, count, ratio) is not None:
+        return None
+    return (
+        f"has no room in shared memory to choose {count} blocks of {ratio} compressed ones per token "
+        f"(num_selected_blocks, l'/d), with D={dim} and {inputs.group_size} heads a group"
+    )
+
+
+def _refusal_of_heads(inputs: Any) -> str | None:
+    """Token mode counts vectors of the q of a group with 32 bits."""
+    apart = (inputs.group_size - 1) * inputs.q.stride(-2)
+    if apart >= 1 << 34:
+        return f"takes heads of a group that lie fewer than 2^34 elements apart in q, got {apart}"
+    return None
+
+
+def _refusal_of_scale(scale: float) -> str | None:
+    """Kernels multiply by softmax_scale and log2(e) in fp32."""
+    if not MIN_SCALE <= scale <= MAX_SCALE:
+        return f"takes softmax_scale from {MIN_SCALE:.3g} to {MAX_SCALE:.3g}, got {scale:.3g}"
+    return None
 
 
 def _refusal_of_documents(inputs: Any, stride: int, tile: int) -> str | None:

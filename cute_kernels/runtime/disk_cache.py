@@ -120,6 +120,9 @@ class Entry:
             self._usable = True
         except OSError as problem:
             self._tell(problem)
+        except BaseException:  # an interrupt, after which no `with` lets others go on
+            self.__exit__()
+            raise
         return self
 
     def keep(self, compiled: Any) -> Any:
@@ -135,6 +138,7 @@ class Entry:
     def __exit__(self, *_: object) -> None:
         if self._lock is not None:
             os.close(self._lock)
+            self._lock = None
 
     def _tell(self, problem: OSError) -> None:
         _tell_not_kept(self.where, problem)
@@ -178,7 +182,7 @@ def _lock(path: Path, operation: int) -> int:
     held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.lockf(held, operation)
-    except OSError:
+    except BaseException:
         os.close(held)
         raise
     return held

@@ -57,18 +57,17 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils import hopper_helpers
 from torch import Tensor
 
-from cute_kernels.limits import MAX_TOKEN_ENTRIES, MAX_TOKEN_GROUP
+from cute_kernels.limits import MAX_TOKEN_GROUP
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.mma.mma_sync import smem_tiles
-from cute_kernels.mma.smem import CTA_SMEM_BYTES
 from cute_kernels.mma.warp import LANES, LOG2_E
 from cute_kernels.mma.wgmma import WARPGROUP_THREADS, allocate_tiles, issue_mma, swizzled_tiles
 from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
 from cute_kernels.runtime.device import has_warpgroups, multiprocessors, vectorizable
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.select.token_tiling import KEY_TILE, MMA_WARPS, choose_tiling, score_layout
 from cute_kernels.select.topk import NUM_VISIBLE, Blocks, TopKList
 
-MMA_WARPS = 8
 SELECT_WARPS = 8
 MMA_THREADS = MMA_WARPS * LANES
 SELECT_THREADS = SELECT_WARPS * LANES
@@ -76,9 +75,6 @@ THREADS = MMA_THREADS + SELECT_THREADS
 MMA_WARPGROUPS = MMA_THREADS // WARPGROUP_THREADS
 MMA_REGISTERS, SELECT_REGISTERS = 200, 56
 """Per thread, after setmaxregister."""
-
-KEY_TILE = MAX_TOKEN_ENTRIES
-"""Compressed keys of a mainloop step."""
 
 WGMMA_M = 64
 """Entries that a warpgroup multiplies with one instruction."""
@@ -101,57 +97,6 @@ class NamedBarrier(enum.IntEnum):
     KeysFull = 3  # + warpgroup
     ScoresEmpty = 5  # + warpgroup
     QueriesFull = 7  # + warpgroup
-
-
-class Tiling(NamedTuple):
-    """Sizes of a work tile."""
-
-    tokens: int
-    """Tokens of a work tile."""
-    token_warps: int
-    """MMA warps along the tokens of a subtile, 8 tokens each; they repeat along the entries."""
-
-    @property
-    def entry_warps(self) -> int:
-        return MMA_WARPS // self.token_warps
-
-    @property
-    def subtile(self) -> int:
-        """Tokens that are multiplied, and selected for, together."""
-        return 8 * self.token_warps
-
-    @property
-    def num_subtiles(self) -> int:
-        return self.tokens // self.subtile
-
-
-TILINGS = (Tiling(64, 2), Tiling(32, 2), Tiling(16, 2), Tiling(8, 1))
-
-
-def smem_bytes(tiling: Tiling, dim: int, group: int, blocks: Blocks) -> int:
-    """Shared memory of a CTA."""
-    scores = tiling.subtile * score_layout(blocks)[1] * 4
-    slots = -(-blocks.count // LANES) * LANES
-    per_token = group * (2 * dim + 4) + slots * 8 + 4 * 4
-    return tiling.tokens * per_token + KEY_TILE * dim * 2 + scores + 1024  # alignment
-
-
-def choose_tiling(dim: int, group: int, blocks: Blocks) -> Tiling | None:
-    """The tiling with the most tokens that fits in shared memory: every work tile reads the keys again."""
-    fitting = (tiling for tiling in TILINGS if smem_bytes(tiling, dim, group, blocks) <= CTA_SMEM_BYTES)
-    return next(fitting, None)
-
-
-def score_layout(blocks: Blocks) -> tuple[int, int]:
-    """Strides of a token's scores in shared memory: between the entries of a block, and between tokens.
-
-    Entry r b + i, of r = l'/d per block, lies at column b of row i: lanes that pool consecutive blocks read consecutive
-    words. Both strides are padded against bank conflicts: an MMA warp writes 8 entries of 4 pairs of tokens at once.
-    """
-    ratio = blocks.size // blocks.stride
-    columns = -(-KEY_TILE // ratio)
-    columns += (max(1, 8 // ratio) - columns) % 8
-    return columns, ratio * columns + (4 - ratio * columns) % 16
 
 
 def overlap_weights(blocks: Blocks) -> list[float]:
@@ -222,7 +167,7 @@ class TokenTopK:
     def __init__(self, dim: int, dtype: Any, group: int, blocks: Blocks, keys: Keys, use_wgmma: bool = False) -> None:
         self.dim, self.dtype, self.group, self.blocks, self.keys = dim, dtype, group, blocks, keys
         self.use_wgmma = use_wgmma
-        tiling = choose_tiling(dim, group, blocks)
+        tiling = choose_tiling(dim, group, blocks.count, blocks.size // blocks.stride)
         if tiling is None:
             raise ValueError(f"no tiling for D={dim}, G={group}, {blocks}")
         self.tiling = tiling
@@ -272,7 +217,7 @@ class TokenTopK:
                 op, (entry_warps, token_warps, 1), permutation_mnk=(16 * entry_warps, 8 * token_warps, 32)
             )
         num_query_tiles = self.tiling.tokens * self.group // self.mma_n
-        columns, stride = score_layout(self.blocks)
+        columns, stride = score_layout(self.ratio)
         self.kernel(
             mQ,
             mK,
@@ -925,7 +870,7 @@ def _check(
             f"config must have l'/d + l/d - 1 <= {KEY_TILE}, got compress_block_size={length}, "
             f"compress_stride={stride}, select_block_size={size}"
         )
-    tiling = choose_tiling(dim, heads // kv_heads, blocks)
+    tiling = choose_tiling(dim, heads // kv_heads, blocks.count, size // stride)
     if tiling is None:
         raise ValueError(
             f"config must have num_selected_blocks that fit in shared memory, got {blocks.count} with D={dim} and "

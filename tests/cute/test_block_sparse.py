@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import dispatch
-from cute_kernels import support
+from cute_kernels import block_sparse, support
 from cute_kernels.attend.row_dots import row_dots
-from nsa import NSAConfig
+from nsa import NSAConfig, block_sparse_attention
 from nsa.inputs import NSAInputs
 from tests.support import cases
 from tests.support.block_sparse_cases import Case, make
@@ -82,7 +82,8 @@ def ask(*, case: Case = BF16, op: str = "block_sparse_attention", **options: Any
     made = make(case)
     where = {name: made.keywords.get(name) for name in ("cu_seqlens", "cu_seqlens_k", "q_start")}
     inputs = NSAInputs(made.q, made.k, made.v, **where).narrow(NSAConfig.paper())
-    facts = {"inputs": inputs, "block_size": case.size, "causal": case.causal, "slots": case.count, "k": 16, **options}
+    facts = {"inputs": inputs, "block_size": case.size, "causal": case.causal, "softmax_scale": 0.125}
+    facts |= {"slots": case.count, "k": 16, **options}
     check = support.check_block_sparse_attention if op == "block_sparse_attention" else support.check_top_blocks_by_max
     return check(dispatch.Call(op, "cuda:0", made.q.dtype, options=facts))
 
@@ -149,6 +150,30 @@ def test_on_a_gpu(case: str) -> None:
 )
 def test_long_on_a_gpu(changes: dict[str, Any]) -> None:
     make(replace(LARGE, **changes), device="cuda").check(backend="cute")
+
+
+def test_blocks_far_behind_the_last_key_stay_there() -> None:
+    """Indices of 64 bits, of which 32 would be those of other blocks."""
+    far = torch.tensor([0, 1, 2**32, 2**40 + 3, -(2**63), -1])
+    q, k, v = (torch.zeros(1, 6, heads, 8) for heads in (2, 1, 1))
+    options: dict[str, Any] = {"block_size": 64, "causal": True, "softmax_scale": 1.0}
+    (*_, indices), _ = block_sparse._prepare(q, k, v, far.expand(1, 1, 6, 6), None, None, None, **options)
+    assert indices[0, 0, 0].tolist() == [0, 1, 2**31 - 1, 2**31 - 1, -1, -1]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("starts", [False, True])
+@pytest.mark.parametrize(("batch", "queries"), [(0, 5), (2, 0)])
+def test_no_queries_give_no_gradients(batch: int, queries: int, starts: bool) -> None:
+    q, k, v = (
+        torch.randn(batch, n, heads, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        for n, heads in ((queries, 4), (9, 2), (9, 2))
+    )
+    blocks = torch.zeros(batch, 2, queries, 3, dtype=torch.int32, device="cuda")
+    q_start = torch.zeros(batch, dtype=torch.int32, device="cuda") if starts else None
+    out = block_sparse_attention(q, k, v, blocks, block_size=64, q_start=q_start, backend="cute")
+    out.sum().backward()
+    assert all(x.grad is not None and not x.grad.any() for x in (q, k, v))
 
 
 @pytest.mark.cuda

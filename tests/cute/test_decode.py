@@ -266,6 +266,28 @@ def test_two_streams() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("tokens", [4, 64])
+def test_gates_of_any_strides(tokens: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = new(2, tokens)
+    gates = torch.rand(2, tokens, 3, q.shape[2], device="cuda").transpose(2, 3)
+    outs = []
+    for each in (gates, gates.contiguous()):
+        cache = NSACache.empty(PAPER, 2, 200, heads_kv=k.shape[2], dim=k.shape[3], dtype=BF16, device="cuda")
+        outs.append(nsa_with_cache(q, k, v, cache, gates=each, backend="cute"))
+    assert torch.equal(*outs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [PAPER, TILES], ids=["token", "tile"])
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_no_sequences(tokens: int, config: NSAConfig) -> None:
+    q, k, v = (x[:0] for x in new(1, tokens))
+    cache = NSACache.empty(config, 0, 200, heads=32, heads_kv=2, dim=128, dtype=BF16, device="cuda")
+    assert nsa_with_cache(q, k, v, cache, backend="cute").shape == q.shape
+
+
+@torch.no_grad()
 def test_pages_beyond_two_billion_elements() -> None:
     """The same sequence in the first and in the last pages of a pool."""
     torch.manual_seed(0)

@@ -10,15 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.select.token import (
-    KEY_TILE,
-    TILINGS,
-    choose_tiling,
-    overlap_weights,
-    score_layout,
-    token_topk,
-)
-from cute_kernels.select.topk import Blocks
+from cute_kernels.select.token import overlap_weights, token_topk
+from cute_kernels.select.token_tiling import KEY_TILE, TILINGS, choose_tiling, score_layout
 from nsa import NSAConfig, reference
 from nsa.inputs import NSAInputs
 from tests.support import select_token_model as model
@@ -128,7 +121,7 @@ def test_scores_have_no_bank_conflicts(name: str) -> None:
     """Scores do not overlap; a warp writes 8 entries of 4 pairs of tokens, lanes read consecutive blocks."""
     blocks = blocks_of(SIZES[name])
     ratio = blocks.size // blocks.stride
-    columns, stride = score_layout(blocks)
+    columns, stride = score_layout(ratio)
 
     def word(row: int, entry: int) -> int:
         return row * stride + entry % ratio * columns + entry // ratio
@@ -141,12 +134,11 @@ def test_scores_have_no_bank_conflicts(name: str) -> None:
 
 
 def test_tilings() -> None:
-    paper = Blocks(32, 16, 64, 16, init=1, local=2)
-    chosen = {(dim, group): choose_tiling(dim, group, paper) for dim in (64, 128) for group in range(1, 65)}
+    chosen = {(dim, group): choose_tiling(dim, group, 16, 4) for dim in (64, 128) for group in range(1, 65)}
     assert None not in chosen.values()
     assert chosen[128, 16] == TILINGS[1]
     assert chosen[128, 64] == TILINGS[3]
-    assert choose_tiling(128, 64, replace(paper, count=2048)) is None
+    assert choose_tiling(128, 64, 2048, 4) is None
 
 
 def test_bad_arguments_are_named() -> None:

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from cute_kernels.pool.documents import DOCUMENT, ENTRY, ROW, TILE, Packed
-from cute_kernels.select.token import MMA_THREADS, THREADS, choose_tiling
+from cute_kernels.select.token import MMA_THREADS, THREADS
+from cute_kernels.select.token_tiling import choose_tiling
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 from tests.support import cases
 from tests.support.backward_twins import bounds_of
 from tests.support.helpers import make_qkv
 from tests.support.ptx import Schedule, interpret_kernels
-from tests.support.select_cases import blocks_of, check_chosen, compressed
+from tests.support.select_cases import check_chosen, compressed
 
 pytestmark = [pytest.mark.slow, pytest.mark.interpreted, pytest.mark.filterwarnings("default")]
 
@@ -106,7 +107,7 @@ def test_interpreted_documents(choose: Callable[..., Tensor], pack: tuple[int, i
     Work tiles go backwards, so those of a short document, whose tokens see less, come before those of the long one.
     """
     group, dim, lengths, ctas = pack
-    tiling = choose_tiling(dim, group, blocks_of(CONFIG))
+    tiling = choose_tiling(dim, group, CONFIG.num_selected_blocks, CONFIG.select_size // CONFIG.stride)
     assert tiling is not None
     tile = 2 * tiling.tokens
     first = torch.tensor([0, *lengths]).cumsum(0).int()

@@ -86,11 +86,29 @@ def test_takes_packed_documents() -> None:
         ({"select_block_size": 2**30 + 64}, "takes select_block_size up to 2^30, got 1073741888"),
         ({"num_selected_blocks": 1025}, "chooses at most 1024 blocks per tile, got 1025"),
         ({"compress_stride": 1, "select_block_size": 128}, "takes at most 128 compressed blocks over one select block"),
+        ({"softmax_scale": 1e-46}, "takes softmax_scale from 1.18e-38 to 1.7e+38, got 1e-46"),
+        ({"q_tile_size": 1, "softmax_scale": 3e38}, "takes softmax_scale from 1.18e-38 to 1.7e+38, got 3e+38"),
     ],
     ids=str,
 )
 def test_refuses(options: dict[str, Any], reason: str) -> None:
     assert reason in (ask(**options) or "")
+
+
+def test_what_shared_memory_does_not_hold_is_refused() -> None:
+    inputs = NSAInputs(*make_qkv(300, 64, 1, 128, dtype=torch.bfloat16))
+    options = {"q_tile_size": 1, "compress_block_size": 2, "compress_stride": 2, "select_block_size": 256}
+    refusal = "has no room in shared memory to choose 16 blocks of 128 compressed ones per token"
+    assert refusal in (ask(inputs, **options) or "")
+    assert ask(inputs, **{**options, "compress_block_size": 4, "compress_stride": 4}) is None
+
+
+def test_heads_that_32_bits_do_not_reach_are_refused() -> None:
+    one = torch.zeros((), dtype=torch.bfloat16)
+    q = torch.empty_strided((1, 300, 4, 64), (0, 64, 1 << 34, 1), dtype=torch.bfloat16, device="meta")
+    inputs = NSAInputs(q, *[one.expand(1, 300, 2, 64)] * 2)
+    assert "fewer than 2^34 elements apart in q, got 17179869184" in (ask(inputs, q_tile_size=1) or "")
+    assert ask(inputs) is None
 
 
 def test_more_sequences_than_a_grid_has_are_refused() -> None:
@@ -358,12 +376,27 @@ def test_takes_a_cache(options: dict[str, Any]) -> None:
         ({"compress_block_size": 4, "compress_stride": 1, "select_block_size": 128}, "stride=1, l'=128"),
         ({"compress_block_size": 65 * 16}, "compress_block_size=1040"),
         ({"num_selected_blocks": 257}, "got 257"),
+        ({"num_selected_blocks": 0, "num_init_blocks": 0, "num_local_blocks": 0}, "at least one selected block"),
+        ({"softmax_scale": 1e-46}, "takes softmax_scale from"),
     ],
 )
 def test_refuses_a_cache(options: dict[str, Any], reason: str) -> None:
     refusal = ask_with_cache(**options)
     assert refusal is not None
     assert reason in refusal
+
+
+def test_refuses_numbers_that_do_not_lie_side_by_side() -> None:
+    q, k, v = make_qkv(1, 4, 2, 64, dtype=torch.bfloat16)
+    numbers = torch.zeros(2, 16, 3, dtype=torch.int32)
+    for name, table in (
+        ("seqlens", PageTable(numbers[..., 0].contiguous(), numbers[0, :2, 0], page_size=64, num_pages=64)),
+        ("block_table", PageTable(numbers[..., 0], numbers[0, 0, :2], page_size=64, num_pages=64)),
+    ):
+        cache = NSACache(NSAConfig.paper(), table, heads_kv=2, dim=64, dtype=torch.bfloat16)
+        facts = {"inputs": NSAInputs(q, k, v), "config": cache.config, "cache": cache}
+        refusal = support.check_with_cache(dispatch.Call("nsa_with_cache", "cuda:0", torch.bfloat16, options=facts))
+        assert f"needs numbers of a row of {name} side by side" in (refusal or "")
 
 
 def test_refuses_pages_that_are_no_vectors() -> None:
