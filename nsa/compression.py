@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from nsa.common.checks import check_sizes
+from nsa.common.parameters import identity_like, set_values
 from nsa.config import BlockPooling, NSAConfig
 
 
@@ -92,10 +93,8 @@ class LinearCompression(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise to mean pooling."""
-        with torch.no_grad():
-            self.weight.zero_()
-            self.weight.diagonal(dim1=-2, dim2=-1).fill_(1.0 / self.weight.shape[1])
-            self.position.zero_()
+        set_values(self.weight, identity_like(self.weight) / self.weight.shape[1])
+        nn.init.zeros_(self.position)
 
     def forward(self, blocks: Tensor) -> Tensor:
         """Compress blocks: products, and the positions' part in the blocks' dtype, are summed in fp32 and rounded once.

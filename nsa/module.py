@@ -19,6 +19,7 @@ from nsa.common.layers import (
     head_sizes,
     refuse_unsupported,
 )
+from nsa.common.parameters import identity_like, set_values
 from nsa.compression import LinearCompression
 from nsa.config import NSAConfig, check_options
 from nsa.decoding.api import nsa_with_cache
@@ -141,13 +142,11 @@ class NSAttention(nn.Module):
 
         Layers made on the meta device need it after `to_empty`, as nn.Linear does.
         """
-        with torch.no_grad():
-            if self.gate_proj_weight is not None:
-                self.gate_proj_weight.zero_()
-            for weight in (self.w_k_compress, self.w_v_compress):
-                if weight is not None:
-                    weight.zero_()
-                    weight.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+        if self.gate_proj_weight is not None:
+            nn.init.zeros_(self.gate_proj_weight)
+        for weight in (self.w_k_compress, self.w_v_compress):
+            if weight is not None:
+                set_values(weight, identity_like(weight))
 
     def forward(
         self,

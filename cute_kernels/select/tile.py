@@ -11,7 +11,8 @@ A row is a (tile, query head) pair; a CTA holds TILE_M rows of one key/value hea
 the keys and writes it to shared memory. Then each warp pools the scores of its rows to blocks and merges what beats a
 row's k-th best into its sorted list (select/topk.py). Where rows are few, CTAs share the keys of a tile (parts.py).
 
-The mean queries are fp32. Split into three 16-bit terms they keep all 24 bits of the mantissa, so that three mma.sync
+The mean queries are fp32. Split into three bf16 terms they keep all 24 bits of the mantissa, in fp16 those down to
+2^-24 and up to 65504 (sums over a group, with shared heads), so that three mma.sync
 products give fp32-accurate scores of the 16-bit keys.
 
 The same kernel selects blocks of compressed entries for the compressed branch: there a block's score is the plain mean

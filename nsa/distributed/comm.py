@@ -85,8 +85,8 @@ class Comm:
             refusal = error
             known["refusal"] = f"{type(error).__name__}: {error}"
         digest = hashlib.blake2b(repr(sorted(known.items())).encode(), digest_size=8).digest()
-        mine = torch.tensor([int.from_bytes(digest, "little", signed=True), rows])
-        every = torch.empty(2 * self.size, dtype=torch.int64)
+        mine = torch.tensor([int.from_bytes(digest, "little", signed=True), rows], device="cpu")
+        every = torch.empty(2 * self.size, dtype=torch.int64, device="cpu")
         with self.named(f"{op}: agreement on call {self._calls}"):
             all_gather(every, mine, group=group)
         digests, lengths = every.view(-1, 2).unbind(1)

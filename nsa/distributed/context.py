@@ -195,6 +195,7 @@ class ContextParallel:
         """
         check_integer("tokens", tokens, 0)
         layout = self._layout(tokens, cu_seqlens)
+        device = "cpu" if device is None else device
         parts = [torch.arange(0, device=device)]
         for start, stop in layout.ranges[self.rank]:
             pieces = layout.pieces((start, stop))

@@ -217,8 +217,9 @@ def _packed(
     """
     device, (batch, tokens) = queries[0].device, queries[0].shape[:2]
     spans = [(run.rows.start * tokens + run.keys.start, run.keys.stop - run.keys.start) for run in runs]
-    places = torch.cat([torch.arange(first, first + length) for first, length in spans]).to(device)
-    cu_seqlens = torch.tensor([0, *accumulate(length for _, length in spans)], dtype=torch.int32).to(device)
+    places = torch.cat([torch.arange(first, first + length, device="cpu") for first, length in spans]).to(device)
+    bounds = [0, *accumulate(length for _, length in spans)]
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cpu").to(device)
     packed = attend(*(x[:, :tokens].flatten(0, 1)[places] for x in (*queries, *keys)), cu_seqlens=cu_seqlens)
     out = packed.new_zeros((batch * tokens, *packed.shape[1:])).index_copy(0, places, packed)
     return out.view(batch, tokens, *packed.shape[1:])

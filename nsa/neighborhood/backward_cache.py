@@ -23,8 +23,9 @@ class BackwardCache:
     Two calls are the same when their tensors are the same objects, unchanged since, and their options are equal. The
     cache holds the tensors and their storages, so that ids and addresses are not reused, and compares PyTorch's version
     counters, also those of the gradients it returned: changed ones are computed again. Changes that PyTorch does not
-    count go unseen: writes through `Tensor.data`, by the replay of a CUDA graph, and by other libraries. Inference
-    tensors have no counters, so their gradients are not cached; nor are those of calls that a CUDA graph captures.
+    count go unseen: writes through `Tensor.data`, by steps of PyTorch's fused optimizers, by the replay of a CUDA
+    graph, and by other libraries. Inference tensors have no counters, so their gradients are not cached; nor are those
+    of calls that a CUDA graph captures.
 
     Calls may come from different streams: a stream that gets another stream's gradients waits for them on the device,
     and their memory is not reused before it is done with them. Not to be shared between threads.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import layer_norm
 
 from nsa.common.checks import check_choice, check_eps
 from nsa.common.derivatives import needs_grad
@@ -278,6 +279,13 @@ class NeighborhoodAttentionLayer(nn.Module):
             dispatch.BackendError: as `neighborhood_attention`.
         """
         check_input(hidden_states, self.attention.hidden_size, self.attention.q_proj, packed=None)
-        update = self.attention(self.layer_norm(hidden_states), position_embeddings)
+        norm, given = self.layer_norm, hidden_states.dtype
+        if norm.weight.dtype in (given, torch.float32):
+            normed = norm(hidden_states)
+        else:  # autocast on a CPU leaves layer_norm's dtypes as they are, and it takes no others together
+            wide = torch.promote_types(given, norm.weight.dtype)
+            x, weight, bias = (tensor.to(wide) for tensor in (hidden_states, norm.weight, norm.bias))
+            normed = layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
+        update = self.attention(normed, position_embeddings)
         result: Tensor = hidden_states + update.to(hidden_states.dtype)
         return result

@@ -63,6 +63,15 @@ def test_layers_alone(alone: cases.MakeCP) -> None:
     cases.takes_dtensors(alone, SMALL["seed"])
 
 
+def test_a_default_device_is_not_that_of_the_host(alone: cases.MakeCP) -> None:
+    cp, x = alone(tile=16), torch.randn(1, 40, 4, 8)
+    expected = cp.nsa(x, x, x, config=SMALL["seed"])
+    with torch.device("meta"):
+        assert torch.equal(cp.nsa(x, x, x, config=SMALL["seed"]), expected)
+        assert torch.equal(cp.unshard(x), x)
+        assert cp.positions(40).device.type == "cpu"
+
+
 def test_what_compresses_is_in_the_graph_of_no_entries(alone: cases.MakeCP) -> None:
     """Its gradients are 0 there, as of `nsa`, and not None."""
     pools = tuple(LinearCompression(2, 8, 4) for _ in range(2))

@@ -254,9 +254,10 @@ def test_layer_begins_on_the_meta_device() -> None:
     assert layer(torch.randn(1, 20, WIDTH)).isfinite().all()
 
 
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_layer_keeps_the_dtype_under_autocast(dtype: torch.dtype) -> None:
-    layer = NeighborhoodAttentionLayer(WIDTH, HEADS)
+def test_layer_keeps_the_dtype_under_autocast(dtype: torch.dtype, weights: torch.dtype) -> None:
+    layer = NeighborhoodAttentionLayer(WIDTH, HEADS, dtype=weights)
     x = torch.randn(2, 20, WIDTH, dtype=dtype, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(x)

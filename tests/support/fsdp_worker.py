@@ -63,12 +63,31 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
     try:
+        check_starts(torch.device(device_type), world)
         for dtype in [torch.bfloat16] if device_type == "cuda" else [torch.float32, torch.bfloat16]:
             compare(torch.device(device_type), dtype, rank, world)
     finally:
         dist.destroy_process_group()
     if rank == 0:
         sys.stdout.write(f"equal on {world} processes\n")
+
+
+def check_starts(device: torch.device, world: int) -> None:
+    """A layer of the meta device that is sharded, and then initialised, has the values of a whole one."""
+    mesh = init_device_mesh(device.type, (world,))
+    for how in ({"compress_proj": True}, {"compress": "linear"}):
+        whole = NSAttention(32, 4, 2, config=NSAConfig.paper(), device=device, **how)
+        with torch.device("meta"):
+            layer = NSAttention(32, 4, 2, config=NSAConfig.paper(), **how)
+        fully_shard(layer, mesh=mesh)
+        layer.to_empty(device=device)
+        for module in layer.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        expected = dict(whole.named_parameters())
+        for name, parameter in layer.named_parameters():
+            if "compress" in name:  # others are random
+                assert torch.equal(parameter.full_tensor(), expected[name]), name
 
 
 def compare(device: torch.device, dtype: torch.dtype, rank: int, world: int) -> None:
