@@ -116,16 +116,12 @@ def _refusal_of_cache(config: Any, cache: Any, selectors: int) -> str | None:
             f"decodes up to {MAX_GRID} sequences and {most} groups of heads that select together, got "
             f"B={cache.table.batch} and {selectors}"
         )
-    rows = {f"pages {name!r}": pages for name, pages in cache.pages.items()}
-    if cache.tile_sums is not None:
-        rows["tile_sums"] = cache.tile_sums
-    for name, tensor in rows.items():
-        if not vectorized(tensor):
-            return f"needs rows of {name} at multiples of 16 bytes, got strides {tensor.stride()}"
-    for name in ("block_table", "seqlens"):
-        tensor = getattr(cache.table, name)
-        if tensor.stride(-1) != 1:
-            return f"needs numbers of a row of {name} side by side, got strides {tensor.stride()}"
+    for name, pages in (*cache.pages.items(), ("tile_sums", cache.tile_sums)):
+        if pages is not None and not vectorized(pages):
+            return f"needs rows of pages {name!r} at multiples of 16 bytes, got strides {pages.stride()}"
+    for name, numbers in (("block_table", cache.table.block_table), ("seqlens", cache.table.seqlens)):
+        if numbers.stride(-1) != 1:
+            return f"needs numbers of a row of {name} side by side, got strides {numbers.stride()}"
     return None
 
 
@@ -259,10 +255,7 @@ def _refusal(inputs: Any, config: Any, rules: fa4.Rules, backward: bool) -> str 
         if size > MAX_SIZE:
             return f"takes {name} up to 2^30, got {size}"
     sequences = 1 if runs_as_pack(inputs, config, training=backward) else inputs.q.shape[0]
-    reason = _refusal_of_grid(sequences, inputs.q.shape[-2])
-    if reason is not None:
-        return reason
-    reason = _refusal_of_scale(config.scale(inputs.q.shape[-1]))
+    reason = _refusal_of_grid(sequences, inputs.q.shape[-2]) or _refusal_of_scale(config.scale(inputs.q.shape[-1]))
     if reason is not None:
         return reason
     if config.token_mode:
