@@ -112,7 +112,8 @@ class CachedSequences:
             raise ValueError("attention_mask padded the cached texts to the right, so nothing can follow: pad left")
         if not compiling:
             if not self.begun and not self.is_empty and self.table.batch != batch:  # reset, or its first step raised
-                self._table, self.caches = None, {}
+                self._table = self._skipped = self._device_columns = None
+                self.caches = {}
             self._make_room(self.columns + tokens, batch, device)
         if self.table.batch != batch:
             raise ValueError(f"input_ids must have the {self.table.batch} rows of the cache, got {batch}")
