@@ -634,7 +634,7 @@ def demo(page: Path) -> Lines:
     yield from conclusion(page, "e2e-cpu")
 
 
-def training(name: str, *, speed: bool = True) -> Callable[[Path], Lines]:
+def training(name: str) -> Callable[[Path], Lines]:
     def render(page: Path) -> Lines:
         content = load(name)
         best: dict[str, Row] = {}
@@ -650,11 +650,9 @@ def training(name: str, *, speed: bool = True) -> Callable[[Path], Lines]:
                     f"{row['final_val_loss']:.4f}",
                     "" if row["variant"] == "dense" else f"{100 * (relative - 1):+.1f} %".replace("-", MINUS),
                     f"{lowest['val_loss']:.4f} (step {lowest['step']})",
-                    *([f"{row['tokens_per_s']:,.0f}"] if speed else []),
                 ]
             )
-        head = ["variant", "final validation loss", "against dense", "lowest", *(["bytes/s"] if speed else [])]
-        yield from table(head, cells)
+        yield from table(["variant", "final validation loss", "against dense", "lowest"], cells)
         yield from conclusion(page, name)
 
     return render
@@ -917,9 +915,8 @@ TABLES: dict[str, Callable[[Path], Lines]] = {
     "residual-bars": residual_bars,
     "losses": losses,
     "demo": demo,
-    "train-long": training("train-h200-long"),
-    "train-short": training("train-h200"),
-    "train-paper": training("train-paper-h200", speed=False),
+    "train": training("train-h100"),
+    "train-paper": training("train-paper-h100"),
     "needle": needle,
     "train-residual": residual_training,
     "convert-llama": conversion,
