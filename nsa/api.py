@@ -160,8 +160,10 @@ def _for_operator(
     if not isinstance(compress, str):
         with autocast_off(q.device.type):
             k_cmp, v_cmp = compressed_entries(inputs, config)
-        changed |= {"k_cmp": k_cmp, "v_cmp": v_cmp, "w_k_compress": None, "w_v_compress": None}
-        changed |= {**{name: getattr(config, name) for name in OPTION_NAMES}, "compress": "mean", "config": None}
+        # By `update`: Dynamo of torch 2.6 does not know `|` of dictionaries
+        changed.update({"k_cmp": k_cmp, "v_cmp": v_cmp, "w_k_compress": None, "w_v_compress": None})
+        changed.update({name: getattr(config, name) for name in OPTION_NAMES})
+        changed.update({"compress": "mean", "config": None})
     return inputs.q, inputs.k, inputs.v, {**keywords, **changed}
 
 

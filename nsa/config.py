@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from nsa.common.checks import check_bool, check_integer, is_finite
+from nsa.common.replace import replace
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dispatch.registry import short_name
 from nsa.common.checks import check_dense, check_dtype
+from nsa.common.replace import replace
 from nsa.config import NSAConfig
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,6 +19,7 @@ from nsa.common.layers import (
     refuse_unsupported,
 )
 from nsa.common.parameters import identity_like, set_values
+from nsa.common.replace import replace
 from nsa.compression import LinearCompression
 from nsa.config import NSAConfig, check_options
 from nsa.decoding.api import nsa_with_cache

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, repeat
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from nsa.common.derivatives import needs_grad, round_straight_through
+from nsa.common.replace import replace
 from nsa.compression import pool_documents, whole_blocks
 from nsa.config import BlockPooling, NSAConfig
 from nsa.inputs import ENTRY_NAMES, KEY_NAMES, QUERY_NAMES, NSAAux, NSAInputs

@@ -5,12 +5,12 @@ Any pooling, any number of branches, any device; nothing is read on the host.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nsa.common.replace import replace
 from nsa.config import NSAConfig
 from nsa.decoding.table import Step
 from nsa.inputs import NSAInputs

@@ -6,7 +6,7 @@ import hashlib
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +22,7 @@ from nsa.api import NSAKeywords, cast_arguments
 from nsa.common.autocast import autocast_off, cast_inputs
 from nsa.common.checks import check_bool, check_choice, check_dtype, check_integer, check_tensor
 from nsa.common.derivatives import needs_grad, refuse_transforms
+from nsa.common.replace import replace
 from nsa.config import LARGEST_OPTION, OPTION_NAMES, NSAConfig, check_options
 from nsa.distributed.attention import NAMES, WEIGHT_NAMES, Plan, ShardedNSA, attend, check_calls, heads_per_pass
 from nsa.distributed.comm import Comm

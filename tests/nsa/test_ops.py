@@ -213,6 +213,16 @@ def test_schema_names_every_tensor_and_option() -> None:
         assert names - {"do", "saved"} == {*TENSOR_NAMES, *OPTION_NAMES, *ops.CALL_DEFAULTS}
 
 
+def test_a_graph_may_make_its_config() -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nsa_forward(q, k, v, q_start=0, config=NSAConfig.paper(window_size=5))
+
+    torch._dynamo.reset()
+    qkv = make_qkv(75)
+    whole = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(whole(*qkv), layer(*qkv))
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [

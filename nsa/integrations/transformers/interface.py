@@ -8,7 +8,6 @@ converted, too. The mask function gives the 2-D mask or, where there is none, a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from nsa.api import nsa
+from nsa.common.replace import replace
 from nsa.config import NSAConfig
 from nsa.integrations.transformers.options import check_gate_init, options_of
 from nsa.integrations.transformers.unpadding import PACK_ADVICE, Unpadding, by_mask, by_positions, check_mask
