@@ -59,6 +59,7 @@ from cute_kernels.mma.wgmma import (
     transpose_view,
     warpgroup_mma,
 )
+from cute_kernels.runtime.dsl import SmemAllocator
 
 CTA_ROWS = CONSUMERS * TILE
 """Query rows of a CTA of BackwardDQ."""
@@ -193,7 +194,7 @@ class BackwardDQ(_Backward):
         )
 
     def allocate(self, row_layout: cute.ComposedLayout, key_layout: cute.ComposedLayout) -> SharedDQ:
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         sQ, sdO, sK, sV = (
             allocate_tiles(smem, self.dtype, layout) for layout in (row_layout, row_layout, key_layout, key_layout)
         )

@@ -62,6 +62,7 @@ from cute_kernels.mma.wgmma import (
     TILE,
     acc_coordinates,
 )
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
 MIN_CTAS = 264
@@ -338,7 +339,7 @@ class CompressedDKV(BackwardDKV):
         work = WorkTile(tile, work_index % kv_heads, work_index // kv_heads % batches)
         entries = Entries(length, stride, num_entries, first_token)
         first_tile, stop_tile = self.row_tiles(entries, num_rows, tile, split, splits)
-        shared = self.allocate(cutlass.memory.SmemAllocator(), key_layout, row_layout)
+        shared = self.allocate(SmemAllocator(), key_layout, row_layout)
         keys_ready, rows_ready = self.pipelines()
 
         if warp_index < WARPGROUP_WARPS:  # producer

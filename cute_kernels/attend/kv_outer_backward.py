@@ -85,6 +85,7 @@ from cute_kernels.mma.smem import SMEM_CARVEOUT
 from cute_kernels.mma.warp import LANES, LOG2_E, probability
 from cute_kernels.pool.documents import PackedBlocks
 from cute_kernels.runtime.device import has_warpgroups, vectorized
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, FLOATS, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.runtime.streams import STREAMS, SideStreams
 
@@ -387,7 +388,7 @@ class KVOuterBackward:
         return sQK, sdOV, sPdS
 
     def allocate(self) -> Shared:
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         tiles = self.allocate_tiles(smem)
         types = Float32, Float32, Int32, Int32, Int32
         return Shared(*tiles, *[smem.allocate_tensor(dtype, cute.make_layout(TILE), 16) for dtype in types])

@@ -67,6 +67,7 @@ from cute_kernels.mma.wgmma import (
 )
 from cute_kernels.pool.documents import PackedBlocks
 from cute_kernels.runtime.device import has_warpgroups
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 
 WARPS = 8
@@ -185,7 +186,7 @@ class QueryOuterForward:
         tile = tiles - 1 - cta  # late tokens have the longest lists
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         sK = allocate_tiles(smem, self.dtype, k_layout)
         sV = allocate_tiles(smem, self.dtype, v_layout)
         sQ = allocate_tiles(smem, self.dtype, q_layout)

@@ -85,6 +85,7 @@ from cute_kernels.mma.wgmma import (
     tma_store,
 )
 from cute_kernels.pool.documents import fake_rows
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, FLOATS, Kernel, compile_kernel, compiled_once, fake
 
 CTA_KEYS = CONSUMERS * TILE
@@ -467,7 +468,7 @@ class SelectedDKV(BackwardDKV):
         batch, kv_head, block = block_coordinates(listed_block, kv_heads, mLse)
         work = WorkTile(block * self.block_ctas + block_cta, kv_head, batch)
 
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         shared = self.allocate(smem, key_layout, row_layout)
         sRow = smem.allocate_tensor(Int32, cute.make_layout(STAGES), 16)
 

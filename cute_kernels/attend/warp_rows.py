@@ -75,6 +75,7 @@ from cute_kernels.mma.wgmma import (
     transpose_view,
     warpgroup_mma,
 )
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import VECTOR
 
 COLUMNS = 32
@@ -159,7 +160,7 @@ class WarpRows:
         lane = cute.arch.lane_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         mma_idx = warp_idx // self.mma_warps
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         sK = allocate_tiles(smem, self.dtype, k_layout)
         sV = allocate_tiles(smem, self.dtype, v_layout)
         sQ_all = allocate_tiles(smem, self.dtype, q_layout)

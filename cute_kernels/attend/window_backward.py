@@ -75,6 +75,7 @@ from cute_kernels.mma.wgmma import (
     store_acc_for_tma,
     tma_store,
 )
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
 
@@ -375,7 +376,7 @@ class WindowDKV(BackwardDKV):
         if const_expr(first_token is not None):  # tiles of rows are counted from row 0
             skipped = first_token // TILE  # type: ignore[operator]
             first_tile, stop_tile = cutlass.max(first_tile - skipped, 0), stop_tile - skipped
-        shared = self.allocate(cutlass.memory.SmemAllocator(), key_layout, row_layout)
+        shared = self.allocate(SmemAllocator(), key_layout, row_layout)
         keys_ready, rows_ready = self.pipelines()
 
         if warp_index < WARPGROUP_WARPS:  # producer

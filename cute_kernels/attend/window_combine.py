@@ -96,6 +96,7 @@ from cute_kernels.mma.wgmma import (
     warpgroup_mma,
 )
 from cute_kernels.pool.documents import PackedBlocks, fake_tables
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
 STAGES = 5
@@ -344,7 +345,7 @@ class WindowCombine:
 
     @cute.jit
     def allocate(self, q_layout: cute.ComposedLayout, ring_layout: cute.ComposedLayout) -> Shared:
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         sQ, sRing = (allocate_tiles(smem, self.dtype, layout) for layout in (q_layout, ring_layout))
         # Rows of an odd number of words, for lanes of different rows that read one column
         weights = cute.make_ordered_layout((STEP_ROWS, self.slots | 1), order=(1, 0))

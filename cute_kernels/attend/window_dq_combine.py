@@ -61,6 +61,7 @@ from cute_kernels.mma.wgmma import (
     tma_loads,
     tma_pipeline,
 )
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
 MAX_PARTIALS = 32
@@ -232,7 +233,7 @@ class WindowDQCombine(WindowDQ):
     def allocate_ring(
         self, row_layout: cute.ComposedLayout, ring_layout: cute.ComposedLayout
     ) -> tuple[SharedDQ, SharedRing]:
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         sQ, sdO, sRing = (allocate_tiles(smem, self.dtype, layout) for layout in (row_layout, row_layout, ring_layout))
         sSlots = smem.allocate_tensor(Int32, cute.make_layout(CTA_ROWS + 1), 16)
         consumer_warps = CONSUMERS * WARPGROUP_WARPS

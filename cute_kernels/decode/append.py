@@ -22,6 +22,7 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 
 from cute_kernels.decode.pages import Lengths, Paging, fake_lengths, fake_pages, fake_table
 from cute_kernels.pool.compress import BATCH, SLICES
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
 PART_TOKENS = 64
@@ -76,7 +77,7 @@ class AppendPages:
         kv_head, part = kv_head_and_part % mK.shape[2], kv_head_and_part // mK.shape[2]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         layout = cute.make_ordered_layout((VECTOR, self.lanes, SLICES), order=(0, 1, 2))
         sSum = smem.allocate_tensor(Float32, layout, 16)
         gTable = mTable[batch, None]

@@ -31,6 +31,7 @@ from cute_kernels.decode.tiles import KEYS, Buffers, DecodeTiles, PagedKeys
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.mma.mma_sync import mask_after
 from cute_kernels.mma.warp import LANES, divide
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.topk import Blocks, TopKList
 
@@ -191,7 +192,7 @@ class AttendBlocks(DecodeTiles):
         item, batch, part = cute.arch.block_idx()
         part = mLse.shape[2] - 1 - part  # the window's first: they need no choice
         cute.arch.griddepcontrol_launch_dependents()
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         buffers = self.allocate(smem, layouts)
         sBlock = smem.allocate_tensor(Int32, cute.make_layout(self.topk.num_slots), 16)
         selector, query = item // self.queries, item % self.queries

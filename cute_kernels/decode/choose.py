@@ -42,6 +42,7 @@ from cute_kernels.decode.pages import Lengths, fake_lengths
 from cute_kernels.decode.score import ScoreEntries, fake_scores
 from cute_kernels.decode.splits import NO_END, Partials
 from cute_kernels.mma.warp import LANES, divide
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, FLOATS, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.parts import empty_list
 from cute_kernels.select.topk import INIT_END, LOCAL_BEGIN, LOCAL_END, Blocks, TopKList
@@ -129,7 +130,7 @@ class ChooseBlocks:
         part, item, batch = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()
         lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         sRow = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
         lists = cute.make_layout((WARPS, self.topk.num_slots), stride=(self.topk.num_slots, 1))
         sValues = smem.allocate_tensor(Float32, lists, 16)

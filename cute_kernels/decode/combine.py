@@ -25,6 +25,7 @@ from cute_kernels.decode.score import ScoreEntries
 from cute_kernels.decode.splits import Partials
 from cute_kernels.gate.forward import BRANCHES, lanes_per_row, row_gates, weighted_sum
 from cute_kernels.mma.warp import divide
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.topk import Blocks
 
@@ -111,7 +112,7 @@ class CombineBranches:
         head, query, batch = cute.arch.block_idx()
         branch, row, lane = thread // self.threads, thread % self.threads // self.lanes, thread % self.lanes
         in_v = lane < self.v_vectors
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         sums = cute.make_ordered_layout((self.v_dim, self.rows, BRANCHES), order=(0, 1, 2))
         sO = smem.allocate_tensor(Float32, sums, 16)
         stats = cute.make_layout((self.rows, BRANCHES))

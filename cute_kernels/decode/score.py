@@ -40,6 +40,7 @@ from cute_kernels.decode.tiles import KEYS, DecodeTiles, PagedKeys
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.mma.mma_sync import MMA_K, QUAD, mask_after
 from cute_kernels.mma.warp import divide
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, FLOATS, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.tile import QUERY_TERMS
 from cute_kernels.select.token import overlap_weights
@@ -161,7 +162,7 @@ class ScoreEntries(DecodeTiles):
         cta, _, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()
         ctas, _, _ = cute.arch.grid_dim()
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         buffers = self.allocate(smem, layouts)
         sScore = smem.allocate_tensor(Float32, cute.make_layout((self.rows, KEYS), stride=(KEYS + 1, 1)), 16)
         heads = mKEntries.shape[2] * self.row_groups

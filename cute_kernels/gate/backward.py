@@ -33,6 +33,7 @@ from torch import Tensor
 
 from cute_kernels.gate.forward import BRANCHES, THREADS, lanes_per_row, partial_dot
 from cute_kernels.gate.partials import sum_partials
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
 CHUNK = 256
@@ -199,7 +200,7 @@ class GateGradients:
 
         if const_expr(mQ is not None):
             # Epilogue: the sums of all lane groups
-            smem = cutlass.memory.SmemAllocator()
+            smem = SmemAllocator()
             sSum = smem.allocate_tensor(
                 Float32, cute.make_ordered_layout((self.dim, BRANCHES, self.rows), order=(0, 1, 2)), 16
             )

@@ -22,6 +22,7 @@ from cutlass import Float32, range_constexpr
 from torch import Tensor
 
 from cute_kernels.mma.warp import LANES
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import FLOATS, Kernel, compile_kernel, compiled_once, fake
 
 WARPS = 8
@@ -57,7 +58,7 @@ class AddPartials:
             for p in cutlass.range(warp, mPartials.shape[0], WARPS, unroll=UNROLLED):
                 cute.autovec_copy(cute.local_tile(mPartials[p, None], (FLOATS,), (column,)), rPartial)
                 rSum.store(rSum.load() + rPartial.load())
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         sSums = smem.allocate_tensor(Float32, cute.make_layout((FLOATS, LANES, WARPS)), 16)
         cute.autovec_copy(rSum, sSums[None, lane, warp])
         cute.arch.sync_threads()

@@ -26,6 +26,7 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
 from cute_kernels.pool.documents import ENTRY, LENGTH, START, TILE, TOKEN, Documents, document_at, fake_tables
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
 CTA_VECTORS = 64
@@ -74,7 +75,7 @@ class BlockMean:
         mBounds: cute.Tensor | None,
     ):
         _, second, _ = cute.arch.block_idx()
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         sSum = smem.allocate_tensor(
             Float32, cute.make_ordered_layout((VECTOR, CTA_VECTORS, SLICES), order=(0, 1, 2)), 16
         )

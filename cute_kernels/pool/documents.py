@@ -32,6 +32,7 @@ from torch import Tensor
 
 from cute_kernels.limits import MAX_LIST_WIDTH
 from cute_kernels.mma.warp import LANES, prefix_sum
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
 ENTRY_ALIGNMENT = MAX_LIST_WIDTH
@@ -289,7 +290,7 @@ class DocumentBounds:
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = thread // LANES, thread % LANES
         counted = (TILE, ENTRY, PUBLIC_ENTRY, KEY)
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         sTotal = smem.allocate_tensor(Int32, cute.make_layout((LANES, len(counted)), stride=(1, LANES)), 16)
         rCount = cute.make_rmem_tensor(len(counted), Int32)
         rSum = cute.make_rmem_tensor(len(counted), Int32)

@@ -80,6 +80,7 @@ from cute_kernels.mma.wgmma import (
 )
 from cute_kernels.pool.documents import LENGTH, QUERY, START, TOKEN, Packed, bounds_of, document_at, fake_tables
 from cute_kernels.runtime.device import has_warpgroups, multiprocessors, vectorizable
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.parts import empty_list, fake_parts, merge_parts, store_list
 from cute_kernels.select.topk import Blocks, TopKList
@@ -254,7 +255,7 @@ class BlockMaxTopK:
 
     @cute.jit
     def allocate(self, q_layout: cute.ComposedLayout, k_layout: cute.ComposedLayout) -> Shared:
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         sK = allocate_tiles(smem, self.dtype, k_layout)
         if const_expr(self.warpgroups):
             sQ = cute.make_tensor(sK.iterator, q_layout.outer)

@@ -19,6 +19,7 @@ from torch import Tensor
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.lists.worklist import fake_slots
 from cute_kernels.mma.warp import LANES
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.topk import Blocks, TopKList
 
@@ -75,7 +76,7 @@ class MergeParts:
         _, heads, tokens, _ = mIndices.shape
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         row = cta * WARPS + warp_index
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         slots = const_expr(self.topk.num_slots)
         lists = cute.make_layout((WARPS, slots), stride=(slots, 1))
         sIndices = smem.allocate_tensor(Int32, lists, 16)[warp_index, None]

@@ -43,6 +43,7 @@ from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.mma.warp import LANES, lowest_bit
 from cute_kernels.pool.documents import ENTRY, LENGTH, START, TILE, Documents, document_at, fake_tables
 from cute_kernels.runtime.device import multiprocessors
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.parts import compile_merge, empty_list, merge_parts, store_list
 from cute_kernels.select.topk import NUM_VISIBLE, Blocks, TopKList
@@ -175,7 +176,7 @@ class TileTopK:
             mIndices = cute.domain_offset((0, 0, tiles_before, 0), mIndices)
 
         # Shared memory
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         sQ = smem.allocate_tensor(self.dtype, layout_q, 128)  # [TILE_M, D, terms]
         sK = smem.allocate_tensor(self.dtype, layout_k, 128)  # [tile_n, D, stages]
         score_stride = self.tile_n + 4  # against bank conflicts

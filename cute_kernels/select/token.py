@@ -64,6 +64,7 @@ from cute_kernels.mma.warp import LANES, LOG2_E
 from cute_kernels.mma.wgmma import WARPGROUP_THREADS, allocate_tiles, issue_mma, swizzled_tiles
 from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
 from cute_kernels.runtime.device import has_warpgroups, multiprocessors, vectorizable
+from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.token_tiling import KEY_TILE, MMA_WARPS, choose_tiling, score_layout
 from cute_kernels.select.topk import NUM_VISIBLE, Blocks, TopKList
@@ -260,7 +261,7 @@ class TokenTopK:
         layout_k: cute.ComposedLayout,
         layout_score: cute.Layout,
     ):
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         rows, slots = const_expr(self.tiling.tokens), const_expr(self.topk.num_slots)
         # sQ: [heads per MMA * tokens of a subtile, D, (subtile, MMA)]
         if const_expr(self.use_wgmma):
