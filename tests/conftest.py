@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability
-from dispatch.device import PACKAGES, version_of
+from dispatch.device import CUDA_EXTRA, PACKAGES, version_of
 from tests.support.hardware import without_sm_90
 from tests.support.poison import has_gpu, poison
 
@@ -39,7 +39,9 @@ UNMEASURED = re.compile(r"test_fuzz\.py|loops")
 loops."""
 HARDWARE = {"cuda": torch.cuda.is_available}
 EXTRAS = {
-    "cuda": {package.distribution: package.module.partition(".")[0] for package in PACKAGES if package.extra == "cuda"},
+    "cuda": {
+        package.distribution: package.module.partition(".")[0] for package in PACKAGES if package.extra == CUDA_EXTRA
+    },
     "hf": {name: name for name in ("transformers", "accelerate", "peft")},
 }
 """Extras that tests may need: distributions, and the modules that they bring."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from bench import extras
-from dispatch import OPS, Call, Impl, explain
+from dispatch import OPS, Call, Impl, device, explain
 from dispatch.device import (
     PACKAGES,
     TRITON_ASCEND,
@@ -31,8 +32,14 @@ ROOT = Path(__file__).resolve().parents[2]
 KNOWN = (*PACKAGES, TRITON_ASCEND)
 CUDA_FIX, NPU_FIX = 'pip install "nsa-kernels[cuda]"', 'pip install "nsa-kernels[npu]"'
 TRITON_FIX = f'pip install "triton=={TRITON_TESTED}"'
-DSL_PIN, FA4_PIN = 'pip install "nvidia-cutlass-dsl[cu13]==4.8.1"', 'pip install "flash-attn-4==4.0.0b36"'
+DSL_NEEDS = ">=4.6.2,!=4.6.3,<=4.8.1"
+DSL_PIN, FA4_PIN = f'pip install "nvidia-cutlass-dsl[cu13]{DSL_NEEDS}"', 'pip install "flash-attn-4==4.0.0b36"'
 TORCH_NPU_PIN, TRITON_ASCEND_PIN = 'pip install "torch-npu==2.7.1"', 'pip install "triton-ascend==3.2.0"'
+
+
+def newest_that_fits(package: Package) -> str:
+    """The last version that its requirement names."""
+    return re.split("[<=>]=", package.needs)[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -71,13 +78,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], error: Ba
         ("torch_npu", {}, f"needs torch-npu, not installed: {NPU_FIX}"),
         (
             "cutlass.cute",
-            {"nvidia-cutlass-dsl": "4.7.0"},
-            f"needs nvidia-cutlass-dsl, 4.7.0 is installed, not ==4.8.1: {DSL_PIN}",
+            {"nvidia-cutlass-dsl": "4.6.1"},
+            f"needs nvidia-cutlass-dsl, 4.6.1 is installed, not {DSL_NEEDS}: {DSL_PIN}",
         ),
         (
             "cutlass.cute",
             {"nvidia-cutlass-dsl": "5.0.0"},
-            f"needs nvidia-cutlass-dsl, 5.0.0 is installed, not ==4.8.1: {DSL_PIN}",
+            f"needs nvidia-cutlass-dsl, 5.0.0 is installed, not {DSL_NEEDS}: {DSL_PIN}",
         ),
         (
             "flash_attn.cute",
@@ -92,7 +99,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], error: Ba
         ("triton", {"triton": "3.1.0"}, f"needs triton, 3.1.0 is installed, not >=3.2: {TRITON_FIX}"),
         ("torch_npu", {"torch-npu": "2.6.0"}, f"needs torch-npu, 2.6.0 is installed, not ==2.7.1: {TORCH_NPU_PIN}"),
         ("torch_npu", {"torch-npu": "2.8.0"}, f"needs torch-npu, 2.8.0 is installed, not ==2.7.1: {TORCH_NPU_PIN}"),
-        ("cutlass.cute", {"nvidia-cutlass-dsl": "4.8.1"}, None),
+        *(("cutlass.cute", {"nvidia-cutlass-dsl": version}, None) for version in ("4.6.2", "4.7.1", "4.8.1")),
         ("triton", {"triton": "99.0"}, None),
         ("torch_npu", {"torch-npu": "2.7.1.post2"}, None),
     ],
@@ -121,7 +128,7 @@ def test_an_npu_needs_its_own_triton(
 
 
 REINSTALLS = {
-    "nvidia-cutlass-dsl": '--force-reinstall "nvidia-cutlass-dsl[cu13]==4.8.1"',
+    "nvidia-cutlass-dsl": f'--force-reinstall "nvidia-cutlass-dsl[cu13]{DSL_NEEDS}"',
     "flash-attn-4": '--force-reinstall --no-deps "flash-attn-4==4.0.0b36"',
     "triton": f'--force-reinstall "triton=={TRITON_TESTED}"',
     "torch-npu": '--force-reinstall "torch-npu==2.7.1"',
@@ -132,7 +139,7 @@ REINSTALLS = {
 @pytest.mark.parametrize("known", KNOWN, ids=lambda package: package.distribution)
 @pytest.mark.parametrize("error", [OSError("no libcuda\nat all"), SystemExit("no libcuda"), TypeError("no libcuda")])
 def test_raising_at_import(known: Package, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, {known.distribution: known.needs[2:]}, error)
+    pretend(monkeypatch, {known.distribution: newest_that_fits(known)}, error)
     fix = f"pip install {REINSTALLS[known.distribution]}"
     assert package_problem(known.module, "npu" if known is TRITON_ASCEND else "cuda") == (
         f"needs {known.distribution}, broken: {type(error).__name__}: no libcuda: {fix}"
@@ -149,7 +156,7 @@ def test_one_that_does_not_fit_runs_no_code(known: Package, monkeypatch: pytest.
 
 def test_each_package_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call comes by here."""
-    pretend(monkeypatch, {"nvidia-cutlass-dsl": "4.7.0"})
+    pretend(monkeypatch, {"nvidia-cutlass-dsl": "4.6.1"})
     first = package_problem("cutlass.cute", "cuda")
     monkeypatch.setattr(metadata, "version", None)
     assert package_problem("cutlass.cute", "cuda") is first
@@ -189,6 +196,8 @@ def test_what_a_new_package_no_longer_has_names_the_version(monkeypatch: pytest.
         ("3.2", ">=3.2", True),
         ("3.1.9", ">=3.2", False),
         ("12.6.0", ">=13", False),
+        *((version, DSL_NEEDS, True) for version in ("4.6.2", "4.6.2+cu13", "4.7.0", "4.8.1", "4.8.1.post1")),
+        *((version, DSL_NEEDS, False) for version in ("4.6.1", "4.6.3", "4.6.3.post1", "4.8.2", "4.10.0", "5.0")),
     ],
 )
 def test_versions(version: str, needs: str, fit: bool) -> None:
@@ -207,6 +216,23 @@ def test_versions_are_those_of_pyproject() -> None:
     assert all(f"{distribution}=={version}" in pinned for distribution, version in extras.TESTED.items())
     # The oldest is what triton-ascend is made from
     assert fits(TRITON_ASCEND.needs[2:], next(each.needs for each in PACKAGES if each.module == "triton"))
+
+
+@pytest.mark.parametrize(("cuda", "extra"), [("12.9", "cuda12"), ("13.0", "cuda"), (None, "cuda")])
+def test_advice_is_for_the_cuda_of_torch(cuda: str | None, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    spec = importlib.util.spec_from_file_location("another_device", str(device.__file__))
+    assert spec is not None
+    assert spec.loader is not None
+    other = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "another_device", other)
+    spec.loader.exec_module(other)
+    pretend(monkeypatch, {})
+    for module in ("cutlass.cute", "flash_attn.cute"):
+        assert str(other.package_problem(module, "cuda")).endswith(f'not installed: pip install "nsa-kernels[{extra}]"')
+    rows = (ROOT / "pyproject.toml").read_text(encoding="utf-8").splitlines()
+    (written,) = (re.findall(r'"([^"]+)"', row) for row in rows if row.startswith(f"{extra} = "))
+    assert [package.requirement for package in other.PACKAGES if package.extra == extra] == written
 
 
 # All of them at once, as Python finds them
@@ -256,7 +282,7 @@ for name in extras.NEEDS:
 
 def with_stubs(folder: Path, state: str) -> subprocess.CompletedProcess[str]:
     version, body = STATES[state]
-    fitting = {package.distribution: package.needs[2:] for package in PACKAGES} | extras.TESTED
+    fitting = {package.distribution: newest_that_fits(package) for package in PACKAGES} | extras.TESTED
     for distribution, (top, *inner) in STUBS.items():
         place = folder / top
         for name in ("", *inner):

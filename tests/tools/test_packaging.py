@@ -62,6 +62,7 @@ def test_base_needs_torch_only(wheel: Path) -> None:
     ]
     assert {line.partition(": ")[2] for line in lines if line.startswith("Provides-Extra")} == {
         "cuda",
+        "cuda12",
         "npu",
         "bench",
         "dev",
