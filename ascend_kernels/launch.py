@@ -16,6 +16,14 @@ import torch
 from torch import Tensor
 
 
+def gpu_options(**options: int) -> dict[str, int]:
+    """Options of upstream Triton's compiler for a GPU, all of which launches pass there.
+
+    Sums of products are fused, since bits depend on it: from Triton 3.10 on that is off by default.
+    """
+    return {"enable_fp_fusion": True, **options}
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch of a `@triton.jit` kernel."""

@@ -34,6 +34,7 @@ from functools import lru_cache
 import torch
 
 from ascend_kernels.device import KIB, MAX_GRID, MIN_UB, VECTOR_CORES, Device
+from ascend_kernels.launch import gpu_options
 from ascend_kernels.support import DTYPES
 
 MAX_TOKENS = 1 << 29
@@ -49,8 +50,7 @@ MIN_BLOCK_D = 64
 """Features of a tile on Ascend, at least: narrower heads use the same builds, of which there are to be few."""
 SMALLEST_NPU = Device("smallest", MIN_UB, 512 * KIB, 64 * KIB, 64 * KIB, 128 * KIB, 1)
 """Tiles on Ascend fit its memories, so every device takes them."""
-GPU_OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
-"""Options of upstream Triton's compiler; fusion is set because its default differs between versions."""
+GPU_OPTIONS = gpu_options(num_warps=4, num_stages=2)
 
 
 @dataclass(frozen=True)

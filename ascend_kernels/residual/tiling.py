@@ -26,6 +26,7 @@ from functools import lru_cache
 import torch
 
 from ascend_kernels.device import DEVICES, MAX_GRID, MIN_UB, VECTOR_CORES, Device
+from ascend_kernels.launch import gpu_options
 from ascend_kernels.support import DTYPES
 
 PLAIN = ("forward", "backward")
@@ -173,7 +174,7 @@ def gpu_plan(
     programs = cores * (per_core if programs_per_core is None else programs_per_core)
     if backward:  # partial sums of t take at most a 32nd of V, unless there is just one per core
         programs = min(programs, max(cores, tokens * blocks * dtype.itemsize // (32 * 4)))
-    compiler = {"num_warps": num_warps or warps, "num_stages": 1, "maxnreg": registers, "enable_fp_fusion": True}
+    compiler = gpu_options(num_warps=num_warps or warps, num_stages=1, maxnreg=registers)
     return Plan(
         block_d, chosen, tiled, blocks <= chosen, stages or depth, max(1, min(tokens, programs)), {}, compiler | options
     )
@@ -190,7 +191,7 @@ def weights_plan(dim: int, device: Device | None) -> tuple[int, Plan]:
     """
     if device is None:
         # 8 features are 32 bytes, the least that a GPU reads: many programs, with few iterations each
-        return 512, Plan(8, 1, False, False, 1, -(-dim // 8), {}, {"num_warps": 4, "num_stages": 1})
+        return 512, Plan(8, 1, False, False, 1, -(-dim // 8), {}, gpu_options(num_warps=4, num_stages=1))
     programs = min(-(-dim // WEIGHTS_BLOCK_D), device.cores * VECTOR_CORES, MAX_GRID)
     live = live_bytes(WEIGHTS, WEIGHTS_BLOCK_D, 1, 4)
     return WEIGHTS_BLOCK_P, Plan(WEIGHTS_BLOCK_D, 1, False, False, 1, programs, live, {})

@@ -6,9 +6,11 @@ import threading
 import time
 from typing import Any
 
+import pytest
 import torch
 
 from ascend_kernels.launch import Launch, launch, only_recording, recording
+from nsa import attention_residual, neighborhood_attention
 from tests.support.helpers import in_threads
 
 
@@ -95,3 +97,15 @@ def test_one_launch_at_a_time() -> None:
 
     in_threads(4, work)
     assert overlapped == [False] * 4
+
+
+@pytest.mark.parametrize("algorithm", ["flash", "band", "dense"])
+def test_gpus_fuse_sums_of_products_whatever_the_default_of_triton(algorithm: str) -> None:
+    q, k, v = (torch.empty(1, 500, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    blocks, w_query = torch.empty(2, 1, 500, 64, requires_grad=True), torch.empty(64, requires_grad=True)
+    with recording(run=False) as launches:
+        neighborhood = neighborhood_attention(q, k, v, kernel_size=9, algorithm=algorithm, backend="triton")
+        residual = attention_residual(blocks, w_query, backend="triton")
+        torch.autograd.grad([neighborhood.sum(), residual.sum()], [q, k, v, blocks, w_query])
+    assert len(launches) >= 6
+    assert all(one.options["enable_fp_fusion"] for one in launches)
