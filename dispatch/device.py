@@ -74,7 +74,7 @@ PACKAGES = (
         check="cute_kernels.fa4.kept:check_import",  # which takes seconds
     ),
     Package("triton", "triton>=3.2", "Triton kernels (on an NPU: triton-ascend)", None),
-    Package("torch_npu", "torch-npu==2.7.1", "PyTorch on Ascend NPUs", "npu"),
+    Package("torch_npu", "torch-npu==2.7.1.*", "PyTorch on Ascend NPUs", "npu"),
 )
 TRITON_ASCEND = Package("triton", "triton-ascend==3.2.0", "Triton kernels on an NPU", "npu")
 
@@ -148,7 +148,7 @@ def fits(version: str, needs: str) -> bool:
 
 def _meets(version: str, comparison: str, required: str) -> bool:
     if comparison == "==":  # of all their text: 4.0.0b36 is not 4.0.0
-        return version == required
+        return version == required.removesuffix(".*")
     compare = {"!=": operator.ne, ">=": operator.ge, "<=": operator.le}[comparison]
     return bool(compare(_release(version), _release(required)))
 
