@@ -374,7 +374,7 @@ class ShardedNSA(torch.autograd.Function):
         with autocast_off(given["q"].device.type):
             out, saved = attend(plan, given, saving=True)
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.counts = plan, [len(kept) for kept in saved]
+        ctx.plan, ctx.call, ctx.counts = plan, plan.comm.call, [len(kept) for kept in saved]
         ctx.save_for_backward(*tensors, *(x for kept in saved for x in kept))
         return out
 
@@ -386,6 +386,7 @@ class ShardedNSA(torch.autograd.Function):
             q = given["q"]
             do = q.new_zeros((*q.shape[:-1], given["v"].shape[-1]))
         saved = [[next(kept) for _ in range(count)] for count in ctx.counts]
+        ctx.plan.comm.agree_on_backward(ctx.call)
         with torch.no_grad(), autocast_off(do.device.type):
             by_name = attend_backward(ctx.plan, given, saved, do)
         needed = ctx.needs_input_grad[1:]

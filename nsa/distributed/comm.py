@@ -1,21 +1,23 @@
 """The collectives of context parallelism: agreement on a call, gathers, and sums of shares in a fixed order.
 
 Ranks are those of the group, 0 ... R - 1. Tensors have their rows (tokens or entries) in the first dim; ranges of rows
-that a rank holds or wants are those of nsa/distributed/layout.py. What a collective does follows from what all ranks
-have agreed on, so none waits for a rank that has refused.
+that a rank holds or wants are those of nsa/distributed/layout.py. Before anything is sent, forward or backward, ranks
+agree on the call that it belongs to, so none waits for a rank that has refused or does something else.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from nsa.common.derivatives import forbid_double_backward
@@ -28,37 +30,97 @@ REPORT_SECONDS = 1.0
 """How long a rank whose collective failed waits for the reports of others, to tell who sent none."""
 
 
+class Checks:
+    """Where the ranks of a process group compare calls, and the number of comparisons so far.
+
+    They have connections of their own, so that a comparison never meets another collective of a rank that does
+    something else: gloo ends the process where sizes differ. All ContextParallels of a group share one, which counts
+    their calls together; it ends with the group.
+
+    Args:
+        group: whose ranks compare calls.
+        timeout: of a comparison.
+    """
+
+    of_groups: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Checks]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        self.timeout, self.count = timeout, 0
+        self.store = c10d.PrefixStore(f"nsa/checks/{group.group_name}", c10d._get_default_store())
+        self.gloo: Any = dist.ProcessGroupGloo(self.store, group.rank(), group.size(), timeout=timeout)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, timeout: timedelta | None) -> Checks:
+        """The group's Checks; the first call, on all its ranks, makes them.
+
+        Args:
+            timeout: None means the group's.
+
+        Raises:
+            RuntimeError: where another rank does not make them in time.
+            ValueError: for another timeout than the first call's.
+        """
+        timeout = _group_timeout(group) if timeout is None else timeout
+        found = cls.of_groups.get(group)
+        if found is None:
+            try:
+                found = cls.of_groups[group] = cls(group, timeout)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"context parallelism: all ranks of the group make a ContextParallel, and within {timeout} one did "
+                    f"not: {error}"
+                ) from error
+        if found.timeout != timeout:
+            raise ValueError(f"timeout must be {found.timeout}, as of the group's first ContextParallel, got {timeout}")
+        return found
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of each rank, from as many of every rank."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        every = [torch.empty_like(mine) for _ in range(self.gloo.size())]
+        self.gloo.allgather([every], [mine]).wait()
+        return [x.tolist() for x in every]
+
+    def gather_facts(self, facts: Mapping[str, str]) -> list[dict[str, str]]:
+        """The facts of each rank."""
+        text = json.dumps(dict(facts)).encode()
+        longest = max(length for (length,) in self.gather([len(text)]))
+        return [json.loads(bytes(found)) for found in self.gather(list(text.ljust(longest)))]
+
+
 class Comm:
     """A process group and what is sent over it.
 
-    Groups are referred to weakly, so that `destroy_process_group` ends their threads whoever still has this object, as
+    The group is referred to weakly, so that `destroy_process_group` ends its threads whoever still has this object, as
     a model in a reference cycle does. gloo's would go on until the interpreter ends, and may then abort the process.
 
     Args:
         group: carries tensors.
-        timeout: of the group for checks, which is made where `group` cannot carry host memory. Default: None, which
-            means PyTorch's.
+        timeout: of comparisons of calls. Default: None, which means the group's.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
-        self._group = self._host_group = weakref.ref(group)
+        Checks.of(group, timeout)
+        self._group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        backend = dist.get_backend_config(group)
-        if "gloo" not in backend:
-            ranks = dist.get_process_group_ranks(group)
-            checks = dist.new_group(
-                ranks, timeout=timeout, backend="gloo", use_local_synchronization=True, group_desc="nsa checks"
-            )
-            self._host_group = weakref.ref(checks)
-        self._nccl = "nccl" in backend
-        self._calls = 0
+        self._nccl = "nccl" in dist.get_backend_config(group)
+        self.call = ""
+        """The last call that ranks have compared. Backwards of what it sends are named by it."""
         self.checked: set[Any] = set()
         """Calls that were found to be taken by a backend (nsa/distributed/attention.py)."""
 
     @property
     def group(self) -> dist.ProcessGroup:
         """Raises RuntimeError where it has been destroyed."""
-        return _existing(self._group)
+        found = self._group()
+        if found is None:
+            raise RuntimeError("the process group of this ContextParallel has been destroyed: make another one")
+        return found
+
+    @property
+    def checks(self) -> Checks:
+        """Raises RuntimeError where the group has been destroyed."""
+        return Checks.of_groups[self.group]
 
     # Agreement
 
@@ -73,31 +135,47 @@ class Comm:
         Returns:
             The rows of each rank.
         """
-        group = _existing(self._host_group)
+        self.call = f"{op}, call {self.checks.count + 1}"
         refusal: Exception | None = None
-        self._calls += 1
-        known: dict[str, str] = {"call": f"{op}, call {self._calls}"}
+        known: dict[str, str] = {}
         rows = 0
         try:
             own, rows = facts()
             known |= {name: str(value) for name, value in own.items()}
         except Exception as error:  # whatever it is, the others are told instead of waiting
             refusal = error
-            known["refusal"] = f"{type(error).__name__}: {error}"
-        digest = hashlib.blake2b(repr(sorted(known.items())).encode(), digest_size=8).digest()
-        mine = torch.tensor([int.from_bytes(digest, "little", signed=True), rows], device="cpu")
-        every = torch.empty(2 * self.size, dtype=torch.int64, device="cpu")
-        with self.named(f"{op}: agreement on call {self._calls}"):
-            all_gather(every, mine, group=group)
-        digests, lengths = every.view(-1, 2).unbind(1)
-        if bool((digests == digests[0]).all()):
-            if refusal is not None:
-                raise refusal
-            return [int(length) for length in lengths]
-        with self.named(f"{op}: agreement on call {self._calls}"):
-            told: list[Any] = [None] * self.size
-            dist.all_gather_object(told, known, group=group)
-        raise refusal or _disagreement(op, told)
+            known["refusal"] = f"{type(error).__name__}: {op} on rank {self.rank}: {error}"
+        lengths, differing = self._compare(self.call, known, rows)
+        if refusal is not None:
+            raise refusal
+        if differing:
+            raise _disagreement(op, differing)
+        return lengths
+
+    def agree_on_backward(self, call: str) -> None:
+        """Raise RuntimeError on every rank unless all are about to run the backward of the same call.
+
+        Saved tensors are read before it: with activation checkpointing that runs a forward, which agrees, too.
+        """
+        _, differing = self._compare(f"backward of {call}", {}, 0)
+        if differing:
+            raise _disagreement(call, differing)
+
+    def _compare(self, call: str, known: Mapping[str, str], rows: int) -> tuple[list[int], list[dict[str, str]]]:
+        """The rows of each rank, and the facts of each if they differ.
+
+        Args:
+            call: what this rank is about to run, itself a fact.
+            known: its facts by name.
+        """
+        checks = self.checks
+        checks.count += 1
+        own = {"call": call, **known}
+        digest = hashlib.blake2b(repr(sorted(own.items())).encode(), digest_size=8).digest()
+        with self.named(f"agreement on {call}"):
+            every = checks.gather([int.from_bytes(digest, "little", signed=True), rows])
+            equal = len({found for found, _ in every}) == 1
+            return [length for _, length in every], [] if equal else checks.gather_facts(own)
 
     # Gathers
 
@@ -213,8 +291,8 @@ class Comm:
     def _silent_ranks(self) -> str:
         """Which ranks have reported no failure, by the store that all ranks of the job share."""
         try:
-            store = dist.distributed_c10d._get_default_store()
-            keys = [f"nsa/failed/{self.group.group_name}/{self._calls}/{rank}" for rank in range(self.size)]
+            store = self.checks.store
+            keys = [f"failed/{self.checks.count}/{rank}" for rank in range(self.size)]
             store.set(keys[self.rank], "failed")
             try:
                 store.wait(keys, timedelta(seconds=REPORT_SECONDS))
@@ -242,27 +320,31 @@ def received_rows(held: Sequence[list[Range]], most: int) -> list[Range]:
     return merged([place for _, place in sorted(places)])
 
 
-def _existing(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    found = group()
-    if found is None:
-        raise RuntimeError("the process group of this ContextParallel has been destroyed: make another one")
-    return found
+def _group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """The timeout of a group's collectives; PyTorch's default where the backend does not tell its own."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", c10d.default_pg_timeout)
+    return timeout
 
 
-def _disagreement(op: str, told: Sequence[Mapping[str, str]]) -> Exception:
+def _disagreement(op: str, differing: Sequence[Mapping[str, str]]) -> Exception:
     """The error of every rank, from the facts of all."""
-    for rank, facts in enumerate(told):
+    for facts in differing:
         if "refusal" in facts:
             kind, _, message = facts["refusal"].partition(": ")
-            return (TypeError if kind == "TypeError" else ValueError)(f"{op} on rank {rank}: {message}")
-    names = dict.fromkeys(name for facts in told for name in facts)
+            return (TypeError if kind == "TypeError" else ValueError)(message)
+    names = dict.fromkeys(name for facts in differing for name in facts)
     for name in names:
-        values = [facts.get(name, "nothing") for facts in told]
+        values = [facts.get(name, "nothing") for facts in differing]
         usual = max(values, key=values.count)
         for rank, value in enumerate(values):
             if value != usual:
                 other = values.index(usual)
                 got = f"{value} on rank {rank} and {usual} on rank {other}"
+                if name == "call":
+                    return RuntimeError(
+                        f"context parallelism: ranks must run the same calls and backwards in the same order, got {got}"
+                    )
                 return ValueError(f"{op}: {name} must be the same on all ranks, got {got}")
     raise AssertionError("ranks disagree about nothing")
 
@@ -272,11 +354,12 @@ class _Fetch(torch.autograd.Function):
     def forward(
         ctx: Any, comm: Comm, rows: Tensor, held: Sequence[list[Range]], wanted: Sequence[list[Range]]
     ) -> Tensor:
-        ctx.comm, ctx.held, ctx.wanted = comm, held, wanted
+        ctx.comm, ctx.call, ctx.held, ctx.wanted = comm, comm.call, held, wanted
         return comm._fetch(rows, held, wanted)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ctx.comm.agree_on_backward(ctx.call)
         wide = torch.promote_types(grad.dtype, torch.float32)
         with torch.no_grad():
             total = ctx.comm.add_shares(grad.to(wide), ctx.held, ctx.wanted).to(grad.dtype)

@@ -50,8 +50,9 @@ class ContextParallel:
     """A sequence divided among ranks: which tokens each has, and attention of its queries to the keys of all.
 
     Queries stay where they are and keys are gathered, for some key/value heads at a time (docs/distributed.md has the
-    volumes). All ranks of the group make the object, with equal arguments, and call its methods in the same order with
-    tensors of the same dtypes and sizes, also a rank that has no tokens; what differs is refused on all ranks by name.
+    volumes). All ranks of the group make the object, with equal arguments, and call its methods with tensors of the
+    same dtypes and sizes, also a rank that has no tokens. Calls and backwards have the same order on all ranks.
+    Differences raise by name on all of them.
 
     Every rank's loss is its share: gradients of what all ranks have whole, such as weights, are shares that add up over
     ranks to those of one process.
@@ -69,11 +70,13 @@ class ContextParallel:
             `q_tile_size` of every config; 1 divides most evenly, in token mode. Default: 256.
         kv_heads_per_pass: key/value heads that are gathered at a time. Default: None, which means as many as keep
             gathered keys and shares of gradients below 1 GiB, at least one.
-        timeout: of the host's checks, where the group carries device memory only. Default: None, which means PyTorch's.
+        timeout: how long a rank waits for the others where they compare calls, equal in all objects of a group.
+            Default: None, which means the group's timeout.
 
     Raises:
         TypeError: naming an argument of the wrong type.
         ValueError: naming an argument out of range, or a mesh of several dimensions.
+        RuntimeError: where another rank does not make the object within the timeout.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -325,7 +328,8 @@ class ContextParallel:
         Raises:
             TypeError, ValueError: as `nsa`, or where ranks disagree; on all ranks, naming rank and argument.
             dispatch.BackendError: when no backend can run the call, on all ranks.
-            RuntimeError: where a rank has ended or is late, within the group's timeout.
+            RuntimeError: on all ranks, in forward or backward: where they run other calls or another order of
+                backwards, naming ranks and calls; within the timeout where a rank has ended or is late.
         """
         refuse_transforms("ContextParallel.nsa")
         read: list[_NSACall] = []

@@ -150,6 +150,28 @@ def test_a_rank_that_differs_is_named_on_all(nccl: Ranks, change: str) -> None:
     nccl.run(2, cases.by_reference, cases.works)
 
 
+@pytest.mark.parametrize(("op", "how"), cases.DIFFERENT_BACKWARDS)
+def test_backwards_in_another_order_are_refused_on_all(nccl: Ranks, op: str, how: str) -> None:
+    for kind, message in nccl.outcomes(2, cases.by_reference, cases.backwards_differ, op, how, 1):
+        assert kind == "raised"
+        assert message.startswith("RuntimeError: context parallelism: ranks must run the same calls"), message
+    nccl.run(2, cases.by_reference, cases.works)
+
+
+def test_backwards_in_the_order_of_all(nccl: Ranks) -> None:
+    nccl.run(2, cases.by_reference, cases.backwards_agree)
+
+
+def test_a_rank_that_goes_on_elsewhere_ends_all() -> None:
+    """Its partner says so; NCCL's watchdog may end a process whose collective is alone."""
+    with start("nccl") as ranks:
+        *others, last = ranks.outcomes(max(ranks.sizes), cases.by_reference, cases.goes_on_elsewhere, 10.0)
+    for kind, message in others:
+        assert kind == "raised"
+        assert "agreement on backward of ContextParallel.nsa, call 1 failed on rank" in message, message
+    assert last[0] in ("ended", "raised"), last
+
+
 def test_a_rank_that_ends_ends_all() -> None:
     """Its partner waits for its keys on the GPU: the watchdog of NCCL ends the process, unless a check raises first."""
     began = time.monotonic()

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -407,8 +408,51 @@ def test_a_rank_that_is_late_ends_all() -> None:
     with Ranks(2, seconds=2) as two:
         outcomes = two.outcomes(2, cases.stays_away, 3.0)
     assert outcomes[0][0] == "raised"
-    assert "agreement on call 1 failed on rank 0 of 2" in outcomes[0][1]
+    assert "agreement on ContextParallel.nsa, call 1 failed on rank 0 of 2" in outcomes[0][1]
     assert "no failure reported by rank 1" in outcomes[0][1]
+
+
+@pytest.mark.parametrize(("op", "how"), cases.DIFFERENT_BACKWARDS)
+def test_backwards_in_another_order_are_refused_on_all(ranks: Ranks, op: str, how: str) -> None:
+    for kind, message in ranks.outcomes(3, cases.backwards_differ, op, how, 1):
+        assert kind == "raised"
+        assert message.startswith(
+            "RuntimeError: context parallelism: ranks must run the same calls and backwards in the same order, got "
+        ), message
+        assert "backward of ContextParallel." in message
+        assert " on rank 1 and " in message
+    ranks.run(3, cases.works)
+
+
+def test_backwards_in_the_order_of_all(ranks: Ranks) -> None:
+    ranks.run(2, cases.backwards_agree)
+
+
+def test_a_rank_that_goes_on_elsewhere_ends_all(ranks: Ranks) -> None:
+    """Its collective meets no message of theirs: each ends with the group's timeout."""
+    for rank, (kind, message) in enumerate(ranks.outcomes(max(SIZES), cases.goes_on_elsewhere, 1.0)):
+        assert kind == "raised"
+        if rank < max(SIZES) - 1:
+            assert "agreement on backward of ContextParallel.nsa, call 1 failed on rank" in message, message
+            assert "no failure reported by rank 3" in message, message
+
+
+def test_all_ranks_make_it(ranks: Ranks) -> None:
+    *others, _ = ranks.outcomes(max(SIZES), cases.makes_none, 1.0)
+    for kind, message in others:
+        assert kind == "raised"
+        assert "all ranks of the group make a ContextParallel, and within 0:00:01 one did not" in message, message
+
+
+def test_objects_of_a_group_wait_as_long(alone: cases.MakeCP) -> None:
+    alone(timeout=timedelta(seconds=7))
+    with pytest.raises(ValueError, match=r"timeout must be 0:00:07, as of the group's first ContextParallel, got "):
+        alone()
+
+
+def test_the_timeout_is_that_of_the_group(alone: cases.MakeCP) -> None:
+    group = dist.new_group([0], timeout=timedelta(seconds=11))
+    assert ContextParallel(group)._comm.checks.gloo.options._timeout == timedelta(seconds=11)
 
 
 def test_a_group_that_ends_before_backward(ranks: Ranks) -> None:

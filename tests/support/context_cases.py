@@ -6,11 +6,13 @@ Cases whose ranks have a GPU each (NCCL) compute there: those in fp64 by the ref
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -47,7 +49,7 @@ DIFFERENCES: dict[str, tuple[str, list[str]]] = {
     "gates": ("ValueError", ["gates must be", "on rank 1", "None on rank 0"]),
     "window_size": ("ValueError", ["window_size must be", "13 on rank 1 and 12 on rank 0"]),
     "layout": ("ValueError", ["layout must be", "contiguous on rank 1 and zigzag on rank 0"]),
-    "another op": ("ValueError", ["ContextParallel.sum, call", "on rank 1"]),
+    "another op": ("RuntimeError", ["ContextParallel.sum, call", "on rank 1"]),
     "dtype of k": ("TypeError", ["k must be float64 (q is float64), got float32"]),
     "rows of v": ("ValueError", ["v must have k's"]),
     "causal": ("ValueError", ["causal must be True"]),
@@ -549,6 +551,104 @@ def ends_in_backward(make: MakeCP, last: int) -> None:
         cp._comm.add_shares = lambda *_: os._exit(1)  # type: ignore[assignment]
     q, k, v = (cp.shard(x).requires_grad_() for x in make_qkv(100))
     cp.nsa(q, k, v, config=SMALL["paper"]).sum().backward()
+
+
+def backwards_differ(make: MakeCP, op: str, how: str, wrong: int) -> None:
+    """Two calls of equal shapes, whose backwards one rank does not run as the others do.
+
+    Args:
+        how: "swapped": it runs them in the other order; "skipped": it goes on to another call after the first one's;
+            "checkpointed": its calls alone are recomputed.
+    """
+    cp = make(tile=16)
+    here = cp.rank == wrong
+    outputs = []
+    for seed in (0, 1):
+        own = own_qkv(cp, seed)
+        run = partial(CALLS[op], cp)
+        outputs.append(checkpoint(run, *own, use_reentrant=False) if here and how == "checkpointed" else run(*own))
+    if here and how == "swapped":
+        outputs.reverse()
+    outputs[0].sum().backward()
+    if here and how == "skipped":
+        cp.sum(outputs[0].detach())
+    outputs[1].sum().backward()
+
+
+def backwards_agree(make: MakeCP) -> None:
+    """fp64: whatever backwards all ranks run in one order have the gradients of one process."""
+    cp = make(tile=16)
+    whole = [make_qkv(100, device=str(device_of(cp.group)), seed=seed, requires_grad=True) for seed in (0, 1)]
+    own = [own_qkv(cp, seed) for seed in (0, 1)]
+    for op, run in CALLS.items():
+        for recompute in (None, False, True):
+            found = []
+            for tensors in own:
+                call = partial(run, cp)
+                found.append(
+                    call(*tensors) if recompute is None else checkpoint(call, *tensors, use_reentrant=recompute)
+                )
+            expected = [run(None, *tensors) for tensors in whole]
+            do = torch.linspace(-1, 1, expected[0].numel(), dtype=torch.float64, device=expected[0].device)
+            do = do.view_as(expected[0])
+            own_do = do / cp.size if op == "unshard" else cp.shard(do)
+            for i in (1, 0):
+                found[i].backward(own_do, retain_graph=recompute is None)
+                expected[i].backward(do, retain_graph=True)
+            if recompute is None:
+                for i in (0, 1, 0):
+                    found[i].backward(own_do, inputs=[own[i][1]], retain_graph=True)
+                    expected[i].backward(do, inputs=[whole[i][1]], retain_graph=True)
+            for mine, theirs in zip(own, whole, strict=True):
+                got = {name: cp.unshard(x.grad) for name, x in zip("qkv", mine, strict=True) if x.grad is not None}
+                want = {name: x.grad for name, x in zip("qkv", theirs, strict=True) if x.grad is not None}
+                assert got.keys() == want.keys()
+                assert_same(got, want, f"{op}, {recompute}")
+                for x in (*mine, *theirs):
+                    x.grad = None
+
+
+def own_qkv(cp: ContextParallel, seed: int) -> list[Tensor]:
+    return [cp.shard(x).requires_grad_() for x in make_qkv(100, device=str(device_of(cp.group)), seed=seed)]
+
+
+def call_nsa(cp: ContextParallel | None, *qkv: Tensor, config: NSAConfig = SMALL["paper"]) -> Tensor:
+    return (nsa if cp is None else cp.nsa)(*qkv, config=config)
+
+
+def call_neighborhood(cp: ContextParallel | None, *qkv: Tensor) -> Tensor:
+    return (neighborhood_attention if cp is None else cp.neighborhood_attention)(*qkv, kernel_size=7, causal=True)
+
+
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "nsa": call_nsa,
+    "nsa's compress": partial(call_nsa, config=replace(SMALL["paper"], compress=lambda blocks: blocks.amax(-2))),
+    "neighborhood_attention": call_neighborhood,
+    "unshard": lambda cp, q, k, v: k * 1 if cp is None else cp.unshard(k),
+}
+"""Calls that send in backward, of one process where there is no ContextParallel."""
+
+DIFFERENT_BACKWARDS = (*itertools.product(CALLS, ("swapped", "skipped")), ("nsa", "checkpointed"))
+"""Of `backwards_differ`."""
+
+
+def goes_on_elsewhere(_: MakeCP, seconds: float) -> None:
+    """The last rank runs a collective of its own on the group where the others run a backward."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    cp = ContextParallel(group, tile=16)
+    out = cp.nsa(*own_qkv(cp, 0), config=SMALL["paper"])
+    if cp.rank < cp.size - 1:
+        out.sum().backward()
+    x = torch.ones(1000, device=out.device)
+    dist.all_reduce(x, group=group)
+    x.cpu()  # waits for a GPU
+
+
+def makes_none(_: MakeCP, seconds: float) -> None:
+    """The last rank makes no ContextParallel."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    if dist.get_rank() < dist.get_world_size() - 1:
+        ContextParallel(group)
 
 
 def outlives_its_group(_: MakeCP) -> list[str]:
