@@ -138,12 +138,12 @@ class ContextParallel:
 
     # Which tokens a rank has
 
-    def shard(self, x: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    def shard(self, x: Tensor, dim: int | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """The rows of this rank, of a tensor that every rank has whole. Nothing is sent.
 
         Args:
-            x: any tensor with a row for each token.
-            dim: of the tokens. Default: 1.
+            x: any tensor with a row for each token, such as `[B,N,...]`, or packed `[T,...]` with `cu_seqlens`.
+            dim: of the tokens. Default: None, which means 0 with `cu_seqlens` and 1 without.
             cu_seqlens: bounds of packed documents, int32 `[B+1]`, on any device; read on the host. Default: None.
 
         Returns:
@@ -152,18 +152,18 @@ class ContextParallel:
         Raises:
             TypeError, ValueError: naming x, dim or cu_seqlens.
         """
-        check_rows("x", x, dim)
+        dim = token_dim("x", x, dim, cu_seqlens)
         layout = self._layout(x.shape[dim], cu_seqlens)
         parts = [x.narrow(dim, start, stop - start) for start, stop in layout.ranges[self.rank]]
         return torch.cat([x.narrow(dim, 0, 0), *parts], dim)
 
     @torch.compiler.disable
-    def unshard(self, x: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    def unshard(self, x: Tensor, dim: int | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """The whole tensor on every rank, from the shards of all.
 
         Args:
             x: this rank's rows.
-            dim: of the tokens. Default: 1.
+            dim: as in `shard`. Default: None.
             cu_seqlens: as in `shard`. Default: None.
 
         Returns:
@@ -174,14 +174,15 @@ class ContextParallel:
         """
 
         def facts() -> tuple[dict[str, object], int]:
-            check_rows("x", x, dim)
-            sizes = [size for i, size in enumerate(x.shape) if i != dim % x.dim()]
-            own = {"x": _text(x, sizes), "dim": dim % x.dim(), "cu_seqlens": self._bounds_text(cu_seqlens)}
-            return {**self._facts(), **own}, x.shape[dim]
+            tokens = token_dim("x", x, dim, cu_seqlens)
+            sizes = [*x.shape[:tokens], *x.shape[tokens + 1 :]]
+            own = {"x": _text(x, sizes), "dim": tokens, "cu_seqlens": self._bounds_text(cu_seqlens)}
+            return {**self._facts(), **own}, x.shape[tokens]
 
         lengths = self._comm.agree("ContextParallel.unshard", facts)
         layout = self._agreed_layout(lengths, cu_seqlens, "x")
         everyone = [[(0, layout.tokens)]] * self.size
+        dim = token_dim("x", x, dim, cu_seqlens)
         return self._comm.fetch(x.movedim(dim, 0), layout.ranges, everyone).movedim(0, dim)
 
     def positions(
@@ -212,13 +213,13 @@ class ContextParallel:
     # Labels and losses
 
     def shard_labels(
-        self, input_ids: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None, ignore_index: int = -100
+        self, input_ids: Tensor, dim: int | None = None, *, cu_seqlens: Tensor | None = None, ignore_index: int = -100
     ) -> Tensor:
         """For each of this rank's tokens the next one of its sequence or document.
 
         Args:
             input_ids: of all tokens, on every rank, of any integer dtype.
-            dim: of the tokens. Default: 1.
+            dim: as in `shard`. Default: None.
             cu_seqlens: as in `shard`. Default: None.
             ignore_index: label of last tokens and of rows behind the last document. Default: -100.
 
@@ -228,7 +229,7 @@ class ContextParallel:
         Raises:
             TypeError, ValueError: naming input_ids, dim, cu_seqlens or an ignore_index that the dtype does not hold.
         """
-        check_rows("input_ids", input_ids, dim)
+        dim = token_dim("input_ids", input_ids, dim, cu_seqlens)
         check_label_dtype("input_ids", input_ids)
         check_ignore_index(ignore_index, input_ids.dtype)
         layout = self._layout(input_ids.shape[dim], cu_seqlens)
@@ -544,12 +545,23 @@ class _NSACall(NamedTuple):
         return {**texts, "needs_grad": self.needs_grad, "DTensor": bool(self.dtensors.found)}
 
 
-def check_rows(name: str, x: Tensor, dim: int) -> None:
-    """Raise unless x is a dense tensor that has the dimension `dim`."""
+def token_dim(name: str, x: Tensor, dim: int | None, cu_seqlens: Tensor | None) -> int:
+    """`dim` or its default, at least 0.
+
+    Raises:
+        TypeError, ValueError: unless x is a dense tensor that has the dimension.
+    """
     check_tensor(name, x)
+    if dim is None:
+        default = 1 if cu_seqlens is None else 0
+        if x.dim() <= default:
+            wanted = "[B,N,...], or packed [T,...] with cu_seqlens, unless dim is given"
+            raise ValueError(f"{name} must be {wanted}, got shape {list(x.shape)}")
+        return default
     if x.dim() == 0:
         raise ValueError(f"{name} must have a dimension of tokens, got shape []")
     check_integer("dim", dim, -x.dim(), x.dim() - 1)
+    return dim % x.dim()
 
 
 def check_label_dtype(name: str, x: Tensor) -> None:

@@ -176,10 +176,16 @@ def test_bounds_made_under_inference_mode(alone: cases.MakeCP) -> None:
         (lambda cp: cp.shard(torch.zeros(2, 2), 3), ValueError, "dim must be at most 1, got 3"),
         (lambda cp: cp.shard(torch.zeros(2, 2), -3), ValueError, "dim must be at least -2, got -3"),
         (lambda cp: cp.shard(torch.zeros(2, 2), "1"), TypeError, "dim must be an integer, got '1'"),
-        (lambda cp: cp.unshard(torch.tensor(1.0)), ValueError, "x must have a dimension of tokens, got shape []"),
+        (lambda cp: cp.unshard(torch.tensor(1.0), 0), ValueError, "x must have a dimension of tokens, got shape []"),
+        (
+            lambda cp: cp.shard(torch.zeros(9)),
+            ValueError,
+            "x must be [B,N,...], or packed [T,...] with cu_seqlens, unless dim is given, got shape [9]",
+        ),
+        (lambda cp: cp.unshard(torch.zeros(9)), ValueError, "x must be [B,N,...], or packed [T,...] with cu_seqlens"),
         (lambda cp: cp.unshard(torch.zeros(2, 2), 3), ValueError, "dim must be at most 1, got 3"),
         (lambda cp: cp.unshard(None), TypeError, "x must be a torch.Tensor, got NoneType"),
-        (lambda cp: cp.shard_labels(torch.arange(3)), ValueError, "dim must be at most 0, got 1"),
+        (lambda cp: cp.shard_labels(torch.arange(3)), ValueError, "input_ids must be [B,N,...], or packed [T,...]"),
         (lambda cp: cp.shard_labels([1, 2]), TypeError, "input_ids must be a torch.Tensor, got list"),
         (lambda cp: cp.shard_labels(torch.zeros(1, 2)), TypeError, "input_ids must have one of the dtypes int64"),
         (lambda cp: cp.shard_labels(torch.zeros(1, 2).byte()), ValueError, "ignore_index must be at least 0, got -100"),
@@ -204,7 +210,7 @@ def test_positions_and_labels_of_documents(alone: cases.MakeCP) -> None:
     """Of tokens 10, 11, ... in documents of 3, 0 and 2 tokens and two rows behind them."""
     cp, cu_seqlens = alone(tile=1), torch.tensor([0, 3, 3, 5], dtype=torch.int32)
     assert cp.positions(7, cu_seqlens=cu_seqlens).tolist() == [0, 1, 2, 0, 1, 0, 1]
-    labels = cp.shard_labels(torch.arange(10, 17), 0, cu_seqlens=cu_seqlens)
+    labels = cp.shard_labels(torch.arange(10, 17), cu_seqlens=cu_seqlens)
     assert labels.tolist() == [11, 12, -100, 14, -100, -100, -100]
     assert cp.shard_labels(torch.arange(3)[None]).tolist() == [[1, 2, -100]]
     assert cp.shard_labels(torch.zeros(1, 0, dtype=torch.int64)).shape == (1, 0)
@@ -235,6 +241,11 @@ def test_token_mode_divides_anywhere(ranks: Ranks) -> None:
 def test_packs(ranks: Ranks, preset: str, layout: str) -> None:
     for size, lengths in ((2, [70, 0, 1, 90]), (3, [5, 0, 70, 1, 33, 16]), (4, [3]), (4, [])):
         ranks.run(size, cases.packs_equal_whole, SMALL[preset], lengths, 3, cases.OPTIONS, layout)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tokens_are_in_the_first_dim_of_packs(ranks: Ranks, packed: bool) -> None:
+    ranks.run(2, cases.divides_along_tokens, packed)
 
 
 def test_eight_ranks() -> None:

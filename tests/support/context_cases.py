@@ -192,6 +192,22 @@ def packs_equal_whole(
             assert_same(got, results(nsa, tensors, own, do, cu_seqlens=cu_seqlens), f"{lengths}, {option}")
 
 
+def divides_along_tokens(make: MakeCP, packed: bool) -> None:
+    """Without a dim given: `[B,N,...]`, packed `[T,...]`, of 12 tokens each, of which this rank has 6."""
+    cp = make(layout="contiguous", tile=1)
+    own = slice(6 * cp.rank, 6 * cp.rank + 6)
+    bounds = {"cu_seqlens": torch.tensor([0, 5, 12], dtype=torch.int32)} if packed else {}
+    for lead in ((12,), (12, 3), (12, 12)) if packed else ((3, 12), (12, 12), (3, 12, 2)):
+        x = torch.arange(math.prod(lead)).view(lead)
+        part = cp.shard(x, **bounds)
+        assert torch.equal(part, x[own] if packed else x[:, own])
+        assert torch.equal(cp.unshard(part, **bounds), x)
+    ids = torch.arange(12) if packed else torch.arange(12)[None]
+    ends = (4, 11) if packed else (11,)
+    labels = [-100 if i in ends else i + 1 for i in range(12)]
+    assert cp.shard_labels(ids, **bounds).flatten().tolist() == labels[own]
+
+
 def make_do(tensors: Mapping[str, Tensor]) -> Tensor:
     q = tensors["q"]
     do = torch.randn(*q.shape[:-1], V_DIM, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
