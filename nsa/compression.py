@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from nsa.common.checks import check_sizes
-from nsa.common.parameters import identity_like, set_values
+from nsa.common.parameters import identity_like, local_part, set_values
 from nsa.config import BlockPooling, NSAConfig
 
 
@@ -108,18 +108,19 @@ class LinearCompression(nn.Module):
         Raises:
             ValueError: for blocks of another size.
         """
-        heads, length, dim = self.position.shape
+        own_weight, position = local_part(self.weight), local_part(self.position)
+        heads, length, dim = position.shape
         if blocks.dim() < 3 or tuple(blocks.shape[-3:]) != (heads, length, dim):
             own = f"LinearCompression(num_kv_heads={heads}, block_size={length}, head_dim={dim})"
             wanted = f"[...,H_kv,l,D] = [...,{heads},{length},{dim}]"
             raise ValueError(f"compress is {own}, whose blocks must be {wanted}, got shape {list(blocks.shape)}")
         *lead, _, _, _ = blocks.shape
-        weight = self.weight.to(blocks.dtype)
+        weight = own_weight.to(blocks.dtype)
         # Positions contribute the same to every block: one row, instead of a copy of all blocks with positions added
         offset = torch.einsum(
             "htd,htde->he",
-            self.position.to(torch.promote_types(blocks.dtype, torch.float32)),
-            self.weight.to(torch.promote_types(blocks.dtype, torch.float32)),
+            position.to(torch.promote_types(blocks.dtype, torch.float32)),
+            own_weight.to(torch.promote_types(blocks.dtype, torch.float32)),
         ).to(blocks.dtype)
         by_head = blocks.movedim(-3, 0).reshape(heads, -1, length * dim)
         entries = torch.baddbmm(offset[:, None], by_head, weight.flatten(1, 2))

@@ -17,8 +17,9 @@ from nsa.common.layers import (
     check_rope,
     head_sizes,
     refuse_unsupported,
+    split_heads,
 )
-from nsa.common.parameters import identity_like, set_values
+from nsa.common.parameters import identity_like, local_part, set_values
 from nsa.common.replace import replace
 from nsa.compression import LinearCompression
 from nsa.config import NSAConfig, check_options
@@ -257,24 +258,25 @@ class NSAttention(nn.Module):
 
     def _nsa_arguments(self, hidden_states: Tensor, position_embeddings: Any) -> dict[str, Any]:
         """q, k, v and the other arguments of `nsa` but the bounds of documents."""
-        q = self._rotate(self._heads(self.q_proj(hidden_states), self.num_heads), position_embeddings)
-        k = self._rotate(self._heads(self.k_proj(hidden_states), self.num_kv_heads), position_embeddings)
-        v = self._heads(self.v_proj(hidden_states), self.num_kv_heads)
-        branches = {}
+        heads, kv_heads, dim, v_dim = self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim
+        q = split_heads("q_proj", self.q_proj(hidden_states), heads, dim)
+        keys = {"k": split_heads("k_proj", self.k_proj(hidden_states), kv_heads, dim)}
+        values = {"v": split_heads("v_proj", self.v_proj(hidden_states), kv_heads, v_dim)}
         for name, project in self.branch_proj.items():
-            branch = self._heads(project(hidden_states), self.num_kv_heads)
-            branches[name] = self._rotate(branch, position_embeddings) if name.startswith("k") else branch
+            if name.startswith("k"):
+                keys[name] = split_heads(name, project(hidden_states), kv_heads, dim)
+            else:
+                values[name] = split_heads(name, project(hidden_states), kv_heads, v_dim)
         gates = None
         if self.gate_proj is not None:
-            gates = torch.sigmoid(self.gate_proj(hidden_states)).unflatten(-1, (self.num_heads, 3))
+            gates = split_heads("gate_proj", torch.sigmoid(self.gate_proj(hidden_states)), heads, 3)
         return {
-            "q": q,
-            "k": k,
-            "v": v,
-            **branches,
-            "w_k_compress": None if self.w_k_compress is None else self.w_k_compress.to(q.dtype),
-            "w_v_compress": None if self.w_v_compress is None else self.w_v_compress.to(v.dtype),
-            "gate_proj_weight": self.gate_proj_weight,
+            "q": self._rotate(q, position_embeddings),
+            **{name: self._rotate(k, position_embeddings) for name, k in keys.items()},
+            **values,
+            "w_k_compress": None if self.w_k_compress is None else local_part(self.w_k_compress).to(q.dtype),
+            "w_v_compress": None if self.w_v_compress is None else local_part(self.w_v_compress).to(values["v"].dtype),
+            "gate_proj_weight": None if self.gate_proj_weight is None else local_part(self.gate_proj_weight),
             "gates": gates,
             "config": self._config(),
             "backend": self.backend,
@@ -289,10 +291,6 @@ class NSAttention(nn.Module):
         k, v = self.config.pools
         pools: Any = getattr(self.compress, "k", k), getattr(self.compress, "v", v)
         return replace(self.config, compress=pools)
-
-    def _heads(self, projected: Tensor, heads: int) -> Tensor:
-        split: Tensor = projected.unflatten(-1, (heads, projected.shape[-1] // heads))
-        return split
 
     def _rotate(self, tensor: Tensor, position_embeddings: Any) -> Tensor:
         return apply_rope(self.rope, tensor, position_embeddings)

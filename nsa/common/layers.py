@@ -73,6 +73,25 @@ def apply_rope(rope: RotaryHook | None, tensor: Tensor, position_embeddings: Any
     return result
 
 
+def split_heads(name: str, projected: Tensor, heads: int, dim: int) -> Tensor:
+    """A projection `[...,heads*dim]` as `[...,heads,dim]`.
+
+    Args:
+        name: of the projection.
+
+    Raises:
+        ValueError: for another width, as of projections that are sharded without the layer's knowledge.
+    """
+    width = projected.shape[-1]
+    if width != heads * dim:
+        raise ValueError(
+            f"{name} must give {heads} heads of {dim}, {heads * dim} in all, got {width}: with tensor parallelism, "
+            "num_heads and num_kv_heads are this rank's, as nsa.distributed.HeadwiseParallel sets them"
+        )
+    split: Tensor = projected.unflatten(-1, (heads, dim))
+    return split
+
+
 _NO_MASK, _NO_CACHE, _NO_WEIGHTS, _NO_CROSS, _POSITIONS = (
     "there is no attention mask",
     "keys and values of earlier tokens come by cache",

@@ -1,5 +1,6 @@
-"""Context parallelism on torch.distributed: sequences divided among ranks, for NSA and neighborhood attention."""
+"""Context and tensor parallelism on torch.distributed: sequences or heads divided among ranks."""
 
 from nsa.distributed.context import ContextParallel
+from nsa.distributed.headwise import HeadwiseParallel
 
-__all__ = ["ContextParallel"]
+__all__ = ["ContextParallel", "HeadwiseParallel"]

@@ -19,6 +19,7 @@ from nsa.common.layers import (
     check_rope,
     head_sizes,
     refuse_unsupported,
+    split_heads,
 )
 from nsa.neighborhood.api import neighborhood_attention
 from nsa.neighborhood.cache import NeighborhoodCache
@@ -139,9 +140,10 @@ class NeighborhoodAttention(nn.Module):
         instead_of_mask = "attend to each document in a call of its own instead of padding them"
         refuse_unsupported(others, causal=self.window.causal, instead_of_mask=instead_of_mask)
         check_input(hidden_states, self.hidden_size, self.q_proj, packed=None)
-        q = self._rotate(self._heads(self.q_proj(hidden_states)), position_embeddings)
-        k = self._rotate(self._heads(self.k_proj(hidden_states)), position_embeddings)
-        v = self._heads(self.v_proj(hidden_states))
+        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
+        q = self._rotate(split_heads("q_proj", self.q_proj(hidden_states), heads, dim), position_embeddings)
+        k = self._rotate(split_heads("k_proj", self.k_proj(hidden_states), kv_heads, dim), position_embeddings)
+        v = split_heads("v_proj", self.v_proj(hidden_states), kv_heads, dim)
         if cache is not None:
             if self.context_parallel is not None:
                 raise ValueError("cache does not go with context_parallel: a cache follows whole sequences")
@@ -210,10 +212,6 @@ class NeighborhoodAttention(nn.Module):
     def extra_repr(self) -> str:
         options = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, **asdict(self.window)}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
-
-    def _heads(self, projected: Tensor) -> Tensor:
-        split: Tensor = projected.unflatten(-1, (projected.shape[-1] // self.head_dim, self.head_dim))
-        return split
 
     def _rotate(self, tensor: Tensor, position_embeddings: Any) -> Tensor:
         return apply_rope(self.rope, tensor, position_embeddings)

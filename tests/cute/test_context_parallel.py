@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support import context_cases as cases
+from tests.support import headwise_cases as headwise
 from tests.support.hardware import DETERMINISTIC
 from tests.support.helpers import LARGE, SMALL
 from tests.support.ranks import Ranks
@@ -134,6 +135,16 @@ def test_sharded_parameters_over_nccl(nccl: Ranks) -> None:
 
 def test_dtensors_over_nccl(nccl: Ranks) -> None:
     nccl.run(2, cases.by_reference, cases.takes_dtensors, SMALL["seed"])
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("how", [*headwise.LAYERS, "neighborhood"])
+def test_layers_sharded_by_heads_over_nccl(nccl: Ranks, how: str, sequence: bool) -> None:
+    nccl.run(2, cases.by_reference, headwise.sharded_equals_whole, how, sequence)
+
+
+def test_a_cache_of_a_layer_sharded_by_heads_over_nccl(nccl: Ranks) -> None:
+    nccl.run(2, cases.by_reference, headwise.continues_with_a_cache)
 
 
 # Refusals

@@ -1,4 +1,4 @@
-"""Context parallelism on gloo: sequences divided among processes against one process."""
+"""Context and tensor parallelism on gloo: sequences or heads divided among processes, against one process."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from nsa.distributed.comm import received_rows
 from nsa.distributed.layout import LAYOUTS, Layout, make_layout, moves
 from tests.support import cases as parameters
 from tests.support import context_cases as cases
+from tests.support import headwise_cases as headwise
 from tests.support.helpers import SMALL, make_qkv
 from tests.support.live_memory import PeakBytes
 from tests.support.ranks import Ranks
@@ -307,6 +308,49 @@ def test_dtensors(ranks: Ranks) -> None:
 
 def test_dtensors_with_tensor_parallelism_over_heads(ranks: Ranks) -> None:
     ranks.run(4, cases.takes_dtensors, SMALL["seed"], True)
+
+
+# Heads divided among ranks
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("how", [*headwise.LAYERS, "neighborhood"])
+def test_layers_sharded_by_heads(ranks: Ranks, how: str, sequence: bool) -> None:
+    ranks.run(2, headwise.sharded_equals_whole, how, sequence)
+
+
+@pytest.mark.parametrize("how", parameters.rest(*headwise.LAYERS))
+def test_compiled_layers_sharded_by_heads(ranks: Ranks, how: str) -> None:
+    ranks.run(2, headwise.sharded_equals_whole, how, True, "aot_eager")
+
+
+def test_a_cache_of_a_layer_sharded_by_heads(ranks: Ranks) -> None:
+    ranks.run(2, headwise.continues_with_a_cache)
+
+
+def test_heads_and_sequences_divided(ranks: Ranks) -> None:
+    ranks.run(4, headwise.with_divided_sequences)
+
+
+@pytest.mark.parametrize(
+    ("how", "names", "message"),
+    [
+        ("gates of x", ["q_proj", "k_proj", "v_proj"], "q_proj must give 4 heads of 8, 32 in all, got 16: with "),
+        ("gates of q", ["branch_proj.v_win"], "v_win must give 2 heads of 10, 20 in all, got 10: with tensor"),
+        ("shared pool", ["gate_proj"], "gate_proj must give 4 heads of 3, 12 in all, got 6: with tensor"),
+        ("neighborhood", ["k_proj", "v_proj"], "k_proj must give 2 heads of 6, 12 in all, got 6: with tensor"),
+    ],
+)
+def test_projections_sharded_alone_are_refused(ranks: Ranks, how: str, names: list[str], message: str) -> None:
+    for kind, found in ranks.outcomes(2, headwise.shards_projections_alone, how, names):
+        assert kind == "raised"
+        assert found.startswith(f"ValueError: {message}"), found
+
+
+@pytest.mark.parametrize("change", headwise.WRONG)
+def test_layers_that_cannot_be_sharded(ranks: Ranks, change: str) -> None:
+    for kind, message in ranks.outcomes(2, headwise.shards_what_it_cannot, change):
+        assert (kind, message) == ("raised", headwise.WRONG[change])
 
 
 # Refusals: on every rank, and the next call works
