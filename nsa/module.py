@@ -18,6 +18,7 @@ from nsa.common.layers import (
     head_sizes,
     refuse_unsupported,
     split_heads,
+    weight_properties,
 )
 from nsa.common.parameters import identity_like, local_part, set_values
 from nsa.common.replace import replace
@@ -219,7 +220,7 @@ class NSAttention(nn.Module):
             dim=self.head_dim,
             dim_v=self.v_head_dim,
             separate_kv=bool(self.branch_proj),
-            dtype=self.q_proj.weight.dtype if dtype is None else dtype,
+            dtype=weight_properties(self.q_proj)[0] if dtype is None else dtype,
         )
 
     def forward_aux(

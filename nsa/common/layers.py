@@ -147,6 +147,20 @@ def refuse_unsupported(arguments: Mapping[str, Any], *, causal: bool, instead_of
         raise ValueError(f"{name} is not supported: {reason}{advice}; got {got}")
 
 
+def weight_properties(project: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """dtype of a projection's results, and its device, as its weight says; quantized layers of torch.ao give fp32.
+
+    Raises:
+        TypeError: for a replaced projection without a weight.
+    """
+    weight: Any = getattr(project, "weight", None)
+    if isinstance(weight, Tensor):
+        return weight.dtype, weight.device
+    if not callable(weight):
+        raise TypeError(f"projections must have a weight, whose dtype and device count, got {type(project).__name__}")
+    return torch.float32, weight().device
+
+
 def check_input(hidden_states: Tensor, hidden_size: int, project: nn.Module, *, packed: bool | None) -> None:
     """Raise unless a layer can project its input.
 

@@ -20,6 +20,7 @@ from nsa.common.layers import (
     head_sizes,
     refuse_unsupported,
     split_heads,
+    weight_properties,
 )
 from nsa.neighborhood.api import neighborhood_attention
 from nsa.neighborhood.cache import NeighborhoodCache
@@ -183,15 +184,15 @@ class NeighborhoodAttention(nn.Module):
             ValueError: without `causal=True`.
         """
         self._check_causal()
-        weight = self.k_proj.weight
+        own_dtype, device = weight_properties(self.k_proj)
         return NeighborhoodCache(
             batch,
             heads_kv=self.num_kv_heads,
             dim=self.head_dim,
             kernel_size=self.window.kernel_size,
             dilation=self.window.dilation,
-            dtype=weight.dtype if dtype is None else dtype,
-            device=weight.device,
+            dtype=own_dtype if dtype is None else dtype,
+            device=device,
         )
 
     def _check_cache(self, cache: NeighborhoodCache, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa import NeighborhoodAttention, NeighborhoodCache, NSAConfig, NSAttention, PageTable
-from tests.support.helpers import SMALL
+from tests.support.helpers import SMALL, dynamically_quantized
 from tests.support.rotary import rotary_table, rotate
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
@@ -156,3 +156,17 @@ def test_a_prompt_in_inference_mode_is_gone_on_with_outside(made_inside: bool) -
     with torch.no_grad():
         layer(torch.randn(1, 1, 32), cache=cache)
     assert int(cache.length) == 6
+
+
+@torch.no_grad()
+def test_dynamically_quantized_layers_have_caches() -> None:
+    nsa_layer = dynamically_quantized(NSAttention(WIDTH, HEADS, config=SMALL["paper"]))
+    band = dynamically_quantized(NeighborhoodAttention(WIDTH, HEADS, kernel_size=5, causal=True))
+    x = torch.randn(1, 30, WIDTH)
+    for layer, cache in ((nsa_layer, nsa_layer.new_cache(PageTable.empty(1, 64))), (band, band.new_cache(1))):
+        expected = layer(x)
+        torch.testing.assert_close(layer(x, cache=cache), expected, rtol=0, atol=1e-2 * float(expected.abs().max()))
+    nsa_layer.q_proj = torch.nn.Identity()
+    with pytest.raises(TypeError, match="projections must have a weight, whose dtype and device count, got Identity"):
+        nsa_layer.new_cache(PageTable.empty(1, 64))
+    assert nsa_layer.new_cache(PageTable.empty(1, 64), torch.float64).dtype == torch.float64

@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +69,13 @@ SMALL = {
     ),
 }
 """Both presets at sizes where a hundred tokens already make the selection select."""
+
+
+def dynamically_quantized(model: Any) -> Any:
+    """A copy whose nn.Linear are torch.ao's, with weights of int8 and inputs that are quantized by their range."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.ao is deprecated
+        return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
 
 
 def assert_within_budget(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from nsa.config import NSAConfig, check_options
 from nsa.integrations.transformers.interface import NAME
-from nsa.integrations.transformers.modeling import CONFIGS, MODELS, become_nsa
+from nsa.integrations.transformers.modeling import ATTENTIONS, CONFIGS, MODELS, become_nsa
 from nsa.integrations.transformers.options import check_gate_init, check_gates, options_dict
 
 SPARSE_CONFIG = (
@@ -45,8 +45,10 @@ def convert(
         The model, or the new config.
 
     Raises:
-        TypeError: for another model or config.
+        TypeError: for another model, config, or attention layer.
         ValueError: naming what NSA cannot do: dropout, sliding windows, options of NSA that no config holds, hooks.
+
+    After an error the model is as it was.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
@@ -74,6 +76,10 @@ def convert(
             f"model must have no hooks of accelerate or wrapped forwards, got one at {hooked[0] or 'its root'}: "
             "convert it before it is dispatched"
         )
+    for name, module in model.named_modules():
+        if name.endswith("self_attn") and type(module) not in ATTENTIONS:
+            wanted = " or ".join(kind.__name__ for kind in ATTENTIONS)
+            raise TypeError(f"{name} of model must be {wanted}, got {type(module).__name__}")
     become_nsa(model, _config(model.config, fields))
     return model
 

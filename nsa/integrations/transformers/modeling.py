@@ -29,6 +29,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from nsa.common.layers import weight_properties
 from nsa.config import NSAConfig
 from nsa.integrations.transformers.cache import take_over, takes_compiled_steps
 from nsa.integrations.transformers.gates import BranchGates
@@ -325,11 +326,19 @@ ATTENTIONS: dict[type, type] = {
 
 
 def become_nsa(model: Any, config: Any) -> None:
-    """Give a dense model's modules NSA's classes and config, in place; weights, devices and dtypes stay."""
+    """Give a dense model's modules NSA's classes and config, in place; weights, devices and dtypes stay.
+
+    All gates are made before anything changes: an error leaves the model as it was.
+    """
+    gates = {
+        module: BranchGates(config).to(weight_properties(module.q_proj)[1], model.dtype)
+        for module in model.modules()
+        if type(module) in ATTENTIONS
+    }
     for module in list(model.modules()):
-        if type(module) in ATTENTIONS:
+        if module in gates:
             module.__class__ = ATTENTIONS[type(module)]
-            module.gates = BranchGates(config).to(module.q_proj.weight.device, model.dtype)
+            module.gates = gates[module]
         elif type(module) in MODELS:
             module.__class__ = MODELS[type(module)]
             _CAN_RECORD_REGISTRY[module] = module._can_record_outputs  # of output_hidden_states, by class
