@@ -812,8 +812,13 @@ def _largest(x: Tensor) -> Tensor:
     return x.detach().abs().amax(-1)
 
 
+def is_fused(k: Tensor, v: Tensor) -> bool:
+    """True if attention is PyTorch's fused operator, which has no second derivative."""
+    return k.device.type == "cpu" and k.shape[-1] == v.shape[-1]
+
+
 def _attend_moderate(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    if q.numel() > 0 and q.device.type == "cpu" and k.shape[-1] == v.shape[-1]:
+    if q.numel() > 0 and is_fused(k, v):
         return _attend_fused(q, k, v, mask, scale)
     return _attend_in_steps(q, k, v, mask, scale)
 

@@ -1,9 +1,9 @@
 """Block-sparse attention in eager PyTorch: defines what every option means; kernels are tested against it.
 
-Any dtype from bf16 to fp64, any device, any block size; differentiable by autograd. Sums run in fp32 (fp64 for fp64
-inputs). Keys of a token's blocks are gathered for a chunk of tokens at a time, and each chunk is recomputed in
-backward, so memory is that of a chunk beside inputs and results. Packed documents, and sequences whose starts are a
-tensor, are a loop, for which the values of these tensors are read on the host.
+Any dtype from bf16 to fp64, any device, any block size; differentiable by autograd, once where D = D_v on a CPU. Sums
+run in fp32 (fp64 for fp64 inputs). Keys of a token's blocks are gathered for a chunk of tokens at a time, and each
+chunk is recomputed in backward, so memory is that of a chunk beside inputs and results. Packed documents, and sequences
+whose starts are a tensor, are a loop, for which the values of these tensors are read on the host.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from nsa.common.derivatives import needs_grad
-from nsa.reference import NOWHERE, Keys, attend, chunk_bytes, mask_of
+from nsa.common.derivatives import needs_grad, without_second_derivatives
+from nsa.reference import NOWHERE, Keys, attend, chunk_bytes, is_fused, mask_of
 from nsa.reference import check as check  # the same call, the same refusals
 
 
@@ -36,6 +36,8 @@ def block_sparse_attention(
 ) -> tuple[Tensor, None]:
     """out `[B,N_q,H,D_v]` (packed `[T,H,D_v]`) in q's dtype, for checked arguments."""
     dtype = q.dtype
+    if is_fused(k, v):
+        q, k, v = (without_second_derivatives("block_sparse_attention", x) for x in (q, k, v))
     sums = torch.promote_types(dtype, torch.float32)
     q, k, v = (x.to(sums) for x in (q, k, v))
     block_indices = block_indices.long()

@@ -212,6 +212,16 @@ def test_results_are_in_the_graph_and_may_be_changed_in_place() -> None:
 
 def test_second_derivatives_are_those_of_autograd() -> None:
     """The reference is differentiable itself, as often as PyTorch's operators are: its fused one, for D = D_v, once."""
+    same = make(Case(9, size=4, count=2, group=1, kv_heads=1, dim=2, v_dim=2))
+    leaves = [x.detach().requires_grad_() for x in (same.q, same.k, same.v)]
+    out = block_sparse_attention(*leaves, same.block_indices, block_size=4)
+    first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+    again = block_sparse_attention(*leaves, same.block_indices, block_size=4)
+    assert all(map(torch.equal, first, torch.autograd.grad(again.square().sum(), leaves)))
+    for leaf in leaves:
+        with pytest.raises(RuntimeError, match=r"^block_sparse_attention has no second derivative on this backend"):
+            torch.autograd.grad(sum(x.sum() for x in first), leaf, retain_graph=True)
+
     made = make(Case(9, size=4, count=2, group=1, kv_heads=1, dim=2, v_dim=3))
     q = made.q.detach().requires_grad_()
 
