@@ -24,6 +24,7 @@ from nsa.common.derivatives import (
     refuse_transforms,
     without_second_derivatives,
 )
+from nsa.common.operators import runs_as_operator
 from nsa.config import DEFAULT_CONFIG, OPTION_NAMES, NSAConfig, NSAOptions, check_options
 from nsa.inputs import TENSOR_NAMES, NSAAux, NSAInputs
 from nsa.reference import compressed_entries, with_compressed_entries
@@ -267,7 +268,7 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
     """
     refuse_transforms("nsa")
     q, k, v, cast_keywords = cast_arguments(q, k, v, keywords)
-    if torch.compiler.is_compiling():
+    if runs_as_operator(q):
         q, k, v, cast_keywords = _for_operator(q, k, v, cast_keywords)
         given = (x for x in cast_keywords.values() if isinstance(x, Tensor))
         run = ops.call_saving if needs_grad(q, k, v, *given) else ops.call_forward
@@ -298,7 +299,7 @@ def nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]
     """
     refuse_transforms("nsa")
     q, k, v, cast_keywords = cast_arguments(q, k, v, keywords)
-    if torch.compiler.is_compiling():
+    if runs_as_operator(q):
         q, k, v, cast_keywords = _for_operator(q, k, v, cast_keywords)
         return ops.call_forward(q, k, v, **cast_keywords)
     with torch.no_grad():
@@ -316,7 +317,8 @@ def nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywo
         TypeError: naming an argument of the wrong type or dtype, before anything is computed.
         ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
-        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func; for dual tensors.
+        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func; for dual tensors; for fake
+            tensors; in selective checkpointing.
 
     Example:
         >>> import torch
@@ -327,6 +329,10 @@ def nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywo
         (torch.Size([1, 2, 256, 3]), [0, 2, 3])
     """
     refuse_transforms("nsa")
+    if runs_as_operator(q) and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "nsa_forward_aux takes neither fake tensors nor selective checkpointing, as operators do: call nsa_forward"
+        )
     q, k, v, cast_keywords = cast_arguments(q, k, v, keywords)
     with torch.no_grad():
         out, aux = _run(True, q, k, v, **cast_keywords)

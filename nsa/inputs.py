@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from dispatch.registry import short_name
-from nsa.common.checks import check_dense, check_dtype
+from nsa.common.checks import check_dense, check_dtype, is_readable
 from nsa.common.replace import replace
 from nsa.config import NSAConfig
 
@@ -179,7 +178,7 @@ class NSAInputs:
         elif isinstance(self.q_start, Tensor) and _values_readable(self.q_start, config):
             batch, rows, keys = *self.q.shape[:2], self.k.shape[1]
             self._check_starts(self.q_start.tolist(), [rows] * batch, [keys] * batch, config)
-        if config.debug and _has_values(self.q):
+        if config.debug and is_readable(self.q, wait=True):
             self._check_finite()
 
     # Structure: dtype, device, dimensions
@@ -413,12 +412,7 @@ def check_bounds(name: str, bounds: list[int], total: int) -> None:
 def _values_readable(tensor: Tensor, config: NSAConfig) -> bool:
     """Whether values may be read: on the CPU, and on a device only with debug=True, as reading waits for it."""
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__  # subclasses with one may have none
-    return plain and _has_values(tensor) and (tensor.device.type == "cpu" or config.debug)
-
-
-def _has_values(tensor: Tensor) -> bool:
-    """Not so for fake tensors, meta tensors, and under tracing."""
-    return not torch.compiler.is_compiling() and tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
+    return plain and is_readable(tensor, wait=config.debug)
 
 
 def _shape(tensor: Tensor) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from nsa.block_sparse.autograd import run_with_backward
@@ -11,6 +10,7 @@ from nsa.block_sparse.validate import resolve
 from nsa.common.autocast import autocast_off, cast_inputs
 from nsa.common.checks import check_bool
 from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_forward_mode, refuse_transforms
+from nsa.common.operators import runs_as_operator
 from nsa.config import NSAConfig
 from nsa.inputs import NSAInputs
 
@@ -80,7 +80,7 @@ def block_sparse_attention(
     check_bool("debug", debug)
     q, k, v = cast_inputs({"q": q, "k": k, "v": v}).values()
     inputs = NSAInputs(q, k, v, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, q_start=q_start)
-    if torch.compiler.is_compiling():
+    if runs_as_operator(q):
         if q_start is not None and not isinstance(q_start, Tensor):
             config = NSAConfig.paper(causal=causal)
             inputs.check(config)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, SupportsFloat
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dispatch.registry import short_name
 
@@ -80,6 +81,17 @@ def check_dense(name: str, tensor: Tensor) -> None:
     if tensor.is_nested or tensor.layout is not torch.strided:
         layout = "nested" if tensor.layout is torch.strided else short_name(tensor.layout)
         raise TypeError(f"{name} must be a dense tensor, got the layout {layout}")
+
+
+def is_readable(tensor: Tensor, *, wait: bool = False) -> bool:
+    """True if the host may read values: fake and meta tensors have none, and neither has any under tracing.
+
+    Args:
+        wait: also for a device's tensors, which the host waits for.
+    """
+    if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+        return False
+    return wait or tensor.device.type == "cpu"
 
 
 def refuse_shallow_copy(self: object) -> NoReturn:

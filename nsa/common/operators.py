@@ -1,7 +1,8 @@
-"""Registration of PyTorch operators, which torch.compile(fullgraph=True) records as they are.
+"""PyTorch operators: their registration, and the calls that run as one.
 
-Dynamo cannot trace validation and dispatch, and need not: a compiled graph calls an operator, whose implementation is
-the eager path. Each op registers a forward with autograd and a backward whose own derivative raises.
+torch.compile(fullgraph=True) records an operator as it is: Dynamo cannot trace validation and dispatch, and need not,
+since the implementation is the eager path. Each op registers a forward with autograd and a backward whose own
+derivative raises.
 """
 
 from __future__ import annotations
@@ -10,8 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from nsa.common.derivatives import raise_double_backward
+
+
+def runs_as_operator(x: object) -> bool:
+    """True if a call on this tensor is one operator: in torch.compile, for fake tensors, which need its fake, and in
+    selective checkpointing, whose policy then decides on the whole call and not on what is written in place inside.
+    """
+    if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
+        return True
+    modes = [type(mode).__mro__ for mode in _get_current_dispatch_mode_stack()]
+    return any(kind.__module__ == "torch.utils.checkpoint" for kinds in modes for kind in kinds)
 
 
 def register_operator(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dispatch.registry import short_name
-from nsa.common.checks import DTYPES, check_bool, check_sizes, refuse_shallow_copy
+from nsa.common.checks import DTYPES, check_bool, check_sizes, is_readable, refuse_shallow_copy
 from nsa.common.derivatives import as_to_be_changed, to_be_changed
 from nsa.config import NSAConfig, check_options
 from nsa.decoding.append import append, write_rows
@@ -283,7 +283,7 @@ class NSACache:
 
     def check_truncation(self, lengths: Tensor) -> None:
         """Raise where lengths lie inside a tile whose queries are not kept; waits for the device in tile mode."""
-        if self.sums_begin is None:
+        if self.sums_begin is None or not is_readable(lengths, wait=True):
             return
         tile, first = self.config.q_tile_size, self._kept_from(self.sums_begin)
         lost = (lengths % tile > 0) & (lengths < first)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dispatch.registry import short_name
-from nsa.common.checks import check_integer, check_sizes, refuse_shallow_copy
+from nsa.common.checks import check_integer, check_sizes, is_readable, refuse_shallow_copy
 from nsa.common.derivatives import as_to_be_changed, to_be_changed
 
 
@@ -247,8 +247,7 @@ class PageTable:
 
     def _check_counts(self, counts: Tensor, num_tokens: int, *, debug: bool) -> None:
         self._check_by_sequence("counts", counts, torch.int32)
-        known = (debug or counts.device.type == "cpu") and not torch.compiler.is_compiling()
-        if known and ((counts < 0) | (counts > num_tokens)).any():
+        if is_readable(counts, wait=debug) and ((counts < 0) | (counts > num_tokens)).any():
             raise ValueError(f"counts must be from 0 to {num_tokens}, got {counts.tolist()}")
 
     def _check_by_sequence(self, name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
@@ -330,7 +329,7 @@ class PageTable:
         """
         self._change("reorder")
         self._check_by_sequence("rows", rows, torch.int32, torch.int64)
-        if rows.device.type == "cpu" and ((rows < 0) | (rows >= self.batch)).any():
+        if is_readable(rows) and ((rows < 0) | (rows >= self.batch)).any():
             raise ValueError(f"rows must be from 0 to {self.batch - 1}, got {rows.tolist()}")
         for tensor in (self.block_table, self.seqlens, self.overflowed):
             tensor.copy_(tensor[rows.long()])
@@ -357,7 +356,7 @@ class PageTable:
         self._change("truncate")
         if isinstance(lengths, Tensor):
             self._check_by_sequence("lengths", lengths, torch.int32, torch.int64)
-            if lengths.device.type == "cpu" and (lengths < 0).any():
+            if is_readable(lengths) and (lengths < 0).any():
                 raise ValueError(f"lengths must be at least 0, got {lengths.tolist()}")
             cut = torch.minimum(lengths.clamp(min=0), self.seqlens).to(torch.int32)
         else:
@@ -476,7 +475,9 @@ class PageTable:
 
         An engine's lengths are not read: it knows what its pages hold.
         """
-        if not self._is_new and self.page_uses is not None and bool((self.seqlens > 0).any()):
+        if self._is_new or self.page_uses is None or not is_readable(self.seqlens, wait=True):
+            return
+        if bool((self.seqlens > 0).any()):
             raise ValueError(
                 "table must be empty for a cache that joins it without pages of its tokens, got "
                 f"{self.seqlens.tolist()} tokens: make caches before the first step, reset the table, or give all pages"

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nsa.common.autocast import autocast_off, cast_inputs
 from nsa.common.derivatives import refuse_transforms
+from nsa.common.operators import runs_as_operator
 from nsa.indexer.ops import call_forward
 from nsa.indexer.validate import check_index_tensors, narrow, resolve
 
@@ -63,7 +64,7 @@ def top_blocks_by_max(
     """
     refuse_transforms("top_blocks_by_max")
     q_idx, k_idx = cast_inputs({"q": q_idx, "k": k_idx}).values()
-    if torch.compiler.is_compiling():
+    if runs_as_operator(q_idx):
         if q_start is not None and not isinstance(q_start, Tensor):
             check_index_tensors(q_idx, k_idx, packed=cu_seqlens is not None)
             k_idx = narrow(q_idx, k_idx, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, q_start=q_start).k

@@ -11,6 +11,7 @@ import dispatch
 from nsa.common.autocast import autocast_off, cast_inputs
 from nsa.common.checks import check_choice
 from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_transforms
+from nsa.common.operators import runs_as_operator
 from nsa.common.resolve import resolve as resolve_call
 from nsa.neighborhood import meta
 from nsa.neighborhood.autograd import run_with_backward
@@ -81,7 +82,7 @@ def neighborhood_attention(
     """
     refuse_transforms("neighborhood_attention")
     q, k, v = cast_inputs({"q": q, "k": k, "v": v}).values()
-    if torch.compiler.is_compiling():
+    if runs_as_operator(q):
         k, v = _until_last_query(q, k, v, causal, q_start)
         return call_forward(q, k, v, kernel_size, dilation, softmax_scale, boundary, causal, algorithm, backend)
     window = Window(kernel_size, dilation, softmax_scale, boundary, causal)

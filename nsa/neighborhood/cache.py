@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dispatch.registry import short_name
-from nsa.common.checks import DTYPES, check_integer, check_sizes, refuse_shallow_copy
+from nsa.common.checks import DTYPES, check_integer, check_sizes, is_readable, refuse_shallow_copy
 from nsa.common.derivatives import as_to_be_changed, to_be_changed
 
 
@@ -128,7 +128,7 @@ class NeighborhoodCache:
         if rows.shape != self.k.shape[:1] or rows.device != self.k.device:
             wanted = f"[{self.k.shape[0]}] on {self.k.device}"
             raise ValueError(f"rows must be {wanted}, got {list(rows.shape)} on {rows.device}")
-        if rows.device.type == "cpu" and ((rows < 0) | (rows >= len(self.k))).any():
+        if is_readable(rows) and ((rows < 0) | (rows >= len(self.k))).any():
             raise ValueError(f"rows must be from 0 to {len(self.k) - 1}, got {rows.tolist()}")
         self.k.copy_(self.k[rows])
         self.v.copy_(self.v[rows])

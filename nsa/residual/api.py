@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from nsa.common.autocast import autocast_off, promote_blocks
 from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_transforms
+from nsa.common.operators import runs_as_operator
 from nsa.residual.autograd import run_with_backward
 from nsa.residual.ops import call_forward
 from nsa.residual.validate import block_tensors, resolve
@@ -55,7 +55,7 @@ def attention_residual(
     """
     refuse_transforms("attention_residual")
     blocks, w_query, w_norm = promote_blocks(blocks, w_query, w_norm)
-    if torch.compiler.is_compiling():
+    if runs_as_operator(w_query):
         return call_forward(blocks, w_query, w_norm, eps, backend)
     impl = resolve(blocks, w_query, w_norm, eps, backend)
     tensors, eps = block_tensors(blocks), float(eps)
