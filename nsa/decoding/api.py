@@ -71,8 +71,9 @@ def nsa_with_cache(
     Raises:
         TypeError: naming an argument of the wrong type or dtype, before anything is written.
         ValueError: naming an argument of the wrong shape, device or value, before anything is written.
-        RuntimeError: where gradients are needed; outside of a step of several layers; twice in one step; with
-            `debug=True` where a sequence has no room, and the cache is then as it was; in transforms of torch.func.
+        RuntimeError: where gradients are needed; outside of a step of several layers; twice in one step; while another
+            thread uses the cache; with `debug=True` where a sequence has no room, and the cache is then as it was; in
+            transforms of torch.func.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
 
     Example:
@@ -90,18 +91,21 @@ def nsa_with_cache(
     tensors |= {"gate_proj_weight": gate_proj_weight, "gates": gates}
     inputs = NSAInputs(**cast_inputs(tensors, stay_fp32=("gates", "gate_proj_weight")))
     run: Callable[..., Tensor]
-    if torch.compiler.is_compiling():
-        check_order(inputs, cache, config)
-        run = partial(call_with_cache, backend=backend)
-    else:
-        run = partial(run_checked, resolve(inputs, cache, config, backend))
-    table = cache.table
-    if table.open is not None and counts is not None:
-        raise ValueError("counts are the step's: give them to table.step, got counts inside a step")
-    own_step: AbstractContextManager[Step] = (
-        nullcontext(table.open) if table.open is not None else table.step(inputs.q.shape[1], counts, debug=config.debug)
-    )
-    with own_step as step:
-        out = run(inputs, config, cache, step)
-        step.done.append(cache)
-    return out
+    with cache.table.thread.alone():
+        if torch.compiler.is_compiling():
+            check_order(inputs, cache, config)
+            run = partial(call_with_cache, backend=backend)
+        else:
+            run = partial(run_checked, resolve(inputs, cache, config, backend))
+        table = cache.table
+        if table.open is not None and counts is not None:
+            raise ValueError("counts are the step's: give them to table.step, got counts inside a step")
+        own_step: AbstractContextManager[Step] = (
+            nullcontext(table.open)
+            if table.open is not None
+            else table.step(inputs.q.shape[1], counts, debug=config.debug)
+        )
+        with own_step as step:
+            out = run(inputs, config, cache, step)
+            step.done.append(cache)
+            return out

@@ -17,6 +17,7 @@ from torch import Tensor
 from dispatch.registry import short_name
 from nsa.common.checks import check_integer, check_sizes, is_readable, refuse_shallow_copy
 from nsa.common.derivatives import as_to_be_changed, to_be_changed
+from nsa.common.one_thread import OneThread, in_one_thread
 
 
 class Layer(Protocol):
@@ -101,6 +102,8 @@ class PageTable:
         """Sequences that had no room for their tokens, bool `[B]`: sticky, see `check`."""
         self.open: Step | None = None
         """The step that is going on."""
+        self.thread = OneThread()
+        """Entered by steps, by the calls of layers, and by whatever changes the table."""
         self._layers: list[weakref.ref[Any]] = []
         self._is_new = False
         """The host knows that there are no tokens."""
@@ -213,37 +216,39 @@ class PageTable:
             A context: calls of all layers belong inside it.
 
         Raises:
-            RuntimeError: inside another step; at its end, where caches were left out.
+            RuntimeError: inside another step; while another thread uses the table; at its end, where caches were left
+                out.
             TypeError, ValueError: naming an argument, its value and what was expected.
         """
-        if self.open is not None:
-            raise RuntimeError("a step of this table is open: end it before the next one begins")
-        check_integer("num_tokens", num_tokens, 1)
-        if counts is not None:
-            self._check_counts(counts, num_tokens, debug=debug)
-        before = self.overflowed.clone()
-        wanted = torch.full_like(self.seqlens, num_tokens) if counts is None else counts.clamp(0, num_tokens)
-        give_back = self._reserve(wanted, num_tokens)
-        try:
-            wanted = torch.where(self.overflowed, 0, wanted)
-            new = torch.arange(num_tokens, device=self.device) < wanted[:, None]
-            self.open = Step(num_tokens, self.positions(num_tokens), new, wanted)
-            yield self.open
-            if self.page_uses is not None and len(self.open.done) != self.num_layers:
-                called = f"{len(self.open.done)} of {self.num_layers} caches of this table called"
-                raise RuntimeError(f"a step has one call of each layer, got {called}")
-            for commit in self.open.commits:
-                commit()
-        except BaseException:
-            self.overflowed.copy_(before)
-            give_back()
-            raise
-        else:
-            if self.page_uses is not None:
-                self.seqlens += wanted
-                self._is_new = False
-        finally:
-            self.open = None
+        with self.thread.alone():
+            if self.open is not None:
+                raise RuntimeError("a step of this table is open: end it before the next one begins")
+            check_integer("num_tokens", num_tokens, 1)
+            if counts is not None:
+                self._check_counts(counts, num_tokens, debug=debug)
+            before = self.overflowed.clone()
+            wanted = torch.full_like(self.seqlens, num_tokens) if counts is None else counts.clamp(0, num_tokens)
+            give_back = self._reserve(wanted, num_tokens)
+            try:
+                wanted = torch.where(self.overflowed, 0, wanted)
+                new = torch.arange(num_tokens, device=self.device) < wanted[:, None]
+                self.open = Step(num_tokens, self.positions(num_tokens), new, wanted)
+                yield self.open
+                if self.page_uses is not None and len(self.open.done) != self.num_layers:
+                    called = f"{len(self.open.done)} of {self.num_layers} caches of this table called"
+                    raise RuntimeError(f"a step has one call of each layer, got {called}")
+                for commit in self.open.commits:
+                    commit()
+            except BaseException:
+                self.overflowed.copy_(before)
+                give_back()
+                raise
+            else:
+                if self.page_uses is not None:
+                    self.seqlens += wanted
+                    self._is_new = False
+            finally:
+                self.open = None
 
     def _check_counts(self, counts: Tensor, num_tokens: int, *, debug: bool) -> None:
         self._check_by_sequence("counts", counts, torch.int32)
@@ -314,6 +319,7 @@ class PageTable:
 
     # Sequences: shared, cut, forgotten
 
+    @in_one_thread
     def reorder(self, rows: Tensor) -> None:
         """Sequence b becomes what sequence rows[b] is, in all layers: beams, or copies of a shared prefix.
 
@@ -337,6 +343,7 @@ class PageTable:
         self._cut(self.seqlens)
         self._own_open_pages()
 
+    @in_one_thread
     def truncate(self, lengths: int | Tensor) -> None:
         """Cut sequences to at most these lengths, in all layers, free pages behind them and clear flags of overflow.
 
@@ -372,6 +379,7 @@ class PageTable:
         """Forget all sequences: `truncate(0)`."""
         self.truncate(0)
 
+    @in_one_thread
     def grow(self, max_tokens: int | None = None, *, pages: int | None = None) -> None:
         """Room for longer sequences, or more pages, in all layers. Tensors are allocated anew: capture graphs again.
 
@@ -440,6 +448,7 @@ class PageTable:
 
     # Copies
 
+    @in_one_thread
     def __getstate__(self) -> dict[str, Any]:
         """For copy.deepcopy and pickle: the tensors. Caches that are copied along join the copy themselves."""
         self._check_closed("a copy")
@@ -452,6 +461,7 @@ class PageTable:
 
     # Shared with the caches
 
+    @in_one_thread
     def load(self, own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         """Copy tensors by name into this table's or a cache's: see `load_state_dict`."""
         self._check_closed("load_state_dict")
@@ -483,6 +493,7 @@ class PageTable:
                 f"{self.seqlens.tolist()} tokens: make caches before the first step, reset the table, or give all pages"
             )
 
+    @in_one_thread
     def add_layer(self, layer: Layer) -> None:
         """Let reorder, truncate and grow change a cache, too, for as long as it lives."""
         self._layers.append(weakref.ref(layer))

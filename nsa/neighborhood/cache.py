@@ -10,6 +10,7 @@ from torch import Tensor
 from dispatch.registry import short_name
 from nsa.common.checks import DTYPES, check_integer, check_sizes, is_readable, refuse_shallow_copy
 from nsa.common.derivatives import as_to_be_changed, to_be_changed
+from nsa.common.one_thread import OneThread, in_one_thread
 
 
 class NeighborhoodCache:
@@ -60,6 +61,8 @@ class NeighborhoodCache:
         self.kernel_size, self.dilation = kernel_size, dilation
         self.reach = (kernel_size - 1) * dilation
         """Tokens that are kept."""
+        self.thread = OneThread()
+        """Entered by calls of the layer, and by `reorder`."""
         with to_be_changed():
             self.k = torch.empty(batch, 0, heads_kv, dim, dtype=dtype, device=device)
             """Keys of the last tokens `[B,min(length, reach),H_kv,D]`."""
@@ -113,6 +116,7 @@ class NeighborhoodCache:
                 self.k, self.v = k[:, first:].clone(), v[:, first:].clone()
         self.length += num_tokens
 
+    @in_one_thread
     def reorder(self, rows: Tensor) -> None:
         """Sequence b becomes what sequence rows[b] is.
 

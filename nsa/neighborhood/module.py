@@ -135,7 +135,7 @@ class NeighborhoodAttention(nn.Module):
                 `position_embeddings` without a `rope` hook.
             ValueError: `hidden_states` of another layout, width or device; an argument of `others` that is not
                 supported; a `rope` hook that changes the shape; a cache of other sizes, or without `causal=True`.
-            RuntimeError: with a cache where gradients are needed.
+            RuntimeError: with a cache where gradients are needed, or that another thread is using.
             dispatch.BackendError: as `neighborhood_attention`.
         """
         instead_of_mask = "attend to each document in a call of its own instead of padding them"
@@ -145,15 +145,24 @@ class NeighborhoodAttention(nn.Module):
         q = self._rotate(split_heads("q_proj", self.q_proj(hidden_states), heads, dim), position_embeddings)
         k = self._rotate(split_heads("k_proj", self.k_proj(hidden_states), kv_heads, dim), position_embeddings)
         v = split_heads("v_proj", self.v_proj(hidden_states), kv_heads, dim)
-        if cache is not None:
+        if cache is None:
+            out = self._attend(q, k, v)
+        else:
             if self.context_parallel is not None:
                 raise ValueError("cache does not go with context_parallel: a cache follows whole sequences")
             self._check_cache(cache, q, k, v)
-            k, v = cache.followed_by(k, v)
+            with cache.thread.alone():
+                k, v = cache.followed_by(k, v)
+                out = self._attend(q, k, v)
+                cache.keep(k, v, q.shape[1])
+        result: Tensor = self.dropout(self.o_proj(out.flatten(-2)))
+        return result
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parallel = self.context_parallel
         run = neighborhood_attention if parallel is None else parallel.neighborhood_attention
         window = self.window  # spelled out: Dynamo of torch 2.6 and 2.7 cannot trace asdict
-        out = run(
+        out: Tensor = run(
             q,
             k,
             v,
@@ -165,10 +174,7 @@ class NeighborhoodAttention(nn.Module):
             algorithm=self.algorithm,
             backend=self.backend,
         )
-        if cache is not None:
-            cache.keep(k, v, q.shape[1])
-        result: Tensor = self.dropout(self.o_proj(out.flatten(-2)))
-        return result
+        return out
 
     def new_cache(self, batch: int, dtype: torch.dtype | None = None) -> NeighborhoodCache:
         """A rolling cache of this layer's window.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from nsa.integrations.transformers.modeling import CACHE_ARGUMENT
 from nsa.integrations.transformers.options import options_of
 from tests.support import cases
 from tests.support.hf_models import converted_model, dense_model, token_ids
+from tests.support.threads import MESSAGE, while_running
 
 pytestmark = pytest.mark.hf_extra
 
@@ -483,3 +485,29 @@ def test_calls_that_do_not_fit_a_cache_are_refused() -> None:
     call_with(model, ids, right, attention_mask=torch.ones(2, 20).tril(18))
     with pytest.raises(ValueError, match="padded the cached texts to the right"):
         call_with(model, ids[:, :1], right)
+
+
+def test_a_cache_belongs_to_one_thread_at_a_time() -> None:
+    model, ids, cache = converted_model(), token_ids(1, 20), DynamicCache()
+    entered, go_on = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        entered.set()
+        assert go_on.wait(30)
+
+    hook = model.model.layers[1].register_forward_pre_hook(wait)
+    with while_running(lambda: call_with(model, ids, cache), entered, go_on) as first:
+        for call in (
+            lambda: call_with(model, ids, cache),
+            lambda: call_with(model, token_ids(2, 5), cache),
+            lambda: cache.reorder_cache(torch.zeros(1, dtype=torch.int64)),
+            cache.reset,
+        ):
+            with pytest.raises(RuntimeError, match=MESSAGE):
+                call()
+    hook.remove()
+    with torch.no_grad():
+        assert torch.equal(first.result(), model(ids).logits)
+    assert cache.get_seq_length() == 20
+    call_with(model, ids, cache)
+    assert cache.get_seq_length() == 40

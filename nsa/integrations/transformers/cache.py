@@ -10,6 +10,7 @@ to step is on the device, at one place.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from nsa.common.autocast import autocast_dtype, autocast_off
 from nsa.common.derivatives import to_be_changed
+from nsa.common.one_thread import OneThread, in_one_thread
 from nsa.config import NSAConfig
 from nsa.decoding.api import nsa_with_cache
 from nsa.decoding.cache import NSACache
@@ -71,6 +73,8 @@ class CachedSequences:
         self._table: PageTable | None = None
         self.caches: dict[int, NSACache] = {}
         self._step: CachedStep | None = None
+        self.thread = OneThread()
+        """Entered by steps, and by whatever changes the sequences."""
 
     @property
     def table(self) -> PageTable:
@@ -106,46 +110,52 @@ class CachedSequences:
 
         Raises:
             ValueError: naming what does not fit the cache.
+            RuntimeError: while another thread uses the cache.
         """
-        compiling = torch.compiler.is_compiling()
-        if self.ends_padded:
-            raise ValueError("attention_mask padded the cached texts to the right, so nothing can follow: pad left")
-        if not compiling:
-            if not self.begun and not self.is_empty and self.table.batch != batch:  # reset, or its first step raised
-                self._table = self._skipped = self._device_columns = None
-                self.caches = {}
-            self._make_room(self.columns + tokens, batch, device)
-        if self.table.batch != batch:
-            raise ValueError(f"input_ids must have the {self.table.batch} rows of the cache, got {batch}")
-        if mask is not None and not compiling and (tokens > 1 or mask.device.type == "cpu"):
-            self._check_earlier_columns(mask[:, :-tokens])
-        if mask is None:
-            real = None
-        elif compiling:
-            real = mask.index_select(1, self._device_columns.reshape(1).clamp(max=mask.shape[1] - 1))  # type: ignore[union-attr]
-        else:
-            real = mask[:, -tokens:]
-            if tokens > 1 and bool(real.all()):
+        with self.thread.alone():
+            compiling = torch.compiler.is_compiling()
+            if self.ends_padded:
+                raise ValueError("attention_mask padded the cached texts to the right, so nothing can follow: pad left")
+            if not compiling:
+                if (
+                    not self.begun and not self.is_empty and self.table.batch != batch
+                ):  # reset, or its first step raised
+                    self._table = self._skipped = self._device_columns = None
+                    self.caches = {}
+                self._make_room(self.columns + tokens, batch, device)
+            if self.table.batch != batch:
+                raise ValueError(f"input_ids must have the {self.table.batch} rows of the cache, got {batch}")
+            if mask is not None and not compiling and (tokens > 1 or mask.device.type == "cpu"):
+                self._check_earlier_columns(mask[:, :-tokens])
+            if mask is None:
                 real = None
-        counts = None if real is None else real.sum(1).to(torch.int32)
-        self._step = CachedStep(mask, real, first=not self.begun)
-        try:
-            with self.table.step(tokens, counts):
-                yield
-        finally:
-            self._step = None
-        self._columns = None if compiling else self.columns + tokens
-        if self._device_columns is not None:
-            self._device_columns += tokens
-        if not self.begun:
-            self._fix_places()
-        self.begun = True
-        if real is not None:
-            left_out = (self.table.seqlens > 0) & ~real[:, -1]  # a text that has not begun is padded on its left so far
-            if tokens > 1:
-                self.ends_padded = bool(left_out.any())
+            elif compiling:
+                real = mask.index_select(1, self._device_columns.reshape(1).clamp(max=mask.shape[1] - 1))  # type: ignore[union-attr]
             else:
-                self._skipped |= left_out  # type: ignore[operator]
+                real = mask[:, -tokens:]
+                if tokens > 1 and bool(real.all()):
+                    real = None
+            counts = None if real is None else real.sum(1).to(torch.int32)
+            self._step = CachedStep(mask, real, first=not self.begun)
+            try:
+                with self.table.step(tokens, counts):
+                    yield
+            finally:
+                self._step = None
+            self._columns = None if compiling else self.columns + tokens
+            if self._device_columns is not None:
+                self._device_columns += tokens
+            if not self.begun:
+                self._fix_places()
+            self.begun = True
+            if real is not None:
+                left_out = (self.table.seqlens > 0) & ~real[
+                    :, -1
+                ]  # a text that has not begun is padded on its left so far
+                if tokens > 1:
+                    self.ends_padded = bool(left_out.any())
+                else:
+                    self._skipped |= left_out  # type: ignore[operator]
 
     def _check_earlier_columns(self, mask: Tensor) -> None:
         """Raise where a mask says other than it did when these columns came."""
@@ -224,6 +234,7 @@ class CachedSequences:
 
     # Between steps
 
+    @in_one_thread
     def reorder(self, rows: Tensor) -> None:
         """Sequence b becomes what sequence rows[b] is; full pages are shared."""
         if self._skipped is not None:
@@ -231,6 +242,7 @@ class CachedSequences:
             self.table.reorder(rows)
             self._skipped.copy_(self._skipped[rows])
 
+    @in_one_thread
     def crop(self, columns: int) -> None:
         """Forget the last columns."""
         if self.is_empty or columns == 0:
@@ -240,6 +252,7 @@ class CachedSequences:
         self.table.truncate((self.table.seqlens - columns).clamp(min=0))
         self._set_columns(max(0, self.columns - columns))
 
+    @in_one_thread
     def reset(self) -> None:
         """Forget all sequences; memory stays."""
         if self._skipped is not None:
@@ -253,6 +266,7 @@ class CachedSequences:
         if self._device_columns is not None:
             self._device_columns.fill_(columns)
 
+    @in_one_thread
     def select(self, rows: Tensor) -> None:
         """Become a batch of other rows, copies of these: sequence b is what rows[b] was."""
         if not self.is_empty:
@@ -282,9 +296,10 @@ class CachedSequences:
                 self.caches[layer].sums_begin.copy_(cache.sums_begin[rows])  # type: ignore[union-attr]
         self._fix_places()
 
+    @in_one_thread
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedSequences:
         made = copy.copy(self)
-        made.caches = dict(self.caches)
+        made.caches, made.thread = dict(self.caches), OneThread()
         memo[id(self)] = made
         if self._device_columns is not None:
             with to_be_changed():
@@ -412,15 +427,28 @@ def take_over(cache: Any, config: NSAConfig, layers: int) -> CachedSequences:
     if type(cache) not in (DynamicCache, StaticCache) or cache.offloading:
         kind = f"an offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else type(cache).__name__
         raise ValueError(f"cache must be a DynamicCache or a StaticCache that is not offloaded, got {kind}")
-    mine = [layer for layer in cache.layers if isinstance(layer, CacheLayer)]
-    if mine:
-        if mine[0].sequences.config != config or len(mine) != layers:
-            raise ValueError("cache was filled by a model with other options of NSA or another number of layers")
-        return mine[0].sequences
+    if not _own_layers(cache):
+        with _TAKING_OVER:
+            if not _own_layers(cache):
+                _make_own(cache, config, layers)
+    own = _own_layers(cache)
+    if own[0].sequences.config != config or len(own) != layers:
+        raise ValueError("cache was filled by a model with other options of NSA or another number of layers")
+    return own[0].sequences
+
+
+_TAKING_OVER = threading.Lock()
+"""Two threads that begin with one fresh cache take it over once; then its sequences belong to one of them at a time."""
+
+
+def _own_layers(cache: Any) -> list[CacheLayer]:
+    return [layer for layer in cache.layers if isinstance(layer, CacheLayer)]
+
+
+def _make_own(cache: Any, config: NSAConfig, layers: int) -> None:
     if int(cache.get_seq_length()) != 0:
         raise ValueError(f"cache holds {int(cache.get_seq_length())} tokens of another attention: begin with a new one")
     max_tokens = cache.layers[0].max_cache_len if type(cache) is StaticCache else None
     sequences = CachedSequences(config, max_tokens)
     cache.layers = [CacheLayer(sequences, index) for index in range(layers)]
     cache.layer_class_to_replicate = None
-    return sequences
