@@ -201,15 +201,26 @@ def load_scores(p_scores, i_scores, o_row, num_blocks):
 
 
 @triton.jit
-def log_sum_exp(b_score):
-    b_max = tl.max(b_score, 0)
-    return b_max + tl.log(tl.sum(tl.exp(b_score - b_max), 0))
+def softmax_statistics(b_score):
+    """The largest score of a token, and 1 / sum of exp(score - largest).
+
+    alpha = exp(score - largest) * inverse sums to 1 within a few roundings, however large the scores are. With
+    exp(score - lse) the error of the sum would grow with lse, which is rounded to fp32.
+    """
+    b_largest = tl.max(b_score, 0)
+    return b_largest, 1.0 / tl.sum(tl.exp(b_score - b_largest), 0)
 
 
 @triton.jit
-def load_lse(p_scores, i_scores, num_blocks):
-    """Log-sum-exp of all scores of a token."""
-    return log_sum_exp(load_scores(p_scores, i_scores, tl.arange(0, MAX_BLOCKS), num_blocks))
+def product_of_largest(b_dp, b_score, b_largest):
+    """dp of the row whose score is the largest."""
+    return tl.max(tl.where(b_score == b_largest, b_dp, float("-inf")), 0)
+
+
+@triton.jit
+def load_softmax_statistics(p_scores, i_scores, num_blocks):
+    """`softmax_statistics` of all scores of a token."""
+    return softmax_statistics(load_scores(p_scores, i_scores, tl.arange(0, MAX_BLOCKS), num_blocks))
 
 
 WIDE = tl.constexpr(1 << 40)

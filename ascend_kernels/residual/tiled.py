@@ -21,11 +21,12 @@ import triton.language as tl
 
 from ascend_kernels.residual.rows import (
     MAX_BLOCKS,
-    load_lse,
     load_scores,
+    load_softmax_statistics,
     load_tile,
     load_weight,
-    log_sum_exp,
+    product_of_largest,
+    softmax_statistics,
     token_offset,
 )
 
@@ -136,7 +137,7 @@ def mix_kernel(
         o_dim = i_work % num_dim_tiles * BLOCK_D + tl.arange(0, BLOCK_D)
         i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride)
         i_scores = tl.cast(i_token, tl.int64) * num_blocks
-        b_lse = load_lse(p_scores, i_scores, num_blocks)
+        b_largest, b_inverse = load_softmax_statistics(p_scores, i_scores, num_blocks)
         b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
         for i_block in range(0, num_blocks):
             b_x = load_tile(
@@ -144,7 +145,8 @@ def mix_kernel(
                 p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
                 1, ADDRESS, VECTOR, BRANCHES,
             )  # fmt: skip
-            b_alpha = tl.exp(tl.load(p_scores + i_scores + i_block + tl.arange(0, 1)) - b_lse)
+            b_score = tl.load(p_scores + i_scores + i_block + tl.arange(0, 1))
+            b_alpha = tl.exp(b_score - b_largest) * b_inverse
             b_out += tl.sum(b_alpha[:, None] * b_x.to(tl.float32), 0)
         p_row = p_out + tl.cast(i_token, tl.int64) * dim
         tl.store(p_row + o_dim, b_out.to(p_out.dtype.element_ty), mask=o_dim < dim)
@@ -187,7 +189,10 @@ def products_kernel(
     VECTOR: tl.constexpr,
     BRANCHES: tl.constexpr,
 ) -> None:
-    """dp and delta. A tile of do is read once, together with those of all blocks; their dp are one vector."""
+    """dp and delta, both less dp of the largest score (whole_rows.py says why).
+
+    A tile of do is read once, together with those of all blocks; their dp are one vector.
+    """
     o_block = tl.arange(0, BLOCK_D)
     o_row = tl.arange(0, MAX_BLOCKS)
     for i_token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
@@ -207,7 +212,9 @@ def products_kernel(
                 b_dp += tl.where(o_row == i_block, b_product, 0.0)
         i_scores = tl.cast(i_token, tl.int64) * num_blocks
         b_score = load_scores(p_scores, i_scores, o_row, num_blocks)
-        b_alpha = tl.exp(b_score - log_sum_exp(b_score))
+        b_largest, b_inverse = softmax_statistics(b_score)
+        b_alpha = tl.exp(b_score - b_largest) * b_inverse
+        b_dp -= product_of_largest(b_dp, b_score, b_largest)
         tl.store(p_dp + i_scores + o_row, b_dp, mask=o_row < num_blocks)
         tl.store(p_delta + i_token, tl.sum(b_alpha * b_dp, 0))
 
@@ -268,7 +275,7 @@ def gradients_kernel(
         i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride)
         p_do_row = p_do + token_offset(i_token, tokens_per_batch, do_batch_stride, do_token_stride)
         i_scores = tl.cast(i_token, tl.int64) * num_blocks
-        b_lse = load_lse(p_scores, i_scores, num_blocks)
+        b_largest, b_inverse = load_softmax_statistics(p_scores, i_scores, num_blocks)
         b_delta = tl.load(p_delta + i_token)
         b_do = tl.load(p_do_row + o_dim, mask=o_dim < dim, other=0.0).to(tl.float32)
         for i_block in range(0, num_blocks):
@@ -281,7 +288,7 @@ def gradients_kernel(
             o_row = i_block + tl.arange(0, 1)
             b_score = tl.load(p_scores + i_scores + o_row)
             b_rstd = tl.load(p_rstd + i_scores + o_row)
-            b_alpha = tl.exp(b_score - b_lse)
+            b_alpha = tl.exp(b_score - b_largest) * b_inverse
             b_f = b_alpha * (tl.load(p_dp + i_scores + o_row) - b_delta) * b_rstd
             b_h = tl.sum(b_f * b_rstd * b_score, 0) * inverse_dim
             b_dx = tl.sum(b_alpha, 0) * b_do + tl.sum(b_f, 0) * b_w - b_h * b_x

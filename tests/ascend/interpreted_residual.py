@@ -16,7 +16,7 @@ from ascend_kernels.launch import recording
 from ascend_kernels.residual import reference, tiling
 from dispatch import attention_residual
 from tests.support import cases
-from tests.support.residual_cases import EPS, check, make, through_the_public_op
+from tests.support.residual_cases import EPS, LARGE_SCORES, check, make, through_the_public_op
 
 BACKENDS = ("ascend", "triton")
 weights_plan = tiling.weights_plan
@@ -41,6 +41,19 @@ def _few_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_blocks(backend: str, blocks: int, dtype: torch.dtype) -> None:
     check(backend, 2, 20, blocks, through_the_public_op, dtype=dtype, batch=2)
+
+
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    cases.some(
+        [("triton", "equal blocks"), ("ascend", "similar blocks, read twice"), ("triton", "equal blocks, tiled")],
+        BACKENDS,
+        LARGE_SCORES,
+    ),
+)
+def test_large_scores(backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "weights_plan", wide_weights)
+    check(backend, 2, run=through_the_public_op, **LARGE_SCORES[case])
 
 
 FEATURES = [("ascend", 15), ("triton", 123), ("ascend", 1025)]

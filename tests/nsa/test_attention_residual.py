@@ -22,7 +22,7 @@ from dispatch import attention_residual
 from nsa import AttentionResidual
 from nsa.residual.validate import Blocks
 from tests.support.helpers import assert_passes_interpreted, assert_rounded_once
-from tests.support.residual_cases import EPS, check, differentiated, make, oracle, through_the_public_op
+from tests.support.residual_cases import EPS, LARGE_SCORES, check, differentiated, make, oracle, through_the_public_op
 from tests.support.residual_loops import mix
 
 INTERPRETED = "tests/ascend/interpreted_residual.py"
@@ -461,6 +461,13 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.
 @pytest.mark.parametrize("blocks", [1, 3, 8, 33, 64])
 def test_shapes_on_a_gpu(blocks: int, dim: int, dtype: torch.dtype) -> None:
     check("triton", 37, dim, blocks, through_the_public_op, dtype=dtype, batch=3, device="cuda")
+
+
+@pytest.mark.cuda
+@DTYPES
+@pytest.mark.parametrize("case", LARGE_SCORES)
+def test_large_scores_on_a_gpu(case: str, dtype: torch.dtype) -> None:
+    check("triton", 64, run=through_the_public_op, dtype=dtype, device="cuda", **LARGE_SCORES[case])
 
 
 @pytest.mark.cuda

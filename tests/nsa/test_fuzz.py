@@ -499,7 +499,8 @@ def residuals(draw: st.DrawFn) -> dict[str, Any]:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     blocks = draw(placed((normal(size, batch, tokens, dim) * draw(st.sampled_from([1, 1, 0, 100]))).to(dtype)))
-    keywords: dict[str, Any] = {"blocks": blocks, "w_query": draw(placed(normal(dim).to(weights_dtype)))}
+    w_query = normal(dim) * draw(st.sampled_from([1, 1, 30, 100]))
+    keywords: dict[str, Any] = {"blocks": blocks, "w_query": draw(placed(w_query.to(weights_dtype)))}
     if draw(st.booleans()):
         keywords["blocks"] = list(blocks.detach().unbind(0))
     if draw(st.booleans()):

@@ -50,12 +50,17 @@ def make(
     norm: bool = True,
     dtype: torch.dtype = torch.float32,
     weight_dtype: torch.dtype | None = None,
+    logits: float = 1.5,
+    spread: float | None = None,
     device: str = "cpu",
     requires_grad: bool = True,
 ) -> Case:
-    """Blocks whose sizes differ, and weights that leave no block all of the softmax, and none nothing.
+    """A call with drawn blocks, weights and gradient.
 
     Args:
+        logits: standard deviation of the scores. The default leaves no block all of the softmax, and none nothing.
+        spread: blocks are one tensor plus `spread` times tensors of their own, 0: all equal. None: blocks are
+            independent and their sizes differ.
         layout: "stacked"; "token-major", stacked but `[N,B,L,D]` in memory; "list" of tensors of their own; "slices",
             a list of views of one tensor with gaps of NaN; "strided", stacked with every second feature of a tensor.
     """
@@ -68,8 +73,11 @@ def make(
         return tensor.detach().requires_grad_(requires_grad)
 
     stacked = draw(blocks, batch, tokens, dim)
-    for i, block in enumerate(stacked):
-        block.mul_((i + 1) ** 0.5)
+    if spread is None:
+        for i, block in enumerate(stacked):
+            block.mul_((i + 1) ** 0.5)
+    else:
+        stacked = stacked[:1] + spread * stacked
     given: Blocks
     if layout == "stacked":
         given = leaf(stacked)
@@ -85,9 +93,20 @@ def make(
         given = [leaf(block) for block in padded[:, :, :tokens]]
     else:
         raise ValueError(f"there is no layout {layout!r}")
-    w_query = leaf(draw(dim, dtype=weight_dtype or dtype) * (1.5 / dim**0.5))
+    w_query = leaf(draw(dim, dtype=weight_dtype or dtype) * (logits / dim**0.5))
     w_norm = leaf(1 + draw(dim, dtype=weight_dtype or dtype) / 2) if norm else None
     return Case(given, w_query, w_norm, draw(batch, tokens, dim))
+
+
+LARGE_SCORES: dict[str, dict[str, Any]] = {
+    "equal blocks": {"dim": 64, "blocks": 3, "spread": 0.0, "logits": 100.0},
+    "equal blocks, read twice": {"dim": 40, "blocks": 35, "spread": 0.0, "logits": 100.0},
+    "equal blocks, tiled": {"dim": 9000, "blocks": 3, "spread": 0.0, "logits": 100.0},
+    "similar blocks": {"dim": 1000, "blocks": 8, "spread": 0.3, "logits": 100.0},
+    "similar blocks, read twice": {"dim": 1000, "blocks": 20, "spread": 0.1, "logits": 100.0},
+    "blocks of their own": {"dim": 40, "blocks": 9, "logits": 100.0},
+}
+"""Calls whose scores are in the hundreds. Where blocks are similar, dp - delta is far smaller than dp or delta."""
 
 
 def differentiated(function: Callable[..., Tensor], case: Case) -> tuple[Tensor, ...]:

@@ -16,10 +16,11 @@ def mix(blocks: list[list[list[Vector]]], w_query: Vector, w_norm: Vector, eps: 
 
 
 def _token(rows: list[Vector], w_query: Vector, w_norm: Vector, eps: float) -> Vector:
-    weights = []
+    scores = []
     for row in rows:
         size = math.sqrt(sum(x * x for x in row) / len(row) + eps)
         key = [x / size * w for x, w in zip(row, w_norm, strict=True)]
-        weights.append(math.exp(sum(q * k for q, k in zip(w_query, key, strict=True))))
+        scores.append(sum(q * k for q, k in zip(w_query, key, strict=True)))
+    weights = [math.exp(score - max(scores)) for score in scores]
     total = sum(weights)
     return [sum(w / total * row[d] for w, row in zip(weights, rows, strict=True)) for d in range(len(rows[0]))]

@@ -37,16 +37,17 @@ ADDRESSES = ("stacked", "pointers", "table")
 TOKENS = 43
 """More than an A2 has vector cores: some programs take two tokens."""
 LARGE_UB = 256 << 10
+LARGE = {"logits": 100.0, "spread": 0.0}
 CASES: dict[str, dict[str, Any]] = {
-    **{f"rows of {dim}": {"dim": dim, "blocks": 9} for dim in (250, 500, 1000, 2040)},
-    **{f"four rows of {dim}": {"dim": dim, "blocks": 3} for dim in (256, 500, 1024)},
+    **{f"rows of {dim}": {"dim": dim, "blocks": 9, **LARGE} for dim in (250, 500, 1000, 2040)},
+    **{f"four rows of {dim}": {"dim": dim, "blocks": 3, **LARGE} for dim in (256, 500, 1024)},
     **{f"eight rows of {dim}": {"dim": dim, "blocks": 6, "norm": False} for dim in (123, 512)},
     "one row": {"dim": 17, "blocks": 1, "batch": 2},
     "64 rows": {"dim": 1, "blocks": 64, "batch": 2, "layout": "token-major"},
     **{f"a list of rows of {dim}": {"dim": dim, "blocks": 4, "layout": "list"} for dim in (250, 500, 1000, 2040)},
     "the longest list of pointers": {"dim": 256, "blocks": 16, "layout": "list", "batch": 2},
     **{f"a table of rows of {dim}": {"dim": dim, "blocks": 17, "layout": "slices"} for dim in (256, 512, 1024, 2048)},
-    "tiled": {"dim": 2500, "blocks": 5, "tokens": 11},
+    "tiled": {"dim": 2500, "blocks": 5, "tokens": 11, **LARGE},
     "tiled, the dim of models": {"dim": 4096, "blocks": 8, "tokens": 43, "norm": False},
     "tiled list": {"dim": 2500, "blocks": 3, "layout": "list", "tokens": 11},
     "tiled table": {"dim": 2560, "blocks": 17, "layout": "slices", "tokens": 5},
