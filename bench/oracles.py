@@ -74,17 +74,16 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logits = (q @ k.mT * scale).masked_fill(~visible, -math.inf)
         lse = logits.logsumexp(-1)
-        p = _probabilities(logits, lse)
-        o = _rounded(_rounded(p, dtype) @ v, dtype)
-        ctx.save_for_backward(q, k, v, visible, o, lse)
+        o = _rounded(_rounded(_probabilities(logits), dtype) @ v, dtype)
+        ctx.save_for_backward(q, k, v, visible, o)
         ctx.scale, ctx.dtype = scale, dtype
         ctx.mark_non_differentiable(lse)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, visible, o, lse = ctx.saved_tensors
-        p = _probabilities((q @ k.mT * ctx.scale).masked_fill(~visible, -math.inf), lse)
+        q, k, v, visible, o = ctx.saved_tensors
+        p = _probabilities((q @ k.mT * ctx.scale).masked_fill(~visible, -math.inf))
         delta = (do * o).sum(-1, keepdim=True)
         return (*_gradients(do, q, k, v, p, delta, ctx.scale, ctx.dtype), None, None, None)
 
@@ -98,8 +97,9 @@ def _gradients(
     return ds @ k * scale, dk * scale, dv
 
 
-def _probabilities(logits: Tensor, lse: Tensor) -> Tensor:
-    return (logits - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
+def _probabilities(logits: Tensor) -> Tensor:
+    """Their softmax, 0 in rows without keys; not exp(logits - lse), which in fp32 is off by lse's rounding."""
+    return logits.softmax(-1).masked_fill(logits == -math.inf, 0.0)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

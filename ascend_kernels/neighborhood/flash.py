@@ -8,12 +8,12 @@ larger stride between rows. Row t sees the rows start(t) ... start(t) + K - 1 th
     start(t) = t - left                                    truncate, causal (right = 0)
     start(t) = min(max(t - left, 0), max(S - K, 0))        shift
 
-    s = scale * q k^T    p = exp(s - m) / sum    o = p v    lse = m + log(sum)
+    s = scale * q k^T    p = exp(s - m) / sum, m = max(s)    o = p v
     delta = sum(o * do)    ds = p * (do v^T - delta)    dq = scale * ds k    dk = scale * ds^T q    dv = p^T do
 
 Tiling. start is monotonic, so consecutive rows share one contiguous window of keys: M rows see M + K - 1. `forward` and
 `dq` keep a tile of BLOCK_M queries and walk over its window BLOCK_N keys at a time, with an online softmax or with the
-saved LSE. `dkdv` keeps a tile of keys and walks over the queries that see it: key u is seen by the rows u - right ... u
+saved m and 1 / sum. `dkdv` keeps a tile of keys and walks over the queries that see it: key u is seen by the rows u - right ... u
 + left; with shift, a key below K also by all rows before those, and a key from S - K on also by all rows after them. It
 does so for every query head of its key head, so no two programs add to one address and every run gives the same bits.
 
@@ -24,8 +24,9 @@ Every tile is consecutive rows that start inside their class, masked where the c
 clamped: one block copy each, and no row is read that no query needs. Visibility is decided on row numbers alone. Sums,
 softmax and accumulators are fp32; operands of `tl.dot` stay in the inputs' dtype.
 
-Layout. q, k, v, o, do and the gradients are `[B,N,heads,D]` with any strides of batch elements, tokens and heads. LSE
-and delta are `[B, H, C, ceil(N / C)]`, so that a tile of rows is contiguous in them too.
+Layout. q, k, v, o, do and the gradients are `[B,N,heads,D]` with any strides of batch elements, tokens and heads. m,
+1 / sum and delta are fp32 `[B, H, C, ceil(N / C)]`, so that a tile of rows is contiguous in them too. m is in base 2.
+Not m + log(sum): rounded to fp32, it would be as coarse as the scores are large, and p off by as much.
 
 Work tiles. One work tile is a tile of rows of one class of one head. Heads are innermost, then classes, so that
 programs that run together read neighboring memory. Programs stride over work tiles. Sizes are run-time values: one
@@ -34,7 +35,7 @@ build per dtype and tile shape.
 Floor. Per batch element, forward reads q, k, v and writes o, 2 N (H + H_kv) D elements, and takes 4 N K H D FLOP;
 whole tiles take 4 N W H D, with W the BLOCK_M + K - 1 keys of a tile rounded up to BLOCK_N. Backward reads q, k, v, o,
 do and writes dq, dk, dv, 4 N (H + H_kv) D elements, and takes 10 N K H D FLOP; as two kernels it reads q, k, v, do
-twice and takes 14 N K H D. Memory: inputs, outputs, and 4 bytes per row and head kept for backward, 8 during it.
+twice and takes 14 N K H D. Memory: inputs, outputs, and 8 bytes per row and head kept for backward, 12 during it.
 
 Limits: D <= 256, N <= 2^29, fp16, bf16 or fp32; features contiguous, and on NPUs padded (`layout.readable`).
 """
@@ -70,7 +71,6 @@ from ascend_kernels.neighborhood.windows import (
 # Kernels
 
 LN_2 = tl.constexpr(math.log(2))
-LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit(do_not_specialize=(*SIZES, "rows_per_tile"))
@@ -79,7 +79,8 @@ def forward_kernel(
     p_k,
     p_v,
     p_o,
-    p_lse,
+    p_max,
+    p_inverse,
     log2_scale,
     num_work,
     num_tokens,
@@ -112,7 +113,7 @@ def forward_kernel(
     WHOLE_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    """o and lse of `rows_per_tile` queries per work tile, at most BLOCK_M."""
+    """o, m and 1 / sum of `rows_per_tile` queries per work tile, at most BLOCK_M."""
     if SAME_STRIDES:
         o_batch_stride, o_token_stride, o_head_stride = q_batch_stride, q_token_stride, q_head_stride
         v_batch_stride, v_token_stride, v_head_stride = k_batch_stride, k_token_stride, k_head_stride
@@ -132,7 +133,7 @@ def forward_kernel(
         p_k_class = class_base(p_k, i_batch, i_kv_head, i_class, k_batch_stride, k_token_stride, k_head_stride)
         p_v_class = class_base(p_v, i_batch, i_kv_head, i_class, v_batch_stride, v_token_stride, v_head_stride)
         p_o_class = class_base(p_o, i_batch, i_head, i_class, o_batch_stride, o_token_stride, o_head_stride)
-        p_lse_class = p_lse + ((i_batch * num_heads + i_head) * dilation + i_class) * rows_per_class
+        i_class_rows = ((i_batch * num_heads + i_head) * dilation + i_class) * rows_per_class
 
         o_q = i_row + o_m
         b_q = load_rows(p_q_class, o_q, o_dim, q_row_stride, end_row, dim, UPCAST, WHOLE_D)
@@ -162,7 +163,8 @@ def forward_kernel(
         in_tile = o_q < end_row
         b_sum = tl.where(in_tile, b_sum, 1.0)
         store_rows(p_o_class, b_o / b_sum[:, None], o_q, o_dim, o_row_stride, end_row, dim, WHOLE_D)
-        tl.store(p_lse_class + o_q, b_max * LN_2 + tl.log(b_sum), mask=in_tile)
+        tl.store(p_max + i_class_rows + o_q, b_max, mask=in_tile)
+        tl.store(p_inverse + i_class_rows + o_q, 1.0 / b_sum, mask=in_tile)
 
 
 @triton.jit(do_not_specialize=(*SIZES, "rows_per_tile"))
@@ -172,7 +174,8 @@ def dq_kernel(
     p_v,
     p_o,
     p_do,
-    p_lse,
+    p_max,
+    p_inverse,
     p_delta,
     p_dq,
     log2_scale,
@@ -238,16 +241,17 @@ def dq_kernel(
         p_o_class = class_base(p_o, i_batch, i_head, i_class, o_batch_stride, o_token_stride, o_head_stride)
         p_do_class = class_base(p_do, i_batch, i_head, i_class, do_batch_stride, do_token_stride, do_head_stride)
         p_dq_class = class_base(p_dq, i_batch, i_head, i_class, dq_batch_stride, dq_token_stride, dq_head_stride)
-        i_lse_class = ((i_batch * num_heads + i_head) * dilation + i_class) * rows_per_class
+        i_class_rows = ((i_batch * num_heads + i_head) * dilation + i_class) * rows_per_class
 
         o_q = i_row + o_m
         in_tile = o_q < end_row
         b_o = load_rows(p_o_class, o_q, o_dim, o_row_stride, end_row, dim, UPCAST, WHOLE_D)
         b_do = load_rows(p_do_class, o_q, o_dim, do_row_stride, end_row, dim, UPCAST, WHOLE_D)
         b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
-        tl.store(p_delta + i_lse_class + o_q, b_delta, mask=in_tile)
+        tl.store(p_delta + i_class_rows + o_q, b_delta, mask=in_tile)
         b_q = load_rows(p_q_class, o_q, o_dim, q_row_stride, end_row, dim, UPCAST, WHOLE_D)
-        b_log2_lse = tl.load(p_lse + i_lse_class + o_q, mask=in_tile, other=0.0) * LOG2_E
+        b_max = tl.load(p_max + i_class_rows + o_q, mask=in_tile, other=0.0)
+        b_inverse = tl.load(p_inverse + i_class_rows + o_q, mask=in_tile, other=0.0)
         o_first = window_start(o_q, num_rows, left, right, shift)
         o_last = tl.minimum(o_first + left + right, num_rows - 1)
         b_dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -258,7 +262,7 @@ def dq_kernel(
             b_v = load_rows(p_v_class, o_k, o_dim, v_row_stride, end_key, dim, UPCAST, WHOLE_D)
             visible = (o_k[None, :] >= o_first[:, None]) & (o_k[None, :] <= o_last[:, None])
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * log2_scale
-            b_p = tl.exp2(tl.where(visible, b_s, float("-inf")) - b_log2_lse[:, None])
+            b_p = tl.exp2(tl.where(visible, b_s, float("-inf")) - b_max[:, None]) * b_inverse[:, None]
             b_dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee")
             b_ds = b_p * (b_dp - b_delta[:, None])
             b_dq += tl.dot(b_ds.to(b_k.dtype), b_k, input_precision="ieee")
@@ -273,7 +277,8 @@ def dkdv_kernel(
     p_k,
     p_v,
     p_do,
-    p_lse,
+    p_max,
+    p_inverse,
     p_delta,
     p_dk,
     p_dv,
@@ -346,7 +351,7 @@ def dkdv_kernel(
         b_k = load_rows(p_k_class, o_k, o_dim, k_row_stride, end_row, dim, UPCAST, WHOLE_D)
         b_v = load_rows(p_v_class, o_k, o_dim, v_row_stride, end_row, dim, UPCAST, WHOLE_D)
         o_first = first_row_of_key(o_k, left, right, shift)
-        o_last = last_row_of_key(o_k, num_rows, left, right, shift)
+        o_last = tl.where(o_k < end_row, last_row_of_key(o_k, num_rows, left, right, shift), -1)
         b_dk = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         b_dv = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         num_group_heads = group_size if GROUPED else 1
@@ -355,17 +360,17 @@ def dkdv_kernel(
             i_head = i_kv_head * group_size + i_group_head
             p_q_class = class_base(p_q, i_batch, i_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
             p_do_class = class_base(p_do, i_batch, i_head, i_class, do_batch_stride, do_token_stride, do_head_stride)
-            i_lse_class = ((i_batch * num_heads * group_size + i_head) * dilation + i_class) * rows_per_class
+            i_class_rows = ((i_batch * num_heads * group_size + i_head) * dilation + i_class) * rows_per_class
             for i_step in range(0, num_steps):
                 o_q = first_query + i_step * BLOCK_N + o_n
                 b_q = load_rows(p_q_class, o_q, o_dim, q_row_stride, end_query, dim, UPCAST, WHOLE_D)
                 b_do = load_rows(p_do_class, o_q, o_dim, do_row_stride, end_query, dim, UPCAST, WHOLE_D)
-                # Past the last query do and delta are 0, and so are the products with them
-                b_log2_lse = tl.load(p_lse + i_lse_class + o_q, mask=o_q < end_query, other=0.0) * LOG2_E
-                b_delta = tl.load(p_delta + i_lse_class + o_q, mask=o_q < end_query, other=0.0)
+                b_max = tl.load(p_max + i_class_rows + o_q, mask=o_q < end_query, other=0.0)
+                b_inverse = tl.load(p_inverse + i_class_rows + o_q, mask=o_q < end_query, other=0.0)
+                b_delta = tl.load(p_delta + i_class_rows + o_q, mask=o_q < end_query, other=0.0)
                 visible = (o_q[None, :] >= o_first[:, None]) & (o_q[None, :] <= o_last[:, None])
                 b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * log2_scale
-                b_p = tl.exp2(tl.where(visible, b_s, float("-inf")) - b_log2_lse[None, :])
+                b_p = tl.exp2(tl.where(visible, b_s, float("-inf")) - b_max[None, :]) * b_inverse[None, :]
                 b_dv += tl.dot(b_p.to(b_do.dtype), b_do, input_precision="ieee")
                 b_dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
                 b_ds = b_p * (b_dp - b_delta[None, :])
@@ -398,22 +403,22 @@ def forward(
         backend: "triton" or "ascend", whose tiles and grid to use.
 
     Returns:
-        out like q, contiguous, and LSE `[B, H, C, ceil(N / C)]` fp32 for `backward`, with C = min(dilation, N).
+        out like q, contiguous, and one fp32 tensor for `backward`: m and 1 / sum of all rows.
     """
     sizes = sizes_of(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
     dim = q.shape[-1]
     q, k, v = (readable(tensor, backend) for tensor in (q, k, v))
     (out,) = empty_contiguous(q)
-    lse = _empty_per_row(q, sizes)
-    _launch("forward", backend, sizes, {"q": q, "k": k, "v": v, "o": out}, {"p_lse": lse})
-    return without_padding(out, dim), lse
+    statistics = _empty_per_row(2, q, sizes)
+    _launch("forward", backend, sizes, {"q": q, "k": k, "v": v, "o": out}, _pointers(statistics))
+    return without_padding(out, dim), statistics
 
 
 def kept_like(
     q: Tensor, k: Tensor, v: Tensor, *, kernel_size: int, dilation: int, boundary: str, causal: bool, **_: Any
 ) -> Tensor:
-    """Uninitialised LSE of the shape that `forward` returns."""
-    return _empty_per_row(q, sizes_of(q, k, kernel_size, dilation, 1.0, boundary, causal))
+    """Uninitialised: a tensor like the second result of `forward`."""
+    return _empty_per_row(2, q, sizes_of(q, k, kernel_size, dilation, 1.0, boundary, causal))
 
 
 def backward(
@@ -422,7 +427,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    lse: Tensor,
+    statistics: Tensor,
     *,
     kernel_size: int,
     dilation: int,
@@ -443,8 +448,7 @@ def backward(
     dim = q.shape[-1]
     do, q, k, v, out = (readable(tensor, backend) for tensor in (do, q, k, v, out))
     dq, dk, dv = empty_contiguous(q, k, v)
-    delta = _empty_per_row(q, sizes)
-    per_row = {"p_lse": lse, "p_delta": delta}
+    per_row = {**_pointers(statistics), "p_delta": _empty_per_row(1, q, sizes)}
     tensors = {"q": q, "k": k, "v": v, "do": do}
     _launch("dq", backend, sizes, {**tensors, "o": out, "dq": dq}, per_row)
     kv_sizes = {**sizes, "num_heads": k.shape[2]}
@@ -456,9 +460,14 @@ KV_TENSORS = ("k", "v", "dk", "dv")
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 
 
-def _empty_per_row(q: Tensor, sizes: dict[str, Any]) -> Tensor:
-    shape = (q.shape[0], q.shape[2], sizes["dilation"], sizes["rows_per_class"])
-    return torch.empty(shape, dtype=torch.float32, device=q.device)
+def _empty_per_row(count: int, q: Tensor, sizes: dict[str, Any]) -> Tensor:
+    """`count` fp32 numbers per row, `[count, rows]`, with rows rounded up so that each begins at 16 bytes."""
+    rows = q.shape[0] * q.shape[2] * sizes["dilation"] * sizes["rows_per_class"]
+    return torch.empty((count, -(-rows // 4) * 4), dtype=torch.float32, device=q.device)
+
+
+def _pointers(statistics: Tensor) -> dict[str, Tensor]:
+    return {"p_max": statistics[0], "p_inverse": statistics[1]}
 
 
 def _same_strides(tensors: dict[str, Tensor]) -> bool:

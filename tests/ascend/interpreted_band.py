@@ -78,9 +78,11 @@ CASES: dict[str, dict[str, Any]] = {
     "fewer tokens than the dilation": {"tokens": 5, "kernel_size": 3, "dilation": 1000},
     "a dilation beyond int32": {"tokens": 5, "kernel_size": 18, "dilation": 1 << 40},
     "a scale": {"tokens": 21, "kernel_size": 7, "softmax_scale": 0.7},
+    "logits in the hundreds": {"tokens": 21, "kernel_size": 7, "logits": 100.0},
     "bf16": {"tokens": 70, "kernel_size": 9, "dtype": torch.bfloat16, "kv_heads": 2},
 }
 HERE = (
+    "logits in the hundreds",
     "features with strides",
     "fewer tokens than keys, causal",
     "some classes shorter than the window",

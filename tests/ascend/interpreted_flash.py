@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from ascend_kernels import device
 from ascend_kernels.launch import recording
@@ -20,7 +21,7 @@ from ascend_kernels.neighborhood import tiling
 from dispatch import neighborhood_attention
 from tests.support import cases
 from tests.support.helpers import make_qkv
-from tests.support.neighborhood_cases import WINDOWS, check
+from tests.support.neighborhood_cases import LARGE_LOGITS, WINDOWS, check
 
 
 @contextmanager
@@ -49,6 +50,28 @@ BORDERS = zip(WINDOWS, itertools.cycle([2, 17, 40]), strict=False)
 def test_borders_of_tiles(window: str, kernel_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with small_tiles(monkeypatch):
         check("ascend", 49, heads=1, kernel_size=kernel_size, **WINDOWS[window])
+
+
+@pytest.fixture
+def dots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dots sum products one after the other, as devices do: a b^T is then b a^T in every bit, as kernels rely on."""
+
+    def dot(_: InterpreterBuilder, a: Any, b: Any, total: Any, *__: Any) -> TensorHandle:
+        data = total.data.copy()
+        for i in range(a.data.shape[1]):
+            data += a.data[:, i, None] * b.data[None, i, :]
+        return TensorHandle(data, total.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
+@pytest.mark.usefixtures("dots_in_order")
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    cases.some([("ascend", "in the hundreds"), ("triton", "of groups")], ["ascend", "triton"], LARGE_LOGITS),
+)
+def test_large_logits(backend: str, case: str) -> None:
+    check(backend, 40, algorithm="flash", **LARGE_LOGITS[case])
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -20,6 +20,12 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "causal": {"boundary": "shift", "causal": True},
 }
 
+LARGE_LOGITS: dict[str, dict[str, Any]] = {
+    "in the hundreds": {"logits": 100.0},
+    "of similar keys": {"logits": 300.0, "spread": 0.1},
+    "of groups": {"logits": 100.0, "heads": 4, "kv_heads": 2, "dilation": 2, "boundary": "shift"},
+}
+
 
 def make(
     tokens: int,
@@ -33,6 +39,8 @@ def make(
     head_major: bool = False,
     packed: bool = False,
     far: int | None = None,
+    logits: float = 1.0,
+    spread: float | None = None,
     **options: Any,
 ) -> tuple[tuple[Tensor, ...], Tensor, dict[str, Any]]:
     """q, k, v; the gradient of out; and the options that are left.
@@ -41,9 +49,14 @@ def make(
         head_major: inputs are `[B,H,N,D]` in memory.
         packed: inputs are parts of one tensor `[B,N,H+2*H_kv,D]`, so their strides are not those of the output.
         far: a dimension of inputs and `do` along which they span more than 2^31 elements.
+        logits: standard deviation of the logits, if `softmax_scale` is its default.
+        spread: keys and values are those of one token plus `spread` times independent ones; None: independent.
     """
     shape = {"batch": batch, "dtype": dtype, "device": device}
-    inputs: tuple[Tensor, ...] = make_qkv(tokens, heads, kv_heads, dim, seed=tokens, **shape)  # type: ignore[arg-type]
+    q, k, v = make_qkv(tokens, heads, kv_heads, dim, seed=tokens, **shape)  # type: ignore[arg-type]
+    if spread is not None:
+        k, v = (x[:, :1] + spread * x for x in (k, v))
+    inputs: tuple[Tensor, ...] = (q * logits, k, v)
     if head_major:
         inputs = tuple(tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs)
     if packed:

@@ -16,9 +16,9 @@ from tests.ascend.lowered import gates, proof
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 MLIR_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 LOADS_STORES_MATMULS = {
-    "forward": (3, 2, 2),
-    "dq": (6, 2, 3),
-    "dkdv": (6, 2, 4),
+    "forward": (3, 3, 2),
+    "dq": (7, 2, 3),
+    "dkdv": (7, 2, 4),
     "band_scores": (2, 1, 1),
     "band_ds": (3, 1, 1),
     "band_rows": (2, 1, 1),
