@@ -13,9 +13,10 @@ larger stride between rows. Row t sees the rows start(t) ... start(t) + K - 1 th
 
 Tiling. start is monotonic, so consecutive rows share one contiguous window of keys: M rows see M + K - 1. `forward` and
 `dq` keep a tile of BLOCK_M queries and walk over its window BLOCK_N keys at a time, with an online softmax or with the
-saved m and 1 / sum. `dkdv` keeps a tile of keys and walks over the queries that see it: key u is seen by the rows u - right ... u
-+ left; with shift, a key below K also by all rows before those, and a key from S - K on also by all rows after them. It
-does so for every query head of its key head, so no two programs add to one address and every run gives the same bits.
+saved m and 1 / sum. `dkdv` keeps a tile of keys and walks over the queries that see it: key u is seen by the rows
+u - right ... u + left; with shift, a key below K also by all rows before those, and a key from S - K on also by all
+rows after them. It does so for every query head of its key head, so no two programs add to one address and every run
+gives the same bits.
 
 One pass. Where K is small against BLOCK_N, a tile keeps no more rows than BLOCK_N - K + 1: its window is then one tile,
 nothing is rescaled, and on NVIDIA GPUs a program that strides over work tiles loads the next one while it computes.

@@ -12,7 +12,8 @@ stream. So nothing differs from the launches one by one but the host's time. Wha
 forgotten, addresses and graphs alike: more of them than MOST in turn never become graphs.
 
 While a stream is captured, CUDA refuses to synchronize the device, to any thread. So nothing is captured where another
-thread of the program might: launches stay what they are until it has ended.
+thread of the program might: launches stay what they are until it has ended. Launches that cannot be captured are
+launched one by one, with a warning.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
@@ -41,7 +43,8 @@ FEWEST = 3
 
 _LOCK = threading.Lock()
 os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
-_KNOWN: OrderedDict[Hashable, Graph | None] = OrderedDict()
+_KNOWN: OrderedDict[Hashable, Graph | bool] = OrderedDict()
+"""By key: a graph; True, launched once; or False, could not be captured."""
 
 _LOG = logging.getLogger("nsa_kernels")
 _TOLD = threading.Event()
@@ -53,27 +56,37 @@ def launch(key: Hashable, device: torch.device, launches: Callable[[], Launches]
 
     Args:
         key: of the launches and all addresses in their arguments.
+
+    Warns:
+        RuntimeWarning: the launches could not be captured, but were launched.
     """
     if device.type == "cuda" and torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
             launch(key, device, launches)
         return
-    graph = None
+    known: Graph | bool | None = None
+    failure = None
     if not torch.cuda.is_current_stream_capturing():  # a caller's graph gets them one by one
         with _LOCK:
-            known = key in _KNOWN
-            graph = _KNOWN[key] = _KNOWN.pop(key, None)
+            known = _KNOWN.pop(key, None)
+            _KNOWN[key] = True if known is None else known
             if len(_KNOWN) > MOST:
                 _KNOWN.popitem(last=False)
-        if known and graph is None and not _has_other_threads():
-            graph = Graph(device, launches())
+        if known is True and not _has_other_threads():
+            try:
+                known = Graph(device, launches())
+            except Exception as error:
+                known, failure = False, error
             with _LOCK:
-                _KNOWN[key] = graph
-    if graph is not None:
-        graph.launch()
+                _KNOWN[key] = known
+    if isinstance(known, Graph):
+        known.launch()
         return
     for function, arguments in launches():
         function(*arguments)
+    if failure is not None:
+        message = f"launches are not replayed as a CUDA graph, since they could not be captured: {failure}"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _has_other_threads() -> bool:

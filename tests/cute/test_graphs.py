@@ -63,6 +63,7 @@ class Calls:
         ran: list[str] = []
         before = FakeGraph.launched
         graphs.launch(key, torch.device("cpu"), lambda: iter([(kernel, (ran,))]))
+        assert len(ran) < 2, "launched twice"
         return "graph" if FakeGraph.launched > before else "plain" if ran else "nothing"
 
 
@@ -129,6 +130,23 @@ def test_an_error_reaches_the_caller_each_time() -> None:
     for _ in range(3):
         with pytest.raises(RuntimeError, match="no"):
             call("a", fails=True)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_launches_that_cannot_be_captured_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, captures = Calls(), FakeGraph.__init__
+
+    def refused(graph: FakeGraph, device: torch.device, launches: Any) -> None:
+        captures(graph, device, launches)
+        raise RuntimeError("CUDA answers cudaErrorMemoryAllocation")
+
+    assert call("a") == "plain"
+    monkeypatch.setattr(FakeGraph, "__init__", refused)
+    with pytest.warns(RuntimeWarning, match="could not be captured: CUDA answers cudaErrorMemoryAllocation"):
+        assert call("a") == "plain"
+    assert call("a") == "plain", "without another attempt, or another warning"
+    monkeypatch.setattr(FakeGraph, "__init__", captures)
+    assert [call(key) for key in "abb"] == ["plain", "plain", "graph"]
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -282,7 +300,7 @@ def test_bits_of_training_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for _ in range(8):
         check(step(leaves, do))
-    made = [graph for graph in graphs._KNOWN.values() if graph is not None]
+    made = [graph for graph in graphs._KNOWN.values() if isinstance(graph, graphs.Graph)]
     assert len(made) >= 2, "forward and backward"
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -305,6 +323,25 @@ def test_bits_of_training_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @CUDA
+def test_launches_that_cannot_be_captured_are_launched_on_a_gpu() -> None:
+    x = torch.zeros(5, device="cuda")
+
+    def add() -> None:
+        torch.cuda.synchronize()  # refused during a capture, which it ends
+        x.add_(1)
+
+    def call() -> None:
+        graphs.launch("synchronizes", x.device, lambda: iter([(add, ())]))
+
+    call()
+    with pytest.warns(RuntimeWarning, match="could not be captured"):
+        call()
+    call()
+    assert x.tolist() == [3.0] * 5
+    graphs.forget()
+
+
+@CUDA
 def test_graphs_hold_no_tensors() -> None:
     graphs.forget()
     leaves, do = training_step()
@@ -314,7 +351,7 @@ def test_graphs_hold_no_tensors() -> None:
     before = torch.cuda.memory_allocated()
     for _ in range(4):
         step(leaves, do)
-    assert any(graph is not None for graph in graphs._KNOWN.values())
+    assert any(isinstance(graph, graphs.Graph) for graph in graphs._KNOWN.values())
     assert torch.cuda.memory_allocated() == before
 
 
