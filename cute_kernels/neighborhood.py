@@ -29,7 +29,7 @@ from torch import Tensor
 
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.limits import MAX_GRID
-from cute_kernels.runtime.device import must_be_deterministic, vectorizable
+from cute_kernels.runtime.device import vectorizable
 
 SUMS_SHARE = 12
 """The fp32 sums of one call of backward take at most 1/SUMS_SHARE of all inputs, outputs and gradients ..."""
@@ -103,11 +103,13 @@ def backward(
     boundary: str,
     causal: bool,
     backend: str,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous, from what `forward` took and gave.
 
-    FlashAttention-4 adds dq up, and dk and dv over the heads of a group, in fp32 and in no fixed order, unless
-    `torch.use_deterministic_algorithms(True)` asks for one.
+    Args:
+        deterministic: dq, and dk and dv over the heads of a group, are added up in a fixed order; else FlashAttention-4
+            adds them in fp32 by atomics.
     """
     do, q, k, v = (vectorizable(tensor) for tensor in (do, q, k, v))
     left, right = _window(kernel_size, causal, k.shape[1])
@@ -121,7 +123,6 @@ def backward(
     of_keys = {"k": k, "v": v, "dk": dk, "dv": dv}
     tensors |= {name: x.narrow(1, first_key, x.shape[1] - first_key) for name, x in of_keys.items()}
     most_bytes = max(SUMS_BYTES, sum(tensor.nbytes for tensor in tensors.values()) // SUMS_SHARE)
-    deterministic = must_be_deterministic()
     for chunk in _chunks(tuple(tensors.values()), layout.classes):
         views = {name: chunk.view(tensor) for name, tensor in tensors.items()}
         for gradients in _head_chunks(fa4.Gradients(lse=chunk.view_lse(lse), **views), most_bytes):

@@ -46,7 +46,7 @@ from cute_kernels.limits import (
     SELECT_UNIT,
     TOKEN_SELECT_SIZES,
 )
-from cute_kernels.runtime.device import compute_capability, has_warpgroups, must_be_deterministic, vectorized
+from cute_kernels.runtime.device import compute_capability, has_warpgroups, vectorized
 from cute_kernels.select.token_tiling import choose_tiling
 
 CAPABILITIES = ((9, 0), (10, 0))
@@ -182,7 +182,7 @@ def check_neighborhood_attention(call: Any) -> str | None:
     problem = _machine_problem(call)
     if problem:
         return problem
-    if call.backward and must_be_deterministic() and not has_warpgroups(torch.device(call.device)):
+    if call.backward and call.options.get("deterministic") and not has_warpgroups(torch.device(call.device)):
         return (
             "takes torch.use_deterministic_algorithms(True) in backward only on Hopper, "
             "FlashAttention-4's deterministic backward was never compiled for Blackwell"

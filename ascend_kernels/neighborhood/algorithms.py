@@ -18,11 +18,11 @@ def forward(
 
     Args:
         algorithm: "flash", "band" or "dense", which is the band with another backward.
-        keep: whether the caller needs the band, for `backward` or itself. "flash" returns its LSE in any case.
+        keep: whether the caller needs the band, for `backward` or itself. "flash" returns what it keeps in any case.
         options: kernel_size, dilation, softmax_scale, boundary, causal, backend.
 
     Returns:
-        out, and what `backward` takes: LSE, or the band; None for the band without `keep`.
+        out, and what `backward` takes: statistics of rows, or the band; None for the band without `keep`.
 
     Raises:
         ValueError: algorithm "dense" where its backward exceeds its limits.
@@ -45,9 +45,22 @@ def kept_like(q: Tensor, k: Tensor, v: Tensor, *, algorithm: str = "flash", **op
 
 
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Tensor, *, algorithm: str = "flash", **options: Any
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    kept: Tensor,
+    *,
+    algorithm: str = "flash",
+    deterministic: bool = True,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv from the inputs and results of `forward`; for "band" by either path of neighborhood/backward.py."""
+    """dq, dk, dv from the inputs and results of `forward`; for "band" by either path of neighborhood/backward.py.
+
+    Args:
+        deterministic: not read, since no kernel adds up in an order that changes.
+    """
     if algorithm != "flash":
         path = "dense" if algorithm == "dense" else "auto"
         return attention_backward.backward(do, q, k, v, kept, **options, path=path)

@@ -39,11 +39,6 @@ def made_current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.is_initialized() else nullcontext()
 
 
-def must_be_deterministic() -> bool:
-    """Whether `torch.use_deterministic_algorithms(True)` is on, and not with `warn_only`."""
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-
-
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
     """Of a CUDA device; 1 elsewhere."""

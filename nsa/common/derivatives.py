@@ -23,6 +23,11 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
+def determinism_is_asked_for() -> bool:
+    """True if `torch.use_deterministic_algorithms(True)` is on, without `warn_only`."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 def forbid_double_backward(op: str, gradients: list[Tensor | None], *sources: Tensor) -> list[Tensor | None]:
     """The gradients that a backward returns; under create_graph=True, differentiating them raises RuntimeError.
 

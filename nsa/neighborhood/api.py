@@ -10,7 +10,7 @@ from torch import Tensor
 import dispatch
 from nsa.common.autocast import autocast_off, cast_inputs
 from nsa.common.checks import check_choice
-from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_transforms
+from nsa.common.derivatives import determinism_is_asked_for, guard_inplace_changes, needs_grad, refuse_transforms
 from nsa.common.operators import runs_as_operator
 from nsa.common.resolve import resolve as resolve_call
 from nsa.neighborhood import meta
@@ -87,7 +87,8 @@ def neighborhood_attention(
         return call_forward(q, k, v, kernel_size, dilation, softmax_scale, boundary, causal, algorithm, backend)
     window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
     k, v = _until_last_query(q, k, v, causal, q_start)
-    impl = resolve(q, k, v, window, algorithm, backend, band=False)
+    deterministic = determinism_is_asked_for()
+    impl = resolve(q, k, v, window, algorithm, backend, band=False, deterministic=deterministic)
     with autocast_off(q.device.type):
         if impl.training is None:
             out: Tensor = impl.load()(q, k, v, **asdict(window), return_band=False)[0]
@@ -98,7 +99,7 @@ def neighborhood_attention(
             if not needs_grad(q, k, v):
                 out = impl.load()(q, k, v, **options, keep=False)[0]
                 return out
-        return run_with_backward(q, k, v, impl, options)
+        return run_with_backward(q, k, v, impl, options, deterministic)
 
 
 def _until_last_query(q: Tensor, k: Tensor, v: Tensor, causal: bool, q_start: int | None) -> tuple[Tensor, Tensor]:

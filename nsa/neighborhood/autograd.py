@@ -28,6 +28,7 @@ def gradients(
     out: Tensor,
     saved: Tensor,
     keywords: dict[str, Any],
+    deterministic: bool,
 ) -> Gradients:
     """dq, dk, dv.
 
@@ -35,19 +36,22 @@ def gradients(
         do: gradient of out, `[B,N,H,D]`.
         out, saved: from the backend's forward.
         keywords: of the backend's forward.
+        deterministic: whether gradients must have the same bits in every run, as PyTorch's flag said in forward.
     """
     training = impl.load_training()
     if training is None:
         forward = impl.load()
         dq, dk, dv = recompute_gradients(lambda *qkv: forward(*qkv, **keywords)[0], (q, k, v), do)
     else:
-        dq, dk, dv = training.backward(do, q, k, v, out, saved, **keywords)
+        dq, dk, dv = training.backward(do, q, k, v, out, saved, **keywords, deterministic=deterministic)
     return dq, dk, dv
 
 
-def run_with_backward(q: Tensor, k: Tensor, v: Tensor, impl: dispatch.Impl, keywords: dict[str, Any]) -> Tensor:
+def run_with_backward(
+    q: Tensor, k: Tensor, v: Tensor, impl: dispatch.Impl, keywords: dict[str, Any], deterministic: bool
+) -> Tensor:
     """Differentiable out of a backend with a training module."""
-    out: Tensor = NeighborhoodAttentionFunction.apply(q, k, v, impl, keywords)
+    out: Tensor = NeighborhoodAttentionFunction.apply(q, k, v, impl, keywords, deterministic)
     return out
 
 
@@ -55,10 +59,12 @@ class NeighborhoodAttentionFunction(torch.autograd.Function):
     """One eager call."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, impl: dispatch.Impl, keywords: dict[str, Any]) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, impl: dispatch.Impl, keywords: dict[str, Any], deterministic: bool
+    ) -> Tensor:
         out: Tensor
         out, saved = impl.load()(q, k, v, **keywords)
-        ctx.impl, ctx.keywords = impl, keywords
+        ctx.options = impl, keywords, deterministic
         ctx.save_for_backward(q, k, v, out, saved)
         return out
 
@@ -66,5 +72,6 @@ class NeighborhoodAttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, saved = ctx.saved_tensors
         with torch.no_grad(), autocast_off(do.device.type):
-            results = gradients(ctx.impl, do, q, k, v, out, saved, ctx.keywords)
-        return (*forbid_double_backward("neighborhood_attention", [*results], do, q, k, v), None, None)
+            impl, *options = ctx.options
+            results = gradients(impl, do, q, k, v, out, saved, *options)
+        return (*forbid_double_backward("neighborhood_attention", [*results], do, q, k, v), None, None, None)

@@ -3,7 +3,8 @@
 nsa_kernels::neighborhood_attention             out and the tensor saved for backward; differentiable
 nsa_kernels::neighborhood_attention_backward    dq, dk, dv
 
-`backward` says whether gradients are needed: inside of an operator no tensor does.
+`backward` says whether gradients are needed: inside of an operator no tensor does. `deterministic` is what PyTorch's
+flag said in forward, which a compiled graph is guarded by.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import dispatch
 from nsa.common.autocast import autocast_off
-from nsa.common.derivatives import needs_grad
+from nsa.common.derivatives import determinism_is_asked_for, needs_grad
 from nsa.common.operators import register_double_backward_error, register_operator
 from nsa.neighborhood.autograd import Gradients, gradients
 from nsa.neighborhood.validate import Window, resolve
@@ -28,7 +29,8 @@ _OPTIONS = (
 )
 SCHEMAS = {
     FORWARD: f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
-    BACKWARD: f"(Tensor do, Tensor q, Tensor k, Tensor v, Tensor out, Tensor saved, {_OPTIONS}) -> "
+    BACKWARD: f"(Tensor do, Tensor q, Tensor k, Tensor v, Tensor out, Tensor saved, {_OPTIONS}, "
+    "bool deterministic) -> "
     "(Tensor, Tensor, Tensor)",
 }
 
@@ -39,11 +41,14 @@ def call_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     return out
 
 
-def _resolve(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[dispatch.Impl, dict[str, Any]]:
+def _resolve(
+    q: Tensor, k: Tensor, v: Tensor, *options: Any, deterministic: bool
+) -> tuple[dispatch.Impl, dict[str, Any]]:
     """The backend, and the keywords of its forward."""
     *window_options, algorithm, backend, backward = options
     window = Window(*window_options)
-    impl = resolve(q, k, v, window, algorithm, backend, band=False, backward=backward)
+    flags = {"backward": backward, "deterministic": deterministic}
+    impl = resolve(q, k, v, window, algorithm, backend, band=False, **flags)
     keywords = asdict(window)
     if impl.training is None:
         keywords["return_band"] = False
@@ -56,23 +61,24 @@ def _resolve(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[dispatch.I
 
 @torch.no_grad()
 def _forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    impl, keywords = _resolve(q, k, v, *options)
+    impl, keywords = _resolve(q, k, v, *options, deterministic=determinism_is_asked_for())
     with autocast_off(q.device.type):
         out, saved, *_ = impl.load()(q, k, v, **keywords)
     return out, q.new_empty(0) if impl.training is None else saved
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    impl, keywords = _resolve(q, k, v, *options)
+    impl, keywords = _resolve(q, k, v, *options, deterministic=determinism_is_asked_for())
     training = impl.load_training()
     return q.new_empty(q.shape), q.new_empty(0) if training is None else training.kept_like(q, k, v, **keywords)
 
 
 @torch.no_grad()
 def _backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Tensor, *options: Any) -> Gradients:
-    impl, keywords = _resolve(q, k, v, *options)
+    deterministic = options[-1]
+    impl, keywords = _resolve(q, k, v, *options[:-1], deterministic=deterministic)
     with autocast_off(do.device.type):
-        return gradients(impl, do, q, k, v, out, saved, keywords)
+        return gradients(impl, do, q, k, v, out, saved, keywords, deterministic)
 
 
 def _backward_fake(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Gradients:
@@ -85,13 +91,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.mark_non_differentiable(saved)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, saved)
-    ctx.options = options
+    ctx.options, ctx.deterministic = options, determinism_is_asked_for()
 
 
 def _differentiate(ctx: Any, do: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     results: tuple[Tensor | None, ...] = (None, None, None)
     if do is not None:
-        results = torch.ops.nsa_kernels.neighborhood_attention_backward(do, *ctx.saved_tensors, *ctx.options)
+        results = torch.ops.nsa_kernels.neighborhood_attention_backward(
+            do, *ctx.saved_tensors, *ctx.options, ctx.deterministic
+        )
     return (*results, *[None] * len(ctx.options))
 
 

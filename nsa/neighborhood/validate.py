@@ -125,17 +125,19 @@ def resolve(
     *,
     band: bool,
     backward: bool | None = None,
+    deterministic: bool = False,
 ) -> dispatch.Impl:
     """Check everything and find the backend that takes the call.
 
     Args:
         band: whether probabilities are returned beside out.
         backward: whether gradients are needed. Default: None, which means as the tensors say.
+        deterministic: whether they must have the same bits in every run.
     """
     check_choice("algorithm", algorithm, ALGORITHMS)
     check_tensors(q, k, v)
     keys_until(q, k, window.causal, None)
-    options = {**asdict(window), "algorithm": algorithm, "band": band, **sizes(q, k)}
+    options = {**asdict(window), "algorithm": algorithm, "band": band, "deterministic": deterministic, **sizes(q, k)}
     backward = needs_grad(q, k, v) if backward is None else backward
     call = dispatch.Call("neighborhood_attention", q.device, q.dtype, backward=backward, options=options)
     return resolve_call(call, backend, meta=meta.FORWARD)

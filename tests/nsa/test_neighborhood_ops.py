@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from ascend_kernels.neighborhood import algorithms
 from dispatch import neighborhood_attention
 from nsa import NeighborhoodAttention, NeighborhoodAttentionLayer
+from nsa.neighborhood import api, ops
 from tests.support.helpers import make_qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
@@ -88,6 +89,46 @@ def test_second_derivatives_are_refused_under_compile() -> None:
     (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="neighborhood_attention has no second derivative"):
         first.square().sum().backward()
+
+
+class Recorder:
+    """A backend whose backward notes what it is asked for."""
+
+    training, backend = "a module", "cute"
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
+    def load(self) -> Any:
+        return lambda q, k, v, **_: (q.clone(), q.new_empty(0))
+
+    def load_training(self) -> Any:
+        return self
+
+    def kept_like(self, q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return q.new_empty(0)
+
+    def backward(self, do: Any, q: Any, k: Any, v: Any, *_: Any, deterministic: bool, **__: Any) -> Any:
+        self.asked.append(deterministic)
+        return q.clone(), k.clone(), v.clone()
+
+
+@pytest.mark.parametrize(("asked", "compiled"), [(False, False), (True, False), (True, True)])
+def test_determinism_is_what_pytorchs_flag_says_in_forward(
+    asked: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in backward, which may run much later. PyTorch refuses to run with it what was compiled without."""
+    torch._dynamo.reset()
+    recorder = Recorder()
+    for module in (api, ops):
+        monkeypatch.setattr(module, "resolve", lambda *_, **__: recorder)
+    function = torch.compile(neighborhood_attention, backend="aot_eager") if compiled else neighborhood_attention
+    q, k, v = make_qkv(8, requires_grad=True)
+    torch.use_deterministic_algorithms(asked)
+    out = function(q, k, v)
+    torch.use_deterministic_algorithms(not asked)
+    out.sum().backward()
+    assert recorder.asked == [asked]
 
 
 @pytest.mark.cuda
