@@ -152,9 +152,10 @@ format: ## rewrite the sources to the house format
 	$(VENV_PYTHON) -m ruff check --fix .
 	$(VENV_PYTHON) -m ruff format .
 
+# Not --quiet: it hides warnings from --strict, too.
 docs: ## build the documentation site, strictly, into build/site
 	$(bootstrap) --extras docs
-	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict --site-dir build/site
 
 clean: ## remove caches and build outputs, but not the toolchains in .cache
 	rm -rf .cache/ptx build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov .commit.json

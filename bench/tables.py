@@ -870,7 +870,6 @@ MAPPED = (
     "ascend_kernels",
     "bench",
     "examples",
-    "docs",
     "tools",
     "tests/support",
 )

@@ -7,11 +7,18 @@ the eager path. Each op registers a forward with autograd and a backward whose o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from nsa.common.derivatives import raise_double_backward
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def break_graph(function: F) -> F:
+    """`torch.compiler.disable` with the function's type: torch.compile breaks its graph at a call and runs it as is."""
+    return cast(F, torch.compiler.disable(function))
 
 
 def register_operator(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:

@@ -11,6 +11,7 @@ from torch.nn.functional import layer_norm
 
 from nsa.common.checks import check_choice, check_eps
 from nsa.common.derivatives import needs_grad
+from nsa.common.keywords import ONE_BY_ONE
 from nsa.common.layers import (
     RotaryHook,
     apply_rope,
@@ -59,7 +60,7 @@ class NeighborhoodAttention(nn.Module):
         TypeError: naming an argument of the wrong type, what was expected and what came.
         ValueError: naming an argument out of range, what was expected and what came.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import NeighborhoodAttention
         >>> layer = NeighborhoodAttention(hidden_size=64, num_heads=4, kernel_size=5)
@@ -136,8 +137,7 @@ class NeighborhoodAttention(nn.Module):
             RuntimeError: with a cache where gradients are needed.
             dispatch.BackendError: as `neighborhood_attention`.
         """
-        instead_of_mask = "attend to each document in a call of its own instead of padding them"
-        refuse_unsupported(others, causal=self.window.causal, instead_of_mask=instead_of_mask)
+        refuse_unsupported(others, causal=self.window.causal, instead_of_mask=ONE_BY_ONE)
         check_input(hidden_states, self.hidden_size, self.q_proj, packed=None)
         q = self._rotate(self._heads(self.q_proj(hidden_states)), position_embeddings)
         k = self._rotate(self._heads(self.k_proj(hidden_states)), position_embeddings)
@@ -239,7 +239,7 @@ class NeighborhoodAttentionLayer(nn.Module):
         TypeError: naming an argument of the wrong type, what was expected and what came.
         ValueError: naming an argument out of range, what was expected and what came.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import NeighborhoodAttentionLayer
         >>> layer = NeighborhoodAttentionLayer(hidden_size=64, num_heads=4, kernel_size=5)

@@ -46,7 +46,7 @@ def attention_residual(
         dispatch.BackendError: when no backend can run the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import attention_residual
         >>> outputs = [torch.randn(1, 10, 32) for _ in range(4)]

@@ -30,7 +30,7 @@ class AttentionResidual(nn.Module):
         TypeError: naming an argument of the wrong type, what was expected and what came.
         ValueError: naming an argument out of range, what was expected and what came.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import AttentionResidual
         >>> mix = AttentionResidual(hidden_size=32)

@@ -23,6 +23,7 @@ from nsa import (
     neighborhood_attention,
     nsa,
     nsa_forward,
+    nsa_forward_aux,
     ops,
 )
 from nsa.common.derivatives import recompute_gradients
@@ -216,7 +217,10 @@ def test_schema_names_every_tensor_and_option() -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"config": NSAConfig(), "causal": True}, "config stands for all options, got causal beside it"),
+        (
+            {"config": NSAConfig(), "causal": True},
+            "pass options as one config or as keywords, not both",
+        ),
         ({"window": 3}, "unknown keyword argument window"),
     ],
 )
@@ -272,7 +276,7 @@ def test_a_function_that_compresses_compiles() -> None:
     [
         (
             {"config": NSAConfig(compress=largest), "causal": True},
-            "config stands for all options, got causal beside it",
+            "pass options as one config or as keywords, not both",
         ),
         ({"compress": largest, "k_cmp": ENTRY, "v_cmp": ENTRY}, "compress would be ignored"),
         ({"compress": "max"}, "compress must be 'mean' or a callable"),
@@ -333,3 +337,23 @@ def test_dispatch_knows_whether_gradients_are_needed(
         assert asked
         assert set(asked) == {needs_grad}
         asked.clear()
+
+
+def test_intermediate_results_break_the_graph() -> None:
+    """Dynamo calls `nsa_forward_aux` as it is: tracing the reference would take 25 breaks, again at each length."""
+    counter = CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def branches(q: Tensor) -> Tensor:
+        out, aux = nsa_forward_aux(q * 2, q, q, config=SMALL["paper"])
+        return out + aux.o_win
+
+    graphs = []
+    compiled = torch.compile(branches, backend=counter)
+    for tokens in (20, 33, 47):
+        q = torch.randn(1, tokens, 2, 8)
+        assert torch.equal(compiled(q), branches(q))
+        graphs.append(counter.frame_count)
+    assert graphs == [2, 4, 4], "before and after the call, then once more for all lengths"
+    assert len(torch._dynamo.utils.counters["graph_break"]) == 1

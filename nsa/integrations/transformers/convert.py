@@ -48,7 +48,7 @@ def convert(
         TypeError: for another model or config.
         ValueError: naming what NSA cannot do: dropout, sliding windows, options of NSA that no config holds, hooks.
 
-    Example:
+    Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from nsa.integrations.transformers import convert
         >>> dense = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)

@@ -68,7 +68,7 @@ class ConfigMixin:
 class NSALlamaConfig(ConfigMixin, LlamaConfig):
     """LlamaConfig with the options of NSA.
 
-    Args:
+    Attributes:
         nsa_config: options of NSAConfig by name. Default: None, which means those of `NSAConfig.paper()`.
         nsa_gates: where gates come from: "hidden", "query" or "learned". Default: "hidden".
         nsa_gate_init: gates of the three branches to start with. Default: None, which means those of `convert`.
