@@ -151,12 +151,13 @@ def test_typed_dictionaries_match() -> None:
 
 
 def test_public_names() -> None:
+    helpers = {"Unpadding", "llama_rope", "rotary_table"}
     modules = {"AttentionResidual", "LinearCompression", "NSAttention"}
     modules |= {"NeighborhoodAttention", "NeighborhoodAttentionLayer"}
     functions = {"nsa", "nsa_forward", "nsa_forward_aux", "neighborhood_attention", "attention_residual"}
     functions |= {"nsa_with_cache", "block_sparse_attention", "top_blocks_by_max", "indexer_kl_loss", "warm_up"}
     caches = {"NSACache", "NeighborhoodCache", "PageTable"}
-    assert set(package.__all__) == {"NSAAux", "NSAConfig"} | modules | functions | caches
+    assert set(package.__all__) == {"NSAAux", "NSAConfig"} | modules | functions | caches | helpers
     for name in package.__all__:
         assert getattr(package, name).__doc__
 

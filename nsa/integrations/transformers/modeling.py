@@ -41,7 +41,8 @@ from nsa.integrations.transformers.interface import (
     refuse,
 )
 from nsa.integrations.transformers.options import check_gate_init, check_gates, options_dict, options_of
-from nsa.integrations.transformers.unpadding import PACK_ADVICE, Unpadding, positions_of_texts
+from nsa.integrations.transformers.unpadding import PACK_ADVICE, positions_of_texts
+from nsa.unpadding import Unpadding
 
 CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 """How models of the installed transformers call their cache: `past_key_values` until 5.23."""
