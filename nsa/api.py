@@ -115,7 +115,7 @@ def _nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
 
 
 def _nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, NSAAux]:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         from nsa.outside_graphs import nsa_forward_aux as outside
 
         return outside(q, k, v, **keywords)

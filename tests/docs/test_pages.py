@@ -42,7 +42,8 @@ def with_code() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("page", list(with_code()))
-def test_example_code_runs(page: Path) -> None:
+def test_example_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # for what it saves
     for block in python_blocks(page):
         exec(compile(block, str(page), "exec"), {})
 

@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import dispatch
 from nsa import (
+    AttentionResidual,
     LinearCompression,
+    NeighborhoodAttention,
     NSAConfig,
     attention_residual,
     autograd,
@@ -357,3 +359,15 @@ def test_intermediate_results_break_the_graph() -> None:
         graphs.append(counter.frame_count)
     assert graphs == [2, 4, 4], "before and after the call, then once more for all lengths"
     assert len(torch._dynamo.utils.counters["graph_break"]) == 1
+
+
+def test_other_layers_are_exported_for_all_lengths() -> None:
+    """NSAttention is in docs/usage.md, which tests run, too."""
+    tokens = {1: torch.export.Dim("tokens", min=2, max=4096)}
+    x, longer = torch.randn(1, 40, 16), torch.randn(1, 75, 16)
+    window = NeighborhoodAttention(16, 2, kernel_size=5)
+    exported = torch.export.export(window, (x,), dynamic_shapes=(tokens,)).module()
+    torch.testing.assert_close(exported(longer), window(longer))
+    mix = AttentionResidual(16)
+    exported = torch.export.export(mix, ([x, x + 1],), dynamic_shapes=([tokens] * 2,)).module()
+    torch.testing.assert_close(exported([longer, -longer]), mix([longer, -longer]))
