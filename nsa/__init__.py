@@ -1,4 +1,8 @@
-"""Native Sparse Attention (arXiv 2502.11089). Importing this package needs torch alone."""
+"""Native Sparse Attention (arXiv 2502.11089). Importing this package needs torch alone.
+
+Pages that docstrings name, such as docs/semantics.md, are in the repository and, where a wheel is installed, in
+share/doc/nsa-kernels of the environment.
+"""
 
 from __future__ import annotations
 
