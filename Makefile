@@ -22,7 +22,7 @@ endif
 # want one compiled wait for each other.
 WORKERS := -n auto --dist worksteal
 
-.PHONY: help demo train-demo needle-demo generate-demo cp-demo residual-demo test test-full coverage fuzz fuzz-gpu test-oldest test-blas test-ascend test-interpreted test-blackwell lint format docs test-gpu bench-gpu compile-all stamp clean distclean
+.PHONY: help demo train-demo needle-demo generate-demo cp-demo residual-demo test test-full coverage fuzz fuzz-gpu test-oldest test-blas test-ascend test-interpreted test-blackwell lint format docs test-gpu bench-gpu compile-all release-check stamp clean distclean
 # Bytecode is kept, whatever the caller's environment says: tests start hundreds of processes that import the same files.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -137,6 +137,10 @@ compile-all: ## compile every CUDA kernel for every architecture, without a GPU 
 	$(bootstrap) --extras dev,bench,cuda
 	$(VENV_PYTHON) tools/compile_all.py $(ARGS)
 
+release-check: ## install the built wheel with each extra into a fresh environment and try it there; some only: make release-check ARGS="base hf"
+	$(bootstrap) --extras dev
+	$(VENV_PYTHON) tools/release_check.py $(ARGS)
+
 stamp: ## write the commit and digests of its files to .commit.json, for copies of this checkout without git
 	$(PYTHON) tools/stamp_commit.py
 
@@ -152,9 +156,10 @@ format: ## rewrite the sources to the house format
 	$(VENV_PYTHON) -m ruff check --fix .
 	$(VENV_PYTHON) -m ruff format .
 
+# Not --quiet: it hides warnings from --strict, too.
 docs: ## build the documentation site, strictly, into build/site
 	$(bootstrap) --extras docs
-	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict --site-dir build/site
 
 clean: ## remove caches and build outputs, but not the toolchains in .cache
 	rm -rf .cache/ptx build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov .commit.json

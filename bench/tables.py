@@ -868,7 +868,6 @@ MAPPED = (
     "ascend_kernels",
     "bench",
     "examples",
-    "docs",
     "tools",
     "tests/support",
 )

@@ -6,10 +6,22 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dispatch.impl import Call, Impl
 from dispatch.registry import BackendError, Verdict, explain, resolve
+
+if TYPE_CHECKING:  # FUNCTIONS for type checkers, which do not run __getattr__
+    from nsa.api import nsa as nsa
+    from nsa.api import nsa_forward as nsa_forward
+    from nsa.api import nsa_forward_aux as nsa_forward_aux
+    from nsa.block_sparse.api import block_sparse_attention as block_sparse_attention
+    from nsa.decoding.api import nsa_with_cache as nsa_with_cache
+    from nsa.indexer.api import top_blocks_by_max as top_blocks_by_max
+    from nsa.neighborhood.api import neighborhood_attention as neighborhood_attention
+    from nsa.neighborhood.api import neighborhood_attention_backward as neighborhood_attention_backward
+    from nsa.neighborhood.api import neighborhood_attention_forward as neighborhood_attention_forward
+    from nsa.residual.api import attention_residual as attention_residual
 
 OPS = {
     "nsa": "nsa.api:nsa",

@@ -44,12 +44,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             except ValueError as problem:  # NSA_KERNELS_BACKEND names a backend that this op does not have
                 print(f"  {op:<33}{device_type:<6}none: {problem}")
                 continue
-            if not show_all:
+            if not show_all or absence(device_type) is not None:
                 print(f"  {op:<33}{device_type:<6}{summary(device_type, verdicts)}")
                 continue
             for verdict in verdicts:
                 state = "runs" if verdict.reason is None else f"no: {verdict.reason}"
-                print(f"  {op:<33}{device_type:<6}{verdict.impl.backend:<11}{state}")
+                print(f"  {op:<33}{device_type:<6}{verdict.impl.label:<29}{state}")
     if not show_all:
         print("\n--all shows every backend with the reason for every refusal")
 
@@ -60,7 +60,7 @@ def summary(device_type: str, verdicts: Sequence[Verdict]) -> str:
     if missing is not None:
         return f"none: {missing}"
     backend = next((verdict.impl.backend for verdict in verdicts if verdict.reason is None), None)
-    reasons = dict.fromkeys(f"{verdict.impl.backend}: {verdict.reason}" for verdict in verdicts)
+    reasons = dict.fromkeys(f"{verdict.impl.label}: {verdict.reason}" for verdict in verdicts)
     return backend or f"none: {'; '.join(reasons)}"
 
 

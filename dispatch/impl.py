@@ -27,8 +27,10 @@ class Impl:
         packages: modules of dispatch.device.PACKAGES that it needs. Default: none.
         training: module with the functions that the op's autograd calls (see the op's autograd.py). Default: None, for
             an implementation that is differentiable itself.
+        calls: in words, the calls that the row is for, if the op has another row of this backend. Default: "", which
+            means all.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import dispatch
         >>> impl = dispatch.resolve(dispatch.Call("nsa", "cpu", torch.float32))
@@ -42,6 +44,12 @@ class Impl:
     check: str
     packages: tuple[str, ...] = ()
     training: str | None = None
+    calls: str = ""
+
+    @property
+    def label(self) -> str:
+        """Name of the row in listings."""
+        return f"{self.backend} ({self.calls})" if self.calls else self.backend
 
     def load_training(self) -> Any:
         """The module named by `training`, or None."""
@@ -81,7 +89,7 @@ class Call:
         named: whether the user asked for this backend by name; set by `explain` and `resolve`. Default: False.
         options: what the op adds, such as sizes and flags. A row's check ignores what it does not know. Default: none.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import dispatch
         >>> dispatch.Call("nsa", torch.device("cuda", 0), torch.bfloat16).device_type

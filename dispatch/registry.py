@@ -21,7 +21,7 @@ ENVIRONMENT_VARIABLE = "NSA_KERNELS_BACKEND"
 class BackendError(RuntimeError):
     """No implementation can run a call. The message lists every row of the op with its reason.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import dispatch
         >>> try:
@@ -40,7 +40,7 @@ class Verdict:
         impl: the row.
         reason: why it cannot run the call; None: it can.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import dispatch
         >>> [verdict.reason is None for verdict in dispatch.explain(dispatch.Call("nsa", "cpu", torch.float32))]
@@ -67,7 +67,7 @@ def explain(call: Call, backend: str | None = None, rows: Sequence[Impl] | None 
         TypeError: for a backend that is no string.
         ValueError: for an unknown op or backend.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import dispatch
         >>> for verdict in dispatch.explain(dispatch.Call("nsa", "cpu", torch.float32)):
@@ -102,7 +102,7 @@ def resolve(call: Call, backend: str | None = None, rows: Sequence[Impl] | None 
         ValueError: for an unknown op or backend.
         BackendError: when no row can run the call, with the reason of each.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import dispatch
         >>> dispatch.resolve(dispatch.Call("attention_residual", "cpu", torch.float32)).backend
@@ -114,7 +114,7 @@ def resolve(call: Call, backend: str | None = None, rows: Sequence[Impl] | None 
     for impl in candidates:
         if name in (None, impl.backend) and impl.refusal(call) is None:
             return impl
-    listing = "\n".join(f"  {v.impl.backend}: {v.reason}" for v in explain(call, backend, rows))
+    listing = "\n".join(f"  {v.impl.label}: {v.reason}" for v in explain(call, backend, rows))
     raise BackendError(f"no backend can run {call.op} on {call.device} in {short_name(call.dtype)}:\n{listing}")
 
 

@@ -64,6 +64,7 @@ ROWS: tuple[Impl, ...] = (
         check="ascend_kernels.neighborhood.support:check_narrow_gpu",
         packages=TRITON,
         training="ascend_kernels.neighborhood.algorithms",
+        calls="up to 96 keys",
     ),
     Impl(
         "neighborhood_attention",
@@ -80,6 +81,7 @@ ROWS: tuple[Impl, ...] = (
         check="ascend_kernels.neighborhood.support:check_gpu",
         packages=TRITON,
         training="ascend_kernels.neighborhood.algorithms",
+        calls="any window",
     ),
     Impl(
         "neighborhood_attention",

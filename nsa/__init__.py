@@ -1,4 +1,8 @@
-"""Native Sparse Attention (arXiv 2502.11089). Importing this package needs torch alone."""
+"""Native Sparse Attention (arXiv 2502.11089). Importing this package needs torch alone.
+
+Pages that docstrings name, such as docs/semantics.md, are in the repository and, where a wheel is installed, in
+share/doc/nsa-kernels of the environment.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +44,8 @@ from nsa.neighborhood.cache import NeighborhoodCache  # noqa: E402
 from nsa.neighborhood.module import NeighborhoodAttention, NeighborhoodAttentionLayer  # noqa: E402
 from nsa.residual.api import attention_residual  # noqa: E402
 from nsa.residual.module import AttentionResidual  # noqa: E402
+from nsa.rotary import llama_rope, rotary_table  # noqa: E402
+from nsa.unpadding import Unpadding  # noqa: E402
 from nsa.warm_up import warm_up  # noqa: E402
 
 __all__ = [
@@ -53,14 +59,17 @@ __all__ = [
     "NeighborhoodAttentionLayer",
     "NeighborhoodCache",
     "PageTable",
+    "Unpadding",
     "attention_residual",
     "block_sparse_attention",
     "indexer_kl_loss",
+    "llama_rope",
     "neighborhood_attention",
     "nsa",
     "nsa_forward",
     "nsa_forward_aux",
     "nsa_with_cache",
+    "rotary_table",
     "top_blocks_by_max",
     "warm_up",
 ]

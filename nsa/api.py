@@ -1,15 +1,14 @@
 """NSA: the public functions check their arguments, find a backend and run it.
 
-`nsa`, `nsa_forward` and `nsa_forward_aux` take the same arguments, which are documented once: options at NSAConfig, all
-others at `nsa`. `_with_shared_arguments` completes each function's signature and docstring.
+`nsa`, `nsa_forward` and `nsa_forward_aux` have the same arguments. Signatures are written out, with the defaults of
+NSAConfig, and tests compare them; arguments are documented at `nsa`.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,95 +23,24 @@ from nsa.common.derivatives import (
     refuse_transforms,
     without_second_derivatives,
 )
+from nsa.common.keywords import signature_of
 from nsa.common.operators import runs_as_operator
-from nsa.config import DEFAULT_CONFIG, OPTION_NAMES, NSAConfig, NSAOptions, check_options
+from nsa.config import DEFAULT_CONFIG, OPTION_NAMES, Compress, NSAConfig, check_options
 from nsa.inputs import TENSOR_NAMES, NSAAux, NSAInputs
 from nsa.reference import compressed_entries, with_compressed_entries
 from nsa.validate import resolve
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-class NSAKeywords(NSAOptions, total=False):
-    """All keywords of a call, for type checkers (a test compares it with `_run`)."""
-
-    w_k_compress: Tensor | None
-    w_v_compress: Tensor | None
-    k_cmp: Tensor | None
-    v_cmp: Tensor | None
-    k_slc: Tensor | None
-    v_slc: Tensor | None
-    k_win: Tensor | None
-    v_win: Tensor | None
-    gate_proj_weight: Tensor | None
-    gates: Tensor | None
-    cu_seqlens: Tensor | None
-    cu_seqlens_k: Tensor | None
-    q_start: int | Tensor | None
-    q_sum: Tensor | None
-    max_seqlen: int | None
-    deterministic: bool
-    recompute: bool
-    config: NSAConfig | None
-    backend: str | None
-
 
 def _run(
-    want_aux: bool,
-    /,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    w_k_compress: Tensor | None = None,
-    w_v_compress: Tensor | None = None,
-    k_cmp: Tensor | None = None,
-    v_cmp: Tensor | None = None,
-    k_slc: Tensor | None = None,
-    v_slc: Tensor | None = None,
-    k_win: Tensor | None = None,
-    v_win: Tensor | None = None,
-    gate_proj_weight: Tensor | None = None,
-    gates: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    q_start: int | Tensor | None = None,
-    q_sum: Tensor | None = None,
-    max_seqlen: int | None = None,
-    deterministic: bool = False,
-    recompute: bool = False,
-    config: NSAConfig | None = None,
-    backend: str | None = None,
-    **options: Unpack[NSAOptions],
+    q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any], *, want_aux: bool
 ) -> tuple[Tensor, NSAAux | None]:
     """Resolve the options, check everything, and hand the call to the backend that takes it."""
-    check_options(config, options, NSAKeywords.__annotations__)
+    config, options = keywords.get("config"), ops.options_of(keywords)
     config = config or (NSAConfig(**options) if options else DEFAULT_CONFIG)
-    inputs = NSAInputs(
-        q,
-        k,
-        v,
-        w_k_compress=w_k_compress,
-        w_v_compress=w_v_compress,
-        k_cmp=k_cmp,
-        v_cmp=v_cmp,
-        k_slc=k_slc,
-        v_slc=v_slc,
-        k_win=k_win,
-        v_win=v_win,
-        gate_proj_weight=gate_proj_weight,
-        gates=gates,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_k=cu_seqlens_k,
-        q_start=q_start,
-        q_sum=q_sum,
-        max_seqlen=max_seqlen,
-    )
+    given = {name: keywords[name] for name in (*TENSOR_NAMES[3:], "max_seqlen") if name in keywords}
+    inputs = NSAInputs(q, k, v, **given)
     refuse_forward_mode("nsa", *vars(inputs).values())
-    flags: dict[str, Any] = {"deterministic": deterministic, "recompute": recompute, "backend": backend}
+    flags = {name: keywords.get(name, default) for name, default in ops.CALL_DEFAULTS.items() if name != "max_seqlen"}
     needs_grad = isinstance(q, Tensor) and inputs.needs_grad(config)
     call = resolve(inputs, config, **flags, needs_grad=needs_grad)
     inputs = call.inputs
@@ -121,8 +49,8 @@ def _run(
             inputs, config = with_compressed_entries(inputs, config)
         if call.impl.training is not None and needs_grad:
             return run_with_backward(call._replace(inputs=inputs, config=config)), None
-        given = inputs.map(partial(without_second_derivatives, "nsa")) if needs_grad else inputs
-        out, aux = call.impl.load()(given, config, aux=want_aux)
+        inputs_once = inputs.map(partial(without_second_derivatives, "nsa")) if needs_grad else inputs
+        out, aux = call.impl.load()(inputs_once, config, aux=want_aux)
         out = guard_inplace_changes(out, *inputs.tensors().values())
     return out, NSAAux(*aux) if want_aux else None
 
@@ -168,45 +96,90 @@ def _for_operator(
     return inputs.q, inputs.k, inputs.v, {**keywords, **changed}
 
 
-def _with_shared_arguments(function: F) -> F:
-    """Complete the signature and the docstring for help(), editors and documentation.
-
-    The signature gets the keywords of `_run` and the options of NSAConfig with their defaults. In the docstring's Args,
-    the options go between `v` and `w_k_compress`; a docstring without Args takes those of `nsa`.
-    """
-    own = inspect.signature(function)
-    run = inspect.signature(_run).parameters
-    options = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in inspect.signature(NSAConfig).parameters.values()
-    ]
-    keywords = [p for p in run.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    positional = [p for p in run.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    function.__signature__ = own.replace(parameters=[*positional, *options, *keywords])  # type: ignore[attr-defined]
-    if function.__doc__ and NSAConfig.__doc__:  # None under python -OO
-        doc = inspect.cleandoc(function.__doc__)
-        if "Args:\n" in doc:
-            first_keyword = "    w_k_compress:"
-            doc = doc.replace(first_keyword, f"{_args_section(NSAConfig.__doc__)}\n{first_keyword}", 1)
-        else:
-            doc = doc.replace("Returns:\n", f"Args:\n{_args_section(str(nsa.__doc__))}\n\nReturns:\n", 1)
-        function.__doc__ = doc
-    return function
+def _nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+    refuse_transforms("nsa")
+    q, k, v, cast_keywords = cast_arguments(q, k, v, keywords)
+    if runs_as_operator(q):
+        q, k, v, cast_keywords = _for_operator(q, k, v, cast_keywords)
+        given = (x for x in cast_keywords.values() if isinstance(x, Tensor))
+        run = ops.call_saving if needs_grad(q, k, v, *given) else ops.call_forward
+        return run(q, k, v, **cast_keywords)
+    return _run(q, k, v, cast_keywords, want_aux=False)[0]
 
 
-def _args_section(doc: str) -> str:
-    """The lines of a docstring's Args section below its heading."""
-    return inspect.cleandoc(doc).partition("Args:\n")[2].partition("\n\n")[0]
+def _nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+    refuse_transforms("nsa")
+    q, k, v, cast_keywords = cast_arguments(q, k, v, keywords)
+    if runs_as_operator(q):
+        q, k, v, cast_keywords = _for_operator(q, k, v, cast_keywords)
+        return ops.call_forward(q, k, v, **cast_keywords)
+    with torch.no_grad():
+        return _run(q, k, v, cast_keywords, want_aux=False)[0]
 
 
-@_with_shared_arguments
-def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Tensor:
+def _nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, NSAAux]:
+    if torch.compiler.is_dynamo_compiling():
+        from nsa.outside_graphs import nsa_forward_aux as outside
+
+        return outside(q, k, v, **keywords)
+    refuse_transforms("nsa")
+    if runs_as_operator(q):
+        raise RuntimeError(
+            "nsa_forward_aux takes neither fake tensors nor selective checkpointing, as operators do: call nsa_forward"
+        )
+    q, k, v, cast_keywords = cast_arguments(q, k, v, keywords)
+    with torch.no_grad():
+        out, aux = _run(q, k, v, cast_keywords, want_aux=True)
+    return out, cast("NSAAux", aux)
+
+
+@signature_of(_nsa)
+def nsa(  # type: ignore[empty-body]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    compress_block_size: int = 64,
+    compress_stride: int | None = None,
+    select_block_size: int | None = None,
+    num_selected_blocks: int = 16,
+    window_size: int = 512,
+    q_tile_size: int = 256,
+    share_heads_in_group: bool = False,
+    num_init_blocks: int = 0,
+    num_local_blocks: int = 0,
+    num_cmp_selected_blocks: int | None = None,
+    n_block_size: int = 128,
+    compress: Compress = "mean",
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    debug: bool = False,
+    w_k_compress: Tensor | None = None,
+    w_v_compress: Tensor | None = None,
+    k_cmp: Tensor | None = None,
+    v_cmp: Tensor | None = None,
+    k_slc: Tensor | None = None,
+    v_slc: Tensor | None = None,
+    k_win: Tensor | None = None,
+    v_win: Tensor | None = None,
+    gate_proj_weight: Tensor | None = None,
+    gates: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    q_start: int | Tensor | None = None,
+    q_sum: Tensor | None = None,
+    max_seqlen: int | None = None,
+    deterministic: bool = False,
+    recompute: bool = False,
+    config: NSAConfig | None = None,
+    backend: str | None = None,
+) -> Tensor:
     """Native Sparse Attention (arXiv 2502.11089), differentiable.
 
     Each query attends to compressed blocks of the past, to the tokens of a few selected blocks and to a sliding
     window; gates weigh the three outputs (equation 5 of the paper; the exact definition is in docs/semantics.md).
-    The options are keywords, or all in one `config`. The defaults, `NSAConfig.per_tile()`, select once per 256 tokens
-    and look ahead inside such a tile; `config=NSAConfig.paper()` is autoregressive.
+    Pass options as keywords or as one `config`, not both. The defaults, `NSAConfig.per_tile()`, select once per 256
+    tokens and look ahead inside such a tile; `config=NSAConfig.paper()` is autoregressive.
 
     Under torch.autocast tensors are cast as those of scaled_dot_product_attention.
 
@@ -216,6 +189,28 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
         k: keys `[B,N,H_kv,D]`, in q's dtype; H a multiple of H_kv. Packed: `[T,H_kv,D]`. More tokens than queries where
             the queries continue a sequence (`q_start`).
         v: values `[B,N,H_kv,D_v]`, in q's dtype. Packed: `[T,H_kv,D_v]`.
+        compress_block_size: l, tokens pooled into one compressed entry. Default: 64.
+        compress_stride: d, tokens from one compressed block to the next, d <= l. Default: None, which means l.
+        select_block_size: l', tokens of one selectable block. Default: None, which means l.
+        num_selected_blocks: blocks that each query tile selects, forced ones included. 0: the selected branch has no
+            keys. Default: 16.
+        window_size: w, keys of the sliding window, the token itself included. With `causal=False` the window is
+            |i - j| <= w // 2. 0: the window branch has no keys. Default: 512.
+        q_tile_size: T, consecutive queries that share a selection. 1 is the paper's selection per token. Default: 256.
+        share_heads_in_group: select once for all query heads of a key/value head. Implied by `q_tile_size=1`.
+            Default: False.
+        num_init_blocks: blocks at the start of the document that are always selected. Default: 0.
+        num_local_blocks: blocks ending with that of the tile's last token that are always selected (with
+            `causal=False`: as many around the tile). Default: 0.
+        num_cmp_selected_blocks: c, blocks of `n_block_size` compressed entries that each query tile and head attends to
+            in the compressed branch. Needs `q_tile_size > 1`. Default: None, which means all visible entries.
+        n_block_size: compressed entries in one such block. Default: 128.
+        compress: "mean", or a callable (or a pair of them, for keys and for values) from blocks `[...,l,D]` to entries
+            `[...,D]`, such as LinearCompression. Default: "mean".
+        causal: no output depends on later tokens (in tile mode: on tokens after its tile). Default: True.
+        softmax_scale: factor of the logits, in scoring and in all branches. Default: None, which means 1/sqrt(D).
+        debug: also check values of the input tensors (finite, `cu_seqlens` consistent), which waits for the device.
+            Default: False.
         w_k_compress: projection `[H_kv,D,D]` of each pooled key (x @ w). Default: None, which means none.
         w_v_compress: projection `[H_kv,D_v,D_v]` of each pooled value. Default: None, which means none.
         k_cmp: compressed keys `[B,N_cmp,H_kv,D]`, instead of pooling k; with `v_cmp`. Packed: document after document,
@@ -240,7 +235,8 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
         max_seqlen: keys of the longest document, a hint that never changes the result. Default: None.
         deterministic: refuse a backend whose backward is not bitwise repeatable. Default: False.
         recompute: save less for backward and compute it again. The reference always does. Default: False.
-        config: all options as one NSAConfig, in place of options as keywords. Default: None.
+        config: all options as one NSAConfig; other options must not be passed then. Default: None, which means the
+            keywords.
         backend: "cute" or "reference". Default: None, which reads NSA_KERNELS_BACKEND and then takes the first backend
             that can run.
 
@@ -253,7 +249,7 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
         dispatch.BackendError: when no backend can run the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func; for dual tensors.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import NSAConfig, nsa
         >>> q = torch.randn(1, 256, 4, 32, requires_grad=True)
@@ -266,19 +262,52 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
         >>> bool(torch.allclose(chunk, out[:, 100:150], atol=1e-5))
         True
     """
-    refuse_transforms("nsa")
-    q, k, v, cast_keywords = cast_arguments(q, k, v, keywords)
-    if runs_as_operator(q):
-        q, k, v, cast_keywords = _for_operator(q, k, v, cast_keywords)
-        given = (x for x in cast_keywords.values() if isinstance(x, Tensor))
-        run = ops.call_saving if needs_grad(q, k, v, *given) else ops.call_forward
-        return run(q, k, v, **cast_keywords)
-    return _run(False, q, k, v, **cast_keywords)[0]
 
 
-@_with_shared_arguments
-def nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Tensor:
+@signature_of(_nsa_forward)
+def nsa_forward(  # type: ignore[empty-body]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    compress_block_size: int = 64,
+    compress_stride: int | None = None,
+    select_block_size: int | None = None,
+    num_selected_blocks: int = 16,
+    window_size: int = 512,
+    q_tile_size: int = 256,
+    share_heads_in_group: bool = False,
+    num_init_blocks: int = 0,
+    num_local_blocks: int = 0,
+    num_cmp_selected_blocks: int | None = None,
+    n_block_size: int = 128,
+    compress: Compress = "mean",
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    debug: bool = False,
+    w_k_compress: Tensor | None = None,
+    w_v_compress: Tensor | None = None,
+    k_cmp: Tensor | None = None,
+    v_cmp: Tensor | None = None,
+    k_slc: Tensor | None = None,
+    v_slc: Tensor | None = None,
+    k_win: Tensor | None = None,
+    v_win: Tensor | None = None,
+    gate_proj_weight: Tensor | None = None,
+    gates: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    q_start: int | Tensor | None = None,
+    q_sum: Tensor | None = None,
+    max_seqlen: int | None = None,
+    deterministic: bool = False,
+    recompute: bool = False,
+    config: NSAConfig | None = None,
+    backend: str | None = None,
+) -> Tensor:
     """`nsa` without a graph: same arguments, same result, nothing saved for backward.
+
+    Arguments are those of `nsa`.
 
     Returns:
         `[B,N,H,D_v]` in q's dtype; packed `[T,H,D_v]`. A row that sees no key in a branch gets 0 from it.
@@ -289,7 +318,7 @@ def nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]
         dispatch.BackendError: when no backend can run the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func; for dual tensors.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import NSAConfig, nsa_forward
         >>> q, k, v = torch.randn(100, 4, 32), torch.randn(100, 2, 32), torch.randn(100, 2, 32)
@@ -297,18 +326,52 @@ def nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]
         >>> nsa_forward(q, k, v, cu_seqlens=bounds, config=NSAConfig.paper()).shape
         torch.Size([100, 4, 32])
     """
-    refuse_transforms("nsa")
-    q, k, v, cast_keywords = cast_arguments(q, k, v, keywords)
-    if runs_as_operator(q):
-        q, k, v, cast_keywords = _for_operator(q, k, v, cast_keywords)
-        return ops.call_forward(q, k, v, **cast_keywords)
-    with torch.no_grad():
-        return _run(False, q, k, v, **cast_keywords)[0]
 
 
-@_with_shared_arguments
-def nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> tuple[Tensor, NSAAux]:
+@signature_of(_nsa_forward_aux)
+def nsa_forward_aux(  # type: ignore[empty-body]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    compress_block_size: int = 64,
+    compress_stride: int | None = None,
+    select_block_size: int | None = None,
+    num_selected_blocks: int = 16,
+    window_size: int = 512,
+    q_tile_size: int = 256,
+    share_heads_in_group: bool = False,
+    num_init_blocks: int = 0,
+    num_local_blocks: int = 0,
+    num_cmp_selected_blocks: int | None = None,
+    n_block_size: int = 128,
+    compress: Compress = "mean",
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    debug: bool = False,
+    w_k_compress: Tensor | None = None,
+    w_v_compress: Tensor | None = None,
+    k_cmp: Tensor | None = None,
+    v_cmp: Tensor | None = None,
+    k_slc: Tensor | None = None,
+    v_slc: Tensor | None = None,
+    k_win: Tensor | None = None,
+    v_win: Tensor | None = None,
+    gate_proj_weight: Tensor | None = None,
+    gates: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    q_start: int | Tensor | None = None,
+    q_sum: Tensor | None = None,
+    max_seqlen: int | None = None,
+    deterministic: bool = False,
+    recompute: bool = False,
+    config: NSAConfig | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, NSAAux]:
     """`nsa_forward` with intermediate results: outputs of the branches, log-sum-exps, compressed entries, selections.
+
+    Arguments are those of `nsa`. torch.compile breaks its graph here and calls the function as it is.
 
     Returns:
         out as of `nsa_forward`, and NSAAux.
@@ -320,7 +383,7 @@ def nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywo
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func; for dual tensors; for fake
             tensors; in selective checkpointing.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import NSAConfig, nsa_forward_aux
         >>> q, k, v = torch.randn(1, 256, 4, 32), torch.randn(1, 256, 2, 32), torch.randn(1, 256, 2, 32)
@@ -328,12 +391,3 @@ def nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywo
         >>> aux.indices.shape, aux.indices[0, 0, 200].tolist()  # blocks that token 200 selects: all forced here
         (torch.Size([1, 2, 256, 3]), [0, 2, 3])
     """
-    refuse_transforms("nsa")
-    if runs_as_operator(q) and not torch.compiler.is_compiling():
-        raise RuntimeError(
-            "nsa_forward_aux takes neither fake tensors nor selective checkpointing, as operators do: call nsa_forward"
-        )
-    q, k, v, cast_keywords = cast_arguments(q, k, v, keywords)
-    with torch.no_grad():
-        out, aux = _run(True, q, k, v, **cast_keywords)
-    return out, cast("NSAAux", aux)

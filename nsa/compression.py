@@ -66,7 +66,7 @@ class LinearCompression(nn.Module):
         TypeError: naming an argument of the wrong type, what was expected and what came.
         ValueError: naming an argument out of range, what was expected and what came.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import LinearCompression, NSAConfig, nsa
         >>> pools = tuple(LinearCompression(num_kv_heads=2, block_size=32, head_dim=16) for _ in range(2))

@@ -6,13 +6,12 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from nsa.common.checks import check_bool, check_integer, is_finite
+from nsa.common.keywords import PACK, unknown_keywords
 from nsa.common.replace import replace
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ class NSAConfig:
         TypeError: naming an option of the wrong type, and its value.
         ValueError: naming an option out of range or in conflict with another, and its value.
 
-    Example:
+    Examples:
         >>> from nsa import NSAConfig
         >>> config = NSAConfig.paper(window_size=256)
         >>> config.compress_block_size, config.stride, config.q_tile_size
@@ -142,7 +141,7 @@ class NSAConfig:
             TypeError: for an option of the wrong type.
             ValueError: for an option out of range.
 
-        Example:
+        Examples:
             >>> NSAConfig.per_tile(num_local_blocks=1).q_tile_size
             256
         """
@@ -171,7 +170,7 @@ class NSAConfig:
             TypeError: for an option of the wrong type.
             ValueError: for an option out of range.
 
-        Example:
+        Examples:
             >>> NSAConfig.paper().token_mode
             True
         """
@@ -313,15 +312,12 @@ def check_options(config: NSAConfig | None, options: Mapping[str, Any], others: 
     """
     unknown = sorted(name for name in options if name not in OPTION_NAMES)
     if unknown:
-        suggestions: list[str] = []
-        if not is_compiling():  # which cannot trace difflib
-            for name in unknown:
-                suggestions += get_close_matches(name, [*OPTION_NAMES, *others], 1)
-        advice = f": did you mean {', '.join(suggestions)}?" if suggestions else ""
-        raise TypeError(f"unknown keyword argument {', '.join(unknown)}{advice}")
+        raise unknown_keywords(unknown, (*OPTION_NAMES, *others), PACK)
     if config is None:
         return
     if not isinstance(config, NSAConfig):
         raise TypeError(f"config must be an NSAConfig or None, got {type(config).__name__}")
     if options:
-        raise TypeError(f"config stands for all options, got {', '.join(sorted(options))} beside it")
+        raise TypeError(
+            f"pass options as one config or as keywords, not both: got config and {', '.join(sorted(options))}"
+        )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dispatch.registry import short_name
-from nsa.common.checks import check_dense, check_dtype, is_readable
+from nsa.common.checks import check_dense, check_dtype, is_readable, warn_of_heads_first
 from nsa.common.replace import replace
 from nsa.config import NSAConfig
 
@@ -44,7 +44,7 @@ class NSAAux(NamedTuple):
         cmp_indices: selected blocks of compressed entries, int32 `[B,H,tiles,c]`, ascending, padded with -1; all blocks
             of the document in each tile where c is at least their number. None without `num_cmp_selected_blocks`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import NSAConfig, nsa_forward_aux
         >>> q, k, v = torch.randn(1, 256, 4, 32), torch.randn(1, 256, 2, 32), torch.randn(1, 256, 2, 32)
@@ -229,6 +229,7 @@ class NSAInputs:
                 raise ValueError(f"{name} must have at least one head and D >= 1, got shape {list(shape)}")
         if q[-2] == 0 or q[-2] % k[-2] != 0:
             raise ValueError(f"q must have a multiple of k's H_kv={k[-2]} heads (at least one), got H={q[-2]}")
+        warn_of_heads_first(self.q, self.k)
 
     def _check_layout_of_documents(self) -> None:
         if self.cu_seqlens is not None and (self.cu_seqlens.dim() != 1 or self.cu_seqlens.numel() == 0):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.api import nsa, nsa_forward_aux
+from nsa.common.keywords import PACK
 from nsa.common.layers import (
     RotaryHook,
     apply_rope,
@@ -67,7 +68,7 @@ class NSAttention(nn.Module):
         TypeError: naming an argument of the wrong type, what was expected and what came.
         ValueError: naming an argument out of range, what was expected and what came.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import NSAConfig, NSAttention
         >>> layer = NSAttention(hidden_size=64, num_heads=4, num_kv_heads=2, config=NSAConfig.paper(window_size=32))
@@ -253,8 +254,7 @@ class NSAttention(nn.Module):
             return self.o_proj(out.flatten(-2)), aux
 
     def _check(self, hidden_states: Tensor, cu_seqlens: Tensor | None, others: Mapping[str, Any]) -> None:
-        instead_of_mask = "pack documents with cu_seqlens instead of padding them"
-        refuse_unsupported(others, causal=self.config.causal, instead_of_mask=instead_of_mask)
+        refuse_unsupported(others, causal=self.config.causal, instead_of_mask=PACK)
         check_input(hidden_states, self.hidden_size, self.q_proj, packed=cu_seqlens is not None)
 
     def _nsa_arguments(self, hidden_states: Tensor, position_embeddings: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ q_start is a tensor; an integer one cuts the keys in front.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,20 @@ SCHEMAS = {
 
 CALL_DEFAULTS = {"max_seqlen": None, "deterministic": False, "recompute": False, "backend": None}
 """Keywords of a call that are neither tensors nor options of NSAConfig."""
+
+CALL_KEYWORDS = (*TENSOR_NAMES[3:], *CALL_DEFAULTS, "config")
+"""Keywords of a call that are no options of NSAConfig."""
+
+
+def options_of(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of NSAConfig among the keywords of a call.
+
+    Raises:
+        TypeError: for unknown keywords, and for options that come with a config.
+    """
+    options = {name: value for name, value in keywords.items() if name not in CALL_KEYWORDS}
+    check_options(keywords.get("config"), options, CALL_KEYWORDS)
+    return options
 
 
 def _resolve(tensors: Sequence[Tensor | None], keywords: dict[str, Any], *, needs_grad: bool) -> ResolvedCall:
@@ -150,9 +164,6 @@ def operator_tensors(q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) 
 
 def operator_keywords(keywords: dict[str, Any]) -> dict[str, Any]:
     """Every keyword of the schema, with the defaults of those that a call does not give."""
-    config = keywords.get("config")
+    options, config = options_of(keywords), keywords.get("config") or DEFAULT_CONFIG
     flags = {name: keywords.get(name, default) for name, default in CALL_DEFAULTS.items()}
-    options = {n: value for n, value in keywords.items() if n not in ("config", *CALL_DEFAULTS, *TENSOR_NAMES)}
-    check_options(config, options, (*TENSOR_NAMES, *CALL_DEFAULTS, "config"))
-    config = config or DEFAULT_CONFIG
     return {**{name: options.get(name, getattr(config, name)) for name in OPTION_NAMES}, **flags}

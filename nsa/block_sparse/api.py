@@ -10,11 +10,13 @@ from nsa.block_sparse.validate import resolve
 from nsa.common.autocast import autocast_off, cast_inputs
 from nsa.common.checks import check_bool
 from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_forward_mode, refuse_transforms
+from nsa.common.keywords import PACK, explain_keywords
 from nsa.common.operators import runs_as_operator
 from nsa.config import NSAConfig
 from nsa.inputs import NSAInputs
 
 
+@explain_keywords(PACK)
 def block_sparse_attention(
     q: Tensor,
     k: Tensor,
@@ -66,7 +68,7 @@ def block_sparse_attention(
         dispatch.BackendError: when no backend can run the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func; for dual tensors.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import block_sparse_attention
         >>> q, k, v = torch.randn(1, 256, 4, 32), torch.randn(1, 256, 2, 32), torch.randn(1, 256, 2, 32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from numbers import Real
 from typing import Any, NoReturn, SupportsFloat
 
@@ -15,6 +16,9 @@ from dispatch.registry import short_name
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Of the ops' inputs. Backends take fewer: dispatch names the reason."""
 _NAMES = tuple(map(short_name, DTYPES))
+
+MOST_KV_HEADS = 128
+"""Key/value heads beyond which a tensor with few tokens looks as if heads came first."""
 
 
 def is_finite(number: SupportsFloat) -> bool:
@@ -92,6 +96,22 @@ def is_readable(tensor: Tensor, *, wait: bool = False) -> bool:
     if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
         return False
     return wait or tensor.device.type == "cpu"
+
+
+def warn_of_heads_first(q: Tensor, k: Tensor) -> None:
+    """Warn where q and k `[...,N,heads,D]` have the sizes of long sequences in the layout of PyTorch's SDPA.
+
+    `[B,H,N,D]` reads as N heads of H tokens. No model has so many key/value heads and so few keys.
+    """
+    tokens, heads = k.shape[-3:-1]
+    if heads <= MOST_KV_HEADS or heads < 4 * tokens or k.shape != q.shape or torch.compiler.is_compiling():
+        return
+    warnings.warn(
+        f"q and k of shape {list(k.shape)} are read as {tokens} tokens of {heads} heads: the layout is [B,N,heads,D], "
+        "not [B,heads,N,D] as of torch.nn.functional.scaled_dot_product_attention; transpose(1, 2) changes one into "
+        "the other",
+        stacklevel=2,
+    )
 
 
 def refuse_shallow_copy(self: object) -> NoReturn:

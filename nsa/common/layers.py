@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dispatch.registry import short_name
 from nsa.common.autocast import CASTABLE, autocast_dtype
 from nsa.common.checks import check_sizes
+from nsa.common.keywords import FOREIGN, advice
 
 RotaryHook = Callable[[Tensor, Any], Tensor]
 """Rotates queries or keys `[...,heads,D]` by `position_embeddings`; the result has the same shape and dtype."""
@@ -92,24 +93,18 @@ def split_heads(name: str, projected: Tensor, heads: int, dim: int) -> Tensor:
     return split
 
 
-_NO_MASK, _NO_CACHE, _NO_WEIGHTS, _NO_CROSS, _POSITIONS = (
-    "there is no attention mask",
+_NO_CACHE, _NO_CROSS, _POSITIONS = (
     "keys and values of earlier tokens come by cache",
-    "there are no attention weights to return",
     "this is self-attention",
     "rotary embeddings come by position_embeddings and the rope hook",
 )
 NOT_SUPPORTED = {
-    "attention_mask": _NO_MASK,
-    "attn_mask": _NO_MASK,
-    "key_padding_mask": _NO_MASK,
+    **FOREIGN,
     "past_key_values": _NO_CACHE,
     "past_key_value": _NO_CACHE,
     "layer_past": _NO_CACHE,
     "cache_position": _NO_CACHE,
     "use_cache": _NO_CACHE,
-    "need_weights": _NO_WEIGHTS,
-    "output_attentions": _NO_WEIGHTS,
     "key": _NO_CROSS,
     "value": _NO_CROSS,
     "encoder_hidden_states": _NO_CROSS,
@@ -117,8 +112,8 @@ NOT_SUPPORTED = {
 }
 """Arguments of attention layers of PyTorch and Hugging Face that layers here do not support, and why."""
 
-OPTIONAL_FLAGS = ("use_cache", "need_weights", "output_attentions")
-"""Those of NOT_SUPPORTED that are accepted as False."""
+OPTIONAL_FLAGS = ("use_cache", "need_weights", "output_attentions", "dropout", "dropout_p")
+"""Those of NOT_SUPPORTED that are accepted as False or 0."""
 
 
 def refuse_unsupported(arguments: Mapping[str, Any], *, causal: bool, instead_of_mask: str) -> None:
@@ -137,14 +132,14 @@ def refuse_unsupported(arguments: Mapping[str, Any], *, causal: bool, instead_of
         if name == "is_causal":
             reason, accepted = f"this layer was made with causal={causal}", value is causal
         elif name in NOT_SUPPORTED:
-            reason, accepted = NOT_SUPPORTED[name], value is False and name in OPTIONAL_FLAGS
+            reason = advice(name, instead_of_mask) if name in FOREIGN else NOT_SUPPORTED[name]
+            accepted = name in OPTIONAL_FLAGS and isinstance(value, (bool, int, float)) and value == 0
         else:
             raise TypeError(f"forward got an unexpected keyword argument {name!r}")
         if value is None or accepted:
             continue
-        advice = f", {instead_of_mask}" if reason == _NO_MASK else ""
         got = repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
-        raise ValueError(f"{name} is not supported: {reason}{advice}; got {got}")
+        raise ValueError(f"{name} is not supported: {reason}; got {got}")
 
 
 def weight_properties(project: nn.Module) -> tuple[torch.dtype, torch.device]:

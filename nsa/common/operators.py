@@ -8,13 +8,20 @@ derivative raises.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from nsa.common.derivatives import raise_double_backward
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def break_graph(function: F) -> F:
+    """`torch.compiler.disable` with the function's type: torch.compile breaks its graph at a call and runs it as is."""
+    return cast(F, torch.compiler.disable(function))
 
 
 def runs_as_operator(x: object) -> bool:

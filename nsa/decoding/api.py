@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nsa.common.autocast import cast_inputs
 from nsa.common.derivatives import refuse_transforms
+from nsa.common.keywords import explain_keywords
 from nsa.config import NSAConfig
 from nsa.decoding.cache import NSACache
 from nsa.decoding.ops import call_with_cache, run_checked
@@ -19,6 +20,7 @@ from nsa.decoding.validate import check_cache, check_order, resolve
 from nsa.inputs import NSAInputs
 
 
+@explain_keywords("counts says how many tokens of each sequence are real")
 def nsa_with_cache(
     q: Tensor,
     k: Tensor,
@@ -76,7 +78,7 @@ def nsa_with_cache(
             transforms of torch.func.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import NSACache, NSAConfig, nsa_with_cache
         >>> cache = NSACache.empty(NSAConfig.paper(), batch=2, max_tokens=500, heads_kv=1, dim=16)

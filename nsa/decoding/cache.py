@@ -45,7 +45,7 @@ class NSACache:
         ValueError: naming an argument out of range, pages of another shape, dtype, device or layout, or a table with
             tokens that nothing holds.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import NSACache, NSAConfig, nsa_with_cache
         >>> config = NSAConfig.paper()

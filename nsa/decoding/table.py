@@ -54,7 +54,7 @@ class PageTable:
         TypeError: naming an argument of the wrong type or dtype.
         ValueError: naming an argument of the wrong shape, device or value.
 
-    Example:
+    Examples:
         >>> from nsa import PageTable
         >>> table = PageTable.empty(batch=2, max_tokens=1000, page_size=64)
         >>> table.num_pages, table.block_table.shape, table.seqlens

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,21 +18,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dispatch.registry import ENVIRONMENT_VARIABLE, short_name
-from nsa.api import NSAKeywords, cast_arguments
+from nsa.api import cast_arguments
 from nsa.common.autocast import autocast_off, cast_inputs
 from nsa.common.checks import check_bool, check_choice, check_dtype, check_integer, check_tensor
 from nsa.common.derivatives import needs_grad, refuse_transforms
+from nsa.common.keywords import ONE_BY_ONE, explain_keywords, signature_of
+from nsa.common.operators import break_graph
 from nsa.common.replace import replace
-from nsa.config import LARGEST_OPTION, OPTION_NAMES, NSAConfig, check_options
+from nsa.config import LARGEST_OPTION, OPTION_NAMES, Compress, NSAConfig
 from nsa.distributed.attention import NAMES, WEIGHT_NAMES, Plan, ShardedNSA, attend, check_calls, heads_per_pass
 from nsa.distributed.comm import Comm
 from nsa.distributed.halo import compressed_shard, sharded_neighborhood_attention
 from nsa.distributed.layout import LAYOUTS, Layout, make_layout
 from nsa.inputs import KEY_NAMES, NSAInputs, check_bounds
 from nsa.neighborhood.validate import ALGORITHMS, Window, check_tensors
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from nsa.ops import options_of
 
 REFUSED = {
     "k_cmp": "entries are pooled from the keys of all ranks; give `compress` or w_k_compress",
@@ -78,7 +78,7 @@ class ContextParallel:
         ValueError: naming an argument out of range, or a mesh of several dimensions.
         RuntimeError: where another rank does not make the object within the timeout.
 
-    Example:
+    Examples:
         >>> import torch, torch.distributed as dist
         >>> from nsa import NSAConfig
         >>> from nsa.distributed import ContextParallel
@@ -157,7 +157,7 @@ class ContextParallel:
         parts = [x.narrow(dim, start, stop - start) for start, stop in layout.ranges[self.rank]]
         return torch.cat([x.narrow(dim, 0, 0), *parts], dim)
 
-    @torch.compiler.disable
+    @break_graph
     def unshard(self, x: Tensor, dim: int | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """The whole tensor on every rank, from the shards of all.
 
@@ -272,7 +272,7 @@ class ContextParallel:
         share: Tensor = total / count.clamp(min=1)
         return share
 
-    @torch.compiler.disable
+    @break_graph
     def _count_labels(self, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
         """How many labels count on all ranks, once every rank has found its own right."""
 
@@ -283,7 +283,7 @@ class ContextParallel:
         self._comm.agree("ContextParallel.cross_entropy", facts)
         return self._comm.sum((labels.long() != ignore_index).sum())
 
-    @torch.compiler.disable
+    @break_graph
     def sum(self, x: Tensor) -> Tensor:
         """The sum of a tensor over all ranks, added up in their order; without a gradient.
 
@@ -308,30 +308,7 @@ class ContextParallel:
 
     # Attention
 
-    @torch.compiler.disable
-    def nsa(self, q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Tensor:
-        """`nsa` of the whole sequence: out of this rank's tokens, differentiable.
-
-        Under torch.compile it is a break of the graph.
-
-        Args:
-            q: this rank's queries `[B,n,H,D]`, packed `[n,H,D]` with `cu_seqlens`, as `shard` gives them; a DTensor is
-                taken if it is sharded on tokens over this group and its even split is the layout's.
-            k: this rank's keys `[B,n,H_kv,D]`.
-            v: this rank's values `[B,n,H_kv,D_v]`.
-            keywords: as in `nsa`. `k_slc`, `v_slc`, `k_win`, `v_win` and `gates` are this rank's, weights are whole,
-                `cu_seqlens` are the bounds of the whole pack, on the host or on q's device, where they are read once.
-                `causal=False`, `k_cmp`, `v_cmp`, `cu_seqlens_k`, `q_start` and `q_sum` are refused.
-
-        Returns:
-            `[B,n,H,D_v]`, packed `[n,H,D_v]`: rows of `nsa` of the whole, in q's dtype; a DTensor if q is one.
-
-        Raises:
-            TypeError, ValueError: as `nsa`, or where ranks disagree; on all ranks, naming rank and argument.
-            dispatch.BackendError: when no backend can run the call, on all ranks.
-            RuntimeError: on all ranks, in forward or backward: where they run other calls or another order of
-                backwards, naming ranks and calls; within the timeout where a rank has ended or is late.
-        """
+    def _nsa(self, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
         refuse_transforms("ContextParallel.nsa")
         read: list[_NSACall] = []
 
@@ -360,7 +337,70 @@ class ContextParallel:
                 out, _ = attend(plan, tensors, saving=False)
         return call.dtensors.wrap(out)
 
-    @torch.compiler.disable
+    @break_graph
+    @signature_of(_nsa)
+    def nsa(  # type: ignore[empty-body]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        compress_block_size: int = 64,
+        compress_stride: int | None = None,
+        select_block_size: int | None = None,
+        num_selected_blocks: int = 16,
+        window_size: int = 512,
+        q_tile_size: int = 256,
+        share_heads_in_group: bool = False,
+        num_init_blocks: int = 0,
+        num_local_blocks: int = 0,
+        num_cmp_selected_blocks: int | None = None,
+        n_block_size: int = 128,
+        compress: Compress = "mean",
+        causal: bool = True,
+        softmax_scale: float | None = None,
+        debug: bool = False,
+        w_k_compress: Tensor | None = None,
+        w_v_compress: Tensor | None = None,
+        k_slc: Tensor | None = None,
+        v_slc: Tensor | None = None,
+        k_win: Tensor | None = None,
+        v_win: Tensor | None = None,
+        gate_proj_weight: Tensor | None = None,
+        gates: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        deterministic: bool = False,
+        recompute: bool = False,
+        config: NSAConfig | None = None,
+        backend: str | None = None,
+    ) -> Tensor:
+        """`nsa` of the whole sequence: out of this rank's tokens, differentiable.
+
+        Under torch.compile it is a break of the graph.
+
+        All other arguments are those of `nsa`. `k_slc`, `v_slc`, `k_win`, `v_win` and `gates` are this rank's, weights
+        are whole, `cu_seqlens` are the bounds of the whole pack, on the host or on q's device, where they are read
+        once. `causal=False`, and `k_cmp`, `v_cmp`, `cu_seqlens_k`, `q_start` and `q_sum` of `nsa`, are not supported.
+
+        Args:
+            q: this rank's queries `[B,n,H,D]`, packed `[n,H,D]` with `cu_seqlens`, as `shard` gives them; a DTensor is
+                taken if it is sharded on tokens over this group and its even split is the layout's.
+            k: this rank's keys `[B,n,H_kv,D]`.
+            v: this rank's values `[B,n,H_kv,D_v]`.
+
+        Returns:
+            `[B,n,H,D_v]`, packed `[n,H,D_v]`: rows of `nsa` of the whole, in q's dtype; a DTensor if q is one.
+
+        Raises:
+            TypeError, ValueError: as `nsa`, or where ranks disagree; on all ranks, naming rank and argument.
+            dispatch.BackendError: when no backend can run the call, on all ranks.
+            RuntimeError: on all ranks, in forward or backward: where they run other calls or another order of
+                backwards, naming ranks and calls; within the timeout where a rank has ended or is late.
+        """
+
+    @break_graph
+    @explain_keywords(ONE_BY_ONE)
     def neighborhood_attention(
         self,
         q: Tensor,
@@ -473,11 +513,8 @@ class ContextParallel:
         for name, reason in REFUSED.items():
             if keywords.get(name) is not None:
                 raise ValueError(f"{name} is not taken by ContextParallel.nsa: {reason}")
-        arguments = set(NSAKeywords.__annotations__) - set(OPTION_NAMES)
-        options: dict[str, Any] = {name: value for name, value in keywords.items() if name not in arguments}
-        config = keywords.get("config")
-        check_options(config, options, NSAKeywords.__annotations__)
-        config = config or NSAConfig(**options)
+        options = options_of(keywords)
+        config = keywords.get("config") or NSAConfig(**options)
         if not config.causal:
             raise ValueError("causal must be True: queries of a rank continue a sequence, got causal=False")
         if self.tile % config.q_tile_size != 0:

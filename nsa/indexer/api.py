@@ -54,7 +54,7 @@ def top_blocks_by_max(
         dispatch.BackendError: when no backend can run the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import top_blocks_by_max
         >>> q_idx, k_idx = torch.randn(1, 256, 2, 32), torch.randn(1, 256, 1, 32)

@@ -75,7 +75,7 @@ def indexer_kl_loss(
         ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import indexer_kl_loss, top_blocks_by_max
         >>> q_idx, k_idx = torch.randn(1, 256, 2, 32, requires_grad=True), torch.randn(1, 256, 1, 32)

@@ -37,7 +37,7 @@ def fla_config(block_size: int = 64, block_counts: int = 16, window_size: int | 
         TypeError: for block counts that differ by token.
         ValueError: for fewer blocks than are forced.
 
-    Example:
+    Examples:
         >>> from nsa.integrations.fla import fla_config
         >>> fla_config(block_counts=8).num_selected_blocks
         8
@@ -127,7 +127,7 @@ def layer_from_fla(
         ValueError: naming weights that are missing, unknown or of sizes that do not fit each other; for a theta that is
             not greater than 0, or not that of the state's `rotary.inv_freq`, if it is there.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa.integrations.fla import layer_from_fla
         >>> rows = {"q_proj": 64, "k_proj": 16, "v_proj": 16, "g_proj": 12}  # 4 heads of 16, 1 of keys, 3 gates a head

@@ -55,7 +55,7 @@ def register() -> None:
     The forward of its indexer's class is replaced; models with another `attn_implementation` still run their own. A
     second call changes nothing.
 
-    Example:
+    Examples:
         >>> from nsa.integrations import minimax_m3
         >>> minimax_m3.register()
         >>> # model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="nsa-blocks")

@@ -11,6 +11,7 @@ import dispatch
 from nsa.common.autocast import autocast_off, cast_inputs
 from nsa.common.checks import check_choice
 from nsa.common.derivatives import determinism_is_asked_for, guard_inplace_changes, needs_grad, refuse_transforms
+from nsa.common.keywords import ONE_BY_ONE, explain_keywords
 from nsa.common.operators import runs_as_operator
 from nsa.common.resolve import resolve as resolve_call
 from nsa.neighborhood import meta
@@ -20,6 +21,7 @@ from nsa.neighborhood.ops import call_forward
 from nsa.neighborhood.validate import PATHS, Window, check_backward_tensors, check_tensors, keys_until, resolve, sizes
 
 
+@explain_keywords(ONE_BY_ONE)
 def neighborhood_attention(
     q: Tensor,
     k: Tensor,
@@ -73,7 +75,7 @@ def neighborhood_attention(
         dispatch.BackendError: when no backend can run the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import neighborhood_attention
         >>> q, k, v = (torch.randn(1, 20, 4, 16) for _ in range(3))
@@ -111,6 +113,7 @@ def _until_last_query(q: Tensor, k: Tensor, v: Tensor, causal: bool, q_start: in
     return (k, v) if stop == k.shape[1] else (k[:, :stop], v[:, :stop])
 
 
+@explain_keywords(ONE_BY_ONE)
 def neighborhood_attention_forward(
     q: Tensor,
     k: Tensor,
@@ -157,7 +160,7 @@ def neighborhood_attention_forward(
         dispatch.BackendError: when no backend can run the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from dispatch import neighborhood_attention_forward
         >>> q, k, v = (torch.randn(1, 20, 4, 16) for _ in range(3))
@@ -178,6 +181,7 @@ def neighborhood_attention_forward(
     return out, band
 
 
+@explain_keywords(ONE_BY_ONE)
 def neighborhood_attention_backward(
     do: Tensor,
     q: Tensor,
@@ -235,7 +239,7 @@ def neighborhood_attention_backward(
         dispatch.BackendError: when no backend can run the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from dispatch import neighborhood_attention_backward, neighborhood_attention_forward
         >>> q, k, v = (torch.randn(1, 20, 4, 16) for _ in range(3))

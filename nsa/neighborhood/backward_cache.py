@@ -38,7 +38,7 @@ class BackwardCache:
     Raises:
         TypeError, ValueError: naming a capacity that is no integer of at least 1.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa.neighborhood import BackwardCache, neighborhood_attention_backward, neighborhood_attention_forward
         >>> q, k, v, do = (torch.randn(1, 20, 4, 16) for _ in range(4))

@@ -32,7 +32,7 @@ class NeighborhoodCache:
         TypeError: naming an argument of the wrong type.
         ValueError: naming an argument out of range.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import NeighborhoodAttention
         >>> layer = NeighborhoodAttention(hidden_size=64, num_heads=4, kernel_size=5, causal=True)

@@ -11,6 +11,7 @@ from torch.nn.functional import layer_norm
 
 from nsa.common.checks import check_choice, check_eps
 from nsa.common.derivatives import needs_grad
+from nsa.common.keywords import ONE_BY_ONE
 from nsa.common.layers import (
     RotaryHook,
     apply_rope,
@@ -61,7 +62,7 @@ class NeighborhoodAttention(nn.Module):
         TypeError: naming an argument of the wrong type, what was expected and what came.
         ValueError: naming an argument out of range, what was expected and what came.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import NeighborhoodAttention
         >>> layer = NeighborhoodAttention(hidden_size=64, num_heads=4, kernel_size=5)
@@ -138,8 +139,7 @@ class NeighborhoodAttention(nn.Module):
             RuntimeError: with a cache where gradients are needed, or that another thread is using.
             dispatch.BackendError: as `neighborhood_attention`.
         """
-        instead_of_mask = "attend to each document in a call of its own instead of padding them"
-        refuse_unsupported(others, causal=self.window.causal, instead_of_mask=instead_of_mask)
+        refuse_unsupported(others, causal=self.window.causal, instead_of_mask=ONE_BY_ONE)
         check_input(hidden_states, self.hidden_size, self.q_proj, packed=None)
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
         q = self._rotate(split_heads("q_proj", self.q_proj(hidden_states), heads, dim), position_embeddings)
@@ -244,7 +244,7 @@ class NeighborhoodAttentionLayer(nn.Module):
         TypeError: naming an argument of the wrong type, what was expected and what came.
         ValueError: naming an argument out of range, what was expected and what came.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import NeighborhoodAttentionLayer
         >>> layer = NeighborhoodAttentionLayer(hidden_size=64, num_heads=4, kernel_size=5)

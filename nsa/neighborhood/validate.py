@@ -9,7 +9,16 @@ from torch import Tensor
 
 import dispatch
 from dispatch.registry import short_name
-from nsa.common.checks import check_bool, check_choice, check_dense, check_dtype, check_integer, check_tensor, is_finite
+from nsa.common.checks import (
+    check_bool,
+    check_choice,
+    check_dense,
+    check_dtype,
+    check_integer,
+    check_tensor,
+    is_finite,
+    warn_of_heads_first,
+)
 from nsa.common.derivatives import needs_grad
 from nsa.common.resolve import resolve as resolve_call
 from nsa.neighborhood import meta
@@ -69,6 +78,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         wanted = [batch, tokens, kv_heads, dim]
         if list(tensor.shape) != wanted:
             raise ValueError(f"{name} must have the shape {wanted}, got {list(tensor.shape)}")
+    warn_of_heads_first(q, k)
 
 
 def keys_until(q: Tensor, k: Tensor, causal: bool, q_start: int | None) -> int:

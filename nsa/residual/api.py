@@ -11,7 +11,7 @@ from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_tra
 from nsa.common.operators import runs_as_operator
 from nsa.residual.autograd import run_with_backward
 from nsa.residual.ops import call_forward
-from nsa.residual.validate import block_tensors, resolve
+from nsa.residual.validate import block_tensors, resolve, with_two_leading_dims
 
 
 def attention_residual(
@@ -29,8 +29,8 @@ def attention_residual(
     promoted to fp32, as torch.stack promotes it.
 
     Args:
-        blocks: `[L,B,N,D]`, or a list of L tensors `[B,N,D]` of equal strides, which are not copied. fp16, bf16 or
-            fp32; on the CPU also fp64.
+        blocks: `[L,B,N,D]`, or a list of L tensors `[B,N,D]` of equal strides, which are not copied. In place of B and
+            N any leading dimensions, or none. fp16, bf16 or fp32; on the CPU also fp64.
         w_query: the learned query `[D]`, in the blocks' dtype or fp32.
         w_norm: weight of the RMSNorm of the keys, `[D]`, in the blocks' dtype or fp32. Default: None, which means ones.
         eps: added to the mean square, at least 0. With 0, a token whose features are all 0 gives NaN. Default: 1e-6.
@@ -38,7 +38,7 @@ def attention_residual(
             first backend that can run.
 
     Returns:
-        `[B,N,D]` in the blocks' dtype.
+        `[B,N,D]` in the blocks' dtype; with other leading dimensions those.
 
     Raises:
         TypeError: naming an argument of the wrong type or dtype, before anything is computed.
@@ -46,7 +46,7 @@ def attention_residual(
         dispatch.BackendError: when no backend can run the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import attention_residual
         >>> outputs = [torch.randn(1, 10, 32) for _ in range(4)]
@@ -55,6 +55,9 @@ def attention_residual(
     """
     refuse_transforms("attention_residual")
     blocks, w_query, w_norm = promote_blocks(blocks, w_query, w_norm)
+    blocks, shape = with_two_leading_dims(blocks)
+    if shape is not None:
+        return attention_residual(blocks, w_query, w_norm, eps, backend=backend).reshape(shape)
     if runs_as_operator(w_query):
         return call_forward(blocks, w_query, w_norm, eps, backend)
     impl = resolve(blocks, w_query, w_norm, eps, backend)

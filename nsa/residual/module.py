@@ -30,7 +30,7 @@ class AttentionResidual(nn.Module):
         TypeError: naming an argument of the wrong type, what was expected and what came.
         ValueError: naming an argument out of range, what was expected and what came.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import AttentionResidual
         >>> mix = AttentionResidual(hidden_size=32)
@@ -72,11 +72,11 @@ class AttentionResidual(nn.Module):
         """Mix the blocks, by `attention_residual`.
 
         Args:
-            blocks: `[L,B,N,hidden_size]`, or a list of L tensors `[B,N,hidden_size]`; in the weights' dtype, unless
-                these are fp32.
+            blocks: `[L,B,N,hidden_size]`, or a list of L tensors `[B,N,hidden_size]`, with any leading dimensions in
+                place of B and N; in the weights' dtype, unless these are fp32.
 
         Returns:
-            `[B,N,hidden_size]` in the blocks' dtype.
+            `[B,N,hidden_size]` in the blocks' dtype; with other leading dimensions those.
 
         Raises:
             TypeError, ValueError: as `attention_residual`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from functools import lru_cache
@@ -73,6 +74,27 @@ def block_tensors(blocks: Blocks) -> tuple[Tensor, ...]:
     return (blocks,) if isinstance(blocks, Tensor) else tuple(blocks)
 
 
+def with_two_leading_dims(blocks: Blocks) -> tuple[Blocks, torch.Size | None]:
+    """Blocks whose tokens have other leading dimensions than B and N with two, and their shape `[...,D]`, else None.
+
+    Views where strides allow.
+
+    Raises:
+        TypeError, ValueError: as `resolve`, for blocks that are reshaped.
+    """
+    stacked = isinstance(blocks, Tensor)
+    first = blocks if stacked or not isinstance(blocks, (list, tuple)) or not blocks else blocks[0]
+    if not isinstance(first, Tensor) or first.dim() - stacked in (0, 3):
+        return blocks, None
+    _check_blocks(blocks)
+    shape = first.shape[1:] if stacked else first.shape
+    *lead, tokens, dim = (1, *shape) if len(shape) == 1 else shape
+    two = math.prod(lead), tokens, dim
+    return blocks.reshape(blocks.shape[0], *two) if isinstance(blocks, Tensor) else [
+        x.reshape(two) for x in blocks
+    ], shape
+
+
 def as_blocks(tensors: Sequence[Tensor], stacked: bool) -> Blocks:
     """The blocks that `block_tensors` gave these tensors of."""
     return tensors[0] if stacked else tensors
@@ -104,8 +126,8 @@ def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
     """The first tensor, and L."""
     if isinstance(blocks, Tensor):
         check_dense("blocks", blocks)
-        if blocks.dim() != 4:
-            raise ValueError(f"blocks must have the layout [L,B,N,D] or be a list, got shape {list(blocks.shape)}")
+        if blocks.dim() < 2:
+            raise ValueError(f"blocks must have the layout [L,...,D] or be a list, got shape {list(blocks.shape)}")
         first, size = blocks, blocks.shape[0]
     elif isinstance(blocks, (list, tuple)):
         if not blocks:
@@ -115,8 +137,8 @@ def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
                 raise TypeError(f"blocks[{i}] must be a torch.Tensor, got {type(block).__name__}")
         first, size = blocks[0], len(blocks)
         check_dense("blocks[0]", first)
-        if first.dim() != 3:
-            raise ValueError(f"blocks[0] must have the layout [B,N,D], got shape {list(first.shape)}")
+        if first.dim() == 0:
+            raise ValueError("blocks[0] must have the layout [...,D], got shape []")
         _check_list(blocks, first)
     else:
         raise TypeError(f"blocks must be a torch.Tensor or a list of them, got {type(blocks).__name__}")

@@ -66,7 +66,7 @@ def warm_up(
             is turned off.
         RuntimeError: without a GPU or target, and when a process fails, with what it wrote.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from nsa import NSAConfig, warm_up
         >>> warm_up(NSAConfig.paper(), [(1, 8192, 64, 4, 128)], dtype=torch.float32)

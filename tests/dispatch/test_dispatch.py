@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import platform
+import re
 import subprocess
 import sys
 import textwrap
@@ -16,6 +18,7 @@ import torch
 
 import dispatch
 import nsa
+from ascend_kernels.neighborhood.support import NARROW_WINDOW
 from dispatch import BackendError, Call, Impl, explain, resolve
 from dispatch.__main__ import main, summary
 from dispatch.device import PACKAGES, absence, describe_device, device_types, package_states, triton_clash
@@ -123,6 +126,16 @@ def test_every_op_is_reached_through_dispatch_and_has_a_cpu_row() -> None:
         assert resolve(Call(op, CPU, torch.float32)).backend == "reference"
 
 
+def test_type_checkers_see_every_function() -> None:
+    """They do not run `__getattr__`, and would take what it gives for Any."""
+    tree = ast.parse(Path(dispatch.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    assert {(alias.name, alias.asname, f"{node.module}:{alias.name}") for node in imports for alias in node.names} == {
+        (name, name, target) for name, target in dispatch.FUNCTIONS.items()
+    }
+
+
 @pytest.mark.parametrize("name", ["nsa_forward", "nsa_forward_aux", "neighborhood_attention_forward"])
 def test_functions_without_a_graph_are_reached_through_dispatch_too(name: str) -> None:
     assert name in dispatch.__all__
@@ -177,7 +190,7 @@ def test_works_with_torch_alone() -> None:
     for module, extra in (("cutlass", "cuda"), ("flash_attn.cute", "cuda"), ("torch_npu", "npu")):
         line = next(line for line in done.stdout.splitlines() if line.strip().startswith(module))
         assert f'not installed: pip install "nsa-kernels[{extra}]"' in line
-    assert "nsa                              cpu   reference  runs" in done.stdout
+    assert re.search(r"nsa +cpu +reference +runs", done.stdout)
 
 
 def test_importing_imports_no_kernel_language() -> None:
@@ -329,9 +342,29 @@ def test_the_table_is_whole_where_ops_lack_the_backend_that_is_asked_for(
 def test_the_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--all"])
     lines = capsys.readouterr().out.splitlines()
-    assert "  nsa                              cpu   reference  runs" in lines
-    refused = "runs on npu only when named: backend='reference' (correct everywhere, fast nowhere)"
-    assert f"  nsa                              npu   reference  no: {refused}" in lines
+    assert f"  {'nsa':<33}{'cpu':<6}{'reference':<29}runs" in lines
+    assert f"  {'nsa':<33}{'cpu':<6}{'cute':<29}no: runs on CUDA devices, got cpu" in lines
+
+
+def test_both_tables_give_an_absent_device_the_same_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    told = []
+    for arguments in ([], ["--all"]):
+        main(arguments)
+        lines = capsys.readouterr().out.splitlines()
+        told.append([line for line in lines if re.search(r"^  \w+ +(cuda|npu) ", line)])
+    assert told[0] == told[1]
+    assert len(told[0]) == 2 * len(dispatch.OPS)
+
+
+def test_rows_of_one_backend_say_which_calls_they_are_for() -> None:
+    for op in dispatch.OPS:
+        labels = [impl.label for impl in ROWS if impl.op == op]
+        assert len(set(labels)) == len(labels)
+    narrow, *_ = (impl for impl in ROWS if impl.calls)
+    assert narrow.calls == f"up to {NARROW_WINDOW} keys"
 
 
 def test_an_op_is_the_same_function_wherever_it_is_imported_from() -> None:

@@ -42,7 +42,8 @@ def with_code() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("page", list(with_code()))
-def test_example_code_runs(page: Path) -> None:
+def test_example_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # for what it saves
     for block in python_blocks(page):
         exec(compile(block, str(page), "exec"), {})
 
@@ -76,9 +77,18 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
 
 
+SHOWN = re.compile(r"^::: ([\w.]+)$((?:\n +.+)*)", re.MULTILINE)
+"""What the API reference shows, and how."""
+
+
+def names_shown(page: str) -> list[str]:
+    """Names of an API page or of all, as users import them."""
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob(page))
+    return [heading[1] if (heading := re.search(r"heading: (.+)", how)) else name for name, how in SHOWN.findall(text)]
+
+
 def test_every_public_name_is_in_the_api_reference() -> None:
-    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
-    shown = re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
+    shown = names_shown("*.md")
     assert len(shown) == len(set(shown))
     names = {name.rpartition(".")[2] for name in shown}
     assert {*nsa.__all__, *dispatch.__all__} <= names
@@ -96,11 +106,20 @@ def check_docstrings(shown: Iterable[str]) -> None:
 
 @pytest.mark.hf_extra
 def test_names_for_transformers_are_in_the_api_reference() -> None:
-    text = (ROOT / "docs" / "api" / "huggingface.md").read_text(encoding="utf-8")
-    shown = [name for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE) if name.startswith(NEED_TRANSFORMERS)]
+    shown = [name for name in names_shown("huggingface.md") if name.startswith(NEED_TRANSFORMERS)]
     public = {f"{name}.{x}" for name in NEED_TRANSFORMERS for x in importlib.import_module(name).__all__}
     assert set(shown) == public
     check_docstrings(shown)
+
+
+def test_every_function_of_dispatch_is_named_in_its_reference() -> None:
+    page = (ROOT / "docs" / "api" / "dispatch.md").read_text(encoding="utf-8")
+    assert set(dispatch.FUNCTIONS) <= set(re.findall(r"`(?:dispatch\.)?(\w+)`", page))
+
+
+def test_the_site_is_made_of_pages_and_pictures() -> None:
+    """Everything below docs/ gets there, so no code may lie in it: its bytecode would, too."""
+    assert {path.suffix for path in (ROOT / "docs").rglob("*") if path.is_file()} <= {".md", ".svg", ".png"}
 
 
 def glossary() -> set[str]:

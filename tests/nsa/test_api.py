@@ -14,9 +14,9 @@ import dispatch
 import nsa as package
 from dispatch.table import ROWS
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
-from nsa.api import NSAKeywords, _run
-from nsa.config import NSAOptions
+from nsa.config import OPTION_NAMES, NSAOptions
 from nsa.inputs import NSAInputs
+from nsa.ops import CALL_DEFAULTS, CALL_KEYWORDS
 from tests.support.helpers import SMALL, make_qkv
 
 
@@ -140,26 +140,24 @@ def test_strides_do_not_matter() -> None:
 @pytest.mark.parametrize("function", [nsa, nsa_forward, nsa_forward_aux])
 def test_signature_shows_every_keyword_with_its_default(function: typing.Any) -> None:
     parameters = inspect.signature(function).parameters
-    assert list(parameters)[:3] == ["q", "k", "v"]
-    for field in fields(NSAConfig):
-        assert parameters[field.name].default == field.default
-    assert parameters["backend"].default is None
-    assert set(parameters) == {"q", "k", "v", *typing.get_type_hints(NSAKeywords)}
+    assert list(parameters)[: 3 + len(OPTION_NAMES)] == ["q", "k", "v", *OPTION_NAMES]
+    assert set(parameters) == {"q", "k", "v", *OPTION_NAMES, *CALL_KEYWORDS}
+    assert {name: parameters[name].default for name in CALL_DEFAULTS} == CALL_DEFAULTS
+    assert all(parameters[name].default is None for name in CALL_KEYWORDS if name not in CALL_DEFAULTS)
 
 
 def test_typed_dictionaries_match() -> None:
     assert set(typing.get_type_hints(NSAOptions)) == {field.name for field in fields(NSAConfig)}
-    own = [p.name for p in inspect.signature(_run).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    assert set(typing.get_type_hints(NSAKeywords)) == {*own, *typing.get_type_hints(NSAOptions)}
 
 
 def test_public_names() -> None:
+    helpers = {"Unpadding", "llama_rope", "rotary_table"}
     modules = {"AttentionResidual", "LinearCompression", "NSAttention"}
     modules |= {"NeighborhoodAttention", "NeighborhoodAttentionLayer"}
     functions = {"nsa", "nsa_forward", "nsa_forward_aux", "neighborhood_attention", "attention_residual"}
     functions |= {"nsa_with_cache", "block_sparse_attention", "top_blocks_by_max", "indexer_kl_loss", "warm_up"}
     caches = {"NSACache", "NeighborhoodCache", "PageTable"}
-    assert set(package.__all__) == {"NSAAux", "NSAConfig"} | modules | functions | caches
+    assert set(package.__all__) == {"NSAAux", "NSAConfig"} | modules | functions | caches | helpers
     for name in package.__all__:
         assert getattr(package, name).__doc__
 

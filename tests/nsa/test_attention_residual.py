@@ -101,10 +101,11 @@ def test_cpu_tensors_run_the_reference(layout: str) -> None:
 BLOCKS = torch.zeros(3, 2, 5, 8)
 BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "blocks must be a torch.Tensor or a list of them, got int", {"blocks": 3}),
-    (ValueError, r"blocks must have the layout \[L,B,N,D\] or be a list, got shape \[2, 5, 8\]", {"blocks": BLOCKS[0]}),
+    (ValueError, r"blocks must have the layout \[L,...,D\] or be a list, got shape \[8\]", {"blocks": BLOCKS[0, 0, 0]}),
     (ValueError, "blocks must have at least one member, got an empty list", {"blocks": []}),
     (TypeError, r"blocks\[1\] must be a torch.Tensor, got NoneType", {"blocks": [BLOCKS[0], None]}),
-    (ValueError, r"blocks\[0\] must have the layout \[B,N,D\], got shape \[5, 8\]", {"blocks": [BLOCKS[0, 0]]}),
+    (ValueError, r"blocks\[0\] must have the layout \[...,D\], got shape \[\]", {"blocks": [BLOCKS[0, 0, 0, 0]]}),
+    (ValueError, r"have blocks\[0\]'s shape \[5, 8\], got \[4, 8\]", {"blocks": [BLOCKS[0, 0], BLOCKS[0, 0, :4]]}),
     (
         ValueError,
         r"blocks\[1\] must have blocks\[0\]'s shape \[2, 5, 8\], got \[2, 4, 8\]",
@@ -165,7 +166,33 @@ def test_strides_of_single_rows_do_not_matter() -> None:
     assert torch.equal(attention_residual(given, w_query), attention_residual([x.clone() for x in given], w_query))
 
 
+@pytest.mark.parametrize("layout", ["stacked", "list"])
+@pytest.mark.parametrize("lead", [(), (4,), (2, 3, 4), (2, 0, 4), (2, 1, 3, 2)], ids=str)
+def test_any_leading_dimensions(lead: tuple[int, ...], layout: str) -> None:
+    stacked = torch.randn(3, *lead, 8, dtype=torch.float64, requires_grad=True)
+    blocks = stacked if layout == "stacked" else list(stacked)
+    w_query, w_norm = torch.randn(2, 8, dtype=torch.float64)
+    out = attention_residual(blocks, w_query, w_norm, EPS)
+    expected = mix(stacked.reshape(3, 1, -1, 8).tolist(), w_query.tolist(), w_norm.tolist(), EPS)
+    assert out.shape == (*lead, 8)
+    torch.testing.assert_close(out, torch.tensor(expected, dtype=torch.float64).view(*lead, 8), rtol=0, atol=1e-12)
+    out.sum().backward()
+    rows = stacked.detach().reshape(3, 1, -1, 8).requires_grad_()
+    attention_residual(rows, w_query, w_norm, EPS).sum().backward()
+    assert stacked.grad is not None
+    assert rows.grad is not None
+    torch.testing.assert_close(stacked.grad, rows.grad.view_as(stacked), rtol=0, atol=1e-12)
+
+
 # The layer
+
+
+def test_the_layer_mixes_features_of_an_mlp() -> None:
+    layer = AttentionResidual(8)
+    blocks = [torch.randn(5, 8) for _ in range(3)]
+    torch.testing.assert_close(layer(blocks), sum(blocks) / 3)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(blocks), layer(blocks))
 
 
 @pytest.mark.parametrize("norm_weight", [True, False])
@@ -187,7 +214,7 @@ def test_the_layer_starts_with_the_mean(norm_weight: bool) -> None:
         (TypeError, "blocks must be a torch.Tensor or a list of them, got NoneType", None, None),
         (TypeError, r"blocks\[0\] must be a torch.Tensor, got NoneType", None, [None]),
         (ValueError, "blocks must have at least one member", None, []),
-        (ValueError, r"blocks must have the layout \[L,B,N,D\]", None, torch.zeros(2, 5, 8)),
+        (ValueError, r"blocks must have the layout \[L,...,D\]", None, torch.zeros(8)),
         (
             ValueError,
             r"blocks must have hidden_size=8, as this layer has, got shape \[3, 2, 5, 7\]",

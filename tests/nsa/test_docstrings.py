@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
 import re
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ import nsa
 import nsa.distributed
 import nsa.neighborhood
 import nsa.residual
+from nsa.distributed.context import REFUSED
 from nsa.integrations import fla
 
 PUBLIC = {
@@ -48,13 +52,29 @@ METHODS = {
     if inspect.isclass(owner)
     for method in sorted(methods_for_users(owner))
 }
+SHOWN = re.compile(r"^::: ([\w.]+)\n    options:\n      members: (.+)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [name for name, item in PUBLIC.items() if inspect.isclass(item)])
+def test_the_reference_shows_the_methods_for_users_alone(name: str) -> None:
+    pages = Path(__file__).resolve().parents[2] / "docs" / "api"
+    chosen = dict(pair for page in pages.glob("*.md") for pair in SHOWN.findall(page.read_text(encoding="utf-8")))
+    owner = PUBLIC[name]
+    members = chosen.get(name, "all")
+    if members == "all":
+        assert not CALLED_HERE.get(owner.__name__), f"name the members of {name} in docs/api"
+    else:
+        shown = set(re.findall(r"\w+", members)) - {"false"}
+        assert methods_for_users(owner) == {x for x in shown if callable(getattr(owner, x, None))}
+
+
 NOT_CALLED = {"dispatch.BackendError"}
 """Public names that users catch and do not call."""
 
 
 def sections(documented: Any) -> dict[str, str]:
     """The sections of a Google-style docstring by title; the text before the first has the title ""."""
-    parts = re.split(r"^(Args|Attributes|Returns|Raises|Example):\n", inspect.getdoc(documented) or "", flags=re.M)
+    parts = re.split(r"^(Args|Attributes|Returns|Raises|Examples):\n", inspect.getdoc(documented) or "", flags=re.M)
     return dict(zip(["", *parts[1::2]], parts[0::2], strict=True))
 
 
@@ -63,13 +83,20 @@ def described(section: str) -> set[str]:
     return set(re.findall(r"^    (\w+): \S", section, flags=re.M))
 
 
+AS_NSA = "rguments are those of `nsa`."
+"""In the docstrings of functions that explain only their other arguments."""
+
+
 @pytest.mark.parametrize("name", [*PUBLIC, *METHODS])
 def test_every_argument_is_explained(name: str) -> None:
     documented = {**PUBLIC, **METHODS}[name]
     parameters = set() if name in NOT_CALLED else set(inspect.signature(documented).parameters) - {"self"}
     found = sections(documented)
     assert found[""].strip()
-    assert described(found.get("Args", found.get("Attributes", ""))) == parameters
+    explained = described(found.get("Args", found.get("Attributes", "")))
+    if AS_NSA in found[""]:
+        explained |= parameters & described(sections(nsa.nsa)["Args"])
+    assert explained == parameters
 
 
 def gives_something(documented: Any) -> bool:
@@ -85,7 +112,7 @@ def test_every_result_is_explained(name: str) -> None:
 def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NSA_KERNELS_BACKEND", raising=False)
     torch.manual_seed(0)
-    assert ">>>" in sections(PUBLIC[name]).get("Example", ""), "no example"
+    assert ">>>" in sections(PUBLIC[name]).get("Examples", ""), "no example"
     run_examples(name, PUBLIC[name])
 
 
@@ -102,6 +129,33 @@ def run_examples(name: str, documented: Any, **names: Any) -> None:
     outcome = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=shown.append)
     assert outcome.attempted > 0
     assert outcome.failed == 0, "".join(shown)
+
+
+def written_parameters(documented: Any) -> dict[str, bool]:
+    """Parameters of a function as its source declares them, which is what static tools read: True if one has a type."""
+    innermost = inspect.unwrap(documented)
+    source = textwrap.dedent(inspect.getsource(innermost))
+    (node,) = ast.parse(source).body
+    assert isinstance(node, ast.FunctionDef)
+    every = node.args
+    assert every.kwarg is None or every.kwarg.arg == inspect.getfullargspec(innermost).varkw
+    written = [*every.posonlyargs, *every.args, *every.kwonlyargs, *filter(None, [every.vararg, every.kwarg])]
+    return {argument.arg: argument.annotation is not None for argument in written}
+
+
+FUNCTIONS = {name: item for name, item in {**PUBLIC, **METHODS}.items() if not inspect.isclass(item)}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_signatures_are_written_with_types(name: str) -> None:
+    """So that the API reference, help(), editors and type checkers show the same."""
+    written = written_parameters(FUNCTIONS[name])
+    bound = inspect.ismethod(FUNCTIONS[name])
+    parameters = inspect.signature(FUNCTIONS[name]).parameters
+    assert list(written)[bound:] == list(parameters)
+    assert [argument for argument, typed in written.items() if not typed] in ([], ["self"], ["cls"])
+    open_ended = {n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD}
+    assert open_ended <= {"others", "changes"}, "keywords of other libraries, and changes of a preset"
 
 
 def test_one_option_has_one_default() -> None:
@@ -129,8 +183,16 @@ def test_functions_for_transformers_are_explained(name: str) -> None:
     run_examples(name, documented)
 
 
-def test_functions_of_nsa_explain_every_option() -> None:
-    """`help` of one function alone: options are documented once, at NSAConfig, and shown at each function."""
-    options = described(sections(nsa.NSAConfig)["Args"])
-    for function in (nsa.nsa, nsa.nsa_forward, nsa.nsa_forward_aux):
-        assert options <= described(sections(function)["Args"])
+def test_options_of_nsa_are_those_of_its_config() -> None:
+    """Written out at each function, so here held equal: defaults, types, order, and what `nsa` says of each."""
+    own = inspect.signature(nsa.nsa).parameters
+    options = list(inspect.signature(nsa.NSAConfig).parameters.values())
+    assert [(p.name, p.default, p.annotation) for p in list(own.values())[3 : 3 + len(options)]] == [
+        (p.name, p.default, p.annotation) for p in options
+    ]
+    assert sections(nsa.NSAConfig)["Args"].strip() in sections(nsa.nsa)["Args"]
+    assert inspect.signature(nsa.nsa_forward) == inspect.signature(nsa.nsa)
+    assert inspect.signature(nsa.nsa_forward_aux).parameters == own
+    of_ranks = dict(inspect.signature(nsa.distributed.ContextParallel.nsa).parameters)
+    del of_ranks["self"]
+    assert list(of_ranks.items()) == [(name, p) for name, p in own.items() if name not in REFUSED]

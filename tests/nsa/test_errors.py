@@ -10,7 +10,18 @@ import pytest
 import torch
 
 import dispatch
-from nsa import NeighborhoodAttention, NSAConfig, NSAttention, nsa, nsa_forward, nsa_forward_aux, validate
+from nsa import (
+    NeighborhoodAttention,
+    NSACache,
+    NSAConfig,
+    NSAttention,
+    block_sparse_attention,
+    nsa,
+    nsa_forward,
+    nsa_forward_aux,
+    nsa_with_cache,
+    validate,
+)
 from nsa.inputs import NSAInputs
 
 B, N, H, H_KV, D, D_V = 2, 32, 4, 2, 8, 6
@@ -90,7 +101,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "unknown keyword": ({"attention_mask": None}, TypeError, ("unknown keyword argument attention_mask",)),
     "option misspelt": ({"num_selected_block": 4}, TypeError, ("did you mean num_selected_blocks?",)),
     "tensor misspelt": ({"gate": None, "cu_seqlen": None}, TypeError, ("cu_seqlen, gate", "mean cu_seqlens, gates?")),
-    "misspelt beside config": ({"config": NSAConfig(), "is_causal": True}, TypeError, ("did you mean causal?",)),
+    "misspelt beside config": ({"config": NSAConfig(), "is_causal": True}, TypeError, ("the option is causal",)),
     "config and option": ({"config": NSAConfig()}, TypeError, ("config", "compress_block_size")),
     "config dict": ({"config": {"window_size": 1}}, TypeError, ("config", "NSAConfig", "dict")),
     # tensors: type, dtype, device
@@ -426,3 +437,61 @@ def test_a_misspelt_option_is_named_by_dynamo() -> None:
     q, whole = torch.randn(1, 20, 2, 8), not torch.__version__.startswith("2.6.")
     with pytest.raises(torch._dynamo.exc.Unsupported if whole else TypeError, match="unknown keyword argument windows"):
         torch.compile(lambda q: nsa(q, q, q, windowsize=3), fullgraph=whole, backend="eager")(q)
+
+
+def called(function: Any, **keywords: Any) -> Any:
+    """Call a public function on a few tokens, with further keywords."""
+    q = ones(1, 6, 2, D)
+    given: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        block_sparse_attention: ((q, q, q, torch.zeros(1, 2, 6, 1, dtype=torch.int32)), {"block_size": 4}),
+        nsa_with_cache: ((q, q, q, NSACache.empty(NSAConfig.paper(), 1, 64, heads_kv=2, dim=D)), {}),
+    }
+    arguments, options = given.get(function, ((q, q, q), {}))
+    return function(*arguments, **options, **keywords)
+
+
+INSTEAD = {
+    "attn_mask": "there is no attention mask, ",
+    "key_padding_mask": "there is no attention mask, ",
+    "dropout_p": "there is no dropout",
+    "scale": "the factor of the logits is the option softmax_scale",
+    "enable_gqa": "H may be any multiple of H_kv",
+    "is_causal": "the option is causal",
+    "need_weights": "there are no attention weights",
+}
+MASKLESS = {
+    nsa: "pack documents with cu_seqlens",
+    nsa_forward: "pack documents with cu_seqlens",
+    nsa_forward_aux: "pack documents with cu_seqlens",
+    block_sparse_attention: "pack documents with cu_seqlens",
+    nsa_with_cache: "counts says how many tokens of each sequence are real",
+    dispatch.neighborhood_attention: "attend to each document in a call of its own",
+    dispatch.neighborhood_attention_forward: "attend to each document in a call of its own",
+}
+
+
+@pytest.mark.parametrize("function", MASKLESS, ids=lambda f: f.__name__)
+def test_keywords_of_other_attention_functions_say_what_to_do_instead(function: Any) -> None:
+    called(function)
+    for name, reason in INSTEAD.items():
+        with pytest.raises(TypeError, match=f"^unknown keyword argument {name}: {reason}") as caught:
+            called(function, **{name: None})
+        assert (MASKLESS[function] in str(caught.value)) == ("mask" in name)
+    with pytest.raises(TypeError, match=r"did you mean backend\?"):
+        called(function, bakend=None)
+
+
+@pytest.mark.parametrize("function", [nsa, nsa_forward_aux, block_sparse_attention, dispatch.neighborhood_attention])
+def test_heads_before_tokens_are_noticed(function: Any) -> None:
+    """The layout of scaled_dot_product_attention, [B,H,N,D]."""
+    q = ones(1, 4, 300, D)
+    indices = torch.zeros(1, 300, 4, 1, dtype=torch.int32)
+    more: dict[str, Any] = {"block_indices": indices, "block_size": 4} if function is block_sparse_attention else {}
+    with pytest.warns(UserWarning, match=r"\[1, 4, 300, 8\] are read as 4 tokens of 300 heads: .* \[B,N,heads,D\]"):
+        function(q, q, q, **more)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 128, D), (2, 100, 300, D)], ids=str)
+def test_few_tokens_or_many_heads_alone_are_not_warned_of(shape: tuple[int, ...]) -> None:
+    nsa(ones(*shape), ones(*shape), ones(*shape))
+    dispatch.neighborhood_attention(ones(*shape), ones(*shape), ones(*shape))

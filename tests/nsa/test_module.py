@@ -129,6 +129,8 @@ HUGGING_FACE = {
     "cache_position": torch.arange(8),
     "position_ids": torch.arange(8)[None],
     "output_attentions": True,
+    "scaling": 0.5,
+    "dropout": 0.1,
     "encoder_hidden_states": torch.zeros(1, 8, WIDTH),
 }
 MULTIHEAD = {
@@ -138,6 +140,8 @@ MULTIHEAD = {
     "key_padding_mask": MASK,
     "need_weights": True,
     "is_causal": True,
+    "dropout_p": 0.1,
+    "enable_gqa": True,
 }
 LAYERS = {"nsa": NSAttention, "neighborhood": NeighborhoodAttention}
 
@@ -169,7 +173,7 @@ def test_takes_arguments_that_ask_for_nothing(kind: str) -> None:
     layer = LAYERS[kind](WIDTH, HEADS)
     own = layer.config.causal if isinstance(layer, NSAttention) else layer.window.causal
     nothing = dict.fromkeys([*HUGGING_FACE, *MULTIHEAD])
-    flags = {"use_cache": False, "output_attentions": False, "need_weights": False, "is_causal": own}
+    flags = {"use_cache": False, "output_attentions": False, "need_weights": False, "is_causal": own, "dropout": 0.0}
     x = torch.randn(1, 8, WIDTH)
     assert torch.equal(layer(x, **nothing | flags), layer(x))
     with pytest.raises(TypeError, match="unexpected keyword argument 'attention_musk'"):

@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import dispatch
 from nsa import (
+    AttentionResidual,
     LinearCompression,
+    NeighborhoodAttention,
     NSAConfig,
     attention_residual,
     autograd,
@@ -23,6 +25,7 @@ from nsa import (
     neighborhood_attention,
     nsa,
     nsa_forward,
+    nsa_forward_aux,
     ops,
 )
 from nsa.common.derivatives import recompute_gradients
@@ -226,7 +229,10 @@ def test_a_graph_may_make_its_config() -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"config": NSAConfig(), "causal": True}, "config stands for all options, got causal beside it"),
+        (
+            {"config": NSAConfig(), "causal": True},
+            "pass options as one config or as keywords, not both",
+        ),
         ({"window": 3}, "unknown keyword argument window"),
     ],
 )
@@ -282,7 +288,7 @@ def test_a_function_that_compresses_compiles() -> None:
     [
         (
             {"config": NSAConfig(compress=largest), "causal": True},
-            "config stands for all options, got causal beside it",
+            "pass options as one config or as keywords, not both",
         ),
         ({"compress": largest, "k_cmp": ENTRY, "v_cmp": ENTRY}, "compress would be ignored"),
         ({"compress": "max"}, "compress must be 'mean' or a callable"),
@@ -343,3 +349,35 @@ def test_dispatch_knows_whether_gradients_are_needed(
         assert asked
         assert set(asked) == {needs_grad}
         asked.clear()
+
+
+def test_intermediate_results_break_the_graph() -> None:
+    """Dynamo calls `nsa_forward_aux` as it is: tracing the reference would take 25 breaks, again at each length."""
+    counter = CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def branches(q: Tensor) -> Tensor:
+        out, aux = nsa_forward_aux(q * 2, q, q, config=SMALL["paper"])
+        return out + aux.o_win
+
+    graphs = []
+    compiled = torch.compile(branches, backend=counter)
+    for tokens in (20, 33, 47):
+        q = torch.randn(1, tokens, 2, 8)
+        assert torch.equal(compiled(q), branches(q))
+        graphs.append(counter.frame_count)
+    assert graphs == [2, 4, 4], "before and after the call, then once more for all lengths"
+    assert len(torch._dynamo.utils.counters["graph_break"]) == 1
+
+
+def test_other_layers_are_exported_for_all_lengths() -> None:
+    """NSAttention is in docs/usage.md, which tests run, too."""
+    tokens = {1: torch.export.Dim("tokens", min=2, max=4096)}
+    x, longer = torch.randn(1, 40, 16), torch.randn(1, 75, 16)
+    window = NeighborhoodAttention(16, 2, kernel_size=5)
+    exported = torch.export.export(window, (x,), dynamic_shapes=(tokens,)).module()
+    torch.testing.assert_close(exported(longer), window(longer))
+    mix = AttentionResidual(16)
+    exported = torch.export.export(mix, ([x, x + 1],), dynamic_shapes=([tokens] * 2,)).module()
+    torch.testing.assert_close(exported([longer, -longer]), mix([longer, -longer]))

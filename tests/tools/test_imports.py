@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import dispatch
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("nsa", "dispatch", "cute_kernels", "ascend_kernels", "bench")
 
@@ -130,7 +132,9 @@ KNOWS = {"cute_kernels": set(), "ascend_kernels": set(), "dispatch": set(), "nsa
 def test_packages_know_no_more_than_those_below_them(package: str) -> None:
     ours = NEVER | set(KNOWS) - KNOWS[package] - {package}
     for module, path in modules(package).items():
-        names = names_imported(path.read_text(encoding="utf-8"), module)
+        names = set(names_imported(path.read_text(encoding="utf-8"), module))
+        if module == "dispatch":  # the public functions, for type checkers alone
+            names -= {target.replace(":", ".") for target in dispatch.FUNCTIONS.values()}
         assert {name for name in names if name.partition(".")[0] in ours} == set(), module
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 import nsa
-from tools import package_readme
+from tools import package_links, release_check
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("nsa", "dispatch", "cute_kernels", "ascend_kernels")
@@ -24,20 +23,13 @@ PACKAGES = ("nsa", "dispatch", "cute_kernels", "ascend_kernels")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sources, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheel")
-    for name in (*PACKAGES, "pyproject.toml", "README.md", "LICENSE"):  # not in place: old build outputs would slip in
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, sources / name)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(sources)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = out.glob("*.whl")
-    return path
+    return release_check.build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_wheel_holds_the_four_packages_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == set(PACKAGES)
+    outside = (".dist-info", ".data/data/share/doc/")
+    assert {name.split("/")[0] for name in names if not any(place in name for place in outside)} == set(PACKAGES)
     for package in PACKAGES:
         assert f"{package}/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -71,43 +63,62 @@ def test_base_needs_torch_only(wheel: Path) -> None:
     }
 
 
-def test_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
-    """An environment with nothing but the wheel and, by a path entry, this one's torch."""
-    environ = dict(os.environ)
-    environ.pop("PYTHONPATH", None)  # what it names would come before the wheel
-    venv.create(tmp_path / "venv", with_pip=False)
-    python = tmp_path / "venv" / "bin" / "python"
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-index",
-        str(wheel),
-    ]
-    subprocess.run(install, check=True, capture_output=True, env=environ)
-    (site_packages,) = (tmp_path / "venv").glob("lib/python3*/site-packages")
+def test_wheel_holds_the_pages_that_docstrings_name(wheel: Path) -> None:
+    pages = {name.partition("/share/doc/nsa-kernels/")[2] for name in zipfile.ZipFile(wheel).namelist()}
+    named = {
+        page
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for page in re.findall(r"\bdocs/\w+\.md", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 5
+    assert named <= pages
+    assert "share/doc/nsa-kernels" in (nsa.__doc__ or "")
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with the wheel alone and, by a path entry, the packages that are installed here."""
+    place = tmp_path_factory.mktemp("installed") / "venv"
+    venv.create(place, with_pip=False)
+    python = place / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*install, str(wheel)], check=True, capture_output=True)
+    (site_packages,) = place.glob("lib/python3*/site-packages")
     (site_packages / "torch.pth").write_text(str(Path(torch.__file__).resolve().parents[1]) + "\n")
-    script = (
-        "import nsa, dispatch, torch; from importlib.metadata import version; from nsa import nsa_forward; "
-        "q = torch.randn(1, 80, 2, 8); print(nsa.__file__, nsa_forward(q, q, q).shape); "
-        "print(nsa.__version__ == version('nsa-kernels'))"
-    )
-    done = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path, env=environ)
-    assert str(site_packages) in done.stdout
-    assert "torch.Size([1, 80, 2, 8])" in done.stdout
-    assert done.stdout.endswith("True\n")
+    return python
+
+
+@pytest.mark.parametrize("extra", ["", pytest.param("hf", marks=pytest.mark.hf_extra)])
+def test_wheel_works_elsewhere(extra: str, installed: Path, tmp_path: Path) -> None:
+    """Every extra, with what pip chooses for it: `make release-check`."""
+    release_check.try_wheel(installed, extra, tmp_path)
+
+
+def test_every_extra_is_tried() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = text.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    assert {"", *re.findall(r"^(\w+) = \[", extras, re.MULTILINE)} == set(release_check.TRIALS)
+
+
+def test_a_trial_that_fails_is_noticed(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(release_check.TRIALS, "", "raise SystemExit(1)")
+    with pytest.raises(subprocess.CalledProcessError):
+        release_check.try_wheel(installed, "", tmp_path)
 
 
 def test_links_of_the_package_page_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme = tmp_path / "README.md"
     readme.write_text((ROOT / "README.md").read_text(encoding="utf-8"), encoding="utf-8")
-    monkeypatch.setattr(package_readme, "README", readme)
-    package_readme.main(["https://example.org/nsa/"])
+    pyproject = tmp_path / "pyproject.toml"
+    shutil.copy(ROOT / "pyproject.toml", pyproject)
+    monkeypatch.setattr(package_links, "README", readme)
+    monkeypatch.setattr(package_links, "PYPROJECT", pyproject)
+    package_links.main(["https://example.org/nsa/"])
+    urls = pyproject.read_text(encoding="utf-8").partition("[project.urls]\n")[2].partition("\n\n")[0]
+    assert 'Repository = "https://example.org/nsa"\n' in urls
+    assert f'Changelog = "https://example.org/nsa/blob/v{nsa.__version__}/CHANGELOG.md"\n' in urls
+    assert "arxiv.org/abs/2502.11089" in urls
     links = re.findall(r"(!?)\[[^\]]*\]\(([^)]*)\)", readme.read_text(encoding="utf-8"))
     assert len(links) > 20
     ours = {}
@@ -125,5 +136,5 @@ def test_links_of_the_package_page_are_absolute(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("address", ["http://example.org", "example.org/nsa", "https://example.org/nsa#readme"])
 def test_addresses_of_nothing_are_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        package_readme.main([address])
+        package_links.main([address])
     assert f"must be an address that begins with https://, got {address!r}" in capsys.readouterr().err

@@ -50,7 +50,7 @@ def convert(
 
     After an error the model is as it was.
 
-    Example:
+    Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from nsa.integrations.transformers import convert
         >>> dense = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)

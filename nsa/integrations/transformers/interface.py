@@ -18,7 +18,8 @@ from nsa.api import nsa
 from nsa.common.replace import replace
 from nsa.config import NSAConfig
 from nsa.integrations.transformers.options import check_gate_init, options_of
-from nsa.integrations.transformers.unpadding import PACK_ADVICE, Unpadding, by_mask, by_positions, check_mask
+from nsa.integrations.transformers.unpadding import PACK_ADVICE, by_positions, check_mask
+from nsa.unpadding import Unpadding
 
 NAME = "nsa"
 
@@ -260,11 +261,11 @@ def attend(
     Args:
         mask: bool `[B,N_k]`, True for real tokens, of which the last N_q are those of q. Rows of padding are 0.
     """
-    batch, queries = q.shape[:2]
+    queries = q.shape[1]
     if mask is None and documents is None:
         return nsa(q, k, v, gates=gates, config=config)
-    rows = documents or by_mask(mask[:, -queries:])  # type: ignore[index]
-    keys = rows if mask is None or queries == k.shape[1] else by_mask(mask)
+    rows = documents or Unpadding.from_mask(mask[:, -queries:])  # type: ignore[index]
+    keys = rows if mask is None or queries == k.shape[1] else Unpadding.from_mask(mask)
     out = nsa(
         rows.unpad(q),
         keys.unpad(k),
@@ -275,7 +276,7 @@ def attend(
         cu_seqlens_k=None if keys is rows else keys.cu_seqlens,
         max_seqlen=rows.max_seqlen,
     )
-    return rows.pad(out, batch)
+    return rows.pad(out)
 
 
 def nsa_attention(

@@ -42,7 +42,8 @@ from nsa.integrations.transformers.interface import (
     refuse,
 )
 from nsa.integrations.transformers.options import check_gate_init, check_gates, options_dict, options_of
-from nsa.integrations.transformers.unpadding import PACK_ADVICE, Unpadding, positions_of_texts
+from nsa.integrations.transformers.unpadding import PACK_ADVICE, positions_of_texts
+from nsa.unpadding import Unpadding
 
 CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 """How models of the installed transformers call their cache: `past_key_values` until 5.23."""
@@ -69,7 +70,7 @@ class ConfigMixin:
 class NSALlamaConfig(ConfigMixin, LlamaConfig):
     """LlamaConfig with the options of NSA.
 
-    Args:
+    Attributes:
         nsa_config: options of NSAConfig by name. Default: None, which means those of `NSAConfig.paper()`.
         nsa_gates: where gates come from: "hidden", "query" or "learned". Default: "hidden".
         nsa_gate_init: gates of the three branches to start with. Default: None, which means those of `convert`.

@@ -1,44 +1,14 @@
-"""Where the documents of a batch lie: padding masks, packs by position_ids and cu_seq_lens as bounds of documents.
-
-Sizes follow from shapes alone: padding is moved behind the documents, where `nsa` computes nothing, and not cut off.
-"""
+"""Documents of a batch, by padding masks, position_ids or cu_seq_lens, and positions of tokens in them."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from nsa.unpadding import Unpadding
+
 PACK_ADVICE = "pack documents by position_ids or cu_seq_lens_q, without attention_mask and cache"
-
-
-@dataclass(frozen=True)
-class Unpadding:
-    """How rows `[B,N]` of a batch become documents behind each other, and back."""
-
-    cu_seqlens: Tensor
-    """Bounds of the documents, int32."""
-    order: Tensor | None = None
-    """Rows `[B*N]`, those of documents first; None: as they lie."""
-    max_seqlen: int | None = None
-
-    def unpad(self, x: Tensor) -> Tensor:
-        """`[B,N,...]` as `[T,...]`, T = B*N: documents, then padding."""
-        flat = x.flatten(0, 1)
-        return flat if self.order is None else flat[self.order]
-
-    def pad(self, x: Tensor, batch: int) -> Tensor:
-        """`[T,...]` as `[B,N,...]`: the inverse of `unpad`."""
-        flat = x if self.order is None else torch.empty_like(x).index_copy(0, self.order, x)
-        return flat.reshape(batch, -1, *flat.shape[1:])
-
-
-def by_mask(real: Tensor) -> Unpadding:
-    """A document of each row's real tokens, bool `[B,N]`."""
-    order = torch.argsort((~real.flatten()).to(torch.uint8), stable=True)
-    return Unpadding(bounds(real.sum(1)), order)
 
 
 def by_positions(position_ids: Tensor, batch: int) -> Unpadding | None:
@@ -48,7 +18,7 @@ def by_positions(position_ids: Tensor, batch: int) -> Unpadding | None:
         return None
     begins = pad(breaks, (1, 0), value=True).expand(batch, -1)
     cu_seqlens = pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel()).to(torch.int32)
-    return Unpadding(cu_seqlens, max_seqlen=int(cu_seqlens.diff().max()))
+    return Unpadding(cu_seqlens, batch, max_seqlen=int(cu_seqlens.diff().max()))
 
 
 def positions_of_texts(mask: Tensor | None, documents: Unpadding | None, tokens: int) -> Tensor | None:
@@ -63,12 +33,6 @@ def positions_of_texts(mask: Tensor | None, documents: Unpadding | None, tokens:
         starts = documents.cu_seqlens.long()
         return (columns - starts[torch.searchsorted(starts, columns, right=True) - 1])[None]
     return None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
-
-
-def bounds(lengths: Tensor) -> Tensor:
-    """cu_seqlens of documents of these lengths."""
-    cu_seqlens: Tensor = pad(lengths.cumsum(0), (1, 0))
-    return cu_seqlens.to(torch.int32)
 
 
 def check_mask(mask: Tensor, position_ids: Tensor | None) -> bool:

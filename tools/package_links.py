@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Makes the links of README.md absolute, before a release is built: a package's page has none of the other files.
+"""Writes the repository's address into README.md and pyproject.toml, before a release is built.
 
-Links lead to the files of the version's tag in the repository, pictures to what they hold. The README of a checkout
-keeps its relative links, which work in every fork and on the documentation site: `git checkout README.md` afterwards.
-Standard library only.
+A package's page has none of the other files: links of README.md lead to those of the version's tag in the repository,
+pictures to what they hold, and the metadata lists the address. The files of a checkout have no address, so that they
+fit every fork and the documentation site: `git checkout README.md pyproject.toml` afterwards. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+README, PYPROJECT = ROOT / "README.md", ROOT / "pyproject.toml"
+URLS = {
+    "Repository": "{repository}",
+    "Documentation": "{repository}/blob/{tag}/docs/usage.md",
+    "Changelog": "{repository}/blob/{tag}/CHANGELOG.md",
+    "Issues": "{repository}/issues",
+}
+"""What the metadata lists."""
 LINK = re.compile(r"(!?)(\[[^\]]*\])\(([^)\s]+)\)")
 
 
@@ -32,14 +39,20 @@ def with_absolute_links(text: str, repository: str, tag: str) -> str:
     return LINK.sub(replace, text)
 
 
+def with_urls(text: str, repository: str, tag: str) -> str:
+    lines = "".join(f'{name} = "{url.format(repository=repository, tag=tag)}"\n' for name, url in URLS.items())
+    return text.replace("[project.urls]\n", f"[project.urls]\n{lines}")
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repository", nargs="?", help="its address, such as https://github.com/OWNER/nsa-kernels")
     args = parser.parse_args(argv)
     if not re.fullmatch(r"https://[^\s?#]+", args.repository or ""):
         parser.error(f"argument repository: must be an address that begins with https://, got {args.repository!r}")
-    text = README.read_text(encoding="utf-8")
-    README.write_text(with_absolute_links(text, args.repository.rstrip("/"), tag_of_version()), encoding="utf-8")
+    for path, change in ((README, with_absolute_links), (PYPROJECT, with_urls)):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(change(text, args.repository.rstrip("/"), tag_of_version()), encoding="utf-8")
 
 
 if __name__ == "__main__":
