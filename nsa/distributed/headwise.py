@@ -34,7 +34,7 @@ class HeadwiseParallel(ParallelStyle):
             module in `compress` that has parameters and is no LinearCompression; `dropout`, which would differ between
             ranks.
 
-    Example:
+    Examples:
         >>> import torch, torch.distributed as dist
         >>> from torch.distributed.device_mesh import init_device_mesh
         >>> from torch.distributed.tensor.parallel import parallelize_module
