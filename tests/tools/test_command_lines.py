@@ -106,3 +106,15 @@ def test_unknown_options_are_refused(command: str, answers: dict[str, list[dict[
 def test_what_is_beside_scripts_is_a_script(folder: str) -> None:
     """Helpers of examples are in examples/shared, so that nobody runs one and sees nothing."""
     assert {file for file in FILES if file.startswith(f"{folder}/")} - set(SCRIPTS) <= {f"{folder}/__init__.py"}
+
+
+def test_an_ascii_stdout_ends_no_script() -> None:
+    """Importing `bench`, as all that print other characters do, has them printed as "?"."""
+    code = "import bench; print('1.2 ± 0.1, N²')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "1.2 ? 0.1, N?\n"), done.stderr
+    others = [file for file in SCRIPTS if "\nfrom bench" not in (ROOT / file).read_text(encoding="utf-8")]
+    assert [file for file in others if not file.startswith("tools/")] == ["bench/tables.py"]  # prints paths alone
