@@ -311,6 +311,11 @@ def test_bounds_of_documents_are_integers_and_those_of_keys(converted: bool) -> 
     assert torch.equal(logits_of(model, ids, **pack, use_cache=False), expected)
     with pytest.raises(ValueError, match="cu_seq_lens_k must be cu_seq_lens_q"):
         logits_of(model, ids, cu_seq_lens_q=BOUNDS, cu_seq_lens_k=torch.tensor([0, 3, 6]), use_cache=False)
+    for ends in (4, 7):
+        with pytest.raises(
+            ValueError, match=rf"cu_seq_lens_q must end with the number of tokens, 6, got \[0, 2, {ends}\]"
+        ):
+            logits_of(model, ids, cu_seq_lens_q=torch.tensor([0, 2, ends]), use_cache=False)
     with pytest.raises(TypeError, match=r"cu_seq_lens_q must be a tensor of int32 or int64, got torch\.float32"):
         logits_of(model, ids, cu_seq_lens_q=BOUNDS.float(), use_cache=False)
     with pytest.raises(TypeError, match=r"max_length_q must be an integer or None, got tensor\(4\)"):

@@ -162,7 +162,12 @@ def given_documents(kwargs: Mapping[str, Any], device: torch.device) -> Unpaddin
 
 def _differ(one: Tensor, other: Tensor) -> bool:
     """Whether values differ; False where reading them would wait for a device, and in torch.compile."""
-    return not torch.compiler.is_compiling() and one.device.type == "cpu" and bool((one != other).any())
+    return _readable(one) and bool((one != other).any())
+
+
+def _readable(x: Tensor) -> bool:
+    """True if values can be read without waiting for a device."""
+    return not torch.compiler.is_compiling() and x.device.type == "cpu"
 
 
 def _told(bounds: Tensor) -> str:
@@ -199,6 +204,9 @@ def find_documents(
     if given is not None:
         if batch != 1:
             raise ValueError(f"cu_seq_lens_q bounds the documents of one row, got a batch of {batch}")
+        if _readable(given.cu_seqlens) and given.cu_seqlens[-1] != tokens:
+            got = _told(given.cu_seqlens)
+            raise ValueError(f"cu_seq_lens_q must end with the number of tokens, {tokens}, got {got}")
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ValueError("cu_seq_lens_q and an attention_mask with padding say different things: give one of them")
         return None, given
