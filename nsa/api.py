@@ -119,9 +119,9 @@ def _nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
 
 def _nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, NSAAux]:
     if torch.compiler.is_dynamo_compiling():
-        from nsa.outside_graphs import nsa_forward_aux as outside
+        from nsa.common.outside_graphs import call_as_is
 
-        return outside(q, k, v, **keywords)
+        return cast("tuple[Tensor, NSAAux]", call_as_is(_nsa_forward_aux, q, k, v, **keywords))
     refuse_transforms("nsa")
     if runs_as_operator(q):
         raise RuntimeError(

@@ -1,5 +1,6 @@
 """What all kernels need of the machine, and nothing of attention.
 
+dsl           names of CuTe DSL that moved between its versions
 jit           compile kernels from fake tensors
 disk_cache    keep compiled kernels in a folder
 compiling     the lock around compilation
