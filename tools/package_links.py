@@ -22,6 +22,7 @@ URLS = {
 }
 """What the metadata lists."""
 LINK = re.compile(r"(!?)(\[[^\]]*\])\(([^)\s]+)\)")
+SOURCE = re.compile(r'(src(?:set)?)="([^"]+)"')
 
 
 def tag_of_version() -> str:
@@ -36,7 +37,7 @@ def with_absolute_links(text: str, repository: str, tag: str) -> str:
             return match[0]
         return f"{picture}{label}({repository}/{'raw' if picture else 'blob'}/{tag}/{target})"
 
-    return LINK.sub(replace, text)
+    return SOURCE.sub(rf'\1="{repository}/raw/{tag}/\2"', LINK.sub(replace, text))
 
 
 def with_urls(text: str, repository: str, tag: str) -> str:

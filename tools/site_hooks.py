@@ -1,6 +1,7 @@
 """Hooks of MkDocs: pages and files of the checkout that lie outside of docs/, under links that work in both places.
 
-README.md is the site's first page. Links to other sources lose their address, since the site has no sources.
+README.md is the site's first page; its picture comes once for each of the theme's palettes. Links to other sources
+lose their address, since the site has no sources.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
 """Place on the site by place in the checkout."""
 RESULTS = "bench/results"
+PICTURE = re.compile(r'<picture>.*?srcset="(.*?)".*?src="(.*?)" alt="(.*?)".*?</picture>', re.DOTALL)
+"""A picture for dark and one for light pages, as GitHub shows them."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]+)?\)")
 
 
@@ -42,4 +45,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return text if not picture else match[0]
         return f"{picture}[{text}]({os.path.relpath(wanted, os.path.dirname(place) or '.')}{anchor or ''})"
 
-    return LINK.sub(replace, markdown)
+    return LINK.sub(replace, PICTURE.sub(r"![\3](\2#only-light)\n![\3](\1#only-dark)", markdown))

@@ -119,7 +119,9 @@ def test_links_of_the_package_page_are_absolute(tmp_path: Path, monkeypatch: pyt
     assert 'Repository = "https://example.org/nsa"\n' in urls
     assert f'Changelog = "https://example.org/nsa/blob/v{nsa.__version__}/CHANGELOG.md"\n' in urls
     assert "arxiv.org/abs/2502.11089" in urls
-    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]*)\)", readme.read_text(encoding="utf-8"))
+    text = readme.read_text(encoding="utf-8")
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]*)\)", text)
+    links += [("!", target) for target in re.findall(r'src(?:set)?="([^"]*)"', text)]
     assert len(links) > 20
     ours = {}
     for picture, target in links:
@@ -128,7 +130,7 @@ def test_links_of_the_package_page_are_absolute(tmp_path: Path, monkeypatch: pyt
             kind, path = target.removeprefix("https://example.org/nsa/").split(f"/v{nsa.__version__}/")
             assert kind == ("raw" if picture else "blob")
             ours[path] = kind
-    assert ours["bench/results/e2e-h200.png"] == "raw"
+    assert ours["docs/speed-light.svg"] == ours["docs/speed-dark.svg"] == "raw"
     assert ours["docs/usage.md#install"] == "blob"
     assert all((ROOT / path.partition("#")[0]).is_file() for path in ours)
 
