@@ -39,11 +39,16 @@ from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
 
 from nsa.block_sparse.api import block_sparse_attention
 from nsa.indexer.api import top_blocks_by_max
+from nsa.integrations.transformers.guards import CHECKS, check_keywords
 
 __all__ = ["register", "unregister"]
 
 NAME = "nsa-blocks"
 """Of the attention implementation."""
+
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
+HONOURED = (*BOUNDS, "max_length_q", "max_length_k", "position_ids")
+"""Keywords that `attention` reads, or, as the longest document is, that bounds say already."""
 
 _REPLACED: dict[str, Callable[..., Any]] = {}
 """The indexer's own forward, while ours is in its place."""
@@ -65,6 +70,7 @@ def register() -> None:
         return
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, padding_mask)
+    CHECKS[NAME] = _check_model
     _REPLACED["forward"] = modeling.MiniMaxM3VLIndexer.forward
     modeling.MiniMaxM3VLIndexer.forward = _index
 
@@ -73,8 +79,14 @@ def unregister() -> None:
     """Take back what `register` did. Models with `attn_implementation="nsa-blocks"` cannot run then."""
     if _REPLACED:
         modeling.MiniMaxM3VLIndexer.forward = _REPLACED.pop("forward")
-        for interface in (AttentionInterface, AttentionMaskInterface):
-            interface._global_mapping.pop(NAME)
+        for mapping in (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping, CHECKS):
+            mapping.pop(NAME)
+
+
+def _check_model(model: Any) -> None:
+    """Raise ValueError for another model, whose own attention would use the 2-D mask as if it were one of scores."""
+    if not isinstance(model, modeling.MiniMaxM3VLPreTrainedModel):
+        raise ValueError(f"attn_implementation={NAME!r} is for MiniMax-M3, got {type(model).__name__}")
 
 
 class IndexStates(NamedTuple):
@@ -122,8 +134,8 @@ def attention(
     """An attention function of transformers. Args and result as it calls them: `[B,heads,S,D]`; `[B,S,H,D]` and None.
 
     Raises:
-        ValueError: for another model, dropout, masks that are not padding, attention that is not causal, and bounds of
-            documents that positions do not say.
+        ValueError: for another model, dropout, masks that are not padding, attention that is not causal, bounds of
+            documents that positions do not say, and keywords that would have to be left out of account.
     """
     if isinstance(module, modeling.MiniMaxM3VLVisionAttention):
         out: Tensor = sdpa_attention_forward(
@@ -134,11 +146,11 @@ def attention(
         raise ValueError(f"attn_implementation={NAME!r} is for MiniMax-M3, got {type(module).__name__}")
     if dropout != 0.0:
         raise ValueError(f"attn_implementation={NAME!r} has no dropout, got attention_dropout={dropout}")
-    if kwargs.get("is_causal") is False:
-        raise ValueError(f"is_causal must be True with attn_implementation={NAME!r}, got False")
+    check_keywords(NAME, kwargs, honoured=HONOURED)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     runs = _runs_of_forward(attention_mask, kwargs.get("position_ids"), (q.shape[0], q.shape[1], k.shape[1]))
-    _check_bounds(kwargs.get("cu_seq_lens_q"), runs, k.shape[1])
+    for name in BOUNDS:
+        _check_bounds(name, kwargs.get(name), runs, k.shape[1])
     if block_indices is None:
         return _by_run(partial(_dense, scale=scaling), runs, (q,), (k, v)), None
     indexer = module.indexer
@@ -245,14 +257,14 @@ def _runs_of_forward(mask: Tensor | None, position_ids: Tensor | None, sizes: Si
     return runs
 
 
-def _check_bounds(cu_seqlens: Tensor | None, runs: list[Run], num_keys: int) -> None:
-    """Raise ValueError where `cu_seq_lens_q` bounds other documents than positions do, by which runs were found."""
+def _check_bounds(name: str, cu_seqlens: Tensor | None, runs: list[Run], num_keys: int) -> None:
+    """Raise ValueError where a keyword bounds other documents than positions do, by which runs were found."""
     if cu_seqlens is None:
         return
     bounds = [*dict.fromkeys(cu_seqlens.tolist())]  # without empty documents
     found = [*(run.keys.start for run in runs), num_keys]
     if bounds != found:
-        raise ValueError(f"cu_seq_lens_q must bound the documents of position_ids, {found}, got {bounds}")
+        raise ValueError(f"{name} must bound the documents of position_ids, {found}, got {bounds}")
 
 
 def find_runs(mask: Tensor | None, position_ids: Tensor | None, sizes: Sizes) -> list[Run]:

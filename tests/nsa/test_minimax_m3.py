@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import CompileConfig, StaticCache
+from transformers import BloomConfig, BloomForCausalLM, CompileConfig, StaticCache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
@@ -255,6 +255,29 @@ def test_dropout_and_other_models_raise(models: tuple[Any, Any]) -> None:
         minimax_m3.attention(attention, x, x, x, None, dropout=0.1)
     with pytest.raises(ValueError, match="is for MiniMax-M3, got Linear"):
         minimax_m3.attention(torch.nn.Linear(1, 1), x, x, x, None)
+    bloom = BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4)
+    with pytest.raises(ValueError, match="'nsa-blocks' is for MiniMax-M3, got BloomForCausalLM"):
+        BloomForCausalLM(bloom).set_attn_implementation("nsa-blocks")
+    bloom._attn_implementation = "nsa-blocks"
+    with pytest.raises(ValueError, match="'nsa-blocks' is for MiniMax-M3, got BloomForCausalLM"):
+        BloomForCausalLM(bloom)
+
+
+def test_keywords_that_are_not_honoured_raise(models: tuple[Any, Any]) -> None:
+    ours, ids = models[1], text(1, 20)
+    expected = ours(ids).logits
+    nothing = {"num_items_in_batch": 3, "output_hidden_states": True, "output_router_logits": True, "sinks": None}
+    assert torch.equal(ours(ids, **nothing).logits, expected)
+    for name, value in {"sinks": torch.zeros(4), "seq_idx": torch.zeros(1, 20), "softcap": 30.0}.items():
+        with pytest.raises(ValueError, match=f"{name} .* attn_implementation='nsa-blocks' does not support: got"):
+            ours(ids, **{name: value})
+    with pytest.raises(ValueError, match=r"cu_seq_lens_k must bound the documents of position_ids, \[0, 20\]"):
+        ours(ids, cu_seq_lens_k=torch.tensor([0, 10, 20]))
+
+
+def test_the_name_nsa_does_not_leave_out_the_indexers_choice() -> None:
+    with pytest.raises(ValueError, match=r"block_indices asks for .* attn_implementation='nsa' does not support"):
+        minimax_model("nsa")(text(1, 20))
 
 
 def test_unregister_takes_everything_back() -> None:

@@ -19,8 +19,6 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    BloomConfig,
-    BloomForCausalLM,
     DataCollatorWithFlattening,
     DynamicCache,
     GPT2Config,
@@ -35,7 +33,7 @@ from transformers.masking_utils import create_causal_mask
 
 from nsa import NSAConfig, NSAttention, nsa
 from nsa.integrations.transformers import convert
-from nsa.integrations.transformers.interface import nsa_attention
+from nsa.integrations.transformers.interface import nsa_attention, nsa_mask
 from nsa.integrations.transformers.modeling import CACHE_ARGUMENT
 from nsa.integrations.transformers.options import GATES
 from tests.support.hf_models import KINDS, OPTIONS, converted_model, dense_model, token_ids
@@ -269,7 +267,7 @@ def test_other_masks_are_refused(converted: bool) -> None:
     with pytest.raises(ValueError, match="beginning in row 0"):
         model(ids, attention_mask=torch.ones(2, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
     model.config.is_causal = False
-    with pytest.raises(ValueError, match="is causal attention"):
+    with pytest.raises(ValueError, match=r"is causal attention|is_causal must be True"):
         model(ids, use_cache=False)
 
 
@@ -277,10 +275,19 @@ BOUNDS = torch.tensor([0, 2, 6], dtype=torch.int32)
 REFUSED = {
     "attention_dropout must be 0": {"dropout": 0.1},
     "is_causal must be True": {"is_causal": False},
-    "softcap asks for soft-capped logits": {"softcap": 30.0},
-    "s_aux asks for attention sinks": {"s_aux": torch.zeros(4)},
+    "softcap asks for soft-capped logits, .* got 30.0": {"softcap": 30.0},
+    r"s_aux asks for attention sinks, .* a tensor of shape \[4\]": {"s_aux": torch.zeros(4)},
+    "sinks asks for attention sinks": {"sinks": torch.zeros(4)},
     "sliding_window asks for": {"sliding_window": 8},
+    "block_indices asks for attention to the blocks": {"block_indices": torch.zeros(2, 2, 6, 1)},
+    r"indices asks for attention to the tokens.* shape \[6\]": {"indices": torch.zeros(6)},
+    r"seq_idx is a keyword that attn_implementation='nsa' does not support: got a tensor of shape \[1, 6\]": {
+        "seq_idx": torch.zeros(1, 6)
+    },
+    "never_heard_of is a keyword that attn_implementation='nsa' does not support: got False": {"never_heard_of": False},
+    "cache is a keyword": {"cache": DynamicCache()},
     "output_attentions must be False": {"output_attentions": True},
+    "is_cross_attention must be False": {"is_cross_attention": True},
     "a batch of 2": {"cu_seq_lens_q": BOUNDS},
     r"cu_seq_lens_q must have the shape \[documents \+ 1\], got \[1, 3\]": {"cu_seq_lens_q": BOUNDS[None]},
     r"cu_seq_lens_q must be on the tokens' device cpu, got meta": {"cu_seq_lens_q": BOUNDS.to("meta")},
@@ -300,7 +307,20 @@ def test_the_attention_function_refuses_what_it_would_ignore(message: str) -> No
     module = unconverted().model.layers[0].self_attn
     q, k = torch.randn(2, 4, 6, 16), torch.randn(2, 2, 6, 16)
     with pytest.raises(ValueError, match=message):
-        nsa_attention(module, q, k, k, None, **REFUSED[message])
+        nsa_attention(module, q, k, k, nsa_mask(2, 6, 6), **REFUSED[message])
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_keywords_that_change_nothing_pass(converted: bool) -> None:
+    model, ids = converted_model() if converted else unconverted(), token_ids(2, 12)
+    expected = logits_of(model, ids, use_cache=False)
+    given = {"num_items_in_batch": 3, "output_hidden_states": True, "output_router_logits": True, "logits_to_keep": 0}
+    nothing = dict.fromkeys(("softcap", "s_aux", "sinks", "block_indices", "indices", "seq_idx", "never_heard_of"))
+    given |= {"is_causal": True, "output_attentions": False, "labels": ids, "return_dict": True} | nothing
+    assert torch.equal(logits_of(model, ids, use_cache=False, **given), expected)
+    for name, value in {"seq_idx": torch.zeros(2, 12), "sinks": 0, "output_attentions": True}.items():
+        with pytest.raises(ValueError, match=f"{name} (is|asks|must) .* got"):
+            model(ids, **{name: value}, use_cache=False)
 
 
 @pytest.mark.parametrize("converted", [False, True])
@@ -324,12 +344,14 @@ def test_bounds_of_documents_are_integers_and_those_of_keys(converted: bool) -> 
 
 def test_packs_that_contradict_a_mask_or_a_cache_are_refused() -> None:
     module = unconverted().model.layers[0].self_attn
-    q, k, mask = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 6, 16), torch.ones(1, 6, dtype=torch.bool)
-    mask[0, 0] = False
+    q, k, padding = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 6, 16), torch.ones(1, 6, dtype=torch.bool)
+    padding[0, 0] = False
     with pytest.raises(ValueError, match="say different things"):
-        nsa_attention(module, q, k, k, mask, cu_seq_lens_q=BOUNDS)
+        nsa_attention(module, q, k, k, nsa_mask(1, 6, 6, attention_mask=padding), cu_seq_lens_q=BOUNDS)
     with pytest.raises(ValueError, match="a cache holds earlier ones"):
-        nsa_attention(module, q[:, :, :4], k, k, None, position_ids=torch.tensor([[2, 3, 0, 1]]))
+        nsa_attention(module, q[:, :, :4], k, k, nsa_mask(1, 4, 6, 2), cu_seq_lens_q=torch.tensor([0, 2, 4]))
+    with pytest.raises(ValueError, match=r"position_ids pack documents, .* not hand them to its mask, as with a cache"):
+        nsa_attention(module, q[:, :, :4], k, k, nsa_mask(1, 4, 6, 2), position_ids=torch.tensor([[2, 3, 0, 1]]))
 
 
 def test_keywords_of_attention_functions_are_refused_in_a_converted_model() -> None:
@@ -362,14 +384,6 @@ def test_overlays_of_masks_are_refused() -> None:
     assert create_causal_mask(**call) is None
     with pytest.raises(ValueError, match="or_mask"):
         create_causal_mask(**call, or_mask_function=lambda b, h, q, k: k == 0)
-
-
-def test_models_whose_attention_is_their_own_do_not_go_without_a_mask() -> None:
-    config = BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4)
-    model = BloomForCausalLM(config).eval()
-    model.config._attn_implementation = "nsa"
-    with pytest.raises(RuntimeError, match="must match the size of tensor b"):
-        model(torch.ones(1, 9, dtype=torch.long), use_cache=False)
 
 
 def test_packs_of_models_that_keep_positions_to_themselves_are_refused() -> None:

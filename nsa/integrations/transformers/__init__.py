@@ -16,7 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING, TOKENIZER_MAPPING_NAMES
 
 from nsa.integrations.transformers.convert import convert
-from nsa.integrations.transformers.interface import NAME, nsa_attention, nsa_mask
+from nsa.integrations.transformers.guards import CHECKS
+from nsa.integrations.transformers.interface import NAME, check_model, nsa_attention, nsa_mask
 from nsa.integrations.transformers.modeling import (
     NSALlamaConfig,
     NSALlamaForCausalLM,
@@ -38,6 +39,7 @@ __all__ = [
 
 AttentionInterface.register(NAME, nsa_attention)
 AttentionMaskInterface.register(NAME, nsa_mask)
+CHECKS[NAME] = check_model
 for _dense, _config, _model, _causal_lm in (
     (LlamaConfig, NSALlamaConfig, NSALlamaModel, NSALlamaForCausalLM),
     (Qwen3Config, NSAQwen3Config, NSAQwen3Model, NSAQwen3ForCausalLM),

@@ -1,8 +1,8 @@
 """attn_implementation="nsa": the attention function and the mask function that transformers calls under that name.
 
 The attention function sees rotated q, k, v of one layer, a mask and the call's keywords; it serves models that were not
-converted, too. The mask function gives the 2-D mask or, where there is none, a mark, since documents are found from
-`attention_mask`, `position_ids` or `cu_seq_lens_q`; what these cannot say is refused.
+converted. Their mask is a CausalMask: it says that a layer is causal self-attention, and no other attention can use it.
+Documents are found from `attention_mask`, `position_ids` or `cu_seq_lens_q`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from transformers import masking_utils
 from nsa.api import nsa
 from nsa.common.replace import replace
 from nsa.config import NSAConfig
+from nsa.integrations.transformers.guards import CausalMask, calls_attention_functions, check_keywords
 from nsa.integrations.transformers.options import check_gate_init, options_of
 from nsa.integrations.transformers.unpadding import PACK_ADVICE, by_positions, check_mask
 from nsa.unpadding import Unpadding
 
 NAME = "nsa"
 
-REFUSED = {
-    "softcap": "soft-capped logits",
-    "s_aux": "attention sinks",
-    "sliding_window": "a sliding window of the model's own",
-    "position_bias": "a bias of positions",
-    "head_mask": "a mask of heads",
-    "scaling": "a scale beside that of nsa_config",
-    "dropout": "dropout of attention weights",
-}
-"""Keywords of attention functions that change the result, and what they ask for."""
+
+def check_model(model: Any) -> None:
+    """Raise ValueError for a model that would leave attn_implementation="nsa" out of account."""
+    if not calls_attention_functions(model):
+        raise ValueError(
+            f"attn_implementation='nsa' needs a model whose layers call transformers' attention interface, got "
+            f"{type(model).__name__}, whose attention is its own (a class of yours that calls it says so by "
+            f"_supports_attention_backend = True)"
+        )
 
 
 # Masks
@@ -47,40 +47,37 @@ def nsa_mask(
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
     config: Any = None,
+    device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor | None:
-    """The mask for `nsa_attention`: the 2-D `attention_mask`; where there is none None for converted models, for others
-    a mark, so that a model whose attention is its own does not go without a mask.
+    """The mask for `nsa_attention`: a CausalMask, which also says what NSA does not support; a converted model gets the
+    2-D `attention_mask`, or None.
 
     Raises:
-        ValueError: for anything but causal attention to all tokens, padded or in packs; for a static cache, and in
-            torch.compile, of a model that was not converted.
+        ValueError: in torch.compile, for a model that was not converted; for a converted model, for anything but causal
+            attention to all tokens, padded or in packs.
     """
-    del batch_size
     converted, compiling = hasattr(config, "nsa_gates"), torch.compiler.is_compiling()
     if compiling and not converted:
         raise ValueError("attn_implementation='nsa' runs in torch.compile after nsa.integrations.transformers.convert")
     # Compiled, it is always a pack's: converted models ask for no other, and find documents by `find_documents`
     parts = () if compiling else (*_parts(mask_function),)
-    for part in parts:
-        if part not in CAUSAL_PARTS:
-            raise ValueError(
-                f"attn_implementation='nsa' is causal attention to a text, its padding or its documents; got a mask by "
-                f"{part}"
-            )
-    if not converted and (
-        isinstance(q_offset, Tensor) or kv_offset != 0 or (attention_mask is None and kv_length != q_offset + q_length)
-    ):
-        raise ValueError(
+    unsupported = next((_not_causal(part) for part in parts if part not in CAUSAL_PARTS), None)
+    if converted:
+        if unsupported is not None:
+            raise ValueError(unsupported)
+        if attention_mask is None or compiling:
+            return attention_mask
+        # A static cache's, which compiled steps want in one shape
+        return torch.nn.functional.pad(attention_mask, (0, max(0, kv_length - attention_mask.shape[1])))
+    static = isinstance(q_offset, Tensor) or kv_offset != 0
+    if unsupported is None and (static or (attention_mask is None and kv_length != q_offset + q_length)):
+        unsupported = (
             f"attn_implementation='nsa' takes a cache of exactly the earlier tokens, got {kv_length} keys for "
             f"{q_length} queries: use a dynamic cache, or nsa.integrations.transformers.convert, which has static ones"
         )
-    if converted and attention_mask is not None and not compiling:
-        # A static cache's, which compiled steps want in one shape
-        attention_mask = torch.nn.functional.pad(attention_mask, (0, max(0, kv_length - attention_mask.shape[1])))
-    if attention_mask is None and not converted:
-        return _mark(packed=PACKED in parts)
-    return attention_mask
+    shape = (batch_size, 1, q_length, kv_length)
+    return CausalMask(shape, device, attention_mask, packed=PACKED in parts, unsupported=unsupported)
 
 
 PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
@@ -88,26 +85,11 @@ CAUSAL_PARTS = {"causal_mask_function", "remap_positions_for_packed_sequence.<lo
 """Functions of transformers' masks that are causal, or keep packed documents apart."""
 
 
-def _mark(*, packed: bool) -> Tensor:
-    """In place of no mask: of no elements, so that no other attention can add it to its scores."""
-    return torch.empty(0, 0, int(packed), 0)
-
-
-def _unmarked(attention_mask: Any, *, knows_documents: bool) -> Any:
-    """The mask, None in place of a mark.
-
-    Raises:
-        ValueError: for packed documents that the attention is not told of.
-    """
-    mask = _of_full_attention(attention_mask)
-    if mask is None or mask.dim() != 4 or mask.numel() > 0:
-        return attention_mask
-    if mask.shape[2] == 1 and not knows_documents:
-        raise ValueError(
-            "position_ids pack documents, and this model does not hand them to its attention: give each document a row "
-            "of its own"
-        )
-    return None
+def _not_causal(part: str) -> str:
+    """Error for a function of a mask."""
+    return (
+        f"attn_implementation='nsa' is causal attention to a text, its padding or its documents; got a mask by {part}"
+    )
 
 
 def _parts(mask_function: Callable[..., Any]) -> Iterator[str]:
@@ -144,7 +126,7 @@ def given_documents(kwargs: Mapping[str, Any], device: torch.device) -> Unpaddin
         if given.device != device:
             raise ValueError(f"{name} must be on the tokens' device {device}, got {given.device}")
     for name, length in zip(PACK_KEYWORDS[2:], (longest, longest_key), strict=True):
-        if not (length is None or isinstance(length, int)):
+        if not (length is None or isinstance(length, (int, torch.SymInt))):
             raise TypeError(f"{name} must be an integer or None, got {length!r}")
     if bounds is None:
         if of_keys is not None:
@@ -193,6 +175,9 @@ def find_documents(
         ValueError: for a mask that is neither padding on one side nor documents.
     """
     batch, tokens, columns = shape
+    if position_ids is not None and tuple(position_ids.shape) not in ((batch, tokens), (1, tokens)):
+        wanted = f"[B,N] = {[batch, tokens]} or {[1, tokens]}"
+        raise ValueError(f"position_ids must be {wanted} for attn_implementation='nsa', got {list(position_ids.shape)}")
     attention_mask = _of_full_attention(attention_mask)
     if attention_mask is not None and tuple(attention_mask.shape) == (batch, max_columns):
         attention_mask = attention_mask[:, :columns]
@@ -217,9 +202,6 @@ def find_documents(
         return (mask if check_mask(mask, position_ids) else None), None
     if position_ids is None or position_ids.shape[-1] == 1:
         return None, None
-    if tuple(position_ids.shape) not in ((batch, tokens), (1, tokens)):
-        wanted = f"[B,N] = {[batch, tokens]} or {[1, tokens]}"
-        raise ValueError(f"position_ids must be {wanted} for attn_implementation='nsa', got {list(position_ids.shape)}")
     if torch.compiler.is_compiling():
         raise ValueError(
             "position_ids may hold packed documents, which nothing can tell in torch.compile: leave them out, or give "
@@ -309,25 +291,62 @@ def nsa_attention(
         scaling: the softmax's scale.
         dropout: must be 0.
         position_ids: `[B or 1,N_q]`.
-        others: `cu_seq_lens_q` and its like bound packed documents; refused where they would change the result.
+        others: `cu_seq_lens_q` and its like bound packed documents; every other keyword that could change the result is
+            refused.
 
     Returns:
         out `[B,N_q,H,D_v]`, and None for attention weights.
+
+    Raises:
+        ValueError: for a mask that is not from `nsa_mask`, as in cross-attention; for what NSA does not support.
     """
     refuse(dropout=dropout, is_causal=getattr(module, "is_causal", True), others=others)
     config = options_of(module.config)
     if scaling is not None:
         config = replace(config, softmax_scale=float(scaling))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    cached = k.shape[1] != q.shape[1]
     shape = (len(q), q.shape[1], k.shape[1])
+    causal = _checked_mask(module, attention_mask, shape)
     given = given_documents(others, q.device)
-    attention_mask = _unmarked(attention_mask, knows_documents=position_ids is not None or given is not None)
-    mask, documents = find_documents(attention_mask, position_ids, given, shape)
-    if cached and documents is not None:
+    mask, documents = find_documents(causal.padding, position_ids, given, shape)
+    if given is None and (documents is not None) != causal.packed:
+        place = "attention" if causal.packed else "mask, as with a cache"
+        raise ValueError(
+            f"position_ids pack documents, and this model does not hand them to its {place}: give each document a row "
+            "of its own, or use_cache=False"
+        )
+    if documents is not None and shape[1] != shape[2]:
         raise ValueError(f"documents begin among new tokens, and a cache holds earlier ones: {PACK_ADVICE}")
     gates = q.new_tensor(check_gate_init(getattr(module.config, "nsa_gate_init", None))).expand(*q.shape[:-1], 3)
     return attend(q, k, v, gates, config, mask, documents), None
+
+
+def _checked_mask(module: Any, mask: Any, shape: tuple[int, int, int]) -> CausalMask:
+    """The mask of a layer's causal self-attention.
+
+    Raises:
+        ValueError: for a mask that NSA does not support, for one that is not from `nsa_mask`, and for none, as in
+            cross-attention: nothing says then that keys are the queries' own sequence.
+    """
+    batch, queries, keys = shape
+    layer = type(module).__name__
+    if getattr(module, "is_cross_attention", False):
+        raise ValueError(f"attn_implementation='nsa' is causal self-attention, got cross-attention in {layer}")
+    if not isinstance(mask, CausalMask):
+        got = f"a mask of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"{mask!r}"
+        raise ValueError(
+            f"attention_mask must be [B,N_k] = {[batch, keys]} for attn_implementation='nsa', and come to {layer} as "
+            f"transformers' create_causal_mask makes it: without that, as in cross-attention, nothing says that keys "
+            f"are the queries' own sequence; got {got}"
+        )
+    if mask.unsupported is not None:
+        raise ValueError(mask.unsupported)
+    if mask.padding is None and tuple(mask.shape) != (batch, 1, queries, keys):
+        raise ValueError(
+            f"attn_implementation='nsa' is causal self-attention, got {queries} queries and {keys} keys in {layer} "
+            f"with a mask of {mask.shape[2]} and {mask.shape[3]}"
+        )
+    return mask
 
 
 def refuse(*, dropout: float, is_causal: bool, others: Mapping[str, Any]) -> None:
@@ -338,10 +357,6 @@ def refuse(*, dropout: float, is_causal: bool, others: Mapping[str, Any]) -> Non
     """
     if dropout:
         raise ValueError(f"attention_dropout must be 0 with NSA, got {dropout}")
-    if not (is_causal and others.get("is_causal", True) is not False):
+    if not is_causal:
         raise ValueError("is_causal must be True with attn_implementation='nsa', got False")
-    for name, meaning in REFUSED.items():
-        if others.get(name) is not None:
-            raise ValueError(f"{name} asks for {meaning}, which NSA has not: got {others[name]!r}")
-    if others.get("output_attentions"):
-        raise ValueError("output_attentions must be False: NSA has no attention weights to return, got True")
+    check_keywords(NAME, others, honoured=PACK_KEYWORDS)

@@ -124,11 +124,11 @@ class AttentionMixin:
         if attention_mask is not None:
             raise ValueError("attention_mask goes to the converted model's forward, not to its layers")
         dropout = self.attention_dropout if self.training else 0.0
+        cache, _ = kwargs.pop(CACHE_ARGUMENT, None), kwargs.pop("position_ids", None)  # of which nsa_call has come
         refuse(dropout=dropout, is_causal=True, others=kwargs)
         q, k, v = self._heads(hidden_states)
         q, k = self.rotate(q, k, *position_embeddings, unsqueeze_dim=2)
         gates = self.gates(hidden_states, q)
-        cache = kwargs.get(CACHE_ARGUMENT)
         if cache is None:
             out = attend(q, k, v, gates, *(nsa_call or (options_of(self.config), None, None)))
         else:
