@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor, nn
 
-from nsa.common.checks import check_bool, check_integer, is_finite
+from nsa.common.checks import check_bool, check_integer, is_finite, is_number
 from nsa.common.keywords import PACK, unknown_keywords
 from nsa.common.replace import replace
 
@@ -240,7 +240,7 @@ class NSAConfig:
         scale: Any = self.softmax_scale
         if scale is None:
             return
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        if not is_number(scale):
             raise TypeError(f"softmax_scale must be a number or None, got {scale!r}")
         if not (is_finite(scale) and scale > 0):
             raise ValueError(f"softmax_scale must be finite and greater than 0, got {scale}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dispatch.registry import short_name
-from nsa.common.checks import check_dense, check_dtype, is_readable, warn_of_heads_first
+from nsa.common.checks import check_dense, check_dtype, is_integer, is_readable, warn_of_heads_first
 from nsa.common.replace import replace
 from nsa.config import NSAConfig
 
@@ -112,7 +112,7 @@ class NSAInputs:
     @property
     def first_token(self) -> int:
         """The token that the first query is; not for packed inputs, nor for starts that only the device knows."""
-        return self.q_start if isinstance(self.q_start, int) else self.k.shape[1] - self.q.shape[1]
+        return self.q_start if is_integer(self.q_start) else self.k.shape[1] - self.q.shape[1]
 
     @property
     def group_size(self) -> int:
@@ -191,7 +191,7 @@ class NSAInputs:
         check_dtype("q", self.q)
         for name in TENSOR_NAMES:
             tensor = getattr(self, name)
-            if tensor is None or (name == "q_start" and isinstance(tensor, int) and not isinstance(tensor, bool)):
+            if tensor is None or (name == "q_start" and is_integer(tensor)):
                 continue
             if not isinstance(tensor, Tensor):
                 also = "an integer, " if name == "q_start" else ""
@@ -243,7 +243,7 @@ class NSAInputs:
         longest = self.max_seqlen
         if longest is None:
             return
-        if isinstance(longest, bool) or not isinstance(longest, int):
+        if not is_integer(longest):
             raise TypeError(f"max_seqlen must be an integer or None, got {longest!r}")
         if not self.packed:
             raise ValueError(f"max_seqlen goes with cu_seqlens, got max_seqlen={longest} without cu_seqlens")

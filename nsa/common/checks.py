@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from numbers import Real
-from typing import Any, NoReturn, SupportsFloat
+from typing import Any, NoReturn, SupportsFloat, TypeGuard
 
 import torch
 from torch import Tensor
@@ -21,6 +21,18 @@ MOST_KV_HEADS = 128
 """Key/value heads beyond which a tensor with few tokens looks as if heads came first."""
 
 
+def is_integer(value: object) -> TypeGuard[int]:
+    """True for integers, also for torch.compile's symbols; False for bools."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """True for real numbers, also for torch.compile's symbols; False for bools."""
+    if isinstance(value, float):  # at once: looking for a Real takes longer
+        return True
+    return isinstance(value, (Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+
+
 def is_finite(number: SupportsFloat) -> bool:
     """As math.isfinite, but False for integers beyond the range of a float instead of OverflowError."""
     try:
@@ -31,7 +43,7 @@ def is_finite(number: SupportsFloat) -> bool:
 
 def check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
     """Raise unless `value` is an int (no bool) from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not is_integer(value):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
@@ -61,7 +73,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 def check_eps(eps: object, name: str = "eps") -> None:
     """Raise unless the epsilon of a norm is a finite number of at least 0."""
-    if type(eps) is not float and (isinstance(eps, bool) or not isinstance(eps, Real)):
+    if not is_number(eps):
         raise TypeError(f"{name} must be a number, got {eps!r}")
     if not is_finite(eps) or eps < 0:
         raise ValueError(f"{name} must be finite and at least 0, got {eps}")

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.block_sparse.validate import check_indices
 from nsa.common.autocast import CASTABLE, autocast_dtype, autocast_off
-from nsa.common.checks import check_integer, is_finite
+from nsa.common.checks import check_integer, is_finite, is_number
 from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_transforms
 from nsa.indexer.validate import LARGEST, TOKEN_MODE, check_index_tensors
 from nsa.inputs import NSAInputs
@@ -127,7 +127,7 @@ def _outside_autocast(*tensors: Any) -> tuple[Any, ...]:
 def _scale(name: str, scale: float | None, x: Tensor) -> float:
     if scale is None:
         return float(x.shape[-1] ** -0.5)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+    if not is_number(scale):
         raise TypeError(f"{name} must be a number or None, got {scale!r}")
     if not (is_finite(scale) and scale > 0):
         raise ValueError(f"{name} must be finite and greater than 0, got {scale}")

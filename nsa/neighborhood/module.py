@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
-from nsa.common.checks import check_choice, check_eps
+from nsa.common.checks import check_choice, check_eps, is_number
 from nsa.common.derivatives import needs_grad
 from nsa.common.keywords import ONE_BY_ONE
 from nsa.common.layers import (
@@ -98,7 +98,7 @@ class NeighborhoodAttention(nn.Module):
         check_choice("algorithm", algorithm, ALGORITHMS)
         check_rope(rope)
         check_context_parallel(context_parallel, "neighborhood_attention")
-        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
+        if not is_number(dropout):
             raise TypeError(f"dropout must be a number, got {dropout!r}")
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be from 0 to 1, got {dropout}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from numbers import Real
 
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from nsa.common.checks import (
     check_integer,
     check_tensor,
     is_finite,
+    is_number,
     warn_of_heads_first,
 )
 from nsa.common.derivatives import needs_grad
@@ -44,7 +44,7 @@ class Window:
         for name in ("kernel_size", "dilation"):
             check_integer(name, getattr(self, name), 1, LARGEST_OPTION)
         scale = self.softmax_scale
-        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
+        if scale is not None and not is_number(scale):
             raise TypeError(f"softmax_scale must be a number or None, got {scale!r}")
         if scale is not None and not is_finite(scale):
             raise ValueError(f"softmax_scale must be finite, got {scale}")

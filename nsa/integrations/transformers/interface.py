@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from nsa.api import nsa
+from nsa.common.checks import is_integer
 from nsa.common.replace import replace
 from nsa.config import NSAConfig
 from nsa.integrations.transformers.guards import CausalMask, calls_attention_functions, check_keywords
@@ -126,7 +127,7 @@ def given_documents(kwargs: Mapping[str, Any], device: torch.device) -> Unpaddin
         if given.device != device:
             raise ValueError(f"{name} must be on the tokens' device {device}, got {given.device}")
     for name, length in zip(PACK_KEYWORDS[2:], (longest, longest_key), strict=True):
-        if not (length is None or isinstance(length, (int, torch.SymInt))):
+        if not (length is None or is_integer(length)):
             raise TypeError(f"{name} must be an integer or None, got {length!r}")
     if bounds is None:
         if of_keys is not None:

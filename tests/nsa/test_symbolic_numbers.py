@@ -1,0 +1,145 @@
+"""Numbers that torch.compile makes symbols of, since they changed from call to call, are numbers to every check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import (
+    NSAttention,
+    attention_residual,
+    block_sparse_attention,
+    neighborhood_attention,
+    nsa,
+    top_blocks_by_max,
+)
+from nsa.common.checks import is_integer, is_number
+from tests.support.helpers import SMALL, make_qkv
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
+
+TOKENS = 40
+BLOCKS = torch.tensor([0, -1]).expand(1, 2, TOKENS, 2)
+OPTIONS: Any = {name: value for name, value in vars(SMALL["paper"]).items() if name != "window_size"}
+
+
+def bounds(first: int) -> Tensor:
+    return torch.tensor([0, first, TOKENS], dtype=torch.int32)
+
+
+@pytest.fixture(scope="module")
+def layer() -> NSAttention:
+    torch.manual_seed(0)
+    return NSAttention(64, 4, 2, config=SMALL["paper"])
+
+
+Call = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+CALLS: dict[str, tuple[Call, tuple[int, ...]]] = {
+    "max_seqlen": (
+        lambda q, k, v, n: nsa(q[0], k[0], v[0], cu_seqlens=bounds(n), max_seqlen=n, config=SMALL["paper"]),
+        (21, 33),
+    ),
+    "window_size": (lambda q, k, v, n: nsa(q, k, v, window_size=n, **OPTIONS), (8, 9)),
+    "softmax_scale": (lambda q, k, v, n: nsa(q, k, v, softmax_scale=n / 20), (8, 9)),
+    "q_start": (lambda q, k, v, n: nsa(q[:, n : n + 9], k, v, q_start=n, config=SMALL["paper"]), (8, 9)),
+    "block_size": (lambda q, k, v, n: block_sparse_attention(q, k, v, BLOCKS, block_size=n), (8, 9)),
+    "block_size, k": (
+        lambda q, k, v, n: top_blocks_by_max(q[:, :, :2].contiguous(), k[:, :, :1].contiguous(), block_size=n, k=n - 5),
+        (8, 7),
+    ),
+    "kernel_size, dilation": (
+        lambda q, k, v, n: neighborhood_attention(q, q, q, kernel_size=n, dilation=n - 3, softmax_scale=n / 9),
+        (5, 7),
+    ),
+    "eps": (lambda q, k, v, n: attention_residual([q[0]], k[0, 0, 0], v[0, 0, 0], eps=n / 100), (1, 2)),
+}
+
+
+@pytest.mark.parametrize(("call", "values"), CALLS.values(), ids=list(CALLS))
+def test_arguments_that_change_compile(call: Call, values: tuple[int, ...]) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=True)
+    q, k, v = (x.requires_grad_() for x in make_qkv(TOKENS, dtype=torch.float32))
+    for value in values:
+        torch.testing.assert_close(compiled(q, k, v, value), call(q, k, v, value), rtol=1e-5, atol=1e-5)
+
+
+def test_the_longest_document_of_a_layer_is_a_symbol(layer: NSAttention) -> None:
+    """As training on packs with torch.compile has it: automatically dynamic from the second length on."""
+    torch.compiler.reset()
+    counts = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled, x = torch.compile(layer, fullgraph=True, backend=counts), torch.randn(TOKENS, 64)
+    for longest in (21, 30, 33):
+        given: Any = {"cu_seqlens": bounds(longest), "max_seqlen": longest}
+        torch.testing.assert_close(compiled(x, **given), layer(x, **given), rtol=1e-5, atol=1e-5)
+    assert counts.frame_count == 2
+
+
+@pytest.mark.hf_extra
+def test_a_converted_model_compiles_packs_of_any_longest_document() -> None:
+    from tests.support.hf_models import converted_model, token_ids
+
+    torch.compiler.reset()
+    model, ids = converted_model(num_hidden_layers=1).train(), token_ids(1, TOKENS)
+    compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
+    for longest in (21, 33):
+        given: Any = {"cu_seq_lens_q": bounds(longest), "max_length_q": longest, "max_length_k": longest}
+        torch.testing.assert_close(compiled(ids, **given).logits, model(ids, **given).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.hf_extra
+def test_trainer_compiles_packs_of_any_longest_document(tmp_path: Path) -> None:
+    from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+    from tests.support.hf_models import converted_model, token_ids
+
+    torch.compiler.reset()
+    weights = converted_model(num_hidden_layers=1).state_dict()
+    texts = [token_ids(1, n)[0].tolist() for n in (40, 20, 33, 18, 25, 12)]
+    arguments: Any = {"torch_compile": True, "torch_compile_backend": "eager", "per_device_train_batch_size": 2}
+    losses = []
+    for compiling in (True, False):
+        model = converted_model(num_hidden_layers=1)
+        model.load_state_dict(weights)
+        options = TrainingArguments(
+            str(tmp_path),
+            **arguments | {"torch_compile": compiling},
+            max_steps=3,
+            logging_steps=1,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = Trainer(
+            model,
+            options,
+            train_dataset=[{"input_ids": text, "labels": text} for text in texts],  # type: ignore[arg-type]
+            data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=True),
+        )
+        trainer.train()
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert len(losses[0]) == 3
+
+
+def test_what_is_a_number() -> None:
+    torch.compiler.reset()
+    found: list[tuple[bool, ...]] = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        symbols = [x for x in examples if isinstance(x, torch.SymInt)]
+        found.append((*map(is_integer, symbols), *map(is_number, (*symbols, *(x * 0.5 for x in symbols)))))
+        return graph
+
+    torch.compile(lambda x, n: x * n, backend=backend, dynamic=True)(torch.ones(3), 7)
+    assert found
+    assert all(map(all, found))
+    assert [is_integer(x) for x in (3, 3.0, True, None)] == [True, False, False, False]
+    assert [is_number(x) for x in (3, 3.0, True, None, "3")] == [True, True, False, False, False]
