@@ -5,7 +5,12 @@ Imported where a graph meets one of them: `torch.compiler.disable` imports Dynam
 
 from __future__ import annotations
 
-from nsa import api
-from nsa.common.operators import break_graph
+from collections.abc import Callable
 
-nsa_forward_aux = break_graph(api.nsa_forward_aux)
+from torch import Tensor
+
+import dispatch
+from nsa.common.operators import break_graph
+from nsa.inputs import NSAAux
+
+nsa_forward_aux: Callable[..., tuple[Tensor, NSAAux]] = break_graph(getattr(dispatch, "nsa_forward_aux"))  # noqa: B009 (mypy would go in a circle)
