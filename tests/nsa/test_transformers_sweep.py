@@ -177,7 +177,7 @@ def test_what_is_not_causal_self_attention_is_refused(name: str, monkeypatch: py
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_every_class_is_dense_or_refused(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    names, built = class_names()[shard::SHARDS], 0
+    names, compared = class_names()[shard::SHARDS], 0
     wrong: dict[tuple[str, bool, str], str] = {}
     summary: Counter[str] = Counter()
     for name in names:
@@ -189,10 +189,10 @@ def test_every_class_is_dense_or_refused(shard: int, monkeypatch: pytest.MonkeyP
                 found = outcomes(name, monkeypatch, full_attention=full_attention)
             except NotBuilt:
                 continue
-            built += not full_attention
+            compared += bool(found) and not full_attention
             wrong |= {(name, full_attention, call): x for call, x in found.items() if x not in GOOD}
             summary.update({*found.values()})
     assert not wrong, wrong
-    assert built >= 0.8 * len(names), built
+    assert compared >= 0.8 * len(names), compared
     assert summary["equal"] >= 0.3 * len(names), summary
     assert summary["refused"] > 0, summary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ SIZES: dict[str, Any] = {
             64,
             "hidden_size d_model n_embd dim embed_dim hidden_dim embedding_size word_embed_proj_dim emb_dim dim_model",
         ),
-        (64, "attention_hidden_size decoder_hidden_size input_size hidden_size_per_layer_input"),
+        (64, "decoder_hidden_size input_size hidden_size_per_layer_input"),
         (64, "intermediate_size ffn_dim d_ff n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim inner_dim dff"),
         (64, "feed_forward_size dim_ff mlp_hidden_size shared_intermediate_size intermediate_size_mlp expert_dim"),
         (64, "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size"),
@@ -36,7 +37,7 @@ SIZES: dict[str, Any] = {
         (4, "num_encoder_attention_heads num_decoder_attention_heads linear_num_value_heads linear_num_heads"),
         (4, "num_experts num_local_experts n_routed_experts moe_num_experts mamba_dt_rank"),
         (2, "num_experts_per_tok moe_topk num_experts_per_token moe_k linear_num_key_heads index_n_heads"),
-        (1, "n_group topk_group first_k_dense_replace attn_layer_offset bos_token_id"),
+        (1, "n_group num_group topk_group first_k_dense_replace attn_layer_offset bos_token_id"),
         (16, "head_dim d_kv v_head_dim kv_channels qk_nope_head_dim kv_lora_rank q_lora_rank attention_head_dim"),
         (16, "mamba_d_head mamba_head_dim mamba_headdim linear_key_head_dim linear_value_head_dim linear_head_dim"),
         (16, "index_head_dim"),
@@ -64,11 +65,13 @@ OF_ONE_CONFIG: dict[str, dict[str, Any]] = {
     "Mamba2Config": {"num_heads": 8},
     "RecurrentGemmaConfig": {"block_types": ["recurrent", "attention"]},
     "ReformerConfig": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
+    "XmodConfig": {"default_language": "en_XX"},
     "ZambaConfig": {"attention_head_dim": 32},
+    "Zamba2Config": {"attention_head_dim": 32},
 }
 
-TOO_SLOW = ("BailingHybridForCausalLM", "BltForCausalLM", "KimiLinearForCausalLM")
-"""Eager paths that take tens of seconds."""
+TOO_SLOW = ("BltForCausalLM",)
+"""Its patches take tens of seconds."""
 
 
 class NotBuilt(Exception):
@@ -85,6 +88,18 @@ def class_names() -> list[str]:
     return [*dict.fromkeys(name for names in found for name in ([names] if isinstance(names, str) else names))]
 
 
+def class_of(name: str) -> Any:
+    """The class; its module is imported without flash-linear-attention, whose kernels run on GPUs alone."""
+    fla = sys.modules.pop("fla", None)
+    sys.modules["fla"] = None  # type: ignore[assignment]
+    try:
+        return getattr(transformers, name)
+    finally:
+        del sys.modules["fla"]
+        if fla is not None:
+            sys.modules["fla"] = fla
+
+
 def dense_model(name: str, *, full_attention: bool = False) -> Any:
     """A small model with eager attention, in eval mode.
 
@@ -98,7 +113,7 @@ def dense_model(name: str, *, full_attention: bool = False) -> Any:
     if name in TOO_SLOW:
         raise NotBuilt(f"{name} is too slow")
     try:
-        model_class = getattr(transformers, name)
+        model_class = class_of(name)
         config = small_config(model_class.config_class, full_attention=full_attention)
         config._attn_implementation = "eager"
         with torch.device("meta"):
@@ -116,8 +131,8 @@ def small_config(config_class: Any, *, full_attention: bool) -> Any:
     default = config_class()
     known = default.to_dict()
     sizes = {name: value for name, value in SIZES.items() if name in known}
-    if "qk_rope_head_dim" in known:
-        sizes.pop("head_dim", None)  # another name of it
+    if "qk_rope_head_dim" in known:  # multi-head latent attention: keys have all heads, and head_dim is what is rotated
+        sizes |= {"num_key_value_heads": SIZES["num_attention_heads"], "head_dim": SIZES["qk_rope_head_dim"]}
     for name in ("layer_types", "layers_block_type"):
         if isinstance(known.get(name), list):
             kinds = list(dict.fromkeys(known[name]))

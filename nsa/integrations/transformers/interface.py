@@ -63,7 +63,13 @@ def nsa_mask(
         raise ValueError("attn_implementation='nsa' runs in torch.compile after nsa.integrations.transformers.convert")
     # Compiled, it is always a pack's: converted models ask for no other, and find documents by `find_documents`
     parts = () if compiling else (*_parts(mask_function),)
-    unsupported = next((_not_causal(part) for part in parts if part not in CAUSAL_PARTS), None)
+    unsupported = None
+    for part in parts:
+        if part not in CAUSAL_PARTS:
+            unsupported = (
+                f"attn_implementation='nsa' is causal attention to a text, its padding or its documents; got a mask by "
+                f"{part}"
+            )
     if converted:
         if unsupported is not None:
             raise ValueError(unsupported)
@@ -84,13 +90,6 @@ def nsa_mask(
 PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
 CAUSAL_PARTS = {"causal_mask_function", "remap_positions_for_packed_sequence.<locals>.inner_mask", PACKED}
 """Functions of transformers' masks that are causal, or keep packed documents apart."""
-
-
-def _not_causal(part: str) -> str:
-    """Error for a function of a mask."""
-    return (
-        f"attn_implementation='nsa' is causal attention to a text, its padding or its documents; got a mask by {part}"
-    )
 
 
 def _parts(mask_function: Callable[..., Any]) -> Iterator[str]:

@@ -124,7 +124,8 @@ class AttentionMixin:
         if attention_mask is not None:
             raise ValueError("attention_mask goes to the converted model's forward, not to its layers")
         dropout = self.attention_dropout if self.training else 0.0
-        cache, _ = kwargs.pop(CACHE_ARGUMENT, None), kwargs.pop("position_ids", None)  # of which nsa_call has come
+        cache = kwargs.pop(CACHE_ARGUMENT, None)
+        kwargs.pop("position_ids", None)  # the model's forward has read them
         refuse(dropout=dropout, is_causal=True, others=kwargs)
         q, k, v = self._heads(hidden_states)
         q, k = self.rotate(q, k, *position_embeddings, unsqueeze_dim=2)
