@@ -143,6 +143,8 @@ def small_config(config_class: Any, *, full_attention: bool) -> Any:
             if isinstance(known.get("mlp_layer_types"), list):
                 sizes["mlp_layer_types"] = [*dict.fromkeys(known["mlp_layer_types"]), *known["mlp_layer_types"][-9:]]
                 sizes["mlp_layer_types"] = sizes["mlp_layer_types"][: len(sizes[name])]
+    if full_attention and "layer_types" not in known and known.get("sliding_window"):
+        sizes["sliding_window"] = None
     for name, part in config_class.sub_configs.items():
         given = getattr(default, name, None)
         if given is not None:
