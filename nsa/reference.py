@@ -462,10 +462,18 @@ def pool_functions(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> 
                 raise ValueError(f"{wanted}, got {list(entries.shape)}")
             entries = entries.to(blocks.dtype)
         else:
-            entries = blocks.mean(-2)
+            scale = below_inverse(blocks.shape[-2])
+            entries = (blocks * scale).sum(-2) / (blocks.shape[-2] * scale)
         return entries if weight is None else torch.einsum("...hd,hde->...he", entries, weight)
 
     return partial(pool, "k", compress_k, inputs.w_k_compress), partial(pool, "v", compress_v, inputs.w_v_compress)
+
+
+def below_inverse(count: int) -> float:
+    """The largest power of two up to 1 / count: times this, `count` finite numbers have a finite sum, of the same bits
+    but for subnormal ones.
+    """
+    return float(0.5 ** (max(count, 1) - 1).bit_length())
 
 
 def _nothing_of(compress: str | BlockPooling, weight: Tensor | None) -> Tensor | float:
@@ -542,11 +550,12 @@ def _last_token(rows: Tensor, num_tokens: int) -> Tensor:
 
 def _mean_queries(q: Tensor, rows: Tensor, first: int, num_tokens: int, q_sum: Tensor | None) -> Tensor:
     """The mean query of each tile, `[B,H,n,D]`, over all its tokens up to the last one."""
-    present = ((rows >= first) & (rows < num_tokens)).to(q.dtype)[..., None]
+    scale = below_inverse(rows.shape[-1])
+    present = ((rows >= first) & (rows < num_tokens)).to(q.dtype)[..., None] * scale
     total, count = (q * present).sum(-2), present.sum(-2)
     if q_sum is not None:
-        before = (first - rows[:, :1]).clamp(min=0)  # queries that the tile had, 0 in all tiles but the first
-        total = total + torch.where(before > 0, q_sum[:, :, None], 0.0)
+        before = (first - rows[:, :1]).clamp(min=0) * scale  # queries that the tile had, 0 in all tiles but the first
+        total = total + torch.where(before > 0, q_sum[:, :, None] * scale, 0.0)
         count = count + before
     return total / count
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import nsa.reference as reference
 from bench import oracles
 from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.inputs import NSAInputs
+from nsa.reference import compressed_entries
 from tests.support.cases import product
 from tests.support.helpers import SMALL, assert_rounded_once, assert_within_budget, make_inputs, make_qkv
 from tests.support.live_memory import PeakBytes
@@ -590,3 +592,43 @@ def test_a_mask_without_causality_has_no_limit() -> None:
     mask = reference.mask_of(first, torch.arange(3), torch.float32, causal=False)
     assert (mask == 0).tolist() == [[True] * 4 + [False]] * 3
     assert (mask[:, 4] == -math.inf).all()
+
+
+@pytest.mark.parametrize("length", [8, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_means_of_the_largest_numbers_are_finite(dtype: torch.dtype, length: int) -> None:
+    """Entries and mean queries, of numbers whose sums leave fp32's range: they are those of fp64."""
+    largest = torch.finfo(dtype).max
+    config = NSAConfig.per_tile(compress_block_size=length, compress_stride=4, q_tile_size=20, window_size=8)
+    q, k, v = (x.clamp(-3, 3) * largest / 3 for x in make_qkv(60))
+    inputs = NSAInputs(*(x.to(dtype) for x in (q, k, v)))
+    entries = compressed_entries(inputs, config)
+    for entry, x in zip(entries, (inputs.k, inputs.v), strict=True):
+        expected = torch.stack([x.double()[:, at : at + length].mean(1) for at in range(0, 61 - length, 4)], 1)
+        assert entry.dtype == dtype
+        torch.testing.assert_close(entry.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6 * largest)
+    equal = torch.full((1, 60, 2, 16), 5e37, dtype=dtype)
+    assert torch.equal(compressed_entries(NSAInputs(equal, equal, equal), config)[0], equal[:, : entries[0].shape[1]])
+    # With keys of 5e37 alike and queries so small that logits are finite, every branch gives the value itself
+    out = nsa(equal * 1e-38 * 1e-3, equal, equal, config=config, gates=torch.eye(3)[0].expand(1, 60, 2, 3))
+    torch.testing.assert_close(out[:, length:], equal[:, length:], rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_a_tile_of_large_queries_selects_by_its_mean(continued: bool) -> None:
+    """Twice as large, the queries' sum leaves fp32's range and their mean does not: blocks are the same."""
+    config = NSAConfig.per_tile(
+        compress_block_size=8, num_selected_blocks=3, window_size=0, q_tile_size=64, num_local_blocks=1
+    )
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 256, 1, 16, generator=generator) for _ in range(2))
+    q, found = q + 3 * q.mean(1, keepdim=True).sign(), []
+    for size in (1.0, 2.0**121):  # powers of two change no bit of a product
+        large, small = q * size, k * 2.0**-10
+        given: Any = vars(config) | {"softmax_scale": 0.25 / size * 2.0**10}
+        assert bool(large[:, :64].sum(1).isfinite().all()) == (size == 1)
+        if continued:
+            given |= {"q_start": 150, "q_sum": large[:, 128:150].sum(1)}
+            large = large[:, 150:]
+        found.append(nsa_forward_aux(large, small, small, **given)[1].indices)
+    assert torch.equal(*found)
