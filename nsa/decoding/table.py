@@ -84,9 +84,10 @@ class PageTable:
                 raise TypeError(f"{name} must be int32, got {short_name(tensor.dtype)}")
             if tensor.dim() != dims:
                 raise ValueError(f"{name} must have {dims} dims, got shape {list(tensor.shape)}")
-            if tensor.device != block_table.device or tensor.device.type == "meta":
-                where = f"on block_table's device {block_table.device}, and not on meta"
-                raise ValueError(f"{name} must be {where}: its values are read; got {tensor.device}")
+            if tensor.device.type == "meta":
+                raise ValueError(f"{name} must be on a device with values, since steps read them, got meta")
+            if tensor.device != block_table.device:
+                raise ValueError(f"{name} must be on block_table's device {block_table.device}, got {tensor.device}")
         if seqlens.shape[0] != block_table.shape[0]:
             wanted = f"block_table's B={block_table.shape[0]}"
             raise ValueError(f"seqlens must have the shape [B] with {wanted}, got {list(seqlens.shape)}")
@@ -138,6 +139,8 @@ class PageTable:
             ValueError: naming an argument out of range.
         """
         check_sizes(page_size=page_size)
+        if device is not None and torch.device(device).type == "meta":
+            raise ValueError("device must have values, since steps read them, got meta")
         check_integer("batch", batch, 0)
         if max_tokens is None and pages is None:
             raise ValueError("max_tokens or pages must be given, got neither")

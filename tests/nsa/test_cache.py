@@ -598,8 +598,16 @@ def test_other_refusals() -> None:
         NSACache.empty(replace(SMALL["paper"], causal=False), 1, 64, **sizes)
     with pytest.raises(ValueError, match="max_tokens or pages must be given"):
         PageTable.empty(1)
-    with pytest.raises(ValueError, match="not on meta"):
-        PageTable.empty(1, 64, device="meta")
+    with pytest.raises(ValueError, match=r"^device must have values, since steps read them, got meta$"):
+        NSACache.empty(SMALL["paper"], 1, 64, device="meta", **sizes)
+    with (
+        pytest.raises(ValueError, match=r"^block_table must be on a device with values, .* got meta$"),
+        torch.device("meta"),
+    ):
+        PageTable.empty(1, 64)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^seqlens must be on a device with values, since steps read them, got meta$"):
+        PageTable(table, torch.zeros(1, dtype=torch.int32, device="meta"), page_size=64, num_pages=1)
     cache = cache_for(make_inputs(1), config, 64)
     with pytest.raises(ValueError, match=r"rows must be from 0 to 0, got \[1\]"):
         cache.reorder(torch.tensor([1]))
