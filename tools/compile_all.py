@@ -19,6 +19,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import struct
 import subprocess
 import sys
@@ -741,10 +742,18 @@ def code_of(cubin: bytes) -> bytes:
 
 
 def cubin_problem(arch: str, cubin: bytes) -> str:
-    """What is wrong with a cubin; it carries the options of its assembler."""
     if not cubin:
         return "the cubin is empty"
-    return "" if f"-arch {arch} ".encode() in cubin else f"the cubin is not for {arch}"
+    return "" if arch_of(cubin) == arch else f"the cubin is for {arch_of(cubin)}, not for {arch}"
+
+
+def arch_of(cubin: bytes) -> str:
+    """Architecture that a cubin was assembled for."""
+    if options := re.search(rb"-arch (sm_\w+) ", cubin):
+        return options[1].decode()
+    # CUDA 12 writes no options for sm_90a; its ELF flags are the number, and 0x800 for an "a"
+    (flags,) = struct.unpack_from("<I", cubin.ljust(64, b"\0"), 48)
+    return f"sm_{flags & 0xFF}{'a' if flags & 0x800 else ''}"
 
 
 def compile_here(arch: str, matrix: str, kernels: Sequence[str] | None) -> None:

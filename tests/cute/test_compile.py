@@ -89,8 +89,10 @@ def test_kernels_are_found_in_the_sources() -> None:
     [
         (b"\x7fELF -O 3 -arch sm_90a ", ""),
         (b"", "the cubin is empty"),
-        (b"\x7fELF -O 3 -arch sm_90 ", "the cubin is not for sm_90a"),
-        (b"\x7fELF -O 3 -arch sm_100a ", "the cubin is not for sm_90a"),
+        (b"\x7fELF -O 3 -arch sm_90 ", "the cubin is for sm_90, not for sm_90a"),
+        (b"\x7fELF -O 3 -arch sm_100a ", "the cubin is for sm_100a, not for sm_90a"),
+        (b"\x7fELF".ljust(48, b"\0") + b"\x5a\x0d\x5a\0", ""),  # by CUDA 12's ptxas
+        (b"\x7fELF".ljust(48, b"\0") + b"\x5a\x05\x5a\0", "the cubin is for sm_90, not for sm_90a"),
     ],
 )
 def test_cubin_must_be_for_the_architecture(cubin: bytes, error: str) -> None:
