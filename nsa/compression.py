@@ -124,7 +124,8 @@ class LinearCompression(nn.Module):
         ).to(blocks.dtype)
         by_head = blocks.movedim(-3, 0).reshape(heads, -1, length * dim)
         entries = torch.baddbmm(offset[:, None], by_head, weight.flatten(1, 2))
-        return entries.movedim(0, 1).reshape(*lead, heads, dim)
+        # Contiguous before its rows are split: torch.export compares strides, and would refuse a batch of one
+        return entries.movedim(0, 1).contiguous().reshape(*lead, heads, dim)
 
     def extra_repr(self) -> str:
         heads, length, dim = self.position.shape

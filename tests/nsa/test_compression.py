@@ -238,3 +238,18 @@ def test_modules_of_a_config_are_the_layers(both: bool) -> None:
     hidden = torch.randn(1, 20, 24)
     assert torch.equal(other(hidden), layer(hidden))
     assert copy.deepcopy(layer).double()(hidden.double()).dtype == torch.float64
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.export
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@torch.no_grad()
+def test_an_export_takes_any_batch_and_length() -> None:
+    """From two entries on: for fewer, PyTorch's guards ask for an export of their own."""
+    layer, dynamic = NSAttention(32, 4, 2, config=CONFIG, compress="linear").eval(), torch.export.Dim.DYNAMIC
+    exported = torch.export.export(layer, (torch.randn(2, 40, 32),), dynamic_shapes=({0: dynamic, 1: dynamic},))
+    run = exported.module()
+    for batch, tokens in ((1, 40), (1, 6), (2, 33), (3, 70)):
+        x = torch.randn(batch, tokens, 32)
+        torch.testing.assert_close(run(x), layer(x))
+    with pytest.raises(AssertionError, match="Guard failed"):
+        run(torch.randn(1, 5, 32))
