@@ -12,7 +12,7 @@ Tile mode (docs/semantics.md) scores with the mean query m_h of the row's tile s
 
     L[h, b, t]  = sum_{j in tile t} overlap(j, b) s[h, j] / sum_j overlap(j, b)        s of m_h; 0 without such entries
 
-A query row is then TERMS rows of products, of the query and of three 16-bit numbers that add up to its fp32 mean
+A query row is then TERMS rows of products, of the query and of the three 16-bit terms of its fp32 mean
 (tile_sums.py); softmax and values of the means are computed and thrown away.
 
 Splits: splits.py; rows of a sequence are its key/value heads, and groups of `rows` query rows where there are more.
@@ -42,7 +42,7 @@ from cute_kernels.mma.mma_sync import MMA_K, QUAD, mask_after
 from cute_kernels.mma.warp import divide
 from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, FLOATS, Kernel, compile_kernel, compiled_once, fake
-from cute_kernels.select.tile import QUERY_TERMS
+from cute_kernels.select.tile import QUERY_TERMS, TermScales
 from cute_kernels.select.token import overlap_weights
 from cute_kernels.select.topk import Blocks
 
@@ -118,6 +118,7 @@ class ScoreEntries(DecodeTiles):
         rows = group * queries * terms
         super().__init__(dim, v_dim, dtype, rows, paging, row_bytes=4 * (KEYS + 1), ctas_per_sm=ctas_per_sm)
         self.group, self.query_rows, self.terms = group, group * queries, terms
+        self.term_scale = TermScales.of(dtype).later
         self.cta_rows = self.rows // self.terms  # query rows of a CTA
         self.row_groups = -(-self.query_rows // self.cta_rows)
         self.keys_stay = self.row_groups > 1
@@ -268,7 +269,7 @@ class ScoreEntries(DecodeTiles):
                 if (entry >= 0) & (entry < self.tiles.entries) & (first + entry < visible):
                     score = Float32(0.0)
                     for term in range_constexpr(TERMS - 1, 0, -1):  # the smallest first
-                        score += work.sScore[row * TERMS + term, cutlass.max(entry, 0)]
+                        score = score / self.term_scale + work.sScore[row * TERMS + term, cutlass.max(entry, 0)]
                     total += score * (Float32(round(self.weights[i] * length)) / overlap)
             if row < work.num_rows:
                 work.gScores[tile, slot, row] = total

@@ -1,11 +1,11 @@
 """Tile mode: sums of a tile's queries up to each token of a step, and the rows that score.py multiplies.
 
     sum[i]     = sum of the queries of token i's tile up to i          from the cache's sum of the token before
-    rows[i, h] = q[i, h], and three 16-bit numbers that add up to sum[i, h] / (tokens of the tile up to i)
+    rows[i, h] = q[i, h], and three 16-bit terms of sum[i, h] / (tokens of the tile up to i)
 
-Three 16-bit terms hold the 24 bits of an fp32 mantissa (select/tile.py). A thread has a vector of a head, for all
-tokens of a sequence, one after the other. `keep_sums` writes the sums into the cache when the step ends: a step that
-fails must find the earlier ones.
+The terms hold the 24 bits of an fp32 mantissa; in fp16 the later ones are scaled (`TermScales`, select/tile.py). A
+thread has a vector of a head, for all tokens of a sequence, one after the other. `keep_sums` writes the sums into the
+cache when the step ends: a step that fails must find the earlier ones.
 
 Floor: 4 D bytes read and 14 D written a token and head: 64 heads of 128: 0.15 MB. Latency only.
 """
@@ -25,7 +25,8 @@ from cute_kernels.decode.pages import Lengths, fake_lengths
 from cute_kernels.decode.score import TERMS
 from cute_kernels.mma.warp import divide
 from cute_kernels.runtime.device import vectorizable
-from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.select.tile import TermScales
 
 THREADS = 128
 
@@ -40,10 +41,11 @@ class Sums(NamedTuple):
 
 
 class SumQueries:
-    """Args: D and T."""
+    """Args: D, dtype and T."""
 
-    def __init__(self, dim: int, tile: int) -> None:
+    def __init__(self, dim: int, dtype: Any, tile: int) -> None:
         self.vectors, self.tile = dim // VECTOR, tile
+        self.term_scale = TermScales.of(dtype).later
 
     @cute.jit
     def __call__(
@@ -90,7 +92,7 @@ class SumQueries:
                 rMean.store(rSum.load() / Float32(inside + 1))
                 for term in range_constexpr(1, TERMS):
                     rTerm.store(rMean.load().to(mQ.element_type))
-                    rMean.store(rMean.load() - rTerm.load().to(Float32))
+                    rMean.store((rMean.load() - rTerm.load().to(Float32)) * self.term_scale)
                     gRow = mRows[batch, i, head * TERMS + term, None]
                     cute.autovec_copy(rTerm, cute.local_tile(gRow, (VECTOR,), (vector,)))
 
@@ -133,7 +135,9 @@ class KeepSums:
 @compiled_once
 def sum_kernel(dim: int, dtype: torch.dtype, tile: int) -> Kernel:
     queries, rows = (fake(dtype, None, None, None, dim) for _ in range(2))
-    return compile_kernel(SumQueries(dim, tile), queries, fake_sums(dim), *fake_lengths(), rows, fake_sums(dim))
+    return compile_kernel(
+        SumQueries(dim, CUTE_DTYPES[dtype], tile), queries, fake_sums(dim), *fake_lengths(), rows, fake_sums(dim)
+    )
 
 
 @compiled_once

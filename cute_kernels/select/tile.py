@@ -11,9 +11,9 @@ A row is a (tile, query head) pair; a CTA holds TILE_M rows of one key/value hea
 the keys and writes it to shared memory. Then each warp pools the scores of its rows to blocks and merges what beats a
 row's k-th best into its sorted list (select/topk.py). Where rows are few, CTAs share the keys of a tile (parts.py).
 
-The mean queries are fp32. Split into three bf16 terms they keep all 24 bits of the mantissa, in fp16 those down to
-2^-24 and up to 65504 (sums over a group, with shared heads), so that three mma.sync
-products give fp32-accurate scores of the 16-bit keys.
+The mean queries are fp32. Split into three 16-bit terms they keep all 24 bits of the mantissa, so that three mma.sync
+products give fp32-accurate scores of the 16-bit keys. fp16 has few exponents: there terms are scaled by powers of two
+(`TermScales`), and each has an accumulator of its own.
 
 The same kernel selects blocks of compressed entries for the compressed branch: there a block's score is the plain mean
 over its entries, and blocks with entries that become visible inside the tile are forced.
@@ -30,7 +30,7 @@ Limits: D a multiple of 16, at most 128; at most 128 entries overlap one block; 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -57,6 +57,19 @@ ROWS_PER_WARP = TILE_M // WARPS
 
 QUERY_TERMS = 3
 """16-bit terms of an fp32 query."""
+
+
+class TermScales(NamedTuple):
+    """Powers of two between the terms of an fp32 query: x first = high + middle / later + low / later^2."""
+
+    first: float = 1.0
+    later: float = 1.0
+
+    @classmethod
+    def of(cls, dtype: Any) -> TermScales:
+        """In fp16 sums over up to 256 heads stay below 65504, and queries from 2^-15 on keep 24 bits."""
+        return cls(2.0**-8, 2.0**11) if dtype is cutlass.Float16 else cls()
+
 
 STAGES = 2
 """Buffers of keys."""
@@ -90,6 +103,7 @@ class TileTopK:
 
     def __init__(self, dim: int, dtype: Any, blocks: Blocks, keys: Keys, tile: int) -> None:
         self.dim, self.dtype, self.blocks, self.keys = dim, dtype, blocks, keys
+        self.scales = TermScales.of(dtype)
         self.topk = TopKList(blocks, keys, tile)
         self.tile_n = 64 if blocks.per_step(64) > 0 else 128
         self.blocks_per_step = blocks.per_step(self.tile_n)
@@ -225,6 +239,9 @@ class TileTopK:
         tSrQ_copy = copy_q.retile(tSrQ)
         tSrK_copy = copy_k.retile(tSrK)
         acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE_M, self.tile_n)), Float32)
+        accs = [acc] * QUERY_TERMS  # of each term
+        if const_expr(self.scales.later != 1.0):
+            accs = [acc, *(cute.make_rmem_tensor_like(acc) for _ in range(QUERY_TERMS - 1))]
         tSsScore = thr_mma.partition_C(sScore)
 
         # Mainloop
@@ -242,11 +259,18 @@ class TileTopK:
 
             # MMA: the smallest term of the queries first
             acc.fill(0.0)
+            if const_expr(self.scales.later != 1.0):
+                for term in range_constexpr(1, QUERY_TERMS):
+                    accs[term].fill(0.0)
             for c in range_constexpr(self.dim // 16):
                 cute.copy(copy_k, tSsK[None, None, c, stage], tSrK_copy[None, None, c])
-                for term in range_constexpr(QUERY_TERMS):
-                    cute.copy(copy_q, tSsQ[None, None, c, QUERY_TERMS - 1 - term], tSrQ_copy[None, None, c])
-                    cute.gemm(tiled_mma, acc, tSrQ[None, None, c], tSrK[None, None, c], acc)
+                for term in range_constexpr(QUERY_TERMS - 1, -1, -1):
+                    cute.copy(copy_q, tSsQ[None, None, c, term], tSrQ_copy[None, None, c])
+                    cute.gemm(tiled_mma, accs[term], tSrQ[None, None, c], tSrK[None, None, c], accs[term])
+            if const_expr(self.scales.later != 1.0):
+                for term in range_constexpr(QUERY_TERMS - 1, 0, -1):
+                    larger = accs[term - 1]
+                    larger.store(larger.load() + accs[term].load() * (1 / self.scales.later))
             cute.autovec_copy(acc, tSsScore)
             cute.arch.sync_threads()
 
@@ -297,7 +321,7 @@ class TileTopK:
         num_rows: Int32,
         group: Int32,
     ):
-        """Mean queries as x = high + middle + low: three 16-bit terms hold the 24 bits of an fp32 mantissa."""
+        """Mean queries as high, middle and low terms: 16 bits each hold the 24 bits of an fp32 mantissa."""
         thread, _, _ = cute.arch.thread_idx()
         vectors = self.dim // VECTOR
         rX = cute.make_rmem_tensor(VECTOR, Float32)
@@ -307,10 +331,11 @@ class TileTopK:
             if first_row + row < num_rows:
                 tile, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
                 cute.autovec_copy(cute.local_tile(mQ[batch, tile, head, None], (VECTOR,), (vector,)), rX)
+            rX.store(rX.load() * self.scales.first)
             for term in range_constexpr(QUERY_TERMS):
                 rTerm = cute.make_rmem_tensor(VECTOR, self.dtype)
                 rTerm.store(rX.load().to(self.dtype))
-                rX.store(rX.load() - rTerm.load().to(Float32))
+                rX.store((rX.load() - rTerm.load().to(Float32)) * self.scales.later)
                 cute.autovec_copy(rTerm, cute.local_tile(sQ[row, None, term], (VECTOR,), (vector,)))
 
     @cute.jit

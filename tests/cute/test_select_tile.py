@@ -160,6 +160,33 @@ def test_interpreted(arch: str, name: str) -> None:
             assert torch.equal(CASES[name].select("cpu", parts), expected), f"{parts} parts"
 
 
+def check_means_out_of_fp16s_range(device: str) -> None:
+    """Means whose 24 bits fp16 holds in no three terms: below its smallest numbers, and sums of heads above 65504."""
+    generator = torch.Generator().manual_seed(0)
+    order = torch.stack([torch.randperm(64, generator=generator) for _ in range(3)])
+    means = (1 + order * 2.0**-20) * torch.tensor([2.0**-14, 1.0, 2.0**22])[:, None]
+    k = torch.eye(68, 64)[None, :, None].half()  # an entry a feature, and those of the tile itself
+    keys = {"keys": Keys(64, 64), "tile": TILE, "tokens": 4096 + TILE, "start": 4096}
+    lists = tile_topk(means[None, None].to(device), k.to(device), Blocks(64, 64, 64, 8), **keys)
+    expected = order.topk(8).indices.sort().values
+    assert torch.equal(lists[0, :, 0].cpu(), expected.int())
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+@pytest.mark.cuda_extra
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("arch", ["sm_90", *cases.rest("sm_100")])
+def test_means_out_of_fp16s_range(arch: str) -> None:
+    with interpreted_gpu(arch):
+        check_means_out_of_fp16s_range("cpu")
+
+
+@pytest.mark.cuda
+def test_means_out_of_fp16s_range_on_a_gpu() -> None:
+    check_means_out_of_fp16s_range("cuda")
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str) -> None:

@@ -53,6 +53,8 @@ class Case:
     capacity: int | None = None
     """Tokens that a row of the block table has room for; None: just enough."""
     seed: int = 0
+    size: float = 1.0
+    """Standard deviation of queries."""
     tuning: decoding.Tuning = decoding.DEFAULT
 
 
@@ -83,7 +85,7 @@ class Step:
 
         batch, heads, v_dim = len(case.cached), case.group * case.kv_heads, case.v_dim or case.dim
         new = case.new or (case.queries,) * batch
-        self.q = normal(batch, case.queries, heads, case.dim)
+        self.q = normal(batch, case.queries, heads, case.dim) * case.size
         for row, count in enumerate(new):
             self.q[row, count:] = torch.nan
         tokens = [a + b for a, b in zip(case.cached, new, strict=True)]
@@ -120,7 +122,7 @@ class Step:
             self.tile_sums = torch.full((batch, slots, heads, case.dim), torch.nan, device=self.device)
             for row, cached in enumerate(case.cached):
                 if cached % tile > 0:
-                    own = normal(heads, case.dim, dtype=torch.float32) * (cached % tile) ** 0.5
+                    own = normal(heads, case.dim, dtype=torch.float32) * (cached % tile) ** 0.5 * case.size
                     self.tile_sums[row, cached % tile - 1] = own
 
     def _write(self, row: int, tokens: range) -> None:
@@ -311,10 +313,13 @@ def selected(
     if visible:
         norms = config.scale(q.shape[1]) * q.double().norm(dim=1).max() * keys[:visible].double().norm(dim=1).max()
         largest, lse = float(norms), float(logits.logsumexp(0).abs().max())
-    ulps = (q.shape[1] / 8 + 8) * largest + 8 * lse + len(q) + size / stride + length / stride + 16
+    sums = len(q) + size / stride + length / stride + 16
+    products = (q.shape[1] / 8 + 8) * largest
 
     def bound(score: float) -> float:
-        return 2**-23 * (ulps * score if config.token_mode else len(q) * LOG2_E * ulps)
+        if config.token_mode:
+            return 2**-23 * (products + 8 * lse + sums) * score
+        return 2**-23 * len(q) * LOG2_E * (products + sums * largest)
 
     best = sorted(scores, key=lambda block: (-scores[block], block))
     room = config.num_selected_blocks - len(forced)
