@@ -7,7 +7,6 @@ use them; FlashAttention-4 not even by this, where it is known that it can be.
 from __future__ import annotations
 
 import importlib
-import operator
 import platform
 import re
 import sys
@@ -46,25 +45,24 @@ class Package:
     @property
     def distribution(self) -> str:
         """Its name for pip."""
-        return re.split(r"[\[!<=>]", self.requirement)[0]
+        return re.split(r"[\[<=>]", self.requirement)[0]
 
     @property
     def needs(self) -> str:
         """Versions that fit: "==4.8.1" or ">=3.2,<=3.9"."""
-        return re.split(r"(?=[!<=>]=)", self.requirement, maxsplit=1)[1]
+        return re.split(r"(?=[<=>]=)", self.requirement, maxsplit=1)[1]
 
 
 TRITON_TESTED = "3.9.0"
 """The newest version that the kernels were tested with; the oldest is that of triton-ascend and of torch 2.6."""
 
-# Kernels use internals of CuTe DSL and FlashAttention-4, which change with each version: those fit that were tried
-# (docs/usage.md). No release of quack-kernels, which FlashAttention-4 needs, goes with CuTe DSL 4.6.3.
 CUDA_EXTRA = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda"
 """Extra of nsa-kernels for the CUDA that torch is built for."""
 CUTE_DSL = "nvidia-cutlass-dsl" if CUDA_EXTRA == "cuda12" else "nvidia-cutlass-dsl[cu13]"
 
+# Kernels use internals of CuTe DSL and FlashAttention-4, which change: versions fit that were tried (docs/usage.md).
 PACKAGES = (
-    Package("cutlass.cute", f"{CUTE_DSL}>=4.6.2,!=4.6.3,<=4.8.1", "CuTe DSL kernels on NVIDIA", CUDA_EXTRA),
+    Package("cutlass.cute", f"{CUTE_DSL}>=4.6.2,<=4.8.1", "CuTe DSL kernels on NVIDIA", CUDA_EXTRA),
     Package(
         "flash_attn.cute",
         "flash-attn-4==4.0.0b36",
@@ -141,7 +139,7 @@ def _import_problem(state: Package) -> str | None:
 
 
 def fits(version: str, needs: str) -> bool:
-    """True if a version meets every clause of ">=4.6.2,!=4.6.3" and the like, its suffix (+cpu, .post1) left out."""
+    """True if a version meets every clause of ">=4.6.2,<=4.8.1" and the like, its suffix (+cpu, .post1) left out."""
     plain = re.split(r"\+|\.post", version)[0]
     return all(_meets(plain, clause[:2], clause[2:]) for clause in needs.split(","))
 
@@ -149,8 +147,8 @@ def fits(version: str, needs: str) -> bool:
 def _meets(version: str, comparison: str, required: str) -> bool:
     if comparison == "==":  # of all their text: 4.0.0b36 is not 4.0.0
         return version == required.removesuffix(".*")
-    compare = {"!=": operator.ne, ">=": operator.ge, "<=": operator.le}[comparison]
-    return bool(compare(_release(version), _release(required)))
+    release, bound = _release(version), _release(required)
+    return release >= bound if comparison == ">=" else release <= bound
 
 
 def _release(version: str) -> tuple[int, ...]:

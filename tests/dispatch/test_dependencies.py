@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KNOWN = (*PACKAGES, TRITON_ASCEND)
 CUDA_FIX, NPU_FIX = 'pip install "nsa-kernels[cuda]"', 'pip install "nsa-kernels[npu]"'
 TRITON_FIX = f'pip install "triton=={TRITON_TESTED}"'
-DSL_NEEDS = ">=4.6.2,!=4.6.3,<=4.8.1"
+DSL_NEEDS = ">=4.6.2,<=4.8.1"
 DSL_PIN, FA4_PIN = f'pip install "nvidia-cutlass-dsl[cu13]{DSL_NEEDS}"', 'pip install "flash-attn-4==4.0.0b36"'
 TORCH_NPU_PIN, TRITON_ASCEND_PIN = 'pip install "torch-npu==2.7.1.*"', 'pip install "triton-ascend==3.2.0"'
 
@@ -197,7 +197,7 @@ def test_what_a_new_package_no_longer_has_names_the_version(monkeypatch: pytest.
         ("3.1.9", ">=3.2", False),
         ("12.6.0", ">=13", False),
         *((version, DSL_NEEDS, True) for version in ("4.6.2", "4.6.2+cu13", "4.7.0", "4.8.1", "4.8.1.post1")),
-        *((version, DSL_NEEDS, False) for version in ("4.6.1", "4.6.3", "4.6.3.post1", "4.8.2", "4.10.0", "5.0")),
+        *((version, DSL_NEEDS, False) for version in ("4.6.1", "4.8.2", "4.10.0", "5.0")),
     ],
 )
 def test_versions(version: str, needs: str, fit: bool) -> None:
