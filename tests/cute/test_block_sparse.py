@@ -35,6 +35,7 @@ CASES = {
     "documents, not causal": replace(BF16, queries=(70, 0, 1, 130), behind=3, causal=False),
     "starts, group of 64": replace(BF16, queries=5, keys=140, start=(100, 0), batch=2, group=64),
     "group of 64": replace(BF16, queries=70, group=64, size=128),
+    "logits in the hundreds": replace(BF16, logits=100.0, dtype=torch.float16),
     "group of 1": replace(BF16, queries=70, group=1, kv_heads=2, count=5),
 }
 HERE = [("sm_90", True, "blocks of 128, int64"), ("sm_90", True, "documents that continue")]

@@ -43,6 +43,7 @@ CASES = {
     "fewer new": Case((100, 1100, 5), queries=4, new=(0, 3, 1), group=1, gating="thirds"),
     "overflow": Case((100, 320, 5), new=(1, 0, 1), overflowed=(1,), group=2),
     "D_v, fp16": Case((700, 90), group=3, dim=128, v_dim=64, dtype=torch.float16),
+    "logits in the hundreds": Case((700, 90), group=4, dtype=torch.float16, size=100.0),
     "wide D_v": Case((700, 90), group=3, dim=64, v_dim=128),
     "row groups": Case((520, 60), queries=3, group=64, kv_heads=1),
     "eight queries": Case((1020,), queries=8, group=16, kv_heads=1, dim=128),
@@ -98,6 +99,7 @@ CASES |= {
     "tile mode, overlapping": Case((510, 0, 45), replace(TILES, compress_stride=16), queries=8, gating="projected"),
     "tile mode, shared": Case((510, 31), replace(TILES, share_heads_in_group=True, num_local_blocks=1), dim=128),
     "tile mode, default": Case((2100, 30), NSAConfig(num_selected_blocks=4), group=16, kv_heads=1, dim=128),
+    "tile mode, logits in the hundreds": Case((510, 31), TILES, group=2, dtype=torch.float16, size=100.0),
     "tile mode, row groups": Case((700,), replace(TILES, window_size=0), queries=3, group=12, kv_heads=1),
 }
 LATE, EARLY = "late", "early"

@@ -140,6 +140,7 @@ def calls(draw: st.DrawFn, case: Case, packed: bool, device: str) -> dict[str, A
     lead = (tokens,) if packed else (draw(st.sampled_from([1, 1, 2, 3, 0])), tokens)
     generator = torch.Generator(device).manual_seed(draw(st.integers(0, 2**31)))
     size = draw(st.sampled_from([1, 1, 1, 0, 1e-3]))
+    logits = draw(st.sampled_from([1, 1, 1, 20, 100]))  # their standard deviation, where size is 1
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=generator, device=device) * scale).to(case.dtype)
@@ -151,7 +152,7 @@ def calls(draw: st.DrawFn, case: Case, packed: bool, device: str) -> dict[str, A
         shapes |= dict.fromkeys([kind, f"{kind}_slc", f"{kind}_win"], (*lead, KV_HEADS, last))
         shapes[f"{kind}_cmp"] = (entries, KV_HEADS, last) if packed else (lead[0], entries, KV_HEADS, last)
         shapes[f"w_{kind}_compress"] = (KV_HEADS, last, last)
-    tensors = {"q": normal(*lead, heads, dim, scale=size)}
+    tensors = {"q": normal(*lead, heads, dim, scale=size * logits)}
     for name in ("k", "v", *case.given):
         weight = name.startswith("w_") or name == "gate_proj_weight"
         tensors[name] = normal(*shapes[name], scale=shapes[name][-1] ** -0.5 if weight else size)
@@ -367,6 +368,8 @@ def outcome_of_bad_value(keywords: dict[str, Any], data: st.DataObject) -> str:
 NEIGHBORHOODS = {"narrow windows": (1, 2, 7, 48, 96), "wide windows": (97, 200, 1001)}
 """Kernel sizes: Triton comes first for those, FlashAttention-4's window, where it can, for these."""
 SCALES = [None, 0.1, 2.0]
+LOGITS = [1, 1, 20, 100]
+"""Standard deviations of logits, if the scale is 1/sqrt(D)."""
 
 
 def draw_neighborhood(kernel_sizes: tuple[int, ...], device: str, data: st.DataObject) -> str:
@@ -375,11 +378,11 @@ def draw_neighborhood(kernel_sizes: tuple[int, ...], device: str, data: st.DataO
     batch, tokens = data.draw(st.sampled_from([1, 1, 2, 0])), data.draw(lengths_up_to(200 if narrow else 1500))
     generator = torch.Generator(device).manual_seed(data.draw(st.integers(0, 2**31)))
 
-    def normal(heads: int) -> Tensor:
-        drawn = torch.randn((batch, tokens, heads, dim), generator=generator, device=device)
+    def normal(heads: int, size: float = 1.0) -> Tensor:
+        drawn = torch.randn((batch, tokens, heads, dim), generator=generator, device=device) * size
         return data.draw(placed(drawn.to(dtype), GPU_LAYOUTS))
 
-    keywords: dict[str, Any] = {"q": normal(4), "k": normal(2), "v": normal(2)}
+    keywords: dict[str, Any] = {"q": normal(4, data.draw(st.sampled_from(LOGITS))), "k": normal(2), "v": normal(2)}
     options: dict[str, Any] = {
         "kernel_size": data.draw(st.sampled_from(kernel_sizes)),
         "dilation": data.draw(st.sampled_from([1, 2, 3, 16, 100])),
@@ -439,6 +442,8 @@ def draw_residual(device: str, data: st.DataObject) -> str:
         "layout": data.draw(st.sampled_from(["stacked", "token-major", "list", "slices", "strided"])),
         "norm": data.draw(st.booleans()),
         "dtype": data.draw(st.sampled_from([BF16, torch.float32])),
+        "logits": data.draw(st.sampled_from([1.5, 20.0, 100.0])),
+        "spread": data.draw(st.sampled_from([None, 0.0, 0.1])),
     }
     tokens, dim, blocks = (data.draw(st.sampled_from(some)) for some in ([0, 1, 37, 300], [64, 1000], [1, 4, 9]))
     sizes = (tokens, dim if device == "cuda" else 9, blocks)

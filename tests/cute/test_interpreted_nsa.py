@@ -34,12 +34,14 @@ class Case(NamedTuple):
     heads: int = 2
     kv_heads: int = 1
     dim: int = 64
+    logits: float = 1.0
+    """Their standard deviation."""
 
     @property
     def inputs(self) -> NSAInputs:
         weight = torch.randn(self.heads, 3, self.dim) * self.dim**-0.5
-        qkv = make_qkv(self.tokens, self.heads, self.kv_heads, self.dim, dtype=torch.bfloat16)
-        return NSAInputs(*qkv, gate_proj_weight=weight.bfloat16())
+        q, k, v = make_qkv(self.tokens, self.heads, self.kv_heads, self.dim, dtype=torch.bfloat16)
+        return NSAInputs(q * self.logits, k, v, gate_proj_weight=(weight / self.logits).bfloat16())
 
 
 CASES = {
@@ -56,6 +58,7 @@ CASES = {
     # Tiles of 256 select 2 of 5 blocks
     "tiles": Case(300, NSAConfig(compress_block_size=16, select_block_size=64, num_selected_blocks=2, window_size=50)),
 }
+CASES |= {f"{name}, logits in the hundreds": CASES[name]._replace(logits=100.0) for name in ("tokens", "tiles")}
 
 
 @pytest.mark.full

@@ -32,6 +32,7 @@ CASES = {
     "starts in documents": Case((3, 0, 5), (130, 10, 70), start=(60, 2, 0)),
     "group of 64": Case(70, group=64, kv_heads=1, dim=4),
     "bf16": Case(150, dtype=torch.bfloat16, indices=torch.int32),
+    "logits in the hundreds": Case(150, dtype=torch.float32, logits=100.0),
 }
 
 

@@ -24,6 +24,7 @@ class Case:
         count: k, blocks of a token. size: tokens of a block.
         start: q_start as an integer, or one for each sequence or document, given as a tensor.
         behind: rows behind the last document.
+        logits: standard deviation of the logits.
     """
 
     queries: int | tuple[int, ...]
@@ -38,6 +39,7 @@ class Case:
     causal: bool = True
     start: int | tuple[int, ...] | None = None
     behind: int = 0
+    logits: float = 1.0
     dtype: torch.dtype = torch.float64
     indices: torch.dtype = torch.int64
 
@@ -148,7 +150,7 @@ def make(case: Case, *, device: str = "cpu", seed: int = 0) -> Made:
     how: dict[str, Any] = {"dtype": case.dtype, "device": device, "batch": None if case.packed else case.batch}
     heads = case.group * case.kv_heads
     num_q, num_k = (rows, keys) if case.packed else pieces[0][:2]
-    q = make_qkv(num_q, heads, case.kv_heads, case.dim, case.v_dim, seed=seed, **how)[0]
+    q = make_qkv(num_q, heads, case.kv_heads, case.dim, case.v_dim, seed=seed, **how)[0] * case.logits
     _, k, v = make_qkv(num_k, heads, case.kv_heads, case.dim, case.v_dim, seed=seed + 1, **how)
     lead = () if case.packed else (case.batch,)
     blocks = -(-max((piece[1] for piece in pieces), default=1) // case.size) + 2

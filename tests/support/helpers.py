@@ -121,15 +121,18 @@ def error_budget(oracle: Tensor, low_precision: Tensor, dtype: torch.dtype) -> f
 
 
 SUM_ERROR = 1e-5
-"""Of a logarithm of a sum of exponentials: logits and results below 16 have ulps of 9.5e-7 in fp32; ten of them."""
+"""Error of a logarithm of a sum of exponentials below 16, whose ulp is 9.5e-7 in fp32: ten of them."""
 EXP2_ERROR = 8.8e-5
 """Relative, of the cubic polynomial (flash_attn.cute.utils.POLY_EX2) from which FlashAttention-4's sm_100 forward takes
 some powers of two. A sum of such powers is off by no more in relation, and its logarithm by log(1 + 8.8e-5)."""
 
 
-def lse_error(capability: int) -> float:
-    """What lse may be off by, beside twice the error of plain PyTorch. Args: of the GPU, 90 or 100."""
-    return SUM_ERROR + (EXP2_ERROR if capability // 10 == 10 else 0.0)
+def lse_error(capability: int, largest: float = 16.0) -> float:
+    """Error allowed to lse besides twice that of plain PyTorch.
+
+    Args: capability: of the GPU, 90 or 100. largest: magnitude of lse.
+    """
+    return SUM_ERROR * max(1.0, largest / 16) + (EXP2_ERROR if capability // 10 == 10 else 0.0)
 
 
 STRIDES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -80,12 +80,13 @@ def attend(
                     for j in slots
                     if j is not None
                 }
-                total = sum(math.exp(score) for score in scores.values())
-                p = {j: math.exp(score) / total for j, score in scores.items()}
+                top = max(scores.values())
+                total = sum(math.exp(score - top) for score in scores.values())
+                p = {j: math.exp(score - top) / total for j, score in scores.items()}
                 dim = len(vb[0][0])
                 out[i].append([sum(p[j] * vb[j][h // group][d] for j in p) for d in range(dim)])
                 band[h].append([0.0 if j is None else p[j] for j in slots])
-                lse[h].append(math.log(total))
+                lse[h].append(top + math.log(total))
         outs.append(out)
         bands.append(band)
         lses.append(lse)
