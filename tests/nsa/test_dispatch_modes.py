@@ -117,7 +117,7 @@ def test_a_policy_sees_a_call_as_one_operator() -> None:
 
     leaves = [x.requires_grad_() for x in make_qkv(TOKENS, dtype=torch.float32)]
     gradients(partial(selectively, policy, OPS["nsa, per token"]), leaves)
-    assert seen == ["nsa_kernels.saving.default"]
+    assert {*seen} == {"nsa_kernels.saving.default"}
 
 
 # Fake tensors
