@@ -214,6 +214,9 @@ def test_versions_are_those_of_pyproject() -> None:
         assert f"{distribution}{needs}" in written
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     assert all(f"{distribution}=={version}" in pinned for distribution, version in extras.TESTED.items())
+    told = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8").partition("## Versions")[2].partition("\n## ")[0]
+    newest = {TRITON_TESTED, *(newest_that_fits(package) for package in KNOWN if package.distribution != "triton")}
+    assert [version for version in newest if version not in told] == []
     # The oldest is what triton-ascend is made from
     assert fits(newest_that_fits(TRITON_ASCEND), next(each.needs for each in PACKAGES if each.module == "triton"))
 
