@@ -55,7 +55,9 @@ for module in {modules}:
 TRIALS = {
     "": BASE,
     "hf": BASE + HF,
-    "cuda": BASE + PACKAGES.format(modules=("cutlass.cute", "flash_attn.cute"), device="cuda"),
+    **dict.fromkeys(
+        ("cuda", "cuda12"), BASE + PACKAGES.format(modules=("cutlass.cute", "flash_attn.cute"), device="cuda")
+    ),
     "npu": BASE + PACKAGES.format(modules=("triton",), device="npu"),
     "bench": BASE + "import matplotlib, numpy, rich",
     "docs": BASE + "import material, mkdocs, mkdocstrings",

@@ -117,4 +117,7 @@ def test_an_ascii_stdout_ends_no_script() -> None:
     )
     assert (done.returncode, done.stdout) == (0, "1.2 ? 0.1, N?\n"), done.stderr
     others = [file for file in SCRIPTS if "\nfrom bench" not in (ROOT / file).read_text(encoding="utf-8")]
-    assert [file for file in others if not file.startswith("tools/")] == ["bench/tables.py"]  # prints paths alone
+    assert [file for file in others if not file.startswith("tools/")] == [
+        "bench/picture.py",
+        "bench/tables.py",
+    ]  # print paths alone

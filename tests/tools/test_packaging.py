@@ -83,7 +83,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(place, with_pip=False)
     python = place / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
-    subprocess.run([*install, str(wheel)], check=True, capture_output=True)
+    subprocess.run([*install, "--ignore-installed", str(wheel)], check=True, capture_output=True)
     (site_packages,) = place.glob("lib/python3*/site-packages")
     (site_packages / "torch.pth").write_text(str(Path(torch.__file__).resolve().parents[1]) + "\n")
     return python
