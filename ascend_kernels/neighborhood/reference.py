@@ -49,9 +49,9 @@ def band_of(
     """The band `[B,H,N,kernel_size]` of a dense `[B,H,N,N_k]`, in `dtype`; 0 where a slot has no key."""
     num_rows, num_tokens = attn.shape[-2:]
     dilation = min(dilation, max(num_tokens, 1))
-    with attn.device:
-        starts = window_starts(num_tokens, kernel_size, dilation, boundary, causal)[num_tokens - num_rows :]
-        keys, exists = _keys(starts, torch.arange(kernel_size) * dilation, num_tokens)
+    starts = window_starts(num_tokens, kernel_size, dilation, boundary, causal)[num_tokens - num_rows :]
+    slots = torch.arange(kernel_size, device=attn.device) * dilation
+    keys, exists = _keys(starts.to(attn.device), slots, num_tokens)
     return attn.gather(-1, keys.expand(*attn.shape[:-1], kernel_size)).to(dtype).masked_fill_(~exists, 0)
 
 

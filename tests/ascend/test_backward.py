@@ -66,6 +66,12 @@ def test_a_band_of_all_tokens_is_a_band() -> None:
     torch.testing.assert_close(from_band, from_dense, rtol=0, atol=1e-14)
 
 
+def test_a_band_is_read_on_the_device_of_the_probabilities() -> None:
+    """The meta device stands for a GPU: window starts come from the host."""
+    dense = torch.empty(1, 2, 9, 9, device="meta")
+    assert reference.band_of(dense, 3, 1, "shift", False).shape == (1, 2, 9, 3)
+
+
 def test_a_window_beyond_all_keys_takes_no_more_memory() -> None:
     """Of probabilities of all pairs; a band that wide could not exist."""
     inputs, window = backward_cases.make(9, kernel_size=19, dtype=torch.float64, attn_dtype=torch.float64)
