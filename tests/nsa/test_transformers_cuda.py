@@ -56,6 +56,7 @@ def test_loaded_models_agree_in_a_fresh_process(
     subprocess.run([sys.executable, "-c", FRESH, str(tmp_path)], check=True, timeout=300)
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")  # renamed by transformers
 def test_models_that_were_not_converted_take_padding_and_checkpoints() -> None:
     model = dense_model(head_dim=64, initializer_range=0.05, attn_implementation="nsa").to(torch.bfloat16).cuda()
     text = token_ids(1, 700).cuda()
