@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-__version__ = "0.2.0.dev0"  # pyproject.toml takes it from here
+__version__ = "0.3.0.dev0"  # pyproject.toml takes it from here
 
 
 def _check_siblings() -> None:
