@@ -45,7 +45,7 @@ class Point(NamedTuple):
 
 
 def points(name: str) -> list[Point]:
-    """What a panel shows of bench/results, by length."""
+    """Times of a panel, from bench/results, by length."""
     rows = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
     return [
         Point(row["n"], row["ms_p50"], row["dense_ms"], row["dense_extrapolated"])

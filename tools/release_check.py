@@ -63,7 +63,7 @@ TRIALS = {
     "docs": BASE + "import material, mkdocs, mkdocstrings",
     "dev": BASE + "import build, hypothesis, mypy, pytest, xdist",
 }
-"""What must work with each extra, in Python."""
+"""Python code that must run with each extra installed."""
 
 
 def build_wheel(out: Path, sources: Path = ROOT) -> Path:

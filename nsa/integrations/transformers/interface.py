@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from nsa.api import nsa
-from nsa.common.checks import is_integer
+from nsa.common.checks import is_integer, is_readable
 from nsa.common.replace import replace
 from nsa.config import NSAConfig
 from nsa.integrations.transformers.guards import CausalMask, calls_attention_functions, check_keywords
@@ -143,13 +143,8 @@ def given_documents(kwargs: Mapping[str, Any], device: torch.device) -> Unpaddin
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
-    """Whether values differ; False where reading them would wait for a device, and in torch.compile."""
-    return _readable(one) and bool((one != other).any())
-
-
-def _readable(x: Tensor) -> bool:
-    """True if values can be read without waiting for a device."""
-    return not torch.compiler.is_compiling() and x.device.type == "cpu"
+    """True if values differ; False if the host cannot read them without waiting for a device."""
+    return is_readable(one) and bool((one != other).any())
 
 
 def _told(bounds: Tensor) -> str:
@@ -189,7 +184,7 @@ def find_documents(
     if given is not None:
         if batch != 1:
             raise ValueError(f"cu_seq_lens_q bounds the documents of one row, got a batch of {batch}")
-        if _readable(given.cu_seqlens) and given.cu_seqlens[-1] != tokens:
+        if is_readable(given.cu_seqlens) and given.cu_seqlens[-1] != tokens:
             got = _told(given.cu_seqlens)
             raise ValueError(f"cu_seq_lens_q must end with the number of tokens, {tokens}, got {got}")
         if attention_mask is not None and not bool(attention_mask.all()):
