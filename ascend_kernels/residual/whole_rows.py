@@ -245,10 +245,13 @@ def backward_kernel(
         b_rstd = tl.load(p_rstd + i_scores + o_row, mask=exists, other=0.0)
         if ONE_TILE:
             b_largest, b_inverse = softmax_statistics(b_score)
+            b_dp -= product_of_largest(b_dp, b_score, b_largest)  # c; after alpha it would spill 70 registers
         elif i_iteration == 0:
             b_largest, b_inverse = load_softmax_statistics(p_scores, i_scores, num_blocks)
         b_alpha = tl.exp(b_score - b_largest) * b_inverse
-        if ONE_TILE or i_iteration < num_steps:
+        if ONE_TILE:
+            b_delta = tl.sum(b_alpha * b_dp, 0)
+        elif i_iteration < num_steps:
             b_tile_top = tl.max(b_score, 0)
             b_new_c = tl.where(b_tile_top > b_top, product_of_largest(b_dp, b_score, b_tile_top), b_c)
             b_delta += b_seen * (b_c - b_new_c) + tl.sum(b_alpha * (b_dp - b_new_c), 0)
