@@ -50,6 +50,7 @@ from bench.roofline import (
 from bench.timing import capture, copy_bandwidth, measure, peak_memory
 from cute_kernels.call_facts import has_atomic_free_backward
 from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4.rules import rules as rules_of
 from nsa import NSAConfig, nsa_forward
 from nsa.inputs import NSAInputs
 
@@ -392,7 +393,7 @@ def atomic_free_halves(
 
 def takes_atomic_free() -> bool:
     """Whether the backward of tile mode takes the kernels without atomics on this device."""
-    rules = fa4.rules(DEVICE)
+    rules = rules_of(DEVICE)
     return rules is not None and has_atomic_free_backward(rules, DIM, DIM)
 
 

@@ -60,7 +60,7 @@ VOCABULARY = 64
 STRIDES = 3
 """The walk goes on by 1 to so many, so no loss is far below log(STRIDES)."""
 MANY_DOCUMENTS = 300
-"""More than those for which kernels look bounds up themselves (cute_kernels.fa4.launch.FEW_DOCUMENTS)."""
+"""More than those for which kernels look bounds up themselves (cute_kernels.fa4.kernels.FEW_DOCUMENTS)."""
 FEWEST_RECORDS = 4
 """Of a run whose halves are compared."""
 KEPT = 1 + 1 / 16
@@ -312,10 +312,9 @@ def num_compiled(device: torch.device) -> int | None:
     """Kernels that this process has waited for: compiled, or found on disk."""
     if device.type == "cpu":
         return None
-    from cute_kernels.fa4 import interface as fa4
     from cute_kernels.runtime import jit
 
-    return jit.num_compiled() + fa4.num_compiled()
+    return jit.num_compiled()
 
 
 def expandable_segments(device: torch.device) -> bool | None:

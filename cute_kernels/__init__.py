@@ -7,7 +7,6 @@
     plan                what calls of NSA start from: aligned inputs, options and sizes, chunks
     support             whether a call can run, for dispatch
     call_facts          what support and plan both make of a call
-    warm_up             compiling ahead, without launches
 
     fa4                 attention through FlashAttention-4
     decode              the kernels of a decoding step

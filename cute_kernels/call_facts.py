@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cute_kernels.fa4.interface import Rules
+from cute_kernels.fa4.rules import Rules
 from cute_kernels.limits import SELECT_UNIT
 
 

@@ -30,6 +30,7 @@ from cute_kernels.attend.query_outer import query_outer_forward, takes_query_out
 from cute_kernels.attend.window_combine import WindowBranch, takes_window
 from cute_kernels.call_facts import pack_sizes, runs_as_pack, tile_rows
 from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4 import rules as fa4_rules
 from cute_kernels.gate.forward import Gating, gated_sum
 from cute_kernels.lists.query_to_kv import BlockLists, prefix_lists
 from cute_kernels.plan import (
@@ -240,7 +241,7 @@ def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]
     """Empty tensors like those that `nsa_saving` saves, without running anything (sizes may be symbols)."""
     q, k, v = inputs.q, inputs.k, inputs.v
     heads, kv_heads, v_dim = q.shape[-2], k.shape[-2], v.shape[-1]
-    tile, packed = tile_rows(config, fa4.rules(q.device)), runs_as_pack(inputs, config, training=True)
+    tile, packed = tile_rows(config, fa4_rules.rules(q.device)), runs_as_pack(inputs, config, training=True)
     batch, queries = (1, math.prod(q.shape[:-2])) if packed else q.shape[:2]
     if not packed:
         rows, tiles, entries = queries, -(-queries // tile), config.num_compressed(k.shape[1])
@@ -456,10 +457,13 @@ def attend_window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: 
         return _no_keys(q, v)
     left, right = window_reach(size, plan.config.causal, tokens)
     if plan.documents is not None:
-        varlen, k, v = plan.documents.realign_kv(fa4.window_tile_n(q, k, v), k, v)
+        varlen, k, v = plan.documents.realign_kv(fa4_rules.window_tile_n(q, k, v), k, v)
         return Branch(*fa4.window(q, k, v, left=left, right=right, scale=plan.scale, lse=lse, documents=varlen))
     # Whole tiles of keys, so that the same tiles meet the same rows however queries are chunked
-    first, last = max(0, start - left) // fa4.WINDOW_ALIGNMENT * fa4.WINDOW_ALIGNMENT, min(tokens, stop + right)
+    first, last = (
+        max(0, start - left) // fa4_rules.WINDOW_ALIGNMENT * fa4_rules.WINDOW_ALIGNMENT,
+        min(tokens, stop + right),
+    )
     extra = last - stop  # keys behind the last query
     if last - first < tokens:
         k, v = k[:, first:last], v[:, first:last]

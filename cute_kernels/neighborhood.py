@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4 import rules as fa4_rules
 from cute_kernels.limits import MAX_GRID
 from cute_kernels.runtime.device import vectorizable
 
@@ -72,7 +73,7 @@ def forward(
     q, k, v = (vectorizable(tensor) for tensor in (q, k, v))
     left, right = _window(kernel_size, causal, k.shape[1])
     layout, lse = _Layout.of(q, k, dilation), kept_like(q, k, v, dilation=dilation)
-    first_key = layout.first_key(left, fa4.WINDOW_ALIGNMENT)
+    first_key = layout.first_key(left, fa4_rules.WINDOW_ALIGNMENT)
     q = layout.align(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tensors = (q, *(x.narrow(1, first_key, x.shape[1] - first_key) for x in (k, v)), out)

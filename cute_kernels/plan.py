@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.call_facts import has_atomic_free_backward, runs_as_pack, tile_rows
-from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4 import rules as fa4
 from cute_kernels.lists.query_to_kv import BlockLists, Keys, chosen_lists
 from cute_kernels.pool.compress import compress_kv
 from cute_kernels.pool.documents import Documents, Packed, lay_out

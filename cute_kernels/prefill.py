@@ -24,7 +24,7 @@ from cute_kernels.decode import append
 from cute_kernels.decode.cache import LengthTensors, Pages
 from cute_kernels.decode.gather import gather_pages
 from cute_kernels.decode.pages import Paging
-from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4 import rules as fa4_rules
 from cute_kernels.forward import attend, gate, takes_window_along
 from cute_kernels.plan import Call, plan_pack, window_reach
 from cute_kernels.pool.documents import ENTRY, KEY, LENGTH, ROW, START, Documents, Packed, Varlen, lay_out_queries
@@ -51,7 +51,7 @@ def prefill(inputs: Any, config: Any, pages: Pages, lengths: LengthTensors) -> T
     capacity, dims = table.shape[1] * page_size, (q.shape[-1], v_dim)
 
     packed = Packed.of_sequences(q, capacity, lengths.cached, lengths.new)
-    rules, q = fa4.rules(q.device), q.flatten(0, 1)[None]
+    rules, q = fa4_rules.rules(q.device), q.flatten(0, 1)[None]
     sizes = {"tile": tile_rows(config, rules), "step": 1, "length": length, "stride": stride}
     documents, aligned_q = lay_out_queries(q, packed, batch * capacity, **sizes)
     documents = replace(documents, most_entries=config.num_compressed(capacity))
@@ -96,7 +96,7 @@ def _lay_out_window(
     """
     bounds, batch, table = documents.bounds, documents.packed.num_documents, pages.block_table
     capacity = table.shape[1] * pages.k.shape[1]
-    size = fa4.window_tile_n(q, *pages.window)
+    size = fa4_rules.window_tile_n(q, *pages.window)
     left, _ = window_reach(config.window_size, True, capacity)
     source = (bounds[START] - left).clamp(min=0) // size * size
     counts = (tokens - source).clamp(min=0)

@@ -24,7 +24,7 @@ from cute_kernels.call_facts import (
     runs_as_pack,
     tile_rows,
 )
-from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4 import rules as fa4
 from cute_kernels.limits import (
     DECODE_KEYS,
     INDEXER_BLOCKS,

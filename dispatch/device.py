@@ -69,7 +69,7 @@ PACKAGES = (
         "FlashAttention-4 on NVIDIA",
         CUDA_EXTRA,
         reinstall="--force-reinstall --no-deps",  # else pip would replace torch
-        check="cute_kernels.fa4.kept:check_import",  # which takes seconds
+        check="cute_kernels.fa4.kernels:check_import",  # which takes seconds
     ),
     Package("triton", "triton>=3.2", "Triton kernels (on an NPU: triton-ascend)", None),
     Package("torch_npu", "torch-npu==2.7.1.*", "PyTorch on Ascend NPUs", "npu"),

@@ -499,17 +499,18 @@ def ours(compiled: Callable[..., Any], *arguments: Any, **options: Any) -> Calla
 
 def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
     from cute_kernels.fa4 import interface as fa4
+    from cute_kernels.fa4.rules import rules as rules_of
     from cute_kernels.lists.query_to_kv import BlockLists
     from cute_kernels.pool.documents import Varlen
 
-    rules = fa4.rules(torch.device("cuda"))
+    rules = rules_of(torch.device("meta"))
     if rules is None:
-        raise ValueError("cute_kernels.fa4.interface has no rules for this architecture")
+        raise ValueError("cute_kernels.fa4.rules has no rules for this architecture")
     batch, rows, kv_heads, tile, scale = 1, 4096, 2, 256, 0.125
     heads, entries = group * kv_heads, rows // 16
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="cuda")
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     def call(function: Callable[..., Any], keys: int, *arguments: Any, lse: bool, **options: Any) -> None:
         q, k, v = (empty(batch, n, h, dim, dtype=dtype) for n, h in ((rows, heads), (keys, kv_heads), (keys, kv_heads)))
@@ -571,7 +572,7 @@ def neighborhood(dim: int, group: int, dtype: torch.dtype, *, backward: bool = F
     from cute_kernels import neighborhood
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="cuda")
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     tokens, dilation, kv_heads = 4096, 3, 2
     q, (k, v) = empty(1, tokens, group * kv_heads, dim), (empty(1, tokens, kv_heads, dim) for _ in range(2))
@@ -584,19 +585,19 @@ def neighborhood(dim: int, group: int, dtype: torch.dtype, *, backward: bool = F
 
 
 def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
-    """All but deterministic ones, which FlashAttention-4 compiles for tensors with data only."""
     from cute_kernels.fa4 import interface as fa4
+    from cute_kernels.fa4.rules import rules as rules_of
     from cute_kernels.lists.query_to_kv import BlockLists
     from cute_kernels.pool.documents import Varlen
 
-    rules = fa4.rules(torch.device("cuda"))
+    rules = rules_of(torch.device("meta"))
     if rules is None:
-        raise ValueError("cute_kernels.fa4.interface has no rules for this architecture")
+        raise ValueError("cute_kernels.fa4.rules has no rules for this architecture")
     rows, kv_heads, tile, scale = 4096, 2, 256, 0.125
     heads, entries = group * kv_heads, rows // 16
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="cuda")
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     def gradients(keys: int, batch: int = 1) -> fa4.Gradients:
         (q, o, do, dq), (k, v, dk, dv) = (
@@ -658,20 +659,15 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
                 width, bits=True, causal=False
             )
     for (kernel, variant), run in variants.items():
-        yield Case(kernel, variant, dim, group, dtype, partial(fa4_cubin, run, "_flash_attn_bwd"))
+        yield Case(kernel, variant, dim, group, dtype, partial(fa4_cubin, run, "backward"))
 
 
-def fa4_cubin(run: Callable[[], None], function: str = "_flash_attn_fwd") -> bytes:
-    """Calls FlashAttention-4 with tensors that have no data; the cubin of the one kernel that `function` compiles."""
-    from flash_attn.cute import interface
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def fa4_cubin(run: Callable[[], None], stage: str = "forward") -> bytes:
+    """The cubin of the one kernel of a stage of fa4/kernels.py that a call with tensors without data launches."""
+    from cute_kernels.runtime.launches import launches_of
 
-    cache = getattr(interface, function).compile_cache
-    cache.clear()
-    with FakeTensorMode():
-        run()
-    (kernel,) = cache.cache.values()
-    return kernel.__cubin__ or b""
+    (kernel,) = {x.kernel for x in launches_of(run) if x.kernel.build.__name__ == stage}
+    return kernel.compiled.__cubin__ or b""
 
 
 def pairwise(cases: Iterable[Case]) -> list[Case]:
@@ -758,13 +754,8 @@ def arch_of(cubin: bytes) -> str:
 
 def compile_here(arch: str, matrix: str, kernels: Sequence[str] | None) -> None:
     """The child's part: a line of JSON for each case, and nothing else where the parent reads."""
-    import cutlass.utils
-
-    from cute_kernels.fa4.without_gpu import HardwareInfo
-
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no result
-    cutlass.utils.HardwareInfo = cutlass.utils.hardware_info.HardwareInfo = HardwareInfo
     cases = (case for case in all_cases() if kernels is None or case.kernel in kernels)
     for case in MATRICES[matrix](cases):
         print(json.dumps(try_case(arch, case)), file=lines, flush=True)

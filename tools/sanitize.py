@@ -45,11 +45,14 @@ from torch import Tensor
 
 from bench.commit import ROOT
 from bench.report import RESULTS, environment
+from cute_kernels.runtime.launches import THREAD, start_of
 from nsa import NSACache, NSAConfig, reference
 from nsa.decoding import reference as decoding_reference
 from nsa.inputs import NSAInputs
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+OTHERS = "cute_kernels.fa4"
+"""Module whose kernels are not ours."""
 PLAIN, DRY = "plain", "dry"
 """Other ways to run a child: on the GPU as it is, and without one."""
 
@@ -82,7 +85,7 @@ TIME_LIMIT = 300
 @contextmanager
 def as_asked(warpgroups: bool, strategy: str = "sm_90") -> Iterator[None]:
     """Inside, kernels are chosen as for a GPU with or without WGMMA, and FlashAttention-4's tiles and lists by name."""
-    from cute_kernels.fa4 import interface as fa4
+    from cute_kernels.fa4 import rules as fa4
 
     modules = [module for name, module in sys.modules.items() if name.startswith("cute_kernels.")]
     users = [module for module in modules if hasattr(module, "has_warpgroups")]
@@ -428,6 +431,8 @@ def every_form(root: Path = ROOT) -> set[str]:
     sources = root / "cute_kernels"
     for path in sorted(sources.rglob("*.py")):
         module = ".".join(path.relative_to(sources).with_suffix("").parts)
+        if f"{sources.name}.{module}".startswith(OTHERS):
+            continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.FunctionDef) or "compiled_once" not in map(ast.unparse, node.decorator_list):
                 continue
@@ -442,34 +447,27 @@ def forms(function: str, flags: Mapping[str, bool]) -> set[str]:
     return {f"{function} {flag}={value}" for flag, value in flags.items()} or {function}
 
 
-def note_launches(*, dry: bool) -> set[str]:
-    """The forms of all kernels that are launched from now on. Before the kernels' modules are imported."""
-    from cute_kernels.runtime import jit
+class Launched:
+    """Told of all launches: their forms."""
 
-    launched: set[str] = set()
-    remember = jit.compiled_once
+    def __init__(self, *, dry: bool) -> None:
+        self.dry = dry
+        self.forms: set[str] = set()
 
-    def compiled_once(build: Callable[..., jit.Kernel]) -> Callable[..., jit.Kernel]:
-        remembered, signature = remember(build), inspect.signature(build)
-        name = f"{build.__module__.removeprefix('cute_kernels.')}.{build.__name__}"
-        flags = [flag for flag, parameter in signature.parameters.items() if parameter.annotation == "bool"]
-
-        def compiled(*arguments: Any, **options: Any) -> jit.Kernel:
-            bound = signature.bind(*arguments, **options)
+    def launch(self, kernel: Any, arguments: tuple[Any, ...]) -> None:
+        build = getattr(kernel, "build", None)
+        if build is not None and not build.__module__.startswith(OTHERS):
+            signature = inspect.signature(build)
+            bound = signature.bind(*kernel.arguments, **kernel.keywords)
             bound.apply_defaults()
-            mine = forms(name, {flag: bound.arguments[flag] for flag in flags})
-            kernel = jit.Kernel(None, lambda *_: None) if dry else remembered(*arguments, **options)
+            flags = [flag for flag, parameter in signature.parameters.items() if parameter.annotation == "bool"]
+            name = f"{build.__module__.removeprefix('cute_kernels.')}.{build.__name__}"
+            self.forms |= forms(name, {flag: bound.arguments[flag] for flag in flags})
+        if not self.dry:
+            start_of(kernel)(*arguments)
 
-            def run(*tensors: Any) -> None:
-                launched.update(mine)
-                kernel.run(*tensors)
-
-            return jit.Kernel(kernel.compiled, run)
-
-        return compiled
-
-    jit.compiled_once = compiled_once
-    return launched
+    def compile_ahead(self, kernel: Any) -> None:
+        pass
 
 
 # ---------------------------------------------------------------- a child: some cases, one after the other
@@ -477,7 +475,8 @@ def note_launches(*, dry: bool) -> set[str]:
 
 def run_here(how: str, names: Sequence[str], results: Path) -> int:
     """Writes a line of JSON for each case: its name, seconds, what it launched, and what went wrong."""
-    launched, device = note_launches(dry=how == DRY), "cpu" if how == DRY else "cuda"
+    launched, device = Launched(dry=how == DRY), "cpu" if how == DRY else "cuda"
+    type(THREAD).listener = launched  # also of autograd's thread
     if how == DRY:
         leave_fa4_out()
     elif how == "initcheck":
@@ -486,7 +485,7 @@ def run_here(how: str, names: Sequence[str], results: Path) -> int:
     with results.open("w", encoding="utf-8") as lines:
         for name in names:
             start, error = time.monotonic(), ""
-            launched.clear()
+            launched.forms.clear()
             try:
                 CASES[name].run(device, check=how == PLAIN)
                 if device == "cuda":
@@ -494,7 +493,12 @@ def run_here(how: str, names: Sequence[str], results: Path) -> int:
             except Exception as problem:
                 traceback.print_exc()
                 error, failed = f"{type(problem).__name__}: {problem}", True
-            done = {"case": name, "seconds": time.monotonic() - start, "launched": sorted(launched), "error": error}
+            done = {
+                "case": name,
+                "seconds": time.monotonic() - start,
+                "launched": sorted(launched.forms),
+                "error": error,
+            }
             print(json.dumps(done), file=lines, flush=True)
     return 1 if failed else 0
 

@@ -1,9 +1,10 @@
-"""FlashAttention-4 (flash_attn.cute): attention through it, and direct launches of its kernels.
+"""FlashAttention-4 (flash_attn.cute): attention with its kernels, compiled and launched without its interface.
 
-    interface    the three attentions of NSA and their backward; rules for block lists on each architecture; masks
-    launch       records which compiled kernels FA4 uses for a call, and launches them without its Python afterwards
-    kept         finds them on disk, without its Python
-    without_gpu  what its compilers need where there is no GPU
+    rules        which calls its block-sparse kernels take, and the tiles of block lists
+    masks        which keys a row sees; mask_mods
+    kernels      its kernels, compiled for the forms that NSA calls
+    interface    the three attentions of NSA and their backward
 
-Nothing else in cute_kernels imports flash_attn. It is imported on first use, so interface and launch need torch alone.
+Nothing else in cute_kernels imports flash_attn, which is imported where one of its kernels is compiled. rules needs
+torch alone.
 """

@@ -23,22 +23,18 @@ lse `[B,H,M]` fp32, natural log; rows without keys give 0 and -inf.
 
 from __future__ import annotations
 
-import math
-import os
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cute_kernels.fa4.launch import NARROW, ONE_TILE, WINDOW_TILE, Mask, MaskMod, attend, differentiate
-from cute_kernels.fa4.launch import Gradients as Gradients
-from cute_kernels.fa4.launch import WriteStatistics as WriteStatistics
-from cute_kernels.fa4.launch import window_tile_n as window_tile_n
-from cute_kernels.limits import MAX_LIST_WIDTH
-from cute_kernels.runtime.compiling import COMPILING, once
-from cute_kernels.runtime.device import compute_capability
+from cute_kernels.fa4 import kernels
+from cute_kernels.fa4.kernels import Form, Shape, Tiles
+from cute_kernels.fa4.masks import Mask, all_keys, chosen_blocks, ended_entries
+from cute_kernels.fa4.rules import packs_gqa
 
 if TYPE_CHECKING:
     from cute_kernels.lists.query_to_kv import BlockLists
@@ -46,57 +42,35 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Rules:
-    """Tile sizes that FA4's block lists must have on an architecture."""
+class Gradients:
+    """What a backward reads, and where it writes dq, dk and dv: shapes of q, k and v."""
 
-    rows: int
-    """Query tiles are multiples of this."""
-    widths: tuple[int, ...]
-    """Keys of a block that the forward lists, widest first. The narrowest divides every selected block."""
-    backward_widths: tuple[int, ...]
-    """The same of the backward."""
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    do: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
 
-    def width(self, size: int) -> int:
-        """The forward's blocks for selected blocks of `size` keys: the widest that divide it."""
-        return next(width for width in self.widths if size % width == 0)
+    def map(self, function: Callable[[Tensor], Tensor]) -> Gradients:
+        return Gradients(**{name: function(tensor) for name, tensor in vars(self).items()})
 
-    def backward_width(self, size: int) -> int:
-        """The backward's blocks: the widest that divide `size`, else the narrowest, refined by bits."""
-        return next((width for width in self.backward_widths if size % width == 0), self.backward_widths[-1])
+    def to_one_dim(self) -> Gradients:
+        """With zeros behind the smaller of D and D_v, which change no gradient; the gradients are new tensors."""
+        dim = max(self.q.shape[-1], self.v.shape[-1])
 
+        def widen(x: Tensor) -> Tensor:
+            return torch.nn.functional.pad(x, [0, dim - x.shape[-1]]) if x.shape[-1] < dim else x
 
-RULES = {
-    9: Rules(rows=128, widths=(MAX_LIST_WIDTH, NARROW), backward_widths=(MAX_LIST_WIDTH, NARROW)),
-    10: Rules(rows=256, widths=(MAX_LIST_WIDTH, NARROW), backward_widths=(MAX_LIST_WIDTH,)),
-}
-"""By major compute capability."""
-
-WINDOW_ALIGNMENT = math.lcm(WINDOW_TILE[1], ONE_TILE)
-"""If the keys passed begin at a multiple of this, a window's rows meet the same tiles of keys as without a slice."""
-
-STRATEGY_VARIABLE = "NSA_KERNELS_FA4_STRATEGY"
-"""Environment variable: with value sm_100 a Hopper GPU takes Blackwell's tiles and lists, for tests."""
-
-DIMS = (64, 128)
-"""Values of D and D_v whose block-sparse forward was checked, also mixed; FA4 reads out of bounds at D=32, D_v=96."""
+        values = {name: tensor if name == "lse" else widen(tensor) for name, tensor in vars(self).items()}
+        return Gradients(**values)
 
 
-def rules(device: torch.device) -> Rules | None:
-    """The device's rules; None where FA4 has no block sparsity."""
-    major, _ = compute_capability(device.index or 0)
-    if major == 9 and os.environ.get(STRATEGY_VARIABLE) == "sm_100":
-        major = 10
-    return RULES.get(major)
-
-
-def refusal(dtype: torch.dtype, dim: int, v_dim: int) -> str | None:
-    """Why FA4's block-sparse forward cannot take such inputs, or None."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"takes bfloat16 and float16, got {str(dtype).removeprefix('torch.')}"
-    for name, size in (("D", dim), ("D_v", v_dim)):
-        if size not in DIMS:
-            return f"takes head dims {' and '.join(map(str, DIMS))}, got {name}={size}"
-    return None
+WriteStatistics = Callable[[Tensor, Tensor], None]
+"""Writes lse in base 2 and do . o, fp32 `[B,H,rows]` with the rows padded to whole tiles, in place of preprocess."""
 
 
 def compressed(
@@ -118,7 +92,7 @@ def compressed(
         lists: blocks of entries for each query tile; None: no causality, everything is visible.
         shifts: instead of `first_row` one number for each tile of rows, int32 `[tiles]` (Documents.shifts).
     """
-    mask = Mask() if lists is None else _ended_entries(q, lists, length, stride, first_row, shifts)
+    mask = Mask() if lists is None else ended_entries(q, lists, length, stride, first_row, shifts)
     return attend(q, k, v, mask, scale=scale, lse=lse)
 
 
@@ -138,7 +112,7 @@ def selected(
     Args:
         shifts: instead of N - M one number for each tile of rows, int32 `[tiles]` (Documents.key_shifts); causal.
     """
-    mask = Mask(causal=causal, lists=lists) if shifts is None else _ended_entries(q, lists, 1, 1, 0, shifts)
+    mask = Mask(causal=causal, lists=lists) if shifts is None else ended_entries(q, lists, 1, 1, 0, shifts)
     return attend(q, k, v, mask, scale=scale, lse=lse)
 
 
@@ -182,7 +156,7 @@ def compressed_backward(
     shifts: Tensor | None = None,
 ) -> None:
     """Backward of `compressed`. `lists`: tiles of rows for each block of entries (lists/kv_to_query.py)."""
-    mask = _ended_entries(gradients.q, lists, length, stride, first_row, shifts)
+    mask = ended_entries(gradients.q, lists, length, stride, first_row, shifts)
     differentiate(gradients, mask, scale=scale)
 
 
@@ -221,18 +195,16 @@ def selected_backward(
         first_token: the token that row 0 of the sequence is, where queries continue one.
         shifts: as of `selected`, for all tiles; a range of keys has all rows then.
     """
+    shift = first_token + first_row - first_key
     if lists.bits is not None:
         group = gradients.q.shape[2] // lists.bits.shape[1]
-        mask_mod = MaskMod(_chosen, (lists.bit_keys, lists.rows, group, causal, shifts is not None))
-        scalars: tuple[int, ...] = first_row // lists.rows, first_key, first_token + first_row - first_key
-        tensors = [lists.bits] if shifts is None else [lists.bits, shifts]
-        mask = Mask(lists=lists, mask_mod=mask_mod, scalars=scalars, tensors=tensors)
+        mask = chosen_blocks(lists, lists.bits, group, causal, (first_row // lists.rows, first_key, shift), shifts)
     elif shifts is not None:
-        mask = _ended_entries(gradients.q, lists, 1, 1, 0, shifts - first_key if first_key > 0 else shifts)
+        mask = ended_entries(gradients.q, lists, 1, 1, 0, shifts - first_key if first_key > 0 else shifts)
     elif causal:
-        mask = Mask(lists=lists, mask_mod=MaskMod(_ended, (1, 1)), scalars=(first_token + first_row - first_key,))
+        mask = ended_entries(gradients.q, lists, 1, 1, shift, None)
     else:
-        mask = Mask(lists=lists, mask_mod=MaskMod(_anything))
+        mask = all_keys(lists)
     differentiate(gradients, mask, scale=scale)
 
 
@@ -258,91 +230,124 @@ def window_backward(
         differentiate(squeezed, Mask(window=(left, right), documents=documents), scale=scale)
 
 
-def num_compiled() -> int:
-    """FA4's kernels that this process has compiled or loaded from disk."""
-    from cute_kernels.fa4 import kept
-
-    if f"{kept.PACKAGE}.interface" not in sys.modules:
-        return len(kept.LOADED)
-    from flash_attn.cute import interface
-
-    with COMPILING:  # launch.py replaces FA4's caches while it records a call
-        found = (getattr(function, "compile_cache", None) for function in vars(interface).values())
-        caches = {id(cache): cache for cache in found if cache is not None}
-        return len(kept.LOADED) + sum(len(cache.cache) for cache in caches.values())
+# Launches
 
 
-# mask_mods for `mask` blocks. FA4 compiles a kernel for each, and for its constants; runtime values come as scalars.
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    scale: float,
+    lse: bool,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """FA4's forward.
 
-
-def _ended_entries(
-    q: Tensor, lists: BlockLists, length: int, stride: int, first_row: int, shifts: Tensor | None
-) -> Mask:
-    """Entries whose block has ended, as `compressed` says."""
-    if shifts is None:
-        return Mask(lists=lists, mask_mod=MaskMod(_ended, (length, stride)), scalars=(first_row,))
-    rows = q.shape[1] // max(shifts.shape[0], 1)
-    return Mask(lists=lists, mask_mod=MaskMod(_ended_in_tile, (length, stride, rows)), tensors=[shifts])
-
-
-@once
-def _anything() -> Any:
-    """Every key is visible."""
-    from cutlass import cute
-
-    @cute.jit
-    def anything(batch, head, row, key, seqlen_info, tensors):  # type: ignore[no-untyped-def]
-        return row >= 0
-
-    return anything
-
-
-@once
-def _ended(length: int, stride: int) -> Any:
-    """Entry j is visible iff its block has ended."""
-    from cutlass import cute
-
-    @cute.jit
-    def ended(batch, head, row, entry, seqlen_info, tensors, scalars):  # type: ignore[no-untyped-def]
-        return entry * stride + (length - 1) <= row + scalars[0]
-
-    return ended
-
-
-@once
-def _ended_in_tile(length: int, stride: int, rows: int) -> Any:
-    """Entry j is visible iff its block has ended, with a shift for each tile of `rows`."""
-    from cutlass import Int32, cute
-    from flash_attn.cute import utils
-
-    @cute.jit
-    def ended(batch, head, row, entry, seqlen_info, tensors):  # type: ignore[no-untyped-def]
-        shift = utils.scalar_to_ssa(tensors[0][row[0] // rows], Int32)
-        return entry * stride + (length - 1) <= row + shift
-
-    return ended
-
-
-@once
-def _chosen(bit_keys: int, rows: int, group: int, causal: bool, shifted: bool) -> Any:
-    """Token j is visible iff the bit of its block is set for the row's tile and, with causality, j <= i.
-
-    Scalars: the first tile, the first key, and the first row minus the first key. With `shifted` a second tensor holds
-    what to add to the rows of each tile.
+    Args:
+        into: o, whose rows are aligned, and lse to write instead of new tensors.
     """
-    import cutlass
-    from cutlass import cute
-    from flash_attn.cute import utils
+    *batch, rows, heads, _ = q.shape
+    sums: Tensor | None
+    if into is None:
+        o = torch.empty((*batch, rows, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
+        sums = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device) if lse else None
+    else:
+        o, sums = into
+    if q.numel() == 0 or k.numel() == 0:
+        o.zero_()
+        return o, sums if sums is None else sums.fill_(float("-inf"))
+    # A caller's o and lse may have any strides, as those of a dilated neighborhood do
+    window_tiles = into is None and mask.window != (None, None) and packs_gqa(q, k)
+    packs = window_tiles and mask.documents is None
+    form = Form.of(mask, q, k, v)
+    shape = Shape.of(form, q, packs)
+    table = _tile_table(
+        form, mask, 0, kernels.forward_tile(form, window_tiles)[0] * (1 if shape is None else shape.stages)
+    )
+    options: tuple[Any, ...] = (mask.sparse(), mask.aux(), table, None)
+    if shape is not None:
+        options = (None, mask.sparse(), mask.aux(), *[None] * 4, table, None, None, rows)
+    kernel = kernels.forward(form, sums is not None, packs, window_tiles, shape)
+    kernel.run(q, k, v, o, sums, scale, *mask.bounds(), None, *mask.window, None, *options)
+    return o, sums
 
-    @cute.jit
-    def chosen(batch, head, row, token, seqlen_info, tensors, scalars):  # type: ignore[no-untyped-def]
-        tile = row[0] // rows + scalars[0]
-        word = tensors[0][batch[0], head[0] // group, (token[0] + scalars[1]) // bit_keys, tile // 32]
-        inside = utils.scalar_to_ssa((word >> (tile % 32)) & 1, cutlass.Int32) == 1
-        if cutlass.const_expr(shifted):
-            inside = inside & (token <= row + utils.scalar_to_ssa(tensors[1][tile] + scalars[2], cutlass.Int32))
-        elif cutlass.const_expr(causal):
-            inside = inside & (token <= row + scalars[2])
-        return inside
 
-    return chosen
+def differentiate(
+    given: Gradients,
+    mask: Mask,
+    *,
+    scale: float,
+    deterministic: bool = False,
+    statistics: WriteStatistics | None = None,
+) -> None:
+    """FA4's backward. A KV head's dk and dv are added up in fp32 over its query heads, dq over the blocks of keys.
+
+    Args:
+        deterministic: add up in a fixed order; without block lists and documents.
+        statistics: of the rows, where there are no documents.
+    """
+    if given.q.shape[-1] == given.v.shape[-1]:
+        _differentiate(given, mask, scale, deterministic, statistics)
+        return
+    gradients = given.to_one_dim()  # FA4 wants equal dims where query heads share keys
+    _differentiate(gradients, mask, scale, deterministic, statistics)
+    for name in ("dq", "dk", "dv"):
+        target, wide = getattr(given, name), getattr(gradients, name)
+        if wide is not target:
+            target.copy_(wide[..., : target.shape[-1]])
+
+
+def _differentiate(
+    given: Gradients, mask: Mask, scale: float, deterministic: bool, statistics: WriteStatistics | None
+) -> None:
+    q, k = given.q, given.k
+    if q.numel() == 0 or k.numel() == 0:
+        for x in (given.dq, given.dk, given.dv):
+            x.zero_()
+        return
+    form = Form.of(mask, q, k, given.v, given.do)
+    tiles, shared = Tiles.of(form), form.group > 1
+    first, first_key, seqused, seqused_k = mask.bounds()
+    *batch, rows, heads, dim = q.shape
+    *_, keys, kv_heads, _ = k.shape
+    rows, keys = tiles.padded(form, rows, keys, 0 if first is None else len(first) - 1)
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
+    delta, log2_lse = torch.empty((2, *batch, heads, rows), **fp32).unbind(0)
+    dq = torch.empty((*batch, heads, rows * dim), **fp32)
+    dk, dv = given.dk, given.dv
+    if shared:
+        dk, dv = torch.zeros((2, *batch, kv_heads, keys * dim), **fp32).unbind(0)
+    semaphores: list[Tensor | None] = [None, None, None]
+    if deterministic:
+        zeros = partial(torch.zeros, dtype=torch.int32, device=q.device)
+        semaphores[0] = zeros((*batch, heads, rows // tiles.rows, tiles.ctas))
+        if shared:
+            semaphores[1:] = (zeros((*batch, kv_heads, keys // tiles.keys, 2)) for _ in range(2))
+    of_rows, of_keys = (_tile_table(form, mask, i, n) for i, n in enumerate((tiles.rows, tiles.ctas * tiles.keys)))
+    nothing = (None, None, None)
+    if statistics is not None:
+        statistics(log2_lse, delta)
+        dq.zero_()
+    else:
+        of_o = given.o, given.do, delta, given.lse, log2_lse, dq, first, seqused
+        kernels.preprocess(form).run(*of_o, *nothing, 1.0, of_rows, None)
+    options = *mask.bounds(), *mask.window, *semaphores, mask.aux(), mask.sparse(), of_keys
+    kernels.backward(form, deterministic).run(q, k, given.v, given.do, log2_lse, delta, dq, dk, dv, scale, *options)
+    kernels.round_sums(form, False, form.many).run(dq, given.dq, scale, first, seqused, None, of_rows)
+    if shared:
+        if tiles.ctas > 1:
+            of_keys = _tile_table(form, mask, 1, tiles.keys)
+        for sums, out, factor in ((dk, given.dk, scale), (dv, given.dv, 1.0)):
+            kernels.round_sums(form, True, form.many).run(sums, out, factor, first_key, seqused_k, None, of_keys)
+
+
+def _tile_table(form: Form, mask: Mask, of_keys: int, rows: int) -> Tensor | None:
+    """Tiles of `rows` rows or keys before each document, where there are many documents."""
+    if not form.many:
+        return None
+    first, used = mask.bounds()[of_keys::2]
+    counts = torch.empty_like(first)
+    kernels.count_tiles(rows).run(counts, None, first, used, None, None)
+    return counts

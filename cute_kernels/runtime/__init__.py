@@ -5,6 +5,7 @@ jit           compile kernels from fake tensors
 disk_cache    keep compiled kernels in a folder
 compiling     the lock around compilation
 device        compute capability, alignment
+launches      the one way to launch, and who is told of it
 replay        run a call from a recording of its launches
 graphs        the same launches as a CUDA graph, where a call comes again at the same addresses
 cuda_runtime  streams of one's own, and graphs without memory

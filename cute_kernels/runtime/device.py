@@ -18,6 +18,9 @@ VECTOR_BYTES = 16
 TARGET_VARIABLE = "CUTE_DSL_ARCH"
 """Environment variable of CuTe DSL: the architecture to compile for (sm_90a, sm_100a), where there is no GPU."""
 
+SMS_VARIABLE = "FLASH_ATTENTION_NUM_SMS"
+"""Environment variable of FlashAttention-4: multiprocessors of the GPU to compile for."""
+
 
 @lru_cache
 def compute_capability(index: int) -> tuple[int, int]:
@@ -30,8 +33,8 @@ def compute_capability(index: int) -> tuple[int, int]:
 
 
 def has_warpgroups(device: torch.device) -> bool:
-    """Whether the device has WGMMA: only Hopper has."""
-    return device.type == "cuda" and compute_capability(device.index or 0)[0] == 9
+    """True if a GPU, or what meta tensors stand for, has WGMMA: only Hopper has."""
+    return device.type != "cpu" and compute_capability(device.index or 0)[0] == 9
 
 
 def made_current(device: torch.device) -> AbstractContextManager[Any]:
@@ -41,7 +44,10 @@ def made_current(device: torch.device) -> AbstractContextManager[Any]:
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; 1 elsewhere."""
+    """Number of multiprocessors of the CUDA device, or as SMS_VARIABLE says; 1 on a CPU."""
+    given = os.environ.get(SMS_VARIABLE)
+    if given:
+        return int(given)
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

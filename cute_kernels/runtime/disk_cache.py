@@ -1,12 +1,12 @@
 """Compiled kernels in a folder, so that later processes need not compile them again.
 
 In ~/.cache/nsa-kernels/jit (or under XDG_CACHE_HOME), or in the folder that NSA_KERNELS_JIT_CACHE names; 0 turns it
-off. Ours and FlashAttention-4's (fa4/launch.py), unless FlashAttention-4 keeps its own.
+off. Ours and FlashAttention-4's.
 
 An entry is an object file, KEY-CONTENT.o: KEY is a hash of everything it depends on (function and arguments, sources of
 cute_kernels, target, options, versions), CONTENT a hash of its bytes. What was not used for longest is removed when all
-entries take more than LIMIT bytes. A note, KEY-CONTENT.json, is such an entry of text: which kernels a call of
-FlashAttention-4 takes (fa4/kept.py). An entry is loaded as native code, so before every load
+entries take more than LIMIT bytes. A note, KEY-CONTENT.json, is such an entry of text. An entry is loaded as native
+code, so before every load
 
 - the folder must belong to this user, be no link, and be closed to everybody else (mode 0700), and so the file (0600);
 - its bytes must have the hash in its name.
@@ -48,10 +48,8 @@ LIMIT = 1 << 30
 """Bytes of all entries: some thousand kernels."""
 FUNCTION = "kernel"
 """Name of the function in an object file."""
-PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
-"""Prefixes of distributions that take part in compiling: CuTe DSL's own only depends on those that hold its code.
-
-The keys of FlashAttention-4's kernels hold its sources besides."""
+PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "quack-kernels")
+"""Prefixes of distributions that take part in compiling: CuTe DSL's own only depends on those that hold its code."""
 PRIVATE = 0o077
 """Permissions of group and others, none of which may be set."""
 

@@ -27,6 +27,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from cute_kernels.runtime import streams
 from cute_kernels.runtime.cuda_runtime import Graph, Launches
 
 VARIABLE = "NSA_KERNELS_GRAPHS"
@@ -76,6 +77,7 @@ def launch(key: Hashable, device: torch.device, launches: Callable[[], Launches]
             try:
                 known = Graph(device, launches())
             except Exception as error:
+                streams.close_all()
                 known, failure = False, error
             with _LOCK:
                 _KNOWN[key] = known

@@ -9,17 +9,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, NamedTuple, ParamSpec
+from functools import cache, cached_property, wraps
+from typing import Any, ParamSpec, cast
 
 import cutlass
 import cutlass.cute as cute
 import torch
 
 from cute_kernels.runtime import disk_cache
-from cute_kernels.runtime.compiling import once
+from cute_kernels.runtime.compiling import COMPILING
 from cute_kernels.runtime.device import VECTOR_BYTES, positional
-from cute_kernels.runtime.replay import launch
+from cute_kernels.runtime.launches import THREAD
 
 P = ParamSpec("P")
 
@@ -47,17 +47,57 @@ SLOW = 3.0
 REMEMBERING: list[Any] = []
 """Functions decorated with `compiled_once`, of all imported modules."""
 
+_KERNELS: list[Kernel] = []
+"""All that these functions have returned."""
 
-class Kernel(NamedTuple):
-    """A compiled kernel."""
 
-    compiled: Any
-    start: Callable[..., None]
-    """As `run`, of which a recording knows nothing (replay.py)."""
+class Kernel:
+    """A kernel, compiled or loaded from disk where it is launched for the first time."""
+
+    def __init__(self, build: Callable[..., Any], arguments: tuple[Any, ...] = (), keywords: Any = None) -> None:
+        """Args: build: compiles it, given arguments and keywords, whose `repr` tells kernels apart."""
+        self.build, self.arguments, self.keywords = build, arguments, keywords or {}
+
+    @property
+    def name(self) -> str:
+        """The same in every process."""
+        build = self.build
+        return f"{build.__module__}.{build.__qualname__} {self.arguments!r} {sorted(self.keywords.items())!r}"
+
+    @cached_property
+    def compiled(self) -> Any:
+        with COMPILING:
+            return self.__dict__.get("compiled") or self._compile()
+
+    def _compile(self) -> Any:
+        def make() -> Any:
+            return self.build(*self.arguments, **self.keywords)
+
+        where = disk_cache.folder()
+        if where is None:
+            return make()
+        return disk_cache.load_or_make(where, disk_cache.key_of(self.name, options=OPTIONS), make)
+
+    @cached_property
+    def start(self) -> Callable[..., None]:
+        """As `run`, whoever listens to this thread's launches."""
+        return positional(self.compiled)
 
     def run(self, *arguments: Any) -> None:
         """Launch with torch tensors and numbers, without the stream."""
-        launch(self.start, *arguments)
+        listener = THREAD.listener
+        if listener is None:
+            self.start(*arguments)
+        else:
+            listener.launch(self, arguments)
+
+    def compile_ahead(self) -> None:
+        """Compile now what a call of another length launches, so that it need not wait."""
+        listener = THREAD.listener
+        if listener is None:
+            _ = self.start
+        else:
+            listener.compile_ahead(self)
 
 
 _LOG = logging.getLogger("nsa_kernels")
@@ -80,39 +120,37 @@ def told_if_slow() -> Iterator[None]:
             _LOG.warning("compiling CUDA kernels, up to a minute; %s %s", disk_cache.VARIABLE, kept)
 
 
-def compile_kernel(kernel: Callable[..., Any], *arguments: Any) -> Kernel:
+def compile_kernel(kernel: Callable[..., Any], *arguments: Any) -> Any:
     """Compile a `cute.jit` callable whose last parameter is the stream."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     with told_if_slow():
         compiled = cute.compile(kernel, *arguments, stream, options=OPTIONS)
     COMPILED.append(type(kernel).__name__)
-    return Kernel(compiled, positional(compiled))
+    return compiled
 
 
-def compiled_once(build: Callable[P, Kernel]) -> Callable[P, Kernel]:
-    """Remember what a function compiles for its arguments: in this process, and on disk unless disk_cache.py is off.
+def compiled_once(build: Callable[P, Any]) -> Callable[P, Kernel]:
+    """Make a function that compiles a kernel return it as a `Kernel`, the same one for the same arguments.
 
-    Threads that call it at once wait for one of them. `repr` of the arguments must tell them apart.
+    It is compiled once in a process, whichever threads launch it, and kept on disk unless disk_cache.py is off. `repr`
+    of the arguments must tell them apart. A compilation that raises is not remembered: the next launch tries again.
     """
 
-    @once
+    @cache
     @wraps(build)
     def remembered(*arguments: P.args, **keywords: P.kwargs) -> Kernel:
-        where = disk_cache.folder()
-        if where is None:
-            return build(*arguments, **keywords)
-        asked = f"{build.__module__}.{build.__qualname__} {arguments!r} {sorted(keywords.items())!r}"
-        key = disk_cache.key_of(asked, options=OPTIONS)
-        compiled = disk_cache.load_or_make(where, key, lambda: build(*arguments, **keywords).compiled)
-        return Kernel(compiled, positional(compiled))
+        kernel = Kernel(build, arguments, keywords)
+        _KERNELS.append(kernel)
+        return kernel
 
+    remembered.build = build  # type: ignore[attr-defined]
     REMEMBERING.append(remembered)
-    return remembered
+    return cast("Callable[P, Kernel]", remembered)
 
 
 def num_compiled() -> int:
-    """Kernels that this process has compiled or loaded from disk. A call that raises the number has waited for one."""
-    return sum(function.cache_info().currsize for function in REMEMBERING)
+    """Number of kernels that this process has compiled or loaded. A call that raises it has waited for one."""
+    return sum("compiled" in vars(kernel) for kernel in list(_KERNELS))
 
 
 def fake(dtype: torch.dtype, *shape: Any, aligned: bool = True) -> Any:

@@ -3,22 +3,22 @@
 At everyday lengths the host takes longer than the GPU: plans, grids, lists' sizes, allocations and views. All of that
 follows from options and from tensors' sizes, strides and dtypes, never from values. So `replayed` runs
 
-    the first call of a key     as it is: kernels are compiled, FlashAttention-4's are found (fa4/launch.py)
-    the second                  as it is, and records its launches, PyTorch operators, allocations and views
+    the first call of a key     as it is: kernels are compiled
+    the second                  as it is, and records launches, PyTorch operators, allocations and views
     later ones                  from the recording: one workspace, views of it, the same launches in the same order
 
 A recording has numbers and kernels, no tensors:
 
-- A new tensor that the call returns is allocated as in the call. Others are ranges of one workspace. Ranges share
-  memory where the last use of one is before the first use of the other; all is one stream's work, in order.
-- New tensors of zeros lie at the workspace's beginning, and one fill writes all of them.
+- A new tensor that the call returns is allocated as in the call. Others are ranges of one workspace, which share memory
+  where the last use of one is before the first use of the other. Launches on a side stream (streams.py) use their
+  memory until the call's stream waits for them.
 - A view is made where it is first used, once for all that use it.
 - An operator that computes (cumsum, sum, copy_) is called again.
 - Launches that come again at the same addresses become a CUDA graph (graphs.py), unless an operator allocates.
 
-Not recorded, and run as they are each time: calls during which something calls `refuse` (side streams,
-FlashAttention-4's interface), calls that read a value or use a tensor from elsewhere, and those of more than LARGEST
-elements: there the GPU takes longer than the host, and recording holds all that the call allocates until it ends.
+Not recorded, and run as they are each time: calls that read a value or use a tensor from elsewhere, and those of more
+than LARGEST elements: there the GPU takes longer than the host, and recording holds all that the call allocates until
+it ends.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,8 +36,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_kernels.runtime import graphs
+from cute_kernels.runtime import graphs, streams
 from cute_kernels.runtime.cuda_runtime import Launches
+from cute_kernels.runtime.launches import THREAD, start_of, told
 
 DEVICES = {"cuda"}
 """Types of devices whose calls are replayed."""
@@ -53,15 +55,13 @@ ALIGNMENT = 512
 NEW = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 ZEROS = {"zeros", "zeros_like", "new_zeros"}
 """Operators by name: their results are new, and not computed."""
-INTO_GIVEN = {"add_", "copy_", "cumsum", "fill_", "zero_"}
+INTO_GIVEN = {"add", "add_", "copy_", "cumsum", "fill_", "zero_"}
 """Operators by name that allocate nothing where they are given what they write: cumsum of several rows, along them."""
 
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 Results = dict[str, Any]
 """Tensors or None, by name."""
-Step = tuple[Callable[..., Any], Callable[[list[Any]], tuple[Any, ...]], int]
-"""A function, what finds its arguments among the values, and where its result goes."""
 
 
 def replayed(values: Sequence[Any], options: Hashable, body: Callable[[], Results]) -> Results:
@@ -73,16 +73,12 @@ def replayed(values: Sequence[Any], options: Hashable, body: Callable[[], Result
         body: launches kernels and calls PyTorch's operators, and returns tensors by name; reads no values of tensors.
     """
     device = values[0].device
-    if device.type not in DEVICES or _recorder() is not None:
+    if device.type not in DEVICES or THREAD.listener is not None:
         return body()
-    tensors, facts = [], []
-    for x in values:
-        if x is not None and isinstance(x, Tensor):
-            tensors.append(x)
-            facts.append(_facts(x))
-        else:
-            facts.append(x)
-    key = (device, options, _shared(tensors), *facts)
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    ids = [id(x) for x in tensors]
+    same = None if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
+    key = (device, options, same, *(_facts(x) if isinstance(x, Tensor) else x for x in values))
     with _LOCK:
         known = _KNOWN.get(key)
         if known is not None:
@@ -90,30 +86,27 @@ def replayed(values: Sequence[Any], options: Hashable, body: Callable[[], Result
     if isinstance(known, Recording):
         return known(tensors)
     if known is None:
-        _remember(key, _Seen(worth=sum(x.numel() for x in tensors) <= LARGEST))
+        _remember(key, sum(x.numel() for x in tensors) <= LARGEST)
+    if not known:
         return body()
-    if not known.worth:
-        return body()
-    with _Recorder(tensors) as recorder:
+    recorder = _Recorder(tensors)
+    with recorder, told(recorder):
         results = body()
-    recording = recorder.finish(results)
-    _remember(key, recording or _Seen(worth=False))
+    _remember(key, recorder.finish(results) or False)
     return results
 
 
-def launch(run: Callable[..., None], *arguments: Any) -> None:
-    """`run(*arguments)`: launches a kernel. Every launch of a call that may be replayed goes through here."""
-    recorder = _recorder()
-    if recorder is None:
-        run(*arguments)
-    else:
-        recorder.launch(run, arguments)
+_LOCK = threading.Lock()
+os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
+_KNOWN: OrderedDict[Any, Recording | bool] = OrderedDict()
+"""By key, the latest last: a recording; True, run once; or False, not to be recorded."""
 
 
-def refuse() -> None:
-    """The call that runs in this thread is not to be replayed."""
-    if (recorder := _recorder()) is not None:
-        recorder.refused = True
+def _remember(key: Any, known: Recording | bool) -> None:
+    with _LOCK:
+        _KNOWN[key] = known
+        while len(_KNOWN) > MOST:
+            _KNOWN.popitem(last=False)
 
 
 def forget() -> None:
@@ -122,58 +115,30 @@ def forget() -> None:
         _KNOWN.clear()
 
 
-# What is known of calls
-
-
-class _Seen(NamedTuple):
-    """A call that was run."""
-
-    worth: bool
-    """Recording."""
-
-
-_LOCK = threading.Lock()
-os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
-_KNOWN: OrderedDict[Any, Recording | _Seen] = OrderedDict()
-"""What came last is the last."""
-_THREAD = threading.local()
-
-
-def _recorder() -> _Recorder | None:
-    """Of this thread."""
-    found: _Recorder | None = getattr(_THREAD, "recorder", None)
-    return found
-
-
-def _remember(key: Any, known: Recording | _Seen) -> None:
-    with _LOCK:
-        _KNOWN[key] = known
-        while len(_KNOWN) > MOST:
-            _KNOWN.popitem(last=False)
-
-
 def _facts(x: Tensor) -> Any:
-    """Of a tensor, all that a call may depend on; addresses count by the alignment that kernels need."""
+    """All of a tensor that a call may depend on; addresses count by the alignment that kernels need."""
     return x.shape, x.stride(), x.storage_offset(), x.dtype, x.data_ptr() % 16
-
-
-def _shared(tensors: list[Tensor]) -> Any:
-    """Which tensors are the same one."""
-    ids = [id(x) for x in tensors]
-    return None if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
 
 
 # Recording
 
 
-class _Memory(NamedTuple):
+@dataclass
+class _Memory:
     """What holds tensors: one of the call's, or new."""
 
     number: int
     base: Tensor
-    """The tensor as it was given, allocated or computed."""
+    """The tensor as it was given, allocated or computed. It is kept, so that no other memory gets its address."""
     kind: str
-    """"given", "new", "zeros" or "computed"."""
+    """"given", "new" or "computed"."""
+    uses: list[int] = field(default_factory=list)
+    """Events that use it: where each begins, and the last one before which it has ended."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of a range of the workspace."""
+        return max(-(-self.base.untyped_storage().nbytes() // ALIGNMENT), 1) * ALIGNMENT
 
 
 class _View(NamedTuple):
@@ -186,15 +151,18 @@ class _View(NamedTuple):
     offset: int
 
 
-class _Event(NamedTuple):
+@dataclass
+class _Event:
     """A launch, or an operator that computes."""
 
     function: Callable[..., Any]
     arguments: Any
     """Each tensor as a _View."""
     allocates: bool
-    result: int | None = None
+    result: int | None
     """Memory of an operator's new tensor."""
+    ends: int
+    """The event before which it has ended."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -205,92 +173,88 @@ class _Recorder(TorchDispatchMode):
         self.refused = False
         self.memories: list[_Memory] = []
         self.events: list[_Event] = []
+        self._chunks: list[int] = []
+        """The first event of each chunk on a side stream that the call's stream has not waited for, and of this."""
         self._launching = False
-        """A kernel, which may call PyTorch where it is interpreted (tests/support)."""
-        self._memory_of: dict[int, int] = {}
-        self._kept: list[Tensor] = []
-        """All tensors, so that none gets the id of another."""
+        """True while a kernel runs, which may call PyTorch where it is interpreted (tests/support)."""
+        self._memory_of: dict[Any, int] = {}
+        """By storage, and by storage and dtype: tensors of one storage may be given in several."""
         for x in tensors:
             self._add(x, "given")
 
-    def __enter__(self) -> _Recorder:
-        _THREAD.recorder = self
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        _THREAD.recorder = None
-
     def _run(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = function(*args, **kwargs)
+        result = function(*args, **(kwargs or {}))
         if self._launching:
             return result
         name = function.overloadpacket.__name__
+        results = result if isinstance(result, (list, tuple)) else [result]
+        new = [x for x in results if not isinstance(x, Tensor) or _storage(x) not in self._memory_of]
         if name in NEW or name in ZEROS:
-            self._add(result, "new" if name in NEW else "zeros")
+            self._add(result, "new")
+            if name in ZEROS:
+                self._note(Tensor.zero_, (result,))
         elif function._schema.is_mutable:
-            self._note_operator(function, args, kwargs, allocates=name not in INTO_GIVEN)
-        elif isinstance(result, (list, tuple)):
-            self._note_result(function, args, kwargs, *result)
-        else:
-            self._note_result(function, args, kwargs, result)
+            self._note(function, args, kwargs, allocates=name not in INTO_GIVEN)
+        elif len(new) == len(results) == 1 and isinstance(result, Tensor):
+            self._note(function, args, kwargs, allocates=True, result=len(self.memories))
+            self._add(result, "computed")
+        elif new:  # a value was read, or several tensors were computed
+            self.refused = True
         return result
 
-    def _note_result(self, function: Any, args: Any, kwargs: Any, *results: Any) -> None:
-        """Of an operator that gives views, or computes a new tensor."""
-        for x in results:
-            source = next((s for s in args if isinstance(s, Tensor) and _share_memory(s, x)), None)
-            if source is not None and id(source) in self._memory_of:
-                self._kept.append(x)
-                self._memory_of.setdefault(id(x), self._memory_of[id(source)])
-            elif source is None and isinstance(x, Tensor) and len(results) == 1:
-                self._note_operator(function, args, kwargs, allocates=True, result=len(self.memories))
-                self._add(x, "computed")
-            else:  # a value was read, or several were computed
-                self.refused = True
-
-    def _note_operator(self, function: Any, args: Any, kwargs: Any, **event: Any) -> None:
-        if kwargs:
-            function, args = partial(_call_with_keywords, function, tuple(kwargs)), (*args, *kwargs.values())
-        self.note(function, args, **event)
-
-    def launch(self, run: Callable[..., None], arguments: Sequence[Any]) -> None:
-        self.note(run, arguments, allocates=False)
+    def launch(self, kernel: Any, arguments: tuple[Any, ...]) -> None:
+        if kernel is streams.open_:
+            self.refused = True  # calls with side streams were replayed on no GPU yet
+        self._note(start_of(kernel), arguments)
+        if kernel is streams.fork:
+            self._chunks.append(len(self.events) - 1)
+        elif kernel is streams.join:
+            self._wait(arguments[-1])
         self._launching = True
-        run(*arguments)
+        start_of(kernel)(*arguments)
         self._launching = False
 
-    def note(
-        self, function: Callable[..., Any], arguments: Sequence[Any], *, allocates: bool, result: int | None = None
+    def compile_ahead(self, kernel: Any) -> None:
+        """The call before has done so."""
+
+    def _wait(self, left: int) -> None:
+        """The call's stream waits for all chunks but the last ones: only now their events have ended."""
+        while len(self._chunks) > left:
+            begin = self._chunks.pop(0)
+            end = self._chunks[0] if self._chunks else len(self.events)
+            for event in self.events[begin:end]:
+                event.ends = len(self.events)
+
+    def _note(
+        self, function: Any, args: Any, kwargs: Any = None, *, allocates: bool = False, result: int | None = None
     ) -> None:
-        self.events.append(_Event(function, self._described(tuple(arguments)), allocates, result))
+        if kwargs:
+            function, args = partial(_call_with_keywords, function, tuple(kwargs)), (*args, *kwargs.values())
+        number = len(self.events)
+        self.events.append(_Event(function, self._described(tuple(args)), allocates, result, number + 1))
 
     def _add(self, x: Tensor, kind: str) -> None:
-        self._kept.append(x)
-        self._memory_of.setdefault(id(x), len(self.memories))
+        for key in (_storage(x), (_storage(x), x.dtype)):
+            self._memory_of.setdefault(key, len(self.memories))
         self.memories.append(_Memory(len(self.memories), x, kind))
 
     def _described(self, x: Any) -> Any:
         """An argument without tensors."""
-        if isinstance(x, Tensor):
-            if id(x) in self._memory_of:
-                memory = self._memory_of[id(x)]
-                return _View(memory, x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
-            self.refused = True  # from elsewhere
-        elif isinstance(x, (tuple, list)):
-            parts = [self._described(part) for part in x]
-            return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
-        elif not isinstance(x, CONSTANTS) and not type(x).__module__.startswith("cutlass"):
-            self.refused = True  # may hold a tensor
+        if isinstance(x, Tensor) and _storage(x) in self._memory_of:
+            return _whole(self._memory_of.get((_storage(x), x.dtype), self._memory_of[_storage(x)]), x)
+        if isinstance(x, (tuple, list)):
+            return _like(x, [self._described(part) for part in x])
+        if not isinstance(x, CONSTANTS) and not type(x).__module__.startswith("cutlass"):
+            self.refused = True  # a tensor from elsewhere, or what may hold one
         return None if isinstance(x, Tensor) else x
 
     def finish(self, results: Results) -> Recording | None:
         """The recording of a call that has ended; None: it is not to be replayed."""
         returned = {name: self._described(x) for name, x in results.items()}
-        devices = {memory.base.device for memory in self.memories}
-        return None if self.refused or len(devices) > 1 else Recording(_Builder(self.memories, self.events, returned))
+        for number, event in enumerate(self.events):
+            for view in _views(event.arguments):
+                self.memories[view.memory].uses += number, event.ends - 1
+        return None if self.refused else Recording(self.memories, self.events, returned)
 
 
 # Not in the class statement: there PyTorch wraps it in torch._dynamo.disable, whose import takes seconds of a process
@@ -298,179 +262,8 @@ class _Recorder(TorchDispatchMode):
 _Recorder.__torch_dispatch__ = _Recorder._run  # type: ignore[assignment]
 
 
-# From a recording's events to its steps
-
-
-class Recording:
-    """A call's steps. It is called with the tensors of `replayed`."""
-
-    def __init__(self, built: _Builder) -> None:
-        self._constants, self._num_tensors, self._device = built.values, built.num_tensors, built.device
-        self._first, self._steps, self._results = built.first, built.steps, built.results
-        self._ignored, self._addressed = built.ignored, built.addressed
-
-    def __call__(self, tensors: list[Tensor]) -> Results:
-        values = self._constants.copy()
-        values[: self._num_tensors] = tensors
-        for function, arguments, result in self._first:
-            values[result] = function(*arguments(values))
-        launches = partial(self._launches, values)
-        if self._addressed is not None and self._device.type in graphs.DEVICES:
-            graphs.launch((self, *[values[i].data_ptr() for i in self._addressed]), self._device, launches)
-        else:
-            for launch, given in launches():
-                launch(*given)
-        return {name: values[i] for name, i in self._results.items()}
-
-    def _launches(self, values: list[Any]) -> Launches:
-        """Steps whose results nobody takes, with their arguments. The others are run meanwhile."""
-        for function, arguments, result in self._steps:
-            if result == self._ignored:
-                yield function, arguments(values)
-            else:
-                values[result] = function(*arguments(values))
-
-
-class _Builder:
-    """Lays out the workspace, and makes steps of events."""
-
-    def __init__(self, memories: list[_Memory], events: list[_Event], returned: dict[str, _View | None]) -> None:
-        self.memories, self.events = memories, events
-        self.device = memories[0].base.device
-        self.num_tensors = sum(memory.kind == "given" for memory in memories)
-        self.values: list[Any] = [None] * self.num_tensors
-        self.ignored = self._new()
-        self.first: list[Step] = []
-        """Allocations, and views of them that are returned."""
-        self.steps: list[Step] = []
-        self.found: dict[Any, int] = {}
-        """Where a value is, by what it is."""
-        escaping = {view.memory for view in returned.values() if view is not None}
-        self.inside = [m for m in memories if m.kind in ("new", "zeros") and m.number not in escaping]
-        self.offsets: dict[int, int] = {}
-        """Bytes from the workspace's beginning, by memory."""
-        self.addressed: list[int] | None = None
-        """Where tensors are whose addresses launches depend on; None: these never become a graph."""
-        self._build(returned)
-
-    def _build(self, returned: dict[str, _View | None]) -> None:
-        zeros, size = self._lay_out()
-        if size > 0:
-            self.found["workspace"] = self._step(_allocation((size,), (1,), torch.uint8, self.device))
-        computed = {memory.number for memory in self.memories if memory.kind == "computed"}
-        views = {name: None if view is None or view.memory in computed else view for name, view in returned.items()}
-        self.results = {name: self._value(view) for name, view in views.items()}
-        self.first, self.steps = self.steps, []
-        fills = [memory.number for memory in self.memories if memory.kind == "zeros" and memory.number in self.found]
-        if zeros > 0:
-            fill = _View(-1, torch.float32, (zeros // torch.float32.itemsize,), (1,), 0)
-            self._step(Tensor.zero_, self._range(fill), result=self.ignored)
-        for number in fills:
-            self._step(Tensor.zero_, self.found[number], result=self.ignored)
-        for event in self.events:
-            arguments = [self._value(x) for x in event.arguments]
-            if event.result is None:
-                self._step(event.function, *arguments, result=self.ignored)
-            else:
-                self.found[event.result] = self._step(event.function, *arguments)
-        self.results |= {name: self._value(view) for name, view in returned.items() if views[name] is not view}
-        if len(self.events) >= graphs.FEWEST and not any(event.allocates for event in self.events):
-            used = {view.memory for event in self.events for view in _views(event.arguments)}
-            bases = [self.found[x] for x in used if x in self.found]
-            self.addressed = sorted({*bases, *([self.found["workspace"]] if size > 0 else [])})
-
-    # Workspace
-
-    def _lay_out(self) -> tuple[int, int]:
-        """Offsets of all memories of the workspace: zeros first. Returns bytes of zeros and of all."""
-        uses: dict[int, list[int]] = {}
-        for i, event in enumerate(self.events):
-            for view in _views(event.arguments):
-                uses.setdefault(view.memory, []).append(i)
-        zeros = 0
-        for memory in self.inside:
-            if memory.kind == "zeros":
-                self.offsets[memory.number], zeros = zeros, zeros + _bytes(memory.base)
-        size = zeros
-        placed: list[tuple[int, int, int, int]] = []  # first use, last use, begin, end
-        for memory in sorted(self.inside, key=lambda memory: -_bytes(memory.base)):
-            if memory.kind == "new" and memory.number in uses:
-                first, last = uses[memory.number][0], uses[memory.number][-1]
-                begin = zeros
-                for _, _, other_begin, other_end in sorted(
-                    (p for p in placed if p[0] <= last and first <= p[1]), key=operator.itemgetter(2)
-                ):
-                    if begin + _bytes(memory.base) <= other_begin:
-                        break
-                    begin = max(begin, other_end)
-                self.offsets[memory.number] = begin
-                placed.append((first, last, begin, begin + _bytes(memory.base)))
-                size = max(size, begin + _bytes(memory.base))
-        return zeros, size
-
-    # Values: each is made once, before what uses it first
-
-    def _value(self, x: Any) -> int:
-        if isinstance(x, _View):
-            return self._range(x) if x.memory in self.offsets else self._view(x)
-        if isinstance(x, (tuple, list)) and any(True for _ in _views(x)):
-            parts = tuple(self._value(part) for part in x)
-            make = partial(_make, type(x))
-            return self._once((type(x), parts), make, *parts)
-        return self._constant(x)
-
-    def _constant(self, x: Any) -> int:
-        key = ("constant", id(x))
-        if key not in self.found:
-            self.found[key] = self._new(x)
-        return self.found[key]
-
-    def _range(self, view: _View) -> int:
-        """A view of the workspace."""
-        begin = self.offsets.get(view.memory, 0)
-        typed = self._as_dtype(self.found["workspace"], view.dtype)
-        return self._strided(typed, view.size, view.stride, begin // view.dtype.itemsize + view.offset)
-
-    def _view(self, view: _View) -> int:
-        """A tensor that is given, computed or returned, or a view of it."""
-        memory = self.memories[view.memory]
-        base = memory.base
-        if view.memory not in self.found:
-            if memory.kind == "given":
-                self.found[view.memory] = view.memory
-            else:
-                self.found[view.memory] = self._step(
-                    _allocation(tuple(base.shape), base.stride(), base.dtype, base.device)
-                )
-        where = self.found[view.memory]
-        if (view.size, view.stride, view.offset) == (tuple(base.shape), base.stride(), base.storage_offset()):
-            return where
-        if view.dtype != base.dtype:
-            where = self._as_dtype(where, view.dtype)
-        return self._strided(where, view.size, view.stride, view.offset)
-
-    def _as_dtype(self, where: int, dtype: torch.dtype) -> int:
-        return self._once((where, dtype), Tensor.view, where, self._constant(dtype))
-
-    def _strided(self, where: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> int:
-        how = (self._constant(x) for x in (size, stride, offset))
-        return self._once((where, size, stride, offset), Tensor.as_strided, where, *how)
-
-    # Steps
-
-    def _once(self, key: Any, function: Callable[..., Any], *arguments: int) -> int:
-        if key not in self.found:
-            self.found[key] = self._step(function, *arguments)
-        return self.found[key]
-
-    def _step(self, function: Callable[..., Any], *arguments: int, result: int | None = None) -> int:
-        result = self._new() if result is None else result
-        self.steps.append((function, _taking(arguments), result))
-        return result
-
-    def _new(self, value: Any = None) -> int:
-        self.values.append(value)
-        return len(self.values) - 1
+def _storage(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
 
 
 def _views(x: Any) -> Iterator[_View]:
@@ -482,38 +275,163 @@ def _views(x: Any) -> Iterator[_View]:
             yield from _views(part)
 
 
-def _share_memory(x: Any, y: Any) -> bool:
-    return isinstance(y, Tensor) and x.untyped_storage()._cdata == y.untyped_storage()._cdata
-
-
-def _bytes(x: Tensor) -> int:
-    """Of a range of the workspace for a tensor's memory."""
-    return max(-(-x.untyped_storage().nbytes() // ALIGNMENT), 1) * ALIGNMENT
-
-
-def _taking(arguments: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """What takes these values, as a tuple."""
-    if len(arguments) > 1:
-        return operator.itemgetter(*arguments)
-    if not arguments:
-        return lambda values: ()
-    (only,) = arguments
-    return lambda values: (values[only],)
-
-
 def _call_with_keywords(function: Callable[..., Any], names: tuple[str, ...], *arguments: Any) -> Any:
     """Args: names: of the last arguments."""
     first = len(arguments) - len(names)
     return function(*arguments[:first], **dict(zip(names, arguments[first:], strict=True)))
 
 
-def _make(kind: type, *parts: Any) -> Any:
+# From a recording's events to its steps
+
+WORKSPACE = -1
+"""In place of the number of a memory."""
+
+
+class _Place(int):
+    """Where a tensor is, among those of a call."""
+
+
+class _Step(NamedTuple):
+    function: Callable[..., Any]
+    arguments: list[Any]
+    tensors: list[tuple[int, _Place]]
+    """Of arguments that are tensors: which, and where the tensor is."""
+    nested: list[tuple[int, Any]]
+    """Of arguments that hold tensors: which, and the argument with places in place of them."""
+    result: _Place | None
+    """Of an operator's new tensor."""
+
+
+class Recording:
+    """A call's steps. It is called with the tensors of `replayed`."""
+
+    def __init__(self, memories: list[_Memory], events: list[_Event], returned: dict[str, _View | None]) -> None:
+        self._device = memories[0].base.device
+        escaping = {view.memory for view in returned.values() if view is not None}
+        inside = [x for x in memories if x.kind == "new" and x.number not in escaping]
+        self._offsets, size = _lay_out(inside)
+        self._how: list[tuple[_Place, torch.dtype | None, Any] | None] = []
+        """By place: a view's base, and its dtype or its sizes, strides and offset; None: no view."""
+        self._places: dict[Any, _Place] = {}
+        self._own: dict[int, tuple[_Place, torch.dtype]] = {}
+        """By memory: the place of its own tensor."""
+        self._allocations: list[tuple[_Place, Callable[[], Tensor]]] = []
+        workspace = _Memory(WORKSPACE, torch.empty(size, dtype=torch.uint8, device="meta"), "new")
+        for memory in (*memories, workspace):
+            if memory.number in self._offsets:
+                continue
+            x, view = memory.base, _whole(memory.number, memory.base)
+            place = self._place_of(view, None)
+            self._own[memory.number] = place, x.dtype
+            if memory.kind == "new" and (memory.number in escaping or (memory is workspace and size > 0)):
+                how: dict[str, Any] = {"dtype": x.dtype, "device": self._device}
+                self._allocations.append((place, partial(torch.empty_strided, view.size, view.stride, **how)))
+        self._steps = [self._step(event.function, event.arguments, event.result) for event in events]
+        self._results = {name: self._placed(view) for name, view in returned.items()}
+        self._views = [name for name, x in self._results.items() if x is not None and self._how[x] is not None]
+        """Results that are views of others, or of what is given."""
+        self._addressed: list[_Place] | None = None
+        """Tensors whose addresses launches depend on; None: these never become a graph."""
+        if len(events) >= graphs.FEWEST and not any(event.allocates for event in events):
+            used = {view.memory for event in events for view in _views(event.arguments)}
+            used = {x for x in used if x in self._own} | ({WORKSPACE} if size > 0 else set())
+            self._addressed = [self._own[x][0] for x in sorted(used)]
+
+    def __call__(self, tensors: list[Tensor]) -> Results:
+        made: list[Any] = [*tensors, *[None] * (len(self._how) - len(tensors))]
+        for place, allocate in self._allocations:
+            made[place] = allocate()
+        launches = partial(self._launches, made)
+        try:
+            if self._addressed is not None and self._device.type in graphs.DEVICES:
+                graphs.launch((self, *[made[i].data_ptr() for i in self._addressed]), self._device, launches)
+            else:
+                for function, arguments in launches():
+                    function(*arguments)
+        except BaseException:
+            streams.close_all()
+            raise
+        results = {name: x if x is None else made[x] for name, x in self._results.items()}
+        for name in self._views:
+            results[name] = self._make(self._results[name], made)
+        return results
+
+    def _launches(self, made: list[Any]) -> Launches:
+        """Steps whose results nobody takes, with their arguments. The others are run meanwhile."""
+        for function, arguments, tensors, nested, result in self._steps:
+            arguments = arguments.copy()
+            for i, place in tensors:
+                x = made[place]
+                arguments[i] = self._make(place, made) if x is None else x
+            for i, x in nested:
+                arguments[i] = self._filled(x, made)
+            if result is None:
+                yield function, tuple(arguments)
+            else:
+                made[result] = function(*arguments)
+
+    def _make(self, place: _Place, made: list[Any]) -> Tensor:
+        """The tensor of a place; a view is made where it is used first."""
+        how = self._how[place]
+        if how is not None and made[place] is None:
+            base, dtype, view = how
+            x = self._make(base, made)
+            made[place] = x.as_strided(*view) if dtype is None else x.view(dtype)
+        found: Tensor = made[place]
+        return found
+
+    def _filled(self, x: Any, made: list[Any]) -> Any:
+        """An argument with tensors in place of places."""
+        if isinstance(x, _Place):
+            return self._make(x, made)
+        return _like(x, [self._filled(part, made) for part in x]) if isinstance(x, (tuple, list)) else x
+
+    def _step(self, function: Callable[..., Any], arguments: tuple[Any, ...], result: int | None) -> _Step:
+        placed = [(i, self._placed(x)) for i, x in enumerate(arguments) if any(True for _ in _views(x))]
+        tensors = [(i, x) for i, x in placed if isinstance(x, _Place)]
+        nested = [(i, x) for i, x in placed if not isinstance(x, _Place)]
+        return _Step(function, [*arguments], tensors, nested, None if result is None else self._own[result][0])
+
+    def _placed(self, x: Any) -> Any:
+        """An argument with places in place of views; new memories are ranges of the workspace."""
+        if isinstance(x, _View):
+            begin = self._offsets.get(x.memory)
+            if begin is not None:
+                x = x._replace(memory=WORKSPACE, offset=begin // x.dtype.itemsize + x.offset)
+            base, dtype = self._own[x.memory]
+            if x.dtype != dtype:
+                base = self._place_of((x.memory, x.dtype), (base, x.dtype, None))
+            return self._place_of(x, (base, None, x[2:]))
+        return _like(x, [self._placed(part) for part in x]) if isinstance(x, (tuple, list)) else x
+
+    def _place_of(self, key: Any, how: Any) -> _Place:
+        if key not in self._places:
+            self._places[key] = _Place(len(self._how))
+            self._how.append(how)
+        return self._places[key]
+
+
+def _whole(memory: int, x: Tensor) -> _View:
+    return _View(memory, x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
+
+
+def _like(x: Any, parts: list[Any]) -> Any:
     """A tuple, a named tuple or a list."""
-    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+    return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
 
 
-def _allocation(
-    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Callable[[], Tensor]:
-    """What allocates a tensor."""
-    return partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
+def _lay_out(memories: list[_Memory]) -> tuple[dict[int, int], int]:
+    """Offsets in the workspace of memories that are used, by number; bytes of all."""
+    offsets, size = {}, 0
+    placed: list[tuple[int, int, int, int]] = []  # first use, last use, begin, end
+    for memory in sorted((memory for memory in memories if memory.uses), key=lambda memory: -memory.size):
+        first, last, begin = min(memory.uses), max(memory.uses), 0
+        meanwhile = (other for other in placed if other[0] <= last and first <= other[1])
+        for _, _, other_begin, other_end in sorted(meanwhile, key=operator.itemgetter(2)):
+            if begin + memory.size <= other_begin:
+                break
+            begin = max(begin, other_end)
+        offsets[memory.number] = begin
+        placed.append((first, last, begin, begin + memory.size))
+        size = max(size, begin + memory.size)
+    return offsets, size

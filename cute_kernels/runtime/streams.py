@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from cute_kernels.runtime import replay
 from cute_kernels.runtime.cuda_runtime import is_captured, new_streams
 from cute_kernels.runtime.device import made_current
+from cute_kernels.runtime.launches import launch
 
 STREAMS = 2
 """So many chunks run, and hold their memory, at a time."""
@@ -41,30 +41,19 @@ class SideStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._guard = made_current(device)
-        self._chunks = 0
-        self._ends: deque[tuple[torch.cuda.Event, Any]] = deque()
 
     def __enter__(self) -> SideStreams:
-        replay.refuse()
-        self._guard.__enter__()
-        if self._device.type == "cuda":
-            self._current = torch.cuda.current_stream(self._device)
-            try:
-                self._streams = _streams(self._device, self._current)
-            except BaseException:  # __exit__ is not called then
-                self._guard.__exit__(None, None, None)
-                raise
+        launch(open_, self._device)
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Waits also after an exception: memory that is freed then may be in use."""
-        self._wait(0)
-        self._guard.__exit__(*error)
+        launch(join, 0)
+        launch(close)
 
     def begin(self) -> None:
         """To be called before a chunk allocates: an earlier chunk's memory is free then."""
-        self._wait(STREAMS - 1)
+        launch(join, STREAMS - 1)
 
     @contextmanager
     def run(self, *held: Any) -> Iterator[None]:
@@ -76,23 +65,88 @@ class SideStreams:
         Args:
             held: all tensors that are used inside and that a caller may drop.
         """
-        if self._device.type != "cuda":
-            yield
-            return
-        stream = self._streams[self._chunks % STREAMS]
-        self._chunks += 1
-        stream.wait_stream(self._current)
-        torch.cuda.set_stream(stream)  # `with torch.cuda.stream` queries device and stream for each chunk
+        launch(fork)
         try:
             yield
         finally:
-            self._ends.append((stream.record_event(), held))
-            torch.cuda.set_stream(self._current)
+            launch(back)
+            if _OPEN.regions:
+                _OPEN.regions[-1].held.append(held)
 
-    def _wait(self, left: int) -> None:
-        while len(self._ends) > left:
-            event, _ = self._ends.popleft()
-            self._current.wait_event(event)
+
+# Steps of the above, which a recording repeats. They act on this thread's region that was opened last.
+
+
+class _Region:
+    def __init__(self, device: torch.device) -> None:
+        self.guard = made_current(device)
+        self.guard.__enter__()
+        self.chunks = 0
+        self.ends: deque[torch.cuda.Event] = deque()
+        self.held: deque[Any] = deque()
+        """Of chunks whose end is awaited."""
+        self.streams: list[torch.cuda.Stream] = []
+        if device.type == "cuda":
+            self.current = torch.cuda.current_stream(device)
+            try:
+                self.streams = _streams(device, self.current)
+            except BaseException:
+                self.guard.__exit__(None, None, None)
+                raise
+
+
+class _Open(threading.local):
+    def __init__(self) -> None:
+        self.regions: list[_Region] = []
+
+
+_OPEN = _Open()
+
+
+def open_(device: torch.device) -> None:
+    _OPEN.regions.append(_Region(device))
+
+
+def fork() -> None:
+    """Make the next side stream the current one, once it waits for what was launched."""
+    region = _OPEN.regions[-1]
+    if region.streams:
+        stream = region.streams[region.chunks % STREAMS]
+        region.chunks += 1
+        stream.wait_stream(region.current)
+        torch.cuda.set_stream(stream)  # `with torch.cuda.stream` queries device and stream for each chunk
+
+
+def back() -> None:
+    """Return to the call's stream."""
+    region = _OPEN.regions[-1]
+    if region.streams:
+        region.ends.append(region.streams[(region.chunks - 1) % STREAMS].record_event())
+        torch.cuda.set_stream(region.current)
+
+
+def join(left: int) -> None:
+    """Wait for all chunks but the last `left` ones."""
+    region = _OPEN.regions[-1]
+    while len(region.ends) > left:
+        region.current.wait_event(region.ends.popleft())
+    while len(region.held) > left:
+        region.held.popleft()
+
+
+def close() -> None:
+    _OPEN.regions.pop().guard.__exit__(None, None, None)
+
+
+def close_all() -> None:
+    """After an exception: make this thread's current stream what it was, waiting for side streams."""
+    while _OPEN.regions:
+        region = _OPEN.regions[-1]
+        if region.streams:
+            torch.cuda.set_stream(region.current)
+            for stream in region.streams:
+                region.current.wait_stream(stream)
+        close()
 
 
 @dataclass

@@ -112,4 +112,4 @@ def merge_parts(values: Tensor, lists: Tensor) -> Tensor:
 
 def compile_merge(count: int) -> None:
     """For calls of one part, so that no longer one waits for it."""
-    _merge(count)
+    _merge(count).compile_ahead()

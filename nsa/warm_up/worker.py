@@ -1,7 +1,7 @@
-"""The processes that compile for nsa.warm_up: `python -m nsa.warm_up.worker JSON`.
+"""Compiles for nsa.warm_up: `python -m nsa.warm_up.worker JSON`.
 
 It imports everything once and forks, so that no process imports for itself. Each line of the output is an event of a
-kernel: "asked KEY" or "there KEY".
+kernel: "asked NAME" or "there NAME".
 """
 
 from __future__ import annotations
@@ -19,41 +19,59 @@ import torch
 from nsa.config import NSAConfig
 from nsa.inputs import NSAInputs
 
+KERNELS: list[Any] = []
+"""jit.Kernel of all calls, which forked processes share."""
 
-def tell(event: str, key: str) -> None:
-    os.write(1, f"{event} {key}\n".encode())  # one write: lines of other processes come between
 
-
-def run(job: dict[str, Any]) -> None:
-    """Every call of the job, with tensors that have no data."""
+def kernels_of(job: dict[str, Any]) -> list[Any]:
+    """The kernels that the calls of a job launch, each once, found with tensors that have no data."""
     forward, backward = (importlib.import_module(f"cute_kernels.{name}") for name in ("forward", "backward"))
-    warm_up = importlib.import_module("cute_kernels.warm_up")
+    launches = importlib.import_module("cute_kernels.runtime.launches")
+    kernel_type = importlib.import_module("cute_kernels.runtime.jit").Kernel
     config, dtype = NSAConfig(**job["config"]), getattr(torch, job["dtype"])
-    with warnings.catch_warnings(), warm_up.compiling_only(tell), torch.no_grad():
-        warnings.simplefilter("ignore")  # deprecations of what compiles
+
+    def call(shapes: dict[str, list[int]]) -> None:
+        made: dict[str, Any] = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        inputs = NSAInputs(**made)
+        if not job["backward"]:
+            forward.nsa(inputs, config, aux=False)
+            return
+        out, saved = forward.nsa_saving(inputs, config, recompute=False)
+        backward.nsa_backward(inputs, config, saved, torch.empty_like(out))
+
+    found: dict[Any, None] = {}
+    with torch.no_grad():
         for shapes in job["calls"]:
-            made: dict[str, Any] = {
-                name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()
-            }
-            inputs = NSAInputs(**made)
-            if not job["backward"]:
-                forward.nsa(inputs, config, aux=False)
-                continue
-            out, saved = forward.nsa_saving(inputs, config, recompute=False)
-            backward.nsa_backward(inputs, config, saved, torch.empty_like(out))
+            for launch in launches.launches_of(lambda: call(shapes)):  # noqa: B023  called at once
+                if isinstance(launch.kernel, kernel_type):
+                    found[launch.kernel] = None
+    return [*found]
+
+
+def tell(event: str, kernel: Any) -> None:
+    os.write(1, f"{event} {kernel.name}\n".encode())  # one write: lines of other processes come between
+
+
+def compile_kernel(number: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations of what compiles
+        warnings.filterwarnings("error", "compiled kernels are not kept")
+        _ = KERNELS[number].compiled
+    tell("there", KERNELS[number])
 
 
 def main() -> int:
     job = json.loads(sys.argv[1])
-    for name in ("cute_kernels.backward", "cute_kernels.warm_up"):
-        importlib.import_module(name)
-    fork = multiprocessing.get_context("fork")
-    workers = [fork.Process(target=run, args=(job,)) for _ in range(job["processes"])]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return 1 if any(worker.exitcode for worker in workers) else 0
+    KERNELS[:] = kernels_of(job)
+    for kernel in KERNELS:
+        tell("asked", kernel)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("flash_attn.cute.interface")
+    with multiprocessing.get_context("fork").Pool(min(job["processes"], max(len(KERNELS), 1))) as pool:
+        for _ in pool.imap_unordered(compile_kernel, range(len(KERNELS))):
+            pass
+    return 0
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from bench import soak
 from bench.common import nsa_facts, with_ending
 from bench.inputs import Sizes
 from bench.results_file import claimed
-from cute_kernels.fa4.launch import FEW_DOCUMENTS
+from cute_kernels.fa4.kernels import FEW_DOCUMENTS
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 from tests.support import cases

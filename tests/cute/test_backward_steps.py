@@ -11,13 +11,14 @@ from torch import Tensor
 
 from cute_kernels import backward, forward, plan
 from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4.rules import RULES as RULES_OF
 from nsa import NSAConfig, reference
 from nsa.inputs import NSAInputs
 from tests.support import backward_twins as twins
 from tests.support import cases, forward_twins
 from tests.support.helpers import make_inputs
 
-RULES = {"sm_90": fa4.RULES[9], "sm_100": fa4.RULES[10]}
+RULES = {"sm_90": RULES_OF[9], "sm_100": RULES_OF[10]}
 SOME = NSAConfig(compress_block_size=16, select_block_size=64, num_selected_blocks=2, window_size=50, q_tile_size=256)
 PAPER = NSAConfig.paper(num_selected_blocks=5, window_size=200)
 

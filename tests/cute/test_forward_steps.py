@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from cute_kernels import forward, plan
 from cute_kernels.fa4 import interface as fa4
-from cute_kernels.fa4 import launch
+from cute_kernels.fa4 import kernels
+from cute_kernels.fa4 import rules as fa4_rules
 from cute_kernels.gate.forward import Gating
 from cute_kernels.pool import compress
 from cute_kernels.pool.documents import Packed
@@ -48,7 +49,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def choose(q: Tensor, k_cmp: Tensor, *_: Any, **__: Any) -> Tensor:
         return torch.zeros(q.shape[0], k_cmp.shape[2], q.shape[1], PAPER.num_selected_blocks, dtype=torch.int32)
 
-    monkeypatch.setattr(fa4, "rules", lambda device: fa4.RULES[9])
+    monkeypatch.setattr(fa4_rules, "rules", lambda device: fa4_rules.RULES[9])
     monkeypatch.setattr(forward, "prefix_lists", lambda *_, **__: None)
     step(compress, "block_means", "compress", means)
     step(fa4, "window", "window", attend)
@@ -129,29 +130,22 @@ def test_what_was_compressed_before_is_taken(launched: list[str]) -> None:
 class WholeTiles:
     """FlashAttention-4's forward for windows of documents: rows weigh all keys of tiles, invisible ones with 0."""
 
-    __name__ = "_flash_attn_fwd"
-    compile_cache: ClassVar[dict[Any, Any]] = {}
+    def __init__(self, form: kernels.Form, lse: bool, packs: bool, window_tiles: bool, shape: None) -> None:
+        self.tile = kernels.forward_tile(form, window_tiles)
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, tile_mn: tuple[int, int] | None = None, **options: Any
-    ) -> Any:
-        from flash_attn.cute.interface import _tile_size_fwd_sm90
-
-        own = _tile_size_fwd_sm90(q.shape[-1], v.shape[-1], False, True)
-        rows, keys = tile_mn or (own.m_block_size, own.n_block_size)
-        first_rows, first_keys = options["cu_seqlens_q"].tolist(), options["cu_seqlens_k"].tolist()
-        left, right = options["window_size_left"], options["window_size_right"]
+    def run(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: None, scale: float, *options: Any) -> None:
+        cu_seqlens_q, cu_seqlens_k, _, seqused_k, _, left, right, *_ = options
+        rows, keys = self.tile
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, keys)) for x in (k, v))  # TMA's zeros behind the end
-        o = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan)
-        for first_row, first_key, used in zip(first_rows, first_keys, options["seqused_k"].tolist(), strict=False):
+        bounds = (x.tolist() for x in (cu_seqlens_q, cu_seqlens_k, seqused_k))
+        for first_row, first_key, used in zip(*bounds, strict=False):
             for start in range(0, used, rows):
                 low = max(start - left, 0) // keys * keys
                 high = -(-min(used, start + rows + right) // keys) * keys
                 row, key = torch.arange(start, min(start + rows, used))[:, None], torch.arange(low, high)
                 mine, read = (first_row + row[:, 0], first_key + key)
                 seen = (key >= row - left) & (key <= row + right) & (key < used)
-                o[mine] = weighted(q[mine], k[read], v[read], seen, options["softmax_scale"])
-        return o, None
+                o[mine] = weighted(q[mine], k[read], v[read], seen, scale)
 
 
 def weighted(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
@@ -175,11 +169,10 @@ WINDOW = 100
 def test_no_window_reads_another_document(
     group: int, tile: int, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flash_attn.cute import interface
-
-    twins.install(monkeypatch, "sm_90", fa4.RULES[9])
-    monkeypatch.setattr(launch, "compute_capability", lambda index: (9, 0))
-    monkeypatch.setattr(interface, "_flash_attn_fwd", WholeTiles())
+    twins.install(monkeypatch, "sm_90", fa4_rules.RULES[9])
+    for module in (kernels, fa4_rules):
+        monkeypatch.setattr(module, "compute_capability", lambda index: (9, 0))
+    monkeypatch.setattr(kernels, "forward", WholeTiles)
     dim, v_dim = dims
     inputs = make_inputs(sum(LENGTHS) + 13, heads=2 * group, kv_heads=2, dim=dim, v_dim=v_dim, batch=None, seed=0)
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int()
@@ -244,7 +237,7 @@ CONTINUED = {
     "token": replace(PAPER, window_size=70),
     "token, no window": replace(PAPER, window_size=0, num_init_blocks=0, num_local_blocks=0),
 }
-RULES = {"sm_90": fa4.RULES[9], "sm_100": fa4.RULES[10]}
+RULES = {"sm_90": fa4_rules.RULES[9], "sm_100": fa4_rules.RULES[10]}
 
 
 def continued(tokens: int, first: int, config: NSAConfig, *, gates: str) -> NSAInputs:

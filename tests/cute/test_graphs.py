@@ -5,9 +5,10 @@ On a CPU with stand-ins for graphs, which hold addresses only, as CUDA's do.
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.runtime import graphs, replay
-from cute_kernels.runtime.replay import launch, replayed
+from cute_kernels.runtime.launches import launch
+from cute_kernels.runtime.replay import replayed
 from tests.support.fake_graphs import FakeGraph
 from tests.support.hardware import ATOMIC_FREE
 from tests.support.helpers import in_threads
@@ -204,18 +206,22 @@ def test_drawn_programs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results, and inputs that a call changes, wherever tensors lie: each in one of a few places."""
     draw = random.Random(seed)
 
-    def one_of_two(size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-        places = [torch.empty_strided(size, stride, dtype=dtype, device=device) for _ in range(2)]
-        return lambda: draw.choice(places).detach()
+    empty_strided, places, numbers = torch.empty_strided, dict[int, list[Tensor]](), itertools.count()
 
-    monkeypatch.setattr(replay, "_allocation", one_of_two)
+    def one_of_two(*size: Any, **how: Any) -> Tensor:
+        number = next(numbers)
+        if number not in places:
+            places[number] = [empty_strided(*size, **how) for _ in range(2)]
+        return draw.choice(places[number]).detach()
+
+    monkeypatch.setattr(torch, "empty_strided", one_of_two)  # as recordings allocate
     given = [torch.randn(7, 4) for _ in range(3)]
     for _ in range(100):
         tensors = draw.sample(given, 2)
         for x in tensors:
             x.normal_()
         copies = [x.clone() for x in tensors]
-        expected = chain(copies, seed)
+        expected, numbers = chain(copies, seed), itertools.count()
         got = replayed(tensors, "chain", lambda: chain(tensors, seed))  # noqa: B023
         assert all(torch.equal(got[name], expected[name]) for name in expected)
         assert all(torch.equal(x, y) for x, y in zip(tensors, copies, strict=True))

@@ -95,7 +95,7 @@ def test_operators_beside_our_kernels(mode: str) -> None:
             saved = forward()
         with Operators() as back:
             backward(saved)
-    expected = {"plain": ((0, 23), (3, 64)), "replayed": ((0, 26), (3, 49)), "graphs": ((0, 13), (0, 5))}[mode]
+    expected = {"plain": ((0, 23), (3, 64)), "replayed": ((0, 26), (3, 48)), "graphs": ((0, 13), (0, 5))}[mode]
     assert (ahead.kernels, sum(ahead.counts.values())) == expected[0], ahead.counts
     assert (back.kernels, sum(back.counts.values())) == expected[1], back.counts
 
@@ -136,7 +136,6 @@ def test_a_further_layer_of_a_step_allocates_its_result_alone(monkeypatch: pytes
     from cute_kernels import decoding, support
 
     monkeypatch.setattr(support, "_machine_problem", lambda call, *, given=False: None)
-    monkeypatch.setattr(decoding, "multiprocessors", lambda _: 132)
     tokens, config = 64 << 10, NSAConfig.paper()
     table = PageTable.empty(1, tokens)
     layers = [NSACache(config, table, heads_kv=4, dim=128, dtype=torch.bfloat16) for _ in range(3)]

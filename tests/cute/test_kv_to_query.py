@@ -18,8 +18,8 @@ from torch import Tensor
 
 import nsa.reference as reference
 from cute_kernels.fa4 import interface as fa4
-from cute_kernels.fa4 import launch
 from cute_kernels.fa4.interface import Gradients
+from cute_kernels.fa4.masks import Mask
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 from tests.support import cases
@@ -601,11 +601,11 @@ def test_fa4_compresses_backward_what_the_model_predicts(
 
 
 def fa4_natively(gradients: Gradients, lists: Any, *, scale: float) -> None:
-    launch.differentiate(gradients, launch.Mask(causal=True, lists=lists), scale=scale)
+    fa4.differentiate(gradients, Mask(causal=True, lists=lists), scale=scale)
 
 
 def fa4_unmasked(gradients: Gradients, lists: Any, *, scale: float) -> None:
-    launch.differentiate(gradients, launch.Mask(lists=lists), scale=scale)
+    fa4.differentiate(gradients, Mask(lists=lists), scale=scale)
 
 
 def model_natively(arch: str, gradients: Gradients, lists: Lists, *, scale: float, causal: bool = True) -> None:

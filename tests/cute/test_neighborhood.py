@@ -15,6 +15,7 @@ import dispatch
 from ascend_kernels.neighborhood import reference
 from cute_kernels import neighborhood as cute
 from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4 import rules as fa4_rules
 from cute_kernels.runtime import device
 from dispatch import neighborhood_attention
 from tests.support import backward_twins
@@ -129,7 +130,7 @@ def test_views(
     q, k, v, do = (layout(x) for layout, x in zip(layouts, (q, k, v, do), strict=True))
     assert_like_the_reference((q, k, v), do, **window)
     if window["causal"]:
-        monkeypatch.setattr(fa4, "WINDOW_ALIGNMENT", 4)
+        monkeypatch.setattr(fa4_rules, "WINDOW_ALIGNMENT", 4)
         for first in {tokens // 2, tokens - 1, tokens}:
             assert_like_the_reference((q[:, first:], k, v), do[:, first:], **window)
 
@@ -147,7 +148,7 @@ def test_last_queries_leave_out_keys_before_their_windows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By whole tiles in the forward, so that tiles of keys stay as they are, and to the row in the backward."""
-    monkeypatch.setattr(fa4, "WINDOW_ALIGNMENT", 4)
+    monkeypatch.setattr(fa4_rules, "WINDOW_ALIGNMENT", 4)
     q, k, v = (layout(x) for x in make_qkv(tokens, 4, 2, 4, batch=2, seed=tokens))
     do = torch.randn_like(q[:, first:])
     assert_like_the_reference((q[:, first:], k, v), do, kernel_size=3, dilation=dilation, causal=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import subprocess
 import sys
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from cute_kernels import backward, forward
 from cute_kernels.runtime import graphs, replay
-from cute_kernels.runtime.replay import Recording, launch, refuse, replayed
-from cute_kernels.runtime.streams import SideStreams
+from cute_kernels.runtime.launches import launch
+from cute_kernels.runtime.replay import Recording, replayed
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 from tests.support.fake_graphs import FakeGraph
@@ -119,12 +118,12 @@ def test_temporaries_share_memory_and_none_is_kept() -> None:
         got = replayed([x], "chain", lambda: chain(x))
         assert torch.equal(got["out"], x * 1024)
     (recording,) = recordings()
-    sizes = [allocate.args[0] for allocate, _, _ in recording._first if isinstance(allocate, functools.partial)]
-    assert sizes == [(2 * 32 * replay.ALIGNMENT,), (1000, 4)]  # one workspace, of 16000 bytes twice; out
-    assert not [x for x in recording._constants if isinstance(x, Tensor)]
+    sizes = sorted(allocate.args[0] for _, allocate in recording._allocations)
+    assert sizes == [(1000, 4), (2 * 32 * replay.ALIGNMENT,)]  # out; one workspace, of 16000 bytes twice
+    assert not [x for step in recording._steps for x in step.arguments if isinstance(x, Tensor)]
 
 
-@pytest.mark.parametrize("reason", ["value", "elsewhere", "refuse", "streams", "hidden", "large"])
+@pytest.mark.parametrize("reason", ["value", "elsewhere", "hidden", "large"])
 def test_what_is_not_replayed(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere, calls = torch.ones(4, 4), []
     if reason == "large":
@@ -140,11 +139,7 @@ def test_what_is_not_replayed(reason: str, monkeypatch: pytest.MonkeyPatch) -> N
                 launch(scale, elsewhere, out, 1.0)
             case "hidden":
                 launch(lambda held, x, out: scale(x, out, 1.0), {"x": elsewhere}, x, out)
-            case "streams":
-                with SideStreams(x.device):
-                    launch(scale, x, out, 1.0)
             case _:
-                refuse() if reason == "refuse" else None
                 launch(scale, x, out, 1.0)
         return {"out": out}
 

@@ -14,7 +14,7 @@ import torch
 
 import dispatch
 from cute_kernels import call_facts, support
-from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4 import rules as fa4
 from cute_kernels.runtime import device
 from nsa import NSACache, NSAConfig, PageTable
 from nsa.inputs import NSAInputs

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench import oracles
-from cute_kernels.fa4.interface import STRATEGY_VARIABLE
+from cute_kernels.fa4.rules import STRATEGY_VARIABLE
 from dispatch import BackendError
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
 from nsa.inputs import NSAInputs

@@ -19,6 +19,8 @@ from cute_kernels import backward, forward, plan
 from cute_kernels.attend.window_backward import LocalSelected
 from cute_kernels.attend.window_dq_combine import WindowQueries
 from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4 import rules as fa4_rules
+from cute_kernels.fa4.rules import Rules
 from cute_kernels.gate.backward import GateResults
 from cute_kernels.gate.sums import QueryTerms
 from cute_kernels.lists.query_to_kv import Keys
@@ -50,9 +52,9 @@ TILE_KEYS = 64
 """Rows and keys of a tile of the kernels without atomics."""
 
 
-def install(patch: pytest.MonkeyPatch, arch: str, rules: fa4.Rules) -> None:
+def install(patch: pytest.MonkeyPatch, arch: str, rules: Rules) -> None:
     """Twins in place of what needs a GPU; attention over lists is that of `arch`, with lists by `rules`."""
-    patch.setattr(fa4, "rules", lambda _: rules)
+    patch.setattr(fa4_rules, "rules", lambda _: rules)
     for name in ("compressed_backward", "selected_backward"):
         patch.setattr(fa4, name, partial(getattr(model, name), arch))
     for name in ("dense_backward", "window_backward"):

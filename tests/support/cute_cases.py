@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench import oracles
-from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4 import rules as fa4
 from cute_kernels.runtime.device import compute_capability
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
 from nsa.inputs import NSAInputs

@@ -19,7 +19,7 @@ from tests.support.ptx.mutations import Case, recorded
 from tests.support.window_combine_cases import Case as WindowCase
 
 if TYPE_CHECKING:
-    from cute_kernels.fa4.launch import Gradients
+    from cute_kernels.fa4.interface import Gradients
 
 GROUPS = ("FlashAttention-4, sm_100a", "wgmma", "mma")
 """FlashAttention-4's forward and backward; and ours per token, by what multiplies on sm_90a."""
@@ -83,7 +83,7 @@ def paired_backward() -> Callable[[], object]:
 
 def after_forward(rows: int, keys: int, heads: int, *, causal: bool) -> Gradients:
     """What a backward is given of query heads of one key/value head."""
-    from cute_kernels.fa4.launch import Gradients
+    from cute_kernels.fa4.interface import Gradients
 
     q, do = torch.randn(2, 1, rows, heads, DIM).bfloat16().unbind()
     k, v = torch.randn(2, 1, keys, 1, DIM).bfloat16().unbind()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4 import rules as fa4
 from tests.support.fa4_model import Lists
 from tests.support.hardware import FA4
 from tests.support.helpers import make_qkv

@@ -25,7 +25,7 @@ MOST_BYTES = 128 << 10
 """Of a row, likewise."""
 LINES = 4 * FAR // LINE + MOST_ROWS
 ALIGNMENT = 128
-FA4_CALLS = "cute_kernels.fa4.launch"
+FA4_CALLS = "cute_kernels.fa4.interface"
 """The module that allocates for FlashAttention-4, whose outputs are moved."""
 
 

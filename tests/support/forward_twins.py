@@ -15,6 +15,8 @@ from torch import Tensor
 
 from cute_kernels import forward, plan
 from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4 import rules as fa4_rules
+from cute_kernels.fa4.rules import Rules
 from cute_kernels.gate.forward import Gating
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.pool import compress
@@ -24,9 +26,9 @@ from tests.support import backward_twins, kv_outer_twins
 from tests.support import fa4_model as model
 
 
-def install(patch: pytest.MonkeyPatch, arch: str, rules: fa4.Rules, config: NSAConfig) -> None:
+def install(patch: pytest.MonkeyPatch, arch: str, rules: Rules, config: NSAConfig) -> None:
     """Args: `config`: of the calls, which the selection of blocks is told by reference."""
-    patch.setattr(fa4, "rules", lambda _: rules)
+    patch.setattr(fa4_rules, "rules", lambda _: rules)
     patch.setattr(fa4, "compressed", partial(compressed, arch))
     patch.setattr(fa4, "selected", partial(selected, arch))
     patch.setattr(fa4, "window", window)

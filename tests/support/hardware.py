@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4 import rules as fa4
 
 DETERMINISTIC = pytest.mark.sm_90(deterministic=True)
 ATOMIC_FREE = pytest.mark.sm_90("gradients without atomics")

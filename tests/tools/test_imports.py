@@ -37,7 +37,6 @@ LAYERS = (
     "prefill",
     "decoding",
     "backward",
-    "warm_up",
 )
 """Modules and packages of cute_kernels: each imports itself and earlier ones only."""
 
@@ -179,7 +178,7 @@ SOURCE = """
 from typing import TYPE_CHECKING
 
 from cute_kernels import limits
-from cute_kernels.fa4.launch import Mask
+from cute_kernels.fa4.masks import Mask
 
 if TYPE_CHECKING:
     import cute_kernels.lists.worklist
@@ -190,11 +189,11 @@ def plan():
 
 
 def test_every_kind_of_import_is_found() -> None:
-    known = dict.fromkeys([f"cute_kernels.{name}" for name in ("limits", "fa4.launch", "lists.worklist", "forward")])
+    known = dict.fromkeys([f"cute_kernels.{name}" for name in ("limits", "fa4.masks", "lists.worklist", "forward")])
     assert set(imported(SOURCE, "cute_kernels.plan", known)) == set(known)
-    relative = "from . import launch\nfrom ..limits import MAX_SIZE"
+    relative = "from . import masks\nfrom ..limits import MAX_SIZE"
     assert set(imported(relative, "cute_kernels.fa4.interface", known)) == {
-        "cute_kernels.fa4.launch",
+        "cute_kernels.fa4.masks",
         "cute_kernels.limits",
     }
 
@@ -205,5 +204,5 @@ def test_circles_are_found() -> None:
 
 
 def test_upward_imports_are_found() -> None:
-    imports = {"cute_kernels.pool.compress": {"cute_kernels.fa4.launch", "cute_kernels.limits"}}
-    assert upward(imports) == ["cute_kernels.pool.compress imports cute_kernels.fa4.launch"]
+    imports = {"cute_kernels.pool.compress": {"cute_kernels.fa4.masks", "cute_kernels.limits"}}
+    assert upward(imports) == ["cute_kernels.pool.compress imports cute_kernels.fa4.masks"]

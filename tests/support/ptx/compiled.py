@@ -93,20 +93,38 @@ def interpret(
     compiled: Callable[..., Any], *how: Any, arch: str = "sm_90a", schedule: Schedule = LATE, **named: Any
 ) -> Interpreted:
     """What a `compiled_once` function compiles for these arguments and an architecture."""
-    from cute_kernels.runtime import disk_cache
+    from cute_kernels.runtime import disk_cache, jit
 
-    build = inspect.unwrap(compiled)
-    asked = f"{build.__module__}.{build.__qualname__} {how!r} {sorted(named.items())!r}"
+    build = getattr(compiled, "build", compiled)
+    kernel = jit.Kernel(build, how, named)
 
     def make() -> Artefacts:
-        made: Artefacts = build(*how, **named).compiled
+        made: Artefacts = build(*how, **named)
         return made
 
     with compiling(arch, lambda make: make()):  # the key holds the target: one with `interpreted_gpu` and without
-        artefacts = kept(disk_cache.key_of(asked, interpreted=True), make)
+        artefacts = kept(disk_cache.key_of(kernel.name, interpreted=True), make)
     bound = inspect.signature(build).bind(*how, **named)
     bound.apply_defaults()
     return Interpreted(artefacts, schedule, Asked(build, bound.arguments))
+
+
+class InterpretedKernel:
+    """In place of a `jit.Kernel`, made where it is launched first."""
+
+    def __init__(self, make: Callable[[], Interpreted]) -> None:
+        self._make = cache(make)
+
+    def start(self, *arguments: Any) -> None:
+        self._make()(*arguments)
+
+    def run(self, *arguments: Any) -> None:
+        from cute_kernels.runtime.launches import launch
+
+        launch(self, *arguments)
+
+    def compile_ahead(self) -> None:
+        pass
 
 
 def interpret_kernels(
@@ -116,9 +134,8 @@ def interpret_kernels(
     from cute_kernels.runtime import jit
 
     def interpreted(compiled: Any) -> Any:
-        def get(*how: Any, **named: Any) -> jit.Kernel:
-            kernel = interpret(compiled, *how, arch=arch, schedule=schedule, **named)
-            return jit.Kernel(kernel, kernel)
+        def get(*how: Any, **named: Any) -> InterpretedKernel:
+            return InterpretedKernel(lambda: interpret(compiled, *how, arch=arch, schedule=schedule, **named))
 
         return cache(get)
 

@@ -1,0 +1,486 @@
+"""FlashAttention-4's kernels, as fa4/kernels.py compiles and fa4/interface.py launches them, against FA4's interface.
+
+    arguments and keys     FA4's interface is called with tensors that have no data, and caches that claim to hold every
+                           kernel: ours are given the same, and calls that share one of ours share one of FA4's
+    machine code           FA4's interface compiles for tensors of an absent GPU: ours is the same, bit for bit
+
+So another version of FA4 that chooses or launches otherwise is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4.masks import Mask, MaskMod
+from cute_kernels.fa4.rules import NARROW, ONE_TILE, WINDOW_TILE, packs_gqa, window_tile_n
+from cute_kernels.runtime.device import SMS_VARIABLE, TARGET_VARIABLE, compute_capability, multiprocessors
+from cute_kernels.runtime.launches import launches_of
+from tests.support import cases
+from tests.support.cases import covering
+from tests.support.helpers import run_child
+
+pytestmark = [pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
+
+STAGES = {
+    "_flash_attn_fwd": "forward",
+    "_bwd_preprocess": "preprocess",
+    "_flash_attn_bwd": "backward",
+    "_bwd_postprocess_convert": "round_sums",
+    "_compute_tile_cumsum": "count_tiles",
+}
+"""Functions of FA4's interface that compile: ours."""
+UNIMPORTANT = {
+    ("_flash_attn_fwd", 90): slice(-9, -8),  # of sm_100's kernel: whether it is persistent
+    ("_flash_attn_bwd", 90): slice(-3, -1),  # whether all rows or keys are one tile, which guards checks of strides
+    ("_flash_attn_bwd", 100): slice(-5, -3),
+}
+"""Parts of FA4's keys, by function and architecture, that change no machine code."""
+ARCHS = {90: ("sm_90a", "132"), 100: ("sm_100a", "148")}
+"""By FA4's number of an architecture: CuTe DSL's name, and how many multiprocessors such a GPU has."""
+
+
+class Launched(NamedTuple):
+    stage: str
+    key: Any
+    arguments: tuple[Any, ...]
+
+
+def shown(x: Any) -> Any:
+    """An argument as far as it can be told without data: of a tensor its type, shape and strides."""
+    if isinstance(x, Tensor):
+        return x.dtype, tuple(x.shape), x.stride()
+    if isinstance(x, (tuple, list)):
+        return tuple(map(shown, x))
+    return getattr(x, "value", x)
+
+
+class Cache:
+    """Of compiled kernels: holds all of them, and notes which were asked for and what they were given."""
+
+    def __init__(self, function: str, arch: int, log: list[Launched]) -> None:
+        self.stage, self.log = STAGES[function], log
+        self.unimportant = UNIMPORTANT.get((function, arch), slice(0, 0))
+
+    def __contains__(self, key: Any) -> bool:
+        return True
+
+    def __getitem__(self, key: Any) -> Callable[..., None]:
+        parts = list(key)
+        del parts[self.unimportant]
+        return lambda *given: self.log.append(Launched(self.stage, tuple(parts), shown(given)))
+
+
+@pytest.fixture(params=ARCHS, ids=lambda arch: f"sm_{arch}")
+def by_fa4(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
+    """What FA4's interface launches, as on a GPU of an architecture."""
+    from flash_attn.cute import interface
+
+    log: list[Launched] = []
+    for function in STAGES:
+        monkeypatch.setattr(getattr(interface, function), "compile_cache", Cache(function, request.param, log))
+    target, sms = ARCHS[request.param]
+    monkeypatch.setattr(interface, "_get_device_arch", lambda: request.param)
+    monkeypatch.setattr(interface, "USE_BLOCKS_TO_BATCH", False)  # tables of documents are enough
+    monkeypatch.setenv(TARGET_VARIABLE, target)
+    monkeypatch.setenv(SMS_VARIABLE, sms)
+    monkeypatch.setattr(Tensor, "is_cuda", True)  # as FA4 wants it, also of meta tensors
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # there is none
+    for function in (compute_capability, multiprocessors):
+        function.cache_clear()
+    yield log
+    for function in (compute_capability, multiprocessors):
+        function.cache_clear()
+
+
+# Calls of FA4's interface with what fa4/interface.py is given
+
+
+def options_of(mask: Mask) -> dict[str, Any]:
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    lists, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k) = mask.lists, mask.bounds()
+    sparse = None
+    if lists is not None:
+        sparse = BlockSparseTensorsTorch(*lists.tensors, block_size=(lists.rows, lists.width))
+    return {
+        "causal": mask.causal,
+        "window_size_left": mask.window[0],
+        "window_size_right": mask.window[1],
+        "mask_mod": None if mask.mask_mod is None else mask.mask_mod.make(*mask.mask_mod.constants),
+        "aux_tensors": mask.tensors,
+        "aux_scalars": mask.aux().scalars,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+        "block_sparse_tensors": sparse,
+    }
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, lse: bool, into: Any = None) -> Any:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    window_tiles = into is None and mask.window != (None, None) and packs_gqa(q, k)
+    options = {"pack_gqa": window_tiles and mask.documents is None, **options_of(mask)}
+    if into is not None:
+        options |= {"out": into[0], "lse": into[1]}
+    if window_tiles and window_tile_n(q, k, v) == WINDOW_TILE[1]:
+        options["tile_mn"] = WINDOW_TILE
+    elif mask.lists is not None and mask.lists.width == NARROW and compute_capability(0)[0] == 10:
+        options["tile_mn"] = ONE_TILE, NARROW
+    return _flash_attn_fwd(q, k, v, softmax_scale=scale, return_lse=lse, **options)[:2]
+
+
+def differentiate(
+    given: fa4.Gradients, mask: Mask, *, scale: float, deterministic: bool = False, statistics: Any = None
+) -> None:
+    from flash_attn.cute import interface
+    from flash_attn.cute.interface import BwdConfig, _flash_attn_bwd
+
+    narrow_tiles = BwdConfig(
+        m_block_size=128,
+        n_block_size=NARROW,
+        num_stages_Q=2,
+        num_stages_dO=1,
+        num_stages_PdS=1,
+        SdP_swapAB=False,
+        dKV_swapAB=False,
+        dQ_swapAB=False,
+        AtomLayoutMSdP=2,
+        AtomLayoutNdKV=1,
+        AtomLayoutMdQ=2,
+    )  # which FA4 itself takes for the widest heads only
+    with pytest.MonkeyPatch.context() as patch:
+        if mask.lists is not None and mask.lists.width == NARROW:
+            patch.setattr(interface, "_tile_size_bwd_sm90", lambda *_, **__: narrow_tiles)
+        results = {name: getattr(given, name) for name in ("dq", "dk", "dv")}
+        inputs = given.q, given.k, given.v, given.o, given.do, given.lse
+        _flash_attn_bwd(*inputs, softmax_scale=scale, deterministic=deterministic, **results, **options_of(mask))
+
+
+@cache
+def behind(distance: int) -> Callable[..., Any]:
+    """A mask_mod: keys so far behind their row, or farther."""
+
+    def visible(batch: Any, head: Any, row: Any, key: Any, info: Any, aux: Any) -> Any:
+        return key + distance <= row
+
+    return visible
+
+
+class Call(NamedTuple):
+    batch: int = 2
+    rows: int = 1024
+    keys: int = 1024
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 128
+    v_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    expanded: str = ""
+    """Of these of q, k, v and do all batches are one."""
+    seen: dict[str, Any] = {}  # noqa: RUF012
+    lists: tuple[int, int] | None = None
+    """Rows and keys of listed tiles."""
+    one_list: bool = False
+    """For all heads."""
+    documents: int | None = None
+    tables: int | None = None
+    """Dimensions of a tensor for the mask."""
+    lse: bool = True
+    into: bool = False
+    """Results are written to memory of the caller."""
+    scale: float = 0.1
+    deterministic: bool = False
+
+    def tensor(self, name: str, tokens: int, heads: int, dim: int) -> Tensor:
+        """Of strides that no other tensor has, so that it can be told from others of its shape."""
+        batch = () if self.documents else (1 if name in self.expanded else self.batch,)
+        more = 1 + ["q", "k", "v", "o", "do", "dq", "dk", "dv"].index(name)
+        made = torch.empty((*batch, tokens, heads + more, dim), dtype=self.dtype, device="meta")[..., :heads, :]
+        return made.expand(self.batch, -1, -1, -1) if name in self.expanded else made
+
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return (
+            self.tensor("q", self.rows, self.heads, self.dim),
+            self.tensor("k", self.keys, self.kv_heads, self.dim),
+            self.tensor("v", self.keys, self.kv_heads, self.v_dim),
+        )
+
+    def visible(self, backward: bool) -> Any:
+        from cute_kernels.lists.query_to_kv import BlockLists
+        from cute_kernels.pool.documents import Varlen
+
+        def int32(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device="meta")
+
+        more: dict[str, Any] = {}
+        if self.lists is not None:
+            rows, width = self.lists
+            here, there = -(-self.rows // rows), -(-self.keys // width)
+            if backward:
+                here, there = there, here
+            heads = 1 if self.one_list else self.heads
+            count, index = int32(self.batch, heads, here), int32(self.batch, heads, here, there)
+            parts = [x.expand(-1, self.heads, *x.shape[2:]) for x in (count, index, count, index)]
+            more["lists"] = BlockLists(*parts, rows, width)
+        if self.documents is not None:
+            first = int32(self.documents + 1)
+            more["documents"] = Varlen(first, int32(self.documents + 1), *(int32(self.documents) for _ in range(2)))
+        if self.tables is not None:
+            more["tensors"] = [int32(*[8] * self.tables)]
+        return Mask(**more, **self.seen)
+
+    def results(self) -> tuple[Tensor, Tensor] | None:
+        """The caller's memory for o and lse."""
+        if not self.into:
+            return None
+        lse = torch.empty((self.batch, self.heads, self.rows), dtype=torch.float32, device="meta")
+        return self.tensor("o", self.rows, self.heads, self.v_dim), lse
+
+    def gradients(self) -> fa4.Gradients:
+        q, k, v = self.qkv()
+        o, do = (self.tensor(name, self.rows, self.heads, self.v_dim) for name in ("o", "do"))
+        shape = (self.heads, self.rows) if self.documents else (self.batch, self.heads, self.rows)
+        lse = torch.empty(shape, dtype=torch.float32, device="meta")
+        results = (self.tensor(name, *x.shape[-3:]) for name, x in (("dq", q), ("dk", k), ("dv", v)))
+        given = fa4.Gradients(q, k, v, o, do, lse, *results)
+        return given if self.dim == self.v_dim else given.to_one_dim()  # as differentiate does
+
+
+def compared(backward: bool, by_fa4: list[Launched], **changes: Any) -> tuple[list[Any], list[Any]]:
+    """Keys of FA4's kernels, and names of ours, in order, of a call that gives both the same arguments."""
+    call = Call(**changes)
+    mask = call.visible(backward)
+    by_fa4.clear()
+    how: dict[str, Any]
+    if backward:
+        gradients, how = call.gradients(), {"scale": call.scale, "deterministic": call.deterministic}
+        differentiate(gradients, mask, **how)
+        ours = launches_of(lambda: fa4.differentiate(gradients, mask, **how))
+    else:
+        how = {"scale": call.scale, "lse": call.lse, "into": call.results()}
+        attend(*call.qkv(), mask, **how)
+        ours = launches_of(lambda: fa4.attend(*call.qkv(), mask, **how))
+    theirs = [*by_fa4]
+    if len(theirs) > 2 and theirs[-2].stage == "count_tiles":  # which FA4 counts for dk and for dv
+        del theirs[-2]
+    arguments = [(x.kernel.build.__name__, shown(x.arguments)) for x in ours]
+    assert arguments == [(x.stage, x.arguments) for x in theirs]
+    return [(x.stage, x.key) for x in theirs], [x.kernel.name for x in ours]
+
+
+WINDOW = {"seen": {"window": (100, 0)}}
+LISTED = {"lists": (128, 128)}
+MASKED = {**LISTED, "seen": {"mask_mod": MaskMod(behind, (0,))}}
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dtype": ({}, {"dtype": torch.float16}),
+    "D": ({}, {"dim": 64, "v_dim": 64}),
+    "heads": ({}, {"heads": 8}),
+    "key heads": ({}, {"kv_heads": 1}),
+    "causal": ({}, {"seen": {"causal": True}}),
+    "a window": ({}, WINDOW),
+    "q of one batch": ({}, {"expanded": "q"}),
+    "k of one batch": ({}, {"expanded": "k"}),
+    "v of one batch": ({}, {"expanded": "v"}),
+    "lists": ({}, LISTED),
+    "lists of one head": (LISTED, {**LISTED, "one_list": True}),
+    "a mask": (LISTED, MASKED),
+    "another mask": (MASKED, {**LISTED, "seen": {"mask_mod": MaskMod(behind, (1,))}}),
+    "a table for the mask": (MASKED, {**MASKED, "tables": 1}),
+    "documents": ({"seen": {"causal": True}}, {"seen": {"causal": True}, "documents": 3}),
+}
+"""What FA4 compiles kernels of their own for: two calls."""
+FORWARD = {
+    "D_v": ({}, {"v_dim": 64}),
+    "no lse": ({}, {"lse": False}),
+    "a window, into the caller's memory": (WINDOW, {**WINDOW, "into": True}),
+    "rows of a listed tile": (LISTED, {"lists": (256, 128)}),
+    "keys of a listed block": (LISTED, {"lists": (128, 64)}),
+}
+BACKWARD = {
+    "determinism": ({}, {"deterministic": True}),
+    "do of one batch": ({}, {"expanded": "do"}),
+    "keys of a listed block": (LISTED, {"lists": (128, 64)}),
+}
+CASES = [(False, case) for case in {**OTHERS, **FORWARD}] + [(True, case) for case in {**OTHERS, **BACKWARD}]
+
+
+def fitting(changes: dict[str, Any], backward: bool) -> dict[str, Any]:
+    """The call with listed tiles that the architecture takes: on sm_100 twice as many rows, in backward keys too."""
+    if "lists" not in changes or compute_capability(0)[0] != 10:
+        return changes
+    rows, width = changes["lists"]
+    return {**changes, "lists": (2 * rows, 2 * width if backward else width)}
+
+
+@pytest.mark.parametrize(
+    ("backward", "case"), CASES, ids=lambda x: x if isinstance(x, str) else ["forward", "backward"][x]
+)
+def test_other_kernels_have_another_name(backward: bool, case: str, by_fa4: list[Launched]) -> None:
+    calls = {**OTHERS, **(BACKWARD if backward else FORWARD)}[case]
+    one, other = (compared(backward, by_fa4, **fitting(changes, backward)) for changes in calls)
+    assert one[0] != other[0], "FA4 takes the same kernels"
+    assert one[1] != other[1]
+
+
+SIZES = [1, 60, 128, 129, 256, 257, 300, 1024]
+SEEN: list[dict[str, Any]] = [
+    {},
+    {"seen": {"causal": True}},
+    WINDOW,
+    {**WINDOW, "into": True},
+    {"seen": {"causal": True}, **LISTED},
+    {**LISTED, "one_list": True},
+    {"lists": (256, 128)},
+    {"seen": {"mask_mod": MaskMod(behind, (0,))}, "lists": (128, 64)},
+    {**MASKED, "tables": 1},
+    {**MASKED, "tables": 4},
+    {"seen": {"causal": True}, "documents": 3},
+    {**WINDOW, "documents": 3},
+    {**WINDOW, "documents": 300},
+    {"deterministic": True},
+    {**WINDOW, "deterministic": True},
+]
+HEADS = [(4, 4), (4, 2), (16, 1), (12, 1)]
+DIMS = [(64, 64), (128, 128), (128, 64)]
+AXES = (SIZES, SIZES, HEADS, DIMS)
+
+
+@cache
+def shapes() -> list[Any]:
+    """Rows, keys, heads and dims: every three of them together."""
+    places = sorted(covering([len(axis) for axis in AXES], 3))
+    return [[axis[place] for axis, place in zip(AXES, one, strict=True)] for one in places]
+
+
+def named(seen: dict[str, Any]) -> str:
+    return str({key: value for key, value in {**seen, **seen.get("seen", {})}.items() if key != "seen"})
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("seen", SEEN, ids=named)
+def test_arguments_and_keys(seen: dict[str, Any], backward: bool, by_fa4: list[Launched]) -> None:
+    """Of calls of all sizes: what is given to kernels, and that calls which share ours share FA4's."""
+    if backward and ("into" in seen or ("documents" in seen and "mask_mod" in seen["seen"])):
+        seen = WINDOW
+    known: dict[Any, Any] = {}
+    for rows, keys, (heads, kv_heads), (dim, v_dim) in shapes():
+        if "documents" in seen and rows != keys:
+            continue
+        changes = fitting({"batch": 1 + rows % 2, "lse": keys % 2 == 0, **seen}, backward)
+        sizes = {"rows": rows, "keys": keys, "heads": heads, "kv_heads": kv_heads, "dim": dim, "v_dim": v_dim}
+        theirs, ours = compared(backward, by_fa4, **changes, **sizes)
+        assert len(ours) == len(theirs) > 0
+        for key, name in zip(theirs, ours, strict=True):
+            assert known.setdefault(name, key) == key, sizes
+    assert len(known) > len(DIMS)
+
+
+# Machine code
+
+CODE = """
+import hashlib, os, warnings
+import torch
+from cute_kernels.runtime.launches import launches_of
+from tests.cute import test_fa4_kernels as by_fa4
+from tools import compile_all
+
+warnings.simplefilter("ignore")
+wanted, dim, group, dtype = os.environ["CASES"].split(), *map(int, os.environ["SIZES"].split()), torch.bfloat16
+for case in (*compile_all.fa4_cases(dim, group, dtype), *compile_all.fa4_backward_cases(dim, group, dtype)):
+    name = f"{case.kernel} {case.variant}".replace(" ", ":")
+    if wanted and name not in wanted:
+        continue
+    run = case.compile.args[0]
+    ours = [x.kernel.compiled.__cubin__ for x in launches_of(run)]
+    with by_fa4.compiled_by_fa4() as theirs:
+        run()
+    hashes = [[hashlib.sha256(compile_all.code_of(x)).hexdigest() for x in kernels] for kernels in (ours, theirs)]
+    assert len(ours) == len(theirs) > 0, (name, len(ours), len(theirs))
+    assert hashes[0] == hashes[1], name
+    print(name, len(ours))
+"""
+
+
+@contextmanager
+def compiled_by_fa4() -> Iterator[list[bytes]]:
+    """Cubins of what calls of fa4/interface.py make FA4's interface compile, in order."""
+    import cutlass.utils
+    from flash_attn.cute import interface, tile_scheduler
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class HardwareInfo:
+        def get_device_multiprocessor_count(self) -> int:
+            return multiprocessors(torch.device("meta"))
+
+    cubins: list[bytes] = []
+
+    class Kernels(dict[Any, Any]):
+        def __getitem__(self, key: Any) -> Any:
+            return lambda *_: None
+
+        def __contains__(self, key: Any) -> bool:
+            return False
+
+        def __setitem__(self, key: Any, kernel: Any) -> None:
+            cubins.append(kernel.__cubin__)
+
+    def on_gpu(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **how: Any) -> Any:
+            with FakeTensorMode():
+
+                def like(x: Any) -> Any:
+                    if isinstance(x, Tensor):
+                        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+                    if isinstance(x, fa4.Gradients):
+                        return x.map(like)
+                    if isinstance(x, Mask):
+                        lists = x.lists
+                        if lists is not None:
+                            changed = {n: like(y) if isinstance(y, Tensor) else y for n, y in vars(lists).items()}
+                            lists = type(lists)(**changed)
+                        documents = None if x.documents is None else type(x.documents)(*map(like, x.documents))
+                        tensors = None if x.tensors is None else [like(y) for y in x.tensors]
+                        return x._replace(lists=lists, documents=documents, tensors=tensors)
+                    return x
+
+                call(*map(like, arguments), **{n: like(x) for n, x in how.items() if n != "into"})
+                return how.get("into") or (arguments[0], None)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for function in STAGES:
+            patch.setattr(getattr(interface, function), "compile_cache", Kernels())
+        patch.setattr(interface, "is_fake_mode", lambda: True)
+        patch.setattr(cutlass.utils, "HardwareInfo", HardwareInfo)
+        patch.setattr(tile_scheduler, "HardwareInfo", HardwareInfo)
+        patch.setattr(fa4, "attend", on_gpu(attend))
+        patch.setattr(fa4, "differentiate", on_gpu(differentiate))
+        yield cubins
+
+
+FEW = ("sm_90a", "64 4", "fa4.window:window fa4.dense_backward:phases")
+EVERY = [(arch, sizes, "") for arch in ("sm_90a", "sm_100a") for sizes in ("64 4", "128 8", "128 1")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "sizes", "names"), [FEW, *cases.rest(*EVERY)])
+def test_machine_code(arch: str, sizes: str, names: str, tmp_path: Path) -> None:
+    """Of a window and a backward, and of all that tools/compile_all.py has. Args: sizes: D and G."""
+    from tools.compile_all import child_environment
+
+    environment = {**child_environment(arch, str(tmp_path)), "CASES": names, "SIZES": sizes}
+    counts = [int(line.split()[-1]) for line in run_child(CODE, environment).splitlines()]
+    assert len(counts) == (len(names.split()) or 24)
+    assert sum(counts) > len(counts), "preprocess and rounding as well"
