@@ -19,6 +19,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from cute_kernels.mma.warp import divide
+from cute_kernels.runtime.dsl import ASSEMBLES_CACHE_POLICIES
 from cute_kernels.runtime.jit import VECTOR, fake
 
 
@@ -104,7 +105,7 @@ class Paging(NamedTuple):
             if const_expr(apart % self.slots != 0):
                 _, slot = divide(first + row + self.lag, self.slots)
             to = cute.local_tile(sX[row, None], (VECTOR,), (vector,))
-            if const_expr(is_whole and not stays):
+            if const_expr(is_whole and not stays and ASSEMBLES_CACHE_POLICIES):
                 at = cute.local_tile(mX[rPage[i], slot, kv_head, None], (VECTOR,), (vector,)).iterator
                 copy_read_once(sX.iterator + cute.crd2idx((row, vector * VECTOR), sX.layout), at)
             elif const_expr(is_whole):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from dataclasses import replace
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from cute_kernels import decoding
+from cute_kernels.decode import pages, score
 from cute_kernels.decode.choose import ChoiceParts
 from cute_kernels.decode.combine import MANY_HEADS
+from cute_kernels.select.topk import Blocks
 from nsa import NSACache, NSAConfig
 from nsa.decoding import reference
 from nsa.inputs import NSAInputs
@@ -18,6 +21,7 @@ from tests.support import cases
 from tests.support.decode_cases import SMALL_BLOCKS, Case, check
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 from tests.support.ptx import Order, Schedule
+from tests.support.ptx.compiled import compiling
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -118,6 +122,17 @@ HERE = [("sm_90", LATE, case) for case in ("ragged", "many parts of the choice",
 def test_step(arch: str, copies: str, case: str) -> None:
     with interpreted_gpu(arch, Schedule(late=copies == LATE)):
         check(CASES[case])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("assembles", [False, *cases.rest(True)])
+def test_copies_have_cache_policies_where_ptxas_assembles_them(
+    assembles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "ASSEMBLES_CACHE_POLICIES", assembles)
+    with compiling("sm_90a", lambda make: make()):
+        made = inspect.unwrap(score.compiled)((64, 64), torch.bfloat16, 1, 1, Blocks.of(PAPER), 64)
+    assert ("L2::cache_hint" in made.compiled.ptx) == assembles
 
 
 RACES = [*itertools.product(["sm_90", "sm_100"], ("ragged", "four queries", "row groups", "tile mode"))]
