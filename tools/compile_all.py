@@ -4,11 +4,12 @@
     one process per architecture -> its cases, one after the other -> a line each: size of the cubin, hash of its
     machine code, seconds
 
-A case fails unless its cubin exists and was assembled for the architecture. Failures are repeated at the end; the exit
-status is 1 then. Hashes are of instructions and constants alone: kernels' symbols, which hold names of modules and
-classes, are left out. `--against LOG` compares hashes with those of an earlier log: the same machine code after a
-change of the sources has nothing new to show on a GPU. `--kernels` compiles some kernels alone, whose lines take the
-place of theirs in the log. Needs the packages of the `cuda` extra.
+A case fails unless its cubin exists, was assembled for the architecture, and reads no uniform register that nothing
+writes: some versions of ptxas assemble such code. Failures are repeated at the end; the exit status is 1 then. Hashes
+are of instructions and constants alone: kernels' symbols, which hold names of modules and classes, are left out.
+`--against LOG` compares hashes with those of an earlier log: the same machine code after a change of the sources has
+nothing new to show on a GPU. `--kernels` compiles some kernels alone, whose lines take the place of theirs in the log.
+Needs the packages of the extras `cuda` and `dev`: Triton brings nvdisasm.
 """
 
 from __future__ import annotations
@@ -740,7 +741,41 @@ def code_of(cubin: bytes) -> bytes:
 def cubin_problem(arch: str, cubin: bytes) -> str:
     if not cubin:
         return "the cubin is empty"
-    return "" if arch_of(cubin) == arch else f"the cubin is for {arch_of(cubin)}, not for {arch}"
+    if arch_of(cubin) != arch:
+        return f"the cubin is for {arch_of(cubin)}, not for {arch}"
+    unwritten = sorted(unwritten_registers(disassembled(cubin)))
+    return f"its code reads {', '.join(unwritten)}, which nothing writes" if unwritten else ""
+
+
+def disassembled(cubin: bytes) -> str:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "--print-code", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def unwritten_registers(code: str) -> set[str]:
+    """Uniform registers that instructions of a disassembly name as operands and none names as its result.
+
+    A result is a bare register in front of all operands but predicates. Of operands of several registers, the first;
+    of wgmma's descriptors none, whose first two are not read where A is in registers.
+    """
+    written, read = set(), set()
+    for operation, operands in INSTRUCTION.findall(code):
+        result = RESULT.match(operands)
+        if result:
+            bits = 64 if ".WIDE" in operation else max([32, *map(int, re.findall(r"\.(64|128|256)\b", operation))])
+            written |= {f"UR{int(result[1]) + i}" for i in range(bits // 32)}
+            operands = operands[result.end() :]
+        read |= {*re.findall(r"(?<!gdesc\[)\bUR\d+", operands)}
+    return read - written
+
+
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
+RESULT = re.compile(r"(?:!?U?P[\dT],\s*)*UR(\d+)(?:,|\s*$)")
 
 
 def arch_of(cubin: bytes) -> str:

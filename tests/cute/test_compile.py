@@ -37,6 +37,12 @@ def case(variant: str = "plain", group: int | None = None, cubin: bytes = b"") -
     return tool.Case("Kernel", variant, 64, group, torch.float16, lambda: cubin)
 
 
+@pytest.fixture(autouse=True)
+def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cubins of these tests are no ELF files."""
+    monkeypatch.setattr(tool, "disassembled", lambda _: "")
+
+
 NAMES = """
 from tools import compile_all
 print(*sorted({case.kernel for case in compile_all.all_cases()}))
@@ -101,6 +107,40 @@ def test_cubin_must_be_for_the_architecture(cubin: bytes, error: str) -> None:
     assert (result.error, result.cubin) == (error, len(cubin))
     assert result.sha256 == hashlib.sha256(cubin).hexdigest()[:12]
     assert result.line.split()[-2] == result.sha256
+
+
+WRITTEN = """
+        /*0040*/                   ULEA UR8, UR9, 0x400, 0x18 ;
+        /*0050*/                   S2UR UR9, SR_CgaCtaId ;
+        /*0060*/              @!P0 R2UR.OR P1, UR10, R4 ;
+        /*0070*/                   ULDC.64 UR6, c[0x0][0x2c0] ;
+        /*0080*/                   UIADD3 UR4, UP0, UR6, UR7, URZ ;
+        /*0090*/              @UP0 UMOV UR5, UR10 ;
+        /*00a0*/                   UISETP.GT.AND UP0, UPT, UR8, UR9, UPT ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "unwritten"),
+    [
+        ("LDGSTS.E.BYPASS.LTC128B.128 [R123+UR4+0x800], desc[UR5][R26.64] ;", set()),
+        ("LDGSTS.E.BYPASS.LTC128B.128 [R123+UR0+0x800], desc[UR1][R32.64] ;", {"UR0", "UR1"}),
+        ("@P5 LDGSTS.E.LTC128B.128 [R124], desc[UR14][R4.64] ;", {"UR14"}),
+        ("IMAD R2, R8, UR7, R6 ;", set()),
+        ("IMAD R2, R8, UR11, R6 ;", {"UR11"}),
+        ("UIADD3 UR4, UR4, UR12, URZ ;", {"UR12"}),
+        ("UIMAD.WIDE.U32 UR12, UR4, UR5, URZ ;", set()),
+        ("UTMALDG.2D [UR12], [UR4] ;", {"UR12"}),
+        ("HGMMA.64x192x16.F32.BF16 R24, R128, gdesc[UR12], R24 ;", set()),
+        ("EXIT ;", set()),
+    ],
+)
+def test_code_reads_registers_that_it_writes(line: str, unwritten: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code = f"{WRITTEN}        /*10b0*/              {line}"
+    assert tool.unwritten_registers(code) == unwritten
+    monkeypatch.setattr(tool, "disassembled", lambda _: code)
+    error = f"its code reads {', '.join(sorted(unwritten))}, which nothing writes" if unwritten else ""
+    assert tool.try_case("sm_90a", case(cubin=b"-arch sm_90a ")).error == error
 
 
 def test_failure_is_listed_and_logged(
