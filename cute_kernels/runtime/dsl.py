@@ -18,5 +18,5 @@ ASSEMBLES_CACHE_POLICIES = (CUDA_VERSION.major, CUDA_VERSION.minor) >= (13, 4)
 
 Those of CUDA 12.9 (CuTe DSL's libraries for CUDA 12, also in 4.8.1) and 13.3 (CuTe DSL before 4.8) put the copy's
 shared address and its policy into two uniform registers, and have the copy read UR0 and UR1, which nothing wrote: on an
-H100 an illegal instruction.
+H100 an illegal instruction. Triton asks for 13.4 as well (github.com/triton-lang/triton/pull/11848).
 """
