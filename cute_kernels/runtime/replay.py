@@ -75,10 +75,18 @@ def replayed(values: Sequence[Any], options: Hashable, body: Callable[[], Result
     device = values[0].device
     if device.type not in DEVICES or THREAD.listener is not None:
         return body()
-    tensors = [x for x in values if isinstance(x, Tensor)]
+    tensors: list[Tensor] = []
+    facts: list[Any] = []
+    for x in values:
+        if x is not None and isinstance(x, Tensor):
+            tensors.append(x)
+            # All of a tensor that a call may depend on; addresses count by the alignment that kernels need
+            facts.append((x.shape, x.stride(), x.storage_offset(), x.dtype, x.data_ptr() % 16))
+        else:
+            facts.append(x)
     ids = [id(x) for x in tensors]
     same = None if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
-    key = (device, options, same, *(_facts(x) if isinstance(x, Tensor) else x for x in values))
+    key = (device, options, same, *facts)
     with _LOCK:
         known = _KNOWN.get(key)
         if known is not None:
@@ -113,11 +121,6 @@ def forget() -> None:
     """All recordings, for tests."""
     with _LOCK:
         _KNOWN.clear()
-
-
-def _facts(x: Tensor) -> Any:
-    """All of a tensor that a call may depend on; addresses count by the alignment that kernels need."""
-    return x.shape, x.stride(), x.storage_offset(), x.dtype, x.data_ptr() % 16
 
 
 # Recording
@@ -370,15 +373,15 @@ class Recording:
             else:
                 made[result] = function(*arguments)
 
-    def _make(self, place: _Place, made: list[Any]) -> Tensor:
+    def _make(self, place: _Place, made: list[Any]) -> Any:
         """The tensor of a place; a view is made where it is used first."""
-        how = self._how[place]
-        if how is not None and made[place] is None:
+        x, how = made[place], self._how[place]
+        if x is None and how is not None:
             base, dtype, view = how
-            x = self._make(base, made)
-            made[place] = x.as_strided(*view) if dtype is None else x.view(dtype)
-        found: Tensor = made[place]
-        return found
+            x = made[base]
+            x = self._make(base, made) if x is None else x
+            made[place] = x = x.as_strided(*view) if dtype is None else x.view(dtype)
+        return x
 
     def _filled(self, x: Any, made: list[Any]) -> Any:
         """An argument with tensors in place of places."""
