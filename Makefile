@@ -144,11 +144,12 @@ release-check: ## install the built wheel with each extra into a fresh environme
 stamp: ## write the commit and digests of its files to .commit.json, for copies of this checkout without git
 	$(PYTHON) tools/stamp_commit.py
 
-lint: ## check format, lint rules and types; licences and known vulnerabilities of what is installed
+lint: ## check format, lint rules, types and English; licences and known vulnerabilities of what is installed
 	$(bootstrap) --extras dev,bench
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m mypy
+	$(VENV_PYTHON) tools/check_english.py
 	$(VENV_PYTHON) tools/check_licences.py
 
 format: ## rewrite the sources to the house format
