@@ -28,7 +28,7 @@ LIMITS = {
     "ascend_kernels": (20, 12),
     "cute_kernels": (204, 223),  # as counted today; to fall to 19 and 14, the goal of the four packages together
     "examples": (9, 4),
-    "README.md": (0, 4),
+    "README.md": (0, 0),
     "docs": (0, 64),
 }
 """Most openings and words allowed, by folder or page."""

@@ -79,6 +79,35 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
 
 
+def test_the_readme_says_speed_ups_of_its_table() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (fwd.*?) \| ([\d.]+) \| (.+?) \|$", readme, re.MULTILINE)
+    ratios = {
+        (op, done, peer): float(time.replace(",", "")) / float(ms)
+        for op, done, ms, peers in rows
+        for peer, time in re.findall(r"(\w[\w ]*?) ~?([\d.,]+\d)(?:,|$)", peers)
+    }
+    token, tile = "NSA per token (paper), 64 over 4, 64K", "NSA per tile, 8 heads over 2,"
+    near, mixed = "neighborhood attention, [4, 8K, 32, 128], k=9", "attention residual, 8 blocks of [8K, 4096]"
+    both = "fwd + bwd"
+    stated = {
+        (token, "fwd", "dense FA4"): "4.2x (forward)",
+        (token, both, "dense FA4"): "5.0x (with backward)",
+        (token, "fwd", "fla"): "2.5x and",
+        (token, both, "fla"): "3.0x over fla",
+        (f"{tile} 128K", "fwd", "dense FA4"): "15x over dense at 128K",
+        (f"{tile} 1M", "fwd", "dense FA4"): "45x at 1M (forward)",
+        (near, both, "FA4 window"): "1.7x over FlashAttention-4's window",
+        (near, both, "flex"): "2.8x over flex_attention",
+        (mixed, both, "Liger"): "2.9x over Liger",
+        (mixed, both, "eager"): "36x over eager PyTorch",
+    }
+    for case, text in stated.items():
+        factor = text.partition("x")[0]
+        assert text in readme
+        assert f"{ratios[case]:.{1 if '.' in factor else 0}f}" == factor
+
+
 SHOWN = re.compile(r"^::: ([\w.]+)$((?:\n +.+)*)", re.MULTILINE)
 """What the API reference shows, and how."""
 
