@@ -1,4 +1,4 @@
-"""NSA: the public functions check their arguments, find a backend and run it.
+"""NSA: the public functions, which check their arguments, find a backend and run it.
 
 `nsa`, `nsa_forward` and `nsa_forward_aux` have the same arguments. Signatures are written out, with the defaults of
 NSAConfig, and tests compare them; arguments are documented at `nsa`.
@@ -34,7 +34,7 @@ from nsa.validate import resolve
 def _run(
     q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any], *, want_aux: bool
 ) -> tuple[Tensor, NSAAux | None]:
-    """Resolve the options, check everything, and hand the call to the backend that takes it."""
+    """Resolve the options, check all arguments, and run the backend that supports the call."""
     config, options = keywords.get("config"), ops.options_of(keywords)
     config = config or (NSAConfig(**options) if options else DEFAULT_CONFIG)
     given = {name: keywords[name] for name in (*TENSOR_NAMES[3:], "max_seqlen") if name in keywords}
@@ -58,7 +58,7 @@ def _run(
 def cast_arguments(
     q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
-    """The arguments, cast as autocast casts those of attention."""
+    """Cast the arguments as autocast casts those of scaled_dot_product_attention."""
     if not isinstance(q, Tensor) or autocast_dtype(q.device.type) is None:
         return q, k, v, keywords
     names = [name for name in TENSOR_NAMES[3:] if name in keywords]
@@ -70,9 +70,9 @@ def cast_arguments(
 def _for_operator(
     q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
-    """The arguments as an operator takes them.
+    """Convert the arguments for an operator.
 
-    An integer q_start cuts the keys here. A callable `compress` runs here and becomes k_cmp and v_cmp.
+    An integer q_start slices the keys, a callable `compress` becomes k_cmp and v_cmp.
     """
     config = keywords.get("config")
     compress = config.compress if isinstance(config, NSAConfig) else keywords.get("compress", "mean")
@@ -125,7 +125,7 @@ def _nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[
     refuse_transforms("nsa")
     if runs_as_operator(q):
         raise RuntimeError(
-            "nsa_forward_aux takes neither fake tensors nor selective checkpointing, as operators do: call nsa_forward"
+            "nsa_forward_aux supports neither fake tensors nor selective checkpointing: call nsa_forward"
         )
     q, k, v, cast_keywords = cast_arguments(q, k, v, keywords)
     with torch.no_grad():
@@ -178,15 +178,15 @@ def nsa(  # type: ignore[empty-body]
 
     Each query attends to compressed blocks of the past, to the tokens of a few selected blocks and to a sliding
     window; gates weigh the three outputs (equation 5 of the paper; the exact definition is in docs/semantics.md).
-    Pass options as keywords or as one `config`, not both. The defaults, `NSAConfig.per_tile()`, select once per 256
-    tokens and look ahead inside such a tile; `config=NSAConfig.paper()` is autoregressive.
+    Pass options as keywords or as one `config`, not both. The defaults, `NSAConfig.per_tile()`, select once per tile of
+    256 tokens and look ahead within the tile; `config=NSAConfig.paper()` is autoregressive.
 
-    Under torch.autocast tensors are cast as those of scaled_dot_product_attention.
+    Under torch.autocast, tensors are cast like those of scaled_dot_product_attention.
 
     Args:
         q: queries `[B,N,H,D]`; bf16 or fp16 on a GPU, on the CPU also fp32 and fp64. Packed: `[T,H,D]` with
             `cu_seqlens`.
-        k: keys `[B,N,H_kv,D]`, in q's dtype; H a multiple of H_kv. Packed: `[T,H_kv,D]`. More tokens than queries where
+        k: keys `[B,N,H_kv,D]`, in q's dtype; H a multiple of H_kv. Packed: `[T,H_kv,D]`. More tokens than queries if
             the queries continue a sequence (`q_start`).
         v: values `[B,N,H_kv,D_v]`, in q's dtype. Packed: `[T,H_kv,D_v]`.
         compress_block_size: l, tokens pooled into one compressed entry. Default: 64.
@@ -225,28 +225,28 @@ def nsa(  # type: ignore[empty-body]
             Default: None; without gates and `gate_proj_weight` each branch weighs 1/3.
         cu_seqlens: bounds of packed documents, int32 `[B+1]` on q's device. Rows past the last bound give 0.
             Default: None.
-        cu_seqlens_k: bounds of the documents' keys, int32 `[B+1]`, where documents have more keys than queries; q is
-            then `[T_q,...]`, k and v `[T_k,...]`. Default: None, which means `cu_seqlens`.
-        q_start: the token that the first query is, 0 to N_k - N_q: out holds rows q_start ... q_start + N_q - 1 of the
-            call with as many queries as keys, and keys behind the last query do not exist. An integer, or int32 `[B]`
-            on q's device, one for each sequence or document. Needs `causal=True`. Default: None, which means N_k - N_q.
-        q_sum: the sum of the queries of q_start's tile before q_start, `[B,H,D]` fp32 (fp64 with fp64 inputs); not
-            differentiated. Needed where q_start is no multiple of `q_tile_size`. Default: None.
+        cu_seqlens_k: bounds of the documents' keys, int32 `[B+1]`, if documents have more keys than queries; q is then
+            `[T_q,...]`, k and v `[T_k,...]`. Default: None, which means `cu_seqlens`.
+        q_start: token index of the first query, 0 to N_k - N_q: out holds rows q_start to q_start + N_q - 1 of the call
+            with as many queries as keys; keys after the last query are ignored. An integer, or int32 `[B]` on q's
+            device, one per sequence or document. Requires `causal=True`. Default: None, which means N_k - N_q.
+        q_sum: sum of the queries before q_start in its tile, `[B,H,D]` fp32 (fp64 with fp64 inputs); not
+            differentiated. Required if q_start is not a multiple of `q_tile_size`. Default: None.
         max_seqlen: keys of the longest document, a hint that never changes the result. Default: None.
-        deterministic: refuse a backend whose backward is not bitwise repeatable. Default: False.
-        recompute: save less for backward and compute it again. The reference always does. Default: False.
+        deterministic: use only a backend whose backward is bitwise repeatable, or raise. Default: False.
+        recompute: save less for backward and recompute it. The reference always does. Default: False.
         config: all options as one NSAConfig; other options must not be passed then. Default: None, which means the
             keywords.
-        backend: "cute" or "reference". Default: None, which reads NSA_KERNELS_BACKEND and then takes the first backend
-            that can run.
+        backend: "cute" or "reference". Default: None, which means NSA_KERNELS_BACKEND if set, else the first backend
+            that supports the call.
 
     Returns:
-        `[B,N,H,D_v]` in q's dtype; packed `[T,H,D_v]`. A row that sees no key in a branch gets 0 from it.
+        `[B,N,H,D_v]` in q's dtype; packed `[T,H,D_v]`. A branch in which a row has no keys contributes 0.
 
     Raises:
         TypeError: naming an argument of the wrong type or dtype, before anything is computed.
         ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
-        dispatch.BackendError: when no backend can run the call, with the reason of each.
+        dispatch.BackendError: if no backend supports the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func; for dual tensors.
 
     Examples:
@@ -305,17 +305,17 @@ def nsa_forward(  # type: ignore[empty-body]
     config: NSAConfig | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """`nsa` without a graph: same arguments, same result, nothing saved for backward.
+    """`nsa` without an autograd graph: same arguments and result, nothing saved for backward.
 
     Arguments are those of `nsa`.
 
     Returns:
-        `[B,N,H,D_v]` in q's dtype; packed `[T,H,D_v]`. A row that sees no key in a branch gets 0 from it.
+        `[B,N,H,D_v]` in q's dtype; packed `[T,H,D_v]`. A branch in which a row has no keys contributes 0.
 
     Raises:
         TypeError: naming an argument of the wrong type or dtype, before anything is computed.
         ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
-        dispatch.BackendError: when no backend can run the call, with the reason of each.
+        dispatch.BackendError: if no backend supports the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func; for dual tensors.
 
     Examples:
@@ -371,15 +371,15 @@ def nsa_forward_aux(  # type: ignore[empty-body]
 ) -> tuple[Tensor, NSAAux]:
     """`nsa_forward` with intermediate results: outputs of the branches, log-sum-exps, compressed entries, selections.
 
-    Arguments are those of `nsa`. torch.compile breaks its graph here and calls the function as it is.
+    Arguments are those of `nsa`. Under torch.compile the call is a graph break and runs eagerly.
 
     Returns:
-        out as of `nsa_forward`, and NSAAux.
+        out as returned by `nsa_forward`, and NSAAux.
 
     Raises:
         TypeError: naming an argument of the wrong type or dtype, before anything is computed.
         ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
-        dispatch.BackendError: when no backend can run the call, with the reason of each.
+        dispatch.BackendError: if no backend supports the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func; for dual tensors; for fake
             tensors; in selective checkpointing.
 

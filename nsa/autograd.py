@@ -1,11 +1,11 @@
-"""Training of NSA: forward that saves tensors for backward, backward, and both as an autograd.Function.
+"""Training of NSA: a forward that saves tensors for backward, the backward, and both as an autograd.Function.
 
-A backend trains through the module that its row names (dispatch.Impl.training): `nsa_saving`, `nsa_saved_like` and
+A backend trains through the module in its table row (dispatch.Impl.training): `nsa_saving`, `nsa_saved_like` and
 `nsa_backward`. A backend without one, such as the reference, is differentiable itself: it saves nothing, and backward
-runs it again under autograd.
+reruns it under autograd.
 
-Eager training takes the Function: autograd of an operator with as many arguments as nsa_kernels::saving has costs
-0.4 ms of host time a call. torch.compile records the operators (nsa/ops.py). Both call the functions here.
+Eager training uses the Function, because autograd of an operator with as many arguments as nsa_kernels::saving costs
+0.4 ms of host time per call. torch.compile traces the operators (nsa/ops.py). Both call the functions below.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nsa.validate import ResolvedCall
 
 
 def forward_saving(call: ResolvedCall) -> tuple[Tensor, list[Tensor]]:
-    """out, and what backward needs beside the inputs."""
+    """Return out, and the tensors that backward needs in addition to the inputs."""
     training = call.impl.load_training()
     if training is None:
         return call.impl.load()(call.inputs, call.config, aux=False)[0], []
@@ -32,7 +32,7 @@ def forward_saving(call: ResolvedCall) -> tuple[Tensor, list[Tensor]]:
 
 
 def saved_like(call: ResolvedCall) -> list[Tensor]:
-    """Empty tensors of the shapes and dtypes of what `forward_saving` saves."""
+    """Empty tensors with the shapes and dtypes of those that `forward_saving` saves."""
     training = call.impl.load_training()
     if training is None:
         return []
@@ -48,8 +48,9 @@ def gradients(
     Args:
         saved: from `forward_saving`.
         do: gradient of out.
-        share_dtype: of the gradients of all tensors but q and gates, which are shares where queries continue a
-            sequence: fp32, so that a sum of shares is rounded once. Default: None, which means the tensors' own.
+        share_dtype: dtype of all gradients except those of q and gates. If queries continue a sequence these gradients
+            are partial sums, and fp32 lets the caller round once after summing. Default: None, which means the tensors'
+            own.
     """
     training = call.impl.load_training()
     if training is None:
@@ -70,22 +71,21 @@ def _recomputed_gradients(call: ResolvedCall, do: Tensor, share_dtype: torch.dty
         return out
 
     tensors = [getattr(call.inputs, name) for name in names]
-    if share_dtype is not None:  # as the reference casts them anyway
+    if share_dtype is not None:  # the reference casts them anyway
         tensors = [x if n in QUERY_NAMES else x.to(share_dtype) for n, x in zip(names, tensors, strict=True)]
     return dict(zip(names, recompute_gradients(forward, tensors, do), strict=True))
 
 
 def run_with_backward(call: ResolvedCall) -> Tensor:
-    """Differentiable out of a backend with a training module."""
+    """Run a backend that has a training module; the result is differentiable."""
     given = call.inputs.tensors()
     out: Tensor = NSAFunction.apply(call, tuple(given), *given.values())
     return out
 
 
 class NSAFunction(torch.autograd.Function):
-    """One eager call. The tensors are arguments of their own, so that autograd knows them; `names` tell which they are.
-
-    Those that are not given are left out: each argument costs the host some time in apply and in backward.
+    """One eager call. Tensors are separate arguments so that autograd tracks them; `names` identifies them. Absent
+    tensors are left out, because each argument costs host time in apply and in backward.
     """
 
     @staticmethod
@@ -93,7 +93,7 @@ class NSAFunction(torch.autograd.Function):
         out, saved = forward_saving(call)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *saved)
-        # Without the inputs: ctx must not keep tensors that autograd frees after backward
+        # Without the inputs: ctx must not hold tensors that autograd frees after backward
         ctx.names, ctx.max_seqlen, (_, *ctx.call) = names, call.inputs.max_seqlen, call
         return out
 
@@ -102,7 +102,7 @@ class NSAFunction(torch.autograd.Function):
         names = ctx.names
         if do is None:
             return (None,) * (2 + len(names))
-        kept = ctx.saved_tensors  # once: torch.utils.checkpoint frees what it recomputed as it is read
+        kept = ctx.saved_tensors  # read once: torch.utils.checkpoint frees recomputed tensors when they are read
         tensors, saved = kept[: len(names)], kept[len(names) :]
         given: dict[str, Any] = dict(zip(names, tensors, strict=True))
         inputs = NSAInputs(**given, max_seqlen=ctx.max_seqlen)

@@ -1,4 +1,4 @@
-"""Block-sparse attention: the public function checks its arguments, finds a backend and runs it."""
+"""Block-sparse attention: the public function, which checks its arguments, finds a backend and runs it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def block_sparse_attention(
     debug: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Attention of each token to the blocks of keys that `block_indices` names, differentiable in q, k and v.
+    """Attention of each token to the blocks of keys in `block_indices`, differentiable in q, k and v.
 
     The selected branch of NSA (arXiv 2502.11089) and the sparse attention of MiniMax-M3 as an op of its own: block b
     holds keys b * block_size to (b + 1) * block_size - 1 of its sequence, and query head h attends to the blocks of
@@ -42,22 +42,22 @@ def block_sparse_attention(
         q: `[B,N_q,H,D]`, packed `[T,H,D]`; fp16, bf16, fp32 or fp64.
         k: `[B,N_k,H_kv,D]` in q's dtype, packed `[T_k,H_kv,D]`; H a multiple of H_kv.
         v: `[B,N_k,H_kv,D_v]` in q's dtype, packed `[T_k,H_kv,D_v]`.
-        block_indices: int32 or int64 `[B,H_kv,N_q,k]`, packed `[H_kv,T,k]`: k different blocks of each token and
-            key/value head, in any order, counted from the first key of the sequence or document. -1 is no block, at the
-            end or anywhere else. Blocks that begin behind the last key, or with `causal` behind the token, have no
-            keys for it. A block that is named twice has an undefined result. Not differentiated.
-        block_size: tokens of a block; kernels take 64, 128, 192 and 256.
-        causal: of its blocks a token sees the keys up to its own. Default: True.
-        q_start: the token that the first query is, where there are more keys than queries: an integer, or int32 `[B]`
-            on q's device, one for each sequence or document. Keys behind the last query do not exist. Default: None,
-            which means N_k - N_q.
-        cu_seqlens: int32 `[B+1]`, bounds of packed documents. Rows behind the last one are 0. Default: None.
+        block_indices: int32 or int64 `[B,H_kv,N_q,k]`, packed `[H_kv,T,k]`: k distinct blocks per token and key/value
+            head, in any order, counted from the first key of the sequence or document. -1 means no block and may be
+            anywhere in a row. Blocks that begin after the last key, or after the token with `causal`, contribute no
+            keys. The result is undefined if a block occurs twice. Not differentiated.
+        block_size: tokens per block; kernels support 64, 128, 192 and 256.
+        causal: attend only to keys up to the token itself. Default: True.
+        q_start: token index of the first query, if there are more keys than queries: an integer, or int32 `[B]` on q's
+            device, one per sequence or document. Keys after the last query are ignored. Default: None, which means N_k
+            - N_q.
+        cu_seqlens: int32 `[B+1]`, bounds of packed documents. Rows after the last one are 0. Default: None.
         cu_seqlens_k: int32 `[B+1]`, bounds of their keys. Default: None, which means `cu_seqlens`.
         softmax_scale: factor of the logits, greater than 0. Default: None, which means 1/sqrt(D).
-        debug: also check values, which waits for the device: inputs are finite, `cu_seqlens` and `q_start` consistent,
-            blocks in range and different. Default: False.
-        backend: "cute" or "reference". Default: None, which reads NSA_KERNELS_BACKEND and then takes the first that can
-            run.
+        debug: also check values, which synchronizes with the device: inputs are finite, `cu_seqlens` and `q_start`
+            consistent, blocks in range and distinct. Default: False.
+        backend: "cute" or "reference". Default: None, which means NSA_KERNELS_BACKEND if set, else the first that
+            supports the call.
 
     Returns:
         `[B,N_q,H,D_v]` in q's dtype, packed `[T,H,D_v]`. Rows without keys are 0.
@@ -65,7 +65,7 @@ def block_sparse_attention(
     Raises:
         TypeError: naming an argument of the wrong type or dtype, before anything is computed.
         ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
-        dispatch.BackendError: when no backend can run the call, with the reason of each.
+        dispatch.BackendError: if no backend supports the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func; for dual tensors.
 
     Examples:

@@ -1,7 +1,7 @@
 """Training of block-sparse attention: backward, and the autograd.Function of eager training.
 
-A backend trains through the module that its row names (dispatch.Impl.training): `forward`, `backward` and `kept_like`,
-which describes what forward saves. A backend without one is differentiable itself; the operators run it again in
+A backend trains through the module in its table row (dispatch.Impl.training): `forward`, `backward` and `kept_like`,
+which describes the tensor that forward saves. A backend without one is differentiable itself; the operators rerun it in
 backward (nsa/block_sparse/ops.py).
 """
 
@@ -38,7 +38,7 @@ def gradients(call: ResolvedCall, do: Tensor, out: Tensor, saved: Tensor) -> Gra
 
 
 def run_with_backward(call: ResolvedCall) -> Tensor:
-    """Differentiable out of a backend with a training module."""
+    """Run a backend that has a training module; the result is differentiable."""
     out: Tensor = BlockSparseAttentionFunction.apply(call.impl, call.options, *call.tensors)
     return out
 

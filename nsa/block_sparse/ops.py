@@ -3,8 +3,8 @@
 nsa_kernels::block_sparse_attention             out and the tensor saved for backward; differentiable
 nsa_kernels::block_sparse_attention_backward    dq, dk, dv
 
-q_start is a tensor; an integer one cuts the keys in front. `backward` says whether gradients are needed: inside of an
-operator no tensor does.
+q_start is a tensor; the caller slices the keys for an integer one. `backward` is True if gradients are needed, because
+tensors inside an operator do not require any.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_TENSORS = 7
 
 
 def call_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
-    """block_sparse_attention by its operator; arguments in the order of the schema, but for `backward`."""
+    """Call block_sparse_attention's operator; arguments in the order of the schema, without `backward`."""
     out: Tensor = torch.ops.nsa_kernels.block_sparse_attention(q, k, v, *arguments, needs_grad(q, k, v))[0]
     return out
 

@@ -1,9 +1,9 @@
 """Block-sparse attention in eager PyTorch: defines what every option means; kernels are tested against it.
 
-Any dtype from bf16 to fp64, any device, any block size; differentiable by autograd, once where D = D_v on a CPU. Sums
-run in fp32 (fp64 for fp64 inputs). Keys of a token's blocks are gathered for a chunk of tokens at a time, and each
-chunk is recomputed in backward, so memory is that of a chunk beside inputs and results. Packed documents, and sequences
-whose starts are a tensor, are a loop, for which the values of these tensors are read on the host.
+Any dtype from bf16 to fp64, any device, any block size; differentiable by autograd (only once for D = D_v on a CPU).
+Sums run in fp32 (fp64 for fp64 inputs). The keys of selected blocks are gathered for a chunk of tokens at a time, and
+each chunk is recomputed in backward, so temporaries need the memory of one chunk. Packed documents, and sequences whose
+starts are a tensor, run in a loop, which reads these tensors on the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.common.derivatives import needs_grad, without_second_derivatives
 from nsa.reference import NOWHERE, Keys, attend, chunk_bytes, is_fused, mask_of
-from nsa.reference import check as check  # the same call, the same refusals
+from nsa.reference import check as check  # the same conditions
 
 
 def block_sparse_attention(
@@ -64,12 +64,13 @@ def block_sparse_attention(
 
 
 def _no_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """out of no queries, which keeps the result in the graph where there are no sequences."""
+    """out for no queries, which keeps an empty result in the autograd graph."""
     return (q[..., :1] + k[:0].sum() + v[:0].sum()).expand(*q.shape[:-1], v.shape[-1])
 
 
 def _sequence(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, size: int, causal: bool, scale: float) -> Tensor:
-    """Of sequences of one length, whose queries are their last tokens. Args: `indices`: int64 `[B,H_kv,N_q,k]`."""
+    """Attention for sequences of equal length whose queries are their last tokens. Args: `indices`: int64
+    `[B,H_kv,N_q,k]`."""
     batch, num_queries, heads, dim = q.shape
     num_keys, kv_heads, v_dim = v.shape[1:]
     size = min(size, max(num_keys, 1))  # a short sequence's only block is no longer than itself
@@ -77,18 +78,18 @@ def _sequence(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, size: int, ca
     indices = torch.where((indices >= 0) & (indices < blocks), indices, -1)
     keys = Keys.from_tokens(k, v)
     rows = torch.arange(num_keys - num_queries, num_keys, device=q.device)
-    q_rows = q.transpose(1, 2)[:, :, :, None]  # each token a tile of one row, as `attend` takes them
-    # About three live copies of the logits beside the gathered keys and values
+    q_rows = q.transpose(1, 2)[:, :, :, None]  # each token is a tile of one row, as `attend` expects
+    # About three live copies of the logits, in addition to the gathered keys and values
     per_token = batch * indices.shape[-1] * size * (3 * heads + kv_heads * (dim + v_dim)) * q.dtype.itemsize
     step = max(1, chunk_bytes(q.device) // max(1, per_token))
     run = partial(checkpoint, _rows, use_reentrant=False, preserve_rng_state=False) if needs_grad(q, k, v) else _rows
     chunks = zip(q_rows.split(step, 2), rows.split(step), indices.split(step, 2), strict=True)
     outputs = [run(*chunk, keys, size, causal, scale) for chunk in chunks]
-    return torch.cat(outputs, 2)[:, :, :, 0].transpose(1, 2).contiguous()  # as the operator's fake says
+    return torch.cat(outputs, 2)[:, :, :, 0].transpose(1, 2).contiguous()  # contiguous, as in the operator's fake
 
 
 def _rows(q: Tensor, rows: Tensor, indices: Tensor, keys: Keys, size: int, causal: bool, scale: float) -> Tensor:
-    """Of tokens `rows` `[n]`: q `[B,H,n,1,D]`, indices `[B,H_kv,n,k]`, the result `[B,H,n,1,D_v]`."""
+    """Attention for tokens `rows` `[n]`: q `[B,H,n,1,D]`, indices `[B,H_kv,n,k]`, result `[B,H,n,1,D_v]`."""
     positions = indices[..., None] * size + torch.arange(size, device=rows.device)
     positions = torch.where((indices >= 0)[..., None] & (positions < keys.count), positions, NOWHERE).flatten(-2)
     mask = mask_of(positions, rows[:, None], q.dtype, causal=causal)

@@ -1,4 +1,4 @@
-"""Checks of a call of block-sparse attention, and the backend that takes it."""
+"""Argument checks for block-sparse attention, and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from nsa.config import NSAConfig
 from nsa.inputs import NSAInputs
 
 MAX_BLOCK = 2**31 - 1
-"""Tokens of a block, as those of NSAConfig: a block past the last token holds what there is."""
+"""Largest block size, as in NSAConfig; a block is cut at the end of the sequence."""
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 class ResolvedCall(NamedTuple):
-    """Checked arguments, without an integer q_start, and the implementation that runs them."""
+    """Checked arguments, with an integer q_start already applied, and the implementation that runs them."""
 
     impl: dispatch.Impl
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
     """q, k, v, block_indices, cu_seqlens, cu_seqlens_k, q_start."""
     options: dict[str, Any]
-    """Keywords of a backend: block_size, causal, softmax_scale."""
+    """Keyword arguments of a backend: block_size, causal, softmax_scale."""
 
 
 def resolve(
@@ -45,17 +45,17 @@ def resolve(
     backend: str | None,
     backward: bool | None = None,
 ) -> ResolvedCall:
-    """Check everything and find the backend that takes the call.
+    """Check all arguments and find a backend that supports the call.
 
     Args:
-        backward: whether gradients are needed. Default: None, which means as the tensors say.
+        backward: True if gradients are needed. Default: None, which means if a tensor requires them.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
-        dispatch.BackendError: when no backend can run the call.
+        dispatch.BackendError: if no backend supports the call.
     """
     check_integer("block_size", block_size, 1, MAX_BLOCK)
-    # What holds of q, k, v, documents and starts in token mode holds here
+    # q, k, v, documents and starts follow the rules of token mode
     config = NSAConfig.paper(causal=causal, softmax_scale=softmax_scale, debug=debug)
     inputs.check(config)
     check_indices(inputs, block_indices)
@@ -73,7 +73,7 @@ def resolve(
 
 
 def check_indices(inputs: NSAInputs, block_indices: Tensor) -> None:
-    """Raise TypeError or ValueError unless block_indices has the type, device and shape that checked inputs ask for."""
+    """Raise TypeError or ValueError unless block_indices has the type, device and shape for these checked inputs."""
     if not isinstance(block_indices, Tensor):
         raise TypeError(f"block_indices must be a torch.Tensor, got {type(block_indices).__name__}")
     check_dense("block_indices", block_indices)
@@ -90,7 +90,9 @@ def check_indices(inputs: NSAInputs, block_indices: Tensor) -> None:
 
 
 def _check_values(inputs: NSAInputs, block_indices: Tensor, block_size: int) -> None:
-    """Raise unless all blocks exist and those of a token differ. Reads values, which waits for the device."""
+    """Raise unless all blocks exist and those of a token are distinct. Reads values, which synchronizes with the
+    device.
+    """
     for name, rows, keys in _documents(inputs):
         own = block_indices[..., rows, :]
         blocks = math.ceil(keys / block_size)
@@ -109,7 +111,7 @@ def _check_values(inputs: NSAInputs, block_indices: Tensor, block_size: int) -> 
 
 
 def _documents(inputs: NSAInputs) -> list[tuple[str, slice, int]]:
-    """Of each document its name in messages, its rows, and how many keys it has."""
+    """Name in messages, rows and number of keys of each document."""
     if inputs.cu_seqlens is None or inputs.key_bounds is None:
         return [("", slice(None), inputs.k.shape[-3])]
     bounds = zip(pairwise(inputs.cu_seqlens.tolist()), pairwise(inputs.key_bounds.tolist()), strict=True)

@@ -1,4 +1,4 @@
-"""torch.autocast for all ops: inputs are cast as those of PyTorch's own ops, and backends run with it off."""
+"""torch.autocast for all ops: inputs are cast like those of PyTorch's own ops, and backends run with autocast off."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast casts to on a type of device; None where it is off."""
-    if device_type == "meta":  # PyTorch knows no autocast for it
+    """The dtype that autocast casts to on a device type, or None if autocast is off."""
+    if device_type == "meta":  # has no autocast
         return None
-    # Dynamo of torch 2.6 to 2.11 cannot trace is_autocast_available; what it compiles is on a device with autocast
+    # Dynamo of torch 2.6 to 2.11 cannot trace is_autocast_available; compiled code is on a device with autocast
     known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
     return torch.get_autocast_dtype(device_type) if known and torch.is_autocast_enabled(device_type) else None
 
 
 def autocast_off(device_type: str) -> AbstractContextManager[object]:
-    """Context of a backend's call: autocast would run in 16 bits what docs/semantics.md defines in fp32."""
+    """Context without autocast for a backend's call: autocast would run in 16 bits what docs/semantics.md defines in
+    fp32.
+    """
     traced = torch.compiler.is_compiling()  # Dynamo of torch 2.11 cannot trace the queries below
     if traced or (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
         return torch.autocast(device_type, enabled=False)
@@ -31,13 +33,13 @@ def autocast_off(device_type: str) -> AbstractContextManager[object]:
 
 
 def cast_inputs(tensors: Mapping[str, Any], stay_fp32: Container[str] = ()) -> Mapping[str, Any]:
-    """Inputs of attention as autocast gives them to scaled_dot_product_attention: all in its dtype.
+    """Cast the inputs of attention as autocast does for scaled_dot_product_attention: all to its dtype.
 
-    They stay as they are without autocast, and beside an fp64 tensor.
+    They are unchanged without autocast, or if one of them is fp64.
 
     Args:
-        tensors: by name, `q` among them. Other dtypes and values that are no tensors stay, for later checks to refuse.
-        stay_fp32: names of tensors that keep fp32, which is allowed beside any dtype of q.
+        tensors: inputs by name, including `q`. Other dtypes and non-tensors are unchanged; later checks reject them.
+        stay_fp32: names of tensors that may stay fp32 with any dtype of q.
     """
     q = tensors["q"]
     dtype = autocast_dtype(q.device.type) if isinstance(q, Tensor) else None
@@ -53,12 +55,12 @@ def cast_inputs(tensors: Mapping[str, Any], stay_fp32: Container[str] = ()) -> M
 
 
 def promote_blocks(blocks: Any, *weights: Any) -> tuple[Any, ...]:
-    """Blocks as autocast gives them to torch.stack: promoted to fp32 where a list has several dtypes.
+    """Promote blocks as autocast does for torch.stack: to fp32 if a list has several dtypes.
 
-    Weights of another dtype than the blocks become fp32. Without autocast all stay as they are.
+    Weights with another dtype than the blocks become fp32. Without autocast nothing changes.
 
     Args:
-        blocks: a tensor or a list of tensors. Other dtypes and values stay, for later checks to refuse.
+        blocks: a tensor or a list of tensors. Other dtypes and values are unchanged; later checks reject them.
 
     Returns:
         The blocks, then the weights.

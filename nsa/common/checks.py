@@ -1,4 +1,4 @@
-"""Checks of arguments that all ops share: TypeError or ValueError, naming the argument and its value."""
+"""Argument checks shared by all ops: TypeError or ValueError, naming the argument and its value."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dispatch.registry import short_name
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""Of the ops' inputs. Backends take fewer: dispatch names the reason."""
+"""Dtypes of the ops' inputs. Backends may support fewer; dispatch reports the reason."""
 _NAMES = tuple(map(short_name, DTYPES))
 
 MOST_KV_HEADS = 128
-"""Key/value heads beyond which a tensor with few tokens looks as if heads came first."""
+"""Number of key/value heads above which a tensor with few tokens is assumed to have heads first."""
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -28,13 +28,13 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 def is_number(value: object) -> TypeGuard[float]:
     """True for real numbers, also for torch.compile's symbols; False for bools."""
-    if isinstance(value, float):  # at once: looking for a Real takes longer
+    if isinstance(value, float):  # fast path: isinstance of Real is slower
         return True
     return isinstance(value, (Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
 
 
 def is_finite(number: SupportsFloat) -> bool:
-    """As math.isfinite, but False for integers beyond the range of a float instead of OverflowError."""
+    """math.isfinite, but False instead of OverflowError for integers beyond the range of a float."""
     try:
         return math.isfinite(number)
     except OverflowError:
@@ -100,10 +100,10 @@ def check_dense(name: str, tensor: Tensor) -> None:
 
 
 def is_readable(tensor: Tensor, *, wait: bool = False) -> bool:
-    """True if the host may read values: fake and meta tensors have none, and neither has any under tracing.
+    """True if the host may read values: not of fake and meta tensors, nor while tracing.
 
     Args:
-        wait: also for a device's tensors, which the host waits for.
+        wait: also True for tensors on a device, which synchronizes with it.
     """
     if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
         return False
@@ -111,21 +111,21 @@ def is_readable(tensor: Tensor, *, wait: bool = False) -> bool:
 
 
 def warn_of_heads_first(q: Tensor, k: Tensor) -> None:
-    """Warn where q and k `[...,N,heads,D]` have the sizes of long sequences in the layout of PyTorch's SDPA.
+    """Warn if the shapes of q and k `[...,N,heads,D]` look like long sequences in the layout of PyTorch's SDPA.
 
-    `[B,H,N,D]` reads as N heads of H tokens. No model has so many key/value heads and so few keys.
+    `[B,H,N,D]` would be read as N heads of H tokens; no model has so many key/value heads and so few keys.
     """
     tokens, heads = k.shape[-3:-1]
     if heads <= MOST_KV_HEADS or heads < 4 * tokens or k.shape != q.shape or torch.compiler.is_compiling():
         return
     warnings.warn(
         f"q and k of shape {list(k.shape)} are read as {tokens} tokens of {heads} heads: the layout is [B,N,heads,D], "
-        "not [B,heads,N,D] as of torch.nn.functional.scaled_dot_product_attention; transpose(1, 2) changes one into "
-        "the other",
+        "not [B,heads,N,D] as in torch.nn.functional.scaled_dot_product_attention; transpose(1, 2) converts between "
+        "them",
         stacklevel=2,
     )
 
 
 def refuse_shallow_copy(self: object) -> NoReturn:
-    """`__copy__` of what is written in place."""
-    raise TypeError(f"copy.copy of this {type(self).__name__} would share its memory: take copy.deepcopy")
+    """`__copy__` of classes whose tensors are written in place."""
+    raise TypeError(f"copy.copy of this {type(self).__name__} would share its memory: use copy.deepcopy")

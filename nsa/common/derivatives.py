@@ -1,4 +1,4 @@
-"""What autograd of all ops shares: recomputation in backward, and errors for what they do not support."""
+"""Autograd code shared by all ops: recomputation in backward, and errors for unsupported derivatives."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 
-BACKWARD_ALONE = "there are derivatives by backward() and torch.autograd.grad alone"
+BACKWARD_ALONE = "use backward() or torch.autograd.grad"
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd records a function of these tensors. A loop, not `any`: lists of blocks are long."""
+    """True if autograd records a function of these tensors. A loop, because `any` is slower on long lists of blocks."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -29,13 +29,13 @@ def determinism_is_asked_for() -> bool:
 
 
 def forbid_double_backward(op: str, gradients: list[Tensor | None], *sources: Tensor) -> list[Tensor | None]:
-    """The gradients that a backward returns; under create_graph=True, differentiating them raises RuntimeError.
+    """Return the gradients of a backward; with create_graph=True, differentiating them raises RuntimeError.
 
-    PyTorch's once_differentiable raises only where `do` requires a gradient, and otherwise returns constants.
+    PyTorch's once_differentiable raises only if `do` requires a gradient, and otherwise returns constants.
 
     Args:
         op: its name in the error.
-        sources: `do` and the inputs that the gradients depend on.
+        sources: `do` and the inputs on which the gradients depend.
     """
     if torch.is_grad_enabled():
         return list(_OnceDifferentiable.apply(op, gradients, *sources))
@@ -48,18 +48,18 @@ def raise_double_backward(op: str) -> None:
 
 
 def without_second_derivatives(op: str, x: Tensor) -> Tensor:
-    """x, whose gradient raises RuntimeError where it is differentiated: for PyTorch functions inside that have no
-    second derivative, such as its fused attention.
+    """Return x; differentiating its gradient raises RuntimeError. For PyTorch functions without a second derivative,
+    such as fused attention.
     """
     result: Tensor = _WithoutSecondDerivatives.apply(op, x) if x.requires_grad else x
     return result
 
 
 def recompute_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], do: Tensor) -> list[Tensor]:
-    """Gradients of `function(*inputs)`, contiguous, by running it again under autograd.
+    """Contiguous gradients of `function(*inputs)`, computed by rerunning it under autograd.
 
-    In the thread that asks: on a GPU that is autograd's only one for the device, which another thread's autograd would
-    wait for.
+    Runs in the calling thread: on a GPU that is autograd's only thread for the device, and a backward in another thread
+    would wait for it.
     """
     with torch.inference_mode(False), torch.enable_grad(), _autograd_below_operators():
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
@@ -68,7 +68,7 @@ def recompute_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor
 
 
 def _autograd_below_operators() -> AbstractContextManager[None]:
-    """Lets autograd record inside of an operator of torch.library, below which PyTorch turns its dispatch keys off."""
+    """Let autograd record inside an operator of torch.library, where PyTorch excludes its dispatch keys."""
     keys = torch._C.DispatchKey
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):
@@ -86,9 +86,9 @@ def round_straight_through(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def guard_inplace_changes(out: Tensor, *inputs: Tensor) -> Tensor:
-    """`out`, whose backward raises PyTorch's error where an input was changed in place since the forward.
+    """Return `out`; its backward raises PyTorch's error if an input was changed in place since the forward.
 
-    For results whose backward reads the inputs again outside of autograd's own checks, as torch.utils.checkpoint does.
+    For backwards that read the inputs outside of autograd's own checks, as torch.utils.checkpoint does.
     """
     if not out.requires_grad:
         return out
@@ -97,12 +97,14 @@ def guard_inplace_changes(out: Tensor, *inputs: Tensor) -> Tensor:
 
 
 def to_be_changed() -> AbstractContextManager[Any]:
-    """Inside, new tensors may be written in any mode later; those of torch.inference_mode only in that mode."""
+    """Context in which new tensors may later be written in any mode; inference tensors can be written only in that
+    mode.
+    """
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def as_to_be_changed(state: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of what is written in place, with copies of tensors that torch.inference_mode made."""
+    """The attributes of an object that is written in place, with inference tensors replaced by normal copies."""
 
     def changeable(x: Any) -> Any:
         return x.clone() if isinstance(x, Tensor) and x.is_inference() else x
@@ -121,7 +123,7 @@ def refuse_forward_mode(op: str, *tensors: object) -> None:
 
 
 def refuse_transforms(op: str) -> None:
-    """Raise inside transforms of torch.func, whose tensors have no memory that a kernel could read.
+    """Raise inside transforms of torch.func, whose tensors have no storage that a kernel could read.
 
     Raises:
         RuntimeError: naming the transform and what to do instead.
@@ -130,7 +132,7 @@ def refuse_transforms(op: str) -> None:
         return
     kinds = torch._C._functorch.TransformType
     names_and_advice = {
-        kinds.Vmap: ("torch.vmap", "its tensors have a batch dimension B, make yours a part of it"),
+        kinds.Vmap: ("torch.vmap", "fold the mapped dimension into the batch dimension B"),
         kinds.Grad: ("torch.func.grad, vjp or jacrev", "call backward() or torch.autograd.grad"),
         kinds.Jvp: ("torch.func.jvp or jacfwd", BACKWARD_ALONE),
     }
@@ -177,7 +179,7 @@ class _SaveForVersionCheck(torch.autograd.Function):
     def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
-        return out.detach()  # no view to autograd, which lets nobody change those of a Function in place
+        return out.detach()  # not a view to autograd, which forbids changing views of a Function in place
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None) -> tuple[Tensor | None, ...]:

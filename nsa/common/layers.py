@@ -1,4 +1,4 @@
-"""What the attention layers share: sizes, the rotary hook, checks of a layer's input and of unsupported arguments."""
+"""Code shared by the attention layers: sizes, the rotary hook, checks of inputs and of unsupported arguments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def head_sizes(
         raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
     if head_dim is None:
         if hidden_size % num_heads != 0:
-            raise ValueError(f"head_dim must be given: hidden_size={hidden_size} is no multiple of {num_heads} heads")
+            raise ValueError(
+                f"head_dim must be given: hidden_size={hidden_size} is not a multiple of {num_heads} heads"
+            )
         head_dim = hidden_size // num_heads
     return num_kv_heads, head_dim
 
@@ -45,9 +47,9 @@ def check_rope(rope: RotaryHook | None) -> None:
 
 
 def check_context_parallel(context_parallel: object, op: str) -> None:
-    """Raise TypeError unless it is None or has the op for divided sequences, as nsa.distributed.ContextParallel has.
+    """Raise TypeError unless it is None or has the op as a method, as nsa.distributed.ContextParallel has.
 
-    That class is not imported here: it needs DTensor, which takes long to import.
+    The class itself is not imported, because DTensor is slow to import.
     """
     if context_parallel is not None and not callable(getattr(context_parallel, op, None)):
         got = type(context_parallel).__name__
@@ -55,10 +57,10 @@ def check_context_parallel(context_parallel: object, op: str) -> None:
 
 
 def apply_rope(rope: RotaryHook | None, tensor: Tensor, position_embeddings: Any) -> Tensor:
-    """Queries or keys `[...,heads,D]`, rotated by the hook if there is one.
+    """Rotate queries or keys `[...,heads,D]` by the hook if there is one.
 
     Raises:
-        TypeError, ValueError: when the hook changes shape or dtype, or position_embeddings come without a hook.
+        TypeError, ValueError: if the hook changes shape or dtype, or position_embeddings are passed without a hook.
     """
     if rope is None:
         if position_embeddings is not None:
@@ -66,7 +68,7 @@ def apply_rope(rope: RotaryHook | None, tensor: Tensor, position_embeddings: Any
         return tensor
     result: Any = rope(tensor, position_embeddings)
     if not isinstance(result, Tensor):
-        raise TypeError(f"rope must give a torch.Tensor, got {type(result).__name__}")
+        raise TypeError(f"rope must return a torch.Tensor, got {type(result).__name__}")
     if result.dtype != tensor.dtype:
         raise TypeError(f"rope must keep the dtype {tensor.dtype} of queries and keys, got {result.dtype}")
     if result.shape != tensor.shape:
@@ -75,13 +77,13 @@ def apply_rope(rope: RotaryHook | None, tensor: Tensor, position_embeddings: Any
 
 
 def split_heads(name: str, projected: Tensor, heads: int, dim: int) -> Tensor:
-    """A projection `[...,heads*dim]` as `[...,heads,dim]`.
+    """View a projection `[...,heads*dim]` as `[...,heads,dim]`.
 
     Args:
-        name: of the projection.
+        name: name of the projection.
 
     Raises:
-        ValueError: for another width, as of projections that are sharded without the layer's knowledge.
+        ValueError: for another width, as when projections were sharded without adjusting the layer.
     """
     width = projected.shape[-1]
     if width != heads * dim:
@@ -94,9 +96,9 @@ def split_heads(name: str, projected: Tensor, heads: int, dim: int) -> Tensor:
 
 
 _NO_CACHE, _NO_CROSS, _POSITIONS = (
-    "keys and values of earlier tokens come by cache",
+    "pass keys and values of earlier tokens as cache",
     "this is self-attention",
-    "rotary embeddings come by position_embeddings and the rope hook",
+    "rotary embeddings are passed as position_embeddings and applied by the rope hook",
 )
 NOT_SUPPORTED = {
     **FOREIGN,
@@ -110,23 +112,23 @@ NOT_SUPPORTED = {
     "encoder_hidden_states": _NO_CROSS,
     "position_ids": _POSITIONS,
 }
-"""Arguments of attention layers of PyTorch and Hugging Face that layers here do not support, and why."""
+"""Arguments of PyTorch's and Hugging Face's attention layers that these layers do not support, with the reason."""
 
 OPTIONAL_FLAGS = ("use_cache", "need_weights", "output_attentions", "dropout", "dropout_p")
-"""Those of NOT_SUPPORTED that are accepted as False or 0."""
+"""Names in NOT_SUPPORTED that are accepted as False or 0."""
 
 
 def refuse_unsupported(arguments: Mapping[str, Any], *, causal: bool, instead_of_mask: str) -> None:
-    """Raise for further arguments of an attention layer's forward that would change the result.
+    """Raise for additional arguments of an attention layer's forward that would change the result.
 
     None, a flag that is False, and an `is_causal` equal to the layer's own are accepted.
 
     Args:
-        instead_of_mask: advice in the error of an attention mask: how to keep documents apart.
+        instead_of_mask: advice in the error for an attention mask: how to separate documents.
 
     Raises:
-        TypeError: an argument that is not known.
-        ValueError: one that is not supported, with the reason.
+        TypeError: for an unknown argument.
+        ValueError: for an unsupported one, with the reason.
     """
     for name, value in arguments.items():
         if name == "is_causal":
@@ -143,7 +145,7 @@ def refuse_unsupported(arguments: Mapping[str, Any], *, causal: bool, instead_of
 
 
 def weight_properties(project: nn.Module) -> tuple[torch.dtype, torch.device]:
-    """dtype of a projection's results, and its device, as its weight says; quantized layers of torch.ao give fp32.
+    """Output dtype and device of a projection, from its weight; quantized layers of torch.ao return fp32.
 
     Raises:
         TypeError: for a replaced projection without a weight.
@@ -152,7 +154,7 @@ def weight_properties(project: nn.Module) -> tuple[torch.dtype, torch.device]:
     if isinstance(weight, Tensor):
         return weight.dtype, weight.device
     if not callable(weight):
-        raise TypeError(f"projections must have a weight, whose dtype and device count, got {type(project).__name__}")
+        raise TypeError(f"projections must have a weight that defines dtype and device, got {type(project).__name__}")
     return torch.float32, weight().device
 
 
@@ -162,7 +164,7 @@ def check_input(hidden_states: Tensor, hidden_size: int, project: nn.Module, *, 
     Args:
         project: the layer's first projection. Dtype and device are checked only if it is a plain nn.Linear without
             hooks: replaced projections (adapters, quantized weights, offloading) may accept others.
-        packed: whether the call has `cu_seqlens`; None: the layer takes none.
+        packed: True if the call has `cu_seqlens`; None if the layer does not support them.
 
     Raises:
         TypeError, ValueError: naming `hidden_states`, what was expected and what came.

@@ -1,4 +1,4 @@
-"""Results on the meta device: shapes and dtypes without values, differentiable."""
+"""Results on the meta device: differentiable tensors with shapes and dtypes but no values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def empty_result(shape: Sequence[int], dtype: torch.dtype, *sources: Tensor) -> Tensor:
-    """An empty meta tensor that is differentiable, any number of times, with respect to the sources."""
+    """An empty meta tensor, differentiable any number of times with respect to the sources."""
     result: Tensor = _EmptyResult.apply(shape, dtype, *sources)
     return result
 

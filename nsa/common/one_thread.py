@@ -1,4 +1,4 @@
-"""OneThread: what belongs to one thread at a time, and raises in others."""
+"""OneThread: a reentrant context that raises, instead of blocking, in other threads."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class OneThread:
-    """A context that a thread may enter again and again, and that raises in other threads until it has left.
+    """A reentrant context for one thread at a time; other threads that enter it meanwhile raise RuntimeError.
 
-    Copies and pickles are new ones.
+    Copies and pickles are new contexts.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
 
     def alone(self) -> AbstractContextManager[Any]:
-        """The context; in torch.compile, which records no locks, one that does nothing."""
+        """The context, or a null context in torch.compile, which cannot trace locks."""
         return nullcontext() if torch.compiler.is_compiling() else self
 
     def __enter__(self) -> None:
@@ -41,7 +41,7 @@ class OneThread:
 
 
 def in_one_thread(method: F) -> F:
-    """Make a method run in the context `self.thread`, a OneThread."""
+    """Run a method inside the context `self.thread`, a OneThread."""
 
     @wraps(method)
     def alone(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""PyTorch operators: their registration, and the calls that run as one.
+"""Registration of PyTorch operators, and the conditions for a call to run as one.
 
-torch.compile(fullgraph=True) records an operator as it is: Dynamo cannot trace validation and dispatch, and need not,
+torch.compile(fullgraph=True) treats an operator as opaque: Dynamo cannot trace validation and dispatch, and need not,
 since the implementation is the eager path. Each op registers a forward with autograd and a backward whose own
 derivative raises.
 """
@@ -20,13 +20,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def break_graph(function: F) -> F:
-    """`torch.compiler.disable` with the function's type: torch.compile breaks its graph at a call and runs it as is."""
+    """`torch.compiler.disable` with the function's type: a call is a graph break and runs eagerly."""
     return cast(F, torch.compiler.disable(function))
 
 
 def runs_as_operator(x: object) -> bool:
-    """True if a call on this tensor is one operator: in torch.compile, for fake tensors, which need its fake, and in
-    selective checkpointing, whose policy then decides on the whole call and not on what is written in place inside.
+    """True if a call on this tensor runs as one operator: in torch.compile; for fake tensors, which need its fake; and
+    in selective checkpointing, whose policy must decide on the whole call and not on in-place writes inside it.
     """
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
         return True
@@ -38,8 +38,8 @@ def register_operator(name: str, schema: str, implementation: Callable[..., Any]
     """Define `name` ("nsa_kernels::...") for all devices.
 
     Args:
-        schema: arguments and results, as torch.library.define takes them.
-        fake: the same call on fake tensors, which gives results without values.
+        schema: arguments and results, as for torch.library.define. fake: the same call on fake tensors, which returns
+            results without values.
     """
     torch.library.define(name, schema)
     torch.library.impl(name, "default", implementation)

@@ -1,6 +1,6 @@
-"""Call a function as it is where torch.compile traces its caller, at the price of a break in the graph.
+"""Run a function eagerly when torch.compile traces its caller, at the cost of a graph break.
 
-Imported where a graph meets such a call: `torch.compiler.disable` imports Dynamo, which takes long.
+Imported lazily, because `torch.compiler.disable` imports Dynamo, which is slow.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ from nsa.common.operators import break_graph
 
 @break_graph
 def call_as_is(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, which Dynamo does not trace."""
+    """Call `function(*args, **kwargs)` without tracing it."""
     return function(*args, **kwargs)

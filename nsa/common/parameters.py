@@ -1,4 +1,4 @@
-"""Values of parameters, which FSDP2 and tensor parallelism may have sharded."""
+"""Access to parameters that FSDP2 or tensor parallelism may have sharded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def set_values(parameter: Tensor, values: Tensor) -> None:
-    """Copy values, the same on all ranks, into a parameter; into a DTensor this rank's part of them."""
+    """Copy values, equal on all ranks, into a parameter; a DTensor gets this rank's part of them."""
     if is_sharded(parameter):
         from torch.distributed.tensor import distribute_tensor
 
@@ -22,7 +22,7 @@ def set_values(parameter: Tensor, values: Tensor) -> None:
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """The part that this rank has of a DTensor; any other parameter as it is."""
+    """The local part of a DTensor; any other parameter itself."""
     return parameter.to_local() if is_sharded(parameter) else parameter
 
 
@@ -30,12 +30,12 @@ def is_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
     """True for a DTensor."""
     if type(parameter) is torch.nn.Parameter:
         return False
-    from torch.distributed.tensor import DTensor  # half a second, which few need
+    from torch.distributed.tensor import DTensor  # half a second, rarely needed
 
     return isinstance(parameter, DTensor)
 
 
 def identity_like(parameter: Tensor) -> Tensor:
-    """Identity matrices in the last two dims: whole, whatever of the parameter this rank has."""
+    """Identity matrices in the last two dims, of the full size even if the parameter is sharded."""
     eye = torch.eye(parameter.shape[-1], dtype=parameter.dtype, device=parameter.device)
     return eye.expand(parameter.shape).contiguous()

@@ -9,6 +9,6 @@ T = TypeVar("T")
 
 
 def replace(instance: T, **changes: Any) -> T:
-    """A copy of a dataclass instance, all of whose fields are parameters, with some fields changed."""
+    """Copy a dataclass instance, all of whose fields are init parameters, with some fields changed."""
     own = {field.name: getattr(instance, field.name) for field in fields(instance)}  # type: ignore[arg-type]
     return type(instance)(**{**own, **changes})
