@@ -14,7 +14,7 @@ from nsa.config import BlockPooling, NSAConfig
 
 
 def whole_blocks(x: Tensor, config: NSAConfig) -> Tensor:
-    """The blocks of x `[B,N,heads,D]`, without a ragged tail: a view `[B,N_cmp,heads,l,D]`."""
+    """View x `[B,N,heads,D]`, without a ragged tail, as blocks `[B,N_cmp,heads,l,D]`."""
     if config.num_compressed(x.shape[1]) == 0:
         return x[:, :0, :, None].expand(-1, -1, -1, config.compress_block_size, -1)
     return x.unfold(1, config.compress_block_size, config.stride).transpose(-1, -2)
@@ -23,12 +23,12 @@ def whole_blocks(x: Tensor, config: NSAConfig) -> Tensor:
 def pool_documents(x: Tensor, cu_seqlens: Tensor, pool: BlockPooling, config: NSAConfig) -> Tensor:
     """Entries of packed documents, document after document, then zeros: `[T//d,heads,D]`.
 
-    The number of rows follows from sizes alone, so nothing waits for the device.
+    The number of rows depends only on sizes, so nothing synchronizes with the device.
 
     Args:
         x: `[T,heads,D]`.
         cu_seqlens: int32 `[B+1]`.
-        pool: from blocks `[T//d,heads,l,D]` to entries `[T//d,heads,D]`.
+        pool: maps blocks `[T//d,heads,l,D]` to entries `[T//d,heads,D]`.
     """
     length, stride = config.compress_block_size, config.stride
     counts = ((cu_seqlens.diff() - length) // stride + 1).clamp(min=0)
@@ -36,7 +36,7 @@ def pool_documents(x: Tensor, cu_seqlens: Tensor, pool: BlockPooling, config: NS
     slots = torch.arange(x.shape[0] // stride, device=x.device)
     document = torch.searchsorted(ends, slots, right=True)
     used = document < len(counts)
-    # One more column, for slots after the last document
+    # One extra column, for slots after the last document
     first_slot = pad(ends - counts, [0, 1])[document]
     first_token = torch.where(used, cu_seqlens[document] + (slots - first_slot) * stride, 0)
     tokens = first_token[:, None] + torch.arange(length, device=x.device)
@@ -113,7 +113,7 @@ class LinearCompression(nn.Module):
         if blocks.dim() < 3 or tuple(blocks.shape[-3:]) != (heads, length, dim):
             own = f"LinearCompression(num_kv_heads={heads}, block_size={length}, head_dim={dim})"
             wanted = f"[...,H_kv,l,D] = [...,{heads},{length},{dim}]"
-            raise ValueError(f"compress is {own}, whose blocks must be {wanted}, got shape {list(blocks.shape)}")
+            raise ValueError(f"compress is {own}, which expects blocks {wanted}, got shape {list(blocks.shape)}")
         *lead, _, _, _ = blocks.shape
         weight = own_weight.to(blocks.dtype)
         # Positions contribute the same to every block: one row, instead of a copy of all blocks with positions added
@@ -124,7 +124,7 @@ class LinearCompression(nn.Module):
         ).to(blocks.dtype)
         by_head = blocks.movedim(-3, 0).reshape(heads, -1, length * dim)
         entries = torch.baddbmm(offset[:, None], by_head, weight.flatten(1, 2))
-        # Contiguous before its rows are split: torch.export compares strides, and would refuse a batch of one
+        # Contiguous before its rows are split: torch.export compares strides, and would reject a batch of one
         return entries.movedim(0, 1).contiguous().reshape(*lead, heads, dim)
 
     def extra_repr(self) -> str:

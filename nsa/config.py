@@ -23,7 +23,7 @@ BlockPooling = Callable[[Tensor], Tensor]
 Compress = str | BlockPooling | tuple[BlockPooling, BlockPooling]
 
 LARGEST_OPTION = 2**31 - 1
-"""Largest integer option: kernels count in int32, and a window or block of this many tokens holds any document."""
+"""Largest integer option: kernels use int32, and a window or block of this size covers any document."""
 
 
 class NSAOptions(TypedDict, total=False):
@@ -48,10 +48,10 @@ class NSAOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class NSAConfig:
-    """The options of NSA that change its result. Immutable and hashable, so one object can serve a whole model.
+    """The options of NSA that change its result. Immutable and hashable, so a whole model can share one object.
 
     Two presets: `NSAConfig.paper()` selects per token and is autoregressive; `NSAConfig.per_tile()`, the defaults,
-    selects once per 256 tokens and looks ahead inside such a tile.
+    selects once per tile of 256 tokens and looks ahead within the tile.
 
     Lengths are in tokens and counted from the start of each document; integers are at most 2^31 - 1. The exact
     definition is in docs/semantics.md.
@@ -127,9 +127,9 @@ class NSAConfig:
     def per_tile(cls, **changes: Unpack[NSAOptions]) -> NSAConfig:
         """Selection per tile of 256 tokens and per query head, with l = d = l' = 64: the defaults.
 
-        When to use: for encoders, for prefill, and where speed counts more than autoregression. All queries of a tile
-        choose its blocks together, so the selection of a token depends on later tokens of its tile: a model trained so
-        is not autoregressive token by token. Train models that generate with `paper()`.
+        Use it for encoders, for prefill, and if speed matters more than autoregression. All queries of a tile select
+        its blocks together, so the selection of a token depends on later tokens of its tile, and the model is not
+        autoregressive token by token. Train models that generate with `paper()`.
 
         Args:
             changes: options that differ from the preset, by name.
@@ -157,8 +157,8 @@ class NSAConfig:
     def paper(cls, **changes: Unpack[NSAOptions]) -> NSAConfig:
         """Selection per token, shared in the group, with overlapping compression (arXiv 2502.11089, section 4.1).
 
-        When to use: for language models. No output depends on a later token, in training as in generation. l = 32,
-        d = 16, l' = 64; of the 16 selected blocks 1 initial and 2 local ones are forced; w = 512.
+        Use it for language models: no output depends on a later token, in training or generation. l = 32, d = 16, l' =
+        64; of the 16 selected blocks 1 initial and 2 local ones are forced; w = 512.
 
         Args:
             changes: options that differ from the preset, by name.
@@ -198,22 +198,22 @@ class NSAConfig:
 
     @property
     def token_mode(self) -> bool:
-        """Selection per token, by softmax importance; otherwise per tile, by mean logits."""
+        """True if selection is per token, by softmax importance; otherwise it is per tile, by mean logits."""
         return self.q_tile_size == 1
 
     @property
     def shares_heads(self) -> bool:
-        """One selection for all query heads of a key/value head."""
+        """True if all query heads of a key/value head share a selection."""
         return self.share_heads_in_group or self.token_mode
 
     @property
     def pools(self) -> tuple[str | BlockPooling, str | BlockPooling]:
-        """What compresses k, and v."""
+        """The compression of k, and that of v."""
         return self.compress if isinstance(self.compress, tuple) else (self.compress, self.compress)
 
     @property
     def compress_may_learn(self) -> bool:
-        """`compress` has parameters that need gradients, or is a plain function that may use some."""
+        """True if `compress` has parameters that need gradients, or is a plain function that may use some."""
         return any(
             any(p.requires_grad for p in pool.parameters()) if isinstance(pool, nn.Module) else callable(pool)
             for pool in self.pools
@@ -224,7 +224,7 @@ class NSAConfig:
         return 1.0 / math.sqrt(max(head_dim, 1)) if self.softmax_scale is None else self.softmax_scale
 
     def num_compressed(self, num_tokens: int) -> int:
-        """Compressed entries of a document; a ragged tail is not compressed."""
+        """Number of compressed entries of a document; a ragged tail is not compressed."""
         return max(0, (num_tokens - self.compress_block_size) // self.stride + 1)
 
     def _integer(self, name: str, least: int) -> None:
@@ -244,7 +244,7 @@ class NSAConfig:
             raise TypeError(f"softmax_scale must be a number or None, got {scale!r}")
         if not (is_finite(scale) and scale > 0):
             raise ValueError(f"softmax_scale must be finite and greater than 0, got {scale}")
-        object.__setattr__(self, "softmax_scale", float(scale))  # PyTorch takes no integers beyond int64
+        object.__setattr__(self, "softmax_scale", float(scale))  # PyTorch does not accept integers beyond int64
 
     def _check_compress(self) -> None:
         compress: Any = self.compress
@@ -287,12 +287,12 @@ class NSAConfig:
                 )
 
     def _forced_cmp_blocks(self) -> int:
-        """The most blocks of compressed entries that become visible inside one tile, over all tiles."""
+        """Maximum, over all tiles, of the number of blocks of compressed entries that become visible inside a tile."""
         if not self.causal:
             return 0
         stride, tile, span = self.stride, self.q_tile_size, self.stride * self.n_block_size
         # With y = t*tile - length + stride, tile t completes entries of the blocks y // span ... (y + tile - stride) //
-        # span. Modulo span, y takes every value that is stride - length modulo `step`; the largest meets most blocks.
+        # span. Modulo span, y has every value that is stride - length modulo `step`; the largest overlaps most blocks.
         step = math.gcd(tile, span)
         latest = span - step + (stride - self.compress_block_size) % step
         return (latest + tile - stride) // span + 1
@@ -308,7 +308,7 @@ def check_options(config: NSAConfig | None, options: Mapping[str, Any], others: 
     """Raise TypeError unless all options are fields of NSAConfig, or there are none and a config replaces them.
 
     Args:
-        others: the call's other keywords, of which an unknown name may be a misspelling.
+        others: other valid keywords of the call, as candidates for a misspelled name.
     """
     unknown = sorted(name for name in options if name not in OPTION_NAMES)
     if unknown:

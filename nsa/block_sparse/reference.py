@@ -69,8 +69,7 @@ def _no_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _sequence(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, size: int, causal: bool, scale: float) -> Tensor:
-    """Attention for sequences of equal length whose queries are their last tokens. Args: `indices`: int64
-    `[B,H_kv,N_q,k]`."""
+    """Attention for sequences of equal length whose queries come last; indices int64 `[B,H_kv,N_q,k]`."""
     batch, num_queries, heads, dim = q.shape
     num_keys, kv_heads, v_dim = v.shape[1:]
     size = min(size, max(num_keys, 1))  # a short sequence's only block is no longer than itself

@@ -1,4 +1,4 @@
-"""nsa_with_cache: checks its arguments, finds a backend and runs it inside a step of the cache's table."""
+"""nsa_with_cache, which checks its arguments, finds a backend and runs it inside a step of the cache's table."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def nsa_with_cache(
 ) -> Tensor:
     """Append new tokens of each sequence to a cache, and attend: NSA's decoding and chunked prefill, without gradients.
 
-    Row i of a sequence is the last row of `nsa` on its first seqlens + i + 1 tokens. In token mode that is the row of
-    any longer call, too. Nothing is read on the host. docs/decoding.md has the details and what each step costs.
-
-    Under torch.autocast tensors are cast as those of `nsa`.
+    Row i of a sequence is the last row of `nsa` on its first seqlens + i + 1 tokens. In token mode it is also the row
+    of any longer call. Nothing is read on the host. docs/decoding.md has details and costs. Under torch.autocast,
+    tensors are cast like those of `nsa`.
 
     Args:
         q: queries of the new tokens `[B,N_q,H,D]`, N_q >= 1, in the cache's dtype.
         k: their keys `[B,N_q,H_kv,D]`.
         v: their values `[B,N_q,H_kv,D_v]`.
-        cache: where they are appended. Caches that share a table are called inside `with table.step(N_q):`.
-        counts: real tokens of each sequence, the first ones of its rows: int32 `[B]` on the device, 0 to N_q. Others
-            are not written, and their rows are 0. Inside a step it is the step's. Default: None, which means all.
+        cache: the cache to which the tokens are appended. Caches that share a table must be called inside `with
+            table.step(N_q):`.
+        counts: number of real tokens of each sequence, the first of its rows: int32 `[B]` on the device, 0 to N_q.
+            Other rows are not written and return 0. Inside a step, pass it to the step. Default: None, which means all.
         w_k_compress: as in `nsa`, for the blocks that these tokens complete. Default: None.
         w_v_compress: as in `nsa`. Default: None.
         k_slc: keys of the selected branch `[B,N_q,H_kv,D]`, for a cache with `separate_kv=True`; with the next three.
@@ -62,21 +62,20 @@ def nsa_with_cache(
         v_win: values of the window branch. Default: None.
         gate_proj_weight: `[H,3,D]`, as in `nsa`. Default: None.
         gates: `[B,N_q,H,3]`, as in `nsa`. Default: None.
-        config: the options, equal to the cache's in what says how it lies in memory. Default: None, the cache's.
-        backend: "reference" or "cute". Default: None, which reads NSA_KERNELS_BACKEND and then takes the first that
-            can run.
+        config: the options; those that define the cache's layout must equal the cache's. Default: None, the cache's.
+        backend: "reference" or "cute". Default: None, which means NSA_KERNELS_BACKEND if set, else the first that
+            supports the call.
 
     Returns:
-        `[B,N_q,H,D_v]` in q's dtype. NaN in all rows of a sequence that has no room (`cache.check()` says which);
+        `[B,N_q,H,D_v]` in q's dtype. All rows of a sequence without room are NaN (`cache.check()` reports it), and
         nothing of it is written.
 
     Raises:
         TypeError: naming an argument of the wrong type or dtype, before anything is written.
         ValueError: naming an argument of the wrong shape, device or value, before anything is written.
-        RuntimeError: where gradients are needed; outside of a step of several layers; twice in one step; while another
-            thread uses the cache; with `debug=True` where a sequence has no room, and the cache is then as it was; in
-            transforms of torch.func.
-        dispatch.BackendError: when no backend can run the call, with the reason of each.
+        RuntimeError: if gradients are needed; outside of a step with several layers; twice in one step; while another
+            thread uses the cache; with `debug=True` if a sequence has no room, which leaves the cache unchanged; in
+            transforms of torch.func. dispatch.BackendError: if no backend supports the call, with the reason of each.
 
     Examples:
         >>> import torch
@@ -101,7 +100,7 @@ def nsa_with_cache(
             run = partial(run_checked, resolve(inputs, cache, config, backend))
         table = cache.table
         if table.open is not None and counts is not None:
-            raise ValueError("counts are the step's: give them to table.step, got counts inside a step")
+            raise ValueError("counts must be passed to table.step, got counts inside a step")
         own_step: AbstractContextManager[Step] = (
             nullcontext(table.open)
             if table.open is not None

@@ -22,7 +22,7 @@ WEIGHTS = ("w_k_compress", "w_v_compress")
 def append(inputs: NSAInputs, config: NSAConfig, cache: Any, step: Step) -> None:
     """Write keys and values of the new tokens, and the compressed entries whose last token is among them.
 
-    Args: checked ones; an nsa.NSACache inside a step.
+    Arguments are checked; `cache` is an nsa.NSACache inside a step.
     """
     sums = torch.promote_types(cache.dtype, torch.float32)
     weights: dict[str, Any] = {name: None if (w := getattr(inputs, name)) is None else w.to(sums) for name in WEIGHTS}
@@ -51,9 +51,9 @@ def append(inputs: NSAInputs, config: NSAConfig, cache: Any, step: Step) -> None
 
 
 def write_rows(x: Tensor, rows: Tensor, values: Tensor, wanted: Tensor) -> None:
-    """x[rows[i]] = values[i] where wanted[i], for rows that differ; nothing is read on the host.
+    """x[rows[i]] = values[i] where wanted[i], for distinct rows, without reading anything on the host.
 
-    A row that is not wanted repeats the first wanted one; where none is, row 0 is written as it is.
+    An unwanted row repeats the first wanted one; if there is none, row 0 is rewritten with its own values.
     """
     if x.shape[0] == 0 or rows.shape[0] == 0:
         return

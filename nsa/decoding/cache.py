@@ -1,4 +1,4 @@
-"""NSACache: pages of keys, values and compressed entries of one layer, and what tile mode keeps of queries."""
+"""NSACache: pages of keys, values and compressed entries of one layer, and sums of queries in tile mode."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from nsa.inputs import NSAInputs
 
 
 def page_names(separate_kv: bool) -> tuple[str, ...]:
-    """Of a cache's tensors in pages."""
+    """Names of a cache's paged tensors."""
     branches = ("", "_slc", "_win") if separate_kv else ("",)
     return (*(f"{x}{branch}" for branch in branches for x in "kv"), "k_cmp", "v_cmp")
 
 
 class NSACache:
-    """The keys and values of one attention layer, for `nsa_with_cache`. docs/decoding.md shows how they lie in memory.
+    """The keys and values of one attention layer, for `nsa_with_cache`. docs/decoding.md has the memory layout.
 
-    Memory is not initialised: nothing that no token has written is read into a result.
+    Memory is not initialised; results never depend on unwritten memory.
 
     Args:
         config: the layer's options; `causal=True`.
-        table: pages and lengths of the sequences, shared by all layers. Empty, unless `pages` hold its tokens.
+        table: pages and lengths of the sequences, shared by all layers. Must be empty unless `pages` hold its tokens.
         heads_kv: H_kv, key/value heads.
         dim: D, of keys.
         dim_v: D_v, of values. Default: None, which means D.
-        heads: H, query heads; needed with `q_tile_size > 1`, where sums of queries are kept. Default: None.
-        separate_kv: keep keys and values of their own for the selected and the window branch. Default: False.
+        heads: H, query heads; required with `q_tile_size > 1`, which keeps sums of queries. Default: None.
+        separate_kv: keep separate keys and values for the selected and the window branch. Default: False.
         dtype: of keys and values. Default: torch.float32.
-        pages: memory to use, an engine's, by the names of `pages` below, in tile mode also "tile_sums"; the rest is
-            allocated. Default: None.
+        pages: existing memory, such as an inference engine's, by the names of `pages` below, in tile mode also
+            "tile_sums"; the rest is allocated. Default: None.
 
     Raises:
         TypeError: naming an argument of the wrong type.
         ValueError: naming an argument out of range, pages of another shape, dtype, device or layout, or a table with
-            tokens that nothing holds.
+            tokens that no pages hold.
 
     Examples:
         >>> import torch
@@ -101,9 +101,9 @@ class NSACache:
         if not given.keys() >= set(known):
             table.check_new_layer()
         self.pages: dict[str, Tensor] = {}
-        """k, v `[pages,page_size,H_kv,D or D_v]`, with separate_kv k_slc, v_slc, k_win, v_win likewise; k_cmp, v_cmp
-        `[pages,ceil(page_size/d),H_kv,D or D_v]`: entry j lies in the page of its last token e, in slot
-        e % page_size // d."""
+        """k, v `[pages,page_size,H_kv,D or D_v]`, with separate_kv also k_slc, v_slc, k_win, v_win; k_cmp, v_cmp
+        `[pages,ceil(page_size/d),H_kv,D or D_v]`: entry j is in the page of its last token e, in slot e % page_size //
+        d."""
         for name in names:
             rows = slots if name.endswith("_cmp") else table.page_size
             shape = (table.num_pages, rows, heads_kv, dim if name.startswith("k") else dim_v)
@@ -112,8 +112,8 @@ class NSACache:
         """Tile mode: the sum of the queries of token i's tile up to i, in slot i % T: `[B,min(T, capacity),H,D]`, fp32
         (fp64 for fp64 keys)."""
         self.sums_begin: Tensor | None = None
-        """Tile mode: what the last cut left of `_kept_from`, int32 `[B]`. A step does not write it: lengths say which
-        tile it has opened."""
+        """Tile mode: `_kept_from` after the last cut, int32 `[B]`. Steps do not write it: the open tile follows from
+        the lengths."""
         if heads is not None and not config.token_mode:
             sums = torch.promote_types(dtype, torch.float32)
             tile = min(config.q_tile_size, table.capacity)
@@ -121,11 +121,11 @@ class NSACache:
             with to_be_changed():
                 self.sums_begin = torch.zeros(table.batch, dtype=torch.int32, device=table.device)
         self.taken: dict[Hashable, Any] = {}
-        """Backends that took calls, a bounded number, by what their checks depend on (validate.py)."""
+        """Backends of accepted calls, a bounded number, keyed by the inputs of their checks (validate.py)."""
         table.add_layer(self)
 
     def _memory(self, name: str, given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """What is given, checked, or new memory."""
+        """The given memory, checked, or new memory."""
         device = self.table.device
         if given is None:
             with to_be_changed():
@@ -139,7 +139,7 @@ class NSACache:
             raise ValueError(f"{name} of pages must be {wanted}, got {list(given.shape)} on {given.device}")
         distance = given.stride(1) if given.shape[1] > 1 else given.stride(0)
         if given.shape[0] > 1 and given.stride(0) != given.shape[1] * distance:
-            wanted = "tokens at one distance in memory, across pages, too"
+            wanted = "one stride between tokens, also across pages"
             raise ValueError(f"{name} of pages must have {wanted}, got strides {list(given.stride())}")
         return given
 
@@ -160,8 +160,8 @@ class NSACache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> NSACache:
-        """A cache of empty sequences with a table of its own, for one layer; `NSACache(config, cache.table, ...)` adds
-        further ones.
+        """Create a cache of empty sequences with its own table, for one layer; `NSACache(config, cache.table, ...)`
+        adds more.
 
         Args:
             config: as NSACache.
@@ -193,25 +193,28 @@ class NSACache:
         return self.table.seqlens
 
     def entry_rows(self, entries: Tensor) -> Tensor:
-        """Where compressed entries `[B,...]` lie in k_cmp and v_cmp with the first two dims one; -1 without a page."""
+        """Rows of compressed entries `[B,...]` in k_cmp and v_cmp with the first two dims flattened; -1 without a
+        page.
+        """
         last = entries * self.config.stride + self.config.compress_block_size - 1
         rows, size = self.table.rows(last), self.table.page_size
         slots = self.pages["k_cmp"].shape[1]
         return torch.where(rows >= 0, rows // size * slots + rows % size // self.config.stride, -1)
 
     def append(self, inputs: NSAInputs, config: NSAConfig, step: Step) -> None:
-        """Write a step's new keys and values, and the entries that they complete, in PyTorch: any pooling and branches.
+        """Write a step's new keys and values, and the entries that they complete, in PyTorch, for any pooling and
+        branches.
 
         For backends whose kernels do not.
         """
         append(inputs, config, self, step)
 
     def check(self) -> None:
-        """`PageTable.check`: raise RuntimeError where a sequence has overflowed; waits for the device."""
+        """`PageTable.check`: raise RuntimeError if a sequence has overflowed; synchronizes with the device."""
         self.table.check()
 
     def reorder(self, rows: Tensor) -> None:
-        """`PageTable.reorder`, which reorders all layers: sequence b becomes what sequence rows[b] is.
+        """`PageTable.reorder`, which reorders all layers: sequence b becomes a copy of sequence rows[b].
 
         Args:
             rows: int32 or int64 `[B]` on the device.
@@ -219,42 +222,43 @@ class NSACache:
         self.table.reorder(rows)
 
     def truncate(self, lengths: int | Tensor) -> None:
-        """`PageTable.truncate`, which cuts all layers: sequences to at most these lengths.
+        """`PageTable.truncate`, which cuts sequences to at most these lengths in all layers.
 
         Args:
-            lengths: of all sequences, or int32 or int64 `[B]` on the device.
+            lengths: one for all sequences, or int32 or int64 `[B]` on the device.
         """
         self.table.truncate(lengths)
 
     def reset(self) -> None:
-        """`PageTable.reset`: forget the sequences of all layers."""
+        """`PageTable.reset`: clear the sequences of all layers."""
         self.table.reset()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The cache's tensors, to save.
+        """Return the cache's tensors, to save them.
 
         Returns:
-            Tensors by name, the table's with "table." before; themselves and no copies.
+            Tensors by name, the table's prefixed by "table."; not copies.
         """
         kept = {"tile_sums": self.tile_sums, "sums_begin": self.sums_begin}
         own = self.pages | {name: tensor for name, tensor in kept.items() if tensor is not None}
         return own | {f"table.{name}": tensor for name, tensor in self.table.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy the tensors of a saved cache into this one, and into the table that all layers share.
+        """Copy the tensors of a saved cache into this one, and into the shared table.
 
         Args:
             state: the `state_dict` of a cache of the same sizes and options.
 
         Raises:
-            TypeError: naming what is no tensor, before anything is copied.
-            ValueError: naming what is missing, unknown, or of another shape or dtype, likewise.
+            TypeError: naming a value that is not a tensor, before anything is copied.
+            ValueError: naming a tensor that is missing, unknown, or of another shape or dtype, before anything is
+                copied.
             RuntimeError: inside a step.
         """
         self.table.load(self.state_dict(), state)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy.deepcopy and pickle: of caches that are copied together, those of one table share its copy."""
+        """For copy.deepcopy and pickle: caches of one table that are copied together share its copy."""
         return {**vars(self), "taken": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -263,7 +267,7 @@ class NSACache:
 
     __copy__ = refuse_shallow_copy
 
-    # What the table asks of its layers
+    # Called by the table on its layers
 
     def copy_pages(self, source: Tensor, target: Tensor, wanted: Tensor) -> None:
         """Copy pages source[b] to target[b] `[B]` where wanted."""
@@ -271,18 +275,18 @@ class NSACache:
             write_rows(pages, target, pages[source], wanted)
 
     def take_rows(self, rows: Tensor) -> None:
-        """Row b of what is kept by sequence becomes row rows[b]."""
+        """Replace row b of per-sequence state by row rows[b]."""
         for kept in (self.tile_sums, self.sums_begin):
             if kept is not None:
                 kept.copy_(kept[rows])
 
     def _kept_from(self, begin: Tensor) -> Tensor:
-        """The length from which on sums are kept, int32 `[B]`: a sequence can be cut inside a tile from there on."""
+        """The length from which sums are kept, int32 `[B]`: from there on a sequence can be cut inside a tile."""
         tile = self.config.q_tile_size
         return torch.maximum((self.seqlens - 1).clamp(min=0) // tile * tile, begin)
 
     def check_truncation(self, lengths: Tensor) -> None:
-        """Raise where lengths lie inside a tile whose queries are not kept; waits for the device in tile mode."""
+        """Raise if a length is inside a tile whose queries are not kept; synchronizes with the device in tile mode."""
         if self.sums_begin is None or not is_readable(lengths, wait=True):
             return
         tile, first = self.config.q_tile_size, self._kept_from(self.sums_begin)
@@ -295,12 +299,12 @@ class NSACache:
             )
 
     def cut(self, lengths: Tensor) -> None:
-        """Note which sums are kept, before sequences are cut to lengths that were checked."""
+        """Record which sums are kept, before sequences are cut to checked lengths."""
         if self.sums_begin is not None:
             self.sums_begin.copy_(torch.minimum(self._kept_from(self.sums_begin), lengths))
 
     def grown(self, pages: int, capacity: int) -> Callable[[], None]:
-        """Allocate pages and sums for a table that grows; what is returned takes them."""
+        """Allocate pages and sums for a growing table; the returned function installs them."""
         longer_pages = {name: longer(own, 0, pages, 0.0) for name, own in self.pages.items()}
         sums = self.tile_sums
         if sums is not None:

@@ -2,8 +2,8 @@
 
 nsa_kernels::with_cache    out; writes pages and, in tile mode, sums of queries
 
-torch.compile traces the table's step, and the operator gets what the step knows of the sequences. What a call has
-written stays where a later part of the compiled function fails.
+torch.compile traces the table's step, and the operator gets the step's tensors. If a later part of the compiled
+function fails, writes of the call are not undone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCHEMA = f"({_TENSORS}, {_STATE}, *, SymInt page_size, {OPTIONS}, str? backend) 
 
 
 def call_with_cache(inputs: NSAInputs, config: NSAConfig, cache: NSACache, step: Step, backend: str | None) -> Tensor:
-    """The operator, inside a step that is being traced.
+    """Call the operator inside a step that is being traced.
 
     Raises:
         ValueError: for a callable `compress`.
@@ -81,9 +81,9 @@ def _with_cache(*arguments: Any, page_size: int, backend: str | None, **options:
 
 
 def run_checked(impl: dispatch.Impl, inputs: NSAInputs, config: NSAConfig, cache: NSACache, step: Step) -> Tensor:
-    """A backend's call, inside a step.
+    """Call a backend inside a step.
 
-    Modes are set here and not around the step: a graph would leave them behind where a call in it raises.
+    Modes are set here and not around the step, because a graph in which a call raises would not restore them.
     """
     with torch.no_grad(), autocast_off(inputs.q.device.type):
         if config.debug:

@@ -1,8 +1,8 @@
 """nsa_with_cache in eager PyTorch: defines a step; kernels are tested against it.
 
 Any dtype from bf16 to fp64, any device, any page, block and tile size. Each query is a tile of one row, with the mean
-query of its tile so far. Only the compressed entries are read as a whole; of keys and values only what is selected, and
-the window. Nothing is read on the host, and lengths are facts of the device: shapes follow from the table's capacity.
+query of its tile so far. All compressed entries are read, but only the selected and window keys and values. Nothing is
+read on the host: lengths stay on the device, and shapes follow from the table's capacity.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from nsa.reference import (
 
 
 def check(call: Any) -> str | None:
-    """Why the dispatcher must not pick the reference for this call, or None."""
+    """Reason why the dispatcher must not choose the reference for this call, or None."""
     if call.device_type != "cpu" and not call.named:
         return f"runs on {call.device_type} only when named: backend='reference' (correct everywhere, fast nowhere)"
     return None
 
 
 def nsa_with_cache(inputs: NSAInputs, config: NSAConfig, cache: NSACache, step: Step) -> Tensor:
-    """Append, then attend, for checked inputs inside a step: out `[B,N_q,H,D_v]` in q's dtype."""
+    """Append and attend, for checked inputs inside a step; returns out `[B,N_q,H,D_v]` in q's dtype."""
     exact, dtype = in_sum_dtype(inputs), inputs.q.dtype
     append(inputs, config, cache, step)
     means = _mean_queries(exact.q, config, cache, step)
@@ -71,11 +71,11 @@ def _mean_queries(q: Tensor, config: NSAConfig, cache: NSACache, step: Step) -> 
     sums = q.clone()
     sums[:, 0] += torch.where((inside[:, 0] > 0)[:, None, None], earlier, 0.0)
     shift = 1
-    while shift < min(tile, step.num_tokens):  # sums of 2, 4, 8, ... queries, none of them across a tile's first token
+    while shift < min(tile, step.num_tokens):  # sums of 2, 4, 8, ... queries, none across a tile's first token
         same = (inside[:, shift:] >= shift)[..., None, None]
         sums[:, shift:] = sums[:, shift:] + torch.where(same, sums[:, :-shift], 0.0)
         shift *= 2
-    last = step.new & (positions >= positions[:, :1] + step.counts[:, None] - tile)  # later ones take the same slots
+    last = step.new & (positions >= positions[:, :1] + step.counts[:, None] - tile)  # later ones use the same slots
     rows = torch.arange(len(q), device=q.device)[:, None] * slots + inside
     target = cache.tile_sums.flatten(0, 1)
     step.commits.append(partial(write_rows, target, rows.flatten(), sums.flatten(0, 1), last.flatten()))
@@ -104,7 +104,7 @@ class PagedKeys:
         return self.cache.table.capacity
 
     def gather(self, positions: Tensor) -> Keys:
-        """Tokens `[B,S,n,m]` as `[B,S,n,m,D]`, anything where there is none.
+        """Gather tokens `[B,S,n,m]` as `[B,S,n,m,D]`; undefined for tokens that do not exist.
 
         Head s of S reads key/value head s // (S / H_kv).
         """
@@ -116,7 +116,7 @@ class PagedKeys:
 
 
 def _entries(config: NSAConfig, cache: NSACache, dtype: torch.dtype) -> Keys:
-    """All compressed entries that sequences can have, `[B,H_kv,entries,D]`; anything where there is none yet."""
+    """All compressed entries that sequences can have, `[B,H_kv,entries,D]`; undefined for entries not yet written."""
     count = config.num_compressed(cache.table.capacity)
     entries = torch.arange(count, device=cache.table.device).expand(cache.table.batch, -1)
     rows = cache.entry_rows(entries).clamp(min=0)
@@ -130,13 +130,13 @@ def _attend(
     """The gated sum of the three branches for some queries, `[B,n,H,D_v]`.
 
     Args:
-        q: queries `[B,n,H,D]`, means likewise.
+        q, means: queries and mean queries `[B,n,H,D]`.
         positions: their tokens `[B,n]`.
         gates: `[B,n,H,3]`.
     """
     capacity, scale = cache.table.capacity, config.scale(q.shape[-1])
     rows = positions[:, None, :, None]  # [B,1,n,T=1]
-    tile = torch.cat([rows - rows % config.q_tile_size, rows], -1)  # of each query: its first token, and the query
+    tile = torch.cat([rows - rows % config.q_tile_size, rows], -1)  # first token of its tile, and the query itself
     q, means = q.transpose(1, 2)[:, :, :, None], means.transpose(1, 2)
 
     scores, scored = score(means, entries.k, tile, capacity, config)

@@ -1,6 +1,6 @@
-"""PageTable: which pages hold a batch of sequences, and how long these are; all layers of a model share one.
+"""PageTable: pages and lengths of a batch of sequences, shared by all layers of a model.
 
-Everything a step needs is on the device, and nothing of it is read on the host: lengths, pages, free pages, overflow.
+Lengths, pages, free pages and overflow flags are on the device; a step reads none of them on the host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nsa.common.one_thread import OneThread, in_one_thread
 
 
 class Layer(Protocol):
-    """What a table asks of the caches that use it."""
+    """Interface of the caches that use a table."""
 
     def copy_pages(self, source: Tensor, target: Tensor, wanted: Tensor) -> None: ...
 
@@ -37,18 +37,18 @@ class Layer(Protocol):
 class PageTable:
     """Pages and lengths of a batch of sequences, shared by the caches of all layers (see docs/decoding.md).
 
-    Pages are allocated, and lengths advance, once a step. With one layer `nsa_with_cache` is a step by itself; with
-    more, a step is `with table.step(N_q):` around the calls of all layers.
+    Pages are allocated, and lengths advance, once per step. With one layer, `nsa_with_cache` is a step by itself; with
+    more, wrap the calls of all layers in `with table.step(N_q):`.
 
     Args:
-        block_table: int32 `[B,pages_per_sequence]`: the page of each `page_size` tokens of a sequence, -1 where there
-            is none. Read and, unless `page_uses` is None, written in place.
-        seqlens: int32 `[B]`, tokens of each sequence, on the same device. Likewise.
+        block_table: int32 `[B,pages_per_sequence]`: the page of each `page_size` tokens of a sequence, or -1. Read and,
+            unless `page_uses` is None, written in place.
+        seqlens: int32 `[B]`, tokens of each sequence, on the same device. Read and written like `block_table`.
         page_size: tokens of a page.
         num_pages: pages of every layer.
-        page_uses: int32 `[num_pages]`, the sequences that hold each page; 0: a free one. A sequence may hold pages
-            ahead of its tokens, which no other holds: steps write these first. Default: None, where an engine allocates
-            pages and advances seqlens itself: steps do neither.
+        page_uses: int32 `[num_pages]`, number of sequences that hold each page; 0 if it is free. A sequence may hold
+            pages ahead of its tokens, which no other holds; steps write these first. Default: None, for an engine that
+            allocates pages and advances seqlens itself; steps then do neither.
 
     Raises:
         TypeError: naming an argument of the wrong type or dtype.
@@ -100,14 +100,14 @@ class PageTable:
         self.page_size, self.num_pages = page_size, num_pages
         with to_be_changed():
             self.overflowed = torch.zeros(seqlens.shape[0], dtype=torch.bool, device=seqlens.device)
-        """Sequences that had no room for their tokens, bool `[B]`: sticky, see `check`."""
+        """Sequences that had no room for their tokens, bool `[B]`; sticky, see `check`."""
         self.open: Step | None = None
-        """The step that is going on."""
+        """The step in progress."""
         self.thread = OneThread()
-        """Entered by steps, by the calls of layers, and by whatever changes the table."""
+        """Entered by steps, by calls of layers, and by changes of the table."""
         self._layers: list[weakref.ref[Any]] = []
         self._is_new = False
-        """The host knows that there are no tokens."""
+        """True if the host knows that there are no tokens."""
 
     @classmethod
     def empty(
@@ -119,17 +119,17 @@ class PageTable:
         page_size: int = 64,
         device: torch.device | str | None = None,
     ) -> PageTable:
-        """A table of empty sequences that allocates pages itself.
+        """Create a table of empty sequences that allocates pages itself.
 
         Args:
             batch: B, sequences.
-            max_tokens: most tokens of a sequence, rounded up to whole pages. Default: None, which means as many as all
-                pages hold.
+            max_tokens: maximum number of tokens of a sequence, rounded up to whole pages. Default: None, which means as
+                many as all pages hold.
             pages: pages that the sequences share. Default: None, which means enough for `batch` sequences of
                 `max_tokens`.
-            page_size: tokens of a page. Kernels want a multiple of `compress_stride` and `select_block_size`.
-                Default: 64.
-            device: of all tensors. Default: None, which means the CPU.
+            page_size: tokens of a page. Kernels require a multiple of `compress_stride` and prefer one of
+                `select_block_size`, too. Default: 64.
+            device: device of all tensors. Default: None, which means the CPU.
 
         Returns:
             The table.
@@ -160,21 +160,21 @@ class PageTable:
 
     @property
     def batch(self) -> int:
-        """B."""
+        """B, number of sequences."""
         return self.block_table.shape[0]
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a sequence."""
+        """Maximum number of tokens of a sequence."""
         return self.block_table.shape[1] * self.page_size
 
     @property
     def device(self) -> torch.device:
-        """Of all tensors."""
+        """Device of all tensors."""
         return self.block_table.device
 
     def positions(self, num_tokens: int) -> Tensor:
-        """The positions of the next tokens of each sequence: for rotary embeddings.
+        """Positions of the next tokens of each sequence, for rotary embeddings.
 
         Args:
             num_tokens: N_q, new tokens of each sequence.
@@ -183,13 +183,13 @@ class PageTable:
             int64 `[B,N_q]`, counted from the first token of each sequence.
 
         Raises:
-            TypeError, ValueError: for another number of tokens than an integer of at least 0.
+            TypeError, ValueError: unless num_tokens is an integer of at least 0.
         """
         check_integer("num_tokens", num_tokens, 0)
         return self.seqlens.long()[:, None] + torch.arange(num_tokens, device=self.device)
 
     def rows(self, positions: Tensor) -> Tensor:
-        """Where tokens `[B,...]` lie in pages whose first two dims are one: int64, -1 where they have no page."""
+        """Rows of tokens `[B,...]` in pages with the first two dims flattened: int64, -1 without a page."""
         columns = positions // self.page_size
         inside = (positions >= 0) & (columns < self.block_table.shape[1])
         columns = columns.clamp(0, self.block_table.shape[1] - 1)
@@ -201,31 +201,31 @@ class PageTable:
 
     @contextmanager
     def step(self, num_tokens: int, counts: Tensor | None = None, *, debug: bool = False) -> Iterator[Step]:
-        """A step of all layers: pages for new tokens before it, longer sequences after it.
+        """Context of a step of all layers: allocates pages on entry and advances lengths on exit.
 
-        A sequence without room overflows: nothing of it is written, its rows are NaN, its length stays, and its flag
-        stays set until `truncate`. An exception ends the step as if it had not begun.
+        A sequence without room overflows: nothing of it is written, its rows are NaN, its length does not change, and
+        its flag stays set until `truncate`. An exception undoes the step.
 
-        Each cache of the table is called once, or its next results would read what no token has written: at the end of
-        a step that leaves one out RuntimeError is raised. Where an engine advances seqlens, that is the engine's care.
+        Each cache of the table must be called once, because its next results would otherwise read unwritten memory: a
+        step that leaves one out raises RuntimeError at its end. An engine that advances seqlens must ensure this
+        itself.
 
         Args:
             num_tokens: N_q, new tokens of each sequence.
-            counts: int32 `[B]` on the device: how many of them are real, 0 to N_q. Default: None, which means all.
-                Numbers outside are cut to these bounds on a GPU.
-            debug: wait for the device and raise instead. Default: False.
+            counts: int32 `[B]` on the device: number of real tokens among them, 0 to N_q, clamped on a GPU. Default:
+                None, which means all.
+            debug: raise on overflow, which synchronizes with the device. Default: False.
 
         Returns:
-            A context: calls of all layers belong inside it.
+            A context manager, to be entered around the calls of all layers.
 
         Raises:
-            RuntimeError: inside another step; while another thread uses the table; at its end, where caches were left
-                out.
+            RuntimeError: inside another step; while another thread uses the table; at its end, if caches were left out.
             TypeError, ValueError: naming an argument, its value and what was expected.
         """
         with self.thread.alone():
             if self.open is not None:
-                raise RuntimeError("a step of this table is open: end it before the next one begins")
+                raise RuntimeError("a step of this table is open: end it before starting another")
             check_integer("num_tokens", num_tokens, 1)
             if counts is not None:
                 self._check_counts(counts, num_tokens, debug=debug)
@@ -239,7 +239,7 @@ class PageTable:
                 yield self.open
                 if self.page_uses is not None and len(self.open.done) != self.num_layers:
                     called = f"{len(self.open.done)} of {self.num_layers} caches of this table called"
-                    raise RuntimeError(f"a step has one call of each layer, got {called}")
+                    raise RuntimeError(f"a step must call each layer once, got {called}")
                 for commit in self.open.commits:
                     commit()
             except BaseException:
@@ -270,14 +270,14 @@ class PageTable:
             raise ValueError(f"{name} must have {where}, got {list(tensor.shape)} on {tensor.device}")
 
     def _reserve(self, wanted: Tensor, num_tokens: int) -> Callable[[], None]:
-        """Pages for `wanted` more tokens of each sequence, at most num_tokens; flags for those that have no room.
+        """Allocate pages for `wanted` more tokens of each sequence, at most num_tokens; flag sequences without room.
 
-        Returns what gives these pages back.
+        Returns a function that frees these pages again.
         """
         size, columns = self.page_size, self.block_table.shape[1]
         after = self.seqlens.long() + wanted
         full = (wanted > 0) & (after > self.capacity)
-        if self.page_uses is None:  # the engine has put them there, or has not
+        if self.page_uses is None:  # the engine has or has not allocated them
             absent = (self.block_table < 0) | (self.block_table >= self.num_pages)
             needed = torch.arange(columns, device=self.device) * size < after[:, None]
             self.overflowed |= full | ((wanted > 0) & (absent & needed).any(1))
@@ -290,9 +290,9 @@ class PageTable:
         pages, granted = self._free_pages(missing)
         held = missing & granted[:, None]
         flags = full | ~granted
-        # A column may come twice, clamped; only the first of them can be missing and is written
+        # A clamped column may occur twice; only the first can be missing and is written
         taken = torch.where(held, pages, -1).to(torch.int32)
-        # Nothing is written before all that needs memory is there: an error leaves all three as they were
+        # Allocate everything before writing: an error leaves all three unchanged
         self._count(pages, held, 1)
         self.overflowed |= flags
         self.block_table.scatter_reduce_(1, touched, taken, "amax", include_self=True)
@@ -305,13 +305,13 @@ class PageTable:
         return give_back
 
     def _count(self, pages: Tensor, held: Tensor, by: int) -> None:
-        """Add to the uses of pages, where they are held."""
+        """Add `by` to the uses of held pages."""
         self._uses.index_add_(0, pages.flatten(), held.flatten().to(torch.int32), alpha=by)
 
     def _free_pages(self, missing: Tensor) -> tuple[Tensor, Tensor]:
-        """A free page for each True of `[B,n]`, and which sequences got all of theirs.
+        """A free page for each True of `[B,n]`, and a mask of sequences that got all of theirs.
 
-        Sequences are served in order; from the first that gets too few on, those that need any get none.
+        Sequences are served in order; after the first that gets too few, sequences that need pages get none.
         """
         free = self._uses == 0
         order = torch.argsort(free, descending=True, stable=True)  # free pages first, by number
@@ -320,21 +320,21 @@ class PageTable:
         number = (missing.flatten().cumsum(0) - 1).clamp(0, self.num_pages - 1).reshape(missing.shape)
         return order[number], granted
 
-    # Sequences: shared, cut, forgotten
+    # Sharing, cutting and clearing sequences
 
     @in_one_thread
     def reorder(self, rows: Tensor) -> None:
-        """Sequence b becomes what sequence rows[b] is, in all layers: beams, or copies of a shared prefix.
+        """Replace sequence b by sequence rows[b] in all layers: for beams, or copies of a shared prefix.
 
-        Full pages are shared; the page that a sequence goes on writing is copied; pages that were reserved and hold no
-        token are freed. A sequence that finds no free page for its copy overflows and is empty.
+        Full pages are shared, the page that a sequence writes next is copied, and reserved pages without tokens are
+        freed. A sequence without a free page for its copy overflows and becomes empty.
 
         Args:
             rows: int32 or int64 `[B]` on the device.
 
         Raises:
             TypeError, ValueError: naming the argument, its value and what was expected.
-            RuntimeError: inside a step, or where an engine allocates pages.
+            RuntimeError: inside a step, or if an engine allocates pages.
         """
         self._change("reorder")
         self._check_by_sequence("rows", rows, torch.int32, torch.int64)
@@ -348,20 +348,20 @@ class PageTable:
 
     @in_one_thread
     def truncate(self, lengths: int | Tensor) -> None:
-        """Cut sequences to at most these lengths, in all layers, free pages behind them and clear flags of overflow.
+        """Cut sequences to at most these lengths in all layers, free the pages after them and clear overflow flags.
 
-        A sequence that is cut inside a page that others hold, too, gets a copy as in `reorder`.
+        A sequence that is cut inside a shared page gets a copy of it, as in `reorder`.
 
-        In tile mode a length inside a tile must lie in the tile that is open, whose queries the cache has; to check it
-        the lengths are read on the host.
+        In tile mode, a length inside a tile must be in the open tile, whose queries the cache keeps; checking this
+        reads the lengths on the host.
 
         Args:
-            lengths: of all sequences, or int32 or int64 `[B]` on the device. Shorter sequences, and their flags,
-                stay as they are.
+            lengths: one for all sequences, or int32 or int64 `[B]` on the device. Shorter sequences and their flags do
+                not change.
 
         Raises:
             TypeError, ValueError: naming the argument, its value and what was expected.
-            RuntimeError: inside a step, or where an engine allocates pages.
+            RuntimeError: inside a step, or if an engine allocates pages.
         """
         self._change("truncate")
         if isinstance(lengths, Tensor):
@@ -379,21 +379,23 @@ class PageTable:
         self._own_open_pages()
 
     def reset(self) -> None:
-        """Forget all sequences: `truncate(0)`."""
+        """Clear all sequences: `truncate(0)`."""
         self.truncate(0)
 
     @in_one_thread
     def grow(self, max_tokens: int | None = None, *, pages: int | None = None) -> None:
-        """Room for longer sequences, or more pages, in all layers. Tensors are allocated anew: capture graphs again.
+        """Make room for longer sequences or more pages in all layers. Reallocates tensors, so capture CUDA graphs
+        again.
 
         Args:
-            max_tokens: most tokens of a sequence, at least today's. Default: None, which means today's.
-            pages: pages of each layer, at least today's. Default: None, which means enough for sequences of
-                `max_tokens`, and at least today's.
+            max_tokens: maximum number of tokens of a sequence, at least the current one. Default: None, the current
+                one.
+            pages: pages of each layer, at least the current number. Default: None, which means enough for sequences of
+                `max_tokens`, and at least the current number.
 
         Raises:
             TypeError, ValueError: naming the argument, its value and what was expected.
-            RuntimeError: inside a step, or where an engine allocates pages.
+            RuntimeError: inside a step, or if an engine allocates pages.
         """
         self._change("grow")
         if max_tokens is not None:
@@ -402,7 +404,7 @@ class PageTable:
         if pages is None:
             pages = max(self.num_pages, self.batch * columns)
         check_integer("pages", pages, self.num_pages)
-        # Everything is allocated before anything changes: memory may not suffice
+        # Allocate everything before changing anything: memory may not suffice
         grown = longer(self.block_table, 1, columns, -1), longer(self._uses, 0, pages, 0)
         changes: list[Callable[[], None]] = []
         self._each(lambda layer: changes.append(layer.grown(pages, columns * self.page_size)))
@@ -412,7 +414,7 @@ class PageTable:
             change()
 
     def check(self) -> None:
-        """Raise where a sequence has overflowed; waits for the device.
+        """Raise if a sequence has overflowed; synchronizes with the device.
 
         Raises:
             RuntimeError: naming the sequences and the capacity.
@@ -424,14 +426,14 @@ class PageTable:
             raise RuntimeError(
                 f"the cache has overflowed: sequences {rows} of {lengths} tokens had no room for their next ones "
                 f"(at most {self.capacity} tokens a sequence; {self.num_pages} pages of {self.page_size}{free}). "
-                "Their outputs since then are NaN; grow() it, truncate() it to lengths that are whole, and go on there"
+                "Their outputs since then are NaN; grow() it or truncate() it to valid lengths, and continue from there"
             )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The table's tensors, to save.
+        """Return the table's tensors, to save them.
 
         Returns:
-            Tensors by name; themselves and no copies.
+            Tensors by name; not copies.
         """
         names = ("block_table", "seqlens", "overflowed", "page_uses")
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
@@ -443,8 +445,9 @@ class PageTable:
             state: the `state_dict` of a table of the same sizes.
 
         Raises:
-            TypeError: naming what is no tensor, before anything is copied.
-            ValueError: naming what is missing, unknown, or of another shape or dtype, likewise.
+            TypeError: naming a value that is not a tensor, before anything is copied.
+            ValueError: naming a tensor that is missing, unknown, or of another shape or dtype, before anything is
+                copied.
             RuntimeError: inside a step.
         """
         self.load(self.state_dict(), state)
@@ -453,7 +456,7 @@ class PageTable:
 
     @in_one_thread
     def __getstate__(self) -> dict[str, Any]:
-        """For copy.deepcopy and pickle: the tensors. Caches that are copied along join the copy themselves."""
+        """For copy.deepcopy and pickle: the tensors. Caches that are copied together join the copy themselves."""
         self._check_closed("a copy")
         return {**vars(self), "_layers": []}
 
@@ -484,9 +487,9 @@ class PageTable:
         self._is_new = False
 
     def check_new_layer(self) -> None:
-        """Raise where sequences have tokens that a new cache has not; waits for the device after the first step.
+        """Raise if sequences have tokens that a new cache lacks; synchronizes with the device after the first step.
 
-        An engine's lengths are not read: it knows what its pages hold.
+        An engine's lengths are not read, because it manages its own pages.
         """
         if self._is_new or self.page_uses is None or not is_readable(self.seqlens, wait=True):
             return
@@ -498,12 +501,12 @@ class PageTable:
 
     @in_one_thread
     def add_layer(self, layer: Layer) -> None:
-        """Let reorder, truncate and grow change a cache, too, for as long as it lives."""
+        """Register a cache for reorder, truncate and grow; it is referenced weakly."""
         self._layers.append(weakref.ref(layer))
 
     @property
     def num_layers(self) -> int:
-        """Caches that use this table."""
+        """Number of caches that use this table."""
         return sum(layer() is not None for layer in self._layers)
 
     def _each(self, change: Callable[[Any], None]) -> None:
@@ -513,13 +516,13 @@ class PageTable:
 
     def _check_closed(self, what: str) -> None:
         if self.open is not None:
-            raise RuntimeError(f"{what} is between steps, and a step of this table is open")
+            raise RuntimeError(f"{what} must be called between steps, and a step of this table is open")
 
     def _change(self, what: str) -> None:
         self._check_closed(what)
         if self.page_uses is None:
             raise RuntimeError(
-                f"{what} is the engine's: this table was made without page_uses, so it allocates nothing"
+                f"{what} must be done by the engine: this table was made without page_uses, so it allocates nothing"
             )
 
     @property
@@ -529,7 +532,7 @@ class PageTable:
         return self.page_uses
 
     def _cut(self, lengths: Tensor) -> None:
-        """Shorten sequences, free the pages behind them, and count who holds the others."""
+        """Shorten sequences, free the pages after them, and update the uses of the others."""
         self._each(lambda layer: layer.cut(lengths))
         self.seqlens.copy_(lengths)
         first_token = torch.arange(self.block_table.shape[1], device=self.device) * self.page_size
@@ -538,9 +541,9 @@ class PageTable:
         self._uses.zero_().index_add_(0, held.clamp(min=0).long(), (held >= 0).to(torch.int32))
 
     def _own_open_pages(self) -> None:
-        """Give each sequence a page of its own where it goes on writing inside one that others hold, too.
+        """Copy the page that a sequence writes next if others hold it, too.
 
-        One that finds none is emptied and flagged: others may write over what it shares with them.
+        A sequence without a free page is emptied and flagged, because others may overwrite the shared page.
         """
         column = (self.seqlens.long() // self.page_size).clamp(max=self.block_table.shape[1] - 1)[:, None]
         inside = self.seqlens % self.page_size > 0
@@ -548,7 +551,7 @@ class PageTable:
         inside &= page >= 0
         same = (page[:, None] == page) & inside[:, None] & inside
         first = ~same.tril(-1).any(1)
-        only_open = same.sum(1) == self._uses[page.clamp(min=0).long()]  # nobody holds it as a full page
+        only_open = same.sum(1) == self._uses[page.clamp(min=0).long()]  # no sequence holds it as a full page
         copied = inside & ~(first & only_open)
         pages, granted = self._free_pages(copied[:, None])
         lost = copied & ~granted
@@ -562,26 +565,26 @@ class PageTable:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that is going on: facts on the device for all layers."""
+    """A step in progress: tensors on the device for all layers."""
 
     num_tokens: int
     """N_q."""
     positions: Tensor
-    """The tokens that q's rows are, int64 `[B,N_q]`."""
+    """Token positions of q's rows, int64 `[B,N_q]`."""
     new: Tensor
-    """Rows that are written, bool `[B,N_q]`: real ones, of sequences that have not overflowed."""
+    """Rows that are written, bool `[B,N_q]`: real tokens of sequences that have not overflowed."""
     counts: Tensor
-    """Their number, int32 `[B]`."""
+    """Number of rows that are written, int32 `[B]`."""
     done: list[Layer] = field(default_factory=list)
-    """Caches that have their tokens."""
+    """Caches that were called in this step."""
     commits: list[Callable[[], None]] = field(default_factory=list)
-    """Writes over what a step that fails must find again; done when the step ends."""
+    """Writes that cannot be undone if the step fails, deferred to its end."""
     kept: dict[Hashable, Any] = field(default_factory=dict)
-    """What a backend keeps from one layer to the next: temporary memory."""
+    """Temporary memory that a backend reuses from layer to layer."""
 
 
 def longer(x: Tensor, dim: int, length: int, fill: float) -> Tensor:
-    """x padded at the end of `dim`."""
+    """Pad x at the end of `dim`."""
     shape = [*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :]]
     with to_be_changed():
         return torch.cat([x, x.new_full(shape, fill)], dim)

@@ -1,4 +1,4 @@
-"""Checks of a call of nsa_with_cache, before anything is written, and the backend that takes it."""
+"""Argument checks of nsa_with_cache, before anything is written, and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from nsa.validate import MOST
 TENSOR_NAMES = (
     *("q", "k", "v", "w_k_compress", "w_v_compress", "k_slc", "v_slc", "k_win", "v_win", "gate_proj_weight", "gates"),
 )
-"""Tensors of a call."""
+"""Tensor arguments of a call."""
 
 _tensors = attrgetter(*TENSOR_NAMES)
 
 LAYOUT_OPTIONS = ("compress_block_size", "stride", "q_tile_size", "causal")
-"""Options that say what a cache holds; the others may change from call to call."""
+"""Options that define the contents of a cache; the others may change between calls."""
 
 
 def check_cache(cache: NSACache, config: NSAConfig | None) -> NSAConfig:
-    """The options of the call.
+    """Return the options of the call.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what was expected.
@@ -47,21 +47,20 @@ def check_cache(cache: NSACache, config: NSAConfig | None) -> NSAConfig:
 
 
 def _has_gradients(inputs: NSAInputs, config: NSAConfig) -> bool:
-    """Whether a tensor or a parameter of `compress` requires a gradient; of a plain function nobody knows."""
+    """True if a tensor or a parameter of `compress` requires a gradient; plain functions can't be inspected."""
     pools = config.pools
     learned = [p for pool in pools if isinstance(pool, nn.Module) for p in pool.parameters()]
     return any(tensor.requires_grad for tensor in (*inputs.tensors().values(), *learned))
 
 
 def resolve(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str | None) -> dispatch.Impl:
-    """Check the tensors against options and cache, and find the backend that takes the call.
+    """Check the tensors against options and cache, and find a backend that supports the call.
 
-    What depends on shapes, dtypes and options alone is checked once for each: a model makes the same call in each step.
+    Checks that depend only on shapes, dtypes and options are cached, because a model makes the same call in each step.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what was expected.
-        RuntimeError: where a gradient is needed.
-        dispatch.BackendError: when no backend can run the call.
+        RuntimeError: if a gradient is needed. dispatch.BackendError: if no backend supports the call.
     """
     facts = _facts(inputs, cache, config, backend)
     impl = cache.taken.get(facts)
@@ -80,19 +79,21 @@ def resolve(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str 
 
 
 def check_order(inputs: NSAInputs, cache: NSACache, config: NSAConfig) -> None:
-    """That no gradient is needed, and that the call is in its place of the table's step.
+    """Raise if a gradient is needed, or if the call is out of place in the table's step.
 
     Raises:
         ValueError: naming the argument, its value and what was expected.
-        RuntimeError: where a gradient is needed; outside of a step of several layers; twice in one.
+        RuntimeError: if a gradient is needed; outside of a step of several layers; twice in one.
     """
     if torch.is_grad_enabled() and _has_gradients(inputs, config):
-        raise RuntimeError("nsa_with_cache has no gradient, and one is needed: call it under torch.no_grad()")
+        raise RuntimeError("nsa_with_cache does not support gradients: call it under torch.no_grad()")
     _check_step(inputs.q, cache)
 
 
 def _facts(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str | None) -> Hashable:
-    """All that `_check_shapes` and the dispatcher look at; None: they look at values, too, or the call is odd."""
+    """Key of all inputs of `_check_shapes` and the dispatcher; None if they depend on values, or for unusual
+    tensors.
+    """
     if not (backend is None or isinstance(backend, str)) or config.debug or config.compress != "mean":
         return None
     tensors: list[Hashable] = []
@@ -132,15 +133,15 @@ def _check_shapes(inputs: NSAInputs, cache: NSACache, config: NSAConfig) -> None
 
 
 def _check_step(q: Tensor, cache: NSACache) -> None:
-    """That the call is in its place of the table's step."""
+    """Raise if the call is out of place in the table's step."""
     table = cache.table
     if table.open is None and table.num_layers > 1:
         raise RuntimeError(
-            f"{table.num_layers} caches share this table, so that a step is one for all: call them inside "
+            f"{table.num_layers} caches share this table and must be called inside one step: "
             f"`with table.step({q.shape[1]}):`"
         )
     if table.open is not None:
         if table.open.num_tokens != q.shape[1]:
             raise ValueError(f"q must have the step's N_q={table.open.num_tokens} tokens, got shape {list(q.shape)}")
         if any(other is cache for other in table.open.done):
-            raise RuntimeError("this cache has its tokens of the open step already: a step has one call for each layer")
+            raise RuntimeError("this cache was already called in the open step: a step must call each layer once")

@@ -1,4 +1,4 @@
-"""Selection by an indexer: the public function checks its arguments, finds a backend and runs it."""
+"""Selection by an indexer: the public function, which checks its arguments, finds a backend and runs it."""
 
 from __future__ import annotations
 
@@ -24,34 +24,35 @@ def top_blocks_by_max(
     cu_seqlens_k: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """For each token and indexer head the k blocks whose best key scores highest, for `block_sparse_attention`.
+    """Select the k blocks whose best key scores highest, per token and indexer head, for `block_sparse_attention`.
 
-    The selection of MiniMax-M3. The score of a block is the maximum of q_idx . k_idx over its keys up to the token
-    itself, in fp32 (fp64 for fp64 inputs). Scores that are NaN do not count. docs/block_sparse_attention.md has the
-    exact definition. Not differentiated: `indexer_kl_loss` trains an indexer.
+    This is the selection of MiniMax-M3. The score of a block is the maximum of q_idx . k_idx over its keys up to the
+    token itself, in fp32 (fp64 for fp64 inputs). NaN scores are ignored. docs/block_sparse_attention.md has the exact
+    definition. Not differentiated: `indexer_kl_loss` trains an indexer.
 
     Args:
         q_idx: `[B,N_q,H_i,D_i]`, packed `[T,H_i,D_i]`; fp16, bf16, fp32 or fp64. MiniMax-M3 has as many indexer heads
-            as key/value heads. Cast by torch.autocast as q and k are.
+            as key/value heads. Cast by torch.autocast like q and k.
         k_idx: `[B,N_k,1,D_i]`, one head for all, or `[B,N_k,H_i,D_i]`, in q_idx's dtype; packed `[T_k,heads,D_i]`.
-        block_size: tokens of a block; kernels take 64 and 128.
-        k: blocks to select, at least 1; kernels take up to 64.
-        local: blocks, up to the token's own, that are selected whatever they score. They count inside k. Default: 1.
+        block_size: tokens per block; kernels support 64 and 128.
+        k: number of blocks to select, at least 1; kernels support up to 64.
+        local: number of blocks, ending with the token's own, that are always selected. They count towards k. Default:
+            1.
         q_start: as in `block_sparse_attention`. Default: None, which means N_k - N_q.
         cu_seqlens: int32 `[B+1]`, bounds of packed documents. Default: None.
         cu_seqlens_k: int32 `[B+1]`, bounds of their keys. Default: None, which means `cu_seqlens`.
-        backend: "cute" or "reference". Default: None, which reads NSA_KERNELS_BACKEND and then takes the first that can
-            run.
+        backend: "cute" or "reference". Default: None, which means NSA_KERNELS_BACKEND if set, else the first that
+            supports the call.
 
     Returns:
         int32 `[B,H_i,N_q,k]`, packed `[H_i,T,k]`: blocks counted from the first key of the sequence or document,
-        ascending, padded with -1 where fewer than k have a score above -inf. Of equal scores the lower block. Rows
-        behind the last document hold -1.
+        ascending, padded with -1 if fewer than k have a score above -inf. Ties go to the lower block. Rows after the
+        last document hold -1.
 
     Raises:
         TypeError: naming an argument of the wrong type or dtype, before anything is computed.
         ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
-        dispatch.BackendError: when no backend can run the call, with the reason of each.
+        dispatch.BackendError: if no backend supports the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
 
     Examples:

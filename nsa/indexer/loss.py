@@ -1,7 +1,7 @@
-"""The loss that trains an indexer: KL divergence of its distribution over the chosen blocks from the attention's.
+"""The loss that trains an indexer: KL divergence of its distribution over the selected blocks from the attention's.
 
-In eager PyTorch, on any device: tokens go through in chunks whose keys are gathered, and each chunk is computed again
-in backward, so memory is that of a chunk beside inputs and gradients.
+In eager PyTorch, on any device. Tokens are processed in chunks whose keys are gathered, and each chunk is recomputed in
+backward, so temporaries need the memory of one chunk.
 """
 
 from __future__ import annotations
@@ -39,33 +39,32 @@ def indexer_kl_loss(
     index_scale: float | None = None,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """KL(attention || indexer) over the chosen blocks, differentiable in q_idx and k_idx.
+    """KL(attention || indexer) over the selected blocks, differentiable in q_idx and k_idx.
 
-    Choosing blocks gives an indexer no gradient; this loss does. For a token and key/value head, over the blocks b that
-    were chosen and hold a key that the token sees, with keys j up to the token:
+    Selecting blocks gives an indexer no gradient; this loss does. For a token and key/value head, over the selected
+    blocks b that hold a key visible to the token, with keys j up to the token:
 
-        t_b  = mean over the G query heads of  sum_{j in b} P_h[j],    P_h = softmax(softmax_scale * q_h . k) over all
-               keys of the chosen blocks: what `block_sparse_attention` weighs values with. A constant: q and k get no
-               gradient.
-        p_b  = softmax over b of  index_scale * max_{j in b} q_idx . k_idx,  also for the local blocks
-        loss = sum_b t_b (log t_b - log p_b)
+        t_b = mean over the G query heads of sum_{j in b} P_h[j], P_h = softmax(softmax_scale * q_h . k) over all keys
+        of the selected blocks, the weights of `block_sparse_attention`. Treated as constant: q and k get no gradient.
+        p_b = softmax over b of index_scale * max_{j in b} q_idx . k_idx, also for the local blocks loss = sum_b t_b
+        (log t_b - log p_b)
 
-    and the mean over all tokens and heads that have such a block; 0 where there is none. Of equal scores in a block the
-    first key gets the whole gradient. Arithmetic is in fp32 (fp64 for fp64 inputs), under torch.autocast, too, where
+    averaged over all tokens and heads that have such a block; 0 if there is none. Among equal scores in a block, the
+    first key gets the whole gradient. Arithmetic is in fp32 (fp64 for fp64 inputs), also under torch.autocast, where
     inputs may differ in dtype.
 
     Args:
-        q_idx: `[B,N_q,H_kv,D_i]`, packed `[T,H_kv,D_i]`: an indexer head for each key/value head.
+        q_idx: `[B,N_q,H_kv,D_i]`, packed `[T,H_kv,D_i]`: one indexer head per key/value head.
         k_idx: `[B,N_k,1,D_i]` or `[B,N_k,H_kv,D_i]` in q_idx's dtype, packed without B.
-        q: of the attention, as in `block_sparse_attention`.
-        k: likewise.
-        block_indices: as there, of `top_blocks_by_max`.
-        block_size: tokens of a block.
-        q_start: the token that the first query is, where there are more keys, or int32 `[B]` on q's device, one for
-            each sequence; not with `cu_seqlens`. Default: None, which means N_k - N_q.
+        q: queries of the attention, as in `block_sparse_attention`.
+        k: keys of the attention, as in `block_sparse_attention`. block_indices: selected blocks, as returned by
+            `top_blocks_by_max`.
+        block_size: tokens per block.
+        q_start: token index of the first query, if there are more keys, or int32 `[B]` on q's device, one per sequence;
+            not with `cu_seqlens`. Default: None, which means N_k - N_q.
         cu_seqlens: int32 `[B+1]`, bounds of packed documents, read on the host. Default: None.
         index_scale: factor of the indexer's scores. Default: None, which means 1/sqrt(D_i).
-        softmax_scale: of the attention. Default: None, which means 1/sqrt(D).
+        softmax_scale: factor of the attention's logits. Default: None, which means 1/sqrt(D).
 
     Returns:
         A scalar in fp32 (fp64).
@@ -109,14 +108,14 @@ def indexer_kl_loss(
     options: Any = {"starts": starts, "size": block_size, "scales": scales}
     with autocast_off(q.device.type):
         parts = [_sum(*own, **options) for own in _sequences(*tensors, block_indices, cu_seqlens)]
-        nothing = q_idx[..., :0].sum() + k_idx[..., :0].sum()  # keeps the result in the graph
+        nothing = q_idx[..., :0].sum() + k_idx[..., :0].sum()  # keeps the result in the autograd graph
         total = torch.stack([_exact(nothing), *(loss for loss, _ in parts)]).sum()
         count = sum((count for _, count in parts), start=total.new_zeros(()))
         return guard_inplace_changes(total / count.clamp(min=1), *tensors)
 
 
 def _outside_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Inputs as autocast gives them to a loss: in fp32, but for fp64 and what later checks refuse."""
+    """Cast inputs as autocast does for a loss: to fp32, except fp64 and values that later checks reject."""
     devices = {x.device.type for x in tensors if isinstance(x, Tensor)}
     castable = all(isinstance(x, Tensor) and x.dtype in CASTABLE for x in tensors)
     if not castable or all(autocast_dtype(device) is None for device in devices):
@@ -135,14 +134,14 @@ def _scale(name: str, scale: float | None, x: Tensor) -> float:
 
 
 def _exact(x: Tensor) -> Tensor:
-    """x in the dtype of sums."""
+    """Cast x to the dtype of sums."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _sequences(
     q_idx: Tensor, k_idx: Tensor, q: Tensor, k: Tensor, block_indices: Tensor, cu_seqlens: Tensor | None
 ) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors of all sequences of one length, or of one document after the other, with a dimension of sequences."""
+    """Yield the tensors of all sequences of equal length, or of each document, with a leading batch dimension."""
     if cu_seqlens is None:
         yield q_idx, k_idx, q, k, block_indices
         return
@@ -161,15 +160,15 @@ def _sum(
     size: int,
     scales: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of all tokens and heads of sequences, and how many have one.
+    """Sum of the losses of all tokens and heads of sequences, and the number of losses.
 
     Args:
-        starts: the token `[B]` that each sequence's first query is; None: its queries are its last tokens.
+        starts: token index `[B]` of each sequence's first query; None: its queries are its last tokens.
     """
     batch, num_queries, heads, dim = q.shape
     num_keys, kv_heads = k.shape[1:3]
     size = min(size, max(num_keys, 1))
-    indices = pad(indices.long(), [0, int(indices.shape[-1] == 0)], value=-1)  # a slot at least
+    indices = pad(indices.long(), [0, int(indices.shape[-1] == 0)], value=-1)  # at least one slot
     indices = torch.where((indices >= 0) & (indices * size < num_keys), indices, -1)
     keys = Keys(_exact(k).transpose(1, 2), _exact(k_idx).expand(-1, -1, kv_heads, -1).transpose(1, 2), moderate=True)
     first = num_keys - num_queries if starts is None else starts.long()[:, None]
@@ -190,7 +189,7 @@ def _sum(
 def _rows(
     q_idx: Tensor, q: Tensor, rows: Tensor, indices: Tensor, keys: Keys, size: int, scales: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """Of tokens `rows` `[B,n]`: q_idx `[B,H_kv,n,D_i]`, q `[B,H_kv,n,G,D]`, indices `[B,H_kv,n,k]`."""
+    """Losses of tokens `rows` `[B,n]`: q_idx `[B,H_kv,n,D_i]`, q `[B,H_kv,n,G,D]`, indices `[B,H_kv,n,k]`."""
     places = torch.arange(size, device=rows.device)
     positions = indices[..., None] * size + places
     visible = (indices >= 0)[..., None] & (positions < keys.count) & (positions <= rows[:, None, :, None, None])

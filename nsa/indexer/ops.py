@@ -1,6 +1,6 @@
 """Selection by an indexer as a PyTorch operator, for torch.compile (see nsa/common/operators.py).
 
-nsa_kernels::top_blocks_by_max    selected blocks; q_start is a tensor, an integer one cuts the keys in front
+nsa_kernels::top_blocks_by_max selected blocks; q_start is a tensor, the caller slices the keys for an integer one
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAMES = ("cu_seqlens", "cu_seqlens_k", "q_start", "block_size", "k", "local", "b
 
 
 def call_forward(*arguments: Any) -> Tensor:
-    """top_blocks_by_max by its operator; arguments in the order of the schema."""
+    """Call top_blocks_by_max's operator; arguments in the order of the schema."""
     indices: Tensor = torch.ops.nsa_kernels.top_blocks_by_max(*arguments)
     return indices
 

@@ -1,8 +1,8 @@
 """Selection by an indexer in eager PyTorch: defines what every option means; kernels are tested against it.
 
 Any dtype from bf16 to fp64, any device, any block size. Scores are fp32 (fp64 for fp64 inputs). Queries are processed
-in chunks, so memory is that of a chunk's scores. Packed documents, and sequences whose starts are a tensor, are a loop,
-for which the values of these tensors are read on the host.
+in chunks, so memory is that of a chunk's scores. Packed documents, and sequences whose starts are a tensor, run in a
+loop, which reads these tensors on the host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nsa.reference import check as check  # the same call, the same refusals
+from nsa.reference import check as check  # the same conditions
 from nsa.reference import chunk_bytes
 
 
@@ -52,7 +52,7 @@ def top_blocks_by_max(
 
 
 def _sequence(q: Tensor, keys: Tensor, *, size: int, count: int, local: int) -> Tensor:
-    """Of sequences of one length, whose queries are their last tokens."""
+    """Selected blocks for sequences of equal length whose queries are their last tokens."""
     batch, num_queries, heads, _ = q.shape
     num_keys = keys.shape[1]
     size = min(size, max(num_keys, 1))  # a short sequence's only block is no longer than itself
@@ -65,12 +65,12 @@ def _sequence(q: Tensor, keys: Tensor, *, size: int, count: int, local: int) -> 
 
 
 def _rows(q: Tensor, keys: Tensor, rows: Tensor, size: int, count: int, local: int) -> Tensor:
-    """Of tokens `rows` `[n]`: q `[B,H_i,n,D_i]`, keys `[B,H_i or 1,N,D_i]`."""
+    """Selected blocks for tokens `rows` `[n]`: q `[B,H_i,n,D_i]`, keys `[B,H_i or 1,N,D_i]`."""
     scores = block_scores(q @ keys.mT, rows, size)
     blocks = torch.arange(scores.shape[-1], device=q.device)
     own = rows[:, None] // size
     scores = scores.masked_fill((blocks <= own) & (blocks > own - local), math.inf)
-    best = scores.sort(dim=-1, descending=True, stable=True)  # stable: of equal scores the lower block comes first
+    best = scores.sort(dim=-1, descending=True, stable=True)  # stable: among equal scores the lower block comes first
     chosen = best.values[..., :count] > -math.inf
     ordered = torch.where(chosen, best.indices[..., :count], scores.shape[-1]).sort(-1).values
     ordered = torch.where(ordered < scores.shape[-1], ordered, -1).int()
@@ -78,7 +78,7 @@ def _rows(q: Tensor, keys: Tensor, rows: Tensor, size: int, count: int, local: i
 
 
 def block_scores(scores: Tensor, rows: Tensor, size: int) -> Tensor:
-    """The best score of each block's visible keys `[...,n,blocks]`, -inf without any. Args: `scores`: `[...,n,N]`."""
+    """Maximum of scores `[...,n,N]` over each block's visible keys: `[...,n,blocks]`, -inf without any."""
     num_keys = scores.shape[-1]
     visible = torch.arange(num_keys, device=scores.device) <= rows[:, None]
     scores = scores.masked_fill(~visible | scores.isnan(), -math.inf)

@@ -1,4 +1,4 @@
-"""Checks of a call of an indexer, and the backend that takes it."""
+"""Argument checks for an indexer, and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from nsa.inputs import NSAInputs
 
 LARGEST = 2**31 - 1
 TOKEN_MODE = NSAConfig.paper()
-"""What holds of documents and starts in token mode holds here."""
+"""Documents and starts follow the rules of token mode."""
 
 
 class ResolvedCall(NamedTuple):
-    """Checked arguments, without an integer q_start, and the implementation that runs them."""
+    """Checked arguments, with an integer q_start already applied, and the implementation that runs them."""
 
     impl: dispatch.Impl
     tensors: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
     """q_idx, k_idx, cu_seqlens, cu_seqlens_k, q_start."""
     options: dict[str, Any]
-    """Keywords of a backend: block_size, k, local."""
+    """Keyword arguments of a backend: block_size, k, local."""
 
 
 def resolve(
@@ -41,11 +41,11 @@ def resolve(
     local: int,
     backend: str | None,
 ) -> ResolvedCall:
-    """Check everything and find the backend that takes the call.
+    """Check all arguments and find a backend that supports the call.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
-        dispatch.BackendError: when no backend can run the call.
+        dispatch.BackendError: if no backend supports the call.
     """
     check_integer("block_size", block_size, 1, LARGEST)
     check_integer("k", k, 1, LARGEST)
@@ -60,7 +60,7 @@ def resolve(
 
 
 def narrow(q_idx: Tensor, k_idx: Tensor, **where: Any) -> NSAInputs:
-    """Documents and starts checked, and keys behind the last query cut, as NSA does."""
+    """Check documents and starts, and cut the keys after the last query, as NSA does."""
     inputs = NSAInputs(q_idx, k_idx, k_idx, **where)
     inputs.check(TOKEN_MODE)
     return inputs.narrow(TOKEN_MODE)
@@ -70,7 +70,7 @@ def check_index_tensors(q_idx: Tensor, k_idx: Tensor, *, packed: bool, own_bound
     """Raise TypeError or ValueError, naming the argument, unless the tensors are as `top_blocks_by_max` says.
 
     Args:
-        own_bounds: whether packed keys have some (cu_seqlens_k).
+        own_bounds: True if packed keys have their own bounds (cu_seqlens_k).
     """
     layout, lead = ("[T,heads,D_i]", 1) if packed else ("[B,N,heads,D_i]", 2)
     for name, tensor in (("q_idx", q_idx), ("k_idx", k_idx)):
