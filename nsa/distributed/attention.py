@@ -1,11 +1,11 @@
-"""NSA of a rank's queries and all keys: gather keys and values, attend range by range, return shares of gradients.
+"""NSA of a rank's queries over all keys: gather keys and values, attend range by range, return shares of gradients.
 
     attend            forward, by passes of key/value heads:  gather -> NSA with q_start for each range of tokens
     attend_backward   backward, by the same passes:           gather again -> gradients -> sum of shares over ranks
     ShardedNSA        both as an autograd.Function
 
-While a pass is computed, the keys of the next one are on their way. Gradients of keys, values and given entries are
-fp32 (fp64 for fp64) in every range, are added up over ranges and then over ranks, and are rounded once.
+While a pass is computed, the keys of the next one are gathered. Gradients of keys, values and given entries are fp32
+(fp64 for fp64) in every range, are summed over ranges and then over ranks, and are rounded once.
 """
 
 from __future__ import annotations
@@ -31,46 +31,46 @@ from nsa.inputs import ENTRY_NAMES, KEY_NAMES, QUERY_NAMES, NSAInputs
 from nsa.validate import ResolvedCall, resolve
 
 PASS_BYTES = 1 << 30
-"""What the gathered keys of a pass and their shares of gradients may take, if it has more than one key/value head."""
+"""Limit for the gathered keys of a pass and their shares of gradients, if it has more than one key/value head."""
 
 QUERY_HEADS = ("q", "gates", "gate_proj_weight")
-"""Tensors with the heads of q; all others have those of k."""
+"""Tensors with q's heads; all others have k's."""
 
 WEIGHT_NAMES = ("w_k_compress", "w_v_compress", "gate_proj_weight")
-"""Tensors that every rank has whole. Their gradients are the rank's share."""
+"""Tensors replicated on every rank. Their gradients are the rank's share."""
 
 WORD = torch.complex128
-"""The widest dtype that PyTorch copies."""
+"""Widest dtype that PyTorch can copy."""
 
 CHECKED_CALLS = 1024
-"""How many kinds of call are remembered as checked."""
+"""Maximum number of calls cached as checked."""
 
 NAMES = ("q", *KEY_NAMES, *ENTRY_NAMES, *WEIGHT_NAMES, "gates")
-"""Tensors of a call, in the order of ShardedNSA's arguments."""
+"""Tensor arguments of ShardedNSA, in order."""
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """A range of a rank's tokens, the rows of one call of NSA."""
+    """A range of a rank's tokens: the query rows of one call of NSA."""
 
     rows: slice
-    """Of the shard."""
+    """Rows of the shard."""
     keys: slice
-    """Tokens of the sequence, or of the documents that the range touches, up to the last query."""
+    """Tokens of the sequence, or of the documents that overlap the range, up to the last query."""
     entries: slice
-    """Their compressed entries."""
+    """Compressed entries of these tokens."""
     documents: Mapping[str, Any]
     """q_start, and for packs cu_seqlens and cu_seqlens_k."""
 
     def key_rows(self, name: str) -> slice:
-        """Of a gathered tensor."""
+        """Rows of a gathered tensor that the call reads."""
         return self.entries if name in ENTRY_NAMES else self.keys
 
 
 def make_row_ranges(
     layout: Layout, rank: int, config: NSAConfig, packed: bool, device: torch.device
 ) -> tuple[RowRange, ...]:
-    """The calls of a rank. Rows behind the last document are in none."""
+    """The calls of a rank. Rows after the last document are in none."""
     ranges = []
     row = 0
     for start, stop in layout.ranges[rank]:
@@ -86,7 +86,7 @@ def make_row_ranges(
         for piece in pieces:
             queries.append(queries[-1] + piece.stop - piece.start)
             bounds.append(bounds[-1] + piece.stop)
-        # Documents between the first and the last are there as a whole, so their keys follow each other
+        # Documents between the first and the last are complete, so their keys are contiguous
         tensors = [
             torch.tensor(x, dtype=torch.int32, device=device) for x in (queries, bounds, [p.start for p in pieces])
         ]
@@ -97,11 +97,11 @@ def make_row_ranges(
 
 
 own_row_ranges = lru_cache(256)(make_row_ranges)
-"""Kept for the layers of a model and their backwards, with tensors of documents on the device."""
+"""Cached for the layers of a model and their backwards, with tensors of documents on the device."""
 
 
 def rows_seen(layout: Layout, config: NSAConfig, pieces: Sequence[Piece]) -> tuple[Range, Range]:
-    """The keys and the entries that queries see, given as parts of documents that follow each other."""
+    """Ranges of keys and of entries visible to queries, which are given as consecutive pieces of documents."""
     first, last, before = pieces[0], pieces[-1], layout.first_entries(config)
     entries = before[first.document], before[last.document] + config.num_compressed(last.stop)
     return (first.first, last.first + last.stop), entries
@@ -109,7 +109,7 @@ def rows_seen(layout: Layout, config: NSAConfig, pieces: Sequence[Piece]) -> tup
 
 @lru_cache(256)
 def seen_by_ranks(layout: Layout, config: NSAConfig, entries: bool) -> list[list[Range]]:
-    """Which keys, or entries, the queries of each rank see, as one range, or none of a rank without any."""
+    """Keys, or entries, visible to the queries of each rank, as one range, or none for a rank without any."""
     ranges = []
     for own in layout.ranges:
         seen = [rows_seen(layout, config, pieces)[entries] for tokens in own if (pieces := layout.pieces(tokens))]
@@ -119,7 +119,7 @@ def seen_by_ranks(layout: Layout, config: NSAConfig, entries: bool) -> list[list
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is run, the same on all ranks but for their ranges of rows."""
+    """Execution plan of a call, equal on all ranks except for their ranges of rows."""
 
     comm: Comm
     layout: Layout
@@ -128,7 +128,7 @@ class Plan:
     kv_heads: int
     group_size: int
     per_pass: int
-    """Key/value heads."""
+    """Key/value heads per pass."""
     flags: tuple[tuple[str, Any], ...]
     """deterministic, recompute, backend and max_seqlen."""
 
@@ -139,7 +139,7 @@ class Plan:
         return [slice(start, min(start + self.per_pass, self.kv_heads)) for start in starts]
 
     def heads_of(self, name: str, kv_heads: slice) -> slice:
-        """The heads of a tensor that belong to some key/value heads."""
+        """The heads of a tensor that belong to the given key/value heads."""
         group = self.group_size if name in QUERY_HEADS else 1
         return slice(kv_heads.start * group, kv_heads.stop * group)
 
@@ -147,21 +147,21 @@ class Plan:
         return own_row_ranges(self.layout, self.comm.rank, self.config, self.packed, device)
 
     def zero_unused(self, x: Tensor) -> Tensor:
-        """x, with zeros for those of this rank's tokens that are in no range: behind the last document."""
+        """Zero the rows of x that are in no range: this rank's tokens after the last document."""
         used = max((row_range.rows.stop for row_range in self.row_ranges(x.device)), default=0)
         x[..., used:, :, :] = 0
         return x
 
     def held(self, name: str) -> list[list[Range]]:
-        """Which rows of a gathered tensor each rank has."""
+        """Rows of a gathered tensor held by each rank."""
         return self.layout.entries(self.config) if name in ENTRY_NAMES else self.layout.ranges
 
     def seen(self, name: str) -> list[list[Range]]:
-        """Which rows of a gathered tensor the queries of each rank see."""
+        """Rows of a gathered tensor visible to the queries of each rank."""
         return seen_by_ranks(self.layout, self.config, name in ENTRY_NAMES)
 
     def total(self, name: str) -> int:
-        """Rows of a gathered tensor on all ranks."""
+        """Number of rows of a gathered tensor on all ranks."""
         return self.layout.first_entries(self.config)[-1] if name in ENTRY_NAMES else self.layout.tokens
 
     def call(
@@ -176,7 +176,7 @@ class Plan:
         """The checked call of a range, for some heads.
 
         Args:
-            tensors: of this rank, by name.
+            tensors: this rank's tensors by name.
             keys: gathered keys, values and entries of these heads.
         """
         own: dict[str, Any] = {}
@@ -193,11 +193,11 @@ class Plan:
 
 
 def heads_per_pass(kv_heads: int, rows: int, row_bytes: int) -> int:
-    """Key/value heads of a pass.
+    """Number of key/value heads per pass.
 
     Args:
-        rows: of all ranks, batch elements included.
-        row_bytes: of a row and head in gathered keys and shares.
+        rows: number of rows on all ranks, times the batch size.
+        row_bytes: bytes per row and head in gathered keys and shares.
     """
     return max(1, min(kv_heads, PASS_BYTES // max(1, rows * row_bytes)))
 
@@ -206,20 +206,21 @@ def heads_per_pass(kv_heads: int, rows: int, row_bytes: int) -> int:
 
 
 def gathered_keys(plan: Plan, tensors: Mapping[str, Tensor]) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-    """The heads of each pass, and their keys, values and entries of all ranks; those of the next pass are under way.
+    """Yield the heads of each pass and their keys, values and entries of all ranks, while gathering those of the next
+    pass.
 
-    Lists are emptied as they are read: nothing here may hold keys, or what they were received in, any longer.
+    Lists are emptied as they are read, so that no reference keeps keys or receive buffers alive.
     """
     under_way = [start_gathers(plan, tensors, plan.passes[0])]
     for heads, following in zip_longest(plan.passes, plan.passes[1:]):
-        arrived = [under_way.pop()()]  # before the next pass's keys need memory, too
+        arrived = [under_way.pop()()]  # before the next pass's keys are allocated
         if following is not None:
             under_way.append(start_gathers(plan, tensors, following))
         yield heads, arrived.pop()
 
 
 def start_gathers(plan: Plan, tensors: Mapping[str, Tensor], heads: slice) -> Callable[[], dict[str, Tensor]]:
-    """Gather some heads of keys and values in one message, and of entries in another."""
+    """Start gathering some heads of keys and values in one message, and of entries in another."""
     waiting = []
     for group in (KEY_NAMES, ENTRY_NAMES):
         names = [name for name in group if name in tensors]
@@ -236,7 +237,7 @@ def start_gathers(plan: Plan, tensors: Mapping[str, Tensor], heads: slice) -> Ca
         keys: dict[str, Tensor] = {}
         for names, dims, wait in waiting:
             pieces = wait()
-            # Whole rows are copied, at the speed of memory; keys and values are views of them
+            # Copy whole rows, at memory bandwidth; keys and values are views of them
             rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             keys.update(zip(names, rows.movedim(0, -3).split(dims, -1), strict=True))
         return keys
@@ -245,7 +246,7 @@ def start_gathers(plan: Plan, tensors: Mapping[str, Tensor], heads: slice) -> Ca
 
 
 def copy_rows(target: Tensor, source: Tensor) -> None:
-    """Copy between strided tensors of one dtype, by 16 bytes at a time where rows of both consist of them."""
+    """Copy between strided tensors of one dtype, 16 bytes at a time if the rows of both are made of such words."""
     if _consists_of_words(target) and _consists_of_words(source):
         target, source = target.view(WORD), source.view(WORD)
     target.copy_(source)
@@ -258,7 +259,7 @@ def _consists_of_words(x: Tensor) -> bool:
 
 
 def attend(plan: Plan, tensors: Mapping[str, Tensor], *, saving: bool) -> tuple[Tensor, list[list[Tensor]]]:
-    """out of this rank's queries, and with `saving` what backward needs of each pass and range."""
+    """Return out of this rank's queries and, with `saving`, the tensors for backward of each pass and range."""
     q, v = tensors["q"], tensors["v"]
     out = plan.zero_unused(q.new_empty((*q.shape[:-1], v.shape[-1])))
     saved = []
@@ -266,7 +267,7 @@ def attend(plan: Plan, tensors: Mapping[str, Tensor], *, saving: bool) -> tuple[
         for row_range in plan.row_ranges(q.device):
             result, kept = _attend_range(plan.call(tensors, keys, heads, row_range, needs_grad=saving), saving)
             copy_rows(out[..., row_range.rows, plan.heads_of("q", heads), :], result)
-            del result  # before the next range needs memory
+            del result  # free it before the next range
             saved.append(kept)
         del keys
     return out, saved
@@ -281,7 +282,7 @@ def _attend_range(call: ResolvedCall, saving: bool) -> tuple[Tensor, list[Tensor
 def attend_backward(
     plan: Plan, tensors: Mapping[str, Tensor], saved: list[list[Tensor]], do: Tensor
 ) -> dict[str, Tensor]:
-    """Gradients of this rank's tensors, by name."""
+    """Return the gradients of this rank's tensors, by name."""
     wide = torch.promote_types(do.dtype, torch.float32)
     gradients = {}
     for name, x in tensors.items():
@@ -305,7 +306,7 @@ def attend_backward(
             own = gradients[name][..., heads, :].movedim(-3, 0)
             share = shares.pop(name).gradient.movedim(-3, 0) if name in shares else own[:0].to(wide)
             own.copy_(plan.comm.add_shares(share, plan.held(name), plan.seen(name)))
-            del share  # before the next name's message needs memory
+            del share  # free it before the next message
     return {name: gradient.to(tensors[name].dtype) for name, gradient in gradients.items()}
 
 
@@ -318,7 +319,7 @@ class Share:
     """`[...,rows,heads,D]`."""
 
     def plus(self, other: Share) -> Share:
-        """The sum, in the memory of one of them if that has all rows of the other."""
+        """Return the sum, accumulated in place if one has all rows of the other."""
         rows = _hull([self.rows, other.rows])
         for total, added in ((self, other), (other, self)):
             if total.rows == rows:
@@ -331,7 +332,7 @@ class Share:
         return total
 
     def part(self, rows: Range) -> Tensor:
-        """The gradient of rows that are among these."""
+        """The gradient of a subset of these rows."""
         return self.gradient[..., rows[0] - self.rows[0] : rows[1] - self.rows[0], :, :]
 
 
@@ -340,7 +341,7 @@ def _range_of(rows: slice) -> Range:
 
 
 def _hull(ranges: Sequence[Range]) -> Range:
-    """The rows from the first to the last."""
+    """The smallest range that contains all of these."""
     return min(start for start, _ in ranges), max(stop for _, stop in ranges)
 
 
@@ -352,7 +353,7 @@ def _add_gradients(
     gradients: Mapping[str, Tensor],
     shares: dict[str, Share],
 ) -> None:
-    """Take the gradients of a range, some heads only, apart: each is freed as it is added."""
+    """Add the gradients of a range and some heads to the totals, freeing each as it is added."""
     for name in gradients:
         gradient = found.pop(name)
         if name in QUERY_NAMES:
@@ -366,7 +367,7 @@ def _add_gradients(
 
 
 class ShardedNSA(torch.autograd.Function):
-    """One call. The tensors are arguments of their own, so that autograd knows them."""
+    """One call. Tensors are separate arguments so that autograd tracks them."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, *tensors: Tensor | None) -> Tensor:
@@ -380,9 +381,9 @@ class ShardedNSA(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None) -> tuple[Tensor | None, ...]:
-        kept = iter(ctx.saved_tensors)  # read once, as checkpointing asks
+        kept = iter(ctx.saved_tensors)  # read once, as checkpointing requires
         given = {name: x for name in NAMES if (x := next(kept)) is not None}
-        if do is None:  # on this rank only: others may wait for its share
+        if do is None:  # on this rank only: others may be waiting for its share
             q = given["q"]
             do = q.new_zeros((*q.shape[:-1], given["v"].shape[-1]))
         saved = [[next(kept) for _ in range(count)] for count in ctx.counts]
@@ -394,14 +395,14 @@ class ShardedNSA(torch.autograd.Function):
         return (None, *forbid_double_backward("ContextParallel.nsa", results, do, *given.values()))
 
 
-# Refusals before anything is sent
+# Checks before any communication
 
 
 def check_calls(plan: Plan, tensors: Mapping[str, Tensor], *, needs_grad: bool) -> None:
-    """Check the calls of all ranks and find their backends, so that a call is refused on every rank or on none.
+    """Check the calls of all ranks and find their backends, so that a call raises on every rank or on none.
 
     Args:
-        tensors: of this rank; those of others differ in rows only.
+        tensors: this rank's tensors; those of other ranks differ in rows only.
     """
     facts = tuple((name, _without_rows(name, x), x.dtype, x.device) for name, x in tensors.items())
     named = os.environ.get(ENVIRONMENT_VARIABLE)
@@ -409,7 +410,7 @@ def check_calls(plan: Plan, tensors: Mapping[str, Tensor], *, needs_grad: bool) 
     if key in plan.comm.checked:
         return
     for rank in range(plan.comm.size):
-        for heads in (plan.passes[0], plan.passes[-1]):  # all others have the first one's size
+        for heads in (plan.passes[0], plan.passes[-1]):  # all others have the size of the first
             own, keys = {}, {}
             for name, x in tensors.items():
                 if name in QUERY_NAMES:
@@ -430,5 +431,5 @@ def _without_rows(name: str, x: Tensor) -> tuple[int, ...]:
 
 
 def _stand_in(x: Tensor, rows: int, heads: int) -> Tensor:
-    """Zeros like a tensor `[...,rows,heads,D]`, with other rows and heads and the memory of one value."""
+    """Expanded zeros (one element of memory) like a tensor `[...,rows,heads,D]`, with other rows and heads."""
     return x.new_zeros(()).expand(*x.shape[:-3], rows, heads, x.shape[-1])

@@ -1,8 +1,8 @@
 """The collectives of context parallelism: agreement on a call, gathers, and sums of shares in a fixed order.
 
 Ranks are those of the group, 0 ... R - 1. Tensors have their rows (tokens or entries) in the first dim; ranges of rows
-that a rank holds or wants are those of nsa/distributed/layout.py. Before anything is sent, forward or backward, ranks
-agree on the call that it belongs to, so none waits for a rank that has refused or does something else.
+that a rank holds or wants are those of nsa/distributed/layout.py. Before anything is sent, in forward or backward,
+ranks agree on the call, so that none waits for a rank that raised or runs something else.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from nsa.common.derivatives import forbid_double_backward
 from nsa.distributed.layout import Range, merged, moves
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Its name in torch 2.13, and before."""
+"""Named all_gather_single from torch 2.13 on."""
 
 REPORT_SECONDS = 1.0
-"""How long a rank whose collective failed waits for the reports of others, to tell who sent none."""
+"""Seconds that a rank whose collective failed waits for reports of other ranks, to name those that sent none."""
 
 
 class Checks:
-    """Where the ranks of a process group compare calls, and the number of comparisons so far.
+    """Compares calls among the ranks of a process group and counts the comparisons.
 
-    They have connections of their own, so that a comparison never meets another collective of a rank that does
-    something else: gloo ends the process where sizes differ. All ContextParallels of a group share one, which counts
-    their calls together; it ends with the group.
+    It has its own connections, so that a comparison is never matched with another collective of a rank that runs
+    something else: gloo aborts the process if sizes differ. All ContextParallels of a group share one, which counts
+    their calls together and is destroyed with the group.
 
     Args:
-        group: whose ranks compare calls.
-        timeout: of a comparison.
+        group: the ranks that compare calls.
+        timeout: timeout of a comparison.
     """
 
     of_groups: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Checks]] = weakref.WeakKeyDictionary()
@@ -51,14 +51,14 @@ class Checks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, timeout: timedelta | None) -> Checks:
-        """The group's Checks; the first call, on all its ranks, makes them.
+        """Return the group's Checks, created by the first call on all its ranks.
 
         Args:
             timeout: None means the group's.
 
         Raises:
-            RuntimeError: where another rank does not make them in time.
-            ValueError: for another timeout than the first call's.
+            RuntimeError: if another rank does not create them in time.
+            ValueError: for a timeout other than the first call's.
         """
         timeout = _group_timeout(group) if timeout is None else timeout
         found = cls.of_groups.get(group)
@@ -67,36 +67,39 @@ class Checks:
                 found = cls.of_groups[group] = cls(group, timeout)
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"context parallelism: all ranks of the group make a ContextParallel, and within {timeout} one did "
-                    f"not: {error}"
+                    f"context parallelism: all ranks of the group must create a ContextParallel, and within {timeout} "
+                    f"one did not: {error}"
                 ) from error
         if found.timeout != timeout:
-            raise ValueError(f"timeout must be {found.timeout}, as of the group's first ContextParallel, got {timeout}")
+            raise ValueError(
+                f"timeout must be {found.timeout}, as for the group's first ContextParallel, got {timeout}"
+            )
         return found
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of each rank, from as many of every rank."""
+        """Gather the numbers of each rank; all ranks send equally many."""
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         every = [torch.empty_like(mine) for _ in range(self.gloo.size())]
         self.gloo.allgather([every], [mine]).wait()
         return [x.tolist() for x in every]
 
     def gather_facts(self, facts: Mapping[str, str]) -> list[dict[str, str]]:
-        """The facts of each rank."""
+        """Gather the facts of each rank."""
         text = json.dumps(dict(facts)).encode()
         longest = max(length for (length,) in self.gather([len(text)]))
         return [json.loads(bytes(found)) for found in self.gather(list(text.ljust(longest)))]
 
 
 class Comm:
-    """A process group and what is sent over it.
+    """Communication over a process group.
 
-    The group is referred to weakly, so that `destroy_process_group` ends its threads whoever still has this object, as
-    a model in a reference cycle does. gloo's would go on until the interpreter ends, and may then abort the process.
+    The group is referenced weakly, so that `destroy_process_group` ends its threads even if this object is still alive,
+    as in a model with a reference cycle. gloo's threads would otherwise run until the interpreter exits, and may then
+    abort the process.
 
     Args:
-        group: carries tensors.
-        timeout: of comparisons of calls. Default: None, which means the group's.
+        group: the process group for tensors.
+        timeout: timeout of comparisons of calls. Default: None, which means the group's.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
@@ -105,21 +108,21 @@ class Comm:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._nccl = "nccl" in dist.get_backend_config(group)
         self.call = ""
-        """The last call that ranks have compared. Backwards of what it sends are named by it."""
+        """Name of the last call that ranks have compared; its backwards use this name."""
         self.checked: set[Any] = set()
-        """Calls that were found to be taken by a backend (nsa/distributed/attention.py)."""
+        """Calls that a backend is known to support (nsa/distributed/attention.py)."""
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Raises RuntimeError where it has been destroyed."""
+        """Raises RuntimeError if it has been destroyed."""
         found = self._group()
         if found is None:
-            raise RuntimeError("the process group of this ContextParallel has been destroyed: make another one")
+            raise RuntimeError("the process group of this ContextParallel has been destroyed: create a new one")
         return found
 
     @property
     def checks(self) -> Checks:
-        """Raises RuntimeError where the group has been destroyed."""
+        """Raises RuntimeError if the group has been destroyed."""
         return Checks.of_groups[self.group]
 
     # Agreement
@@ -128,12 +131,11 @@ class Comm:
         """Raise on every rank unless the facts of a call are the same on all.
 
         Args:
-            op: what is called, for messages.
-            facts: gives this rank's facts by the name of the argument that they are about, and its number of rows; or
-                raises, which all ranks then do.
+            op: name of the op, for messages.
+            facts: returns this rank's facts by argument name, and its number of rows; if it raises, all ranks raise.
 
         Returns:
-            The rows of each rank.
+            The number of rows of each rank.
         """
         self.call = f"{op}, call {self.checks.count + 1}"
         refusal: Exception | None = None
@@ -142,7 +144,7 @@ class Comm:
         try:
             own, rows = facts()
             known |= {name: str(value) for name, value in own.items()}
-        except Exception as error:  # whatever it is, the others are told instead of waiting
+        except Exception as error:  # any error is sent to the others, which would wait otherwise
             refusal = error
             known["refusal"] = f"{type(error).__name__}: {op} on rank {self.rank}: {error}"
         lengths, differing = self._compare(self.call, known, rows)
@@ -155,18 +157,18 @@ class Comm:
     def agree_on_backward(self, call: str) -> None:
         """Raise RuntimeError on every rank unless all are about to run the backward of the same call.
 
-        Saved tensors are read before it: with activation checkpointing that runs a forward, which agrees, too.
+        Saved tensors are read before this: with activation checkpointing that runs a forward, which agrees, too.
         """
         _, differing = self._compare(f"backward of {call}", {}, 0)
         if differing:
             raise _disagreement(call, differing)
 
     def _compare(self, call: str, known: Mapping[str, str], rows: int) -> tuple[list[int], list[dict[str, str]]]:
-        """The rows of each rank, and the facts of each if they differ.
+        """Return the number of rows of each rank, and the facts of each if they differ.
 
         Args:
-            call: what this rank is about to run, itself a fact.
-            known: its facts by name.
+            call: the call that this rank is about to run, itself a fact.
+            known: this rank's facts by name.
         """
         checks = self.checks
         checks.count += 1
@@ -180,9 +182,10 @@ class Comm:
     # Gathers
 
     def start_gather(self, rows: Tensor, held: Sequence[list[Range]]) -> Callable[[], list[Tensor]]:
-        """Send this rank's rows to all; the function that waits returns the rows of all, in their order in pieces.
+        """Start sending this rank's rows to all; the returned function waits for the rows of all, in order and in
+        pieces.
 
-        It runs beside what is computed until then, where the backend has asynchronous operations on such tensors.
+        It overlaps with computation if the backend supports asynchronous operations on such tensors.
 
         Args:
             rows: `[n, ...]`, contiguous.
@@ -211,14 +214,13 @@ class Comm:
         return finish
 
     def fetch(self, rows: Tensor, held: Sequence[list[Range]], wanted: Sequence[list[Range]]) -> Tensor:
-        """The rows that this rank wants, from those who hold them; differentiable.
+        """Fetch the rows that this rank needs from the ranks that hold them; differentiable.
 
-        The gradients of a row that several ranks want are added up in fp32 (fp64 for fp64), in the order of ranks, and
-        rounded once.
+        If several ranks need a row, its gradients are summed in fp32 (fp64 for fp64) in rank order and rounded once.
 
         Args:
             rows: `[n, ...]`, those of `held[rank]`.
-            held, wanted: ranges of each rank.
+            held, wanted: ranges that each rank holds, and needs.
         """
         result: Tensor = _Fetch.apply(self, rows, held, wanted)
         return result
@@ -232,13 +234,13 @@ class Comm:
         return result
 
     def add_shares(self, shares: Tensor, held: Sequence[list[Range]], wanted: Sequence[list[Range]]) -> Tensor:
-        """The sum over ranks of what each has for this rank's rows, added up in the order of ranks.
+        """Sum the shares of all ranks for this rank's rows, in rank order.
 
         Args:
-            shares: for the rows of `wanted[rank]`, in fp32 or fp64.
+            shares: shares for the rows of `wanted[rank]`, in fp32 or fp64.
 
         Returns:
-            For the rows of `held[rank]`.
+            The sums for the rows of `held[rank]`.
         """
         sent = [[shares[slice(*m.wanted)] for m in moves(there, wanted[self.rank])] for there in held]
         places = [[m.held for m in moves(held[self.rank], there)] for there in wanted]
@@ -250,7 +252,7 @@ class Comm:
     def _exchange(
         self, sent: list[list[Tensor]], places: list[list[Range]], like: Tensor
     ) -> Iterator[tuple[Range, Tensor]]:
-        """Send rows to each rank; the rows that come, in the order of their senders, each with its place."""
+        """Send rows to each rank; yield the received rows in rank order, each with its range."""
         empty = like[:0]
         counts = [sum(part.shape[0] for part in parts) for parts in sent]
         came = [sum(b - a for a, b in spots) for spots in places]
@@ -269,7 +271,7 @@ class Comm:
                 at += b - a
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of x over all ranks, added up in their order, in x's dtype; not differentiable."""
+        """Sum x over all ranks, in rank order and in x's dtype; not differentiable."""
         every, group = x.new_empty((self.size, *x.shape)), self.group
         with self.named("sum"):
             all_gather(every.view(-1), x.detach().reshape(-1), group=group)
@@ -279,17 +281,17 @@ class Comm:
 
     @contextmanager
     def named(self, what: str) -> Iterator[None]:
-        """Errors of a collective, with what failed on which rank and which ranks have not reported a failure."""
+        """Context that adds to errors of a collective its name, the rank, and the ranks that reported no failure."""
         try:
             yield
         except RuntimeError as error:
             raise RuntimeError(
-                f"context parallelism: {what} failed on rank {self.rank} of {self.size}, as it does where a rank has "
-                f"ended or is late{self._silent_ranks()}: {error}"
+                f"context parallelism: {what} failed on rank {self.rank} of {self.size}, as it does if a rank has "
+                f"exited or is late{self._silent_ranks()}: {error}"
             ) from error
 
     def _silent_ranks(self) -> str:
-        """Which ranks have reported no failure, by the store that all ranks of the job share."""
+        """Text naming the ranks that have reported no failure in the store shared by all ranks."""
         try:
             store = self.checks.store
             keys = [f"failed/{self.checks.count}/{rank}" for rank in range(self.size)]
@@ -299,17 +301,17 @@ class Comm:
             except RuntimeError:
                 silent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
                 return f" (no failure reported by rank {', '.join(silent)})" if silent else ""
-        except (RuntimeError, ValueError) as error:  # the rank that holds the store may be the one that ended
+        except (RuntimeError, ValueError) as error:  # the rank that holds the store may have exited
             return f" (the store of the process group does not answer: {type(error).__name__})"
         return ""
 
 
 def received_rows(held: Sequence[list[Range]], most: int) -> list[Range]:
-    """Where the rows of all ranks, in their order, lie in what a gather has received; neighbors are one range.
+    """Ranges of a gather's receive buffer that hold the rows of all ranks in order; adjacent ranges are merged.
 
     Args:
-        held: ranges of each rank, which lie one behind the other in its message.
-        most: rows of a message.
+        held: ranges of each rank, consecutive in its message.
+        most: number of rows of a message.
     """
     places = []
     for rank, own in enumerate(held):
@@ -321,14 +323,14 @@ def received_rows(held: Sequence[list[Range]], most: int) -> list[Range]:
 
 
 def _group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """The timeout of a group's collectives; PyTorch's default where the backend does not tell its own."""
+    """Timeout of a group's collectives; PyTorch's default if the backend does not report one."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     timeout: timedelta = getattr(options, "_timeout", c10d.default_pg_timeout)
     return timeout
 
 
 def _disagreement(op: str, differing: Sequence[Mapping[str, str]]) -> Exception:
-    """The error of every rank, from the facts of all."""
+    """The error to raise on every rank, from the facts of all."""
     for facts in differing:
         if "refusal" in facts:
             kind, _, message = facts["refusal"].partition(": ")
@@ -346,7 +348,7 @@ def _disagreement(op: str, differing: Sequence[Mapping[str, str]]) -> Exception:
                         f"context parallelism: ranks must run the same calls and backwards in the same order, got {got}"
                     )
                 return ValueError(f"{op}: {name} must be the same on all ranks, got {got}")
-    raise AssertionError("ranks disagree about nothing")
+    raise AssertionError("the facts of all ranks are equal")
 
 
 class _Fetch(torch.autograd.Function):

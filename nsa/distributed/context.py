@@ -1,4 +1,4 @@
-"""ContextParallel: sequences that are divided among the ranks of a process group, and attention over all of them."""
+"""ContextParallel: sequences divided among the ranks of a process group, and attention over the whole sequence."""
 
 from __future__ import annotations
 
@@ -35,48 +35,48 @@ from nsa.neighborhood.validate import ALGORITHMS, Window, check_tensors
 from nsa.ops import options_of
 
 REFUSED = {
-    "k_cmp": "entries are pooled from the keys of all ranks; give `compress` or w_k_compress",
-    "v_cmp": "entries are pooled from the values of all ranks; give `compress` or w_v_compress",
+    "k_cmp": "entries are pooled from the keys of all ranks; pass `compress` or w_k_compress",
+    "v_cmp": "entries are pooled from the values of all ranks; pass `compress` or w_v_compress",
     "cu_seqlens_k": "every rank has as many queries as keys, and cu_seqlens are the bounds of the whole pack",
-    "q_start": "the layout says which tokens a rank's queries are",
-    "q_sum": "ranks begin at tiles",
+    "q_start": "the layout determines the positions of a rank's queries",
+    "q_sum": "ranks begin at tile boundaries",
 }
-"""Keywords of `nsa` that a divided sequence has no use for."""
+"""Keywords of `nsa` that are not supported for divided sequences, with the reason."""
 
 LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class ContextParallel:
-    """A sequence divided among ranks: which tokens each has, and attention of its queries to the keys of all.
+    """A sequence divided among ranks: the tokens of each rank, and attention of its queries to the keys of all.
 
-    Queries stay where they are and keys are gathered, for some key/value heads at a time (docs/distributed.md has the
-    volumes). All ranks of the group make the object, with equal arguments, and call its methods with tensors of the
-    same dtypes and sizes, also a rank that has no tokens. Calls and backwards have the same order on all ranks.
-    Differences raise by name on all of them.
+    Queries stay on their rank and keys are gathered, for some key/value heads at a time (docs/distributed.md has the
+    volumes). All ranks of the group create the object with equal arguments and call its methods with tensors of the
+    same dtypes and sizes, even a rank that has no tokens. Calls and backwards must have the same order on all ranks;
+    differences raise errors that name them on all ranks.
 
-    Every rank's loss is its share: gradients of what all ranks have whole, such as weights, are shares that add up over
-    ranks to those of one process.
+    Every rank's loss is its share: gradients of replicated tensors, such as weights, are shares that sum over ranks to
+    those of one process.
 
-    `cu_seqlens` is read on the host when it is another tensor than in the last call, or has changed since by PyTorch's
-    version counter. Changes that PyTorch does not count go unseen: writes through `Tensor.data`, by NumPy through
-    the memory of `torch.from_numpy`, by the replay of a CUDA graph, and by other libraries. Inference tensors have no
+    `cu_seqlens` is read on the host if it is not the tensor of the last call, or has changed since by PyTorch's version
+    counter. Changes that PyTorch does not count are not noticed: writes through `Tensor.data`, by NumPy through the
+    memory of `torch.from_numpy`, by the replay of a CUDA graph, and by other libraries. Inference tensors have no
     counters, so they are always read.
 
     Args:
         mesh: a DeviceMesh of one dimension, such as `mesh["cp"]`, or a process group.
         layout: "zigzag": rank r of R holds chunks r and 2R - 1 - r of 2R, which balances the work of causal attention.
             "contiguous": rank r holds chunk r of R. Default: "zigzag".
-        tile: chunks begin at multiples of it, in packs at multiples of it in their document. A multiple of the
-            `q_tile_size` of every config; 1 divides most evenly, in token mode. Default: 256.
+        tile: chunks begin at multiples of it (in packs, within their document). Must be a multiple of the `q_tile_size`
+            of every config; 1 divides most evenly, in token mode. Default: 256.
         kv_heads_per_pass: key/value heads that are gathered at a time. Default: None, which means as many as keep
             gathered keys and shares of gradients below 1 GiB, at least one.
-        timeout: how long a rank waits for the others where they compare calls, equal in all objects of a group.
-            Default: None, which means the group's timeout.
+        timeout: how long a rank waits for the others when they compare calls, equal in all objects of a group. Default:
+            None, which means the group's timeout.
 
     Raises:
         TypeError: naming an argument of the wrong type.
         ValueError: naming an argument out of range, or a mesh of several dimensions.
-        RuntimeError: where another rank does not make the object within the timeout.
+        RuntimeError: if another rank does not create the object within the timeout.
 
     Examples:
         >>> import torch, torch.distributed as dist
@@ -117,17 +117,17 @@ class ContextParallel:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Of the ranks. Raises RuntimeError where it has been destroyed."""
+        """Process group of the ranks. Raises RuntimeError if it has been destroyed."""
         return self._comm.group
 
     @property
     def rank(self) -> int:
-        """Of this process, in the group."""
+        """Rank of this process in the group."""
         return self._comm.rank
 
     @property
     def size(self) -> int:
-        """R, ranks of the group."""
+        """R, number of ranks of the group."""
         return self._comm.size
 
     def __repr__(self) -> str:
@@ -136,18 +136,18 @@ class ContextParallel:
     def __deepcopy__(self, _: Any) -> ContextParallel:
         return self  # copies of a layer communicate over the same group
 
-    # Which tokens a rank has
+    # Tokens of a rank
 
     def shard(self, x: Tensor, dim: int | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """The rows of this rank, of a tensor that every rank has whole. Nothing is sent.
+        """Slice this rank's rows of a tensor that every rank has whole, without communication.
 
         Args:
-            x: any tensor with a row for each token, such as `[B,N,...]`, or packed `[T,...]` with `cu_seqlens`.
-            dim: of the tokens. Default: None, which means 0 with `cu_seqlens` and 1 without.
+            x: any tensor with one row per token, such as `[B,N,...]`, or packed `[T,...]` with `cu_seqlens`.
+            dim: dimension of the tokens. Default: None, which means 0 with `cu_seqlens` and 1 without.
             cu_seqlens: bounds of packed documents, int32 `[B+1]`, on any device; read on the host. Default: None.
 
         Returns:
-            The rows, ranks' numbers of rows may differ. Its gradient is zero in the rows of other ranks.
+            The rows; their number may differ between ranks. The gradient of x is zero in the rows of other ranks.
 
         Raises:
             TypeError, ValueError: naming x, dim or cu_seqlens.
@@ -159,7 +159,7 @@ class ContextParallel:
 
     @break_graph
     def unshard(self, x: Tensor, dim: int | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """The whole tensor on every rank, from the shards of all.
+        """Concatenate the shards of all ranks, on every rank.
 
         Args:
             x: this rank's rows.
@@ -167,10 +167,10 @@ class ContextParallel:
             cu_seqlens: as in `shard`. Default: None.
 
         Returns:
-            All rows in their order. Its gradient is the sum of the gradients on all ranks, in fp32, rounded once.
+            All rows in order. The gradient of x is the sum of the gradients on all ranks, in fp32, rounded once.
 
         Raises:
-            TypeError, ValueError: on all ranks, where ranks disagree, naming rank and argument.
+            TypeError, ValueError: on all ranks, if ranks disagree, naming rank and argument.
         """
 
         def facts() -> tuple[dict[str, object], int]:
@@ -188,12 +188,12 @@ class ContextParallel:
     def positions(
         self, tokens: int, *, cu_seqlens: Tensor | None = None, device: torch.device | str | None = None
     ) -> Tensor:
-        """The position of each of this rank's tokens in its sequence or document, as rotary embeddings take it.
+        """Positions of this rank's tokens in their sequence or document, for rotary embeddings.
 
         Args:
-            tokens: N, of the sequence or pack.
-            cu_seqlens: as in `shard`; rows behind the last document count from its end. Default: None.
-            device: of the result. Default: None, which means the CPU.
+            tokens: N, number of tokens of the sequence or pack.
+            cu_seqlens: as in `shard`; rows after the last document count from its end. Default: None.
+            device: device of the result. Default: None, which means the CPU.
 
         Returns:
             int64 `[n]`.
@@ -215,13 +215,13 @@ class ContextParallel:
     def shard_labels(
         self, input_ids: Tensor, dim: int | None = None, *, cu_seqlens: Tensor | None = None, ignore_index: int = -100
     ) -> Tensor:
-        """For each of this rank's tokens the next one of its sequence or document.
+        """Label each of this rank's tokens with the next token of its sequence or document.
 
         Args:
-            input_ids: of all tokens, on every rank, of any integer dtype.
+            input_ids: ids of all tokens, on every rank, of any integer dtype.
             dim: as in `shard`. Default: None.
             cu_seqlens: as in `shard`. Default: None.
-            ignore_index: label of last tokens and of rows behind the last document. Default: -100.
+            ignore_index: label of last tokens and of rows after the last document. Default: -100.
 
         Returns:
             This rank's labels, in the dtype of `input_ids`.
@@ -241,25 +241,25 @@ class ContextParallel:
         return self.shard(labels, dim, cu_seqlens=cu_seqlens)
 
     def cross_entropy(self, logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
-        """The share of this rank in the mean loss: its sum divided by the number of labels on all ranks.
+        """This rank's share of the mean loss: the sum of its losses divided by the number of labels on all ranks.
 
         Call backward on it on every rank; `sum` of it is the mean loss.
 
-        Ranks compare 16 bytes each on the host before anything else, and add up their numbers of labels.
+        Ranks first compare 16 bytes each on the host, and sum their numbers of labels.
 
         Args:
-            logits: `[...,classes]`, on every rank with as many classes.
+            logits: `[...,classes]`, with equally many classes on every rank.
             labels: `[...]` of any integer dtype on logits' device, classes or `ignore_index`. Values are checked on the
-                CPU. On a GPU nothing waits for them: one out of range is a device-side assertion on this rank alone,
-                after which its CUDA context is lost and other ranks raise RuntimeError within the group's timeout.
-            ignore_index: label that does not count. Default: -100.
+                CPU. On a GPU, a value out of range triggers a device-side assertion on this rank only; its CUDA context
+                is lost and other ranks raise RuntimeError within the group's timeout.
+            ignore_index: label that is ignored. Default: -100.
 
         Returns:
             fp32 (fp64 for fp64 logits), 0-dim.
 
         Raises:
-            TypeError, ValueError: on all ranks, for a wrong argument on one or where ranks disagree, naming rank and
-                argument.
+            TypeError, ValueError: on all ranks, for an invalid argument on one or if ranks disagree, naming rank and
+            argument.
         """
         count = self._count_labels(logits, labels, ignore_index)
         wide = torch.promote_types(logits.dtype, torch.float32)
@@ -274,7 +274,7 @@ class ContextParallel:
 
     @break_graph
     def _count_labels(self, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-        """How many labels count on all ranks, once every rank has found its own right."""
+        """Number of labels on all ranks that are not ignored, after every rank has checked its own."""
 
         def facts() -> tuple[dict[str, object], int]:
             check_labels(logits, labels, ignore_index)
@@ -285,16 +285,16 @@ class ContextParallel:
 
     @break_graph
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of a tensor over all ranks, added up in their order; without a gradient.
+        """Sum a tensor over all ranks, in rank order; not differentiable.
 
         Args:
-            x: of the same shape and dtype on every rank; not bool.
+            x: tensor of the same shape and dtype on every rank; not bool.
 
         Returns:
             The sum, on every rank, in x's dtype: integers wrap around as PyTorch's do.
 
         Raises:
-            TypeError, ValueError: on all ranks, where ranks disagree, naming rank and argument.
+            TypeError, ValueError: on all ranks, if ranks disagree, naming rank and argument.
         """
 
         def facts() -> tuple[dict[str, object], int]:
@@ -329,7 +329,7 @@ class ContextParallel:
                 inputs, config = replace(inputs, **given), replace(config, compress="mean")
             tensors = {name: x for name in NAMES if (x := getattr(inputs, name)) is not None}
             plan = self._plan(layout, config, tensors, call.flags, packed=inputs.packed)
-            saving = needs_grad(*tensors.values())  # on all ranks or on none, as facts and compressed_shard see to
+            saving = needs_grad(*tensors.values())  # on all ranks or on none, as facts and compressed_shard ensure
             check_calls(plan, tensors, needs_grad=saving)
             if saving:
                 out: Tensor = ShardedNSA.apply(plan, *(tensors.get(name) for name in NAMES))
@@ -375,28 +375,29 @@ class ContextParallel:
         config: NSAConfig | None = None,
         backend: str | None = None,
     ) -> Tensor:
-        """`nsa` of the whole sequence: out of this rank's tokens, differentiable.
+        """`nsa` of the whole sequence, returning out of this rank's tokens; differentiable.
 
-        Under torch.compile it is a break of the graph.
+        Under torch.compile it is a graph break.
 
         All other arguments are those of `nsa`. `k_slc`, `v_slc`, `k_win`, `v_win` and `gates` are this rank's, weights
-        are whole, `cu_seqlens` are the bounds of the whole pack, on the host or on q's device, where they are read
+        are replicated, and `cu_seqlens` holds the bounds of the whole pack, on the host or on q's device, and is read
         once. `causal=False`, and `k_cmp`, `v_cmp`, `cu_seqlens_k`, `q_start` and `q_sum` of `nsa`, are not supported.
 
         Args:
-            q: this rank's queries `[B,n,H,D]`, packed `[n,H,D]` with `cu_seqlens`, as `shard` gives them; a DTensor is
-                taken if it is sharded on tokens over this group and its even split is the layout's.
+            q: this rank's queries `[B,n,H,D]`, packed `[n,H,D]` with `cu_seqlens`, as returned by `shard`; a DTensor is
+                accepted if it is sharded on tokens over this group and its even split equals the layout.
             k: this rank's keys `[B,n,H_kv,D]`.
             v: this rank's values `[B,n,H_kv,D_v]`.
 
         Returns:
-            `[B,n,H,D_v]`, packed `[n,H,D_v]`: rows of `nsa` of the whole, in q's dtype; a DTensor if q is one.
+            `[B,n,H,D_v]`, packed `[n,H,D_v]`: these rows of `nsa` of the whole sequence, in q's dtype; a DTensor if q
+            is one.
 
         Raises:
-            TypeError, ValueError: as `nsa`, or where ranks disagree; on all ranks, naming rank and argument.
-            dispatch.BackendError: when no backend can run the call, on all ranks.
-            RuntimeError: on all ranks, in forward or backward: where they run other calls or another order of
-                backwards, naming ranks and calls; within the timeout where a rank has ended or is late.
+            TypeError, ValueError: as `nsa`, or if ranks disagree; on all ranks, naming rank and argument.
+            dispatch.BackendError: if no backend supports the call, on all ranks. RuntimeError: on all ranks, in forward
+            or backward: if they run different calls or orders of backwards, naming ranks and calls; within the timeout
+            if a rank has exited or is late.
         """
 
     @break_graph
@@ -415,9 +416,9 @@ class ContextParallel:
         algorithm: str = "auto",
         backend: str | None = None,
     ) -> Tensor:
-        """`neighborhood_attention` of the whole sequence: out of this rank's tokens, differentiable.
+        """`neighborhood_attention` of the whole sequence, returning out of this rank's tokens; differentiable.
 
-        Only the tokens that windows reach beyond a rank's own are sent.
+        Only tokens of other ranks that windows reach are sent.
 
         Args:
             q: this rank's queries `[B,n,H,D]`, as in `nsa`.
@@ -469,7 +470,7 @@ class ContextParallel:
         return make_layout(tokens, bounds, self.size, self.layout, self.tile)
 
     def _agreed_layout(self, lengths: list[int], cu_seqlens: Tensor | None, name: str) -> Layout:
-        """The layout of shards of these lengths. What it raises, all ranks raise."""
+        """The layout of shards of these lengths. Its errors are raised on all ranks."""
         layout = self._layout(sum(lengths), cu_seqlens)
         if lengths != layout.lengths:
             raise ValueError(
@@ -479,7 +480,7 @@ class ContextParallel:
         return layout
 
     def _bounds(self, cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
-        """The values of cu_seqlens; those of the last tensor are remembered, so that layers do not wait for them."""
+        """The values of cu_seqlens; those of the last tensor are cached, so that layers do not synchronize."""
         if cu_seqlens is None:
             return None
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
@@ -487,7 +488,7 @@ class ContextParallel:
             raise TypeError(f"cu_seqlens must be an int32 tensor or None, got {got}")
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
             raise ValueError(f"cu_seqlens must have the shape [B+1], got shape {list(cu_seqlens.shape)}")
-        if cu_seqlens.is_inference():  # they do not count their changes
+        if cu_seqlens.is_inference():  # no version counter
             return tuple(cu_seqlens.tolist())
         last = self._last_bounds
         if last is not None and last[0]() is cu_seqlens and last[1] == cu_seqlens._version:
@@ -509,10 +510,10 @@ class ContextParallel:
         return {"layout": self.layout, "tile": self.tile, "kv_heads_per_pass": self.kv_heads_per_pass}
 
     def _read_nsa(self, q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]) -> _NSACall:
-        """The checked arguments of this rank."""
+        """Check and return the arguments of this rank."""
         for name, reason in REFUSED.items():
             if keywords.get(name) is not None:
-                raise ValueError(f"{name} is not taken by ContextParallel.nsa: {reason}")
+                raise ValueError(f"{name} is not supported by ContextParallel.nsa: {reason}")
         options = options_of(keywords)
         config = keywords.get("config") or NSAConfig(**options)
         if not config.causal:
@@ -528,7 +529,7 @@ class ContextParallel:
         dtensors = _DTensors(self.group, [n for n in given if n not in WEIGHT_NAMES], 1 if cu_seqlens is None else 0)
         given = dtensors.local(given)
         q, k, v, others = cast_arguments(given.pop("q"), given.pop("k"), given.pop("v"), given)
-        # Bounds of no document: those of the whole pack do not fit the shard
+        # Placeholder bounds: those of the whole pack do not fit the shard
         device = q.device if isinstance(q, Tensor) else None
         bounds = None if cu_seqlens is None else torch.zeros(2, dtype=torch.int32, device=device)
         inputs = NSAInputs(q, k, v, **others, cu_seqlens=bounds, max_seqlen=keywords.get("max_seqlen"))
@@ -571,7 +572,7 @@ class _NSACall(NamedTuple):
     needs_grad: bool
 
     def facts(self) -> dict[str, object]:
-        """What must be the same on all ranks, by the name of its argument."""
+        """Properties that must be equal on all ranks, by argument name."""
         texts: dict[str, object] = {}
         for name in NAMES:
             x = getattr(self.inputs, name)
@@ -583,7 +584,7 @@ class _NSACall(NamedTuple):
 
 
 def token_dim(name: str, x: Tensor, dim: int | None, cu_seqlens: Tensor | None) -> int:
-    """`dim` or its default, at least 0.
+    """Return `dim` or its default, normalized to at least 0.
 
     Raises:
         TypeError, ValueError: unless x is a dense tensor that has the dimension.
@@ -645,13 +646,13 @@ def check_same_rows(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _text(x: Tensor, sizes: Any) -> str:
-    """A tensor's facts, for comparison and messages."""
+    """Describe a tensor, for comparison and messages."""
     gradient = " with a gradient" if needs_grad(x) else ""
     return f"{short_name(x.dtype)} [{', '.join(map(str, sizes))}] on {x.device.type}{gradient}"
 
 
 def _row_text(x: Tensor) -> str:
-    """The same of a tensor `[...,n,heads,D]`, whose rows may differ."""
+    """The same for a tensor `[...,n,heads,D]`, without its number of rows."""
     return _text(x, [*x.shape[:-3], "n", *x.shape[-2:]])
 
 
@@ -669,11 +670,11 @@ def _backend(name: str | None) -> str:
 
 
 class _DTensors:
-    """Arguments that are DTensors: their local parts, and results of the same kind.
+    """Arguments that are DTensors: unwraps their local parts, and wraps results.
 
     Args:
-        names: of the tensors with a row for each token; no others may be DTensors.
-        dim: of the tokens.
+        names: names of the tensors with one row per token; no others may be DTensors.
+        dim: dimension of the tokens.
     """
 
     def __init__(self, group: dist.ProcessGroup, names: Sequence[str], dim: int) -> None:
@@ -681,7 +682,7 @@ class _DTensors:
         self.found: dict[str, Any] = {}
 
     def local(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """The tensors with DTensors replaced by what this rank holds of them."""
+        """Replace DTensors by their local parts."""
         result = {}
         for name, x in tensors.items():
             if type(x) is not Tensor and isinstance(x, Tensor) and isinstance(x, DTensor):
@@ -709,7 +710,7 @@ class _DTensors:
             )
 
     def check(self, layout: Layout) -> None:
-        """Raise on all ranks unless DTensor's even split is the layout."""
+        """Raise on all ranks unless DTensor's even split equals the layout."""
         if not self.found:
             return
         most = -(-layout.tokens // layout.ranks)
@@ -722,7 +723,7 @@ class _DTensors:
             )
 
     def wrap(self, out: Tensor) -> Tensor:
-        """A result with q's rows, as a DTensor if q is one."""
+        """Wrap a result with q's rows as a DTensor if q is one."""
         if "q" not in self.found:
             return out
         q = self.found["q"]

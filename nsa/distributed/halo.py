@@ -1,4 +1,4 @@
-"""What needs a few tokens beside a rank's own, and no others: learned compression and neighborhood attention.
+"""Ops that need only a few tokens next to a rank's own: learned compression and neighborhood attention.
 
 A rank fetches the tokens next to its ranges, computes on both, and autograd sends the gradients of fetched tokens back.
 """
@@ -24,10 +24,10 @@ from nsa.reference import compressed_entries
 
 
 def compressed_shard(comm: Comm, layout: Layout, inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """k_cmp and v_cmp of the entries whose last token this rank holds, by `config.compress`; differentiable.
+    """Compute k_cmp and v_cmp of the entries whose last token this rank holds, by `config.compress`; differentiable.
 
-    Ranks agree again behind `config.compress`, which may raise on those that have entries, and they alone know whether
-    entries need gradients: if those of one rank do, one of k_cmp and v_cmp does on every rank, and else none.
+    Ranks agree again after `config.compress`, because it may raise on ranks with entries, and only these ranks know if
+    entries need gradients: if those of one rank do, one of k_cmp and v_cmp does on every rank, else none.
 
     Args:
         inputs: this rank's tensors.
@@ -38,7 +38,7 @@ def compressed_shard(comm: Comm, layout: Layout, inputs: NSAInputs, config: NSAC
 
     def facts() -> tuple[dict[str, object], int]:
         pooled.append(_pool_ranges(k, v, inputs, config, wanted[comm.rank]))
-        has_some = bool(wanted[comm.rank]) or not any(wanted)  # without entries on any rank all know the same
+        has_some = bool(wanted[comm.rank]) or not any(wanted)  # if no rank has entries, all ranks agree
         return {}, int(has_some and needs_grad(*pooled[0]))
 
     learned = any(comm.agree("ContextParallel.nsa's compress", facts))
@@ -52,8 +52,8 @@ def compressed_shard(comm: Comm, layout: Layout, inputs: NSAInputs, config: NSAC
 
 
 class _Joined(torch.autograd.Function):
-    """Entries whose backward goes on to the rows they were made of, also where they do not depend on these: the ranks
-    that these came from wait for it.
+    """Entries whose backward always reaches the rows they were pooled from, even if they do not depend on them: the
+    ranks that sent these rows wait for it.
     """
 
     @staticmethod
@@ -69,9 +69,10 @@ class _Joined(torch.autograd.Function):
 def _pool_ranges(
     k: Tensor, v: Tensor, inputs: NSAInputs, config: NSAConfig, ranges: Sequence[Range]
 ) -> tuple[Tensor, Tensor]:
-    """Entries of ranges of tokens, whose keys and values are k and v, one range after the other.
+    """Entries of consecutive ranges of tokens with keys k and values v.
 
-    Without ranges there are no entries; what compresses is in their graph all the same, with gradients of 0.
+    Without ranges there are no entries, but the parameters of `compress` stay in the autograd graph with gradients of
+    0.
     """
     wide = torch.promote_types(k.dtype, torch.float32)
     weights: dict[str, Any] = {}
@@ -90,7 +91,7 @@ def _pool_ranges(
 
 
 def _tokens_of_entries(layout: Layout, rank: int, config: NSAConfig) -> list[Range]:
-    """The tokens of a rank's entries, a range for each piece of a document; ranges overlap where entries do."""
+    """Tokens of a rank's entries, one range per piece of a document; ranges overlap if entries do."""
     result = []
     for tokens in layout.ranges[rank]:
         for piece in layout.pieces(tokens):
@@ -109,8 +110,8 @@ def sharded_neighborhood_attention(
 ) -> Tensor:
     """`neighborhood_attention` of this rank's queries `[B,n,H,D]`.
 
-    Each range of tokens is a call with the keys that its windows reach. Causal, queries continue these keys; otherwise
-    the tokens fetched are queries too, of zeros, whose rows are dropped.
+    Each range of tokens is a call with the keys that its windows reach. If causal, queries continue these keys;
+    otherwise the fetched tokens become zero queries, whose rows are dropped.
     """
     before, after = window_reach(**{name: options[name] for name in ("kernel_size", "dilation", "boundary", "causal")})
     wanted = layout.with_halo(before, after)
@@ -125,12 +126,14 @@ def sharded_neighborhood_attention(
             own_q = pad(own_q, [0, 0, 0, 0, left, right])
         own = neighborhood_attention(own_q, k[:, keys], v[:, keys], **options)
         outputs.append(own if options["causal"] else own[:, left : left + stop - start])
-    # A rank without tokens has a graph, too: others send it gradients
+    # A rank without tokens needs a graph, too: others send it gradients
     return torch.cat(outputs, 1) if outputs else q + (k.sum() + v.sum())
 
 
 def window_reach(kernel_size: int, dilation: int, boundary: str, causal: bool) -> tuple[int, int]:
-    """How many tokens before and behind a query its window may reach; a shifted one reaches as far to one side."""
+    """Maximum distance that a window reaches before and after its query; shifted windows reach equally far to both
+    sides.
+    """
     whole = (kernel_size - 1) * dilation
     if causal:
         return whole, 0
@@ -143,7 +146,7 @@ def window_reach(kernel_size: int, dilation: int, boundary: str, causal: bool) -
 def _fetch_pair(
     comm: Comm, k: Tensor, v: Tensor, held: Sequence[list[Range]], wanted: Sequence[list[Range]]
 ) -> tuple[Tensor, Tensor]:
-    """Rows of k and v `[...,rows,heads,D]` in one message."""
+    """Fetch rows of k and v `[...,rows,heads,D]` in one message."""
     message = torch.cat([k, v], -1).movedim(-3, 0)
     fetched = comm.fetch(message, held, wanted).movedim(0, -3)
     own_k, own_v = fetched.split([k.shape[-1], v.shape[-1]], -1)

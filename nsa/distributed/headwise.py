@@ -19,20 +19,20 @@ class HeadwiseParallel(ParallelStyle):
     """Shard an NSAttention or NeighborhoodAttention by heads, as a style for PyTorch's `parallelize_module`.
 
     Each of R ranks has H/R query heads and H_kv/R key/value heads: rows of the projections and of all other parameters,
-    which have their heads first, and columns of `o_proj`. The layer's `num_heads` and `num_kv_heads` become the local
-    numbers, which its `rope` hook, caches and functions in `compress` see. Parameters are DTensors of the whole.
+    whose first dim is heads, and columns of `o_proj`. The layer's `num_heads` and `num_kv_heads` become the local
+    numbers, which its `rope` hook, caches and functions in `compress` see. Parameters are DTensors with their full
+    shapes.
 
     Args:
-        input_layouts: placement of `hidden_states` where they are no DTensor. Shard(1), tokens of `[B,N,hidden_size]`,
-            goes with sequence parallelism. Default: None, which means Replicate().
+        input_layouts: placement of `hidden_states` if it is not a DTensor. Use Shard(1), tokens of `[B,N,hidden_size]`,
+            with sequence parallelism. Default: None, which means Replicate().
         output_layouts: placement of the output. Default: None, which means Replicate().
-        use_local_output: True if the output is a plain tensor, this rank's part, and not a DTensor. Default: True.
+        use_local_output: return a plain tensor, this rank's part, instead of a DTensor. Default: True.
 
     Raises:
-        TypeError: where it is applied, for another module.
-        ValueError: where it is applied, naming the layer's argument: `num_kv_heads` that the mesh does not divide; a
-            module in `compress` that has parameters and is no LinearCompression; `dropout`, which would differ between
-            ranks.
+        TypeError: when applied to another module. ValueError: when applied, naming the layer's argument: `num_kv_heads`
+            that the mesh does not divide; a module in `compress` with parameters that is not a LinearCompression;
+            `dropout`, which would differ between ranks.
 
     Examples:
         >>> import torch, torch.distributed as dist
@@ -68,7 +68,7 @@ class HeadwiseParallel(ParallelStyle):
             name: ColwiseParallel(input_layouts=self.input_layouts) for name in projections(layer) if name != "o_proj"
         }
         plan["o_proj"] = RowwiseParallel(output_layouts=self.output_layouts, use_local_output=self.use_local_output)
-        # torch 2.6 has no choice of the rank whose values are sent
+        # torch 2.6 has no src_data_rank
         source = {"src_data_rank": self.src_data_rank} if hasattr(self, "src_data_rank") else {}
         parallelize_module(layer, device_mesh, plan, **source)
         for owner in (layer, *learned_pools(layer)):
@@ -82,10 +82,10 @@ class HeadwiseParallel(ParallelStyle):
 
 
 def check_layer(module: nn.Module) -> NSAttention | NeighborhoodAttention:
-    """The layer, if HeadwiseParallel can shard it.
+    """Return the layer if HeadwiseParallel can shard it.
 
     Raises:
-        TypeError, ValueError: if it cannot, before anything is changed.
+        TypeError, ValueError: otherwise, before anything is changed.
     """
     if not isinstance(module, (NSAttention, NeighborhoodAttention)):
         raise TypeError(f"HeadwiseParallel is for NSAttention and NeighborhoodAttention, got {type(module).__name__}")
@@ -111,7 +111,7 @@ def projections(layer: NSAttention | NeighborhoodAttention) -> dict[str, nn.Modu
 
 
 def learned_pools(layer: NSAttention | NeighborhoodAttention) -> list[nn.Module]:
-    """Modules that compress blocks and have parameters, each once."""
+    """Modules in `compress` with parameters, without duplicates."""
     pools = layer.compress.values() if isinstance(layer, NSAttention) else ()
     return [pool for pool in dict.fromkeys(pools) if any(True for _ in pool.parameters())]
 
@@ -119,11 +119,11 @@ def learned_pools(layer: NSAttention | NeighborhoodAttention) -> list[nn.Module]
 def _replicate_input(
     mesh: DeviceMesh, layout: Placement, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gather hidden_states once for all projections, whose gradients are then added up before they are sent."""
+    """Gather hidden_states once for all projections, whose gradients are then summed before communication."""
 
     def replicate(x: Any) -> Any:
         if not isinstance(x, Tensor):
-            return x  # the layer's forward refuses it
+            return x  # the layer's forward rejects it
         x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [layout], run_check=False)
         return x.redistribute(placements=[Replicate()])
 

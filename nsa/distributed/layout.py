@@ -1,7 +1,7 @@
-"""Which tokens of a sequence each rank holds: chunks of a sequence or pack, bounds on tiles of its documents.
+"""Layout of a sequence or pack over ranks: chunks whose bounds are tile boundaries of its documents.
 
-A layout follows from sizes alone, so every rank knows it whole: who holds which tokens and which compressed entries,
-and who sends what to whom. Ranges are `(start, stop)` in tokens of the sequence or pack.
+A layout follows from sizes alone, so every rank knows the tokens and compressed entries of all ranks, and all messages.
+Ranges are half-open, `(start, stop)`, in tokens of the sequence or pack.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Layout:
     """The tokens of all ranks.
 
     Args:
-        tokens: N, of the sequence or pack, rows behind the last document included.
-        bounds: where documents begin, and where the last one ends: `(0, N)` for a sequence.
+        tokens: N, number of tokens of the sequence or pack, rows after the last document included. bounds: start of
+            each document and end of the last: `(0, N)` for a sequence.
         ranks: R.
         kind: "zigzag": 2R chunks, of which rank r holds r and 2R - 1 - r; "contiguous": R chunks, one each.
-        tile: chunks begin at multiples of it in their document.
+        tile: chunks begin at multiples of it within their document.
     """
 
     tokens: int
@@ -48,18 +48,18 @@ class Layout:
 
     @cached_property
     def cuts(self) -> list[int]:
-        """Bounds of the chunks: of those that are allowed, the last one up to an even share."""
+        """Bounds of the chunks: the last allowed bound up to each even share."""
         count = 2 * self.ranks if self.kind == "zigzag" else self.ranks
         return [self._allowed(self.tokens * chunk // count) for chunk in range(count)] + [self.tokens]
 
     def _allowed(self, token: int) -> int:
-        """The last tile bound up to a token, of the document that holds it."""
+        """Last tile boundary up to a token, in its document."""
         first = self.bounds[bisect_right(self.bounds, token) - 1]
         return first + (token - first) // self.tile * self.tile
 
     @cached_property
     def ranges(self) -> list[list[Range]]:
-        """The ranges of each rank in the order of its shard, without empty ones; neighbors are one range."""
+        """Nonempty ranges of each rank in the order of its shard; adjacent ranges are merged."""
         chunks = list(pairwise(self.cuts))
         result = []
         for rank in range(self.ranks):
@@ -69,11 +69,11 @@ class Layout:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens of each rank."""
+        """Number of tokens of each rank."""
         return [_length(own) for own in self.ranges]
 
     def pieces(self, tokens: Range) -> list[Piece]:
-        """The parts of documents in a range, none of them empty; rows behind the last document are in none."""
+        """Nonempty pieces of documents in a range; rows after the last document are in none."""
         start, stop = tokens
         result = []
         document = max(0, bisect_right(self.bounds, start) - 1)
@@ -85,11 +85,11 @@ class Layout:
         return result
 
     def first_entries(self, config: NSAConfig) -> list[int]:
-        """The number of compressed entries before each document, and of all."""
+        """Number of compressed entries before each document, and in total."""
         return _first_entries(self.bounds, config.compress_block_size, config.stride)
 
     def entries(self, config: NSAConfig) -> list[list[Range]]:
-        """The compressed entries of each rank: those whose last token it holds."""
+        """Compressed entries of each rank: those whose last token it holds."""
         before = self.first_entries(config)
         result = []
         for own in self.ranges:
@@ -102,7 +102,7 @@ class Layout:
         return result
 
     def with_halo(self, before: int, after: int) -> list[list[Range]]:
-        """The ranges of each rank, each longer by some tokens before and behind it."""
+        """Ranges of each rank, extended by some tokens before and after."""
         return [[(max(0, a - before), min(self.tokens, b + after)) for a, b in own] for own in self.ranges]
 
 
@@ -122,14 +122,14 @@ def _first_entries(bounds: tuple[int, ...], length: int, stride: int) -> list[in
 
 
 class Move(NamedTuple):
-    """Tokens that one rank sends to another: rows of what the sender holds, rows of what the receiver wants."""
+    """Tokens that one rank sends to another: rows among those that the sender holds, and that the receiver needs."""
 
     held: Range
     wanted: Range
 
 
 def moves(held: list[Range], wanted: list[Range]) -> list[Move]:
-    """Which of the rows held, ranges one after the other, go to which of the rows wanted, in the order of these."""
+    """Moves from the rows held to the rows wanted, both consecutive ranges, in the order of the latter."""
     result = []
     row = 0
     for start, stop in wanted:
@@ -149,7 +149,7 @@ def _length(ranges: list[Range]) -> int:
 
 
 def merged(ranges: list[Range]) -> list[Range]:
-    """The ranges without empty ones; those that meet are one."""
+    """Drop empty ranges and merge adjacent ones."""
     result: list[Range] = []
     for start, stop in ranges:
         if start == stop:
