@@ -17,32 +17,33 @@ from nsa.config import NSAConfig
 
 
 class NSAAux(NamedTuple):
-    """The intermediate results that `nsa_forward_aux` returns beside `out`.
+    """Intermediate results, returned by `nsa_forward_aux` in addition to `out`.
 
     N_cmp compressed entries, T = `q_tile_size`, tiles = ceil(N / T). Packed inputs: no B; N and tiles run over the
-    pack, tiles and compressed entries document after document, in buffers as large as T_total tokens can need:
-    `(T_total + B*(T - 1)) // T` tiles and `T_total // d` entries. Unused tiles hold -1, unused entries 0.
+    pack, with the tiles and compressed entries of consecutive documents in buffers of the largest size that T_total
+    tokens can need: `(T_total + B*(T - 1)) // T` tiles and `T_total // d` entries. Unused tiles hold -1, unused entries
+    0.
 
     Queries that continue a sequence: N counts queries, N_cmp and `T_total // d` come from keys, and tiles are those
-    that hold queries; where only the device knows them, from the first of each sequence or document on in buffers of
-    `(N + 2*(T - 1)) // T` tiles, packed `(T_total + 2*B*(T - 1)) // T`. An integer `q_start` leaves no entries behind
-    the last query; with a tensor those hold 0.
+    that hold queries. If only the device knows them, they start with the first of each sequence or document, in buffers
+    of `(N + 2*(T - 1)) // T` tiles, packed `(T_total + 2*B*(T - 1)) // T`. With an integer `q_start` there are no
+    entries after the last query; with a tensor they hold 0.
 
     Attributes:
         o_cmp: output of the compressed branch, `[B,N,H,D_v]` in q's dtype; zeros in rows without keys.
-        o_slc: output of the selected branch, likewise.
-        o_win: output of the window branch, likewise.
+        o_slc: output of the selected branch, as o_cmp.
+        o_win: output of the window branch, as o_cmp.
         lse_cmp: log-sum-exp of the compressed branch's scaled logits, natural log: `[B,H,N]` in fp32 (fp64 for fp64
             inputs); -inf in rows without keys.
-        lse_slc: that of the selected branch.
-        lse_win: that of the window branch.
+        lse_slc: log-sum-exp of the selected branch, as lse_cmp.
+        lse_win: log-sum-exp of the window branch, as lse_cmp.
         k_cmp: compressed keys `[B,N_cmp,H_kv,D]` in q's dtype, as scored and attended to.
         v_cmp: compressed values `[B,N_cmp,H_kv,D_v]` in q's dtype.
         gates: weights of the branches, `[B,N,H,3]`: compressed, selected, window.
-        indices: selected blocks, int32 `[B,H,tiles,num_selected_blocks]` (H_kv in place of H when shared in the group),
+        indices: selected blocks, int32 `[B,H,tiles,num_selected_blocks]` (H_kv instead of H if shared in the group),
             ascending, padded with -1.
         cmp_indices: selected blocks of compressed entries, int32 `[B,H,tiles,c]`, ascending, padded with -1; all blocks
-            of the document in each tile where c is at least their number. None without `num_cmp_selected_blocks`.
+            of the document in each tile if c is at least their number. None without `num_cmp_selected_blocks`.
 
     Examples:
         >>> import torch
@@ -68,10 +69,10 @@ class NSAAux(NamedTuple):
 
 @dataclass(frozen=True)
 class NSAInputs:
-    """The tensors of one call, as `nsa` takes them. Backends trust what `check` has accepted.
+    """The tensor arguments of one call of `nsa`. Backends trust inputs that `check` has accepted.
 
     q `[B,N_q,H,D]`, k `[B,N_k,H_kv,D]`, v `[B,N_k,H_kv,D_v]`; packed: `[T,...]` with `cu_seqlens` int32 `[B+1]`, and
-    `cu_seqlens_k` where keys have bounds of their own. Backends get what `narrow` returns: q_start a tensor or None.
+    `cu_seqlens_k` if keys have their own bounds. Backends get the result of `narrow`: q_start is a tensor or None.
     """
 
     q: Tensor
@@ -99,19 +100,19 @@ class NSAInputs:
 
     @property
     def key_bounds(self) -> Tensor | None:
-        """cu_seqlens of keys and values."""
+        """Bounds of the documents' keys and values."""
         return self.cu_seqlens if self.cu_seqlens_k is None else self.cu_seqlens_k
 
     @property
     def continues(self) -> bool:
-        """Whether queries may begin behind the first token of their sequence."""
+        """True if queries may begin after the first token of their sequence."""
         if self.q_start is not None or self.cu_seqlens_k is not None:
             return True
         return not self.packed and self.q.shape[1] != self.k.shape[1]
 
     @property
     def first_token(self) -> int:
-        """The token that the first query is; not for packed inputs, nor for starts that only the device knows."""
+        """Token index of the first query; not for packed inputs, nor for starts that only the device knows."""
         return self.q_start if is_integer(self.q_start) else self.k.shape[1] - self.q.shape[1]
 
     @property
@@ -120,7 +121,7 @@ class NSAInputs:
         return self.q.shape[-2] // max(self.k.shape[-2], 1)
 
     def num_tiles(self, config: NSAConfig) -> int:
-        """Tiles in NSAAux, of the queries of each sequence, or of all documents."""
+        """Number of tiles in NSAAux, for the queries of each sequence, or of all documents."""
         rows, size = self.q.shape[-3], config.q_tile_size
         if self.cu_seqlens is not None:
             docs = self.cu_seqlens.shape[0] - 1
@@ -131,17 +132,17 @@ class NSAInputs:
         return -(-(first + rows) // size) - first // size if rows > 0 else 0
 
     def num_entries(self, config: NSAConfig) -> int:
-        """Compressed entries in NSAAux, of the keys of each sequence, or of all documents."""
+        """Number of compressed entries in NSAAux, for the keys of each sequence, or of all documents."""
         return self.k.shape[0] // config.stride if self.packed else config.num_compressed(self.k.shape[1])
 
     def needs_grad(self, config: NSAConfig) -> bool:
-        """Whether one of these tensors, or a parameter of `compress`, needs a gradient."""
+        """True if one of these tensors, or a parameter of `compress`, needs a gradient."""
         if not torch.is_grad_enabled():
             return False
         return any(t.requires_grad for t in self.tensors().values()) or config.compress_may_learn
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are given, by name."""
+        """The tensors that are not None, by name."""
         given = {name: getattr(self, name) for name in TENSOR_NAMES}
         return {name: x for name, x in given.items() if isinstance(x, Tensor)}
 
@@ -153,11 +154,13 @@ class NSAInputs:
         return replace(self, **changed)
 
     def narrow(self, config: NSAConfig) -> NSAInputs:
-        """The same call without an integer q_start: keys end with the last query, so that N_k - N_q is the start."""
+        """Return the same call without an integer q_start: keys end with the last query, so that the start is N_k -
+        N_q.
+        """
         if isinstance(self.q_start, Tensor) or (self.q_start is None and (self.packed or self.q_sum is None)):
             return self
         stop = self.first_token + self.q.shape[1]
-        q_sum = self.q_sum if self.first_token % config.q_tile_size else None  # a sum of no queries
+        q_sum = self.q_sum if self.first_token % config.q_tile_size else None  # else the sum of no queries
         if stop == self.k.shape[1]:
             return replace(self, q_start=None, q_sum=q_sum)
         kept = dict.fromkeys(KEY_NAMES, stop) | dict.fromkeys(ENTRY_NAMES, config.num_compressed(stop))
@@ -325,7 +328,7 @@ class NSAInputs:
             self._check_starts([self.first_token], [self.q.shape[1]], [self.k.shape[1]], config)
 
     def _check_starts(self, starts: list[int], queries: list[int], keys: list[int], config: NSAConfig) -> None:
-        """Args: the first token, N_q and N_k of each sequence or document."""
+        """Check the first token, N_q and N_k of each sequence or document."""
         tile = config.q_tile_size
         for b, (start, num_q, num_k) in enumerate(zip(starts, queries, keys, strict=True)):
             where = f" at position {b}" if isinstance(self.q_start, Tensor) else ""
@@ -336,7 +339,7 @@ class NSAInputs:
             if self.q_sum is None and num_q > 0 and start % tile:
                 first = start // tile * tile
                 raise ValueError(
-                    f"q_sum must be given where queries begin inside a tile: tile {start // tile} has tokens {first} "
+                    f"q_sum must be given if queries begin inside a tile: tile {start // tile} has tokens {first} "
                     f"to {first + tile - 1} (q_tile_size={tile}), got q_start={start}{where}"
                 )
 
@@ -379,20 +382,20 @@ class NSAInputs:
 TENSOR_NAMES = tuple(field.name for field in fields(NSAInputs) if field.name != "max_seqlen")
 
 QUERY_NAMES = ("q", "gates")
-"""Tensors with a row for each query."""
+"""Tensors with one row per query."""
 
 KEY_NAMES = ("k", "v", "k_slc", "v_slc", "k_win", "v_win")
-"""Tensors with a row for each key."""
+"""Tensors with one row per key."""
 
 ENTRY_NAMES = ("k_cmp", "v_cmp")
-"""Tensors with a row for each compressed entry."""
+"""Tensors with one row per compressed entry."""
 
 INTEGER_NAMES = ("cu_seqlens", "cu_seqlens_k", "q_start")
 """Tensors of int32."""
 
 
 def _dtypes(name: str, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """What a tensor may have beside q's dtype."""
+    """Allowed dtypes of a tensor, given q's dtype."""
     if name in ("gates", "gate_proj_weight"):
         return dtype, torch.float32
     if name in INTEGER_NAMES:
@@ -411,8 +414,8 @@ def check_bounds(name: str, bounds: list[int], total: int) -> None:
 
 
 def _values_readable(tensor: Tensor, config: NSAConfig) -> bool:
-    """Whether values may be read: on the CPU, and on a device only with debug=True, as reading waits for it."""
-    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__  # subclasses with one may have none
+    """True if values may be read: on the CPU, and on a device only with debug=True, because that synchronizes."""
+    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__  # other subclasses may have no values
     return plain and is_readable(tensor, wait=config.debug)
 
 

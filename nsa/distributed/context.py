@@ -241,7 +241,7 @@ class ContextParallel:
         return self.shard(labels, dim, cu_seqlens=cu_seqlens)
 
     def cross_entropy(self, logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
-        """This rank's share of the mean loss: the sum of its losses divided by the number of labels on all ranks.
+        """Return this rank's share of the mean loss: the sum of its losses over the number of labels on all ranks.
 
         Call backward on it on every rank; `sum` of it is the mean loss.
 

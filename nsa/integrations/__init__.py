@@ -1,1 +1,1 @@
-"""NSA inside other libraries. Each module needs the library that it is named after, and nothing of nsa needs them."""
+"""NSA inside other libraries. Each module needs the library in its name; the rest of nsa imports none of them."""

@@ -16,14 +16,14 @@ from nsa.decoding.cache import NSACache
 from nsa.module import NSAttention
 
 NAMES = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "o_proj", "g_proj": "gate_proj"}
-"""fla's projections, and ours."""
+"""Names of fla's projections, and of ours."""
 INV_FREQ = "rotary.inv_freq"
 """A buffer of fla's layer."""
 
 
 def fla_config(block_size: int = 64, block_counts: int = 16, window_size: int | None = 512) -> NSAConfig:
-    """The options that compute what fla does: means of blocks that do not overlap, the first block and a token's last
-    two forced, a selection per token and group.
+    """The options that match fla: means of blocks without overlap, the first block and a token's last two forced, and
+    one selection per token and group.
 
     Args:
         block_size: tokens of a block. Default: 64.
@@ -55,7 +55,7 @@ def fla_config(block_size: int = 64, block_counts: int = 16, window_size: int | 
 
 @dataclass(frozen=True)
 class FlaRotary:
-    """fla's rotary embedding as a `rope` hook: it rotates halves, as Llama does, and rounds cos and sin to the heads'
+    """fla's rotary embedding as a `rope` hook: rotates halves, as Llama does, and rounds cos and sin to the heads'
     dtype.
 
     Args:
@@ -84,9 +84,9 @@ class FlaRotary:
 
 
 class FlaAttention(NSAttention):
-    """NSAttention with FlaRotary: `position_embeddings` are positions, which it finds itself where None come.
+    """NSAttention with FlaRotary: `position_embeddings` are positions, computed by the layer if None.
 
-    Those of packed documents go on from one to the next: only differences matter.
+    Positions of packed documents continue from one to the next, since only differences matter.
     """
 
     def forward(
@@ -95,7 +95,7 @@ class FlaAttention(NSAttention):
         """As NSAttention.forward. With a cache, positions are those of the table's next tokens.
 
         Raises:
-            ValueError: also where `context_parallel` is set and no positions come: a rank's do not begin at 0.
+            ValueError: also if `context_parallel` is set without positions, because a rank's do not begin at 0.
         """
         if self.context_parallel is not None and position_embeddings is None:
             raise ValueError(
@@ -110,17 +110,18 @@ class FlaAttention(NSAttention):
 def layer_from_fla(
     state: Mapping[str, Tensor], config: NSAConfig | None = None, rope: RotaryHook | float | None = 10000.0
 ) -> NSAttention:
-    """NSAttention with the weights of an NSA layer of fla, whose sizes they tell, and with its rotary embedding.
+    """Build an NSAttention with the weights and rotary embedding of an NSA layer of fla; sizes follow from the weights.
 
     Args:
         state: the layer's state_dict: q_proj, k_proj, v_proj, g_proj, o_proj, with or without biases of q, k and v.
         config: from `fla_config`. Default: None, which means `fla_config()`.
-        rope: a number: fla's rotary, the number is its layer's `rope_theta`, which is not among the weights. A hook, as
-            in NSAttention: this one in its place. None: nothing is rotated. Default: 10000, which is fla's.
+        rope: a number for fla's rotary embedding with this `rope_theta`, which is not among the weights; a hook as in
+            NSAttention; or None for no rotation. Default: 10000, as in fla.
 
     Returns:
-        The layer, on the weights' device and in their dtype. With fla's rotary it finds positions itself, also with a
-        cache; `position_embeddings` may give others, `[N]` or `[B,N]`, and must where its `context_parallel` is set.
+        The layer, on the weights' device and in their dtype. With fla's rotary it computes positions itself, also with
+        a cache; `position_embeddings` may override them, `[N]` or `[B,N]`, and must be given if its `context_parallel`
+        is set.
 
     Raises:
         TypeError: for a rope that is none of these.
@@ -159,7 +160,7 @@ def layer_from_fla(
         config=fla_config() if config is None else config,
         gate="x",
         bias=bool(biases),
-        rope=hook,  # type: ignore[arg-type]  # a bool is refused
+        rope=hook,  # type: ignore[arg-type]  # a bool raises
         device=q.device,
         dtype=q.dtype,
     )
@@ -170,13 +171,13 @@ def layer_from_fla(
 
 
 def _rotary(theta: float, dim: int, inv_freq: Tensor | None) -> FlaRotary:
-    """fla's rotary, checked against its buffer, if that is known."""
+    """fla's rotary embedding, checked against its buffer if there is one."""
     if not (is_finite(theta) and theta > 0):
-        raise ValueError(f"rope must be greater than 0 where it is fla's rope_theta, got {theta}")
+        raise ValueError(f"rope must be greater than 0 as fla's rope_theta, got {theta}")
     rotary = FlaRotary(float(theta))
     if inv_freq is not None:
         own = rotary.frequencies(dim, torch.float64, inv_freq.device)
-        rtol = 2**-19 + torch.finfo(inv_freq.dtype).eps  # of powers in fp32, and of the buffer
+        rtol = 2**-19 + torch.finfo(inv_freq.dtype).eps  # rounding of powers in fp32, and of the buffer
         if own.shape != inv_freq.shape or not torch.allclose(inv_freq.double(), own, rtol=rtol, atol=0):
             raise ValueError(
                 f"rope must be the rope_theta of the state's {INV_FREQ} = {inv_freq.tolist()}, got {theta}"

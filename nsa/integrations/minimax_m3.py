@@ -1,24 +1,23 @@
 """MiniMax-M3 of transformers (>= 5.23, the extra `hf`) with block-sparse attention: `attn_implementation="nsa-blocks"`.
 
-    register      makes the name known, and replaces the indexer's selection in models that use it
-    unregister    takes both back
+    register registers the name, and replaces the indexer's selection in models that use it unregister undoes both
 
-transformers' own paths for this model take a Blackwell GPU or build dense masks; its indexer keeps the scores of all
-pairs. Here sparse layers choose blocks by `nsa.top_blocks_by_max` and attend by `nsa.block_sparse_attention`; dense
-layers and the vision tower take PyTorch's scaled_dot_product_attention. Nothing of N^2 is in memory, but the mask of
-several new tokens behind cached ones in a dense layer.
+transformers' own paths for this model need a Blackwell GPU or build dense masks, and its indexer keeps the scores of
+all pairs. Here sparse layers select blocks with `nsa.top_blocks_by_max` and attend with `nsa.block_sparse_attention`;
+dense layers and the vision tower use PyTorch's scaled_dot_product_attention. The only N^2 memory is the mask of a dense
+layer for several new tokens after cached ones.
 
-An indexer cannot know which keys are padding: the mask reaches attention only. So the indexer of a patched model hands
-its queries and keys on, and blocks are chosen where the mask is. A *run* is the tokens of one sequence or document
-that lie together in a row: its blocks count from its own first token, also behind left padding and in packs. What a run
-is follows from
+An indexer does not know which keys are padding, because only attention gets the mask. So the indexer of a patched model
+passes on its queries and keys, and attention selects the blocks. A *run* is a contiguous range of tokens of one
+sequence or document in a row; its blocks count from its own first token, also after left padding and in packs. Runs
+follow from
 
     attention_mask    2-D: padding on the left, on the right, or both. 4-D masks, and holes, raise.
-    position_ids      without a mask: documents begin where they do not ascend by one (packing); behind cached tokens,
-                      where the new ones begin in the cache
+    position_ids without a mask: documents begin where they do not increase by one (packing); with cached tokens, the
+    position of the new ones in the cache
 
-Both are read on the host, once for all layers of a forward. So attention is a break of the graph in torch.compile,
-which `generate` uses by itself on a GPU with a static cache.
+Both are read on the host, once for all layers of a forward. So attention is a graph break in torch.compile, which
+`generate` uses by default on a GPU with a static cache.
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ from nsa.integrations.transformers.guards import CHECKS, check_keywords
 __all__ = ["register", "unregister"]
 
 NAME = "nsa-blocks"
-"""Of the attention implementation."""
+"""Name of the attention implementation."""
 
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 HONOURED = (*BOUNDS, "max_length_q", "max_length_k", "position_ids")
-"""Keywords that `attention` reads, or, as the longest document is, that bounds say already."""
+"""Keywords that `attention` reads, or that follow from bounds, such as the longest document."""
 
 _REPLACED: dict[str, Callable[..., Any]] = {}
-"""The indexer's own forward, while ours is in its place."""
+"""The indexer's original forward, while replaced."""
 
 
 def register() -> None:
-    """Make `attn_implementation="nsa-blocks"` known to transformers, for MiniMax-M3.
+    """Register `attn_implementation="nsa-blocks"` with transformers, for MiniMax-M3.
 
     The forward of its indexer's class is replaced; models with another `attn_implementation` still run their own. A
     second call changes nothing.
@@ -76,7 +75,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Take back what `register` did. Models with `attn_implementation="nsa-blocks"` cannot run then."""
+    """Undo `register`. Models with `attn_implementation="nsa-blocks"` cannot run afterwards."""
     if _REPLACED:
         modeling.MiniMaxM3VLIndexer.forward = _REPLACED.pop("forward")
         for mapping in (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping, CHECKS):
@@ -84,13 +83,13 @@ def unregister() -> None:
 
 
 def _check_model(model: Any) -> None:
-    """Raise ValueError for another model, whose own attention would use the 2-D mask as if it were one of scores."""
+    """Raise ValueError for another model, whose own attention would treat the 2-D mask as a mask of scores."""
     if not isinstance(model, modeling.MiniMaxM3VLPreTrainedModel):
         raise ValueError(f"attn_implementation={NAME!r} is for MiniMax-M3, got {type(model).__name__}")
 
 
 class IndexStates(NamedTuple):
-    """What a patched indexer returns in place of blocks: its queries and all keys, with rotary."""
+    """Result of a patched indexer instead of blocks: its queries and all keys, after rotary embeddings."""
 
     q: Tensor
     """`[B,H_i,S_q,D_i]`."""
@@ -101,7 +100,7 @@ class IndexStates(NamedTuple):
 def _index(
     self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Any, position_ids: Tensor
 ) -> Tensor | IndexStates:
-    """In place of MiniMaxM3VLIndexer.forward."""
+    """Replacement of MiniMaxM3VLIndexer.forward."""
     if self.config._attn_implementation != NAME:
         blocks: Tensor = _REPLACED["forward"](self, hidden_states, position_embeddings, cache, position_ids)
         return blocks
@@ -115,7 +114,7 @@ def _index(
 
 
 def padding_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:
-    """The mask that attention gets: 2-D, or None where all tokens are real; documents of packs are found there."""
+    """The mask for attention: 2-D, or None if all tokens are real. Attention finds packed documents itself."""
     return attention_mask
 
 
@@ -131,11 +130,11 @@ def attention(
     block_indices: IndexStates | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers. Args and result as it calls them: `[B,heads,S,D]`; `[B,S,H,D]` and None.
+    """Attention function for transformers, with its signature: inputs `[B,heads,S,D]`; returns `[B,S,H,D]` and None.
 
     Raises:
-        ValueError: for another model, dropout, masks that are not padding, attention that is not causal, bounds of
-            documents that positions do not say, and keywords that would have to be left out of account.
+        ValueError: for another model, dropout, masks that are not padding, attention that is not causal, bounds that
+            disagree with positions, and keywords that would be ignored.
     """
     if isinstance(module, modeling.MiniMaxM3VLVisionAttention):
         out: Tensor = sdpa_attention_forward(
@@ -162,7 +161,7 @@ def attention(
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None) -> Tensor:
-    """Causal attention to all keys, queries the last tokens."""
+    """Causal attention to all keys; the queries are the last tokens."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     num_queries, num_keys = q.shape[2], k.shape[2]
     mask = None
@@ -186,7 +185,7 @@ def _sparse(
     local: int,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention to chosen blocks, queries the last tokens."""
+    """Causal attention to selected blocks; the queries are the last tokens."""
     blocks = top_blocks_by_max(index_q, index_k, block_size=size, k=count, local=local, cu_seqlens=cu_seqlens)
     return block_sparse_attention(q, k, v, blocks, block_size=size, softmax_scale=scale, cu_seqlens=cu_seqlens)
 
@@ -195,10 +194,10 @@ def _sparse(
 
 
 class Run(NamedTuple):
-    """Tokens of one sequence or document that lie together in a row. The queries are the last ones of the keys."""
+    """Contiguous tokens of one sequence or document in a row. The queries are the last of the keys."""
 
     rows: slice
-    """Of the batch: one, or all."""
+    """Rows of the batch: one, or all."""
     keys: slice
     queries: slice
 
@@ -206,7 +205,7 @@ class Run(NamedTuple):
 def _by_run(
     attend: Callable[..., Tensor], runs: list[Run], queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]
 ) -> Tensor:
-    """`attend(*queries, *keys)` of one run after the other; 0 where there is none. All tensors are `[B,S,heads,D]`."""
+    """Call `attend(*queries, *keys)` for each run; 0 elsewhere. All tensors are `[B,S,heads,D]`."""
     parts = []
     for run in runs:
         own_keys = [x[run.rows, run.keys] for x in keys]
@@ -223,9 +222,9 @@ def _by_run(
 def _packed(
     attend: Callable[..., Tensor], runs: list[Run], queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]
 ) -> Tensor:
-    """The same in one call, of runs whose keys are those of their queries' tokens: documents one behind the other.
+    """The same in one call, for runs whose keys belong to the same tokens as their queries: consecutive documents.
 
-    A static cache's keys go on behind them.
+    A static cache's keys may continue after them.
     """
     device, (batch, tokens) = queries[0].device, queries[0].shape[:2]
     spans = [(run.rows.start * tokens + run.keys.start, run.keys.stop - run.keys.start) for run in runs]
@@ -241,24 +240,24 @@ Sizes = tuple[int, int, int]
 """B, S_q, S_k."""
 
 _KNOWN = WeakTensorKeyDictionary()
-"""By position_ids, which all layers of a forward get: its version, the mask, the sizes, and the runs."""
+"""Cache keyed by position_ids, which all layers of a forward share: its version, the mask, the sizes, and the runs."""
 
 
 def _runs_of_forward(mask: Tensor | None, position_ids: Tensor | None, sizes: Sizes) -> list[Run]:
     """The runs, read once for all layers of a forward."""
     if position_ids is None or position_ids.is_inference() or (mask is not None and mask.is_inference()):
-        return find_runs(mask, position_ids, sizes)  # changes of tensors of inference mode do not count
+        return find_runs(mask, position_ids, sizes)  # inference tensors have no version counter
     facts = position_ids._version, None if mask is None else (id(mask), mask._version), sizes
     known = _KNOWN.get(position_ids)
     if known is None or known[0] != facts:
-        # The mask is kept as long as its id stands for it
+        # Keep the mask alive while its id is the key
         known = _KNOWN[position_ids] = (facts, mask, find_runs(mask, position_ids, sizes))
     runs: list[Run] = known[2]
     return runs
 
 
 def _check_bounds(name: str, cu_seqlens: Tensor | None, runs: list[Run], num_keys: int) -> None:
-    """Raise ValueError where a keyword bounds other documents than positions do, by which runs were found."""
+    """Raise ValueError if a keyword's bounds differ from the documents found by positions."""
     if cu_seqlens is None:
         return
     bounds = [*dict.fromkeys(cu_seqlens.tolist())]  # without empty documents
@@ -268,15 +267,15 @@ def _check_bounds(name: str, cu_seqlens: Tensor | None, runs: list[Run], num_key
 
 
 def find_runs(mask: Tensor | None, position_ids: Tensor | None, sizes: Sizes) -> list[Run]:
-    """Where tokens of one sequence or document lie in each row. Reads values on the host.
+    """Find the runs of each row. Reads values on the host.
 
     Args:
-        mask: `[B,S]` of all tokens so far, True or not 0 where they are real; or None.
+        mask: `[B,S]` of all tokens so far, True or nonzero for real tokens; or None.
         position_ids: `[B or 1,S_q]`, or None.
-        sizes: a cache's keys may be more than the tokens so far.
+        sizes: B, S_q and S_k; a static cache may have more keys than tokens so far.
 
     Raises:
-        ValueError: for a mask that is not padding at the ends of rows, and positions behind the keys.
+        ValueError: for a mask that is not padding at the ends of rows, and positions beyond the keys.
     """
     batch, num_queries, num_keys = sizes
     if mask is not None:
@@ -305,7 +304,7 @@ def find_runs(mask: Tensor | None, position_ids: Tensor | None, sizes: Sizes) ->
 
 
 def _real_tokens(mask: Tensor, sizes: Sizes) -> list[list[int]]:
-    """First and behind the last real token of each row."""
+    """Half-open range [start, stop) of real tokens of each row."""
     batch, num_queries, num_keys = sizes
     if mask.dim() != 2 or mask.shape[0] != batch or not num_queries <= mask.shape[1] <= num_keys:
         wanted = f"[{batch}, {num_queries} to {num_keys}], with attn_implementation={NAME!r}"

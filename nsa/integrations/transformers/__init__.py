@@ -47,9 +47,9 @@ for _dense, _config, _model, _causal_lm in (
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModel.register(_config, _model, exist_ok=True)
     AutoModelForCausalLM.register(_config, _causal_lm, exist_ok=True)
-    # Trainer shifts labels, and pipelines, servers and model cards know models, by these lists of names
+    # Trainer (to shift labels), pipelines, servers and model cards recognise models by these lists of names
     MODEL_MAPPING_NAMES[_config.model_type] = _model.__name__
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_config.model_type] = _causal_lm.__name__
-    if _dense in TOKENIZER_MAPPING:  # the tokenizer of a folder that does not name its class
+    if _dense in TOKENIZER_MAPPING:  # for checkpoints that do not name their tokenizer class
         AutoTokenizer.register(_config, tokenizer_class=TOKENIZER_MAPPING[_dense], exist_ok=True)
         TOKENIZER_MAPPING_NAMES[_config.model_type] = TOKENIZER_MAPPING_NAMES[_dense.model_type]

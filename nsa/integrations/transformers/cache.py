@@ -1,10 +1,10 @@
 """Caches of converted models: layers of transformers' Cache over NSACaches that share one PageTable.
 
-A fresh DynamicCache or StaticCache, from `generate` or a user, is taken over: its layers become CacheLayers. A step
-of the table is one forward of the model, opened there.
+The layers of an empty DynamicCache or StaticCache, from `generate` or a user, become CacheLayers. The model's forward
+opens a step of the table.
 
-A static cache that holds a prompt takes steps of one token in torch.compile, too, as one graph: what changes from step
-to step is on the device, at one place.
+A static cache that holds a prompt also supports steps of one token in torch.compile, as one graph: all state that
+changes between steps is on the device at fixed addresses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nsa.integrations.transformers.interface import attend
 
 PAGE_SIZE = 64
 ROOM = 256
-"""Tokens for which a dynamic cache has room beside the prompt; then it grows by half."""
+"""Number of tokens for which a dynamic cache has room after the prompt; then it grows by half."""
 
 
 @dataclass(frozen=True)
@@ -41,44 +41,44 @@ class CachedStep:
     """New columns of a batch in a forward of the model."""
 
     mask: Tensor | None
-    """Padding among all columns up to the new ones, bool; None: there is none."""
+    """Mask of all columns up to the new ones, bool; None without padding."""
     real: Tensor | None
-    """Which new columns are tokens, bool `[B,N_q]`; None: all."""
+    """True for new columns that are tokens, bool `[B,N_q]`; None: all."""
     first: bool
-    """The sequences were empty before."""
+    """True if the sequences were empty before."""
 
 
 class CachedSequences:
-    """The pages of all layers for a batch of sequences, and how many columns of input these have had.
+    """The pages of all layers for a batch of sequences, and the number of input columns so far.
 
     Columns count padding, as transformers does; the table's lengths do not.
 
     Args:
         config: options of NSA.
-        max_tokens: most columns, of a static cache. Default: None, which means that it grows.
+        max_tokens: maximum number of columns of a static cache. Default: None, for a cache that grows.
     """
 
     def __init__(self, config: NSAConfig, max_tokens: int | None = None) -> None:
         self.config, self.max_tokens = config, max_tokens
         self._columns: int | None = 0
-        """None: compiled steps have counted on the device alone."""
+        """None after compiled steps, which count on the device only."""
         self._device_columns: Tensor | None = None
-        """Those of a static cache, 0-d, from the first step on."""
+        """Number of columns of a static cache, 0-d, from the first step on."""
         self._skipped: Tensor | None = None
-        """Sequences in which a step of one token left its token out, bool `[B]`, from the first step on."""
+        """Sequences in which a step of one token skipped its token, bool `[B]`, from the first step on."""
         self.begun = False
-        """There have been steps since the last reset."""
+        """True if there were steps since the last reset."""
         self.ends_padded = False
-        """Some sequences end in padding, so that nothing can follow."""
+        """True if some sequences end in padding, so that no token can follow."""
         self._table: PageTable | None = None
         self.caches: dict[int, NSACache] = {}
         self._step: CachedStep | None = None
         self.thread = OneThread()
-        """Entered by steps, and by whatever changes the sequences."""
+        """Entered by steps, and by changes of the sequences."""
 
     @property
     def table(self) -> PageTable:
-        """The table, which is there from the first step on."""
+        """The table, which exists from the first step on."""
         if self._table is None:
             raise RuntimeError("this cache is empty: a step makes its table")
         return self._table
@@ -89,27 +89,27 @@ class CachedSequences:
 
     @property
     def columns(self) -> int:
-        """On the host, which reads them from the device after compiled steps."""
+        """Number of columns on the host; reads it from the device after compiled steps."""
         if self._columns is None:
             self._columns = int(self._device_columns)  # type: ignore[arg-type]
         return self._columns
 
     @property
     def length(self) -> int | Tensor:
-        """Columns without reading them: 0-d on the device in torch.compile and after compiled steps."""
+        """Number of columns without reading the device: a 0-d tensor in torch.compile and after compiled steps."""
         known = not torch.compiler.is_compiling() and self._columns is not None
         return self.columns if known or self._device_columns is None else self._device_columns
 
     @contextmanager
     def step(self, batch: int, tokens: int, device: torch.device, mask: Tensor | None) -> Iterator[None]:
-        """A forward of the model with new columns, in which each layer calls `attend` once.
+        """Context of a forward of the model with new columns, in which each layer calls `attend` once.
 
         Args:
-            mask: bool, True for tokens, which has been checked; `[B, columns + N_q]`, compiled `[B,max_tokens]`. None:
-                there is no padding.
+            mask: checked bool mask, True for tokens; `[B, columns + N_q]`, compiled `[B,max_tokens]`. None without
+                padding.
 
         Raises:
-            ValueError: naming what does not fit the cache.
+            ValueError: naming an argument that does not fit the cache.
             RuntimeError: while another thread uses the cache.
         """
         with self.thread.alone():
@@ -119,7 +119,7 @@ class CachedSequences:
             if not compiling:
                 if (
                     not self.begun and not self.is_empty and self.table.batch != batch
-                ):  # reset, or its first step raised
+                ):  # was reset, or its first step raised
                     self._table = self._skipped = self._device_columns = None
                     self.caches = {}
                 self._make_room(self.columns + tokens, batch, device)
@@ -151,23 +151,23 @@ class CachedSequences:
             if real is not None:
                 left_out = (self.table.seqlens > 0) & ~real[
                     :, -1
-                ]  # a text that has not begun is padded on its left so far
+                ]  # a text without tokens yet has only left padding so far
                 if tokens > 1:
                     self.ends_padded = bool(left_out.any())
                 else:
                     self._skipped |= left_out  # type: ignore[operator]
 
     def _check_earlier_columns(self, mask: Tensor) -> None:
-        """Raise where a mask says other than it did when these columns came."""
+        """Raise if a mask differs from earlier calls in cached columns."""
         real = mask.sum(1)
         if bool((real != self.table.seqlens).any()):
             raise ValueError(
                 f"attention_mask must have the cached texts' {self.table.seqlens.tolist()} tokens in its first "
-                f"{mask.shape[1]} columns, as when they came, got {real.tolist()}"
+                f"{mask.shape[1]} columns, as in earlier calls, got {real.tolist()}"
             )
 
     def positions(self) -> Tensor:
-        """Of the open step's new columns among each sequence's tokens, `[B,N_q]`: padding does not count."""
+        """Positions of the open step's new columns among each sequence's tokens, `[B,N_q]`, not counting padding."""
         real: Tensor | None = self._step.real  # type: ignore[union-attr]
         if real is None:
             return self.table.open.positions  # type: ignore[union-attr]
@@ -186,16 +186,16 @@ class CachedSequences:
             self._table.grow(max(total, self._table.capacity * 3 // 2))
 
     def _fix_places(self) -> None:
-        """Let compiled steps know that a static cache's tensors stay where they are, as CUDA graphs need them to."""
+        """Mark a static cache's tensors as having fixed addresses, which CUDA graphs of compiled steps require."""
         if self._device_columns is not None:
             for tensors in (cache.state_dict() for cache in self.caches.values()):
                 for tensor in (self._device_columns, self._skipped, *tensors.values()):
                     torch._dynamo.mark_static_address(tensor)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-        """Append and attend, in a layer: out `[B,N_q,H,D_v]`.
+        """Append and attend in one layer; returns out `[B,N_q,H,D_v]`.
 
-        The prompt of empty sequences goes through `nsa` in token mode, whose rows are the same.
+        In token mode the prompt of empty sequences runs through `nsa`, whose rows are the same.
         """
         if self._step is None:
             raise RuntimeError("a cache is advanced by the converted model's forward, not by its layers")
@@ -209,7 +209,7 @@ class CachedSequences:
         return _rows_back(nsa_with_cache(q, k, v, cache, gates=gates), real)
 
     def _append(self, cache: NSACache, k: Tensor, v: Tensor) -> None:
-        """Write new tokens without attending: what nsa_with_cache begins with, in PyTorch on any device."""
+        """Write new tokens without attending, in PyTorch on any device: the first part of nsa_with_cache."""
         step: Any = cache.table.open
         with torch.no_grad(), autocast_off(k.device.type):
             k, v = k.to(cache.dtype), v.to(cache.dtype)
@@ -220,7 +220,7 @@ class CachedSequences:
         dtype = k.dtype if k.dtype == torch.float64 else autocast_dtype(k.device.type) or k.dtype
         if layer not in self.caches or (self._step.first and self.caches[layer].dtype != dtype):  # type: ignore[union-attr]
             if torch.is_grad_enabled() and k.requires_grad:
-                raise RuntimeError("a cache has no gradient, and one is needed: call the model under torch.no_grad()")
+                raise RuntimeError("a cache does not support gradients: call the model under torch.no_grad()")
             self.caches[layer] = NSACache(
                 self.config,
                 self.table,
@@ -236,7 +236,7 @@ class CachedSequences:
 
     @in_one_thread
     def reorder(self, rows: Tensor) -> None:
-        """Sequence b becomes what sequence rows[b] is; full pages are shared."""
+        """Replace sequence b by sequence rows[b]; full pages are shared."""
         if self._skipped is not None:
             rows = rows.to(self.table.device)
             self.table.reorder(rows)
@@ -244,7 +244,7 @@ class CachedSequences:
 
     @in_one_thread
     def crop(self, columns: int) -> None:
-        """Forget the last columns."""
+        """Remove the last columns."""
         if self.is_empty or columns == 0:
             return
         if self.ends_padded or bool(self._skipped.any()):  # type: ignore[union-attr]
@@ -254,7 +254,7 @@ class CachedSequences:
 
     @in_one_thread
     def reset(self) -> None:
-        """Forget all sequences; memory stays."""
+        """Clear all sequences; memory stays allocated."""
         if self._skipped is not None:
             self.table.reset()
             self._skipped.zero_()
@@ -268,7 +268,7 @@ class CachedSequences:
 
     @in_one_thread
     def select(self, rows: Tensor) -> None:
-        """Become a batch of other rows, copies of these: sequence b is what rows[b] was."""
+        """Become a batch of other rows, which are copies: sequence b was rows[b]."""
         if not self.is_empty:
             with to_be_changed():
                 self._select(rows.to(self.table.device).long())
@@ -310,7 +310,7 @@ class CachedSequences:
 
 
 def _first_rows(x: Tensor, real: Tensor | None) -> Tensor:
-    """`[B,N_q,...]` with each sequence's real rows first."""
+    """Reorder `[B,N_q,...]` so that each sequence's real rows come first."""
     if real is None or real.shape[1] == 1:
         return x
     order = torch.argsort((~real).to(torch.uint8), dim=1, stable=True)
@@ -326,11 +326,11 @@ def _rows_back(x: Tensor, real: Tensor | None) -> Tensor:
 
 
 class CacheLayer(CacheLayerMixin):
-    """One layer of a Cache, in the terms of transformers. What concerns all layers is done by the first.
+    """One layer of a transformers Cache. The first layer handles operations on all layers.
 
     Args:
         sequences: shared by the layers of a model.
-        index: the layer's.
+        index: index of the layer.
     """
 
     is_sliding = False
@@ -342,12 +342,12 @@ class CacheLayer(CacheLayerMixin):
 
     @property
     def is_compileable(self) -> bool:
-        """For `generate`, which then compiles steps on a GPU."""
+        """True to let `generate` compile steps on a GPU."""
         return self.sequences.max_tokens is not None
 
     @property
     def is_croppable(self) -> bool:
-        """In tile mode rows depend on the tile's queries, of which only the open one's are kept."""
+        """False in tile mode, where rows depend on the tile's queries and only those of the open tile are kept."""
         return self.sequences.config.token_mode
 
     @property
@@ -359,15 +359,15 @@ class CacheLayer(CacheLayerMixin):
         return self.sequences.attend(self.index, q, k, v, gates)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: a step allocates pages."""
+        """Do nothing: a step allocates pages."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refused: keys lie in pages, and no attention of another kind may read them.
+        """Not supported: keys are in pages, which other attention functions cannot read.
 
         Raises:
             NotImplementedError: always.
         """
-        raise NotImplementedError("this cache holds pages for NSA: only a converted model's attention appends to it")
+        raise NotImplementedError("this cache holds pages for NSA: only a converted model's attention can append to it")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.sequences.max_tokens or self.sequences.columns + query_length, 0
@@ -392,13 +392,13 @@ class CacheLayer(CacheLayerMixin):
             self.sequences.reorder(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens.
+        """Remove the last -tokens_to_remove tokens.
 
         Raises:
-            ValueError: for a positive number, which once meant a length.
+            ValueError: for a positive number, which formerly meant a length.
         """
         if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove must be -n, to forget n tokens, got {tokens_to_remove}")
+            raise ValueError(f"tokens_to_remove must be -n, to remove n tokens, got {tokens_to_remove}")
         if self.index == 0:
             self.sequences.crop(-tokens_to_remove)
 
@@ -413,13 +413,13 @@ class CacheLayer(CacheLayerMixin):
 
 
 def takes_compiled_steps(cache: Any) -> bool:
-    """Whether steps of one token may run in torch.compile: with a static cache that holds a prompt."""
+    """True if steps of one token may run in torch.compile: with a static cache that holds a prompt."""
     layer = cache.layers[0] if isinstance(cache, StaticCache) else None
     return isinstance(layer, CacheLayer) and layer.sequences.begun
 
 
 def take_over(cache: Any, config: NSAConfig, layers: int) -> CachedSequences:
-    """The sequences of a cache whose layers are CacheLayers, or become ones if it is fresh.
+    """Return the sequences of a cache whose layers are CacheLayers; layers of an empty cache are replaced by these.
 
     Raises:
         ValueError: for a cache of another kind, with other options, or with tokens in it.
@@ -438,7 +438,7 @@ def take_over(cache: Any, config: NSAConfig, layers: int) -> CachedSequences:
 
 
 _TAKING_OVER = threading.Lock()
-"""Two threads that begin with one fresh cache take it over once; then its sequences belong to one of them at a time."""
+"""Ensures that two threads that start with one empty cache replace its layers once; later steps have their own lock."""
 
 
 def _own_layers(cache: Any) -> list[CacheLayer]:
@@ -447,7 +447,7 @@ def _own_layers(cache: Any) -> list[CacheLayer]:
 
 def _make_own(cache: Any, config: NSAConfig, layers: int) -> None:
     if int(cache.get_seq_length()) != 0:
-        raise ValueError(f"cache holds {int(cache.get_seq_length())} tokens of another attention: begin with a new one")
+        raise ValueError(f"cache holds {int(cache.get_seq_length())} tokens of another attention: use a new one")
     max_tokens = cache.layers[0].max_cache_len if type(cache) is StaticCache else None
     sequences = CachedSequences(config, max_tokens)
     cache.layers = [CacheLayer(sequences, index) for index in range(layers)]

@@ -1,4 +1,4 @@
-"""convert: a dense Llama or Qwen3, or its config, becomes an NSA model."""
+"""convert: turns a dense Llama or Qwen3, or its config, into an NSA model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from nsa.integrations.transformers.options import check_gate_init, check_gates, 
 
 SPARSE_CONFIG = (
     "its sparse_config describes InfLLM-v2, one softmax over initial, local and best blocks, chosen by the maximum of "
-    "pooled scores, and dense below dense_len: NSA weighs three softmaxes and sums scores, so its weights would mean "
-    "something else here (docs/huggingface.md)"
+    "pooled scores, and dense below dense_len: NSA weighs three softmaxes and sums scores, so its weights do not "
+    "transfer (docs/huggingface.md)"
 )
 
 
@@ -25,30 +25,29 @@ def convert(
     gates: Literal["hidden", "query", "learned"] = "hidden",
     gate_init: Sequence[float] | None = None,
 ) -> Any:
-    """An NSA model from a dense one: LlamaForCausalLM, LlamaModel, Qwen3ForCausalLM, Qwen3Model, or a config of theirs.
+    """Convert a dense LlamaForCausalLM, LlamaModel, Qwen3ForCausalLM or Qwen3Model, or its config, to NSA.
 
-    A model is changed in place: attention layers get gates and other classes, all weights stay where they are. A config
-    gives a new config, for AutoModelForCausalLM.from_config, or to load a dense checkpoint with. Both carry the
-    options, so that save_pretrained and from_pretrained need nothing else than this import.
+    A model is changed in place: attention layers get gates and new classes, and all weights stay as they are. For a
+    config, a new config is returned, for AutoModelForCausalLM.from_config or to load a dense checkpoint. Both contain
+    the options, so save_pretrained and from_pretrained need only this import.
 
     Args:
-        model: the model, on any device and in any dtype, or the config. No hooks or wrappers: convert first, then
-            dispatch to several devices, add adapters, compile.
-        config: options of NSA. Default: None, which means `NSAConfig.paper()`, whose models generate.
+        model: the model, on any device and in any dtype, or the config. It must have no hooks or wrappers: convert
+            first, then dispatch to devices, add adapters, or compile.
+        config: options of NSA. Default: None, which means `NSAConfig.paper()`, suited to generation.
         gates: where the weights of the three branches come from. "hidden": sigmoid(bias + linear(hidden states)), as in
-            the paper. "query": sigmoid(bias + q·w) of the rotated queries. "learned": sigmoid(bias), one for each head.
+            the paper. "query": sigmoid(bias + q·w) of the rotated queries. "learned": sigmoid(bias), one per head.
             Default: "hidden".
-        gate_init: gates of compressed, selected and window branch to start with, each between 0 and 1. Default: None,
-            which means (0.05, 0.9, 0.05), near dense.
+        gate_init: initial gates of the compressed, selected and window branch, each between 0 and 1. Default: None,
+            which means (0.05, 0.9, 0.05), close to dense attention.
 
     Returns:
         The model, or the new config.
 
     Raises:
         TypeError: for another model, config, or attention layer.
-        ValueError: naming what NSA cannot do: dropout, sliding windows, options of NSA that no config holds, hooks.
-
-    After an error the model is as it was.
+        ValueError: naming an unsupported feature: dropout, sliding windows, NSA options that a config cannot hold,
+            hooks. After an error the model is unchanged.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
@@ -85,7 +84,7 @@ def convert(
 
 
 def _config(dense: Any, fields: dict[str, Any]) -> Any:
-    """The NSA config of a dense one, with all of its fields."""
+    """Convert a dense config to an NSA config with all of its fields."""
     if dense.attention_dropout:
         raise ValueError(f"attention_dropout must be 0 with NSA, got {dense.attention_dropout}")
     kinds = set(getattr(dense, "layer_types", None) or ["full_attention"])

@@ -1,4 +1,4 @@
-"""BranchGates: the weights of a layer's three branches, which start near dense attention."""
+"""BranchGates: the weights of a layer's three branches, initially close to dense attention."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from nsa.integrations.transformers.options import check_gate_init, check_gates, 
 class BranchGates(nn.Module):
     """gates = sigmoid(bias + projection), per token, head and branch.
 
-    The bias starts as the logits of `nsa_gate_init` and the projection as 0, so that a converted model starts with
+    The bias starts at the logits of `nsa_gate_init` and the projection at 0, so that a converted model starts with
     these gates everywhere.
 
     Args:
-        config: of the model; `nsa_gates` says what is projected. "hidden": the layer's input, as in the paper. "query":
-            the head's rotated query. "learned": nothing.
+        config: config of the model; `nsa_gates` selects the projected input. "hidden": the layer's input, as in the
+            paper. "query": the head's rotated query. "learned": none.
     """
 
     def __init__(self, config: Any) -> None:
@@ -36,7 +36,7 @@ class BranchGates(nn.Module):
                 self.get_parameter(name).copy_(value)
 
     def initial_values(self) -> dict[str, Tensor]:
-        """What each parameter starts as, by name."""
+        """Initial value of each parameter, by name."""
         values = {name: torch.zeros(parameter.shape) for name, parameter in self.named_parameters()}
         values["bias"] = torch.tensor([logit(gate) for gate in self.init]).expand(values["bias"].shape)
         return values

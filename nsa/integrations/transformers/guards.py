@@ -1,8 +1,8 @@
-"""Guards around attention functions of our own in transformers: masks, keywords, and models that never call them.
+"""Guards for our attention functions in transformers: masks, keywords, and models that never call them.
 
-transformers accepts a registered `attn_implementation` for every model, also where layers never call the function. Here
-are the mask that no other attention can use, the keywords that an attention function may leave out of account, and a
-check of models when a name is set on them.
+transformers accepts a registered `attn_implementation` for every model, even if its layers never call the function.
+This module has a mask that no other attention can use, the keywords that an attention function may ignore, and a check
+of models when a name is set on them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from transformers import PreTrainedModel
 
 
 class CausalMask(Tensor):
-    """Mask of attn_implementation="nsa", which `nsa_attention` alone can read.
+    """Mask of attn_implementation="nsa", which only `nsa_attention` can read.
 
-    To transformers it is a bool tensor `[B,1,N_q,N_k]` without storage. Checkpointing, accelerate and FSDP detach it
-    and move it between devices; every other operation on it raises, so attention of a model's own cannot use it.
+    To transformers it is a bool tensor `[B,1,N_q,N_k]` without storage. Checkpointing, accelerate and FSDP may detach
+    it and move it between devices; every other operation raises, so a model's own attention code cannot use it.
     """
 
     padding: Tensor | None
     """bool `[B,N_k]`, True for real tokens; None if there is no padding."""
     packed: bool
-    """True if packed documents were found in position_ids."""
+    """True if position_ids contain packed documents."""
     unsupported: str | None
-    """Error for the attention that uses the mask; None if NSA supports it."""
+    """Error to raise when attention uses the mask; None if NSA supports it."""
 
     @staticmethod
     def __new__(
@@ -72,7 +72,7 @@ COPIES = {
     torch.ops.aten.clone.default,
     torch.ops.aten._to_copy.default,
 }
-"""Operations that give the same mask, possibly on another device."""
+"""Operations that return the same mask, possibly on another device."""
 
 
 # Keywords
@@ -90,24 +90,24 @@ UNSUPPORTED = {
     "block_indices": "attention to the blocks that an indexer has chosen",
     "indices": "attention to the tokens that an indexer has chosen",
 }
-"""Keywords of attention functions that change the result, and what they ask for."""
+"""Keywords of attention functions that change the result, with the feature they request."""
 
 NEUTRAL = {"is_causal": True, "is_cross_attention": False, "output_attentions": False}
-"""Keywords with a value, beside None, that asks for nothing else."""
+"""Keywords with a value, besides None, that requests no change."""
 
 WITHOUT_EFFECT = frozenset(
     {"labels", "logits_to_keep", "num_items_in_batch", "output_hidden_states", "output_router_logits", "use_cache"}
 )
-"""Keywords that no attention function reads: Trainer, `generate` and callers hand them through a model's forward."""
+"""Keywords that no attention function reads; Trainer, `generate` and callers pass them through a model's forward."""
 
 
 def check_keywords(implementation: str, given: Mapping[str, Any], honoured: Container[str] = ()) -> None:
-    """Raise for keywords of an attention function that it would have to leave out of account.
+    """Raise for keywords that an attention function would ignore.
 
     Args:
-        implementation: the name of the attention function.
-        given: keywords by name; None stands for none.
-        honoured: names of those that the function reads.
+        implementation: name of the attention function.
+        given: keywords by name; None means not given.
+        honoured: names of keywords that the function reads.
 
     Raises:
         ValueError: naming the keyword and its value.
@@ -128,19 +128,19 @@ def check_keywords(implementation: str, given: Mapping[str, Any], honoured: Cont
 
 
 CHECKS: dict[str, Callable[[Any], None]] = {}
-"""By attn_implementation, a function that raises for models that cannot run it, when the name is set on them."""
+"""Checks by attn_implementation: functions that raise for models that cannot run it, called when the name is set."""
 
 
 def calls_attention_functions(model: Any) -> bool:
-    """True if layers of the model's class call transformers' attention interface, as far as transformers knows."""
+    """True if, according to transformers, layers of the model's class call its attention interface."""
     return bool(model._supports_attention_backend or model._can_set_attn_implementation())
 
 
 def _check_models_of_names() -> None:
     """Make models run CHECKS when they are built and in `set_attn_implementation`.
 
-    transformers has no hook for this: a registered name passes for every class, and `set_attn_implementation` skips
-    classes whose attention is their own with a line in the log. So two methods of PreTrainedModel are wrapped.
+    transformers has no hook for this: it accepts a registered name for every class, and `set_attn_implementation` only
+    logs a line for classes with their own attention code. So two methods of PreTrainedModel are wrapped.
     """
     adjust, set_names = PreTrainedModel._check_and_adjust_attn_implementation, PreTrainedModel.set_attn_implementation
 
@@ -166,7 +166,7 @@ def _check_models_of_names() -> None:
 
 
 def _names_by_config(config: Any, names: Any) -> Iterator[tuple[Any, Any]]:
-    """The configs of a model and its parts, and the name that each gets of one name, or of a dict by part."""
+    """Yield the configs of a model and its parts, each with its name out of one name or a dict by part."""
     by_part = isinstance(names, dict)
     yield config, names.get("") if by_part else names
     for part in config.sub_configs:

@@ -1,7 +1,7 @@
 """attn_implementation="nsa": the attention function and the mask function that transformers calls under that name.
 
-The attention function sees rotated q, k, v of one layer, a mask and the call's keywords; it serves models that were not
-converted. Their mask is a CausalMask: it says that a layer is causal self-attention, and no other attention can use it.
+The attention function gets rotated q, k, v of one layer, a mask and the call's keywords; it is for models that were not
+converted. Their mask is a CausalMask: it marks a layer as causal self-attention, and no other attention can use it.
 Documents are found from `attention_mask`, `position_ids` or `cu_seq_lens_q`.
 """
 
@@ -27,11 +27,11 @@ NAME = "nsa"
 
 
 def check_model(model: Any) -> None:
-    """Raise ValueError for a model that would leave attn_implementation="nsa" out of account."""
+    """Raise ValueError for a model that would ignore attn_implementation="nsa"."""
     if not calls_attention_functions(model):
         raise ValueError(
             f"attn_implementation='nsa' needs a model whose layers call transformers' attention interface, got "
-            f"{type(model).__name__}, whose attention is its own (a class of yours that calls it says so by "
+            f"{type(model).__name__}, which has its own attention code (a class of yours that calls it must set "
             f"_supports_attention_backend = True)"
         )
 
@@ -51,17 +51,17 @@ def nsa_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor | None:
-    """The mask for `nsa_attention`: a CausalMask, which also says what NSA does not support; a converted model gets the
+    """The mask for `nsa_attention`: a CausalMask, which also records unsupported features; a converted model gets the
     2-D `attention_mask`, or None.
 
     Raises:
-        ValueError: in torch.compile, for a model that was not converted; for a converted model, for anything but causal
-            attention to all tokens, padded or in packs.
+        ValueError: in torch.compile, for a model that was not converted; for a converted model, unless attention is
+            causal over all tokens, padded or packed.
     """
     converted, compiling = hasattr(config, "nsa_gates"), torch.compiler.is_compiling()
     if compiling and not converted:
         raise ValueError("attn_implementation='nsa' runs in torch.compile after nsa.integrations.transformers.convert")
-    # Compiled, it is always a pack's: converted models ask for no other, and find documents by `find_documents`
+    # When compiling, it is always that of a pack: converted models use no other, and call `find_documents`
     parts = () if compiling else (*_parts(mask_function),)
     unsupported = None
     for part in parts:
@@ -75,12 +75,12 @@ def nsa_mask(
             raise ValueError(unsupported)
         if attention_mask is None or compiling:
             return attention_mask
-        # A static cache's, which compiled steps want in one shape
+        # Of a static cache, for which compiled steps need a fixed shape
         return torch.nn.functional.pad(attention_mask, (0, max(0, kv_length - attention_mask.shape[1])))
     static = isinstance(q_offset, Tensor) or kv_offset != 0
     if unsupported is None and (static or (attention_mask is None and kv_length != q_offset + q_length)):
         unsupported = (
-            f"attn_implementation='nsa' takes a cache of exactly the earlier tokens, got {kv_length} keys for "
+            f"attn_implementation='nsa' supports a cache of exactly the earlier tokens, got {kv_length} keys for "
             f"{q_length} queries: use a dynamic cache, or nsa.integrations.transformers.convert, which has static ones"
         )
     shape = (batch_size, 1, q_length, kv_length)
@@ -89,11 +89,11 @@ def nsa_mask(
 
 PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
 CAUSAL_PARTS = {"causal_mask_function", "remap_positions_for_packed_sequence.<locals>.inner_mask", PACKED}
-"""Functions of transformers' masks that are causal, or keep packed documents apart."""
+"""Mask functions of transformers that are causal, or separate packed documents."""
 
 
 def _parts(mask_function: Callable[..., Any]) -> Iterator[str]:
-    """Names of the functions that a mask function is the intersection of."""
+    """Names of the functions whose intersection is a mask function."""
     name = getattr(mask_function, "__qualname__", repr(mask_function))
     if name == "and_masks.<locals>.and_mask":
         cells: Any = mask_function.__closure__
@@ -104,15 +104,15 @@ def _parts(mask_function: Callable[..., Any]) -> Iterator[str]:
 
 
 PACK_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""What transformers calls bounds of documents, and the longest one: of queries and of keys."""
+"""transformers' names for the bounds of documents and the longest one, of queries and of keys."""
 
 
 def given_documents(kwargs: Mapping[str, Any], device: torch.device) -> Unpadding | None:
-    """The documents that a call's PACK_KEYWORDS bound on this device, or None.
+    """The documents given by a call's PACK_KEYWORDS on this device, or None.
 
     Raises:
-        TypeError, ValueError: for bounds that are no integers `[documents + 1]`, and for keys with bounds of their own,
-            as far as that shows without reading a device.
+        TypeError, ValueError: for bounds that are not integers `[documents + 1]`, and for different bounds of keys, if
+        that shows without reading a device.
     """
     bounds, of_keys, longest, longest_key = map(kwargs.get, PACK_KEYWORDS)
     for name, given in zip(PACK_KEYWORDS, (bounds, of_keys), strict=False):
@@ -130,7 +130,7 @@ def given_documents(kwargs: Mapping[str, Any], device: torch.device) -> Unpaddin
             raise TypeError(f"{name} must be an integer or None, got {length!r}")
     if bounds is None:
         if of_keys is not None:
-            raise ValueError("cu_seq_lens_k must come with cu_seq_lens_q, got it alone")
+            raise ValueError("cu_seq_lens_k must come with cu_seq_lens_q, got only cu_seq_lens_k")
         return None
     if of_keys is not None and (of_keys.shape != bounds.shape or _differ(of_keys, bounds)):
         raise ValueError(
@@ -143,12 +143,12 @@ def given_documents(kwargs: Mapping[str, Any], device: torch.device) -> Unpaddin
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
-    """True if values differ; False if the host cannot read them without waiting for a device."""
+    """True if values differ; False if reading them would synchronize with a device."""
     return is_readable(one) and bool((one != other).any())
 
 
 def _told(bounds: Tensor) -> str:
-    """Bounds for an error: values where they can be read, else the shape."""
+    """Bounds for an error message: values if they can be read, else the shape."""
     return str(bounds.tolist()) if bounds.device.type == "cpu" else f"shape {list(bounds.shape)}"
 
 
@@ -159,12 +159,12 @@ def find_documents(
     shape: tuple[int, int, int],
     max_columns: int | None = None,
 ) -> tuple[Tensor | None, Unpadding | None]:
-    """The 2-D mask if there is padding, else None; and the documents, if rows are packed.
+    """Return the 2-D mask if there is padding, else None; and the documents if rows are packed.
 
     Args:
         given: documents from `given_documents`.
-        shape: rows of the batch, columns of queries, and columns of keys, a cache's included.
-        max_columns: of a static cache, for which `generate` makes masks that wide.
+        shape: rows of the batch, columns of queries, and columns of keys, including a cache's.
+        max_columns: size of a static cache, for which `generate` makes masks of this width.
 
     Raises:
         ValueError: for a mask that is neither padding on one side nor documents.
@@ -188,28 +188,28 @@ def find_documents(
             got = _told(given.cu_seqlens)
             raise ValueError(f"cu_seq_lens_q must end with the number of tokens, {tokens}, got {got}")
         if attention_mask is not None and not bool(attention_mask.all()):
-            raise ValueError("cu_seq_lens_q and an attention_mask with padding say different things: give one of them")
+            raise ValueError("cu_seq_lens_q and an attention_mask with padding contradict each other: pass one of them")
         return None, given
     if attention_mask is not None:
         mask = attention_mask.bool()
         if tokens == 1 < columns and mask.device.type != "cpu":
-            return mask, None  # a step of decoding waits for no device
+            return mask, None  # decoding steps must not synchronize
         return (mask if check_mask(mask, position_ids) else None), None
     if position_ids is None or position_ids.shape[-1] == 1:
         return None, None
     if torch.compiler.is_compiling():
         raise ValueError(
-            "position_ids may hold packed documents, which nothing can tell in torch.compile: leave them out, or give "
-            "cu_seq_lens_q, too"
+            "position_ids may hold packed documents, which torch.compile cannot detect: omit them, or also pass "
+            "cu_seq_lens_q"
         )
     return None, by_positions(position_ids, batch)
 
 
 def mask_of_static_cache(attention_mask: Any, shape: tuple[int, int]) -> Tensor | None:
-    """The mask of a step in torch.compile, in which no shape changes from step to step: bool, or None.
+    """The mask of a step in torch.compile, with the same shape in every step: bool, or None.
 
     Args:
-        shape: rows of the batch, and the cache's columns.
+        shape: rows of the batch, and columns of the cache.
 
     Raises:
         ValueError: for a mask of another shape.
@@ -224,7 +224,7 @@ def mask_of_static_cache(attention_mask: Any, shape: tuple[int, int]) -> Tensor 
 
 
 def _of_full_attention(attention_mask: Any) -> Tensor | None:
-    """The mask, which `generate` gives by type of layer where a model has several."""
+    """The mask for full attention; `generate` passes a dict by layer type if a model has several."""
     if isinstance(attention_mask, Mapping):
         if "full_attention" not in attention_mask:
             raise ValueError(
@@ -241,10 +241,10 @@ def _of_full_attention(attention_mask: Any) -> Tensor | None:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor, config: NSAConfig, mask: Tensor | None, documents: Unpadding | None
 ) -> Tensor:
-    """`nsa` on rows `[B,N,...]`, of which a mask leaves out padding, or which are packed; out `[B,N_q,H,D_v]`.
+    """`nsa` on rows `[B,N,...]` that are padded according to a mask, or packed; returns out `[B,N_q,H,D_v]`.
 
     Args:
-        mask: bool `[B,N_k]`, True for real tokens, of which the last N_q are those of q. Rows of padding are 0.
+        mask: bool `[B,N_k]`, True for real tokens; the last N_q columns are q's. Rows of padding return 0.
     """
     queries = q.shape[1]
     if mask is None and documents is None:
@@ -275,25 +275,24 @@ def nsa_attention(
     position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """NSA of one layer of a model that was not converted: every token's gates are the config's `nsa_gate_init`.
+    """NSA of one layer of a model that was not converted, with constant gates `nsa_gate_init` from the config.
 
     Args:
         module: the layer's attention; the options are `nsa_config` of its config, or `NSAConfig.paper()`.
         query: `[B,H,N_q,D]`.
-        key: `[B,H_kv,N_k,D]`, N_k - N_q of them a cache's.
+        key: `[B,H_kv,N_k,D]`, the first N_k - N_q from a cache.
         value: `[B,H_kv,N_k,D_v]`.
         attention_mask: from `nsa_mask`.
-        scaling: the softmax's scale.
+        scaling: scale of the softmax.
         dropout: must be 0.
         position_ids: `[B or 1,N_q]`.
-        others: `cu_seq_lens_q` and its like bound packed documents; every other keyword that could change the result is
-            refused.
+        others: PACK_KEYWORDS such as `cu_seq_lens_q`; every other keyword that could change the result raises.
 
     Returns:
         out `[B,N_q,H,D_v]`, and None for attention weights.
 
     Raises:
-        ValueError: for a mask that is not from `nsa_mask`, as in cross-attention; for what NSA does not support.
+        ValueError: for a mask that is not from `nsa_mask`, as in cross-attention; for unsupported features.
     """
     refuse(dropout=dropout, is_causal=getattr(module, "is_causal", True), others=others)
     config = options_of(module.config)
@@ -307,7 +306,7 @@ def nsa_attention(
     if given is None and (documents is not None) != causal.packed:
         place = "attention" if causal.packed else "mask, as with a cache"
         raise ValueError(
-            f"position_ids pack documents, and this model does not hand them to its {place}: give each document a row "
+            f"position_ids pack documents, and this model does not pass them to its {place}: give each document a row "
             "of its own, or use_cache=False"
         )
     if documents is not None and shape[1] != shape[2]:
@@ -320,8 +319,8 @@ def _checked_mask(module: Any, mask: Any, shape: tuple[int, int, int]) -> Causal
     """The mask of a layer's causal self-attention.
 
     Raises:
-        ValueError: for a mask that NSA does not support, for one that is not from `nsa_mask`, and for none, as in
-            cross-attention: nothing says then that keys are the queries' own sequence.
+        ValueError: for a mask that NSA does not support, for one that is not from `nsa_mask`, and for None, as in
+            cross-attention, where keys may not be those of the queries' sequence.
     """
     batch, queries, keys = shape
     layer = type(module).__name__

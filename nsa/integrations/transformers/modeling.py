@@ -1,6 +1,6 @@
-"""Llama and Qwen3 with NSA: configs and classes with model types of their own.
+"""Llama and Qwen3 with NSA: configs and classes with their own model types.
 
-They are transformers' classes but for attention, which has gates and appends to a cache of pages, and for the model's
+They subclass transformers' classes and change attention, which has gates and appends to a paged cache, and the model's
 forward, which finds the documents of a batch once and opens a cache's step around its layers.
 """
 
@@ -46,7 +46,7 @@ from nsa.integrations.transformers.unpadding import PACK_ADVICE, positions_of_te
 from nsa.unpadding import Unpadding
 
 CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
-"""How models of the installed transformers call their cache: `past_key_values` until 5.23."""
+"""Name of the cache argument in the installed transformers: `past_key_values` until 5.23."""
 
 
 # Configs
@@ -73,11 +73,11 @@ class NSALlamaConfig(ConfigMixin, LlamaConfig):
     Attributes:
         nsa_config: options of NSAConfig by name. Default: None, which means those of `NSAConfig.paper()`.
         nsa_gates: where gates come from: "hidden", "query" or "learned". Default: "hidden".
-        nsa_gate_init: gates of the three branches to start with. Default: None, which means those of `convert`.
+        nsa_gate_init: initial gates of the three branches. Default: None, which means those of `convert`.
     """
 
     model_type = "nsa_llama"
-    base_model_tp_plan = None  # gates know all heads
+    base_model_tp_plan = None  # gates span all heads
 
     nsa_config: dict[str, Any] | None = None
     nsa_gates: str = "hidden"
@@ -86,7 +86,7 @@ class NSALlamaConfig(ConfigMixin, LlamaConfig):
 
 @strict
 class NSAQwen3Config(ConfigMixin, Qwen3Config):
-    """Qwen3Config with the options of NSA, as NSALlamaConfig has them. All layers must be "full_attention"."""
+    """Qwen3Config with the options of NSA, as in NSALlamaConfig. All layers must be "full_attention"."""
 
     model_type = "nsa_qwen3"
     base_model_tp_plan = None
@@ -120,12 +120,12 @@ class AttentionMixin:
         nsa_call: tuple[NSAConfig, Tensor | None, Unpadding | None] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """NSA of one layer; `nsa_call` are options, mask and documents, which the model's forward has found."""
+        """NSA of one layer; `nsa_call` holds options, mask and documents, found by the model's forward."""
         if attention_mask is not None:
-            raise ValueError("attention_mask goes to the converted model's forward, not to its layers")
+            raise ValueError("attention_mask must be passed to the converted model's forward, not to its layers")
         dropout = self.attention_dropout if self.training else 0.0
         cache = kwargs.pop(CACHE_ARGUMENT, None)
-        kwargs.pop("position_ids", None)  # the model's forward has read them
+        kwargs.pop("position_ids", None)  # read by the model's forward
         refuse(dropout=dropout, is_causal=True, others=kwargs)
         q, k, v = self._heads(hidden_states)
         q, k = self.rotate(q, k, *position_embeddings, unsqueeze_dim=2)
@@ -137,7 +137,7 @@ class AttentionMixin:
         return self.o_proj(out.flatten(-2)), None  # type: ignore[attr-defined]
 
     def _heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v `[B,N,heads,D]` before their rotation."""
+        """q, k, v `[B,N,heads,D]` before rotation."""
         me: Any = self
         heads = [project(hidden_states).unflatten(-1, (-1, me.head_dim)) for project in (me.q_proj, me.k_proj)]
         if hasattr(me, "q_norm"):
@@ -161,7 +161,7 @@ class NSAQwen3Attention(AttentionMixin, modeling_qwen3.Qwen3Attention):
 
 
 class PreTrainedMixin:
-    """What converted models share: they are built as the dense model and become NSA's; gates have an initialisation."""
+    """Base of converted models: they are built as dense models and then converted; gates have an initialisation."""
 
     config: Any
 
@@ -195,12 +195,12 @@ class ModelMixin(PreTrainedMixin):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the dense model's. A cache that is fresh is taken over; without one, none is made where gradients are
-        needed, in torch.compile, or for packed documents. Where no position_ids come, positions are those of tokens in
-        their own texts, behind a cache's.
+        """Forward of the dense model. The layers of an empty cache are replaced; without a cache, none is created if
+        gradients are needed, in torch.compile, or for packed documents. Without position_ids, positions are those of
+        tokens in their own texts, continuing a cache's.
 
         Raises:
-            ValueError: for a mask that is neither padding on one side nor documents; for a cache where none can be.
+            ValueError: for a mask that is neither padding on one side nor documents; for a cache that is not supported.
         """
         if kwargs.get("output_attentions", self.config.output_attentions):
             raise ValueError("output_attentions must be False: NSA has no attention weights to return, got True")
@@ -232,18 +232,18 @@ class ModelMixin(PreTrainedMixin):
             return super().forward(position_ids=positions, **call)  # type: ignore[misc]
 
     def _checked_cache(self, cache: Any, use_cache: bool | None, tokens: int) -> Any:
-        """The cache that a call gives, or None; refused where none can be."""
+        """Return the cache of a call, or None; raises if a cache is not supported."""
         if cache is None and not use_cache:
             return None
         got = f"use_cache={use_cache}" if cache is None else type(cache).__name__
         if torch.is_grad_enabled():
             raise ValueError(
-                f"a cache has no gradients: call the model under torch.no_grad(), or without one; got {got}"
+                f"a cache does not support gradients: call the model under torch.no_grad(), or without a cache; got {got}"
             )
         if torch.compiler.is_compiling() and not (tokens == 1 and takes_compiled_steps(cache)):
             raise ValueError(
-                "in torch.compile a cache must be a StaticCache that holds a prompt, and gets one token a sequence: "
-                f"call the model with the prompt outside of it; got {got} and {tokens} tokens"
+                "in torch.compile a cache must be a StaticCache that holds a prompt, with one new token per sequence: "
+                f"call the model with the prompt outside of torch.compile; got {got} and {tokens} tokens"
             )
         return cache
 
@@ -252,10 +252,10 @@ class ModelMixin(PreTrainedMixin):
 
 
 def given_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    """The one of both that a call gives.
+    """Return whichever of the two is given.
 
     Raises:
-        ValueError: for none, for both, and for other dimensions.
+        ValueError: for neither, for both, and for wrong dimensions.
     """
     if input_ids is not None and inputs_embeds is not None:
         raise ValueError("input_ids or inputs_embeds must be given, got both")
@@ -269,12 +269,12 @@ def given_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tens
 
 
 class CausalLMMixin(PreTrainedMixin):
-    """generate() with caches of pages."""
+    """generate() with paged caches."""
 
     model: Any
 
     def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
-        """What `generate` calls in place of the model where it compiles: steps of one token alone are."""
+        """Return the callable that `generate` uses when it compiles: only steps of one token are compiled."""
         as_it_is: Any = self
         compiled = super().get_compiled_call(compile_config)  # type: ignore[misc]
 
@@ -328,9 +328,9 @@ ATTENTIONS: dict[type, type] = {
 
 
 def become_nsa(model: Any, config: Any) -> None:
-    """Give a dense model's modules NSA's classes and config, in place; weights, devices and dtypes stay.
+    """Change a dense model's modules to NSA's classes and config in place; weights, devices and dtypes stay.
 
-    All gates are made before anything changes: an error leaves the model as it was.
+    All gates are created before anything changes, so that an error leaves the model unchanged.
     """
     gates = {
         module: BranchGates(config).to(weight_properties(module.q_proj)[1], model.dtype)
@@ -343,6 +343,6 @@ def become_nsa(model: Any, config: Any) -> None:
             module.gates = gates[module]
         elif type(module) in MODELS:
             module.__class__ = MODELS[type(module)]
-            _CAN_RECORD_REGISTRY[module] = module._can_record_outputs  # of output_hidden_states, by class
+            _CAN_RECORD_REGISTRY[module] = module._can_record_outputs  # for output_hidden_states, by class
         if hasattr(module, "config"):
             module.config = config

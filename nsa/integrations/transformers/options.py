@@ -1,4 +1,4 @@
-"""What a model's config says of NSA: the options, where gates come from, and the gates to start with."""
+"""NSA fields of a model's config: the options, the source of gates, and the initial gates."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from nsa.config import NSAConfig
 BRANCHES = ("compressed", "selected", "window")
 
 GATES = ("hidden", "query", "learned")
-"""Where a converted layer's gates come from: the hidden states, the rotated queries, or a number for each head."""
+"""Source of a converted layer's gates: the hidden states, the rotated queries, or one number per head."""
 
 GATE_INIT = (0.05, 0.9, 0.05)
-"""Gates of compressed, selected and window branch to start with: near dense, as the selected branch alone is dense
-attention for texts of up to k·l' tokens."""
+"""Initial gates of the compressed, selected and window branch, close to dense attention: for texts of up to k·l' tokens
+the selected branch alone is dense attention."""
 
 
 LEFT_OUT = ("compress", "causal")
-"""Options that have one value in a language model."""
+"""Options with a fixed value in a language model."""
 
 
 def options_dict(config: NSAConfig) -> dict[str, Any]:
-    """The options as JSON holds them.
+    """Convert the options to a dict for JSON.
 
     Raises:
         ValueError: for options that a causal model's config cannot hold.
@@ -37,10 +37,10 @@ def options_dict(config: NSAConfig) -> dict[str, Any]:
 
 
 def options_of(config: Any) -> NSAConfig:
-    """The options that a model's config holds; `NSAConfig.paper()` where it holds none.
+    """Options in a model's config; `NSAConfig.paper()` if there are none.
 
     Raises:
-        TypeError, ValueError: as NSAConfig, for what `nsa_config` holds.
+        TypeError, ValueError: as NSAConfig, for invalid options in `nsa_config`.
     """
     given = getattr(config, "nsa_config", None)
     if given is None:
@@ -53,14 +53,14 @@ def options_of(config: Any) -> NSAConfig:
 
 
 def check_gates(gates: Any) -> str:
-    """Raise ValueError unless gates come from where they can."""
+    """Return the source of gates, or raise ValueError if it is unknown."""
     if gates not in GATES:
         raise ValueError(f"gates must be one of {', '.join(map(repr, GATES))}, got {gates!r}")
     return str(gates)
 
 
 def check_gate_init(values: Any) -> list[float]:
-    """Gates to start with, of the three branches.
+    """Check and return the initial gates of the three branches.
 
     Raises:
         TypeError, ValueError: naming them and what was expected.
@@ -74,5 +74,5 @@ def check_gate_init(values: Any) -> list[float]:
 
 
 def logit(gate: float) -> float:
-    """What sigmoid makes this gate of."""
+    """Inverse sigmoid."""
     return math.log(gate / (1 - gate))

@@ -1,4 +1,4 @@
-"""Documents of a batch, by padding masks, position_ids or cu_seq_lens, and positions of tokens in them."""
+"""Documents of a batch, from padding masks, position_ids or cu_seq_lens, and positions of tokens in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ PACK_ADVICE = "pack documents by position_ids or cu_seq_lens_q, without attentio
 
 
 def by_positions(position_ids: Tensor, batch: int) -> Unpadding | None:
-    """Documents begin where positions `[B or 1,N]` do not go on by one; None: each row is one. Read on the host."""
+    """Documents that begin where positions `[B or 1,N]` do not increase by one; None if each row is one. Reads the
+    host.
+    """
     breaks = position_ids.diff(dim=-1) != 1
     if not bool(breaks.any()):
         return None
@@ -22,11 +24,11 @@ def by_positions(position_ids: Tensor, batch: int) -> Unpadding | None:
 
 
 def positions_of_texts(mask: Tensor | None, documents: Unpadding | None, tokens: int) -> Tensor | None:
-    """Positions `[B or 1,N]` of tokens in their rows, without padding, or in their documents; None: as columns count.
+    """Positions `[B or 1,N]` of tokens in their unpadded rows or in their documents; None if they equal columns.
 
     Args:
         mask: bool `[B,N]`, True for real tokens.
-        documents: of one row, as they lie.
+        documents: documents of one row, in place.
     """
     if documents is not None:
         columns = torch.arange(tokens, device=documents.cu_seqlens.device)
@@ -36,15 +38,15 @@ def positions_of_texts(mask: Tensor | None, documents: Unpadding | None, tokens:
 
 
 def check_mask(mask: Tensor, position_ids: Tensor | None) -> bool:
-    """Whether a mask `[B,N_k]` has padding, which is read on the host, unless while compiling.
+    """True if a mask `[B,N_k]` has padding; reads it on the host unless compiling.
 
     Args:
         mask: bool, True for real tokens.
-        position_ids: of the last tokens, `[B or 1,N_q]`, if they are known.
+        position_ids: positions of the last tokens, `[B or 1,N_q]`, if known.
 
     Raises:
-        ValueError: unless padding is only to the left or to the right of each row's tokens, whose positions go on by
-            one.
+        ValueError: unless padding is only to the left or to the right of each row's tokens, whose positions must
+            increase by one.
     """
     holes = (mask.to(torch.int8).diff(dim=1, prepend=mask.new_zeros(len(mask), 1, dtype=torch.int8)) > 0).sum(1) > 1
     restarts = torch.zeros_like(holes)
@@ -64,14 +66,14 @@ def check_mask(mask: Tensor, position_ids: Tensor | None) -> bool:
     if with_restarts:
         row = int(restarts.nonzero()[0])
         raise ValueError(
-            f"position_ids must go on by one inside a row that comes with attention_mask, got another text beginning "
+            f"position_ids must increase by one inside a row with attention_mask, got another text beginning "
             f"in row {row}: {PACK_ADVICE}"
         )
     return bool(padded)
 
 
 def _runs(row: Tensor) -> str:
-    """A row of a mask in words."""
+    """Describe a row of a mask."""
     values, counts = torch.unique_consecutive(row, return_counts=True)
     pairs = zip(values.tolist(), counts.tolist(), strict=True)
     return ", ".join(f"{count} {'real' if value else 'padded'}" for value, count in pairs)
