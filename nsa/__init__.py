@@ -1,7 +1,7 @@
-"""Native Sparse Attention (arXiv 2502.11089). Importing this package needs torch alone.
+"""Native Sparse Attention (arXiv 2502.11089). Importing this package needs only torch.
 
-Pages that docstrings name, such as docs/semantics.md, are in the repository and, where a wheel is installed, in
-share/doc/nsa-kernels of the environment.
+Pages in docstrings, such as docs/semantics.md, are in the repository; a wheel installs them in share/doc/nsa-kernels of
+the environment.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-__version__ = "0.3.0.dev0"  # pyproject.toml takes it from here
+__version__ = "0.3.0.dev0"  # read by pyproject.toml
 
 
 def _check_siblings() -> None:
-    """The distribution's other packages have plain names; another project's `dispatch` could stand in front of ours."""
+    """Check that the distribution's other packages, whose names are generic, are not shadowed by another project's."""
     home = Path(__file__).resolve().parent.parent
     for name in ("dispatch", "cute_kernels", "ascend_kernels"):
         spec = find_spec(name)

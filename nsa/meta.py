@@ -14,7 +14,7 @@ FORWARD = "nsa.meta:nsa"
 
 
 def nsa(inputs: NSAInputs, config: NSAConfig, *, aux: bool) -> tuple[Tensor, NSAAux | None]:
-    """out and NSAAux, as a backend returns them."""
+    """Return out and NSAAux, as backends do."""
     if config.compress != "mean":
         inputs, config = with_compressed_entries(inputs, config)
     q, v = inputs.q, inputs.v

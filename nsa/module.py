@@ -39,30 +39,30 @@ class NSAttention(nn.Module):
 
     Projections are named as in Llama (q_proj, k_proj, v_proj, o_proj), so weights of such a layer load with
     `strict=False`. Causal unless `config` says otherwise; autoregressive token by token with `NSAConfig.paper()`. There
-    is no attention mask: pack documents instead of padding them. `new_cache` makes a cache to generate with.
+    is no attention mask: pack documents instead of padding them. `new_cache` creates a cache for generation.
 
     Args:
         hidden_size: width of the input and output.
         num_heads: H, query heads.
         num_kv_heads: H_kv, key/value heads, a divisor of H. Default: None, which means H.
-        head_dim: D, of queries and keys. Default: None, which means hidden_size // num_heads.
-        v_head_dim: D_v, of values. Default: None, which means D.
-        config: the options of NSA. A module in its `compress` becomes one of the layer, `compress.k` and `compress.v`.
-            Default: None, which means `NSAConfig()`.
-        gate: where gates come from. "x": sigmoid(linear(hidden_states)), as in the paper. "q": sigmoid(q . w) per head,
-            of the rotated q. None: each branch weighs 1/3. Default: "x".
-        compress: "linear": learned maps from blocks to compressed keys and values (LinearCompression) in place of the
-            config's means. Default: None, which means the config's.
+        head_dim: D, head dim of queries and keys. Default: None, which means hidden_size // num_heads.
+        v_head_dim: D_v, head dim of values. Default: None, which means D.
+        config: the options of NSA. Modules in its `compress` become submodules of the layer, `compress.k` and
+            `compress.v`. Default: None, which means `NSAConfig()`.
+        gate: source of the gates. "x": sigmoid(linear(hidden_states)), as in the paper. "q": sigmoid(q . w) per head,
+            with the rotated q. None: each branch weighs 1/3. Default: "x".
+        compress: "linear": learned maps from blocks to compressed keys and values (LinearCompression) instead of the
+            config's `compress`. Default: None, which means the config's.
         compress_proj: learned projections of the pooled means, initially the identity. Default: False.
-        separate_kv: key and value projections of their own for each branch, as in the paper. Default: False.
-        bias: whether q, k and v projections have one. Default: False.
+        separate_kv: separate key and value projections for each branch, as in the paper. Default: False.
+        bias: add a bias to the q, k and v projections. Default: False.
         rope: rotary hook `(tensor [...,heads,D], position_embeddings) -> tensor`, applied to queries and to each
-            branch's keys; it keeps shape and dtype, which under autocast is not that of the parameters. Default: None.
-        context_parallel: a nsa.distributed.ContextParallel that divides sequences: `forward` takes and gives this
-            rank's tokens, position_embeddings are those of its `positions`. Default: None.
+            branch's keys; must keep shape and dtype, which under autocast differs from the parameters'. Default: None.
+        context_parallel: a nsa.distributed.ContextParallel that divides sequences: inputs and outputs of `forward` are
+            this rank's tokens, and position_embeddings must be those of its `positions`. Default: None.
         backend: as in `nsa`. Default: None.
-        device: of the parameters, as in nn.Linear. Default: None.
-        dtype: of the parameters, as in nn.Linear. Default: None.
+        device: device of the parameters, as in nn.Linear. Default: None.
+        dtype: dtype of the parameters, as in nn.Linear. Default: None.
 
     Raises:
         TypeError: naming an argument of the wrong type, what was expected and what came.
@@ -141,9 +141,9 @@ class NSAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters that are in no submodule: every gate 1/2, projections of means the identity.
+        """Initialise the layer's own parameters: gates to 1/2, projections of means to the identity.
 
-        Layers made on the meta device need it after `to_empty`, as nn.Linear does.
+        Call it after `to_empty` on layers created on the meta device, as for nn.Linear.
         """
         if self.gate_proj_weight is not None:
             nn.init.zeros_(self.gate_proj_weight)
@@ -162,19 +162,19 @@ class NSAttention(nn.Module):
         counts: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """Attend within each sequence, or within each packed document; with a cache, append new tokens to sequences.
+        """Attend within each sequence or packed document; with a cache, append new tokens to sequences.
 
         Args:
-            hidden_states: `[B,N,hidden_size]`; packed `[T,hidden_size]` with `cu_seqlens`. In the weights' dtype; under
-                autocast any dtype that it casts. With `context_parallel`, this rank's tokens.
+            hidden_states: `[B,N,hidden_size]`; packed `[T,hidden_size]` with `cu_seqlens`. In the weights' dtype, or
+                under autocast any dtype that it casts. With `context_parallel`, this rank's tokens.
             position_embeddings: passed to the `rope` hook; with a cache, those of `cache.table.positions(N)`.
                 Default: None.
             cu_seqlens: bounds of packed documents, int32 `[B+1]`, as in `nsa`. Default: None.
             max_seqlen: tokens of the longest document, a hint as in `nsa`. Default: None.
-            cache: from `new_cache`: the call is `nsa_with_cache`, without gradients. Default: None.
-            counts: real tokens of each sequence, int32 `[B]`, as in `nsa_with_cache`. Default: None.
-            others: arguments of other libraries' attention layers (`attention_mask`, `past_key_values`, ...): refused,
-                unless they are None or have no effect.
+            cache: from `new_cache`; the call is then `nsa_with_cache`, without gradients. Default: None.
+            counts: number of real tokens of each sequence, int32 `[B]`, as in `nsa_with_cache`. Default: None.
+            others: arguments of other libraries' attention layers (`attention_mask`, `past_key_values`, ...), which
+                raise unless they are None or have no effect.
 
         Returns:
             Same shape and dtype as `hidden_states`; under autocast, its dtype.
@@ -204,11 +204,12 @@ class NSAttention(nn.Module):
         return projected
 
     def new_cache(self, table: PageTable, dtype: torch.dtype | None = None) -> NSACache:
-        """A cache of this layer for the sequences of a table, which all layers of a model share.
+        """Create a cache of this layer for the sequences of a table, which all layers of a model share.
 
         Args:
             table: from `PageTable.empty`.
-            dtype: of queries, keys and values; under autocast, its. Default: None, which means that of the weights.
+            dtype: dtype of queries, keys and values; under autocast, autocast's. Default: None, which means that of the
+                weights.
 
         Returns:
             The cache, for `forward`.
@@ -233,14 +234,14 @@ class NSAttention(nn.Module):
         max_seqlen: int | None = None,
         **others: Any,
     ) -> tuple[Tensor, NSAAux]:
-        """`forward` without a graph, and intermediate results such as the selected blocks.
+        """`forward` without an autograd graph, and intermediate results such as the selected blocks.
 
         Args:
             hidden_states: as in `forward`, and so are all other arguments.
             position_embeddings: passed to the `rope` hook. Default: None.
             cu_seqlens: bounds of packed documents, int32 `[B+1]`. Default: None.
             max_seqlen: tokens of the longest document. Default: None.
-            others: refused as in `forward`.
+            others: as in `forward`.
 
         Returns:
             The output of `forward`, and NSAAux.
@@ -258,7 +259,7 @@ class NSAttention(nn.Module):
         check_input(hidden_states, self.hidden_size, self.q_proj, packed=cu_seqlens is not None)
 
     def _nsa_arguments(self, hidden_states: Tensor, position_embeddings: Any) -> dict[str, Any]:
-        """q, k, v and the other arguments of `nsa` but the bounds of documents."""
+        """q, k, v and the other arguments of `nsa` except the bounds of documents."""
         heads, kv_heads, dim, v_dim = self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim
         q = split_heads("q_proj", self.q_proj(hidden_states), heads, dim)
         keys = {"k": split_heads("k_proj", self.k_proj(hidden_states), kv_heads, dim)}

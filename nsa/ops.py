@@ -4,8 +4,8 @@
     nsa_kernels::saving     out and the tensors saved for backward; differentiable
     nsa_kernels::backward   gradients of `DIFFERENTIABLE_NAMES`
 
-They take the fields of NSAConfig one by one, `compress` as "mean" only: a callable runs in front of the operator.
-q_start is a tensor; an integer one cuts the keys in front.
+Their arguments include the fields of NSAConfig; `compress` must be "mean", and a callable runs before the operator.
+q_start is a tensor; the caller slices the keys for an integer one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nsa.validate import ResolvedCall, resolve
 FORWARD, SAVING, BACKWARD = (f"nsa_kernels::{name}" for name in ("forward", "saving", "backward"))
 
 DIFFERENTIABLE_NAMES = tuple(name for name in TENSOR_NAMES if name not in (*INTEGER_NAMES, "q_sum"))
-"""Tensors with gradients, in the order of backward's results; those of absent tensors are empty."""
+"""Tensors with gradients, in the order of backward's results; gradients of absent tensors are empty."""
 
 _TENSORS = ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in TENSOR_NAMES)
 OPTIONS = (
@@ -35,7 +35,7 @@ OPTIONS = (
     "SymInt num_local_blocks, SymInt? num_cmp_selected_blocks, SymInt n_block_size, str compress, bool causal, "
     "float? softmax_scale, bool debug"
 )
-"""The fields of NSAConfig in a schema."""
+"""Schema of NSAConfig's fields."""
 _KEYWORDS = f"{OPTIONS}, SymInt? max_seqlen, bool deterministic, bool recompute, str? backend"
 SCHEMAS = {
     FORWARD: f"({_TENSORS}, *, {_KEYWORDS}) -> Tensor",
@@ -44,17 +44,17 @@ SCHEMAS = {
 }
 
 CALL_DEFAULTS = {"max_seqlen": None, "deterministic": False, "recompute": False, "backend": None}
-"""Keywords of a call that are neither tensors nor options of NSAConfig."""
+"""Keyword arguments that are neither tensors nor options of NSAConfig."""
 
 CALL_KEYWORDS = (*TENSOR_NAMES[3:], *CALL_DEFAULTS, "config")
-"""Keywords of a call that are no options of NSAConfig."""
+"""Keyword arguments that are not options of NSAConfig."""
 
 
 def options_of(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of NSAConfig among the keywords of a call.
+    """Options of NSAConfig among the keyword arguments of a call.
 
     Raises:
-        TypeError: for unknown keywords, and for options that come with a config.
+        TypeError: for unknown keywords, and for options together with a config.
     """
     options = {name: value for name, value in keywords.items() if name not in CALL_KEYWORDS}
     check_options(keywords.get("config"), options, CALL_KEYWORDS)
@@ -62,7 +62,7 @@ def options_of(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolve(tensors: Sequence[Tensor | None], keywords: dict[str, Any], *, needs_grad: bool) -> ResolvedCall:
-    """The call that an operator's arguments say."""
+    """The checked call for an operator's arguments."""
     by_name: dict[str, Any] = dict(zip(TENSOR_NAMES, tensors, strict=True))
     inputs = NSAInputs(**by_name, max_seqlen=keywords["max_seqlen"])
     config = NSAConfig(**{name: keywords[name] for name in OPTION_NAMES})
@@ -110,7 +110,7 @@ def _backward_fake(do: Tensor, _saved: list[Tensor], *tensors: Tensor | None, **
     return [do.new_empty(0) if (x := by_name[name]) is None else x.new_empty(x.shape) for name in DIFFERENTIABLE_NAMES]
 
 
-# Their autograd
+# Autograd of the operators
 
 
 def _save(ctx: Any, inputs: Sequence[Any], keyword_only_inputs: dict[str, Any], output: Any) -> None:
@@ -144,14 +144,14 @@ register_double_backward_error(BACKWARD, "nsa")
 
 
 def call_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
-    """`nsa_forward` by its operator, with detached inputs."""
+    """Call the operator of `nsa_forward`, with detached inputs."""
     tensors = [None if x is None else x.detach() for x in operator_tensors(q, k, v, keywords)]
     out: Tensor = torch.ops.nsa_kernels.forward(*tensors, **operator_keywords(keywords))
     return out
 
 
 def call_saving(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
-    """`nsa` by its operator."""
+    """Call the operator of `nsa`."""
     tensors = operator_tensors(q, k, v, keywords)
     out: Tensor = torch.ops.nsa_kernels.saving(*tensors, **operator_keywords(keywords))[0]
     return out
@@ -163,7 +163,7 @@ def operator_tensors(q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) 
 
 
 def operator_keywords(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Every keyword of the schema, with the defaults of those that a call does not give."""
+    """All keyword arguments of the schema, with defaults for those not given."""
     options, config = options_of(keywords), keywords.get("config") or DEFAULT_CONFIG
     flags = {name: keywords.get(name, default) for name, default in CALL_DEFAULTS.items()}
     return {**{name: options.get(name, getattr(config, name)) for name in OPTION_NAMES}, **flags}

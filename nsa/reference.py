@@ -1,16 +1,15 @@
 """NSA in eager PyTorch: defines what every option means; kernels are tested against it.
 
-Any dtype from bf16 to fp64, any device, any block and tile size; differentiable by autograd. Scores, softmax and
-sums, those of gradients too, run in fp32 (fp64 for fp64 inputs): each input is cast once, before anything reads it, so
-its gradient is rounded once. Queries are processed in chunks of tiles, and each chunk is recomputed in backward, so
-memory stays far below O(N^2). Keys of the selected and window branches are gathered, so their time is O(N). Packed
-inputs, and sequences whose starts are a tensor, are a loop, for which the values of `cu_seqlens` and `q_start` are read
-on the host.
+Any dtype from bf16 to fp64, any device, any block and tile size; differentiable by autograd. Scores, softmax and sums,
+also those of gradients, run in fp32 (fp64 for fp64 inputs): each input is cast once at the start, so its gradient is
+rounded once. Queries are processed in chunks of tiles, and each chunk is recomputed in backward, so memory stays far
+below O(N^2). Keys of the selected and window branches are gathered, so their time is O(N). Packed inputs, and sequences
+whose starts are a tensor, run in a loop, which reads `cu_seqlens` and `q_start` on the host.
 
-Shapes inside: documents of one length as `[B, heads, N, D]`; a chunk of n query tiles of T rows as `[B, H, n, T, D]`.
-S is the number of heads that select independently: H, or H_kv when the selection is shared in the group. Queries are
-the last tokens of their document; tiles and rows are counted from its first token. Where sequences have queries at
-tokens of their own, as in nsa/decoding, rows are `[B,1,n,T]` and masks have the two leading dims, too.
+Internal shapes: documents of equal length as `[B, heads, N, D]`; a chunk of n query tiles of T rows as `[B, H, n, T,
+D]`. S is the number of heads that select independently: H, or H_kv if the selection is shared in the group. Queries are
+the last tokens of their document; tiles and rows are counted from its first token. If positions of queries differ
+between sequences, as in nsa/decoding, rows are `[B,1,n,T]` and masks also have the two leading dims.
 """
 
 from __future__ import annotations
@@ -34,29 +33,29 @@ from nsa.config import BlockPooling, NSAConfig
 from nsa.inputs import ENTRY_NAMES, KEY_NAMES, QUERY_NAMES, NSAAux, NSAInputs
 
 CHUNK_BYTES = {"cpu": 32 << 20}
-"""Rough size of a chunk's temporaries by device type; a chunk has at least one tile. On a CPU, larger allocations are
-not reused but mapped anew each time (measured in docs/experiments.md)."""
+"""Approximate size of a chunk's temporaries by device type; a chunk has at least one tile. On a CPU, larger allocations
+are not reused but mapped again each time (measured in docs/experiments.md)."""
 DEFAULT_CHUNK_BYTES = 512 << 20
 
 
 def chunk_bytes(device: torch.device) -> int:
-    """Rough size of a chunk's temporaries on a device."""
+    """Approximate size of a chunk's temporaries on a device."""
     return CHUNK_BYTES.get(device.type, DEFAULT_CHUNK_BYTES)
 
 
 NOWHERE = torch.iinfo(torch.int64).max
-"""A token that no query sees, in place of keys that do not exist."""
+"""Sentinel position that no query can attend to, for keys that do not exist."""
 FAR = 1 << 24
-"""Distances of tokens are compared as fp32 numbers, which are exact up to here."""
+"""Bound on distances between tokens, which are compared as fp32 numbers and exact up to here."""
 
 MODERATE = 1e15
-"""Sums over D of products of two numbers up to here are finite in fp32, with room for the scale of a softmax."""
+"""Magnitude up to which dot products over D are finite in fp32, with room for the softmax scale."""
 
 BY_TOKEN = (*QUERY_NAMES, *KEY_NAMES)
 
 
 def check(call: Any) -> str | None:
-    """Why the dispatcher must not pick the reference for this call, or None."""
+    """Reason why the dispatcher must not choose the reference for this call, or None."""
     if call.device_type == "cpu":
         return None
     if not call.named:
@@ -76,12 +75,12 @@ def nsa(
     cmp_indices: Tensor | None = None,
     aux: bool = True,
 ) -> tuple[Tensor, NSAAux | None]:
-    """All of NSA for checked inputs.
+    """Compute NSA for checked inputs.
 
     Args:
         indices: selected blocks to use, as in NSAAux, instead of computing them (not for packed inputs, nor with a
             tensor as q_start).
-        cmp_indices: likewise, blocks of compressed entries.
+        cmp_indices: blocks of compressed entries to use, under the same conditions.
         aux: also return NSAAux.
 
     Returns:
@@ -99,7 +98,7 @@ def nsa(
 
 
 def in_sum_dtype(inputs: NSAInputs) -> NSAInputs:
-    """The inputs in fp32 (fp64 stays), the dtype of all arithmetic; gates, which are read once, stay as they are."""
+    """Cast the inputs to fp32 (fp64 stays), the dtype of all arithmetic; gates, which are read once, are not cast."""
     dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
     return replace(inputs.map(lambda tensor: tensor.to(dtype)), gates=inputs.gates)
 
@@ -110,7 +109,9 @@ def _all_tiles(inputs: NSAInputs, config: NSAConfig) -> Tensor:
 
 
 def _pad_selections(aux: NSAAux, config: NSAConfig) -> NSAAux:
-    """The selections padded with -1 to as many columns as NSAAux says; computed ones have no more than blocks exist."""
+    """Pad the selections with -1 to NSAAux's number of columns; computed ones have at most as many as there are
+    blocks.
+    """
 
     def padded(indices: Tensor, columns: int) -> Tensor:
         return pad(indices, [0, max(0, columns - indices.shape[-1])], value=-1)
@@ -129,7 +130,7 @@ def nsa_tiles(
     indices: Tensor | None = None,
     cmp_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output of some query tiles only, to check samples of sequences that are too long to compute whole.
+    """Compute the output of some query tiles only, to check samples of sequences that are too long to compute whole.
 
     Args:
         tiles: indices of the tiles, int64 `[n]`, ascending. `indices` and `cmp_indices` hold these tiles only.
@@ -146,11 +147,11 @@ def nsa_tiles(
     return out, rows[rows < inputs.q.shape[1]]
 
 
-# Packed documents, and sequences that start at tokens of their own
+# Packed documents, and sequences with different starts
 
 
 def _sequences(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype, *, aux: bool) -> tuple[Tensor, NSAAux | None]:
-    """A batch whose q_start is a tensor: each sequence is a call of its own, padded to NSAAux of fixed sizes."""
+    """A batch whose q_start is a tensor: each sequence is a separate call, padded to the fixed sizes of NSAAux."""
     starts = inputs.q_start.tolist() if isinstance(inputs.q_start, Tensor) else []
     given = {n: x for n, x in inputs.tensors().items() if n in (*BY_TOKEN, *ENTRY_NAMES, "q_sum")}
     calls = []
@@ -177,7 +178,7 @@ def _sequences(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype, *, aux:
 
 
 def _extend(x: Tensor, dim: int, length: int, fill: float) -> Tensor:
-    """x padded at the end of `dim` to at least `length`."""
+    """Pad x at the end of `dim` to at least `length`."""
     missing = max(0, length - x.shape[dim])
     return torch.cat([x, x.new_full((*x.shape[:dim], missing, *x.shape[dim + 1 :]), fill)], dim)
 
@@ -192,7 +193,7 @@ def _packed(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype, *, aux: bo
     if not aux:
         return out, None
     auxes = [_pad_selections(own, config) for _, own in results]
-    if isinstance(inputs.q_start, Tensor):  # entries behind the last query hold 0
+    if isinstance(inputs.q_start, Tensor):  # entries after the last query hold 0
         counts = _entries_of_documents(inputs, config)
         auxes[1:] = [
             own._replace(**{name: _extend(getattr(own, name), 1, count, 0.0) for name in ENTRY_NAMES})
@@ -200,7 +201,7 @@ def _packed(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype, *, aux: bo
         ]
 
     def join(name: str, dim: int, length: int, fill: float) -> Tensor:
-        """The documents' tensors without batch dim, concatenated along `dim` and padded to `length` with `fill`."""
+        """Concatenate the documents' tensors, without batch dim, along `dim`, and pad to `length` with `fill`."""
         tensors = [getattr(aux, name)[0] for aux in auxes]
         padding = list(tensors[0].shape)
         padding[dim] = length - sum(tensor.shape[dim] for tensor in tensors)
@@ -221,9 +222,9 @@ def _packed(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype, *, aux: bo
 
 
 def _split_documents(inputs: NSAInputs, config: NSAConfig) -> list[NSAInputs]:
-    """The documents, each as a batch of one, behind an empty one: it gives padding its shapes.
+    """Split into documents, each a batch of one, after an empty one that defines the shapes of padding.
 
-    No row past the last document attends to anything.
+    Rows past the last document attend to nothing.
     """
     bounds, key_bounds = ([] if x is None else x.tolist() for x in (inputs.cu_seqlens, inputs.key_bounds))
     starts = inputs.q_start.tolist() if isinstance(inputs.q_start, Tensor) else [None] * (len(bounds) - 1)
@@ -240,7 +241,7 @@ def _split_documents(inputs: NSAInputs, config: NSAConfig) -> list[NSAInputs]:
 
 
 def _entries_of_documents(inputs: NSAInputs, config: NSAConfig) -> list[int]:
-    """Compressed entries of the keys of each document."""
+    """Number of compressed entries of each document's keys."""
     bounds = [] if inputs.key_bounds is None else inputs.key_bounds.tolist()
     return [config.num_compressed(stop - start) for start, stop in pairwise(bounds)]
 
@@ -251,11 +252,11 @@ def _slice_document(inputs: NSAInputs, rows: slice, keys: slice, entries: slice)
     return replace(inputs, **own, cu_seqlens=None, cu_seqlens_k=None, q_start=None, q_sum=None, max_seqlen=None)
 
 
-# Documents of one length
+# Documents of equal length
 
 
 class KeySource(Protocol):
-    """Where the keys and values of a branch lie."""
+    """Source of the keys and values of a branch."""
 
     @property
     def lead(self) -> tuple[int, int]: ...
@@ -267,7 +268,7 @@ class KeySource(Protocol):
 
 
 def is_moderate(x: Tensor) -> bool:
-    """Whether no element is NaN, inf or beyond MODERATE."""
+    """True if no element is NaN, inf or beyond MODERATE."""
     return x.numel() == 0 or bool(torch.linalg.vector_norm(x.detach(), math.inf) <= MODERATE)
 
 
@@ -278,12 +279,12 @@ class Keys:
     k: Tensor
     v: Tensor
     moderate: bool | None
-    """Nothing in either is NaN, inf or beyond MODERATE; masked keys then need no special care. None: not known, and not
-    to be read on the host."""
+    """True if no element of either is NaN, inf or beyond MODERATE; masked keys then need no special handling. None:
+    unknown, and must not be read on the host."""
 
     @staticmethod
     def from_tokens(k: Tensor, v: Tensor) -> Keys:
-        """From `[B, entries, H_kv, D or D_v]`."""
+        """Create from `[B, entries, H_kv, D or D_v]`."""
         moderate = is_moderate(k) and is_moderate(v)
         return Keys(k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), moderate)
 
@@ -294,11 +295,11 @@ class Keys:
 
     @property
     def count(self) -> int:
-        """Entries of each sequence."""
+        """Number of entries of each sequence."""
         return self.k.shape[2]
 
     def gather(self, positions: Tensor) -> Keys:
-        """Entries at positions `[B,S,n,m]`, as `[B,S,n,m,D]`; any entry where a position is outside `[0, entries)`."""
+        """Gather entries at positions `[B,S,n,m]` as `[B,S,n,m,D]`; arbitrary for positions outside `[0, entries)`."""
         return Keys(_gather(self.k, positions), _gather(self.v, positions), self.moderate)
 
 
@@ -310,12 +311,12 @@ def _documents(
     cmp_indices: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, NSAAux]:
-    """Some tiles of a batch of documents of one length: out, and NSAAux with selections not padded.
+    """Compute some tiles of a batch of documents of equal length: out, and NSAAux with unpadded selections.
 
     Args:
         inputs: from `in_sum_dtype`, without q_start: the queries are the last tokens.
-        tiles: of those that hold queries.
-        dtype: of q before the cast; that of compressed entries and results.
+        tiles: indices of tiles that hold queries.
+        dtype: dtype of q before the cast, and of compressed entries and results.
     """
     q, num_tokens, first = inputs.q, inputs.k.shape[1], inputs.first_token
     k_cmp, v_cmp = _compress(inputs, config, dtype)
@@ -363,19 +364,19 @@ def _documents(
         indices=whole[6].int(),
         cmp_indices=None if config.num_cmp_selected_blocks is None else whole[7].int(),
     )
-    # Gates may have dims in another order in memory; out must be contiguous, as the operators' fakes say.
+    # Gates may have permuted strides; out must be contiguous, as in the operators' fakes.
     return out.to(dtype).contiguous(), aux
 
 
 def _join(chunks: Iterable[tuple[Tensor, ...]], counts: Sequence[int], *, in_place: bool) -> list[Tensor]:
-    """Results of all tiles, from those of consecutive chunks, whose third dim has tiles or their rows.
+    """Join the results of consecutive chunks, whose third dim has tiles or their rows.
 
-    In place each is written where it belongs. Kept as they are, small results would lie between the large temporaries
-    of their chunks, whose memory the system then hardly uses again: several GiB where a tile is a token.
+    In place, each is copied into a preallocated result. Otherwise small results between the large temporaries of their
+    chunks fragment memory, by several GiB if a tile is a token.
 
     Args:
-        counts: tiles of each chunk.
-        in_place: where no gradients are needed.
+        counts: number of tiles of each chunk.
+        in_place: True if no gradients are needed.
     """
     if not in_place:
         return [torch.cat(results, dim=2) for results in zip(*chunks, strict=True)]
@@ -393,20 +394,22 @@ def _join(chunks: Iterable[tuple[Tensor, ...]], counts: Sequence[int], *, in_pla
 
 
 def tiles_per_chunk(q: Tensor, v: Tensor, num_tokens: int, tile_size: int, config: NSAConfig) -> int:
-    """Tiles of `tile_size` rows of q `[B,N,H,D]` whose temporaries fit CHUNK_BYTES, beside num_tokens keys."""
+    """Number of tiles of `tile_size` rows of q `[B,N,H,D]` whose temporaries fit CHUNK_BYTES, for num_tokens keys."""
     (batch, _, heads, dim), (kv_heads, v_dim) = q.shape, v.shape[-2:]
     entries, blocks = config.num_compressed(num_tokens), _num_blocks(num_tokens, config)
     selected = min(config.num_selected_blocks, blocks) * _select_size(num_tokens, config)
     gathered = selected + _window_span(num_tokens, tile_size, config)
     select_heads = kv_heads if config.shares_heads else heads
-    # The mask as bool and as numbers, where attention is fused; scores and overlap of all blocks.
+    # The mask as bool and as numbers, if attention is fused; scores and overlap of all blocks.
     per_tile = 2 * heads * tile_size * (max(entries, gathered) + dim)
     per_tile += select_heads * gathered * (dim + v_dim) + heads * (entries + 4 * blocks)
     return max(1, chunk_bytes(q.device) // max(1, batch * per_tile * q.dtype.itemsize))
 
 
 def _rows(tiles: Tensor, num_tokens: int, config: NSAConfig) -> Tensor:
-    """Tokens of the tiles' rows, `[n, T]`; the first tile may begin before the queries, the last end past them."""
+    """Tokens of the tiles' rows, `[n, T]`; the first tile may begin before the queries, and the last may end after
+    them.
+    """
     tile_size = min(config.q_tile_size, max(num_tokens, 1))  # a short document's only tile is no longer than itself
     return tiles[:, None] * tile_size + torch.arange(tile_size, device=tiles.device)
 
@@ -415,14 +418,14 @@ def _rows(tiles: Tensor, num_tokens: int, config: NSAConfig) -> Tensor:
 
 
 def with_compressed_entries(inputs: NSAInputs, config: NSAConfig) -> tuple[NSAInputs, NSAConfig]:
-    """The same call with k_cmp and v_cmp given, for backends that compress by means only."""
+    """Return the same call with k_cmp and v_cmp, for backends that compress by means only."""
     k_cmp, v_cmp = compressed_entries(inputs, config)
     changed = replace(inputs, k_cmp=k_cmp, v_cmp=v_cmp, w_k_compress=None, w_v_compress=None)
     return changed, replace(config, compress="mean")
 
 
 def compressed_entries(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """k_cmp and v_cmp by `config.compress`, as NSAInputs takes them."""
+    """Compute k_cmp and v_cmp by `config.compress`, in the layout of NSAInputs."""
     dtype, bounds = inputs.q.dtype, inputs.key_bounds
     exact = in_sum_dtype(inputs)
     pools = zip((exact.k, exact.v), pool_functions(exact, config, dtype), strict=True)
@@ -443,9 +446,9 @@ def _compress(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> tuple
 
 
 def pool_functions(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> tuple[BlockPooling, BlockPooling]:
-    """For k and for v the function from blocks `[...,H_kv,l,D]` to entries `[...,H_kv,D]`, not rounded.
+    """Functions for k and for v from blocks `[...,H_kv,l,D]` to unrounded entries `[...,H_kv,D]`.
 
-    A user's callable gets a copy of the blocks, in `dtype`, and may write to it.
+    A user's callable gets a copy of the blocks in `dtype`, to which it may write.
     """
     compress_k, compress_v = config.pools
 
@@ -470,14 +473,16 @@ def pool_functions(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> 
 
 
 def below_inverse(count: int) -> float:
-    """The largest power of two up to 1 / count: times this, `count` finite numbers have a finite sum, of the same bits
-    but for subnormal ones.
+    """Largest power of two up to 1 / count: scaled by it, `count` finite numbers have a finite sum with the same bits,
+    except for subnormal numbers.
     """
     return float(0.5 ** (max(count, 1) - 1).bit_length())
 
 
 def _nothing_of(compress: str | BlockPooling, weight: Tensor | None) -> Tensor | float:
-    """0 that keeps what compresses in the graph of no entries: its gradients are 0, as DDP expects, and not None."""
+    """A 0 that keeps the parameters of `compress` in the graph without entries: gradients are 0, as DDP expects, not
+    None.
+    """
     learned: list[Tensor] = [*compress.parameters()] if isinstance(compress, torch.nn.Module) else []
     learned += [] if weight is None else [weight]
     return sum(x.flatten()[:0].sum() for x in learned)
@@ -498,16 +503,16 @@ def _tiles(
     q_sum: Tensor | None,
     config: NSAConfig,
 ) -> tuple[Tensor, ...]:
-    """o and lse of the three branches, `[B,H,n*T,D_v]` and `[B,H,n*T]`; then the selections, int64.
+    """Compute o and lse of the three branches, `[B,H,n*T,D_v]` and `[B,H,n*T]`, then the selections, int64.
 
     Args:
         q: the tiles' queries `[B,H,n,T,D]`.
-        tiles: their indices `[n]`.
+        tiles: the tiles' indices `[n]`.
         indices: the tiles' selected blocks, or None to select.
-        cmp_indices: their blocks of compressed entries, or None to select.
+        cmp_indices: the tiles' blocks of compressed entries, or None to select.
         compressed, selected, window: keys and values of the branches.
         first: the first row that is a query.
-        q_sum: sum of the queries before it in its tile, `[B,H,D]`; None where it begins a tile.
+        q_sum: sum of the queries before it in its tile, `[B,H,D]`; None if it begins a tile.
     """
     num_tokens = selected.k.shape[2]
     scale = config.scale(q.shape[-1])
@@ -539,7 +544,7 @@ def _tiles(
 
 
 def block_end(entries: Tensor, config: NSAConfig) -> Tensor:
-    """Last token of compressed blocks: they are visible from this token on."""
+    """Last token of compressed blocks, from which on they are visible."""
     return entries * config.stride + config.compress_block_size - 1
 
 
@@ -554,14 +559,15 @@ def _mean_queries(q: Tensor, rows: Tensor, first: int, num_tokens: int, q_sum: T
     present = ((rows >= first) & (rows < num_tokens)).to(q.dtype)[..., None] * scale
     total, count = (q * present).sum(-2), present.sum(-2)
     if q_sum is not None:
-        before = (first - rows[:, :1]).clamp(min=0) * scale  # queries that the tile had, 0 in all tiles but the first
+        before = (first - rows[:, :1]).clamp(min=0) * scale  # number of earlier queries, 0 except in the first tile
         total = total + torch.where(before > 0, q_sum[:, :, None] * scale, 0.0)
         count = count + before
     return total / count
 
 
 def score(mean_q: Tensor, k_cmp: Tensor, rows: Tensor, num_tokens: int, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Scores of compressed entries per tile and query head `[B,H,n,N_cmp]`, and which are scored, bool `[n,N_cmp]`.
+    """Scores of compressed entries per tile and query head `[B,H,n,N_cmp]`, and a mask of scored entries, bool
+    `[n,N_cmp]`.
 
     Tile mode: logits of the mean query. Token mode: probabilities, 0 for entries that are not scored.
     """
@@ -580,7 +586,7 @@ def score(mean_q: Tensor, k_cmp: Tensor, rows: Tensor, num_tokens: int, config: 
 
 
 def _softmax(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax over the allowed entries of the last dim; all zeros where none is allowed."""
+    """Softmax over the allowed entries of the last dim; zeros if none is allowed."""
     masked = torch.where(allowed, logits, -math.inf)
     top = masked.amax(-1, keepdim=True)
     weights = torch.exp(masked - torch.where(top == -math.inf, 0.0, top))
@@ -589,22 +595,22 @@ def _softmax(logits: Tensor, allowed: Tensor) -> Tensor:
 
 
 def _select_size(num_tokens: int, config: NSAConfig) -> int:
-    """l', but at most the document's length, to bound temporaries: the document is then the only block."""
+    """l', limited to the document's length to bound temporaries; the document is then the only block."""
     return min(config.select_size, max(num_tokens, 1))
 
 
 def _num_blocks(num_tokens: int, config: NSAConfig) -> int:
-    """Select blocks of a document."""
+    """Number of select blocks of a document."""
     return -(-num_tokens // _select_size(num_tokens, config))
 
 
 def _cmp_block_width(num_entries: int, config: NSAConfig) -> int:
-    """n_block_size, but at most the number of entries, to bound temporaries."""
+    """n_block_size, limited to the number of entries to bound temporaries."""
     return min(config.n_block_size, max(num_entries, 1))
 
 
 def _num_cmp_blocks(num_entries: int, config: NSAConfig) -> int:
-    """Blocks of compressed entries of a document."""
+    """Number of blocks of compressed entries of a document."""
     return -(-num_entries // _cmp_block_width(num_entries, config))
 
 
@@ -653,7 +659,7 @@ def _forced_blocks(blocks: Tensor, rows: Tensor, num_tokens: int, config: NSACon
         first_local = last - count + 1
     else:
         exists = torch.ones_like(blocks, dtype=torch.bool)
-        first_local = (rows[..., :1] // size + last + 1 - count) // 2  # as many before the tile as behind it
+        first_local = (rows[..., :1] // size + last + 1 - count) // 2  # as many before the tile as after it
     local = (blocks >= first_local) & (blocks < first_local + count)
     return ((blocks < config.num_init_blocks) | local) & exists
 
@@ -679,9 +685,9 @@ def select_cmp_blocks(scores: Tensor, scored: Tensor, rows: Tensor, count: int, 
 
 
 def _top_blocks(scores: Tensor, eligible: Tensor, count: int) -> Tensor:
-    """The `count` eligible blocks of highest score (fewer where there are fewer blocks), ascending, padded with -1.
+    """The `count` eligible blocks of highest score (fewer if there are fewer blocks), ascending, padded with -1.
 
-    The lower index wins among equal scores.
+    Ties go to the lower index.
     """
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
     top = torch.where(eligible.expand_as(scores).gather(-1, order), order, scores.shape[-1])
@@ -694,7 +700,7 @@ def attend_compressed(
 ) -> tuple[Tensor, Tensor]:
     num_entries = keys.k.shape[2]
     if config.num_cmp_selected_blocks is None:
-        # All rows of the chunk share one list of entries: what its last row sees.
+        # All rows of the chunk share one list of entries: those visible to its last row.
         if rows.numel() == 0:
             num_entries = 0
         elif config.causal:
@@ -724,14 +730,14 @@ def attend_selected(
 
 
 def _reach(num_tokens: int, config: NSAConfig) -> tuple[int, int]:
-    """Tokens before and after a query in its window, at most N - 1."""
+    """Number of tokens before and after a query in its window, at most N - 1."""
     reach = (config.window_size - 1, 0) if config.causal else (config.window_size // 2,) * 2
     before, after = (min(tokens, max(num_tokens - 1, 0)) for tokens in reach)
     return before, after
 
 
 def _window_span(num_tokens: int, tile_size: int, config: NSAConfig) -> int:
-    """Tokens of a run that holds the windows of any tile of this size."""
+    """Length of a range of tokens that holds the windows of any tile of this size."""
     return min(tile_size + sum(_reach(num_tokens, config)), num_tokens) if config.window_size > 0 else 0
 
 
@@ -747,14 +753,14 @@ def attend_window(q: Tensor, keys: KeySource, rows: Tensor, scale: float, config
 
 
 def mask_of(first: Tensor, rows: Tensor, dtype: torch.dtype, *, causal: bool = True) -> Tensor:
-    """What attention adds to logits, `[...,T,m]`: 0 for the rows that see a key, -inf for the others.
+    """Additive attention mask `[...,T,m]`: 0 for visible keys, -inf for others.
 
-    On a CPU a comparison whose result is a number takes an eighth of the time of one whose result is a bool.
+    On a CPU, a comparison that returns numbers takes an eighth of the time of one that returns bools.
 
     Args:
-        first: the first token that sees each key, `[...,m]`.
+        first: the first token that can attend to each key, `[...,m]`.
         rows: tokens of the queries, `[...,T]`, less than FAR apart.
-        causal: False: every token sees all keys but those that are NOWHERE.
+        causal: if False, all keys are visible except those that are NOWHERE.
     """
     origin = rows[..., :1]
     distances = ((first - origin).clamp(-FAR, FAR) if causal else first == NOWHERE).to(dtype)[..., None, :]
@@ -765,7 +771,7 @@ def mask_of(first: Tensor, rows: Tensor, dtype: torch.dtype, *, causal: bool = T
 
 
 def _gather(entries: Tensor, positions: Tensor) -> Tensor:
-    """Rows of entries `[B,H_kv,N,D]` at positions `[B,S,n,m]`; any rows for positions outside `[0, N)`.
+    """Gather rows of entries `[B,H_kv,N,D]` at positions `[B,S,n,m]`; arbitrary for positions outside `[0, N)`.
 
     Head s of S reads key/value head s // (S / H_kv).
     """
@@ -781,13 +787,13 @@ def attend(q: Tensor, keys: Keys, mask: Tensor, scale: float) -> tuple[Tensor, T
     """Softmax attention of each tile's rows over the tile's own keys.
 
     q `[B,H,n,T,D]`, keys `[B,S,n,m,D]` and `[B,S,n,m,D_v]`; the mask (`mask_of`) broadcasts to `[B,S,n,T,m]`.
-    Returns o `[B,H,n,T,D_v]` (0 without keys) and lse `[B,H,n,T]` (-inf without keys); NaN where a visible key or
-    value is not finite. Masked keys and values reach no result and no gradient, whatever they are.
+    Returns o `[B,H,n,T,D_v]` (0 without keys) and lse `[B,H,n,T]` (-inf without keys); NaN if a visible key or value is
+    not finite. Masked keys and values never affect results or gradients.
     """
     k, v = keys.k, keys.v
     batch, select_heads, _, num_keys, _ = k.shape
     if num_keys == 0:
-        # 0 * q and sums over nothing keep the result in the graph, with zero gradients
+        # 0 * q and empty sums keep the result in the graph, with zero gradients
         o = q[..., :1] * 0 + k.sum() + v.sum()
         return o.expand(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -math.inf)
     while mask.dim() < 5:
@@ -796,8 +802,8 @@ def attend(q: Tensor, keys: Keys, mask: Tensor, scale: float) -> tuple[Tensor, T
         return _attend_moderate(q, *_without_not_finite(k, v, mask), scale)
     if keys.moderate and is_moderate(q):
         return _attend_moderate(q, k, v, mask, scale)
-    # Rows that see no extreme key have the bits that they have without these; the others are computed apart
-    extreme = ~(_largest(k) <= MODERATE) | ~(_largest(v) <= MODERATE)  # NaN is, too
+    # Rows without visible extreme keys must be bitwise unaffected by these; the others are computed separately
+    extreme = ~(_largest(k) <= MODERATE) | ~(_largest(v) <= MODERATE)  # also True for NaN
     seeing = ((mask != -math.inf) & extreme[..., None, :]).any(-1).expand(batch, select_heads, -1, -1)
     rows = seeing.repeat_interleave(q.shape[1] // select_heads, 1) | ~(_largest(q) <= MODERATE)
     q_zero, k_zero, v_zero = (torch.where(at[..., None], 0.0, x) for at, x in ((rows, q), (extreme, k), (extreme, v)))
@@ -809,15 +815,15 @@ def attend(q: Tensor, keys: Keys, mask: Tensor, scale: float) -> tuple[Tensor, T
 
 
 def _without_not_finite(k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros in place of keys that are not finite or that no row sees; NaN in the mask where a row sees the former."""
+    """Zero the keys that are not finite or not visible to any row; set the mask to NaN where the former are visible."""
     finite = torch.isfinite(k).all(-1) & torch.isfinite(v).all(-1)
-    used = finite & (mask != -math.inf).any(-2)  # what nobody wrote may be finite, and logits of it inf
+    used = finite & (mask != -math.inf).any(-2)  # unwritten memory may be finite but give infinite logits
     k, v = (torch.where(used[..., None], x, 0.0) for x in (k, v))
     return k, v, torch.where((mask == 0) & ~finite[..., None, :], math.nan, mask)
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The largest absolute value of each row."""
+    """Largest absolute value of each row."""
     return x.detach().abs().amax(-1)
 
 
@@ -835,7 +841,9 @@ def _attend_moderate(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 def _attend_in_steps(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, *, guarded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Args: guarded: products with masked keys may be inf; they and their gradients reach nothing."""
+    """Attention in separate steps. With `guarded`, infinite products with masked keys affect nothing, not even
+    gradients.
+    """
     batch, heads, n, tile, dim = q.shape
     select_heads, num_keys = k.shape[1], k.shape[3]
     group = heads // select_heads
@@ -863,19 +871,19 @@ def _attend_in_steps(
 
 
 def _attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The same by PyTorch's fused attention for CPUs, which keeps no logits in memory, for D = D_v.
+    """The same by PyTorch's fused attention for CPUs, which never stores the logits, for D = D_v.
 
     Tiles are its batch; sequences and select heads are its heads; the rows of a group share their keys.
 
     Args:
-        mask: what is added to logits, `[B,S,n,T,m]`, or 1 in place of B and S, n, T.
+        mask: additive mask `[B,S,n,T,m]`, or 1 in place of B and S, n, T.
     """
     batch, heads, n, tile, dim = q.shape
     select_heads = k.shape[1]
     group = heads // select_heads
 
     def by_tile(x: Tensor) -> Tensor:
-        """`[B,S,G,n,T,...]` as `[n,B*S,G*T,...]`."""
+        """Reshape `[B,S,G,n,T,...]` to `[n,B*S,G*T,...]`."""
         return x.movedim(3, 0).flatten(3, 4).flatten(1, 2)
 
     lead = (1, 1) if mask.shape[:2] == (1, 1) else (batch, select_heads)
@@ -884,13 +892,13 @@ def _attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -
     keys, values = (_unit_stride(x.movedim(2, 0).flatten(1, 2)) for x in (k, v))
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     o, lse = fused(rows, keys, values, attn_mask=mask, scale=scale)
-    lse = torch.where(mask.amax(-1) == -math.inf, -math.inf, lse.detach())  # else 0 in rows without keys
+    lse = torch.where(mask.amax(-1) == -math.inf, -math.inf, lse.detach())  # would be 0 in rows without keys
     shape = (n, batch, select_heads, group, tile)
     return o.reshape(*shape, dim).movedim(0, 3).reshape(q.shape), lse.reshape(shape).movedim(0, 3).reshape(q.shape[:-1])
 
 
 def _unit_stride(x: Tensor) -> Tensor:
-    """x, or a copy whose last dim lies in one piece, as PyTorch's fused attention takes it without a look."""
+    """Return x, or a copy with a contiguous last dim, which PyTorch's fused attention assumes without checking."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

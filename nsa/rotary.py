@@ -1,4 +1,4 @@
-"""Rotary embeddings as Llama applies them: a `rope` hook for the attention layers, and its tables."""
+"""Llama's rotary embeddings: a `rope` hook for the attention layers, and its tables."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def llama_rope(x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
 
     Args:
         x: `[...,N,heads,D]`, D even.
-        position_embeddings: cos and sin, `[N,D]` or `[B,N,D]`, as `rotary_table` or LlamaRotaryEmbedding of
-            transformers makes them; rounded to x's dtype.
+        position_embeddings: cos and sin, `[N,D]` or `[B,N,D]`, as returned by `rotary_table` or LlamaRotaryEmbedding of
+            transformers; rounded to x's dtype.
 
     Returns:
         The rotated tensor, with x's shape and dtype.
@@ -46,7 +46,7 @@ def rotary_table(positions: Tensor, head_dim: int, *, theta: float = 10000.0) ->
     The angle of feature i, and of i + D/2, is position / theta^(2i/D).
 
     Args:
-        positions: of the tokens, `[N]` or `[B,N]`: `torch.arange(N)`, `cache.table.positions(N)`, those of
+        positions: positions of the tokens, `[N]` or `[B,N]`: `torch.arange(N)`, `cache.table.positions(N)`,
             `ContextParallel.positions`, or counted from the start of each packed document.
         head_dim: D, even.
         theta: base of the frequencies, greater than 0. Default: 10000.0.
@@ -55,7 +55,7 @@ def rotary_table(positions: Tensor, head_dim: int, *, theta: float = 10000.0) ->
         cos and sin, `[N,D]` or `[B,N,D]` each, in fp32 on the device of the positions.
 
     Raises:
-        TypeError: for positions that are no tensor, and for a head_dim that is no integer.
+        TypeError: for positions that are not a tensor, and for a head_dim that is not an integer.
         ValueError: for an odd head_dim, and for a theta that is not greater than 0.
 
     Examples:

@@ -1,7 +1,7 @@
-"""Unpadding: rows of a padded batch as packed documents, and back.
+"""Unpadding: converts padded batches to packed documents and back.
 
-Sizes follow from shapes alone, so nothing waits for the device: padding is moved after the documents, where `nsa`
-computes nothing, and not cut off.
+Padding is not removed but moved after the documents, where `nsa` computes nothing, so that sizes depend only on shapes
+and nothing synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Unpadding:
     """Maps rows `[B,N,...]` of a padded batch to packed documents `[T,...]`, T = B*N, and back.
 
     The documents come first, padding after them: pass `cu_seqlens` to `nsa`, which computes nothing past the last
-    bound. `from_mask` makes one from a padding mask.
+    bound. `from_mask` creates one from a padding mask.
 
     Args:
         cu_seqlens: bounds of the documents, int32 `[documents + 1]`.
         batch: B. Default: 1.
-        order: row of `[B*N]` at each place of the pack. Default: None, which means that rows stay in place.
+        order: index in `[B*N]` of each row of the pack. Default: None, which means that rows stay in place.
         max_seqlen: tokens of the longest document, if known. Default: None.
 
     Examples:
@@ -46,16 +46,16 @@ class Unpadding:
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Unpadding:
-        """One document of the real tokens of each row, wherever its padding is.
+        """Make one document of the real tokens of each row, wherever its padding is.
 
         Args:
-            mask: `[B,N]`, bool or integers: True or not 0 for real tokens, as tokenizers give it.
+            mask: `[B,N]`, bool or integers: True or nonzero for real tokens, as returned by tokenizers.
 
         Returns:
-            The map of rows of this batch.
+            The mapping of this batch.
 
         Raises:
-            TypeError: for a mask that is no tensor of bool or integers.
+            TypeError: for a mask that is not a tensor of bool or integers.
             ValueError: for a mask of another shape.
         """
         check_tensor("mask", mask)
@@ -88,7 +88,7 @@ class Unpadding:
         return flat if self.order is None else flat[self.order]
 
     def pad(self, x: Tensor) -> Tensor:
-        """Give the rows of a pack their places in the batch: the inverse of `unpad`.
+        """Return the rows of a pack to their places in the batch: the inverse of `unpad`.
 
         Args:
             x: `[T,...]`, T = B*N.

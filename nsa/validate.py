@@ -1,7 +1,7 @@
-"""A checked call of NSA and the backend that takes it.
+"""Argument checks of NSA, and the choice of a backend.
 
-Where no value is read, what is checked follows from options and from tensors' sizes, dtypes and devices. On a GPU,
-where the host's time counts, calls like one that was accepted are not checked again.
+Checks that read no values depend only on options and on tensors' sizes, dtypes and devices. On a GPU, where host time
+matters, calls equal to an accepted one in these are not checked again.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from nsa.config import NSAConfig
 from nsa.inputs import NSAInputs
 
 DEVICES = {"cuda"}
-"""Types of devices for which accepted calls are remembered."""
+"""Device types for which accepted calls are cached."""
 
 MOST = 256
-"""Accepted calls that are remembered; then all are forgotten."""
+"""Maximum number of cached calls; the cache is cleared when it is full."""
 
 PLAIN = (Tensor, torch.nn.Parameter)
-"""Types of tensors that have memory and no rules of their own."""
+"""Tensor types with storage and without overridden behavior."""
 
 READ = ("cu_seqlens", "cu_seqlens_k", "q_start", "q_sum")
-"""Inputs of which values may be read, or which change what a call is."""
+"""Inputs whose values may be read, or which change the kind of call."""
 
 _ACCEPTED: dict[Any, dispatch.Impl] = {}
 
 
 class ResolvedCall(NamedTuple):
-    """Checked arguments, without an integer q_start, and the implementation that runs them."""
+    """Checked arguments, with an integer q_start already applied, and the implementation that runs them."""
 
     inputs: NSAInputs
     config: NSAConfig
@@ -54,11 +54,11 @@ def resolve(
     backend: str | None,
     needs_grad: bool,
 ) -> ResolvedCall:
-    """Check everything and find the backend that takes the call.
+    """Check all arguments and find a backend that supports the call.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
-        dispatch.BackendError: when no backend can run the call.
+        dispatch.BackendError: if no backend supports the call.
     """
     check_bool("deterministic", deterministic)
     check_bool("recompute", recompute)
@@ -84,14 +84,15 @@ def resolve(
 
 
 def forget() -> None:
-    """All accepted calls, for tests."""
+    """Clear the cache of accepted calls, for tests."""
     _ACCEPTED.clear()
 
 
 def _facts(inputs: NSAInputs, config: NSAConfig, *flags: object) -> Any:
-    """All that checks and the choice of a backend depend on; None: they depend on more, or the call is odd.
+    """Key of all inputs of the checks and the choice of a backend; None if these depend on values, or for unusual
+    calls.
 
-    `narrow` changes nothing of a call that has facts.
+    `narrow` does not change a call that has a key.
     """
     backend, q = flags[2], inputs.q
     if not (backend is None or isinstance(backend, str)) or config.debug or config.compress != "mean":

@@ -23,7 +23,7 @@ OPENING = re.compile(r"(Of|That|What|Whether|Which|How)\b")
 WORD = re.compile(r"\b(behind|as of|likewise|nobody|somebody|lie|lies|lay|lying)\b", re.IGNORECASE)
 NOT_PROSE = re.compile(r"<!-- table: .*?<!-- end -->|^```.*?^```", re.DOTALL | re.MULTILINE)
 LIMITS = {
-    "nsa": (62, 71),
+    "nsa": (0, 0),
     "dispatch": (2, 0),
     "ascend_kernels": (20, 12),
     "cute_kernels": (204, 223),  # as counted today; to fall to 19 and 14, the goal of the four packages together

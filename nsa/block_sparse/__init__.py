@@ -1,4 +1,4 @@
-"""Block-sparse attention: each token attends to blocks of keys that the caller names."""
+"""Block-sparse attention: each token attends to blocks of keys chosen by the caller."""
 
 from nsa.block_sparse.api import block_sparse_attention
 

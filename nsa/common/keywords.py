@@ -1,4 +1,4 @@
-"""Keywords of public functions: signatures that are written out, and errors for keywords of other libraries."""
+"""Keyword arguments of public functions: written-out signatures, and errors for keywords of other libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 F = TypeVar("F", bound=Callable[..., Any])
 
 PACK = "pack documents with cu_seqlens instead of padding them"
-ONE_BY_ONE = "attend to each document in a call of its own instead of padding them"
+ONE_BY_ONE = "attend to each document in a separate call instead of padding them"
 
 NO_MASK = "there is no attention mask"
 NO_WEIGHTS = "there are no attention weights to return"
@@ -33,18 +33,18 @@ FOREIGN = {
     "is_causal": "the option is causal",
     "enable_gqa": "H may be any multiple of H_kv without it",
 }
-"""Keywords of attention in PyTorch, Hugging Face and FlashAttention that have no counterpart here, or another name."""
+"""Keywords of PyTorch's, Hugging Face's and FlashAttention's attention with no counterpart or another name here."""
 
 
 def advice(name: str, instead_of_mask: str) -> str:
-    """Reason why a keyword of FOREIGN is not supported, and what to use instead."""
+    """Reason why a keyword in FOREIGN is not supported, and its replacement."""
     return f"{FOREIGN[name]}, {instead_of_mask}" if FOREIGN[name] == NO_MASK else FOREIGN[name]
 
 
 def unknown_keywords(unknown: Sequence[str], known: Sequence[str], instead_of_mask: str) -> TypeError:
-    """Error for keywords that a function does not have: what to use instead, or the name that may have been meant."""
+    """Error for unknown keywords, with their replacement or a similar name."""
     hints = [advice(name, instead_of_mask) for name in unknown if name in FOREIGN]
-    misspelt = [] if is_compiling() else [name for name in unknown if name not in FOREIGN]  # it cannot trace difflib
+    misspelt = [] if is_compiling() else [name for name in unknown if name not in FOREIGN]  # not traceable
     matches = [match for name in misspelt for match in get_close_matches(name, known, 1)]
     if matches:
         hints.append(f"did you mean {', '.join(matches)}?")
@@ -53,7 +53,7 @@ def unknown_keywords(unknown: Sequence[str], known: Sequence[str], instead_of_ma
 
 
 def explain_keywords(instead_of_mask: str) -> Callable[[F], F]:
-    """Make a function raise `unknown_keywords` in place of Python's own TypeError."""
+    """Make a function raise `unknown_keywords` instead of Python's own TypeError."""
 
     def decorate(function: F) -> F:
         names = tuple(inspect.signature(function).parameters)
@@ -73,8 +73,8 @@ def explain_keywords(instead_of_mask: str) -> Callable[[F], F]:
 def signature_of(run: Callable[..., Any]) -> Callable[[F], F]:
     """Give `run` the name, signature and docstring of the decorated function, whose body never runs.
 
-    The signature is written out for help(), editors, type checkers and the documentation. `run` takes **keywords, so
-    that an option that was given can be told from its default.
+    The signature is written out for help(), editors, type checkers and the documentation. `run` has **keywords, to
+    distinguish options that were given from defaults.
     """
 
     def decorate(declared: F) -> F:

@@ -516,7 +516,7 @@ class PageTable:
 
     def _check_closed(self, what: str) -> None:
         if self.open is not None:
-            raise RuntimeError(f"{what} must be called between steps, and a step of this table is open")
+            raise RuntimeError(f"{what} must happen between steps, and a step of this table is open")
 
     def _change(self, what: str) -> None:
         self._check_closed(what)

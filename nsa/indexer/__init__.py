@@ -1,4 +1,4 @@
-"""Indexers of block-sparse attention: small heads that choose each token's blocks, and the loss that trains them."""
+"""Indexers for block-sparse attention: small heads that select each token's blocks, and the loss that trains them."""
 
 from nsa.indexer.api import top_blocks_by_max
 from nsa.indexer.loss import indexer_kl_loss

@@ -1,4 +1,4 @@
-"""Neighborhood attention: the public functions check their arguments, find a backend and run it."""
+"""Neighborhood attention: the public functions, which check their arguments, find a backend and run it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def neighborhood_attention(
     """1-D neighborhood attention, differentiable: each token attends to the `kernel_size` tokens around it.
 
     The operation is NATTEN's (arXiv 2204.07143, section 3) in one dimension; docs/neighborhood_attention.md has the
-    exact definition. Under torch.autocast q, k and v are cast as those of scaled_dot_product_attention.
+    exact definition. Under torch.autocast, q, k and v are cast like those of scaled_dot_product_attention.
 
     Args:
         q: `[B,N,H,D]`; fp16, bf16 or fp32; on the CPU also fp64.
@@ -54,16 +54,17 @@ def neighborhood_attention(
             Default: "truncate".
         causal: keys i - (kernel_size - 1) * dilation ... i, truncated at the start whatever the boundary.
             Default: False.
-        q_start: the token that the first query is, 0 to N_k - N_q, where keys `[B,N_k,H_kv,D]` are more than queries:
-            out holds the rows of these tokens, and keys behind the last query do not exist. With `causal=True` only.
+        q_start: token index of the first query, 0 to N_k - N_q, if there are more keys `[B,N_k,H_kv,D]` than queries:
+            out holds the rows of these tokens, and keys after the last query are ignored. Requires `causal=True`.
             Default: None, which means N_k - N_q.
-        algorithm: "flash" recomputes probabilities in backward, in memory that is linear in the inputs. "band" keeps
+        algorithm: "flash" recomputes probabilities in backward, in memory that is linear in the inputs. "band" saves
             probabilities `[B,H,N,kernel_size]` in fp32 for backward, and without gradients works in chunks of batch
-            elements; its backward is `neighborhood_attention_backward` with path "auto". "dense" is "band" with
-            path "dense" in backward. The reference has one algorithm and takes any name. Default: "auto", which is
+            elements; its backward is `neighborhood_attention_backward` with path "auto". "dense" is "band" with path
+            "dense" in backward. The reference has one algorithm and accepts any name. Default: "auto", which is
             "flash".
         backend: "cute", "triton", "ascend" or "reference"; "cute" is FlashAttention-4: 16-bit types, D of 64 or 128, no
-            shifted windows. Default: None, which reads NSA_KERNELS_BACKEND and then takes the first that can run.
+            shifted windows. Default: None, which means NSA_KERNELS_BACKEND if set, else the first that supports the
+            call.
 
     Returns:
         `[B,N,H,D]` in q's dtype.
@@ -71,8 +72,8 @@ def neighborhood_attention(
     Raises:
         TypeError: naming an argument of the wrong type or dtype, before anything is computed.
         ValueError: naming an argument of the wrong shape, device or value, before anything is computed;
-            algorithm="dense" beyond the limits of its backward, where gradients are needed.
-        dispatch.BackendError: when no backend can run the call, with the reason of each.
+            algorithm="dense" beyond the limits of its backward, if gradients are needed. dispatch.BackendError: if no
+            backend supports the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
 
     Examples:
@@ -105,7 +106,7 @@ def neighborhood_attention(
 
 
 def _until_last_query(q: Tensor, k: Tensor, v: Tensor, causal: bool, q_start: int | None) -> tuple[Tensor, Tensor]:
-    """k and v without the tokens behind the last query; all checks of these arguments where there is a q_start."""
+    """Return k and v without the tokens after the last query; with a q_start, check all these arguments."""
     if q_start is None:
         return k, v
     check_tensors(q, k, v)
@@ -128,7 +129,7 @@ def neighborhood_attention_forward(
     algorithm: str = "auto",
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`neighborhood_attention` without a graph, and its probabilities.
+    """`neighborhood_attention` without an autograd graph, and its probabilities.
 
     Args:
         q: `[B,N,H,D]`; fp16, bf16 or fp32; on the CPU also fp64.
@@ -143,21 +144,21 @@ def neighborhood_attention_forward(
             Default: "truncate".
         causal: keys i - (kernel_size - 1) * dilation ... i, truncated at the start whatever the boundary.
             Default: False.
-        q_start: the token that the first query is, 0 to N_k - N_q, where keys `[B,N_k,H_kv,D]` are more than queries:
-            out holds the rows of these tokens, and keys behind the last query do not exist. With `causal=True` only.
+        q_start: token index of the first query, 0 to N_k - N_q, if there are more keys `[B,N_k,H_kv,D]` than queries:
+            out holds the rows of these tokens, and keys after the last query are ignored. Requires `causal=True`.
             Default: None, which means N_k - N_q.
-        algorithm: checked, and otherwise ignored: probabilities are those of "band". Default: "auto".
+        algorithm: checked but otherwise ignored: probabilities are those of "band". Default: "auto".
         backend: as in `neighborhood_attention`. Default: None.
 
     Returns:
         out `[B,N,H,D]` in q's dtype, and the band of probabilities `[B,H,N,kernel_size]` in fp32 (fp64 for fp64
-        inputs). Slot s of a row is the key s * dilation after the window's start, and 0 where there is no such key.
-        With "shift", slot 0 is the start of the moved window.
+        inputs). Slot s of a row is the key s * dilation after the window's start, or 0 if there is no such key. With
+        "shift", slot 0 is the start of the shifted window.
 
     Raises:
         TypeError: naming an argument of the wrong type or dtype, before anything is computed.
         ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
-        dispatch.BackendError: when no backend can run the call, with the reason of each.
+        dispatch.BackendError: if no backend supports the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
 
     Examples:
@@ -199,17 +200,17 @@ def neighborhood_attention_backward(
     cache: BackwardCache | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `neighborhood_attention` from its probabilities, without a graph.
+    """Gradients of `neighborhood_attention` from its probabilities, without an autograd graph.
 
     Args:
         do: gradient of out, `[B,N,H,D]` in q's dtype.
         q: as in the forward, `[B,N,H,D]`.
         k: as in the forward, `[B,N,H_kv,D]`.
         v: as k.
-        attn: probabilities in any floating dtype, taken as fp32 (fp64 for fp64 inputs): the band
-            `[B,H,N,kernel_size]` of `neighborhood_attention_forward`, or those of all pairs `[B,H,N,N_k]`, keys up to
-            the last query, which must be 0 outside of the windows. Where kernel_size == N_k it is taken for a band; all
-            pairs can then be given with a larger kernel_size, since their zeros say which keys there were.
+        attn: probabilities in any floating dtype, cast to fp32 (fp64 for fp64 inputs): the band `[B,H,N,kernel_size]`
+            of `neighborhood_attention_forward`, or those of all pairs `[B,H,N,N_k]`, with keys up to the last query,
+            which must be 0 outside of the windows. If kernel_size == N_k it is interpreted as a band; to pass all
+            pairs, use a larger kernel_size, since their zeros mark the keys outside of windows.
         kernel_size: keys of a window, at least 1. Offsets are -(k//2) ... k//2 for an odd one and -k/2 ... k/2 - 1
             for an even one, times `dilation`. Default: 7.
         dilation: distance between neighbors in tokens, at least 1. Default: 1.
@@ -219,24 +220,24 @@ def neighborhood_attention_backward(
             Default: "truncate".
         causal: keys i - (kernel_size - 1) * dilation ... i, truncated at the start whatever the boundary.
             Default: False.
-        q_start: the token that the first query is, 0 to N_k - N_q, where keys `[B,N_k,H_kv,D]` are more than queries:
-            out holds the rows of these tokens, and keys behind the last query do not exist. With `causal=True` only.
+        q_start: token index of the first query, 0 to N_k - N_q, if there are more keys `[B,N_k,H_kv,D]` than queries:
+            out holds the rows of these tokens, and keys after the last query are ignored. Requires `causal=True`.
             Default: None, which means N_k - N_q.
-        path: "dense" multiplies matrices of all pairs: for N <= 2048, and while one key head with its query heads fits
-            a workspace of max(512 MiB, 18 % of the device's memory) and a grid of 65535 programs. "sparse" works on
-            the band. Both do as many heads and batch elements at a time as fit that workspace. The reference has one
-            path and takes any name. Default: "auto", which is dense within these limits and sparse beyond.
-        cache: a BackwardCache that returns the gradients of an unchanged call without computing them. Default: None.
+        path: "dense" multiplies matrices of all pairs, for N <= 2048 and if one key head with its query heads fits a
+            workspace of max(512 MiB, 18 % of the device's memory) and a grid of 65535 programs. "sparse" works on the
+            band. Both process as many heads and batch elements at a time as fit that workspace. The reference has one
+            path and accepts any name. Default: "auto", which is dense within these limits and sparse beyond.
+        cache: a BackwardCache that returns the gradients of an unchanged call without recomputing them. Default: None.
         backend: "triton", "ascend" or "reference". Default: None, as in `neighborhood_attention`.
 
     Returns:
-        dq, dk, dv in q's dtype, of the shapes of q, k, v.
+        dq, dk, dv in q's dtype, with the shapes of q, k, v.
 
     Raises:
         TypeError: naming an argument of the wrong type or dtype, before anything is computed.
         ValueError: naming an argument of the wrong shape, device or value, before anything is computed;
             path="dense" beyond its limits.
-        dispatch.BackendError: when no backend can run the call, with the reason of each.
+        dispatch.BackendError: if no backend supports the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
 
     Examples:

@@ -1,7 +1,7 @@
 """Training of neighborhood attention: backward, and the autograd.Function of eager training.
 
-A backend trains through the module that its row names (dispatch.Impl.training): `forward`, `backward` and `kept_like`,
-which describes what forward saves. A backend without one is differentiable itself; the operators run it again in
+A backend trains through the module in its table row (dispatch.Impl.training): `forward`, `backward` and `kept_like`,
+which describes the tensor that forward saves. A backend without one is differentiable itself; the operators rerun it in
 backward (nsa/neighborhood/ops.py).
 """
 
@@ -35,8 +35,8 @@ def gradients(
     Args:
         do: gradient of out, `[B,N,H,D]`.
         out, saved: from the backend's forward.
-        keywords: of the backend's forward.
-        deterministic: whether gradients must have the same bits in every run, as PyTorch's flag said in forward.
+        keywords: keyword arguments of the backend's forward.
+        deterministic: True if gradients must be bitwise repeatable, from PyTorch's flag in forward.
     """
     training = impl.load_training()
     if training is None:
@@ -50,7 +50,7 @@ def gradients(
 def run_with_backward(
     q: Tensor, k: Tensor, v: Tensor, impl: dispatch.Impl, keywords: dict[str, Any], deterministic: bool
 ) -> Tensor:
-    """Differentiable out of a backend with a training module."""
+    """Run a backend that has a training module; the result is differentiable."""
     out: Tensor = NeighborhoodAttentionFunction.apply(q, k, v, impl, keywords, deterministic)
     return out
 

@@ -1,4 +1,4 @@
-"""A cache of gradients, for backward calls that are repeated with unchanged tensors."""
+"""An LRU cache of gradients, for backward calls that are repeated with unchanged tensors."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ STREAM_DEVICE_TYPES = ("cuda", "npu")
 
 
 class BackwardCache:
-    """Gradients of the last `capacity` different calls of `neighborhood_attention_backward` (LRU).
+    """LRU cache of gradients of the last `capacity` different calls of `neighborhood_attention_backward`.
 
-    Two calls are the same when their tensors are the same objects, unchanged since, and their options are equal. The
-    cache holds the tensors and their storages, so that ids and addresses are not reused, and compares PyTorch's version
-    counters, also those of the gradients it returned: changed ones are computed again. Changes that PyTorch does not
-    count go unseen: writes through `Tensor.data`, by steps of PyTorch's fused optimizers, by the replay of a CUDA
-    graph, and by other libraries. Inference tensors have no counters, so their gradients are not cached; nor are those
-    of calls that a CUDA graph captures.
+    Two calls are equal if their tensors are the same unchanged objects and their options are equal. The cache holds the
+    tensors and their storages, so that ids and addresses are not reused, and compares PyTorch's version counters, also
+    of the gradients it returned: changed ones are recomputed. Changes that PyTorch does not count are not noticed:
+    writes through `Tensor.data`, by steps of PyTorch's fused optimizers, by the replay of a CUDA graph, and by other
+    libraries. Inference tensors have no counters, so their gradients are not cached; nor are those of calls captured in
+    a CUDA graph.
 
     Calls may come from different streams: a stream that gets another stream's gradients waits for them on the device,
-    and their memory is not reused before it is done with them. Not to be shared between threads.
+    and their memory is not reused before it has finished with them. Do not share a cache between threads.
 
     Memory: inputs and gradients of up to `capacity` calls, until they are replaced or `clear` is called.
 
     Args:
-        capacity: calls to keep, at least 1. Default: 4.
+        capacity: maximum number of calls to keep, at least 1. Default: 4.
 
     Raises:
-        TypeError, ValueError: naming a capacity that is no integer of at least 1.
+        TypeError, ValueError: naming a capacity that is not an integer of at least 1.
 
     Examples:
         >>> import torch
@@ -63,14 +63,15 @@ class BackwardCache:
         self._entries.clear()
 
     def gradients(self, inputs: tuple[Tensor, ...], options: Hashable, compute: Callable[[], Gradients]) -> Gradients:
-        """The gradients of an unchanged call with these inputs and options, or else of `compute()`, which are kept.
+        """Return the cached gradients of an unchanged call with these inputs and options, else cache those of
+        `compute()`.
 
         Args:
-            options: everything that the gradients depend on beside `inputs`.
+            options: everything besides `inputs` on which the gradients depend.
         """
         if any(tensor.is_inference() for tensor in inputs):
             return compute()
-        # A captured graph must contain the backward, not one result of it
+        # A captured graph must contain the backward, not a cached result
         if _is_captured(inputs[0].device):
             return compute()
         key = (tuple(id(tensor) for tensor in inputs), options)  # entries hold the tensors, so ids stay unique
@@ -80,7 +81,7 @@ class BackwardCache:
             for producer in found.producers:
                 producer.hand_over(found.gradients.tensors)
             return found.gradients.tensors
-        self._entries.pop(key, None)  # before computing, which needs the memory
+        self._entries.pop(key, None)  # free its memory before computing
         snapshot = _Snapshot(inputs)
         result = compute()
         if any(tensor.is_inference() for tensor in result):
@@ -93,7 +94,7 @@ class BackwardCache:
 
 
 class _Snapshot:
-    """Tensors, held with their storages, and their state, to see later whether they have changed."""
+    """Tensors, held with their storages, and their state, to detect later changes."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.tensors = tensors
@@ -104,14 +105,14 @@ class _Snapshot:
         return self._states == self._now()
 
     def _now(self) -> list[tuple[object, ...]]:
-        """Of each tensor: PyTorch's version counter, storage, address, dtype, shape and strides."""
+        """Version counter, storage, address, dtype, shape and strides of each tensor."""
         return [
             (x._version, x.untyped_storage()._cdata, x.data_ptr(), x.dtype, x.shape, x.stride()) for x in self.tensors
         ]
 
 
 class _Producer:
-    """The stream that computes gradients on a device, and an event behind them."""
+    """The stream that computes gradients on a device, and an event recorded after them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -130,7 +131,7 @@ class _Producer:
 
 
 def _is_captured(device: torch.device) -> bool:
-    """Whether the current stream of a device is being captured; it need not be the current device."""
+    """True if the current stream of a device, which need not be the current device, is being captured."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):
@@ -145,4 +146,4 @@ class _Entry(NamedTuple):
     inputs: _Snapshot
     gradients: _Snapshot
     producers: list[_Producer]
-    """One for each device with streams."""
+    """One producer per device with streams."""

@@ -1,4 +1,4 @@
-"""NeighborhoodCache: the keys and values that causal windows of later tokens still reach, and no others."""
+"""NeighborhoodCache: the keys and values that causal windows of later tokens can still reach."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from nsa.common.one_thread import OneThread, in_one_thread
 
 
 class NeighborhoodCache:
-    """A rolling cache for causal NeighborhoodAttention: the last (kernel_size - 1) * dilation tokens, however long.
+    """A rolling cache for causal NeighborhoodAttention: the last (kernel_size - 1) * dilation tokens of texts of any
+    length.
 
-    All sequences of the batch have one length. Once as many tokens are there, sizes stay, and memory is written in
-    place: a step can be captured in a CUDA graph. What has rolled out is gone: there is no truncation.
+    All sequences of the batch have equal lengths. Once it is full, sizes are fixed and memory is written in place, so a
+    step can be captured in a CUDA graph. Evicted tokens are lost, so there is no truncation.
 
     Args:
         batch: B.
@@ -25,8 +26,8 @@ class NeighborhoodCache:
         dim: D.
         kernel_size: keys of a window, at least 1.
         dilation: distance between neighbors in tokens, at least 1. Default: 1.
-        dtype: of keys and values. Default: torch.float32.
-        device: of keys and values. Default: None, which means the CPU.
+        dtype: dtype of keys and values. Default: torch.float32.
+        device: device of keys and values. Default: None, which means the CPU.
 
     Raises:
         TypeError: naming an argument of the wrong type.
@@ -60,16 +61,16 @@ class NeighborhoodCache:
             raise TypeError(f"dtype must be {', '.join(map(short_name, DTYPES))}, got {dtype!r}")
         self.kernel_size, self.dilation = kernel_size, dilation
         self.reach = (kernel_size - 1) * dilation
-        """Tokens that are kept."""
+        """Number of tokens that are kept."""
         self.thread = OneThread()
-        """Entered by calls of the layer, and by `reorder`."""
+        """Context entered by calls of the layer, and by `reorder`."""
         with to_be_changed():
             self.k = torch.empty(batch, 0, heads_kv, dim, dtype=dtype, device=device)
-            """Keys of the last tokens `[B,min(length, reach),H_kv,D]`."""
+            """Keys of the last tokens, `[B,min(length, reach),H_kv,D]`."""
             self.v = self.k.clone()
-            """Their values."""
+            """Values of the last tokens, as k."""
             self.length = torch.zeros((), dtype=torch.int64, device=device)
-            """Tokens so far, on the device."""
+            """Number of tokens so far, on the device."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(as_to_be_changed(state))
@@ -77,7 +78,7 @@ class NeighborhoodCache:
     __copy__ = refuse_shallow_copy
 
     def positions(self, num_tokens: int) -> Tensor:
-        """The positions of the next tokens, the same in all sequences: for rotary embeddings.
+        """Positions of the next tokens, equal in all sequences, for rotary embeddings.
 
         Args:
             num_tokens: new tokens of each sequence.
@@ -86,13 +87,13 @@ class NeighborhoodCache:
             int64 `[num_tokens]`, counted from the first token.
 
         Raises:
-            TypeError, ValueError: for another number of tokens than an integer of at least 0.
+            TypeError, ValueError: unless num_tokens is an integer of at least 0.
         """
         check_integer("num_tokens", num_tokens, 0)
         return self.length + torch.arange(num_tokens, device=self.length.device)
 
     def followed_by(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the tokens that are kept and of new ones; changes nothing.
+        """Return keys and values of the kept tokens followed by new ones, without changing the cache.
 
         Raises:
             TypeError, ValueError: naming the argument, its value and what was expected.
@@ -106,7 +107,7 @@ class NeighborhoodCache:
         return torch.cat([self.k, k], 1), torch.cat([self.v, v], 1)
 
     def keep(self, k: Tensor, v: Tensor, num_tokens: int) -> None:
-        """Roll on by `num_tokens` tokens: keep the last ones of what `followed_by` gave."""
+        """Advance by `num_tokens` tokens: keep the last of the keys and values returned by `followed_by`."""
         first = max(0, k.shape[1] - self.reach)
         if k.shape[1] - first == self.k.shape[1]:
             self.k.copy_(k[:, first:])
@@ -118,13 +119,13 @@ class NeighborhoodCache:
 
     @in_one_thread
     def reorder(self, rows: Tensor) -> None:
-        """Sequence b becomes what sequence rows[b] is.
+        """Replace sequence b by sequence rows[b].
 
         Args:
             rows: int32 or int64 `[B]` on the device.
 
         Raises:
-            TypeError, ValueError: for another type, dtype, shape, device or, on a CPU, row.
+            TypeError, ValueError: for a wrong type, dtype, shape, device or, on a CPU, row.
         """
         if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64):
             got = short_name(rows.dtype) if isinstance(rows, Tensor) else type(rows).__name__

@@ -16,7 +16,7 @@ BACKWARD = "nsa.neighborhood.meta:neighborhood_attention_backward"
 def neighborhood_attention(
     q: Tensor, k: Tensor, v: Tensor, *, kernel_size: int, **_: Any
 ) -> tuple[Tensor, Tensor, None]:
-    """out and the band, as a backend without a training module returns them."""
+    """Return out and the band, as backends without a training module do."""
     batch, tokens, heads, _dim = q.shape
     sums = torch.promote_types(q.dtype, torch.float32)
     band = q.new_empty((batch, heads, tokens, kernel_size), dtype=sums)
@@ -26,5 +26,5 @@ def neighborhood_attention(
 def neighborhood_attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, attn: Tensor, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, as a backend returns them."""
+    """Return dq, dk, dv, as backends do."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

@@ -1,4 +1,4 @@
-"""NeighborhoodAttention: projections around the function; NeighborhoodAttentionLayer: norm and residual around it."""
+"""NeighborhoodAttention, the function with projections, and NeighborhoodAttentionLayer, with norm and residual."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ class NeighborhoodAttention(nn.Module):
         dilation: distance between neighbors in tokens, at least 1. Default: 1.
         softmax_scale: factor of the logits. Default: None, which means 1/sqrt(D).
         boundary: "truncate" or "shift", as in `neighborhood_attention`. Default: "truncate".
-        causal: keys up to the token itself only. Default: False.
+        causal: attend only to keys up to the token itself. Default: False.
         head_dim: D. Default: None, which means hidden_size // num_heads.
-        bias: whether the projections have one, o_proj included. Default: False.
+        bias: add a bias to the projections, including o_proj. Default: False.
         dropout: probability that an element of the output is zeroed in training, after o_proj. Attention probabilities
             are never dropped: no kernel stores them. Default: 0.
-        rope: rotary hook `(tensor [B,N,heads,D], position_embeddings) -> tensor`, applied to queries and keys; it keeps
-            shape and dtype, which under autocast is not that of the parameters. Default: None.
+        rope: rotary hook `(tensor [B,N,heads,D], position_embeddings) -> tensor`, applied to queries and keys; must
+            keep shape and dtype, which under autocast differs from the parameters'. Default: None.
         algorithm: "auto", "flash", "band" or "dense", as in `neighborhood_attention`. Default: "auto".
-        context_parallel: a nsa.distributed.ContextParallel that divides sequences: `forward` takes and gives this
-            rank's tokens, position_embeddings are those of its `positions`. Default: None.
+        context_parallel: a nsa.distributed.ContextParallel that divides sequences: inputs and outputs of `forward` are
+            this rank's tokens, and position_embeddings must be those of its `positions`. Default: None.
         backend: as in `neighborhood_attention`. Default: None.
-        device: of the parameters, as in nn.Linear. Default: None.
-        dtype: of the parameters, as in nn.Linear. Default: None.
+        device: device of the parameters, as in nn.Linear. Default: None.
+        dtype: dtype of the parameters, as in nn.Linear. Default: None.
 
     Raises:
         TypeError: naming an argument of the wrong type, what was expected and what came.
@@ -120,13 +120,13 @@ class NeighborhoodAttention(nn.Module):
         cache: NeighborhoodCache | None = None,
         **others: Any,
     ) -> Tensor:
-        """Attend within each sequence; with a cache, hidden_states are the tokens after those that it has seen.
+        """Attend within each sequence; with a cache, hidden_states are the tokens after the cached ones.
 
         Args:
-            hidden_states: `[B,N,hidden_size]`, in the weights' dtype; under autocast any dtype that it casts.
+            hidden_states: `[B,N,hidden_size]`, in the weights' dtype, or under autocast any dtype that it casts.
             position_embeddings: passed to the `rope` hook; with a cache, those of `cache.positions(N)`. Default: None.
             cache: from `new_cache`; without gradients. Default: None.
-            others: arguments of other libraries' attention layers, refused as in NSAttention.
+            others: arguments of other libraries' attention layers, which raise as in NSAttention.
 
         Returns:
             Same shape and dtype as `hidden_states`; under autocast, its dtype.
@@ -136,8 +136,8 @@ class NeighborhoodAttention(nn.Module):
                 `position_embeddings` without a `rope` hook.
             ValueError: `hidden_states` of another layout, width or device; an argument of `others` that is not
                 supported; a `rope` hook that changes the shape; a cache of other sizes, or without `causal=True`.
-            RuntimeError: with a cache where gradients are needed, or that another thread is using.
-            dispatch.BackendError: as `neighborhood_attention`.
+            RuntimeError: with a cache if gradients are needed, or if another thread is using it. dispatch.BackendError:
+                as `neighborhood_attention`.
         """
         refuse_unsupported(others, causal=self.window.causal, instead_of_mask=ONE_BY_ONE)
         check_input(hidden_states, self.hidden_size, self.q_proj, packed=None)
@@ -177,11 +177,11 @@ class NeighborhoodAttention(nn.Module):
         return out
 
     def new_cache(self, batch: int, dtype: torch.dtype | None = None) -> NeighborhoodCache:
-        """A rolling cache of this layer's window.
+        """Create a rolling cache for this layer's window.
 
         Args:
             batch: B, sequences.
-            dtype: of keys and values; under autocast, its. Default: None, which means that of the weights.
+            dtype: dtype of keys and values; under autocast, autocast's. Default: None, which means that of the weights.
 
         Returns:
             The cache, for `forward`.
@@ -210,7 +210,7 @@ class NeighborhoodAttention(nn.Module):
             if own != other:
                 raise ValueError(f"cache must have {name}={own}, got {other}")
         if needs_grad(q, k, v):
-            raise RuntimeError("a call with a cache has no gradient, and one is needed: call it under torch.no_grad()")
+            raise RuntimeError("a call with a cache does not support gradients: call it under torch.no_grad()")
 
     def _check_causal(self) -> None:
         if not self.window.causal:
@@ -227,18 +227,18 @@ class NeighborhoodAttention(nn.Module):
 class NeighborhoodAttentionLayer(nn.Module):
     """`x + attention(layer_norm(x))`: NeighborhoodAttention as the first half of a pre-norm transformer block.
 
-    It computes what LigerFusedNeighborhoodAttentionLayer of Liger-Kernel does; docs/neighborhood_attention.md says how
-    to load that layer's weights.
+    Equivalent to LigerFusedNeighborhoodAttentionLayer of Liger-Kernel; docs/neighborhood_attention.md explains how to
+    load that layer's weights.
 
     Args:
         hidden_size: width of the input and output.
         num_heads: H, query heads.
         num_kv_heads: H_kv, key/value heads, a divisor of H. Default: None, which means H.
         norm_eps: epsilon of the LayerNorm, at least 0. Default: 1e-5.
-        device: of the parameters, as in nn.Linear. Default: None.
-        dtype: of the parameters, as in nn.Linear. Default: None.
-        attention: further options of NeighborhoodAttention, such as `kernel_size`; `dropout` zeroes elements of what is
-            added to x.
+        device: device of the parameters, as in nn.Linear. Default: None.
+        dtype: dtype of the parameters, as in nn.Linear. Default: None.
+        attention: further options of NeighborhoodAttention, such as `kernel_size`; `dropout` applies before the
+            addition to x.
 
     Raises:
         TypeError: naming an argument of the wrong type, what was expected and what came.
@@ -273,7 +273,7 @@ class NeighborhoodAttentionLayer(nn.Module):
         """Attend within each sequence and add the result to the input.
 
         Args:
-            hidden_states: `[B,N,hidden_size]`, in the weights' dtype; under autocast any dtype that it casts.
+            hidden_states: `[B,N,hidden_size]`, in the weights' dtype, or under autocast any dtype that it casts.
             position_embeddings: passed to the `rope` hook. Default: None.
 
         Returns:
@@ -287,7 +287,7 @@ class NeighborhoodAttentionLayer(nn.Module):
         norm, given = self.layer_norm, hidden_states.dtype
         if norm.weight.dtype in (given, torch.float32):
             normed = norm(hidden_states)
-        else:  # autocast on a CPU leaves layer_norm's dtypes as they are, and it takes no others together
+        else:  # autocast on a CPU does not cast layer_norm's inputs, which must have equal dtypes
             wide = torch.promote_types(given, norm.weight.dtype)
             x, weight, bias = (tensor.to(wide) for tensor in (hidden_states, norm.weight, norm.bias))
             normed = layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)

@@ -3,8 +3,8 @@
 nsa_kernels::neighborhood_attention             out and the tensor saved for backward; differentiable
 nsa_kernels::neighborhood_attention_backward    dq, dk, dv
 
-`backward` says whether gradients are needed: inside of an operator no tensor does. `deterministic` is what PyTorch's
-flag said in forward, which a compiled graph is guarded by.
+`backward` is True if gradients are needed, because tensors inside an operator do not require any. `deterministic` is
+the value of PyTorch's flag in forward, on which compiled graphs are guarded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SCHEMAS = {
 
 
 def call_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
-    """neighborhood_attention by its operator; `options` in the order of the schema, but for `backward`."""
+    """Call neighborhood_attention's operator; `options` in the order of the schema, without `backward`."""
     out: Tensor = torch.ops.nsa_kernels.neighborhood_attention(q, k, v, *options, needs_grad(q, k, v))[0]
     return out
 
@@ -44,7 +44,7 @@ def call_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
 def _resolve(
     q: Tensor, k: Tensor, v: Tensor, *options: Any, deterministic: bool
 ) -> tuple[dispatch.Impl, dict[str, Any]]:
-    """The backend, and the keywords of its forward."""
+    """Return the backend, and the keyword arguments of its forward."""
     *window_options, algorithm, backend, backward = options
     window = Window(*window_options)
     flags = {"backward": backward, "deterministic": deterministic}

@@ -1,4 +1,4 @@
-"""Checks of a call of neighborhood attention, and the backend that takes it."""
+"""Argument checks for neighborhood attention, and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from nsa.neighborhood import meta
 
 BOUNDARIES = ("truncate", "shift")
 LARGEST_OPTION = 2**63 - 1
-"""Largest integer option: PyTorch operators take int64. Windows and residue classes past N tokens change nothing."""
+"""Largest integer option, as PyTorch operators use int64. Windows and dilations beyond N tokens change nothing."""
 ALGORITHMS = ("auto", "flash", "band", "dense")
 PATHS = ("auto", "sparse", "dense")
 
 
 @dataclass(frozen=True)
 class Window:
-    """The options that change the result, as in `neighborhood_attention`; checked."""
+    """The options of `neighborhood_attention` that change the result, checked."""
 
     kernel_size: int
     dilation: int
@@ -82,10 +82,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def keys_until(q: Tensor, k: Tensor, causal: bool, q_start: int | None) -> int:
-    """Tokens up to the last query of checked q and k: keys behind it do not exist.
+    """Number of tokens up to the last query, for checked q and k; later keys are ignored.
 
     Raises:
-        TypeError, ValueError: for a `q_start` that is no integer, out of range, or given with causal=False.
+        TypeError, ValueError: for a `q_start` that is not an integer, is out of range, or is given with causal=False.
     """
     num_queries, num_keys = q.shape[1], k.shape[1]
     if q_start is None:
@@ -121,7 +121,7 @@ def check_backward_tensors(do: Tensor, attn: Tensor, q: Tensor, num_keys: int, k
 
 
 def sizes(q: Tensor, k: Tensor) -> dict[str, object]:
-    """Options of dispatch.Call: `shape` `[B,N_k,H,D]`, and `first_token`, the token that the first query is."""
+    """Options of dispatch.Call: `shape` `[B,N_k,H,D]`, and `first_token`, the token index of the first query."""
     return {"shape": (q.shape[0], k.shape[1], *q.shape[2:]), "first_token": k.shape[1] - q.shape[1]}
 
 
@@ -137,12 +137,12 @@ def resolve(
     backward: bool | None = None,
     deterministic: bool = False,
 ) -> dispatch.Impl:
-    """Check everything and find the backend that takes the call.
+    """Check all arguments and find a backend that supports the call.
 
     Args:
-        band: whether probabilities are returned beside out.
-        backward: whether gradients are needed. Default: None, which means as the tensors say.
-        deterministic: whether they must have the same bits in every run.
+        band: True if probabilities are also returned.
+        backward: True if gradients are needed. Default: None, which means if a tensor requires them.
+        deterministic: True if gradients must be bitwise repeatable.
     """
     check_choice("algorithm", algorithm, ALGORITHMS)
     check_tensors(q, k, v)

@@ -1,4 +1,4 @@
-"""Attention residual: a layer's input as a mixture of the outputs of all blocks before it."""
+"""Attention residual: a layer's input is a softmax-weighted mixture of the outputs of all earlier blocks."""
 
 from nsa.residual.api import attention_residual
 from nsa.residual.module import AttentionResidual

@@ -1,4 +1,4 @@
-"""Attention residual: the public function checks its arguments, finds a backend and runs it."""
+"""Attention residual: the public function, which checks its arguments, finds a backend and runs it."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ def attention_residual(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """Attention of each token to the outputs of earlier blocks for it (arXiv 2603.15031), differentiable.
+    """Attention of each token over its outputs of earlier blocks (arXiv 2603.15031), differentiable.
 
     The score of block i is `sum over D of w_query * w_norm * x_i / sqrt(mean(x_i^2) + eps)`; out is the sum of the
     blocks, weighted by the softmax of their scores over i. Under torch.autocast, a list of blocks of several dtypes is
-    promoted to fp32, as torch.stack promotes it.
+    promoted to fp32, as in torch.stack.
 
     Args:
-        blocks: `[L,B,N,D]`, or a list of L tensors `[B,N,D]` of equal strides, which are not copied. In place of B and
-            N any leading dimensions, or none. fp16, bf16 or fp32; on the CPU also fp64.
+        blocks: `[L,B,N,D]`, or a list of L tensors `[B,N,D]` with equal strides, which are not copied. Any leading
+            dimensions, or none, may replace B and N. fp16, bf16 or fp32; on the CPU also fp64.
         w_query: the learned query `[D]`, in the blocks' dtype or fp32.
         w_norm: weight of the RMSNorm of the keys, `[D]`, in the blocks' dtype or fp32. Default: None, which means ones.
         eps: added to the mean square, at least 0. With 0, a token whose features are all 0 gives NaN. Default: 1e-6.
-        backend: "triton", "ascend" or "reference". Default: None, which reads NSA_KERNELS_BACKEND and then takes the
-            first backend that can run.
+        backend: "triton", "ascend" or "reference". Default: None, which means NSA_KERNELS_BACKEND if set, else the
+            first backend that supports the call.
 
     Returns:
-        `[B,N,D]` in the blocks' dtype; with other leading dimensions those.
+        `[B,N,D]`, or the blocks' other leading dimensions, in their dtype.
 
     Raises:
         TypeError: naming an argument of the wrong type or dtype, before anything is computed.
         ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
-        dispatch.BackendError: when no backend can run the call, with the reason of each.
+        dispatch.BackendError: if no backend supports the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
 
     Examples:

@@ -1,7 +1,7 @@
 """Training of attention residual: backward, and the autograd.Function of eager training.
 
-A backend trains through the module that its row names (dispatch.Impl.training): `forward`, `backward` and `kept_like`,
-which describes what forward saves. A backend without one is differentiable itself; the operators run it again in
+A backend trains through the module in its table row (dispatch.Impl.training): `forward`, `backward` and `kept_like`,
+which describes the tensor that forward saves. A backend without one is differentiable itself; the operators rerun it in
 backward (nsa/residual/ops.py).
 """
 
@@ -27,7 +27,7 @@ def gradients(
     saved: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of the blocks as `[L,B,N,D]`, of w_query, and of w_norm where it is given.
+    """Gradients of the blocks as `[L,B,N,D]`, of w_query, and of w_norm if it is given.
 
     Args:
         do: gradient of out, `[B,N,D]`.
@@ -54,14 +54,14 @@ def gradients(
 def run_with_backward(
     blocks: Blocks, w_query: Tensor, w_norm: Tensor | None, impl: dispatch.Impl, eps: float
 ) -> Tensor:
-    """Differentiable out of a backend with a training module."""
+    """Run a backend that has a training module; the result is differentiable."""
     stacked = isinstance(blocks, Tensor)
     out: Tensor = AttentionResidualFunction.apply(impl, eps, stacked, w_query, w_norm, *block_tensors(blocks))
     return out
 
 
 class AttentionResidualFunction(torch.autograd.Function):
-    """One eager call. The blocks are arguments of their own, so that autograd knows them."""
+    """One eager call. Blocks are separate arguments so that autograd tracks them."""
 
     @staticmethod
     def forward(

@@ -14,7 +14,7 @@ FORWARD = "nsa.residual.meta:attention_residual"
 def attention_residual(
     blocks: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor | None, *, eps: float
 ) -> tuple[Tensor]:
-    """out, as a backend without a training module returns it."""
+    """Return out, as backends without a training module do."""
     sources = [blocks] if isinstance(blocks, Tensor) else list(blocks)
     weights = [w_query] if w_norm is None else [w_query, w_norm]
     return (empty_result(sources[0].shape[-3:], sources[0].dtype, *sources, *weights),)

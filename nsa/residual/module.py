@@ -1,4 +1,4 @@
-"""AttentionResidual: a layer that holds the weights of `attention_residual`."""
+"""AttentionResidual: a layer with the weights of `attention_residual`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from nsa.residual.validate import check_layer_blocks
 
 
 class AttentionResidual(nn.Module):
-    """A layer's input as a mixture of the outputs of all blocks before it, in place of their sum (arXiv 2603.15031).
+    """Mixture of the outputs of all earlier blocks, as a layer's input instead of their sum (arXiv 2603.15031).
 
-    A learned query `w_query` weighs the blocks for each token. It starts at zero, so that at first all blocks weigh the
-    same; `w_norm` starts at one.
+    A learned query `w_query` weighs the blocks for each token. It starts at zero, so that initially all blocks have the
+    same weight; `w_norm` starts at one.
 
     Args:
         hidden_size: D.
         eps: as in `attention_residual`. Default: 1e-6.
-        norm_weight: whether there is a `w_norm`; without, the attribute is None. Default: True.
+        norm_weight: learn a `w_norm`; otherwise the attribute is None. Default: True.
         backend: as in `attention_residual`. Default: None.
-        device: of the parameters, as in nn.Linear. Default: None.
-        dtype: of the parameters, as in nn.Linear. Default: None.
+        device: device of the parameters, as in nn.Linear. Default: None.
+        dtype: dtype of the parameters, as in nn.Linear. Default: None.
 
     Raises:
         TypeError: naming an argument of the wrong type, what was expected and what came.
@@ -62,21 +62,23 @@ class AttentionResidual(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weigh all blocks the same. Layers made on the meta device need it after `to_empty`, as nn.Linear does."""
+        """Give all blocks the same weight. Call it after `to_empty` on layers created on the meta device, as for
+        nn.Linear.
+        """
         with torch.no_grad():
             self.w_query.zero_()
             if self.w_norm is not None:
                 self.w_norm.fill_(1.0)
 
     def forward(self, blocks: Tensor | Sequence[Tensor]) -> Tensor:
-        """Mix the blocks, by `attention_residual`.
+        """Mix the blocks with `attention_residual`.
 
         Args:
-            blocks: `[L,B,N,hidden_size]`, or a list of L tensors `[B,N,hidden_size]`, with any leading dimensions in
-                place of B and N; in the weights' dtype, unless these are fp32.
+            blocks: `[L,B,N,hidden_size]`, or a list of L tensors `[B,N,hidden_size]`, with any leading dimensions
+                instead of B and N; in the weights' dtype, unless these are fp32.
 
         Returns:
-            `[B,N,hidden_size]` in the blocks' dtype; with other leading dimensions those.
+            `[B,N,hidden_size]`, or the blocks' other leading dimensions, in their dtype.
 
         Raises:
             TypeError, ValueError: as `attention_residual`.

@@ -3,8 +3,8 @@
     nsa_kernels::attention_residual             out and the tensor saved for backward; differentiable
     nsa_kernels::attention_residual_backward    gradients of the blocks as `[L,B,N,D]`, of w_query and of w_norm
 
-They take blocks as a list; where `stacked`, of one tensor `[L,B,N,D]`. `backward` says whether gradients are needed:
-inside of an operator no tensor does.
+Blocks are a list; with `stacked`, a list of one tensor `[L,B,N,D]`. `backward` is True if gradients are needed, because
+tensors inside an operator do not require any.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCHEMAS = {
 
 
 def call_forward(blocks: Blocks, w_query: Tensor, w_norm: Tensor | None, eps: float, backend: str | None) -> Tensor:
-    """`attention_residual` by its operator."""
+    """Call the operator of `attention_residual`."""
     stacked = isinstance(blocks, Tensor)
     inputs = (block_tensors(blocks), w_query, w_norm)
     backward = needs_grad(*inputs[0], w_query, w_norm)

@@ -1,4 +1,4 @@
-"""Checks of a call of attention residual, and the backend that takes it."""
+"""Argument checks for attention residual, and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def resolve(
     backend: str | None,
     backward: bool | None = None,
 ) -> dispatch.Impl:
-    """Check everything and find the backend that takes the call.
+    """Check all arguments and find a backend that supports the call.
 
     Args:
-        backward: whether gradients are needed. Default: None, which means as the tensors say.
+        backward: True if gradients are needed. Default: None, which means if a tensor requires them.
     """
     first, num_blocks = _check_blocks(blocks)
     check_eps(eps)
@@ -65,7 +65,9 @@ def _resolve(
 
 @lru_cache(1024)
 def _resolve_cached(_environment: str | None, *facts: Any) -> dispatch.Impl:
-    """For GPUs, where these facts alone decide: asking all rows again would take as long as a launch."""
+    """Cached for GPUs, where the result depends only on these arguments: checking all rows again would take as long as
+    a launch.
+    """
     return _resolve(*facts)
 
 
@@ -75,9 +77,9 @@ def block_tensors(blocks: Blocks) -> tuple[Tensor, ...]:
 
 
 def with_two_leading_dims(blocks: Blocks) -> tuple[Blocks, torch.Size | None]:
-    """Blocks whose tokens have other leading dimensions than B and N with two, and their shape `[...,D]`, else None.
+    """Reshape blocks to two leading dimensions; also return the original shape `[...,D]`, or None if they have two.
 
-    Views where strides allow.
+    Returns views if strides allow.
 
     Raises:
         TypeError, ValueError: as `resolve`, for blocks that are reshaped.
@@ -96,12 +98,12 @@ def with_two_leading_dims(blocks: Blocks) -> tuple[Blocks, torch.Size | None]:
 
 
 def as_blocks(tensors: Sequence[Tensor], stacked: bool) -> Blocks:
-    """The blocks that `block_tensors` gave these tensors of."""
+    """Inverse of `block_tensors`."""
     return tensors[0] if stacked else tensors
 
 
 def check_layer_blocks(blocks: Any, weight: Tensor) -> None:
-    """Raise where blocks do not fit the weight `[D]` of a layer; `resolve` checks the rest.
+    """Raise if blocks do not fit the weight `[D]` of a layer; `resolve` checks the rest.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -123,7 +125,7 @@ def check_layer_blocks(blocks: Any, weight: Tensor) -> None:
 
 
 def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
-    """The first tensor, and L."""
+    """Check the blocks; return the first tensor, and L."""
     if isinstance(blocks, Tensor):
         check_dense("blocks", blocks)
         if blocks.dim() < 2:
@@ -149,7 +151,7 @@ def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
 
 
 def _check_list(blocks: Sequence[Tensor], first: Tensor) -> None:
-    """Raise unless all blocks of a list are like its first, whose properties are read once: lists are long."""
+    """Raise unless all blocks of a list match the first, whose properties are read once because lists are long."""
     shape, dtype, device, strides = first.shape, first.dtype, first.device, first.stride()
     for i, block in enumerate(blocks[1:], 1):
         if block.shape != shape:

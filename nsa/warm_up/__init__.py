@@ -1,6 +1,6 @@
-"""Compile the CUDA kernels of calls of NSA ahead, in several processes at once, into the cache that later calls read.
+"""Compile the CUDA kernels of NSA calls ahead of time, in several processes, into the cache that later calls read.
 
-`warm_up` starts worker.py and counts what it tells; `python -m nsa.warm_up` shows that as a progress bar.
+`warm_up` starts worker.py and counts its events; `python -m nsa.warm_up` shows them as a progress bar.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from nsa.common.checks import check_integer
 from nsa.config import NSAConfig, check_options
 
 TARGETS = {(9, 0): ("sm_90a", "sm_90"), (10, 0): ("sm_100a", "sm_100")}
-"""By compute capability: what CuTe DSL and FlashAttention-4 call the architecture."""
+"""Architecture names of CuTe DSL and of FlashAttention-4, by compute capability."""
 
 CACHE_VARIABLE = "NSA_KERNELS_JIT_CACHE"
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (64, 128)
 MAX_PROCESSES = 16
-"""More are not faster: few kernels take as long as the longest."""
+"""More are not faster: the slowest kernels dominate."""
 
 
 def warm_up(
@@ -40,31 +40,29 @@ def warm_up(
     target: tuple[tuple[int, int], int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Compile the kernels of `nsa` calls on an NVIDIA GPU, and keep them for this and later processes.
+    """Compile the kernels of `nsa` calls on an NVIDIA GPU, and cache them on disk for this and later processes.
 
-    Without it the first call compiles them, one after the other. Kernels depend on options, heads, head dims and dtype,
-    and on N only where a sequence is shorter than a tile or two. Calls with `cu_seqlens`, `q_start`, keys of their own
-    for a branch, and `nsa_with_cache` have further kernels, which are compiled when they are first called.
+    Otherwise the first call compiles them sequentially. Kernels depend on options, heads, head dims and dtype, and on N
+    only if a sequence is shorter than a tile or two. Calls with `cu_seqlens`, `q_start`, separate keys for a branch,
+    and `nsa_with_cache` have additional kernels, which are compiled on first use.
 
     Args:
-        config: options of the calls. Default: `NSAConfig()`. A callable `compress` has no kernels here.
-        shapes: of the calls, each (B, N, H, H_kv, D) or (B, N, H, H_kv, D, D_v).
-        dtype: of the calls: bfloat16 or float16.
-        gated: the calls have `gate_proj_weight`.
-        backward: compile training, forward and backward; False: inference.
-        processes: how many compile at once. Default: as many as the machine has cores, up to 16.
+        config: options of the calls. Default: `NSAConfig()`. No kernels are compiled for a callable `compress`.
+        shapes: shapes of the calls, each (B, N, H, H_kv, D) or (B, N, H, H_kv, D, D_v). dtype: dtype of the calls,
+            bfloat16 or float16. gated: True if the calls have `gate_proj_weight`. backward: compile forward and
+            backward of training; False: inference only. processes: number of processes. Default: one per core, up to
+            16.
         target: compute capability and number of multiprocessors of the GPU, such as ((9, 0), 132) for an H100 or H200,
-            where this machine has none. Default: those of the current CUDA device.
-        progress: called with the number of kernels that are on disk and the number of those known to be needed.
+            if this machine has none. Default: those of the current CUDA device.
+        progress: callback with the number of kernels on disk and the number known to be needed.
 
     Returns:
-        How many kernels the calls need.
+        Number of kernels that the calls need.
 
     Raises:
         TypeError: naming an argument of the wrong type.
-        ValueError: for shapes, a dtype, a number of processes or a target that the kernels do not have; where the cache
-            is turned off.
-        RuntimeError: without a GPU or target, and when a process fails, with what it wrote.
+        ValueError: for unsupported shapes, dtype, number of processes or target; if the cache is disabled.
+            RuntimeError: without a GPU or target, and if a process fails, with its output.
 
     Examples:
         >>> import torch
@@ -82,7 +80,7 @@ def warm_up(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be bfloat16 or float16, got {short_name(dtype)}")
     if os.environ.get(CACHE_VARIABLE) == "0":
-        raise ValueError(f"{CACHE_VARIABLE} is 0, so kernels are not kept: unset it, or name a folder")
+        raise ValueError(f"{CACHE_VARIABLE} is 0, so kernels are not cached: unset it, or set it to a folder")
     calls = [_call(shape, gated) for shape in shapes]
     own = config or NSAConfig()
     if own.compress != "mean":
@@ -105,10 +103,10 @@ def _call(shape: Sequence[int], gated: bool) -> dict[str, list[int]]:
         raise ValueError(f"each of shapes must be (B, N, H, H_kv, D) or (B, N, H, H_kv, D, D_v), got {tuple(shape)}")
     batch, tokens, heads, kv_heads, dim, *rest = shape
     if heads % kv_heads:
-        raise ValueError(f"H of each of shapes must be a multiple of H_kv, got {heads} and {kv_heads}")
+        raise ValueError(f"H in shapes must be a multiple of H_kv, got {heads} and {kv_heads}")
     for name, size in zip(("D", "D_v"), (dim, *rest), strict=False):
         if size not in DIMS:
-            raise ValueError(f"{name} of each of shapes must be {' or '.join(map(str, DIMS))}, got {size}")
+            raise ValueError(f"{name} in shapes must be {' or '.join(map(str, DIMS))}, got {size}")
     call = {
         "q": [batch, tokens, heads, dim],
         "k": [batch, tokens, kv_heads, dim],
@@ -118,17 +116,17 @@ def _call(shape: Sequence[int], gated: bool) -> dict[str, list[int]]:
 
 
 def _give_entries(call: dict[str, list[int]], config: NSAConfig) -> None:
-    """k_cmp and v_cmp, as backends get them that compress by means only."""
+    """Add k_cmp and v_cmp, for backends that compress by means only."""
     for name in ("k", "v"):
         batch, tokens, *rest = call[name]
         call[f"{name}_cmp"] = [batch, config.num_compressed(tokens), *rest]
 
 
 def _environment(target: tuple[tuple[int, int], int] | None) -> dict[str, str]:
-    """What tells the compilers of the GPU."""
+    """Environment variables that describe the GPU to the compilers."""
     if target is None:
         if not torch.cuda.is_available():
-            raise RuntimeError("no CUDA device is available: name one by target=((9, 0), 132)")
+            raise RuntimeError("no CUDA device is available: pass target=((9, 0), 132)")
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         target = (properties.major, properties.minor), properties.multi_processor_count
     try:
@@ -136,7 +134,7 @@ def _environment(target: tuple[tuple[int, int], int] | None) -> dict[str, str]:
     except (TypeError, ValueError):
         raise TypeError(f"target must be like ((9, 0), 132), got {target!r}") from None
     if capability not in TARGETS:
-        raise ValueError(f"there are kernels for compute capability 9.0 and 10.0, got {capability}")
+        raise ValueError(f"target must have compute capability 9.0 or 10.0, got {capability}")
     cute, fa4 = TARGETS[capability]
     return {"CUTE_DSL_ARCH": cute, "FLASH_ATTENTION_ARCH": fa4, "FLASH_ATTENTION_NUM_SMS": str(multiprocessors)}
 

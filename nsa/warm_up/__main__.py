@@ -1,4 +1,4 @@
-"""python -m nsa.warm_up: compile the CUDA kernels of NSA ahead, with a progress bar."""
+"""python -m nsa.warm_up: compile the CUDA kernels of NSA ahead of time, with a progress bar."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=sizes,
         action="append",
         metavar="B,N,H,H_kv,D[,D_v]",
-        help="of a call; may be given several times (default: 1,8192,8,2,128)",
+        help="shape of a call; may be given several times (default: 1,8192,8,2,128)",
     )
     add("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     add("--ungated", action="store_true", help="calls without gate_proj_weight")
-    add("--forward", action="store_true", help="kernels of inference alone, not those of training")
-    add("--processes", type=int, help="how many compile at once (default: one for each core, up to 16)")
+    add("--forward", action="store_true", help="compile kernels of inference only")
+    add("--processes", type=int, help="number of processes (default: one per core, up to 16)")
     add(
         "--target",
         metavar="sm_90,132",
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--target takes an architecture and a number, as sm_90,132, got {args.target!r}")
         target = (int(digits[:-1]), int(digits[-1])), int(sms)
     elif not torch.cuda.is_available():
-        parser.error("no CUDA device is available: name one by --target sm_90,132")
+        parser.error("no CUDA device is available: pass --target sm_90,132")
     begin = time.monotonic()
     columns = TextColumn("kernels on disk"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, transient=True) as bar:

@@ -84,9 +84,9 @@ def test_a_process_that_fails_is_told_of(tmp_path: Path, monkeypatch: pytest.Mon
     ("options", "problem"),
     [
         ({"shapes": [(1, 8192, 8, 2)]}, r"each of shapes must be \(B, N, H, H_kv, D\) or .*, got \(1, 8192, 8, 2\)"),
-        ({"shapes": [(1, 8192, 8, 3, 64)]}, "H of each of shapes must be a multiple of H_kv, got 8 and 3"),
-        ({"shapes": [(1, 8192, 8, 2, 96)]}, "D of each of shapes must be 64 or 128, got 96"),
-        ({"shapes": [(1, 8192, 8, 2, 64, 32)]}, "D_v of each of shapes must be 64 or 128, got 32"),
+        ({"shapes": [(1, 8192, 8, 3, 64)]}, "H in shapes must be a multiple of H_kv, got 8 and 3"),
+        ({"shapes": [(1, 8192, 8, 2, 96)]}, "D in shapes must be 64 or 128, got 96"),
+        ({"shapes": [(1, 8192, 8, 2, 64, 32)]}, "D_v in shapes must be 64 or 128, got 32"),
         ({"processes": 0}, "processes must be at least 1, got 0"),
         ({"target": ((8, 0), 108)}, r"compute capability 9.0 and 10.0, got \(8, 0\)"),
         (
@@ -132,7 +132,7 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         main([])
-    assert "no CUDA device is available: name one by --target sm_90,132" in capsys.readouterr().err
+    assert "no CUDA device is available: pass --target sm_90,132" in capsys.readouterr().err
 
 
 CALL = """

@@ -129,7 +129,7 @@ def test_wrong_sizes_are_named() -> None:
     with pytest.raises(
         ValueError,
         match=r"compress is LinearCompression\(num_kv_heads=2, block_size=4, head_dim=6\), "
-        r"whose blocks must be \[...,H_kv,l,D\] = \[...,2,4,6\], got shape \[1, 19, 2, 4, 16\]",
+        r"which expects blocks \[...,H_kv,l,D\] = \[...,2,4,6\], got shape \[1, 19, 2, 4, 16\]",
     ):
         nsa(q, k, v, compress=pool(), compress_block_size=4, compress_stride=2)
 

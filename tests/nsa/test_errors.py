@@ -348,7 +348,7 @@ def test_module_refuses_positions_it_would_ignore() -> None:
     [
         (TypeError, lambda x, _: x.double(), "rope must keep the dtype torch.float32 of queries and keys, got torch.f"),
         (ValueError, lambda x, _: x[..., :4], r"rope must keep the shape \[1, 8, 4, 8\], got \[1, 8, 4, 4\]"),
-        (TypeError, lambda x, _: (x, x), "rope must give a torch.Tensor, got tuple"),
+        (TypeError, lambda x, _: (x, x), "rope must return a torch.Tensor, got tuple"),
     ],
     ids=["dtype", "shape", "pair"],
 )

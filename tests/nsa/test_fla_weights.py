@@ -213,7 +213,7 @@ def test_sizes_come_from_the_weights_and_errors_name_them() -> None:
         layer_from_fla(state | {"q_proj.bias": torch.zeros(16 * DIM)})
     with pytest.raises(ValueError, match=r"the rope_theta of the state's rotary.inv_freq = \[1.0, .*, got 500000.0"):
         layer_from_fla(state | {"rotary.inv_freq": inv_freq}, rope=500000.0)
-    with pytest.raises(ValueError, match="greater than 0 where it is fla's rope_theta, got -1"):
+    with pytest.raises(ValueError, match="greater than 0 as fla's rope_theta, got -1"):
         layer_from_fla(state, rope=-1)
     with pytest.raises(TypeError, match=r"rope must be a callable .* or None, got True"):
         layer_from_fla(state, rope=True)

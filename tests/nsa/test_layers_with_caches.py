@@ -167,6 +167,6 @@ def test_dynamically_quantized_layers_have_caches() -> None:
         expected = layer(x)
         torch.testing.assert_close(layer(x, cache=cache), expected, rtol=0, atol=1e-2 * float(expected.abs().max()))
     nsa_layer.q_proj = torch.nn.Identity()
-    with pytest.raises(TypeError, match="projections must have a weight, whose dtype and device count, got Identity"):
+    with pytest.raises(TypeError, match="projections must have a weight, that defines dtype and device, got Identity"):
         nsa_layer.new_cache(PageTable.empty(1, 64))
     assert nsa_layer.new_cache(PageTable.empty(1, 64), torch.float64).dtype == torch.float64

@@ -95,7 +95,7 @@ def test_dtype_and_representation() -> None:
     ("error", "message", "changes"),
     [
         (ValueError, "num_heads must be a multiple of num_kv_heads, got 4 and 3", {"num_kv_heads": 3}),
-        (ValueError, "head_dim must be given: hidden_size=32 is no multiple of 5 heads", {"num_heads": 5}),
+        (ValueError, "head_dim must be given: hidden_size=32 is not a multiple of 5 heads", {"num_heads": 5}),
         (TypeError, "kernel_size must be an integer, got 3.0", {"kernel_size": 3.0}),
         (ValueError, "dilation must be at least 1, got 0", {"dilation": 0}),
         (TypeError, "softmax_scale must be a number or None, got 'x'", {"softmax_scale": "x"}),

@@ -214,7 +214,7 @@ def test_classes_of_users_say_that_they_call_the_interface() -> None:
     config = PreTrainedConfig()
     config._attn_implementation = "nsa"
     with pytest.raises(
-        ValueError, match=r"got OwnModel, whose attention is its own .*_supports_attention_backend = True"
+        ValueError, match=r"got OwnModel, which has its own attention code .*_supports_attention_backend = True"
     ):
         OwnModel(config)
 

@@ -54,7 +54,7 @@ DIFFERENCES: dict[str, tuple[str, list[str]]] = {
     "rows of v": ("ValueError", ["v must have k's"]),
     "causal": ("ValueError", ["causal must be True"]),
     "q_tile_size": ("ValueError", ["q_tile_size must divide tile=16", "got q_tile_size=32"]),
-    "q_start": ("ValueError", ["q_start is not taken by ContextParallel.nsa"]),
+    "q_start": ("ValueError", ["q_start is not supported by ContextParallel.nsa"]),
     "NaN": ("ValueError", ["v must be finite"]),
     "no tensor": ("TypeError", ["q must be a torch.Tensor, got NoneType"]),
     "misspelled": ("TypeError", ["did you mean window_size"]),

@@ -238,7 +238,7 @@ class ModelMixin(PreTrainedMixin):
         got = f"use_cache={use_cache}" if cache is None else type(cache).__name__
         if torch.is_grad_enabled():
             raise ValueError(
-                f"a cache does not support gradients: call the model under torch.no_grad(), or without a cache; got {got}"
+                f"a cache does not support gradients: call the model under torch.no_grad(), or without one; got {got}"
             )
         if torch.compiler.is_compiling() and not (tokens == 1 and takes_compiled_steps(cache)):
             raise ValueError(
