@@ -5,13 +5,12 @@ The same source serves both. For NPUs, triton-ascend lowers the kernels, and tes
 an H200.
 
     device.py       memories and cores of a device
-    layout.py       which tensors kernels read and write as they are; copies of others
-    launch.py       launching, recording and repeating launches
-    support.py      whether a machine can run Triton kernels at all
+    layout.py layouts that kernels read and write directly; copies of other tensors launch.py launching, recording and
+    repeating launches support.py requirements of all Triton kernels on machine and dtype
 
     neighborhood/   neighborhood attention: flash, through its band of probabilities, and dense
     residual/       attention residual
 
-Importing this package needs torch alone, its kernels Triton: builds of torch for CUDA bring it, the `npu` extra brings
-the one for NPUs.
+Importing this package needs only torch; its kernels need Triton, which CUDA builds of torch include and the `npu` extra
+installs for NPUs.
 """

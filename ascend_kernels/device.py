@@ -1,4 +1,4 @@
-"""What planners must know of a device: an NPU's on-chip memories and limits, the number of cores, bytes of memory."""
+"""Device properties for planning: an NPU's on-chip memories and limits, the number of cores, bytes of memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 KIB = 1024
 UB_VARIABLE = "NSA_KERNELS_UB_BYTES"
 MIN_UB = 192 * KIB
-"""The smallest UB for which every specialisation exists."""
+"""Smallest UB for which every specialisation exists."""
 MAX_GRID = 65535
-"""The product of a grid's dimensions, at most (an NPU's coreDim)."""
+"""Maximum product of a grid's dimensions (an NPU's coreDim)."""
 VECTOR_CORES = 2
 """Vector cores per AI core."""
 
@@ -36,20 +36,20 @@ DEVICES = {
     "950": Device("950", 256 * KIB, 512 * KIB, 64 * KIB, 64 * KIB, 256 * KIB, 28),
 }
 ARCHITECTURES = {"Ascend910B": "A2", "Ascend910_93": "A3", "Ascend910_95": "950", "Ascend950": "950"}
-"""The NPU by the beginning of Triton-Ascend's target name."""
+"""NPU by the prefix of Triton-Ascend's target name."""
 
 GPU_CORES = 132
-"""Multiprocessors assumed where no GPU is present: those of an H200."""
+"""Number of multiprocessors assumed without a GPU: that of an H200."""
 
 
 def npu_of(device: torch.device) -> Device:
-    """The NPU that holds tensors; for CPU tensors, which simulators take, an A2.
+    """The NPU that holds tensors; an A2 for CPU tensors, which simulators use.
 
-    Memories are those listed for its architecture, with the UB that NSA_KERNELS_UB_BYTES gives; the number of cores
-    comes from the driver.
+    Memory sizes are those listed for its architecture, with the UB size from NSA_KERNELS_UB_BYTES if set; the number of
+    cores comes from the driver.
 
     Raises:
-        ValueError: the UB is smaller than MIN_UB, or the architecture is not listed and nothing gives its UB.
+        ValueError: if the UB is smaller than MIN_UB, or the architecture is not listed and its UB size is not given.
     """
     given = os.environ.get(UB_VARIABLE)
     if device.type != "npu":
@@ -61,7 +61,7 @@ def npu_of(device: torch.device) -> Device:
         name = next((name for prefix, name in ARCHITECTURES.items() if arch.startswith(prefix)), None)
         if name is None and not given:
             known = ", ".join(ARCHITECTURES)
-            raise ValueError(f"{arch} is none of the NPUs listed ({known}): set {UB_VARIABLE} to the bytes of its UB")
+            raise ValueError(f"{arch} is not among the listed NPUs ({known}): set {UB_VARIABLE} to the bytes of its UB")
         properties = driver.active.utils.get_device_properties(device.index or 0)
         found = replace(DEVICES[name or "A2"], cores=properties["num_aicore"])
     ub = int(given) if given else found.ub
@@ -71,14 +71,14 @@ def npu_of(device: torch.device) -> Device:
 
 
 def gpu_cores(device: torch.device) -> int:
-    """Multiprocessors of the GPU that holds tensors; GPU_CORES for CPU tensors."""
+    """Number of multiprocessors of the GPU that holds tensors; GPU_CORES for CPU tensors."""
     if device.type != "cuda":
         return GPU_CORES
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of a device's memory; 0 for CPU tensors, which simulators take: then the smallest limits hold."""
+    """Bytes of a device's memory; 0 for CPU tensors, which simulators use, so that the smallest limits apply."""
     if device.type == "cpu":
         return 0
     memory: int = torch.get_device_module(device).get_device_properties(device).total_memory

@@ -1,7 +1,6 @@
 """Launching Triton kernels. Every launch goes through `launch`, so the launches of a public call can be recorded.
 
-Tests pass recorded launches to other compilers, which then run the same kernel objects on the same arguments as the op
-itself.
+Tests pass recorded launches to other compilers, which then run the same kernel objects with the op's own arguments.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from torch import Tensor
 
 
 def gpu_options(**options: int) -> dict[str, int]:
-    """Options of upstream Triton's compiler for a GPU, all of which launches pass there.
+    """Compiler options for launches on a GPU with upstream Triton.
 
-    Sums of products are fused, since bits depend on it: from Triton 3.10 on that is off by default.
+    Fuses multiplication and addition, on which bits depend; off by default from Triton 3.10 on.
     """
     return {"enable_fp_fusion": True, **options}
 
@@ -45,21 +44,21 @@ class _Recorder:
 
 
 _recorders: list[_Recorder] = []
-"""Per process, not per thread: autograd runs backward on a device in a thread of its own."""
+"""Per process, not per thread, because autograd runs backward on a device in its own thread."""
 
 _LAUNCH_LOCK = threading.RLock()
-"""Triton compiles and loads a kernel at its first launch: a second thread could start one that is not loaded yet. And
-Triton's interpreter replaces the language's functions for all threads."""
+"""Triton compiles and loads a kernel at its first launch, and a second thread could launch it before it is loaded.
+Triton's interpreter also patches the language's functions for all threads."""
 
 
 @contextmanager
 def recording(*, run: bool | Callable[[Launch], None]) -> Iterator[list[Launch]]:
-    """Collect the launches of the block, in order.
+    """Context that collects the launches inside it, in order.
 
     Args:
-        run: True also runs them. With False outputs stay uninitialised and kernels for a device accept CPU tensors; for
-            tests only, since it holds back the launches of all threads. A function is called for each launch instead of
-            the device.
+        run: True also runs them. With False, outputs stay uninitialised and kernels for a device accept CPU tensors;
+            for tests only, because it suppresses the launches of all threads. A function is called for each launch
+            instead of running it.
     """
     recorder = _Recorder([], run)
     _recorders.append(recorder)
@@ -70,19 +69,20 @@ def recording(*, run: bool | Callable[[Launch], None]) -> Iterator[list[Launch]]
 
 
 def only_recording() -> bool:
-    """Whether launches are recorded and not run on a device."""
+    """True if launches are recorded and not run on a device."""
     return any(recorder.run is not True for recorder in _recorders)
 
 
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], constants: Mapping[str, Any], **options: Any
 ) -> Any:
-    """Record the launch for every enclosing `recording`, then run it on the device of its tensors, or as those ask.
+    """Record the launch for every enclosing `recording`, then run it on the device of its tensors, or as the recordings
+    request.
 
     One launch at a time: other threads wait.
 
     Returns:
-        The compiled kernel, for `RepeatedLaunch`; None where Triton did not run.
+        The compiled kernel, for `RepeatedLaunch`; None if Triton did not run.
     """
     with _LAUNCH_LOCK:
         for recorder in _recorders:
@@ -100,26 +100,26 @@ def launch(
 
 
 def accepted_by(kernel: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the values that the kernel has parameters for, in the order of these."""
+    """The values for which the kernel has parameters, in the order of the parameters."""
     return {name: values[name] for name in kernel.arg_names if name in values}
 
 
 class RepeatedLaunch:
-    """A launch on a GPU that is repeated with other tensors, given by their addresses.
+    """A launch on a GPU that can be repeated with other tensors, given by their addresses.
 
-    Most of the host time of a Triton launch goes into inspecting its arguments. Here nothing is inspected: dtypes,
-    scalars and constants are those of the first launch, and every address must be a multiple of ALIGNMENT where that of
-    the first launch was. The kernel's parameters are, in this order: pointers, scalars, more pointers, constants. Names
-    of pointers begin with p_.
+    Most of the host time of a Triton launch goes into inspecting its arguments. This launch inspects nothing: dtypes,
+    scalars and constants are those of the first launch, and every address must be a multiple of ALIGNMENT if it was one
+    in the first launch. The kernel's parameters must be, in this order: pointers, scalars, more pointers, constants.
+    Names of pointers begin with p_.
     """
 
     ALIGNMENT = 16
-    """Bytes: Triton specialises kernels for pointers that are multiples of it."""
+    """Alignment in bytes for which Triton specialises kernels."""
 
     def __init__(
         self, compiled: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], constants: Mapping[str, Any]
     ) -> None:
-        """From the arguments of `launch` and its result."""
+        """Create from the arguments and the result of `launch`."""
         self._run = compiled[(*grid, 1, 1)[:3]]
         self._scalars = tuple(value for name, value in arguments.items() if not name.startswith("p_"))
         self._constants = tuple(constants.values())
@@ -129,5 +129,5 @@ class RepeatedLaunch:
 
     @staticmethod
     def possible(device: torch.device) -> bool:
-        """Whether nothing is recorded, and the device is the one that Triton launches on."""
+        """True if nothing is recorded, and Triton launches on this device."""
         return not _recorders and device.type == "cuda" and device.index == torch.cuda.current_device()

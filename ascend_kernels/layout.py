@@ -1,7 +1,7 @@
-"""Which tensors the kernels read and write as they are, and copies of the others.
+"""Layouts that the kernels read and write directly, and copies of other tensors.
 
-Features, the last dimension, are contiguous. An NPU moves whole blocks of 32 bytes (D = 123 faulted on an A3), so for
-it rows also start at a multiple of 32 bytes and are padded to a multiple of ROW_ALIGNMENT features.
+Features, the last dimension, must be contiguous. An NPU moves whole blocks of 32 bytes (D = 123 faulted on an A3), so
+there rows must also start at a multiple of 32 bytes, and are padded to a multiple of ROW_ALIGNMENT features.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from torch import Tensor
 
 BLOCK_BYTES = 32
 ROW_ALIGNMENT = 16
-"""Elements: one block of a 16-bit dtype, two of fp32."""
+"""Alignment of rows in elements: one block of a 16-bit dtype, two of fp32."""
 
 
 def is_readable(tensor: Tensor, backend: str) -> bool:
-    """Whether kernels take a tensor as it is."""
+    """True if kernels can read a tensor directly."""
     if backend != "ascend":
         return tensor.stride(-1) == 1
     strides = (stride for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False) if size > 1)
@@ -28,14 +28,14 @@ def is_readable(tensor: Tensor, backend: str) -> bool:
 
 
 def readable(tensor: Tensor, backend: str) -> Tensor:
-    """The tensor, or a copy that kernels take."""
+    """Return the tensor, or a copy that kernels can read."""
     return tensor if is_readable(tensor, backend) else readable_copy(tensor, backend)
 
 
 def readable_copy(tensor: Tensor, backend: str) -> Tensor:
-    """A contiguous copy that kernels take; for NPUs padded with zero features.
+    """A contiguous copy that kernels can read; for NPUs padded with zero features.
 
-    The padding changes no result: products with it are 0, and `without_padding` cuts off its own results.
+    Padding changes no result: products with it are 0, and `without_padding` removes its own results.
     """
     if backend != "ascend":
         return tensor.contiguous()
@@ -46,7 +46,7 @@ def readable_copy(tensor: Tensor, backend: str) -> Tensor:
 
 
 def padded_dim(dim: int, backend: str) -> int:
-    """Features of a row as kernels see it."""
+    """Number of features of a row, including padding."""
     return -(-dim // ROW_ALIGNMENT) * ROW_ALIGNMENT if backend == "ascend" else dim
 
 
@@ -61,14 +61,14 @@ def empty_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def output_buffers(results: tuple[Tensor, ...] | None, like: tuple[Tensor, ...], backend: str) -> tuple[Tensor, ...]:
-    """Where kernels write: `results` where given and writable as they are, else new tensors shaped as `like`."""
+    """Output tensors for kernels: `results` if given and directly writable, else new tensors shaped as `like`."""
     if results is not None and all(is_readable(result, backend) for result in results):
         return results
     return empty_contiguous(*like)
 
 
 def copy_to_results(buffers: tuple[Tensor, ...], results: tuple[Tensor, ...] | None, dim: int) -> tuple[Tensor, ...]:
-    """What kernels wrote to `output_buffers`, without padding: copied to `results` where given."""
+    """Return the contents of `output_buffers` without padding, copied to `results` if given."""
     if results is None:
         return tuple(without_padding(buffer, dim) for buffer in buffers)
     for result, buffer in zip(results, buffers, strict=True):

@@ -1,6 +1,6 @@
-"""What every Triton kernel asks of a machine and of dtypes, checked by the dispatcher before a launch.
+"""Requirements of all Triton kernels on machine and dtype, checked by the dispatcher.
 
-Each op's own support.py adds its limits of shapes. Needs torch alone.
+Each op's support.py adds its limits on shapes. Needs only torch.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def gpu_refusal(call: Any) -> str | None:
-    """Why upstream Triton cannot run a call (dispatch.Call) on a GPU here, whatever its shape, or None."""
+    """Reason why upstream Triton cannot run a call (dispatch.Call) of any shape on a GPU here, or None."""
     return _machine_refusal(call, "cuda", "CUDA devices")
 
 
 def npu_refusal(call: Any) -> str | None:
-    """Why triton-ascend cannot run a call (dispatch.Call) on an NPU here, whatever its shape, or None."""
+    """Reason why triton-ascend cannot run a call (dispatch.Call) of any shape on an NPU here, or None."""
     return _machine_refusal(call, "npu", "Ascend NPUs")
 
 
 def check_reference(call: Any) -> str | None:
-    """Why the dispatcher must not pick a PyTorch reference for a call (dispatch.Call), or None.
+    """Reason why the dispatcher must not choose a PyTorch reference for a call (dispatch.Call), or None.
 
-    A reference has one algorithm and takes any name of one: all compute the same.
+    A reference has one algorithm and accepts any name, since all give the same result.
     """
     if call.device_type == "cpu" or call.named:
         return None
-    return f"runs on {call.device_type} only when named: backend='reference' (correct everywhere, fast nowhere)"
+    return f"runs on {call.device_type} only when named: backend='reference' (eager PyTorch, slow)"
 
 
 def _machine_refusal(call: Any, device_type: str, devices: str) -> str | None:
@@ -44,10 +44,10 @@ def _machine_refusal(call: Any, device_type: str, devices: str) -> str | None:
     if call.device_type == "npu" and not (hasattr(torch, "npu") and torch.npu.is_available()):
         return 'no Ascend NPU is visible (torch_npu must be imported; pip install "nsa-kernels[npu]")'
     if call.dtype not in DTYPES:
-        return f"takes float16, bfloat16 and float32, got {str(call.dtype).removeprefix('torch.')}"
+        return f"supports float16, bfloat16 and float32, got {str(call.dtype).removeprefix('torch.')}"
     return None
 
 
 def _takes_cpu_tensors() -> bool:
-    """Triton's interpreter runs kernels on CPU tensors; a recording without runs touches no data."""
+    """True for Triton's interpreter, which runs kernels on CPU tensors, and for a recording that runs nothing."""
     return os.environ.get("TRITON_INTERPRET") == "1" or only_recording()

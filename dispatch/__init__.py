@@ -1,6 +1,6 @@
-"""Every op on every device: `dispatch.nsa(...)`, routed by `resolve`, whose choice `explain` explains.
+"""All ops in one module: `dispatch.nsa(...)` and others, routed to a backend by `resolve`; `explain` gives the reasons.
 
-`python -m dispatch` prints what runs on this machine. Importing this package needs torch alone.
+`python -m dispatch` prints what runs on this machine. Importing this package needs only torch.
 """
 
 from __future__ import annotations

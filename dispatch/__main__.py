@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     show_all = parser.parse_args(argv).all
     print(f"nsa-kernels dispatch on Python {platform.python_version()}, torch {torch.__version__}\n")
-    packages = package_states()  # first: importing torch_npu is what makes its devices known
+    packages = package_states()  # first, because importing torch_npu registers its devices
     if show_all:
         print("devices")
         for device_type in DEVICE_TYPES:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             dtype = torch.float32 if device_type == "cpu" else torch.bfloat16
             try:
                 verdicts = explain(Call(op, device_type, dtype))
-            except ValueError as problem:  # NSA_KERNELS_BACKEND names a backend that this op does not have
+            except ValueError as problem:  # NSA_KERNELS_BACKEND is set to a backend that this op does not have
                 print(f"  {op:<33}{device_type:<6}none: {problem}")
                 continue
             if not show_all or absence(device_type) is not None:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def summary(device_type: str, verdicts: Sequence[Verdict]) -> str:
-    """The backend that would run, or why none can: the missing device, or else the reason of every row."""
+    """The backend that would run, or why none can: the missing device, or the reason of every row."""
     missing = absence(device_type)
     if missing is not None:
         return f"none: {missing}"
@@ -68,5 +68,5 @@ if __name__ == "__main__":
     try:
         main()
         sys.stdout.flush()
-    except BrokenPipeError:  # of `| head`; the interpreter would flush once more as it ends
+    except BrokenPipeError:  # as with `| head`; the interpreter would flush again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

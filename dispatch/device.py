@@ -1,7 +1,7 @@
-"""Facts about this machine: devices, and the state of the packages that backends need.
+"""Properties of this machine: devices, and the state of the packages that backends need.
 
-Kernel languages are imported only by `package_states`, for a diagnosis, and by `package_problem`, for a call that could
-use them; FlashAttention-4 not even by this, where it is known that it can be.
+Kernel languages are imported only by `package_states`, for diagnosis, and by `package_problem`, for a call that could
+use them. FlashAttention-4 is not imported even then if it is known to be importable.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ class Package:
 
     module: str
     requirement: str
-    """Distribution and version, as in pyproject.toml."""
+    """Distribution name and version, as in pyproject.toml."""
     purpose: str
     extra: str | None
     """Extra of nsa-kernels that installs it."""
     reinstall: str = "--force-reinstall"
     """Options of `pip install` that repair it."""
     check: str | None = None
-    """A function, as "module:attribute", that raises what importing the package raises, but may know without."""
+    """A function, as "module:attribute", that raises the package's import errors but may avoid importing it."""
     version: str | None = None
-    """Installed here."""
+    """Installed version."""
     problem: str | None = None
-    """Why it is not usable here; None: it is."""
+    """Reason why it is not usable here, or None."""
 
     @property
     def distribution(self) -> str:
-        """Its name for pip."""
+        """Name for pip."""
         return re.split(r"[\[<=>]", self.requirement)[0]
 
     @property
     def needs(self) -> str:
-        """Versions that fit: "==4.8.1" or ">=3.2,<=3.9"."""
+        """Compatible versions: "==4.8.1" or ">=3.2,<=3.9"."""
         return re.split(r"(?=[<=>]=)", self.requirement, maxsplit=1)[1]
 
 
 TRITON_TESTED = "3.9.0"
-"""The newest version that the kernels were tested with; the oldest is that of triton-ascend and of torch 2.6."""
+"""Newest version with which the kernels were tested; the oldest is that of triton-ascend and of torch 2.6."""
 
 CUDA_EXTRA = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda"
-"""Extra of nsa-kernels for the CUDA that torch is built for."""
+"""Extra of nsa-kernels for the CUDA version of torch."""
 CUTE_DSL = "nvidia-cutlass-dsl" if CUDA_EXTRA == "cuda12" else "nvidia-cutlass-dsl[cu13]"
 
-# Kernels use internals of CuTe DSL and FlashAttention-4, which change: versions fit that were tried (docs/usage.md).
+# Kernels use internals of CuTe DSL and FlashAttention-4, which change: only tested versions fit (docs/usage.md).
 PACKAGES = (
     Package("cutlass.cute", f"{CUTE_DSL}>=4.6.2,<=4.8.1", "CuTe DSL kernels on NVIDIA", CUDA_EXTRA),
     Package(
@@ -68,7 +68,7 @@ PACKAGES = (
         "flash-attn-4==4.0.0b36",
         "FlashAttention-4 on NVIDIA",
         CUDA_EXTRA,
-        reinstall="--force-reinstall --no-deps",  # else pip would replace torch
+        reinstall="--force-reinstall --no-deps",  # otherwise pip would replace torch
         check="cute_kernels.fa4.kernels:check_import",  # which takes seconds
     ),
     Package("triton", "triton>=3.2", "Triton kernels (on an NPU: triton-ascend)", None),
@@ -78,15 +78,15 @@ TRITON_ASCEND = Package("triton", "triton-ascend==3.2.0", "Triton kernels on an 
 
 
 def package_states() -> list[Package]:
-    """PACKAGES with version and problem filled in, by importing each one whose version fits."""
+    """PACKAGES with version and problem filled in, importing each one whose version fits."""
     return [_state(replace(package, check=None)) for package in PACKAGES]
 
 
 @cache
 def package_problem(module: str, device_type: str) -> str | None:
-    """Why a package of PACKAGES cannot serve calls on a device type, with the command that repairs it, or None.
+    """Reason why a package in PACKAGES is unusable on a device type, with the command that repairs it, or None.
 
-    Cached: a package that is repaired meanwhile is seen by the next process.
+    Cached per process, so repairs take effect in the next process.
     """
     listed = next(package for package in PACKAGES if package.module == module)
     state = _state(TRITON_ASCEND if module == "triton" and device_type == "npu" else listed)
@@ -94,7 +94,7 @@ def package_problem(module: str, device_type: str) -> str | None:
 
 
 def package_advice(modules: Sequence[str]) -> str:
-    """Installed versions of packages and the commands that repair them, for failures that name neither."""
+    """Installed versions of packages and the commands that repair them, for errors that mention neither."""
     states = [_installed(package) for package in PACKAGES if package.module in modules]
     return "".join(f"; {state.distribution} is {state.version}: {_reinstall_line(state)}" for state in states)
 
@@ -113,8 +113,8 @@ def _state(package: Package) -> Package:
 
 
 def _misfit(state: Package) -> str | None:
-    """Why its version does not fit, found without importing it."""
-    if state.version is None:  # upstream's triton has the module of triton-ascend
+    """Reason why its version does not fit, or None, without importing it."""
+    if state.version is None:  # upstream triton has the same module name as triton-ascend
         return f"not installed: {_install_line(state)}" if state.distribution == "triton-ascend" else None
     if not fits(state.version, state.needs):
         return f"{state.version} is installed, not {state.needs}: {_exact_line(state)}"
@@ -124,10 +124,10 @@ def _misfit(state: Package) -> str | None:
 def _import_problem(state: Package) -> str | None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecations between packages, which are errors under python -W error
+            warnings.simplefilter("ignore")  # deprecations in packages, which would be errors under python -W error
             module, _, check = (state.check if state.check and state.version else state.module).partition(":")
             imported = importlib.import_module(module)
-        if check:  # may have something to warn of itself
+        if check:  # may issue warnings of its own
             getattr(imported, check)()
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == state.module.partition(".")[0]:
@@ -145,7 +145,7 @@ def fits(version: str, needs: str) -> bool:
 
 
 def _meets(version: str, comparison: str, required: str) -> bool:
-    if comparison == "==":  # of all their text: 4.0.0b36 is not 4.0.0
+    if comparison == "==":  # exact text: 4.0.0b36 is not 4.0.0
         return version == required.removesuffix(".*")
     release, bound = _release(version), _release(required)
     return release >= bound if comparison == ">=" else release <= bound
@@ -156,7 +156,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def triton_clash() -> str | None:
-    """Upstream triton and triton-ascend install into one folder; each breaks the other."""
+    """Reason if both upstream triton and triton-ascend, which overwrite each other, are installed; else None."""
     if version_of("triton") is None or version_of("triton-ascend") is None:
         return None
     on_npu = device_types()[0] == "npu"
@@ -168,16 +168,16 @@ def triton_clash() -> str | None:
 
 
 DEVICE_TYPES = ("cuda", "npu", "cpu")
-"""Device types that ops are written for, the fastest first."""
+"""Device types with implementations, the fastest first."""
 
 
 def device_types() -> list[str]:
-    """Device types this process can use, the fastest first; "cpu" is always the last."""
+    """Device types that this process can use, the fastest first; "cpu" is always last."""
     return [device_type for device_type in DEVICE_TYPES if absence(device_type) is None]
 
 
 def absence(device_type: str) -> str | None:
-    """Why this process cannot use a device type; None: it can."""
+    """Reason why this process cannot use a device type, or None."""
     if device_type == "cuda" and not torch.cuda.is_available():
         return "this torch is built without CUDA" if torch.version.cuda is None else "no NVIDIA GPU is visible"
     if device_type == "npu":
@@ -189,7 +189,7 @@ def absence(device_type: str) -> str | None:
 
 
 def describe_device(device_type: str) -> str:
-    """Name of a device, in a line for people."""
+    """Name of a device for display, in one line."""
     if device_type == "cuda":
         major, minor = torch.cuda.get_device_capability()
         return f"{torch.cuda.get_device_name()} (sm_{major}{minor})"
@@ -252,5 +252,5 @@ def version_of(distribution: str) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """First line of its message."""
+    """First line of an error's message."""
     return (str(error).splitlines() or [""])[0]

@@ -1,4 +1,4 @@
-"""A row of the table of implementations (Impl) and the facts of a call that its check reads (Call)."""
+"""Impl, a row of the table of implementations, and Call, the properties of a call that its check reads."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Impl:
 
     Args:
         op: the op's name, a key of `dispatch.OPS`.
-        backend: its name for users. Several rows may have the same: a backend can come first for some calls and later
-            for others.
+        backend: name of the backend. Several rows may share it: a backend can come first for some calls and later for
+            others.
         target: the function, as "module:attribute", imported on first use.
-        check: a predicate on a Call, as "module:attribute", in a module that needs torch alone. It returns the reason
-            why the row cannot run the call, or None.
-        packages: modules of dispatch.device.PACKAGES that it needs. Default: none.
-        training: module with the functions that the op's autograd calls (see the op's autograd.py). Default: None, for
+        check: a function of a Call, as "module:attribute", in a module that needs only torch. It returns the reason why
+            the row does not support the call, or None.
+        packages: required modules in dispatch.device.PACKAGES. Default: none.
+        training: module with the functions called by the op's autograd (see the op's autograd.py). Default: None, for
             an implementation that is differentiable itself.
-        calls: in words, the calls that the row is for, if the op has another row of this backend. Default: "", which
-            means all.
+        calls: description of the calls that the row is for, if the op has another row of this backend. Default: "",
+            which means all.
 
     Examples:
         >>> import torch
@@ -48,7 +48,7 @@ class Impl:
 
     @property
     def label(self) -> str:
-        """Name of the row in listings."""
+        """Name of the row for display."""
         return f"{self.backend} ({self.calls})" if self.calls else self.backend
 
     def load_training(self) -> Any:
@@ -56,12 +56,12 @@ class Impl:
         return None if self.training is None else importlib.import_module(self.training)
 
     def load(self) -> Callable[..., Any]:
-        """The implementation. Raises whatever its import raises."""
+        """Import and return the implementation. Raises whatever its import raises."""
         implementation: Callable[..., Any] = _attribute(self.target)
         return implementation
 
     def refusal(self, call: Call) -> str | None:
-        """The reason why this row cannot run the call, or None."""
+        """Reason why this row does not support the call, or None."""
         reason: str | None = _attribute(self.check)(call)
         if reason is not None:
             return reason
@@ -71,7 +71,7 @@ class Impl:
                 return reason
         try:
             self.load()
-        except (Exception, SystemExit) as error:  # whatever a broken dependency raises at import is the reason
+        except (Exception, SystemExit) as error:  # any error of a broken dependency at import is the reason
             module = self.target.partition(":")[0]
             return f"importing {module} failed: {type(error).__name__}: {error}{package_advice(self.packages)}"
         return None
@@ -79,15 +79,15 @@ class Impl:
 
 @dataclass(frozen=True)
 class Call:
-    """The facts by which a backend is chosen; none of them needs tensor values.
+    """The properties of a call that determine the backend; none of them needs tensor values.
 
     Args:
         op: the op's name, a key of `dispatch.OPS`.
-        device: of the tensors; a string where torch may not know the type, such as "npu" without torch_npu.
-        dtype: of the tensors.
-        backward: whether gradients are needed. Default: False.
-        named: whether the user asked for this backend by name; set by `explain` and `resolve`. Default: False.
-        options: what the op adds, such as sizes and flags. A row's check ignores what it does not know. Default: none.
+        device: device of the tensors; a string if torch may not know the type, such as "npu" without torch_npu.
+        dtype: dtype of the tensors.
+        backward: True if gradients are needed. Default: False.
+        named: True if the user requested the backend by name; set by `explain` and `resolve`. Default: False.
+        options: op-specific properties, such as sizes and flags. Checks ignore unknown ones. Default: none.
 
     Examples:
         >>> import torch

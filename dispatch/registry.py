@@ -1,7 +1,8 @@
-"""How a call finds its implementation: `resolve` chooses a row of the table, `explain` tells why others are refused.
+"""Choice of an implementation: `resolve` selects a row of the table, `explain` gives the reasons for all rows.
 
-`backend=` takes precedence over the environment variable NSA_KERNELS_BACKEND, and both over the first row that can run.
-A named backend never falls back to another; when no row can run, BackendError gives the reason of every row.
+`backend=` takes precedence over the environment variable NSA_KERNELS_BACKEND, and both over the first row that supports
+the call. A named backend never falls back to another; if no row supports the call, BackendError gives the reason of
+every row.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ENVIRONMENT_VARIABLE = "NSA_KERNELS_BACKEND"
 
 
 class BackendError(RuntimeError):
-    """No implementation can run a call. The message lists every row of the op with its reason.
+    """No implementation supports a call. The message lists every row of the op with its reason.
 
     Examples:
         >>> import torch
@@ -34,11 +35,11 @@ class BackendError(RuntimeError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A row, and whether it can run a call.
+    """A row, and the reason why it does not support a call, if any.
 
     Args:
         impl: the row.
-        reason: why it cannot run the call; None: it can.
+        reason: reason why it does not support the call, or None if it does.
 
     Examples:
         >>> import torch
@@ -52,11 +53,11 @@ class Verdict:
 
 
 def explain(call: Call, backend: str | None = None, rows: Sequence[Impl] | None = None) -> list[Verdict]:
-    """Whether each row of an op can run a call, and the reason where it cannot.
+    """Check which rows of an op support a call, with the reason for each that does not.
 
     Args:
-        call: the op and the facts of the call.
-        backend: as users name it; rows of other backends are refused as not asked for. Default: None, which reads
+        call: the op and properties of the call.
+        backend: name of a backend; rows of other backends are reported as not requested. Default: None, which reads
             NSA_KERNELS_BACKEND.
         rows: rows to choose from, best first. Default: None, which means the table of this package.
 
@@ -64,7 +65,7 @@ def explain(call: Call, backend: str | None = None, rows: Sequence[Impl] | None 
         A Verdict for each row of the op, best first.
 
     Raises:
-        TypeError: for a backend that is no string.
+        TypeError: for a backend that is not a string.
         ValueError: for an unknown op or backend.
 
     Examples:
@@ -87,20 +88,20 @@ def explain(call: Call, backend: str | None = None, rows: Sequence[Impl] | None 
 
 
 def resolve(call: Call, backend: str | None = None, rows: Sequence[Impl] | None = None) -> Impl:
-    """The row that runs a call: the first that can, of the named backend if there is one.
+    """Return the first row that supports a call, of the named backend if there is one.
 
     Args:
-        call: the op and the facts of the call.
-        backend: as users name it. Default: None, which reads NSA_KERNELS_BACKEND.
+        call: the op and properties of the call.
+        backend: name of a backend. Default: None, which reads NSA_KERNELS_BACKEND.
         rows: rows to choose from, best first. Default: None, which means the table of this package.
 
     Returns:
         The row; `load()` gives its function.
 
     Raises:
-        TypeError: for a backend that is no string.
+        TypeError: for a backend that is not a string.
         ValueError: for an unknown op or backend.
-        BackendError: when no row can run the call, with the reason of each.
+        BackendError: if no row supports the call, with the reason of each.
 
     Examples:
         >>> import torch
@@ -127,7 +128,7 @@ def _rows_of(op: str, rows: Sequence[Impl] | None) -> list[Impl]:
 
 
 def _requested(backend: str | None, candidates: Sequence[Impl]) -> tuple[str | None, str]:
-    """The backend asked for by name, or None, and which argument or variable names it."""
+    """The backend requested by name, or None, and the argument or variable that names it."""
     source = "backend"
     if backend is None:
         backend, source = os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE
@@ -142,5 +143,5 @@ def _requested(backend: str | None, candidates: Sequence[Impl]) -> tuple[str | N
 
 
 def short_name(dtype_or_layout: torch.dtype | torch.layout) -> str:
-    """Its name in messages: bfloat16 for torch.bfloat16."""
+    """Name in messages: bfloat16 for torch.bfloat16."""
     return str(dtype_or_layout).removeprefix("torch.")

@@ -1,1 +1,1 @@
-"""Programs that use the package as its users do: `python examples/train_text.py`. Shared code is in shared/."""
+"""Example programs that use the public API: `python examples/train_text.py`. Shared code is in shared/."""

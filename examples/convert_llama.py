@@ -1,8 +1,8 @@
-"""Trains a tiny dense Llama of transformers, converts it to NSA, and says how far its loss jumps and how it recovers.
+"""Train a tiny dense Llama of transformers, convert it to NSA, and measure the jump in loss and the recovery.
 
-The model reads bytes of the Python standard library. After its training it is converted once for each choice of gates
-to start with; the loss right after conversion is the jump. Then each model trains on, and so does the dense one, on the
-same batches: what is left of the jump is what NSA costs.
+The model reads bytes of the Python standard library. After training it is converted once for each choice of initial
+gates, and the increase of the loss right after conversion is the jump. Then each model, and the dense one, continues
+training on the same batches; the remaining difference is the cost of NSA.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ WARM_UP = 20
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one choice of gates; losses are nats per byte of validation text."""
+    """Results of one choice of gates; losses are in nats per byte of validation text."""
 
     start: str
     gates: list[float]
@@ -69,7 +69,7 @@ class Row:
 
 
 def options(context: int) -> NSAConfig:
-    """The paper's, with sizes that are sparse in a short context: a token selects an eighth of it at most."""
+    """The paper's options, with sizes that are sparse in a short context: a token selects at most an eighth of it."""
     block = max(2, context // 32)
     sizes = {"compress_block_size": block, "compress_stride": max(1, block // 2), "select_block_size": block}
     return NSAConfig.paper(**sizes, num_selected_blocks=4, window_size=block)  # type: ignore[arg-type]
@@ -97,10 +97,10 @@ def check_finite(loss: float, where: str) -> None:
 
 
 def train(model: Any, corpus: Corpus, args: argparse.Namespace, steps: int, seed: int, rate: float) -> None:
-    """AdamW, a short warm-up, then down to a tenth of the rate.
+    """Train with AdamW, a short warm-up, then decay to a tenth of the rate.
 
     Raises:
-        FloatingPointError: when the loss is not finite, as in `validation_loss`.
+        FloatingPointError: if the loss is not finite, as in `validation_loss`.
     """
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
@@ -117,8 +117,8 @@ def train(model: Any, corpus: Corpus, args: argparse.Namespace, steps: int, seed
 
 
 def run(args: argparse.Namespace, corpus: Corpus) -> tuple[float, float, list[Row]]:
-    """Loss of the dense model, its loss after more steps, and a row for each choice of gates."""
-    with needed("transformers"):  # not for --help, as it takes seconds
+    """Return the loss of the dense model, its loss after more steps, and a row for each choice of gates."""
+    with needed("transformers"):  # imported late, because it takes seconds
         from transformers import LlamaConfig, LlamaForCausalLM
 
         from nsa.integrations.transformers import convert
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace, corpus: Corpus) -> tuple[float, float, list[Ro
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
     config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=args.context, **sizes, **heads)
     dense = LlamaForCausalLM(config).to(args.device)
-    with torch.no_grad():  # a backend that cannot run it says so now
+    with torch.no_grad():  # fail early if the backend does not support it
         convert(copy.deepcopy(dense), options(args.context))(torch.zeros(1, 2, dtype=torch.long, device=args.device))
     begin = time.perf_counter()
     train(dense, corpus, args, args.steps, args.seed, args.lr)
@@ -184,14 +184,14 @@ def compare(args: argparse.Namespace, command: str) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--device", choices=device_types(), default="cpu", help="default: %(default)s; GPUs have no NSA in fp32")
+    add("--device", choices=device_types(), default="cpu", help="default: %(default)s; GPUs do not support NSA in fp32")
     meanings = {
-        "steps": "updates of the dense model",
-        "more": "updates after conversion",
+        "steps": "training steps of the dense model",
+        "more": "training steps after conversion",
         "context": "bytes of a sequence",
-        "width": "of the residual stream, a multiple of 8",
+        "width": "width of the residual stream, a multiple of 8",
         "layers": "transformer blocks",
-        "batch": "sequences of a step",
+        "batch": "sequences per step",
         "windows": "validation sequences",
     }
     for name, meaning in meanings.items():
@@ -202,7 +202,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=4e-3,
         help="peak learning rate, a quarter of it after conversion; default: %(default)s",
     )
-    add("--seed", type=int, default=0, help="of weights and batches; default: %(default)s")
+    add("--seed", type=int, default=0, help="seed of weights and batches; default: %(default)s")
     add("--out", default=str(LOCAL_RESULTS / "convert-llama"), help="results, without suffix; default: %(default)s")
     args = parser.parse_args(argv)
     if args.width % 8:
@@ -212,7 +212,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.device != "cpu":
         parser.error(
             f"--device must be cpu, got {args.device}: the model is in fp32 with heads of {args.width // 4}, and "
-            "kernels of NSA take bf16 and fp16 with heads of 64 or 128"
+            "kernels of NSA support bf16 and fp16 with heads of 64 or 128"
         )
     check_out(parser, args, ".json")
     return args

@@ -1,9 +1,9 @@
-"""Trains a byte-level language model shortly, or loads one, and lets it write text: with a cache, and without.
+"""Train a byte-level language model briefly, or load one, and generate text with a cache and without.
 
-The model is that of train_text.py in the paper's preset, which selects per token. With a cache a byte costs one step of
-`nsa_with_cache`; without one the whole text is computed again for each byte. The likeliest byte is taken each time, so
-both texts must be the same: they are compared, and a difference ends the program with status 1. In 16 bits the two
-ways round differently, so there a byte that is as likely as another but for rounding may be either.
+The model is that of train_text.py in the paper's preset, which selects per token. With a cache each byte costs one step
+of `nsa_with_cache`; without one the whole text is recomputed for each byte. Decoding is greedy, so both texts must be
+equal; a difference ends the program with status 1. In 16 bits the two ways round differently, so bytes that are equally
+likely up to rounding may differ.
 """
 
 from __future__ import annotations
@@ -86,21 +86,21 @@ DEFAULTS: dict[str, dict[str, dict[str, int]]] = {
         },
     }
 }
-"""By device: half a minute of training on one core, or two minutes on an H200."""
+"""Defaults by device: half a minute of training on one core, or two minutes on an H200."""
 
 
 # The model
 
 
 def trained_model(args: argparse.Namespace, corpus: Corpus) -> ByteModel:
-    """The model of `--load`, or one that is trained here and kept in `--save`."""
+    """Load the model of `--load`, or train one and save it to `--save`."""
     if args.load is not None:
         model = make_model("nsa", args)
         try:
             model.load_state_dict(torch.load(args.load, map_location="cpu", weights_only=True))
-        except Exception as failure:  # what a file of something else raises is up to torch, zipfile and pickle
+        except Exception as failure:  # the error for an unrelated file depends on torch, zipfile and pickle
             raise SystemExit(
-                f"--load must be what --save wrote with the same options of the model, got {args.load}: "
+                f"--load must be a file written by --save with the same model options, got {args.load}: "
                 f"{type(failure).__name__}: {failure}"
             ) from None
         return model.to(args.device)
@@ -120,12 +120,12 @@ def trained_model(args: argparse.Namespace, corpus: Corpus) -> ByteModel:
 
 
 NEAR = 2**-4
-"""Of the largest logit: how far logits lie apart, in 16 bits, that either way may take for the larger one. A logit is
-off by some units of 2^-8, once for each of the model's layers, in both ways."""
+"""Relative difference, in 16 bits, below which either of two logits may come out as the larger one: both ways have an
+error of a few units of 2^-8 per layer."""
 
 
 def cached(model: ByteModel, prompt: Tensor, length: int) -> Iterator[Tensor]:
-    """The likeliest bytes after a prompt `[1,N]`, one `[1,1]` after the other, each by one step with a cache."""
+    """Yield the likeliest bytes after a prompt `[1,N]`, each `[1,1]`, by one step with a cache per byte."""
     device = prompt.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     table = PageTable.empty(1, prompt.shape[1] + length, device=prompt.device)
@@ -141,7 +141,7 @@ def cached(model: ByteModel, prompt: Tensor, length: int) -> Iterator[Tensor]:
 
 
 def uncached(model: ByteModel, prompt: Tensor, length: int) -> Iterator[Tensor]:
-    """The same, each by a call on the whole text."""
+    """The same, by a call on the whole text per byte."""
     text = prompt
     for _ in range(length):
         new = model(text)[:, -1:].argmax(-1)
@@ -151,7 +151,7 @@ def uncached(model: ByteModel, prompt: Tensor, length: int) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Written:
-    """A text and its times in seconds: of the prompt with the first byte, and of all further bytes."""
+    """A text and its times in seconds: for the prompt and the first byte, and for all further bytes."""
 
     text: bytes
     first: float
@@ -167,7 +167,7 @@ WAYS = {"cached": cached, "uncached": uncached}
 
 @torch.no_grad()
 def write(model: ByteModel, prompt: Tensor, length: int, way: str) -> Written:
-    """The text of one way, with a progress bar; reading each byte waits for the device, so a byte can be timed."""
+    """Generate text in one way, with a progress bar; reading each byte synchronizes, so bytes can be timed."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]} tokens/s"), TimeRemainingColumn())
     text = bytearray()
     with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True) as progress:
@@ -185,14 +185,14 @@ def write(model: ByteModel, prompt: Tensor, length: int, way: str) -> Written:
 
 
 def difference(one: bytes, other: bytes) -> str | None:
-    """Where two texts differ, or None."""
+    """Description of the first difference of two texts, or None."""
     pairs = zip(one, other, strict=True)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     return None if at is None else f"byte {at} is {one[at : at + 1]!r} with a cache and {other[at : at + 1]!r} without"
 
 
 def is_near_tie(model: ByteModel, prompt: Tensor, one: bytes, other: bytes) -> bool:
-    """Whether two texts part at bytes whose logits, after the same text, are about the same. Args: prompt `[1,N]`."""
+    """True if two texts after a prompt `[1,N]` first differ in bytes whose logits are nearly equal."""
     at = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
     text = torch.cat([prompt, torch.tensor([[*one[:at]]], dtype=prompt.dtype, device=prompt.device)], 1)
     logits = model(text)[0, -1].float()
@@ -235,12 +235,12 @@ def main(argv: list[str] | None = None) -> int:
         with torch.no_grad(), in_16_bits:
             near = is_near_tie(model, prompt, text, slow.text)
         if near:
-            console.print(f"The texts part at bytes that are as likely but for rounding: {found}.", markup=False)
+            console.print(f"The texts differ in bytes that are equally likely up to rounding: {found}.", markup=False)
             return 0
     if found is not None:
         console.print(f"The texts differ: {found}.", style="red", markup=False)
         return 1
-    console.print(f"Both wrote the same {len(text)} bytes after a prompt of {args.prompt}.")
+    console.print(f"Both generated the same {len(text)} bytes after a prompt of {args.prompt}.")
     return 0
 
 
@@ -251,20 +251,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--device", choices=device_types(), default=device_types()[0], help="default: %(default)s")
-    add("--backend", help="of NSA; default: the first that can run")
+    add("--backend", help="backend of NSA; default: the first that supports it")
     cpu, cuda = (DEFAULTS["paper"][device] for device in ("cpu", "cuda"))
-    for name, meaning in (("prompt", "bytes of held-out text before the model's own"), ("length", "bytes to write")):
+    for name, meaning in (("prompt", "bytes of held-out text before the model's own"), ("length", "bytes to generate")):
         add(f"--{name}", type=positive, help=f"{meaning}; default: {cuda[name]} (CPU: {cpu[name]})")
-    add("--save", type=Path, metavar="FILE", help="keep the trained weights")
-    add("--load", type=Path, metavar="FILE", help="take weights that --save kept, with the same options of the model")
+    add("--save", type=Path, metavar="FILE", help="save the trained weights")
+    add("--load", type=Path, metavar="FILE", help="load weights written by --save with the same model options")
     add_nsa_options(parser, DEFAULTS, "paper")
     add_training_options(parser, DEFAULTS["paper"])
     args = parser.parse_args(argv)
     if args.preset != "paper" or args.q_tile not in (None, 1):
         got = f"--preset {args.preset} and --q-tile {args.q_tile}"
-        parser.error(f"only a selection per token writes the same text without a cache: got {got}")
+        parser.error(f"only selection per token generates the same text without a cache: got {got}")
     if args.load is not None and args.save is not None:
-        parser.error(f"--save would write what --load reads, got {args.save} and {args.load}")
+        parser.error(f"--save would overwrite the file of --load, got {args.save} and {args.load}")
     args.variants = ["nsa"]
     resolve_options(parser, args, DEFAULTS["paper"])
     args.config = make_config(parser, args)

@@ -1,21 +1,21 @@
-"""Trains byte-level models to look up values by keys far outside the window, and closes NSA's selected branch.
+"""Train byte-level models to look up values by keys far outside the window, and close NSA's selected branch.
 
-A sequence is a haystack of needles, each a key and its value, between digits as filler; then filler alone, four windows
-long; then a quiz that repeats some of the keys, each with its value for an answer:
+A sequence is a haystack of needles, each a key and its value, between filler digits; then four windows of filler; then
+a quiz that repeats some of the keys, each with its value as the answer:
 
     3141hfalBNMA59265358gkbcOAEC...  0141592653...  gkbcOAEC hfalBNMA
     needles in filler                filler         quiz
 
-Only the answers count for the loss, and an answer is right when all its bytes are the likeliest. Needle and question
-lie at least four windows apart, farther than two layers of windows reach; several needles lie in each compressed block.
-So an answer needs attention to single far tokens: dense attention, or the selected branch. To show that, the trained
-NSA is evaluated again with that branch closed and unchanged weights (`nsa-closed`). NSA trained without selected branch
-(`no-selected`) and with the window alone (`window`) show what the other branches can learn.
+Only the answers count for the loss, and an answer is right if all its bytes are the likeliest. Needle and question are
+at least four windows apart, farther than two layers of windows reach, and each compressed block contains several
+needles. So an answer needs attention to single distant tokens: dense attention, or the selected branch. To show this,
+the trained NSA is also evaluated with that branch closed and unchanged weights (`nsa-closed`). NSA trained without the
+selected branch (`no-selected`) and with the window alone (`window`) show what the other branches can learn.
 
-Models learn to look up suddenly, and late when the context is long: so the context grows during training, from an
-eighth of its length on where that has room for needles.
+Models learn to look up suddenly, and late if the context is long. So the context grows during training, from an eighth
+of its length on if that has room for needles.
 
-Writes OUT.json (schema: docs/results_files.md) and OUT.png, accuracy by distance, after each variant.
+Writes OUT.json (schema: docs/results_files.md) and OUT.png, the accuracy by distance, after each variant.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ LETTERS = 16
 KEYS, VALUES, FILLER = ord("a"), ord("A"), ord("0")
 """First letter of keys, of values, and the first of ten digits."""
 CODE = 4
-"""Letters of a key, and of a value."""
+"""Number of letters of a key, and of a value."""
 NEEDLE = 2 * CODE
 FAR = 4
-"""Windows of filler between the last needle and the quiz."""
+"""Number of windows of filler between the last needle and the quiz."""
 SHORTER = (8, 4, 2, 1)
-"""Factors by which the context is shorter in the stages of training, which have equally many steps."""
+"""Factors by which the context is shortened in the stages of training, which have equally many steps."""
 ROPE_BASE = 1e6
-"""Base of rotary embeddings; a large one keeps far keys similar to near ones."""
+"""Base of rotary embeddings; a large one keeps distant keys similar to near ones."""
 RIGHT, WRONG = 0.5, 0.1
-"""Share of right answers from which a variant is able to look up, and up to which it is unable. A guess is right once
-in 65,536 times."""
+"""Share of right answers from which a variant counts as able to look up, and up to which as unable. Guesses are right
+once in 65,536 times."""
 
 SIZES: dict[str, dict[str, int]] = {
     "cpu": {
@@ -121,7 +121,7 @@ SIZES: dict[str, dict[str, int]] = {
         "questions": 32,
     },
 }
-"""Defaults by device: some minutes for NSA on two CPU cores, less for the others; four minutes each on an H200."""
+"""Defaults by device: a few minutes for NSA on two CPU cores, less for the others; four minutes each on an H200."""
 DEFAULTS = {
     "paper": SIZES,
     "per_tile": {"cpu": {**SIZES["cpu"], "q_tile": 16}, "cuda": {**SIZES["cuda"], "q_tile": 128}},
@@ -133,7 +133,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Task:
-    """The layout of a window of context + 1 bytes: slots for needles from the start on, the quiz at the end."""
+    """Layout of a window of context + 1 bytes: slots for needles from the start, the quiz at the end."""
 
     context: int
     window: int
@@ -156,12 +156,12 @@ class Task:
         return self.quiz + torch.arange(self.questions)[:, None] * NEEDLE + CODE + torch.arange(CODE)
 
     def problem(self) -> str | None:
-        """Why there is no such window; None: there is."""
+        """Reason why the sizes do not fit, or None."""
         if self.questions > self.needles:
             return f"--questions must be at most --needles, got {self.questions} and {self.needles}"
         if self.needles > min(self.slots, LETTERS ** (CODE - 1)):
             return (
-                f"--context {self.context} has {max(self.slots, 0)} places for --needles before {FAR} windows of --w "
+                f"--context {self.context} has {max(self.slots, 0)} slots for --needles before {FAR} windows of --w "
                 f"{self.window} and {self.questions} --questions, got {self.needles}"
             )
         return None
@@ -172,7 +172,7 @@ class Task:
         return replace(task, needles=min(self.needles // factor, task.slots))
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Windows `[count, context + 1]`, and the distance from needle to question in bytes `[count, questions]`.
+        """Draw windows `[count, context + 1]`, and distances from needle to question in bytes `[count, questions]`.
 
         Both are on the generator's device.
         """
@@ -193,9 +193,9 @@ def _permutations(count: int, length: int, generator: torch.Generator) -> Tensor
 
 
 def _codes(count: int, codes: int, first: int, generator: torch.Generator) -> Tensor:
-    """Random strings `[count, codes, CODE]` of the letters from `first` on.
+    """Random strings `[count, codes, CODE]` of letters from `first` on.
 
-    No two of a row end in the same CODE - 1 letters, so that the embedding of a key's last bytes identifies it.
+    The last CODE - 1 letters are unique in a row, so that the embedding of a key's last bytes identifies it.
     """
     device = generator.device
     ends = _permutations(count, LETTERS ** (CODE - 1), generator)[:, :codes, None]
@@ -209,7 +209,7 @@ def _codes(count: int, codes: int, first: int, generator: torch.Generator) -> Te
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Right answers among the questions whose needles lie `nearest` to below `farthest` windows before them."""
+    """Right answers among the questions whose needles are `nearest` to below `farthest` windows before them."""
 
     variant: str
     nearest: int
@@ -231,7 +231,7 @@ class Summary:
 
 
 class Trainer(ByteTrainer):
-    """Trainer of a variant whose loss is that of the answers alone."""
+    """Trainer of a variant with a loss on the answers only."""
 
     def __init__(self, variant: str, args: argparse.Namespace) -> None:
         self.task: Task = args.task
@@ -241,7 +241,7 @@ class Trainer(ByteTrainer):
         super().__init__(variant, make_model(variant, args, rope_base=ROPE_BASE), args, windows)
 
     def batch(self, step: int) -> Tensor:
-        """The next windows; equally many bytes at every length, and the same windows for each variant."""
+        """Return the next windows: equally many bytes at every length, and the same windows for each variant."""
         factors = [factor for factor in SHORTER if self.task.shorter(factor).problem() is None]
         factor = factors[min(step * len(factors) // self.args.steps, len(factors) - 1)]
         return self.task.shorter(factor).draw(factor * self.args.batch, self.generator)[0]
@@ -257,7 +257,7 @@ class Trainer(ByteTrainer):
 
     @torch.no_grad()
     def right(self) -> Tensor:
-        """Which validation questions are answered with the right value, `[W, questions]`."""
+        """Mask of validation questions that are answered with the right value, `[W, questions]`."""
         positions = self.answers(self.validation)
         right = [
             self.logits(part)[:, positions - 1].argmax(-1) == part[:, positions]
@@ -267,7 +267,7 @@ class Trainer(ByteTrainer):
         return answered.cpu()
 
     def judge(self, name: str) -> tuple[float, list[Accuracy]]:
-        """Share of right answers, in all and by distance: ranges from FAR windows on that double in length."""
+        """Share of right answers, overall and by distance, in ranges from FAR windows on that double in length."""
         right = self.right().double()
         windows = self.distances.cpu() / self.task.window
         ranges = []
@@ -281,7 +281,7 @@ class Trainer(ByteTrainer):
         return right.mean().item(), ranges
 
     def run(self, show: Show) -> tuple[list[Row], list[Summary], list[Accuracy]]:
-        """Train and evaluate; for NSA, a second summary of the same model with its selected branch closed."""
+        """Train and evaluate; for NSA, add a summary of the same model with its selected branch closed."""
         rows, cost = self.train(show)
         steps = rows[-1].step
         accuracy, ranges = self.judge(self.variant)
@@ -362,7 +362,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def verdict(summaries: Sequence[Summary]) -> str:
-    """The conclusion: whether NSA looks up far values, and whether by its selected branch."""
+    """Conclusion about NSA's ability to look up distant values, and the role of its selected branch."""
     share = {summary.variant: summary.accuracy for summary in summaries}
     if "nsa" not in share:
         return "NSA itself was not trained, so there is nothing to conclude about it."

@@ -1,11 +1,11 @@
-"""Trains a byte-level language model on real text, with a residual stream and with attention residual.
+"""Train a byte-level language model on real text, with a residual stream and with attention residual.
 
-    sum        a pre-norm transformer: the input of every layer is the sum of the embedding and of all outputs before it
-    attention  the input of every layer, and of the head, is their attention residual instead: a mixture with weights
-               of its own for each token, by a learned query (arXiv 2603.15031)
+    sum a pre-norm transformer: the input of every layer is the sum of the embedding and of all earlier outputs
+    attention the input of every layer, and of the head, is their attention residual instead: a mixture with weights per
+    token, from a learned query (arXiv 2603.15031)
 
-Weights, batches and causal softmax attention are the same. Queries start at zero, so that all outputs weigh the same,
-and layers normalise their input; so both models compute the same before the first step.
+Weights, batches and causal softmax attention are the same. Queries start at zero, so that all outputs have equal
+weights, and layers normalise their input. Both models are therefore equal before the first step.
 
 Writes OUT.json (schema: docs/results_files.md) and OUT.png after each variant.
 """
@@ -85,7 +85,7 @@ DEFAULTS: dict[str, dict[str, int]] = {
 
 
 class AttentionResidualModel(ByteModel):
-    """ByteModel whose layers and head take the attention residual of all outputs before them as input."""
+    """ByteModel whose layers and head have the attention residual of all earlier outputs as input."""
 
     def __init__(self, layers: int, width: int, heads: int, kv_heads: int, backend: str | None) -> None:
         super().__init__(layers, width, lambda: DenseAttention(width, heads, kv_heads, SDPA))
@@ -94,7 +94,7 @@ class AttentionResidualModel(ByteModel):
     def through_blocks(self, hidden: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
         outputs, mixtures = [hidden], iter(self.mixtures)
         for block in self.blocks:
-            # Under autocast outputs have 16 bits; they are kept in fp32 as the residual stream is
+            # Under autocast outputs have 16 bits; keep them in fp32 like the residual stream
             outputs.append(block.attend(next(mixtures)(outputs), table).to(hidden.dtype))  # type: ignore[operator]
             outputs.append(block.feed_forward(next(mixtures)(outputs)).to(hidden.dtype))  # type: ignore[operator]
         mixed: Tensor = next(mixtures)(outputs)
@@ -175,10 +175,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def resolve(args: argparse.Namespace) -> tuple[str, str]:
-    """The backend of attention residual, and a note where it is the reference because no kernel can run.
+    """The backend of attention residual, and a note if it is the reference because no kernel is available.
 
     Raises:
-        ValueError, dispatch.BackendError: for a named backend that cannot run.
+        ValueError, dispatch.BackendError: for a named backend that is not available.
     """
     shape = (args.batch, args.context, args.width)
     options = {"blocks": 2 * args.layers + 1, "stacked": False, "shape": shape}
@@ -202,7 +202,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def verdict(summaries: list[Summary]) -> str:
-    """The conclusion from the losses, with its limits."""
+    """Conclusion from the losses, with its limits."""
     by_name = {summary.variant: summary for summary in summaries}
     summed, attention = (by_name.get(name) for name in VARIANTS)
     if summed is None or attention is None:

@@ -1,17 +1,17 @@
-"""Trains a byte-level language model on real text with dense attention, NSA, and NSA without single branches.
+"""Train a byte-level language model on real text with dense attention, NSA, and NSA without single branches.
 
-The text is on every machine: the sources of the Python standard library, some of its files kept for validation.
-All variants (examples/shared/nsa_variants.py) start from the same weights, as far as they share them, and see the same
-batches in the same order. With `--preset paper` NSA selects per token, else per tile.
+The text is on every machine: the sources of the Python standard library, with some files held out for validation. All
+variants (examples/shared/nsa_variants.py) start from the same weights, if they share them, and see the same batches in
+the same order. With `--preset paper` NSA selects per token, else per tile.
 
-Selection per tile looks at all queries of a tile, later ones too. What a model gains from that is measured: for sampled
-bytes the loss is computed again with the text cut off after them; `lookahead` is the loss that this adds.
+Selection per tile depends on all queries of a tile, also later ones. To measure what a model gains from this, the loss
+of sampled bytes is recomputed with the text cut off after them; `lookahead` is the increase in loss.
 
     torchrun --nproc-per-node=2 examples/train_text.py --context-parallel 2
 
-divides every sequence among two processes (docs/distributed.md). Losses are those of one process, but for rounding:
-`--beside FILE` puts those of an earlier run with the same arguments beside them, and the largest difference. Where a
-difference is above what rounding explains (`rounding_tolerance`), the status is 1.
+divides every sequence between two processes (docs/distributed.md). Losses equal those of one process up to rounding:
+`--beside FILE` shows those of an earlier run with the same arguments next to them, and the largest difference. If
+rounding does not explain a difference (`rounding_tolerance`), the status is 1.
 
 Writes OUT.json (schema: docs/results_files.md) and OUT.png after each variant.
 """
@@ -136,9 +136,9 @@ class Summary:
     bits_per_byte: float
     relative_to_dense: float | None
     lookahead: float | None
-    """Loss added by cutting off the text after the predicted byte, where selection is per tile; else None."""
+    """Increase in loss when the text after the predicted byte is cut off; None unless selection is per tile."""
     lookahead_error: float | None
-    """Its standard error over the sampled bytes."""
+    """Standard error of `lookahead` over the sampled bytes."""
     tokens_per_s: float | None
     peak_gib: float | None
 
@@ -151,12 +151,14 @@ class Trainer(TextTrainer):
         super().__init__(variant, model, args, corpus)
 
     def context_parallel(self, args: argparse.Namespace) -> ContextParallel | None:
-        """What divides sequences; here nothing."""
+        """The ContextParallel that divides sequences; None here."""
         return None
 
     @torch.no_grad()
     def lookahead(self, cuts: list[int]) -> tuple[float, float]:
-        """Loss added by cutting off the text after each of these positions, in nats: mean and standard error."""
+        """Increase in loss from cutting off the text after each of these positions, in nats: mean and standard
+        error.
+        """
         added = []
         for part in self.validation.split(self.args.batch):
             whole = self.losses(part)
@@ -184,7 +186,7 @@ class Trainer(TextTrainer):
 
 
 class DividedTrainer(Trainer):
-    """The same where each sequence is divided among the processes of torchrun, which all have the whole text."""
+    """Trainer with each sequence divided among the processes of torchrun, which all have the whole text."""
 
     def context_parallel(self, args: argparse.Namespace) -> ContextParallel:
         group = dist.group.WORLD
@@ -194,7 +196,7 @@ class DividedTrainer(Trainer):
         return self.parallel
 
     def losses(self, windows: Tensor) -> Tensor:
-        """Of all bytes on every rank, to look at: `gradients` has the loss to train with."""
+        """Losses of all bytes on every rank, for evaluation; `gradients` has the training loss."""
         labels = self.parallel.shard(windows[:, 1:])
         own = cross_entropy(self.logits(windows).flatten(0, 1), labels.flatten(), reduction="none")
         every: Tensor = self.parallel.unshard(own.view(labels.shape))
@@ -203,7 +205,7 @@ class DividedTrainer(Trainer):
     def gradients(self, windows: Tensor) -> Tensor:
         share = self.parallel.cross_entropy(self.logits(windows), self.parallel.shard(windows[:, 1:]))
         share.backward()
-        # Gradients of weights are shares, too: added up in one message
+        # Gradients of weights are shares, too: sum them in one message
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         total = self.parallel.sum(torch.cat([gradient.flatten() for gradient in gradients]))
         for gradient, part in zip(gradients, total.split([x.numel() for x in gradients]), strict=True):
@@ -213,7 +215,7 @@ class DividedTrainer(Trainer):
 
 
 def relate(summaries: list[Summary]) -> list[Summary]:
-    """The summaries with `relative_to_dense` filled in."""
+    """Fill in `relative_to_dense` of the summaries."""
     dense = next((s for s in summaries if s.variant == "dense"), None)
     if dense is None:
         return summaries
@@ -241,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace, *, first: bool = True) -> int:
-    """Args: first: whether this is the process that shows and writes."""
+    """Run the example; `first` is True in the process that prints and writes files."""
     corpus = load_corpus(Path(sysconfig.get_path("stdlib")))
     check_length(corpus, args.context)
     try:
@@ -298,10 +300,10 @@ def facts(args: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
 
 
 def read_beside(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """The results of an earlier run. Ends the program where it was of something else.
+    """Read the results of an earlier run; exit if it had other arguments.
 
     Args:
-        content: the facts of this run.
+        content: the description of this run.
     """
     try:
         run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -317,12 +319,13 @@ def read_beside(path: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def rounding_tolerance(args: argparse.Namespace) -> float | None:
-    """How far rounding moves a loss of two runs with the same arguments, as a share of it; None: nothing can be said.
+    """Relative difference in loss that rounding explains between two runs with the same arguments, or None if too
+    large.
 
-    Sums of n terms in another order differ by about sqrt(n) eps of their terms. Gradients of weights are sums over the
-    n bytes of a batch, and Adam divides them by their size, so every update differs by that share: after T updates
-    by T sqrt(n) eps of what training moves, which is no more than the loss itself. From a tenth on, as in bf16, this
-    tells nothing from a mistake.
+    Sums of n terms in different orders differ by about sqrt(n) eps of their terms. Gradients of weights are sums over
+    the n bytes of a batch, and Adam divides them by their magnitude, so every update differs by that share: after T
+    updates by T sqrt(n) eps of the change by training, which is at most the loss itself. From a tenth on, as in bf16,
+    rounding cannot be distinguished from an error.
     """
     eps = torch.finfo(DTYPES[args.dtype]).eps
     tolerance = args.steps * math.sqrt(args.batch * args.context) * eps
@@ -330,8 +333,8 @@ def rounding_tolerance(args: argparse.Namespace) -> float | None:
 
 
 def differences(run: dict[str, Any], rows: list[Row], tolerance: float | None) -> dict[str, Any]:
-    """The losses of an earlier run at the steps of this one's rows, the largest differences, and whether each is at
-    most `tolerance` of its loss.
+    """Losses of an earlier run at the steps of this one's rows, the largest differences, and `equal`: True if all are
+    at most `tolerance` of their loss, None without a tolerance.
     """
     own = {(row.variant, row.step): row for row in rows}
     pairs = [(row, own[key]) for row in run["rows"] if (key := (row["variant"], row["step"])) in own]
@@ -367,8 +370,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--context-parallel",
         type=int,
         metavar="R",
-        help="divide each sequence among the R processes that torchrun starts; without dense attention, and nsa alone "
-        "unless --variants names others; default: one process, whole sequences",
+        help="divide each sequence among the R processes that torchrun starts; without dense attention, and only nsa "
+        "unless --variants lists others; default: one process, whole sequences",
     )
     group.add_argument(
         "--beside",
@@ -376,14 +379,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="results of runs that differ in --context-parallel at most: write down their losses and the differences, "
-        "and fail where these are more than rounding",
+        help="results of a run that differs at most in --context-parallel: record its losses and the differences, "
+        "and fail if these exceed rounding",
     )
     parser.add_argument(
         "--save-indices",
         type=Path,
         metavar="FILE",
-        help="save what all layers of variant nsa select for a held-out text, for bench_token_selected.py --indices",
+        help="save all selections of variant nsa for a held-out text, for bench_token_selected.py --indices",
     )
     every = parser.get_default("variants")
     parser.set_defaults(variants=None)
@@ -403,7 +406,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End the program where --context-parallel does not fit the processes, or another option does not fit it."""
+    """Exit if --context-parallel does not match the number of processes, or conflicts with another option."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if args.context_parallel != size or "RANK" not in os.environ:
         parser.error(
@@ -425,15 +428,15 @@ def check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 
 
 def is_short(args: argparse.Namespace) -> bool:
-    """Whether models saw fewer bytes than they have parameters."""
+    """True if models saw fewer bytes than they have parameters."""
     return bool(args.steps * args.batch * args.context < max(count_parameters(args).values()))
 
 
 def verdict(summaries: list[Summary], *, short: bool = False) -> str:
-    """The conclusion about NSA, with its limits.
+    """Conclusion about NSA, with its limits.
 
     Args:
-        short: the run was too short to show the value of attention over long distances.
+        short: True if the run was too short to show the value of long-range attention.
     """
     by_name = {summary.variant: summary for summary in summaries}
     nsa, dense, window = (by_name.get(name) for name in ("nsa", "dense", "window"))
@@ -478,7 +481,7 @@ def print_summary(summaries: list[Summary], out: Path, *, short: bool) -> None:
 
 
 def print_beside(path: Path, found: dict[str, Any], rows: list[Row]) -> None:
-    """The final losses of this run and of an earlier one, and whether all agree.
+    """Print the final losses of this run and of an earlier one, and the result of the comparison.
 
     Args:
         found: from `differences`.

@@ -59,7 +59,7 @@ def check(call: Any) -> str | None:
     if call.device_type == "cpu":
         return None
     if not call.named:
-        return f"runs on {call.device_type} only when named: backend='reference' (correct everywhere, fast nowhere)"
+        return f"runs on {call.device_type} only when named: backend='reference' (eager PyTorch, slow)"
     if call.device_type == "meta":
         return "reads values, and meta tensors have none"
     if call.options.get("deterministic") and call.backward:

@@ -24,10 +24,10 @@ WORD = re.compile(r"\b(behind|as of|likewise|nobody|somebody|lie|lies|lay|lying)
 NOT_PROSE = re.compile(r"<!-- table: .*?<!-- end -->|^```.*?^```", re.DOTALL | re.MULTILINE)
 LIMITS = {
     "nsa": (0, 0),
-    "dispatch": (2, 0),
-    "ascend_kernels": (20, 12),
+    "dispatch": (0, 0),
+    "ascend_kernels": (0, 0),
     "cute_kernels": (204, 223),  # as counted today; to fall to 19 and 14, the goal of the four packages together
-    "examples": (9, 4),
+    "examples": (0, 0),
     "README.md": (0, 0),
     "docs": (0, 64),
 }

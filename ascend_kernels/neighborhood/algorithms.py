@@ -1,4 +1,4 @@
-"""Which kernels a call of neighborhood attention runs, forward and backward."""
+"""Choice of kernels for a call of neighborhood attention, forward and backward."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def forward(
 
     Args:
         algorithm: "flash", "band" or "dense", which is the band with another backward.
-        keep: whether the caller needs the band, for `backward` or itself. "flash" returns what it keeps in any case.
+        keep: True if the caller needs the band, for `backward` or itself. "flash" returns its statistics in any case.
         options: kernel_size, dilation, softmax_scale, boundary, causal, backend.
 
     Returns:
-        out, and what `backward` takes: statistics of rows, or the band; None for the band without `keep`.
+        out, and the input of `backward`: statistics of rows, or the band; None instead of the band without `keep`.
 
     Raises:
-        ValueError: algorithm "dense" where its backward exceeds its limits.
+        ValueError: for algorithm "dense" if its backward would exceed its limits.
     """
     if algorithm == "dense" and keep:
         refusal = attention_backward.dense_refusal(q, k, backend=options["backend"])
@@ -37,7 +37,7 @@ def forward(
 
 
 def kept_like(q: Tensor, k: Tensor, v: Tensor, *, algorithm: str = "flash", **options: Any) -> Tensor:
-    """Uninitialised: a tensor like the second result of `forward`."""
+    """An uninitialised tensor like the second result of `forward`."""
     if algorithm != "flash":
         batch, num_tokens, heads, _ = q.shape
         return q.new_empty((batch, heads, num_tokens, options["kernel_size"]), dtype=torch.float32)
@@ -59,7 +59,7 @@ def backward(
     """dq, dk, dv from the inputs and results of `forward`; for "band" by either path of neighborhood/backward.py.
 
     Args:
-        deterministic: not read, since no kernel adds up in an order that changes.
+        deterministic: ignored, since all kernels sum in a fixed order.
     """
     if algorithm != "flash":
         path = "dense" if algorithm == "dense" else "auto"

@@ -1,12 +1,12 @@
-"""The backward of neighborhood attention from saved probabilities: by which path, and in which chunks.
+"""The backward of neighborhood attention from saved probabilities: choice of a path and of chunks.
 
     dense    probabilities of all pairs of tokens, matrix products (dense_backward.py): O(N^2) memory, for short N;
              on Ascend by plain launches, by persistent ones from N = 1024 on
     sparse   the band of probabilities (band.py): O(N kernel_size) memory, for any N; dq, dk and dv in one launch, in
              three from N = 512 on
 
-Each path takes the other's probabilities, expanding or gathering them first. Its workspace is all it allocates besides
-gradients: probabilities, ds, and copies of tensors that kernels cannot take as they are. Chunks over batch elements and
+Each path takes the other's probabilities, expanding or gathering them first. Its workspace is all memory besides
+gradients: probabilities, ds, and copies of tensors that kernels cannot read directly. Chunks over batch elements and
 key heads, each with its own copies, keep the workspace within `workspace_limit`. The smallest chunk is one key head
 with its query heads, since dk and dv are sums over these.
 """
@@ -28,11 +28,11 @@ MAX_DENSE_TOKENS = 2048
 MIN_WORKSPACE_LIMIT = 512 << 20
 WORKSPACE_SHARE = 0.18
 INDEX_BYTES, SLOT_INDEX_BYTES = 64, 10
-"""Bytes per row, and per slot of a row, for all heads together: indices that gather a band, and which slots exist."""
+"""Bytes per row, and per slot of a row, for all heads together: indices to gather a band, and masks of slots."""
 
 
 def workspace_limit(memory: int) -> int:
-    """Bytes that a backward may take beside inputs and gradients on a device with `memory` bytes."""
+    """Maximum workspace in bytes, besides inputs and gradients, on a device with `memory` bytes."""
     return max(MIN_WORKSPACE_LIMIT, int(WORKSPACE_SHARE * memory))
 
 
@@ -40,22 +40,24 @@ def dense_refusal(q: Tensor, k: Tensor, *, backend: str, bytes_per_head: int | N
     """The limit of the dense path that a call exceeds even in the smallest chunks, or None.
 
     Args:
-        bytes_per_head: workspace of a query head, without copies of inputs; None: that for the band of a forward.
+        bytes_per_head: workspace per query head, without copies of inputs; None: that for the band of a forward.
     """
     tokens, group_size = q.shape[1], q.shape[2] // k.shape[2]
     if tokens > MAX_DENSE_TOKENS:
-        return f"takes N up to {MAX_DENSE_TOKENS}, got {tokens}"
+        return f"supports N up to {MAX_DENSE_TOKENS}, got {tokens}"
     if bytes_per_head is None:
         bytes_per_head = tokens * tokens * (4 + q.element_size())
     needed, limit = group_size * bytes_per_head, workspace_limit(memory_of(q.device))
     if needed > limit:
         return (
-            f"takes a workspace up to {limit} bytes, the larger of 512 MiB and 18 % of the device's memory; "
+            f"supports a workspace up to {limit} bytes, the larger of 512 MiB and 18 % of the device's memory; "
             f"one key head with its {group_size} query heads needs {needed}"
         )
     programs = _dense_programs(q, group_size, backend)
     if programs > MAX_GRID:
-        return f"takes grids up to {MAX_GRID} programs; one key head with its {group_size} query heads needs {programs}"
+        return (
+            f"supports grids up to {MAX_GRID} programs; one key head with its {group_size} query heads needs {programs}"
+        )
     return None
 
 
@@ -132,19 +134,19 @@ def backward(
 
 
 def _are_readable_probabilities(attn: Tensor, is_band: bool) -> bool:
-    """Whether kernels read probabilities as they are: in fp32, a band contiguous, a matrix with contiguous rows."""
+    """True if kernels can read probabilities directly: in fp32, a contiguous band or a matrix with contiguous rows."""
     return attn.dtype == torch.float32 and (attn.is_contiguous() if is_band else attn.stride(-1) == 1)
 
 
 def _readable_probabilities(attn: Tensor, is_band: bool) -> Tensor:
-    """Probabilities as kernels read them, with one copy at most."""
+    """Convert probabilities for the kernels, with at most one copy."""
     if _are_readable_probabilities(attn, is_band):
         return attn
     return attn.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
 
 
 def _bytes_per_head(q: Tensor, attn: Tensor, kernel_size: int, *, dense: bool) -> int:
-    """Workspace of a path for one query head: ds, and probabilities where they are copied, expanded or gathered."""
+    """Workspace of a path per query head: ds, and probabilities if they are copied, expanded or gathered."""
     tokens = q.shape[1]
     pairs, slots = 4 * tokens * tokens, 4 * tokens * kernel_size
     is_band = attn.shape[-1] == kernel_size
@@ -156,18 +158,18 @@ def _bytes_per_head(q: Tensor, attn: Tensor, kernel_size: int, *, dense: bool) -
         return ds + (pairs if copied else 0)
     if is_band:
         return slots + (slots if copied else 0)
-    gathered = tokens * kernel_size * attn.element_size()  # where it is cast, freed before ds is allocated
+    gathered = tokens * kernel_size * attn.element_size()  # if it is cast, freed before ds is allocated
     return slots + max(slots, gathered if attn.dtype != torch.float32 else 0)
 
 
 def _bytes_of_copy(tensor: Tensor, backend: str) -> int:
-    """Bytes of a copy of one head of a tensor `[B,N,heads,D]`; 0 where kernels take the tensor as it is."""
+    """Bytes of a copy of one head of a tensor `[B,N,heads,D]`; 0 if kernels can read the tensor directly."""
     size = tensor.shape[1] * padded_dim(tensor.shape[3], backend) * tensor.element_size()
     return 0 if is_readable(tensor, backend) else size
 
 
 def _dense_programs(q: Tensor, group_size: int, backend: str) -> int:
-    """Work tiles of a key head and its query heads, in the kernel that has most of them."""
+    """Number of work tiles of a key head and its query heads, in the kernel with the most."""
     sizes: dict[str, Any] = {"tokens": q.shape[1], "backend": backend, "cores": None}
     heads = {"dense_ds": group_size}
     return max(

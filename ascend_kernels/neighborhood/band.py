@@ -1,4 +1,4 @@
-"""Neighborhood attention through its band of probabilities: launchers of band_kernels.py, which has math and layout."""
+"""Neighborhood attention by its band of probabilities: launchers of band_kernels.py, which has math and layout."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ KERNELS = {
     "band_expand": band_kernels.expand_kernel,
 }
 SEPARATE_TOKENS = 512
-"""N from which gradients take three launches, as in Liger's op for Ascend: cores then share the work of each launch
-evenly, which the three axes of one launch do not allow. Below it, the time is that of launching."""
+"""N from which gradients use three launches, as in Liger's op for Ascend, so that each launch is balanced over cores,
+which the three axes of one launch do not allow. Below it, launches dominate the time."""
 
 
 def forward(
@@ -134,7 +134,7 @@ def _band_sizes(
     boundary: str,
     causal: bool,
 ) -> dict[str, Any]:
-    """As `windows.sizes_of`, but with all slots of the window, also where it is longer than the sequence."""
+    """`windows.sizes_of`, but with all slots of the window, even if it is longer than the sequence."""
     sizes = sizes_of(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
     left = kernel_size - 1 if causal else kernel_size // 2
     return {**sizes, "left": left, "right": kernel_size - 1 - left}

@@ -1,8 +1,8 @@
-"""Kernels of neighborhood attention through its band, in Triton, for Ascend NPUs and NVIDIA GPUs.
+"""Kernels of neighborhood attention by its band, in Triton, for Ascend NPUs and NVIDIA GPUs.
 
-The band is the probabilities `[B,H,N,K]`, fp32: it is kept for backward, and `[N,N]` never exists. Definition, residue
-classes and windows are those of neighborhood/flash.py: row t of a class of S rows sees the rows start(t) ... start(t) +
-K - 1 that exist, and slot s of row t is key start(t) + s. Launchers are in band.py.
+The band is the probabilities `[B,H,N,K]` in fp32; it is saved for backward, and `[N,N]` is never stored. Definition,
+residue classes and windows are those of neighborhood/flash.py: row t of a class of S rows sees the rows start(t) ...
+start(t) + K - 1 that exist, and slot s of row t is key start(t) + s. Launchers are in band.py.
 
     s = scale * q k^T     p = softmax over the slots               scores_kernel: q, k -> p
     o = p v                                                        rows_kernel: p, v -> o
@@ -13,16 +13,16 @@ K - 1 that exist, and slot s of row t is key start(t) + s. Launchers are in band
 
 Writing a band. BLOCK_M consecutive rows share one contiguous window of keys, so one product of BLOCK_M rows and BLOCK_N
 = 2 BLOCK_M keys holds BLOCK_M slots of each of them. Slot s of all rows is a diagonal of that product, which a masked
-sum extracts; the `[BLOCK_M, BLOCK_M]` tile of the band is stored whole. A window with more slots takes more tiles, and
-a first pass for the sums of its softmax: computing products twice is cheaper than scores in memory.
+sum extracts; the `[BLOCK_M, BLOCK_M]` tile of the band is stored whole. A window with more slots needs more tiles, and
+a first pass for the sums of its softmax: computing products twice is cheaper than storing scores.
 
-Reading a band. In a segment of rows with start(t) = slope * t + first, the entry (t, u) of row t and key u lies at
+Reading a band. In a segment of rows with start(t) = slope * t + first, the entry (t, u) of row t and key u is at
 
     t * row_stride + u - start(t)  =  t * (row_stride - slope) + u - first
 
 That is a dense matrix with another row stride, keys contiguous: a tile of it is one block copy, by rows or (`tl.trans`
-on the way to the cube) by columns, and no slot is gathered. All (t, u) of a segment lie within the band of its class;
-those outside the window of t belong to neighboring rows and are masked on chip. Rows of a tile overlap in memory where
+on the way to the cube) by columns, and no slot is gathered. All (t, u) of a segment are within the band of its class;
+those outside the window of t belong to neighboring rows and are masked on chip. Rows of a tile overlap in memory if
 row_stride - slope < BLOCK_N: bishengir's library then copies row by row (read in its source, not seen on a device).
 There are at most three segments:
 
@@ -32,15 +32,15 @@ There are at most three segments:
 
 and with shift and fewer rows than K one: slope 0, first 0. A tile of rows walks over the segments that its rows are in;
 a tile of keys over those with windows that hold one of its keys. Gradients of keys are gathered from queries, in a
-fixed order, and over the query heads of their key head, so no two programs add to one address and every run gives the
-same bits.
+fixed order, and over the query heads of their key head, so no two programs add to one address and results are bitwise
+repeatable.
 
 Operands of products are in the inputs' dtype, sums in fp32; p and ds are fp32 in memory and between products. The scale
 is applied once, to sums. Work tiles are those of neighborhood/flash.py, of BLOCK_D features each.
 
 Floor, per batch element. Forward reads q, k, v and writes o, 2 N (H + H_kv) D elements, writes a band of 4 N K H bytes
 and reads it, and takes 4 N K H D FLOP. Backward reads do, q, k, v and writes dq, dk, dv, (3 H + 4 H_kv) N D elements,
-reads p and writes and reads ds, 12 N K H bytes, and takes 8 N K H D FLOP. Each kernel says what it does above that.
+reads p and writes and reads ds, 12 N K H bytes, and takes 8 N K H D FLOP. Each kernel documents its cost above that.
 
 Limits: D <= 256, N and K <= 2^29, fp16, bf16 or fp32, features contiguous.
 """
@@ -420,8 +420,8 @@ def rows_kernel(
     """y = scale * band x: o of p and v, dq of ds and k. BLOCK_M rows and BLOCK_D features per work tile.
 
     Floor: reads x and 4 N K H bytes, writes y, 2 N K H D FLOP. Whole tiles take 2 N W H D, with W the BLOCK_M + K - 1
-    keys of a tile rounded up to BLOCK_N; the band's 4 N W H bytes are read once per BLOCK_D features, and for
-    C = 1 lie in 4 N K H bytes of memory.
+    keys of a tile rounded up to BLOCK_N; the band's 4 N W H bytes are read once per BLOCK_D features, and for C = 1
+    they are in 4 N K H bytes of memory.
     """
     num_dim_tiles = tl.cdiv(dim, BLOCK_D)
     wide_dilation = tl.cast(dilation, tl.int64)

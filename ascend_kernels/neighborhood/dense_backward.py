@@ -4,20 +4,21 @@
     dk = scale * ds^T q
 
 for each query head, with p `[N,N]` in fp32 and ds `[N,N]` in the inputs' dtype, to which `tl.dot` rounds it anyway. dk
-and dv are sums over the query heads of a key head's group. One program adds them up, so every run gives the same bits.
+and dv are sums over the query heads of a key head's group. One program computes each sum, so results are bitwise
+repeatable.
 
 Three kernels. `dv` keeps a tile of keys and walks over queries. `ds` keeps a tile of queries and walks over keys
 twice, for delta and for ds: recomputing dp moves less memory than writing it and reading it back. `dqdk` keeps a tile
-of rows, as queries for dq and as keys for dk. `dv` and `dqdk` take BLOCK_D features of a head per work tile.
+of rows, as queries for dq and as keys for dk. `dv` and `dqdk` process BLOCK_D features of a head per work tile.
 
-p is 0 outside the windows, and a key is at most `before` tokens before its query and `after` tokens behind it. Tiles
+p is 0 outside the windows, and a key is at most `before` tokens before its query and `after` tokens after it. Tiles
 without such a pair are skipped: neither read nor written to ds. All kernels use the same square tiles of matrices:
 `dqdk` reads exactly the tiles that `ds` wrote; the rest of ds is not initialised. Tiles start at multiples of their
-size and are masked at the last row, never clamped: one block copy each. A dilation adds zeros, which are multiplied.
+size and are masked at the last row, never clamped: one block copy each. With dilation, zeros are multiplied, too.
 
 Work tiles. Programs stride over work tiles, heads innermost. A plain launch has a program per work tile; a persistent
-launch has a program per core. Both give the same bits. NPUs take persistent launches for long sequences, since a core
-starts its programs one after the other, each at a cost. A GPU schedules blocks by itself.
+launch has a program per core. Both give the same bits. NPUs use persistent launches for long sequences, since a core
+starts its programs one at a time, each at a cost. A GPU schedules blocks in hardware.
 
 Floor. Per batch element, q, k, v, do, dq, dk and dv are (3 H + 4 H_kv) N D elements. With W = before + after + 1 keys
 in reach, N at most, `dv` reads 4 N W H bytes of p and takes 2 N W H D FLOP; `ds` reads p twice, writes N W H elements
@@ -68,7 +69,7 @@ def _work_tile(i_work, num_heads, num_tokens, dim, BLOCK_M: tl.constexpr, BLOCK_
 
 @triton.jit
 def _rows_in_reach(i_row, before, after, num_tokens, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First and end of the rows at most `before` before or `after` behind a tile; first is a multiple of BLOCK_N."""
+    """Half-open range of rows at most `before` before or `after` after a tile; the start is a multiple of BLOCK_N."""
     first = tl.maximum(i_row - before, 0) // BLOCK_N * BLOCK_N
     end = tl.minimum(tl.minimum(i_row + BLOCK_M, num_tokens) + after, num_tokens)
     return first, end
@@ -304,7 +305,7 @@ def backward(
 
 
 def _key_reach(num_tokens: int, kernel_size: int, dilation: int, boundary: str, causal: bool) -> tuple[int, int]:
-    """How many tokens before and behind its query a key may be."""
+    """Maximum distance of a key before and after its query, in tokens."""
     left = kernel_size - 1 if causal else kernel_size // 2
     right = kernel_size - 1 - left
     if boundary == "shift" and not causal:  # a row at the border may be the first or the last of its window
@@ -313,7 +314,7 @@ def _key_reach(num_tokens: int, kernel_size: int, dilation: int, boundary: str, 
 
 
 PERSISTENT_TOKENS = 1024
-"""As in Liger's op for Ascend, there in fp32 alone."""
+"""As in Liger's op for Ascend, which uses it in fp32 only."""
 KERNELS = {"dense_dv": dense_dv_kernel, "dense_ds": dense_ds_kernel, "dense_dqdk": dense_dqdk_kernel}
 
 

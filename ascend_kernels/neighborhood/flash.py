@@ -2,7 +2,7 @@
 
 Definition (reference.py is the same in PyTorch). Tokens fall into C = dilation residue classes, and each class of S
 rows attends within itself. Below, rows are numbered within a class: row t is token t * C + r, so dilation is only a
-larger stride between rows. Row t sees the rows start(t) ... start(t) + K - 1 that lie in [0, S), where K = left + right
+larger stride between rows. Row t sees the rows start(t) ... start(t) + K - 1 that are in [0, S), where K = left + right
 + 1 and
 
     start(t) = t - left                                    truncate, causal (right = 0)
@@ -15,19 +15,19 @@ Tiling. start is monotonic, so consecutive rows share one contiguous window of k
 `dq` keep a tile of BLOCK_M queries and walk over its window BLOCK_N keys at a time, with an online softmax or with the
 saved m and 1 / sum. `dkdv` keeps a tile of keys and walks over the queries that see it: key u is seen by the rows
 u - right ... u + left; with shift, a key below K also by all rows before those, and a key from S - K on also by all
-rows after them. It does so for every query head of its key head, so no two programs add to one address and every run
-gives the same bits.
+rows after them. It does so for every query head of its key head, so no two programs add to one address and results are
+bitwise repeatable.
 
-One pass. Where K is small against BLOCK_N, a tile keeps no more rows than BLOCK_N - K + 1: its window is then one tile,
+One pass. If K is small compared with BLOCK_N, a tile keeps at most BLOCK_N - K + 1 rows: its window is then one tile,
 nothing is rescaled, and on NVIDIA GPUs a program that strides over work tiles loads the next one while it computes.
 
-Every tile is consecutive rows that start inside their class, masked where the class or the window ends and never
-clamped: one block copy each, and no row is read that no query needs. Visibility is decided on row numbers alone. Sums,
-softmax and accumulators are fp32; operands of `tl.dot` stay in the inputs' dtype.
+Every tile is consecutive rows that start inside their class, masked at the end of the class or window and never
+clamped: one block copy each, and only rows that a query needs are read. Visibility is decided on row numbers alone.
+Sums, softmax and accumulators are fp32; operands of `tl.dot` stay in the inputs' dtype.
 
 Layout. q, k, v, o, do and the gradients are `[B,N,heads,D]` with any strides of batch elements, tokens and heads. m,
 1 / sum and delta are fp32 `[B, H, C, ceil(N / C)]`, so that a tile of rows is contiguous in them too. m is in base 2.
-Not m + log(sum): rounded to fp32, it would be as coarse as the scores are large, and p off by as much.
+m + log(sum) is not stored: its fp32 rounding error grows with the scores, and so would the error of p.
 
 Work tiles. One work tile is a tile of rows of one class of one head. Heads are innermost, then classes, so that
 programs that run together read neighboring memory. Programs stride over work tiles. Sizes are run-time values: one
@@ -418,7 +418,7 @@ def forward(
 def kept_like(
     q: Tensor, k: Tensor, v: Tensor, *, kernel_size: int, dilation: int, boundary: str, causal: bool, **_: Any
 ) -> Tensor:
-    """Uninitialised: a tensor like the second result of `forward`."""
+    """An uninitialised tensor like the second result of `forward`."""
     return _empty_per_row(2, q, sizes_of(q, k, kernel_size, dilation, 1.0, boundary, causal))
 
 
@@ -437,7 +437,7 @@ def backward(
     causal: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients from the inputs and results of `forward`. Bitwise the same in every run.
+    """Gradients from the inputs and results of `forward`. Bitwise repeatable.
 
     Args:
         do: gradient of out, `[B,N,H,D]`. The others: as `forward` took and returned them.
@@ -462,7 +462,7 @@ KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 
 
 def _empty_per_row(count: int, q: Tensor, sizes: dict[str, Any]) -> Tensor:
-    """`count` fp32 numbers per row, `[count, rows]`, with rows rounded up so that each begins at 16 bytes."""
+    """Allocate `count` fp32 numbers per row, `[count, rows]`, padded so that each row of it is 16-byte aligned."""
     rows = q.shape[0] * q.shape[2] * sizes["dilation"] * sizes["rows_per_class"]
     return torch.empty((count, -(-rows // 4) * 4), dtype=torch.float32, device=q.device)
 
@@ -472,7 +472,7 @@ def _pointers(statistics: Tensor) -> dict[str, Tensor]:
 
 
 def _same_strides(tensors: dict[str, Tensor]) -> bool:
-    """Whether all tensors of queries have equal strides, and all tensors of keys."""
+    """True if all tensors of queries have equal strides, and all tensors of keys."""
     return all(
         tensor.stride() == tensors["k" if name in KV_TENSORS else "q"].stride() for name, tensor in tensors.items()
     )
@@ -516,7 +516,7 @@ def _launch(
         "BLOCK_N": tiles.block_n,
         "BLOCK_D": tiles.block_d,
         "ONE_PASS": tiles.one_pass,
-        # GPUs save registers by builds of their own for these; on NPUs builds are to be few
+        # GPUs save registers with separate builds for these; NPUs need few builds
         "WHOLE_D": not on_npu and tiles.block_d == dim,
         "GROUPED": on_npu or sizes["group_size"] > 1,
         "SAME_STRIDES": not on_npu and _same_strides(tensors),

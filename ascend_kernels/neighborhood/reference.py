@@ -7,15 +7,15 @@ t * dilation + r) attends to the rows start(t) ... start(t) + kernel_size - 1 th
     start(t) = t - left                                       truncate, and causal with either boundary
     start(t) = min(max(t - left, 0), max(S - kernel_size, 0)) shift
 
-so an odd window is centred, an even one has its extra key on the left (offsets -k/2 ... k/2 - 1), "truncate" drops what
-lies outside the class (Liger), and "shift" moves the window inside (NATTEN), to min(kernel_size, S) keys.
+so an odd window is centred, an even one has its extra key on the left (offsets -k/2 ... k/2 - 1), "truncate" drops keys
+outside the class (Liger), and "shift" moves the window inside (NATTEN), to min(kernel_size, S) keys.
 
     p(i, j) = softmax over the window of softmax_scale * q_i . k_j,    out_i = sum_j p(i, j) v_j
 
 With fewer queries than keys (causal) they are the last tokens.
 
-Any dtype from bf16 to fp64, any device, differentiable by autograd. Scores, softmax and sums run in fp32 (fp64 for fp64
-inputs), those of gradients too: q, k and v are cast once, before keys are gathered, so gradients are rounded once.
+Any dtype from bf16 to fp64, any device, differentiable by autograd. Scores, softmax and sums, also those of gradients,
+run in fp32 (fp64 for fp64 inputs): q, k and v are cast once, before keys are gathered, so gradients are rounded once.
 Keys are gathered in chunks of rows, and each chunk is recomputed in backward, so memory is a few copies of the inputs.
 """
 
@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_BYTES = 64 << 20
-"""Rough size of the gathered keys and values of one chunk of rows."""
+"""Approximate size of the gathered keys and values of one chunk of rows."""
 
 
 def window_starts(num_tokens: int, kernel_size: int, dilation: int, boundary: str, causal: bool) -> Tensor:
-    """Token of each row's slot 0, int64 `[N]`; negative where a truncated window starts before its class."""
+    """Token of each row's slot 0, int64 `[N]`; negative if a truncated window starts before its class."""
     token = torch.arange(num_tokens, device="cpu")
     residue, row = token % dilation, token // dilation
     start = row - (kernel_size - 1 if causal else kernel_size // 2)
@@ -46,7 +46,7 @@ def window_starts(num_tokens: int, kernel_size: int, dilation: int, boundary: st
 def band_of(
     attn: Tensor, kernel_size: int, dilation: int, boundary: str, causal: bool, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The band `[B,H,N,kernel_size]` of a dense `[B,H,N,N_k]`, in `dtype`; 0 where a slot has no key."""
+    """The band `[B,H,N,kernel_size]` of a dense `[B,H,N,N_k]`, in `dtype`; 0 for slots without a key."""
     num_rows, num_tokens = attn.shape[-2:]
     dilation = min(dilation, max(num_tokens, 1))
     starts = window_starts(num_tokens, kernel_size, dilation, boundary, causal)[num_tokens - num_rows :]
@@ -56,26 +56,26 @@ def band_of(
 
 
 def reaching(kernel_size: int, num_tokens: int, dilation: int, boundary: str, causal: bool) -> int:
-    """A smaller kernel_size with the same keys, where there is one: temporaries grow with it."""
+    """The smallest kernel_size with the same keys, to limit temporaries."""
     class_size = -(-num_tokens // dilation)
     one_sided = causal or boundary == "shift"
     return min(kernel_size, max(class_size, 1) if one_sided else 2 * class_size + 2 - kernel_size % 2)
 
 
 def _keys(starts: Tensor, slots: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Token of each slot of rows `[n, kernel_size]`, clamped into the sequence, and whether the slot has a key."""
+    """Token of each slot of rows `[n, kernel_size]`, clamped into the sequence, and a mask of slots that have a key."""
     keys = starts[:, None] + slots
     exists = (keys >= 0) & (keys < num_tokens)
     return keys.clamp(0, max(num_tokens - 1, 0)), exists
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that sums and softmax run in."""
+    """The dtype of sums and softmax."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _rows_per_chunk(k: Tensor, kernel_size: int) -> int:
-    """Rows whose gathered keys and values take about CHUNK_BYTES."""
+    """Number of rows whose gathered keys and values take about CHUNK_BYTES."""
     batch, _, kv_heads, dim = k.shape
     per_row = 2 * max(1, batch * kernel_size * kv_heads * dim) * k.dtype.itemsize
     return max(1, CHUNK_BYTES // per_row)
@@ -101,7 +101,7 @@ def neighborhood_attention(
 
     Returns:
         out `[B,N,H,D]` in q's dtype; the band `[B,H,N,kernel_size]`, fp32 (fp64 for fp64 inputs): the probability of
-        slot s, the key s * dilation after the window's start, 0 where there is none, or None; and LSE `[B,H,N]` in the
+        slot s, the key s * dilation after the window's start, 0 if there is none; or None; and LSE `[B,H,N]` in the
         band's dtype.
     """
     heads, dim = q.shape[2:]

@@ -1,7 +1,4 @@
-"""Whether the Triton kernels take a call of neighborhood attention, asked by the dispatcher before a launch.
-
-Needs torch alone.
-"""
+"""Limits of the Triton kernels of neighborhood attention, checked by the dispatcher. Needs only torch."""
 
 from __future__ import annotations
 
@@ -12,16 +9,16 @@ from ascend_kernels.neighborhood.tiling import MAX_DIM, MAX_TOKENS
 from ascend_kernels.support import gpu_refusal, npu_refusal
 
 NARROW_WINDOW = 96
-"""Keys of the widest windows at which our kernels are faster than FlashAttention-4, on an H200."""
+"""Largest window, in keys, for which these kernels are faster than FlashAttention-4 on an H200."""
 
 
 def check_gpu(call: Any) -> str | None:
-    """Why upstream Triton cannot run the call (dispatch.Call) on a GPU, or None."""
+    """Reason why upstream Triton cannot run the call (dispatch.Call) on a GPU, or None."""
     return gpu_refusal(call) or _shape_refusal(call)
 
 
 def check_narrow_gpu(call: Any) -> str | None:
-    """As `check_gpu`; wide windows are left to later rows of the table, unless the user named Triton."""
+    """`check_gpu`, but leave wide windows to later rows of the table, unless the user named Triton."""
     kernel_size = call.options.get("kernel_size", 1)
     if kernel_size > NARROW_WINDOW and not call.named:
         return f"first choice up to kernel_size {NARROW_WINDOW}, got {kernel_size}"
@@ -29,7 +26,7 @@ def check_narrow_gpu(call: Any) -> str | None:
 
 
 def check_npu(call: Any) -> str | None:
-    """Why triton-ascend cannot run the call (dispatch.Call) on an NPU, or None."""
+    """Reason why triton-ascend cannot run the call (dispatch.Call) on an NPU, or None."""
     return npu_refusal(call) or _shape_refusal(call)
 
 
@@ -37,16 +34,16 @@ def _shape_refusal(call: Any) -> str | None:
     kernel_size = call.options.get("kernel_size", 1)
     has_band = call.options.get("band") or call.options.get("algorithm") in ("band", "dense")
     if has_band and kernel_size > MAX_TOKENS:
-        return f"has bands of up to {MAX_TOKENS} slots, got kernel_size {kernel_size}"
+        return f"supports bands of up to {MAX_TOKENS} slots, got kernel_size {kernel_size}"
     shape, first_token = call.options.get("shape"), call.options.get("first_token", 0)
     if first_token > 0:
-        return f"takes as many queries as keys, which cute and reference do not need, got q_start={first_token}"
+        return f"needs as many queries as keys (cute and reference do not), got q_start={first_token}"
     if shape is None:
         return None
     if shape[3] > MAX_DIM:
-        return f"takes D up to {MAX_DIM}, got {shape[3]}"
+        return f"supports D up to {MAX_DIM}, got {shape[3]}"
     if shape[1] > MAX_TOKENS:
-        return f"takes N up to {MAX_TOKENS}, got {shape[1]}"
+        return f"supports N up to {MAX_TOKENS}, got {shape[1]}"
     if math.prod(shape[:3]) > MAX_TOKENS:  # programs stride over fewer than 2^30 tiles, in int32
-        return f"takes up to {MAX_TOKENS} tokens of all heads and sequences, got {math.prod(shape[:3])}"
+        return f"supports up to {MAX_TOKENS} tokens of all heads and sequences, got {math.prod(shape[:3])}"
     return None

@@ -1,23 +1,23 @@
-"""Tiles and grids of neighborhood attention: what fits the memories of each device, and which specialisations exist.
+"""Tiles and grids of neighborhood attention that fit the memories of each device, and all specialisations.
 
 Ascend. A program of a flash kernel (flash.py) keeps a tile of BLOCK_M rows and walks over the rows of the other side,
-BLOCK_N at a time. Its live tiles are counted memory by memory:
+BLOCK_N at a time. Its live tiles are counted per memory:
 
-    UB          the vector unit's: scores, probabilities, masks, accumulators, and whatever crosses to or from the cube
-    L1          operands of `tl.dot`, whole tiles: q k v (forward), q k v do (backward), and p or ds on their way back
-    L0A, L0B    operands of one cube instruction, L0C its fp32 result; compilers split a `tl.dot` into blocks of at
-                least 16 x 16 x 16, so only a tile's short sides are counted here
+    UB vector unit: scores, probabilities, masks, accumulators, and all data exchanged with the cube L1 operands of
+    `tl.dot`, whole tiles: q k v (forward), q k v do (backward), and p or ds on their way back L0A, L0B operands of one
+    cube instruction, L0C its fp32 result; compilers split a `tl.dot` into blocks of at least 16 x 16 x 16, so only a
+    tile's short sides are counted here
 
-A program of the band's kernels (band_kernels.py) keeps BLOCK_M rows or keys of the band and takes BLOCK_N of the other
-side and BLOCK_D features at a time. The UB holds fp32 tiles of the band, dense and by slots, with masks, and the
+A program of the band's kernels (band_kernels.py) keeps BLOCK_M rows or keys of the band and processes BLOCK_N of the
+other side and BLOCK_D features at a time. The UB holds fp32 tiles of the band, dense and by slots, with masks, and the
 accumulator of a result. A program of the dense backward (dense_backward.py) does the same with fp32 tiles of matrices
 of all pairs.
 
-Tiles that cross between memories are counted twice (double buffering), and the sum may take UB_SHARE of the UB. No
+Tiles that cross between memories are counted twice (double buffering), and the sum may use UB_SHARE of the UB. No
 compiler for an NPU has confirmed this model: it is a conservative count, to be replaced by measurements on a device.
 
 Kernels stride over their work tiles with as many programs as there are cores, so the limit of a grid (MAX_GRID) never
-asks for larger tiles.
+requires larger tiles.
 
 NVIDIA. Tiles live in registers and shared memory; those of `gpu_plan` fit the 227 KiB of sm_90.
 
@@ -38,7 +38,7 @@ from ascend_kernels.launch import gpu_options
 from ascend_kernels.support import DTYPES
 
 MAX_TOKENS = 1 << 29
-"""Row numbers, plus a window and a tile past both ends, stay far inside int32."""
+"""Row numbers, plus a window and a tile past both ends, fit int32 with a wide margin."""
 UB_SHARE = 0.75
 KERNELS = ("forward", "dq", "dkdv")
 BAND_KERNELS = ("band_scores", "band_ds", "band_rows", "band_columns", "band_gradients", "band_expand")
@@ -47,24 +47,24 @@ BLOCKS_D = (32, 64, 128, 256)
 BLOCKS = (16, 32, 64, 128)
 MAX_DIM = BLOCKS_D[-1]
 MIN_BLOCK_D = 64
-"""Features of a tile on Ascend, at least: narrower heads use the same builds, of which there are to be few."""
+"""Minimum number of features of a tile on Ascend: narrower heads share builds, to keep their number small."""
 SMALLEST_NPU = Device("smallest", MIN_UB, 512 * KIB, 64 * KIB, 64 * KIB, 128 * KIB, 1)
-"""Tiles on Ascend fit its memories, so every device takes them."""
+"""Tiles on Ascend fit the memories of this device, and so those of every device."""
 GPU_OPTIONS = gpu_options(num_warps=4, num_stages=2)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rows a program keeps, rows it takes at a time, and features (a power of two, at least 32)."""
+    """Number of rows that a program keeps, of rows per step, and of features (a power of two, at least 32)."""
 
     block_m: int
     block_n: int
     block_d: int
     one_pass: bool = False
-    """Whether a program takes a single tile; then it keeps so few rows that their windows fit it."""
+    """True if a program reads a single tile, because it keeps so few rows that their windows fit it."""
 
     def rows_per_tile(self, window: int) -> int:
-        """Rows that a program keeps of windows of so many keys."""
+        """Number of rows that a program keeps, for windows of so many keys."""
         return min(self.block_m, self.block_n - window + 1) if self.one_pass else self.block_m
 
 
@@ -75,23 +75,23 @@ class Plan:
     tiles: Tiles
     grid: tuple[int, ...]
     live_bytes: dict[str, int]
-    """Bytes of live tiles in UB, L1, L0A, L0B and L0C; empty for GPUs, whose compiler counts for itself."""
+    """Bytes of live tiles in UB, L1, L0A, L0B and L0C; empty for GPUs, whose compiler allocates memory itself."""
     options: dict[str, int]
     """Compiler options besides the tiles."""
 
 
 def block_d_for(dim: int) -> int:
-    """Features of a tile for head dim D."""
+    """Number of features of a tile for head dim D."""
     return next(block for block in BLOCKS_D if block >= dim)
 
 
 def num_work_tiles(tiles: Tiles, window: int = 1, *, sequences: int, rows: int) -> int:
-    """Work tiles of all sequences, each of as many rows as windows of so many keys allow."""
+    """Number of work tiles of all sequences, each with as many rows as windows of so many keys allow."""
     return sequences * -(-rows // tiles.rows_per_tile(window))
 
 
 def fits(live: dict[str, int], device: Device) -> bool:
-    """Whether the live tiles fit every memory, and take no more than UB_SHARE of the UB."""
+    """True if the live tiles fit every memory, and use at most UB_SHARE of the UB."""
     capacity = {
         "UB": int(UB_SHARE * device.ub),
         "L1": device.l1,
@@ -103,7 +103,7 @@ def fits(live: dict[str, int], device: Device) -> bool:
 
 
 def live_bytes(kernel: str, tiles: Tiles, itemsize: int) -> dict[str, int]:
-    """Bytes by memory of the tiles that one iteration of a kernel keeps."""
+    """Bytes, by memory, of the tiles that are live in one iteration of a kernel."""
     pairs = tiles.block_m * tiles.block_n
     kept, walked = tiles.block_m * tiles.block_d, tiles.block_n * tiles.block_d
     l1 = 0
@@ -155,16 +155,16 @@ def live_bytes(kernel: str, tiles: Tiles, itemsize: int) -> dict[str, int]:
 # flash.py on Ascend
 
 TIERS = (16, 128)
-"""Window sizes that tiles are chosen for; the last one also stands for all larger ones."""
+"""Window sizes for which tiles are chosen; the last also covers all larger ones."""
 STEP_BYTES = 32 * KIB
-"""Cost of a step of the inner loop besides its traffic, in bytes of traffic: a guess, until a device is measured."""
+"""Cost of a step of the inner loop besides its traffic, in bytes of traffic: a guess until measured on a device."""
 
 
 @lru_cache
 def ascend_tiles(kernel: str, dtype: torch.dtype, dim: int, kernel_size: int) -> Tiles:
-    """Tiles of a call: the cheapest per kept row for the widest window of the tier.
+    """Tiles of a call: those of the lowest cost per kept row for the widest window of the tier.
 
-    The cost is traffic (walked rows into L1, scores between cube and vector unit) and steps.
+    The cost is traffic (rows loaded into L1, scores between cube and vector unit) and steps.
     """
     tier = next((tier for tier in TIERS if kernel_size <= tier), TIERS[-1])
     block_d = max(MIN_BLOCK_D, block_d_for(dim))
@@ -194,10 +194,10 @@ def ascend_plan(
     rows: int,
     device: Device,
 ) -> Plan:
-    """Tiles, and one program per core at most; each strides over the work tiles.
+    """Tiles, and at most one program per core; each strides over the work tiles.
 
     Args:
-        sequences: classes of all heads and batch elements. rows: in each of them.
+        sequences: number of classes of all heads and batch elements. rows: number of rows of each.
     """
     tiles = ascend_tiles(kernel, dtype, dim, kernel_size)
     work = num_work_tiles(tiles, kernel_size, sequences=sequences, rows=rows)
@@ -208,7 +208,7 @@ def ascend_plan(
 # flash.py on NVIDIA GPUs
 
 GPU_ONE_PASS = {"forward": 17, "dq": 17, "dkdv": 33}
-"""Widest windows with which GPUs take one pass over the keys or queries of a tile."""
+"""Largest windows for which GPUs use one pass over the keys or queries of a tile."""
 
 
 def gpu_plan(
@@ -258,18 +258,18 @@ def gpu_plan(
 # band_kernels.py
 
 BAND_LENGTHS = (1024,)
-"""Rows of a class up to which the band's kernels take smaller tiles, to have work for all cores."""
+"""Rows per class up to which the band's kernels use smaller tiles, to occupy all cores."""
 CHUNK_BYTES = 256 << 20
 CHUNK_SHARE = 0.08
-"""A chunk's band takes at most CHUNK_BYTES, or this share of the device's memory where it is more."""
+"""A chunk's band uses at most CHUNK_BYTES, or this share of the device's memory if that is more."""
 
 
 @lru_cache
 def band_tiles(kernel: str, dtype: torch.dtype, rows: int) -> Tiles:
     """Tiles for classes of so many rows, on Ascend and on GPUs.
 
-    A slot costs the kernels that write a band BLOCK_N + BLOCK_M of the vector unit's work per row, so their tiles are
-    small; the others take the largest that fit, where sequences are long.
+    In kernels that write a band, a slot costs BLOCK_N + BLOCK_M operations of the vector unit per row, so their tiles
+    are small; the others use the largest that fit if sequences are long.
     """
     small = Tiles(32, 64, MIN_BLOCK_D)
     large = Tiles(64, 64, MIN_BLOCK_D)
@@ -290,7 +290,7 @@ def band_plan(
     """The plan of a kernel of the band, and the number of work tiles along each axis of its grid.
 
     Args:
-        sequences: classes of all heads of a batch element. rows: in each of them.
+        sequences: number of classes of all heads of a batch element. rows: number of rows of each.
         device: None for an NVIDIA GPU.
     """
     tiles = band_tiles(kernel, dtype, rows)
@@ -312,7 +312,7 @@ def band_plan(
 
 
 def batch_chunks(batch: int, bytes_each: int, memory: int) -> list[slice]:
-    """Chunks of at least one batch element whose band takes at most CHUNK_BYTES or CHUNK_SHARE of the memory.
+    """Chunks of at least one batch element whose band uses at most CHUNK_BYTES or CHUNK_SHARE of the memory.
 
     Args:
         bytes_each: the band of one batch element. memory: bytes of the device.
@@ -325,12 +325,12 @@ def batch_chunks(batch: int, bytes_each: int, memory: int) -> list[slice]:
 # dense_backward.py
 
 DENSE_TILES = Tiles(64, 64, 64)
-"""On Ascend, for every dtype and D: wider features are more work tiles. Square tiles of matrices, the same for all
-kernels: one reads what another wrote."""
+"""Tiles on Ascend for every dtype and D; larger D means more work tiles. Tiles of matrices are square and equal in all
+kernels, because one reads the tiles that another wrote."""
 
 
 def num_dense_work_tiles(kernel: str, tiles: Tiles, sequences: int, tokens: int, dim: int) -> int:
-    """Work tiles: tiles of rows, times tiles of features where the kernel's results have them."""
+    """Number of work tiles: tiles of rows, times tiles of features if the kernel's results have them."""
     dim_tiles = 1 if kernel == "dense_ds" else -(-dim // tiles.block_d)
     return num_work_tiles(tiles, sequences=sequences, rows=tokens) * dim_tiles
 

@@ -1,6 +1,6 @@
-"""Residue classes and windows: how the kernels of neighborhood attention address rows, and the sizes they take.
+"""Residue classes and windows: addressing of rows in the kernels of neighborhood attention, and their sizes.
 
-Tokens of a residue class lie `dilation` tokens apart, so a class is addressed by its first token and a larger stride
+Tokens of a residue class are `dilation` tokens apart, so a class is addressed by its first token and a larger stride
 between rows. Tiles are consecutive rows, masked at their end and never clamped: one block copy each.
 """
 
@@ -41,7 +41,7 @@ def work_tile(i_work, num_heads, dilation, num_tokens, rows_per_class, rows_per_
 
 @triton.jit
 def window_start(o_rows, num_rows, left, right, shift):
-    """First key of each row's window; below 0 where a truncated window starts before its class."""
+    """First key of each row's window; negative if a truncated window starts before its class."""
     lowest = tl.where(shift != 0, 0, -left)
     highest = tl.where(shift != 0, tl.maximum(num_rows - (left + right + 1), 0), num_rows)
     return tl.minimum(tl.maximum(o_rows - left, lowest), highest)
@@ -49,7 +49,7 @@ def window_start(o_rows, num_rows, left, right, shift):
 
 @triton.jit
 def first_row_of_key(o_keys, left, right, shift):
-    """First row whose window holds a key; may be below 0."""
+    """First row whose window holds a key; may be negative."""
     from_start = (shift != 0) & (o_keys <= left + right)  # keys of the first window
     return tl.where(from_start, 0, o_keys - right)
 
@@ -110,13 +110,13 @@ def sizes_of(
     boundary: str,
     causal: bool,
 ) -> dict[str, Any]:
-    """The scalars that kernels take beside strides, D and num_work.
+    """The scalar arguments of kernels, besides strides, D and num_work.
 
     Args:
         q: `[B,N,H,D]` and k: `[B,N,H_kv,D]`, as the user gave them, without padding.
 
     Returns:
-        Dilation and window are cut to N, past which they change nothing.
+        The scalars by name; dilation and window are limited to N, beyond which they change nothing.
     """
     num_tokens, num_heads = q.shape[1:3]
     classes = max(1, min(dilation, num_tokens))
@@ -135,12 +135,14 @@ def sizes_of(
 
 
 def strides_of(tensors: Mapping[str, Tensor], axes: tuple[str, ...] = ("batch", "token", "head")) -> dict[str, int]:
-    """The strides that kernels take: `<tensor>_<axis>_stride`."""
+    """The stride arguments of kernels: `<tensor>_<axis>_stride`."""
     return {
         f"{name}_{axis}_stride": tensor.stride(i) for name, tensor in tensors.items() for i, axis in enumerate(axes)
     }
 
 
 def needs_upcast(kernel: Any, dtype: torch.dtype) -> bool:
-    """Whether operands of `tl.dot` are cast to fp32: Triton's interpreter multiplies the raw bits of bf16."""
+    """True if operands of `tl.dot` must be cast to fp32, because Triton's interpreter multiplies the raw bits of
+    bf16.
+    """
     return dtype == torch.bfloat16 and not isinstance(kernel, triton.JITFunction)

@@ -3,9 +3,8 @@
 launchers.py    forward and backward: the backend's entry
 whole_rows.py   kernels for rows that are one tile; the math
 tiled.py        kernels for longer rows
-rows.py         how kernels address and load the rows of a token
+rows.py addressing and loading of a token's rows
 
 tiling.py       tiles and grids of each kernel
-support.py      which calls the kernels take
-reference.py    the definition, in eager PyTorch
+support.py limits of the kernels reference.py the definition, in eager PyTorch
 """

@@ -1,8 +1,8 @@
 """Attention residual: forward and backward, by the kernels of whole_rows.py or, for longer rows, of tiled.py.
 
-Each call plans tiles and grid (tiling.py), describes the blocks to the kernels (rows.py), and launches. On a GPU a call
-like an earlier one repeats that one's launches with its own addresses, since the host time of Triton's launches would
-otherwise exceed the kernels' time for small inputs (`RepeatedCall`).
+Each call plans tiles and grid (tiling.py), describes the blocks to the kernels (rows.py), and launches. On a GPU, a
+call equal to an earlier one in shapes and options repeats its launches with new addresses, since the host time of
+Triton's launches would otherwise exceed the kernels' time for small inputs (`RepeatedCall`).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def forward(
     """Forward of checked inputs.
 
     Args:
-        blocks: `[L,B,N,D]`, or L tensors `[B,N,D]` of the same strides. w_query, w_norm: `[D]`.
+        blocks: `[L,B,N,D]`, or L tensors `[B,N,D]` with equal strides. w_query, w_norm: `[D]`.
         backend: "triton" or "ascend", whose tiles and grid to use.
-        overrides: of `tiling.gpu_plan`, to try other tiles.
+        overrides: overrides of `tiling.gpu_plan`, to try other tiles.
 
     Returns:
         out `[B,N,D]`, and one fp32 tensor for `backward`: scores and rstd `[T,L]`.
@@ -75,7 +75,7 @@ def forward(
 
 
 def kept_like(blocks: Tensor | Sequence[Tensor]) -> Tensor:
-    """Uninitialised: a tensor like the second result of `forward`."""
+    """An uninitialised tensor like the second result of `forward`."""
     return _first_block(blocks).new_empty(2 * _aligned_rows(blocks), dtype=torch.float32)
 
 
@@ -89,7 +89,7 @@ def backward(
     backend: str,
     **overrides: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients from the inputs and results of `forward`. Bitwise the same in every run on one device.
+    """Gradients from the inputs and results of `forward`. Bitwise repeatable on one device.
 
     Args:
         do: gradient of out, `[B,N,D]`. The others: as `forward` took and returned them.
@@ -170,7 +170,7 @@ def _plan(
 def _launch(
     name: str, plan: tiling.Plan, grid: tuple[int, ...], arguments: dict[str, Any], constants: dict[str, Any]
 ) -> RepeatedLaunch | None:
-    """Launch a kernel with those arguments and constants that it has parameters for."""
+    """Launch a kernel with the arguments and constants for which it has parameters."""
     kernel = KERNELS[name]
     dim_tiles = -(-arguments["dim"] // plan.block_d)
     device = arguments["p_w_query"].device
@@ -198,7 +198,7 @@ def _first_block(blocks: Tensor | Sequence[Tensor]) -> Tensor:
 def _block_arguments(
     blocks: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor | None, backend: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of every kernel for blocks and weights, and the constants that say how blocks are addressed."""
+    """Arguments of every kernel for blocks and weights, and the constants that define how blocks are addressed."""
     first = _first_block(blocks)
     on_npu = backend == "ascend"
     weights = [weight for weight in (w_query, w_norm) if weight is not None]
@@ -211,7 +211,7 @@ def _block_arguments(
         pointers["p_0"], block_stride = rows, rows.stride(0)
     else:
         listed = list(blocks)
-        if not all(is_readable(block, backend) for block in blocks):  # copy all, so that strides stay the same
+        if not all(is_readable(block, backend) for block in blocks):  # copy all, so that strides stay equal
             listed = [readable_copy(block, backend) for block in blocks]
         rows, block_stride = listed[0], 0
         if len(listed) <= MAX_POINTERS:
@@ -224,7 +224,7 @@ def _block_arguments(
             constants["ADDRESS"] = TABLE.value
     arguments = {
         **pointers,
-        "listed": listed,  # no parameter of a kernel: copies must live until the launch
+        "listed": listed,  # not a kernel parameter: keeps copies alive until the launch
         "p_table": table,
         "p_w_query": weights[0],
         "p_w_norm": weights[-1],
@@ -243,7 +243,7 @@ def _block_arguments(
 
 
 def _is_flat(tensor: Tensor) -> bool:
-    """Whether tokens of `[...,B,N,D]` have one stride across all batch elements."""
+    """True if tokens of `[...,B,N,D]` have one stride across all batch elements."""
     return tensor.shape[-3] == 1 or tensor.stride(-3) == tensor.shape[-2] * tensor.stride(-2)
 
 
@@ -253,7 +253,9 @@ def _elements_per_vector(addresses: list[int], itemsize: int) -> int:
 
 
 def _offset_table(listed: list[Tensor], on_npu: bool) -> tuple[Tensor, Tensor, int]:
-    """The tensor at the lowest address, the table of offsets of all from it, in vectors, and elements of a vector."""
+    """The tensor at the lowest address, the table of all tensors' offsets from it in vectors, and elements per
+    vector.
+    """
     base = min(listed, key=Tensor.data_ptr)
     itemsize = base.element_size()
     distances = [block.data_ptr() - base.data_ptr() for block in listed]
@@ -271,12 +273,12 @@ def _offset_table(listed: list[Tensor], on_npu: bool) -> tuple[Tensor, Tensor, i
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements from the first to the last."""
+    """Number of elements from the first to the last, inclusive."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _aligned_rows(blocks: Tensor | Sequence[Tensor]) -> int:
-    """T L rounded up to a multiple of 4, so that rstd begins at a multiple of 16 bytes behind the scores."""
+    """T L rounded up to a multiple of 4, so that rstd starts at a multiple of 16 bytes after the scores."""
     rows = len(blocks) * _first_block(blocks).shape[-3:-1].numel()
     return -(-rows // 4) * 4
 
@@ -294,19 +296,19 @@ def _score_addresses(kept: Tensor, blocks: Tensor | Sequence[Tensor]) -> tuple[i
 
 
 class RepeatedCall:
-    """A call on a GPU whose tensors are read where they are, and the launches of an earlier call like it, if any.
+    """A call on a GPU whose tensors are read in place, and the launches of an equal earlier call, if any.
 
     Calls that copy tensors or write an offset table are not repeated.
     """
 
     cache: ClassVar[dict[Any, tuple[int, list[RepeatedLaunch]]]] = {}
     MAX_CACHED = 1024
-    """Calls, at most: models have few, but lengths of batches may differ."""
+    """Maximum number of cached calls: models make few, but lengths of batches may differ."""
 
     def __init__(self, key: Any, inputs: tuple[int, ...], more_inputs: tuple[int | None, ...]) -> None:
         self.key = key
         self.inputs = inputs
-        """Addresses of the first block, of a table that is not read, and of the weights."""
+        """Addresses of the first block, of an unused table, and of the weights."""
         self.more_inputs = more_inputs
         """Addresses of the other blocks."""
         self.num_partials, self.launches = self.cache.get(key, (0, []))
@@ -315,7 +317,7 @@ class RepeatedCall:
     def lookup(
         cls, blocks: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor | None, *options: Any
     ) -> RepeatedCall | None:
-        """The call, by all that its launches depend on; None where launches cannot be repeated."""
+        """Look up the call by everything on which its launches depend; None if launches cannot be repeated."""
         first = _first_block(blocks)
         if not RepeatedLaunch.possible(first.device):
             return None
@@ -341,7 +343,7 @@ class RepeatedCall:
         return cls(key, (first.data_ptr(), query, query, norm), more_inputs)
 
     def store(self, launches: list[RepeatedLaunch | None], num_partials: int = 0) -> None:
-        """Keep the call's launches, unless one of them cannot be repeated."""
+        """Cache the call's launches, unless one of them cannot be repeated."""
         repeatable = [repeat for repeat in launches if repeat is not None]
         if len(repeatable) == len(launches):
             if len(self.cache) >= self.MAX_CACHED:
@@ -360,7 +362,7 @@ def _repeat_backward(
     w_norm: Tensor | None,
     kept: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`backward` by the launches of an earlier call."""
+    """Run `backward` by the launches of an earlier call."""
     first = _first_block(blocks)
     dblocks = first.new_empty((len(blocks), *first.shape[-3:]))
     partials = kept.new_empty((call.num_partials, first.shape[-1]))

@@ -5,10 +5,10 @@ A layer attends to the outputs x_1 ... x_L of the blocks before it, token by tok
     rstd_i  = 1 / sqrt(mean(x_i^2) + eps)
     score_i = sum over D of w_query * w_norm * x_i * rstd_i        w_query . RMSNorm(x_i), without a scale
     alpha   = softmax of score over the L blocks
-    out     = sum over i of alpha_i * x_i                          of the blocks as they are, not normalised
+    out = sum over i of alpha_i * x_i of the unnormalised blocks
 
-Any dtype from bf16 to fp64, any device, differentiable by autograd. Sums run in fp32 (fp64 for fp64 inputs), those of
-gradients too: each input is cast once, before anything reads it, so its gradient is rounded once.
+Any dtype from bf16 to fp64, any device, differentiable by autograd. Sums, also those of gradients, run in fp32 (fp64
+for fp64 inputs): each input is cast once at the start, so its gradient is rounded once.
 """
 
 from __future__ import annotations

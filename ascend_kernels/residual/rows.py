@@ -1,14 +1,13 @@
-"""How the kernels of attention residual address, load and sum the rows of a token.
+"""Addressing, loading and summing of the rows of a token in the kernels of attention residual.
 
-A token has L rows of D features, one of each block. Blocks are read where they are, in one of three ways (ADDRESS):
+A token has L rows of D features, one in each block. Blocks are read in place, in one of three ways (ADDRESS):
 
     STACKED     one tensor: its first block, and a stride
     POINTERS    a list of up to MAX_POINTERS tensors: a pointer to each
     TABLE       a longer list: the tensor at the lowest address, and a table of int64 offsets from it, in vectors
 
-VECTOR is the number of elements in 16 bytes, which GPUs load at once, where all tensors lie at multiples of that; else
-1.
-A tile is ROWS rows of a token, masked at the last block and at the last feature.
+VECTOR is the number of elements in 16 bytes, which GPUs load at once, if all tensors are aligned to that; else 1. A
+tile is ROWS rows of a token, masked at the last block and at the last feature.
 """
 
 from __future__ import annotations
@@ -204,8 +203,8 @@ def load_scores(p_scores, i_scores, o_row, num_blocks):
 def softmax_statistics(b_score):
     """The largest score of a token, and 1 / sum of exp(score - largest).
 
-    alpha = exp(score - largest) * inverse sums to 1 within a few roundings, however large the scores are. With
-    exp(score - lse) the error of the sum would grow with lse, which is rounded to fp32.
+    alpha = exp(score - largest) * inverse sums to 1 within a few roundings for scores of any size. With exp(score -
+    lse) the error of the sum would grow with lse, which is rounded to fp32.
     """
     b_largest = tl.max(b_score, 0)
     return b_largest, 1.0 / tl.sum(tl.exp(b_score - b_largest), 0)
@@ -224,7 +223,7 @@ def load_softmax_statistics(p_scores, i_scores, num_blocks):
 
 
 WIDE = tl.constexpr(1 << 40)
-"""Added to every offset passed to a launch, so that all need 64 bits and share one build."""
+"""Constant added to every offset passed to a launch, so that all need 64 bits and share one build."""
 OFFSETS = tuple(f"offset_{i}" for i in range(MAX_POINTERS))
 
 

@@ -1,7 +1,4 @@
-"""Whether the Triton kernels take a call of attention residual, asked by the dispatcher before a launch.
-
-Needs torch alone.
-"""
+"""Limits of the Triton kernels of attention residual, checked by the dispatcher. Needs only torch."""
 
 from __future__ import annotations
 
@@ -12,22 +9,22 @@ from ascend_kernels.support import gpu_refusal, npu_refusal
 
 
 def check_gpu(call: Any) -> str | None:
-    """Why upstream Triton cannot run the call (dispatch.Call) on a GPU, or None."""
+    """Reason why upstream Triton cannot run the call (dispatch.Call) on a GPU, or None."""
     return gpu_refusal(call) or _shape_refusal(call)
 
 
 def check_npu(call: Any) -> str | None:
-    """Why triton-ascend cannot run the call (dispatch.Call) on an NPU, or None."""
+    """Reason why triton-ascend cannot run the call (dispatch.Call) on an NPU, or None."""
     return npu_refusal(call) or _shape_refusal(call)
 
 
 def _shape_refusal(call: Any) -> str | None:
     blocks, shape = call.options.get("blocks", 1), call.options.get("shape", (1, 1, 1))
     if blocks > MAX_BLOCKS:
-        return f"takes up to {MAX_BLOCKS} blocks, got {blocks}"
+        return f"supports up to {MAX_BLOCKS} blocks, got {blocks}"
     if shape[2] > MAX_DIM:
-        return f"takes D up to {MAX_DIM}, got {shape[2]}"
+        return f"supports D up to {MAX_DIM}, got {shape[2]}"
     rows = blocks * shape[0] * shape[1]
     if rows > MAX_ROWS:
-        return f"takes up to {MAX_ROWS} rows of all blocks and sequences, got {rows}"
+        return f"supports up to {MAX_ROWS} rows of all blocks and sequences, got {rows}"
     return None

@@ -9,7 +9,7 @@ The math of whole_rows.py, in more launches:
 
 Floor: as in whole_rows.py, T (L + 1) D elements forward and T (2 L + 1) D backward. Forward reads V twice, backward V
 and do twice; everything else is written once and, except for a few fp32 numbers per token, read once. A program of
-`gradients` keeps to one tile of features, whose part of t it sums over the tokens that it strides over.
+`gradients` processes one tile of features, and sums its part of t over the tokens that it strides over.
 
 Layout and limits are those of whole_rows.py.
 """

@@ -1,16 +1,16 @@
-"""Tiles and grids of attention residual: what fits the memories of each device, and which specialisations there are.
+"""Tiles and grids of attention residual that fit the memories of each device, and all specialisations.
 
-Ascend. `get_optimal_block_d` gives the features of a row that fit the UB with all that is computed from them:
-12 fp32 numbers per feature forward, 16 backward. Rows of up to so many features take the kernels of whole_rows.py,
-longer ones those of tiled.py.
+Ascend. `get_optimal_block_d` gives the number of features of a row that fit the UB with all temporaries: 12 fp32
+numbers per feature forward, 16 backward. Rows of up to so many features use the kernels of whole_rows.py, longer ones
+those of tiled.py.
 
     UB                 forward           backward
     192 KiB (A2, A3)   D <= 2048         D <= 2048
     256 KiB (950)      D <= 4096         D <= 2048
 
-Up to there forward reads V once, whatever L is, and twice beyond. Backward reads V and do once where a whole token fits
-the UB (`one_tile_rows`): L <= 8 up to D = 512 and L <= 4 up to D = 1024, on any device; for lists, which are read row
-by row, only L = 1. It reads V twice and do once for other rows that fit, and both twice for longer ones.
+Up to these D, forward reads V once for any L, and twice beyond. Backward reads V and do once if a whole token fits the
+UB (`one_tile_rows`): L <= 8 up to D = 512 and L <= 4 up to D = 1024, on any device; for lists, which are read row by
+row, only L = 1. It reads V twice and do once for other rows that fit, and both twice for longer ones.
 
 NVIDIA. Rows of up to GPU_MAX_ROW features are one tile, in registers, so forward reads V once from global memory.
 Backward reads a token twice, the second time from the L2, unless the whole token is one tile: up to GPU_MAX_TOKEN_ROWS
@@ -33,7 +33,7 @@ PLAIN = ("forward", "backward")
 TILED = ("scores", "mix", "products", "gradients")
 WEIGHTS = "weights"
 MIN_BLOCK_D = 256
-"""Features of a tile on Ascend, at least: shorter rows use the same builds, of which there are to be few."""
+"""Minimum number of features of a tile on Ascend: shorter rows share builds, to keep their number small."""
 FP32_PER_FEATURE = {"forward": 12, "backward": 16}
 UB_SHARE = 0.85
 ONE_TILE_ROWS = (4, 8)
@@ -44,22 +44,22 @@ GPU_TILE = 2048
 GPU_WARPS = 8
 """NVIDIA GPUs: warps per multiprocessor, whose threads can then use 255 registers each."""
 GPU_REGISTERS = 192
-"""NVIDIA GPUs: registers of a thread for what backward keeps live through a step."""
+"""NVIDIA GPUs: registers per thread for values that backward keeps live through a step."""
 GPU_SHARED = 200 * 1024
 """NVIDIA GPUs: bytes of shared memory for tiles that are being loaded."""
 MAX_BLOCKS = 64
-"""L, at most: a power of two, covered by the proofs."""
+"""Maximum L: a power of two, covered by the tests of docs/ascend_proof.md."""
 MAX_ROWS = 1 << 30
-"""Rows of all tokens and blocks, at most: a program counts its rows, twice in backward, in int32."""
+"""Maximum number of rows of all tokens and blocks: a program counts its rows, twice in backward, in int32."""
 MAX_DIM = 1 << 20
-"""D, at most: offsets within a row stay far inside int32."""
+"""Maximum D: offsets within a row fit int32 with a wide margin."""
 
 
 def get_optimal_block_d(dim: int, backward: bool, ub: int = MIN_UB) -> int:
-    """Features of a tile for rows of D features, on an NPU with a UB of so many bytes.
+    """Number of features of a tile for rows of D features, on an NPU with a UB of `ub` bytes.
 
-    The next power of two up to 1024; beyond, the largest power of two at which 12 fp32 numbers per feature forward, or
-    16 backward, take 85 % of the UB. A row fits where that is no less than D.
+    The next power of two up to 1024; beyond, the largest power of two for which 12 fp32 numbers per feature forward, or
+    16 backward, fit 85 % of the UB. A row fits if that is at least D.
     """
     if dim <= 1024:
         return 1 << (dim - 1).bit_length()
@@ -75,14 +75,14 @@ class Plan:
     rows: int
     """Rows of a token in a tile."""
     tiled: bool
-    """Whether a row is several tiles."""
+    """True if a row is several tiles."""
     one_tile: bool
-    """Whether a token is one tile, which backward then reads once."""
+    """True if a token is one tile, which backward then reads once."""
     stages: int
     """Pipeline stages of the loop over tiles: stages - 1 are loaded ahead."""
     programs: int
     live_bytes: dict[str, int]
-    """Bytes of live tiles in the UB; empty for GPUs, whose compiler counts for itself."""
+    """Bytes of live tiles in the UB; empty for GPUs, whose compiler allocates memory itself."""
     options: dict[str, int]
     """Compiler options besides the tiles."""
 
@@ -104,7 +104,7 @@ def live_bytes(kernel: str, block_d: int, rows: int, itemsize: int) -> dict[str,
 
 @lru_cache
 def one_tile_rows(dtype: torch.dtype, block_d: int, blocks: int) -> int:
-    """Rows of backward's tiles on Ascend: all L of a token where they fit a UB of MIN_UB bytes, else 1."""
+    """Rows of backward's tiles on Ascend: all L of a token if they fit a UB of MIN_UB bytes, else 1."""
     for rows in ONE_TILE_ROWS:
         live = live_bytes("backward", block_d, rows, dtype.itemsize)["UB"]
         if 1 < blocks <= rows and live <= UB_SHARE * MIN_UB:
@@ -116,10 +116,10 @@ def one_tile_rows(dtype: torch.dtype, block_d: int, blocks: int) -> int:
 def ascend_plan(
     *, backward: bool, dtype: torch.dtype, dim: int, blocks: int, tokens: int, listed: bool, device: Device
 ) -> Plan:
-    """Tiles, and one program per vector core at most; each strides over the tokens.
+    """Tiles, and at most one program per vector core; each strides over the tokens.
 
     Args:
-        listed: whether blocks are a list.
+        listed: True if blocks are a list.
     """
     block_d = get_optimal_block_d(max(dim, MIN_BLOCK_D), backward, device.ub)
     tiled = block_d < dim
@@ -146,14 +146,14 @@ def gpu_plan(
 ) -> Plan:
     """Tiles for an NVIDIA GPU, as measured on an H200 (docs/experiments.md).
 
-    For rows that are one tile a multiprocessor has eight warps. A thread keeps 64 elements of a tile, and in backward
-    up to twice that of a token that is one tile: the work done once per warp outweighed memory traffic, so fewer warps
-    with larger tiles were faster.
+    If rows are one tile, a multiprocessor has eight warps. A thread keeps 64 elements of a tile, and in backward up to
+    twice that if a token is one tile: per-warp work outweighed memory traffic, so fewer warps with larger tiles were
+    faster.
 
     Args:
-        cores: multiprocessors.
-        rows, num_warps, stages, programs_per_core: override what is chosen here, to try other plans.
-        options: of the compiler, such as maxnreg; they override likewise.
+        cores: number of multiprocessors. rows, num_warps, stages, programs_per_core: override the choices made here, to
+            try other plans.
+        options: compiler options, such as maxnreg; also overrides.
     """
     block_d = max(32, 1 << (dim - 1).bit_length())
     all_rows = 1 << (blocks - 1).bit_length()
@@ -166,8 +166,8 @@ def gpu_plan(
         warps = min(GPU_WARPS, max(1, chosen * block_d // GPU_TILE))
         per_core, registers = GPU_WARPS // warps, 255
         tile = chosen * block_d * dtype.itemsize
-        # Load two tiles ahead where they fit; not where the second pass hits the L2, nor where w, do, t and the tile
-        # leave no registers for it
+        # Load two tiles ahead if they fit, unless the second pass hits the L2, or w, do, t and the tile leave no
+        # registers for it
         crowded = (chosen + 3) * block_d > GPU_REGISTERS * 32 * warps
         depth = 1 if (backward and (crowded or not one_tile)) or 2 * tile * per_core > GPU_SHARED else 3
     chosen = min(chosen if rows is None else rows, all_rows)

@@ -1,4 +1,4 @@
-"""Attention residual where a row is one tile, in Triton, for Ascend NPUs and NVIDIA GPUs.
+"""Attention residual for rows that are one tile, in Triton, for Ascend NPUs and NVIDIA GPUs.
 
 Definition (reference.py is the same in PyTorch). A token has one row x_i of D features in each of L blocks.
 
@@ -11,11 +11,11 @@ Definition (reference.py is the same in PyTorch). A token has one row x_i of D f
 
 Kernels. A program strides over tokens and takes ROWS rows of a token at a time, whole rows of at most BLOCK_D features:
 one loop over all rows of all its tokens, so that a GPU loads STAGES - 1 tiles ahead whatever L is. `forward` keeps a
-running softmax and the output that goes with it, as flash attention does over keys, so each row is read once.
-`backward` needs delta before it can write a gradient: it takes the rows of a token twice, or once where all of them are
-one tile. It keeps a partial sum of t in registers, and `weights` adds partial sums in a fixed order: no atomics, and
-the same bits in every run on one device with one number of programs. Everything is fp32 from load to store. Longer rows
-take the kernels of tiled.py.
+running softmax and the corresponding output, as flash attention does over keys, so each row is read once. `backward`
+needs delta before it can write a gradient: it reads the rows of a token twice, or once if all of them are one tile. It
+keeps a partial sum of t in registers, and `weights` adds partial sums in a fixed order: no atomics, and bitwise
+repeatable on one device with one number of programs. Everything is fp32 from load to store. Longer rows use the kernels
+of tiled.py.
 
 Forward keeps 2 L fp32 numbers per token for backward: rstd, and the scores, from which backward computes alpha again. A
 running softmax has no alpha before its last row, and dx needs the scores too.
@@ -24,8 +24,8 @@ Floor, in elements of the blocks' dtype, with V all blocks and T tokens. Forward
 Backward reads V and do and writes dV, T (2 L + 1) D. The rest is small: fp32, 2 L per token, and D per program. Forward
 takes 6 T L D FLOP and backward 9 T L D: memory is the limit.
 
-Traffic. Forward reads V once (residual/tiling.py says up to which D). Backward reads do once, and V once where a token
-is one tile. Otherwise it reads a token again right after the first time: from the L2 of a GPU as long as the tokens in
+Traffic. Forward reads V once (residual/tiling.py says up to which D). Backward reads do once, and V once if a token is
+one tile. Otherwise it reads a token again right after the first time: from the L2 of a GPU as long as the tokens in
 flight fit exists (docs/attention_residual.md says up to which L), from global memory on an NPU.
 
 Layout. Blocks are one tensor `[L,B,N,D]` or a list of tensors `[B,N,D]` (rows.py). Scores and rstd are `[T,L]` fp32,

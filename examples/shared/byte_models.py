@@ -1,7 +1,7 @@
 """Shared by the training examples: a text that every machine has, a byte-level language model, training, loss curves.
 
-The text is the sources of the Python standard library, some files of it kept for validation. All variants of an example
-start from the same weights, as far as they share them, and see the same batches in the same order.
+The text is the sources of the Python standard library, with some files held out for validation. All variants of an
+example start from the same weights, if they share them, and see the same batches in the same order.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ VOCABULARY = 256
 SEPARATOR = b"\0"
 """Separates files; removed from their contents."""
 VALIDATION_SHARE = 20
-"""One in this many files is for validation."""
+"""One in this many files is held out for validation."""
 NGRAM = 4
-"""Bytes in the embedding of a position: its own and those before it."""
+"""Number of bytes in the embedding of a position: its own and those before it."""
 ROPE_BASE = 10_000.0
 WARM_STEPS = 3
-"""First steps, which compile and are not timed."""
+"""Number of first steps, which compile and are not timed."""
 TABLE_WIDTH = 100
-"""Least width of a table in columns, also on narrower terminals."""
+"""Minimum width of a table in columns, even on narrower terminals."""
 console = Console()
 
 
@@ -66,7 +66,7 @@ class Corpus:
     validation_files: tuple[str, ...]
 
     def facts(self) -> dict[str, Any]:
-        """Sizes and digests, by which results files show that two runs had the same text."""
+        """Sizes and digests, for results files to show that two runs had the same text."""
         return {
             name: {"files": len(files), "bytes": len(text), "sha256": hashlib.sha256(text.numpy().data).hexdigest()}
             for name, files, text in (
@@ -77,10 +77,10 @@ class Corpus:
 
 
 def load_corpus(folder: Path) -> Corpus:
-    """All Python sources below `folder`, without installed packages, in the order of their paths.
+    """Load all Python sources below `folder`, without installed packages, in the order of their paths.
 
-    A file's path alone decides whether it is for validation. Of files with equal content only the first is taken, so
-    that no validation text is trained on.
+    Whether a file is held out depends only on its path. Among files with equal content only the first is used, so that
+    no validation text is trained on.
     """
     contents: dict[bool, list[bytes]] = {True: [], False: []}
     names: dict[bool, list[str]] = {True: [], False: []}
@@ -115,7 +115,7 @@ def training_starts(corpus: Corpus, steps: int, batch: int, context: int, seed: 
 
 
 def validation_starts(corpus: Corpus, windows: int, context: int) -> Tensor:
-    """First bytes of evenly spaced windows that do not overlap: `windows`, or as many as fit the text."""
+    """First bytes of `windows` evenly spaced windows without overlap, or of as many as fit the text."""
     windows = min(windows, (len(corpus.validation) - 1) // context)
     return torch.arange(windows) * ((len(corpus.validation) - 1) // max(windows, 1))
 
@@ -131,7 +131,7 @@ def rotary_table(tokens: int, dim: int, base: float, device: torch.device) -> tu
 
 
 def rotate(tensor: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """The `rope` hook: `[B,N,heads,D]` rotated in fp32, and cast back to its own dtype, that of autocast."""
+    """A `rope` hook: rotates `[B,N,heads,D]` in fp32 and casts back to its dtype, that of autocast."""
     cos, sin = table
     first, second = tensor.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(tensor.dtype)
@@ -192,7 +192,7 @@ class Block(nn.Module):
 
 
 class NgramEmbedding(nn.Module):
-    """Sum of embeddings of a byte and of the bytes before it, so that a position holds more than one letter."""
+    """Sum of embeddings of a byte and of the bytes before it, so that a position represents more than one letter."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -228,14 +228,16 @@ class ByteModel(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         table = rotary_table(tokens.shape[1], self.head_dim, self.rope_base, tokens.device)
         hidden = self.embed(tokens)
-        if self.context_parallel is not None:  # divided here: an embedding holds the bytes before, too
+        if self.context_parallel is not None:  # divided after the embedding, which includes earlier bytes
             positions = self.context_parallel.positions(tokens.shape[1], device=tokens.device)
             hidden, table = self.context_parallel.shard(hidden), (table[0][positions], table[1][positions])
         logits: Tensor = self.head(self.norm(self.through_blocks(hidden, table)))
         return logits
 
     def continued(self, tokens: Tensor, before: Tensor, caches: Sequence[NSACache]) -> Tensor:
-        """Logits of bytes `[B,N]` that follow those in the caches; `before`: the last of these, `[B,n]`."""
+        """Logits of bytes `[B,N]` that follow those in the caches; `before` are the last bytes in the caches,
+        `[B,n]`.
+        """
         pages, count = caches[0].table, tokens.shape[1]
         hidden = self.embed(torch.cat([before[:, 1 - NGRAM :], tokens], 1))[:, -count:]
         table = rotary_table(pages.capacity, self.head_dim, self.rope_base, tokens.device)
@@ -261,7 +263,7 @@ class ByteModel(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Set weights by the seed and each parameter's name, so that variants start equal where they share parameters.
+        """Set weights from the seed and each parameter's name, so that variants start with equal shared parameters.
 
         Biases and the queries of attention residual are 0, all other vectors (weights of norms) 1. Learned compression
         starts as the mean.
@@ -284,7 +286,9 @@ class ByteModel(nn.Module):
 
 @dataclass(frozen=True)
 class Row:
-    """A point of a loss curve, in nats per byte. train_loss: mean since the last row; None before the first step."""
+    """A point of a loss curve, in nats per byte. train_loss is the mean since the last row; None before the first
+    step.
+    """
 
     variant: str
     step: int
@@ -306,10 +310,10 @@ Show = Callable[[int, float, float | None], None]
 
 
 class GraphedGradients:
-    """Forward and backward as a CUDA graph, for batches of one shape: the host launches it as a whole.
+    """Forward and backward as one CUDA graph, for batches of one shape.
 
     Args:
-        gradients: from a batch to its loss; adds gradients to those of `parameters`.
+        gradients: maps a batch to its loss; adds gradients to those of `parameters`.
         batch: an example.
     """
 
@@ -319,18 +323,18 @@ class GraphedGradients:
         self.batch = batch.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # compiles kernels, which a capture cannot wait for
+        with torch.cuda.stream(side):  # compile kernels before the capture
             for _ in range(WARM_STEPS):
                 gradients(self.batch)
         torch.cuda.current_stream().wait_stream(side)
         for parameter in parameters:
-            parameter.grad = None  # so that those of the graph are written, not added to
+            parameter.grad = None  # so that the graph writes gradients instead of adding to them
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.loss = gradients(self.batch)
 
     def __call__(self, batch: Tensor) -> Tensor:
-        """The loss of a batch. Parameters' gradients are overwritten in place: nothing may set them to None."""
+        """Return the loss of a batch. Parameters' gradients are overwritten in place and must not be set to None."""
         self.batch.copy_(batch)
         self.graph.replay()
         return self.loss
@@ -349,7 +353,7 @@ class ByteTrainer(ABC):
         self.model = model
         self.model.initialise(args.seed)
         self.model.to(self.device)
-        if args.compile:  # attention is left out: not one graph
+        if args.compile:  # not attention, which breaks the graph
             for block in self.model.blocks:
                 block.feed_forward.compile()  # type: ignore[union-attr]
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
@@ -404,7 +408,7 @@ class ByteTrainer(ABC):
         return value
 
     def gradients(self, windows: Tensor) -> Tensor:
-        """The mean loss, whose gradients are added to the parameters' own."""
+        """Return the mean loss after adding its gradients to the parameters'."""
         loss = self.losses(windows).mean()
         loss.backward()
         return loss.detach()
@@ -415,7 +419,9 @@ class ByteTrainer(ABC):
         return float(losses.mean())
 
     def train(self, show: Show) -> tuple[list[Row], Cost]:
-        """All steps, or as many as `--minutes` allow, evaluated every `--eval-every` steps and after the last."""
+        """Run all steps, or as many as `--minutes` allow, and evaluate every `--eval-every` steps and after the
+        last.
+        """
         args, per_step = self.args, self.args.batch * self.args.context
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -454,7 +460,7 @@ class TextTrainer(ByteTrainer):
 
 
 def train_variants(args: argparse.Namespace, train: Callable[[str, Show], None]) -> None:
-    """Train `args.variants` one after the other, with a progress bar each; ends the program when one diverges."""
+    """Train `args.variants` sequentially, with a progress bar each; exit if one diverges."""
     columns = ("{task.description}", "loss {task.fields[loss]}", "{task.fields[speed]} bytes/s")
     name, loss_column, speed_column = (TextColumn(column) for column in columns)
     bar = (BarColumn(), MofNCompleteColumn(), loss_column, speed_column, TimeRemainingColumn())
@@ -484,13 +490,13 @@ Defaults = Mapping[str, Mapping[str, int]]
 
 MODEL_OPTIONS = (
     ("layers", "transformer blocks"),
-    ("width", "of the residual stream"),
+    ("width", "width of the residual stream"),
     ("heads", "query heads"),
     ("kv-heads", "key/value heads"),
     ("context", "bytes per sequence, such as 8192 or 8K"),
 )
 TRAINING_OPTIONS = (
-    ("steps", "updates of each variant"),
+    ("steps", "training steps of each variant"),
     ("batch", "sequences per step"),
     ("eval-every", "steps between two evaluations"),
     ("eval-windows", "validation sequences, the same each time"),
@@ -498,7 +504,7 @@ TRAINING_OPTIONS = (
 
 
 def add_numbers(group: Any, defaults: Defaults, options: Sequence[tuple[str, str]]) -> None:
-    """Options that are positive integers, with defaults that depend on the device."""
+    """Add options that are positive integers, with defaults by device."""
     for name, meaning in options:
         key = name.replace("-", "_")
         shown = f"{meaning}; default: {defaults['cuda'][key]} (CPU: {defaults['cpu'][key]})"
@@ -512,11 +518,11 @@ def add_run_options(
     backend: str,
     chosen: Sequence[str] | None = None,
 ) -> None:
-    """--variants, --device, --backend and --out.
+    """Add --variants, --device, --backend and --out.
 
     Args:
         out: default name of the results.
-        backend: the op that --backend chooses for, in its help.
+        backend: name of the op for the help of --backend.
         chosen: default variants. None: all.
     """
     chosen = list(variants if chosen is None else chosen)
@@ -532,27 +538,27 @@ def add_run_options(
     shown = f"among {', '.join(variants)}; default: {'all' if chosen == list(variants) else ', '.join(chosen)}"
     add("--variants", type=names, default=chosen, metavar="NAME,...", help=shown)
     add("--device", choices=device_types(), default=device_types()[0], help="default: %(default)s")
-    add("--backend", help=f"of {backend}; default: the first that can run")
+    add("--backend", help=f"backend of {backend}; default: the first that supports it")
     add("--out", default=str(LOCAL_RESULTS / out), help="results, without suffix; default: %(default)s")
 
 
 def add_training_options(
     parser: argparse.ArgumentParser, defaults: Defaults, more: Sequence[tuple[str, str]] = ()
 ) -> Any:
-    """Options of training; returns their group. `more`: further integers."""
+    """Add options of training and return their group. `more`: additional integer options."""
     group = parser.add_argument_group("training")
     add_numbers(group, defaults, (*TRAINING_OPTIONS, *more))
-    group.add_argument("--minutes", type=float, help="stop a variant after so much training; default: never")
+    group.add_argument("--minutes", type=float, help="stop training a variant after this time; default: never")
     group.add_argument("--lr", type=float, help="peak learning rate; default: 1e-3 (CPU: 4e-3)")
-    group.add_argument("--dtype", choices=("bf16", "fp32"), help="of autocast; default: bf16 (CPU: fp32)")
-    group.add_argument("--seed", type=int, default=0, help="of weights and batches; default: %(default)s")
+    group.add_argument("--dtype", choices=("bf16", "fp32"), help="dtype of autocast; default: bf16 (CPU: fp32)")
+    group.add_argument("--seed", type=int, default=0, help="seed of weights and batches; default: %(default)s")
     group.add_argument("--compile", action="store_true", help="torch.compile the feed-forward layers")
-    group.add_argument("--cuda-graph", action="store_true", help="forward and backward of a step as one CUDA graph")
+    group.add_argument("--cuda-graph", action="store_true", help="run forward and backward of a step as one CUDA graph")
     return group
 
 
 def resolve_options(parser: argparse.ArgumentParser, args: argparse.Namespace, defaults: Defaults) -> None:
-    """Set defaults that depend on the device; ends the program where arguments are wrong."""
+    """Set defaults that depend on the device; exit if arguments are invalid."""
     on_cpu = args.device == "cpu"
     for name, value in defaults["cpu" if on_cpu else "cuda"].items():
         setattr(args, name, getattr(args, name) or value)
@@ -573,7 +579,7 @@ def resolve_options(parser: argparse.ArgumentParser, args: argparse.Namespace, d
 
 
 def check_output(parser: argparse.ArgumentParser, option: str, *files: Path) -> None:
-    """End the program where a file that the option names cannot be written; its folder is made."""
+    """Create the folders of an option's files; exit if a file cannot be written."""
     for file in files:
         try:
             if file.is_dir():
@@ -586,12 +592,12 @@ def check_output(parser: argparse.ArgumentParser, option: str, *files: Path) -> 
 
 
 def check_out(parser: argparse.ArgumentParser, args: argparse.Namespace, *endings: str) -> None:
-    """As `check_output`, of the files of --out."""
+    """`check_output` for the files of --out."""
     check_output(parser, "--out", *(with_ending(Path(args.out), ending) for ending in endings))
 
 
 def check_length(corpus: Corpus, length: int, option: str = "--context") -> None:
-    """End the program where as many bytes, and one more, are not in both texts."""
+    """Exit unless both texts have more than `length` bytes."""
     shortest = min(len(corpus.training), len(corpus.validation))
     if shortest < length + 1:
         raise SystemExit(f"{option} must be less than the {shortest:,} bytes of text here, got {length:,}")
@@ -647,19 +653,19 @@ def show_results(table: Table, verdict: str, out: Path) -> None:
 
 @dataclass(frozen=True)
 class Curves:
-    """How loss curves are drawn."""
+    """Style of loss curves."""
 
     baseline: str
-    """The variant that others are compared with, if it was trained."""
+    """Variant with which others are compared, if it was trained."""
     baseline_words: str
     style: Callable[[str], dict[str, Any]]
-    """Keywords of matplotlib's plot for a variant."""
+    """Keyword arguments of matplotlib's plot for a variant."""
     band: float = 0
     """Relative difference from the baseline's loss that counts as equal."""
 
 
 def plot(rows: Sequence[Row], path: Path, device: str, curves: Curves) -> None:
-    """Validation loss by bytes seen; beside it, if the baseline was trained, the difference from it at each step."""
+    """Plot validation loss by bytes seen and, if the baseline was trained, the difference from it at each step."""
     with needed("matplotlib"):
         import matplotlib as mpl
 

@@ -5,7 +5,7 @@
     window          the window branch alone: the baseline without long-range attention
     no-compressed, no-selected, no-window    NSA without one branch
 
-NSA has learned gates, which dense attention lacks; `window` keeps its own, to be as strong a baseline as possible.
+NSA has learned gates, which dense attention lacks; `window` keeps its gate, to be as strong a baseline as possible.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "no-selected": ("compressed", "window"),
     "no-window": ("compressed", "selected"),
 }
-"""The branches of NSA that each variant has."""
+"""Branches of NSA in each variant."""
 
 NSA_OPTIONS = (
     (
@@ -70,7 +70,7 @@ class ClosedGate:
 
 @contextmanager
 def ablated(model: ByteModel, branch: str) -> Iterator[None]:
-    """Context in which a branch of a trained model is closed in all layers; the weights stay as they are."""
+    """Context in which a branch of a trained model is closed in all layers, without changing weights."""
     hooks = [
         module.gate_proj.register_forward_hook(ClosedGate(branch))
         for module in model.modules()
@@ -101,7 +101,7 @@ def recorded(model: ByteModel) -> Iterator[list[Tensor]]:
 
 
 def variant_config(variant: str, config: NSAConfig) -> NSAConfig:
-    """`config` without the selected or the window branch, where the variant has none."""
+    """`config` without the selected or the window branch if the variant lacks it."""
     if "selected" not in VARIANTS[variant]:
         config = replace(config, num_selected_blocks=0, num_init_blocks=0, num_local_blocks=0)
     return config if "window" in VARIANTS[variant] else replace(config, window_size=0)
@@ -110,7 +110,7 @@ def variant_config(variant: str, config: NSAConfig) -> NSAConfig:
 def make_attention(
     variant: str, args: argparse.Namespace, context_parallel: ContextParallel | None = None
 ) -> NSAttention:
-    """The attention layer of a variant. Only NSA's divide sequences."""
+    """The attention layer of a variant. Only NSA supports divided sequences."""
     sizes = (args.width, args.heads, args.kv_heads)
     if variant == "dense":
         return DenseAttention(*sizes, args.dense)
@@ -131,7 +131,7 @@ def make_attention(
 def make_model(
     variant: str, args: argparse.Namespace, context_parallel: ContextParallel | None = None, **options: Any
 ) -> ByteModel:
-    """The model of a variant; `ByteModel.initialise` sets its weights. `options`: of ByteModel."""
+    """The model of a variant; `ByteModel.initialise` sets its weights. `options` are those of ByteModel."""
 
     def attention() -> NSAttention:
         return make_attention(variant, args, context_parallel)
@@ -146,7 +146,7 @@ def count_parameters(args: argparse.Namespace) -> dict[str, int]:
 
 
 def describe(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The entries of a results file on `args.variants`."""
+    """Entries of a results file for `args.variants`."""
     described: dict[str, dict[str, Any]] = {}
     for variant in args.variants:
         if variant == "dense":
@@ -168,14 +168,16 @@ def describe(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def add_nsa_options(
     parser: argparse.ArgumentParser, defaults: Mapping[str, Defaults], preset: str = "per_tile"
 ) -> None:
-    """The model's options and NSA's; `make_config` reads them.
+    """Add the options of the model and of NSA; `make_config` reads them.
 
     Args:
         defaults: by preset.
         preset: the default preset.
     """
     parser.add_argument(
-        "--flash", action="store_true", help="dense attention by FlashAttention-4 where it is installed, not by PyTorch"
+        "--flash",
+        action="store_true",
+        help="dense attention by FlashAttention-4 if installed, else PyTorch",
     )
     add_numbers(parser.add_argument_group("model"), defaults[preset], MODEL_OPTIONS)
     group = parser.add_argument_group("options of NSA (see NSAConfig)")
@@ -198,7 +200,7 @@ def add_nsa_options(
 
 
 def make_config(parser: argparse.ArgumentParser, args: argparse.Namespace) -> NSAConfig:
-    """The NSAConfig of the options; ends the program where they are wrong.
+    """The NSAConfig of the options; exits if they are invalid.
 
     The paper's proportions are kept for any `--block-size` l': l = l'/2, d = l'/4.
     """
@@ -230,7 +232,7 @@ def resolve(args: argparse.Namespace) -> list[str]:
     """Set `args.dense` and `args.backends`, by variant.
 
     Returns:
-        Notes on variants that run on the reference because no kernel can run them.
+        Notes on variants that run on the reference because no kernel supports them.
 
     Raises:
         ValueError, dispatch.BackendError: for a named backend that cannot run a variant.

@@ -40,7 +40,7 @@ from nsa.reference import (
 def check(call: Any) -> str | None:
     """Reason why the dispatcher must not choose the reference for this call, or None."""
     if call.device_type != "cpu" and not call.named:
-        return f"runs on {call.device_type} only when named: backend='reference' (correct everywhere, fast nowhere)"
+        return f"runs on {call.device_type} only when named: backend='reference' (eager PyTorch, slow)"
     return None
 
 

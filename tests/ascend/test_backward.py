@@ -182,7 +182,7 @@ def test_launched_kernels(path: str, tokens: int, dense: bool, backend: str) -> 
     call = {"kernel_size": 7, "path": path, "backend": backend}
     with recording(run=False) as launches, OnlyMoves():
         if path == "dense" and tokens > 2048:
-            with pytest.raises(ValueError, match=f"path='dense' takes N up to 2048, got {tokens}"):
+            with pytest.raises(ValueError, match=f"path='dense' supports N up to 2048, got {tokens}"):
                 neighborhood_attention_backward(q, q, k, v, attn, **call)
             assert not launches
             return
@@ -222,7 +222,7 @@ def test_launched_kernels_of_the_differentiable_op(algorithm: str, tokens: int, 
     call = {"algorithm": algorithm, "backend": backend}
     with recording(run=False) as launches, OnlyMoves():
         if algorithm == "dense" and tokens > 2048:
-            with pytest.raises(ValueError, match=f"algorithm='dense' takes N up to 2048, got {tokens}"):
+            with pytest.raises(ValueError, match=f"algorithm='dense' supports N up to 2048, got {tokens}"):
                 neighborhood_attention(q, k, v, **call)
             assert not launches
             neighborhood_attention(q.detach(), k.detach(), v.detach(), **call)  # nothing to differentiate
@@ -269,7 +269,7 @@ def test_grid_of_the_dense_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_backward, "MAX_GRID", 64)  # tiles of 64 rows: 32 programs a head
     assert recorded(2) == EXPAND + DENSE
     assert recorded(3) == SPARSE
-    with pytest.raises(ValueError, match="takes grids up to 64 programs; one key head with its 3 query heads needs 96"):
+    with pytest.raises(ValueError, match="supports grids up to 64 programs; one key head with its 3 query heads needs 96"):
         recorded(3, path="dense")
 
 

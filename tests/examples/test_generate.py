@@ -41,11 +41,11 @@ def test_trains_keeps_loads_and_writes_the_same_text(tmp_path: Path, capsys: pyt
     assert example.main([*TINY, "--save", str(weights)]) == 0
     first = " ".join(capsys.readouterr().out.split())
     assert "trained 6 steps" in first
-    assert "Both wrote the same 40 bytes after a prompt of 70." in first
+    assert "Both generated the same 40 bytes after a prompt of 70." in first
     assert example.main([*TINY, "--load", str(weights)]) == 0
     second = capsys.readouterr().out
     assert "trained" not in second
-    with pytest.raises(SystemExit, match="--load must be what --save wrote"):
+    with pytest.raises(SystemExit, match="--load must be a file written by --save"):
         example.main([*TINY, "--width=64", "--load", str(weights)])
 
 
@@ -98,8 +98,8 @@ def test_16_bits_may_part_at_a_near_tie(corpus: byte_models.Corpus) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--preset=per_tile", "only a selection per token writes the same text"),
-        ("--q-tile=16", "only a selection per token writes the same text"),
+        ("--preset=per_tile", "only selection per token generates the same text"),
+        ("--q-tile=16", "only selection per token generates the same text"),
         ("--save=/dev/null/w.pt", "--save must name a file that can be written: "),
     ],
 )
@@ -114,5 +114,5 @@ def test_loads_weights_alone(content: bytes | None, tmp_path: Path) -> None:
     weights = tmp_path / "model.pt"
     if content is not None:
         weights.write_bytes(content)
-    with pytest.raises(SystemExit, match=r"--load must be what --save wrote .*model\.pt: "):
+    with pytest.raises(SystemExit, match=r"--load must be a file written by --save .*model\.pt: "):
         example.main([*TINY, "--load", str(weights)])

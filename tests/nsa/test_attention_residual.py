@@ -312,12 +312,12 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert refusal("triton", "cuda") is None
     assert refusal("triton", "cuda", blocks=64, shape=(1, 70000, 8192)) is None
-    assert refusal("triton", "cuda", torch.float64) == "takes float16, bfloat16 and float32, got float64"
-    assert refusal("triton", "cuda", blocks=65) == "takes up to 64 blocks, got 65"
-    assert refusal("triton", "cuda", shape=(1, 1, 1 << 21)) == "takes D up to 1048576, got 2097152"
+    assert refusal("triton", "cuda", torch.float64) == "supports float16, bfloat16 and float32, got float64"
+    assert refusal("triton", "cuda", blocks=65) == "supports up to 64 blocks, got 65"
+    assert refusal("triton", "cuda", shape=(1, 1, 1 << 21)) == "supports D up to 1048576, got 2097152"
     many = {"blocks": 16, "shape": (2, (1 << 25) + 1, 8)}
     assert (
-        refusal("triton", "cuda", **many) == "takes up to 1073741824 rows of all blocks and sequences, got 1073741856"
+        refusal("triton", "cuda", **many) == "supports up to 1073741824 rows of all blocks and sequences, got 1073741856"
     )
     assert refusal("triton", "npu") == "runs on CUDA devices, got npu"
     assert refusal("ascend", "cuda") == "runs on Ascend NPUs, got cuda"

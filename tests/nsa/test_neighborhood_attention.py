@@ -191,21 +191,21 @@ def test_wide_windows_are_left_to_flash_attention_4() -> None:
 @pytest.mark.usefixtures("hopper")
 def test_refusals() -> None:
     assert refusal("triton", "cuda") is None
-    assert refusal("triton", "cuda", torch.float64) == "takes float16, bfloat16 and float32, got float64"
-    assert refusal("triton", "cuda", shape=(1, 9, 1, 257)) == "takes D up to 256, got 257"
-    assert refusal("triton", "cuda", shape=(1, 1 << 30, 1, 16)) == "takes N up to 536870912, got 1073741824"
-    of_all = "takes up to 536870912 tokens of all heads and sequences, got 536870944"
+    assert refusal("triton", "cuda", torch.float64) == "supports float16, bfloat16 and float32, got float64"
+    assert refusal("triton", "cuda", shape=(1, 9, 1, 257)) == "supports D up to 256, got 257"
+    assert refusal("triton", "cuda", shape=(1, 1 << 30, 1, 16)) == "supports N up to 536870912, got 1073741824"
+    of_all = "supports up to 536870912 tokens of all heads and sequences, got 536870944"
     assert refusal("triton", "cuda", shape=(1, (1 << 24) + 1, 32, 16)) == of_all
     assert refusal("triton", "cuda", band=True, kernel_size=9) is None
     assert refusal("triton", "cuda", algorithm="flash", kernel_size=1 << 40) is None
     assert refusal("triton", "cuda", algorithm="band", kernel_size=1 << 30) == (
-        "has bands of up to 536870912 slots, got kernel_size 1073741824"
+        "supports bands of up to 536870912 slots, got kernel_size 1073741824"
     )
     too_wide = {"kernel_size": 1 << 30}
     assert refusal("triton", "cuda", algorithm="flash", **too_wide) is None
     for options in ({"algorithm": "band"}, {"algorithm": "dense"}, {"band": True}):
         assert refusal("triton", "cuda", **options, **too_wide) == (
-            "has bands of up to 536870912 slots, got kernel_size 1073741824"
+            "supports bands of up to 536870912 slots, got kernel_size 1073741824"
         )
     assert refusal("ascend", "cuda") == "runs on Ascend NPUs, got cuda"
     assert "no Ascend NPU is visible" in str(refusal("ascend", "npu"))
@@ -357,7 +357,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("triton.runtime.driver", FakeDriver(arch))
         assert npu_of(npu) == replace(DEVICES[name], cores=25)
     monkeypatch.setattr("triton.runtime.driver", FakeDriver("Ascend310P3"))
-    with pytest.raises(ValueError, match="Ascend310P3 is none of the NPUs listed"):
+    with pytest.raises(ValueError, match="Ascend310P3 is not among the listed NPUs"):
         npu_of(npu)
     assert npu_of(cpu) == DEVICES["A2"]
     monkeypatch.setenv(UB_VARIABLE, str(256 * 1024))

@@ -140,6 +140,6 @@ def test_triton_refuses_by_name(check: Any, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(support, name, lambda _: None)
     options = {"shape": (1, 20, 4, 16), "causal": True, "first_token": 12}
     call = dispatch.Call("neighborhood_attention", "cuda:0", torch.float32, options=options)
-    assert check(call) == "takes as many queries as keys, which cute and reference do not need, got q_start=12"
+    assert check(call) == "needs as many queries as keys (cute and reference do not), got q_start=12"
     options["first_token"] = 0
     assert check(call) is None
