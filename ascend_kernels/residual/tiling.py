@@ -151,8 +151,8 @@ def gpu_plan(
     faster.
 
     Args:
-        cores: number of multiprocessors. rows, num_warps, stages, programs_per_core: override the choices made here, to
-            try other plans.
+        cores: number of multiprocessors.
+        rows, num_warps, stages, programs_per_core: override the choices made here, to try other plans.
         options: compiler options, such as maxnreg; also overrides.
     """
     block_d = max(32, 1 << (dim - 1).bit_length())

@@ -38,8 +38,8 @@ def register_operator(name: str, schema: str, implementation: Callable[..., Any]
     """Define `name` ("nsa_kernels::...") for all devices.
 
     Args:
-        schema: arguments and results, as for torch.library.define. fake: the same call on fake tensors, which returns
-            results without values.
+        schema: arguments and results, as for torch.library.define.
+        fake: the same call on fake tensors, which returns results without values.
     """
     torch.library.define(name, schema)
     torch.library.impl(name, "default", implementation)

@@ -11,8 +11,8 @@ def resolve(call: dispatch.Call, backend: str | None, *, meta: str) -> dispatch.
     Args:
         call: the op, device, dtype and options of the call.
         backend: name of a backend, or None for the first that supports the call. On the meta device only the name is
-            checked, since shapes and dtypes are the same for every backend. meta: "module:function" of the op's meta
-            function, with the arguments of a backend's function.
+            checked, since shapes and dtypes are the same for every backend.
+        meta: "module:function" of the op's meta function, with the arguments of a backend's function.
 
     Raises:
         ValueError: for an unknown backend.

@@ -42,8 +42,9 @@ def nsa_with_cache(
     """Append new tokens of each sequence to a cache, and attend: NSA's decoding and chunked prefill, without gradients.
 
     Row i of a sequence is the last row of `nsa` on its first seqlens + i + 1 tokens. In token mode it is also the row
-    of any longer call. Nothing is read on the host. docs/decoding.md has details and costs. Under torch.autocast,
-    tensors are cast like those of `nsa`.
+    of any longer call. Nothing is read on the host. docs/decoding.md has details and costs.
+
+    Under torch.autocast, tensors are cast like those of `nsa`.
 
     Args:
         q: queries of the new tokens `[B,N_q,H,D]`, N_q >= 1, in the cache's dtype.
@@ -75,7 +76,8 @@ def nsa_with_cache(
         ValueError: naming an argument of the wrong shape, device or value, before anything is written.
         RuntimeError: if gradients are needed; outside of a step with several layers; twice in one step; while another
             thread uses the cache; with `debug=True` if a sequence has no room, which leaves the cache unchanged; in
-            transforms of torch.func. dispatch.BackendError: if no backend supports the call, with the reason of each.
+            transforms of torch.func.
+        dispatch.BackendError: if no backend supports the call, with the reason of each.
 
     Examples:
         >>> import torch

@@ -60,7 +60,8 @@ def resolve(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str 
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what was expected.
-        RuntimeError: if a gradient is needed. dispatch.BackendError: if no backend supports the call.
+        RuntimeError: if a gradient is needed.
+        dispatch.BackendError: if no backend supports the call.
     """
     facts = _facts(inputs, cache, config, backend)
     impl = cache.taken.get(facts)

@@ -395,9 +395,9 @@ class ContextParallel:
 
         Raises:
             TypeError, ValueError: as `nsa`, or if ranks disagree; on all ranks, naming rank and argument.
-            dispatch.BackendError: if no backend supports the call, on all ranks. RuntimeError: on all ranks, in forward
-            or backward: if they run different calls or orders of backwards, naming ranks and calls; within the timeout
-            if a rank has exited or is late.
+            dispatch.BackendError: if no backend supports the call, on all ranks.
+            RuntimeError: on all ranks, in forward or backward: if they run different calls or orders of backwards,
+                naming ranks and calls; within the timeout if a rank has exited or is late.
         """
 
     @break_graph

@@ -30,9 +30,9 @@ class HeadwiseParallel(ParallelStyle):
         use_local_output: return a plain tensor, this rank's part, instead of a DTensor. Default: True.
 
     Raises:
-        TypeError: when applied to another module. ValueError: when applied, naming the layer's argument: `num_kv_heads`
-            that the mesh does not divide; a module in `compress` with parameters that is not a LinearCompression;
-            `dropout`, which would differ between ranks.
+        TypeError: when applied to another module.
+        ValueError: when applied, naming the layer's argument: `num_kv_heads` that the mesh does not divide; a module in
+            `compress` with parameters that is not a LinearCompression; `dropout`, which would differ between ranks.
 
     Examples:
         >>> import torch, torch.distributed as dist

@@ -33,8 +33,8 @@ class Layout:
     """The tokens of all ranks.
 
     Args:
-        tokens: N, number of tokens of the sequence or pack, rows after the last document included. bounds: start of
-            each document and end of the last: `(0, N)` for a sequence.
+        tokens: N, number of tokens of the sequence or pack, rows after the last document included.
+        bounds: start of each document and end of the last: `(0, N)` for a sequence.
         ranks: R.
         kind: "zigzag": 2R chunks, of which rank r holds r and 2R - 1 - r; "contiguous": R chunks, one each.
         tile: chunks begin at multiples of it within their document.

@@ -57,8 +57,8 @@ def indexer_kl_loss(
         q_idx: `[B,N_q,H_kv,D_i]`, packed `[T,H_kv,D_i]`: one indexer head per key/value head.
         k_idx: `[B,N_k,1,D_i]` or `[B,N_k,H_kv,D_i]` in q_idx's dtype, packed without B.
         q: queries of the attention, as in `block_sparse_attention`.
-        k: keys of the attention, as in `block_sparse_attention`. block_indices: selected blocks, as returned by
-            `top_blocks_by_max`.
+        k: keys of the attention, as in `block_sparse_attention`.
+        block_indices: selected blocks, as returned by `top_blocks_by_max`.
         block_size: tokens per block.
         q_start: token index of the first query, if there are more keys, or int32 `[B]` on q's device, one per sequence;
             not with `cu_seqlens`. Default: None, which means N_k - N_q.

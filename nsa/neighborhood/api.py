@@ -72,8 +72,8 @@ def neighborhood_attention(
     Raises:
         TypeError: naming an argument of the wrong type or dtype, before anything is computed.
         ValueError: naming an argument of the wrong shape, device or value, before anything is computed;
-            algorithm="dense" beyond the limits of its backward, if gradients are needed. dispatch.BackendError: if no
-            backend supports the call, with the reason of each.
+            algorithm="dense" beyond the limits of its backward, if gradients are needed.
+        dispatch.BackendError: if no backend supports the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
 
     Examples:

@@ -136,8 +136,8 @@ class NeighborhoodAttention(nn.Module):
                 `position_embeddings` without a `rope` hook.
             ValueError: `hidden_states` of another layout, width or device; an argument of `others` that is not
                 supported; a `rope` hook that changes the shape; a cache of other sizes, or without `causal=True`.
-            RuntimeError: with a cache if gradients are needed, or if another thread is using it. dispatch.BackendError:
-                as `neighborhood_attention`.
+            RuntimeError: with a cache if gradients are needed, or if another thread is using it.
+            dispatch.BackendError: as `neighborhood_attention`.
         """
         refuse_unsupported(others, causal=self.window.causal, instead_of_mask=ONE_BY_ONE)
         check_input(hidden_states, self.hidden_size, self.q_proj, packed=None)

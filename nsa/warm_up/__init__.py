@@ -48,10 +48,11 @@ def warm_up(
 
     Args:
         config: options of the calls. Default: `NSAConfig()`. No kernels are compiled for a callable `compress`.
-        shapes: shapes of the calls, each (B, N, H, H_kv, D) or (B, N, H, H_kv, D, D_v). dtype: dtype of the calls,
-            bfloat16 or float16. gated: True if the calls have `gate_proj_weight`. backward: compile forward and
-            backward of training; False: inference only. processes: number of processes. Default: one per core, up to
-            16.
+        shapes: shapes of the calls, each (B, N, H, H_kv, D) or (B, N, H, H_kv, D, D_v).
+        dtype: dtype of the calls, bfloat16 or float16.
+        gated: True if the calls have `gate_proj_weight`.
+        backward: compile forward and backward of training; False: inference only.
+        processes: number of processes. Default: one per core, up to 16.
         target: compute capability and number of multiprocessors of the GPU, such as ((9, 0), 132) for an H100 or H200,
             if this machine has none. Default: those of the current CUDA device.
         progress: callback with the number of kernels on disk and the number known to be needed.
@@ -62,7 +63,7 @@ def warm_up(
     Raises:
         TypeError: naming an argument of the wrong type.
         ValueError: for unsupported shapes, dtype, number of processes or target; if the cache is disabled.
-            RuntimeError: without a GPU or target, and if a process fails, with its output.
+        RuntimeError: without a GPU or target, and if a process fails, with its output.
 
     Examples:
         >>> import torch

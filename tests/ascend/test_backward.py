@@ -269,7 +269,9 @@ def test_grid_of_the_dense_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_backward, "MAX_GRID", 64)  # tiles of 64 rows: 32 programs a head
     assert recorded(2) == EXPAND + DENSE
     assert recorded(3) == SPARSE
-    with pytest.raises(ValueError, match="supports grids up to 64 programs; one key head with its 3 query heads needs 96"):
+    with pytest.raises(
+        ValueError, match="supports grids up to 64 programs; one key head with its 3 query heads needs 96"
+    ):
         recorded(3, path="dense")
 
 

@@ -88,7 +88,7 @@ def test_a_process_that_fails_is_told_of(tmp_path: Path, monkeypatch: pytest.Mon
         ({"shapes": [(1, 8192, 8, 2, 96)]}, "D in shapes must be 64 or 128, got 96"),
         ({"shapes": [(1, 8192, 8, 2, 64, 32)]}, "D_v in shapes must be 64 or 128, got 32"),
         ({"processes": 0}, "processes must be at least 1, got 0"),
-        ({"target": ((8, 0), 108)}, r"compute capability 9.0 and 10.0, got \(8, 0\)"),
+        ({"target": ((8, 0), 108)}, r"compute capability 9.0 or 10.0, got \(8, 0\)"),
         (
             {"shapes": (1, 8192, 8, 2, 128)},
             r"shapes must be a list of \(B, N, H, H_kv, D\), got \(1, 8192, 8, 2, 128\)",
@@ -103,7 +103,7 @@ def test_bad_arguments(options: dict[str, Any], problem: str, monkeypatch: pytes
     with pytest.raises((TypeError, ValueError), match=problem):
         warm_up(**options)
     monkeypatch.setenv(disk_cache.VARIABLE, "0")
-    with pytest.raises(ValueError, match=f"{disk_cache.VARIABLE} is 0, so kernels are not kept"):
+    with pytest.raises(ValueError, match=f"{disk_cache.VARIABLE} is 0, so kernels are not cached"):
         warm_up()
 
 

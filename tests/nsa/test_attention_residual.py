@@ -317,7 +317,8 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal("triton", "cuda", shape=(1, 1, 1 << 21)) == "supports D up to 1048576, got 2097152"
     many = {"blocks": 16, "shape": (2, (1 << 25) + 1, 8)}
     assert (
-        refusal("triton", "cuda", **many) == "supports up to 1073741824 rows of all blocks and sequences, got 1073741856"
+        refusal("triton", "cuda", **many)
+        == "supports up to 1073741824 rows of all blocks and sequences, got 1073741856"
     )
     assert refusal("triton", "npu") == "runs on CUDA devices, got npu"
     assert refusal("ascend", "cuda") == "runs on Ascend NPUs, got cuda"

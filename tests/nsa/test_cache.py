@@ -489,7 +489,7 @@ REFUSED: dict[str, tuple[type[Exception], str]] = {
     "tile": (ValueError, "q_tile_size must be 16, which the cache was made for, got 1"),
     "counts": (ValueError, r"counts must be from 0 to 3, got \[1, 4\]"),
     "counts dtype": (TypeError, "counts must be int32, got int64"),
-    "gradient": (RuntimeError, "nsa_with_cache has no gradient"),
+    "gradient": (RuntimeError, "nsa_with_cache does not support gradients"),
     "backend": (dispatch.BackendError, "cute: runs on CUDA devices, got cpu"),
     "backends": (TypeError, r"backend must be a string or None, got \['cute'\]"),
     "cache": (TypeError, "cache must be an NSACache, got dict"),
@@ -685,7 +685,7 @@ def test_layers_share_a_table(name: str) -> None:
     table = PageTable.empty(2, 64, page_size=16)
     sizes = {"heads": 4, "heads_kv": 2, "dim": 16, "dtype": torch.float64}
     layers = [NSACache(config, table, **sizes) for _ in range(3)]  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match=r"3 caches share this table, .* `with table.step\(5\):`"):
+    with pytest.raises(RuntimeError, match=r"3 caches share this table .* `with table.step\(5\):`"):
         append(layers[0], inputs, [5])
     start = 0
     for count in (20, 1, 8, 25):
@@ -905,7 +905,7 @@ def test_an_engine_allocates_and_advances() -> None:
         cache.truncate(3)
     for wrong, message in (
         ({"k": pages[0, :4]}, r"k of pages must be \[8, 8, 2, 16\]"),
-        ({"k": pages[0].transpose(0, 1)}, "k of pages must have tokens at one distance"),
+        ({"k": pages[0].transpose(0, 1)}, "k of pages must have one stride between tokens"),
         ({"x": pages[0]}, "pages must be among k, v, k_cmp, v_cmp, got x"),
     ):
         with pytest.raises(ValueError, match=message):

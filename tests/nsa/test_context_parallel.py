@@ -496,7 +496,9 @@ def test_all_ranks_make_it(ranks: Ranks) -> None:
     *others, _ = ranks.outcomes(max(SIZES), cases.makes_none, 1.0)
     for kind, message in others:
         assert kind == "raised"
-        assert "all ranks of the group must create a ContextParallel, and within 0:00:01 one did not" in message, message
+        assert "all ranks of the group must create a ContextParallel, and within 0:00:01 one did not" in message, (
+            message
+        )
 
 
 def test_objects_of_a_group_wait_as_long(alone: cases.MakeCP) -> None:

@@ -465,8 +465,8 @@ MASKLESS = {
     nsa_forward_aux: "pack documents with cu_seqlens",
     block_sparse_attention: "pack documents with cu_seqlens",
     nsa_with_cache: "counts says how many tokens of each sequence are real",
-    dispatch.neighborhood_attention: "attend to each document in a call of its own",
-    dispatch.neighborhood_attention_forward: "attend to each document in a call of its own",
+    dispatch.neighborhood_attention: "attend to each document in a separate call",
+    dispatch.neighborhood_attention_forward: "attend to each document in a separate call",
 }
 
 

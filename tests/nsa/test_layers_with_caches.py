@@ -55,7 +55,7 @@ def test_steps_are_the_rows_of_the_layer(name: str, kind: str) -> None:
 def test_refuses_what_does_not_go_together() -> None:
     layer = NSAttention(WIDTH, HEADS, config=NSAConfig.paper())
     cache, x = layer.new_cache(PageTable.empty(1, 64)), torch.randn(1, 3, WIDTH)
-    with pytest.raises(RuntimeError, match="nsa_with_cache has no gradient"):
+    with pytest.raises(RuntimeError, match="nsa_with_cache does not support gradients"):
         layer(x, cache=cache)
     counts = torch.tensor([2], dtype=torch.int32)
     with pytest.raises(ValueError, match="counts goes with cache"):
@@ -98,7 +98,7 @@ def test_a_rolling_cache_refuses() -> None:
     x = torch.randn(2, 3, WIDTH)
     layer = NeighborhoodAttention(WIDTH, HEADS, kernel_size=5, causal=True)
     cache = layer.new_cache(2)
-    with pytest.raises(RuntimeError, match="a call with a cache has no gradient"):
+    with pytest.raises(RuntimeError, match="a call with a cache does not support gradients"):
         layer(x, cache=cache)
     with torch.no_grad():
         with pytest.raises(ValueError, match="cache goes with causal=True"):
@@ -119,7 +119,7 @@ def test_a_rolling_cache_refuses() -> None:
             NeighborhoodAttention(WIDTH, HEADS, kernel_size=5).new_cache(2)
     layer.requires_grad_(False)
     layer.v_proj.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="a call with a cache has no gradient"):
+    with pytest.raises(RuntimeError, match="a call with a cache does not support gradients"):
         layer(x, cache=cache)
     assert int(cache.length) == 0
     with pytest.raises(ValueError, match="kernel_size must be at least 1, got 0"):
@@ -167,6 +167,6 @@ def test_dynamically_quantized_layers_have_caches() -> None:
         expected = layer(x)
         torch.testing.assert_close(layer(x, cache=cache), expected, rtol=0, atol=1e-2 * float(expected.abs().max()))
     nsa_layer.q_proj = torch.nn.Identity()
-    with pytest.raises(TypeError, match="projections must have a weight, that defines dtype and device, got Identity"):
+    with pytest.raises(TypeError, match="projections must have a weight that defines dtype and device, got Identity"):
         nsa_layer.new_cache(PageTable.empty(1, 64))
     assert nsa_layer.new_cache(PageTable.empty(1, 64), torch.float64).dtype == torch.float64

@@ -47,7 +47,9 @@ def convert(
     Raises:
         TypeError: for another model, config, or attention layer.
         ValueError: naming an unsupported feature: dropout, sliding windows, NSA options that a config cannot hold,
-            hooks. After an error the model is unchanged.
+            hooks.
+
+    After an error the model is unchanged.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
