@@ -29,7 +29,7 @@ LIMITS = {
     "cute_kernels": (204, 223),  # as counted today; to fall to 19 and 14, the goal of the four packages together
     "examples": (0, 0),
     "README.md": (0, 0),
-    "docs": (0, 64),
+    "docs": (0, 6),  # all in architecture.md, which is to be rewritten
 }
 """Most openings and words allowed, by folder or page."""
 
