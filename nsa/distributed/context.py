@@ -259,7 +259,7 @@ class ContextParallel:
 
         Raises:
             TypeError, ValueError: on all ranks, for an invalid argument on one or if ranks disagree, naming rank and
-            argument.
+                argument.
         """
         count = self._count_labels(logits, labels, ignore_index)
         wide = torch.promote_types(logits.dtype, torch.float32)

@@ -112,7 +112,7 @@ def given_documents(kwargs: Mapping[str, Any], device: torch.device) -> Unpaddin
 
     Raises:
         TypeError, ValueError: for bounds that are not integers `[documents + 1]`, and for different bounds of keys, if
-        that shows without reading a device.
+            that shows without reading a device.
     """
     bounds, of_keys, longest, longest_key = map(kwargs.get, PACK_KEYWORDS)
     for name, given in zip(PACK_KEYWORDS, (bounds, of_keys), strict=False):
