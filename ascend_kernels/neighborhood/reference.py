@@ -56,7 +56,7 @@ def band_of(
 
 
 def reaching(kernel_size: int, num_tokens: int, dilation: int, boundary: str, causal: bool) -> int:
-    """The smallest kernel_size with the same keys, to limit temporaries."""
+    """A kernel_size with the same keys, at most the given one, to limit temporaries."""
     class_size = -(-num_tokens // dilation)
     one_sided = causal or boundary == "shift"
     return min(kernel_size, max(class_size, 1) if one_sided else 2 * class_size + 2 - kernel_size % 2)

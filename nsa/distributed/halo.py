@@ -131,9 +131,7 @@ def sharded_neighborhood_attention(
 
 
 def window_reach(kernel_size: int, dilation: int, boundary: str, causal: bool) -> tuple[int, int]:
-    """Maximum distance that a window reaches before and after its query; shifted windows reach equally far to both
-    sides.
-    """
+    """Maximum distance that a window reaches before and after its query; a shifted one may be on one side only."""
     whole = (kernel_size - 1) * dilation
     if causal:
         return whole, 0
