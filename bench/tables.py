@@ -1,7 +1,7 @@
-"""Tables of the documentation, rendered from what they show: results files, and the modules' docstrings.
+"""Tables of the documentation: specifications, and the renderer that fills them from results files and docstrings.
 
-In README.md and docs/ a table stands between `<!-- table: NAME -->` and `<!-- end -->`. This script renders all
-of them anew; with --check it changes nothing and exits with 1 if a page differs. Needs no torch.
+In README.md and docs/ a table stands between `<!-- table: NAME -->` and `<!-- end -->`. This script renders all of
+them again; with --check it changes nothing and exits with 1 if a page differs. Needs no torch.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import ast
 import json
 import os
 import re
+import string
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,38 +25,259 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
-MINUS = "\N{MINUS SIGN}"
-
 Row = dict[str, Any]
-Lines = Iterable[str]
+Rows = Iterable[Row]
 
-FORWARD_BARS: dict[tuple[int, int | None], dict[str, float]] = {
-    (8 << 10, None): {"graph": 0.32, "eager": 0.50},
-    (32 << 10, None): {"graph": 1.3},
-    (128 << 10, None): {"graph": 4.2},
-    (512 << 10, None): {"graph": 26},
-    (1 << 20, None): {"graph": 80},
-    (512 << 10, 16): {"graph": 20},
-    (1 << 20, 16): {"graph": 42},
-    (3 << 20, 16): {"graph": 160},
+
+@cache
+def load(name: str) -> Any:
+    """Content of a results file."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def rows_of(*names: str) -> list[Row]:
+    return [row for name in names for row in load(name)["rows"]]
+
+
+# Formats
+
+
+def ms(value: float) -> str:
+    """Three significant digits."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
+
+
+def tokens(n: int) -> str:
+    return f"{n >> 20}M" if n >= 1 << 20 and n % (1 << 20) == 0 else f"{n >> 10}K"
+
+
+def reached(bars: Sequence[Row]) -> str:
+    """One sentence about bars of a results file."""
+    missed = [bar["bar"] for bar in bars if bar["verdict"] != "pass"]
+    but = f"; missed: {', '.join(missed)}" if missed else ""
+    return f"{len(bars) - len(missed)} of {len(bars)} bars are reached{but}."
+
+
+def signed(text: str) -> str:
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "ms": ms,
+    "tokens": tokens,
+    "percent": lambda share: f"{100 * share:.0f} %",
+    "permille": lambda share: f"{100 * share:.1f} %",
+    "change": lambda difference: signed(f"{difference:+.3f}"),
+    "percent change": lambda ratio: signed(f"{100 * (ratio - 1):+.1f} %"),
+    "us": lambda value: f"{1000 * value:.1f}",
+    "whole us": lambda value: f"{1000 * value:,.0f}",
+    "count": lambda values: f"{len(values)}",
+    "words": lambda name: name.replace("_", " "),
+    "dense": lambda row: f"{'~' if row['dense_extrapolated'] else ''}{ms(row['dense_ms'])}",
+    "stage": lambda row: fill("{ms:ms}" + " ({share:percent})" * ((row["share"] or 0) >= 0.005), row),
+    "reached": reached,
+    "links": lambda links: "\n".join(
+        fill("{collective}: alpha {alpha_us:.0f} us, beta {beta_gbs:.0f} GB/s.<br>", link) for link in links
+    ),
 }
-"""Milliseconds wanted of the forward, by N and `num_cmp`; set before the kernels were written."""
+"""Formats of cells besides Python's own. "dense" and "stage" format a row; ~ marks a time extrapolated by N^2."""
 
-BACKWARD_BARS: dict[tuple[int, int | None], tuple[float, float | None]] = {
-    (32 << 10, None): (4.8, None),
-    (128 << 10, None): (18, 3.0),
-    (512 << 10, None): (120, None),
-    (1 << 20, None): (330, 24),
-    (512 << 10, 16): (95, None),
-    (1 << 20, 16): (200, None),
+
+class _Formatter(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            return ""
+        return FORMATS[format_spec](value) if format_spec in FORMATS else format(value, format_spec)
+
+
+def fill(template: str, row: Mapping[str, Any]) -> str:
+    """A template of `str.format` with the fields of a row; None is empty."""
+    return _Formatter().vformat(template, (), row)
+
+
+# The renderer
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table in Markdown, and the text around it. Without rows it is left out.
+
+    Args:
+        head, line: cells of the heading, and templates of a row's cells, separated by " | ".
+        files: results files that are cited beneath the table.
+        rows: default: those of `files`.
+        above, notes, below: templates of lines before the table, after it and after the citations, with `facts`.
+        facts: default: the content of the first of `files`.
+    """
+
+    head: str
+    line: str
+    files: tuple[str, ...] = ()
+    rows: Callable[[], Rows] | None = None
+    above: str = ""
+    notes: str = ""
+    below: str = ""
+    facts: Callable[[], Row] | None = None
+
+    def render(self, page: Path) -> Iterator[str]:
+        """Paragraphs."""
+        rows = list(rows_of(*self.files) if self.rows is None else self.rows())
+        if not rows:
+            return
+        facts = self.facts() if self.facts else load(self.files[0]) if self.files else {}
+        head = fill(self.head, facts).split(" | ")
+        lines = [head, ["---"] * len(head), *([fill(cell, row) for cell in self.line.split(" | ")] for row in rows)]
+        table = "\n".join(re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(cells)} |") for cells in lines)
+        cited = "<br>\n".join(source(page, name) for name in self.files)
+        yield from filter(
+            None, (fill(self.above, facts), table, fill(self.notes, facts), cited, fill(self.below, facts))
+        )
+
+
+def source(page: Path, name: str) -> str:
+    """Where figures come from: file, commit, device and command."""
+    content = load(name)
+    command = content.get("command") or content["rows"][0]["command"]
+    link = f"[{name}.json]({os.path.relpath(RESULTS / name, page.parent)}.json)"
+    commit, _, changes = content["commit"].partition("+")
+    state = f"commit `{commit[:7]}`{' with changes' if changes else ''}"
+    return f"{link}, {state}, {content['device']}: `{command}`"
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def rendered(page: Path, text: str) -> str:
+    """Text of a page with its tables rendered again.
+
+    Raises:
+        SystemExit: for a table that does not exist.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        start, name, _, end = match.groups()
+        if name not in TABLES:
+            raise SystemExit(f"{page.relative_to(ROOT)} asks for the table {name!r}; there are {', '.join(TABLES)}")
+        tables = TABLES[name]
+        every = tables if isinstance(tables, tuple) else (tables,)
+        paragraphs = [paragraph for table in every for paragraph in table.render(page)]
+        return "\n".join([start, "\n\n".join(paragraphs), "", end])
+
+    return MARKED.sub(replace, text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page differs")
+    args = parser.parse_args(argv)
+    status = 0
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        wanted = rendered(page, text)
+        if wanted == text:
+            continue
+        print(f"{page.relative_to(ROOT)}: {'differs from bench/results' if args.check else 'written'}")
+        status |= args.check
+        if not args.check:
+            page.write_text(wanted, encoding="utf-8")
+    return int(status)
+
+
+# Rows
+
+
+def pivot(rows: Rows, keys: str, group: str) -> list[Row]:
+    """A row for each value of `keys`; the rows that have it become its fields, named by the template `group`.
+
+    If it has no row of some name, that field is a row of None.
+    """
+    named = [(fill(group, row), row) for row in rows]
+    absent = {name: dict.fromkeys(named[0][1]) for name, _ in named}
+    found: dict[tuple[Any, ...], Row] = {}
+    for name, row in named:
+        key = {field: row[field] for field in keys.split()}
+        found.setdefault(tuple(key.values()), {**absent, **key})[name] = row
+    return list(found.values())
+
+
+E2E_BARS: dict[str, dict[str, dict[str, str]]] = {
+    "e2e-h200": {
+        "graph": {"8K": "0.32", "32K": "1.3", "128K": "4.2", "512K": "26", "1M": "80"},
+        "eager": {"8K": "0.5"},
+        "graph16": {"512K": "20", "1M": "42", "3M": "160"},
+    },
+    "e2e-h200-backward": {
+        "eager": {"32K": "4.8", "128K": "18 [3]", "512K": "120", "1M": "330 [24]"},
+        "eager16": {"512K": "95", "1M": "200"},
+    },
 }
-"""Milliseconds, and GiB, wanted of forward + backward."""
+"""Upper bounds of ms [and GiB] by mode, with `num_cmp` if it is given, and N. Set before the kernels were written."""
 
-SFNSA = {8: (2.66, 8.78), 32: (13.7, 45.5), 64: (36.8, 119), 128: (111, 352)}
-"""Milliseconds of SFNSA, forward and forward + backward, by N in K; measured once, when the bars were set."""
 
-TILE_GROUP = 64
-"""Query heads per key/value head from which the selected branch runs query-outer (attend/query_outer.py)."""
+def by_length(name: str) -> Iterator[Row]:
+    """Rows of an end-to-end file by N: fields "graph", "eager", "graph16" for `num_cmp=16`, and their bars."""
+    bars = E2E_BARS.get(name, {})
+    for row in sorted(pivot(rows_of(name), "n", "{mode}{num_cmp}"), key=lambda row: row["n"]):
+        for c in ("", "16"):
+            wanted = (bars.get(f"{mode}{c}", {}).get(tokens(row["n"])) for mode in ("graph", "eager"))
+            row[f"bar{c}"] = " / ".join(filter(None, wanted))
+        yield row
+
+
+def e2e_bars(name: str) -> Row:
+    rows = {tokens(row["n"]): row for row in by_length(name)}
+    bars = []
+    for group, wanted in E2E_BARS[name].items():
+        for n, bar in wanted.items():
+            pairs = zip(("ms_p50", "peak_gib"), re.findall(r"[\d.]+", bar), strict=False)
+            passes = all(rows[n][group][field] <= float(most) for field, most in pairs)
+            bars.append({"bar": f"{n} {group}", "verdict": "pass" if passes else "FAIL"})
+    return {"bars": bars}
+
+
+def recompute_rows() -> Iterator[Row]:
+    kept = {row["n"]: row["eager16"] for row in by_length("e2e-h200-backward")}
+    return (row | {"kept": kept[row["n"]]} for row in by_length("e2e-h200-recompute"))
+
+
+def block_size_rows() -> list[Row]:
+    rows = [row for row in rows_of("e2e-h200-l32", "e2e-h200", "e2e-h200-l128") if row["mode"] == "graph"]
+    lengths = {row["n"] for row in rows_of("e2e-h200-l32")}
+    return pivot((row for row in rows if row["n"] in lengths), "n", "{l}, {num_cmp}")
+
+
+def case_rows() -> Iterator[Row]:
+    for row in pivot(rows_of("e2e-h200-h32", "e2e-h200-sink"), "inputs n num_cmp h h_kv", "{mode}"):
+        if row["num_cmp"] is None:
+            yield row | {"sink": ", attention sink" * (row["inputs"] == "sink")}
+
+
+LONGEST = ("probe-h200-nsa", "probe-h200-nsa-backward", "probe-h200-dense")
+
+
+def longest_rows() -> Iterator[Row]:
+    for content in map(load, LONGEST):
+        settings, bracket = content["settings"], content["bracket"]
+        yield {
+            **bracket,
+            "op": "dense FA4" if settings["op"] == "dense" else "NSA, c=16",
+            "passes": "forward" + " + backward" * settings["backward"],
+            "how": ", `recompute=True`" * settings.get("recompute", False),
+            "seconds": next(trial["seconds"] for trial in content["trials"] if trial["n"] == bracket["fits"]),
+            "end": {"oom": "out of memory", "timeout": "stopped by its time limit"}[bracket["why"]],
+        }
+
+
+def varlen_rows() -> list[Row]:
+    passes = (("fwd", "varlen-h200"), ("both", "varlen-h200-backward"))
+    return pivot((row | {"pass": name} for name, file in passes for row in rows_of(file)), "name", "{pass}")
+
+
+def varlen_facts() -> Row:
+    lengths = load("varlen-h200")["lengths"]
+    return {"lengths": lengths, "least": min(lengths), "most": max(lengths), "all": sum(lengths)}
+
 
 FORWARD_STAGES = {
     "compress": ("compress k, v", "bytes: k and v read once"),
@@ -86,886 +309,486 @@ BACKWARD_STAGES = {
 """Label and limit of each stage, in the order of the tables."""
 
 
-@cache
-def load(name: str) -> Any:
-    """The results file of that name."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+def stages(name: str, labels: Mapping[str, tuple[str, str]]) -> Table:
+    def rows() -> Iterator[Row]:
+        found = {(row["stage"], row["num_cmp"]): row for row in pivot(rows_of(name), "stage num_cmp", "{n:tokens}")}
+        for (stage, (label, limit)), c in product(labels.items(), (None, 16)):
+            if (stage, c) in found and (c is None or stage in ("compressed", "all", "score, cmp", "backward")):
+                label += ", c=16" * (c is not None and stage != "score, cmp")
+                yield found[stage, c] | {"label": label, "limit": limit}
+
+    head, line = "stage | 8K | 32K | 128K | 512K | 1M | bound by", "{label} | {8K:stage} | {32K:stage} | {128K:stage}"
+    return Table(head, f"{line} | {{512K:stage}} | {{1M:stage}} | {{limit}}", (name,), rows)
 
 
-def ms(value: float | None) -> str:
-    """Three significant digits; empty for None."""
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
+SFNSA = {8: (2.66, 8.78), 32: (13.7, 45.5), 64: (36.8, 119), 128: (111, 352)}
+"""Milliseconds of SFNSA, forward and forward + backward, by N in K; measured once, when the bars were set."""
 
 
-def tokens(n: int) -> str:
-    return f"{n >> 20}M" if n >= 1 << 20 and n % (1 << 20) == 0 else f"{n >> 10}K"
+def paper_rows() -> Iterator[Row]:
+    bars = {bar["bar"]: re.sub(r"[^\d.]", "", bar["wanted"]) for bar in load("paper-h200")["bars"]}
+    for row in pivot(rows_of("paper-h200"), "n pass", "{mode}"):
+        backward = row["pass"] != "fwd"
+        bar, sfnsa = bars.get(fill("{n:tokens} {pass}", row)), SFNSA[row["n"] >> 10][backward]
+        yield row | {"first": None if backward else row["n"], "bar": bar, "sfnsa": sfnsa}
 
 
-def dense_ms(row: Row) -> str:
-    """~ marks a time extrapolated by N^2."""
-    return f"{'~' if row['dense_extrapolated'] else ''}{ms(row['dense_ms'])}"
+def paper_facts() -> Row:
+    both: Row
+    (both,) = (row["queued"] for row in paper_rows() if (row["n"], row["pass"]) == (64 << 10, "fwd+bwd"))
+    bars = load("paper-h200")["bars"]
+    stretch = [bar | {"bar": bar["bar"].replace(", stretch", "")} for bar in bars if "stretch" in bar["bar"]]
+    return both | {"bars": [bar for bar in bars if "stretch" not in bar["bar"]], "stretch": stretch}
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+CHOICES = {
+    "random": "random",
+    "local": "local, weight 1 / distance",
+    "text": "from a text's embeddings",
+    "file": "by a trained model",
+}
+TILE_GROUP = 64
+"""Query heads per key/value head from which the selected branch runs query-outer (attend/query_outer.py)."""
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return [re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(cells)} |") for cells in lines]
+def selected_rows() -> Iterator[Row]:
+    """Stages of the selected branch alone; "own" is the forward that runs by default."""
+    for row in pivot(rows_of("token-selected-h200"), "n h h_kv choice", "{stage}"):
+        has_fla = None not in (row["forward"]["fla_ms"], row["both"]["fla_ms"])
+        fla = "{forward[fla_ms]:ms} / {both[fla_ms]:ms}" if has_fla else "takes no 4 heads a group"
+        own = row["tiles" if row["h"] // row["h_kv"] >= TILE_GROUP else "forward"]["ms"]
+        yield row | {"blocks": CHOICES[row["choice"]], "fla": fill(fla, row), "own": own}
 
 
-def source(page: Path, *names: str) -> list[str]:
-    """Where the figures come from: file, commit, device and command of each."""
-    lines = [""]
-    for name in names:
-        content = load(name)
-        command = content.get("command") or content["rows"][0]["command"]
-        link = f"[{name}.json]({os.path.relpath(RESULTS / name, page.parent)}.json)"
-        commit, _, changes = content["commit"].partition("+")
-        state = f"commit `{commit[:7]}`{' with changes' if changes else ''}"
-        lines.append(f"{link}, {state}, {content['device']}: `{command}`<br>")
-    lines[-1] = lines[-1].removesuffix("<br>")
-    return lines
-
-
-def conclusion(page: Path, name: str) -> Lines:
-    """What a run says of itself, and where its figures come from."""
-    yield ""
-    yield load(name)["verdict"]
-    yield from source(page, name)
-
-
-def by_mode(rows: Iterable[Row]) -> dict[tuple[int, int | None], dict[str, Row]]:
-    """Rows of an end-to-end file: by N and `num_cmp`, then by mode."""
-    found: dict[tuple[int, int | None], dict[str, Row]] = {}
-    for row in rows:
-        found.setdefault((row["n"], row["num_cmp"]), {})[row["mode"]] = row
-    return found
-
-
-# NSA, selection per tile
-
-
-def nsa_forward(page: Path) -> Lines:
-    rows = by_mode(load("e2e-h200")["rows"])
-
-    def pair(n: int, num_cmp: int | None) -> str:
-        return " / ".join(ms(rows[n, num_cmp][mode]["ms_p50"]) for mode in ("graph", "eager"))
-
-    def bar(n: int, num_cmp: int | None) -> str:
-        return " / ".join(f"{wanted:g}" for wanted in FORWARD_BARS.get((n, num_cmp), {}).values())
-
-    lengths = sorted({n for n, _ in rows})
-    cells = [
-        [
-            tokens(n),
-            dense_ms(rows[n, None]["graph"]),
-            pair(n, None),
-            bar(n, None),
-            pair(n, 16),
-            bar(n, 16),
-            f"{rows[n, None]['graph']['peak_gib']:.2f}",
-        ]
-        for n in lengths
-    ]
-    head = ["N", "dense FA4", "NSA, graph / eager", "bar", "NSA, c=16, graph / eager", "bar", "GiB"]
-    yield from table(head, cells)
-    yield ""
-    yield verdict(
-        (f"{tokens(n)} {'' if c is None else 'c=16 '}{mode}", rows[n, c][mode]["ms_p50"] <= wanted)
-        for (n, c), modes in FORWARD_BARS.items()
-        for mode, wanted in modes.items()
-    )
-    yield from source(page, "e2e-h200")
-
-
-def verdict(bars: Iterable[tuple[str, bool]]) -> str:
-    """One sentence about bars, by name and whether they are reached."""
-    bars = list(bars)
-    missed = [name for name, reached in bars if not reached]
-    but = f"; missed: {', '.join(missed)}" if missed else ""
-    return f"{len(bars) - len(missed)} of {len(bars)} bars are reached{but}."
-
-
-def verdict_of(content: Row) -> str:
-    """About the bars that a file holds."""
-    return verdict((bar["bar"], bar["verdict"] == "pass") for bar in content["bars"])
-
-
-def nsa_backward(page: Path) -> Lines:
-    rows = by_mode(load("e2e-h200-backward")["rows"])
-
-    def cell(n: int, num_cmp: int | None) -> str:
-        row = rows[n, num_cmp]["eager"]
-        return f"{ms(row['ms_p50'])} [{row['peak_gib']:.2f}]"
-
-    def bar(n: int, num_cmp: int | None) -> str:
-        wanted, gib = BACKWARD_BARS.get((n, num_cmp), (None, None))
-        return "" if wanted is None else f"{wanted:g}{'' if gib is None else f' [{gib:g}]'}"
-
-    lengths = sorted({n for n, _ in rows})
-    cells = [
-        [tokens(n), dense_ms(rows[n, None]["eager"]), cell(n, None), bar(n, None), cell(n, 16), bar(n, 16)]
-        for n in lengths
-    ]
-    yield from table(["N", "dense FA4", "NSA [GiB]", "bar", "NSA, c=16 [GiB]", "bar"], cells)
-    yield ""
-
-    def reached(n: int, num_cmp: int | None, wanted: float, gib: float | None) -> bool:
-        row = rows[n, num_cmp]["eager"]
-        return bool(row["ms_p50"] <= wanted and (gib is None or row["peak_gib"] <= gib))
-
-    yield verdict(
-        (f"{tokens(n)}{'' if c is None else ' c=16'}", reached(n, c, *wanted))
-        for (n, c), wanted in BACKWARD_BARS.items()
-    )
-    yield from source(page, "e2e-h200-backward")
-
-
-def nsa_recompute(page: Path) -> Lines:
-    kept = by_mode(load("e2e-h200-backward")["rows"])
-    again = by_mode(load("e2e-h200-recompute")["rows"])
-    cells = []
-    for (n, num_cmp), modes in again.items():
-        pair = kept[n, num_cmp]["eager"], modes["eager"]
-        cells.append([tokens(n), *(f"{ms(row['ms_p50'])} [{row['peak_gib']:.2f}]" for row in pair)])
-    yield from table(["N, c=16", "outputs kept, ms [GiB]", "`recompute=True`, ms [GiB]"], cells)
-    yield from source(page, "e2e-h200-recompute")
-
-
-def nsa_block_sizes(page: Path) -> Lines:
-    names = ("e2e-h200-l32", "e2e-h200", "e2e-h200-l128")
-    files = [by_mode(load(name)["rows"]) for name in names]
-    lengths = sorted({n for n, _ in files[0]})
-    cells = [
-        [tokens(n), *(ms(rows[n, num_cmp]["graph"]["ms_p50"]) for rows in files for num_cmp in (None, 16))]
-        for n in lengths
-    ]
-    head = ["N", "l=32, l'=64", "c=16", "l=l'=64", "c=16", "l=l'=128", "c=16"]
-    yield from table(head, cells)
-    yield from source(page, *names)
-
-
-def nsa_cases(page: Path) -> Lines:
-    names = ("e2e-h200-h32", "e2e-h200-sink")
-    cells = []
-    for name in names:
-        for (n, num_cmp), modes in by_mode(load(name)["rows"]).items():
-            if num_cmp is None:
-                row = modes["graph"]
-                case = f"{row['h']} heads over {row['h_kv']}" + (", attention sink" if row["inputs"] == "sink" else "")
-                cells.append([case, tokens(n), dense_ms(row), ms(row["ms_p50"]), ms(modes["eager"]["ms_p50"])])
-    yield from table(["case", "N", "dense FA4", "NSA, graph", "eager"], cells)
-    yield from source(page, *names)
-
-
-def nsa_long(page: Path) -> Lines:
-    rows = by_mode(load("e2e-h200-long")["rows"])
-    cells = [
-        [
-            tokens(n),
-            ms(modes["graph"]["ms_p50"]),
-            percent(modes["graph"]["share_of_floor"]),
-            f"{modes['graph']['peak_gib']:.1f}",
-            dense_ms(modes["graph"]),
-        ]
-        for (n, _), modes in rows.items()
-    ]
-    yield from table(["N", "NSA, c=16, ms", "of the roofline", "GiB beside inputs", "dense FA4, ms"], cells)
-    yield from source(page, "e2e-h200-long")
-
-
-def nsa_longest(page: Path) -> Lines:
-    names = ("probe-h200-nsa", "probe-h200-nsa-backward", "probe-h200-dense")
-    cells = []
-    for name in names:
-        content = load(name)
-        settings, bracket = content["settings"], content["bracket"]
-        op = "dense FA4" if settings["op"] == "dense" else "NSA, c=16"
-        passes = ("forward + backward" if settings["backward"] else "forward") + (
-            ", `recompute=True`" if settings.get("recompute") else ""
-        )
-        (seconds,) = (trial["seconds"] for trial in content["trials"] if trial["n"] == bracket["fits"])
-        why = {"oom": "out of memory", "timeout": "stopped by its time limit"}[bracket["why"]]
-        cells.append([op, passes, f"{bracket['fits']:,}", f"{seconds:.1f}", f"{bracket['fails']:,}: {why}"])
-    yield from table(["op", "pass", "longest N", "s, with compilation", "next N tried"], cells)
-    yield from source(page, *names)
-
-
-def varlen(page: Path) -> Lines:
-    names = ("varlen-h200", "varlen-h200-backward")
-    first, second = ({row["name"]: row for row in load(name)["rows"]} for name in names)
-    lengths = load(names[0])["lengths"]
-    yield f"{len(lengths)} documents of {min(lengths):,} to {max(lengths):,} tokens, {sum(lengths):,} in all:"
-    yield ""
-    cells = [
-        [
-            name,
-            *(cell for rows in (first, second) for cell in (ms(rows[name]["ms_p50"]), f"{rows[name]['peak_gib']:.1f}")),
-        ]
-        for name in first
-    ]
-    yield from table(["", "forward, ms", "GiB beside inputs", "forward + backward, ms", "GiB in all"], cells)
-    yield from source(page, *names)
-
-
-def stages(name: str, labels: dict[str, tuple[str, str]]) -> Callable[[Path], Lines]:
-    def render(page: Path) -> Lines:
-        rows = {(row["stage"], row["num_cmp"], row["n"]): row for row in load(name)["rows"]}
-        lengths = sorted({n for _, _, n in rows})
-
-        def cell(stage: str, num_cmp: int | None, n: int) -> str:
-            row = rows.get((stage, num_cmp, n))
-            if row is None:
-                return ""
-            share = f" ({percent(row['share'])})" if row["share"] and row["share"] >= 0.005 else ""
-            return f"{row['ms']:#.3g}".rstrip(".") + share
-
-        cells = []
-        for stage, (label, limit) in labels.items():
-            for num_cmp in (None, 16):
-                changes = num_cmp is None or stage in ("compressed", "all", "score, cmp", "backward")
-                if changes and any((stage, num_cmp, n) in rows for n in lengths):
-                    shown = label if num_cmp is None or stage == "score, cmp" else f"{label}, c=16"
-                    cells.append([shown, *(cell(stage, num_cmp, n) for n in lengths), limit])
-        yield from table(["stage", *map(tokens, lengths), "bound by"], cells)
-        yield from source(page, name)
-
-    return render
-
-
-# NSA, selection per token
-
-
-def paper(page: Path) -> Lines:
-    content = load("paper-h200")
-    modes = {(row["n"], row["pass"], row["mode"]): row for row in content["rows"]}
-    wanted = {
-        bar["bar"]: re.sub(r"[^\d.]", "", bar["wanted"]) for bar in content["bars"] if bar["wanted"].endswith(" ms")
-    }
-    cells = []
-    for (n, of, mode), row in modes.items():
-        if mode != "queued":
-            continue
-        others = (modes.get((n, of, other)) for other in ("eager", "graph"))
-        cells.append(
-            [
-                tokens(n) if of == "fwd" else "",
-                of,
-                ms(row["ms_p50"]),
-                *(ms(other and other["ms_p50"]) for other in others),
-                wanted.get(f"{tokens(n)} {of}", ""),
-                ms(row["dense_ms"]),
-                ms(row["fla_ms"]),
-                f"{SFNSA[n >> 10][of != 'fwd']:g}",
-                percent(row["share_of_floor"]),
-                f"{row['peak_gib']:.1f}",
-            ]
-        )
-    head = ["N", "pass", "NSA", "idle GPU", "graph", "bar", "dense FA4", "fla", "SFNSA", "of the roofline", "GiB"]
-    yield from table(head, cells)
-    yield ""
-    bars = [(bar["bar"], bar["verdict"] == "pass") for bar in content["bars"]]
-    yield verdict(bar for bar in bars if "stretch" not in bar[0])
-    yield "Stretch bars: " + verdict(bar for bar in bars if "stretch" in bar[0]).replace(", stretch", "")
-    both = modes[64 << 10, "fwd+bwd", "queued"]
-    yield f"Memory of forward + backward at 64K: {both['peak_gib']:.1f} GiB (SFNSA 12.7, fla {both['fla_gib']:.1f})."
-    yield from source(page, "paper-h200")
-
-
-def token_selected(page: Path) -> Lines:
-    content = load("token-selected-h200")
-    rows = {(row["n"], row["h"], row["h_kv"], row["choice"], row["stage"]): row for row in content["rows"]}
-    names = {
-        "random": "random",
-        "local": "local, weight 1 / distance",
-        "text": "from a text's embeddings",
-        "file": "by a trained model",
-    }
-    cells = []
-    for n, h, h_kv, choice in dict.fromkeys(key[:4] for key in rows):
-        stages = {stage: row for (*key, stage), row in rows.items() if key == [n, h, h_kv, choice]}
-        fla = stages["forward"]["fla_ms"], stages["both"]["fla_ms"]
-        cells.append(
-            [
-                tokens(n),
-                f"{h} over {h_kv}",
-                names[choice],
-                ms(stages["forward"]["ms"]),
-                ms(stages["tiles"]["ms"]),
-                ms(stages["both"]["ms"]),
-                "takes no 4 heads a group" if None in fla else " / ".join(map(ms, fla)),
-            ]
-        )
-    head = ["N", "heads", "blocks chosen", "KV-outer fwd", "query-outer fwd", "KV-outer fwd+bwd", "fla fwd / fwd+bwd"]
-    yield from table(head, cells)
-    yield from source(page, "token-selected-h200")
-
-
-# Neighborhood attention and attention residual
-
-
-def shape_of(row: Row) -> str:
-    return ",".join(str(row[name]) for name in ("b", "h", "s", "d", "k", "dilation")).removesuffix(",1")
-
-
-def neighborhood(page: Path) -> Lines:
-    cells = []
-    for row in load("neighborhood-h200")["rows"]:
+def neighborhood_rows() -> Iterator[Row]:
+    for row in rows_of("neighborhood-h200"):
         if row["default"]:
-            peers = [ms(row[f"{peer}_ms"]) for peer in ("fa4", "flex", "liger")]
-            shape = shape_of(row) if row["pass"] == "fwd" else ""
-            cells.append([shape, row["pass"], ms(row["ms_p50"]), percent(row["share_of_floor"]), *peers])
-    head = ["B,H,S,D,k[,dilation]", "pass", "ours", "of the floor", "FA4 window", "flex_attention", "Liger"]
-    yield from table(head, cells)
-    yield from source(page, "neighborhood-h200")
+            shape = fill("{b},{h},{s},{d},{k},{dilation}", row).removesuffix(",1")
+            yield row | {"shape": shape, "first": shape if row["pass"] == "fwd" else None}
 
 
-def decoding(page: Path) -> Lines:
-    """Steps of one token of 64 heads over 4."""
-    content = load("decode-h200")
-    by_case: dict[tuple[str, int, int], dict[str, Row]] = {}
-    for row in content["rows"]:
-        if (row["op"], row["h"], row["n_q"]) == ("decode", 64, 1):
-            by_case.setdefault((row["preset"], row["n"], row["b"]), {})[row["mode"]] = row
-    cells = []
-    for (preset, n, batch), modes in by_case.items():
-        graph, eager = modes["graph"], modes["eager"]
-        times = (1000 * row for row in (graph["ms_p50"], eager["ms_p50"], graph["floor_ms"]))
-        peers = (f"{1000 * graph[peer]:,.0f}" for peer in ("dense_ms", "fla_ms"))
-        mode = {"paper": "token", "per_tile": "tile"}[preset]
-        cells.append([mode, tokens(n), f"{batch}", *(f"{us:.1f}" for us in times), *peers])
-    yield from table(["mode", "tokens", "batch", "graph, us", "eager", "floor", "dense SDPA", "fla"], cells)
-    yield from source(page, "decode-h200")
-    yield ""
-    yield verdict_of(content)
+def decode_rows() -> Iterator[Row]:
+    for row in pivot(rows_of("decode-h200"), "op preset n b n_q h h_kv", "{mode}"):
+        if row["op"] == "decode":
+            yield row | {"per": {"paper": "token", "per_tile": "tile"}[row["preset"]]}
 
 
 STEP_MODELS = {"nsa": "NSA", "dense": "dense", "dense_unmasked": "dense without a mask"}
 
 
-def generating_steps() -> dict[tuple[int, int, bool], dict[tuple[str, str], float]]:
-    """Milliseconds by N, batch and whether it is padded, then by mode and model."""
-    by_case: dict[tuple[int, int, bool], dict[tuple[str, str], float]] = {}
-    for row in load("generate-h200")["rows"]:
-        case = row["n"], row["b"], row.get("padded", False)
-        by_case.setdefault(case, {})[row["mode"], row["model"]] = row["ms_p50"]
-    return by_case
+def step_rows() -> list[Row]:
+    """Steps of `generate` by case; fields such as "nsa, graph"."""
+    rows = [row | {"case": f"{row['b']}{', padded' * row['padded']}"} for row in rows_of("generate-h200")]
+    return pivot(rows, "n case", "{model}, {mode}")
 
 
-def generating(page: Path) -> Lines:
-    steps = generating_steps()
-    columns = [
-        column
-        for column in product(("graph", "compiled", "eager"), STEP_MODELS)
-        if any(column in step for step in steps.values())
-    ]
-    cells = [
-        [tokens(n), f"{batch}{', padded' if padded else ''}", *(ms(step.get(column)) for column in columns)]
-        for (n, batch, padded), step in steps.items()
-    ]
-    yield from table(["tokens", "batch", *(f"{STEP_MODELS[model]}, {mode}" for mode, model in columns)], cells)
-    yield from source(page, "generate-h200")
-    yield ""
-    yield verdict_of(load("generate-h200"))
+def steps() -> Table:
+    columns = [f"{model}, {mode}" for mode in ("graph", "compiled", "eager") for model in STEP_MODELS]
+    names = [f"{name}, {mode}" for mode in ("graph", "compiled", "eager") for name in STEP_MODELS.values()]
+    cells = (f"{{{column}[ms_p50]:ms}}" for column in columns)
+    head, line = f"tokens | batch | {' | '.join(names)}", f"{{n:tokens}} | {{case}} | {' | '.join(cells)}"
+    return Table(head, line, ("generate-h200",), step_rows, below="{bars:reached}")
 
 
 BLOCK_SPARSE = {"block_sparse": "attention", "top_blocks": "choice of blocks", "m3_layer": "layer of MiniMax-M3"}
 
 
-def block_sparse(page: Path) -> Lines:
-    content = load("block-sparse-h200")
-    branch = {
-        ("fwd+bwd" if row["stage"] == "both" else "fwd"): row["ms"]
-        for row in load("token-selected-h200")["rows"]
-        if (row["n"], row["h"], row["h_kv"], row["choice"]) == (64 << 10, 64, 4, "random")
-        and row["stage"] in ("forward", "both")
-    }
-    cells = []
-    for row in content["rows"]:
-        what = BLOCK_SPARSE[row["op"]] + (f", blocks of {row['block']}" if row["op"] == "block_sparse" else "")
-        peers = (ms(row[f"{peer}_ms"]) for peer in ("dense", "mask", "pairs"))
+def block_sparse_rows() -> Iterator[Row]:
+    problem = {"n": 64 << 10, "h": 64, "h_kv": 4, "choice": "random"}
+    (branch,) = (row for row in selected_rows() if problem.items() <= row.items())
+    for row in rows_of("block-sparse-h200"):
         same = (row["op"], row["block"], row["n"]) == ("block_sparse", 64, 64 << 10)
-        selected = ms(branch[row["pass"]]) if same else ""
-        share = percent(row["share_of_floor"])
-        cells.append([what, tokens(row["n"]), row["pass"], ms(row["ms_p50"]), share, *peers, selected])
-    head = ["", "tokens", "pass", "ours", "of the floor", "dense FA4", "SDPA, mask of pairs", "PyTorch, all pairs"]
-    yield from table([*head, "selected branch"], cells)
-    yield from source(page, "block-sparse-h200")
-    yield ""
-    yield verdict_of(content)
+        selected = branch["forward" if row["pass"] == "fwd" else "both"]["ms"] if same else None
+        blocks = f", blocks of {row['block']}" * (row["op"] == "block_sparse")
+        yield row | {"what": BLOCK_SPARSE[row["op"]], "blocks": blocks, "selected": selected}
 
 
-def residual(page: Path) -> Lines:
-    cells = []
-    for row in load("attnres-h200")["rows"]:
-        problem = f"{row['t']}, {row['d']}{', list' if row['inputs'] == 'list' else ''}"
-        cells.append(
-            [
-                problem if row["pass"] == "fwd" else "",
-                row["pass"],
-                ms(row["ms_p50"]),
-                percent(row["share_of_floor"]),
-                *(ms(row[f"{peer}_ms"]) for peer in ("liger", "compile", "eager")),
-                ms(row["wall_ms"]),
-                f"{row['peak_mib']:,.1f}",
-                f"{row['floor_mib']:,.0f}",
-            ]
-        )
-    head = ["T, D", "pass", "ms", "of the floor", "Liger", "torch.compile", "eager", "from Python", "MiB", "least"]
-    yield from table(head, cells)
-    yield from source(page, "attnres-h200")
+RESIDUAL_PEERS = ("liger", "compile", "eager")
 
 
-def residual_bars(page: Path) -> Lines:
-    content = load("attnres-h200")
-    yield verdict_of(content)
-    yield ""
+def residual_rows() -> Iterator[Row]:
+    for row in rows_of("attnres-h200"):
+        shape = f"{row['t']}, {row['d']}{', list' * (row['inputs'] == 'list')}"
+        yield row | {"first": shape if row["pass"] == "fwd" else None}
+
+
+def residual_bars() -> Iterator[Row]:
+    """Bars of the same kind and bound as one row."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for bar in content["bars"]:
+    for bar in load("attnres-h200")["bars"]:
         problem, _, what = bar["bar"].partition(": ")
-        way = problem.split()[-1]
-        shown = f"{problem.removesuffix(way)}{way}: {what}" if "memory" in what else f"{way}: {what}"
+        shown = f"{problem}: {what}" if "memory" in what else f"{problem.split()[-1]}: {what}"
         groups.setdefault((shown, bar["wanted"]), []).append(bar["reached"])
-    yield from table(
-        ["bar", "problems", "wanted", "reached"],
-        ([what, str(len(found)), wanted, span(found)] for (what, wanted), found in groups.items()),
-    )
-    rows = content["rows"]
-    lowest = min(rows, key=lambda row: row["share_of_floor"])
-    short = min(min(row[f"{peer}_wall_ms"] for peer in ("liger", "compile", "eager")) / row["wall_ms"] for row in rows)
-    yield ""
-    where = f"{lowest['pass']} at T = {lowest['t']}, D = {lowest['d']}"
-    yield f"The lowest share of the floor is {100 * lowest['share_of_floor']:.1f} %: {where}."
-    yield f"From Python the fastest peer takes at least {short:.2f} times as long in each of the {len(rows)} rows."
+    for (what, wanted), figures in groups.items():
+        figures.sort(key=lambda figure: float(re.sub(r"[^\d.]", "", figure)))
+        span = " to ".join(dict.fromkeys((figures[0], figures[-1])))
+        yield {"what": what, "problems": figures, "wanted": wanted, "span": span}
 
 
-def span(reached: Sequence[str]) -> str:
-    """The least and the largest of figures with one unit."""
-    figures = sorted(reached, key=lambda text: float(re.sub(r"[^\d.]", "", text)))
-    return figures[0] if len(set(figures)) == 1 else f"{figures[0]} to {figures[-1]}"
+def residual_facts() -> Row:
+    rows = rows_of("attnres-h200")
+    least = min(min(row[f"{peer}_wall_ms"] for peer in RESIDUAL_PEERS) / row["wall_ms"] for row in rows)
+    return {**load("attnres-h200"), "lowest": min(rows, key=lambda row: row["share_of_floor"]), "least": least}
 
 
-# Where peers are faster
+def step_races() -> Iterator[Row]:
+    """A row for each mode of a step, with the milliseconds of each model in that mode."""
+    for row, mode in product(step_rows(), ("graph", "eager", "compiled")):
+        yield row | {"mode": mode} | {model: row[f"{model}, {mode}"]["ms_p50"] for model in STEP_MODELS}
 
 
-def losses(page: Path) -> Lines:
-    """Every measured case in which a peer takes less time than what a call gets by default."""
-    cells = []
-
-    def hold(what: str, own: float, peers: dict[str, float | None]) -> None:
-        faster = {name: took for name, took in peers.items() if took is not None and took < own}
-        if faster:
-            cells.append([what, ms(own), ", ".join(f"{name} {ms(took)}" for name, took in faster.items())])
-
-    for name in ("e2e-h200", "e2e-h200-l32", "e2e-h200-l128", "e2e-h200-h32", "e2e-h200-backward"):
-        for row in load(name)["rows"]:
-            if row["num_cmp"] is None:
-                case = f"l={row['l']}, {row['h']} heads over {row['h_kv']}, {tokens(row['n'])}"
-                hold(
-                    f"NSA per tile, {case}, {row['pass']}, {row['mode']}", row["ms_p50"], {"dense FA4": row["dense_ms"]}
-                )
-    for row in load("paper-h200")["rows"]:
-        case = f"NSA per token, {row['h']} heads over {row['h_kv']}, {tokens(row['n'])}, {row['pass']}, {row['mode']}"
-        hold(case, row["ms_p50"], {"dense FA4": row["dense_ms"], "fla": row["fla_ms"]})
-    for row in load("token-selected-h200")["rows"]:
-        outer = "tiles" if row["h"] // row["h_kv"] >= TILE_GROUP else "forward"
-        if row["stage"] in (outer, "both"):
-            fla = {
-                other["stage"]: other["fla_ms"]
-                for other in load("token-selected-h200")["rows"]
-                if all(other[key] == row[key] for key in ("n", "h", "h_kv", "choice"))
-            }["both" if row["stage"] == "both" else "forward"]
-            case = f"{row['h']} heads over {row['h_kv']}, {tokens(row['n'])}, {row['choice']}"
-            what = "fwd+bwd" if row["stage"] == "both" else "fwd"
-            hold(f"selected branch alone, {case}, {what}", row["ms"], {"fla": fla})
-    for row in load("block-sparse-h200")["rows"]:
-        case = f"{BLOCK_SPARSE[row['op']]}, blocks of {row['block']}, {tokens(row['n'])}, {row['pass']}"
-        hold(f"block-sparse {case}", row["ms_p50"], {"dense FA4": row["dense_ms"], "SDPA": row["mask_ms"]})
-    for row in load("decode-h200")["rows"]:
-        if row["mode"] == "graph":  # as peers' steps are
-            mode = "tile" if row["preset"] == "per_tile" else "token"
-            case = f"{row['h']} heads over {row['h_kv']}, {tokens(row['n'])}, batch {row['b']}"
-            what = f"decoding per {mode}, {row['n_q']} a step, {case}"
-            hold(what, row["ms_p50"], {"SDPA": row.get("dense_ms"), "fla": row.get("fla_ms")})
-    for (n, batch, padded), step in generating_steps().items():
-        for mode in sorted({mode for mode, model in step if model == "nsa"}, reverse=True):
-            case = f"a step of generate, {tokens(n)}, batch {batch}{', padded' if padded else ''}, {mode}"
-            hold(
-                case,
-                step[mode, "nsa"],
-                {STEP_MODELS[peer]: step.get((mode, peer)) for peer in STEP_MODELS if peer != "nsa"},
-            )
-    for row in load("neighborhood-h200")["rows"]:
-        if row["default"]:
-            peers = {name: row[f"{key}_ms"] for key, name in (("fa4", "FA4"), ("flex", "flex"), ("liger", "Liger"))}
-            hold(f"neighborhood attention, {shape_of(row)}, {row['pass']}", row["ms_p50"], peers)
-    for row in load("attnres-h200")["rows"]:
-        for clock in ("", "_wall"):
-            peers = {name: row[f"{name}{clock}_ms"] for name in ("liger", "compile", "eager")}
-            own = row["wall_ms" if clock else "ms_p50"]
-            hold(
-                f"attention residual, T={row['t']}, D={row['d']}, {row['pass']}{', from Python' if clock else ''}",
-                own,
-                peers,
-            )
-    yield from table(["case", "ours, ms", "faster, ms"], cells)
+def races() -> Iterator[tuple[str, Rows, str, dict[str, str]]]:
+    """Templates of cases, their rows, the field of our milliseconds, and fields of peers' by name."""
+    tile = rows_of("e2e-h200", "e2e-h200-l32", "e2e-h200-l128", "e2e-h200-h32", "e2e-h200-backward")
+    case = "NSA per tile, l={l}, {h} heads over {h_kv}, {n:tokens}, {pass}, {mode}"
+    yield case, (row for row in tile if row["num_cmp"] is None), "ms_p50", {"dense FA4": "dense_ms"}
+    case = "NSA per token, {h} heads over {h_kv}, {n:tokens}, {pass}, {mode}"
+    yield case, rows_of("paper-h200"), "ms_p50", {"dense FA4": "dense_ms", "fla": "fla_ms"}
+    case = "selected branch alone, {h} heads over {h_kv}, {n:tokens}, {choice}, "
+    yield f"{case}fwd", (row | {"fla": row["forward"]["fla_ms"]} for row in selected_rows()), "own", {"fla": "fla"}
+    yield f"{case}fwd+bwd", (row["both"] for row in selected_rows()), "ms", {"fla": "fla_ms"}
+    case = "block-sparse {what}, blocks of {block}, {n:tokens}, {pass}"
+    yield case, block_sparse_rows(), "ms_p50", {"dense FA4": "dense_ms", "SDPA": "mask_ms"}
+    case = "decoding per {per}, {n_q} a step, {h} heads over {h_kv}, {n:tokens}, batch {b}"
+    yield case, (row["graph"] | row for row in decode_rows()), "ms_p50", {"SDPA": "dense_ms", "fla": "fla_ms"}
+    case = "a step of generate, {n:tokens}, batch {case}, {mode}"
+    yield case, step_races(), "nsa", {name: model for model, name in STEP_MODELS.items() if model != "nsa"}
+    case = "neighborhood attention, {shape}, {pass}"
+    yield case, neighborhood_rows(), "ms_p50", {"FA4": "fa4_ms", "flex": "flex_ms", "Liger": "liger_ms"}
+    case = "attention residual, T={t}, D={d}, {pass}"
+    yield case, rows_of("attnres-h200"), "ms_p50", {peer: f"{peer}_ms" for peer in RESIDUAL_PEERS}
+    case += ", from Python"
+    yield case, rows_of("attnres-h200"), "wall_ms", {peer: f"{peer}_wall_ms" for peer in RESIDUAL_PEERS}
 
 
-# CPU demo, training, long runs
+def losses() -> Iterator[Row]:
+    """Measured cases in which a peer takes less time than a call by default."""
+    for case, rows, own, peers in races():
+        for row in rows:
+            times = [(name, row[field]) for name, field in peers.items() if None not in (row[field], row[own])]
+            if faster := [f"{name} {ms(took)}" for name, took in times if took < row[own]]:
+                yield {"case": fill(case, row), "own": row[own], "faster": ", ".join(faster)}
 
 
-def demo(page: Path) -> Lines:
-    content = load("e2e-cpu")
-    cells = [
-        [
-            f"{row['n']:,}",
-            ms(row["dense_ms"]),
-            ms(row["ms_p50"]),
-            f"{row['speedup']:.2f}x",
-            f"{row['speedup_p20']:.2f}x to {row['speedup_p80']:.2f}x",
-        ]
-        for row in content["rows"]
-    ]
-    yield from table(["N", "dense, ms", "NSA, ms", "speed-up", "20th to 80th percentile"], cells)
-    yield from conclusion(page, "e2e-cpu")
+def speed_rows() -> Iterator[Row]:
+    """One row of several files each."""
+    tile = "NSA per tile, 8 heads over 2, {n:tokens}", "dense FA4 {row:dense}"
+    token = "NSA per token (paper), 64 over 4, 64K", "fla {fla_ms:ms}, dense FA4 {dense_ms:ms}"
+    near = "neighborhood attention, [4, 8K, 32, 128], k=9", "FA4 window {fa4_ms:ms}, flex {flex_ms:ms}"
+    mixed = "attention residual, 8 blocks of [8K, 4096]", "Liger {liger_ms:ms}, eager {eager_ms:ms}"
+    for (op, beside), rows, problem in (
+        (tile, rows_of("e2e-h200"), {"n": 8 << 10, "num_cmp": None, "mode": "graph"}),
+        (tile, rows_of("e2e-h200-backward"), {"n": 8 << 10, "num_cmp": None, "mode": "eager"}),
+        (tile, rows_of("e2e-h200"), {"n": 128 << 10, "num_cmp": None, "mode": "eager"}),
+        (tile, rows_of("e2e-h200-backward"), {"n": 128 << 10, "num_cmp": None, "mode": "eager"}),
+        (tile, rows_of("e2e-h200"), {"n": 1 << 20, "num_cmp": None, "mode": "eager"}),
+        (tile, rows_of("e2e-h200-backward"), {"n": 1 << 20, "num_cmp": None, "mode": "eager"}),
+        (token, rows_of("paper-h200"), {"n": 64 << 10, "mode": "queued", "pass": "fwd"}),
+        (token, rows_of("paper-h200"), {"n": 64 << 10, "mode": "queued", "pass": "fwd+bwd"}),
+        (near, neighborhood_rows(), {"shape": "4,32,8192,128,9", "pass": "fwd+bwd"}),
+        (mixed, rows_of("attnres-h200"), {"t": 8192, "d": 4096, "inputs": "stacked", "pass": "fwd+bwd"}),
+    ):
+        (row,) = (row for row in rows if problem.items() <= row.items())
+        passes = row["pass"].replace("+", " + ") + ", graph" * (row.get("mode") == "graph" and row["op"] == "nsa")
+        yield row | {"title": fill(op, row), "passes": passes, "beside": fill(beside, {**row, "row": row})}
 
 
-def training(name: str) -> Callable[[Path], Lines]:
-    def render(page: Path) -> Lines:
-        content = load(name)
-        best: dict[str, Row] = {}
-        for row in content["rows"]:
-            if row["val_loss"] < best.setdefault(row["variant"], row)["val_loss"]:
-                best[row["variant"]] = row
-        cells = []
-        for row in content["summary"]:
-            relative, lowest = row["relative_to_dense"], best[row["variant"]]
-            cells.append(
-                [
-                    f"`{row['variant']}`",
-                    f"{row['final_val_loss']:.4f}",
-                    "" if row["variant"] == "dense" else f"{100 * (relative - 1):+.1f} %".replace("-", MINUS),
-                    f"{lowest['val_loss']:.4f} (step {lowest['step']})",
-                ]
-            )
-        yield from table(["variant", "final validation loss", "against dense", "lowest"], cells)
-        yield from conclusion(page, name)
+def training(name: str) -> Table:
+    def rows() -> Iterator[Row]:
+        for row in load(name)["summary"]:
+            records = [record for record in rows_of(name) if record["variant"] == row["variant"]]
+            against = None if row["variant"] == "dense" else row["relative_to_dense"]
+            yield row | {"best": min(records, key=lambda record: record["val_loss"]), "against": against}
 
-    return render
+    line = "`{variant}` | {final_val_loss:.4f} | {against:percent change} | {best[val_loss]:.4f} (step {best[step]})"
+    return Table("variant | final validation loss | against dense | lowest", line, (name,), rows, notes="{verdict}")
 
 
-def needle(page: Path) -> Lines:
-    content = load("needle-h200")
-    cells = [
-        [f"`{row['variant']}`", f"{100 * row['accuracy']:.1f} %", f"{row['final_val_loss']:.3f}"]
-        for row in content["summary"]
-    ]
-    yield from table(["variant", "answers right", "loss of the answers"], cells)
-    yield from conclusion(page, "needle-h200")
-
-
-def residual_training(page: Path) -> Lines:
-    content = load("train-residual-cpu")
-    cells = [
-        [f"`{row['variant']}`", f"{row['final_val_loss']:.3f}", f"{row['bits_per_byte']:.3f}"]
-        for row in content["summary"]
-    ]
-    yield from table(["variant", "final validation loss", "bits per byte"], cells)
-    yield from conclusion(page, "train-residual-cpu")
-
-
-def conversion(page: Path) -> Lines:
+def conversion_rows() -> Iterator[Row]:
     content = load("convert-llama-cpu")
-    training, before, after = content["training"], content["dense_loss"], content["dense_trained_loss"]
-    cells = [["(dense)", "", f"{before:.3f}", "", f"{after:.3f}", ""]]
+    before, after = content["dense_loss"], content["dense_trained_loss"]
+    dense = {"start": "(dense)", "converted_loss": before, "trained_loss": after}
+    yield dense | dict.fromkeys(("shares", "jump", "left"))
     for row in content["rows"]:
-        jump, left = row["converted_loss"] - before, row["trained_loss"] - after
-        gates = ", ".join(f"{gate:.2f}" for gate in row["gates"])
-        losses = (f"{row['converted_loss']:.3f}", f"{jump:+.3f}", f"{row['trained_loss']:.3f}", f"{left:+.3f}")
-        cells.append([row["start"], gates, *(text.replace("-", MINUS) for text in losses)])
-    later = f"{training['more']} steps later"
-    yield from table(["start", "gates", "validation loss", "jump", later, "against dense"], cells)
-    yield from source(page, "convert-llama-cpu")
+        shares = ", ".join(f"{gate:.2f}" for gate in row["gates"])
+        yield row | {"shares": shares, "jump": row["converted_loss"] - before, "left": row["trained_loss"] - after}
 
 
-def context_parallel(name: str) -> Callable[[Path], Lines]:
+def share_rows(name: str) -> Iterator[Row]:
+    """Shares of context parallelism: times of the undivided call, and of the slowest rank by mode."""
+    for share in sorted(load(name)["shares"], key=lambda one: (one["preset"] == "paper", one["pass"], one["ranks"])):
+        same = [row for row in rows_of(name) if (row["preset"], row["pass"]) == (share["preset"], share["pass"])]
+        (undivided,) = (row for row in same if row["ranks"] == 1)
+        own = [row for row in same if row["ranks"] == share["ranks"]]
+        slowest = {mode: max(row["ms"] for row in own if row["mode"] == mode) for mode in {row["mode"] for row in own}}
+        case = fill("{preset:words}, {h}/{h_kv}, {n:tokens}", undivided)
+        yield share | slowest | {"undivided": undivided["ms"], "case": case}
+
+
+def context_parallel(name: str) -> Table:
     """Ranks that call together."""
-
-    def lines(page: Path) -> Lines:
-        content = load(name)
-        times = {
-            (row["preset"], row["ranks"], row["mode"], row["pass"], row["rank"]): row["ms"] for row in content["rows"]
-        }
-        cells = []
-        for share in content["shares"]:
-            preset, ranks, direction = share["preset"], share["ranks"], share["pass"]
-            sizes = next(f"{row['h']}/{row['h_kv']}" for row in content["rows"] if row["preset"] == preset)
-            together, alone = (
-                max(times[preset, ranks, mode, direction, rank] for rank in range(ranks))
-                for mode in ("together", "alone")
-            )
-            figures = (
-                times[preset, 1, "alone", direction, 0],
-                together,
-                alone,
-                share["messages_ms"],
-                share["not_hidden_ms"],
-            )
-            memory = f"{share['peak_gib']:.1f} ({share['bound_gib']:.1f})"
-            case = f"{preset.replace('_', ' ')}, {sizes}, {tokens(share['n'])}"
-            cells.append([case, direction, *map(ms, figures), f"{share['speedup']:.2f}x", memory])
-        times_ms = ("one GPU, ms", "together", "keys there already", "messages alone", "not hidden")
-        yield from table(["", "pass", *times_ms, "speed-up", "peak GiB (bound)"], cells)
-        yield ""
-        for link in content["links"]:
-            yield f"{link['collective']}: alpha {link['alpha_us']:.0f} us, beta {link['beta_gbs']:.0f} GB/s.<br>"
-        yield from source(page, name)
-        yield ""
-        yield verdict_of(content)
-
-    return lines
+    return Table(
+        " | pass | one GPU, ms | together | keys there already | messages alone | not hidden | speed-up"
+        " | peak GiB (bound)",
+        "{case} | {pass} | {undivided:ms} | {together:ms} | {alone:ms} | {messages_ms:ms} | {not_hidden_ms:ms}"
+        " | {speedup:.2f}x | {peak_gib:.1f} ({bound_gib:.1f})",
+        (name,),
+        partial(share_rows, name),
+        notes="{links:links}",
+        below="{bars:reached}",
+    )
 
 
-def context_shares(page: Path) -> Lines:
-    content = load("context-parallel-h100")
-    times: dict[tuple[Any, ...], list[float]] = {}
-    for row in content["rows"]:
-        times.setdefault((row["preset"], row["ranks"], row["pass"]), []).append(row["ms"])
-    cells = []
-    for share in sorted(content["shares"], key=lambda s: (s["preset"] == "paper", s["pass"], s["ranks"])):
-        preset, ranks, direction = share["preset"], share["ranks"], share["pass"]
-        sizes = next(f"{row['h']}/{row['h_kv']}" for row in content["rows"] if row["preset"] == preset)
-        name = f"{preset.replace('_', ' ')}, {sizes}, {tokens(share['n'])}"
-        (undivided,), own = times[preset, 1, direction], times[preset, ranks, direction]
-        ratios = (f"{share[ratio]:.3f}" for ratio in ("slowest_over_mean", "sum_over_single"))
-        cells.append([name, direction, str(ranks), ms(undivided), ms(max(own)), *ratios])
-    heads = ("", "pass", "ranks", "undivided, ms", "slowest rank, ms", "over the mean", "all over undivided")
-    yield from table(list(heads), cells)
-    yield from source(page, "context-parallel-h100")
-    yield ""
-    yield verdict_of(content)
-
-
-def soak(page: Path) -> Lines:
-    content = load("soak-h200")
-    runs = f"{content['minutes']:g} minutes in {len(content['runs'])} runs"
-    yield f"{runs}, {content['steps']:,} steps, {content['tokens']:,} tokens:"
-    yield ""
-    cells = ([bar["bar"], bar["wanted"], bar["reached"], bar["verdict"]] for bar in content["bars"])
-    yield from table(["bar", "wanted", "reached", ""], cells)
-    yield from source(page, "soak-h200")
-
-
-# Blackwell
-
-
-def blackwell(page: Path) -> Lines:
-    """What was executed, by form."""
+def blackwell_rows() -> Iterator[Row]:
+    """Executed cases by form."""
     by_form: dict[str, list[Row]] = {}
     for row in load("blackwell-executed")["cases"]:
         by_form.setdefault(row["form"], []).append(row)
-    cells = []
-    for form, rows in by_form.items():
+    for rows in by_form.values():
+        names = ("dtype", "group", "rows", "schedule")
+        listed = {name: ", ".join(map(str, sorted({row[name] for row in rows}))) for name in names}
         sizes = sorted({(row["d"], row["d_v"]) for row in rows})
-        types = sorted({{"bfloat16": "bf16", "float16": "fp16"}[row["dtype"]] for row in rows})
-        worst = max(rows, key=lambda row: row["error"] / row["budget"])
-        counts = (", ".join(map(str, sorted({row[name] for row in rows}))) for name in ("group", "rows"))
-        dims = ", ".join(str(d) if d == d_v else f"{d}/{d_v}" for d, d_v in sizes)
-        error = f"{worst['error']:.1e} of {worst['budget']:.1e}"
-        schedules = ", ".join(sorted({row["schedule"] for row in rows}))
-        cells.append([form, dims, ", ".join(types), *counts, schedules, f"{error} ({worst['result']})"])
-    yield from table(["form", "D, D/D_v", "dtype", "G", "rows", "schedule", "nearest to its budget"], cells)
-    yield from source(page, "blackwell-executed")
+        dims = ", ".join(f"{d}" if d == d_v else f"{d}/{d_v}" for d, d_v in sizes)
+        dtypes = listed["dtype"].replace("bfloat", "bf").replace("float", "fp")
+        yield max(rows, key=lambda row: row["error"] / row["budget"]) | listed | {"dims": dims, "dtypes": dtypes}
 
 
-def blackwell_kernels(page: Path) -> Lines:
-    """In how many cases each kernel ran."""
-    cases = load("blackwell-executed")["cases"]
-    kernels = sorted({kernel for row in cases for kernel in row["kernels"]})
-    yield from table(
-        ["kernel", "of", "cases"],
-        (
-            [
-                f"`{kernel}`",
-                "FlashAttention-4" if kernel.startswith("FlashAttention") else "here",
-                str(sum(kernel in row["kernels"] for row in cases)),
-            ]
-            for kernel in kernels
-        ),
-    )
+def kernel_rows() -> Iterator[Row]:
+    counts = Counter(kernel for row in load("blackwell-executed")["cases"] for kernel in set(row["kernels"]))
+    for kernel, cases in sorted(counts.items()):
+        of = "FlashAttention-4" if kernel.startswith("FlashAttention") else "here"
+        yield {"kernel": kernel, "of": of, "cases": cases}
 
 
-def blackwell_deletions(page: Path) -> Lines:
-    """Instructions left out one at a time, and what noticed it."""
+def deletion_rows() -> Iterator[Row]:
+    """Instructions left out one at a time, by kernel, and the checks that noticed it."""
     deletions = load("blackwell-executed")["deletions"]
-    cells = []
     for kernel in dict.fromkeys(row["kernel"] for row in deletions):
-        rows = [row for row in deletions if row["kernel"] == kernel and row["executed"]]
-        matter = [row for row in rows if not row["reason"]]
-        found = [row for row in matter if row["found"]]
-        by = ", ".join(
-            f"{sum(row['by'].partition(':')[0] == what for row in found)} by {what}"
-            for what in dict.fromkeys(row["by"].partition(":")[0] for row in found)
-        )
-        every = sum(row["kernel"] == kernel for row in deletions)
-        shares = [f"{100 * len(found) / len(of):.0f} %" if of else "" for of in (rows, matter)]
-        cells.append([kernel, *map(str, (every, len(rows), len(rows) - len(matter), len(found))), *shares, by])
-    head = ["kernel", "instructions that order", "executed", "change nothing", "found"]
-    head += ["of the executed", "of those that matter", "by"]
-    yield from table(head, cells)
-    yield ""
+        every = [row for row in deletions if row["kernel"] == kernel]
+        executed = [row for row in every if row["executed"]]
+        matter = [row for row in executed if not row["reason"]]
+        found = Counter(row["by"].partition(":")[0] for row in matter if row["found"])
+        counts = {"executed": len(executed), "nothing": len(executed) - len(matter), "found": found.total()}
+        shares = {name: found.total() / len(of) if of else None for name, of in (("all", executed), ("some", matter))}
+        by = ", ".join(f"{n} by {what}" for what, n in found.items())
+        yield {"kernel": kernel, "every": every, "by": by, **counts, **shares}
+
+
+def harmless_rows() -> Iterator[Row]:
+    deletions = load("blackwell-executed")["deletions"]
     reasons = Counter(row["reason"] for row in deletions if row["executed"] and row["reason"])
-    yield from table(["why it changes nothing", "deletions"], ([why, str(n)] for why, n in reasons.most_common()))
-    if missed := [row for row in deletions if row["executed"] and not row["found"] and not row["reason"]]:
-        yield ""
-        yield from table(["not found", "in"], ([f"`{row['instruction'][:90]}`", row["kernel"]] for row in missed))
+    return ({"why": why, "count": count} for why, count in reasons.most_common())
 
 
-# README
+def missed_rows() -> Iterator[Row]:
+    deletions = load("blackwell-executed")["deletions"]
+    return (row for row in deletions if row["executed"] and not row["found"] and not row["reason"])
 
 
-def speed(page: Path) -> Lines:
-    forward, both = by_mode(load("e2e-h200")["rows"]), by_mode(load("e2e-h200-backward")["rows"])
-    token = {(row["n"], row["pass"]): row for row in load("paper-h200")["rows"] if row["mode"] == "queued"}
-    near = {(shape_of(row), row["pass"]): row for row in load("neighborhood-h200")["rows"] if row["default"]}
-    mixed = {(row["t"], row["d"], row["inputs"], row["pass"]): row for row in load("attnres-h200")["rows"]}
-    cells = []
-    for n, of, rows, mode in (
-        (8 << 10, "fwd, graph", forward, "graph"),
-        (8 << 10, "fwd + bwd", both, "eager"),
-        (128 << 10, "fwd", forward, "eager"),
-        (128 << 10, "fwd + bwd", both, "eager"),
-        (1 << 20, "fwd", forward, "eager"),
-        (1 << 20, "fwd + bwd", both, "eager"),
-    ):
-        row = rows[n, None][mode]
-        cells.append(
-            [f"NSA per tile, 8 heads over 2, {tokens(n)}", of, ms(row["ms_p50"]), f"dense FA4 {dense_ms(row)}"]
-        )
-    for of in ("fwd", "fwd+bwd"):
-        row = token[64 << 10, of]
-        shown = f"fla {ms(row['fla_ms'])}, dense FA4 {ms(row['dense_ms'])}"
-        cells.append(["NSA per token (paper), 64 over 4, 64K", of.replace("+", " + "), ms(row["ms_p50"]), shown])
-    row = near["4,32,8192,128,9", "fwd+bwd"]
-    shown = f"FA4 window {ms(row['fa4_ms'])}, flex {ms(row['flex_ms'])}"
-    cells.append(["neighborhood attention, [4, 8K, 32, 128], k=9", "fwd + bwd", ms(row["ms_p50"]), shown])
-    row = mixed[8192, 4096, "stacked", "fwd+bwd"]
-    shown = f"Liger {ms(row['liger_ms'])}, eager {ms(row['eager_ms'])}"
-    cells.append(["attention residual, 8 blocks of [8K, 4096]", "fwd + bwd", ms(row["ms_p50"]), shown])
-    yield from table(["op", "pass", "ms", "beside it, ms"], cells)
+MAPPED = ("nsa", "dispatch", "cute_kernels", "ascend_kernels", "bench", "examples", "tools", "tests/support")
 
 
-# File map
-
-MAPPED = (
-    "nsa",
-    "dispatch",
-    "cute_kernels",
-    "ascend_kernels",
-    "bench",
-    "examples",
-    "tools",
-    "tests/support",
-)
+def module_rows(folder: str) -> Iterator[Row]:
+    """Every module, a folder by its `__init__.py`, with the first sentence of its docstring."""
+    paths = (ROOT / folder).rglob("*.py")
+    for path in sorted(paths, key=lambda path: (path.parent, path.name != "__init__.py", path)):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        first = " ".join(docstring.partition("\n\n")[0].split())
+        sentence = re.split(r"(?<=[.!?]) (?=[A-Z])", first)[0].removesuffix(".")
+        name = path.relative_to(ROOT).as_posix().removesuffix("__init__.py")
+        if sentence:
+            yield {"name": name, "holds": sentence.replace("|", "\\|")}
 
 
-def files(page: Path) -> Lines:
-    """Every module of MAPPED, a folder by its `__init__.py`, with the first sentence of its docstring."""
-    for folder in MAPPED:
-        paths = sorted((ROOT / folder).rglob("*.py"), key=lambda path: (path.parent, path.name != "__init__.py", path))
-        cells = []
-        for path in paths:
-            docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            first = " ".join(docstring.partition("\n\n")[0].split())
-            sentence = re.split(r"(?<=[.!?]) (?=[A-Z])", first)[0].removesuffix(".")
-            shown = path.parent if path.name == "__init__.py" else path
-            name = f"{shown.relative_to(ROOT).as_posix()}{'/' if shown != path else ''}"
-            if sentence:
-                cells.append([f"`{name}`", sentence.replace("|", "\\|")])
-        yield f"### {folder}"
-        yield ""
-        yield from table(["file", "holds"], cells)
-        yield ""
+# Specifications
 
-
-TABLES: dict[str, Callable[[Path], Lines]] = {
-    "speed": speed,
-    "nsa-forward": nsa_forward,
-    "nsa-backward": nsa_backward,
-    "nsa-recompute": nsa_recompute,
-    "nsa-block-sizes": nsa_block_sizes,
-    "nsa-cases": nsa_cases,
-    "nsa-long": nsa_long,
-    "nsa-longest": nsa_longest,
-    "varlen": varlen,
+TABLES: dict[str, Table | tuple[Table, ...]] = {
+    "speed": Table("op | pass | ms | beside it, ms", "{title} | {passes} | {ms_p50:ms} | {beside}", rows=speed_rows),
+    "nsa-forward": Table(
+        "N | dense FA4 | NSA, graph / eager | bar | NSA, c=16, graph / eager | bar | GiB",
+        "{n:tokens} | {graph:dense} | {graph[ms_p50]:ms} / {eager[ms_p50]:ms} | {bar}"
+        " | {graph16[ms_p50]:ms} / {eager16[ms_p50]:ms} | {bar16} | {graph[peak_gib]:.2f}",
+        ("e2e-h200",),
+        partial(by_length, "e2e-h200"),
+        notes="{bars:reached}",
+        facts=partial(e2e_bars, "e2e-h200"),
+    ),
+    "nsa-backward": Table(
+        "N | dense FA4 | NSA [GiB] | bar | NSA, c=16 [GiB] | bar",
+        "{n:tokens} | {eager:dense} | {eager[ms_p50]:ms} [{eager[peak_gib]:.2f}] | {bar}"
+        " | {eager16[ms_p50]:ms} [{eager16[peak_gib]:.2f}] | {bar16}",
+        ("e2e-h200-backward",),
+        partial(by_length, "e2e-h200-backward"),
+        notes="{bars:reached}",
+        facts=partial(e2e_bars, "e2e-h200-backward"),
+    ),
+    "nsa-recompute": Table(
+        "N, c=16 | outputs kept, ms [GiB] | `recompute=True`, ms [GiB]",
+        "{n:tokens} | {kept[ms_p50]:ms} [{kept[peak_gib]:.2f}] | {eager16[ms_p50]:ms} [{eager16[peak_gib]:.2f}]",
+        ("e2e-h200-recompute",),
+        recompute_rows,
+    ),
+    "nsa-block-sizes": Table(
+        "N | l=32, l'=64 | c=16 | l=l'=64 | c=16 | l=l'=128 | c=16",
+        "{n:tokens} | {32, [ms_p50]:ms} | {32, 16[ms_p50]:ms} | {64, [ms_p50]:ms} | {64, 16[ms_p50]:ms}"
+        " | {128, [ms_p50]:ms} | {128, 16[ms_p50]:ms}",
+        ("e2e-h200-l32", "e2e-h200", "e2e-h200-l128"),
+        block_size_rows,
+    ),
+    "nsa-cases": Table(
+        "case | N | dense FA4 | NSA, graph | eager",
+        "{h} heads over {h_kv}{sink} | {n:tokens} | {graph:dense} | {graph[ms_p50]:ms} | {eager[ms_p50]:ms}",
+        ("e2e-h200-h32", "e2e-h200-sink"),
+        case_rows,
+    ),
+    "nsa-long": Table(
+        "N | NSA, c=16, ms | of the roofline | GiB beside inputs | dense FA4, ms",
+        "{n:tokens} | {graph16[ms_p50]:ms} | {graph16[share_of_floor]:percent} | {graph16[peak_gib]:.1f}"
+        " | {graph16:dense}",
+        ("e2e-h200-long",),
+        partial(by_length, "e2e-h200-long"),
+    ),
+    "nsa-longest": Table(
+        "op | pass | longest N | s, with compilation | next N tried",
+        "{op} | {passes}{how} | {fits:,} | {seconds:.1f} | {fails:,}: {end}",
+        LONGEST,
+        longest_rows,
+    ),
+    "varlen": Table(
+        " | forward, ms | GiB beside inputs | forward + backward, ms | GiB in all",
+        "{name} | {fwd[ms_p50]:ms} | {fwd[peak_gib]:.1f} | {both[ms_p50]:ms} | {both[peak_gib]:.1f}",
+        ("varlen-h200", "varlen-h200-backward"),
+        varlen_rows,
+        above="{lengths:count} documents of {least:,} to {most:,} tokens, {all:,} in all:",
+        facts=varlen_facts,
+    ),
     "stages": stages("stages-h200", FORWARD_STAGES),
     "stages-backward": stages("stages-h200-backward", BACKWARD_STAGES),
-    "paper": paper,
-    "token-selected": token_selected,
-    "neighborhood": neighborhood,
-    "decoding": decoding,
-    "generating": generating,
-    "block-sparse": block_sparse,
-    "residual": residual,
-    "residual-bars": residual_bars,
-    "losses": losses,
-    "demo": demo,
+    "paper": Table(
+        "N | pass | NSA | idle GPU | graph | bar | dense FA4 | fla | SFNSA | of the roofline | GiB",
+        "{first:tokens} | {pass} | {queued[ms_p50]:ms} | {eager[ms_p50]:ms} | {graph[ms_p50]:ms} | {bar}"
+        " | {queued[dense_ms]:ms} | {queued[fla_ms]:ms} | {sfnsa:g} | {queued[share_of_floor]:percent}"
+        " | {queued[peak_gib]:.1f}",
+        ("paper-h200",),
+        paper_rows,
+        notes="{bars:reached}\nStretch bars: {stretch:reached}\n"
+        "Memory of forward + backward at 64K: {peak_gib:.1f} GiB (SFNSA 12.7, fla {fla_gib:.1f}).",
+        facts=paper_facts,
+    ),
+    "token-selected": Table(
+        "N | heads | blocks chosen | KV-outer fwd | query-outer fwd | KV-outer fwd+bwd | fla fwd / fwd+bwd",
+        "{n:tokens} | {h} over {h_kv} | {blocks} | {forward[ms]:ms} | {tiles[ms]:ms} | {both[ms]:ms} | {fla}",
+        ("token-selected-h200",),
+        selected_rows,
+    ),
+    "neighborhood": Table(
+        "B,H,S,D,k[,dilation] | pass | ours | of the floor | FA4 window | flex_attention | Liger",
+        "{first} | {pass} | {ms_p50:ms} | {share_of_floor:percent} | {fa4_ms:ms} | {flex_ms:ms} | {liger_ms:ms}",
+        ("neighborhood-h200",),
+        neighborhood_rows,
+    ),
+    "decoding": Table(
+        "mode | tokens | batch | graph, us | eager | floor | dense SDPA | fla",
+        "{per} | {n:tokens} | {b} | {graph[ms_p50]:us} | {eager[ms_p50]:us} | {graph[floor_ms]:us}"
+        " | {graph[dense_ms]:whole us} | {graph[fla_ms]:whole us}",
+        ("decode-h200",),
+        lambda: (row for row in decode_rows() if (row["h"], row["n_q"]) == (64, 1)),
+        below="{bars:reached}",
+    ),
+    "generating": steps(),
+    "block-sparse": Table(
+        " | tokens | pass | ours | of the floor | dense FA4 | SDPA, mask of pairs | PyTorch, all pairs"
+        " | selected branch",
+        "{what}{blocks} | {n:tokens} | {pass} | {ms_p50:ms} | {share_of_floor:percent} | {dense_ms:ms}"
+        " | {mask_ms:ms} | {pairs_ms:ms} | {selected:ms}",
+        ("block-sparse-h200",),
+        block_sparse_rows,
+        below="{bars:reached}",
+    ),
+    "residual": Table(
+        "T, D | pass | ms | of the floor | Liger | torch.compile | eager | from Python | MiB | least",
+        "{first} | {pass} | {ms_p50:ms} | {share_of_floor:percent} | {liger_ms:ms} | {compile_ms:ms}"
+        " | {eager_ms:ms} | {wall_ms:ms} | {peak_mib:,.1f} | {floor_mib:,.0f}",
+        ("attnres-h200",),
+        residual_rows,
+    ),
+    "residual-bars": Table(
+        "bar | problems | wanted | reached",
+        "{what} | {problems:count} | {wanted} | {span}",
+        rows=residual_bars,
+        above="{bars:reached}",
+        notes="The lowest share of the floor is {lowest[share_of_floor]:permille}: {lowest[pass]} at T = {lowest[t]},"
+        " D = {lowest[d]}.\n"
+        "From Python the fastest peer takes at least {least:.2f} times as long in each of the {rows:count} rows.",
+        facts=residual_facts,
+    ),
+    "losses": Table("case | ours, ms | faster, ms", "{case} | {own:ms} | {faster}", rows=losses),
+    "demo": Table(
+        "N | dense, ms | NSA, ms | speed-up | 20th to 80th percentile",
+        "{n:,} | {dense_ms:ms} | {ms_p50:ms} | {speedup:.2f}x | {speedup_p20:.2f}x to {speedup_p80:.2f}x",
+        ("e2e-cpu",),
+        notes="{verdict}",
+    ),
     "train": training("train-h100"),
     "train-paper": training("train-paper-h100"),
-    "needle": needle,
-    "train-residual": residual_training,
-    "convert-llama": conversion,
+    "needle": Table(
+        "variant | answers right | loss of the answers",
+        "`{variant}` | {accuracy:permille} | {final_val_loss:.3f}",
+        ("needle-h200",),
+        lambda: load("needle-h200")["summary"],
+        notes="{verdict}",
+    ),
+    "train-residual": Table(
+        "variant | final validation loss | bits per byte",
+        "`{variant}` | {final_val_loss:.3f} | {bits_per_byte:.3f}",
+        ("train-residual-cpu",),
+        lambda: load("train-residual-cpu")["summary"],
+        notes="{verdict}",
+    ),
+    "convert-llama": Table(
+        "start | gates | validation loss | jump | {training[more]} steps later | against dense",
+        "{start} | {shares} | {converted_loss:.3f} | {jump:change} | {trained_loss:.3f} | {left:change}",
+        ("convert-llama-cpu",),
+        conversion_rows,
+    ),
     "context-parallel": context_parallel("context-parallel-nccl-h100"),
     "context-parallel-4": context_parallel("context-parallel-nccl4-h200"),
-    "context-shares": context_shares,
-    "soak": soak,
-    "blackwell": blackwell,
-    "blackwell-kernels": blackwell_kernels,
-    "blackwell-deletions": blackwell_deletions,
-    "files": files,
+    "context-shares": Table(
+        " | pass | ranks | undivided, ms | slowest rank, ms | over the mean | all over undivided",
+        "{case} | {pass} | {ranks} | {undivided:ms} | {alone:ms} | {slowest_over_mean:.3f} | {sum_over_single:.3f}",
+        ("context-parallel-h100",),
+        partial(share_rows, "context-parallel-h100"),
+        below="{bars:reached}",
+    ),
+    "soak": Table(
+        "bar | wanted | reached | ",
+        "{bar} | {wanted} | {reached} | {verdict}",
+        ("soak-h200",),
+        lambda: load("soak-h200")["bars"],
+        above="{minutes:g} minutes in {runs:count} runs, {steps:,} steps, {tokens:,} tokens:",
+    ),
+    "blackwell": Table(
+        "form | D, D/D_v | dtype | G | rows | schedule | nearest to its budget",
+        "{form} | {dims} | {dtypes} | {group} | {rows} | {schedule} | {error:.1e} of {budget:.1e} ({result})",
+        ("blackwell-executed",),
+        blackwell_rows,
+    ),
+    "blackwell-kernels": Table("kernel | of | cases", "`{kernel}` | {of} | {cases}", rows=kernel_rows),
+    "blackwell-deletions": (
+        Table(
+            "kernel | instructions that order | executed | change nothing | found | of the executed"
+            " | of those that matter | by",
+            "{kernel} | {every:count} | {executed} | {nothing} | {found} | {all:percent} | {some:percent} | {by}",
+            rows=deletion_rows,
+        ),
+        Table("why it changes nothing | deletions", "{why} | {count}", rows=harmless_rows),
+        Table("not found | in", "`{instruction:.90}` | {kernel}", rows=missed_rows),
+    ),
+    "files": tuple(
+        Table("file | holds", "`{name}` | {holds}", rows=partial(module_rows, folder), above=f"### {folder}")
+        for folder in MAPPED
+    ),
 }
-
-
-def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def rendered(page: Path, text: str) -> str:
-    """A page's text with its tables made anew.
-
-    Raises:
-        SystemExit: for a table that does not exist.
-    """
-
-    def replace(match: re.Match[str]) -> str:
-        start, name, _, end = match.groups()
-        if name not in TABLES:
-            raise SystemExit(f"{page.relative_to(ROOT)} asks for the table {name!r}; there are {', '.join(TABLES)}")
-        return start + "\n".join(["", *TABLES[name](page), "", end])
-
-    return MARKED.sub(replace, text)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page differs")
-    args = parser.parse_args(argv)
-    status = 0
-    for page in pages():
-        text = page.read_text(encoding="utf-8")
-        wanted = rendered(page, text)
-        if wanted == text:
-            continue
-        print(f"{page.relative_to(ROOT)}: {'differs from bench/results' if args.check else 'written'}")
-        status |= args.check
-        if not args.check:
-            page.write_text(wanted, encoding="utf-8")
-    return int(status)
-
 
 if __name__ == "__main__":
     sys.exit(main())
