@@ -1,22 +1,27 @@
-"""Draws README's picture: time of dense attention and of NSA by length, forward and training, for light and dark pages.
+"""README's picture: time of dense attention and of NSA by length, forward and training, for light and dark pages.
 
-`python -m bench.picture` writes docs/speed-light.svg and docs/speed-dark.svg from the recorded results; a test holds
-the files against what this module draws.
+`python -m bench.picture` draws docs/speed-light.svg and docs/speed-dark.svg from the recorded results. Tests compare.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = {("Forward", ""): "e2e-h200", ("Training", "forward + backward"): "e2e-h200-backward"}
+RESULTS = {"Forward": "e2e-h200", "Forward + backward": "e2e-h200-backward"}
 """Panels, and the results that they show: NSA's default options, called without a graph, up to LONGEST tokens."""
 LONGEST = 2**20
+LENGTHS = {"8K": 2**13, "32K": 2**15, "128K": 2**17, "1M": 2**20}
+TICKS = {"1 ms": 1.0, "10 ms": 10.0, "100 ms": 100.0, "1 s": 1e3, "10 s": 1e4}
+LIMITS = 0.16, 2e4
+"""Milliseconds at the bottom and at the top."""
+NOTE = "Time of a call by tokens; one H200, bf16. Dense: FlashAttention-4, extrapolated where dotted."
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 PALETTES = {
     "light": {"text": "#1f2328", "faint": "#59636e", "grid": "#d1d9e0", "dense": "#818b98", "nsa": "#0969da"},
@@ -24,34 +29,12 @@ PALETTES = {
 }
 FONT = "-apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
 
-WIDTH, HEIGHT, PANEL = 880, 440, 440
-LEFT, RIGHT, TOP, BOTTOM = 76, 314, 60, 352
-"""Pixels of the first panel's axes."""
-TICKS = {"1 ms": 1.0, "10 ms": 10.0, "100 ms": 100.0, "1 s": 1e3, "10 s": 1e4}
-LOW, HIGH = 0.16, 2e4
-"""Milliseconds at the bottom and at the top."""
-LENGTHS = {"8K": 2**13, "32K": 2**15, "128K": 2**17, "1M": 2**20}
 
-
-TIMES = "\N{MULTIPLICATION SIGN}"
-
-
-class Point(NamedTuple):
-    tokens: int
-    nsa_ms: float
-    dense_ms: float
-    extrapolated: bool
-    """True if dense attention was not measured at this length, but follows from a shorter one by N²."""
-
-
-def points(name: str) -> list[Point]:
-    """Times of a panel, from bench/results, by length."""
+def points(name: str) -> list[dict[str, Any]]:
+    """Rows of a panel by length."""
     rows = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
-    return [
-        Point(row["n"], row["ms_p50"], row["dense_ms"], row["dense_extrapolated"])
-        for row in sorted(rows, key=lambda row: row["n"])
-        if row["num_cmp"] is None and row["mode"] == "eager" and row["n"] <= LONGEST
-    ]
+    shown = [row for row in rows if row["num_cmp"] is None and row["mode"] == "eager" and row["n"] <= LONGEST]
+    return sorted(shown, key=lambda row: row["n"])
 
 
 def time_text(ms: float) -> str:
@@ -60,69 +43,59 @@ def time_text(ms: float) -> str:
     return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
 
 
-def x_of(tokens: int) -> float:
-    shortest = min(LENGTHS.values())
-    return LEFT + (RIGHT - LEFT) * math.log(tokens / shortest) / math.log(LONGEST / shortest)
+def draw_panel(axes: Any, title: str, rows: Sequence[dict[str, Any]], colors: dict[str, str]) -> None:
+    axes.set_title(title, loc="left", size=18, weight="bold", pad=12)
+    axes.set(xscale="log", yscale="log", ylim=LIMITS)
+    axes.set_xticks(list(LENGTHS.values()), list(LENGTHS))
+    axes.set_yticks(list(TICKS.values()), list(TICKS))
+    axes.minorticks_off()
+    axes.tick_params(length=0, labelcolor=colors["faint"])
+    axes.grid(axis="y", color=colors["grid"], linewidth=0.75)
+    axes.spines[:].set_visible(False)
 
+    lengths, last = [row["n"] for row in rows], rows[-1]
+    first_beyond = next((i for i, row in enumerate(rows) if row["dense_extrapolated"]), len(rows))
+    for kind, key, width, solid in (("dense", "dense_ms", 2.25, first_beyond), ("nsa", "ms_p50", 3.75, len(rows))):
+        ms = [row[key] for row in rows]
+        style = {"color": colors[kind], "linewidth": width, "clip_on": False}
+        axes.plot(lengths[solid - 1 :], ms[solid - 1 :], ":", gid=f"{kind} {title} dotted", **style)
+        axes.plot(lengths[:solid], ms[:solid], **style)
+        axes.plot(lengths, ms, "o", markersize=8, gid=f"{kind} {title}", **style)
 
-def y_of(ms: float) -> float:
-    return BOTTOM - (BOTTOM - TOP) * math.log(ms / LOW) / math.log(HIGH / LOW)
-
-
-def text(x: float, y: float, words: str, size: int, color: str, anchor: str = "start", weight: int = 400) -> str:
-    style = f'font-size="{size}" font-weight="{weight}" fill="{color}" text-anchor="{anchor}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{words}</text>'
-
-
-def line(ends: Sequence[tuple[float, float]], color: str, width: float, dashes: str = "") -> str:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in ends)
-    dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
-    return f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}"{dashed}/>'
-
-
-def panel(title: tuple[str, str], shown: Sequence[Point], colors: dict[str, str]) -> Iterator[str]:
-    yield text(LEFT, 32, title[0], 24, colors["text"], weight=600)
-    if title[1]:
-        yield text(RIGHT + 110, 32, title[1], 17, colors["faint"], "end")
-    for words, ms in TICKS.items():
-        yield line([(LEFT, y_of(ms)), (RIGHT, y_of(ms))], colors["grid"], 1)
-        yield text(LEFT - 10, y_of(ms) + 5, words, 16, colors["faint"], "end")
-    for words, tokens in LENGTHS.items():
-        yield text(x_of(tokens), BOTTOM + 26, words, 16, colors["faint"], "middle")
-    measured = [(x_of(p.tokens), y_of(p.dense_ms)) for p in shown if not p.extrapolated]
-    beyond = [(x_of(p.tokens), y_of(p.dense_ms)) for p in shown if p.extrapolated]
-    yield line(measured, colors["dense"], 3)
-    if beyond:
-        yield line([measured[-1], *beyond], colors["dense"], 3, "3 6")
-    yield line([(x_of(p.tokens), y_of(p.nsa_ms)) for p in shown], colors["nsa"], 5)
-    for kind, p, ms in [("dense", p, p.dense_ms) for p in shown] + [("nsa", p, p.nsa_ms) for p in shown]:
-        radius = 4 if kind == "dense" and p.extrapolated else 6
-        place = f'cx="{x_of(p.tokens):.2f}" cy="{y_of(ms):.2f}"'
-        yield f'<circle class="{kind}" {place} r="{radius}" fill="{colors[kind]}"/>'
-    last, x = shown[-1], RIGHT + 14
-    about = "~" if last.extrapolated else ""
-    top, bottom = y_of(last.dense_ms), y_of(last.nsa_ms)
-    yield text(x, top + 6, f"{about}{time_text(last.dense_ms)}", 18, colors["faint"], weight=600)
-    yield text(x, bottom + 6, time_text(last.nsa_ms), 18, colors["nsa"], weight=600)
-    yield text(
-        x, (top + bottom) / 2 + 4, f"{about}{last.dense_ms / last.nsa_ms:.0f}{TIMES}", 36, colors["nsa"], weight=700
-    )
-    yield text(x, (top + bottom) / 2 + 24, "faster", 18, colors["nsa"])
-    third = shown[len(shown) // 2]
-    yield text(x_of(third.tokens) - 14, y_of(third.dense_ms) - 8, "dense", 20, colors["faint"], "end", 600)
-    yield text(x_of(third.tokens) + 14, y_of(third.nsa_ms) + 28, "NSA", 20, colors["nsa"], weight=700)
+    about, middle = "~" * last["dense_extrapolated"], rows[len(rows) // 2]
+    for words, row, key, place, how in (
+        (f"{about}{time_text(last['dense_ms'])}", last, "dense_ms", (10, -5), {"color": colors["faint"], "size": 13.5}),
+        (time_text(last["ms_p50"]), last, "ms_p50", (10, -5), {"color": colors["nsa"], "size": 13.5}),
+        ("dense", middle, "dense_ms", (-10, 6), {"color": colors["faint"], "size": 15, "ha": "right"}),
+        ("NSA", middle, "ms_p50", (10, -21), {"color": colors["nsa"], "size": 15}),
+    ):
+        axes.annotate(words, (row["n"], row[key]), place, textcoords="offset points", weight="bold", **how)
+    between = last["n"], (last["dense_ms"] * last["ms_p50"]) ** 0.5
+    for words, down, size in (
+        (f"{about}{last['dense_ms'] / last['ms_p50']:.0f}{TIMES}", -3, 27),
+        ("faster", -18, 13.5),
+    ):
+        how = {"color": colors["nsa"], "size": size, "weight": "bold"}
+        axes.annotate(words, between, (10, down), textcoords="offset points", **how)
 
 
 def draw(theme: str) -> str:
     """The picture as SVG."""
+    from matplotlib import rc_context  # not for --help
+    from matplotlib.figure import Figure
+
     colors = PALETTES[theme]
-    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}">']
-    for i, (title, name) in enumerate(RESULTS.items()):
-        lines += [f'<g transform="translate({i * PANEL} 0)">', *panel(title, points(name), colors), "</g>"]
-    note = "Time of a call by tokens; one H200, bf16. Dense: FlashAttention-4, extrapolated where dotted."
-    lines.append(text(LEFT, HEIGHT - 16, note, 16, colors["faint"]))
-    return "\n".join([*lines, "</svg>", ""])
+    rc = {"svg.fonttype": "none", "svg.hashsalt": "nsa", "font.family": "DejaVu Sans", "font.size": 12}
+    with rc_context({**rc, "text.color": colors["text"]}):
+        figure = Figure(figsize=(660 / 72, 330 / 72))
+        panels = figure.subplots(1, 2)
+        figure.subplots_adjust(left=0.09, right=0.85, top=0.87, bottom=0.19, wspace=0.82)
+        for axes, (title, name) in zip(panels, RESULTS.items(), strict=True):
+            draw_panel(axes, title, points(name), colors)
+        figure.text(0.09, 0.03, NOTE, size=12, color=colors["faint"])
+        written = io.StringIO()
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+    return written.getvalue().replace("'DejaVu Sans'", FONT)
 
 
 def picture(theme: str) -> Path:
