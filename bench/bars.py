@@ -1,4 +1,4 @@
-"""Bars: what a figure of a benchmark has to reach, and whether it does."""
+"""Bars: the figures that a benchmark has to reach, and whether it does."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Bar:
-    """One of them. `reached` is None where it was not measured, which is no pass."""
+    """A bound on one figure. `reached` is None if it was not measured, which does not pass."""
 
     what: str
     reached: float | None
     wanted: float
     at_least: bool
-    """Else at most."""
+    """True: a lower bound. False: an upper bound."""
     unit: str = ""
 
     @property
@@ -31,6 +31,11 @@ class Bar:
         return {"bar": self.what, "wanted": wanted, "reached": reached, "verdict": self.verdict}
 
 
+def ratio(a: float | None, b: float | None) -> float | None:
+    """a / b, or None if one of them was not measured."""
+    return None if a is None or b is None else a / b
+
+
 def bars_field(bars: Sequence[Bar] | None) -> dict[str, Any]:
-    """Of a results file; None: nothing was held against bars."""
+    """The field of a results file; None if no bars were asked for."""
     return {} if bars is None else {"bars": [bar.as_json() for bar in bars]}

@@ -21,7 +21,6 @@ import argparse
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -35,7 +34,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench import oracles
-from bench.bars import Bar, bars_field
+from bench.bars import Bar, bars_field, ratio
 from bench.common import (
     DTYPES,
     above_zero,
@@ -47,11 +46,11 @@ from bench.common import (
     resolve_sizes,
     with_ending,
 )
-from bench.pass_report import ms_text, show_bars
 from bench.passes import PEER_SLACK, release
-from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_csv
-from bench.results_file import ResultRow, open_results
+from bench.report import LOCAL_RESULTS, command_line, environment, relative
+from bench.results_file import Row, hold, open_results
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, choose_peaks, mean_keys
+from bench.show import ms_text, show_bars
 from bench.timing import Timing, measure
 from nsa import block_sparse_attention, top_blocks_by_max
 
@@ -84,72 +83,37 @@ class Case(NamedTuple):
         return f"{self.op} N={self.n} block={self.block} {self.direction}"
 
 
-@dataclass(frozen=True)
-class Row(ResultRow):
-    """One line of the results."""
-
-    op: str
-    block: int
-    k: int
-    direction: str
-    backend: str
-    mode: str
-    dtype: str
-    b: int
-    n: int
-    h: int
-    h_kv: int
-    d: int
-    ms_p20: float
-    ms_p50: float
-    ms_p80: float
-    peak_gib: float | None
-    floor_ms: float | None
-    share_of_floor: float | None
-    dense: str | None
-    dense_ms: float | None
-    mask_ms: float | None
-    selected_ms: float | None
-    pairs_ms: float | None
-    error: float
-    error_budget: float
-    command: str
-
-
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     device, out = torch.device(args.device), Path(args.out)
     facts = environment(device)
     peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
     with open_results(out, {**facts, "command": args.command}) as results:
-        for case in args.cases:
-            if case.name in results.parts:
-                continue
-            release(device)
-            try:
-                problem = PROBLEMS[case.op](case, args, device)
-            except ImportError as absent:
-                reason = f"{case.name} did not run: {absent}"
-                results.add(case.name, [], [reason])
-                print(reason, flush=True)
-                continue
-            error, budget = problem.check()
-            if not error <= budget:
-                red = f"{case.name}: error {error:.2e} is above the budget {budget:.2e}"
-                results.fail([red], missing=[])
-                print("Wrong results, so no times are reported:", red, sep="\n  ")
-                return 1
-            row, missing = time_case(problem, args, device, peaks, (error, budget))
-            results.add(case.name, [row.as_json()], missing)
-            print(line(row), *missing, sep="\n", flush=True)
-            del problem
-        bars = find_bars([Row.of_json(row) for row in results.rows]) if args.bars else None
-        write_csv(with_ending(out, ".csv"), results.rows)
-        results.finish(missing=results.missing, **bars_field(bars))
+        if not results.measure(
+            ((case.name, partial(measure_case, case, args, device, peaks)) for case in args.cases), line
+        ):
+            return 1
+        bars = find_bars(results.rows) if args.bars else None
+        results.finish(csv=True, missing=results.missing, **bars_field(bars))
     if bars is not None:
         show_bars(bars)
     print(*(relative(with_ending(out, suffix)) for suffix in (".csv", ".json")), sep="   ")
     return 0
+
+
+def measure_case(
+    case: Case, args: argparse.Namespace, device: torch.device, peaks: Peaks | None
+) -> tuple[list[Row], list[str]]:
+    """The row of a case, and what did not run."""
+    release(device)
+    try:
+        problem = PROBLEMS[case.op](case, args, device)
+    except ImportError as absent:
+        return [], [f"{case.name} did not run: {absent}"]
+    errors = problem.check()
+    hold(case.name, *errors)
+    row, missing = time_case(problem, args, device, peaks, errors)
+    return [row], missing
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -615,45 +579,58 @@ def time_case(
             missing.append(f"{name} did not run: {str(error).partition(chr(10))[0]} ({case.name})")
     floor = None if peaks is None else problem.floor(peaks)
     dense = None if others["dense"] is None else choose_dense(device, problem.dtype).name
-    row = Row(
-        case.op, case.block, args.count, case.direction, problem.backend, "eager" if host else "queued", args.dtype,
-        args.batch, case.n, args.heads, args.kv_heads, args.dim,
-        own.ms_p20, own.ms_p50, own.ms_p80, own.peak_gib, floor, None if floor is None else floor / own.ms_p50,
-        dense, others["dense"], others["mask"], others["selected"], others["pairs"], *errors, args.command,
-    )  # fmt: skip
-    return row, missing
+    return {
+        "op": case.op,
+        "block": case.block,
+        "k": args.count,
+        "pass": case.direction,
+        "backend": problem.backend,
+        "mode": "eager" if host else "queued",
+        "dtype": args.dtype,
+        "b": args.batch,
+        "n": case.n,
+        "h": args.heads,
+        "h_kv": args.kv_heads,
+        "d": args.dim,
+        "ms_p20": own.ms_p20,
+        "ms_p50": own.ms_p50,
+        "ms_p80": own.ms_p80,
+        "peak_gib": own.peak_gib,
+        "floor_ms": floor,
+        "share_of_floor": ratio(floor, own.ms_p50),
+        "dense": dense,
+        **{f"{name}_ms": ms for name, ms in others.items()},
+        "error": errors[0],
+        "error_budget": errors[1],
+        "command": args.command,
+    }, missing
 
 
 # What has to be reached, and what is shown
 
 
 def find_bars(rows: Sequence[Row]) -> list[Bar]:
-    of_bars = {
-        (row.op, row.block, row.direction): row
-        for row in rows
-        if (row.b, row.n, row.h, row.h_kv, row.d, row.k, row.dtype) == (1, 64 << 10, 64, 4, 128, 16, "bf16")
-        and row.mode == "queued"
-    }
+    wanted = {"b": 1, "n": 64 << 10, "h": 64, "h_kv": 4, "d": 128, "k": 16, "dtype": "bf16", "mode": "queued"}
+    of_bars = {(row["op"], row["block"], row["pass"]): row for row in rows if wanted.items() <= row.items()}
     bars = []
     for (op, direction), ms in MS_BARS.items():
-        row = of_bars.get((op, 128, direction))
-        reached = None if row is None else row.ms_p50
+        reached = of_bars.get((op, 128, direction), {}).get("ms_p50")
         bars.append(Bar(f"{op}, 64K, 16 blocks of 128, {direction}", reached, ms, at_least=False, unit=" ms"))
     for direction in PASSES:
-        row = of_bars.get(("block_sparse", 64, direction))
-        ratio = None if row is None or row.selected_ms is None else row.selected_ms / row.ms_p50
+        row = of_bars.get(("block_sparse", 64, direction), {}).get
         what = f"block_sparse, 64K, 16 blocks of 64, {direction}: its kernels, called without the wrapper, take as long"
-        bars.append(Bar(what, ratio, NOISE, at_least=True, unit="x"))
+        bars.append(Bar(what, ratio(row("selected_ms"), row("ms_p50")), NOISE, at_least=True, unit="x"))
     return bars
 
 
 def line(row: Row) -> str:
     """A row for readers."""
-    share = "" if row.share_of_floor is None else f" ({row.share_of_floor:.0%} of the floor)"
-    peak = "" if row.peak_gib is None else f" {row.peak_gib:.2f} GiB"
-    others = {"dense": row.dense_ms, "mask": row.mask_ms, "selected": row.selected_ms, "all pairs": row.pairs_ms}
+    share = "" if row["share_of_floor"] is None else f" ({row['share_of_floor']:.0%} of the floor)"
+    peak = "" if row["peak_gib"] is None else f" {row['peak_gib']:.2f} GiB"
+    others = {name: row[f"{name}_ms"] for name in ("dense", "mask", "selected", "pairs")}
     beside = "".join(f"  {name} {ms_text(ms)} ms" for name, ms in others.items() if ms is not None)
-    return f"{Case(row.op, row.n, row.block, row.direction).name:<44}{ms_text(row.ms_p50)} ms{share}{peak}{beside}"
+    name = Case(row["op"], row["n"], row["block"], row["pass"]).name
+    return f"{name:<44}{ms_text(row['ms_p50'])} ms{share}{peak}{beside}"
 
 
 if __name__ == "__main__":

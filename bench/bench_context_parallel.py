@@ -22,6 +22,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -37,25 +38,25 @@ from bench.common import DTYPES, PRESETS, above_zero, add_device, positive, pres
 from bench.context_shares import (
     PASSES,
     Case,
-    Row,
-    Share,
     ShareOf,
     Whole,
     config_of,
     difference,
     find_shares,
     kv_heads_per_pass,
+    line,
     make_do,
+    make_row,
     make_tensors,
     received_keys,
-    row,
+    share_line,
     take,
     tile_of,
 )
 from bench.context_together import BARS, run_together
-from bench.pass_report import show_bars
 from bench.report import LOCAL_RESULTS, command_line, environment, relative
-from bench.results_file import open_results
+from bench.results_file import Row, WrongResult, open_results
+from bench.show import show_bars
 from bench.timing import measure
 from nsa.distributed.layout import Layout, make_layout
 
@@ -122,46 +123,35 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def run_alone(args: argparse.Namespace) -> int:
     device, out = torch.device(args.device), Path(args.out)
-    facts = environment(device)
-    with open_results(out, {**facts, "command": args.command}) as results:
-        undivided = list(dict.fromkeys(case.undivided for case in args.cases))
-        for case in [*undivided, *args.cases]:
-            if case.name in results.parts:
-                continue
-            found = time_shares(case, args, device)
-            if isinstance(found, str):
-                results.fail([found], shares=[])
-                print("Wrong results, so no times are reported:", found, sep="\n  ")
-                return 1
-            results.add(case.name, [one.as_json() for one in found])
-            print(*(one.line() for one in found), sep="\n", flush=True)
-        shares = find_shares([Row.of_json(one) for one in results.rows], args.kv_heads_per_pass)
+    with open_results(out, {**environment(device), "command": args.command}) as results:
+        cases = [*dict.fromkeys(case.undivided for case in args.cases), *args.cases]
+        if not results.measure(((case.name, partial(time_shares, case, args, device)) for case in cases), line):
+            return 1
+        shares = find_shares(results.rows, args.kv_heads_per_pass)
         bars = find_bars(shares) if args.bars else None
-        results.finish(shares=[share.as_json() for share in shares], **bars_field(bars))
-    print(*(share.line() for share in shares), sep="\n")
+        results.finish(shares=shares, **bars_field(bars))
+    print(*map(share_line, shares), sep="\n")
     if bars is not None:
         show_bars(bars)
     print(relative(with_ending(out, ".json")))
     return 0
 
 
-def time_shares(case: Case, args: argparse.Namespace, device: torch.device) -> list[Row] | str:
-    """Rows of all ranks, or what is wrong with their results."""
+def time_shares(case: Case, args: argparse.Namespace, device: torch.device) -> tuple[list[Row], list[str]]:
+    """Rows of all ranks, and what did not run: nothing. Raises WrongResult."""
     config, tensors = config_of(case, device), make_tensors(case, args, device)
     whole = Whole(config, tensors, make_do(tensors["q"]))
     layout = make_layout(case.n, None, case.ranks, case.layout, tile_of(config, device))
     shares = [] if case.ranks == 1 else divide(args, whole, layout)
     if shares and (wrong := check_shares(whole, layout, shares)):
-        return f"{case.name}: {wrong}"
+        raise WrongResult(f"{case.name}: {wrong}")
     rows = []
     timed: Sequence[Whole | ShareOf] = shares or [whole]
-    for direction in args.passes:
-        for rank, share in enumerate(timed):
-            call: Callable[[], Any] = share.forward if direction == "fwd" else share.both
-            timing = measure(call, device, seconds=args.seconds)
-            tokens = layout.lengths[rank]
-            rows.append(row(case, args, rank, "alone", direction, timing.ms_p50, timing.peak_gib, tokens))
-    return rows
+    for direction, (rank, share) in product(args.passes, enumerate(timed)):
+        call: Callable[[], Any] = share.forward if direction == "fwd" else share.both
+        timing, tokens = measure(call, device, seconds=args.seconds), layout.lengths[rank]
+        rows.append(make_row(case, args, rank, "alone", direction, timing.ms_p50, timing.peak_gib, tokens))
+    return rows, []
 
 
 def divide(args: argparse.Namespace, whole: Whole, layout: Layout) -> list[ShareOf]:
@@ -192,14 +182,13 @@ def check_shares(whole: Whole, layout: Layout, shares: Sequence[ShareOf]) -> str
     return ""
 
 
-def find_bars(shares: Sequence[Share]) -> list[Bar]:
+def find_bars(shares: Sequence[Row]) -> list[Bar]:
     bars = []
     for preset, ranks, direction in product(BAR_SIZES, RANKS, PASSES):
-        key = (preset, BAR_SIZES[preset], ranks, "zigzag", direction)
-        own = next((s for s in shares if (s.preset, s.n, s.ranks, s.layout, s.direction) == key), None)
+        wanted = {"preset": preset, "n": BAR_SIZES[preset], "ranks": ranks, "layout": "zigzag", "pass": direction}
+        own: Row = next((share for share in shares if wanted.items() <= share.items()), {})
         name = f"{preset} {BAR_SIZES[preset] >> 10}K, {ranks} ranks, {direction}"
-        balance = None if own is None else own.slowest_over_mean
-        total = None if own is None else own.sum_over_single
+        balance, total = own.get("slowest_over_mean"), own.get("sum_over_single")
         bars.append(Bar(f"{name}, slowest over mean", balance, BALANCE_BAR, at_least=False, unit="x"))
         bars.append(Bar(f"{name}, all over undivided", total, SCALING_BAR, at_least=False, unit="x"))
     return bars

@@ -25,11 +25,11 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 if __package__ in (None, ""):
@@ -40,13 +40,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
-from bench.bars import Bar, bars_field
+from bench.bars import Bar, bars_field, ratio
 from bench.common import DTYPES, PRESETS, above_zero, add_device, check_backend, positive, preset_name, with_ending
-from bench.extras import needed
-from bench.pass_report import ms_text, show_bars
-from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_csv
-from bench.results_file import ResultRow, open_results
+from bench.report import LOCAL_RESULTS, command_line, environment, relative
+from bench.results_file import Row, hold, open_results
 from bench.roofline import choose_peaks
+from bench.show import draw_points, ms_text, saved_figure, show_bars
 from bench.timing import BUSY_CYCLES, Timing, capture, measure
 from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
 
@@ -73,6 +72,7 @@ FLA_BAR = 10
 """Times that fla's step takes at 64K."""
 PREFILL_BAR = 1.15
 """Times of the whole call that its chunks may take."""
+PREFILL_OF_BARS = ("prefill", 1 << 20, 8 << 10)
 
 
 class Case(NamedTuple):
@@ -86,34 +86,6 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.preset} {self.heads}/{self.kv_heads} N={self.n} B={self.batch} N_q={self.n_q}"
-
-
-@dataclass(frozen=True)
-class Row(ResultRow):
-    """One line of the results."""
-
-    op: str
-    preset: str
-    b: int
-    n: int
-    n_q: int
-    h: int
-    h_kv: int
-    d: int
-    dtype: str
-    backend: str
-    mode: str
-    ms_p20: float
-    ms_p50: float
-    ms_p80: float
-    host_us: float | None
-    floor_ms: float | None
-    share_of_floor: float | None
-    dense_ms: float | None
-    fla_ms: float | None
-    error: float
-    error_budget: float
-    command: str
 
 
 class Step(NamedTuple):
@@ -159,49 +131,32 @@ def main(argv: list[str] | None = None) -> int:
     device, out, facts = torch.device(args.device), Path(args.out), environment(torch.device(args.device))
     peaks = choose_peaks(facts["device"], None, args.peak_tbs)
     tbs = args.peak_tbs or (None if peaks is None else peaks.tbs)
-    with open_results(out, {**facts, "floor_tbs": tbs, "command": args.command}) as results:
-        for case in args.cases:
-            if case.name in results.parts:
-                continue
-            made = make_step(case, args, device)
-            if isinstance(made, str):
-                results.add(case.name, [], [made])
-                print(made, flush=True)
-                continue
-            with torch.no_grad(), made.cache.table.step(case.n_q):
-                error, budget = check(made)
-                if not error <= budget:
-                    red = f"{case.name}: error {error:.2e} is above the budget {budget:.2e}"
-                    results.fail([red], missing=[])
-                    print("Wrong results, so no times are reported:", red, sep="\n  ")
-                    return 1
-                rows, missing = time_case(made, args, device, tbs, (error, budget))
-            results.add(case.name, [row.as_json() for row in rows], missing)
-            print(*map(line, rows), *missing, sep="\n", flush=True)
-            del made
+    with open_results(out, {**facts, "floor_tbs": tbs, "command": args.command}) as results, torch.no_grad():
+        parts = [(case.name, partial(measure_case, case, args, device, tbs)) for case in args.cases]
         for n, chunk in args.prefill:
-            name = f"prefill N={n} in chunks of {chunk}"
-            if name in results.parts:
-                continue
-            with torch.no_grad():
-                rows = time_prefill(args, device, n, chunk)
-            error, budget = rows[0].error, rows[0].error_budget
-            if not error <= budget:
-                red = f"{name}: error {error:.2e} is above the budget {budget:.2e}"
-                results.fail([red], missing=[])
-                print("Wrong results, so no times are reported:", red, sep="\n  ")
-                return 1
-            results.add(name, [row.as_json() for row in rows], [])
-            print(*map(line, rows), sep="\n", flush=True)
-        every = [Row.of_json(row) for row in results.rows]
-        bars = find_bars(every) if args.bars else None
-        write_csv(with_ending(out, ".csv"), results.rows)
-        plot(every, with_ending(out, ".png"), facts["device"])
-        results.finish(missing=results.missing, **bars_field(bars))
+            parts.append((f"prefill N={n} in chunks of {chunk}", partial(time_prefill, args, device, n, chunk)))
+        if not results.measure(parts, line):
+            return 1
+        bars = find_bars(results.rows) if args.bars else None
+        plot(results.rows, with_ending(out, ".png"), facts["device"])
+        results.finish(csv=True, missing=results.missing, **bars_field(bars))
     if bars is not None:
         show_bars(bars)
     print(*(relative(with_ending(out, suffix)) for suffix in (".png", ".csv", ".json")), sep="   ")
     return 0
+
+
+def measure_case(
+    case: Case, args: argparse.Namespace, device: torch.device, tbs: float | None
+) -> tuple[list[Row], list[str]]:
+    """Rows of a case, and what did not run."""
+    step = make_step(case, args, device)
+    if isinstance(step, str):
+        return [], [step]
+    with step.cache.table.step(case.n_q):
+        errors = check(step)
+        hold(case.name, *errors)
+        return time_case(step, args, device, tbs, errors)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -291,7 +246,7 @@ def make_step(case: Case, args: argparse.Namespace, device: torch.device) -> Ste
         )
         backend = args.backend or ("reference" if device.type == "cpu" else None)
         step = Step(case, config, cache, q, k, v, gates, backend or "cute")
-        with torch.no_grad(), table.step(case.n_q):
+        with table.step(case.n_q):
             step.call()
     except dispatch.BackendError as refusal:
         return f"{case.name} did not run: {str(refusal).splitlines()[0]}"
@@ -431,17 +386,49 @@ def time_case(
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)  # raises, from this error, where no kernel runs any more
                 missing.append(f"{name} did not run: {str(error).partition(chr(10))[0]} ({case.name})")
-    rows = [
-        Row(
-            "decode", case.preset, case.batch, case.n, case.n_q, case.heads, case.kv_heads, args.dim, args.dtype,
-            step.backend, mode, timing.ms_p20, timing.ms_p50, timing.ms_p80,
-            host_us(step.call, device) if mode == "eager" else None,
-            floor, None if floor is None else floor / timing.ms_p50,
-            peers["dense"], peers["fla"], *errors, args.command,
-        )
-        for mode, timing in timings.items()
-    ]  # fmt: skip
+    rows = []
+    for mode, timing in timings.items():
+        host = host_us(step.call, device) if mode == "eager" else None
+        rows.append(make_row("decode", case, args, step.backend, mode, timing, errors, host, floor, peers))
     return rows, missing
+
+
+def make_row(
+    op: str,
+    case: Case,
+    args: argparse.Namespace,
+    backend: str,
+    mode: str,
+    timing: Timing,
+    errors: tuple[float, float],
+    host: float | None = None,
+    floor: float | None = None,
+    peers: Mapping[str, float | None] = MappingProxyType({}),
+) -> Row:
+    return {
+        "op": op,
+        "preset": case.preset,
+        "b": case.batch,
+        "n": case.n,
+        "n_q": case.n_q,
+        "h": case.heads,
+        "h_kv": case.kv_heads,
+        "d": args.dim,
+        "dtype": args.dtype,
+        "backend": backend,
+        "mode": mode,
+        "ms_p20": timing.ms_p20,
+        "ms_p50": timing.ms_p50,
+        "ms_p80": timing.ms_p80,
+        "host_us": host,
+        "floor_ms": floor,
+        "share_of_floor": ratio(floor, timing.ms_p50),
+        "dense_ms": peers.get("dense"),
+        "fla_ms": peers.get("fla"),
+        "error": errors[0],
+        "error_budget": errors[1],
+        "command": args.command,
+    }
 
 
 def time_peer(
@@ -484,10 +471,11 @@ def time_layers(calls: Sequence[Callable[[], Any]], device: torch.device, second
     return measure(graph.replay, device, seconds=seconds, host=False).per(LAYERS)
 
 
-def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: int) -> list[Row]:
+def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: int) -> tuple[list[Row], list[str]]:
     """A prompt of n tokens in chunks with a cache, and as one call without: two rows, with the largest difference."""
-    (heads, kv_heads), dim, dtype, preset = args.prefill_heads, args.dim, DTYPES[args.dtype], "paper"
-    config, generator = PRESETS[preset](), torch.Generator(device).manual_seed(0)
+    (heads, kv_heads), dim, dtype = args.prefill_heads, args.dim, DTYPES[args.dtype]
+    case = Case("paper", heads, kv_heads, n, 1, chunk)
+    config, generator = PRESETS[case.preset](), torch.Generator(device).manual_seed(0)
     columns = -(-n // PAGE_SIZE)
     pages = torch.randperm(columns, generator=generator, device=device).to(torch.int32)[None]
     table = PageTable(pages, torch.zeros(1, dtype=torch.int32, device=device), page_size=PAGE_SIZE, num_pages=columns)
@@ -509,18 +497,12 @@ def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: 
     expected = whole()
     error = max(float((append(part) - expected[:, part]).abs().max()) for part in parts)
     budget = torch.finfo(dtype).eps * float(expected.abs().max())
+    hold(f"prefill N={n} in chunks of {chunk}", error, budget)
     del expected
-    timings = {
-        "chunks": measure(lambda: [append(part) for part in parts][-1], device, seconds=args.seconds, host=False),
-        "whole": measure(whole, device, seconds=args.seconds, host=False),
-    }
-    return [
-        Row(
-            "prefill", preset, 1, n, chunk, heads, kv_heads, dim, args.dtype, backend, mode,
-            timing.ms_p20, timing.ms_p50, timing.ms_p80, None, None, None, None, None, error, budget, args.command,
-        )
-        for mode, timing in timings.items()
-    ]  # fmt: skip
+    ways: dict[str, Callable[[], Any]] = {"chunks": lambda: [append(part) for part in parts][-1], "whole": whole}
+    timings = {mode: measure(call, device, seconds=args.seconds, host=False) for mode, call in ways.items()}
+    errors = error, budget
+    return [make_row("prefill", case, args, backend, mode, timing, errors) for mode, timing in timings.items()], []
 
 
 def floor_bytes(case: Case, config: NSAConfig, dim: int) -> int:
@@ -592,76 +574,56 @@ def fla_calls(step: Step, count: int) -> list[Callable[[], Tensor]]:
 
 
 def find_bars(rows: Sequence[Row]) -> list[Bar]:
-    of_bars = {
-        (row.n, row.b, row.mode): row
-        for row in rows
-        if (row.op, row.preset, row.h, row.h_kv, row.d, row.n_q, row.dtype)
-        == ("decode", "paper", 64, 4, 128, 1, "bf16")
-    }
+    wanted = {"op": "decode", "preset": "paper", "h": 64, "h_kv": 4, "d": 128, "n_q": 1, "dtype": "bf16"}
+    of_bars = {(row["n"], row["b"], row["mode"]): row for row in rows if wanted.items() <= row.items()}
+    eager, graph = (of_bars.get((64 << 10, 1, mode), {}).get for mode in ("eager", "graph"))
+    prefills = {row["mode"]: row["ms_p50"] for row in rows if (row["op"], row["n"], row["n_q"]) == PREFILL_OF_BARS}
     bars = []
     for (n, batch), ms in MS_BARS.items():
-        row = of_bars.get((n, batch, "graph"))
-        bars.append(
-            Bar(
-                f"{n >> 10}K, batch {batch}, graph", None if row is None else row.ms_p50, ms, at_least=False, unit=" ms"
-            )
-        )
-    row = of_bars.get((64 << 10, 1, "eager"))
-    bars.append(
-        Bar("64K, batch 1, host", None if row is None else row.host_us, HOST_US_BAR, at_least=False, unit=" us")
-    )
-    row = of_bars.get((64 << 10, 1, "graph"))
-    ratio = None if row is None or row.fla_ms is None else row.fla_ms / row.ms_p50
-    bars.append(Bar("64K, batch 1, fla takes as long", ratio, FLA_BAR, at_least=True, unit="x"))
-    prefills = {row.mode: row.ms_p50 for row in rows if (row.op, row.n, row.n_q) == ("prefill", 1 << 20, 8 << 10)}
-    slower = prefills["chunks"] / prefills["whole"] if len(prefills) > 1 else None
-    bars.append(Bar("prefill, 1M in chunks of 8K", slower, PREFILL_BAR, at_least=False, unit=" of the whole call"))
-    return bars
+        took = of_bars.get((n, batch, "graph"), {}).get("ms_p50")
+        bars.append(Bar(f"{n >> 10}K, batch {batch}, graph", took, ms, at_least=False, unit=" ms"))
+    slower = ratio(prefills.get("chunks"), prefills.get("whole"))
+    fla = ratio(graph("fla_ms"), graph("ms_p50"))
+    return [
+        *bars,
+        Bar("64K, batch 1, host", eager("host_us"), HOST_US_BAR, at_least=False, unit=" us"),
+        Bar("64K, batch 1, fla takes as long", fla, FLA_BAR, at_least=True, unit="x"),
+        Bar("prefill, 1M in chunks of 8K", slower, PREFILL_BAR, at_least=False, unit=" of the whole call"),
+    ]
 
 
 def line(row: Row) -> str:
     """A row for readers."""
-    share = "" if row.share_of_floor is None else f" ({row.share_of_floor:.0%} of the floor)"
-    host = "" if row.host_us is None else f"  host {row.host_us:.0f} us"
-    name = Case(row.preset, row.h, row.h_kv, row.n, row.b, row.n_q).name
-    if row.op == "prefill":
-        return f"prefill {name:<44}{row.mode:<6} {ms_text(row.ms_p50)} ms"
-    others = f"  dense {ms_text(row.dense_ms)} ms  fla {ms_text(row.fla_ms)} ms"
-    return f"{name:<44}{row.mode:<6} {ms_text(row.ms_p50)} ms{share}{host}{others}"
+    share = "" if row["share_of_floor"] is None else f" ({row['share_of_floor']:.0%} of the floor)"
+    host = "" if row["host_us"] is None else f"  host {row['host_us']:.0f} us"
+    name = Case(row["preset"], row["h"], row["h_kv"], row["n"], row["b"], row["n_q"]).name
+    if row["op"] == "prefill":
+        return f"prefill {name:<44}{row['mode']:<6} {ms_text(row['ms_p50'])} ms"
+    others = f"  dense {ms_text(row['dense_ms'])} ms  fla {ms_text(row['fla_ms'])} ms"
+    return f"{name:<44}{row['mode']:<6} {ms_text(row['ms_p50'])} ms{share}{host}{others}"
 
 
 def plot(rows: Sequence[Row], path: Path, device: str) -> None:
     """Times by batch, a panel for each length: NSA, its floor, dense decoding, fla and bars; one new token."""
-    with needed("matplotlib"):
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot as plt
-
-    shown = [row for row in rows if (row.op, row.n_q, row.preset) == ("decode", 1, "paper")]
-    lengths = sorted({row.n for row in shown}) or [0]
-    figure, panels = plt.subplots(1, len(lengths), figsize=(5 * len(lengths), 4.5), layout="constrained", squeeze=False)
-    for axes, n in zip(panels[0], lengths, strict=True):
-        for heads in dict.fromkeys((row.h, row.h_kv) for row in shown):
-            own = [row for row in shown if (row.n, row.h, row.h_kv) == (n, *heads)]
-            for mode in dict.fromkeys(row.mode for row in own):
-                of_mode = sorted((row.b, row.ms_p50) for row in own if row.mode == mode)
-                axes.loglog(*zip(*of_mode, strict=True), "o-", label=f"NSA {heads[0]}/{heads[1]}, {mode}")
-            for label, name in (("floor", "floor_ms"), ("dense", "dense_ms"), ("fla", "fla_ms")):
-                points = sorted({(row.b, getattr(row, name)) for row in own if getattr(row, name) is not None})
-                if points:
-                    axes.loglog(*zip(*points, strict=True), "--", label=f"{label} {heads[0]}/{heads[1]}")
-        wanted = [(batch, ms) for (length, batch), ms in MS_BARS.items() if length == n]
-        if wanted:
-            axes.loglog(*zip(*wanted, strict=True), "v", color="black", label="bar, 64/4, graph")
-        axes.set(xlabel="sequences", ylabel="ms per layer and step", title=f"{n / 1024:g}K tokens")
-        axes.grid(alpha=0.3)
-        if shown:
-            axes.legend(fontsize="x-small")
-    figure.suptitle(f"Decoding a token with NSA of the paper, on {device}")
-    with replacing(path) as written:
-        figure.savefig(written, dpi=150)
-    plt.close(figure)
+    shown = [row for row in rows if (row["op"], row["n_q"], row["preset"]) == ("decode", 1, "paper")]
+    lengths = sorted({row["n"] for row in shown}) or [0]
+    with saved_figure(path, 1, len(lengths), (5 * len(lengths), 4.5)) as (figure, panels):
+        for axes, n in zip(panels[0], lengths, strict=True):
+            for h, h_kv in dict.fromkeys((row["h"], row["h_kv"]) for row in shown):
+                own = [row for row in shown if (row["n"], row["h"], row["h_kv"]) == (n, h, h_kv)]
+                for mode in dict.fromkeys(row["mode"] for row in own):
+                    points = sorted((row["b"], row["ms_p50"]) for row in own if row["mode"] == mode)
+                    draw_points(axes, points, "o-", label=f"NSA {h}/{h_kv}, {mode}")
+                for label in ("floor", "dense", "fla"):
+                    points = list(dict.fromkeys((row["b"], row[f"{label}_ms"]) for row in own))
+                    draw_points(axes, points, "--", label=f"{label} {h}/{h_kv}")
+            wanted = [(batch, ms) for (length, batch), ms in MS_BARS.items() if length == n]
+            draw_points(axes, wanted, "v", color="black", label="bar, 64/4, graph")
+            axes.set(xlabel="sequences", ylabel="ms per layer and step", title=f"{n / 1024:g}K tokens")
+            axes.grid(alpha=0.3)
+            if shown:
+                axes.legend(fontsize="x-small")
+        figure.suptitle(f"Decoding a token with NSA of the paper, on {device}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
-from bench.bars import Bar, bars_field
+from bench.bars import Bar, bars_field, ratio
 from bench.common import DTYPES, positive
 from bench.extras import needed
-from bench.pass_report import show_bars
 from bench.report import LOCAL_RESULTS, command_line, environment, relative
-from bench.results_file import ResultRow, Results, open_results
+from bench.results_file import Row, open_results
+from bench.show import show_bars
 from bench.timing import capture, measure
 from dispatch.device import device_types
 
@@ -55,20 +55,6 @@ PADDING = 16
 STEPS = 64
 """Room of a static cache for steps: two to warm up, the others timed."""
 SIZES = {"layers": 4, "hidden": 4096, "heads": 64, "kv_heads": 4, "head_dim": 128}
-
-
-@dataclass(frozen=True)
-class Row(ResultRow):
-    """A decoding step; milliseconds of all layers, embedding and head."""
-
-    model: str
-    mode: str
-    b: int
-    n: int
-    padded: bool
-    ms_p20: float
-    ms_p50: float
-    ms_p80: float
 
 
 def make_models(args: argparse.Namespace) -> dict[str, Any]:
@@ -153,13 +139,18 @@ def time_step(model: Any, mode: str, b: int, n: int, padded: bool, device: torch
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    device, out = torch.device(args.device), Path(args.out)
+    device = torch.device(args.device)
     sizes = {key: getattr(args, key) for key in (*SIZES, "dtype")}
     head = {**environment(device), "command": command_line(argv), "sizes": sizes}
-    with open_results(out, head) as results:
-        time_steps(args, device, results)
-        rows = [Row.of_json(row) for row in results.rows]
-        bars = find_bars(rows if sizes == {**SIZES, "dtype": "bf16"} else []) if args.bars else None
+    with open_results(Path(args.out), head) as results, torch.no_grad():
+        models = make_models(args)
+        parts = [
+            (f"{name}, {mode}, N={n}, B={b}{', padded' if padded else ''}", (name, mode, n, b, padded))
+            for name, mode, n, b, padded in product(models, args.modes, args.n, args.batch, (False, True))
+            if not padded or (b > 1 and name != "dense_unmasked")
+        ]
+        results.measure([(part, partial(measure_case, part, models, device, *case)) for part, case in parts], line)
+        bars = find_bars(results.rows if sizes == {**SIZES, "dtype": "bf16"} else []) if args.bars else None
         results.finish("unchecked", red=False, missing=results.missing, **bars_field(bars))
     if bars is not None:
         show_bars(bars)
@@ -167,35 +158,33 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-@torch.no_grad()
-def time_steps(args: argparse.Namespace, device: torch.device, results: Results) -> None:
-    """A row for each case that has none."""
-    models = make_models(args)
-    for (name, model), mode, n, b, padded in product(models.items(), args.modes, args.n, args.batch, (False, True)):
-        case = f"{name}, {mode}, N={n}, B={b}{', padded' if padded else ''}"
-        if case in results.parts or (padded and (b == 1 or name == "dense_unmasked")):
-            continue
-        try:
-            timing = time_step(model, mode, b, n, padded, device)
-        except (RuntimeError, ValueError, dispatch.BackendError) as failure:  # out of memory, not to be captured
-            results.add(case, [], [f"{case}: {str(failure).splitlines()[0]}"])
-            print(f"{results.missing[-1]}: not measured", flush=True)
-            continue
-        row = Row(name, mode, b, n, padded, timing.ms_p20, timing.ms_p50, timing.ms_p80)
-        results.add(case, [row.as_json()])
-        print(f"{case:<48} {timing.ms_p50:.3f} ms", flush=True)
+def measure_case(
+    part: str, models: dict[str, Any], device: torch.device, name: str, mode: str, n: int, b: int, padded: bool
+) -> tuple[list[Row], list[str]]:
+    """The row of a case; or why it cannot run, such as too little memory or a call that no graph can hold."""
+    try:
+        timing = time_step(models[name], mode, b, n, padded, device)
+    except (RuntimeError, ValueError, dispatch.BackendError) as failure:
+        return [], [f"{part}: {str(failure).splitlines()[0]}"]
+    ms = {"ms_p20": timing.ms_p20, "ms_p50": timing.ms_p50, "ms_p80": timing.ms_p80}
+    return [{"model": name, "mode": mode, "b": b, "n": n, "padded": padded, **ms}], []
+
+
+def line(row: Row) -> str:
+    """A row for readers; milliseconds of all layers, embedding and head."""
+    case = f"{row['model']}, {row['mode']}, N={row['n']}, B={row['b']}{', padded' if row['padded'] else ''}"
+    return f"{case:<48} {row['ms_p50']:.3f} ms"
 
 
 def find_bars(rows: Sequence[Row]) -> list[Bar]:
     """NSA and dense, each in its fastest mode, dense also in its faster model."""
     bars = []
     for b, padded in ((1, False), (16, False), (16, True)):
-        steps = [row for row in rows if (row.b, row.n, row.padded) == (b, 64 << 10, padded)]
-        ours = min((row.ms_p50 for row in steps if row.model == "nsa"), default=None)
-        dense = min((row.ms_p50 for row in steps if row.model != "nsa"), default=None)
-        ratio = None if dense is None or ours is None else dense / ours
+        steps = [row for row in rows if (row["b"], row["n"], row["padded"]) == (b, 64 << 10, padded)]
+        ours = min((row["ms_p50"] for row in steps if row["model"] == "nsa"), default=None)
+        dense = min((row["ms_p50"] for row in steps if row["model"] != "nsa"), default=None)
         what = f"step at 64K, batch {b}{', padded' if padded else ''}: dense takes as long"
-        bars.append(Bar(what, ratio, 1.0, at_least=True, unit="x"))
+        bars.append(Bar(what, ratio(dense, ours), 1.0, at_least=True, unit="x"))
     return bars
 
 

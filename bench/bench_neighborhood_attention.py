@@ -3,7 +3,7 @@
 For each shape, backend and pass: the error of what is timed against fp64 on sampled rows, then GPU time and peak memory
 beside the byte floor, then the same for every peer (bench/neighborhood_peers.py). A backend's error above its budget is
 a red gate: no times at all, and status 1. A peer that is missing, runs out of memory or computes something else has
-null, and the reason is told. Windows are truncated at the borders, as all peers do it.
+null, and the reason is printed. Windows are truncated at the borders, as all peers do it.
 
 On CUDA, what is checked and timed is a CUDA graph, without the time to start it; elsewhere a call as Python makes it.
 Mode "memory" adds the peak of everything alive, inputs and outputs included; backward has that of both passes.
@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,11 +29,11 @@ from torch import Tensor
 import dispatch
 from bench import oracles
 from bench.common import DTYPES, able_backends
-from bench.gradient_check import GradientError
 from bench.inputs import Neighborhood, Problem, make_problem
 from bench.neighborhood_peers import PEERS, make_peer
-from bench.pass_report import Look, PassRow, add_options, benchmark, parse_options, pass_fields
-from bench.passes import Candidate, Case, Measured, Plan, Task
+from bench.pass_report import Look, add_options, add_shapes, benchmark, parse_options, pass_fields
+from bench.passes import Candidate, Case, Measured, Plan, SampledTruth, Task
+from bench.results_file import Row
 from bench.roofline import neighborhood_bytes
 from bench.timing import GIB
 from dispatch import neighborhood_attention
@@ -61,42 +60,19 @@ SEGMENTS, SEGMENT_ROWS = 4, 96
 """Rows whose results are compared with fp64: runs at both ends and between."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row(PassRow):
-    """One line of the results; memory in GiB."""
-
-    peers: ClassVar[tuple[str, ...]] = tuple(PEERS)
-
-    algorithm: str
-    b: int
-    h: int
-    s: int
-    d: int
-    k: int
-    dilation: int
-    peak_gib: float | None
-    floor_gib: float
-    flex_ms: float | None
-    liger_ms: float | None
-    fa4_ms: float | None
-    flex_gib: float | None
-    liger_gib: float | None
-    fa4_gib: float | None
-
-    @property
-    def shape(self) -> Neighborhood:
-        return Neighborhood(self.b, self.h, self.s, self.d, self.k, self.dilation)
-
-
 LOOK = Look(
-    op="Neighborhood attention",
-    shape_heading="B,H,S,D,k,dilation",
-    columns={
-        "GiB": lambda row: "" if row.peak_gib is None else f"{row.peak_gib:.2f}",
-        "least": lambda row: "" if row.peak_gib is None else f"{row.floor_gib:.2f}",
+    "Neighborhood attention",
+    "B,H,S,D,k,dilation",
+    lambda row: Neighborhood(row["b"], row["h"], row["s"], row["d"], row["k"], row["dilation"]),
+    {
+        "GiB": lambda row: "" if row["peak_gib"] is None else f"{row['peak_gib']:.2f}",
+        "least": lambda row: "" if row["peak_gib"] is None else f"{row['floor_gib']:.2f}",
     },
-    peer_labels={"fa4": "FlashAttention-4 window", "flex": "flex_attention", "liger": "Liger, generic"},
-    peer_colors={"fa4": "#8da0cb", "flex": "#a6d854", "liger": "#fc8d62"},
+    {
+        "fa4": ("FlashAttention-4 window", "#8da0cb"),
+        "flex": ("flex_attention", "#a6d854"),
+        "liger": ("Liger, generic", "#fc8d62"),
+    },
 )
 
 
@@ -109,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit(str(refusal)) from refusal
     cases = {shape: make_case(shape, names, args.algorithm, device, dtype) for shape, names in backends.items()}
     plan = Plan.of(args.modes, args.seconds)
-    return 0 if benchmark(args, LOOK, Row, cases, plan, partial(make_row, args)) else 1
+    return 0 if benchmark(args, LOOK, cases, plan, partial(make_row, args)) else 1
 
 
 def choose_backends(
@@ -161,51 +137,29 @@ def make_row(
     itemsize = DTYPES[args.dtype].itemsize
     moved = neighborhood_bytes(shape, direction, itemsize)
     held = neighborhood_bytes(shape, "fwd" if direction == "fwd" else "bwd", itemsize)
-    given = pass_fields(direction, backend, default, measured, peers, floor_bytes=moved, tbs=tbs, command=args.command)
-    given |= {f"{name}_gib": None if peer is None else peer.peak_gib for name, peer in peers.items()}
-    return Row(
-        op="neighborhood_attention",
-        algorithm=args.algorithm,
-        dtype=args.dtype,
-        b=shape.batch,
-        h=shape.heads,
-        s=shape.tokens,
-        d=shape.dim,
-        k=shape.kernel_size,
-        dilation=shape.dilation,
-        peak_gib=measured.peak_gib,
-        floor_gib=held / GIB,
-        **given,
-    )
-
-
-# The command line
+    return {
+        **pass_fields("neighborhood_attention", args, direction, backend, default, measured, peers, moved, tbs),
+        "algorithm": args.algorithm,
+        "b": shape.batch,
+        "h": shape.heads,
+        "s": shape.tokens,
+        "d": shape.dim,
+        "k": shape.kernel_size,
+        "dilation": shape.dilation,
+        "peak_gib": measured.peak_gib,
+        "floor_gib": held / GIB,
+        **{f"{name}_gib": None if peer is None else peer.peak_gib for name, peer in peers.items()},
+    }
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
     add_options(parser, out="neighborhood")
-    add(
-        "--shapes",
-        nargs="+",
-        type=_shapes,
-        metavar="B,H,S,D,k[,dilation]",
-        help=f"problems, or sets of them: {', '.join(SHAPES)}; default: liger long, on a CPU tiny",
-    )
+    add_shapes(parser, SHAPES, "B,H,S,D,k[,dilation]", "liger long", Neighborhood.read)
+    add = parser.add_argument
     add("--backend", help="as in neighborhood_attention; default: every one that can run")
     add("--algorithm", choices=ALGORITHMS, default="auto", help="as in neighborhood_attention; default: %(default)s")
     return parse_options(parser, argv, [SHAPES["tiny"]], [SHAPES["liger"], SHAPES["long"]])
-
-
-def _shapes(text: str) -> list[Neighborhood]:
-    """Argument type: the name of a set, or numbers with commas between them."""
-    if text in SHAPES:
-        return SHAPES[text]
-    numbers = text.split(",")
-    if not (len(numbers) in (5, 6) and all(number.isdigit() and int(number) > 0 for number in numbers)):
-        raise argparse.ArgumentTypeError(f"must be {', '.join(SHAPES)} or B,H,S,D,k[,dilation], got {text!r}")
-    return [Neighborhood(*map(int, numbers))]
 
 
 def window(shape: Neighborhood) -> dict[str, Any]:
@@ -213,56 +167,38 @@ def window(shape: Neighborhood) -> dict[str, Any]:
     return {"kernel_size": shape.kernel_size, "dilation": shape.dilation}
 
 
-# What is right
+# Truth
 
 
-@dataclass(frozen=True)
-class Truth:
-    """fp64 results on some runs of rows, and what may be expected of the dtype there."""
-
-    runs: list[slice]
-    exact: dict[str, list[Tensor]]
-    """"out", "dq", "dk", "dv": rows of each run."""
-    budgets: dict[str, float]
-
-    def worst(self, results: dict[str, Tensor], slack: int = 1) -> GradientError:
-        """Of results `[B,N,H,D]`, the one that takes most of its budget; NaN where a result has one anywhere."""
-        errors = []
-        for name, result in results.items():
-            largest = torch.stack(
-                [(result[:, run] - right).abs().amax() for run, right in zip(self.runs, self.exact[name], strict=True)]
-            ).amax()
-            error = largest.item() if bool(result.isfinite().all()) else float("nan")
-            errors.append(GradientError(name, error, slack * self.budgets[name]))
-        return max(errors, key=lambda found: found.share)
-
-
-def make_truth(shape: Neighborhood, problem: Problem, do: Tensor) -> Truth:
+def make_truth(shape: Neighborhood, problem: Problem, do: Tensor) -> SampledTruth:
     """Results in fp64 on SEGMENTS runs of rows.
 
     A run's gradients follow from the tokens within two windows of it: keys depend on queries a window away, and these
     on keys another window away. So bench/oracles.py runs on such a part of the sequence, which begins with residue
-    class 0. Budget: as it says, of its error in the inputs' own dtype.
+    class 0. Budget: that of bench/oracles.py in the inputs' own dtype.
     """
     tensors = [tensor.detach() for tensor in (problem.q, problem.k, problem.v)]
     tokens, reach = shape.tokens, 2 * (shape.kernel_size - 1) * shape.dilation
     firsts = torch.linspace(0, max(0, tokens - SEGMENT_ROWS), SEGMENTS).long().unique().tolist()
-    runs = [slice(first, min(first + SEGMENT_ROWS, tokens)) for first in firsts]
-    exact: dict[str, list[Tensor]] = {name: [] for name in ("out", *GRADIENTS)}
-    errors, largest = dict.fromkeys(exact, 0.0), dict.fromkeys(exact, 0.0)
-    for run in runs:
-        begin = max(0, run.start - reach) // shape.dilation * shape.dilation
-        part = slice(begin, min(run.stop + reach, tokens))
-        inner = slice(run.start - begin, run.stop - begin)
-        inputs = [tensor[:, part] for tensor in (*tensors, do)]
-        oracle, naive = _results(shape, [tensor.double() for tensor in inputs]), _results(shape, inputs)
-        for name, right in oracle.items():
-            exact[name].append(right[:, inner])
-            error = (naive[name][:, inner] - right[:, inner]).abs().amax().item()
-            errors[name] = max(errors[name], error)
-            largest[name] = max(largest[name], right[:, inner].abs().amax().item())
-    budgets = {name: oracles.budget(errors[name], largest[name], do.dtype, do.shape[-1]) for name in exact}
-    return Truth(runs, exact, budgets)
+    found: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+    for first in firsts:
+        begin = max(0, first - reach) // shape.dilation * shape.dilation
+        inputs = [tensor[:, begin : first + SEGMENT_ROWS + reach] for tensor in (*tensors, do)]
+        inner = slice(first - begin, first - begin + SEGMENT_ROWS)
+        both = (_results(shape, [tensor.double() for tensor in inputs]), _results(shape, inputs))
+        exact, naive = ({name: x[:, inner] for name, x in results.items()} for results in both)
+        found.append((exact, naive))
+    exact, naive = (
+        {name: torch.cat([run[i][name] for run in found], 1) for name in ("out", *GRADIENTS)} for i in (0, 1)
+    )
+    budgets = {
+        name: oracles.budget(
+            (naive[name] - right).abs().amax().item(), right.abs().amax().item(), do.dtype, do.shape[-1]
+        )
+        for name, right in exact.items()
+    }
+    rows = torch.cat([torch.arange(first, min(first + SEGMENT_ROWS, tokens)) for first in firsts]).to(do.device)
+    return SampledTruth(exact, budgets, lambda _, x: x[:, rows])
 
 
 def _results(shape: Neighborhood, tensors: list[Tensor]) -> dict[str, Tensor]:

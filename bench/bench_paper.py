@@ -16,10 +16,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,16 +28,15 @@ import torch
 
 import dispatch
 from bench import bench_sparse_attn_e2e as e2e
-from bench.bars import Bar, bars_field
+from bench.bars import Bar, bars_field, ratio
 from bench.common import DTYPES, choose_dense, with_ending
-from bench.extras import needed
 from bench.inputs import Sizes, make_problem
 from bench.nsa_peers import COMPUTES, PEERS, make_peer, make_task
-from bench.pass_report import PASS_TITLES, ms_text, show_bars
 from bench.passes import Plan, find_peer, measure_peer, release
-from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_csv
-from bench.results_file import open_results
+from bench.report import LOCAL_RESULTS, command_line, environment, relative
+from bench.results_file import Row, WrongResult, open_results
 from bench.roofline import choose_peaks
+from bench.show import PASS_TITLES, draw_points, label_lengths, ms_text, saved_figure, show_bars
 from bench.timing import Timing
 
 PASSES = ("fwd", "fwd+bwd")
@@ -60,27 +59,6 @@ GIB_BARS = (12.7, 10.7)
 """Of forward + backward at 64K: what the fastest peer (SFNSA) holds, and the one that holds least (fla)."""
 
 
-@dataclass(frozen=True)
-class Row(e2e.Row):
-    """One line of the results; of a peer what it took, and null where it did not run."""
-
-    fla_ms: float | None
-    fla_gib: float | None
-    fla_computes: str | None
-
-    def peer_ms(self, name: str) -> float | None:
-        ms: float | None = getattr(self, f"{name}_ms")
-        return ms
-
-    @property
-    def is_of_the_bars(self) -> bool:
-        """Has the sizes and options that the bars are for."""
-        sizes = self.b, self.h, self.h_kv, self.d, self.dtype
-        options = self.l, self.stride, self.l_select, self.k, self.w, self.q_tile
-        plain = self.mode == "queued" and self.gated and self.inputs == "random"
-        return plain and sizes == (1, 64, 4, 128, "bf16") and options == (32, 16, 64, 16, 512, 1)
-
-
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     device, out = torch.device(args.device), Path(args.out)
@@ -94,28 +72,26 @@ def main(argv: list[str] | None = None) -> int:
     dense, facts = choose_dense(device, DTYPES[args.dtype]), environment(device)
     peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
     print(f"NSA of the paper beside {', '.join([dense.name, *args.peers])}, {args.dtype}, on {facts['device']}")
+
+    def measure(run: argparse.Namespace, some: list[e2e.Variant]) -> tuple[list[Row], list[str]]:
+        rows: list[Row] = []
+        how: dict[str, Any] = {"keep": lambda _, row: rows.extend(row), "fail": lambda _: None, "before": {}}
+        if red := e2e.run(run, some, dense, peaks, device, **how):
+            raise WrongResult(*red)
+        peers, missing = time_peers(run, device)
+        return [row | peer_fields(peers) for row in rows], missing
+
     with open_results(out, {**facts, "command": args.command}) as results:
-        for run, (some, _) in zip(runs, variants, strict=True):
-            part = f"N={run.seqlens[0]} {PASSES[run.backward]}"
-            if part in results.parts:
-                continue
-            rows: list[e2e.Row] = []
-            red: list[str] = []
-            e2e.run(run, some, dense, peaks, device, keep=rows.append, refuse=red.append)
-            if red:
-                results.fail(red, missing=[])
-                print("Wrong results, so no times are reported:", *red, sep="\n  ")
-                return 1
-            peers, missing = time_peers(run, device)
-            beside = [Row(**{**asdict(row), **peer_fields(peers)}) for row in rows]
-            results.add(part, [row.as_json() for row in beside], missing)
-            print(*map(line, beside), *missing, sep="\n", flush=True)
-        every = [Row.of_json(row) for row in results.rows]
-        bars = find_bars(every) if args.bars else []
-        write_csv(with_ending(out, ".csv"), results.rows)
-        plot(every, with_ending(out, ".png"), facts["device"])
-        results.finish(missing=results.missing, **bars_field(bars if args.bars else None))
-    if args.bars:
+        parts = [
+            (f"N={run.seqlens[0]} {PASSES[run.backward]}", partial(measure, run, some))
+            for run, (some, _) in zip(runs, variants, strict=True)
+        ]
+        if not results.measure(parts, line):
+            return 1
+        bars = find_bars(results.rows) if args.bars else None
+        plot(results.rows, with_ending(out, ".png"), facts["device"])
+        results.finish(csv=True, missing=results.missing, **bars_field(bars))
+    if bars is not None:
         show_bars(bars)
     print(*(relative(with_ending(out, suffix)) for suffix in (".png", ".csv", ".json")), sep="   ")
     return 0
@@ -169,8 +145,9 @@ def time_peers(args: argparse.Namespace, device: torch.device) -> tuple[dict[str
     return found, missing
 
 
-def peer_fields(peers: dict[str, Timing | None]) -> dict[str, float | str | None]:
-    fields: dict[str, float | str | None] = {}
+def peer_fields(peers: dict[str, Timing | None]) -> Row:
+    """Fields of each peer; None if it did not run."""
+    fields: Row = {}
     for name, timing in peers.items():
         fields[f"{name}_ms"] = None if timing is None else timing.ms_p50
         fields[f"{name}_gib"] = None if timing is None else timing.peak_gib
@@ -178,40 +155,40 @@ def peer_fields(peers: dict[str, Timing | None]) -> dict[str, float | str | None
     return fields
 
 
-# What has to be reached
+# Bars, and presentation
+
+OF_BARS = {"b": 1, "h": 64, "h_kv": 4, "d": 128, "dtype": "bf16", "l": 32, "stride": 16, "l_select": 64, "k": 16}
+OF_BARS |= {"w": 512, "q_tile": 1, "mode": "queued", "gated": True, "inputs": "random"}
+"""Sizes and options that the bars are for."""
+
+
+def is_of_the_bars(row: Row) -> bool:
+    return OF_BARS.items() <= row.items()
 
 
 def find_bars(rows: Sequence[Row]) -> list[Bar]:
-    measured = {(row.n, row.direction): row for row in rows if row.is_of_the_bars}
+    measured = {(row["n"], row["pass"]): row for row in rows if is_of_the_bars(row)}
     bars = []
     for n, of_length in MS_BARS.items():
         for direction, wanted in of_length.items():
-            row, what = measured.get((n, direction)), f"{n >> 10}K {direction}"
-            took = None if row is None else row.ms_p50
-            bars += [
-                Bar(f"{what}{stretch}", took, ms, at_least=False, unit=" ms")
-                for stretch, ms in zip(("", ", stretch"), wanted, strict=True)
-            ]
+            row, what = measured.get((n, direction), {}).get, f"{n >> 10}K {direction}"
+            for stretch, ms in zip(("", ", stretch"), wanted, strict=True):
+                bars.append(Bar(f"{what}{stretch}", row("ms_p50"), ms, at_least=False, unit=" ms"))
             for name in PEERS:
-                peer = None if row is None else row.peer_ms(name)
-                ratio = None if took is None or peer is None else peer / took
-                bars.append(Bar(f"{what}, {name} takes as long or longer", ratio, 1, at_least=True, unit="x"))
-    row = measured.get((64 << 10, "fwd+bwd"))
+                times = ratio(row(f"{name}_ms"), row("ms_p50"))
+                bars.append(Bar(f"{what}, {name} takes as long or longer", times, 1, at_least=True, unit="x"))
+    peak = measured.get((64 << 10, "fwd+bwd"), {}).get("peak_gib")
     for stretch, gib in zip(("", ", stretch"), GIB_BARS, strict=True):
-        peak = None if row is None else row.peak_gib
         bars.append(Bar(f"64K fwd+bwd, peak memory{stretch}", peak, gib, at_least=False, unit=" GiB"))
     return bars
 
 
-# What is shown
-
-
 def line(row: Row) -> str:
     """A row for readers."""
-    share = "" if row.share_of_floor is None else f" ({row.share_of_floor:.0%} of the floor)"
-    others: dict[str, tuple[float | None, float | None]] = {"dense": (row.dense_ms, row.dense_peak_gib)}
-    others |= {name: (row.peer_ms(name), getattr(row, f"{name}_gib")) for name in PEERS}
-    ours = f"{row.n:>8} {row.direction:<8}{row.mode:<7} NSA {_cost(row.ms_p50, row.peak_gib)}{share}"
+    share = "" if row["share_of_floor"] is None else f" ({row['share_of_floor']:.0%} of the floor)"
+    others = {"dense": (row["dense_ms"], row["dense_peak_gib"])}
+    others |= {name: (row[f"{name}_ms"], row[f"{name}_gib"]) for name in PEERS}
+    ours = f"{row['n']:>8} {row['pass']:<8}{row['mode']:<7} NSA {_cost(row['ms_p50'], row['peak_gib'])}{share}"
     return "  ".join([ours, *(f"{name} {_cost(*cost)}" for name, cost in others.items())])
 
 
@@ -221,37 +198,24 @@ def _cost(ms: float | None, gib: float | None) -> str:
 
 def plot(rows: Sequence[Row], path: Path, device: str) -> None:
     """A panel for each pass: times by N of NSA, dense attention and peers, NSA's floor and bars."""
-    with needed("matplotlib"):
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot as plt
-
-    passes = list(dict.fromkeys(row.direction for row in rows))
-    figure, panels = plt.subplots(1, len(passes), figsize=(6 * len(passes), 5), layout="constrained", squeeze=False)
-    for axes, direction in zip(panels[0], passes, strict=True):
-        first_of_each = {row.n: row for row in reversed(rows) if row.direction == direction}
-        own = [first_of_each[n] for n in sorted(first_of_each)]
-        lines: dict[str, list[float | None]] = {own[0].dense: [row.dense_ms for row in own]}
-        lines |= {name: [row.peer_ms(name) for row in own] for name in PEERS}
-        lines[f"NSA ({own[0].backend})"] = [row.ms_p50 for row in own]
-        lines["NSA's floor at peak rates"] = [row.floor_ms for row in own]
-        for label, times in lines.items():
-            points = [(row.n, ms) for row, ms in zip(own, times, strict=True) if ms is not None]
-            if points:
-                axes.loglog(*zip(*points, strict=True), "--" if "floor" in label else "o-", label=label)
-        wanted = [(row.n, MS_BARS[row.n][direction][0]) for row in own if row.is_of_the_bars and row.n in MS_BARS]
-        if wanted:
-            axes.loglog(*zip(*wanted, strict=True), "v", color="black", label="bar")
-        axes.set(xlabel="tokens N", ylabel="ms per call", title=PASS_TITLES[direction])
-        axes.set_xticks([row.n for row in own], [f"{row.n / 1024:g}K" for row in own])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-    figure.suptitle(f"NSA of the paper, {rows[0].h} heads over {rows[0].h_kv} of {rows[0].d}, on {device}")
-    with replacing(path) as written:
-        figure.savefig(written, dpi=150)
-    plt.close(figure)
+    passes = list(dict.fromkeys(row["pass"] for row in rows))
+    with saved_figure(path, 1, len(passes), (6 * len(passes), 5)) as (figure, panels):
+        for axes, direction in zip(panels[0], passes, strict=True):
+            first_of_each = {row["n"]: row for row in reversed(rows) if row["pass"] == direction}
+            own = [first_of_each[n] for n in sorted(first_of_each)]
+            shown = {"dense_ms": own[0]["dense"], **{f"{name}_ms": name for name in PEERS}}
+            shown |= {"ms_p50": f"NSA ({own[0]['backend']})", "floor_ms": "NSA's floor at peak rates"}
+            for field, label in shown.items():
+                points = [(row["n"], row[field]) for row in own]
+                draw_points(axes, points, "--" if field == "floor_ms" else "o-", label=label)
+            bars = [
+                (n, MS_BARS[n][direction][0])
+                for n, row in first_of_each.items()
+                if n in MS_BARS and is_of_the_bars(row)
+            ]
+            draw_points(axes, bars, "v", color="black", label="bar")
+            label_lengths(axes, first_of_each, ylabel="ms per call", title=PASS_TITLES[direction])
+        figure.suptitle(f"NSA of the paper, {rows[0]['h']} heads over {rows[0]['h_kv']} of {rows[0]['d']}, on {device}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
@@ -53,9 +53,10 @@ from bench.extras import needed
 from bench.gradient_check import GradientError, Tiles, gradient_errors, in_fp64, low_precision, sampled_do
 from bench.inputs import KINDS, Problem, Sizes, make_problem
 from bench.passes import release
-from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_csv
-from bench.results_file import ResultRow, Results, open_results
+from bench.report import LOCAL_RESULTS, command_line, environment, relative
+from bench.results_file import Part, Results, Row, open_results
 from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
+from bench.show import console, draw_points, label_lengths, ms_text, print_table, saved_figure
 from bench.timing import Timing, capture, measure, peak_memory
 from bench.turns import FEWEST, NOISY, Spread, one_thread, take_turns, verdict
 from dispatch.device import describe_device, device_types
@@ -63,103 +64,13 @@ from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.inputs import NSAInputs
 
 with needed("rich"):
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.progress import Progress
-    from rich.table import Table
 
 SAMPLED_ROWS = 256
 CHECKED_BYTES = 48 << 30
 """What a checked call and its three branches may give; heads of longer sequences are checked in turn."""
 MODES = ("eager", "queued", "graph")
 """From an idle GPU; as an eager call while the GPU works on something else, as in a training step; as a CUDA graph."""
-TABLE_WIDTH = 120
-"""Columns that the table may take where the terminal has fewer, or where there is none."""
-console = Console()
-
-
-@dataclass(frozen=True)
-class Row(ResultRow):
-    """One line of the results; times in ms, memory in GiB: beyond the inputs, forward + backward all of it."""
-
-    op: str
-    preset: str
-    backend: str
-    mode: str
-    b: int
-    n: int
-    h: int
-    h_kv: int
-    d: int
-    dtype: str
-    l: int  # noqa: E741 (the paper's name, and the schema's)
-    stride: int
-    l_select: int
-    k: int
-    w: int
-    q_tile: int
-    num_cmp: int | None
-    gated: bool
-    recompute: bool
-    inputs: str
-    ms_p20: float
-    ms_p50: float
-    ms_p80: float
-    peak_gib: float | None
-    error: float
-    error_budget: float
-    gradient_error: float | None
-    gradient_budget: float | None
-    dense: str
-    dense_ms: float
-    dense_extrapolated: bool
-    dense_peak_gib: float | None
-    speedup: float
-    floor_ms: float | None
-    share_of_floor: float | None
-    command: str
-
-    direction: str
-
-    @property
-    def sizes(self) -> Sizes:
-        return Sizes(self.b, self.n, self.h, self.h_kv, self.d)
-
-    @property
-    def backward(self) -> bool:
-        return self.direction == "fwd+bwd"
-
-    @property
-    def line(self) -> tuple[int, int | None, str]:
-        """What rows of one line in the plot have in common."""
-        return (self.l, self.num_cmp, self.mode)
-
-    @property
-    def name(self) -> str:
-        """Tells it from the other rows of a run."""
-        return row_name(self.n, self.l, self.num_cmp, self.mode)
-
-
-def row_name(n: int, block_size: int, num_cmp: int | None, mode: str) -> str:
-    return f"N={n} l={block_size} num_cmp={_none(num_cmp)} {mode}"
-
-
-@dataclass(frozen=True)
-class TurnsRow(Row):
-    """One of the demo on a CPU: `speedup` is the median over turns. Times are CPU time of one thread."""
-
-    turns: int
-    speedup_p20: float
-    speedup_p80: float
-    faster: str
-
-    @property
-    def ratio(self) -> Spread:
-        return Spread(self.speedup_p20, self.speedup, self.speedup_p80)
-
-    def place(self, *, options: bool) -> str:
-        """Args: `options`, whether to name them, as where there are several."""
-        return f"N = {self.n:,}" + (f" with l={self.l} num_cmp={_none(self.num_cmp)}" if options else "")
 
 
 @dataclass(frozen=True)
@@ -175,8 +86,9 @@ class Variant:
     def __str__(self) -> str:
         return f"l={self.config.compress_block_size} num_cmp={_none(self.config.num_cmp_selected_blocks)}"
 
-    def row_name(self, n: int, mode: str) -> str:
-        return row_name(n, self.config.compress_block_size, self.config.num_cmp_selected_blocks, mode)
+    def part(self, n: int, mode: str) -> str:
+        """Name of a row in the file of results."""
+        return f"N={n} {self} {mode}"
 
 
 @dataclass(frozen=True)
@@ -218,30 +130,27 @@ def benchmark(args: argparse.Namespace) -> int:
     )
     for note in notes:
         console.print(note, style="yellow", markup=False)
-    if args.turns:
-        return demonstrate(args, variants, dense, facts)
-    rows: list[Row] = []
-    red: list[str] = []
     out = Path(args.out)
     with open_results(out, {**facts, "command": args.command}) as results:
-
-        def keep(row: Row) -> None:
-            rows.append(row)
-            results.add(row.name, [row.as_json()])
-
-        def refuse(reason: str) -> None:
-            red.append(reason)
-            results.fail(red)
-
-        rows += map(Row.of_json, results.rows)
-        run(args, variants, dense, peaks, device, keep=keep, refuse=refuse, before=list(rows))
+        said = ""
+        if args.turns:
+            red = run_turns(args, variants, dense, results)
+        else:
+            how: dict[str, Any] = {"keep": results.add, "fail": results.fail, "before": dict(results.parts)}
+            red = run(args, variants, dense, peaks, device, **how)
         if red:
+            results.fail(red)
             console.print("[bold red]Wrong results, so no times are reported:[/bold red]", *red, sep="\n  ")
             return 1
-        write_csv(with_ending(out, ".csv"), results.rows)
-        plot(rows, with_ending(out, ".png"), facts["device"], peaks)
-        results.finish()
-    show(rows, out)
+        rows = results.rows
+        if args.turns:
+            several = len({options_of(row) for row in rows}) > 1
+            said = verdict([(place(row, options=several), spread_of(row)) for row in rows])
+        if drawn := [row for row in rows if row.get("faster") != NOISY]:
+            plot(drawn, with_ending(out, ".png"), facts["device"], None if args.turns else peaks)
+        more: dict[str, Any] = {"verdict": said} if args.turns else {}
+        results.finish(csv=True, **more)
+    show(rows, out, said, plotted=bool(drawn))
     return 0
 
 
@@ -270,15 +179,6 @@ def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[lis
     return variants, list(notes)
 
 
-@dataclass(frozen=True)
-class DenseTime:
-    """What dense attention took, at one length."""
-
-    n: int
-    ms: float
-    peak_gib: float | None
-
-
 def run(
     args: argparse.Namespace,
     variants: list[Variant],
@@ -286,112 +186,87 @@ def run(
     peaks: Peaks | None,
     device: torch.device,
     *,
-    keep: Callable[[Row], None],
-    refuse: Callable[[str], None],
-    before: Sequence[Row] = (),
-) -> None:
-    """A row for each length, combination of options and mode; after a wrong result no more, only checks.
+    keep: Callable[[str, list[Row]], None],
+    fail: Callable[[list[str]], None],
+    before: Mapping[str, Part],
+) -> list[str]:
+    """Measure a row for each length, combination of options and mode.
 
     Args:
-        keep: given each row as soon as it is measured.
-        refuse: given what is wrong with a result, as soon as that is seen.
-        before: rows that were measured earlier: they are neither measured nor given to `keep` again.
+        keep: called with each row, and the name of its part, as soon as it is measured.
+        fail: called with all wrong results so far as soon as there is one more.
+        before: parts that were measured earlier, which are not measured again.
+
+    Returns:
+        Wrong results. After the first one nothing more is timed.
     """
-    known = {row.name for row in before}
-    measured = [DenseTime(row.n, row.dense_ms, row.dense_peak_gib) for row in before if not row.dense_extrapolated]
-    longest = measured[-1] if measured else None  # lengths ascend
-    red = False
+    red: list[str] = []
+    measured = [row for part in before.values() for row in part.rows if not row["dense_extrapolated"]]
+    longest = (measured[-1]["n"], measured[-1]["dense_ms"], measured[-1]["dense_peak_gib"]) if measured else None
+
+    def refuse(reason: str) -> None:
+        red.append(reason)
+        fail(red)
+
     with Progress(console=console, transient=True) as progress:
         steps = progress.add_task("starting", total=len(args.seqlens) * (1 + sum(1 + len(v.modes) for v in variants)))
         for n in args.seqlens:
-            sizes = Sizes(args.batch, n, args.heads, args.kv_heads, args.dim)
             every = [(variant, mode) for variant in variants for mode in variant.modes]
-            left = [(variant, mode) for variant, mode in every if variant.row_name(n, mode) not in known]
+            left = [(variant, mode) for variant, mode in every if variant.part(n, mode) not in before]
             progress.advance(steps, len(every) - len(left))
             if not left:
                 progress.advance(steps, 1 + len(variants))
                 continue
-            release(device)
-            problem = make_problem(
-                args.input,
-                sizes,
-                device=device,
-                dtype=DTYPES[args.dtype],
-                gated=not args.ungated,
-                requires_grad=args.backward,
-            )
+            problem = make_inputs(args, n, device)
             samples: dict[Variant, Sample] = {}
             for variant in variants:
                 progress.update(steps, description=f"N={n} {variant}: error against fp64")
                 samples[variant], wrong = check(problem, variant)
                 for reason in wrong:
-                    red = True
                     refuse(f"N={n} {variant}: {reason}")
                 progress.advance(steps)
             if red:
                 continue
             extrapolated = longest is not None and args.no_dense_above is not None and n > args.no_dense_above
-            if longest is None or not (extrapolated or longest.n == n):
+            if longest is None or not (extrapolated or longest[0] == n):
                 progress.update(steps, description=f"N={n}: {dense.name}")
-                timing = measure(
-                    dense_call(problem, dense, args.backward), device, seconds=args.seconds, host=not is_queued(args)
-                )
+                call = dense_call(problem, dense, args.backward)
+                timing = measure(call, device, seconds=args.seconds, host=not is_queued(args))
                 timing = everything(timing, leaves(problem)[:3]) if args.backward else timing
-                longest = DenseTime(n, timing.ms_p50, timing.peak_gib)
-            dense_ms = longest.ms * (n / longest.n) ** 2
+                longest = n, timing.ms_p50, timing.peak_gib
+            dense_ms = longest[1] * (n / longest[0]) ** 2
             progress.advance(steps)
             for variant, mode in left:
                 progress.update(steps, description=f"N={n} {variant}: NSA, {mode}")
-                sample = samples[variant]
-                nsa_timing = measure_mode(mode, nsa_call(problem, variant), sample, device, args.seconds)
+                nsa_timing = measure_mode(mode, nsa_call(problem, variant), samples[variant], device, args.seconds)
                 progress.advance(steps)
                 if nsa_timing is None:
-                    red = True
                     refuse(f"N={n} {variant}: the replayed graph gives another result than the checked call")
                     break
                 timing = everything(nsa_timing, leaves(problem)) if args.backward else nsa_timing
-                floor = None
-                if peaks is not None:
-                    floor = nsa_floor_ms(sizes, variant.config, peaks, problem.q.itemsize, backward=args.backward)
-                keep(
-                    Row(
-                        **named(args, sizes, variant, mode),
-                        **time_and_error(timing, sample),
-                        dense=dense.name,
-                        dense_ms=dense_ms,
-                        dense_extrapolated=extrapolated,
-                        dense_peak_gib=None if extrapolated else longest.peak_gib,
-                        speedup=dense_ms / timing.ms_p50,
-                        floor_ms=floor,
-                        share_of_floor=None if floor is None else floor / timing.ms_p50,
-                    )
+                dense_gib = None if extrapolated else longest[2]
+                theirs = {"dense_ms": dense_ms, "dense_extrapolated": extrapolated, "dense_peak_gib": dense_gib}
+                row = make_row(
+                    args, n, variant, mode, timing, samples[variant], dense, theirs, dense_ms / timing.ms_p50
                 )
-
-
-def demonstrate(args: argparse.Namespace, variants: list[Variant], dense: Dense, facts: dict[str, Any]) -> int:
-    """The demo on a CPU, with one thread."""
-    out = Path(args.out)
-    with open_results(out, {**facts, "command": args.command}) as results:
-        if red := run_turns(args, variants, dense, results):
-            results.fail(red)
-            console.print("[bold red]Wrong results, so no times are reported:[/bold red]", *red, sep="\n  ")
-            return 1
-        rows = [TurnsRow.of_json(row) for row in results.rows]
-        options = {(row.l, row.num_cmp) for row in rows}
-        said = verdict([(row.place(options=len(options) > 1), row.ratio) for row in rows])
-        write_csv(with_ending(out, ".csv"), results.rows)
-        drawn: list[Row] = [row for row in rows if row.faster != NOISY]
-        if drawn:
-            plot(drawn, with_ending(out, ".png"), facts["device"], None)
-        results.finish(verdict=said)
-    show_turns(rows, said, out, plotted=bool(drawn))
-    return 0
+                if peaks is not None:
+                    sizes, itemsize = sizes_of(row), problem.q.itemsize
+                    floor = nsa_floor_ms(sizes, variant.config, peaks, itemsize, backward=args.backward)
+                    row |= {"floor_ms": floor, "share_of_floor": floor / timing.ms_p50}
+                keep(variant.part(n, mode), [row])
+    return red
 
 
 def run_turns(args: argparse.Namespace, variants: list[Variant], dense: Dense, results: Results) -> list[str]:
-    """A row for each length and combination of options; returns what is wrong, after which nothing is timed."""
+    """The demo on a CPU: a row for each length and combination of options; `speedup` is the median over turns.
+
+    Times are CPU time of one thread.
+
+    Returns:
+        Wrong results, after which nothing is timed.
+    """
     red: list[str] = []
-    device, dtype = torch.device(args.device), DTYPES[args.dtype]
+    device = torch.device(args.device)
     with Progress(console=console, transient=True) as progress:
         steps = progress.add_task("starting", total=len(args.seqlens) * (len(variants) + FEWEST + 1))
         for n in args.seqlens:
@@ -399,10 +274,7 @@ def run_turns(args: argparse.Namespace, variants: list[Variant], dense: Dense, r
                 progress.advance(steps, len(variants) + FEWEST + 1)
                 continue
             progress.update(steps, description=f"N={n}: error against fp64")
-            sizes = Sizes(args.batch, n, args.heads, args.kv_heads, args.dim)
-            problem = make_problem(
-                args.input, sizes, device=device, dtype=dtype, gated=not args.ungated, requires_grad=args.backward
-            )
+            problem = make_inputs(args, n, device)
             samples = []
             for variant in variants:
                 sample, wrong = check(problem, variant)
@@ -417,71 +289,53 @@ def run_turns(args: argparse.Namespace, variants: list[Variant], dense: Dense, r
             progress.advance(steps)
             progress.update(steps, description=f"N={n}: dense attention and NSA in turn")
             times = take_turns(calls, args.seconds, lambda: progress.advance(steps))
-            spreads = [Spread.of(own) for own in times]
-            timings = [
-                Timing(of.p20, of.p50, of.p80, peak, len(own))
-                for of, peak, own in zip(spreads, peaks, times, strict=True)
-            ]
-            if args.backward:
-                inputs = leaves(problem)
-                timings = [everything(timings[0], inputs[:3]), *(everything(timing, inputs) for timing in timings[1:])]
+            timings = []
+            for i, (peak, own) in enumerate(zip(peaks, times, strict=True)):
+                spread = Spread.of(own)
+                timing = Timing(spread.p20, spread.p50, spread.p80, peak, len(own))
+                given = leaves(problem)[: None if i else 3]
+                timings.append(everything(timing, given) if args.backward else timing)
+            theirs = {"dense_ms": timings[0].ms_p50, "dense_extrapolated": False, "dense_peak_gib": timings[0].peak_gib}
             rows = []
-            for i, (variant, sample) in enumerate(zip(variants, samples, strict=True), 1):
-                ratios = [theirs / ours for theirs, ours in zip(times[0], times[i], strict=True)]
-                row = named(args, sizes, variant, "turns")
-                rows.append(turns_row(row, sample, dense.name, timings[0], timings[i], Spread.of(ratios)))
-            results.add(f"N={n}", [row.as_json() for row in rows])
+            for variant, sample, own, timing in zip(variants, samples, times[1:], timings[1:], strict=True):
+                ratio = Spread.of([dense_ms / ms for dense_ms, ms in zip(times[0], own, strict=True)])
+                row = make_row(args, n, variant, "turns", timing, sample, dense, theirs, ratio.p50)
+                row |= {"turns": timing.repeats, "speedup_p20": ratio.p20, "speedup_p80": ratio.p80}
+                rows.append({**row, "faster": ratio.faster})
+            results.add(f"N={n}", rows)
     return red
 
 
-def turns_row(row: dict[str, Any], sample: Sample, dense: str, theirs: Timing, ours: Timing, ratio: Spread) -> TurnsRow:
-    """Args: `row`, what it says about what was run; `ratio`, of dense attention's time to NSA's."""
-    return TurnsRow(
-        **row,
-        **time_and_error(ours, sample),
-        dense=dense,
-        dense_ms=theirs.ms_p50,
-        dense_extrapolated=False,
-        dense_peak_gib=theirs.peak_gib,
-        speedup=ratio.p50,
-        floor_ms=None,
-        share_of_floor=None,
-        turns=ours.repeats,
-        speedup_p20=ratio.p20,
-        speedup_p80=ratio.p80,
-        faster=ratio.faster,
-    )
+def make_inputs(args: argparse.Namespace, n: int, device: torch.device) -> Problem:
+    release(device)
+    sizes = Sizes(args.batch, n, args.heads, args.kv_heads, args.dim)
+    options: dict[str, Any] = {"gated": not args.ungated, "requires_grad": args.backward}
+    return make_problem(args.input, sizes, device=device, dtype=DTYPES[args.dtype], **options)
 
 
-def time_and_error(timing: Timing, sample: Sample) -> dict[str, Any]:
-    """What a row says of the op's time, memory and errors."""
-    gradient = sample.gradient
-    return {
-        "ms_p20": timing.ms_p20,
-        "ms_p50": timing.ms_p50,
-        "ms_p80": timing.ms_p80,
-        "peak_gib": timing.peak_gib,
-        "error": sample.error,
-        "error_budget": sample.budget,
-        "gradient_error": None if gradient is None else gradient.error,
-        "gradient_budget": None if gradient is None else gradient.budget,
-    }
-
-
-def named(args: argparse.Namespace, sizes: Sizes, variant: Variant, mode: str) -> dict[str, Any]:
-    """What a row says about what was run."""
-    config = variant.config
+def make_row(
+    args: argparse.Namespace,
+    n: int,
+    variant: Variant,
+    mode: str,
+    timing: Timing,
+    sample: Sample,
+    dense: Dense,
+    dense_fields: Row,
+    speedup: float,
+) -> Row:
+    """Times in ms, memory in GiB: beyond the inputs, for forward + backward all of it. There is no floor yet."""
+    config, gradient = variant.config, sample.gradient
     return {
         "op": "nsa",
         "preset": args.preset,
-        "direction": "fwd+bwd" if args.backward else "fwd",
         "backend": variant.backend,
         "mode": mode,
-        "b": sizes.batch,
-        "n": sizes.tokens,
-        "h": sizes.heads,
-        "h_kv": sizes.kv_heads,
-        "d": sizes.dim,
+        "b": args.batch,
+        "n": n,
+        "h": args.heads,
+        "h_kv": args.kv_heads,
+        "d": args.dim,
         "dtype": args.dtype,
         "l": config.compress_block_size,
         "stride": config.stride,
@@ -493,8 +347,39 @@ def named(args: argparse.Namespace, sizes: Sizes, variant: Variant, mode: str) -
         "gated": not args.ungated,
         "recompute": args.recompute,
         "inputs": args.input,
+        "ms_p20": timing.ms_p20,
+        "ms_p50": timing.ms_p50,
+        "ms_p80": timing.ms_p80,
+        "peak_gib": timing.peak_gib,
+        "error": sample.error,
+        "error_budget": sample.budget,
+        "gradient_error": None if gradient is None else gradient.error,
+        "gradient_budget": None if gradient is None else gradient.budget,
+        "dense": dense.name,
+        **dense_fields,
+        "speedup": speedup,
+        "floor_ms": None,
+        "share_of_floor": None,
         "command": args.command,
+        "pass": "fwd+bwd" if args.backward else "fwd",
     }
+
+
+def sizes_of(row: Row) -> Sizes:
+    return Sizes(row["b"], row["n"], row["h"], row["h_kv"], row["d"])
+
+
+def options_of(row: Row) -> tuple[int, int | None]:
+    return row["l"], row["num_cmp"]
+
+
+def spread_of(row: Row) -> Spread:
+    return Spread(row["speedup_p20"], row["speedup"], row["speedup_p80"])
+
+
+def place(row: Row, *, options: bool) -> str:
+    """Args: `options`: name them, as there are several."""
+    return f"N = {row['n']:,}" + (f" with l={row['l']} num_cmp={_none(row['num_cmp'])}" if options else "")
 
 
 # The command line
@@ -798,165 +683,120 @@ def join_heads(parts: Sequence[Tiles]) -> Tiles:
     return Tiles(parts[0].numbers, indices, torch.cat(chosen, 1) if chosen else None)
 
 
-# What is shown
+# Presentation
 
 
 def _none(value: int | None) -> str:
     return "none" if value is None else str(value)
 
 
-def _ms(value: float) -> str:
-    return f"{value:,.{3 if value < 1 else 2 if value < 10 else 1}f}"
-
-
-def show(rows: list[Row], out: Path) -> None:
-    backward = rows[0].backward
+def show(rows: list[Row], out: Path, said: str, *, plotted: bool) -> None:
+    """Args: `said`: the verdict of the demo; "" for other runs."""
+    backward = rows[0]["pass"] == "fwd+bwd"
+    turns, floors = "turns" in rows[0], any(row["share_of_floor"] is not None for row in rows)
+    varying = [name for name in ("l", "num_cmp", "mode") if len({row[name] for row in rows}) > 1]
+    headings = ["N", *varying, *(["turns"] if turns else []), "dense ms", "NSA ms", "speed-up"]
+    headings += [*(["20 to 80 %", "faster"] if turns else []), *(["of floor"] if floors else [])]
+    headings += ["dense GiB", "NSA GiB", "error", "budget", *(("grad error", "grad budget") if backward else ())]
+    what = "CPU time of one thread" if turns else "time per call"
     memory_of = "of everything alive" if backward else "beyond the inputs"
-    table = Table(
-        title=f"median time per call; dense: {rows[0].dense}; peak memory {memory_of}",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    varying = [name for name in ("l", "num_cmp", "mode") if len({getattr(row, name) for row in rows}) > 1]
-    floors = rows[0].share_of_floor is not None
-    for heading in ("N", *varying, "dense ms", "NSA ms", "speed-up", *(["of floor"] if floors else [])):
-        table.add_column(heading, justify="right")
-    of_gradients = ("grad error", "grad budget") if backward else ()
-    for heading in ("dense GiB", "NSA GiB", "error", "budget", *of_gradients):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        memory = ["?" if gib is None else f"{gib:.2f}" for gib in (row.dense_peak_gib, row.peak_gib)]
-        speed = f"[{'green' if row.speedup > 1 else 'red'}]{row.speedup:.2f}x[/]"
-        share = [] if row.share_of_floor is None else [f"{row.share_of_floor:.0%}"]
-        pairs = (row.error, row.error_budget, row.gradient_error, row.gradient_budget)
-        errors = [f"{number:.1e}" for number in pairs if number is not None]
-        dense_ms = f"{'~' if row.dense_extrapolated else ''}{_ms(row.dense_ms)}"
-        options = [str(value) if (value := getattr(row, name)) is not None else "none" for name in varying]
-        table.add_row(f"{row.n:,}", *options, dense_ms, _ms(row.ms_p50), speed, *share, *memory, *errors)
-    Console(width=max(console.width, TABLE_WIDTH)).print(table)
-    best = max(rows, key=lambda row: row.speedup)
-    faster = sorted({row.n for row in rows if row.speedup > 1})
-    in_which_rows = " in at least one row each" if varying else ""
-    crossover = f"at N = {', '.join(f'{n:,}' for n in faster)}{in_which_rows}" if faster else "at none of these N"
-    console.print(
-        f"What this says: {costs(best)} NSA is faster {crossover}; best: {best.speedup:.2f}x at N = {best.n:,}. "
+    title = f"median {what}; dense: {rows[0]['dense']}; peak memory {memory_of}"
+    print_table(title, [], headings, (cells(row, varying) for row in rows))
+    errors = (
         f"Errors are the largest against fp64 on {SAMPLED_ROWS} rows or more (all, if N is smaller)"
         f"{', and of the gradients they give' if backward else ''}; each is within its budget, so the times count."
     )
-    if any(row.dense_extrapolated for row in rows):
+    if turns:
+        said += " Speed-ups are medians over turns, in each of which both ran, with their 20th and 80th percentile."
+    else:
+        best = max(rows, key=lambda row: row["speedup"])
+        faster = sorted({row["n"] for row in rows if row["speedup"] > 1})
+        in_which_rows = " in at least one row each" if varying else ""
+        crossover = f"at N = {', '.join(f'{n:,}' for n in faster)}{in_which_rows}" if faster else "at none of these N"
+        said = f"NSA is faster {crossover}; best: {best['speedup']:.2f}x at N = {best['n']:,}."
+    console.print(f"What this says: {costs(rows[-1])} {said} {errors}")
+    if any(row["dense_extrapolated"] for row in rows):
         console.print("~ is not measured: the time at the largest measured N, times the square of the ratio of N.")
-    shown = [relative(with_ending(out, suffix)) for suffix in (".png", ".csv", ".json")]
-    console.print(f"Plot: {shown[0]}   table: {shown[1]}   everything: {shown[2]}", soft_wrap=True)
+    table, everything = (relative(with_ending(out, suffix)) for suffix in (".csv", ".json"))
+    picture = f"Plot: {relative(with_ending(out, '.png'))}   " if plotted else ""
+    console.print(f"{picture}table: {table}   everything: {everything}", soft_wrap=True)
+
+
+def cells(row: Row, varying: Sequence[str]) -> list[str]:
+    turns = []
+    marks = "~" * row["dense_extrapolated"], "?" * (row.get("faster") == NOISY)
+    speed, color = f"{marks[1]}{row['speedup']:.2f}x", "green" if row["speedup"] > 1 else "red"
+    if "turns" in row:
+        color = {"NSA": "green", "dense": "red"}.get(row["faster"], "yellow")
+        turns = [f"{row['speedup_p20']:.2f} to {row['speedup_p80']:.2f}", f"[{color}]{row['faster']}[/]"]
+    pairs = (row["error"], row["error_budget"], row["gradient_error"], row["gradient_budget"])
+    return [
+        f"{row['n']:,}",
+        *(_none(row[name]) for name in varying),
+        *([str(row["turns"])] if turns else []),
+        marks[0] + ms_text(row["dense_ms"]),
+        ms_text(row["ms_p50"]),
+        f"[{color}]{speed}[/]",
+        *turns,
+        *([] if row["share_of_floor"] is None else [f"{row['share_of_floor']:.0%}"]),
+        *("?" if gib is None else f"{gib:.2f}" for gib in (row["dense_peak_gib"], row["peak_gib"])),
+        *(f"{number:.1e}" for number in pairs if number is not None),
+    ]
 
 
 def costs(row: Row) -> str:
-    """What NSA saves, as a sentence."""
-    entries = f"N/{row.stride}" if row.num_cmp is None else f"{row.num_cmp} blocks of"
+    """A sentence about what NSA saves."""
+    entries = f"N/{row['stride']}" if row["num_cmp"] is None else f"{row['num_cmp']} blocks of"
     return (
-        f"dense attention's time grows with N squared; NSA ({row.backend} backend) reads per query {entries} "
-        f"compressed entries, {row.k} selected blocks of {row.l_select} and a window of {row.w}."
+        f"dense attention's time grows with N squared; NSA ({row['backend']} backend) reads per query {entries} "
+        f"compressed entries, {row['k']} selected blocks of {row['l_select']} and a window of {row['w']}."
     )
 
 
-def show_turns(rows: Sequence[TurnsRow], said: str, out: Path, *, plotted: bool) -> None:
-    memory_of = "of everything alive" if rows[0].backward else "beyond the inputs"
-    table = Table(
-        title=f"median CPU time of one thread; dense: {rows[0].dense}; peak memory {memory_of}",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    varying = [name for name in ("l", "num_cmp") if len({getattr(row, name) for row in rows}) > 1]
-    of_gradients = ("grad error", "grad budget") if rows[0].backward else ()
-    figures = ("turns", "dense ms", "NSA ms", "speed-up", "20 to 80 %", "faster", "dense GiB", "NSA GiB")
-    for heading in ("N", *varying, *figures, "error", "budget", *of_gradients):
-        table.add_column(heading, justify="right", no_wrap=True)
-    colors = {"NSA": "green", "dense": "red"}
-    for row in rows:
-        options = [str(value) if (value := getattr(row, name)) is not None else "none" for name in varying]
-        speed = f"{'?' if row.faster == NOISY else ''}{row.speedup:.2f}x"
-        spread = f"{row.speedup_p20:.2f} to {row.speedup_p80:.2f}"
-        memory = ["?" if gib is None else f"{gib:.2f}" for gib in (row.dense_peak_gib, row.peak_gib)]
-        faster = f"[{colors.get(row.faster, 'yellow')}]{row.faster}[/]"
-        pairs = (row.error, row.error_budget, row.gradient_error, row.gradient_budget)
-        errors = [f"{number:.1e}" for number in pairs if number is not None]
-        times = [_ms(row.dense_ms), _ms(row.ms_p50)]
-        table.add_row(f"{row.n:,}", *options, str(row.turns), *times, speed, spread, faster, *memory, *errors)
-    Console(width=max(console.width, TABLE_WIDTH)).print(table)
-    console.print(
-        f"What this says: {costs(rows[-1])} {said} Speed-ups are medians over turns, in each of which both ran, with "
-        f"their 20th and 80th percentile. Errors are the largest against fp64 on {SAMPLED_ROWS} rows or more (all, if "
-        f"N is smaller){', and of the gradients they give' if rows[0].backward else ''}; each is within its budget."
-    )
-    suffixes = [*([".png"] if plotted else []), ".csv", ".json"]
-    console.print("Files:", *(str(relative(with_ending(out, suffix))) for suffix in suffixes), soft_wrap=True)
-
-
-def plot(rows: list[Row], path: Path, device: str, peaks: Peaks | None) -> None:
+def plot(rows: Sequence[Row], path: Path, device: str, peaks: Peaks | None) -> None:
     """Times and speed-ups by N: a line for each block size, number of compressed blocks and mode."""
-    with needed("matplotlib"):
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot as plt
-
-    lengths = sorted({row.n for row in rows})
-    figure, (times, speed) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    dense = sorted({(row.n, row.dense_ms, row.dense_extrapolated) for row in rows})
-    times.loglog([n for n, *_ in dense], [ms for _, ms, _ in dense], "-", color="tab:gray")
-    for extrapolated, face in ((False, "tab:gray"), (True, "white")):
-        points = [(n, ms) for n, ms, how in dense if how == extrapolated]
-        if points:
-            label = f"{rows[0].dense}, extrapolated by N²" if extrapolated else rows[0].dense
-            times.loglog(*zip(*points, strict=True), "o", color="tab:gray", markerfacecolor=face, label=label)
+    lengths, dense_name = [row["n"] for row in rows], rows[0]["dense"]
+    dense = sorted({(row["n"], row["dense_ms"], row["dense_extrapolated"]) for row in rows})
+    options = list(dict.fromkeys(map(options_of, rows)))
+    speeds = [row["speedup"] for row in rows]
     styles = {
         "eager": {"marker": "o", "markerfacecolor": "white", "linewidth": 1},
         "queued": {"marker": "o", "linewidth": 1},
         "graph": {"marker": "s", "linewidth": 2},
         "turns": {"marker": "o", "linewidth": 2},
     }
-    options = list(dict.fromkeys((row.l, row.num_cmp) for row in rows))
-    speeds = [row.speedup for row in rows]
-    for line in dict.fromkeys(row.line for row in rows):
-        length, count, mode = line
-        own = [row for row in rows if row.line == line]
-        color = f"C{options.index((length, count))}"
-        label = f"NSA ({own[0].backend}) l={length} num_cmp={_none(count)}, {mode}"
-        drawn = {**styles[mode], "linestyle": "-", "color": color, "label": label}
-        times.loglog([row.n for row in own], [row.ms_p50 for row in own], **drawn)
-        speed.loglog([row.n for row in own], [row.speedup for row in own], **drawn)
-    if peaks is not None:
-        for option in options:
-            own = list({row.n: row for row in rows if (row.l, row.num_cmp) == option}.values())
-            bounds = [
-                dense_floor_ms(row.sizes, peaks, backward=row.backward) / row.floor_ms for row in own if row.floor_ms
-            ]
-            label = f"roofline l={option[0]} num_cmp={_none(option[1])}"
-            color = f"C{options.index(option)}"
-            speed.loglog([row.n for row in own], bounds, "--", color=color, label=label)
-            speeds += bounds
-    speed.axhline(1, color="tab:gray", linewidth=1)
-    ticks = [m * 10.0**e for e in range(-3, 4) for m in (1, 2, 5)]
-    low, high = min(1.0, *speeds) / 2, max(1.0, *speeds) * 2
-    ticks = [tick for tick in ticks if low <= tick <= high]
-    speed.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])
-    at_peak = "" if peaks is None else f"\nroofline: {peaks.tflops:g} TFLOP/s, {peaks.tbs:g} TB/s"
-    times.set(xlabel="tokens N", ylabel="ms per call", title=f"{rows[0].direction}, {rows[0].inputs} input")
-    speed.set(xlabel="tokens N", ylabel="dense time / NSA time", title=f"speed-up on {device}{at_peak}")
-    for axes in (times, speed):
-        axes.set_xticks(lengths, [_short(n) for n in lengths], minor=False)
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-    with replacing(path) as written:
-        figure.savefig(written, dpi=150)
-    plt.close(figure)
-
-
-def _short(n: int) -> str:
-    for unit, size in (("M", 2**20), ("K", 2**10)):
-        if n % size == 0:
-            return f"{n // size}{unit}"
-    return str(n)
+    with saved_figure(path, 1, 2, (12, 5)) as (_, panels):
+        times, speed = panels[0]
+        draw_points(times, [(n, ms) for n, ms, _ in dense], "-", color="tab:gray")
+        for extrapolated, face in ((False, "tab:gray"), (True, "white")):
+            points = [(n, ms) for n, ms, how in dense if how == extrapolated]
+            label = f"{dense_name}, extrapolated by N²" if extrapolated else dense_name
+            draw_points(times, points, "o", color="tab:gray", markerfacecolor=face, label=label)
+        for of_line in dict.fromkeys((options_of(row), row["mode"]) for row in rows):
+            own = [row for row in rows if (options_of(row), row["mode"]) == of_line]
+            (length, count), mode = of_line
+            label = f"NSA ({own[0]['backend']}) l={length} num_cmp={_none(count)}, {mode}"
+            drawn = {**styles[mode], "linestyle": "-", "color": f"C{options.index(of_line[0])}", "label": label}
+            draw_points(times, [(row["n"], row["ms_p50"]) for row in own], **drawn)
+            draw_points(speed, [(row["n"], row["speedup"]) for row in own], **drawn)
+        for i, (length, count) in enumerate(options):
+            if peaks is None:
+                break
+            own = [row for row in rows if options_of(row) == (length, count)]
+            backward = rows[0]["pass"] == "fwd+bwd"
+            floors = [(row, dense_floor_ms(sizes_of(row), peaks, backward=backward)) for row in own]
+            bounds = {row["n"]: ms / row["floor_ms"] for row, ms in floors}
+            label = f"roofline l={length} num_cmp={_none(count)}"
+            draw_points(speed, bounds.items(), "--", color=f"C{i}", label=label)
+            speeds += bounds.values()
+        speed.axhline(1, color="tab:gray", linewidth=1)
+        low, high = min(1.0, *speeds) / 2, max(1.0, *speeds) * 2
+        ticks = [tick for e in range(-3, 4) for m in (1, 2, 5) if low <= (tick := m * 10.0**e) <= high]
+        speed.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])
+        at_peak = "" if peaks is None else f"\nroofline: {peaks.tflops:g} TFLOP/s, {peaks.tbs:g} TB/s"
+        label_lengths(times, lengths, ylabel="ms per call", title=f"{rows[0]['pass']}, {rows[0]['inputs']} input")
+        title = f"speed-up on {device}{at_peak}"
+        label_lengths(speed, lengths, ylabel="dense time / NSA time", title=title)
 
 
 if __name__ == "__main__":

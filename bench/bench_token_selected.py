@@ -25,7 +25,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -42,11 +42,11 @@ from bench.common import above_zero, positive
 from bench.inputs import Sizes
 from bench.inputs import make_problem as make_inputs
 from bench.nsa_peers import Finite, selected_peer
-from bench.pass_report import show_bars
 from bench.passes import PASSES, Plan, Task, find_peer, measure_peer, release
 from bench.report import LOCAL_RESULTS, command_line, environment
-from bench.results_file import ResultRow, open_results
+from bench.results_file import open_results
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Work, choose_peaks
+from bench.show import show_bars
 from bench.timing import capture, copy_bandwidth, measure, peak_memory
 from nsa import NSAConfig, nsa_forward_aux
 
@@ -63,7 +63,7 @@ DEVICE = torch.device("cuda")
 
 
 @dataclass(frozen=True)
-class Row(ResultRow):
+class Row:
     n: int
     h: int
     h_kv: int
@@ -151,13 +151,13 @@ def main(argv: list[str] | None = None) -> None:
             took = {stage: ms for stage, ms in found.items() if isinstance(ms, float)}
             missing = [f"{where}{stage}: fla: {why}" for stage, why in found.items() if isinstance(why, str)]
             rows = [replace(row, fla_ms=took.get(row.stage)) for row in alone]
-            results.add(part, [row.as_json() for row in rows], missing)
+            results.add(part, list(map(asdict, rows)), missing)
             for row in rows:
                 beside = "" if row.fla_ms is None else f"  fla {row.fla_ms:.3f} ms"
                 share = f"floor {row.floor_ms:8.3f} {row.share:6.0%}"
                 print(f"{where}{row.stage:<10}{row.ms:9.3f} ms  {share}{beside}", flush=True)
             print(*missing, sep="\n", end="\n" if missing else "", flush=True)
-        bars = find_bars([Row.of_json(row) for row in results.rows]) if args.bars else []
+        bars = find_bars([Row(**row) for row in results.rows]) if args.bars else []
         results.finish(missing=results.missing, **bars_field(bars if args.bars else None))
     if bars:
         show_bars(bars)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from bench.bars import ratio
 from bench.common import DTYPES, PRESETS
 from bench.inputs import Sizes, make_problem
-from bench.pass_report import ms_text
-from bench.results_file import ResultRow
+from bench.results_file import Row
+from bench.show import ms_text
 from nsa import NSAConfig, nsa
 from nsa.distributed.attention import Plan, attend, attend_backward, heads_per_pass
 from nsa.distributed.comm import received_rows
@@ -48,37 +48,7 @@ class Case(NamedTuple):
         return self._replace(ranks=1, layout="contiguous")
 
 
-@dataclass(frozen=True)
-class Row(ResultRow):
-    """One line of the results. `rank` of `ranks`; of one rank it is the undivided call."""
-
-    preset: str
-    n: int
-    h: int
-    h_kv: int
-    d: int
-    dtype: str
-    ranks: int
-    rank: int
-    layout: str
-    mode: str
-    """"alone": keys of all ranks are there already; "messages": they are sent, and nothing is computed; "together"."""
-    direction: str
-    ms: float
-    peak_gib: float | None
-    tokens: int
-    command: str
-
-    @property
-    def case(self) -> Case:
-        return Case(self.preset, self.n, self.h, self.h_kv, self.ranks, self.layout)
-
-    def line(self) -> str:
-        time = f"rank {self.rank:<3} {self.mode:<9} {self.direction:<8}{ms_text(self.ms)} ms"
-        return f"{self.case.name:<44}{time}  {self.tokens} tokens"
-
-
-def row(
+def make_row(
     case: Case,
     args: argparse.Namespace,
     rank: int,
@@ -88,118 +58,126 @@ def row(
     peak_gib: float | None,
     tokens: int,
 ) -> Row:
-    sizes = (case.preset, case.n, case.heads, case.kv_heads, args.dim, args.dtype)
-    return Row(*sizes, case.ranks, rank, case.layout, mode, direction, ms, peak_gib, tokens, args.command)
+    """Args: `mode`: "alone": keys of all ranks are there already; "messages": nothing is computed; "together"."""
+    return {
+        "preset": case.preset,
+        "n": case.n,
+        "h": case.heads,
+        "h_kv": case.kv_heads,
+        "d": args.dim,
+        "dtype": args.dtype,
+        "ranks": case.ranks,
+        "rank": rank,
+        "layout": case.layout,
+        "mode": mode,
+        "pass": direction,
+        "ms": ms,
+        "peak_gib": peak_gib,
+        "tokens": tokens,
+        "command": args.command,
+    }
 
 
-@dataclass(frozen=True)
-class Share:
-    """What the rows of a case say together. None: it was not measured."""
-
-    preset: str
-    n: int
-    ranks: int
-    layout: str
-    direction: str
-    slowest_over_mean: float
-    """Alone."""
-    sum_over_single: float | None
-    """Alone, over the undivided call."""
-    speedup: float | None
-    """The undivided call over all ranks together."""
-    messages_ms: float | None
-    not_hidden_ms: float | None
-    """All ranks together over the slowest alone."""
-    peak_gib: float | None
-    """Of the rank that takes most, together."""
-    bound_gib: float | None
-    """What it may take (`bound_gib`)."""
-
-    def as_json(self) -> dict[str, Any]:
-        return {("pass" if name == "direction" else name): value for name, value in vars(self).items()}
-
-    def line(self) -> str:
-        texts = [f"slowest over mean {self.slowest_over_mean:.3f}"]
-        others = {
-            "all over undivided": self.sum_over_single,
-            "speed-up": self.speedup,
-            "messages, ms": self.messages_ms,
-            "not hidden, ms": self.not_hidden_ms,
-            "peak GiB": self.peak_gib,
-            "bound GiB": self.bound_gib,
-        }
-        texts += [f"{name} {value:.3f}" for name, value in others.items() if value is not None]
-        name = f"{self.preset} N={self.n} R={self.ranks} {self.layout} {self.direction}"
-        return f"{name:<44}{', '.join(texts)}"
+def case_of(row: Row) -> Case:
+    return Case(row["preset"], row["n"], row["h"], row["h_kv"], row["ranks"], row["layout"])
 
 
-def find_shares(rows: Sequence[Row], kv_heads_per_pass: int | None = None) -> list[Share]:
-    """Of each case and pass. Args: kv_heads_per_pass: None: as ContextParallel chooses."""
+def line(row: Row) -> str:
+    """A row for readers."""
+    time = f"rank {row['rank']:<3} {row['mode']:<9} {row['pass']:<8}{ms_text(row['ms'])} ms"
+    return f"{case_of(row).name:<44}{time}  {row['tokens']} tokens"
+
+
+def share_line(share: Row) -> str:
+    """A share for readers."""
+    labels = {
+        "slowest_over_mean": "slowest over mean",
+        "sum_over_single": "all over undivided",
+        "speedup": "speed-up",
+        "messages_ms": "messages, ms",
+        "not_hidden_ms": "not hidden, ms",
+        "peak_gib": "peak GiB",
+        "bound_gib": "bound GiB",
+    }
+    texts = [f"{label} {share[field]:.3f}" for field, label in labels.items() if share[field] is not None]
+    name = "{preset} N={n} R={ranks} {layout} {pass}".format(**share)
+    return f"{name:<44}{', '.join(texts)}"
+
+
+def find_shares(rows: Sequence[Row], kv_heads_per_pass: int | None = None) -> list[Row]:
+    """Figures that the rows of a case and pass give together; None if something was not measured.
+
+    slowest_over_mean, and sum_over_single, over the undivided call: of shares alone. speedup: the undivided call over
+    all ranks together. not_hidden_ms: all ranks together over the slowest alone. peak_gib: of the rank that takes
+    most, together. bound_gib: upper bound of it.
+
+    Args:
+        kv_heads_per_pass: None: as ContextParallel chooses.
+    """
     shares = []
     found: dict[tuple[Case, str], dict[str, list[Row]]] = {}
-    for one in rows:
-        found.setdefault((one.case, one.direction), {}).setdefault(one.mode, []).append(one)
+    for row in rows:
+        found.setdefault((case_of(row), row["pass"]), {}).setdefault(row["mode"], []).append(row)
     for (case, direction), modes in found.items():
         if case.ranks == 1:
             continue
-        alone_rows = modes["alone"]
-        alone = [one.ms for one in alone_rows]
-        single = found.get((case.undivided, direction), {}).get("alone", [None])[0]
-        slowest = {mode: max(one.ms for one in own) for mode, own in modes.items()}
+        alone = [row["ms"] for row in modes["alone"]]
+        single = found[case.undivided, direction]["alone"][0]["ms"] if (case.undivided, direction) in found else None
+        slowest = {mode: max(row["ms"] for row in own) for mode, own in modes.items()}
         together = slowest.get("together")
-        peaks = [one.peak_gib for one in modes.get("together", []) if one.peak_gib is not None]
-        bound = max(bound_gib(one, kv_heads_per_pass) for one in alone_rows) if peaks else None
+        peaks = [row["peak_gib"] for row in modes.get("together", []) if row["peak_gib"] is not None]
         shares.append(
-            Share(
-                case.preset,
-                case.n,
-                case.ranks,
-                case.layout,
-                direction,
-                slowest_over_mean=max(alone) / statistics.mean(alone),
-                sum_over_single=None if single is None else sum(alone) / single.ms,
-                speedup=None if single is None or together is None else single.ms / together,
-                messages_ms=slowest.get("messages"),
-                not_hidden_ms=None if together is None else together - slowest["alone"],
-                peak_gib=max(peaks, default=None),
-                bound_gib=bound,
-            )
+            {
+                "preset": case.preset,
+                "n": case.n,
+                "ranks": case.ranks,
+                "layout": case.layout,
+                "pass": direction,
+                "slowest_over_mean": max(alone) / statistics.mean(alone),
+                "sum_over_single": ratio(sum(alone), single),
+                "speedup": ratio(single, together),
+                "messages_ms": slowest.get("messages"),
+                "not_hidden_ms": None if together is None else together - slowest["alone"],
+                "peak_gib": max(peaks, default=None),
+                "bound_gib": max(bound_gib(row, kv_heads_per_pass) for row in modes["alone"]) if peaks else None,
+            }
         )
     return shares
 
 
-def bound_gib(one: Row, kv_heads_per_pass: int | None = None) -> float:
+def bound_gib(row: Row, kv_heads_per_pass: int | None = None) -> float:
     """GiB beside inputs that a call of `cute` takes at most on the rank of a row: the tensors that live at a time.
 
     docs/distributed.md has them in words (Memory). A part is taken to have all of the rank's tokens, as where its two
     chunks meet.
     """
-    config, size, wide = PRESETS[one.preset](), DTYPES[one.dtype].itemsize, torch.float32.itemsize
-    group, token_mode = one.h // one.h_kv, config.token_mode
-    per_pass = kv_heads_per_pass or heads_per_pass(one.h_kv, one.n, 2 * one.d * (size + wide))
+    config, size, wide = PRESETS[row["preset"]](), DTYPES[row["dtype"]].itemsize, torch.float32.itemsize
+    n, kv_heads, dim, ranks, tokens = (int(row[name]) for name in ("n", "h_kv", "d", "ranks", "tokens"))
+    group, token_mode = row["h"] // kv_heads, config.token_mode
+    per_pass = kv_heads_per_pass or heads_per_pass(kv_heads, n, 2 * dim * (size + wide))
     # Of a key/value head: its keys and values, the same in fp32, and what is like q of its query heads
-    keys = one.n * 2 * one.d * size
+    keys = n * 2 * dim * size
     sums, entries = keys * wide / size, keys / config.stride
-    queries, stats = one.tokens * group * one.d * size, one.tokens * group * 3 * wide
-    chosen = one.tokens * config.num_selected_blocks * 4 * (1 if token_mode else group / config.q_tile_size)
-    partials = PARTIAL_BYTES[one.direction] * (STREAMS if token_mode else 1)
+    queries, stats = tokens * group * dim * size, tokens * group * 3 * wide
+    chosen = tokens * config.num_selected_blocks * 4 * (1 if token_mode else group / config.q_tile_size)
+    partials = PARTIAL_BYTES[row["pass"]] * (STREAMS if token_mode else 1)
 
-    messages = keys + keys * (1 + 1 / one.ranks)  # gathered, and under way with the rank's own
-    if one.direction == "fwd":
+    messages = keys + keys * (1 + 1 / ranks)  # gathered, and under way with the rank's own
+    if row["pass"] == "fwd":
         branches = queries * (2 if token_mode else 3)  # token mode writes the selected one into the gated sum
         part = queries + branches + 2 * stats + entries + chosen  # the sum; lse and gates
-        return (one.h_kv * queries + per_pass * (messages + part) + (partials if token_mode else 0)) / 2**30
+        return float(kv_heads * queries + per_pass * (messages + part) + (partials if token_mode else 0)) / 2**30
 
     kept = 3 * queries + 2 * stats + 2 * entries + chosen  # branches, lse and gates, entries of two parts
-    own = 2 * queries + keys / one.ranks  # out and dq, dk and dv
-    part = queries + sums * (1 + 1 / (2 * one.ranks))  # dq; fp32 dk and dv, and those of the other part
-    half = one.tokens // 2 * group * one.d * (3 * size + wide) + keys / size * (2 * size + wide)
+    own = 2 * queries + keys / ranks  # out and dq, dk and dv
+    part = queries + sums * (1 + 1 / (2 * ranks))  # dq; fp32 dk and dv, and those of the other part
+    half = tokens // 2 * group * dim * (3 * size + wide) + keys / size * (2 * size + wide)
     heads = max(1, min(per_pass, TEMPORARY_BYTES // int(half)))  # of a part of half the tokens, which takes more
-    compressed = heads * (queries * wide / size + 2 * sums / config.stride) + PARTIAL_BYTES[one.direction]
+    compressed = heads * (queries * wide / size + 2 * sums / config.stride) + PARTIAL_BYTES[row["pass"]]
     selected = heads * (queries + keys + (STREAMS * sums if token_mode else 0)) + partials
     window = heads * 2 * (queries + keys)  # beside what the selected one left to add up
     at_work = heads * 3 * stats + max(compressed, selected, window)  # lse, delta and gradients of gates
-    return (one.h_kv * (own + kept) + per_pass * (messages + part) + at_work) / 2**30
+    return float(kv_heads * (own + kept) + per_pass * (messages + part) + at_work) / 2**30
 
 
 # Calls

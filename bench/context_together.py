@@ -18,26 +18,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.bars import Bar, bars_field
+from bench.bars import Bar, bars_field, ratio
 from bench.context_shares import (
     PASSES,
     Case,
-    Row,
-    Share,
     ShareOf,
     Whole,
     config_of,
     difference,
     find_shares,
     kv_heads_per_pass,
+    line,
     make_do,
+    make_row,
     make_tensors,
-    row,
+    share_line,
     tile_of,
 )
-from bench.pass_report import show_bars
 from bench.report import environment, relative
-from bench.results_file import Results, open_results
+from bench.results_file import Results, Row, open_results
+from bench.show import show_bars
 from bench.timing import measure, milliseconds, peak_memory
 from nsa.distributed import ContextParallel
 from nsa.distributed.attention import Plan, gathered_keys
@@ -100,8 +100,8 @@ class Together:
                 self.results.fail([f"{case.name}: {red}"], shares=[])
                 print("Wrong results, so no times are reported:", red, sep="\n  ")
             elif self.results is not None:
-                self.results.add(case.name, [one.as_json() for one in rows])
-                print(*(one.line() for one in rows), sep="\n", flush=True)
+                self.results.add(case.name, rows)
+                print(*map(line, rows), sep="\n", flush=True)
             if red:
                 return 1
         if self.results is not None:
@@ -109,10 +109,10 @@ class Together:
         return 0
 
     def finish(self, results: Results, bar_sizes: dict[str, int]) -> None:
-        shares = find_shares([Row.of_json(one) for one in results.rows], self.args.kv_heads_per_pass)
+        shares = find_shares(results.rows, self.args.kv_heads_per_pass)
         bars = find_bars(shares, dist.get_world_size(), bar_sizes) if self.args.bars else None
-        results.finish(shares=[share.as_json() for share in shares], **bars_field(bars))
-        print(*(share.line() for share in shares), sep="\n")
+        results.finish(shares=shares, **bars_field(bars))
+        print(*map(share_line, shares), sep="\n")
         for link in results.facts["links"]:
             print("{collective}, {ranks} ranks: alpha {alpha_us:.1f} us, beta {beta_gbs:.0f} GB/s".format(**link))
         if bars is not None:
@@ -149,7 +149,7 @@ class Together:
             for direction in self.args.passes:
                 call: Callable[[], Any] = whole.forward if direction == "fwd" else whole.both
                 timing = measure(call, self.device, seconds=self.args.seconds)
-                rows.append(row(case, self.args, 0, "alone", direction, timing.ms_p50, timing.peak_gib, case.n))
+                rows.append(make_row(case, self.args, 0, "alone", direction, timing.ms_p50, timing.peak_gib, case.n))
         self.start()
         return rows
 
@@ -180,7 +180,7 @@ class Together:
                 peak_gib = peak_memory(call, self.device)  # and compiles
                 times = [self.milliseconds(call) for _ in range(self.args.repeats)]
                 for rank, figures in enumerate(self.tell((statistics.median(times), peak_gib, tokens))):
-                    rows.append(row(case, self.args, rank, mode, direction, *figures))
+                    rows.append(make_row(case, self.args, rank, mode, direction, *figures))
         return rows
 
     def parallel(self, case: Case) -> tuple[Any, ContextParallel]:
@@ -264,16 +264,16 @@ def fit_link(times: Sequence[tuple[int, float]], ranks: int) -> tuple[float, flo
     return alpha, 1 / inverse_beta
 
 
-def find_bars(shares: Sequence[Share], ranks: int, bar_sizes: dict[str, int]) -> list[Bar]:
+def find_bars(shares: Sequence[Row], ranks: int, bar_sizes: dict[str, int]) -> list[Bar]:
     bars = []
     for preset, n in bar_sizes.items():
-        found = {s.direction: s for s in shares if (s.preset, s.n, s.ranks, s.layout) == (preset, n, ranks, "zigzag")}
-        name = f"{preset} {n >> 10}K, {ranks} ranks"
-        both = found.get(PASSES[-1])
-        speedup = None if both is None else both.speedup
-        bars.append(Bar(f"{name}, {PASSES[-1]}, speed-up", speedup, BARS[ranks], at_least=True, unit="x"))
+        wanted = {"preset": preset, "n": n, "ranks": ranks, "layout": "zigzag"}
+        found = {share["pass"]: share for share in shares if wanted.items() <= share.items()}
+        name, both = f"{preset} {n >> 10}K, {ranks} ranks", PASSES[-1]
+        speedup = found.get(both, {}).get("speedup")
+        bars.append(Bar(f"{name}, {both}, speed-up", speedup, BARS[ranks], at_least=True, unit="x"))
         for direction in PASSES:
-            own = found.get(direction)
-            memory = None if own is None or own.peak_gib is None or not own.bound_gib else own.peak_gib / own.bound_gib
+            own = found.get(direction, {}).get
+            memory = ratio(own("peak_gib"), own("bound_gib"))
             bars.append(Bar(f"{name}, {direction}, peak over bound", memory, 1.0, at_least=False, unit="x"))
     return bars

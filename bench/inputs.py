@@ -49,6 +49,11 @@ class Neighborhood:
     kernel_size: int
     dilation: int = 1
 
+    @classmethod
+    def read(cls, text: str) -> Neighborhood:
+        """Raises ValueError or TypeError."""
+        return cls(*map(natural, text.split(",")))
+
     @property
     def sizes(self) -> Sizes:
         return Sizes(self.batch, self.tokens, self.heads, self.heads, self.dim)
@@ -83,6 +88,12 @@ class Residual:
     listed: bool = False
     """The blocks are tensors of their own."""
 
+    @classmethod
+    def read(cls, text: str) -> Residual:
+        """Raises ValueError or TypeError."""
+        blocks, batch, tokens, dim = map(natural, text.removesuffix(",list").split(","))
+        return cls(blocks, batch, tokens, dim, listed=text.endswith(",list"))
+
     def __str__(self) -> str:
         sizes = f"{self.blocks},{self.batch},{self.tokens},{self.dim}"
         return f"{sizes},list" if self.listed else sizes
@@ -91,6 +102,17 @@ class Residual:
         """For the axis of a plot."""
         listed = "\nlist" if self.listed else ""
         return f"L={self.blocks} B={self.batch} T={_thousands(self.tokens)}\nD={self.dim}{listed}"
+
+
+def natural(text: str) -> int:
+    """A number above 0 in plain digits.
+
+    Raises:
+        ValueError: for another text.
+    """
+    if not text.isdigit() or int(text) == 0:
+        raise ValueError(text)
+    return int(text)
 
 
 def _thousands(count: int) -> str:

@@ -61,6 +61,24 @@ class Truth(Protocol):
 
 
 @dataclass(frozen=True)
+class SampledTruth:
+    """Exact results by name, of some rows, and the budgets of their errors."""
+
+    exact: dict[str, Tensor]
+    budgets: dict[str, float]
+    sample: Callable[[str, Tensor], Tensor]
+    """The rows of a result that `exact` has."""
+
+    def worst(self, results: dict[str, Tensor], slack: int = 1) -> GradientError:
+        errors = []
+        for name, result in results.items():
+            error = (self.sample(name, result) - self.exact[name]).abs().amax().item()
+            error = error if bool(result.isfinite().all()) else float("nan")
+            errors.append(GradientError(name, error, slack * self.budgets[name]))
+        return max(errors, key=lambda found: found.share)
+
+
+@dataclass(frozen=True)
 class Task:
     """Tensors of one problem: what candidates are called with, the output's gradient, and what is right."""
 

@@ -1,8 +1,8 @@
-"""The file of a benchmark's results: tried before anything is measured, written part by part, gone on with.
+"""The file of a benchmark's results: claimed before anything is measured, written part by part, resumed.
 
 A part is what is measured together, such as one length. The file has every part that is done, and its `gate` is
-"unfinished" until all are. The same command goes on from such a file, where device, versions and commit are the same,
-too; otherwise it starts anew, and says so. A wrong result takes the rows of all parts with it.
+"unfinished" until all are. The same command resumes such a file if device, versions and commit are the same, too;
+otherwise it starts again, and says so. A wrong result removes the rows of all parts.
 """
 
 from __future__ import annotations
@@ -11,41 +11,39 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from bench.common import with_ending
-from bench.report import relative, write_json
+from bench.report import relative, write_csv, write_json
 
 INTERRUPTED = 130
 """Status of a script that Ctrl-C ended."""
 FIELDS = ("gate", "red", "parts", "rows")
-"""Of the file, beside what is the same for all rows."""
-SomeRow = TypeVar("SomeRow", bound="ResultRow")
+"""Fields of the file besides those that all rows share."""
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class ResultRow:
-    """A line of the results. `direction` is "pass" in files: the schema's name, and a Python keyword."""
+class WrongResult(Exception):
+    """Results that are not what they must be, a text for each: nothing that was measured counts."""
 
-    def as_json(self) -> dict[str, Any]:
-        return {("pass" if name == "direction" else name): value for name, value in asdict(self).items()}
 
-    @classmethod
-    def of_json(cls: type[SomeRow], row: dict[str, Any]) -> SomeRow:
-        return cls(**{("direction" if name == "pass" else name): value for name, value in row.items()})
+def hold(what: str, error: float, budget: float) -> None:
+    """Raise WrongResult unless the error is within its budget."""
+    if not error <= budget:
+        raise WrongResult(f"{what}: error {error:.2e} is above the budget {budget:.2e}")
 
 
 @dataclass(frozen=True)
 class Part:
     """Rows that were measured together."""
 
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     missing: list[Any]
-    """What did not run meanwhile."""
+    """What did not run meanwhile, and why."""
 
 
 @dataclass
@@ -54,15 +52,15 @@ class Results:
 
     path: Path
     head: dict[str, Any]
-    """What is the same for all rows, known before they are measured; with another the file is not gone on with."""
+    """Fields that all rows share, known before they are measured. A file with others is not resumed."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Likewise, but measured: by the first of the runs that go on from each other."""
+    """Fields that all rows share, measured by the first of the runs that resume each other."""
     parts: dict[str, Part] = field(default_factory=dict)
     replaced: bool = False
-    """Whether the file is of this run, and no longer one of before."""
+    """True once the file is of this run, not one of before."""
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         return [row for part in self.parts.values() for row in part.rows]
 
     @property
@@ -70,40 +68,65 @@ class Results:
         return [reason for part in self.parts.values() for reason in part.missing]
 
     def fact(self, name: str, measure: Callable[[], Any]) -> Any:
-        """What is measured once for all rows, such as a bandwidth; None is measured again."""
+        """A figure that is measured once for all rows, such as a bandwidth. None is measured again."""
         if self.facts.get(name) is None:
             self.facts[name] = measure()
         return self.facts[name]
 
-    def add(self, name: str, rows: Sequence[dict[str, Any]], missing: Sequence[Any] = ()) -> None:
-        """A part that is done."""
+    def measure(
+        self, parts: Iterable[tuple[str, Callable[[], tuple[list[Row], list[str]]]]], line: Callable[[Row], str]
+    ) -> bool:
+        """Measure and print the parts that the file lacks; returns False after a wrong result.
+
+        Args:
+            parts: names, and what gives a part's rows and what did not run, or raises WrongResult.
+            line: a row for readers.
+        """
+        for name, run in parts:
+            if name in self.parts:
+                continue
+            try:
+                rows, missing = run()
+            except WrongResult as wrong:
+                self.fail(wrong.args, missing=[])
+                print("Wrong results, so no times are reported:", *wrong.args, sep="\n  ")
+                return False
+            self.add(name, rows, missing)
+            print(*map(line, rows), *missing, sep="\n", flush=True)
+        return True
+
+    def add(self, name: str, rows: Sequence[Row], missing: Sequence[Any] = ()) -> None:
+        """Add a part that is done."""
         self.parts[name] = Part(list(rows), list(missing))
         parts = [{"part": part, "rows": len(done.rows), "missing": done.missing} for part, done in self.parts.items()]
         self._write(gate="unfinished", red=[], parts=parts, rows=self.rows)
 
     def fail(self, red: Sequence[str], **more: Any) -> None:
-        """Wrong results: nothing that was measured counts."""
+        """Record wrong results: nothing that was measured counts."""
         self.parts.clear()
         self._write(gate="red", red=list(red), **more, rows=[])
 
-    def finish(self, gate: str = "green", *, red: bool = True, **more: Any) -> None:
-        """All parts are there, and what is made of them: nothing is left to go on with.
+    def finish(self, gate: str = "green", *, red: bool = True, csv: bool = False, **more: Any) -> None:
+        """Record that all parts are done: nothing is left to resume.
 
         Args:
-            red: False where nothing was checked: the file has no such field.
+            red: False if nothing was checked: the file has no such field.
+            csv: also write the rows as a table.
         """
+        if csv:
+            write_csv(with_ending(self.path, ".csv"), self.rows)
         checked: dict[str, Any] = {"red": []} if red else {}
         self._write(gate=gate, **checked, **more, rows=self.rows)
 
     def _write(self, **fields: Any) -> None:
-        if not self.replaced:  # then a table and a plot are of the rows that go
+        if not self.replaced:  # a table and a plot that are there show the rows that are replaced
             for suffix in (".csv", ".png"):
                 with_ending(self.path, suffix).unlink(missing_ok=True)
         write_json(self.path, {**self.head, **self.facts, **fields})
         self.replaced = True
 
     def go_on(self) -> str:
-        """Take over the parts that the file has; returns what is to be said of it.
+        """Take over the parts of the file; returns a note about it.
 
         Raises:
             SystemExit: for a file that holds something else.
@@ -120,7 +143,7 @@ class Results:
             for part in content["parts"]:
                 parts[part["part"]] = Part([next(rows) for _ in range(part["rows"])], part["missing"])
         except (KeyError, TypeError, StopIteration):
-            changes.append("their parts are not told")
+            changes.append("their parts are not listed")
         if changes:
             return f"Starting anew, since the unfinished results in {where} differ: {'; '.join(changes)}"
         self.parts, self.replaced = parts, True
@@ -129,7 +152,7 @@ class Results:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """What a results file holds; nothing where there is none.
+    """Content of a results file; empty if there is none.
 
     Raises:
         SystemExit: for a file that holds something else.
@@ -147,10 +170,10 @@ def read_results(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def open_results(out: Path, head: dict[str, Any]) -> Iterator[Results]:
-    """The results that go to OUT.json, and OUT.csv and OUT.png beside it; says what becomes of a file that is there.
+    """Open the results OUT.json with OUT.csv and OUT.png; prints what becomes of a file that is there.
 
     Args:
-        out: without suffix. head: `environment` and "command", and what else is the same for all rows.
+        out: without suffix. head: `environment`, "command" and other fields that all rows share.
 
     Raises:
         SystemExit: as `claimed`; for a file that holds something else; and after an interrupt, with INTERRUPTED.
@@ -190,10 +213,10 @@ def replaced_results(out: Path, *endings: str) -> Iterator[None]:
 
 @contextmanager
 def claimed(path: Path, *others: Path) -> Iterator[None]:
-    """Hold the files of an --out, for this run alone. A run that is killed holds them no longer.
+    """Hold the files of an --out for this run alone; a run that is killed releases them.
 
     Raises:
-        SystemExit: when they cannot be written, or are another run's.
+        SystemExit: if they cannot be written, or another run holds them.
     """
     where, lock = relative(path), with_ending(path, ".lock")
     try:
@@ -214,7 +237,7 @@ def claimed(path: Path, *others: Path) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int:
-    """A descriptor that holds the file; where another run removed it meanwhile, of the one that is there since.
+    """Lock the file and return its descriptor. If another run removes it meanwhile, lock the one that follows.
 
     Raises:
         BlockingIOError: when another process holds it.

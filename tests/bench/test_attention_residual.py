@@ -7,7 +7,6 @@ import re
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,7 @@ def test_default_shapes_hold_all_bars() -> None:
     for bar in bench.bars([]):
         tokens, dim = map(int, re.findall(r"T=(\d+) D=(\d+)", bar.what)[0])
         assert Residual(8, 1, tokens, dim) in shapes
-    assert all(bench._shapes(str(shape)) == [shape] for some in bench.SHAPES.values() for shape in some)
+    assert all(bench.Residual.read(str(shape)) == shape for some in bench.SHAPES.values() for shape in some)
 
 
 @pytest.mark.parametrize("text", ["8,1,64", "8,1,64,0", "8,1,64,16,stack", "wide"])
@@ -171,8 +170,9 @@ def test_truth_in_pieces_is_the_whole(shape: Residual, monkeypatch: pytest.Monke
     out = reference.attention_residual(blocks, *leaves[-2:], eps=EPS)[0]
     results = dict(zip(task.gradients, torch.autograd.grad(out, leaves, task.do.double()), strict=True))
     results["out"] = out.detach()
-    rows = task.truth.rows
-    assert (len(rows), rows[0], rows[-1]) == (10, 0, shape.batch * shape.tokens - 1)
+    tokens = torch.arange(shape.batch * shape.tokens).view(shape.batch, -1, 1)
+    rows = task.truth.sample("out", tokens)[:, 0]
+    assert (len(rows), rows[0], rows[-1]) == (10, 0, tokens[-1, -1])
     for name, result in results.items():
         assert task.truth.worst({name: result}).error < 1e-12, name
         # sampled or not, one that is not finite is found; one that is off is found in sampled rows
@@ -310,21 +310,18 @@ def test_bars_pass_at_the_bar_and_fail_below() -> None:
     }
 
 
-def rows_at_the_bars(tmp_path: Path) -> list[bench.Row]:
+def rows_at_the_bars(tmp_path: Path) -> list[dict[str, Any]]:
     """A row for each shape and pass that just reaches every bar."""
     options = ["--shapes", str(STACKED), "--modes", "memory", "--out", str(tmp_path / "run")]
     assert bench.main([*SMALL, *options]) == 0
     stored, _ = json.loads((tmp_path / "run.json").read_text())["rows"]
-    row = bench.Row(**{"direction" if name == "pass" else name: value for name, value in stored.items()})
     rows = []
     for shape in bench.SHAPES["stacked"]:
         for direction, share, memory in (("fwd", 0.8, 72.1), ("fwd+bwd", 0.65, 147.0)):
             sizes = {"l": shape.blocks, "b": shape.batch, "t": shape.tokens, "d": shape.dim, "dtype": "bf16"}
             times = {"ms_p50": 1.0, "wall_ms": 2.0, "liger_ms": 1.0, "liger_wall_ms": 2.0, "eager_ms": 20.0}
             peak = memory * shape.tokens / 1024
-            rows.append(
-                replace(row, direction=direction, share_of_floor=share, peak_mib=peak, **sizes, **times)  # type: ignore[arg-type]
-            )
+            rows.append({**stored, "pass": direction, "share_of_floor": share, "peak_mib": peak, **sizes, **times})
     return rows
 
 
@@ -339,16 +336,15 @@ def test_every_bar_is_about_its_figure(tmp_path: Path) -> None:
         "liger_wall_ms": (1.99, "from Python", 2),
     }
     for name, (value, words, count) in worse.items():
-        failed = [bar for bar in bench.bars([replace(row, **{name: value}) for row in rows]) if bar.verdict == "FAIL"]
+        failed = [bar for bar in bench.bars([{**row, name: value} for row in rows]) if bar.verdict == "FAIL"]
         assert len(failed) == count, name
         assert all(words in bar.what for bar in failed)
-    grown = [replace(row, peak_mib=row.peak_mib + row.t**2 / 1e6) for row in rows]
+    grown = [{**row, "peak_mib": row["peak_mib"] + row["t"] ** 2 / 1e6} for row in rows]
     failed = [bar.what for bar in bench.bars(grown) if bar.verdict == "FAIL"]
     assert len(failed) == 8
     assert all("peak memory" in what for what in failed)
     for other in ({"dtype": "fp16"}, {"inputs": "list"}, {"default": False}, {"l": 4}):
-        changed: dict[str, Any] = other
-        assert {bar.verdict for bar in bench.bars([replace(row, **changed) for row in rows])} == {"not measured"}
+        assert {bar.verdict for bar in bench.bars([{**row, **other} for row in rows])} == {"not measured"}
 
 
 # The documented thresholds

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from bench import bench_context_parallel as bench
 from bench import context_shares, context_together
-from bench.context_shares import Row
 from bench.results_file import open_results
 from nsa.distributed import ContextParallel
 from tests.support import cases
@@ -31,9 +29,9 @@ SMALL = ["--device", "cpu", "--sizes", "per_tile:140:2/1", "paper:40:2/1", "--di
 ALONE = [*SMALL, "--ranks", "2", "--seconds", "0.001"]
 
 
-def test_fields_are_documented() -> None:
-    names = {"pass" if field.name == "direction" else field.name for field in fields(Row)}
-    assert names == documented_fields("bench_context_parallel.py")
+ROW = {"h": 8, "h_kv": 2, "d": 128, "dtype": "bf16", "rank": 0, "mode": "alone", "peak_gib": None, "tokens": 1 << 20}
+ROW |= {"preset": "per_tile", "n": 1 << 20, "ranks": 1, "layout": "contiguous", "pass": "fwd", "ms": 100.0}
+"""Of the undivided call."""
 
 
 def test_shares_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +40,7 @@ def test_shares_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = json.loads(out.with_suffix(".json").read_text())
     assert content["gate"] == "green"
     assert len(content["rows"]) == 2 * 2 * (1 + 2)
+    assert all(set(row) == documented_fields("bench_context_parallel.py") for row in content["rows"])
     for preset, n in (("per_tile", 140), ("paper", 40)):
         for direction in bench.PASSES:
             own = [r for r in content["rows"] if (r["preset"], r["pass"]) == (preset, direction)]
@@ -182,18 +181,16 @@ def test_constants_of_a_link() -> None:
 
 
 def test_bars_of_ranks_together() -> None:
-    single = Row(
-        "per_tile", 1 << 20, 8, 2, 128, "bf16", 1, 0, "contiguous", "alone", "fwd+bwd", 280.0, 12.0, 1 << 20, ""
-    )
-    divided = replace(single, ranks=2, layout="zigzag", tokens=1 << 19)
+    single = ROW | {"pass": "fwd+bwd", "ms": 280.0, "peak_gib": 12.0}
+    divided = single | {"ranks": 2, "layout": "zigzag", "tokens": 1 << 19}
     rows = [single]
     for rank, (alone, together) in enumerate(((139.0, 148.0), (140.0, 150.0))):
-        rows.append(replace(divided, rank=rank, ms=alone))
-        rows.append(replace(divided, rank=rank, mode="together", ms=together, peak_gib=9.0 + rank))
-    rows.append(replace(divided, mode="messages", ms=8.0))
+        rows.append(divided | {"rank": rank, "ms": alone})
+        rows.append(divided | {"rank": rank, "mode": "together", "ms": together, "peak_gib": 9.0 + rank})
+    rows.append(divided | {"mode": "messages", "ms": 8.0})
     (share,) = bench.find_shares(rows)
-    assert (share.speedup, share.not_hidden_ms, share.messages_ms) == (280 / 150, 10.0, 8.0)
-    assert (share.peak_gib, share.bound_gib) == (10.0, context_shares.bound_gib(divided))
+    assert (share["speedup"], share["not_hidden_ms"], share["messages_ms"]) == (280 / 150, 10.0, 8.0)
+    assert (share["peak_gib"], share["bound_gib"]) == (10.0, context_shares.bound_gib(divided))
     verdicts = {bar.what: bar.verdict for bar in context_together.find_bars([share], 2, bench.BAR_SIZES)}
     assert verdicts == {
         "per_tile 1024K, 2 ranks, fwd+bwd, speed-up": "pass",
@@ -203,7 +200,7 @@ def test_bars_of_ranks_together() -> None:
         "paper 256K, 2 ranks, fwd, peak over bound": "not measured",
         "paper 256K, 2 ranks, fwd+bwd, peak over bound": "not measured",
     }
-    worse = replace(share, speedup=1.84, peak_gib=context_shares.bound_gib(divided) + 0.1)
+    worse = share | {"speedup": 1.84, "peak_gib": context_shares.bound_gib(divided) + 0.1}
     slow, _, large, *_ = context_together.find_bars([worse], 2, bench.BAR_SIZES)
     assert (slow.verdict, large.verdict) == ("FAIL", "FAIL")
 
@@ -226,7 +223,8 @@ def test_bars_of_ranks_together() -> None:
 )
 def test_bound_of_memory(preset: str, n: int, heads: tuple[int, int], direction: str, gib: float) -> None:
     """The tensors that count, by hand on two ranks; lse, gates, entries and indices add less than a twentieth."""
-    row = Row(preset, n, *heads, 128, "bf16", 2, 0, "zigzag", "together", direction, 1.0, None, n // 2, "")
+    row = ROW | {"preset": preset, "n": n, "h": heads[0], "h_kv": heads[1], "ranks": 2, "tokens": n // 2}
+    row |= {"layout": "zigzag", "mode": "together", "pass": direction}
     assert gib < context_shares.bound_gib(row) < 1.05 * gib
 
 
@@ -243,12 +241,11 @@ def test_limits_of_the_bound_are_those_of_the_kernels() -> None:
 
 
 def test_bars() -> None:
-    row = Row("per_tile", 1 << 20, 8, 2, 128, "bf16", 1, 0, "contiguous", "alone", "fwd", 100.0, None, 1 << 20, "")
-    divided = [replace(row, ranks=2, rank=rank, layout="zigzag", ms=ms) for rank, ms in enumerate((52.0, 58.0))]
-    verdicts = {bar.what: bar.verdict for bar in bench.find_bars(bench.find_shares([row, *divided]))}
+    divided = [ROW | {"ranks": 2, "rank": rank, "layout": "zigzag", "ms": ms} for rank, ms in enumerate((52.0, 58.0))]
+    verdicts = {bar.what: bar.verdict for bar in bench.find_bars(bench.find_shares([ROW, *divided]))}
     assert verdicts["per_tile 1024K, 2 ranks, fwd, slowest over mean"] == "FAIL"  # 58 over 55
     assert verdicts["per_tile 1024K, 2 ranks, fwd, all over undivided"] == "FAIL"  # 110 over 100
     assert verdicts["paper 256K, 2 ranks, fwd, slowest over mean"] == "not measured"
-    even = [replace(one, ms=53.0) for one in divided]
-    verdicts = {bar.what: bar.verdict for bar in bench.find_bars(bench.find_shares([row, *even]))}
+    even = [one | {"ms": 53.0} for one in divided]
+    verdicts = {bar.what: bar.verdict for bar in bench.find_bars(bench.find_shares([ROW, *even]))}
     assert verdicts["per_tile 1024K, 2 ranks, fwd, all over undivided"] == "pass"

@@ -394,25 +394,26 @@ def test_queued_leaves_the_host_out_for_all(monkeypatch: pytest.MonkeyPatch, tmp
 @pytest.mark.parametrize("backward", [["--backward"], *cases.rest([])])
 def test_the_plot_shows_every_line(backward: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both modes, two numbers of compressed blocks, an extrapolated baseline and the roofline, from one real row."""
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
-    kept: list[Any] = []
-    monkeypatch.setattr(plt, "close", kept.append)
+    kept, save = [], Figure.savefig
+
+    def keep(figure: Any, *arguments: Any, **options: Any) -> None:
+        kept.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
     sizes = ["--seqlens", "1024", "--peak-tflops", "0.1", *backward]
     assert e2e.main([*SMALL, *sizes, "--out", str(tmp_path / "run")]) == 0
-    content = json.loads((tmp_path / "run.json").read_text())["rows"][0]
-    row = e2e.Row(**{("direction" if name == "pass" else name): value for name, value in content.items()})
+    row = json.loads((tmp_path / "run.json").read_text())["rows"][0]
     rows = [
-        replace(row, n=n, mode=mode, num_cmp=num_cmp, dense_extrapolated=n > 1024)
+        row | {"n": n, "mode": mode, "num_cmp": num_cmp, "dense_extrapolated": n > 1024}
         for n in (1024, 2048)
         for num_cmp in (None, 16)
         for mode in ("eager", "graph")
     ]
     e2e.plot(rows, tmp_path / "all.png", "a device", Peaks(0.1, 1))
-    monkeypatch.undo()
     times, speed = kept[-1].axes
-    for figure in kept:
-        plt.close(figure)
     lines = {line.get_label(): line for line in speed.get_lines()}
     for num_cmp in ("none", "16"):
         for mode in ("eager", "graph"):
@@ -420,7 +421,7 @@ def test_the_plot_shows_every_line(backward: list[str], tmp_path: Path, monkeypa
         roofline = lines[f"roofline l=64 num_cmp={num_cmp}"]
         assert roofline.get_linestyle() == "--"
         dense = (dense_floor_ms(Sizes(1, n, 2, 1, 16), Peaks(0.1, 1), backward=bool(backward)) for n in (1024, 2048))
-        bounds = [ms / row.floor_ms for ms in dense]
+        bounds = [ms / row["floor_ms"] for ms in dense]
         assert list(roofline.get_ydata()) == pytest.approx(bounds)
     baselines = {line.get_label(): list(line.get_xdata()) for line in times.get_lines()}
     assert baselines["PyTorch SDPA"] == [1024]

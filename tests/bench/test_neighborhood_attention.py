@@ -111,7 +111,7 @@ def test_shapes_have_names_and_come_once() -> None:
     shapes = bench.parse(["--shapes", "long", "2,16,4096,64,7", "4,4,100,16,3,2"]).shapes
     assert shapes == [*bench.SHAPES["long"], Neighborhood(4, 4, 100, 16, 3, 2)]
     assert bench.parse(["--device", "cpu"]).shapes == bench.SHAPES["tiny"]
-    assert all(bench._shapes(str(shape)) == [shape] for some in bench.SHAPES.values() for shape in some)
+    assert all(Neighborhood.read(str(shape)) == shape for some in bench.SHAPES.values() for shape in some)
 
 
 # The gate
@@ -155,11 +155,11 @@ def test_truth_is_the_whole_sequence_in_pieces() -> None:
         truth = bench.make_truth(shape, problem, do)
         tensors = [tensor.double() for tensor in (problem.q, problem.k, problem.v, do)]
         whole = bench._results(shape, tensors)
-        for name, pieces in truth.exact.items():
-            for run, piece in zip(truth.runs, pieces, strict=True):
-                torch.testing.assert_close(piece, whole[name][:, run], rtol=1e-12, atol=1e-12)
-        assert (truth.runs[0].start, truth.runs[-1].stop) == (0, shape.tokens)
-        assert sum(run.stop - run.start for run in truth.runs) == min(shape.tokens, 4 * 96)
+        for name, exact in truth.exact.items():
+            torch.testing.assert_close(exact, truth.sample(name, whole[name]), rtol=1e-12, atol=1e-12)
+        rows = truth.sample("out", torch.arange(shape.tokens)[None])[0]
+        assert (rows[0], rows[-1]) == (0, shape.tokens - 1)
+        assert len(rows) == len(rows.unique()) == min(shape.tokens, 4 * 96)
         assert truth.worst(whole).error < 1e-12
         for name in whole:
             result = whole[name].clone()

@@ -129,7 +129,7 @@ def test_noisy_rows_are_marked_and_not_drawn(
     right = e2e.plot
 
     def plot(rows: Any, *more: Any) -> None:
-        drawn.extend(row.n for row in rows)
+        drawn.extend(row["n"] for row in rows)
         right(rows, *more)
 
     monkeypatch.setattr(e2e, "take_turns", lambda *_: next(answers))

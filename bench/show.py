@@ -1,0 +1,90 @@
+"""Tables that benchmarks print, and figures that they save."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.bars import Bar
+from bench.extras import needed
+from bench.report import replacing
+
+with needed("rich"):
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+TABLE_WIDTH = 140
+"""Columns that a table may take if the terminal has fewer, or if there is none."""
+PASS_TITLES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
+console = Console()
+
+
+def say(text: str, style: str = "") -> None:
+    """Print a line as it is: no markup, no wrapping."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def ms_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.{3 if value < 1 else 2 if value < 10 else 1}f}"
+
+
+def print_table(title: str, left: Sequence[str], right: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Args: left, right: headings of columns that are aligned so; the first one is not wrapped."""
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
+    for i, heading in enumerate((*left, *right)):
+        table.add_column(heading, justify="left" if i < len(left) else "right", no_wrap=i == 0)
+    for cells in rows:
+        table.add_row(*cells)
+    Console(width=max(console.width, TABLE_WIDTH)).print(table)
+
+
+def show_bars(bars: Sequence[Bar]) -> None:
+    colors = {"pass": "green", "FAIL": "bold red", "not measured": "yellow"}
+    shown = [(bar.as_json(), bar.verdict) for bar in bars]
+    rows = [(a["bar"], f"[{colors[v]}]{v}[/]", a["wanted"], a["reached"] or "-") for a, v in shown]
+    print_table("bars", ["bar", ""], ["wanted", "reached"], rows)
+    counts = Counter(bar.verdict for bar in bars)
+    missing = f", {counts['not measured']} not measured" if counts["not measured"] else ""
+    console.print(f"{counts['pass']} of {len(bars)} bars are reached{missing}.")
+
+
+# Figures
+
+
+@contextmanager
+def saved_figure(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[tuple[Any, Any]]:
+    """A figure of `size` inches and its panels `[rows, columns]`, saved to `path` afterwards."""
+    with needed("matplotlib"):
+        from matplotlib.figure import Figure
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure, figure.subplots(rows, columns, squeeze=False)
+    with replacing(path) as written:
+        figure.savefig(written, dpi=150)
+
+
+def label_lengths(axes: Any, lengths: Iterable[int], **labels: str) -> None:
+    """Ticks at numbers of tokens, a grid and a legend."""
+    axes.set(xlabel="tokens N", **labels)
+    ticks = sorted(set(lengths))
+    axes.set_xticks(ticks, [short(n) for n in ticks], minor=False)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def draw_points(axes: Any, points: Iterable[tuple[float, float | None]], *style: str, **options: Any) -> None:
+    """A line through the points that have a value, on logarithmic axes."""
+    if measured := [(x, y) for x, y in points if y is not None]:
+        axes.loglog(*zip(*measured, strict=True), *style, **options)
+
+
+def short(n: int) -> str:
+    """A number such as 512, 8K or 1M."""
+    for unit, size in (("M", 2**20), ("K", 2**10)):
+        if n % size == 0:
+            return f"{n // size}{unit}"
+    return str(n)
