@@ -49,7 +49,7 @@ from bench.common import (
 from bench.passes import PEER_SLACK, release
 from bench.report import LOCAL_RESULTS, command_line, environment, relative
 from bench.results_file import Row, hold, open_results
-from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, choose_peaks, mean_keys
+from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, Work, choose_peaks, mean_keys
 from bench.show import ms_text, show_bars
 from bench.timing import Timing, measure
 from nsa import block_sparse_attention, top_blocks_by_max
@@ -188,8 +188,8 @@ class Problem:
     def peer(self, name: str) -> Callable[[], Any]:
         raise NotImplementedError
 
-    def floor(self, peaks: Peaks) -> float:
-        """ms."""
+    def work(self) -> Work:
+        """The least that the call moves and computes."""
         raise NotImplementedError
 
 
@@ -308,7 +308,7 @@ class Attention(Problem):
 
         return run
 
-    def floor(self, peaks: Peaks) -> float:
+    def work(self) -> Work:
         args, n = self.args, self.case.n
         products = FORWARD_PRODUCTS + (BACKWARD_PRODUCTS if self.backward else 0)
         keys = mean_keys(n, args.count * self.case.block)
@@ -316,7 +316,7 @@ class Attention(Problem):
         rows, key_rows = args.heads * 2, args.kv_heads * 2  # q and out, k and v: read or written once in each direction
         directions = 3 if self.backward else 1
         moved = args.batch * n * args.dim * self.q.element_size() * (rows + key_rows) * directions
-        return float(max(flops / peaks.tflops / 1e9, moved / peaks.tbs / 1e9))
+        return Work(moved, flops)
 
 
 class Selection(Problem):
@@ -369,13 +369,13 @@ class Selection(Problem):
 
         return pairs
 
-    def floor(self, peaks: Peaks) -> float:
+    def work(self) -> Work:
         args, n = self.args, self.case.n
         flops = args.batch * args.kv_heads * n * (n + 1) * args.dim
         moved = (
             args.batch * n * (args.dim * (args.kv_heads + 1) * self.q.element_size() + args.kv_heads * args.count * 4)
         )
-        return float(max(flops / peaks.tflops / 1e9, moved / peaks.tbs / 1e9))
+        return Work(moved, flops)
 
 
 class Layer(Problem):
@@ -486,7 +486,7 @@ class Layer(Problem):
     def peer(self, name: str) -> Callable[[], Any]:
         return lambda: self.run(self.implementations[name], self.hidden, self.do)
 
-    def floor(self, peaks: Peaks) -> float:
+    def work(self) -> Work:
         """Of projections, selection and attention."""
         args, n = self.args, self.case.n
         products = FORWARD_PRODUCTS + (BACKWARD_PRODUCTS if self.backward else 0)
@@ -495,7 +495,7 @@ class Layer(Problem):
         hidden = self.config.hidden_size
         weights = sum(x.numel() for x in self.layer.parameters()) * 2 * args.batch * n * (3 if self.backward else 1)
         moved = 2 * args.batch * n * hidden * self.hidden.element_size()
-        return float(max((flops + weights) / peaks.tflops / 1e9, moved / peaks.tbs / 1e9))
+        return Work(moved, flops + weights)
 
 
 PROBLEMS: dict[str, type[Problem]] = {"block_sparse": Attention, "top_blocks": Selection, "m3_layer": Layer}
@@ -577,33 +577,14 @@ def time_case(
             others[name] = timed(problem.peer(name)).ms_p50
         except Exception as error:  # whatever a peer raises is why it has no time
             missing.append(f"{name} did not run: {str(error).partition(chr(10))[0]} ({case.name})")
-    floor = None if peaks is None else problem.floor(peaks)
+    floor = None if peaks is None else problem.work().floor_ms(peaks.tbs, peaks.tflops)
     dense = None if others["dense"] is None else choose_dense(device, problem.dtype).name
-    return {
-        "op": case.op,
-        "block": case.block,
-        "k": args.count,
-        "pass": case.direction,
-        "backend": problem.backend,
-        "mode": "eager" if host else "queued",
-        "dtype": args.dtype,
-        "b": args.batch,
-        "n": case.n,
-        "h": args.heads,
-        "h_kv": args.kv_heads,
-        "d": args.dim,
-        "ms_p20": own.ms_p20,
-        "ms_p50": own.ms_p50,
-        "ms_p80": own.ms_p80,
-        "peak_gib": own.peak_gib,
-        "floor_ms": floor,
-        "share_of_floor": ratio(floor, own.ms_p50),
-        "dense": dense,
-        **{f"{name}_ms": ms for name, ms in others.items()},
-        "error": errors[0],
-        "error_budget": errors[1],
-        "command": args.command,
-    }, missing
+    row = {"op": case.op, "block": case.block, "k": args.count, "pass": case.direction, "backend": problem.backend}
+    row |= {"mode": "eager" if host else "queued", "dtype": args.dtype, "b": args.batch, "n": case.n}
+    row |= {"h": args.heads, "h_kv": args.kv_heads, "d": args.dim, **own.fields, "peak_gib": own.peak_gib}
+    row |= {"floor_ms": floor, "share_of_floor": ratio(floor, own.ms_p50), "dense": dense}
+    row |= {f"{name}_ms": ms for name, ms in others.items()}
+    return {**row, "error": errors[0], "error_budget": errors[1], "command": args.command}, missing
 
 
 # What has to be reached, and what is shown

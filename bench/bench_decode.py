@@ -405,30 +405,11 @@ def make_row(
     floor: float | None = None,
     peers: Mapping[str, float | None] = MappingProxyType({}),
 ) -> Row:
-    return {
-        "op": op,
-        "preset": case.preset,
-        "b": case.batch,
-        "n": case.n,
-        "n_q": case.n_q,
-        "h": case.heads,
-        "h_kv": case.kv_heads,
-        "d": args.dim,
-        "dtype": args.dtype,
-        "backend": backend,
-        "mode": mode,
-        "ms_p20": timing.ms_p20,
-        "ms_p50": timing.ms_p50,
-        "ms_p80": timing.ms_p80,
-        "host_us": host,
-        "floor_ms": floor,
-        "share_of_floor": ratio(floor, timing.ms_p50),
-        "dense_ms": peers.get("dense"),
-        "fla_ms": peers.get("fla"),
-        "error": errors[0],
-        "error_budget": errors[1],
-        "command": args.command,
-    }
+    row = {"op": op, "preset": case.preset, "b": case.batch, "n": case.n, "n_q": case.n_q, "h": case.heads}
+    row |= {"h_kv": case.kv_heads, "d": args.dim, "dtype": args.dtype, "backend": backend, "mode": mode}
+    row |= {**timing.fields, "host_us": host, "floor_ms": floor, "share_of_floor": ratio(floor, timing.ms_p50)}
+    row |= {"dense_ms": peers.get("dense"), "fla_ms": peers.get("fla"), "error": errors[0], "error_budget": errors[1]}
+    return {**row, "command": args.command}
 
 
 def time_peer(

@@ -166,8 +166,7 @@ def measure_case(
         timing = time_step(models[name], mode, b, n, padded, device)
     except (RuntimeError, ValueError, dispatch.BackendError) as failure:
         return [], [f"{part}: {str(failure).splitlines()[0]}"]
-    ms = {"ms_p20": timing.ms_p20, "ms_p50": timing.ms_p50, "ms_p80": timing.ms_p80}
-    return [{"model": name, "mode": mode, "b": b, "n": n, "padded": padded, **ms}], []
+    return [{"model": name, "mode": mode, "b": b, "n": n, "padded": padded, **timing.fields}], []
 
 
 def line(row: Row) -> str:

@@ -326,43 +326,16 @@ def make_row(
 ) -> Row:
     """Times in ms, memory in GiB: beyond the inputs, for forward + backward all of it. There is no floor yet."""
     config, gradient = variant.config, sample.gradient
-    return {
-        "op": "nsa",
-        "preset": args.preset,
-        "backend": variant.backend,
-        "mode": mode,
-        "b": args.batch,
-        "n": n,
-        "h": args.heads,
-        "h_kv": args.kv_heads,
-        "d": args.dim,
-        "dtype": args.dtype,
-        "l": config.compress_block_size,
-        "stride": config.stride,
-        "l_select": config.select_size,
-        "k": config.num_selected_blocks,
-        "w": config.window_size,
-        "q_tile": config.q_tile_size,
-        "num_cmp": config.num_cmp_selected_blocks,
-        "gated": not args.ungated,
-        "recompute": args.recompute,
-        "inputs": args.input,
-        "ms_p20": timing.ms_p20,
-        "ms_p50": timing.ms_p50,
-        "ms_p80": timing.ms_p80,
-        "peak_gib": timing.peak_gib,
-        "error": sample.error,
-        "error_budget": sample.budget,
-        "gradient_error": None if gradient is None else gradient.error,
-        "gradient_budget": None if gradient is None else gradient.budget,
-        "dense": dense.name,
-        **dense_fields,
-        "speedup": speedup,
-        "floor_ms": None,
-        "share_of_floor": None,
-        "command": args.command,
-        "pass": "fwd+bwd" if args.backward else "fwd",
-    }
+    row = {"op": "nsa", "preset": args.preset, "backend": variant.backend, "mode": mode, "b": args.batch, "n": n}
+    row |= {"h": args.heads, "h_kv": args.kv_heads, "d": args.dim, "dtype": args.dtype}
+    row |= {"l": config.compress_block_size, "stride": config.stride, "l_select": config.select_size}
+    row |= {"k": config.num_selected_blocks, "w": config.window_size, "q_tile": config.q_tile_size}
+    row |= {"num_cmp": config.num_cmp_selected_blocks, "gated": not args.ungated, "recompute": args.recompute}
+    row |= {"inputs": args.input, **timing.fields, "peak_gib": timing.peak_gib}
+    row |= {"error": sample.error, "error_budget": sample.budget}
+    row |= {"gradient_error": gradient and gradient.error, "gradient_budget": gradient and gradient.budget}
+    row |= {"dense": dense.name, **dense_fields, "speedup": speedup, "floor_ms": None, "share_of_floor": None}
+    return {**row, "command": args.command, "pass": "fwd+bwd" if args.backward else "fwd"}
 
 
 def sizes_of(row: Row) -> Sizes:

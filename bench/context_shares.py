@@ -59,23 +59,9 @@ def make_row(
     tokens: int,
 ) -> Row:
     """Args: `mode`: "alone": keys of all ranks are there already; "messages": nothing is computed; "together"."""
-    return {
-        "preset": case.preset,
-        "n": case.n,
-        "h": case.heads,
-        "h_kv": case.kv_heads,
-        "d": args.dim,
-        "dtype": args.dtype,
-        "ranks": case.ranks,
-        "rank": rank,
-        "layout": case.layout,
-        "mode": mode,
-        "pass": direction,
-        "ms": ms,
-        "peak_gib": peak_gib,
-        "tokens": tokens,
-        "command": args.command,
-    }
+    row = {"preset": case.preset, "n": case.n, "h": case.heads, "h_kv": case.kv_heads, "d": args.dim}
+    row |= {"dtype": args.dtype, "ranks": case.ranks, "rank": rank, "layout": case.layout, "mode": mode}
+    return {**row, "pass": direction, "ms": ms, "peak_gib": peak_gib, "tokens": tokens, "command": args.command}
 
 
 def case_of(row: Row) -> Case:

@@ -1,9 +1,9 @@
-"""The paper's NSA by others, for benchmarks: each as it is meant to be used.
+"""Peers of the paper's NSA, for benchmarks: each as it is meant to be used.
 
 - fla: fla-core's parallel_nsa, in Triton. It compresses blocks as long as the selected ones, without overlap, so with
   l' = 64 and d = 16 it attends to a quarter of the compressed entries; it takes gates instead of projecting them. Its
-  window is flash-attn's function, in whose place FlashAttention-4's is handed in. Its selected branch alone, for blocks
-  that were chosen before, is `selected_peer`.
+  window is flash-attn's function, replaced here by FlashAttention-4's. Its selected branch alone, for blocks that were
+  chosen before, is `selected_peer`.
 
 None of them computes what NSA here computes to the last entry, so their results need only be finite numbers.
 """
@@ -19,17 +19,17 @@ from torch import Tensor
 
 from bench.gradient_check import GradientError
 from bench.inputs import Problem
-from bench.passes import Candidate, Task, Unavailable
+from bench.passes import Candidate, Task, Unavailable, package, require_cuda
 from nsa import NSAConfig
 
 BRANCHES = ("cmp", "slc", "win")
 Attention = Callable[..., Tensor]
-"""Of q, k, v and three gates `[B,N,H]`."""
+"""Arguments: q, k, v and three gates `[B,N,H]`."""
 
 
 @dataclass(frozen=True)
 class Finite:
-    """For peers that compute something else: any finite result is as good as another."""
+    """Truth for peers that compute something else: any finite result is as good as another."""
 
     def worst(self, results: dict[str, Tensor], slack: int = 1) -> GradientError:
         for name, result in results.items():
@@ -42,24 +42,19 @@ def selected_peer(indices: Tensor, size: int, task: Task) -> Candidate:
     """fla's selected branch alone: of q, k, v, for the blocks `[B,H_kv,N,n]` of `size` tokens that each token chose.
 
     Raises:
-        Unavailable: when it cannot run.
+        Unavailable: if it cannot run.
     """
     q, k, *_ = task.leaves
     group, scale = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5
     if group < 16 or group & (group - 1):
         raise Unavailable(f"takes groups of 16, 32, 64 ... heads, got {group}")
-    parallel, of_tokens = _import_fla(), indices.transpose(1, 2).contiguous()
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        slots = of_tokens.shape[-1]
-        out: Tensor = parallel.ParallelNSAFunction.apply(q, k, v, of_tokens, slots, size, scale, None)
-        return out
-
-    return Candidate("fla", attention, graphs=False)
+    function, of_tokens = _fla_package().ParallelNSAFunction, indices.transpose(1, 2).contiguous()
+    options = (of_tokens, of_tokens.shape[-1], size, scale, None)
+    return Candidate("fla", lambda q, k, v: function.apply(q, k, v, *options), graphs=False)
 
 
 def make_task(problem: Problem) -> Task:
-    """q, k, v and the gates of the branches, ready made: 1/3 each where the problem has no weights for them."""
+    """q, k, v and the gates of the branches, computed already: 1/3 each if the problem has no weights for them."""
     q, k, v = (tensor.detach() for tensor in (problem.q, problem.k, problem.v))
     if problem.gate_proj_weight is None:
         gates = q.new_full((3, *q.shape[:3]), 1 / 3)
@@ -73,52 +68,30 @@ def make_peer(name: str, config: NSAConfig, task: Task) -> Candidate:
     """One of PEERS for a problem.
 
     Raises:
-        Unavailable: when it cannot run.
+        Unavailable: if it cannot run.
     """
-    if task.do.device.type != "cuda":
-        raise Unavailable(f"runs on CUDA devices, got {task.do.device.type}")
+    require_cuda(task.do.device)
     return Candidate(name, PEERS[name](config), graphs=False)
 
 
-def _import_fla() -> Any:
-    try:
-        from fla.ops.nsa import parallel
-    except ImportError as error:
-        raise Unavailable(f"not installed: pip install fla-core==0.6.0 ({error})") from error
-    return parallel
+def _fla_package() -> Any:
+    return package("fla.ops.nsa", "not installed: pip install fla-core==0.6.0").parallel
 
 
 def _fla(config: NSAConfig) -> Attention:
-    parallel = _import_fla()
+    parallel = _fla_package()
     if parallel.flash_attn_func is None:
-        parallel.flash_attn_func = _fa4_window()
+        fa4 = package("flash_attn.cute", 'has no window: pip install "nsa-kernels[cuda]"').flash_attn_func
+        parallel.flash_attn_func = lambda *qkv, **options: fa4(*qkv, **options)[0]  # the other one is the log-sum-exp
     options: dict[str, Any] = {
         "block_counts": config.num_selected_blocks,
         "block_size": config.select_size,
         "window_size": config.window_size,
         "scale": config.softmax_scale,
     }
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
-        out: Tensor = parallel.parallel_nsa(q, k, v, *gates, **options)
-        return out
-
-    return attention
-
-
-def _fa4_window() -> Callable[..., Tensor]:
-    try:
-        from flash_attn.cute import flash_attn_func
-    except Exception as error:  # a broken package can raise anything
-        raise Unavailable(f'has no window: pip install "nsa-kernels[cuda]" ({error})') from error
-
-    def window(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int]) -> Tensor:
-        out: Tensor = flash_attn_func(q, k, v, causal=causal, window_size=window_size)[0]  # beside it, the log-sum-exp
-        return out
-
-    return window
+    return lambda *tensors: parallel.parallel_nsa(*tensors, **options)
 
 
 PEERS: dict[str, Callable[[NSAConfig], Attention]] = {"fla": _fla}
 COMPUTES = {"fla": "other results: blocks of l' compressed without overlap, gates ready made"}
-"""How a peer's task is another one."""
+"""How a peer's task differs."""

@@ -76,25 +76,12 @@ def pass_fields(
     Args:
         floor_bytes: least number of bytes that the pass reads and writes. tbs: TB/s; None: there is no floor.
     """
-    timing, took = measured.timing, p50(measured.timing)
+    times = measured.timing.fields if measured.timing else dict.fromkeys(("ms_p20", "ms_p50", "ms_p80"))
     floor = None if tbs is None else floor_bytes / tbs / 1e9
-    return {
-        "op": op,
-        "pass": direction,
-        "backend": backend,
-        "default": default,
-        "mode": measured.mode,
-        "dtype": args.dtype,
-        "ms_p20": None if timing is None else timing.ms_p20,
-        "ms_p50": took,
-        "ms_p80": None if timing is None else timing.ms_p80,
-        "floor_ms": floor,
-        "share_of_floor": ratio(floor, took),
-        "error": measured.error.error,
-        "error_budget": measured.error.budget,
-        "command": args.command,
-        **{f"{name}_ms": None if peer is None else p50(peer.timing) for name, peer in peers.items()},
-    }
+    row = {"op": op, "pass": direction, "backend": backend, "default": default, "mode": measured.mode}
+    row |= {"dtype": args.dtype, **times, "floor_ms": floor, "share_of_floor": ratio(floor, times["ms_p50"])}
+    row |= {"error": measured.error.error, "error_budget": measured.error.budget, "command": args.command}
+    return row | {f"{name}_ms": None if peer is None else p50(peer.timing) for name, peer in peers.items()}
 
 
 def p50(timing: Any) -> float | None:

@@ -10,6 +10,7 @@ On CUDA, what is checked and timed is a CUDA graph, without the time to start it
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -38,7 +39,21 @@ Row = TypeVar("Row")
 
 
 class Unavailable(Exception):
-    """Why a peer cannot run a problem here."""
+    """A peer cannot run a problem here, for the reason given."""
+
+
+def package(name: str, otherwise: str) -> Any:
+    """A module of a peer; raises Unavailable with the text `otherwise`."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # a broken package can raise anything
+        raise Unavailable(f"{otherwise} ({error})") from error
+
+
+def require_cuda(device: torch.device) -> None:
+    """Raise Unavailable for other devices."""
+    if device.type != "cuda":
+        raise Unavailable(f"runs on CUDA devices, got {device.type}")
 
 
 @dataclass(frozen=True)

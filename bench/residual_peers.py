@@ -1,4 +1,4 @@
-"""Attention residual by others, for benchmarks: each as it is meant to be used.
+"""Peers of attention residual, for benchmarks: each as it is meant to be used.
 
 - liger: liger-kernel's generic (not Ascend's) op.
 - compile: the formula under torch.compile, for any T.
@@ -18,14 +18,14 @@ from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 
 from bench.inputs import Residual
-from bench.passes import Candidate, Task, Unavailable
+from bench.passes import Candidate, Task, package, require_cuda
 
 EPS = 1e-6
 Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def formula(blocks: Tensor, w_query: Tensor, w_norm: Tensor) -> Tensor:
-    """Attention residual as it is written down; blocks `[L,B,N,D]`, arithmetic in fp32 (fp64 for fp64 inputs).
+    """The definition of attention residual; blocks `[L,B,N,D]`, arithmetic in fp32 (fp64 for fp64 inputs).
 
     Without einsum, whose matrix products compilers do not fuse with the rest.
     """
@@ -40,11 +40,10 @@ def make_peer(name: str, problem: Residual, task: Task) -> Candidate:
     """One of PEERS for a problem.
 
     Raises:
-        Unavailable: when it cannot run.
+        Unavailable: if it cannot run.
     """
-    device = task.do.device
-    if device.type != "cuda" and name != "eager":
-        raise Unavailable(f"runs on CUDA devices, got {device.type}")
+    if name != "eager":
+        require_cuda(task.do.device)
     attention = PEERS[name]()
 
     def call(*leaves: Tensor) -> Tensor:
@@ -55,16 +54,8 @@ def make_peer(name: str, problem: Residual, task: Task) -> Candidate:
 
 
 def _liger() -> Formula:
-    try:
-        from liger_kernel.ops.attn_res import LigerAttnResFunction as Function
-    except ImportError as error:
-        raise Unavailable(f"not installed: pip install liger-kernel==0.8.5 ({error})") from error
-
-    def attention(blocks: Tensor, w_query: Tensor, w_norm: Tensor) -> Tensor:
-        out: Tensor = Function.apply(blocks, w_query, w_norm, EPS)
-        return out
-
-    return attention
+    module = package("liger_kernel.ops.attn_res", "not installed: pip install liger-kernel==0.8.5")
+    return lambda *tensors: module.LigerAttnResFunction.apply(*tensors, EPS)
 
 
 @cache
@@ -81,8 +72,4 @@ def _compile() -> Formula:
     return attention
 
 
-def _eager() -> Formula:
-    return formula
-
-
-PEERS: dict[str, Callable[[], Formula]] = {"liger": _liger, "compile": _compile, "eager": _eager}
+PEERS: dict[str, Callable[[], Formula]] = {"liger": _liger, "compile": _compile, "eager": lambda: formula}

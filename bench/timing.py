@@ -33,8 +33,13 @@ class Timing:
     peak_gib: float | None
     repeats: int
 
+    @property
+    def fields(self) -> dict[str, float]:
+        """The times as fields of a row."""
+        return {"ms_p20": self.ms_p20, "ms_p50": self.ms_p50, "ms_p80": self.ms_p80}
+
     def per(self, calls: int) -> Timing:
-        """Of each of so many calls that were timed together."""
+        """Time of each call, if so many were timed together."""
         return replace(self, ms_p20=self.ms_p20 / calls, ms_p50=self.ms_p50 / calls, ms_p80=self.ms_p80 / calls)
 
     def holding(self, tensors: Sequence[Tensor]) -> Timing:
