@@ -50,7 +50,15 @@ from bench.common import (
     with_ending,
 )
 from bench.extras import needed
-from bench.gradient_check import GradientError, Tiles, gradient_errors, in_fp64, low_precision, sampled_do
+from bench.gradient_check import (
+    GradientError,
+    Tiles,
+    gradient_errors,
+    in_fp64,
+    low_precision,
+    of_heads,
+    sampled_do,
+)
 from bench.inputs import KINDS, Problem, Sizes, make_problem
 from bench.passes import release
 from bench.report import LOCAL_RESULTS, command_line, environment, relative
@@ -634,19 +642,7 @@ def exact_head(inputs: NSAInputs, config: NSAConfig, tiles: Tiles, head: int) ->
     heads = inputs.q.shape[2]
     of_keys = head * inputs.k.shape[2] // heads
     one = of_heads(inputs, range(head, head + 1), range(of_keys, of_keys + 1))
-    return in_fp64(one, config, tiles.of_query_head(head, heads))
-
-
-def of_heads(inputs: NSAInputs, heads: range, kv_heads: range) -> NSAInputs:
-    """Of the same sequences; nothing is copied."""
-    weight = inputs.gate_proj_weight
-    return replace(
-        inputs,
-        q=inputs.q[:, :, heads.start : heads.stop],
-        k=inputs.k[:, :, kv_heads.start : kv_heads.stop],
-        v=inputs.v[:, :, kv_heads.start : kv_heads.stop],
-        gate_proj_weight=None if weight is None else weight[heads.start : heads.stop],
-    )
+    return in_fp64(one, config, tiles.of_heads(range(head, head + 1), heads))
 
 
 def join_heads(parts: Sequence[Tiles]) -> Tiles:

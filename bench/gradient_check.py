@@ -1,4 +1,4 @@
-"""The error of gradients on sampled query tiles, at any N.
+"""Error of NSA's gradients on sampled query tiles, at any N.
 
 With a `do` that is zero outside the sampled tiles, dq, dk, dv and the gates' gradient follow from those tiles alone, so
 fp64 autograd of the reference on them is the whole truth: keys that no sampled row sees and rows outside have zeros.
@@ -18,7 +18,7 @@ from nsa.inputs import NSAInputs
 from nsa.reference import nsa_tiles
 
 MOST_PAIRS = 1 << 30
-"""Of sampled queries and keys, in all heads: a mask of 1 GiB."""
+"""Most pairs of sampled queries and keys, in all heads: a mask of 1 GiB."""
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,12 @@ class Tiles:
     indices: Tensor
     cmp_indices: Tensor | None
 
-    def of_head(self, head: int, kv_heads: int) -> Tiles:
-        """For one key/value head and its query heads."""
+    def of_heads(self, heads: range, count: int) -> Tiles:
+        """Tiles of some of `count` heads. Consecutive heads may share their blocks."""
 
         def narrow(chosen: Tensor) -> Tensor:
-            return _heads(chosen, head, kv_heads, dim=1)
-
-        return Tiles(self.numbers, narrow(self.indices), None if self.cmp_indices is None else narrow(self.cmp_indices))
-
-    def of_query_head(self, head: int, heads: int) -> Tiles:
-        """For one of `heads` query heads, some of which may share what is chosen."""
-
-        def narrow(chosen: Tensor) -> Tensor:
-            return chosen.narrow(1, head * chosen.shape[1] // heads, 1)
+            start, stop = (end * chosen.shape[1] // count for end in (heads.start, heads.stop))
+            return chosen[:, start : max(start + 1, stop)]
 
         return Tiles(self.numbers, narrow(self.indices), None if self.cmp_indices is None else narrow(self.cmp_indices))
 
@@ -64,7 +57,7 @@ class GradientError:
 
     @property
     def share(self) -> float:
-        """Of the budget; NaN, or an error without a budget, is the worst."""
+        """The error over the budget; infinite for NaN, or for an error without a budget."""
         if not self.within:
             return self.error / self.budget if self.error > self.budget > 0 else float("inf")
         return self.error / self.budget if self.budget > 0 else 0.0
@@ -82,7 +75,7 @@ def sampled_do(like: Tensor, positions: Tensor) -> Tensor:
 def gradient_errors(
     gradients: dict[str, Tensor], inputs: NSAInputs, config: NSAConfig, tiles: Tiles, positions: Tensor, do: Tensor
 ) -> list[GradientError]:
-    """Errors of the gradients that a call gave for `do`.
+    """Errors of the gradients that a call returned for `do`.
 
     Budget: that of bench/oracles.py for `low_precision`. One key/value head at a time, so that fp64 copies of long
     sequences fit.
@@ -96,7 +89,7 @@ def gradient_errors(
     found: dict[str, list[Tensor]] = {name: [] for name in gradients}
     outside = gradients["q"].index_fill(1, positions, 0).abs().amax().double()
     for head in range(kv_heads):
-        one, chosen = _of_head(inputs, head), tiles.of_head(head, kv_heads)
+        one, chosen = _of_head(inputs, head), tiles.of_heads(range(head, head + 1), kv_heads)
         rows = _heads(do[:, positions], head, kv_heads)
         exact = _differentiate(one.map(Tensor.double), config, chosen, positions, rows.double(), in_fp64)
         low = _differentiate(one, config, chosen, positions, rows, low_precision)
@@ -116,21 +109,31 @@ def gradient_errors(
     return results
 
 
+def of_heads(inputs: NSAInputs, heads: range, kv_heads: range) -> NSAInputs:
+    """Some heads of the same sequences; nothing is copied."""
+    weight = inputs.gate_proj_weight
+    return replace(
+        inputs,
+        q=inputs.q[:, :, heads.start : heads.stop],
+        k=inputs.k[:, :, kv_heads.start : kv_heads.stop],
+        v=inputs.v[:, :, kv_heads.start : kv_heads.stop],
+        gate_proj_weight=None if weight is None else weight[heads.start : heads.stop],
+    )
+
+
 def _heads(tensor: Tensor, head: int, kv_heads: int, dim: int = 2) -> Tensor:
-    """Those that belong to one key/value head."""
+    """The heads of one key/value head."""
     count = tensor.shape[dim] // kv_heads
     return tensor.narrow(dim, head * count, count)
 
 
 def _of_head(inputs: NSAInputs, head: int) -> NSAInputs:
-    kv_heads, weight = inputs.k.shape[2], inputs.gate_proj_weight
-    q, k, v = (_heads(tensor, head, kv_heads) for tensor in (inputs.q, inputs.k, inputs.v))
-    weight = None if weight is None else _heads(weight, head, kv_heads, dim=0)
-    return replace(inputs, q=q, k=k, v=v, gate_proj_weight=weight)
+    group = inputs.q.shape[2] // inputs.k.shape[2]
+    return of_heads(inputs, range(head * group, (head + 1) * group), range(head, head + 1))
 
 
 def in_fp64(inputs: NSAInputs, config: NSAConfig, tiles: Tiles) -> Tensor:
-    """The tiles' rows by the reference, which gathers keys: exact at any length."""
+    """Rows of the tiles by the reference, which gathers keys: exact at any length."""
     out, _ = nsa_tiles(
         inputs.map(Tensor.double), config, tiles.numbers, indices=tiles.indices, cmp_indices=tiles.cmp_indices
     )
@@ -138,7 +141,7 @@ def in_fp64(inputs: NSAInputs, config: NSAConfig, tiles: Tiles) -> Tensor:
 
 
 def low_precision(inputs: NSAInputs, config: NSAConfig, tiles: Tiles) -> Tensor:
-    """The tiles' rows in the inputs' dtype, by math that shares no code with what is checked.
+    """Rows of the tiles in the inputs' dtype, by math that shares no code with what is checked.
 
     All pairs of queries and keys, while they fit. Beyond, on GPUs, kernels are held to the reference, which sums in
     fp32 and rounds once.

@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -52,16 +52,12 @@ from bench.common import (
     preset_name,
     resolve_sizes,
 )
-from bench.extras import needed
 from bench.inputs import KINDS, Problem, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
 from bench.results_file import INTERRUPTED, claimed
+from bench.show import console, print_table, say
+from bench.timing import proc_bytes
 from nsa import NSAConfig, nsa, nsa_forward
-
-with needed("rich"):
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
 
 CONFIG_OPTIONS = (
     "compress_block_size",
@@ -78,7 +74,6 @@ SAMPLED_TOKENS = 256
 EXACT_HEAP = "MALLOC_MMAP_THRESHOLD_=131072"
 """Has glibc give every tensor of 128 KiB or more pages of its own. Otherwise it keeps freed pieces that it often cannot
 use again, and the peak of one length was seen to vary threefold between runs. Takes up to twice the time."""
-console = Console(markup=False, highlight=False)
 
 # The search
 
@@ -257,23 +252,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
     if arguments.recompute and not (arguments.backward and arguments.op == "nsa"):
         parser.error("--recompute goes with --op nsa and --backward")
     resolve_sizes(parser, arguments)
-    settings = Settings(
-        op=arguments.op,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        backward=arguments.backward,
-        recompute=arguments.recompute,
-        batch=arguments.batch,
-        heads=arguments.heads,
-        kv_heads=arguments.kv_heads,
-        dim=arguments.dim,
-        input=arguments.input,
-        preset=(arguments.preset or "per_tile") if arguments.op == "nsa" else None,
-        options=options,
-        backend=arguments.backend,
-        dense=None,
-        memory_limit=arguments.memory_limit,
-    )
+    arguments.options, arguments.dense = options, None
+    arguments.preset = (arguments.preset or "per_tile") if arguments.op == "nsa" else None
+    settings = Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})
     arguments.out = arguments.out or LOCAL_RESULTS / f"probe-{settings.device}-{settings.op}-{settings.direction}.json"
     try:
         backend, note = backend_for(settings)
@@ -592,19 +573,7 @@ def can_map(size: int) -> bool:
     return True
 
 
-def proc_bytes(file: str, field: str) -> int:
-    """A field of Linux's /proc/meminfo or /proc/self/status."""
-    match = re.search(rf"^{field}:\s+(\d+) kB$", Path(file).read_text(), re.MULTILINE)
-    if match is None:
-        raise RuntimeError(f"{file} has no line {field}, so memory cannot be measured here")
-    return int(match[1]) * 1024
-
-
-# What is shown
-
-
-def say(text: str, style: str = "") -> None:
-    console.print(text, style=style, soft_wrap=True)
+# Presentation
 
 
 def announce(settings: Settings, memory_limit: int | None, device: str, notes: list[str]) -> None:
@@ -631,15 +600,12 @@ def outcome(trial: Trial) -> str:
 
 
 def show(state: State, bracket: Bracket, granularity: int) -> None:
-    table = Table(box=SIMPLE_HEAD)
-    for heading in ("N", "fits", "seconds", "peak GiB"):
-        table.add_column(heading, justify="right")
-    for tokens in sorted(state.trials):
-        trial = state.trials[tokens]
-        fits = "yes" if trial.why is None else f"no ({trial.why})"
+    rows = []
+    for tokens, trial in sorted(state.trials.items()):
         peak = "?" if trial.peak_gib is None else f"{trial.peak_gib:.3f}"
-        table.add_row(f"{tokens:,}", fits, f"{trial.seconds:.2f}", peak)
-    console.print(table)
+        fits = "yes" if trial.why is None else f"no ({trial.why})"
+        rows.append((f"{tokens:,}", fits, f"{trial.seconds:.2f}", peak))
+    print_table("", [], ("N", "fits", "seconds", "peak GiB"), rows)
     say("One cold run each; memory of everything: inputs, results and temporaries.")
     found = "nothing fits" if bracket.fits is None else f"fits N={bracket.fits:,}"
     if bracket.fails is None:

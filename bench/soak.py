@@ -46,13 +46,13 @@ from bench.bars import Bar
 from bench.common import above_zero, positive, with_ending
 from bench.extras import needed
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_json
-from bench.results_file import claimed, read_results
+from bench.results_file import Row, claimed, read_results
+from bench.show import console, say
 from bench.timing import resident
 from dispatch.device import device_types, first_line
 from nsa import NSAConfig, NSAttention
 
 with needed("rich"):
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 MIB = 2**20
@@ -65,7 +65,6 @@ FEWEST_RECORDS = 4
 """Of a run whose halves are compared."""
 KEPT = 1 + 1 / 16
 """How much larger what an allocator keeps may be in the second half than in the first."""
-console = Console()
 
 
 @dataclass(frozen=True)
@@ -264,52 +263,8 @@ class Trainer:
 # Runs, and what they leave behind
 
 
-@dataclass(frozen=True)
-class Record:
-    """What was seen at one time of a run. Loss and tokens a second since the record before; memory between steps."""
-
-    step: int
-    seconds: float
-    loss: float
-    tokens_per_s: float
-    allocated_mib: float | None
-    reserved_mib: float | None
-    resident_mib: float | None
-    compiled: int | None
-    """Kernels, or found on disk, since the first steps; None where nothing is compiled."""
-
-
-@dataclass(frozen=True)
-class Late:
-    """A step that compiled kernels after the first steps had met every kind of size."""
-
-    step: int
-    work: Work
-    kernels: int
-
-
-@dataclass(frozen=True)
-class Run:
-    """One process's share of a soak."""
-
-    command: str
-    commit: str
-    first_step: int
-    steps: int
-    tokens: int
-    not_finite: int
-    """Steps whose loss or gradients were not."""
-    minutes: float
-    """Without the first steps, which compile."""
-    expandable_segments: bool | None
-    warm_up_s: float
-    warm_up_compiled: int | None
-    late: list[Late]
-    records: list[Record]
-
-
 def num_compiled(device: torch.device) -> int | None:
-    """Kernels that this process has waited for: compiled, or found on disk."""
+    """Number of kernels that this process has waited for: compiled, or found on disk; None on a CPU."""
     if device.type == "cpu":
         return None
     from cute_kernels.runtime import jit
@@ -318,7 +273,7 @@ def num_compiled(device: torch.device) -> int | None:
 
 
 def expandable_segments(device: torch.device) -> bool | None:
-    """Whether all memory that PyTorch's allocator holds on the device lies in such."""
+    """True if all memory that PyTorch's allocator holds on the device is in such segments; None on a CPU."""
     if device.type == "cpu":
         return None
     return all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
@@ -334,77 +289,65 @@ class Watch:
         self.expandable_segments = expandable_segments(self.device)
         self.begin = time.perf_counter()
         self.tokens = self.not_finite = 0
-        self.late: list[Late] = []
-        self.records: list[Record] = []
+        self.late: list[Row] = []
+        """Steps that compiled kernels although the first steps had every kind of size."""
+        self.records: list[Row] = []
+        """Loss and tokens per second since the record before; memory between steps."""
         self.since = (self.begin, trainer.step, 0)
         """Time, step and tokens of the record before."""
         self.sums = torch.zeros(2, device=self.device)
-        """Losses that are finite, and how many steps had one that was not, since then."""
+        """Sum of losses that are finite, and number of steps whose result was not, since the record before."""
 
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.begin
 
     def saw(self, work: Work, result: Tensor) -> None:
-        """A step; nothing here waits for the device."""
+        """Note a step; nothing here waits for the device."""
         finite = result.isfinite().all()
         self.sums += torch.stack([result[0].where(finite, 0), (~finite).float()])
         self.tokens += work.tokens
         compiled = num_compiled(self.device)
         if compiled is not None and self.compiled is not None and compiled > self.compiled:
-            self.late.append(Late(self.trainer.step - 1, work, compiled - self.compiled))
+            self.late.append({"step": self.trainer.step - 1, "work": asdict(work), "kernels": compiled - self.compiled})
         self.compiled = compiled
 
     def record(self) -> None:
-        """One more, unless there was no step since the last."""
+        """Add a record, unless there was no step since the last."""
         if self.trainer.step == self.since[1]:
             return
         losses, not_finite = self.sums.tolist()
         self.sums.zero_()
         self.not_finite += int(not_finite)
         now, (before, step, tokens) = time.perf_counter(), self.since
-        steps = self.trainer.step - step
-        allocated, reserved = self.device_memory()
-        self.records.append(
-            Record(
-                step=self.trainer.step,
-                seconds=round(now - self.begin, 1),
-                loss=round(losses / max(1, steps - not_finite), 4),
-                tokens_per_s=round((self.tokens - tokens) / (now - before)),
-                allocated_mib=allocated,
-                reserved_mib=reserved,
-                resident_mib=round(resident("VmRSS") / MIB, 1) if sys.platform.startswith("linux") else None,
-                compiled=None if self.warm_up_compiled is None else (self.compiled or 0) - self.warm_up_compiled,
-            )
-        )
+        finite = self.trainer.step - step - not_finite
+        record: Row = {"step": self.trainer.step, "seconds": round(now - self.begin, 1)}
+        record |= {"loss": round(losses / max(1, finite), 4)}
+        record |= {"tokens_per_s": round((self.tokens - tokens) / (now - before)), **self.memory()}
+        new = None if self.warm_up_compiled is None else (self.compiled or 0) - self.warm_up_compiled
+        self.records.append({**record, "compiled": new})
         self.since = (now, self.trainer.step, self.tokens)
 
-    def device_memory(self) -> tuple[float | None, float | None]:
-        """MiB in use, and MiB that the allocator holds."""
+    def memory(self) -> dict[str, float | None]:
+        """MiB in use on the device, held by its allocator, and of this process; None if they cannot be known."""
+        own = round(resident("VmRSS") / MIB, 1) if sys.platform.startswith("linux") else None
         if self.device.type == "cpu":
-            return None, None
+            return {"allocated_mib": None, "reserved_mib": None, "resident_mib": own}
         torch.cuda.synchronize()
-        return torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
+        allocated, reserved = torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
+        return {"allocated_mib": allocated, "reserved_mib": reserved, "resident_mib": own}
 
-    def run(self, command: str, commit: str) -> Run:
-        return Run(
-            command=command,
-            commit=commit,
-            first_step=self.first_step,
-            steps=self.trainer.step - self.first_step,
-            tokens=self.tokens,
-            not_finite=self.not_finite,
-            minutes=round(self.seconds / 60, 2),
-            expandable_segments=self.expandable_segments,
-            warm_up_s=round(self.warm_up_s, 1),
-            warm_up_compiled=self.warm_up_compiled,
-            late=self.late,
-            records=self.records,
-        )
+    def run(self, command: str, commit: str) -> Row:
+        """The part of a soak that this process did; minutes without the first steps, which compile."""
+        run = {"command": command, "commit": commit, "first_step": self.first_step}
+        run |= {"steps": self.trainer.step - self.first_step, "tokens": self.tokens, "not_finite": self.not_finite}
+        run |= {"minutes": round(self.seconds / 60, 2), "expandable_segments": self.expandable_segments}
+        run |= {"warm_up_s": round(self.warm_up_s, 1), "warm_up_compiled": self.warm_up_compiled}
+        return {**run, "late": self.late, "records": self.records}
 
 
-def bars(runs: list[dict[str, Any]]) -> list[Bar]:
-    """What a soak has to hold; memory is compared inside of each run, the worst counts."""
+def bars(runs: list[Row]) -> list[Bar]:
+    """Bars of a soak; memory is compared within each run, the worst counts."""
     compiled = [run["records"][-1]["compiled"] for run in runs]
     growth = worst(runs, "allocated_mib", lambda first, second: second - first)
     kept = [worst(runs, name, lambda first, second: second / first) for name in ("reserved_mib", "resident_mib")]
@@ -419,7 +362,7 @@ def bars(runs: list[dict[str, Any]]) -> list[Bar]:
     ]
 
 
-def worst(runs: list[dict[str, Any]], name: str, compare: Callable[[float, float], float]) -> float | None:
+def worst(runs: list[Row], name: str, compare: Callable[[float, float], float]) -> float | None:
     """Of comparing the largest in both halves of the runs that are long enough; None: there is none."""
     found = []
     for run in runs:
@@ -430,7 +373,7 @@ def worst(runs: list[dict[str, Any]], name: str, compare: Callable[[float, float
     return max(found, default=None)
 
 
-Save = Callable[[], list[dict[str, Any]]]
+Save = Callable[[], list[Row]]
 """Records, writes all files, and returns all runs."""
 
 
@@ -448,18 +391,18 @@ def run(args: argparse.Namespace, out: Path, begin: float) -> int:
     device, state_file = torch.device(args.device), with_ending(out, ".pt")
     facts = environment(device)
     trainer = Trainer(device, args.seed)
-    before: list[dict[str, Any]] = []
+    before: list[Row] = []
     if args.resume:
         before = go_on(trainer, state_file, facts, args.seed)
-        console.print(f"Going on after {trainer.step:,} steps in {len(before)} runs", highlight=False)
+        say(f"Going on after {trainer.step:,} steps in {len(before)} runs")
     with console.status("First steps, of every kind of size ..."):
         warm_up_begin = time.perf_counter()
         trainer.warm_up()
         watch = Watch(trainer, time.perf_counter() - warm_up_begin)
 
-    def save() -> list[dict[str, Any]]:
+    def save() -> list[Row]:
         watch.record()
-        runs = [*before, asdict(watch.run(args.command, facts["commit"]))]
+        runs = [*before, watch.run(args.command, facts["commit"])]
         totals = {name: round(sum(run[name] for run in runs), 2) for name in ("minutes", "steps", "tokens")}
         shown = [bar.as_json() for bar in bars(runs)]
         sizes = asdict(trainer.sizes)
@@ -494,7 +437,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def go_on(trainer: Trainer, path: Path, facts: dict[str, Any], seed: int) -> list[dict[str, Any]]:
+def go_on(trainer: Trainer, path: Path, facts: dict[str, Any], seed: int) -> list[Row]:
     """Bring a trainer to where a soak was, by its state; returns the runs so far.
 
     Raises:
@@ -505,7 +448,7 @@ def go_on(trainer: Trainer, path: Path, facts: dict[str, Any], seed: int) -> lis
         state = torch.load(path, map_location=trainer.device, weights_only=True)
         content = state["results"]
         same = {name: content[name] for name in ("device", "versions", "seed")}
-        runs: list[dict[str, Any]] = content["runs"]
+        runs: list[Row] = content["runs"]
         now = {"device": facts["device"], "versions": facts["versions"], "seed": seed}
         changes = [f"{name} is {now[name]!r}, was {same[name]!r}" for name in now if now[name] != same[name]]
         if not changes:
@@ -554,32 +497,25 @@ def train(watch: Watch, save: Save, until: float, most_steps: int | None, every:
             done = interrupted() or now >= until or trainer.step - watch.first_step == most_steps
             if now - watch.since[0] >= every:
                 save()
-                loss = f"{watch.records[-1].loss:.3f}"
+                loss = f"{watch.records[-1]['loss']:.3f}"
                 progress.update(task, completed=watch.seconds, step=trainer.step, loss=loss)
         return interrupted()
 
 
-def show(runs: list[dict[str, Any]], out: Path) -> int:
+def show(runs: list[Row], out: Path) -> int:
     """What the runs showed; 1 where something failed."""
     for run in runs:
         first, last = run["records"][0], run["records"][-1]
-        console.print(
+        say(
             f"{run['steps']:,} steps, {run['tokens']:,} tokens in {run['minutes']:g} minutes, after "
-            f"{run['warm_up_s']:g} s of first steps; loss {first['loss']:.3f} to {last['loss']:.3f}",
-            soft_wrap=True,
-            highlight=False,
+            f"{run['warm_up_s']:g} s of first steps; loss {first['loss']:.3f} to {last['loss']:.3f}"
         )
         for late in run["late"]:
-            console.print(
-                f"  compiled {late['kernels']} kernels at step {late['step']}: {late['work']}", soft_wrap=True
-            )
+            say(f"  compiled {late['kernels']} kernels at step {late['step']}: {late['work']}")
     found = bars(runs)
-    for bar in found:
-        shown = bar.as_json()
-        console.print(
-            f"{shown['verdict']:<12} {bar.what}: {shown['reached']}, wanted {shown['wanted']}", soft_wrap=True
-        )
-    console.print(f"Everything: {relative(out)}", soft_wrap=True)
+    for bar in map(Bar.as_json, found):
+        say(f"{bar['verdict']:<12} {bar['bar']}: {bar['reached']}, wanted {bar['wanted']}")
+    say(f"Everything: {relative(out)}")
     return int(any(bar.verdict == "FAIL" for bar in found))
 
 

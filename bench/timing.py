@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import re
 import statistics
 import sys
 import time
@@ -169,9 +170,14 @@ def _settled_memory(device: torch.device) -> int:
     return now
 
 
+def proc_bytes(file: str, field: str) -> int:
+    """A field of Linux's /proc/meminfo or /proc/self/status."""
+    match = re.search(rf"^{field}:\s+(\d+) kB$", Path(file).read_text(), re.MULTILINE)
+    if match is None:
+        raise RuntimeError(f"{file} has no line {field}, so memory cannot be measured here")
+    return int(match[1]) * 1024
+
+
 def resident(field: str) -> int:
     """Bytes of a size in /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
+    return proc_bytes("/proc/self/status", field)
