@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def choose_backends(shape: Residual, device: torch.device, dtype: torch.dtype, named: str | None) -> list[str]:
-    """As `able_backends`."""
+    """Backends of `able_backends` for a shape."""
     options = {
         "blocks": shape.blocks,
         "stacked": not shape.listed,
@@ -239,7 +239,7 @@ MEMORY_BARS = {"fwd": 72.1, "fwd+bwd": 147.0}
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
-    """What the default backend has to reach on an H200: 8 blocks in one tensor, batch 1, bf16."""
+    """Bars of the default backend on an H200: 8 blocks in one tensor, batch 1, bf16."""
     held = {
         (row["t"], row["d"], row["pass"]): row
         for row in rows

@@ -3,13 +3,13 @@
 Sizes are MiniMax-M3's: 64 query heads over 4, D = 128, 16 blocks of 128 a token; an indexer of 4 heads of 128 over one
 head of keys. Blocks are drawn at random, each token's own among them. Sampled rows, and the gradients that come from
 them, are held against fp64 before anything is timed: where one is above its budget, nothing is reported and the status
-is 1. On CUDA calls are timed behind other work ("queued"), on a CPU as they are ("eager").
+is 1. On CUDA calls are timed after other work ("queued"), on a CPU from Python ("eager").
 
 Beside them: dense attention; PyTorch's SDPA with a mask of all pairs for each key/value head, whose sampled rows are
 checked, too; the kernels alone, as token mode's selected branch launches them, which shows what the wrapper takes; for
 top_blocks the scores of all pairs in PyTorch, as transformers has them. "m3_layer" is one sparse attention layer of
 transformers' model with its projections, which needs transformers; beside it the same layer with transformers' sdpa (a
-mask of all pairs) and eager (all pairs). What does not run has null, and the reason is told.
+mask of all pairs) and eager (all pairs). What does not run has null, and the reason is printed.
 
 Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv. The same command goes on where it
 was stopped. With --bars also what the rows have to reach on one H200, and whether they do.
@@ -61,12 +61,12 @@ CHECKED = 64
 DRAWN = 1 << 23
 """Scores that are drawn at a time."""
 MOST_PAIRS = 1 << 30
-"""Of a call of SDPA with a mask, whose kernels may count in 32 bits (pytorch/pytorch#162588, #145040)."""
+"""Most pairs in a call of SDPA with a mask, whose kernels may count in 32 bits (pytorch/pytorch#162588, #145040)."""
 SEQLENS = (8 << 10, 64 << 10, 128 << 10)
 LAYER_SEQLENS = (8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10)
-"""Of "m3_layer": transformers' own paths take their last lengths between the others."""
+"""Lengths of "m3_layer": the longest that transformers' own paths can run are between those of the other ops."""
 NOISE = 0.98
-"""What a call may take less than another one of the same kernels, by noise alone."""
+"""Least ratio of the times of two calls of the same kernels: noise."""
 
 MS_BARS = {("block_sparse", "fwd"): 22.0, ("block_sparse", "fwd+bwd"): 65.0, ("top_blocks", "fwd"): 5.0}
 """At 64K tokens, blocks of 128, 16 a token."""
@@ -173,7 +173,7 @@ class Problem:
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
 
     def rows(self) -> Tensor:
-        """Of those that are checked, ascending: the last ones, and some of the others."""
+        """Rows that are checked, ascending: the last ones, and some of the others."""
         n, last = self.case.n, min(CHECKED // 2, self.case.n)
         drawn = torch.randperm(n - last, generator=torch.Generator().manual_seed(1))[: CHECKED - last].sort().values
         return torch.cat([drawn, torch.arange(n - last, n)]).to(self.device)
@@ -228,7 +228,7 @@ class Attention(Problem):
         return self.errors(self.ours)
 
     def errors(self, attend: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[float, float]:
-        """Of rows of the first key/value head's group, and of the gradients of a do that is 0 elsewhere.
+        """Error of rows of the first key/value head's group, and of the gradients of a do that is 0 elsewhere.
 
         Args:
             attend: gives what `differentiated` does, for a do.
@@ -435,7 +435,7 @@ class Layer(Problem):
         return self.run(self.ours, self.hidden, self.do)
 
     def check(self) -> tuple[float, float]:
-        """Of rows of the first sequence, and of the gradients of a do that is 0 elsewhere.
+        """Error of rows of the first sequence, and of the gradients of a do that is 0 elsewhere.
 
         They attend to the blocks that our indexer chooses in the layer's dtype, or near ties would decide; the choice
         itself is what "top_blocks" checks.
@@ -459,7 +459,7 @@ class Layer(Problem):
         return top_blocks_by_max(*(x.transpose(1, 2) for x in states), **options)
 
     def of_rows(self, rows: Tensor, visible: Tensor, do: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """What `run` gives, out of rows alone: transformers' projections, norms and rotary, the oracles' attention."""
+        """Results of `run` for some rows, by transformers' projections, norms and rotary and the oracles' attention."""
         from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import apply_rotary_pos_emb
 
         layer = copy.deepcopy(self.layer).to(dtype)
@@ -487,7 +487,7 @@ class Layer(Problem):
         return lambda: self.run(self.implementations[name], self.hidden, self.do)
 
     def work(self) -> Work:
-        """Of projections, selection and attention."""
+        """Projections, selection and attention."""
         args, n = self.args, self.case.n
         products = FORWARD_PRODUCTS + (BACKWARD_PRODUCTS if self.backward else 0)
         flops = args.batch * n * mean_keys(n, args.count * self.case.block) * args.heads * 2 * args.dim * products

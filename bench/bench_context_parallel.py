@@ -165,7 +165,7 @@ def divide(args: argparse.Namespace, whole: Whole, layout: Layout) -> list[Share
 
 
 def check_shares(whole: Whole, layout: Layout, shares: Sequence[ShareOf]) -> str:
-    """What is wrong with rows or gradients of the ranks; "" if nothing."""
+    """Description of the first wrong rows or gradients of the ranks; "" if there are none."""
     expected, dq, *dkv = whole.both()
     totals: list[Tensor] = []
     for rank, (ranges, share) in enumerate(zip(layout.ranges, shares, strict=True)):

@@ -10,8 +10,8 @@ A prompt is appended in chunks, too, beside one call of `nsa_forward` on all of 
 are "chunks" and "whole". Both must agree to a rounding.
 
 Dense decoding is PyTorch's SDPA with grouped heads over contiguous keys: of N_q tokens each sees all keys. fla's is
-parallel_nsa of the last tokens over all keys, which it pools anew, without its window, which is flash-attn's. Neither
-has a cache to append to. What no graph can hold is timed eagerly, behind other work, and `missing` says so.
+parallel_nsa of the last tokens over all keys, which it pools again, without its window, which is flash-attn's. Neither
+has a cache to append to. What no graph can hold is timed eagerly, after other work, and `missing` says so.
 
 Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv and OUT.png. The same command goes
 on where it was stopped. With --bars also what the rows have to reach on one H200, and whether they do.
@@ -53,12 +53,12 @@ HEADS = ("64/4", "32/8")
 SIZES = ("8K:1,16,64,128", "64K:1,16,64,128", "1M:1,8")
 PREFILL = "1M:8K"
 CPU_HEADS, CPU_SIZES, CPU_PREFILL = ("4/1",), ("300:1,2",), "300:128"
-"""Of a run that only shows that the script works."""
+"""Sizes of a run that only shows that the script works."""
 PAGE_SIZE = 64
 LAYERS = 8
 """Calls in a CUDA graph that is timed."""
 COLD_BYTES = 200 << 20
-"""What these calls read at least, together, with as many copies of the keys as that needs: four times an H200's L2."""
+"""Least number of bytes that these calls read together, with enough copies of the keys: four times an H200's L2."""
 CHECKED = 8
 """Rows of a case that are held against fp64: a token with the heads of a group."""
 NEAR_TIE = 1e-4
@@ -112,11 +112,11 @@ class Step(NamedTuple):
         return out
 
     def copy(self) -> Step:
-        """Of another layer, whose pages lie at the same places of memory of its own."""
+        """The step of another layer, with the same page table and pages of its own."""
         return self._replace(cache=copy.deepcopy(self.cache, {id(self.cache.table): self.cache.table}))
 
     def means(self, row: int, query: int, heads: slice) -> Tensor:
-        """What selects a token's blocks: its queries, or in tile mode the means of its tile so far, `[heads,D]`."""
+        """Queries that select a token's blocks `[heads,D]`: its own, or in tile mode the means of its tile so far."""
         tile, cached = self.config.q_tile_size, self.case.n - self.case.n_q
         token = cached + query
         first = token // tile * tile
@@ -433,12 +433,12 @@ def time_peer(
 
 
 def num_copies(num_bytes: int) -> int:
-    """Of what a call reads, so that the calls of a graph find nothing of each other in L2."""
+    """Number of copies of what a call reads, so that the calls of a graph find nothing of each other in L2."""
     return max(1, min(LAYERS, -(-COLD_BYTES // num_bytes)))
 
 
 def time_layers(calls: Sequence[Callable[[], Any]], device: torch.device, seconds: float) -> Timing:
-    """Of a layer, of LAYERS that one CUDA graph holds: one alone would show mostly how long a graph takes to start.
+    """Time of one of LAYERS layers in a CUDA graph: one alone would mostly show how long a graph takes to start.
 
     Args:
         calls: the layers' in turn.
@@ -515,7 +515,7 @@ def host_us(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def dense_calls(step: Step, count: int) -> list[Callable[[], Tensor]]:
-    """Of layers with keys of their own."""
+    """Calls of layers with keys of their own."""
     case, q = step.case, step.q.transpose(1, 2).contiguous()
     shape = case.batch, case.kv_heads, case.n, step.k.shape[-1]
 
@@ -527,7 +527,7 @@ def dense_calls(step: Step, count: int) -> list[Callable[[], Tensor]]:
 
 
 def fla_calls(step: Step, count: int) -> list[Callable[[], Tensor]]:
-    """Of layers with keys of their own. Sequences one behind the other, as its lengths of queries and keys want.
+    """Calls of layers with keys of their own; sequences are packed, as fla's lengths of queries and keys require.
 
     Layers share these lengths: fla finds what follows from them on the host, which no graph holds, and keeps it for the
     last few tensors of lengths that it saw.

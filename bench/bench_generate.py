@@ -47,7 +47,7 @@ MODELS = ("dense", "dense_unmasked", "nsa")
 MODES = ("eager", "graph", "compiled")
 DEFAULT_MODES = {"cuda": list(MODES), "cpu": ["eager"], "npu": ["eager"]}
 UNMASKED = "bench-unmasked"
-"""Of the attention implementation of "dense_unmasked"."""
+"""Name of the attention implementation of "dense_unmasked"."""
 CHUNK = 8 << 10
 """Tokens of a prompt at a time."""
 PADDING = 16

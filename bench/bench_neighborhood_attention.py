@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
 def choose_backends(
     shape: Neighborhood, device: torch.device, dtype: torch.dtype, algorithm: str, named: str | None
 ) -> list[str]:
-    """As `able_backends`, of forward and backward."""
+    """Backends of `able_backends` that run forward and backward."""
     options = {
         **{"kernel_size": shape.kernel_size, "dilation": shape.dilation, "softmax_scale": None},
         **{"boundary": "truncate", "causal": False, "algorithm": algorithm, "band": False},
@@ -163,7 +163,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def window(shape: Neighborhood) -> dict[str, Any]:
-    """As keywords of neighborhood_attention."""
+    """Keywords of neighborhood_attention."""
     return {"kernel_size": shape.kernel_size, "dilation": shape.dilation}
 
 
@@ -202,7 +202,7 @@ def make_truth(shape: Neighborhood, problem: Problem, do: Tensor) -> SampledTrut
 
 
 def _results(shape: Neighborhood, tensors: list[Tensor]) -> dict[str, Tensor]:
-    """Of q, k, v and do."""
+    """Output and gradients for q, k, v and do."""
     *leaves, do = tensors
     leaves = [tensor.detach().requires_grad_() for tensor in leaves]
     out, _ = oracles.neighborhood_attention(*leaves, **window(shape))

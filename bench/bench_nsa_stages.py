@@ -12,7 +12,7 @@ lists" are those of FlashAttention-4 alone, "split, ..." kernels without lists. 
 named.
 
 With --token the stages of the paper's token mode, of its forward or with --backward of its backward, for 64 heads over
-4 and 32 over 8. How the selected branch depends on what is chosen is told by bench_token_selected.py.
+4 and 32 over 8. bench_token_selected.py shows how the selected branch depends on the chosen blocks.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
 
 
 class Stage(NamedTuple):
-    """What is timed, and what it must move and compute."""
+    """A call that is timed, and the least that it moves and computes."""
 
     name: str
     call: Callable[[], Any]
@@ -227,7 +227,7 @@ def row_of(sizes: Sizes, config: NSAConfig, name: str, ms: float, floor_ms: floa
 
 
 class HeadChunk(NamedTuple):
-    """What the stages read and write for a range of key/value heads, made as cute_kernels.backward makes it."""
+    """Tensors that the stages read and write for a range of key/value heads, as cute_kernels.backward makes them."""
 
     call: Call
     branches: forward.BranchOutputs
@@ -274,7 +274,7 @@ def differentiate_gates(call: Call, branches: forward.BranchOutputs, do: Tensor,
 
 
 def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:
-    """Each stage of the backward likewise; then the forward that keeps what it needs, the backward, and both."""
+    """Each stage of the backward; then the forward that saves for it, the backward, and both."""
     from cute_kernels import backward, forward
     from cute_kernels.gate.sums import QueryTerms, key_gradients, query_gradients
     from cute_kernels.lists.kv_to_query import tile_bits
@@ -392,7 +392,7 @@ def atomic_free_halves(
 
 
 def takes_atomic_free() -> bool:
-    """Whether the backward of tile mode takes the kernels without atomics on this device."""
+    """True if the backward of tile mode runs the kernels without atomics on this device."""
     rules = rules_of(DEVICE)
     return rules is not None and has_atomic_free_backward(rules, DIM, DIM)
 

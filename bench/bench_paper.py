@@ -1,10 +1,10 @@
 """The paper's NSA beside dense attention and its peers: forward, and forward + backward, in one process.
 
 NSA and dense attention are checked and timed as in bench_sparse_attn_e2e.py, with NSAConfig.paper() and 64 query heads
-over 4, D = 128: errors against fp64 come first, and where one is above its budget nothing more is timed and the status
-is 1. A peer (bench/nsa_peers.py) computes a little less than NSA here and need only give finite numbers; where it does
-not run it has null, and the reason is told. Dense attention and peers are timed once for each length and pass, as eager
-calls; on CUDA without what a host takes to start them on an idle GPU, which NSA's mode "eager" has, "queued" has not.
+over 4, D = 128: errors against fp64 come first; if one is above its budget, nothing more is timed and the status is 1.
+A peer (bench/nsa_peers.py) computes a little less than NSA here and need only return finite numbers; if it does not
+run, it has null, and the reason is printed. Dense attention and peers are timed once for each length and pass, as eager
+calls; on CUDA without the time to start them on an idle GPU, as in NSA's mode "queued" and unlike mode "eager".
 
 Writes OUT.json after every length and pass (schema: docs/results_files.md); at the end OUT.csv and OUT.png. The same
 command goes on where it was stopped or killed. With --bars also what the rows have to reach on one H200, and whether
@@ -56,7 +56,7 @@ MS_BARS: dict[int, dict[str, tuple[float, float]]] = {
 }
 """By length and pass: the milliseconds that are wanted, and those that would be fine."""
 GIB_BARS = (12.7, 10.7)
-"""Of forward + backward at 64K: what the fastest peer (SFNSA) holds, and the one that holds least (fla)."""
+"""GiB of forward + backward at 64K: of the fastest peer (SFNSA), and of the one that holds least (fla)."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Options of its own, and those of bench_sparse_attn_e2e.py behind the paper's."""
+    """Options of this script; those of bench_sparse_attn_e2e.py follow the defaults of the paper."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog=f"Other options: those of bench_sparse_attn_e2e.py, except {', '.join(NOT_TAKEN)}.",

@@ -76,7 +76,7 @@ with needed("rich"):
 
 SAMPLED_ROWS = 256
 CHECKED_BYTES = 48 << 30
-"""What a checked call and its three branches may give; heads of longer sequences are checked in turn."""
+"""Most bytes that a checked call and its three branches return; heads of longer sequences are checked in turn."""
 MODES = ("eager", "queued", "graph")
 """From an idle GPU; as an eager call while the GPU works on something else, as in a training step; as a CUDA graph."""
 
@@ -404,7 +404,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--seconds", type=above_zero, help=repeat)
     add("--no-dense-above", type=positive, metavar="N", help="from there on, extrapolate dense attention's time by N^2")
     add("--peak-tflops", type=above_zero, help="of the device, for the roofline; default: known of H100 and H200")
-    add("--peak-tbs", type=above_zero, help="TB/s of its memory; default: likewise, else 4.8")
+    add("--peak-tbs", type=above_zero, help="TB/s of its memory; default: known of H100 and H200, else 4.8")
     add("--out", default=str(LOCAL_RESULTS / "e2e"), help="results, without suffix; default: %(default)s")
     args = parser.parse_args(argv)
     args.usual_modes = ["eager", "graph"]
@@ -474,11 +474,11 @@ def _count_or_none(text: str) -> int | None:
     return None if text.lower() == "none" else positive(text)
 
 
-# What is checked and timed
+# Checks and calls
 
 
 def leaves(problem: Problem) -> list[Tensor]:
-    """What gradients are for, q first."""
+    """Tensors that get gradients, q first."""
     tensors = (problem.q, problem.k, problem.v, problem.gate_proj_weight)
     return [tensor for tensor in tensors if tensor is not None]
 
@@ -522,7 +522,7 @@ def modes_of(args: argparse.Namespace) -> list[str]:
 
 
 def is_queued(args: argparse.Namespace) -> bool:
-    """Whether what NSA is compared with is timed without the host: once for all modes, as NSA is where it is so."""
+    """True if dense attention and peers, timed once for all modes, are timed without the host, as in mode "queued"."""
     return "queued" in modes_of(args)
 
 
@@ -646,7 +646,7 @@ def exact_head(inputs: NSAInputs, config: NSAConfig, tiles: Tiles, head: int) ->
 
 
 def join_heads(parts: Sequence[Tiles]) -> Tiles:
-    """Of the same tiles, for some heads each."""
+    """Join the heads of the same tiles."""
     chosen = [part.cmp_indices for part in parts if part.cmp_indices is not None]
     indices = torch.cat([part.indices for part in parts], 1)
     return Tiles(parts[0].numbers, indices, torch.cat(chosen, 1) if chosen else None)

@@ -208,7 +208,7 @@ def load_indices(path: Path) -> Tensor:
 
 
 def choose_by_text(n: int, heads: int, kv_heads: int) -> Tensor:
-    """What token mode chooses for queries and keys that are embeddings of a text."""
+    """Blocks that token mode chooses for queries and keys that are embeddings of a text."""
     text = make_inputs("text", Sizes(1, n, heads, kv_heads, DIM), device=DEVICE, dtype=torch.bfloat16, gated=False)
     config = NSAConfig.paper(select_block_size=SIZE, num_selected_blocks=SLOTS)
     return nsa_forward_aux(text.q, text.k, text.v, config=config)[1].indices
@@ -233,7 +233,7 @@ def choose(n: int, kv_heads: int, choice: str, generator: torch.Generator) -> Te
 
 
 def errors(problem: Problem) -> list[str]:
-    """What is not within its budget: o and dq of some tokens, dk and dv of a block, against fp64."""
+    """Errors above their budgets: of o and dq of some tokens, dk and dv of a block, against fp64."""
     n, kv_heads = problem.k.shape[1:3]
     group = problem.q.shape[2] // kv_heads
     generator = torch.Generator().manual_seed(1)
@@ -289,7 +289,7 @@ def rows_of(
 def columns_of(
     problem: Problem, kv_head: int, heads: slice, tokens: Tensor, keys: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """dk and dv of `keys` that `tokens` chose, likewise."""
+    """dk and dv of `keys` that `tokens` chose: in fp64, and with what is multiplied rounded."""
     results: dict[str, list[Tensor]] = {"dk": [], "dv": []}
     scale = DIM**-0.5
     for low in (False, True):

@@ -86,13 +86,13 @@ Outputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Way:
-    """How the documents are run."""
+    """A way to run the documents."""
 
     name: str
     call: Callable[[], list[Outputs]]
     """Results of each call of the op that it takes."""
     given: list[Tensor]
-    """What exists before: inputs and do."""
+    """Tensors that exist before: inputs and do."""
 
 
 def make_ways(problem: Problem, lengths: list[int], config: NSAConfig, backward: bool) -> tuple[Way, Way, Way]:
@@ -131,7 +131,7 @@ def make_ways(problem: Problem, lengths: list[int], config: NSAConfig, backward:
 
 
 def compare(packed: list[Outputs], alone: list[Outputs], lengths: list[int]) -> str | None:
-    """What is wrong with the packed results, or None.
+    """Description of the first wrong packed result, or None.
 
     Outputs must be the same bits. Gradients are sums whose order differs: packed ones may be off by the dtype's eps in
     the root mean square, which is more than the roundings of the parts and the result amount to (each at most eps / 2),

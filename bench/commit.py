@@ -1,6 +1,6 @@
-"""Which commit's sources run here: as git says, or as a file says that was written before the sources were copied.
+"""The commit whose sources run here: from git, or from a file that was written before the sources were copied.
 
-Results of benchmarks are no sources: what lies in bench/results makes no difference. Standard library only, so that
+Results of benchmarks are no sources: files in bench/results make no difference. Standard library only, so that
 tools/stamp_commit.py needs no torch.
 """
 
@@ -17,9 +17,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 STAMP_NAME = ".commit.json"
 SOURCES = (".", ":(exclude)bench/results")
-"""As git takes paths."""
+"""Paths as arguments of git."""
 DIGITS = 12
-"""Of a commit's name, as it is told."""
+"""Digits of a commit's name that are shown."""
 DIGEST_DIGITS = 16
 
 
@@ -73,7 +73,7 @@ def changes(root: Path) -> str:
 
 
 def digest_of(path: Path) -> str | None:
-    """Of a file's content; None where there is none."""
+    """Digest of a file's content; None if there is no file."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:DIGEST_DIGITS]
     except OSError:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: names on the command line, the dense baseline, and which backend to time."""
+"""Shared by benchmarks: arguments of the command line, the dense baseline, and the backend to time."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def nsa_facts(
     backward: bool,
     recompute: bool = False,
 ) -> dispatch.Call:
-    """What the dispatcher asks of a call like this one, before any tensor is made.
+    """Facts that the dispatcher needs of such a call, before any tensor is made.
 
     Raises:
-        TypeError, ValueError: for sizes that NSA does not take with these options.
+        TypeError, ValueError: for sizes that NSA does not support with these options.
     """
     q, k = (
         torch.empty((sizes.batch, 1, heads, sizes.dim), dtype=dtype, device="meta")

@@ -1,4 +1,4 @@
-"""What a benchmark of context parallelism measures: cases, a rank's share without messages, rows, and what they say."""
+"""Parts of the benchmark of context parallelism: cases, rows, and a rank's share without messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STREAMS = 2
 PARTIAL_BYTES = {"fwd": 520 << 20, "fwd+bwd": 512 << 20}
 """Partial results of such a chunk; backward's are also those of a tile-mode call, and of phases of entries."""
 TEMPORARY_BYTES = 1 << 30
-"""What heads that backward takes at a time need, if they are more than one."""
+"""Most bytes of temporaries of the heads that backward handles together, if they are more than one."""
 
 
 class Case(NamedTuple):
@@ -232,7 +232,7 @@ class Alone:
     def __init__(self, rank: int, layout: Layout, received: Sequence[Tensor]) -> None:
         self.rank, self.size, self.layout, self.received = rank, layout.ranks, layout, iter(received)
         self.kept: list[Tensor] | None = None
-        """Shares of dk and dv, pass after pass; None: nobody asks for them."""
+        """Shares of dk and dv, pass after pass; None: not kept."""
 
     def start_gather(self, rows: Tensor, held: Sequence[list[Range]]) -> Callable[[], list[Tensor]]:
         """Keys and values of the next heads, in the pieces that Comm.start_gather has."""
@@ -253,7 +253,7 @@ class ShareOf:
     """A rank's part in a call, as ContextParallel runs it.
 
     Args:
-        own: the rank's rows, and weights. do: likewise.
+        own, do: the rank's rows; own also has weights.
         received: of Alone, for passes of `kv_heads_per_pass`.
     """
 
@@ -293,13 +293,13 @@ class ShareOf:
 
 
 def kv_heads_per_pass(args: argparse.Namespace, layout: Layout, k: Tensor) -> int:
-    """As ContextParallel chooses for a sequence of such keys, unless told otherwise."""
+    """The number that was asked for, or that ContextParallel chooses for a sequence of such keys."""
     row_bytes = 2 * args.dim * (k.dtype.itemsize + torch.float32.itemsize)
     return args.kv_heads_per_pass or heads_per_pass(k.shape[-2], layout.tokens, row_bytes)
 
 
 def received_keys(layout: Layout, k: Tensor, v: Tensor, per_pass: int) -> list[Tensor]:
-    """Of each pass what a gather receives: keys beside values, `[R * most tokens of a rank,B,heads,2 D]`, by ranks.
+    """Rows that each pass gathers: keys beside values, `[R * most tokens of a rank,B,heads,2 D]`, by ranks.
 
     Args:
         k, v: of the whole sequence, `[B,N,H_kv,D]`.
@@ -322,7 +322,7 @@ def take(x: Tensor, ranges: Sequence[Range]) -> Tensor:
 
 
 def difference(got: Tensor, want: Tensor, *, exact: bool) -> str:
-    """How two results differ; "" if they agree.
+    """Description of how two results differ; "" if they agree.
 
     Exactly, or but for roundings: sums of another order and of three branches, each rounded to the dtype, are within
     four of them of the largest value.

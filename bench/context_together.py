@@ -47,9 +47,9 @@ from nsa.distributed.layout import make_layout
 BARS = {2: 1.85, 4: 3.5}
 """The speed-up of forward and backward by the number of ranks, with zigzag."""
 LINK_BYTES, CPU_LINK_BYTES = tuple(1 << n for n in (16, 18, 20, 22, 24, 26, 28, 30)), (1 << 12, 1 << 16, 1 << 20)
-"""What all ranks have of a collective together."""
+"""Bytes of a collective on all ranks together."""
 LINK_CALLS = 10
-"""Of a timing, one after the other, so that ranks' different starts count little."""
+"""Consecutive calls of a timing, so that ranks' different starts count little."""
 
 
 def run_together(args: argparse.Namespace, bar_sizes: dict[str, int]) -> int:
@@ -122,7 +122,7 @@ class Together:
     # Checks
 
     def check(self, case: Case) -> str:
-        """What is wrong with the rows of at most `--checked` tokens on any rank; "" if nothing, on all alike."""
+        """Description of the first wrong rows of at most `--checked` tokens on any rank, or ""."""
         config, cp = self.parallel(case)
         tensors = make_tensors(case, self.args, self.device, min(case.n, self.args.checked))
         do = make_do(tensors["q"])
@@ -207,7 +207,7 @@ class Together:
         return found
 
     def milliseconds(self, call: Callable[[], Any], *, host: bool = True) -> float:
-        """Of a call that begins on all ranks together."""
+        """Time of a call that begins on all ranks together."""
         self.start()
         return milliseconds(call, self.device, host)
 
@@ -218,7 +218,7 @@ class Together:
             torch.cuda.synchronize(self.device)
 
     def tell(self, figure: Any) -> list[Any]:
-        """What each rank has."""
+        """The figures of all ranks."""
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, figure)
         return told

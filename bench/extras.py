@@ -1,4 +1,4 @@
-"""Packages of the extras `bench` and `hf`: what a script says when one is absent, too old, too new or broken."""
+"""Packages of the extras `bench` and `hf`: the message if one is absent, too old, too new or broken."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dispatch.device import first_line, fits, version_of
 NEEDS = {"rich": ">=13", "matplotlib": ">=3.8", "transformers": ">=5.23"}
 TESTED = {"rich": "15.0.0", "matplotlib": "3.11.2", "transformers": "5.24.0"}
 EXTRAS = {"transformers": "hf"}
-"""Of packages that are not of `bench`."""
+"""Extras of packages that are not in `bench`."""
 
 
 @contextmanager

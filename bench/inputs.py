@@ -23,7 +23,7 @@ ROPE_BASE = 10_000.0
 SINK_TOKENS = 64
 """Tokens at the start that all queries of a sink input are drawn to."""
 SINK_LOGIT = 3.0
-"""How far their scaled logits lie above those of other tokens (which vary by 1): e^3 = 20 times the weight. Means over
+"""Distance of their scaled logits above those of other tokens (which vary by 1): e^3 = 20 times the weight. Means over
 a block and a tile vary far less than 1, so the block with these tokens has every tile's best score."""
 
 

@@ -94,4 +94,4 @@ def _fla(config: NSAConfig) -> Attention:
 
 PEERS: dict[str, Callable[[NSAConfig], Attention]] = {"fla": _fla}
 COMPUTES = {"fla": "other results: blocks of l' compressed without overlap, gates ready made"}
-"""How a peer's task differs."""
+"""Differences of a peer's task."""

@@ -110,18 +110,18 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 MOST_PAIRS = 1 << 28
-"""Of queries and keys whose scores exist at once: 2 GiB in fp64."""
+"""Most pairs of queries and keys whose scores exist at once: 2 GiB in fp64."""
 
 
 def neighbors(queries: Tensor, num_tokens: int, kernel_size: int, dilation: int, boundary: str, causal: bool) -> Tensor:
-    """Which of all keys some queries `[M]` attend to, bool `[M,N]`."""
+    """Mask of the keys that some queries `[M]` attend to, bool `[M,N]`."""
     kernel_size = min(kernel_size, 2 * num_tokens + 2 - kernel_size % 2)  # nothing is farther away
     query, key = queries[:, None], torch.arange(num_tokens, device=queries.device)
     steps = torch.div(key - query, dilation, rounding_mode="floor")  # within a residue class
     before = kernel_size - 1 if causal else kernel_size // 2
     if boundary == "shift" and not causal:
         # As many keys as there were room for, the nearest on the side that has them
-        last = (num_tokens - 1 - query) // dilation  # rows of the class behind each query
+        last = (num_tokens - 1 - query) // dilation  # rows of the class after each query
         missing_before = (before - query // dilation).clamp(min=0)
         missing_behind = (kernel_size - 1 - before - last).clamp(min=0)
         first = -(before + missing_behind - missing_before)

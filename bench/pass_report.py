@@ -39,7 +39,7 @@ SomeShape = TypeVar("SomeShape", bound=Shape)
 
 @dataclass(frozen=True)
 class Look:
-    """How results of an op are presented."""
+    """Presentation of an op's results."""
 
     op: str
     shape_heading: str

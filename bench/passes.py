@@ -32,7 +32,7 @@ PEER_SLACK = 4
 WALL_TURNS, WALL_SECONDS, WALL_MS = 25, 0.02, 2.0
 """Turns of each candidate for calls as Python makes them, seconds of each, and the longest such calls."""
 PEER_SECONDS = 1 / 3
-"""Of a measurement's seconds, for a peer's: most of the slow ones are theirs."""
+"""Share of a measurement's seconds that a peer gets: most slow calls are theirs."""
 
 Shape = TypeVar("Shape")
 Row = TypeVar("Row")
@@ -63,16 +63,16 @@ class Candidate:
     name: str
     call: Callable[..., Tensor]
     head_major: bool = False
-    """Takes and gives `[B,H,N,D]` instead of `[B,N,H,D]`."""
+    """Accepts and returns `[B,H,N,D]` instead of `[B,N,H,D]`."""
     graphs: bool = True
     """Runs in CUDA graphs."""
 
 
 class Truth(Protocol):
-    """What is right, and what may be expected of the dtype."""
+    """Exact results, and budgets of errors in the dtype."""
 
     def worst(self, results: dict[str, Tensor], slack: int = 1) -> GradientError:
-        """Of results by name, the one that takes most of `slack` budgets; NaN where a result has one anywhere."""
+        """Error of the result that takes most of `slack` budgets; NaN if a result has one anywhere."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Case:
-    """How to get the tensors of a shape, who computes it of ours, the default first, and whom it is compared with."""
+    """A shape's tensors, our candidates, the default first, and the peers that they are compared with."""
 
     make: Callable[[], Task]
     ours: tuple[Candidate, ...]
@@ -115,7 +115,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured of every candidate."""
+    """Measurements of every candidate."""
 
     passes: tuple[str, ...]
     timed: bool
@@ -124,9 +124,9 @@ class Plan:
     wall: bool = False
     """Besides graphs, also calls as Python makes them."""
     calls: int = 1
-    """Of a graph, one after the other: what it takes to start a graph (3 us on an H200) is shared by them."""
+    """Consecutive calls in a graph, which share the time to start it (3 us on an H200)."""
     host: bool = True
-    """Whether the time of an eager call has what the host takes to start it on an idle GPU."""
+    """True if the time of an eager call includes what the host takes to start it on an idle GPU."""
 
     @classmethod
     def of(cls, modes: Sequence[str], seconds: float, *, wall: bool = False, calls: int = 1) -> Plan:
@@ -143,9 +143,9 @@ class Measured:
     error: GradientError
     timing: Timing | None
     wall: Timing | None
-    """Of a call as Python makes it, from an idle device to its end; of an eager pass that is `timing`."""
+    """Time of a call as Python makes it, from an idle device to its end; for an eager pass it is `timing`."""
     peak_gib: float | None
-    """Of everything alive, inputs and outputs included; "bwd" has that of both passes."""
+    """Memory of everything alive, inputs and outputs included; "bwd" has that of both passes."""
 
 
 # Comparing
@@ -262,7 +262,7 @@ def find_peer(make_peer: Callable[[Task], Candidate], task: Task) -> Candidate |
 
 
 def measure_peer(candidate: Candidate | str, direction: str, task: Task, plan: Plan) -> Measured | str:
-    """A peer's pass, or why there is none, likewise."""
+    """A peer's pass, or why there is none."""
     if isinstance(candidate, str):
         return candidate
     try:
@@ -326,7 +326,7 @@ def measure_pass(
 
 
 def measure_wall(passes: Passes, direction: str, seconds: float) -> Timing:
-    """Of a pass as Python calls it."""
+    """Time of a pass as Python calls it."""
     device = passes.do.device
     call, _keep = passes.eager(direction)
     timing = measure(call, device, seconds=seconds)

@@ -82,7 +82,7 @@ Failure = Literal["oom", "timeout"]
 
 @dataclass(frozen=True)
 class Bracket:
-    """Where the longest length lies: at least `fits` (None: nothing tried fits), below `fails` (None: no end found)."""
+    """Bounds of the longest length: at least `fits` (None: nothing tried fits), below `fails` (None: no end found)."""
 
     fits: int | None
     fails: int | None
@@ -135,7 +135,7 @@ class Settings:
     options: dict[str, int]
     """Changes to the preset."""
     backend: str | None
-    """Of NSA."""
+    """Backend of NSA."""
     dense: str | None
     """Name of the baseline, for --op dense."""
     memory_limit: int | None
@@ -276,7 +276,7 @@ def backend_for(settings: Settings) -> tuple[str | None, str]:
     """The backend to probe, and a note when that is the reference for want of a kernel.
 
     Raises:
-        TypeError, ValueError: for settings that NSA does not take.
+        TypeError, ValueError: for settings that NSA does not support.
         dispatch.BackendError: when the backend asked for cannot run them.
     """
     if settings.op == "dense":
@@ -301,18 +301,18 @@ def dense_for(settings: Settings) -> Dense:
 
 @dataclass(frozen=True)
 class Trial:
-    """How one length went."""
+    """Outcome of one length."""
 
     n: int
     fits: bool
     seconds: float
     """The op alone, in a process that runs it for the first time."""
     peak_gib: float | None
-    """Of everything: inputs, out, with --backward do and gradients, temporaries (on a CPU also library code read from
-    disk meanwhile); None when the process could not tell."""
+    """Peak of everything: inputs, out, with --backward do and gradients, temporaries (on a CPU also library code that
+    was read from disk); None if the process did not report it."""
     why: Failure | None = None
     reason: str | None = None
-    """What the failure said."""
+    """Message of the failure."""
 
 
 class TrialError(RuntimeError):
@@ -430,7 +430,7 @@ def end_with_the_probe() -> None:
         os.read(standard_input, 1)  # nothing is ever written: it returns once the probe, which holds the pipe, is gone
         os._exit(1)
 
-    if stat.S_ISFIFO(os.fstat(standard_input).st_mode):  # else somebody repeats the trial by hand
+    if stat.S_ISFIFO(os.fstat(standard_input).st_mode):  # otherwise the trial is repeated by hand
         threading.Thread(target=wait, daemon=True).start()
 
 
@@ -520,7 +520,7 @@ def check_finite(name: str, tensor: Tensor) -> None:
 
 
 def is_out_of_memory(error: Exception, device: torch.device) -> bool:
-    """Whether the memory of this device ran out, by the texts that PyTorch and its libraries have for that."""
+    """True if the memory of this device ran out, by the messages of PyTorch and its libraries."""
     if device.type == "cuda":
         kind: type[Exception] = torch.OutOfMemoryError
         carrier: type[Exception] = Exception  # CuTe DSL has errors of its own; the last text is theirs
@@ -565,7 +565,7 @@ def limited_memory(extra: int) -> Iterator[None]:
 
 
 def can_map(size: int) -> bool:
-    """Whether the system grants this many bytes of private memory (none of it is touched)."""
+    """True if the system grants this many bytes of private memory (none of it is touched)."""
     try:
         mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: facts on the machine, and JSON and CSV files (schema: docs/results_files.md)."""
+"""Files of benchmarks: facts on the machine, and JSON and CSV (schema: docs/results_files.md)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dispatch.device import describe_device
 
 RESULTS = ROOT / "bench" / "results"
 LOCAL_RESULTS = RESULTS / "local"
-"""Where scripts write unless told otherwise; not under version control."""
+"""Default folder of results; not under version control."""
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def command_line(argv: Sequence[str] | None = None) -> str:
     """The command that reproduces this run from the checkout's root.
 
     Args:
-        argv: what the script was given; None: what this process was.
+        argv: arguments of the script; None: those of this process.
     """
     script = Path(sys.argv[0]).resolve()
     shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name

@@ -43,12 +43,12 @@ class Part:
 
     rows: list[Row]
     missing: list[Any]
-    """What did not run meanwhile, and why."""
+    """Peers or cases that did not run, and why."""
 
 
 @dataclass
 class Results:
-    """What was measured so far. Made by `open_results`."""
+    """Results so far. Made by `open_results`."""
 
     path: Path
     head: dict[str, Any]
@@ -193,7 +193,7 @@ def open_results(out: Path, head: dict[str, Any]) -> Iterator[Results]:
 
 @contextmanager
 def replaced_results(out: Path, *endings: str) -> Iterator[None]:
-    """Hold OUT.json and files beside it for a script that writes them anew.
+    """Hold OUT.json and files beside it for a script that replaces them.
 
     Args:
         out: without suffix. endings: of the other files.

@@ -35,7 +35,7 @@ FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 
 
 def choose_peaks(device: str, tflops: float | None, tbs: float | None) -> Peaks | None:
-    """What is given, then what is known of the device of this name; None when that is no TFLOP/s."""
+    """Given peaks, else those of the named device; None if its TFLOP/s are unknown."""
     known = next((peaks for name, peaks in PEAKS.items() if name in device), None)
     if known is None:
         return None if tflops is None else Peaks(tflops, tbs or DEFAULT_TBS)
@@ -80,7 +80,7 @@ def branch_keys(tokens: int, config: NSAConfig) -> tuple[float, float, float]:
 
 
 class Work(NamedTuple):
-    """What a stage must move and compute."""
+    """Bytes that a stage must move, and FLOPs that it must compute."""
 
     bytes: float
     flops: float = 0
@@ -91,7 +91,7 @@ class Work(NamedTuple):
 
 
 def backward_work(sizes: Sizes, config: NSAConfig) -> dict[str, Work]:
-    """Of the stages of NSA's backward on CUDA, for 16-bit inputs with projected gates; lse's, delta's and logits fp32.
+    """Work of the stages of NSA's backward on CUDA, for 16-bit inputs with projected gates; lse, delta and logits fp32.
 
     A branch reads q, o, do, k, v and writes dq, dk, dv (compressed entries' in fp32). The selected branch is one stage
     in token mode and reads delta, not o. Per tile it has several: the split kernels read delta, too, and make S and dP
@@ -128,12 +128,12 @@ def backward_work(sizes: Sizes, config: NSAConfig) -> dict[str, Work]:
 
 
 def attention_flops(sizes: Sizes, keys: float, products: int = FORWARD_PRODUCTS) -> float:
-    """Of one sequence whose rows see that many keys on average."""
+    """FLOPs of one sequence whose rows see that many keys on average."""
     return 2 * products * sizes.tokens * keys * sizes.dim * sizes.heads
 
 
 def score_flops(sizes: Sizes, config: NSAConfig) -> float:
-    """Of scoring all past compressed entries for each tile, in one sequence."""
+    """FLOPs of scoring all past compressed entries for each tile, in one sequence."""
     tiles, products = -(-sizes.tokens // config.q_tile_size), 1 if config.token_mode else SCORE_PRODUCTS
     return 2 * products * tiles * config.num_compressed(sizes.tokens) / 2 * sizes.dim * sizes.heads
 
@@ -159,7 +159,7 @@ def neighborhood_bytes(shape: Neighborhood, direction: str, itemsize: int = 2) -
 
 
 class AscendWork(NamedTuple):
-    """What one pass takes on an NPU, by the model of docs/neighborhood_attention.md; for parts of a row, per row."""
+    """Work of one pass on an NPU, by the model of docs/neighborhood_attention.md; for parts of a row, per row."""
 
     l1_bytes: float
     """Operands of the cube, from global memory."""
@@ -167,7 +167,7 @@ class AscendWork(NamedTuple):
     """In and out of the vector unit's memory, what comes from the cube and goes there included."""
     cube_flops: float
     kept_bytes: float = 0
-    """Beside inputs and outputs: what lies in global memory between kernels or passes."""
+    """Besides inputs and outputs: bytes kept in global memory between kernels or passes."""
 
     def plus(self, other: AscendWork) -> AscendWork:
         return AscendWork(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
@@ -179,13 +179,13 @@ class AscendWork(NamedTuple):
 ITEM, FP32 = 2, 4
 """Bytes of a number: of the inputs, and on the chip."""
 SLOT_TILES = band_tiles("band_scores", torch.bfloat16, MAX_TOKENS)
-"""Of the kernels that write a band or spread it out."""
+"""Tiles of the kernels that write a band or spread it out."""
 BAND_TILES = band_tiles("band_rows", torch.bfloat16, MAX_TOKENS)
-"""Of the kernels that multiply a band with rows, for long sequences."""
+"""Tiles of the kernels that multiply a band with rows, for long sequences."""
 
 
 def neighborhood_work(shape: Neighborhood, algorithm: str, *, backward: bool) -> AscendWork:
-    """Of "flash", "band" or "dense" on 16-bit tensors with truncated windows, away from borders.
+    """Work of "flash", "band" or "dense" on 16-bit tensors with truncated windows, away from borders.
 
     Raises:
         ValueError: for the dense forward, which is the band's.

@@ -62,20 +62,20 @@ STRIDES = 3
 MANY_DOCUMENTS = 300
 """More than those for which kernels look bounds up themselves (cute_kernels.fa4.kernels.FEW_DOCUMENTS)."""
 FEWEST_RECORDS = 4
-"""Of a run whose halves are compared."""
+"""Least number of records in a run whose halves are compared."""
 KEPT = 1 + 1 / 16
-"""How much larger what an allocator keeps may be in the second half than in the first."""
+"""Largest ratio of an allocator's memory in the second half to the first."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model, and of its steps."""
+    """Sizes of the model and of its steps."""
 
     width: int
     heads: int
     kv_heads: int
     pairs: int
-    """Of layers: one selects per tile, one per token."""
+    """Pairs of layers: one selects per tile, one per token."""
     tokens: int
     """Most of one step."""
     tile: NSAConfig
@@ -260,7 +260,7 @@ class Trainer:
         self.step = state["step"]
 
 
-# Runs, and what they leave behind
+# Runs and their records
 
 
 def num_compiled(device: torch.device) -> int | None:
@@ -363,7 +363,7 @@ def bars(runs: list[Row]) -> list[Bar]:
 
 
 def worst(runs: list[Row], name: str, compare: Callable[[float, float], float]) -> float | None:
-    """Of comparing the largest in both halves of the runs that are long enough; None: there is none."""
+    """Worst comparison of the largest values in both halves of the runs that are long enough; None: there is none."""
     found = []
     for run in runs:
         values = [record[name] for record in run["records"]]
@@ -467,7 +467,7 @@ def go_on(trainer: Trainer, path: Path, facts: dict[str, Any], seed: int) -> lis
 
 @contextmanager
 def interrupts_wait() -> Iterator[Callable[[], bool]]:
-    """Whether an interrupt came: the first one lets a step end, of which half is neither state nor memory to record."""
+    """Returns True once an interrupt came. The first one lets the step end: half of a step has no state to record."""
     came = False
 
     def note(*_: Any) -> None:
@@ -503,7 +503,7 @@ def train(watch: Watch, save: Save, until: float, most_steps: int | None, every:
 
 
 def show(runs: list[Row], out: Path) -> int:
-    """What the runs showed; 1 where something failed."""
+    """Print the results of the runs; 1 if something failed."""
     for run in runs:
         first, last = run["records"][0], run["records"][-1]
         say(

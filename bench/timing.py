@@ -18,7 +18,7 @@ from torch import Tensor
 
 GIB = 2**30
 BUSY_CYCLES = 2_000_000
-"""Of the GPU's clock, about a millisecond: longer than a host takes to start a graph."""
+"""Cycles of the GPU's clock, about a millisecond: longer than a host takes to start a graph."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def time_calls(
     host: bool = True,
     peak_gib: float | None = None,
 ) -> Timing:
-    """As `measure`, of a warm call whose memory is known, or does not matter."""
+    """Like `measure`, for a warm call whose memory is known or does not matter."""
     times: list[float] = []
     while len(times) < 3 or (sum(times) < seconds * 1e3 and len(times) < most):
         times.append(milliseconds(call, device, host))
@@ -86,7 +86,7 @@ class Captured:
 
     replay: Callable[[], None]
     out: Any
-    """What replays write."""
+    """Tensors that replays write."""
     peak_gib: float | None
     """Memory that the call took at its peak while it was captured; replays take no more."""
 
@@ -115,7 +115,7 @@ def copy_bandwidth() -> float:
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device, host: bool = True) -> float:
-    """Of one call. Args: host: as of `measure`."""
+    """Time of one call. Args: host: as in `measure`."""
     if device.type == "cuda":
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if not host:

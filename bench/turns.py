@@ -1,4 +1,4 @@
-"""Calls that take turns on one CPU thread, timed by the CPU time they take; and what their ratios say.
+"""Calls that take turns on one CPU thread, timed by their CPU time, and what the ratios show.
 
 For machines that others use too. Waiting for a core is no CPU time. With two threads it would be: each operation ends
 where both do, so one that lost its core holds up the other. What load does to caches and clocks hits calls that follow
@@ -21,7 +21,7 @@ FEWEST, MOST = 5, 100
 NOISE = 1.5
 """A speed-up says nothing where its 80th percentile over turns is more than so many times its 20th."""
 NSA, DENSE, NEITHER, NOISY = "NSA", "dense", "neither", "too noisy"
-"""Which is faster."""
+"""Names of the faster one."""
 
 
 @contextmanager
@@ -44,7 +44,7 @@ class Spread:
 
     @property
     def faster(self) -> str:
-        """Of a speed-up of NSA over dense attention: which of them is, if that can be said."""
+        """The faster one, for a speed-up of NSA over dense attention, if that can be said."""
         if self.p80 > NOISE * self.p20:
             return NOISY
         if self.p20 > 1:
@@ -53,7 +53,7 @@ class Spread:
 
     @property
     def times(self) -> float:
-        """How many times as fast the faster one is."""
+        """Speed-up of the faster one."""
         return max(self.p50, 1 / self.p50)
 
     @classmethod
@@ -83,7 +83,7 @@ def take_turns(calls: Sequence[Callable[[], Any]], seconds: float, each: Callabl
 
 
 def verdict(speedups: Sequence[tuple[str, Spread]]) -> str:
-    """What speed-ups of NSA over dense attention say: a sentence for each outcome that there is.
+    """Summary of speed-ups of NSA over dense attention: a sentence for each outcome.
 
     Args:
         speedups: each with where it was found, such as "N = 8,192".
