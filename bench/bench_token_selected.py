@@ -37,6 +37,7 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
+from bench import oracles
 from bench.bars import Bar, bars_field
 from bench.common import above_zero, positive
 from bench.inputs import Sizes
@@ -244,71 +245,58 @@ def errors(problem: Problem) -> list[str]:
         heads = slice(kv_head * group, (kv_head + 1) * group)
         tokens = torch.randperm(n, generator=generator)[:SAMPLES].sort().values.to(DEVICE)
         chosen = problem.indices[0, kv_head, tokens].long()
-        keys = (chosen[..., None] * SIZE + torch.arange(SIZE, device=DEVICE)).flatten(1)
-        seen = (chosen >= 0).repeat_interleave(SIZE, 1) & (keys <= tokens[:, None])
-        keys = keys.clamp(0, n - 1)
-        rows = rows_of(problem, kv_head, heads, tokens, keys, seen)
+        keys = (chosen[..., None] * SIZE + torch.arange(SIZE, device=DEVICE)).where(chosen[..., None] >= 0, n)
         block = int(torch.randint(-(-n // SIZE), (1,), generator=generator))
         of_block = torch.arange(block * SIZE, min((block + 1) * SIZE, n), device=DEVICE)
         selecting = (problem.indices[0, kv_head] == block).any(1).nonzero()[:, 0]
-        columns = columns_of(problem, kv_head, heads, selecting, of_block)
-        got = {"o": problem.o[0, tokens, heads], "dq": dq[0, tokens, heads]}
-        rows["o, query-outer"], got["o, query-outer"] = rows["o"], by_query_outer[0, tokens, heads]
-        got |= {"dk": dk[0, of_block, kv_head], "dv": dv[0, of_block, kv_head]}
-        for name, (oracle, naive) in {**rows, **columns}.items():
-            error = (got[name].double() - oracle).abs().max().item()
-            allowed = 2 * (naive.double() - oracle).abs().max().item()
-            allowed += torch.finfo(got[name].dtype).eps * oracle.abs().max().item()
+        got = {"o": problem.o[0, tokens, heads], "o, query-outer": by_query_outer[0, tokens, heads]}
+        got |= {"dq": dq[0, tokens, heads], "dk": dk[0, of_block, kv_head], "dv": dv[0, of_block, kv_head]}
+        exact, low = (
+            expected(problem, kv_head, heads, tokens, keys.flatten(1), selecting, of_block, dtype)
+            for dtype in (torch.float64, torch.bfloat16)
+        )
+        for name, result in got.items():
+            right = exact[name.partition(",")[0]]
+            error = (result.double() - right).abs().max().item()
+            allowed = 2 * (low[name.partition(",")[0]].double() - right).abs().max().item()
+            allowed += torch.finfo(result.dtype).eps * right.abs().max().item()
             if not error <= allowed:
                 found.append(f"{name} of head {kv_head}: error {error:.3e} is above {allowed:.3e}")
     return found
 
 
-def rows_of(
-    problem: Problem, kv_head: int, heads: slice, tokens: Tensor, keys: Tensor, seen: Tensor
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """o and dq of tokens that see `keys` where `seen`, `[tokens,m]`: in fp64, and with what is multiplied rounded."""
-    results: dict[str, list[Tensor]] = {"o": [], "dq": []}
-    scale = DIM**-0.5
-    for low in (False, True):
-        dtype = torch.float32 if low else torch.float64
+def expected(
+    problem: Problem,
+    kv_head: int,
+    heads: slice,
+    tokens: Tensor,
+    keys: Tensor,
+    selecting: Tensor,
+    block: Tensor,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """o and dq of tokens that chose `keys` `[tokens,m]`, dk and dv of the keys of a block that some tokens selected.
 
-        def rounded(x: Tensor, low: bool = low) -> Tensor:
-            return x.to(torch.bfloat16).to(x.dtype) if low else x
+    Args:
+        dtype: what is multiplied is rounded to it, and so are results.
+    """
+    wide, scale, n = oracles.wide(dtype), DIM**-0.5, problem.k.shape[1]
 
-        q, do = (x[0, tokens, heads].to(dtype) for x in (problem.q, problem.do))
-        k, v = (x[0, keys, kv_head].to(dtype) for x in (problem.k, problem.v))
-        lse, delta = (x[0, heads, tokens].T[..., None].to(dtype) for x in (problem.lse, problem.delta))
-        logits = (torch.einsum("thd,tmd->thm", q, k) * scale).masked_fill(~seen[:, None], -math.inf)
-        results["o"].append(rounded(torch.einsum("thm,tmd->thd", rounded(logits.softmax(-1)), v)))
-        ds = (logits - lse).exp() * (torch.einsum("thd,tmd->thm", do, v) - delta)
-        results["dq"].append(rounded(torch.einsum("thm,tmd->thd", rounded(ds), k) * scale))
-    return {name: (exact, low) for name, (exact, low) in results.items()}
+    def of(tokens: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, do = (x[0, tokens, heads][:, None].to(wide) for x in (problem.q, problem.do))  # [tokens,1,heads,D]
+        k, v = (
+            x[0, keys.clamp(max=n - 1), kv_head][:, None].to(wide) for x in (problem.k, problem.v)
+        )  # [tokens,1,m,D]
+        lse, delta = (x[0, heads, tokens].T[:, None, :, None].to(wide) for x in (problem.lse, problem.delta))
+        logits = (q @ k.mT * scale).masked_fill((keys > tokens[:, None])[:, None, None], -math.inf)
+        o = oracles.rounded(logits.softmax(-1), dtype) @ v
+        return o, *oracles.head_gradients(do, q, k, v, (logits - lse).exp(), delta, scale, dtype)
 
-
-def columns_of(
-    problem: Problem, kv_head: int, heads: slice, tokens: Tensor, keys: Tensor
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """dk and dv of `keys` that `tokens` chose: in fp64, and with what is multiplied rounded."""
-    results: dict[str, list[Tensor]] = {"dk": [], "dv": []}
-    scale = DIM**-0.5
-    for low in (False, True):
-        dtype = torch.float32 if low else torch.float64
-        sums = [torch.zeros((len(keys), DIM), dtype=dtype, device=DEVICE) for _ in range(2)]
-        for some in tokens.split(CHUNK):
-            q, do = (x[0, some, heads].to(dtype) for x in (problem.q, problem.do))
-            k, v = (x[0, keys, kv_head].to(dtype) for x in (problem.k, problem.v))
-            lse, delta = (x[0, heads, some].T[..., None].to(dtype) for x in (problem.lse, problem.delta))
-            logits = (q @ k.T * scale).masked_fill((keys > some[:, None])[:, None], -math.inf)
-            p = (logits - lse).exp()
-            ds = p * (do @ v.T - delta)
-            if low:
-                p, ds = (x.to(torch.bfloat16).to(dtype) for x in (p, ds))
-            sums[0] += torch.einsum("thm,thd->md", ds, q) * scale
-            sums[1] += torch.einsum("thm,thd->md", p, do)
-        for name, x in zip(results, sums, strict=True):
-            results[name].append(x.to(torch.bfloat16).to(dtype) if low else x)
-    return {name: (exact, low) for name, (exact, low) in results.items()}
+    o, dq, *_ = of(tokens, keys)
+    parts = [of(some, block.expand(len(some), -1))[2:] for some in selecting.split(CHUNK)]
+    dk, dv = (torch.stack([x.sum(0) for x in part]).sum(0) for part in zip(*parts, strict=True))
+    found = {"o": o[:, 0], "dq": dq[:, 0], "dk": dk[0], "dv": dv[0]}
+    return {name: oracles.rounded(x, dtype) for name, x in found.items()}
 
 
 def stages(problem: Problem, choice: str, copy_tbs: float, tflops: float) -> list[Row]:

@@ -74,7 +74,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logits = (q @ k.mT * scale).masked_fill(~visible, -math.inf)
         lse = logits.logsumexp(-1)
-        o = _rounded(_rounded(_probabilities(logits), dtype) @ v, dtype)
+        o = rounded(rounded(_probabilities(logits), dtype) @ v, dtype)
         ctx.save_for_backward(q, k, v, visible, o)
         ctx.scale, ctx.dtype = scale, dtype
         ctx.mark_non_differentiable(lse)
@@ -85,15 +85,15 @@ class _Attention(torch.autograd.Function):
         q, k, v, visible, o = ctx.saved_tensors
         p = _probabilities((q @ k.mT * ctx.scale).masked_fill(~visible, -math.inf))
         delta = (do * o).sum(-1, keepdim=True)
-        return (*_gradients(do, q, k, v, p, delta, ctx.scale, ctx.dtype), None, None, None)
+        return (*head_gradients(do, q, k, v, p, delta, ctx.scale, ctx.dtype), None, None, None)
 
 
-def _gradients(
+def head_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, delta: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of one key/value head; k and v `[B,1,N,D]`, the rest `[B,G,M,...]`."""
-    ds = _rounded(p * (do @ v.mT - delta), dtype)
-    dk, dv = (ds.mT @ q).sum(1, keepdim=True), (_rounded(p, dtype).mT @ do).sum(1, keepdim=True)
+    ds = rounded(p * (do @ v.mT - delta), dtype)
+    dk, dv = (ds.mT @ q).sum(1, keepdim=True), (rounded(p, dtype).mT @ do).sum(1, keepdim=True)
     return ds @ k * scale, dk * scale, dv
 
 
@@ -102,7 +102,8 @@ def _probabilities(logits: Tensor) -> Tensor:
     return logits.softmax(-1).masked_fill(logits == -math.inf, 0.0)
 
 
-def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in its own dtype, rounded to another one."""
     return x.to(dtype).to(x.dtype)
 
 
@@ -173,7 +174,7 @@ def gradients_from_probabilities(
         do_, q_, k_, v_ = (*of_queries, *of_keys)
         p_ = p[:, some].to(exact)
         delta = (p_ * (do_ @ v_.mT)).sum(-1, keepdim=True)
-        parts.append([x.transpose(1, 2) for x in _gradients(do_, q_, k_, v_, p_, delta, scale, q.dtype)])
+        parts.append([x.transpose(1, 2) for x in head_gradients(do_, q_, k_, v_, p_, delta, scale, q.dtype)])
     dq, dk, dv = (torch.cat(heads, 2).to(q.dtype) for heads in zip(*parts, strict=True))
     return dq, dk, dv
 
@@ -279,4 +280,4 @@ def _entries(inputs: NSAInputs, config: NSAConfig, name: str, dtype: torch.dtype
     weight: Tensor | None = getattr(inputs, f"w_{name}_compress")
     if weight is not None:
         entries = torch.einsum("bnhd,hde->bnhe", entries, weight)
-    return entries + (_rounded(entries, dtype) - entries).detach()  # the gradient of rounding is 1
+    return entries + (rounded(entries, dtype) - entries).detach()  # the gradient of rounding is 1
