@@ -1,8 +1,8 @@
-"""Where the time of NSA on an NVIDIA GPU goes: each stage beside its floor; forward also gating and host time alone.
+"""Time of each stage of NSA on an NVIDIA GPU, beside its floor.
 
 A stage's floor is the larger of its bytes over the copy bandwidth measured here and its operations over the peak; that
 of a whole forward, backward or both is the end-to-end benchmark's (bench/roofline.py), with this bandwidth.
-Writes OUT.json (schema: docs/results_files.md) after every length, heads and option; the same command goes on where it
+Writes OUT.json (schema: docs/results_files.md) after every length, heads and option; the same command resumes where it
 was stopped or killed. Nothing is checked here: the gate of the file is "unchecked".
 
 With --backward the stages of the backward, over the same chunks of heads as there. The selected branch is timed both
@@ -18,11 +18,10 @@ With --token the stages of the paper's token mode, of its forward or with --back
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,7 +35,7 @@ from torch import Tensor
 from bench.common import above_zero, positive
 from bench.inputs import Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment
-from bench.results_file import open_results
+from bench.results_file import Row, open_results
 from bench.roofline import (
     Peaks,
     Work,
@@ -47,7 +46,7 @@ from bench.roofline import (
     nsa_floor_ms,
     score_flops,
 )
-from bench.timing import capture, copy_bandwidth, measure, peak_memory
+from bench.timing import capture, copy_bandwidth, measure
 from cute_kernels.call_facts import has_atomic_free_backward
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.fa4.rules import rules as rules_of
@@ -65,18 +64,6 @@ TILE_HEADS, TOKEN_HEADS = ((8, 2),), ((64, 4), (32, 8))
 """Query and key/value heads, by what selects."""
 SEQLENS = {"": "8K,32K,128K,1M", "-backward": "32K,128K,512K,1M", "-token": "8K,64K", "-token-backward": "8K,64K"}
 DEVICE = torch.device("cuda")
-
-
-@dataclass(frozen=True)
-class Row:
-    n: int
-    h: int
-    h_kv: int
-    num_cmp: int | None
-    stage: str
-    ms: float
-    floor_ms: float
-    share: float
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -103,28 +90,24 @@ def main(argv: list[str] | None = None) -> None:
     with open_results(Path(args.out), head) as results:
         copy_tbs = results.fact("copy_tbs", copy_bandwidth)
         print(f"copy: {copy_tbs:.2f} TB/s", flush=True)
+
+        def run(n: int, of_each: tuple[int, int], config: NSAConfig) -> tuple[list[Row], list[str]]:
+            return measured(Sizes(1, n, *of_each, DIM), config, copy_tbs, peaks.tflops), []
+
+        parts = []
         for n, of_each, config in product(lengths, heads, configs):
-            part = f"{n} {of_each[0]}/{of_each[1]} {config.num_cmp_selected_blocks}"
-            if part in results.parts:
-                continue
-            rows = measured(Sizes(1, n, *of_each, DIM), config, copy_tbs, peaks.tflops)
-            results.add(part, [asdict(row) for row in rows])
-            for row in rows:
-                where = f"{n:>8} {row.h:>3}/{row.h_kv} {row.num_cmp!s:>5} {row.stage:<16}"
-                share = f"{row.share:6.0%}" if row.floor_ms else ""
-                print(f"{where}{row.ms:9.4f} ms  floor {row.floor_ms:8.4f} {share}", flush=True)
-        alone: dict[str, Any] = {}
-        if args.backward and not args.token:
-            alone = {"split": takes_atomic_free()}
-        elif not args.token:
-            alone = {
-                "gating": gating(copy_tbs),
-                "host_us": host_time(),
-                "score_extra_mib_at_3m": score_memory(3 << 20),
-            }
-        for name, value in alone.items():
-            print(name, value)
-        results.finish("unchecked", **alone)
+            name = f"{n} {of_each[0]}/{of_each[1]} {config.num_cmp_selected_blocks}"
+            parts.append((name, partial(run, n, of_each, config)))
+        results.measure(parts, line)
+        split = {"split": takes_atomic_free()} if args.backward and not args.token else {}
+        results.finish("unchecked", **split)
+
+
+def line(row: Row) -> str:
+    """A row for readers."""
+    where = f"{row['n']:>8} {row['h']:>3}/{row['h_kv']} {row['num_cmp']!s:>5} {row['stage']:<16}"
+    share = f"{row['share']:6.0%}" if row["floor_ms"] else ""
+    return f"{where}{row['ms']:9.4f} ms  floor {row['floor_ms']:8.4f} {share}"
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
@@ -222,8 +205,8 @@ class Stage(NamedTuple):
 
 
 def row_of(sizes: Sizes, config: NSAConfig, name: str, ms: float, floor_ms: float) -> Row:
-    chosen = config.num_cmp_selected_blocks
-    return Row(sizes.tokens, sizes.heads, sizes.kv_heads, chosen, name, ms, floor_ms, floor_ms / ms)
+    row = {"n": sizes.tokens, "h": sizes.heads, "h_kv": sizes.kv_heads, "num_cmp": config.num_cmp_selected_blocks}
+    return {**row, "stage": name, "ms": ms, "floor_ms": floor_ms, "share": floor_ms / ms}
 
 
 class HeadChunk(NamedTuple):
@@ -326,10 +309,7 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
 
     stages: list[tuple[str, Callable[[], Any]]] = [
         ("gate gradients", every(lambda chunk: differentiate_gates(chunk.call, chunk.branches, chunk.do, chunk.gates))),
-        (
-            "compressed",
-            every(compressed),
-        ),
+        ("compressed", every(compressed)),
     ]
     if config.token_mode:
         stages += [("selected", every(selected))]
@@ -408,65 +388,6 @@ def graph_or_eager(call: Callable[[], Any]) -> tuple[float, bool]:
         return measure(call, DEVICE, seconds=0.5, most=10).ms_p50, True
     finally:
         torch.cuda.empty_cache()  # graphs keep what they reserved
-
-
-def gating(copy_tbs: float) -> list[dict[str, float]]:
-    """The gate alone at B=2, 32 heads of 128, beside the same in PyTorch."""
-    from cute_kernels.gate.forward import gated_sum
-
-    results = []
-    for n in (4 << 10, 16 << 10):
-        inputs = random_inputs(Sizes(2, n, 32, 8, DIM))
-        q, weight = inputs.q, inputs.gate_proj_weight
-        o_cmp, o_slc, o_win = (torch.randn_like(q) for _ in range(3))
-        out = torch.empty_like(q)
-
-        def in_torch() -> Tensor:
-            gates = torch.sigmoid(torch.einsum("bnhd,hgd->bnhg", q, weight))  # noqa: B023 (called at once)
-            return gates[..., 0:1] * o_cmp + gates[..., 1:2] * o_slc + gates[..., 2:3] * o_win  # noqa: B023
-
-        ours = milliseconds(lambda: gated_sum(o_cmp, o_slc, o_win, out, q=q, gate_proj_weight=weight))  # noqa: B023
-        floor = 5 * q.numel() * 2 / copy_tbs / 1e9
-        results.append({"n": n, "ms": ours, "torch_ms": milliseconds(in_torch), "floor_ms": floor})
-    return results
-
-
-def host_time(n: int = 8 << 10, calls: int = 200) -> dict[str, float]:
-    """Microseconds of host time per nsa_forward, and per call where calls follow each other, at a small N."""
-    inputs = random_inputs(Sizes(1, n, *TILE_HEADS[0], DIM))
-    config = NSAConfig()
-
-    def call() -> Tensor:
-        return nsa_forward(inputs.q, inputs.k, inputs.v, gate_proj_weight=inputs.gate_proj_weight, config=config)
-
-    call()
-    torch.cuda.synchronize()
-    times = []
-    for i in range(calls):
-        if i % 4 == 0:  # an empty queue, so that no launch waits for the GPU
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - begin) * 1e6)
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        call()
-    torch.cuda.synchronize()
-    return {"p20": sorted(times)[calls // 5], "p50": statistics.median(times),
-            "sustained": (time.perf_counter() - begin) / calls * 1e6}  # fmt: skip
-
-
-def score_memory(n: int) -> float:
-    """MiB that means, scoring and both selections need beyond their inputs."""
-    from cute_kernels import forward
-    from cute_kernels.plan import prepare
-
-    inputs = random_inputs(Sizes(1, n, *TILE_HEADS[0], DIM))
-    config = NSAConfig(num_cmp_selected_blocks=16)
-    call = prepare(inputs, config)
-    gib = peak_memory(lambda: forward.select(call.plan, inputs.q, call.k_cmp, 0, n), DEVICE)
-    return (gib or 0.0) * 1024
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Lengths are drawn log-uniformly between 256 and 32K tokens from a fixed seed until TOKENS are reached. The packed output
 must equal each document's alone, bit for bit, and with --backward gradients but for rounding, or nothing is timed.
-Writes OUT.json (schema: docs/results_files.md) after every way to run them; the same command goes on where it was
+Writes OUT.json (schema: docs/results_files.md) after every way to run them; the same command resumes where it was
 stopped or killed. peak_gib is beyond the inputs; with --backward it is everything alive.
 """
 
@@ -12,7 +12,8 @@ import argparse
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -26,20 +27,12 @@ from torch import Tensor
 from bench.common import positive
 from bench.inputs import Problem, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment
-from bench.results_file import open_results
+from bench.results_file import Row, open_results
 from bench.timing import measure
 from nsa import NSAConfig, nsa, nsa_forward
 
 SHORTEST, LONGEST = 256, 32 << 10
 HEADS, KV_HEADS, DIM = 8, 2, 128
-
-
-@dataclass(frozen=True)
-class Row:
-    name: str
-    ms_p50: float
-    peak_gib: float | None
-    tokens_per_ms: float
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -69,15 +62,20 @@ def main(argv: list[str] | None = None) -> None:
         if wrong is not None:
             results.fail([wrong])
             raise SystemExit(f"{wrong}: no times")
-        for way in (packed, padded, one_by_one):
-            if way.name in results.parts:
-                continue
+
+        def measured(way: Way) -> tuple[list[Row], list[str]]:
             timing = measure(way.call, device, seconds=0.5).holding(way.given if args.backward else [])
-            row = Row(way.name, timing.ms_p50, timing.peak_gib, sum(lengths) / timing.ms_p50)
-            results.add(way.name, [asdict(row)])
-            rate = f"{row.tokens_per_ms:7.0f} tokens/ms"
-            print(f"{way.name:<12}{timing.ms_p50:9.3f} ms  {timing.peak_gib or 0:6.2f} GiB  {rate}", flush=True)
+            row = {"name": way.name, "ms_p50": timing.ms_p50, "peak_gib": timing.peak_gib}
+            return [{**row, "tokens_per_ms": sum(lengths) / timing.ms_p50}], []
+
+        results.measure(((way.name, partial(measured, way)) for way in (packed, padded, one_by_one)), line)
         results.finish()
+
+
+def line(row: Row) -> str:
+    """A row for readers."""
+    rate = f"{row['tokens_per_ms']:7.0f} tokens/ms"
+    return f"{row['name']:<12}{row['ms_p50']:9.3f} ms  {row['peak_gib'] or 0:6.2f} GiB  {rate}"
 
 
 Outputs = dict[str, Tensor]

@@ -732,8 +732,8 @@ def test_on_a_gpu_stages_of_the_backward(num_cmp: int | None, monkeypatch: pytes
     for most in (backward.TEMPORARY_BYTES, 1):
         monkeypatch.setattr(backward, "TEMPORARY_BYTES", most)
         rows = bench_nsa_stages.backward_stages(sizes, config, 4.0, 900.0)
-        assert [row.stage for row in rows] == names
-        assert all(row.floor_ms > 0 and 0 < row.share < 1.5 for row in rows)
+        assert [row["stage"] for row in rows] == names
+        assert all(row["floor_ms"] > 0 and 0 < row["share"] < 1.5 for row in rows)
 
 
 @pytest.mark.cuda
@@ -746,11 +746,11 @@ def test_on_a_gpu_stages_of_token_mode(heads: tuple[int, int]) -> None:
     sizes, config = Sizes(1, 3000, *heads, 128), NSAConfig.paper()
     rows = bench_nsa_stages.stages(sizes, config, 4.0, 900.0)
     names = ["compress", "compressed", "choose", "selected", "window", "gate", "all"]
-    assert [row.stage for row in rows] == names
-    assert all(row.floor_ms > 0 and 0 < row.share < 2 for row in rows)  # of small inputs much is in L2
+    assert [row["stage"] for row in rows] == names
+    assert all(row["floor_ms"] > 0 and 0 < row["share"] < 2 for row in rows)  # of small inputs much is in L2
     rows = bench_nsa_stages.backward_stages(sizes, config, 4.0, 900.0)
-    assert [row.stage for row in rows] == [*backward_work(sizes, config), "forward, saving", "backward", "all"]
-    assert {(row.h, row.h_kv) for row in rows} == {heads}
+    assert [row["stage"] for row in rows] == [*backward_work(sizes, config), "forward, saving", "backward", "all"]
+    assert {(row["h"], row["h_kv"]) for row in rows} == {heads}
 
 
 @pytest.mark.cuda
