@@ -13,16 +13,12 @@ import torch
 
 from bench.bars import Bar, bars_field, ratio
 from bench.common import DTYPES, above_zero, with_ending
-from bench.extras import needed
-from bench.passes import MODES, Case, Measured, Missing, Plan, compare, tell_missing
+from bench.passes import MODES, Case, Measured, Plan, compare, tell_missing
 from bench.report import LOCAL_RESULTS, command_line, environment, relative
 from bench.results_file import Row, open_results
 from bench.show import PASS_TITLES, console, ms_text, print_table, saved_figure, say, show_bars
 from bench.timing import copy_bandwidth
 from dispatch.device import device_types
-
-with needed("rich"):
-    from rich.progress import Progress
 
 OWN_COLORS = ("#1b4f72", "#2e86c1", "#76448a")
 
@@ -160,23 +156,13 @@ def benchmark(
     say(f"{look.op} and its peers: {', '.join(args.modes)}, {args.dtype}, on {facts['device']}", "bold")
     with open_results(out, {**facts, "command": args.command}) as results:
         tbs = results.fact("floor_tbs", lambda: args.peak_tbs or (copy_bandwidth() if device.type == "cuda" else None))
-        red: list[str] = []
-
-        def keep(shape: SomeShape, rows: list[Row], missing: list[Missing]) -> None:
-            results.add(str(shape), rows, missing)
-            for row in rows:
-                say(look.line(row), "dim")
-
-        def refuse(reason: str) -> None:
-            red.append(reason)
-            results.fail(red, missing=[], **bars_field([] if bars else None))
-
-        left = {shape: case for shape, case in cases.items() if str(shape) not in results.parts}
-        with Progress(console=console, transient=True) as progress:
-            compare(left, plan, partial(make_row, tbs), keep=keep, refuse=refuse, progress=progress)
-        if red:
-            console.print("[bold red]Wrong results, so no times are reported:[/bold red]", *red, sep="\n  ")
-            return False
+        with console.status("") as status:
+            parts = [
+                (str(shape), partial(compare, shape, case, plan, partial(make_row, tbs), status.update))
+                for shape, case in cases.items()
+            ]
+            if not results.measure(parts, look.line, "{0[0]} did not run: {0[1]} ({0[2]})".format):
+                return False
         missing = tell_missing(results.missing, len(cases) * len(plan.passes))
         for reason in missing:
             say(reason, "yellow")

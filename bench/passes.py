@@ -14,16 +14,14 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from bench.gradient_check import GradientError
+from bench.results_file import Row, WrongResult
 from bench.timing import GIB, Timing, capture, measure, peak_memory, time_calls
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 PASSES = {"forward": "fwd", "backward": "bwd", "full": "fwd+bwd"}
 MODES = (*PASSES, "memory")
@@ -35,7 +33,6 @@ PEER_SECONDS = 1 / 3
 """Share of a measurement's seconds that a peer gets: most slow calls are theirs."""
 
 Shape = TypeVar("Shape")
-Row = TypeVar("Row")
 
 
 class Unavailable(Exception):
@@ -156,64 +153,54 @@ Missing = tuple[str, str, str]
 
 
 def compare(
-    cases: Mapping[Shape, Case],
+    shape: Shape,
+    case: Case,
     plan: Plan,
     make_row: Callable[[Shape, str, str, bool, Measured, dict[str, Measured | None]], Row],
-    *,
-    keep: Callable[[Shape, list[Row], list[Missing]], None],
-    refuse: Callable[[str], None],
-    progress: Progress,
-) -> None:
-    """Measure every case.
+    update: Callable[[str], None],
+) -> tuple[list[Row], list[Missing]]:
+    """Rows of a shape, and the peers that did not run.
 
     Args:
-        make_row: of shape, pass, backend, whether that is the default, what was measured, and that of each peer.
-        keep: given what was found of every shape as soon as it is done: a peer that ends the process must not take it
-            along.
-        refuse: given what is wrong, after which nothing is timed.
-    """
-    red = False
-    total = sum(1 + len(plan.passes) * (len(case.ours) + len(case.peers)) for case in cases.values())
-    steps = progress.add_task("starting", total=total)
-    for shape, case in cases.items():
-        progress.update(steps, description=f"{shape}: fp64")
-        task = case.make()
-        progress.advance(steps)
+        make_row: arguments: shape, pass, backend, True if that is the default, measurements of it and of each peer.
+        update: called with what is measured next.
 
-        measured: dict[tuple[str, str], Measured] = {}
-        for candidate in case.ours:
-            for direction in plan.passes:
-                progress.update(steps, description=f"{shape} {direction}: {candidate.name}")
-                one = measure_pass(candidate, direction, task, plan, timed=not red)
-                measured[candidate.name, direction] = one
-                if not one.error.within:
-                    red = True
-                    refuse(f"{shape} {direction} {candidate.name}: {_above(one.error)}")
-                progress.advance(steps)
-        if red:
-            continue
-        of_name = {candidate.name: candidate for candidate in case.ours}
-        missing: list[Missing] = []
-        for name, make_peer in case.peers.items():
-            peer = find_peer(make_peer, task)
-            if isinstance(peer, Candidate):
-                of_name[name] = peer
-            for direction in plan.passes:
-                progress.update(steps, description=f"{shape} {direction}: {name}")
-                of_peer = measure_peer(peer, direction, task, plan)
-                if isinstance(of_peer, Measured):
-                    measured[name, direction] = of_peer
-                else:
-                    missing.append((name, of_peer, f"{shape} {direction}"))
-                progress.advance(steps)
+    Raises:
+        WrongResult: with every error above its budget; after the first one nothing is timed.
+    """
+    update(f"{shape}: fp64")
+    task = case.make()
+    measured: dict[tuple[str, str], Measured] = {}
+    red: list[str] = []
+    for candidate, direction in product(case.ours, plan.passes):
+        update(f"{shape} {direction}: {candidate.name}")
+        one = measure_pass(candidate, direction, task, plan, timed=not red)
+        measured[candidate.name, direction] = one
+        if not one.error.within:
+            red.append(f"{shape} {direction} {candidate.name}: {_above(one.error)}")
+    if red:
+        raise WrongResult(*red)
+    of_name = {candidate.name: candidate for candidate in case.ours}
+    missing: list[Missing] = []
+    for name, make_peer in case.peers.items():
+        peer = find_peer(make_peer, task)
+        if isinstance(peer, Candidate):
+            of_name[name] = peer
         for direction in plan.passes:
-            take_turns(of_name, direction, task, measured)
-        rows = []
-        for candidate, direction in product(case.ours, plan.passes):
-            of_peers = {peer: measured.get((peer, direction)) for peer in case.peers}
-            name, default = candidate.name, candidate is case.ours[0]
-            rows.append(make_row(shape, direction, name, default, measured[name, direction], of_peers))
-        keep(shape, rows, missing)
+            update(f"{shape} {direction}: {name}")
+            of_peer = measure_peer(peer, direction, task, plan)
+            if isinstance(of_peer, Measured):
+                measured[name, direction] = of_peer
+            else:
+                missing.append((name, of_peer, f"{shape} {direction}"))
+    for direction in plan.passes:
+        take_turns(of_name, direction, task, measured)
+    rows = []
+    for candidate, direction in product(case.ours, plan.passes):
+        of_peers = {peer: measured.get((peer, direction)) for peer in case.peers}
+        name, default = candidate.name, candidate is case.ours[0]
+        rows.append(make_row(shape, direction, name, default, measured[name, direction], of_peers))
+    return rows, missing
 
 
 def tell_missing(missing: Sequence[Missing], most: int) -> list[str]:

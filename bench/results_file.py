@@ -74,13 +74,16 @@ class Results:
         return self.facts[name]
 
     def measure(
-        self, parts: Iterable[tuple[str, Callable[[], tuple[list[Row], list[str]]]]], line: Callable[[Row], str]
+        self,
+        parts: Iterable[tuple[str, Callable[[], tuple[list[Row], list[Any]]]]],
+        line: Callable[[Row], str],
+        reason: Callable[[Any], str] = str,
     ) -> bool:
         """Measure and print the parts that the file lacks; returns False after a wrong result.
 
         Args:
-            parts: names, and what gives a part's rows and what did not run, or raises WrongResult.
-            line: a row for readers.
+            parts: names, and functions that return a part's rows and what did not run, or raise WrongResult.
+            line, reason: a row, and why something did not run, for readers.
         """
         for name, run in parts:
             if name in self.parts:
@@ -92,7 +95,7 @@ class Results:
                 print("Wrong results, so no times are reported:", *wrong.args, sep="\n  ")
                 return False
             self.add(name, rows, missing)
-            print(*map(line, rows), *missing, sep="\n", flush=True)
+            print(*map(line, rows), *map(reason, missing), sep="\n", flush=True)
         return True
 
     def add(self, name: str, rows: Sequence[Row], missing: Sequence[Any] = ()) -> None:

@@ -81,38 +81,6 @@ def test_memory_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "run.png").exists()
 
 
-def test_a_killed_run_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = bench.make_task
-
-    def make_task(shape: Residual, *arguments: Any) -> Task:
-        if shape == LISTED:
-            raise KeyboardInterrupt
-        return make(shape, *arguments)
-
-    monkeypatch.setattr(bench, "make_task", make_task)
-    command = [*SMALL, "--modes", "memory", "--shapes", str(STACKED), str(LISTED), "--out", str(tmp_path / "run")]
-    with pytest.raises(SystemExit, match="130"):
-        bench.main(command)
-    content = json.loads((tmp_path / "run.json").read_text())
-    assert content["gate"] == "unfinished"
-    assert [row["pass"] for row in content["rows"]] == ["fwd", "fwd+bwd"]
-    made: list[Residual] = []
-
-    def noting(shape: Residual, *arguments: Any) -> Task:
-        made.append(shape)
-        return make(shape, *arguments)
-
-    monkeypatch.setattr(bench, "make_task", noting)
-    assert bench.main(command) == 0
-    assert made == [LISTED]
-    whole = json.loads((tmp_path / "run.json").read_text())
-    assert (whole["gate"], whole["rows"][:2]) == ("green", content["rows"])
-    assert [row["inputs"] for row in whole["rows"]] == ["stacked", "stacked", "list", "list"]
-    assert whole["missing"] == [
-        f"{peer} did not run: runs on CUDA devices, got cpu (everywhere)" for peer in ("liger", "compile")
-    ]
-
-
 def test_default_shapes_hold_all_bars() -> None:
     """Every bar is about a shape that runs without being asked for."""
     shapes = bench.parse(["--shapes", "stacked", "lists"]).shapes

@@ -177,23 +177,6 @@ def test_the_layer_is_checked_where_blocks_are_chosen(
     assert content["red"][0].startswith(f"m3_layer N=100 block=16 {at}: error ")
 
 
-def test_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, done = bench.time_case, []
-
-    def stopping(problem: Any, *arguments: Any) -> Any:
-        if len(done) == 1:
-            raise KeyboardInterrupt
-        done.append(problem.case.name)
-        return real(problem, *arguments)
-
-    monkeypatch.setattr(bench, "time_case", stopping)
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        run(tmp_path, "--no-peers")
-    monkeypatch.setattr(bench, "time_case", real)
-    _, content = run(tmp_path, "--no-peers")
-    assert [row["pass"] for row in content["rows"]] == ["fwd", "fwd+bwd", "fwd"]
-
-
 def test_bars_are_of_the_sizes_that_they_name(tmp_path: Path) -> None:
     _, content = run(tmp_path, "--no-peers")
     row: dict[str, Any] = content["rows"][0]

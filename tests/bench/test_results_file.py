@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -26,8 +27,7 @@ from bench import pass_report
 from bench import probe_max_seqlen as probe
 from bench.common import with_ending
 from bench.report import command_line, replacing, write_csv, write_json
-from bench.results_file import claimed, open_results, replaced_results
-from bench.timing import Timing
+from bench.results_file import claimed, hold, open_results, replaced_results
 from tests.support import cases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,14 +178,6 @@ def test_the_papers_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert after["bars"]
 
 
-def test_steps_of_generate_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "make_models", lambda _: dict.fromkeys(generate.MODELS))
-    monkeypatch.setattr(generate, "time_step", lambda *_: Timing(1.0, 2.0, 3.0, None, 1))
-    options = ["--device", "cpu", "--n", "64", "--batch", "1,2"]
-    after, calls = go_on(generate, options, "time_step", tmp_path / "run-0.5", monkeypatch)
-    assert (after["gate"], len(after["rows"]), calls) == ("unchecked", 8, 7)
-
-
 @pytest.mark.parametrize("module", [residual, neighborhood], ids=["attention residual", "neighborhood attention"])
 def test_ops_beside_their_peers_go_on(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--device", "cpu", "--seconds", "1e-9", "--shapes", "tiny", "--modes", "forward"]
@@ -268,6 +260,38 @@ def test_packed_documents_go_on(wrong: str | None, tmp_path: Path, monkeypatch: 
 
 
 # What is gone on with, and what not
+
+
+def test_parts_are_measured_once_up_to_a_wrong_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The loop of all benchmarks of parts; a wrong part empties the file, and what follows is not measured."""
+
+    def run(wrong: str, *, stop: str = "") -> list[str]:
+        measured: list[str] = []
+
+        def measure(name: str) -> tuple[list[dict[str, Any]], list[str]]:
+            if name == stop:
+                raise KeyboardInterrupt
+            measured.append(name)
+            hold(name, 2.0 if name == wrong else float("nan") if wrong == "nan" else 1.0, 1.0)
+            return [{"name": name}], [f"{name} lacks"]
+
+        with open_results(tmp_path / "run", HEAD) as results:
+            parts = [(name, functools.partial(measure, name)) for name in "abc"]
+            if results.measure(parts, lambda row: f"row {row['name']}"):
+                results.finish(missing=results.missing)
+        return measured
+
+    with pytest.raises(SystemExit, match="130"):
+        run("", stop="b")
+    assert run("") == ["b", "c"]
+    assert read(tmp_path / "run.json")["rows"] == [{"name": name} for name in "abc"]
+    assert read(tmp_path / "run.json")["missing"] == [f"{name} lacks" for name in "abc"]
+    assert "row a\na lacks\n" in capsys.readouterr().out
+    assert run("b") == ["a", "b"]
+    red = "b: error 2.00e+00 is above the budget 1.00e+00"
+    assert read(tmp_path / "run.json") == {**HEAD, "gate": "red", "red": [red], "missing": [], "rows": []}
+    assert "no times are reported" in capsys.readouterr().out
+    assert run("nan") == ["a"]
 
 
 def write_some(out: Path, head: dict[str, Any], *parts: str) -> None:
