@@ -49,7 +49,6 @@ from bench.common import (
     resolve_sizes,
     with_ending,
 )
-from bench.extras import needed
 from bench.gradient_check import (
     GradientError,
     Tiles,
@@ -66,13 +65,10 @@ from bench.results_file import Part, Results, Row, open_results
 from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
 from bench.show import console, draw_points, label_lengths, ms_text, print_table, saved_figure
 from bench.timing import Timing, capture, measure, peak_memory
-from bench.turns import FEWEST, NOISY, Spread, one_thread, take_turns, verdict
+from bench.turns import NOISY, Spread, one_thread, take_turns, verdict
 from dispatch.device import describe_device, device_types
 from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.inputs import NSAInputs
-
-with needed("rich"):
-    from rich.progress import Progress
 
 SAMPLED_ROWS = 256
 CHECKED_BYTES = 48 << 30
@@ -212,51 +208,40 @@ def run(
     measured = [row for part in before.values() for row in part.rows if not row["dense_extrapolated"]]
     longest = (measured[-1]["n"], measured[-1]["dense_ms"], measured[-1]["dense_peak_gib"]) if measured else None
 
-    def refuse(reason: str) -> None:
-        red.append(reason)
+    def refuse(*reasons: str) -> None:
+        red.extend(reasons)
         fail(red)
 
-    with Progress(console=console, transient=True) as progress:
-        steps = progress.add_task("starting", total=len(args.seqlens) * (1 + sum(1 + len(v.modes) for v in variants)))
+    with console.status("") as status:
         for n in args.seqlens:
             every = [(variant, mode) for variant in variants for mode in variant.modes]
             left = [(variant, mode) for variant, mode in every if variant.part(n, mode) not in before]
-            progress.advance(steps, len(every) - len(left))
             if not left:
-                progress.advance(steps, 1 + len(variants))
                 continue
             problem = make_inputs(args, n, device)
-            samples: dict[Variant, Sample] = {}
-            for variant in variants:
-                progress.update(steps, description=f"N={n} {variant}: error against fp64")
-                samples[variant], wrong = check(problem, variant)
-                for reason in wrong:
-                    refuse(f"N={n} {variant}: {reason}")
-                progress.advance(steps)
+            samples, wrong = check_all(problem, n, variants, status.update)
+            if wrong:
+                refuse(*wrong)
             if red:
                 continue
             extrapolated = longest is not None and args.no_dense_above is not None and n > args.no_dense_above
             if longest is None or not (extrapolated or longest[0] == n):
-                progress.update(steps, description=f"N={n}: {dense.name}")
+                status.update(f"N={n}: {dense.name}")
                 call = dense_call(problem, dense, args.backward)
                 timing = measure(call, device, seconds=args.seconds, host=not is_queued(args))
                 timing = everything(timing, leaves(problem)[:3]) if args.backward else timing
                 longest = n, timing.ms_p50, timing.peak_gib
-            dense_ms = longest[1] * (n / longest[0]) ** 2
-            progress.advance(steps)
+            dense_ms, dense_gib = longest[1] * (n / longest[0]) ** 2, None if extrapolated else longest[2]
+            theirs = {"dense_ms": dense_ms, "dense_extrapolated": extrapolated, "dense_peak_gib": dense_gib}
             for variant, mode in left:
-                progress.update(steps, description=f"N={n} {variant}: NSA, {mode}")
-                nsa_timing = measure_mode(mode, nsa_call(problem, variant), samples[variant], device, args.seconds)
-                progress.advance(steps)
+                status.update(f"N={n} {variant}: NSA, {mode}")
+                sample = samples[variant]
+                nsa_timing = measure_mode(mode, nsa_call(problem, variant), sample, device, args.seconds)
                 if nsa_timing is None:
                     refuse(f"N={n} {variant}: the replayed graph gives another result than the checked call")
                     break
                 timing = everything(nsa_timing, leaves(problem)) if args.backward else nsa_timing
-                dense_gib = None if extrapolated else longest[2]
-                theirs = {"dense_ms": dense_ms, "dense_extrapolated": extrapolated, "dense_peak_gib": dense_gib}
-                row = make_row(
-                    args, n, variant, mode, timing, samples[variant], dense, theirs, dense_ms / timing.ms_p50
-                )
+                row = make_row(args, n, variant, mode, timing, sample, dense, theirs, dense_ms / timing.ms_p50)
                 if peaks is not None:
                     sizes, itemsize = sizes_of(row), problem.q.itemsize
                     floor = nsa_floor_ms(sizes, variant.config, peaks, itemsize, backward=args.backward)
@@ -275,28 +260,19 @@ def run_turns(args: argparse.Namespace, variants: list[Variant], dense: Dense, r
     """
     red: list[str] = []
     device = torch.device(args.device)
-    with Progress(console=console, transient=True) as progress:
-        steps = progress.add_task("starting", total=len(args.seqlens) * (len(variants) + FEWEST + 1))
+    with console.status("") as status:
         for n in args.seqlens:
             if f"N={n}" in results.parts:
-                progress.advance(steps, len(variants) + FEWEST + 1)
                 continue
-            progress.update(steps, description=f"N={n}: error against fp64")
             problem = make_inputs(args, n, device)
-            samples = []
-            for variant in variants:
-                sample, wrong = check(problem, variant)
-                samples.append(sample)
-                red += [f"N={n} {variant}: {reason}" for reason in wrong]
-                progress.advance(steps)
+            samples, wrong = check_all(problem, n, variants, status.update)
+            red += wrong
             if red:
                 continue
-            progress.update(steps, description=f"N={n}: memory")
+            status.update(f"N={n}: dense attention and NSA in turn")
             calls = [dense_call(problem, dense, args.backward), *(nsa_call(problem, variant) for variant in variants)]
             peaks = [peak_memory(call, device) for call in calls]  # and these calls warm up
-            progress.advance(steps)
-            progress.update(steps, description=f"N={n}: dense attention and NSA in turn")
-            times = take_turns(calls, args.seconds, lambda: progress.advance(steps))
+            times = take_turns(calls, args.seconds)
             timings = []
             for i, (peak, own) in enumerate(zip(peaks, times, strict=True)):
                 spread = Spread.of(own)
@@ -305,13 +281,25 @@ def run_turns(args: argparse.Namespace, variants: list[Variant], dense: Dense, r
                 timings.append(everything(timing, given) if args.backward else timing)
             theirs = {"dense_ms": timings[0].ms_p50, "dense_extrapolated": False, "dense_peak_gib": timings[0].peak_gib}
             rows = []
-            for variant, sample, own, timing in zip(variants, samples, times[1:], timings[1:], strict=True):
+            for variant, own, timing in zip(variants, times[1:], timings[1:], strict=True):
                 ratio = Spread.of([dense_ms / ms for dense_ms, ms in zip(times[0], own, strict=True)])
-                row = make_row(args, n, variant, "turns", timing, sample, dense, theirs, ratio.p50)
+                row = make_row(args, n, variant, "turns", timing, samples[variant], dense, theirs, ratio.p50)
                 row |= {"turns": timing.repeats, "speedup_p20": ratio.p20, "speedup_p80": ratio.p80}
                 rows.append({**row, "faster": ratio.faster})
             results.add(f"N={n}", rows)
     return red
+
+
+def check_all(
+    problem: Problem, n: int, variants: list[Variant], update: Callable[[str], None]
+) -> tuple[dict[Variant, Sample], list[str]]:
+    """The checked call of each variant, and wrong results."""
+    samples, red = {}, []
+    for variant in variants:
+        update(f"N={n} {variant}: error against fp64")
+        samples[variant], wrong = check(problem, variant)
+        red += [f"N={n} {variant}: {reason}" for reason in wrong]
+    return samples, red
 
 
 def make_inputs(args: argparse.Namespace, n: int, device: torch.device) -> Problem:

@@ -62,13 +62,12 @@ class Spread:
         return cls(deciles[1], deciles[4], deciles[7])
 
 
-def take_turns(calls: Sequence[Callable[[], Any]], seconds: float, each: Callable[[], None]) -> list[list[float]]:
+def take_turns(calls: Sequence[Callable[[], Any]], seconds: float) -> list[list[float]]:
     """CPU milliseconds of each call in each turn, every second turn the other way round.
 
     Args:
         calls: warm ones, which work in the calling thread alone.
         seconds: of CPU time after which no more turns begin, once there are FEWEST.
-        each: called after every turn.
     """
     times: list[list[float]] = [[] for _ in calls]
     order = list(range(len(calls)))
@@ -78,7 +77,6 @@ def take_turns(calls: Sequence[Callable[[], Any]], seconds: float, each: Callabl
             calls[i]()
             times[i].append((time.thread_time() - begin) * 1e3)
         order.reverse()
-        each()
     return times
 
 

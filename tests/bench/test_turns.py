@@ -39,7 +39,7 @@ def test_percentiles() -> None:
 @pytest.mark.parametrize(("seconds", "expected"), [(0, FEWEST), (0.012 * 9.5, 10), (1e9, MOST)])
 def test_every_second_turn_goes_the_other_way(seconds: float, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls of 4 and 8 ms by a clock of the test's own."""
-    now, log, done = [0.0], [], []
+    now, log = [0.0], []
 
     def call(name: str, ms: float) -> Callable[[], None]:
         def run() -> None:
@@ -49,15 +49,14 @@ def test_every_second_turn_goes_the_other_way(seconds: float, expected: int, mon
         return run
 
     monkeypatch.setattr(turns.time, "thread_time", lambda: now[0])
-    times = take_turns([call("a", 4), call("b", 8)], seconds, lambda: done.append(1))
-    assert len(done) == expected
+    times = take_turns([call("a", 4), call("b", 8)], seconds)
     assert "".join(log) == ("abba" * expected)[: 2 * expected]
     assert times == [pytest.approx([4.0] * expected), pytest.approx([8.0] * expected)]
 
 
 def test_waiting_is_not_counted() -> None:
     """As for a core that others have."""
-    times = take_turns([lambda: time.sleep(0.02)], 0, lambda: None)
+    times = take_turns([lambda: time.sleep(0.02)], 0)
     assert max(times[0]) < 10
 
 
