@@ -253,6 +253,7 @@ def case_rows() -> Iterator[Row]:
             yield row | {"sink": ", attention sink" * (row["inputs"] == "sink")}
 
 
+WHY = {"oom": "out of memory", "timeout": "stopped by its time limit"}
 LONGEST = ("probe-h200-nsa", "probe-h200-nsa-backward", "probe-h200-dense")
 
 
@@ -265,7 +266,7 @@ def longest_rows() -> Iterator[Row]:
             "passes": "forward" + " + backward" * settings["backward"],
             "how": ", `recompute=True`" * settings.get("recompute", False),
             "seconds": next(trial["seconds"] for trial in content["trials"] if trial["n"] == bracket["fits"]),
-            "end": {"oom": "out of memory", "timeout": "stopped by its time limit"}[bracket["why"]],
+            "end": "none" if bracket["fails"] is None else f"{bracket['fails']:,}: {WHY[bracket['why']]}",
         }
 
 
@@ -650,7 +651,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     ),
     "nsa-longest": Table(
         "op | pass | longest N | s, with compilation | next N tried",
-        "{op} | {passes}{how} | {fits:,} | {seconds:.1f} | {fails:,}: {end}",
+        "{op} | {passes}{how} | {fits:,} | {seconds:.1f} | {end}",
         LONGEST,
         longest_rows,
     ),
