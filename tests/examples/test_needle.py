@@ -230,7 +230,7 @@ def test_the_verdict(shares: dict[str, float], sentences: list[str]) -> None:
     [
         (["--questions", "9"], "--questions must be at most --needles, got 9 and 8"),
         (["--needles", "13"], "--context 160 has 12 slots for --needles before 4 windows of --w 8 and 4 --questions"),
-        (["--w", "64"], "--context 160 has 0 places"),
+        (["--w", "64"], "--context 160 has 0 slots"),
         (["--layers", "4"], "--layers must be below 4, or windows upon windows reach the needles, got 4"),
         (["--block-size", "6"], "--block-size must be a multiple of 4 with --preset paper, got 6"),
         (["--variants", "sparse"], "must be among dense, nsa, window"),

@@ -694,7 +694,7 @@ def test_layers_share_a_table(name: str) -> None:
             try:
                 with table.step(count):
                     outs = [append(layer, inputs, [count], start) for layer in layers[: 2 if failing else 3]]
-                    with pytest.raises(RuntimeError, match="its tokens of the open step already"):
+                    with pytest.raises(RuntimeError, match="already called in the open step"):
                         append(layers[0], inputs, [count], start)
                     with pytest.raises(ValueError, match="q must have the step's N_q"):
                         append(layers[2], inputs, [count + 1], start)

@@ -117,7 +117,7 @@ def test_destroying_the_group_ends_it() -> None:
     group = weakref.ref(cp.group)
     dist.destroy_process_group()
     assert group() is None
-    with pytest.raises(RuntimeError, match="process group of this ContextParallel has been destroyed: make another"):
+    with pytest.raises(RuntimeError, match="process group of this ContextParallel has been destroyed: create a new"):
         cp.nsa(q, q, q, config=SMALL["seed"])
 
 

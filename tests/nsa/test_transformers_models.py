@@ -350,7 +350,7 @@ def test_packs_that_contradict_a_mask_or_a_cache_are_refused() -> None:
         nsa_attention(module, q, k, k, nsa_mask(1, 6, 6, attention_mask=padding), cu_seq_lens_q=BOUNDS)
     with pytest.raises(ValueError, match="a cache holds earlier ones"):
         nsa_attention(module, q[:, :, :4], k, k, nsa_mask(1, 4, 6, 2), cu_seq_lens_q=torch.tensor([0, 2, 4]))
-    with pytest.raises(ValueError, match=r"position_ids pack documents, .* not hand them to its mask, as with a cache"):
+    with pytest.raises(ValueError, match=r"position_ids pack documents, .* not pass them to its mask, as with a cache"):
         nsa_attention(module, q[:, :, :4], k, k, nsa_mask(1, 4, 6, 2), position_ids=torch.tensor([[2, 3, 0, 1]]))
 
 
