@@ -48,7 +48,6 @@ from bench.roofline import (
 )
 from bench.timing import capture, copy_bandwidth, measure
 from cute_kernels.call_facts import has_atomic_free_backward
-from cute_kernels.fa4 import interface as fa4
 from cute_kernels.fa4.rules import rules as rules_of
 from nsa import NSAConfig, nsa_forward
 from nsa.inputs import NSAInputs
@@ -56,6 +55,7 @@ from nsa.inputs import NSAInputs
 # Kernels are imported where they are called: the command line needs no CuTe DSL.
 if TYPE_CHECKING:
     from cute_kernels import forward
+    from cute_kernels.fa4.interface import Gradients
     from cute_kernels.gate.backward import GateResults
     from cute_kernels.plan import Call, Plan
 
@@ -217,9 +217,9 @@ class HeadChunk(NamedTuple):
     do: Tensor
     gates: Tensor
     gated: GateResults
-    cmp: fa4.Gradients
-    slc: fa4.Gradients
-    win: fa4.Gradients
+    cmp: Gradients
+    slc: Gradients
+    win: Gradients
     dk: Tensor
     dv: Tensor
     entries: tuple[Tensor, Tensor]
@@ -229,6 +229,8 @@ def make_head_chunk(
     call: Call, saved: forward.Saved, do: Tensor, results: tuple[Tensor, ...], kv_heads: slice
 ) -> HeadChunk:
     """Args: `results`, dq, dk and dv of all heads; the compressed branch writes into dq too."""
+    from cute_kernels.fa4.interface import Gradients
+
     heads = call.query_heads(kv_heads)
     select_heads = kv_heads if call.plan.config.shares_heads else heads
     chunk, branches = call.slice_heads(kv_heads), saved.branch_outputs(heads, select_heads)
@@ -238,8 +240,8 @@ def make_head_chunk(
     gated = differentiate_gates(chunk, branches, do, gates)
     q, k, v = chunk.inputs.q, chunk.inputs.k, chunk.inputs.v
 
-    def gradients(branch: int, out: forward.Branch, k: Tensor, v: Tensor, into: Tensor) -> fa4.Gradients:
-        return fa4.Gradients(q, k, v, out.o, do, gated.lse[branch], into, torch.empty_like(k), torch.empty_like(v))
+    def gradients(branch: int, out: forward.Branch, k: Tensor, v: Tensor, into: Tensor) -> Gradients:
+        return Gradients(q, k, v, out.o, do, gated.lse[branch], into, torch.empty_like(k), torch.empty_like(v))
 
     dq, dk, dv = results
     cmp = gradients(0, branches.cmp, chunk.k_cmp, chunk.v_cmp, dq[:, :, heads])

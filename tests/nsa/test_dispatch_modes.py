@@ -160,7 +160,7 @@ def test_a_cache_of_fake_tensors_takes_steps() -> None:
 
 
 def test_intermediate_results_are_refused_in_both() -> None:
-    refused = pytest.raises(RuntimeError, match="nsa_forward_aux supports neither fake tensors nor selective checkpoint")
+    refused = pytest.raises(RuntimeError, match="nsa_forward_aux supports neither fake tensors nor selective")
     q, k, v = make_qkv(TOKENS, dtype=torch.float32)
     with refused:
         selectively(save_all_but_products, lambda q: nsa_forward_aux(q, k, v)[0] * q, q.requires_grad_())

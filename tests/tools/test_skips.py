@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4.rules import STRATEGY_VARIABLE
 from tests.support.hardware import DETERMINISTIC, without_sm_90
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,8 +112,8 @@ def test_on_blackwell_tests_of_hopper_skip_and_say_why(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_on_hopper_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(fa4.STRATEGY_VARIABLE, raising=False)
+    monkeypatch.delenv(STRATEGY_VARIABLE, raising=False)
     assert without_sm_90([DETERMINISTIC.mark]) is None
-    monkeypatch.setenv(fa4.STRATEGY_VARIABLE, "sm_100")
+    monkeypatch.setenv(STRATEGY_VARIABLE, "sm_100")
     assert "deterministic=True" in (without_sm_90([DETERMINISTIC.mark]) or "")
     assert without_sm_90([]) is None
