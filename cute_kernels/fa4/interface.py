@@ -312,7 +312,7 @@ def _differentiate(
     first, first_key, seqused, seqused_k = mask.bounds()
     *batch, rows, heads, dim = q.shape
     *_, keys, kv_heads, _ = k.shape
-    rows, keys = tiles.padded(form, rows, keys, 0 if first is None else len(first) - 1)
+    rows, keys = tiles.padded(rows, keys, 0 if first is None else len(first) - 1)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     delta, log2_lse = torch.empty((2, *batch, heads, rows), **fp32).unbind(0)
     dq = torch.empty((*batch, heads, rows * dim), **fp32)
@@ -335,12 +335,12 @@ def _differentiate(
         kernels.preprocess(form).run(*of_o, *nothing, 1.0, of_rows, None)
     options = *mask.bounds(), *mask.window, *semaphores, mask.aux(), mask.sparse(), of_keys
     kernels.backward(form, deterministic).run(q, k, given.v, given.do, log2_lse, delta, dq, dk, dv, scale, *options)
-    kernels.round_sums(form, False, form.many).run(dq, given.dq, scale, first, seqused, None, of_rows)
+    kernels.round_sums(form, False).run(dq, given.dq, scale, first, seqused, None, of_rows)
     if shared:
         if tiles.ctas > 1:
             of_keys = _tile_table(form, mask, 1, tiles.keys)
         for sums, out, factor in ((dk, given.dk, scale), (dv, given.dv, 1.0)):
-            kernels.round_sums(form, True, form.many).run(sums, out, factor, first_key, seqused_k, None, of_keys)
+            kernels.round_sums(form, True).run(sums, out, factor, first_key, seqused_k, None, of_keys)
 
 
 def _tile_table(form: Form, mask: Mask, of_keys: int, rows: int) -> Tensor | None:

@@ -1,8 +1,8 @@
 """FlashAttention-4's kernels, compiled from its classes for the forms of calls that NSA makes.
 
-    forward                       the forward's mainloop
-    preprocess, backward, round   the backward: do . o, log2 of lse and zeros for dq; the mainloop; fp32 sums rounded
-    count_tiles                   tables of tiles for more than FEW_DOCUMENTS packed documents
+    forward                            the forward's mainloop
+    preprocess, backward, round_sums   the backward: do . o, log2 of lse and zeros for dq; the mainloop; sums rounded
+    count_tiles                        tables of tiles for more than FEW_DOCUMENTS packed documents
 
 Tiles and stages are those that FA4's interface takes for these forms, which tests/cute/test_fa4_kernels.py holds
 machine code against, but where a comment says otherwise. FA4 is imported where a kernel is compiled: importing it takes
@@ -307,7 +307,7 @@ class Tiles(NamedTuple):
         options = {"Q_stage": 2, "dO_stage": 2, "PdS_stage": 2, "SdP_swapAB": True, "dQ_swapAB": rows % 64 != 0}
         return cls(rows, ONE_TILE, 1, tuple({**options, **layout}.items()))
 
-    def padded(self, form: Form, rows: int, keys: int, documents: int) -> tuple[int, int]:
+    def padded(self, rows: int, keys: int, documents: int) -> tuple[int, int]:
         """Rows and keys of fp32 sums: whole tiles, of which each document may begin one."""
         sizes = (rows, self.rows), (keys, self.ctas * self.keys)
         rows, keys = (-(-(n + documents * size) // size) * size for n, size in sizes)
@@ -412,7 +412,7 @@ def _semaphores(count: int) -> Any:
 
 @compiled_once
 @_without_warnings()
-def round_sums(form: Form, of_keys: bool, table: bool) -> Any:
+def round_sums(form: Form, of_keys: bool) -> Any:
     """fp32 sums rounded to the gradient's dtype: dq's, or dk's and dv's."""
     from flash_attn.cute.flash_bwd_postprocess import FlashAttentionBackwardPostprocess
     from flash_attn.cute.flash_bwd_sm100 import FlashAttentionBackwardSm100
@@ -438,8 +438,7 @@ def round_sums(form: Form, of_keys: bool, table: bool) -> Any:
     batch = (None,) * (form.batched - 3)
     sums, out = fake(torch.float32, *batch, None, None), fake(form.dtype, *batch, None, None, None)
     first, used = form.bounds()[::2]
-    counted = _tensor(torch.int32, (False,), align=4) if table else None
-    return compile_kernel(kernel, sums, out, Float32(0.0), first, used, None, counted)
+    return compile_kernel(kernel, sums, out, Float32(0.0), first, used, None, form.table())
 
 
 # What both take

@@ -44,11 +44,10 @@ def made_current(device: torch.device) -> AbstractContextManager[Any]:
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of the CUDA device, or as SMS_VARIABLE says; 1 on a CPU."""
-    given = os.environ.get(SMS_VARIABLE)
-    if given:
-        return int(given)
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    """Number of multiprocessors of the CUDA device; of the GPU that other tensors stand for, as SMS_VARIABLE says."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return int(os.environ.get(SMS_VARIABLE) or 1)
 
 
 def positional(compiled: Any) -> Callable[..., None]:
