@@ -1,4 +1,4 @@
-"""Backward of attention on Hopper, split by output: what selected_, window_ and compressed_backward.py share.
+"""Base classes of attention backward on Hopper, split by output; used by selected_, window_ and compressed_backward.
 
     S = scale Q K^T      P = exp(S - lse)      dP = dO V^T      dS = P (dP - delta)
     dQ = scale dS K      dK = scale dS^T Q     dV = P^T dO
@@ -8,14 +8,15 @@ BackwardDQ    a CTA owns 128 query rows of a head, 64 per consumer warpgroup, an
 BackwardDKV   a CTA owns tiles of 64 keys of a key/value head and streams tiles of 64 query rows. Its products are
               transposed, S^T = K Q^T and dP^T = V dO^T, so P^T and dS^T are A operands in registers here too.
 
-S and dP are computed by both: 7 products instead of the 5 of a fused backward, but no dQ accumulator and no atomics.
+Both compute S and dP: 7 products instead of the 5 of a fused backward, but no dQ accumulator and no atomics.
 
 Both are warp specialized. Warpgroup 0 is the producer: warp 0 issues TMA, and in BackwardDKV warps 1 and 2 write the
 statistics of the query rows. Warpgroups 1 and 2 are the consumers: they issue WGMMA and write the results. TMA fills
-rows and keys behind the end with zeros.
+rows and keys past the end with zeros.
 
-A subclass has the kernel: which tiles are streamed, what is masked, and how dK and dV are written. `add_key_tile` and
-`add_row_tile` are the products of a tile for one branch of attention; window_backward.py has those of two.
+A subclass defines the kernel: which tiles are streamed, what is masked, and how dK and dV are written.
+`add_key_tile` and `add_row_tile` are the products of a tile for one branch of attention; window_backward.py has those
+for two.
 
 Limits: sm_90a (WGMMA); D = D_v 64 or 128.
 """
@@ -62,22 +63,22 @@ from cute_kernels.mma.wgmma import (
 from cute_kernels.runtime.dsl import SmemAllocator
 
 CTA_ROWS = CONSUMERS * TILE
-"""Query rows of a CTA of BackwardDQ."""
+"""Query rows per CTA of BackwardDQ."""
 
 STAGES = 4
-"""Tiles that are streamed at a time."""
+"""Number of streamed tiles in flight."""
 
 STATS_WARPS = TILE // LANES
-"""Producer warps, from warp 1 on, that write statistics of query rows: a thread for each row of a tile."""
+"""Number of producer warps, from warp 1 on, that write statistics of query rows: one thread per row of a tile."""
 
 STATS_BRANCHES = 2
-"""The most branches of attention that share S and dP, each with its own lse and delta."""
+"""Maximum number of attention branches that share S and dP, each with its own lse and delta."""
 
 Stats = tuple[cute.Tensor | None, cute.Tensor | None]
 """lse and delta of a branch, fp32 [B, H, N]."""
 
 TmaTile = tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]
-"""An atom, tiles in shared memory and coordinates, as `wgmma.tma_loads` takes them."""
+"""Copy atom, tiles in shared memory and coordinates, the arguments of `wgmma.tma_loads`."""
 
 
 class WorkTile(NamedTuple):
@@ -85,13 +86,13 @@ class WorkTile(NamedTuple):
 
     tile: Int32
     head: Int32
-    """Query head of BackwardDQ, key/value head of BackwardDKV."""
+    """Query head in BackwardDQ, key/value head in BackwardDKV."""
     batch: Int32
 
 
 @cute.jit
 def token_of(row: Int32, first_token: Int32 | None) -> Int32:
-    """The token that a row is, counted as keys are. Args: first_token: that of row 0; None: as many rows as keys."""
+    """Token index of a row, in the keys' numbering. Args: first_token: token index of row 0 (None: N = N_k)."""
     token = row
     if const_expr(first_token is not None):
         token += first_token
@@ -99,36 +100,36 @@ def token_of(row: Int32, first_token: Int32 | None) -> Int32:
 
 
 def score_coordinates(mma_s: cute.TiledMma, consumer: Consumer) -> cute.Tensor:
-    """((c, r, n), 0, 0): coordinates of what a thread holds of a tile of S, (row, key), or of S^T, (key, row)."""
+    """((c, r, n), 0, 0): coordinates of a thread's elements of a tile of S, (row, key), or of S^T, (key, row)."""
     return mma_s.get_slice(consumer.thread).partition_C(cute.make_identity_tensor((TILE, TILE)))
 
 
 class _Backward:
-    """Args: head dim, 16-bit type."""
+    """Args: dim: head dim. dtype: 16-bit type."""
 
     def __init__(self, dim: int, dtype: Any) -> None:
         self.dim, self.dtype = dim, dtype
         self.tile_bytes = TILE * dim * dtype.width // 8
 
     def tma_copies(self, inputs: tuple[cute.Tensor, ...], outputs: tuple[cute.Tensor, ...]) -> list[Any]:
-        """Atom and coordinates of each tensor [B, N, H, D], in order."""
+        """Copy atom and coordinates of each tensor [B, N, H, D], in order."""
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         copies = make_tma_copies(load, self.dtype, self.dim, *inputs)
         return copies + make_tma_copies(store, self.dtype, self.dim, *outputs)
 
 
 class KeyTiles(Protocol):
-    """The key tiles that a CTA of BackwardDQ walks over."""
+    """Key tiles that a CTA of BackwardDQ iterates over."""
 
     def num_tiles(self) -> Int32:
-        """How many there are."""
+        """Number of tiles."""
 
     def tile(self, i: Int32) -> Int32:
-        """Coordinate of the i-th one."""
+        """Coordinate of the i-th tile."""
 
 
 class KeyTileRange(NamedTuple):
-    """Key tiles that follow one another."""
+    """Consecutive key tiles."""
 
     first: Int32
     num: Int32
@@ -141,10 +142,10 @@ class KeyTileRange(NamedTuple):
 
 
 class Mask(Protocol):
-    """Which pairs of a tile of scores attend."""
+    """Mask of a tile of scores."""
 
     def apply(self, P: cute.Tensor, tScS: cute.Tensor) -> None:
-        """P = 0 where a row does not see a key. Args: tScS: score_coordinates of S or of S^T."""
+        """Set P = 0 where a row does not see a key. Args: tScS: score_coordinates of S or of S^T."""
 
 
 class SharedDQ(NamedTuple):
@@ -159,7 +160,7 @@ class SharedDQ(NamedTuple):
 
 
 class OperandsDQ(NamedTuple):
-    """Operands of a consumer of BackwardDQ; the last mode of what is streamed is the stage."""
+    """Operands of a consumer of BackwardDQ; the last mode of a streamed operand is the stage."""
 
     tScS: cute.Tensor
     """`score_coordinates`: (row, key)."""
@@ -169,23 +170,23 @@ class OperandsDQ(NamedTuple):
     tdPrV: cute.Tensor
     tdQrK: cute.Tensor
     rLse: cute.Tensor
-    """fp32 (r, branch), in base 2. P = exp2(-inf) = 0 without an lse."""
+    """fp32 (r, branch), in base 2. +inf for rows without an lse, so that P = exp2(-inf) = 0."""
     rDelta: cute.Tensor
 
 
 class BackwardDQ(_Backward):
-    """dQ of 128 query rows of a head. Q and dO stay, K and V are streamed.
+    """dQ of 128 query rows of a head. Q and dO stay resident, K and V are streamed.
 
     pipeline    stages  a stage is full when                   and empty when
-    rows_ready  1       TMA has written Q and dO of the CTA    never: it is filled once
+    rows_ready  1       TMA has written Q and dO of the CTA    never: filled once
     keys_ready  STAGES  TMA has written a tile of K and of V   the 8 consumer warps have issued and awaited dS K
 
-    keys_ready is filled, and awaited by both consumers, once for each key tile. Named barriers, once at the end: 1 and
-    2, a consumer has written its rows of dQ for TMA.
+    keys_ready is filled once per key tile, and both consumers wait for it. Named barriers, once at the end: 1 and 2, a
+    consumer has written its rows of dQ for TMA.
     """
 
     def operands(self) -> tuple[Any, ...]:
-        """Tiled MMAs of S and dP and of dQ; layouts in shared memory of rows and of keys."""
+        """Tiled MMAs of S and dP and of dQ; shared memory layouts of rows and of keys."""
         return (
             warpgroup_mma(self.dtype, TILE, REGISTERS, K, K),
             warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN),
@@ -213,7 +214,7 @@ class BackwardDQ(_Backward):
         group: Int32,
         key_tiles: KeyTiles,
     ) -> Any:
-        """Producer warp 0: Q and dO once, then K and V of every key tile. Returns the state of keys_ready."""
+        """Producer warp 0: load Q and dO once, then K and V of every key tile. Returns the state of keys_ready."""
         _, _, _, _, rows_ready, keys_ready = shared
         load_rows, load_keys = tma_loads(*rows), tma_loads(*keys)
         barrier = producer_acquire(rows_ready, producer_state(1))
@@ -256,7 +257,7 @@ class BackwardDQ(_Backward):
         return OperandsDQ(tScS, tSrQ, tdPrdO, tSrK, tdPrV, tdQrK, rLse, rDelta)
 
     def accumulator(self, mma_dq: cute.TiledMma) -> cute.Tensor:
-        """dQ, zeros."""
+        """Zero-initialized dQ."""
         dQ = accumulator(mma_dq, (TILE, self.dim))
         dQ.fill(0.0)
         return dQ
@@ -274,14 +275,14 @@ class BackwardDQ(_Backward):
     ):
         """dQ += dS K of a key tile, for one branch."""
         S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
-        # S = Q K^T, dP = dO V^T
+        # S = Q K^T, dP = dO V^T  [TILE rows, TILE keys]
         issue_mma(mma_s, S, op.tSrQ, op.tSrK[None, None, None, stage], False)
         issue_mma(mma_s, dP, op.tdPrdO, op.tdPrV[None, None, None, stage], False)
-        # S becomes P while dP is computed
+        # S becomes P while dP is being computed
         warpgroup.wait_group(1)
         scores_to_probabilities(S, scale, broadcast_over_columns(op.rLse[None, 0]))
         mask.apply(S, op.tScS)
-        # P becomes dS; dQ += dS K
+        # P becomes dS; dQ += dS K  [TILE rows, D]
         warpgroup.wait_group(0)
         score_gradients(S, S, dP, broadcast_over_columns(op.rDelta[None, 0]))
         issue_mma(mma_dq, dQ, acc_as_operand_a(mma_dq, S), op.tdQrK[None, None, None, stage], True)
@@ -299,7 +300,7 @@ class BackwardDQ(_Backward):
         work: WorkTile,
         consumer: Consumer,
     ):
-        """dQ, scaled and rounded, to the shared memory of Q, which only this warpgroup read, and from there by TMA."""
+        """Scale and round dQ, write it to this warpgroup's part of Q's shared memory, and store it by TMA."""
         dQ.store(dQ.load() * scale)
         store_acc_for_tma(mma_dq, dQ, sQ[None, None, consumer.warpgroup], consumer.thread, 1 + consumer.warpgroup)
         if consumer.warp % WARPGROUP_WARPS == 0:
@@ -319,7 +320,7 @@ class SharedDKV(NamedTuple):
 
 
 class OperandsDKV(NamedTuple):
-    """Operands of a consumer of BackwardDKV; the last mode of what is streamed is the stage."""
+    """Operands of a consumer of BackwardDKV; the last mode of a streamed operand is the stage."""
 
     tScS: cute.Tensor
     """`score_coordinates`: (key, row)."""
@@ -330,26 +331,27 @@ class OperandsDKV(NamedTuple):
     tdKrQ: cute.Tensor
     tdVrdO: cute.Tensor
     tSsLse: list[cute.Tensor]
-    """Of each branch, ((c, r, n), 0, 0, stage): a row's lse for every key."""
+    """Per branch, ((c, r, n), 0, 0, stage): a row's lse for every key."""
     tSsDelta: list[cute.Tensor]
 
 
 class BackwardDKV(_Backward):
-    """dK and dV of the keys of a CTA. K and V stay; Q, dO and the statistics of their rows are streamed.
+    """dK and dV of the keys of a CTA. K and V stay resident; Q, dO and the statistics of their rows are streamed.
 
     pipeline    stages  a stage is full when                        and empty when
-    keys_ready  1       TMA has written K and V of the CTA          never: it is filled once
+    keys_ready  1       TMA has written K and V of the CTA          never: filled once
     rows_ready  STAGES  TMA has written a tile of Q and of dO, and  the warps that read the stage have awaited dS^T Q:
                         the 64 threads of the statistics' warps     both consumers, or the one whose turn it is
                         have arrived
 
-    rows_ready is filled, and awaited by the warps that read it, once for each row tile.
+    rows_ready is filled once per row tile, and the warps that read it wait for it.
 
     Args:
-        dim, dtype: head dim, 16-bit type.
-        key_tiles: CONSUMERS: each consumer has a key tile of its own and reads every stage. 1: both have the same key
-            tile, take stages in turn, and add their sums at the end.
-        branches: of which statistics are kept.
+        dim: head dim.
+        dtype: 16-bit type.
+        key_tiles: if CONSUMERS, each consumer has a key tile of its own and reads every stage; if 1, both share the
+            key tile, take stages in turn, and add their sums at the end.
+        branches: number of branches whose statistics are kept.
     """
 
     def __init__(self, dim: int, dtype: Any, *, key_tiles: int, branches: int) -> None:
@@ -357,7 +359,7 @@ class BackwardDKV(_Backward):
         self.key_tiles, self.branches = key_tiles, branches
 
     def operands(self) -> tuple[Any, ...]:
-        """Tiled MMAs of S and dP and of dK and dV; layouts in shared memory of keys and of rows."""
+        """Tiled MMAs of S and dP and of dK and dV; shared memory layouts of keys and of rows."""
         return (
             warpgroup_mma(self.dtype, TILE, SHARED, K, K),
             warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN),
@@ -391,7 +393,7 @@ class BackwardDKV(_Backward):
         group: Int32,
         work: WorkTile,
     ):
-        """Producer warp 0: K and V once, then Q and dO of a range of row tiles, of each head of the group."""
+        """Producer warp 0: load K and V once, then Q and dO of a range of row tiles, for each head of the group."""
         state = producer_state(STAGES)
         load_rows, load_keys = tma_loads(*rows), tma_loads(*keys)
         barrier = producer_acquire(keys_ready, producer_state(1))
@@ -414,11 +416,11 @@ class BackwardDKV(_Backward):
         num_rows: Int32,
         work: WorkTile,
     ):
-        """Producer warps 1 and 2: lse and delta of the same rows, for each branch."""
+        """Producer warps 1 and 2: load lse and delta of the same rows, for each branch."""
         thread, _, _ = cute.arch.thread_idx()
         sLse, sDelta = shared.sLse, shared.sDelta
         state = producer_state(STAGES)
-        row = thread - LANES  # of a row tile
+        row = thread - LANES  # within a row tile
         rLse, rDelta = cute.make_rmem_tensor(STATS_BRANCHES, Float32), cute.make_rmem_tensor(STATS_BRANCHES, Float32)
         for head in cutlass.range(work.head * group, (work.head + 1) * group, unroll=1):
             for tile in cutlass.range(first_tile, stop_tile, unroll=1):
@@ -437,7 +439,7 @@ class BackwardDKV(_Backward):
     def partition(
         self, mma_s: cute.TiledMma, mma_dkv: cute.TiledMma, shared: SharedDKV, key_tile: Any, consumer: Consumer
     ) -> OperandsDKV:
-        """Args: key_tile: the consumer's, of those in shared memory."""
+        """Partition operands. Args: key_tile: index of the consumer's key tile in shared memory."""
         sK, sV, sQ, sdO, sLse, sDelta = shared
         thr_s = mma_s.get_slice(consumer.thread)
         tScS = score_coordinates(mma_s, consumer)
@@ -452,7 +454,7 @@ class BackwardDKV(_Backward):
         return OperandsDKV(tScS, tSrK, tdPrV, tSrQ, tdPrdO, tdKrQ, tdVrdO, tSsLse, tSsDelta)
 
     def accumulators(self, mma_dkv: cute.TiledMma) -> tuple[cute.Tensor, cute.Tensor]:
-        """dK and dV, zeros."""
+        """Zero-initialized dK and dV."""
         dK, dV = accumulator(mma_dkv, (TILE, self.dim)), accumulator(mma_dkv, (TILE, self.dim))
         dK.fill(0.0)
         dV.fill(0.0)
@@ -472,15 +474,15 @@ class BackwardDKV(_Backward):
     ):
         """dV += P^T dO and dK += dS^T Q of a row tile, for one branch."""
         S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
-        # S^T = K Q^T, dP^T = V dO^T
+        # S^T = K Q^T, dP^T = V dO^T  [TILE keys, TILE rows]
         issue_mma(mma_s, S, op.tSrK, op.tSrQ[None, None, None, stage], False)
         issue_mma(mma_s, dP, op.tdPrV, op.tdPrdO[None, None, None, stage], False)
-        # S becomes P while dP is computed
+        # S becomes P while dP is being computed
         rLse = broadcast_over_rows(op.tSsLse[0][(None, 0, None), 0, 0, stage])
         warpgroup.wait_group(1)
         scores_to_probabilities(S, scale, rLse)
         mask.apply(S, op.tScS)
-        # dV += P^T dO; P becomes dS; dK += dS^T Q
+        # dV += P^T dO; P becomes dS; dK += dS^T Q  [TILE keys, D]
         issue_mma(mma_dkv, dV, acc_as_operand_a(mma_dkv, S), op.tdVrdO[None, None, None, stage], True)
         rDelta = broadcast_over_rows(op.tSsDelta[0][(None, 0, None), 0, 0, stage])
         warpgroup.wait_group(1)

@@ -1,4 +1,4 @@
-"""What attention to each token's own blocks takes, whichever kernels compute it: refusals with a reason."""
+"""Argument checks of attention to each token's own blocks, shared by all its kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cute_kernels.pool.documents import PackedBlocks
 from cute_kernels.runtime.device import vectorized
 
 DIMS = (64, 128)
-"""D and D_v."""
+"""Supported D and D_v."""
 
 
 def check_token_attention(
@@ -25,7 +25,7 @@ def check_token_attention(
     first_token: int = 0,
     packed: PackedBlocks | None = None,
 ) -> None:
-    """Raise ValueError for what the kernels cannot take. Args: as of kv_outer.kv_outer_forward."""
+    """Raise ValueError for arguments that the kernels do not support. Args: see kv_outer.kv_outer_forward."""
     for name, x in (("q", q), ("k", k), ("v", v), ("indices", indices)):
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions, got {list(x.shape)}")

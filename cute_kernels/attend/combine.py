@@ -1,26 +1,26 @@
-"""Combine: the partials of each row added up to its result, and, for NSA, gated with the other branches on the way.
+"""Combine the partials of each row into its result, gating it with NSA's other branches in the same pass if asked.
 
     o = sum_s exp(lse_s - lse) o_s        lse = log sum_s exp(lse_s)        s over the slots of a token with a partial
-    dq = sum_s dq_s                       in the backward, not weighted; for NSA with the other terms (gate/sums.py)
+    dq = sum_s dq_s                       in the backward, unweighted; for NSA with the other terms (gate/sums.py)
     out = g_cmp o_cmp + g_slc o + g_win o_win
 
-KV-outer kernels (kv_outer.py, kv_outer_backward.py) write a partial of each slot, `partial[b, h, slot_idx, g]` with
-slot_idx = token * n + slot. A row, token and head, is a group of threads with a vector of 16 bytes each.
+KV-outer kernels (kv_outer.py, kv_outer_backward.py) write one partial per slot, `partial[b, h, slot_idx, g]` with
+slot_idx = token * n + slot. Each row (token, head) has a group of threads, each holding a 16-byte vector.
 
-CombinePartials        slots in their order, SLOT_BATCH of them loaded at a time, in an online softmax
-CombineAndGate         the same, but o stays in registers: it is gated there with the other branches and written only
-                       where a backward will read it. Bitwise equal to CombinePartials followed by GatedSum
+CombinePartials        online softmax over the slots in order, SLOT_BATCH of them loaded at a time
+CombineAndGate         the same, but o stays in registers, where it is gated with the other branches; it is written
+                       only if a backward will read it. Bitwise equal to CombinePartials followed by GatedSum
                        (gate/forward.py)
-CombineQueryGradients  dq of all branches and gates: the partials' sum stays in registers, the other terms are added,
-                       and the sum is rounded once
+CombineQueryGradients  dq of all branches and gates: the sum of the partials stays in registers, the other terms are
+                       added, and the total is rounded once
 
-All are deterministic: the order of the slots is fixed. combine_rows.py combines rows that a warp has in registers.
+All are deterministic: the order of the slots is fixed. combine_rows.py combines rows held in a warp's registers.
 
 Floor: the partials are read once, the result is written once. 64K tokens, 64 heads of D = 128, n = 16: 17 GB, 4.1 ms at
-4.2 TB/s. CombineAndGate reads 3.2 GB more, where a gate after CombinePartials moves 5.4 GB, 0.5 ms more;
-CombineQueryGradients 2.1 GB more, where QueryGradients (gate/sums.py) after CombinePartials moves 4.3 GB.
+4.2 TB/s. CombineAndGate reads another 3.2 GB, whereas a gate after CombinePartials moves 5.4 GB, 0.5 ms more;
+CombineQueryGradients reads another 2.1 GB, whereas QueryGradients (gate/sums.py) after CombinePartials moves 4.3 GB.
 
-Limits: dims multiples of 8 whose vectors divide THREADS and, with `accumulate`, lie in one warp; 64-bit offsets.
+Limits: dims multiples of 8 whose vectors divide THREADS and, with `accumulate`, fit in one warp; 64-bit offsets.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class RowVector(NamedTuple):
     batch: Int32
     kv_head: Int32
     head: Int32
-    """Of all query heads."""
+    """Index among all query heads."""
     token: Int32
     head_in_group: Int32
     vector: Int32
     is_valid: Boolean
-    """Whether there is such a token."""
+    """True if the token exists."""
 
     def slice(self, mX: cute.Tensor) -> cute.Tensor:
         """The vector in [B, T, H, dim]."""
@@ -65,9 +65,9 @@ class CombinePartials:
     """Args:
     dim: columns of a row.
     group: G.
-    weighted: by the slots' lse, to one softmax over all their keys; else a plain sum.
-    partials_per_slot: that lie one behind the other.
-    accumulate: start from what the rows hold already, weighted by its lse too; not read where that is -inf.
+    weighted: combine by the slots' lse into one softmax over all their keys; otherwise a plain sum.
+    partials_per_slot: number of consecutive partials per slot.
+    accumulate: start from what the rows already hold, weighted by its own lse; not read where that is -inf.
     """
 
     def __init__(self, dim: int, group: int, *, weighted: bool, partials_per_slot: int, accumulate: bool) -> None:
@@ -121,12 +121,12 @@ class CombinePartials:
 
     @cute.jit
     def _load_held_lse(self, at: RowVector, mLse: cute.Tensor | None) -> Float32:
-        """lse of what the row holds already; all threads of a warp take part."""
+        """lse of what the row already holds; all threads of a warp must call this."""
         held_lse = -Float32.inf
         if const_expr(self.accumulate):
             if at.is_valid:
                 held_lse = mLse[at.batch, at.head, at.token]
-            cute.arch.sync_warp()  # a row's threads, of one warp, have read it before one of them writes
+            cute.arch.sync_warp()  # a row's threads (one warp) read it before one of them writes
         return held_lse
 
     @cute.jit
@@ -159,7 +159,7 @@ class CombinePartials:
         rWeight = cute.make_rmem_tensor(SLOT_BATCH, Float32)
         num_partials = num_slots * self.partials_per_slot
         for start in cutlass.range(0, num_partials, SLOT_BATCH, unroll=1):
-            # Loads wait for nothing but which slots have a partial, and all are issued before one is used
+            # Loads depend only on which slots have a partial; all are issued before the first is used
             rBlocks.fill(-1)
             for i in range_constexpr(SLOT_BATCH):
                 if start + i < num_partials:
@@ -202,9 +202,9 @@ class CombinePartials:
 
 
 class CombineAndGate(CombinePartials):
-    """CombinePartials, weighted, whose o stays in registers and is gated there with the other branches.
+    """CombinePartials, weighted, whose o stays in registers and is gated with the other branches there.
 
-    Args: as of CombinePartials.
+    Args: see CombinePartials.
     """
 
     def __init__(self, dim: int, group: int) -> None:
@@ -223,7 +223,7 @@ class CombineAndGate(CombinePartials):
         mG: cute.Tensor | None,  # [B, T, H, 3]: without mW read, with it written
         mCmp: cute.Tensor,  # [B, T, H, dim]
         mWin: cute.Tensor,
-        mSlc: cute.Tensor | None,  # likewise, where to write the combined o
+        mSlc: cute.Tensor | None,  # [B, T, H, dim], where to write the combined o
         stream: Any,
     ):
         self.kernel(mSlotBlocks, mOPartial, mLsePartial, mOut, mLse, mQ, mW, mG, mCmp, mWin, mSlc).launch(
@@ -256,7 +256,7 @@ class CombineAndGate(CombinePartials):
         if at.is_valid:
             rSlc = self._combine(at, -Float32.inf, mSlotBlocks, mOPartial, mLsePartial, mOut, mLse)
             rO[None, 1].store(rSlc.load().to(mOut.element_type))
-            # In flight with the partials these would take 24 registers more: five CTAs per SM, not seven
+            # Prefetched with the partials, these would take 24 more registers: five CTAs per SM instead of seven
             cute.autovec_copy(at.slice(mCmp), rO[None, 0])
             cute.autovec_copy(at.slice(mWin), rO[None, 2])
             if const_expr(mSlc is not None):
@@ -277,9 +277,9 @@ class CombineAndGate(CombinePartials):
 
 
 class CombineQueryGradients(CombinePartials):
-    """CombinePartials of dq, not weighted, to whose fp32 sum the other terms are added before it is rounded.
+    """CombinePartials of dq, unweighted; the other terms are added to its fp32 sum before rounding.
 
-    Args: as of CombinePartials.
+    Args: see CombinePartials.
     """
 
     def __init__(self, dim: int, group: int, *, partials_per_slot: int) -> None:
@@ -291,7 +291,7 @@ class CombineQueryGradients(CombinePartials):
         mSlotBlocks: cute.Tensor,
         mPartial: cute.Tensor,
         mDq: cute.Tensor,  # [B, T, H, dim]
-        mTerm0: cute.Tensor | None,  # likewise; may be mDq
+        mTerm0: cute.Tensor | None,  # [B, T, H, dim]; may be mDq
         mTerm1: cute.Tensor | None,
         mLogits: cute.Tensor | None,  # fp32 [B, T, H, 3]
         mW: cute.Tensor | None,  # [H, 3, dim], with mLogits
@@ -376,13 +376,13 @@ def combine_partials(
     partials_per_slot: int = 1,
     accumulate: bool = False,
 ) -> None:
-    """Add up the partials of a worklist's tokens.
+    """Sum the partials of a worklist's tokens.
 
     Args:
-        partial: `[B,H_kv,T n partials_per_slot,G,dim]`, read for the slots that have a block.
-        x: `[B,T,H,dim]`, where to write.
-        lse_partial, lse: fp32 `[B,H_kv,T n,G]` and `[B,H,T]`: weigh by the first, and write the combined one.
-        accumulate: to what x and lse hold, as if that were one more slot; x is not read where lse is -inf.
+        partial: `[B,H_kv,T n partials_per_slot,G,dim]`, read only for slots that have a block.
+        x: `[B,T,H,dim]`, output.
+        lse_partial, lse: fp32 `[B,H_kv,T n,G]` and `[B,H,T]`: weights of the partials, and the combined lse (output).
+        accumulate: treat the contents of x and lse as one more slot; x is not read where lse is -inf.
     """
     run = _combine(
         x.shape[3],
@@ -398,11 +398,11 @@ def combine_partials(
 def combine_and_gate(
     worklist: Worklist, o_partial: Tensor, q: Tensor, gating: Gating, *, lse_partial: Tensor, lse: Tensor
 ) -> None:
-    """Add up the partials of a worklist's tokens to o, and weigh and add it with the other branches, into `gating.out`.
+    """Combine the partials of a worklist's tokens into o, then gate it with the other branches into `gating.out`.
 
     Args:
-        o_partial, lse_partial, lse: as of `combine_partials`, where out is x.
-        q: `[B,T,H,D]` with D = D_v, read with `gating.gate_proj_weight` only.
+        o_partial, lse_partial, lse: see `combine_partials`; its x is `gating.out` here.
+        q: `[B,T,H,D]` with D = D_v, read only with `gating.gate_proj_weight`.
     """
     out = gating.out
     run = _combine_and_gate(out.shape[3], out.dtype, o_partial.shape[3], *gating.variant).run
@@ -413,12 +413,12 @@ def combine_and_gate(
 def combine_query_gradients(
     worklist: Worklist, partial: Tensor, dq: Tensor, terms: QueryTerms, *, partials_per_slot: int
 ) -> None:
-    """Add up the partials of dq of a worklist's tokens, and the other terms of dq, into dq.
+    """Add the partials of dq of a worklist's tokens, and the other terms of dq, into dq.
 
     Args:
-        partial, partials_per_slot: as of `combine_partials`, where dq is x.
-        dq: `[B,T,H,D]`; may be one of the terms.
-        terms: of these tokens and heads, of up to two branches.
+        partial, partials_per_slot: see `combine_partials`; its x is dq here.
+        dq: `[B,T,H,D]`, output; may alias one of the terms.
+        terms: the other terms, for these tokens and heads, from up to two branches.
     """
     group, branches = partial.shape[3], len(terms.branches)
     run = _combine_query_gradients(dq.shape[3], dq.dtype, group, partials_per_slot, branches, terms.w_dtype).run

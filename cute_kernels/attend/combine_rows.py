@@ -1,15 +1,15 @@
-"""Combining in the epilogue: a warp adds partials, and NSA's other branches, to rows that it has in an accumulator.
+"""Combine in the epilogue: a warp adds partials, and NSA's other branches, to rows held in its accumulator.
 
-    o = sum_s exp(lse_s - lse) o_s        s over what the warp attended to (warp_rows.py) and the slots with a partial
+    o = sum_s exp(lse_s - lse) o_s        s over the warp's own attention (warp_rows.py) and the slots with a partial
     out = g_cmp o_cmp + g_slc o + g_win o_win
 
-A quad (four lanes) holds a row; each of its lanes holds the 16-byte vectors of the row that are its part of the
-accumulator. So neither the warp's own o nor the combined o goes through memory, and q is read once: gates are projected
-from the rows in shared memory.
+A quad (four lanes) holds a row; each lane holds the row's 16-byte vectors that belong to its part of the accumulator.
+Neither the warp's own o nor the combined o goes through memory, and q is read once: gates are projected from the rows
+in shared memory.
 
 Bitwise equal to CombinePartials (combine.py) followed by GatedSum (gate/forward.py) on o in memory: o is rounded as if
-it had been written, SLOT_BATCH slots at a time share one maximum of an online softmax, and lanes add up a logit in the
-same order. A lane has MAX_LOADS vectors in flight.
+it had been written, SLOT_BATCH slots at a time share one maximum of an online softmax, and lanes reduce a logit in the
+same order. A lane keeps MAX_LOADS vectors in flight.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ SLOT_BATCH = 8
 """Slots that are loaded together and rescaled by one maximum."""
 
 MAX_LOADS = 16
-"""Vectors of 16 bytes that a lane has in flight."""
+"""Maximum number of 16-byte vectors that a lane has in flight."""
 
 
 class CombineInputs(NamedTuple):
-    """What is added to the rows of a CTA's tokens, of one batch and key/value head."""
+    """Terms added to the rows of a CTA's tokens, for one batch and key/value head."""
 
     gSlotBlocks: cute.Tensor
-    """int32 [T, n], Worklist.slot_blocks: the KV block of each slot, -1: none, so no partial."""
+    """int32 [T, n], Worklist.slot_blocks: KV block of each slot; -1 if the slot is empty and has no partial."""
     gOPartial: cute.Tensor
-    """16 bits [T n, G, D], read where the slot has a partial."""
+    """16 bits [T n, G, D], read only where the slot has a partial."""
     gLsePartial: cute.Tensor
-    """fp32 [T n, G], likewise."""
+    """fp32 [T n, G], read only where the slot has a partial."""
     gWeight: cute.Tensor | None
     """[G, 3, D]: weights that project q to gate logits."""
     gGates: cute.Tensor | None
-    """[T, G, 3]: with gWeight, where to write the gates (None: nowhere). Without it given gates (None: 1/3 each)."""
+    """[T, G, 3]: with gWeight, output for the gates (None: discard). Without it, given gates (None: 1/3 each)."""
     gCmp: cute.Tensor
     """16 bits [T, G, D]: o of the compressed branch."""
     gWin: cute.Tensor
     """16 bits [T, G, D]: o of the window branch."""
     gSlc: cute.Tensor | None
-    """16 bits [T, G, D]: where to write the combined o of the selected branch (None: nowhere)."""
+    """16 bits [T, G, D]: output for the combined o of the selected branch (None: discard)."""
 
 
 class Row(NamedTuple):
-    """The row that a quad holds."""
+    """Row held by a quad."""
 
     token: Int32
     head: Int32
     is_valid: Boolean
-    """False behind the last row; token and head are then those of an existing row."""
+    """False past the last row; token and head are then those of an existing row."""
 
 
 @cute.jit
 def load_slot_blocks(combine: CombineInputs, row: Row, start: Int32) -> cute.Tensor:
-    """int32 [SLOT_BATCH / QUAD]: in lane j of a quad the blocks of slots start + j, start + QUAD + j ..., or -1."""
+    """int32 [SLOT_BATCH / QUAD]: lane j of a quad gets the blocks of slots start + j, start + QUAD + j ..., or -1."""
     rBlocks = cute.make_rmem_tensor(SLOT_BATCH // QUAD, Int32)
     rBlocks.fill(-1)
     for k in range_constexpr(SLOT_BATCH // QUAD):
@@ -76,16 +76,16 @@ def load_slot_blocks(combine: CombineInputs, row: Row, start: Int32) -> cute.Ten
 
 @cute.jit
 def broadcast_slot(rX: cute.Tensor, i: cutlass.Constexpr[int]) -> cutlass.Numeric:
-    """The value of slot i of a batch, in all lanes of the quad. Args: `rX`: a quad's, as of `load_slot_blocks`."""
+    """Broadcast the value of slot i of a batch to the quad. Args: `rX`: distributed like `load_slot_blocks`' result."""
     lane = cute.arch.lane_idx()
     return cute.arch.shuffle_sync(rX[i // QUAD], lane - lane % QUAD + i % QUAD)
 
 
 @cute.jit
 def load_partial(mVectors: cute.Tensor, first: Int32, block: Int32, rPartial: cute.Tensor):
-    """A lane's vectors [VECTOR, vectors] of a slot's o_partial, the first one at index `first`; zeros if block < 0.
+    """Load a lane's vectors [VECTOR, vectors] of a slot's o_partial, starting at index `first`; zeros if block < 0.
 
-    So little depends on the block that no branch is taken, behind which loads would wait for others.
+    Predicated, not branched, so that loads overlap.
     """
     rPartial.fill(0.0)
     if block >= 0:
@@ -96,7 +96,7 @@ def load_partial(mVectors: cute.Tensor, first: Int32, block: Int32, rPartial: cu
 
 @cute.jit
 def load_vectors(gRow: cute.Tensor, first_vector: Int32, rVectors: cute.Tensor):
-    """A lane's vectors [VECTOR, vectors] of a row."""
+    """Load a lane's vectors [VECTOR, vectors] of a row."""
     for t in range_constexpr(cute.size(rVectors, mode=[1])):
         vector = first_vector + t * QUAD + cute.arch.lane_idx() % QUAD
         cute.autovec_copy(cute.local_tile(gRow, (VECTOR,), (vector,)), rVectors[None, t])
@@ -104,7 +104,7 @@ def load_vectors(gRow: cute.Tensor, first_vector: Int32, rVectors: cute.Tensor):
 
 @cute.jit
 def store_vectors(rVectors: cute.Tensor, gRow: cute.Tensor, first_vector: Int32):
-    """A lane's vectors [VECTOR, vectors] of a row."""
+    """Store a lane's vectors [VECTOR, vectors] of a row."""
     for t in range_constexpr(cute.size(rVectors, mode=[1])):
         vector = first_vector + t * QUAD + cute.arch.lane_idx() % QUAD
         cute.autovec_copy(rVectors[None, t], cute.local_tile(gRow, (VECTOR,), (vector,)))
@@ -113,13 +113,13 @@ def store_vectors(rVectors: cute.Tensor, gRow: cute.Tensor, first_vector: Int32)
 @cute.jit
 def combine_row(
     rO: cute.Tensor,  # 16 bits [VECTOR, vectors]: a lane's part of the warp's own o, rounded
-    lse: Float32,  # of the warp's own o
+    lse: Float32,  # lse of the warp's own o
     combine: CombineInputs,
     row: Row,
-    first_vector: Int32,  # of the accumulator's columns, in the row
-    rBlocks: cute.Tensor,  # of `load_slot_blocks`, of the first slots
+    first_vector: Int32,  # index in the row of the accumulator's first columns
+    rBlocks: cute.Tensor,  # from `load_slot_blocks`, for the first slots
 ) -> Float32:
-    """rO becomes the combined o; returns its lse. All lanes of a warp take part."""
+    """Replace rO by the combined o; return its lse. All lanes of a warp must call this."""
     vectors = const_expr(cute.size(rO, mode=[1]))
     depth = const_expr(min(SLOT_BATCH, MAX_LOADS // vectors))  # slots in flight
     num_slots = combine.gSlotBlocks.shape[1]
@@ -146,7 +146,7 @@ def combine_row(
             for i in range_constexpr(depth):
                 block = broadcast_slot(rSlotBlocks, first + i)
                 load_partial(mVectors, my_vector + (start + first + i) * slot_stride, block, rPartial[None, None, i])
-            if const_expr(first == 0):  # of the whole batch, while loads are in flight
+            if const_expr(first == 0):  # for the whole batch, while loads are in flight
                 new_max = rWeights[0]
                 for k in range_constexpr(1, SLOT_BATCH // QUAD):
                     new_max = cute.arch.fmax(new_max, rWeights[k])
@@ -174,9 +174,9 @@ def combine_row(
 
 @cute.jit
 def quad_gates(gWeight: cute.Tensor | None, gGates: cute.Tensor | None, row: Row, sQ: cute.Tensor) -> cute.Tensor:
-    """The three gates of a row, in all lanes of its quad. All lanes of a warp take part.
+    """The three gates of a row, in all lanes of its quad. All lanes of a warp must call this.
 
-    Args: gWeight, gGates: as of CombineInputs. sQ: the row's query.
+    Args: gWeight, gGates: see CombineInputs. sQ: the row's query.
     """
     rGates = cute.make_rmem_tensor(3, Float32)
     rGates.fill(1.0 / 3.0)
@@ -191,7 +191,7 @@ def quad_gates(gWeight: cute.Tensor | None, gGates: cute.Tensor | None, row: Row
                 load_vectors(gWeight[row.head, b, None], t * QUAD, rWeight)
                 rLogits[t, b] = partial_dot(rQ[None, 0], rWeight[None, 0])
         for b in range_constexpr(3):
-            for half in range_constexpr(vectors.bit_length() - 1):  # as lanes far apart, before near ones
+            for half in range_constexpr(vectors.bit_length() - 1):  # same order as lanes: distant ones before near ones
                 left = const_expr(vectors >> half + 1)
                 for t in range_constexpr(left):
                     rLogits[t, b] = rLogits[t, b] + rLogits[t + left, b]
@@ -207,7 +207,7 @@ def quad_gates(gWeight: cute.Tensor | None, gGates: cute.Tensor | None, row: Row
 
 @cute.jit
 def combine_and_gate_row(
-    rRow: cute.Tensor,  # 16 bits (c, n): a row of an accumulator (mma_sync.acc_mn_view), columns as of `load_permuted`
+    rRow: cute.Tensor,  # 16 bits (c, n): accumulator row (mma_sync.acc_mn_view), columns as permuted by `load_permuted`
     lse: Float32,
     rGates: cute.Tensor,
     combine: CombineInputs,
@@ -215,9 +215,9 @@ def combine_and_gate_row(
     first_vector: Int32,
     rBlocks: cute.Tensor,
 ) -> Float32:
-    """rRow becomes out; returns the lse of the selected branch.
+    """Replace rRow by out; return the lse of the selected branch.
 
-    Args: as of `combine_row`; `rGates`: of `quad_gates`.
+    Args: see `combine_row`; `rGates`: from `quad_gates`.
     """
     vectors = const_expr(cute.size(rRow, mode=[1]) // QUAD)
     rBranches = cute.make_rmem_tensor((VECTOR, 3, vectors), rRow.element_type)

@@ -1,7 +1,7 @@
-"""dK and dV of a KV block that was split into work tiles: their fp32 partials are added up in order, by as many CTAs.
+"""Sum the fp32 partials of dK and dV of a KV block that was split into work tiles, in order, by one CTA per split.
 
-What selected_backward.py and kv_outer_backward.py share. The CTA of split i of n adds up the i-th of n chunks of the
-block's numbers, so that all have about the same work. The order is that of the splits: bitwise the same each time.
+Shared by selected_backward.py and kv_outer_backward.py. The CTA of split i of n sums the i-th of n chunks of the
+block's elements, which balances the work. Splits are added in a fixed order: bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from cute_kernels.runtime.jit import FLOATS
 THREADS = 256
 
 BATCH = 4
-"""Partials that a thread loads together."""
+"""Number of partials that a thread loads together."""
 
 
 def chunk_start(index: Int32, splits: Int32, vectors: int) -> Int32:
-    """The first of a block's vectors that split `index` adds up."""
+    """Index of the first vector of a block that split `index` sums."""
     return index * vectors // splits
 
 
@@ -29,12 +29,12 @@ def chunk_start(index: Int32, splits: Int32, vectors: int) -> Int32:
 def add_partials(
     rSum: cute.Tensor,  # fp32 [FLOATS]
     partial_row: Callable[[Int32, int], cute.Tensor],
-    column: Int32,  # of the vector in its row
+    column: Int32,  # index of the vector in its row
     splits: Int32,
 ):
-    """Add a vector of each split of a block to rSum.
+    """Add one vector of each split of a block to rSum.
 
-    Args: partial_row: (start, i) -> the row, fp32 [columns], in the partial of split start + i of the block.
+    Args: partial_row: maps (start, i) to the row, fp32 [columns], in the partial of split start + i of the block.
     """
     rPartial = cute.make_rmem_tensor((FLOATS, BATCH), Float32)
     for start in cutlass.range(0, splits, BATCH, unroll=1):

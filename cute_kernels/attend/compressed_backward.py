@@ -1,27 +1,27 @@
 """Backward of attention to compressed entries on Hopper, in two kernels and a sum: no atomics, no fp32 dQ.
 
-    S_ij = scale q_i . k_j            P_ij = exp(S_ij - lse_i) where entry j has ended: j d + l - 1 <= i, else 0
+    S_ij = scale q_i . k_j            P_ij = exp(S_ij - lse_i) if entry j has ended: j d + l - 1 <= i, else 0
     dP_ij = dO_i . v_j                dS_ij = P_ij (dP_ij - delta_i)
     dQ_i = scale sum_j dS_ij k_j      dK_j = scale sum_i dS_ij q_i      dV_j = sum_i P_ij dO_i
 
-lse and delta are those of selected_backward.py: lse may be shifted by a gate, P = 0 where it is not finite.
+lse and delta are as in selected_backward.py: lse may be shifted by a gate; P = 0 if it is not finite.
 
-CompressedDQ     a CTA owns 128 query rows of a head and walks over the entries that they see, 64 at a time.
-CompressedDKV    a CTA owns 128 entries of a key/value head and a split of the rows that see them: of all heads of the
-                 group, 64 at a time. It leaves an fp32 partial of dK and dV; these are added up in order.
+CompressedDQ     a CTA owns 128 query rows of a head and iterates over the entries visible to them, 64 at a time.
+CompressedDKV    a CTA owns 128 entries of a key/value head and a split of the rows that see them: all heads of the
+                 group, 64 rows at a time. It writes an fp32 partial of dK and dV; partials are summed in order.
 
 Both are built on backward_tiles.py: roles of warps, shared memory, loads.
 
-The mask is a step: a row sees the first entries, an entry is seen by the last rows. So no lists say what a CTA walks
-over, and a thread compares what it has in a tile with two numbers that it computes once. Early entries and late rows
-have the most work and come first. `num_splits` divides the rows of each 128 entries so that there are CTAs for every
-multiprocessor also where there are few entries.
+The mask is a step function: a row sees a prefix of the entries, an entry is seen by a suffix of the rows. A CTA's range
+therefore needs no lists, and a thread compares its elements of a tile with two numbers that it computes once. Early
+entries and late rows have the most work and are scheduled first. `num_splits` divides the rows of each 128 entries so
+that CTAs fill the GPU even when there are few entries.
 
-Floor: 3 products in CompressedDQ and 4 in CompressedDKV of H N n / 2 2 D FLOPs each for n entries, twice that where all
-rows follow all entries. 128K tokens, 8 heads of 128, d = 64: 1.92 TFLOP, 3.2 ms at 600 TFLOP/s. Bytes: q, dO, k and v
-are read from HBM twice, dQ is written once, 1.3 GB, 0.3 ms at 4.2 TB/s; up to about 300 partials of 128 KiB.
+Floor: 3 products in CompressedDQ and 4 in CompressedDKV of H N n / 2 2 D FLOPs each for n entries, twice that if all
+rows come after all entries. 128K tokens, 8 heads of 128, d = 64: 1.92 TFLOP, 3.2 ms at 600 TFLOP/s. Bytes: q, dO, k and
+v are read from HBM twice, dQ is written once, 1.3 GB, 0.3 ms at 4.2 TB/s; up to about 300 partials of 128 KiB.
 
-Limits: sm_90a (WGMMA); D = D_v 64 or 128; causal; dO finite in all rows; TMA: rows start at multiples of 16 bytes;
+Limits: sm_90a (WGMMA); D = D_v 64 or 128; causal; dO finite in every row; TMA: rows 16-byte aligned;
 64-bit offsets.
 """
 
@@ -66,32 +66,32 @@ from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
 MIN_CTAS = 264
-"""Of CompressedDKV, if there is work for as many: two for each of 132 multiprocessors, a long one and a short one. The
-same number on every GPU, so that bits are."""
+"""Minimum CTAs of CompressedDKV, if there is enough work: two for each of 132 multiprocessors, a long and a short one.
+Fixed across GPUs for bitwise reproducibility."""
 
 MIN_STEPS = 8
-"""Row tiles, of all heads of a group, for which a CTA of CompressedDKV is worth its loads and its partial."""
+"""Minimum row tiles, over all heads of a group, per CTA of CompressedDKV, to pay for its loads and partial."""
 
 
 class Entries(NamedTuple):
-    """Which entries rows see."""
+    """Visibility of compressed entries to rows."""
 
     length: Int32
-    """l, tokens of an entry."""
+    """l, tokens per entry."""
     stride: Int32
-    """d, tokens from one entry to the next."""
+    """d, tokens between the starts of consecutive entries."""
     num: Int32
     first_token: Int32
-    """That row 0 is."""
+    """Token index of row 0."""
 
     @cute.jit
     def seen(self, row: Int32) -> Int32:
-        """How many entries, the first ones, a row sees."""
+        """Number of leading entries visible to a row."""
         behind = row + self.first_token + 1 - self.length
         return Int32(0) if behind < 0 else cutlass.min(behind // self.stride + 1, self.num)
 
     def first_row(self, entry: Int32) -> Int32:
-        """The first row that sees an entry, which may be below 0; behind the last entry, that of the last one."""
+        """First row that sees an entry, possibly negative; for indices past the last entry, that of the last entry."""
         return cutlass.min(entry, self.num - 1) * self.stride + self.length - 1 - self.first_token
 
 
@@ -100,9 +100,9 @@ class MaskOfEntries(NamedTuple):
 
     first_entry: Int32
     seen_by_all: Int32
-    """Entries that all rows of the warpgroup see."""
+    """Number of leading entries visible to every row of the warpgroup."""
     rSeen: cute.Tensor
-    """int32 (r): entries that each of the thread's rows sees."""
+    """int32 (r): number of leading entries visible to each of the thread's rows."""
 
     @cute.jit
     def apply(self, P: cute.Tensor, tScS: cute.Tensor):
@@ -117,9 +117,9 @@ class MaskOfRows(NamedTuple):
 
     first_row: Int32
     seeing_all: Int32
-    """The first row that sees all entries of the warpgroup."""
+    """First row that sees every entry of the warpgroup."""
     rFirst: cute.Tensor
-    """int32 (r): the first row that sees each of the thread's entries."""
+    """int32 (r): first row that sees each of the thread's entries."""
 
     @cute.jit
     def apply(self, P: cute.Tensor, tScS: cute.Tensor):
@@ -144,7 +144,7 @@ class CompressedDQ(BackwardDQ):
         mdQ: cute.Tensor,  # [B, N, H, D]
         length: Int32,
         stride: Int32,
-        first_token: Int32,  # that row 0 is
+        first_token: Int32,  # token index of row 0
         scale: Float32,
         stream: Any,
     ):
@@ -202,7 +202,7 @@ class CompressedDQ(BackwardDQ):
         thread, _, _ = cute.arch.thread_idx()
         work_index, _, _ = cute.arch.block_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        tile = cute.ceil_div(num_rows, CTA_ROWS) - 1 - work_index // (heads * batches)  # those that see most go first
+        tile = cute.ceil_div(num_rows, CTA_ROWS) - 1 - work_index // (heads * batches)  # rows with most entries first
         work = WorkTile(tile, work_index % heads, work_index // heads % batches)
         entries = Entries(length, stride, num_entries, first_token)
         last_row = cutlass.min(tile * CTA_ROWS + CTA_ROWS, num_rows) - 1
@@ -241,14 +241,14 @@ class CompressedDQ(BackwardDQ):
         work: WorkTile,
         consumer: Consumer,
     ) -> cute.Tensor:
-        """Consumer mainloop over the entries. Returns dQ of the warpgroup's rows, not scaled yet."""
+        """Consumer mainloop over the entries. Returns the unscaled dQ of the warpgroup's rows."""
         keys_ready = shared.keys_ready
         first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
         tScS = score_coordinates(mma_s, consumer)
         seen_by_all, rSeen = entries.seen(first_row), cute.make_rmem_tensor(2, Int32)
         for r in range_constexpr(2):
             rSeen[r] = entries.seen(first_row + tScS[(0, r, 0), 0, 0][0])
-        dQ = self.accumulator(mma_dq)
+        dQ = self.accumulator(mma_dq)  # fp32 [TILE rows, D]
         op = self.partition(mma_s, mma_dq, shared, ((mLse, mDelta),), num_rows, work, consumer)
         state = consumer_state(STAGES)
         for i in cutlass.range(key_tiles.num_tiles(), unroll=1):
@@ -260,10 +260,10 @@ class CompressedDQ(BackwardDQ):
 
 
 class CompressedDKV(BackwardDKV):
-    """Partials of dK and dV of the compressed branch. Roles and pipelines: BackwardDKV; both consumers read a stage.
-    Results go from registers to memory, so there are no further barriers.
+    """Partials of dK and dV of the compressed branch. Roles and pipelines: BackwardDKV; both consumers read
+    every stage. Results are stored from registers, so no further barriers are needed.
 
-    Args: head dim, 16-bit type.
+    Args: dim: head dim. dtype: 16-bit type.
     """
 
     def __init__(self, dim: int, dtype: Any) -> None:
@@ -278,10 +278,10 @@ class CompressedDKV(BackwardDKV):
         mV: cute.Tensor,
         mLse: cute.Tensor,  # fp32 [B, H, N]
         mDelta: cute.Tensor,
-        mPartials: cute.Tensor,  # fp32 [splits, 2, B, entries, H_kv, D]: of dK and dV
+        mPartials: cute.Tensor,  # fp32 [splits, 2, B, entries, H_kv, D]: dK and dV
         length: Int32,
         stride: Int32,
-        first_token: Int32,  # that row 0 is
+        first_token: Int32,  # token index of row 0
         scale: Float32,
         stream: Any,
     ):
@@ -335,7 +335,7 @@ class CompressedDKV(BackwardDKV):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         splits, _, batches, num_entries, kv_heads, _ = mPartials.shape
         tile_and_split = work_index // (kv_heads * batches)
-        tile, split = tile_and_split // splits, tile_and_split % splits  # entries that most rows see go first
+        tile, split = tile_and_split // splits, tile_and_split % splits  # entries seen by the most rows go first
         work = WorkTile(tile, work_index % kv_heads, work_index // kv_heads % batches)
         entries = Entries(length, stride, num_entries, first_token)
         first_tile, stop_tile = self.row_tiles(entries, num_rows, tile, split, splits)
@@ -384,7 +384,7 @@ class CompressedDKV(BackwardDKV):
     def row_tiles(
         self, entries: Entries, num_rows: Int32, tile: Int32, split: Int32, splits: Int32
     ) -> tuple[Int32, Int32]:
-        """The first row tile of a split of those that see some entry of the CTA, and the end."""
+        """Half-open range of the row tiles of a split, among those that see some entry of the CTA."""
         first = cutlass.max(entries.first_row(tile * CTA_ROWS), 0) // TILE
         num = cutlass.max(cute.ceil_div(num_rows, TILE) - first, 0)
         each, more = num // splits, num % splits
@@ -407,7 +407,7 @@ class CompressedDKV(BackwardDKV):
         work: WorkTile,
         consumer: Consumer,
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """Consumer mainloop over the row tiles. Returns dK of the warpgroup's entries, not scaled yet, and dV."""
+        """Consumer mainloop over the row tiles. Returns the unscaled dK of the warpgroup's entries, and dV."""
         first_entry = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
         op = self.partition(mma_s, mma_dkv, shared, consumer.warpgroup, consumer)
         dK, dV = self.accumulators(mma_dkv)
@@ -430,7 +430,7 @@ class CompressedDKV(BackwardDKV):
 
     @cute.jit
     def store(self, mma_dkv: cute.TiledMma, acc: cute.Tensor, gX: cute.Tensor, work: WorkTile, consumer: Consumer):
-        """Epilogue: fp32 sums of the warpgroup's entries, of those that exist, to global memory [entries, D]."""
+        """Epilogue: store the fp32 sums of the warpgroup's existing entries to global memory [entries, D]."""
         entry_tile = work.tile * CONSUMERS + consumer.warpgroup
         one = mma_dkv.get_slice(consumer.thread)
         coordinates = one.partition_C(cute.make_identity_tensor((TILE, self.dim)))
@@ -462,7 +462,7 @@ def _fake_sizes() -> list[Any]:
 
 
 def num_splits(batch: int, rows: int, entries: int, kv_heads: int, group: int) -> int:
-    """Splits of the rows of each 128 entries: for MIN_CTAS, unless a split had less than MIN_STEPS row tiles."""
+    """Number of splits of the rows of each 128 entries: enough for MIN_CTAS, but at least MIN_STEPS row tiles each."""
     ctas = batch * kv_heads * -(-entries // CTA_ROWS)
     return max(1, min(-(-MIN_CTAS // ctas), -(-rows // TILE) * group // MIN_STEPS))
 
@@ -481,18 +481,19 @@ def compressed_backward(
     dq: Tensor,
     first_token: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of attention of each token to the compressed entries that have ended. Bitwise the same each time.
+    """Gradients of attention of each token to the compressed entries that have ended. Bitwise reproducible.
 
     Args:
-        q, do: `[B,N,H,D]`, bf16 or fp16, rows aligned (device.vectorizable), N > 0; all of `do` must be finite.
-        k, v: `[B,entries,H_kv,D]`, likewise, at least one entry.
-        lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Shifted by -log(g) where a gate g weighs the row.
-            Not finite: the row contributes nothing.
-        delta: fp32 `[B,H,N]`, likewise: sum(do * o), of o without a gate. Not read where lse is not finite.
-        length, stride: l and d, tokens of an entry and between entries.
+        q, do: `[B,N,H,D]`, bf16 or fp16, rows aligned (device.vectorizable), N > 0; every row of `do` must be finite.
+        k, v: `[B,entries,H_kv,D]`, dtype and alignment as q, at least one entry.
+        lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Shifted by -log(g) if a gate g weights the row.
+            Rows whose lse is not finite contribute nothing.
+        delta: fp32 `[B,H,N]`, last dimension contiguous: sum(do * o), with o before gating. Not read where lse is not
+            finite.
+        length, stride: l and d, tokens per entry and between entries.
         scale: softmax scale.
-        dq: like q, to write.
-        first_token: the token that row 0 is, where rows continue a sequence.
+        dq: like q, output.
+        first_token: token index of row 0, if the rows continue a sequence.
 
     Returns:
         dk and dv, fp32, contiguous.

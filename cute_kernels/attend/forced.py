@@ -1,31 +1,31 @@
-"""Attention to forced blocks, which all tokens of a block attend to, in one go: the first ones and the local ones.
+"""Attention to forced blocks, to which all tokens of a block attend, in one pass: the initial and the local blocks.
 
     S_ij = scale q_i . k_j        j <= i in blocks 0 ... init-1 and b-local+1 ... b, b = i // l' (of its document)
     o_i = sum_j exp(S_ij - lse_i) v_j        lse_i = log sum_j exp(S_ij)
 
 ForcedForward         one CTA: the tokens of one block x the G query heads of a key/value head, and keys and values of
                       their init + local blocks, the same for all of them whatever they selected. All keys of a row are
-                      there at once (warp_rows.py); o and lse go where the result belongs. kv_outer.py would write and
-                      read a partial for each of these blocks.
+                      resident at once (warp_rows.py); o and lse are written to their final place, whereas kv_outer.py
+                      would write and read a partial for each of these blocks.
 ForcedCombineAndGate  the same after KVOuterForward has attended to the other blocks: the epilogue combines a row in
-                      registers with its partials and gates it with the other branches (combine_rows.py), and writes
-                      NSA's out; o and gates too where a backward will read them. The rows of a block are divided among
+                      registers with its partials, gates it with the other branches (combine_rows.py) and writes
+                      NSA's out; also o and gates if a backward will read them. The rows of a block are divided among
                       CTAs of about CTA_ROWS, so that a chunk of tokens fills the GPU.
 
-Near the beginning of a document both kinds of blocks would overlap: there the local ones begin with block `init`, and
-the last of them lie behind the tokens. So no key counts twice, the keys of a CTA ascend, and the only gap between them
-is behind init blocks that all its tokens see: only the last block is masked, in a document's first CTAs all blocks.
+Near the start of a document both kinds of blocks would overlap: there the local blocks start at block `init`, and the
+last of them are after the tokens. So no key counts twice, the keys of a CTA ascend, and their only gap comes after the
+init blocks, which all of its tokens see. Only the last block is masked; in a document's first CTAs, all are.
 
-Four warps and two CTAs per SM where shared memory has room for them (three blocks of 64 for D = D_v = 128: 96 KiB and
-16 KiB for rows, twice), else eight warps.
+Four warps and two CTAs per SM if shared memory has room for them (three blocks of 64 for D = D_v = 128: 96 KiB and
+16 KiB for rows, twice), otherwise eight warps.
 
 Floor, 64K tokens, 64 heads over 4, D = 128, l' = 64, init + local = 3: 0.41 TFLOP, 0.69 ms at 600 TFLOP/s, of which
-half a block is masked; q and o once, 2.1 GB, 0.51 ms at 4.2 TB/s, at the same time; keys and values, 0.4 GB, from L2.
-ForcedCombineAndGate for n = 16 reads the partials of 13 slots, 14.0 GB, o_cmp and o_win beside q, and writes out: 18.3
+half a block is masked; q and o once, 2.1 GB, 0.51 ms at 4.2 TB/s, concurrently; keys and values, 0.4 GB, from L2.
+ForcedCombineAndGate for n = 16 reads the partials of 13 slots, 14.0 GB, o_cmp and o_win besides q, and writes out: 18.3
 GB, 4.4 ms; with o and gates 19.5 GB.
 
-Limits: those of warp_rows.py; (init + local) l' <= MAX_KEYS, since S is in registers; rows start at multiples of 16
-bytes. All blocks that are read must hold finite values up to the last token of the CTA's own block.
+Limits: those of warp_rows.py; (init + local) l' <= MAX_KEYS, since S is in registers; rows 16-byte aligned. All blocks
+that are read must hold finite values up to the last token of the CTA's own block.
 """
 
 from __future__ import annotations
@@ -56,39 +56,45 @@ from cute_kernels.runtime.device import has_warpgroups
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
 MAX_KEYS = 256
-"""Keys of a CTA."""
+"""Maximum keys per CTA."""
 
 CTA_ROWS = 512
-"""The fewest rows, tokens x G, of a CTA of ForcedCombineAndGate, about."""
+"""Approximate minimum rows, tokens x G, per CTA of ForcedCombineAndGate."""
 
 
 def takes_forced(size: int, init: int, local: int) -> bool:
-    """Whether there are forced blocks, and the kernel has room for them. Args: l', and blocks of either kind."""
+    """True if there are forced blocks and the kernel has room for them. Args: l', initial and local blocks."""
     return 0 < (init + local) * size <= MAX_KEYS
 
 
 def slice_cta(mX: cute.Tensor | None, cta: CtaContext, first: Int32) -> cute.Tensor | None:
-    """[rows, G, D] from row `first` on, of the CTA's batch and head of [B, H_kv, rows, G, D]; None stays None."""
+    """[rows, G, D] from row `first` on, for the CTA's batch and head, of [B, H_kv, rows, G, D]; None stays None."""
     return None if mX is None else cute.domain_offset((first, 0, 0), mX[cta.batch, cta.kv_head, None, None, None])
 
 
 class CtaTokens(NamedTuple):
-    """The tokens of a CTA, and the keys of its blocks."""
+    """Tokens of a CTA, and keys of its blocks."""
 
     first: Int32
-    """The first token, among those that the kernel is given."""
+    """Row of the first token in the queries passed to the kernel."""
     position: Int32
-    """The same, counted as keys are."""
+    """Index of the first token in the keys' numbering."""
     first_keys: tuple[Int32, ...]
-    """The first key of each block."""
+    """First key of each block."""
     end: Int32
-    """Behind the last token, counted as keys are."""
+    """Exclusive end of the tokens, in the keys' numbering."""
     num_rows: Int32
-    """Tokens x G."""
+    """Number of tokens x G."""
 
 
 class ForcedForward(WarpRows):
-    """Args: dims of k and v; 16-bit type; G; l', tokens of a block; first and local blocks; whether to use WGMMA."""
+    """Args:
+    dim, v_dim, dtype: D, D_v and their 16-bit type.
+    group: G.
+    size: l', tokens per block.
+    init, local: number of initial and of local blocks.
+    warpgroups: use WGMMA.
+    """
 
     ctas_per_block = 1
 
@@ -169,7 +175,7 @@ class ForcedForward(WarpRows):
         scale: Float32,
         combine: CombineInputs | None = None,
     ):
-        """Args: as of `kernel`; `combine`: as of `_attend`."""
+        """Args: see `kernel`; `combine`: see `_attend`."""
         self._attend(
             cta,
             cute.domain_offset((0, tokens.first, 0, 0, 0), mQ),
@@ -190,7 +196,7 @@ class ForcedForward(WarpRows):
     def _cta_tokens(
         self, cta: CtaContext, mQ: cute.Tensor, mBounds: cute.Tensor | None, first_token: Int32
     ) -> CtaTokens:
-        """Args: `mQ`: as of `kernel`."""
+        """Args: `mQ`: see `kernel`."""
         part = cta.work_idx % self.ctas_per_block
         at = token_block(cta.work_idx // self.ctas_per_block, self.size, mQ.shape[1], first_token, mBounds)
         part_tokens = const_expr(-(-self.size // self.ctas_per_block))
@@ -202,14 +208,14 @@ class ForcedForward(WarpRows):
         return CtaTokens(at.first_row + token, at.first_key + token, first_keys, at.first_key + end, num_rows)
 
     def _first_keys(self, document: Int32, block: Int32) -> tuple[Int32, ...]:
-        """The first key of each block. Args: first token of the document; the tokens' own block, counted in it."""
+        """First key of each block. Args: document: first token. block: the tokens' own, within the document."""
         local = document + cutlass.max(block - self.local + 1, self.init) * self.size
         first = [document + i * self.size for i in range(self.init)]
         return (*first, *(local + i * self.size for i in range(self.local)))
 
 
 class ForcedCombineAndGate(ForcedForward):
-    """ForcedForward of sequences that writes NSA's out in place of o. Args: as of ForcedForward, with D = D_v."""
+    """ForcedForward for sequences that writes NSA's out instead of o. Args: as for ForcedForward, with D = D_v."""
 
     def __init__(self, dim: int, dtype: Any, group: int, size: int, init: int, local: int, warpgroups: bool) -> None:
         super().__init__(dim, dim, dtype, group, size, init, local, warpgroups)
@@ -227,10 +233,10 @@ class ForcedCombineAndGate(ForcedForward):
         mOut: cute.Tensor,  # [B, T, H, D]
         mLse: cute.Tensor,  # fp32 [B, H, T]
         mW: cute.Tensor | None,  # [H, 3, D]
-        mG: cute.Tensor | None,  # [B, T, H, 3]: without mW read, with it written
+        mG: cute.Tensor | None,  # [B, T, H, 3]: output with mW, input without
         mCmp: cute.Tensor,  # [B, T, H, D]
         mWin: cute.Tensor,
-        mSlc: cute.Tensor | None,  # likewise, o of the selected branch
+        mSlc: cute.Tensor | None,  # [B, T, H, D], output for o of the selected branch
         first_token: Int32,
         scale: Float32,
         stream: Any,
@@ -364,13 +370,13 @@ def forced_forward(
     first_token: int = 0,
     packed: PackedBlocks | None = None,
 ) -> None:
-    """Attend to the first `init` blocks of a document and to `local` blocks that end with the token's own.
+    """Attend to the first `init` blocks of a document and to the `local` blocks that end with the token's own block.
 
     Args:
-        q, k, v, size, scale, first_token, packed: as of `kv_outer.kv_outer_forward`, checked.
-        o: `[B,T,H,D_v]` in q's dtype, where to write; rows aligned.
-        lse: fp32 `[B,H,T]`, likewise, natural log. Rows of no query are left as they are, as in o.
-        init, local: for which `takes_forced`.
+        q, k, v, size, scale, first_token, packed: see `kv_outer.kv_outer_forward`; already checked.
+        o: `[B,T,H,D_v]` in q's dtype, output; rows aligned.
+        lse: fp32 `[B,H,T]`, output, natural log. Rows that belong to no query are left untouched, in o too.
+        init, local: as accepted by `takes_forced`.
     """
     dims, group = (q.shape[3], v.shape[3]), q.shape[2] // k.shape[2]
     options = size, init, local, packed is not None, has_warpgroups(q.device)
@@ -393,14 +399,14 @@ def forced_combine_and_gate(
     init: int,
     local: int,
 ) -> None:
-    """Attend to the forced blocks, add the partials of the other blocks, gate with the other branches: `gating.out`.
+    """Attend to forced blocks, add the partials of other blocks, and gate with the other branches into `gating.out`.
 
     Args:
-        q, k, v, size, scale, init, local: as of `forced_forward`, with D = D_v, of the worklist's tokens.
-        worklist: of the blocks that are not forced.
-        o_partial, lse_partial: `[B,H_kv,T n,G,D]` and fp32 `[B,H_kv,T n,G]`, read for the slots that have a block.
-        gating: of these tokens and heads.
-        lse: fp32 `[B,H,T]`, where to write that of the selected branch, natural log.
+        q, k, v, size, scale, init, local: see `forced_forward`, with D = D_v, for the worklist's tokens.
+        worklist: lists the blocks that are not forced.
+        o_partial, lse_partial: `[B,H_kv,T n,G,D]` and fp32 `[B,H_kv,T n,G]`, read only for slots that have a block.
+        gating: for these tokens and heads.
+        lse: fp32 `[B,H,T]`, output for the lse of the selected branch, natural log.
     """
     options = size, init, local, *gating.variant, has_warpgroups(q.device)
     run = _forced_combine_and_gate(q.shape[3], q.dtype, o_partial.shape[3], *options).run

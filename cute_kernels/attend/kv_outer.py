@@ -1,34 +1,34 @@
-"""KV-outer attention of each token to its own blocks of keys, exact: keys stay in a CTA, query rows come to them.
+"""KV-outer attention of each token to its own blocks of keys, exact: keys stay in a CTA, query rows are gathered.
 
     S_ij = scale q_i . k_j        j <= i in the blocks that token i selected
     o_i = sum_j exp(S_ij - lse_i) v_j        lse_i = log sum_j exp(S_ij)
 
 KVOuterForward       one CTA: keys and values of one KV block, and a work tile of the query rows that selected it
-                     (lists/worklist.py). o and lse of these keys alone go to the rows' partials (warp_rows.py).
-CombinePartials,     the partials of each row added up; for NSA also gated with the other branches (combine.py)
+                     (lists/worklist.py). o and lse over these keys are written to the rows' partials (warp_rows.py).
+CombinePartials,     sum the partials of each row; for NSA also gated with the other branches (combine.py)
 CombineAndGate
-ForcedForward,       forced blocks, which every token attends to, need no selection: attended to in one go (forced.py).
-ForcedCombineAndGate ForcedForward writes o and lse where the result goes, and CombinePartials accumulates. For NSA
-                     ForcedCombineAndGate takes the place of CombineAndGate, bitwise the same, and adds the partials
-WindowCombine        on Hopper, where local blocks lie in the window: takes the place of all four, and of the window's
-                     own kernel (window_combine.py)
+ForcedForward,       forced blocks, to which every token attends, need no selection and are attended to in one pass
+ForcedCombineAndGate (forced.py). ForcedForward writes o and lse to their final place, where CombinePartials
+                     accumulates. For NSA ForcedCombineAndGate replaces CombineAndGate, bitwise equal, and adds the
+                     partials
+WindowCombine        on Hopper, if the local blocks are inside the window: replaces all four, and the window's own
+                     kernel (window_combine.py)
 
-The host goes over tokens and key/value heads in chunks, whose partials stay below PARTIAL_BYTES and whose q is small
-enough for L2. Chunks alternate between two streams (runtime/streams.py): one attends where another combines or leaves
-SMs idle.
+The host loops over chunks of tokens and key/value heads, sized so that their partials stay below PARTIAL_BYTES and
+their q fits in L2. Chunks alternate between two streams (runtime/streams.py): one attends while the other combines or
+leaves SMs idle.
 
-What moves does not depend on which blocks are selected: q is read n times, o is written and read n times.
+Traffic does not depend on which blocks are selected: q is read n times, o is written and read n times.
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 2.2 TFLOP, 3.7 ms at 600 TFLOP/s, and 34 GB for the
-partials, 8.2 ms at 4.2 TB/s, at the same time; 17 GB of q come from L2 where it is there, else 4.1 ms more.
+partials, 8.2 ms at 4.2 TB/s, concurrently; 17 GB of q come from L2 when cached, otherwise 4.1 ms more.
 ForcedCombineAndGate moves 3.2 GB less than ForcedForward and CombineAndGate would.
 
-Packed documents (B = 1): their tokens are read where they lie; no block holds those of two.
+Packed documents (B = 1) are read in place; no block spans two documents.
 
 Limits: WGMMA on sm_90a, mma.sync on sm_100a; D and D_v 64 or 128; l' a multiple of 64, up to 256; any G; for T tokens
-of a chunk n T G D_v < 2^34; a token's q less than 2^15 elements from the next one's; 64-bit offsets; rows start at
-multiples of 16 bytes. Every block that is attended to must hold finite values behind a token too, or that token's o is
-not finite.
+of a chunk n T G D_v < 2^34; q of consecutive tokens less than 2^15 elements apart; 64-bit offsets; rows 16-byte
+aligned. Every attended block must hold finite values after a token too, otherwise that token's o is not finite.
 """
 
 from __future__ import annotations
@@ -70,14 +70,20 @@ WARPS = 8
 CTAS_PER_SM = 2
 
 PARTIAL_BYTES = 520 << 20
-"""Of a chunk's o_partial and lse_partial, 8192 tokens of 16 heads and 16 slots; two chunks have theirs at a time."""
+"""Size of a chunk's o_partial and lse_partial: 8192 tokens of 16 heads and 16 slots. Two chunks are live at a time."""
 
 MIN_TILE_ROWS = 2048
-"""The fewest rows, query rows x G, of a work tile of a split block."""
+"""Minimum rows, query rows x G, per work tile of a split block."""
 
 
 class KVOuterForward(WarpRows):
-    """Args: dims of k and v; 16-bit type; G; n, slots of a token; l', tokens of a block; whether to use WGMMA."""
+    """Args:
+    dim, v_dim, dtype: D, D_v and their 16-bit type.
+    group: G.
+    slots: n, slots per token.
+    size: l', tokens per block.
+    warpgroups: use WGMMA.
+    """
 
     def __init__(self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int, warpgroups: bool) -> None:
         super().__init__(dim, v_dim, dtype, group, slots, size, 1, WARPS, warpgroups)
@@ -187,7 +193,7 @@ def _compiled(
 
 
 def takes_gating(dims: tuple[int, int], slots: int, packed: bool) -> bool:
-    """Whether `kv_outer_forward` takes a `gating`. Args: D and D_v; n; whether documents are packed."""
+    """True if `kv_outer_forward` accepts a `gating`. Args: dims: D and D_v. slots: n. packed: documents are packed."""
     return dims[0] == dims[1] and slots > 0 and not packed
 
 
@@ -206,29 +212,29 @@ def kv_outer_forward(
     gating: Gating | None = None,
     window: WindowBranch | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each token to the blocks that it selected, causal.
+    """Attention of each token to the blocks that it selected, causal. Bitwise reproducible.
 
     Args:
-        q: `[B,T,H,D]`, of the tokens `first_token` ...; bf16 or fp16, rows aligned (device.vectorizable).
-        k, v: `[B,N,H_kv,D]` and `[...,D_v]`, of all tokens up to those at least, likewise.
-        indices: int32 `[B,H_kv,T,n]`, different blocks of `size` tokens, padded with -1 at any place. Blocks that begin
-            behind their token have no effect.
+        q: `[B,T,H,D]`, tokens `first_token` ...; bf16 or fp16, rows aligned (device.vectorizable).
+        k, v: `[B,N,H_kv,D]` and `[...,D_v]`, at least all tokens up to those of q; dtype and alignment as q.
+        indices: int32 `[B,H_kv,T,n]`, distinct blocks of `size` tokens, padded with -1 at any position. Blocks that
+            start after their token have no effect.
         size: l'.
-        scale: what q . k is multiplied by, > 0.
-        packed: of packed documents, with B = 1: their queries are the rows of q, their tokens those of k and v, and
-            blocks count from each document's first token.
-        init, local: indices hold these forced blocks for every token wherever they exist: the first `init` of its
-            document, and `local` that end with its own. They are attended to in one go (attend/forced.py).
-        gating: of these tokens: write out too, and o only into its `o_slc`, where `takes_gating`.
-        window: attend to the window of these keys too, with forced blocks, where `takes_window`. Rows of no query
-            are left as they are in its results.
+        scale: factor of q . k, > 0.
+        packed: describes packed documents, with B = 1: their queries are the rows of q, their tokens those of k and v,
+            and blocks count from each document's first token.
+        init, local: number of forced blocks that indices hold for every token wherever they exist: the first `init` of
+            its document, and `local` that end with its own. They are attended to in one pass (attend/forced.py).
+        gating: for these tokens: write out too, and o only into its `o_slc`; needs `takes_gating`.
+        window: also attend to the window of these keys, together with the forced blocks; needs `takes_window`. In its
+            results, rows that belong to no query are left untouched.
 
     Returns:
-        o `[B,T,H,D_v]`, that of `gating` or else its out, and lse fp32 `[B,H,T]`, natural log. Rows without keys, and
-        rows behind the last document: 0 and -inf. Bitwise the same each time.
+        o `[B,T,H,D_v]`, or with `gating` its o_slc or out, and lse fp32 `[B,H,T]`, natural log. Rows without keys, and
+        rows after the last document, are 0 and -inf.
 
     Raises:
-        ValueError: for what the kernels cannot take.
+        ValueError: for arguments that the kernels do not support.
     """
     check_token_attention(q, k, v, indices, size, scale, first_token, packed)
     batch, tokens, heads, dim = q.shape
@@ -255,7 +261,7 @@ def kv_outer_forward(
     has_forced = window is not None or takes_forced(size, init, local)
     forced: dict[str, Any] = {"size": size, "scale": scale, "init": init, "local": local}
     if has_forced and packed is not None:
-        lse.fill_(-math.inf)  # also of rows of no query
+        lse.fill_(-math.inf)  # including rows that belong to no query
         if window is not None:
             o.zero_()
     if has_forced and gating is None and window is None:
@@ -313,6 +319,6 @@ def kv_outer_forward(
                     )
                 else:
                     combine_and_gate(worklist, o_partial, qkv[0], chunk_gating, **lses)
-            # The stream holds them as long as it needs them
+            # The stream keeps them alive as long as needed
             del worklist, o_partial, lse_partial, qkv, chunk_gating, tables, chunk_lse, lses
     return o, lse

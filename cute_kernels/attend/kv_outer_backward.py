@@ -4,29 +4,29 @@
     dP_ij = dO_i . v_j                dS_ij = P_ij (dP_ij - delta_i)
     dQ_i = scale sum_j dS_ij k_j      dK_j = scale sum_i dS_ij q_i      dV_j = sum_i P_ij dO_i
 
-A gate g_i is applied by shifting its row's lse by -log(g_i): P is then g_i times the softmax. Where lse is not finite,
-P = 0. Sums are fp32. P and dS are rounded to 16 bits before they are multiplied, and so are the partials of dQ.
+A gate g_i is applied by shifting its row's lse by -log(g_i): P is then g_i times the softmax. P = 0 if lse is not
+finite. Sums are fp32. P and dS are rounded to 16 bits before they are multiplied, and so are the partials of dQ.
 
 KVOuterBackward       a CTA owns 64 keys of a KV block and a work tile of the tokens that selected the block
                       (lists/worklist.py). It gathers their rows of Q and dO, G per token as in pack_gqa, 64 at a time.
                       dK and dV stay in registers; dQ goes to a 16-bit partial of the token's slot. By mma.sync.
 KVOuterBackwardWGMMA  the same by WGMMA, on Hopper. Products are transposed: P^T and dS^T are A operands in registers.
-CombinePartials       (combine.py) adds up the partials of dQ in the order of a token's slots; for NSA
+CombinePartials       (combine.py) sums the partials of dQ in the order of a token's slots; for NSA
                       CombineQueryGradients, with the other terms of dQ.
-CombineDKV            adds up dK and dV of blocks that were split into work tiles, in order.
+CombineDKV            sums dK and dV of blocks that were split into work tiles, in order.
 
 Tokens are processed in chunks, which bounds the memory of the partials. Chunks alternate between two side streams
-(runtime/streams.py): building a worklist, combining, and the last CTAs of a chunk leave most multiprocessors idle. Each
-stream has fp32 dK and dV of all tokens, to which its chunks add one after the other. There are no atomics.
+(runtime/streams.py), because building a worklist, combining, and the last CTAs of a chunk leave most SMs idle. Each
+stream has its own fp32 dK and dV of all tokens, to which its chunks add one after the other. There are no atomics.
 
 Floor: 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 5.5 TFLOP, 9.2 ms at 600 TFLOP/s (mma.sync), 6.1 ms at 900
-(WGMMA). At the same time 34 GB of dQ partials are written and read, 8.2 ms at 4.2 TB/s, and 34 GB of Q and dO are
-gathered, from L2 where they are there, else in 8.2 ms more. Shared memory: for 64 rows mma.sync moves 330 KB in 2,560
-cycles, 11.6 ms in all; WGMMA moves 160 KB in 1,280 cycles, as many as its products take.
+(WGMMA). Concurrently, 34 GB of dQ partials are written and read, 8.2 ms at 4.2 TB/s, and 34 GB of Q and dO are
+gathered, from L2 when cached, otherwise in another 8.2 ms. Shared memory: for 64 rows mma.sync moves 330 KB in 2,560
+cycles, 11.6 ms in all; WGMMA moves 160 KB in 1,280 cycles, as many as its products need.
 
 Limits: sm_90a and sm_100a; D and D_v 64 or 128; l' a multiple of 64, up to 256; any G; n T G D l' / 64 < 2^34 for the T
-tokens of a chunk; q and dO of neighboring tokens less than 2^15 elements apart; 64-bit offsets; rows start at multiples
-of 16 bytes; q, k, v and dO are finite in all rows that are gathered.
+tokens of a chunk; q and dO of neighboring tokens less than 2^15 elements apart; 64-bit offsets; rows 16-byte aligned;
+q, k, v and dO finite in every gathered row.
 """
 
 from __future__ import annotations
@@ -103,25 +103,25 @@ STAGES = 2
 """Tiles of Q and dO in shared memory: one is multiplied while the next one is gathered."""
 
 PARTIAL_BYTES = 512 << 20
-"""For the dQ partials of a chunk; two chunks have theirs at a time."""
+"""Size of a chunk's dQ partials; two chunks are live at a time."""
 
 MIN_TILE_ROWS = 4096
-"""The fewest rows, G per token, of a work tile of a split block."""
+"""Minimum rows, G per token, per work tile of a split block."""
 
 
 class WorkTile(NamedTuple):
     """Coordinates of a CTA."""
 
     index: Int32
-    """In the worklist."""
+    """Index in the worklist."""
     kv_head: Int32
     batch: Int32
     key_tile: Int32
-    """Which TILE keys of the KV block."""
+    """Index of the CTA's TILE keys within the KV block."""
 
 
 class Rows(NamedTuple):
-    """The gathered rows of a work tile: row i is head i % G of the (i // G)-th token that selected the block."""
+    """Gathered rows of a work tile: row i is head i % G of the (i // G)-th token that selected the block."""
 
     gQueryRows: cute.Tensor  # int32 [tokens of the work tile]: token * n + slot
     gQ: cute.Tensor  # [T, G, D]
@@ -129,7 +129,7 @@ class Rows(NamedTuple):
     gLse: cute.Tensor  # fp32 [G, T]
     gDelta: cute.Tensor
     num_rows: Int32
-    first_token: Int32  # that the first of T is, with mPositions among its rows
+    first_token: Int32  # token index of the first of T; with mPositions, its row there
     mPositions: cute.Tensor | None
 
 
@@ -139,11 +139,11 @@ class Shared(NamedTuple):
     sQK: cute.Tensor  # (TILE, D, STAGES + 1): stages of Q, then K
     sdOV: cute.Tensor  # (TILE, D_v, STAGES + 1): stages of dO, then V
     sPdS: cute.Tensor  # (TILE, TILE, 2): P and dS; WGMMA: (TILE, TILE, 1): dS^T
-    sLse: cute.Tensor  # fp32 (TILE): of each row of the tile that is multiplied, in base 2
-    sDelta: cute.Tensor  # likewise
-    sLastKey: cute.Tensor  # int32 (TILE): the last key that the row sees, counted from the CTA's first one
-    sdQStart: cute.Tensor  # int32 (TILE): the first vector of the row's dQ partial, -1: there is no such row
-    sSlotIdx: cute.Tensor  # int32 (TILE): of each row of the tile that is gathered
+    sLse: cute.Tensor  # fp32 (TILE): per row of the tile being multiplied, in base 2
+    sDelta: cute.Tensor  # fp32 (TILE)
+    sLastKey: cute.Tensor  # int32 (TILE): last key that the row sees, relative to the CTA's first key
+    sdQStart: cute.Tensor  # int32 (TILE): first vector of the row's dQ partial, -1 if the row doesn't exist
+    sSlotIdx: cute.Tensor  # int32 (TILE): per row of the tile being gathered
 
     @property
     def sK(self) -> cute.Tensor:
@@ -157,9 +157,9 @@ class Shared(NamedTuple):
 class KVOuterBackward:
     """dQ partials, dK and dV by mma.sync.
 
-    All threads gather (cp.async), multiply, and write. While a tile of rows is multiplied, the next one is gathered.
-    A thread reads where a row's token is one tile before the row is gathered. lse and delta of the next tile wait in
-    registers. P and dS pass through shared memory.
+    All threads gather (cp.async), multiply and write. The next tile of rows is gathered while one is multiplied; a
+    row's slot_idx is read one tile ahead of its gather. lse and delta of the next tile are held in registers. P and dS
+    pass through shared memory.
 
     barrier                   before it, all threads have                  after it, threads may
     prologue, 1st             written sSlotIdx of tile 0                   gather tile 0
@@ -171,8 +171,11 @@ class KVOuterBackward:
     mma, once a tile          written P and dS; read the statistics and    read P and dS; write the next statistics and
                               sSlotIdx                                     sSlotIdx
 
-    Args: head dims of k and v; 16-bit type; G, query heads of a key/value head; n, slots of a token; l', tokens of a
-    block.
+    Args:
+        dim, v_dim, dtype: D, D_v and their 16-bit type.
+        group: G, query heads per key/value head.
+        slots: n, slots per token.
+        size: l', tokens per block.
     """
 
     row_warps = ROW_WARPS
@@ -181,7 +184,7 @@ class KVOuterBackward:
     def __init__(self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int) -> None:
         self.dim, self.v_dim, self.dtype, self.group, self.slots, self.size = dim, v_dim, dtype, group, slots, size
         self.block_tiles = size // TILE
-        """Key tiles of a KV block."""
+        """Key tiles per KV block."""
 
     @cute.jit
     def __call__(
@@ -301,9 +304,9 @@ class KVOuterBackward:
         first_key: Int32,
         scale: Float32,
         tile_row: Int32,
-        writer: Int32,  # 0 or 1: of the two threads of a row
+        writer: Int32,  # 0 or 1: index among the two threads of a row
     ):
-        """Gather and multiply all rows of the work tile, of which there is at least one."""
+        """Gather and multiply all rows of the work tile, which has at least one."""
         num_rows = rows.num_rows
 
         # Prologue: gather tile 0
@@ -334,7 +337,7 @@ class KVOuterBackward:
             self.fence_smem()
             cute.arch.sync_threads()
 
-            # S and dP, or the start of them, while the next tile is gathered
+            # Start S and dP  [TILE rows, TILE keys], then gather the next tile
             stage, next_stage = (Int32(Uint32(first_row) // TILE + i) % STAGES for i in range(2))
             S, dP = self.start_scores(shared, stage)
             if first_row + TILE < num_rows:
@@ -351,23 +354,23 @@ class KVOuterBackward:
         return Int32(Uint32(slot_idx) // self.slots)
 
     def head_of(self, row: Int32) -> Int32:
-        """Of the G query heads."""
+        """Index of a row's head among the G query heads."""
         return Int32(Uint32(row) % self.group)
 
     @cute.jit
     def load_slot_idx(self, rows: Rows, row: Int32) -> Int32:
-        """The row's token * n + slot. Behind the end: that of the last row."""
+        """The row's token * n + slot. Past the end: that of the last row."""
         return rows.gQueryRows[Int32(Uint32(cutlass.min(row, rows.num_rows - 1)) // self.group)]
 
     @cute.jit
     def load_stats(self, rows: Rows, slot_idx: Int32, row: Int32) -> tuple[Float32, Float32]:
-        """lse and delta of a row. Behind the end: those of the last row."""
+        """lse and delta of a row. Past the end: those of the last row."""
         head, token = self.head_of(cutlass.min(row, rows.num_rows - 1)), self.token_of(slot_idx)
         return rows.gLse[head, token], rows.gDelta[head, token]
 
     @cute.jit
     def gather(self, rows: Rows, shared: Shared, stage: Int32, first_row: Int32):
-        """Start copying a tile of Q and of dO. Behind the end: the last row."""
+        """Start copying a tile of Q and of dO. Past the end: the last row."""
         for gX, sX in ((rows.gQ, shared.sQK), (rows.gdO, shared.sdOV)):
             sTile = sX[None, None, stage]
             row = lane_row(sTile, THREADS)
@@ -376,7 +379,7 @@ class KVOuterBackward:
             gather_tile(as_vectors(gX), sTile, start, THREADS)
 
     def fence_smem(self) -> None:
-        """Before a barrier: make this thread's writes to shared memory visible to MMA. mma.sync needs no fence."""
+        """Call before a barrier: make this thread's writes to shared memory visible to MMA. mma.sync needs no fence."""
 
     # ---------------------------------------------------------------- mma
 
@@ -394,31 +397,31 @@ class KVOuterBackward:
         return Shared(*tiles, *[smem.allocate_tensor(dtype, cute.make_layout(TILE), 16) for dtype in types])
 
     def make_acc_dkv(self, columns: int) -> cute.Tensor:
-        """Registers for dK or dV."""
+        """Allocate registers for dK or dV."""
         return accumulator(make_warp_mma(self.dtype, ROW_WARPS), (TILE, columns // COLUMN_WARPS))
 
     def mn_view(self, acc: cute.Tensor) -> cute.Tensor:
-        """(c, r, m, n), as of `acc_mn_view`."""
+        """View as (c, r, m, n), in the layout of `acc_mn_view`."""
         return acc_mn_view(acc)
 
     def start_scores(self, shared: Shared, stage: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """Accumulators of S and dP, whose products may be under way. mma.sync: `mma` issues them."""
+        """Accumulators of S and dP, whose products may be in flight. mma.sync: `mma` issues them."""
         mma = make_warp_mma(self.dtype, ROW_WARPS)
         return accumulator(mma, (TILE, TILE // COLUMN_WARPS)), accumulator(mma, (TILE, TILE // COLUMN_WARPS))
 
     @cute.jit
     def mma(
         self,
-        acc_s: cute.Tensor,  # of start_scores
+        acc_s: cute.Tensor,  # from start_scores
         acc_dp: cute.Tensor,
         dK: cute.Tensor,
         dV: cute.Tensor,
         shared: Shared,
         stage: Int32,
-        gdQPartial: cute.Tensor,  # as of `as_vectors`
+        gdQPartial: cute.Tensor,  # as returned by `as_vectors`
         scale: Float32,
     ):
-        """All products of a tile of rows: adds to dK and dV, writes dQ."""
+        """All products of a tile of rows: add to dK and dV, write dQ."""
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -430,7 +433,7 @@ class KVOuterBackward:
         sP, sdS = shared.sPdS[None, None, 0], shared.sPdS[None, None, 1]
         dq_start = self.load_dq_start(shared)
 
-        # S = Q K^T, dP = dO V^T
+        # S = Q K^T, dP = dO V^T  [TILE rows, TILE keys]
         columns = TILE // COLUMN_WARPS
         acc_s.fill(0.0)
         acc_dp.fill(0.0)
@@ -461,7 +464,7 @@ class KVOuterBackward:
         store_acc(mma, mma_thread, acc_dp, sdS, first)
         cute.arch.sync_threads()
 
-        # dV += P^T dO, dK += dS^T Q, dQ = dS K
+        # dV += P^T dO, dK += dS^T Q  [TILE keys, D_v or D], dQ = dS K  [TILE rows, D]
         first = column_warp * (self.v_dim // COLUMN_WARPS // MMA_K)
         gemm_smem(mma, mma_thread, dV, transpose_view(sP), transpose_view(sdO), first, True, True)
         first = column_warp * (self.dim // COLUMN_WARPS // MMA_K)
@@ -473,14 +476,14 @@ class KVOuterBackward:
         self.store_dq(dQ, cute.domain_offset((0, first_vector), gdQPartial), dq_start, scale)
 
     def is_masked(self, shared: Shared) -> Any:
-        """Whether a row of the tile does not see all keys. Tokens ascend: if the first row sees all, all do."""
+        """True unless every row of the tile sees all keys. Tokens ascend: if the first row sees all, every row does."""
         return shared.sLastKey[0] < TILE - 1
 
     # ---------------------------------------------------------------- store
 
     @cute.jit
     def load_dq_start(self, shared: Shared) -> Int32:
-        """In lane i, sdQStart of row i of those that the warp has of an accumulator."""
+        """sdQStart: lane i holds that of the warp's i-th accumulator row."""
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         row = (lane // MMA_K * self.row_warps + warp_index % self.row_warps) * MMA_K + lane % MMA_K
@@ -488,7 +491,7 @@ class KVOuterBackward:
 
     @cute.jit
     def store_dq(self, dQ: cute.Tensor, gdQPartial: cute.Tensor, dq_start: Int32, scale: Float32):
-        """Write the rows of dQ, scaled and rounded. Args: as of `store_rows`."""
+        """Scale and round dQ and write its rows. Args: see `store_rows`."""
         rounded = cute.make_rmem_tensor_like(dQ, self.dtype)
         rounded.store((dQ.load() * scale).to(self.dtype))
         store_rows(self.mn_view(rounded), gdQPartial, dq_start)
@@ -509,7 +512,7 @@ class KVOuterBackward:
         end: Int32,
         scale: Float32,
     ):
-        """Write dK and dV of a split block as partials, else add them to what earlier chunks left."""
+        """Write dK and dV as partials if the block is split, otherwise add them to the sums of earlier chunks."""
         batch, kv_head = work.batch, work.kv_head
         keys = cutlass.min(end - first_key, TILE)
         dK.store(dK.load() * scale)
@@ -525,7 +528,7 @@ class KVOuterBackward:
 
     @cute.jit
     def store_dkv(self, acc: cute.Tensor, gX: cute.Tensor, keys: Int32, add: cutlass.Constexpr[bool]):
-        """Write dK or dV to fp32 [keys, columns], or add it to what is there."""
+        """Write dK or dV to fp32 [keys, columns], or add to its contents."""
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         X = self.mn_view(acc)
@@ -616,7 +619,7 @@ class KVOuterBackwardWGMMA(KVOuterBackward):
         dq_start = self.load_dq_start(shared)
         masked = self.is_masked(shared)
 
-        # S becomes P while dP is computed; dV += P^T dO
+        # S becomes P while dP is being computed; dV += P^T dO  [TILE keys, D_v]
         rLse = wgmma.broadcast_over_rows(tSsLse)
         warpgroup.wait_group(1)
         wgmma.scores_to_probabilities(S, scale, rLse)
@@ -626,7 +629,7 @@ class KVOuterBackwardWGMMA(KVOuterBackward):
                 S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if key <= tSsLastKey[c, n] else Float32(0.0)
         wgmma.issue_mma(mma_dv, dV, wgmma.acc_as_operand_a(mma_dv, S), tdVrdO, True)
 
-        # P becomes dS while dV is computed; dQ = dS K, dK += dS^T Q
+        # P becomes dS while dV is being computed; dQ = dS K  [TILE rows, D], dK += dS^T Q  [TILE keys, D]
         rDelta = wgmma.broadcast_over_rows(tSsDelta)
         warpgroup.wait_group(1)
         wgmma.score_gradients(S, S, dP, rDelta)
@@ -638,16 +641,16 @@ class KVOuterBackwardWGMMA(KVOuterBackward):
         wgmma.issue_mma(mma_dq, dQ, tdQrdS, tdQrK, False)
         wgmma.issue_mma(mma_dk, dK, rdS, tdKrQ, True)
 
-        # dQ is written while dK is computed
+        # Write dQ while dK is being computed
         warpgroup.wait_group(1)
         self.store_dq(dQ, gdQPartial, dq_start, scale)
         warpgroup.wait_group(0)
 
 
 class CombineDKV:
-    """Adds the fp32 partials of split blocks to dK or dV, in order. Each work tile's CTA adds a chunk of its block.
+    """Add the fp32 partials of split blocks to dK or dV, in order. Each work tile's CTA sums a chunk of its block.
 
-    Args: columns of a key, l'.
+    Args: dim: columns of a key. size: l'.
     """
 
     def __init__(self, dim: int, size: int) -> None:
@@ -706,7 +709,7 @@ class CombineDKV:
     def partial_row(
         self, mPartial: cute.Tensor, batch: Int32, head: Int32, first_tile: Int32, key: Int32, start: Int32, i: int
     ) -> cute.Tensor:
-        """As `add_partials` takes it."""
+        """Row of a partial, as `add_partials` expects it."""
         return mPartial[batch, head, first_tile + start + i, key, None]
 
 
@@ -760,19 +763,19 @@ def kv_outer_backward(
     terms: QueryTerms | None = None,
     window: WindowQueries | None = None,
 ) -> None:
-    """Gradients of `kv_outer.kv_outer_forward`. Bitwise the same each time.
+    """Gradients of `kv_outer.kv_outer_forward`. Bitwise reproducible.
 
     Args:
-        q, k, v, indices, size, scale, first_token, packed: as there; k and v of no token behind the last of q.
+        q, k, v, indices, size, scale, first_token, packed: as there; k and v hold no token after the last of q.
         do: `[B,T,H,D_v]`, bf16 or fp16 like q; finite.
         lse: fp32 `[B,H,T]`, natural log, last dimension contiguous. Rows whose lse is not finite have no gradients.
-        delta: fp32 `[B,H,T]`, last dimension contiguous: sum(do * o), the term that is subtracted from dP. Not used
-            where lse is not finite.
-        into: dq, dk and dv, like q, k and v, to write; zeros for rows without keys and keys without rows.
-        local: local blocks to leave out: those that end with the token's own, as many, where they were selected.
-        terms: what else dq is to hold, of up to two branches, of which dq may be one; with at least one slot.
-        window: dq is to hold the window's, too, and that of the local blocks, which lie in it
-            (`takes_window_queries`); with terms of up to one branch.
+        delta: fp32 `[B,H,T]`, last dimension contiguous: sum(do * o), the term subtracted from dP. Not used where lse
+            is not finite.
+        into: dq, dk and dv, like q, k and v, outputs; zero for rows without keys and keys without rows.
+        local: number of selected local blocks, ending with the token's own, to leave out.
+        terms: other terms to add to dq, from up to two branches; dq may alias one of them. Needs at least one slot.
+        window: also add to dq the gradients of the window and of the local blocks inside it
+            (`takes_window_queries`); with terms from up to one branch.
 
     Raises:
         ValueError: for shapes, dtypes and strides that the kernels do not support; for terms or a window that dq
@@ -870,7 +873,7 @@ def kv_outer_backward(
 
 
 def _check_terms(slots: int, size: int, terms: QueryTerms | None, window: WindowQueries | None) -> None:
-    """Raise unless the partials' combine can add what else dq is to hold."""
+    """Raise unless the combine of the partials can add the other terms of dq."""
     if terms is None and window is None:
         return
     most = BRANCHES - 1 if window is None else 1

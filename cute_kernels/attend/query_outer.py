@@ -4,19 +4,19 @@
     o_i = sum_j exp(S_ij - lse_i) v_j        lse_i = log sum_j exp(S_ij)
 
 A work tile is as many tokens as fill ROWS query rows with the G heads of their key/value head (pack_gqa). Its CTA lists
-each block that any of its tokens selected once, in ascending order, with a bit for each token that did. The rest is
+each block that any of its tokens selected once, in ascending order, with a bit per token that selected it. Then it runs
 flash attention over this list, with scores masked by these bits and by causality. A block that a row did not select
-changes none of its bits: P is 0 and o is rescaled by 1. So the result of a token does not depend on what the others of
-its tile select, and nothing leaks from the future.
+leaves the row's bits unchanged: P is 0 and o is rescaled by 1. The result of a token therefore does not depend on the
+selections of the other tokens of its tile, and nothing leaks from the future.
 
-It pays where neighbors agree, since a tile multiplies the union of its tokens' blocks. kv_outer.py does the same work
-whatever tokens select. `takes_query_outer` decides between them.
+It is faster when neighbors agree, since a tile multiplies the union of its tokens' blocks. The work of kv_outer.py does
+not depend on the selections. `takes_query_outer` chooses between them.
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64, u blocks a tile of 8 tokens: u / 16 times 2.2 TFLOP, 3.7
 ms at 600 TFLOP/s; q and o once, 2 GB, 0.5 ms; keys and values from L2, u x 32 KB a tile. Random blocks: u = 98.
 
-Limits: WGMMA on sm_90a, mma.sync on sm_100a; D and D_v 64 or 128; l' a multiple of 64; G up to ROWS; rows start at
-multiples of 16 bytes; selected blocks must be finite behind a token too.
+Limits: WGMMA on sm_90a, mma.sync on sm_100a; D and D_v 64 or 128; l' a multiple of 64; G up to ROWS; rows 16-byte
+aligned; selected blocks must be finite after a token too.
 """
 
 from __future__ import annotations
@@ -74,35 +74,36 @@ WARPS = 8
 THREADS = WARPS * LANES
 WARP_ROWS = 16
 ROWS = WARPS * WARP_ROWS
-"""Query rows of a work tile."""
+"""Query rows per work tile."""
 
 MAX_TOKENS = 32
-"""Tokens of a work tile: bits of a word."""
+"""Maximum tokens per work tile: bits of a word."""
 
 MAX_SLOTS = 4096
-"""Slots of a work tile's tokens that shared memory has room for."""
+"""Maximum slots of a work tile's tokens that fit in shared memory."""
 
 MIN_GROUP = 64
-"""G from which query-outer is faster than KV-outer whatever tokens select (docs/experiments.md)."""
+"""Smallest G for which query-outer is faster than KV-outer whatever tokens select (docs/experiments.md)."""
 
 STAGES = 3
 """Buffers of TILE keys and values: one is multiplied while the others fill."""
 
 
 def tile_tokens(group: int) -> int:
-    """Tokens of a work tile, for G heads."""
+    """Number of tokens per work tile, for G heads."""
     return min(MAX_TOKENS, ROWS // group)
 
 
 def takes_query_outer(group: int, slots: int, query_outer: bool | None = None) -> bool:
-    """Whether attention per token runs query-outer, by shapes alone.
+    """True if attention per token runs query-outer; decided by shapes alone.
 
-    The selections would decide better, but then the bits of a token would depend on what later tokens select.
+    Deciding by the selections would be better, but then the bits of a token would depend on the choices of later
+    tokens.
 
     Args:
-        group: G. slots: n.
-        query_outer: True or False instead of the rule, where the kernel takes the shape; True pays where neighbors
-            select alike.
+        group: G.
+        slots: n.
+        query_outer: overrides the rule if the kernel supports the shape; True is faster when neighbors select alike.
     """
     fits = group <= ROWS and tile_tokens(group) * slots <= MAX_SLOTS
     return fits and (group >= MIN_GROUP if query_outer is None else query_outer)
@@ -118,7 +119,12 @@ class QueryOuterForward:
     start of a step   once a step   awaited their copies of its stage, and         multiply it, and copy keys into the
                                     multiplied the last step's                     last step's stage
 
-    Args: dims of k and v; 16-bit type; G; n, slots of a token; l', tokens of a block; whether to use WGMMA.
+    Args:
+        dim, v_dim, dtype: D, D_v and their 16-bit type.
+        group: G.
+        slots: n, slots per token.
+        size: l', tokens per block.
+        warpgroups: use WGMMA.
     """
 
     def __init__(self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int, warpgroups: bool) -> None:
@@ -212,7 +218,7 @@ class QueryOuterForward:
 
         # List the blocks
         gIndices = cute.domain_offset((first, 0), mIndices[batch, kv_head, None, None])
-        end = first_token + num_tokens  # read without mBounds; tokens behind the last one are left out below
+        end = first_token + num_tokens  # used without mBounds; tokens past the last are left out below
         for i in range_constexpr((num_slots + THREADS - 1) // THREADS):
             slot_idx = thread + i * THREADS
             if slot_idx < num_slots:
@@ -239,7 +245,7 @@ class QueryOuterForward:
             rQ = load_operand_a(warpgroup_mma(self.dtype, TILE, REGISTERS, K, K), sWarpgroupQ)
 
         rToken, rPosition = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)
-        rMax, rSum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)  # max in units of log 2
+        rMax, rSum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)  # maxima in base 2
         for r in range_constexpr(2):
             rToken[r] = (warp_index * WARP_ROWS + r * 8 + lane // QUAD) // self.group
             rPosition[r] = position_of(first_token + cutlass.min(rToken[r], num_tokens - 1), mPositions)
@@ -259,7 +265,7 @@ class QueryOuterForward:
                 self._load(gK, gV, sK, sV, sBlock, step + STAGES - 1, mBounds)
             cute.arch.cp_async_commit_group()
 
-            # MMA: S = Q K^T
+            # MMA: S = Q K^T  [WARP_ROWS, TILE]
             acc = accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, TILE))
             self._mma_qk(acc, rQ, sWarpQ, sK, step % STAGES)
 
@@ -271,7 +277,7 @@ class QueryOuterForward:
             self._mask(S, sBlockBits[i_block], rToken, rPosition, first_key)
             online_softmax(S, acc_o_mn, rMax, rSum, scale * LOG2_E)
 
-            # MMA: O += P V
+            # MMA: O += P V  [WARP_ROWS, D_v]
             self._mma_pv(acc_o, acc_as_operand_a(acc, self.dtype), sV, step % STAGES)
 
         # Epilogue
@@ -296,7 +302,7 @@ class QueryOuterForward:
         sBlockBits: cute.Tensor,
         thread: Int32,
     ) -> Int32:
-        """Write each block once, ascending, and a bit for each token that selected it. Returns how many there are."""
+        """Write each block once, ascending, with a bit per token that selected it. Returns the number of blocks."""
         num_slots = const_expr(self.tokens * self.slots)
         for i in range_constexpr((num_slots + THREADS - 1) // THREADS):
             slot_idx = thread + i * THREADS
@@ -333,7 +339,7 @@ class QueryOuterForward:
         step: Int32,
         mBounds: cute.Tensor | None,
     ):
-        """Start copying the keys and values of a step into their stage, by all threads."""
+        """Start copying the keys and values of a step into their stage, using all threads."""
         thread, _, _ = cute.arch.thread_idx()
         first, end = block_bounds(sBlock[step // self.block_tiles], self.size, gK.shape[0], mBounds)
         first += step % self.block_tiles * TILE
@@ -353,8 +359,8 @@ class QueryOuterForward:
 
     @cute.jit
     def _mask(self, S: cute.Tensor, bits: Int32, rToken: cute.Tensor, rPosition: cute.Tensor, first_key: Int32):
-        """Scores of keys that a row does not see become -inf. Args: `bits`: of tokens that selected the block."""
-        rLastKey = cute.make_rmem_tensor(2, Int32)  # that a row sees
+        """Set scores of keys that a row does not see to -inf. Args: `bits`: tokens that selected the block."""
+        rLastKey = cute.make_rmem_tensor(2, Int32)  # last key that a row sees
         for r in range_constexpr(2):
             is_selected = (bits >> rToken[r] & 1) != 0
             rLastKey[r] = rPosition[r] - first_key if is_selected else Int32(-1)
@@ -364,7 +370,7 @@ class QueryOuterForward:
 
     @cute.jit
     def _normalize(self, rRow: cute.Tensor, lane_sum: Float32) -> Float32:
-        """A row of o is divided by its sum, which is returned. Args: `lane_sum`: over the lane's columns."""
+        """Divide a row of o by its sum; return the sum. Args: `lane_sum`: partial sum over the lane's columns."""
         row_sum = cute.arch.warp_reduction_sum(lane_sum, threads_in_group=QUAD)
         inverse = Float32(0.0) if row_sum == 0.0 else cute.arch.rcp_approx(row_sum)
         scale_row(rRow, inverse)
@@ -411,10 +417,10 @@ def query_outer_forward(
     first_token: int = 0,
     packed: PackedBlocks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `kv_outer.kv_outer_forward`: the same arguments, results and errors. Besides:
+    """Same arguments, results and errors as `kv_outer.kv_outer_forward`. In addition:
 
     Raises:
-        ValueError: more than ROWS heads a group, or more slots than MAX_SLOTS in a work tile.
+        ValueError: for more than ROWS heads per group, or more slots than MAX_SLOTS in a work tile.
     """
     check_token_attention(q, k, v, indices, size, scale, first_token, packed)
     batch, tokens, heads, dim = q.shape

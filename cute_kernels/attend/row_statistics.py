@@ -1,13 +1,13 @@
-"""What FlashAttention-4's backward reads of each row, from an lse and a delta that are there already.
+"""Convert lse and delta to the row statistics that FlashAttention-4's backward reads.
 
-    log2_lse = lse log2(e), 0 where lse is -inf        delta as given, 0 where lse is not finite
+    log2_lse = lse log2(e), 0 if lse is -inf           delta as given, 0 if lse is not finite
 
-Its own preprocess multiplies do and o for delta: 2.1 GB at 64K tokens and 64 heads of 128, 0.5 ms at 4.2 TB/s. Rows
-are padded to whole tiles as it does, by an lse of +inf and a delta of 0.
+FlashAttention-4's own preprocess multiplies do and o for delta: 2.1 GB at 64K tokens and 64 heads of 128, 0.5 ms at
+4.2 TB/s. Rows are padded to whole tiles in the same way, with an lse of +inf and a delta of 0.
 
-Floor: four numbers of fp32 a row, 67 MB there.
+Floor: four fp32 numbers per row, 67 MB in that case.
 
-Limits: B and H up to 65535, where phases count as B; 64-bit offsets.
+Limits: B and H up to 65535, with phases counted in B; 64-bit offsets.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ THREADS = 256
 
 
 class RowStatistics:
-    """A thread for each row of a batch and head, padding included."""
+    """One thread per row of a batch and head, padding included."""
 
     @cute.jit
     def __call__(
         self,
         mLse: cute.Tensor,  # fp32 [B, H, rows, 1]
-        mDelta: cute.Tensor,  # likewise
+        mDelta: cute.Tensor,  # fp32 [B, H, rows, 1]
         mLog2Lse: cute.Tensor,  # fp32 [B, H, rows of whole tiles]
-        mDeltaOut: cute.Tensor,  # likewise
+        mDeltaOut: cute.Tensor,  # fp32 [B, H, rows of whole tiles]
         stream: Any,
     ):
         batches, heads, rows = mLog2Lse.shape
@@ -69,7 +69,7 @@ def row_statistics(lse: Tensor, delta: Tensor, log2_lse: Tensor, delta_out: Tens
 
     Args:
         lse: fp32 `[B,H,rows]`, natural log.
-        delta: likewise, do . o; not read where lse is not finite.
-        log2_lse, delta_out: fp32 `[B,H,padded rows]`.
+        delta: fp32 `[B,H,rows]`, do . o; not read where lse is not finite.
+        log2_lse, delta_out: fp32 `[B,H,padded rows]`, outputs.
     """
     _compiled().run(lse.unsqueeze(3), delta.unsqueeze(3), log2_lse, delta_out)

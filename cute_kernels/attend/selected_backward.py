@@ -4,33 +4,33 @@
     dP_ij = dO_i . v_j                dS_ij = P_ij (dP_ij - delta_i)
     dQ_i = scale sum_j dS_ij k_j      dK_j = scale sum_i dS_ij q_i      dV_j = sum_i P_ij dO_i
 
-A gate g_i is applied by shifting its row's lse by -log(g_i): P is then g_i times the softmax. Where lse is not finite,
-P = 0. Sums are fp32. P and dS are rounded to 16 bits before they are multiplied, results once.
+A gate g_i is applied by shifting its row's lse by -log(g_i): P is then g_i times the softmax. P = 0 if lse is not
+finite. Sums are fp32. P and dS are rounded to 16 bits before they are multiplied, results once.
 
 Blocks consist of tokens, or of compressed entries (`num_cmp_selected_blocks`).
 
-SelectedDQ          a CTA owns 128 query rows of a head and walks over the blocks that their query tile selected.
-SelectedDKV         a CTA owns 64 or 128 keys of a KV block and a work tile of the query tiles that selected it, 64
-                    rows at a time. With 128 keys, where blocks can be divided by them, each consumer has half of the
-                    keys; with 64 the two take the rows in turn and add their sums at the end.
-CombineSelectedDKV  adds up the partials of a block that was split, in order.
+SelectedDQ          a CTA owns 128 query rows of a head and iterates over the blocks that their query tile selected.
+SelectedDKV         a CTA owns 64 or 128 keys of a KV block and a work tile of the query tiles that selected it, 64 rows
+                    at a time. With 128 keys, if l' is a multiple of that, each consumer has half of the keys; with 64
+                    the two alternate between rows and add their sums at the end.
+CombineSelectedDKV  sums the partials of a block that was split, in order.
 
 The first two are built on backward_tiles.py: roles of warps, shared memory, loads.
 
-Which (head, tile) selected each block is listed by lists/selected_worklist.py. A block that many tiles selected (all
-may select block 0) is split into work tiles; each leaves an fp32 partial of dK and dV in global memory.
+lists/selected_worklist.py lists which (head, tile) selected each block. A block that many tiles selected (all may
+select block 0) is split into work tiles; each writes an fp32 partial of dK and dV to global memory.
 
-Sizes of grids, lists and memory follow from shapes. There are at most B*H*tiles*k query tiles in the worklist, that
-number divided by the fewest of a work tile bounds the work tiles of split blocks, and every other block has one. 4M
-tokens, 8 heads, 2 key/value heads, k=16: 2.1 million query tiles, 8192 work tiles of at least 256 query tiles with
-partials of 64 KiB each (WORKSPACE_BYTES), 17 MB of lists.
+Sizes of grids, lists and memory follow from shapes. The worklist has at most B*H*tiles*k query tiles; that number
+divided by the minimum per work tile bounds the work tiles of split blocks, and every other block has one. 4M tokens, 8
+heads, 2 key/value heads, k=16: 2.1 million query tiles, 8192 work tiles of at least 256 query tiles with partials of
+64 KiB each (WORKSPACE_BYTES), 17 MB of lists.
 
 Floor: 3 products in SelectedDQ and 4 in SelectedDKV of N k l' D 2 H FLOPs each. 128K tokens, 8 heads of 128, k=16,
 l'=64: 1.92 TFLOP, 3.2 ms at 600 TFLOP/s. For every 64 rows and a CTA's keys Q and dO, or K and V, are read again,
-mostly from HBM when blocks are selected at random: 4.3 and 8.6 GB, 3.1 ms at 4.2 TB/s, at the same time.
+mostly from HBM when blocks are selected at random: 4.3 and 8.6 GB, 3.1 ms at 4.2 TB/s, concurrently.
 
 Limits: sm_90a (WGMMA); D = D_v 64 or 128; l' a multiple of 64, T of 128; B*H*tiles*k < 2^31; 64-bit offsets; dO finite
-in all rows, also where lse is not; TMA: rows start at multiples of 16 bytes.
+in every row, even if its lse is not; TMA: rows 16-byte aligned.
 """
 
 from __future__ import annotations
@@ -89,20 +89,20 @@ from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, FLOATS, Kernel, compile_kernel, compiled_once, fake
 
 CTA_KEYS = CONSUMERS * TILE
-"""Keys of a CTA of SelectedDKV where l' is a multiple of them."""
+"""Keys per CTA of SelectedDKV if l' is a multiple of them."""
 
 MIN_QUERY_TILES = 32
-"""Of a work tile of a split block."""
+"""Minimum query tiles per work tile of a split block."""
 
 WORKSPACE_BYTES = 512 << 20
-"""For the partials of split blocks."""
+"""Memory budget for the partials of split blocks."""
 
 
 class ListedKeyTiles(NamedTuple):
-    """Key tiles that a query tile selected (BlockLists): those that need a mask first, then the full ones."""
+    """Key tiles that a query tile selected (BlockLists): first those that need a mask, then the full ones."""
 
     masked: Int32
-    """How many need a mask."""
+    """Number of tiles that need a mask."""
     full: Int32
     gMask: cute.Tensor
     gFull: cute.Tensor
@@ -121,14 +121,14 @@ class ListedKeyTiles(NamedTuple):
 
 
 class TokensOfRows(NamedTuple):
-    """Which token a row is, counted as keys are."""
+    """Maps rows to token indices, in the keys' numbering."""
 
     first: Int32 | None
-    """That row 0 is; None: 0."""
+    """Token index of row 0 (None = 0)."""
     mShifts: cute.Tensor | None
-    """int32 [query tiles]: added to its rows."""
+    """int32 [query tiles]: added to the token indices of each tile's rows."""
     tile: int
-    """Rows of a query tile."""
+    """Rows per query tile."""
 
     @cute.jit
     def token(self, row: Int32) -> Int32:
@@ -139,16 +139,16 @@ class TokensOfRows(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """A tile of keys, to mask."""
+    """Tile of keys to be masked."""
 
     keys: Keys
     first: Int32
     num_keys: Int32
-    """Of the sequence."""
+    """Number of keys in the sequence."""
 
     @cute.jit
     def seen(self, token: Int32, key: Int32) -> Boolean:
-        """Whether a token sees a key of the tile."""
+        """True if a token sees a key of the tile."""
         seen = self.first + key < self.num_keys
         if const_expr(self.keys.causal):
             seen = seen & (self.keys.last_token(self.first + key) <= token)
@@ -160,7 +160,7 @@ class MaskOfKeys(NamedTuple):
 
     needed: Boolean
     own_token: Int32
-    """Of the warpgroup's first row."""
+    """Token index of the warpgroup's first row."""
     tile: KeyTile
 
     @cute.jit
@@ -173,14 +173,14 @@ class MaskOfKeys(NamedTuple):
 
 
 class MaskOfRows(NamedTuple):
-    """Mask of a row tile, whose first row is read while its scores are computed."""
+    """Mask of a row tile; its first row is read while its scores are being computed."""
 
     sRow: cute.Tensor
     stage: Int32
     num_rows: Int32
     tokens: TokensOfRows
     tile: KeyTile
-    """The warpgroup's."""
+    """Key tile of the warpgroup."""
 
     @cute.jit
     def apply(self, P: cute.Tensor, tScS: cute.Tensor):
@@ -199,7 +199,7 @@ class MaskOfRows(NamedTuple):
 class SelectedDQ(BackwardDQ):
     """dQ of the selected branch. Roles and pipelines: BackwardDQ.
 
-    Args: head dim, 16-bit type, which keys a row sees, rows of a query tile.
+    Args: dim: head dim. dtype: 16-bit type. keys: visibility of keys. tile: rows per query tile.
     """
 
     def __init__(self, dim: int, dtype: Any, keys: Keys, tile: int) -> None:
@@ -221,8 +221,8 @@ class SelectedDQ(BackwardDQ):
         mFullIndex: cute.Tensor,
         mdQ: cute.Tensor,  # [B, N, H, D]
         scale: Float32,
-        first_token: Int32 | None,  # that row 0 is; None: 0
-        mShifts: cute.Tensor | None,  # int32 [query tiles]: added to its rows where they are compared with keys
+        first_token: Int32 | None,  # token index of row 0 (None = 0)
+        mShifts: cute.Tensor | None,  # int32 [query tiles]: added to token indices
         stream: Any,
     ):
         self.kernel(
@@ -338,7 +338,7 @@ class SelectedDQ(BackwardDQ):
         work: WorkTile,
         consumer: Consumer,
     ) -> cute.Tensor:
-        """Consumer mainloop over the selected blocks. Returns dQ of the warpgroup's rows, not scaled yet."""
+        """Consumer mainloop over the selected blocks. Returns the unscaled dQ of the warpgroup's rows."""
         keys_ready = shared.keys_ready
         first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
         own_token = TokensOfRows(first_token, mShifts, self.tile).token(first_row)
@@ -360,25 +360,25 @@ class SelectedDQ(BackwardDQ):
 class SelectedDKV(BackwardDKV):
     """dK and dV of the selected branch. Roles and pipelines: BackwardDKV.
 
-    With one key tile a stage has one consumer, in turn, and the consumers exchange sums at the end. With two each
-    consumer has its own, and both read every stage.
+    With one key tile the consumers alternate between stages and exchange their sums at the end. With two, each consumer
+    has its own key tile and both read every stage.
 
-    Named barriers, at the end: 1, twice, where sums are exchanged: both consumers have read the last stage, and have
-    written the sums that they exchange there; 2 and 3: a consumer has written a result for TMA, and before, with two
-    key tiles, has read its keys.
+    Named barriers, at the end: 1, twice, if sums are exchanged: both consumers have read the last stage, and have
+    written the sums that they exchange there; 2 and 3: a consumer has written a result for TMA and, before that, with
+    two key tiles, has read its keys.
 
-    Args: head dim, 16-bit type, which keys a row sees, keys of a block, rows of a query tile.
+    Args: dim: head dim. dtype: 16-bit type. keys: visibility of keys. size: keys per block. tile: rows per query tile.
     """
 
     def __init__(self, dim: int, dtype: Any, keys: Keys, size: int, tile: int) -> None:
         super().__init__(dim, dtype, key_tiles=1 if size % CTA_KEYS else CONSUMERS, branches=1)
         self.keys, self.tile = keys, tile
         self.block_ctas = size // TILE // self.key_tiles
-        """CTAs of a block, one behind the other in its keys."""
+        """CTAs per block, consecutive along its keys."""
         self.turns = CONSUMERS // self.key_tiles
-        """Consumers that take stages in turn."""
+        """Number of consumers that alternate between stages."""
         self.steps = tile // TILE
-        """Row tiles of a query tile."""
+        """Row tiles per query tile."""
 
     @cute.jit
     def __call__(
@@ -396,8 +396,8 @@ class SelectedDKV(BackwardDKV):
         mdV: cute.Tensor,
         mPartials: cute.Tensor,  # fp32 [work tiles of split blocks, key tiles of a block, 2, TILE, D]: dK and dV
         scale: Float32,
-        first_token: Int32 | None,  # that row 0 is; None: 0
-        mShifts: cute.Tensor | None,  # int32 [query tiles]: added to its rows where they are compared with keys
+        first_token: Int32 | None,  # token index of row 0 (None = 0)
+        mShifts: cute.Tensor | None,  # int32 [query tiles]: added to token indices
         stream: Any,
     ):
         self.kernel(
@@ -535,7 +535,7 @@ class SelectedDKV(BackwardDKV):
         group: Int32,
         work: WorkTile,
     ):
-        """Producer warp 0: K and V once, then Q and dO of every query tile, a row tile at a time."""
+        """Producer warp 0: load K and V once, then Q and dO of every query tile, one row tile at a time."""
         state = producer_state(STAGES)
         load_rows, load_keys = tma_loads(*rows), tma_loads(*keys)
         barrier = producer_acquire(keys_ready, producer_state(1))
@@ -564,14 +564,14 @@ class SelectedDKV(BackwardDKV):
         num_rows: Int32,
         work: WorkTile,
     ):
-        """Producer warps 1 and 2: lse and delta of every row, and the first row of every stage.
+        """Producer warps 1 and 2: load lse and delta of every row, and the first row of every stage.
 
         Statistics of two row tiles are loaded together, before the stage of the first one is empty.
         """
         thread, _, _ = cute.arch.thread_idx()
         sLse, sDelta = shared.sLse, shared.sDelta
         state = producer_state(STAGES)
-        row = thread - LANES  # of a row tile
+        row = thread - LANES  # within a row tile
         rLse, rDelta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for i in cutlass.range(query_tiles, unroll=1):
             head_and_tile = gQueryTiles[i]
@@ -613,7 +613,7 @@ class SelectedDKV(BackwardDKV):
         work: WorkTile,
         consumer: Consumer,
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """Consumer mainloop over its row tiles. Returns the warpgroup's dK, not scaled yet, and dV."""
+        """Consumer mainloop over its row tiles. Returns the warpgroup's unscaled dK, and dV."""
         own_tile = self.own_key_tile(consumer)
         first_key = (work.tile * self.key_tiles + own_tile) * TILE
         op = self.partition(mma_s, mma_dkv, shared, own_tile, consumer)
@@ -632,14 +632,14 @@ class SelectedDKV(BackwardDKV):
         return dK, dV
 
     def own_key_tile(self, consumer: Consumer) -> Any:
-        """A consumer's key tile, of those of its CTA."""
+        """Index of a consumer's key tile within its CTA."""
         return consumer.warpgroup if self.key_tiles > 1 else 0
 
     @cute.jit
     def exchange(self, dK: cute.Tensor, dV: cute.Tensor, sQ: cute.Tensor, consumer: Consumer):
-        """The consumers add their sums: afterwards the first one has all of dV, the second one all of dK.
+        """Add the sums of both consumers: afterwards the first has all of dV, the second all of dK.
 
-        They pass through the stages of Q and dO, which are free when both have arrived.
+        They are exchanged through the stages of Q and dO, which are free once both have arrived.
         """
         cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * WARPGROUP_THREADS)
         values = const_expr(TILE * self.dim // WARPGROUP_THREADS)
@@ -672,7 +672,7 @@ class SelectedDKV(BackwardDKV):
         mma_dkv: cute.TiledMma,
         consumer: Consumer,
     ):
-        """Epilogue of a work tile of a split block: its fp32 partial to global memory."""
+        """Epilogue of a work tile of a split block: store its fp32 partial to global memory."""
         thr_dkv = mma_dkv.get_slice(consumer.thread)
         key_tile = block_cta * self.key_tiles + self.own_key_tile(consumer)
         if (consumer.warpgroup == 0) | (self.key_tiles > 1):
@@ -692,7 +692,7 @@ class SelectedDKV(BackwardDKV):
         work: WorkTile,
         consumer: Consumer,
     ):
-        """Epilogue of a whole block: dV and dK, rounded, to the shared memory of V and K, and from there by TMA."""
+        """Epilogue of a whole block: round dV and dK into the shared memory of V and K, then store them by TMA."""
         _, sK, _ = tma_dk
         _, sV, _ = tma_dv
         own_tile, barrier = self.own_key_tile(consumer), 2 + consumer.warpgroup
@@ -711,9 +711,9 @@ class SelectedDKV(BackwardDKV):
 
 
 class CombineSelectedDKV:
-    """Adds up the partials of a block that was split. A CTA for each: its chunk of the block's numbers.
+    """Sum the partials of a block that was split. Each split's CTA sums a chunk of the block's elements.
 
-    Args: head dim, keys of a block.
+    Args: dim: head dim. size: keys per block.
     """
 
     def __init__(self, dim: int, size: int) -> None:
@@ -766,7 +766,7 @@ class CombineSelectedDKV:
                 column, row = vector % (self.dim // width), vector // (self.dim // width)
                 key_tile, which, key = row // (2 * TILE), row // TILE % 2, row % TILE
                 token = block * (self.block_tiles * TILE) + key_tile * TILE + key
-                if token < num_keys:  # key tiles behind the last key have no partials
+                if token < num_keys:  # key tiles past the last key have no partials
                     rSum.fill(0.0)
                     partial_row = partial(self.partial_row, mPartials, first, key_tile, which, key)
                     add_partials(rSum, partial_row, column, splits)
@@ -782,7 +782,7 @@ class CombineSelectedDKV:
     def partial_row(
         self, mPartials: cute.Tensor, first: Int32, key_tile: Int32, which: Int32, key: Int32, start: Int32, i: int
     ) -> cute.Tensor:
-        """A row of dK or dV in the partial of split start + i of the block whose first split is work tile `first`."""
+        """Row of dK or dV in the partial of split start + i, for the block whose first split is work tile `first`."""
         return mPartials[first + start + i, key_tile, which, key, None]
 
 
@@ -833,7 +833,14 @@ def _fake_partials(dim: int, size: int) -> Any:
 
 
 def worklist_sizes(query_tiles: int, most: int, blocks: int, partial_bytes: int) -> WorklistSizes:
-    """Args: query tiles of all blocks and at most of one; blocks; bytes of a partial."""
+    """Bound the worklist.
+
+    Args:
+        query_tiles: selected query tiles of all blocks.
+        most: maximum query tiles of one block.
+        blocks: number of blocks.
+        partial_bytes: bytes per partial.
+    """
     return WorklistSizes.bound(
         query_tiles, most, blocks, max(MIN_QUERY_TILES, -(-query_tiles * partial_bytes // WORKSPACE_BYTES))
     )
@@ -856,25 +863,26 @@ def selected_backward(
     first_token: int = 0,
     shifts: Tensor | None = None,
 ) -> None:
-    """Gradients of attention to selected KV blocks. Bitwise the same each time.
+    """Gradients of attention to selected KV blocks. Bitwise reproducible.
 
     Args:
-        q, do: `[B,N,H,D]`, bf16 or fp16, rows aligned (device.vectorizable); all of `do` must be finite.
-        k, v: `[B,N_k,H_kv,D]`, likewise.
-        lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Shifted by -log(g) where a
-            gate g weighs the row. Not finite: the row has no keys.
-        delta: fp32 `[B,H,N]`, likewise: sum(do * o), of o without a gate. Not read where lse is not finite.
+        q, do: `[B,N,H,D]`, bf16 or fp16, rows aligned (device.vectorizable); every row of `do` must be finite.
+        k, v: `[B,N_k,H_kv,D]`, dtype and alignment as q.
+        lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Shifted by -log(g) if a gate g weights the row. Not
+            finite if the row has no keys.
+        delta: fp32 `[B,H,N]`, last dimension contiguous: sum(do * o), with o before gating. Not read where lse is not
+            finite.
         lists: from query_to_kv.chosen_lists, with `width` TILE: query tiles of T = `lists.rows` rows.
-        bits: int32 `[B,S,ceil(N_k/size),words]`, the same selection as of selected_worklist. S is H_kv or H.
+        bits: int32 `[B,S,ceil(N_k/size),words]`, the same selection in the layout of selected_worklist. S is H_kv or H.
         size: l', keys of a block, a multiple of TILE.
-        keys: which keys a row sees.
+        keys: visibility of keys.
         scale: softmax scale.
-        into: dq, dk and dv, like q, k and v, to write; zeros for rows without keys and keys without rows.
-        first_token: the token that row 0 is, where rows continue a sequence.
-        shifts: Documents.key_shifts, where rows continue documents; of entries Documents.shifts.
+        into: dq, dk and dv, like q, k and v, outputs; zero for rows without keys and keys without rows.
+        first_token: token index of row 0, if the rows continue a sequence.
+        shifts: Documents.key_shifts if the rows continue documents; Documents.shifts for entries.
 
     Raises:
-        ValueError: for lists of another width, or an l' that is no multiple of TILE.
+        ValueError: if `lists.width` is not TILE, or l' is not a multiple of TILE.
     """
     if lists.width != TILE or size % TILE:
         raise ValueError(f"needs lists of {TILE} keys and blocks of a multiple of {TILE}, got {lists.width} and {size}")

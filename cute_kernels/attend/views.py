@@ -1,4 +1,4 @@
-"""Views of tensors by key/value head, its G query heads beside each other (pack_gqa); bounds of KV blocks."""
+"""Views of tensors by key/value head, with its G query heads adjacent (pack_gqa); bounds of KV blocks."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def group_lse_heads(mLse: cute.Tensor, group: int) -> cute.Tensor:
 def block_bounds(
     block: Int32, size: cutlass.Constexpr[int], num_keys: Int32, mBounds: cute.Tensor | None
 ) -> tuple[Int32, Int32]:
-    """First key of a KV block, and the end of its sequence.
+    """First key of a KV block, and exclusive end of its sequence.
 
     Args:
-        size: l', tokens of a block. num_keys: N; not read with mBounds.
+        size: l', tokens per block.
+        num_keys: N; not read with mBounds.
         mBounds: PackedBlocks.bounds; the block counts over all documents.
     """
     first, end = block * size, num_keys
@@ -59,21 +60,21 @@ def block_bounds(
 
 
 class TokenBlock(NamedTuple):
-    """A block of l' tokens that holds queries. Tokens and keys count from the first one of its sequence or document."""
+    """Block of l' tokens that holds queries. Tokens and keys are counted from the first of its sequence or document."""
 
     block: Int32
     first_key: Int32
-    """Token 0 among the keys that a kernel is given."""
+    """Index of token 0 among the keys passed to the kernel."""
     first_row: Int32
-    """Token 0 among the queries that a kernel is given; negative where these begin later."""
+    """Row of token 0 among the queries passed to the kernel; negative if these begin later."""
     start: Int32
-    """The first token of the sequence that is one of these queries."""
+    """First token of the sequence that is one of these queries."""
     end: Int32
-    """Behind the last one."""
+    """Exclusive end of these queries."""
 
 
 def most_token_blocks(num_rows: Int32, size: int, first_token: Int32, mBounds: cute.Tensor | None) -> Int32:
-    """Blocks of `size` tokens that hold queries; of documents the most that can be."""
+    """Number of blocks of `size` tokens that hold queries; an upper bound for documents."""
     if const_expr(mBounds is not None):
         return (num_rows + (mBounds.shape[1] - 1) * 2 * (size - 1)) // size
     return cute.ceil_div(first_token % size + num_rows, size)
@@ -83,12 +84,12 @@ def most_token_blocks(num_rows: Int32, size: int, first_token: Int32, mBounds: c
 def token_block(
     index: Int32, size: cutlass.Constexpr[int], num_rows: Int32, first_token: Int32, mBounds: cute.Tensor | None
 ) -> TokenBlock:
-    """The index-th block that holds queries; of a sequence, or one after the other of documents.
+    """The index-th block that holds queries, counted along the sequence or over consecutive documents.
 
     Args:
         size: l'.
-        num_rows: queries.
-        first_token: that the first query is; with mBounds the row of the pack that it is.
+        num_rows: number of queries.
+        first_token: token index of the first query; with mBounds its row in the pack.
         mBounds: PackedBlocks.bounds.
     """
     block, first_key, first_row = index + first_token // size, Int32(0), -first_token
@@ -105,7 +106,7 @@ def token_block(
 
 @cute.jit
 def _blocks_before(row: Int32, size: cutlass.Constexpr[int], mBounds: cute.Tensor) -> Int32:
-    """Blocks of documents that hold queries of earlier rows only."""
+    """Number of blocks of documents that hold only queries of earlier rows."""
     document, later = Int32(0), Int32(mBounds.shape[1] - 1)
     while later - document > 1:
         middle = (document + later) // 2

@@ -1,25 +1,25 @@
-"""Attention of query rows that each warp gathers, to keys that its CTA holds as a whole: base of the KV-outer kernels.
+"""Attention of query rows gathered by each warp to keys resident in its CTA: base class of the KV-outer kernels.
 
 A CTA holds a few blocks of keys and values in shared memory and attends to them with query rows, tokens x G heads of a
-key/value head (pack_gqa). All keys of a row are there at once, so softmax needs no rescaling. KVOuterForward
+key/value head (pack_gqa). All keys of a row are resident at once, so softmax needs no rescaling. KVOuterForward
 (kv_outer.py) has one block, and rows from anywhere; ForcedForward (forced.py) has a few, and the tokens of one block.
 
     load          once: keys by cp.async; values with columns permuted (mma_sync.load_permuted), so that each lane of a
-                  product has 16 bytes of a row of o and writes them as they are
+                  product holds 16 contiguous bytes of a row of o and stores them directly
                   The only barrier: after it all threads may read the keys and values that any has loaded
     mainloop      per warp, no barrier between warps, self.rows rows at a time:
-      gather q    the next rows, by cp.async, while these are worked on
+      gather q    the next rows, by cp.async, while the current ones are processed
       mma_qk      S = Q K^T
       softmax     mask, P = softmax(scale S), lse
       mma_pv      O = P V, self.columns columns at a time
-      epilogue    o in 16 bits, or combined with partials and gated (combine_rows.py), to the row's place
+      epilogue    store o in 16 bits, or combine it with partials and gate it first (combine_rows.py)
 
-With WGMMA (`warpgroups`, sm_90a) a warp takes 16 rows at a time, the four warps of a warpgroup multiply theirs
-together, and q and P are operands in registers. With mma.sync each warp multiplies by itself, 32 rows, or 16 where
-there are more than 64 keys.
+With WGMMA (`warpgroups`, sm_90a) a warp processes 16 rows at a time, the four warps of a warpgroup issue their products
+together, and q and P are register operands. With mma.sync each warp multiplies by itself, 32 rows, or 16 if there are
+more than 64 keys.
 
-Limits: WGMMA on sm_90a, mma.sync on sm_100a; D and D_v 64 or 128; up to 256 keys; vectors of q, and of o, of a CTA are
-less than 2^31 apart.
+Limits: WGMMA on sm_90a, mma.sync on sm_100a; D and D_v 64 or 128; up to 256 keys; vectors of q, and of o, of a CTA less
+than 2^31 apart.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ COLUMNS = 32
 
 
 class CtaContext(NamedTuple):
-    """What a thread knows of its CTA throughout the kernel."""
+    """Per-thread constants of a CTA throughout the kernel."""
 
     thread: Int32
     work_idx: Int32
-    """blockIdx.x: which work tile, or which block of tokens."""
+    """blockIdx.x: index of the work tile or of the block of tokens."""
     kv_head: Int32
     batch: Int32
     lane: Int32
@@ -106,13 +106,13 @@ class CtaContext(NamedTuple):
 
 class WarpRows:
     """Args:
-    dim, v_dim, dtype: of k and v, 16 bits.
-    group: G, query heads of a key/value head.
-    slots: n; rows are identified by slot_idx = token * n + slot, with n = 1 by the token.
-    size: l', tokens of a block.
-    blocks: that a CTA holds.
-    warps: of a CTA.
-    warpgroups: whether to use WGMMA.
+    dim, v_dim, dtype: D, D_v and their 16-bit type.
+    group: G, query heads per key/value head.
+    slots: n; rows are identified by slot_idx = token * n + slot, which is the token if n = 1.
+    size: l', tokens per block.
+    blocks: number of blocks that a CTA holds.
+    warps: number of warps of a CTA.
+    warpgroups: use WGMMA.
     """
 
     def __init__(
@@ -130,14 +130,14 @@ class WarpRows:
         self.dim, self.v_dim, self.dtype, self.group, self.slots, self.size = dim, v_dim, dtype, group, slots, size
         self.blocks, self.warps, self.warpgroups = blocks, warps, warpgroups
         self.keys = blocks * size
-        self.rows = 32 if self.keys == 64 and not warpgroups else 16  # of a warp at a time
-        self.mma_warps = WARPGROUP_THREADS // LANES if warpgroups else 1  # that multiply together
+        self.rows = 32 if self.keys == 64 and not warpgroups else 16  # rows per warp at a time
+        self.mma_warps = WARPGROUP_THREADS // LANES if warpgroups else 1  # warps that multiply together
         self.columns = v_dim if warpgroups else COLUMNS
 
     # Set up
 
     def _mmas_and_layouts(self) -> tuple[Any, ...]:
-        """Kernel arguments: the MMAs of Q K^T and P V; layouts of q, keys and values in shared memory."""
+        """Kernel arguments: the MMAs of Q K^T and P V; shared memory layouts of q, keys and values."""
         return (
             self._make_mma(self.keys, K),
             self._make_mma(self.v_dim, MN),
@@ -153,7 +153,7 @@ class WarpRows:
 
     @cute.jit
     def _set_up(self, mma_qk: cute.TiledMma, mma_pv: cute.TiledMma, *layouts: cute.ComposedLayout) -> CtaContext:
-        """Allocate shared memory. Args: of `_mmas_and_layouts`."""
+        """Allocate shared memory. Args: from `_mmas_and_layouts`."""
         q_layout, k_layout, v_layout = layouts
         thread, _, _ = cute.arch.thread_idx()
         work_idx, kv_head, batch = cute.arch.block_idx()
@@ -177,20 +177,20 @@ class WarpRows:
         mQ: cute.Tensor,  # [B, T, H_kv, G, D]
         mK: cute.Tensor,  # [B, N, H_kv, D]
         mV: cute.Tensor,  # [B, N, H_kv, D_v]
-        gQueryRows: cute.Tensor | None,  # int32 [tokens]: slot_idx of each of the CTA's tokens; None: 0, 1, 2 ...
+        gQueryRows: cute.Tensor | None,  # int32 [tokens]: slot_idx of the CTA's tokens (None: 0, 1, 2 ...)
         mO: cute.Tensor,  # [B, H_kv, slot_idx, G, D_v]
         mLse: cute.Tensor,  # fp32 [B, H_kv, slot_idx, G]
-        first_keys: tuple[Int32, ...],  # of each block, ascending
-        end: Int32,  # keys from here on are not read
+        first_keys: tuple[Int32, ...],  # first key of each block, ascending
+        end: Int32,  # exclusive end of the keys
         num_rows: Int32,  # tokens x G
-        first_token: Int32,  # position of T's first token, counted as keys are
+        first_token: Int32,  # index of T's first token, in the keys' numbering
         scale: Float32,
-        combine: CombineInputs | None = None,  # with gQueryRows None: write out of NSA in place of o
-        mPositions: cute.Tensor | None = None,  # PackedBlocks.positions, of rows that `first_token` counts then
+        combine: CombineInputs | None = None,  # with gQueryRows None: write NSA's out instead of o
+        mPositions: cute.Tensor | None = None,  # PackedBlocks.positions; first_token then counts rows
     ):
         """o and lse of all rows of the CTA.
 
-        A row sees the keys up to its token. Between two blocks other keys may lie only if all tokens of the CTA see
+        A row sees the keys up to its token. Other keys may come between two blocks only if all tokens of the CTA see
         the blocks before the gap.
         """
         thread, kv_head, lane, warp_idx = cta.thread, cta.kv_head, cta.lane, cta.warp_idx
@@ -198,7 +198,7 @@ class WarpRows:
         gQ = mQ[cta.batch, None, kv_head, None, None]
         gO, gLse = mO[cta.batch, kv_head, None, None, None], mLse[cta.batch, kv_head, None, None]
         q_strides, o_strides = vector_strides(gQ), vector_strides(gO)
-        first_key = first_keys[-1] - (self.keys - self.size)  # as if nothing lay between the blocks
+        first_key = first_keys[-1] - (self.keys - self.size)  # as if the blocks were contiguous
         row, step = warp_idx * self.rows, const_expr(self.warps * self.rows)
         slot_idx, next_slot_idx = Int32(0), Int32(0)
 
@@ -216,13 +216,13 @@ class WarpRows:
                 cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
 
-        while row - warp_idx % self.mma_warps * self.rows < num_rows:  # the first row of those multiplied together
+        while row - warp_idx % self.mma_warps * self.rows < num_rows:  # first of the rows multiplied together
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
             next_row = row + step
             later_slot_idx = self._slot_idx(gQueryRows, next_row + step, num_rows)
 
-            # MMA: S = Q K^T. Load: the next rows of q
+            # MMA: S = Q K^T  [self.rows, self.keys]. Load: the next rows of q
             acc_s = self._mma_qk(mma_qk, lane, sQ_mma, sQ, sK)
             rGates, rBlocks = None, None
             if const_expr(combine is not None):
@@ -236,14 +236,14 @@ class WarpRows:
 
             # Softmax
             token, _ = divide(slot_idx, self.slots)
-            last_key = position_of(first_token + token, mPositions) - first_key  # that a row sees
+            last_key = position_of(first_token + token, mPositions) - first_key  # last key that a row sees
             S = acc_mn_view(acc_s)
             self._mask(S, last_key)
             lse = self._softmax(S, scale)
             if const_expr(combine is None):
                 self._store_lse(gLse, lse, slot_idx, row, num_rows)
 
-            # MMA: O = P V. Epilogue
+            # MMA: O = P V  [self.rows, self.columns]. Epilogue
             my_row = row + lane % self.rows
             _, head = divide(my_row, self.group)
             o_vector = slot_idx * o_strides[0] + head * o_strides[1] if my_row < num_rows else Int32(-1)
@@ -272,7 +272,7 @@ class WarpRows:
         end: Int32,
         thread: Int32,
     ):
-        """Keys or values of all blocks, by all threads."""
+        """Load keys or values of all blocks, using all threads."""
         for i in range_constexpr(self.blocks):
             sBlock = sX[None, None, 0]
             if const_expr(self.blocks > 1):
@@ -283,7 +283,7 @@ class WarpRows:
     def _mma_qk(
         self, mma: cute.TiledMma, lane: Int32, sQ_mma: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor
     ) -> cute.Tensor:
-        """S of a warp's rows; with WGMMA it is complete after `wait_group`, and q has been read already."""
+        """S of a warp's rows; with WGMMA it is complete after `wait_group`, but q has already been read on return."""
         acc = accumulator(make_warp_mma(self.dtype, 1), (self.rows, self.keys))
         if const_expr(self.warpgroups):
             rK = smem_operand_b(mma, sK)[None, None, None, 0]
@@ -297,7 +297,7 @@ class WarpRows:
     def _mma_pv(
         self, mma: cute.TiledMma, lane: Int32, rP: cute.Tensor, sV: cute.Tensor, chunk: cutlass.Constexpr[int]
     ) -> cute.Tensor:
-        """A chunk of self.columns columns of o, complete."""
+        """One chunk of self.columns columns of o, complete."""
         acc = accumulator(make_warp_mma(self.dtype, 1), (self.rows, self.columns))
         if const_expr(self.warpgroups):
             rV = smem_operand_b(mma, transpose_view(sV))[None, None, None, 0]
@@ -309,29 +309,29 @@ class WarpRows:
             gemm_registers(mma, lane, acc, rP, sVt, chunk * (COLUMNS // MMA_K), True)
         return acc
 
-    # Rows, each with a lane of its own: lane i has row i of the warp's self.rows
+    # Rows, one per lane: lane i has row i of the warp's self.rows
 
     @cute.jit
     def _slot_idx(self, gQueryRows: cute.Tensor | None, first_row: Int32, num_rows: Int32) -> Int32:
-        """slot_idx of the lane's row; of the last row behind the end."""
+        """slot_idx of the lane's row; past the end, of the last row."""
         row = cutlass.min(first_row + cute.arch.lane_idx() % self.rows, num_rows - 1)
         token, _ = divide(row, self.group)
         return token if const_expr(gQueryRows is None) else gQueryRows[token]
 
     @cute.jit
     def _q_vector(self, strides: tuple[Int32, Int32], slot_idx: Int32, first_row: Int32, num_rows: Int32) -> Int32:
-        """The first vector of the query of the lane's row."""
+        """Index of the first vector of the query of the lane's row."""
         row = cutlass.min(first_row + cute.arch.lane_idx() % self.rows, num_rows - 1)
         token, _ = divide(slot_idx, self.slots)
         _, head = divide(row, self.group)
         return token * strides[0] + head * strides[1]
 
-    # Softmax, of rows of an accumulator: rows 16 m + i and 16 m + i + 8 belong to quad i
+    # Softmax over accumulator rows: rows 16 m + i and 16 m + i + 8 belong to quad i
 
     @cute.jit
     def _mask(self, S: cute.Tensor, last_key: Int32):
-        """Keys behind a row's token become -inf. Args: `last_key`: in lane i, the last key that row i sees."""
-        first_row_sees = cute.arch.shuffle_sync(last_key, 0)  # tokens ascend: the other rows see as much or more
+        """Set scores of keys after a row's token to -inf. Args: `last_key`: lane i has the last key that row i sees."""
+        first_row_sees = cute.arch.shuffle_sync(last_key, 0)  # tokens ascend: the other rows see at least as much
         if const_expr(self.blocks > 1):
             if first_row_sees < self.keys - self.size:
                 self._mask_from(S, last_key, 0)
@@ -352,7 +352,7 @@ class WarpRows:
 
     @cute.jit
     def _softmax(self, S: cute.Tensor, scale: Float32) -> Float32:
-        """S becomes P. Returns the lse of row 16 m + 8 r + i in lane 4 i + 2 m + r."""
+        """Replace S by P. Returns the lse of row 16 m + 8 r + i in lane 4 i + 2 m + r."""
         lane = cute.arch.lane_idx()
         my_max, my_sum = Float32(0.0), Float32(0.0)
         for m in range_constexpr(self.rows // MMA_K):
@@ -372,9 +372,9 @@ class WarpRows:
 
     @cute.jit
     def _store_lse(self, gLse: cute.Tensor, lse: Float32, slot_idx: Int32, first_row: Int32, num_rows: Int32):
-        """Args: `lse`: as of `_softmax`. `slot_idx`: as of `_slot_idx`."""
+        """Args: `lse`: as returned by `_softmax`. `slot_idx`: as returned by `_slot_idx`."""
         lane = cute.arch.lane_idx()
-        i = lane % QUAD * 8 + lane // QUAD  # the row whose lse this lane has
+        i = lane % QUAD * 8 + lane // QUAD  # row whose lse this lane holds
         to = cute.arch.shuffle_sync(slot_idx, i)
         if (i < self.rows) & (first_row + i < num_rows):
             _, head = divide(first_row + i, self.group)
@@ -388,7 +388,7 @@ class WarpRows:
 
     @cute.jit
     def _load_gates(self, combine: CombineInputs, sQ: cute.Tensor, slot_idx: Int32, first_row: Int32, num_rows: Int32):
-        """(., r, m): gates, while the rows' queries are in shared memory, and the blocks of their first slots."""
+        """(., r, m): load gates, while the rows' queries are in shared memory, and the blocks of their first slots."""
         rGates = cute.make_rmem_tensor((3, 2, self.rows // MMA_K), Float32)
         rBlocks = cute.make_rmem_tensor((SLOT_BATCH // QUAD, 2, self.rows // MMA_K), Int32)
         for m in range_constexpr(self.rows // MMA_K):
@@ -402,9 +402,9 @@ class WarpRows:
     @cute.jit
     def _combine_and_gate(
         self,
-        rO: cute.Tensor,  # rounded, as of `acc_mn_view`
+        rO: cute.Tensor,  # rounded, in the layout of `acc_mn_view`
         lse: Float32,
-        rGates: cute.Tensor,  # of `_load_gates`
+        rGates: cute.Tensor,  # from `_load_gates`
         rBlocks: cute.Tensor,
         combine: CombineInputs,
         slot_idx: Int32,
@@ -412,7 +412,7 @@ class WarpRows:
         num_rows: Int32,
         first_vector: cutlass.Constexpr[int],
     ) -> Float32:
-        """rO becomes out. Returns the lse of the selected branch, in the lanes that `lse` has rows in."""
+        """Replace rO by out. Returns the lse of the selected branch, distributed over lanes like `lse`."""
         lane, combined_lse = cute.arch.lane_idx(), lse
         for m in range_constexpr(self.rows // MMA_K):
             for r in range_constexpr(2):

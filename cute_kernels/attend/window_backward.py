@@ -1,4 +1,4 @@
-"""Backward of the window on Hopper, in two kernels, with the selected blocks that lie inside it: no atomics.
+"""Backward of the window on Hopper, in two kernels, with the selected blocks that are inside it: no atomics.
 
     S_ij = scale q_i . k_j      i - left <= j <= i      local selected blocks: also j >= (i // l' - local + 1) l'
     P_ij = exp(S_ij - lse_i) + [j local] exp(S_ij - local_lse_i)
@@ -6,23 +6,22 @@
     dP_ij = dO_i . v_j      dQ_i = scale sum_j dS_ij k_j      dK_j = scale sum_i dS_ij q_i      dV_j = sum_i P_ij dO_i
 
 In token mode a token always selects the `local` blocks of l' keys that end with its own, and its window sees them too.
-Where both branches have the same keys and values, and the same dO, S and dP are the same in both. So for these blocks
-the selected branch costs a second exponential here, instead of products of its own (LocalSelected). lse and delta are
-those of selected_backward.py: lse may be shifted by a gate, P = 0 where it is not finite.
+If both branches have the same keys and values, and the same dO, then S and dP are the same in both. For these blocks
+the selected branch costs a second exponential here instead of products of its own (LocalSelected). lse and delta are as
+in selected_backward.py: lse may be shifted by a gate; P = 0 if it is not finite.
 
-WindowDQ      a CTA owns 128 query rows of a head and walks over their keys, 64 at a time.
-WindowDKV     a CTA owns 128 keys of a key/value head and walks over the rows of all heads of the group that see them,
-              64 at a time.
+WindowDQ      a CTA owns 128 query rows of a head and iterates over their keys, 64 at a time.
+WindowDKV     a CTA owns 128 keys of a key/value head and iterates over the rows that see them, of all heads of the
+              group, 64 at a time.
 
 Both are built on backward_tiles.py: roles of warps, shared memory, loads. Each consumer has 64 of the rows or keys, and
-skips tiles that these do not see. Results are rounded once.
+skips tiles that none of them attends to. Results are rounded once.
 
-Floor: 3 products in WindowDQ and 4 in WindowDKV of H N w 2 D FLOPs each, w = left + 1, of which whole tiles do
-(w + 128) / w as many. 64K tokens, 64 heads of 128, w = 512: 3.9 TFLOP, 6.4 ms at 600 TFLOP/s; with whole tiles 4.8
-TFLOP, 8 ms.
+Floor: 3 products in WindowDQ and 4 in WindowDKV of H N w 2 D FLOPs each, w = left + 1; whole tiles need (w + 128) / w
+times as many. 64K tokens, 64 heads of 128, w = 512: 3.9 TFLOP, 6.4 ms at 600 TFLOP/s; with whole tiles 4.8 TFLOP, 8 ms.
 
 Limits: sm_90a (WGMMA); D = D_v 64 or 128; causal, keys up to the last row; local selected blocks: l' a multiple of 64,
-local l' <= w; dO finite in all rows; TMA: rows start at multiples of 16 bytes; 64-bit offsets.
+local l' <= w; dO finite in every row; TMA: rows 16-byte aligned; 64-bit offsets.
 """
 
 from __future__ import annotations
@@ -80,28 +79,28 @@ from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compil
 
 
 class WindowMask(NamedTuple):
-    """What a row sees, and which of it is also selected."""
+    """Sliding-window mask, and the part of it that is also selected."""
 
     left: Int32
-    """Keys before a row that it sees, beside its own."""
+    """Number of keys before its own that a row sees."""
     size: Int32
-    """l', keys of a local selected block."""
+    """l', keys per local selected block."""
     local: Int32
-    """Local selected blocks of a row."""
+    """Number of local selected blocks per row."""
 
     @cute.jit
     def mask(self, score: Float32, distance: Int32) -> Float32:
-        """-inf unless the row, `distance` tokens behind the key, sees it."""
+        """-inf unless the row, `distance` tokens after the key, sees it."""
         return score if (distance >= 0) & (distance <= self.left) else -Float32.inf
 
     def needs_mask(self, first_token: Int32, first_key: Int32) -> Any:
-        """Whether some row of a tile, whose first one is a token, does not see some key of a tile, where others do."""
+        """True if the tile of rows straddles an edge of the window within the tile of keys."""
         return (first_key == first_token) | (first_key < first_token + TILE - 1 - self.left)
 
 
 @cute.jit
 def _both_branches(score: Float32, dp: Float32, scale: Float32, lse: Any, delta: Any) -> tuple[Float32, Float32]:
-    """P and dS of a pair that the window and the selected branch see. Args: lse in base 2 and delta, of each."""
+    """P and dS of a pair seen by both window and selected branch. Args: lse (base 2) and delta of each branch."""
     window, selected = probability(score, scale, lse[0]), probability(score, scale, lse[1])
     return window + selected, cute.math.fma(window, dp - delta[0], selected * (dp - delta[1]))
 
@@ -109,7 +108,7 @@ def _both_branches(score: Float32, dp: Float32, scale: Float32, lse: Any, delta:
 class WindowDQ(BackwardDQ):
     """dQ of the window and of local selected blocks. Roles and pipelines: BackwardDQ.
 
-    Args: head dim, 16-bit type, whether there are local selected blocks.
+    Args: dim: head dim. dtype: 16-bit type. has_local: there are local selected blocks.
     """
 
     def __init__(self, dim: int, dtype: Any, has_local: bool) -> None:
@@ -132,7 +131,7 @@ class WindowDQ(BackwardDQ):
         size: Int32,
         local: Int32,
         scale: Float32,
-        first_token: Int32 | None,  # that row 0 is, a multiple of TILE; None: 0
+        first_token: Int32 | None,  # token index of row 0, a multiple of TILE (None = 0)
         stream: Any,
     ):
         self.kernel(
@@ -213,7 +212,7 @@ class WindowDQ(BackwardDQ):
             self.epilogue(mma_dq, dQ, tma_dq, mdQ, shared.sQ, scale, work, consumer)
 
     def key_tiles(self, work: WorkTile, num_rows: Int32, left: Int32, first_token: Int32 | None) -> KeyTileRange:
-        """Those that some row of the CTA sees."""
+        """Key tiles that some row of the CTA sees."""
         first_tile = cutlass.max(token_of(work.tile * CTA_ROWS, first_token) - left, 0) // TILE
         stop_row = cutlass.min(work.tile * CTA_ROWS + CTA_ROWS, num_rows + TILE - 1)
         return KeyTileRange(first_tile, token_of(stop_row, first_token) // TILE - first_tile)
@@ -236,12 +235,12 @@ class WindowDQ(BackwardDQ):
         """Consumer mainloop over the key tiles of the CTA.
 
         Returns:
-            dQ of the warpgroup's rows, not scaled yet; the state of keys_ready.
+            Unscaled dQ of the warpgroup's rows; the state of keys_ready.
         """
         keys_ready = shared.keys_ready
         first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
-        own_token = token_of(first_row, first_token)  # of the first row
-        first_local = (own_token // window.size - window.local + 1) * window.size  # may be below 0
+        own_token = token_of(first_row, first_token)  # token index of the first row
+        first_local = (own_token // window.size - window.local + 1) * window.size  # may be negative
         dQ = self.accumulator(mma_dq)
         op = self.partition(mma_s, mma_dq, shared, branches, num_rows, work, consumer)
 
@@ -251,7 +250,7 @@ class WindowDQ(BackwardDQ):
             first_key, stage = key_tiles.tile(i) * TILE, state.index
             keys_ready.consumer_wait(state)
             if (first_key <= own_token) & (first_key + TILE > own_token - window.left):
-                # S = Q K^T, dP = dO V^T
+                # S = Q K^T, dP = dO V^T  [TILE rows, TILE keys]
                 issue_mma(mma_s, S, op.tSrQ, op.tSrK[None, None, None, stage], False)
                 issue_mma(mma_s, dP, op.tdPrdO, op.tdPrV[None, None, None, stage], False)
                 warpgroup.wait_group(1)
@@ -273,7 +272,7 @@ class WindowDQ(BackwardDQ):
                         _, S[(c, r, n), 0, 0] = _both_branches(
                             S[(c, r, n), 0, 0], dP[(c, r, n), 0, 0], scale, op.rLse[r, None], op.rDelta[r, None]
                         )
-                # dQ += dS K
+                # dQ += dS K  [TILE rows, D]
                 issue_mma(mma_dq, dQ, acc_as_operand_a(mma_dq, S), op.tdQrK[None, None, None, stage], True)
                 warpgroup.wait_group(0)
             keys_ready.consumer_release(state)
@@ -282,12 +281,12 @@ class WindowDQ(BackwardDQ):
 
 
 class WindowDKV(BackwardDKV):
-    """dK and dV of the window and of local selected blocks. Roles and pipelines: BackwardDKV; both consumers read a
+    """dK and dV of the window and of local selected blocks. Roles and pipelines: BackwardDKV; both consumers read every
     stage.
 
-    Named barriers, at the end: 1 + consumer, twice: the consumer has written its dK, and its dV, for TMA.
+    Named barriers, at the end: 1 + consumer, twice: the consumer has written its dK, then its dV, for TMA.
 
-    Args: head dim, 16-bit type, whether there are local selected blocks.
+    Args: dim: head dim. dtype: 16-bit type. has_local: there are local selected blocks.
     """
 
     def __init__(self, dim: int, dtype: Any, has_local: bool) -> None:
@@ -311,7 +310,7 @@ class WindowDKV(BackwardDKV):
         size: Int32,
         local: Int32,
         scale: Float32,
-        first_token: Int32 | None,  # that row 0 is, a multiple of TILE; None: 0
+        first_token: Int32 | None,  # token index of row 0, a multiple of TILE (None = 0)
         stream: Any,
     ):
         self.kernel(
@@ -433,20 +432,20 @@ class WindowDKV(BackwardDKV):
         work: WorkTile,
         consumer: Consumer,
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """Consumer mainloop over the row tiles. Returns dK of the warpgroup's keys, not scaled yet, and dV."""
+        """Consumer mainloop over the row tiles. Returns the unscaled dK of the warpgroup's keys, and dV."""
         first_key = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
         op = self.partition(mma_s, mma_dkv, shared, consumer.warpgroup, consumer)
         dK, dV = self.accumulators(mma_dkv)
         keys_ready.consumer_wait(consumer_state(1))
         state = consumer_state(STAGES)
-        stop_local = (first_key // window.size + window.local) * window.size  # of the rows to which the keys are local
+        stop_local = (first_key // window.size + window.local) * window.size  # end of the rows they are local to
         for _ in cutlass.range(group, unroll=1):
             for tile in cutlass.range(first_tile, stop_tile, unroll=1):
                 S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
-                own_token, stage = token_of(tile * TILE, first_token), state.index  # of the first row
+                own_token, stage = token_of(tile * TILE, first_token), state.index  # token index of the first row
                 rows_ready.consumer_wait(state)
                 if (own_token >= first_key) & (own_token - window.left < first_key + TILE):
-                    # S^T = K Q^T, dP^T = V dO^T
+                    # S^T = K Q^T, dP^T = V dO^T  [TILE keys, TILE rows]
                     issue_mma(mma_s, S, op.tSrK, op.tSrQ[None, None, None, stage], False)
                     issue_mma(mma_s, dP, op.tdPrV, op.tdPrdO[None, None, None, stage], False)
                     warpgroup.wait_group(1)
@@ -474,7 +473,7 @@ class WindowDKV(BackwardDKV):
                             S[(c, r, n), 0, 0], dP[(c, r, n), 0, 0] = _both_branches(
                                 S[(c, r, n), 0, 0], dP[(c, r, n), 0, 0], scale, lse, delta
                             )
-                    # dV += P^T dO, dK += dS^T Q
+                    # dV += P^T dO, dK += dS^T Q  [TILE keys, D]
                     issue_mma(mma_dkv, dV, acc_as_operand_a(mma_dkv, S), op.tdVrdO[None, None, None, stage], True)
                     issue_mma(mma_dkv, dK, acc_as_operand_a(mma_dkv, dP), op.tdKrQ[None, None, None, stage], True)
                     warpgroup.wait_group(0)
@@ -494,7 +493,7 @@ class WindowDKV(BackwardDKV):
         work: WorkTile,
         consumer: Consumer,
     ):
-        """Round dK and dV into the shared memory of K and V, which only this warpgroup read; TMA stores them."""
+        """Round dK and dV into the shared memory of K and V, read only by this warpgroup, then store them by TMA."""
         _, sK, _ = tma_dk
         _, sV, _ = tma_dv
         group = consumer.warpgroup
@@ -506,9 +505,9 @@ class WindowDKV(BackwardDKV):
 
 
 class LocalSelected(NamedTuple):
-    """The selected branch on its local blocks, which window_backward differentiates along with the window.
+    """The selected branch on its local blocks, which window_backward differentiates together with the window.
 
-    Row i sees keys (i // l' - local + 1) l' <= j <= i of this branch, with statistics of the whole branch. Its keys,
+    Row i sees keys (i // l' - local + 1) l' <= j <= i of this branch, with the statistics of the whole branch. Keys,
     values and dO must be those of the window.
     """
 
@@ -517,9 +516,9 @@ class LocalSelected(NamedTuple):
     delta: Tensor
     """fp32 `[B,H,N]`, like the window's."""
     size: int
-    """l', keys of a block, a multiple of TILE."""
+    """l', keys per block, a multiple of TILE."""
     local: int
-    """Blocks, the one of the row itself included."""
+    """Number of blocks, including the row's own."""
 
 
 @compiled_once
@@ -569,23 +568,24 @@ def window_backward(
     first_token: int = 0,
     local_selected: LocalSelected | None = None,
 ) -> None:
-    """Gradients of attention of each token to itself and the `left` tokens before it. Bitwise the same each time.
+    """Gradients of attention of each token to itself and the `left` tokens before it. Bitwise reproducible.
 
     Args:
-        q, do: `[B,N,H,D]`, bf16 or fp16, rows aligned (device.vectorizable); all of `do` must be finite.
-        k, v: `[B,N_k,H_kv,D]`, likewise; of no token behind the last row.
-        lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Shifted by -log(g) where a gate g weighs the row.
-            Not finite: the row contributes nothing.
-        delta: fp32 `[B,H,N]`, likewise: sum(do * o), of o without a gate. Not read where lse is not finite.
+        q, do: `[B,N,H,D]`, bf16 or fp16, rows aligned (device.vectorizable); every row of `do` must be finite.
+        k, v: `[B,N_k,H_kv,D]`, dtype and alignment as q; no token after the last row.
+        lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Shifted by -log(g) if a gate g weights the row.
+            Rows whose lse is not finite contribute nothing.
+        delta: fp32 `[B,H,N]`, last dimension contiguous: sum(do * o), with o before gating. Not read where lse is not
+            finite.
         left: at least 0; the window has left + 1 tokens.
         scale: softmax scale.
-        into: dq, dk and dv, like q, k and v, to write; dq may be None, where window_dq_combine.py makes it.
-        first_token: the token that row 0 is, a multiple of TILE, where rows continue a sequence: N_k - N.
-        local_selected: add the gradients of the selected branch on its local blocks, which must lie in the window.
+        into: dq, dk and dv, like q, k and v, outputs; dq may be None if window_dq_combine.py computes it.
+        first_token: token index of row 0, a multiple of TILE, if the rows continue a sequence: N_k - N.
+        local_selected: add the gradients of the selected branch on its local blocks, which must be inside the window.
 
     Raises:
-        ValueError: for local blocks that are no multiple of TILE keys or do not lie in the window; for a first token
-            that is no multiple of TILE or not that of the first row.
+        ValueError: if local blocks are not multiples of TILE keys or exceed the window, or if first_token is not a
+            multiple of TILE or not N_k - N.
     """
     local = local_selected
     if first_token % TILE or first_token != k.shape[1] - q.shape[1]:

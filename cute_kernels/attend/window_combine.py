@@ -1,31 +1,31 @@
-"""The end of a token's attention on Hopper: window, forced blocks, combine and gate in one kernel.
+"""Last kernel of token-mode attention on Hopper: window, forced blocks, combine and gate in one.
 
     o_win  = softmax over keys i - left <= j <= i                     of the window
     o_f    = softmax over the forced blocks: the first `init`, and the `local` ones that end with the row's own
     o      = sum_s exp(lse_s - lse) o_s                               s over o_f and the slots with a partial
     out    = g_cmp o_cmp + g_slc o + g_win o_win                      or o and o_win are written
 
-Local blocks lie in the window, whose softmax begins with them. Up to their last key the sums of both are the same: o_f
-goes on from a copy. So local blocks cost no products of their own, and o_win does not go through memory.
+Local blocks are inside the window, whose softmax starts with them. Up to their last key the sums of both are the same,
+so o_f continues from a copy. Local blocks thus cost no products of their own, and o_win does not go through memory.
 
 WindowCombine   a CTA owns CTA_ROWS query rows, tokens x the G heads of a key/value head (pack_gqa), 2 x 64 at a time,
-                64 of each consumer warpgroup. One ring of stages brings what rows meet, in the order they meet it:
-                tiles of 64 keys and values, from the row's own down to the window's first, then of the first blocks;
-                the partials of a slot that one of the tokens has; o_cmp.
+                64 per consumer warpgroup. One ring of stages delivers their operands in the order of use: tiles of 64
+                keys and values, from the row's own down to the window's first, then of the initial blocks; the
+                partials of each slot used by one of the tokens; o_cmp.
 
-The consumers multiply while the producer fetches partials ahead, so memory and tensor cores work at the same time.
-Tokens of a step begin at multiples of 128 / G of a sequence or document, wherever its queries begin, and tiles of keys
-at multiples of 64. So a step lies in one tile and in one block, which tiles a row meets, and in which order, follows
-from its token alone, and no row changes another's sums: bits do not depend on chunks, nor on what follows.
+The consumers multiply while the producer prefetches partials, so memory and tensor cores are busy at the same time.
+Tokens of a step start at multiples of 128 / G of a sequence or document, wherever its queries start, and tiles of keys
+at multiples of 64. A step is therefore inside one tile and one block; the tiles of a row and their order depend on its
+token alone, and no row changes another's sums: bits do not depend on chunks, nor on later tokens.
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64, forced (1, 2), w = 512: partials of 13 slots, 14.0 GB, q
-and o_cmp, out, 3.2 GB: 4.1 ms at 4.2 TB/s; at the same time 10 tiles of keys, 1.4 TFLOP, 1.5 ms at 900 TFLOP/s, and 2.7
+and o_cmp, out, 3.2 GB: 4.1 ms at 4.2 TB/s; concurrently 10 tiles of keys, 1.4 TFLOP, 1.5 ms at 900 TFLOP/s, and 2.7
 billion exponentials, 0.7 ms. Keys and values from L2: 10.7 GB.
 
 Limits: sm_90a; D = D_v 64 or 128; G 8, 16 or 32; n <= MAX_SLOTS, T n < 2^31; l' a multiple of 64; causal; 0 < local l'
-<= w <= MAX_WINDOW; window and selected branch have the same keys and values; TMA: rows start at multiples of 16 bytes;
-64-bit offsets. Keys and values up to the last token of a row's tile of 64 must be finite, as must those before the
-window in its first tile.
+<= w <= MAX_WINDOW; window and selected branch have the same keys and values; TMA: rows 16-byte aligned; 64-bit offsets.
+Keys and values must be finite up to the last token of a row's tile of 64, and from the start of the tile with the
+window's first key.
 """
 
 from __future__ import annotations
@@ -100,27 +100,27 @@ from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
 STAGES = 5
-"""Of the ring, two tiles of 64 x D each; there is no room for more with D = 128."""
+"""Stages of the ring, two tiles of 64 x D each; there is no room for more with D = 128."""
 
 CTA_ROWS = 512
-"""Query rows of a CTA, up to a block's; TILE for each consumer at a time."""
+"""Maximum query rows per CTA, at most those of a block; TILE per consumer at a time."""
 
 STEP_ROWS = CONSUMERS * TILE
 
 GROUPS = (8, 16, 32)
-"""Query heads of a key/value head: a token has whole atoms of 8 rows of the swizzle. 64 and more go query-outer."""
+"""Supported G: a token has whole 8-row atoms of the swizzle. From 64 on, query-outer runs instead."""
 
 MAX_SLOTS = 32
-"""A lane for each."""
+"""Maximum n: one lane per slot."""
 
 MAX_WINDOW = 2048
-"""Tokens; wider windows are faster by FlashAttention-4's own kernel."""
+"""Maximum window in tokens; FlashAttention-4's own kernel is faster for wider windows."""
 
 
 class StepTiles(NamedTuple):
-    """Tiles of TILE keys that the rows of a step meet: `own` and those before it down to `low`, then 0 ... `first` - 1.
+    """Tiles of TILE keys for the rows of a step: from `own` down to `low`, then 0 ... `first` - 1.
 
-    The first `local` of them are of local blocks.
+    The first `local` of them belong to local blocks.
     """
 
     own: Int32
@@ -138,10 +138,10 @@ class StepTiles(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of an online softmax over what a warp's 16 rows have met."""
+    """Online-softmax state of a warp's 16 rows."""
 
     acc: cute.Tensor
-    """fp32, of an MMA: P V, not divided by the sums of P."""
+    """fp32, MMA accumulator: P V, not yet divided by the sums of P."""
     rMax: cute.Tensor
     """fp32 (r): maxima of scores, in base 2, of the thread's two rows."""
     rSum: cute.Tensor
@@ -153,25 +153,25 @@ class Shared(NamedTuple):
 
     sQ: cute.Tensor  # (TILE, D, CONSUMERS)
     sRing: cute.Tensor  # (TILE, D, 2 STAGES)
-    sWeights: cute.Tensor  # fp32 (STEP_ROWS, n or more): lse of a row's slots, which become weights
+    sWeights: cute.Tensor  # fp32 (STEP_ROWS, n or more): lse of a row's slots, then weights
     q_ready: Any
     ring_ready: Any
 
 
 class Outputs(NamedTuple):
-    """What is written, of a CTA's batch and key/value head; rows are the queries that the kernel is given."""
+    """Outputs of a CTA's batch and key/value head; rows are the queries passed to the kernel."""
 
     gO: cute.Tensor | None  # 16 bits [T, G, D]: o of the selected branch
     gLse: cute.Tensor  # fp32 [T, G]
     gWin: cute.Tensor | None  # o of the window
     gWinLse: cute.Tensor | None
     gOut: cute.Tensor | None  # out, with gates
-    gWeight: cute.Tensor | None  # [G, 3, D], as of CombineInputs
-    gGates: cute.Tensor | None  # [T, G, 3], likewise
+    gWeight: cute.Tensor | None  # [G, 3, D], see CombineInputs
+    gGates: cute.Tensor | None  # [T, G, 3], see CombineInputs
 
 
 class WindowCombine:
-    """Roles: warpgroup 0 is the producer, of which warp 0 issues TMA; warpgroups 1 and 2 are the consumers.
+    """Roles: warpgroup 0 is the producer, whose warp 0 issues TMA; warpgroups 1 and 2 are the consumers.
 
     pipeline    stages  a stage is full when                          and empty when the 8 consumer warps
     q_ready     1       TMA has written the queries of a step         have awaited their last S and read their gates
@@ -179,11 +179,11 @@ class WindowCombine:
                         the partials, or o_cmp, of each consumer
 
     Args:
-        dim, dtype: D = D_v, and their 16-bit type.
+        dim, dtype: D = D_v and their 16-bit type.
         group: G.
         slots: n.
-        size, init, local: l', and forced blocks of either kind.
-        gated: whether out is written.
+        size, init, local: l', and number of initial and local blocks.
+        gated: write out.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class WindowCombine:
         self.step_tokens = STEP_ROWS // group
         self.cta_tokens = min(CTA_ROWS // group, size)
         self.lane_slots = -(-slots // QUAD)
-        """Slots of a row that one lane of its quad has."""
+        """Number of slots of a row held by one lane of its quad."""
         self.tile_bytes = TILE * dim * dtype.width // 8
 
     @cute.jit
@@ -208,10 +208,10 @@ class WindowCombine:
         mOPartial: cute.Tensor,  # [B, H_kv, T n, G, D], contiguous
         mLsePartial: cute.Tensor,  # fp32 [B, H_kv, T n, G]
         mLse: cute.Tensor,  # fp32 [B, H, T]
-        mWinLse: cute.Tensor | None,  # likewise, of the window
-        mOut: cute.Tensor | None,  # [B, T, H, D], like those below; with gates
+        mWinLse: cute.Tensor | None,  # fp32 [B, H, T], of the window
+        mOut: cute.Tensor | None,  # [B, T, H, D], as those below; with gates
         mW: cute.Tensor | None,  # [H, 3, D]
-        mG: cute.Tensor | None,  # [B, T, H, 3]: without mW read, with it written
+        mG: cute.Tensor | None,  # [B, T, H, 3]: output with mW, input without
         mCmp: cute.Tensor | None,
         mWin: cute.Tensor | None,
         mSlc: cute.Tensor | None,
@@ -268,7 +268,7 @@ class WindowCombine:
         tma_partial: cute.CopyAtom,
         mPartials: cute.Tensor,  # ((G, T), D, n, B H_kv)
         tma_cmp: cute.CopyAtom | None,
-        mCmp: cute.Tensor | None,  # as mQ
+        mCmp: cute.Tensor | None,  # like mQ
         mSlotBlocks: cute.Tensor,
         mLsePartial: cute.Tensor,
         mLse: cute.Tensor,  # [B, H_kv, T, G]
@@ -293,7 +293,7 @@ class WindowCombine:
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         parts = const_expr(self.size // self.cta_tokens)
         at = token_block(index // parts, self.size, num_rows, first_token, mBounds)
-        first = at.block * self.size + index % parts * self.cta_tokens  # of the CTA's tokens
+        first = at.block * self.size + index % parts * self.cta_tokens  # first of the CTA's tokens
         first_step = cutlass.max(at.start - first, 0) // self.step_tokens
         stop_step = cute.ceil_div(cutlass.min(at.end - first, self.cta_tokens), self.step_tokens)
         steps = (first_step, stop_step if at.end > at.start else first_step)
@@ -347,7 +347,7 @@ class WindowCombine:
     def allocate(self, q_layout: cute.ComposedLayout, ring_layout: cute.ComposedLayout) -> Shared:
         smem = SmemAllocator()
         sQ, sRing = (allocate_tiles(smem, self.dtype, layout) for layout in (q_layout, ring_layout))
-        # Rows of an odd number of words, for lanes of different rows that read one column
+        # Odd row stride in words, so that lanes of different rows read one column without bank conflicts
         weights = cute.make_ordered_layout((STEP_ROWS, self.slots | 1), order=(1, 0))
         sWeights = smem.allocate_tensor(Float32, weights, 16)
         warps = CONSUMERS * WARPGROUP_WARPS
@@ -355,7 +355,7 @@ class WindowCombine:
         ring_ready = tma_pipeline(STAGES, warps, 2 * self.tile_bytes)
         return Shared(sQ, sRing, sWeights, q_ready, ring_ready)
 
-    # What a step of the CTA meets
+    # Tiles and slots of a step of the CTA
 
     @cute.jit
     def key_tiles(self, first: Int32, left: Int32) -> StepTiles:
@@ -368,7 +368,7 @@ class WindowCombine:
 
     @cute.jit
     def slots_with_partials(self, gSlotBlocks: cute.Tensor, at: TokenBlock, first: Int32) -> Int32:
-        """A bit for each slot in which one of the step's tokens has a block. All lanes of a warp take part."""
+        """Bitmask of the slots in which some token of the step has a block. All lanes of a warp must call this."""
         lane, has_block = cute.arch.lane_idx(), Int32(0)
         for i in range_constexpr(self.step_tokens):
             token = first + i
@@ -383,7 +383,7 @@ class WindowCombine:
     def load(
         self,
         shared: Shared,
-        rows: list[Any],  # q, partials and o_cmp, as `tma_loads` takes them
+        rows: list[Any],  # q, partials and o_cmp: arguments of `tma_loads`
         keys: list[Any],  # K and V
         gSlotBlocks: cute.Tensor,
         at: TokenBlock,
@@ -394,7 +394,7 @@ class WindowCombine:
         batch: Int32,
         kv_heads: Int32,
     ):
-        """Warp 0: all that the steps of the CTA read."""
+        """Warp 0: load the operands of all steps of the CTA."""
         load_q, load_partials = tma_loads(rows[0]), tma_loads(rows[1])
         load_k, load_v = tma_loads(keys[0]), tma_loads(keys[1])
         state, q_state = producer_state(STAGES), producer_state(1)
@@ -465,7 +465,7 @@ class WindowCombine:
                 rTokens[r] = tile_token + accumulator_row(consumer, r) // self.group
                 self.load_lse(gSlotBlocks, gLsePartial, rows[r], sLaneWeights[8 * r, None])
 
-            # Window and forced blocks
+            # Window and forced blocks: S = Q K^T  [16, TILE], O += P V  [16, D] per warp
             q_ready.consumer_wait(q_state)
             window = self.make_sums()
             for i in cutlass.range(tiles.local, unroll=1):
@@ -550,7 +550,7 @@ class WindowCombine:
                 sLse[slot] = lse
 
     def make_sums(self) -> Sums:
-        """Of no keys."""
+        """Empty softmax state."""
         sums = Sums(
             accumulator(make_warp_mma(self.dtype, 1), (16, self.dim)),
             cute.make_rmem_tensor(2, Float32),
@@ -564,7 +564,7 @@ class WindowCombine:
     def mma_qk(
         self, ring_ready: Any, state: Any, mma_s: cute.TiledMma, tSrQ: cute.Tensor, tSrK: cute.Tensor
     ) -> cute.Tensor:
-        """S of a tile of keys, as `accumulator` of a warp."""
+        """S of a tile of keys, as an `accumulator` of a warp."""
         S = accumulator(make_warp_mma(self.dtype, 1), (16, TILE))
         ring_ready.consumer_wait(state)
         issue_mma(mma_s, as_warpgroup_acc(S), tSrQ, tSrK[None, None, None, 2 * state.index], False)
@@ -573,7 +573,7 @@ class WindowCombine:
 
     @cute.jit
     def mask(self, S: cute.Tensor, first_key: Int32, tile_token: Int32, rTokens: cute.Tensor, left: Int32):
-        """Scores of keys outside of a row's window become -inf. Args: rTokens: of the thread's two rows."""
+        """Set scores of keys outside a row's window to -inf. Args: rTokens: tokens of the thread's two rows."""
         last_token = tile_token + self.tile_tokens - 1
         if (first_key + TILE - 1 > tile_token) | (first_key < last_token - left):
             scores = acc_mn_view(S)
@@ -605,7 +605,7 @@ class WindowCombine:
 
     @cute.jit
     def finish_window(self, window: Sums, rows: list[Row], outputs: Outputs) -> cute.Tensor:
-        """o of the window, rounded; lse goes to memory where it is wanted."""
+        """o of the window, rounded; store its lse if requested."""
         for r in range_constexpr(2):
             total = cute.arch.warp_reduction_sum(window.rSum[r], threads_in_group=QUAD)
             inverse = Float32(0.0) if total == 0.0 else 1.0 / total
@@ -618,13 +618,13 @@ class WindowCombine:
 
     @cute.jit
     def weigh(self, forced: Sums, sLaneWeights: cute.Tensor, rows: list[Row], outputs: Outputs) -> cute.Tensor:
-        """Weigh the forced blocks, and the slots of each row, to one softmax; its lse goes to memory.
+        """Combine the forced blocks and the slots of each row into one softmax, and store its lse.
 
         Args:
-            sLaneWeights: of `load_lse`; become weights, below 0 where there is no partial.
+            sLaneWeights: from `load_lse`; replaced by weights, which are negative where there is no partial.
 
         Returns:
-            What the thread's two rows are to be multiplied by when all are added up.
+            Factors for the thread's two rows once all partials are added.
         """
         rInverse = cute.make_rmem_tensor(2, Float32)
         lane = cute.arch.lane_idx() % QUAD
@@ -654,7 +654,7 @@ class WindowCombine:
 
     @cute.jit
     def gate(self, branches: tuple[cute.Tensor, ...], rGates: cute.Tensor, rOut: cute.Tensor):
-        """out of a warp's rows, which may take the place of a branch, with the bits of `gate.forward.weighted_sum`."""
+        """out of a warp's rows, which may alias a branch; bitwise equal to `gate.forward.weighted_sum`."""
         out, *inputs = (acc_mn_view(x) for x in (rOut, *branches))
         for r in range_constexpr(2):
             for n in range_constexpr(self.dim // 8):
@@ -668,12 +668,12 @@ class WindowCombine:
     def store_rows(
         self,
         rRounded: cute.Tensor,
-        gX: cute.Tensor | None,  # [T, G, D]; None: nowhere
+        gX: cute.Tensor | None,  # [T, G, D]; None: discard
         consumer: Consumer,
         tile_token: Int32,
         at: TokenBlock,
     ):
-        """A warp's 16 rows, rounded, to those that exist."""
+        """Store those of a warp's 16 rounded rows that exist."""
         if const_expr(gX is not None):
             i = consumer.warp % WARPGROUP_WARPS * 16 + cute.arch.lane_idx() % 16
             token, head = i // self.group, i % self.group
@@ -708,12 +708,12 @@ def _partial_rows(mX: cute.Tensor, slots: int) -> cute.Tensor:
 
 
 def _rows_from(mX: cute.Tensor, row: Int32) -> cute.Tensor:
-    """((G, T), D, ., .) from a row of T on, which may lie before the first one: TMA fills with zeros there."""
+    """((G, T), D, ., .) from row `row` of T on, which may be negative: TMA fills with zeros there."""
     return cute.domain_offset(((0, row), 0, 0, 0), mX)
 
 
 def _of_cta(mX: cute.Tensor | None, batch: Int32, kv_head: Int32) -> cute.Tensor | None:
-    """Of [B, H_kv, ...]; None stays None."""
+    """Slice of [B, H_kv, ...] for a CTA; None stays None."""
     if mX is None:
         return None
     rest = [None] * (cute.rank(mX) - 2)
@@ -723,14 +723,14 @@ def _of_cta(mX: cute.Tensor | None, batch: Int32, kv_head: Int32) -> cute.Tensor
 
 @cute.jit
 def _store_lse(gLse: cute.Tensor, row: Row, base: Float32, total: Float32):
-    """log of `total` 2^base."""
+    """Store the log of `total` 2^base."""
     if row.is_valid & (cute.arch.lane_idx() % QUAD == 0):
         gLse[row.token, row.head] = (base + cute.math.log2(total, fastmath=True)) * LN_2
 
 
 @cute.jit
 def _add_row(acc_o_mn: cute.Tensor, rX: cute.Tensor, r: cutlass.Constexpr[int], weight: Float32):
-    """Row r of o += weight X. A weight below 0: there is no partial, and X is what nobody has written."""
+    """Row r of o += weight X. A negative weight means that there is no partial and X is uninitialized."""
     is_absent = weight < 0.0
     mask = Int32(0) if is_absent else Int32(-1)
     factor = Float32(0.0) if is_absent else weight
@@ -744,17 +744,17 @@ def _add_row(acc_o_mn: cute.Tensor, rX: cute.Tensor, r: cutlass.Constexpr[int], 
 
 
 class WindowBranch(NamedTuple):
-    """The window branch, where the selected branch's last kernel takes it along."""
+    """Window branch, if computed by the selected branch's last kernel."""
 
     left: int
-    """Keys before a token that it sees, beside its own."""
+    """Number of keys before its own that a token sees."""
     o: Tensor | None
-    """`[B,T,H,D]`, where to write its o; None: nowhere."""
+    """`[B,T,H,D]`, output for its o; None: discard."""
     lse: Tensor | None
-    """fp32 `[B,H,T]`, likewise."""
+    """fp32 `[B,H,T]`, output for its lse; None: discard."""
 
     def narrow(self, batches: slice, rows: slice, heads: slice) -> WindowBranch:
-        """The same for some batches, rows and heads."""
+        """Restrict to some batches, rows and heads."""
         o, lse = self.o, self.lse
         return WindowBranch(
             self.left,
@@ -766,11 +766,15 @@ class WindowBranch(NamedTuple):
 def takes_window(
     dims: tuple[int, int], group: int, slots: int, size: int, local: int, window: int, *, warpgroups: bool
 ) -> bool:
-    """Whether `window_combine` takes a window along with forced blocks.
+    """True if `window_combine` supports a window together with forced blocks.
 
     Args:
-        dims: D and D_v. group: G. slots: n. size, local: l', and blocks that end with a token's own. window: w.
-        warpgroups: whether the device has WGMMA.
+        dims: D and D_v.
+        group: G.
+        slots: n.
+        size, local: l', and number of blocks that end with a token's own.
+        window: w.
+        warpgroups: the device has WGMMA.
     """
     shapes = dims[0] == dims[1] and group in GROUPS and slots <= MAX_SLOTS
     return warpgroups and shapes and 0 < local * size <= window <= MAX_WINDOW
@@ -837,14 +841,15 @@ def window_combine(
     """Attend to window and forced blocks, add the partials of the other blocks, and gate.
 
     Args:
-        q, k, v, size, scale, packed: as of `kv_outer.kv_outer_forward`, checked, of the worklist's tokens.
-        worklist: of the blocks that are not forced.
-        o_partial, lse_partial: `[B,H_kv,T n,G,D]` contiguous and fp32 `[B,H_kv,T n,G]`, read for the slots that have a
+        q, k, v, size, scale, packed: see `kv_outer.kv_outer_forward`; already checked, for the worklist's tokens.
+        worklist: lists the blocks that are not forced.
+        o_partial, lse_partial: `[B,H_kv,T n,G,D]` contiguous and fp32 `[B,H_kv,T n,G]`, read only for slots that have a
             block.
-        o: `[B,T,H,D]`, where to write o of the selected branch; None: nowhere.
-        lse: fp32 `[B,H,T]`, likewise, natural log. Rows of no query are left as they are, here and in all results.
-        window: for which, with `local`, `takes_window`.
-        gating: of these tokens and heads: also write out. Its o_win and o_slc are not looked at.
+        o: `[B,T,H,D]`, output for o of the selected branch; None: discard.
+        lse: fp32 `[B,H,T]`, output for its lse, natural log. Rows that belong to no query are left untouched, here and
+            in all results.
+        window: as accepted, with `local`, by `takes_window`.
+        gating: for these tokens and heads: also write out. Its o_win and o_slc are ignored.
     """
     kept = o is not None, window.o is not None, window.lse is not None
     gates: tuple[Tensor | None, ...] = (None,) * 4

@@ -2,17 +2,17 @@
 
     dq_i = dq_win_i + dq_local_i + sum_s dq_s + dq_cmp_i + sum_b dlogit_ib w_b        s over the slots with a partial
 
-WindowDQCombine   WindowDQ (window_backward.py), whose ring of stages goes on behind the last key tile: each slot that
-                  one of the CTA's tokens has brings the partials of both consumers' rows, then comes dq_cmp. All is
-                  added to the accumulator in fp32 and rounded once.
+WindowDQCombine   WindowDQ (window_backward.py), whose ring of stages continues after the last key tile: each slot used
+                  by one of the CTA's tokens delivers the partials of both consumers' rows, then comes dq_cmp. All terms
+                  are added to the accumulator in fp32 and rounded once.
 
-The consumers multiply while the producer fetches partials ahead, so memory and tensor cores work at the same time, and
+The consumers multiply while the producer prefetches partials, so memory and tensor cores are busy at the same time, and
 neither dq of the window nor of the selected branch goes through memory.
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16 of which 2 are local, w = 512: partials of 14 slots, 15.0 GB, q, do
-and dq_cmp, dq, 4.3 GB: 4.6 ms at 4.2 TB/s; at the same time 10 tiles of keys, 2.1 TFLOP, 2.3 ms at 900 TFLOP/s.
+and dq_cmp, dq, 4.3 GB: 4.6 ms at 4.2 TB/s; concurrently 10 tiles of keys, 2.1 TFLOP, 2.3 ms at 900 TFLOP/s.
 
-Limits: of WindowDQ; n l' / 64 <= MAX_PARTIALS; window and selected branch have the same keys, values and dO.
+Limits: those of WindowDQ; n l' / 64 <= MAX_PARTIALS; window and selected branch have the same keys, values and dO.
 """
 
 from __future__ import annotations
@@ -65,28 +65,29 @@ from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
 MAX_PARTIALS = 32
-"""Of a row: a bit for each."""
+"""Maximum partials per row: one bit each."""
 
 SLOTS_FOR_PRODUCER, SLOTS_FOR_CONSUMERS = 3, 4
-"""Named barriers behind those of the epilogue: warp 1 has written which slots have partials."""
+"""Named barriers, numbered after those of the epilogue: warp 1 has written which slots have partials."""
 
 
 class SharedRing(NamedTuple):
-    """What WindowDQCombine has in shared memory beside SharedDQ."""
+    """Shared memory of WindowDQCombine in addition to SharedDQ."""
 
     sRing: cute.Tensor  # (TILE, D, 2 STAGES): K, then V of every stage; partials of consumer 0, then of 1
-    sSlots: cute.Tensor  # int32 (CTA_ROWS + 1): a bit for each slot of a row with a partial; of all rows
+    sSlots: cute.Tensor  # int32 (CTA_ROWS + 1): bitmask of a row's slots with a partial; last: of all rows
 
 
 class WindowDQCombine(WindowDQ):
-    """Roles and pipelines: BackwardDQ, whose warp 1 looks up which slots have partials meanwhile.
+    """Roles and pipelines: BackwardDQ, whose warp 1 meanwhile looks up which slots have partials.
 
     Named barriers, once each: 3, warp 1 has written sSlots for warp 0; 4, for the consumers.
 
     Args:
-        dim, dtype: D = D_v, and their 16-bit type.
-        group: G. slots: n.
-        partials_per_slot: that lie one behind the other.
+        dim, dtype: D = D_v and their 16-bit type.
+        group: G.
+        slots: n.
+        partials_per_slot: number of consecutive partials per slot.
     """
 
     def __init__(self, dim: int, dtype: Any, group: int, slots: int, *, partials_per_slot: int) -> None:
@@ -102,7 +103,7 @@ class WindowDQCombine(WindowDQ):
         mV: cute.Tensor,
         mLse: cute.Tensor,  # fp32 [B, H, T], of the window
         mDelta: cute.Tensor,
-        mLocalLse: cute.Tensor,  # of the selected branch
+        mLocalLse: cute.Tensor,  # fp32 [B, H, T], of the selected branch
         mLocalDelta: cute.Tensor,
         mSlotBlocks: cute.Tensor,  # Worklist.slot_blocks
         mPartial: cute.Tensor,  # [B, H_kv, T n partials_per_slot, G, D], contiguous
@@ -114,7 +115,7 @@ class WindowDQCombine(WindowDQ):
         size: Int32,
         local: Int32,
         scale: Float32,
-        first_token: Int32,  # that row 0 is, a multiple of TILE
+        first_token: Int32,  # token index of row 0, a multiple of TILE
         stream: Any,
     ):
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -220,7 +221,7 @@ class WindowDQCombine(WindowDQ):
             self.epilogue(mma_dq, dQ, tma_dq, mdQ, shared.sQ, Float32(1.0), work, consumer)
 
     def partials_of_rows(self, mX: cute.Tensor) -> cute.Tensor:
-        """As [B H_kv, T, (G, n partials_per_slot), D]."""
+        """View as [B H_kv, T, (G, n partials_per_slot), D]."""
         batches, kv_heads, places, group, dim = mX.layout.shape
         _, kv_stride, place_stride, head_stride, dim_stride = mX.layout.stride
         count = self.slots * self.partials_per_slot
@@ -244,7 +245,7 @@ class WindowDQCombine(WindowDQ):
 
     @cute.jit
     def find_slots(self, mSlotBlocks: cute.Tensor, sSlots: cute.Tensor, num_rows: Int32, work: WorkTile):
-        """Producer warp 1: which slots of the CTA's rows have partials."""
+        """Producer warp 1: find the slots of the CTA's rows that have partials."""
         gSlotBlocks = mSlotBlocks[work.batch, work.head // self.group, None, None]
         lane, every = cute.arch.lane_idx(), Int32(0)
         for i in cutlass.range(CTA_ROWS // LANES, unroll=1):
@@ -273,7 +274,7 @@ class WindowDQCombine(WindowDQ):
         kv_heads: Int32,
         state: Any,
     ):
-        """Producer warp 0: what is added to dQ of the window, for each consumer a tile."""
+        """Producer warp 0: load the terms to add to the window's dQ, one tile per consumer."""
         load_partials, kv_head = tma_loads(partial), work.head // self.group
         cute.arch.barrier(barrier_id=SLOTS_FOR_PRODUCER, number_of_threads=2 * LANES)
         slots = cute.arch.make_warp_uniform(ring.sSlots[CTA_ROWS])
@@ -304,7 +305,7 @@ class WindowDQCombine(WindowDQ):
         consumer: Consumer,
         state: Any,
     ):
-        """Partials of the warpgroup's rows, in the order of the slots, and dq_cmp."""
+        """Add the partials of the warpgroup's rows, in the order of the slots, and dq_cmp."""
         keys_ready = shared.keys_ready
         read = ldmatrix_copy(mma_dq, self.dtype, consumer.thread)
         tCsRing = read.partition_S(ring.sRing)
@@ -341,7 +342,7 @@ class WindowDQCombine(WindowDQ):
         work: WorkTile,
         consumer: Consumer,
     ):
-        """Gradients of the gates' logits, times their weights."""
+        """Add the gradients of the gates' logits, times their weights."""
         rLogits = cute.make_rmem_tensor((2, BRANCHES), Float32)
         rLogits.fill(0.0)
         for r in range_constexpr(2):
@@ -362,7 +363,7 @@ class WindowDQCombine(WindowDQ):
 
 @cute.jit
 def _add(dQ: cute.Tensor, rX: cute.Tensor, rSlots: cute.Tensor, slot: Int32):
-    """Add a partial to rows that have one; where there is none, it is what nobody has written."""
+    """Add a partial to the rows that have one; for other rows rX is uninitialized."""
     for n, r, c in acc_coordinates(dQ):
         at = ((c, r, n), 0, 0)
         value = rX[at].to(Float32)
@@ -370,21 +371,21 @@ def _add(dQ: cute.Tensor, rX: cute.Tensor, rSlots: cute.Tensor, slot: Int32):
 
 
 class WindowQueries(NamedTuple):
-    """The window branch, where dq of its queries is made with the selected branch's."""
+    """Window branch, if dq of its queries is computed together with the selected branch's."""
 
     lse: Tensor
     """fp32 `[B,H,N]`, like the selected branch's."""
     delta: Tensor
     left: int
-    """Keys before a token that it sees, beside its own."""
+    """Number of keys before its own that a token sees."""
 
     def narrow(self, batches: slice, rows: slice, heads: slice) -> WindowQueries:
-        """The same for some batches, rows and heads."""
+        """Restrict to some batches, rows and heads."""
         return WindowQueries(self.lse[batches, heads, rows], self.delta[batches, heads, rows], self.left)
 
 
 def takes_window_queries(slots: int, size: int) -> bool:
-    """Whether `window_dq_combine` has bits for the partials of a row. Args: n; l'."""
+    """True if `window_dq_combine` has enough bits for the partials of a row. Args: slots: n. size: l'."""
     return slots * (size // TILE) <= MAX_PARTIALS
 
 
@@ -426,14 +427,14 @@ def window_dq_combine(
     scale: float,
     partials_per_slot: int,
 ) -> None:
-    """Attend backward to the window and local selected blocks, add the partials and the other terms of dq, into dq.
+    """Attention backward of the window and local selected blocks, plus the partials and the other terms of dq, into dq.
 
     Args:
-        worklist: of the blocks that are not local.
-        partial: `[B,H_kv,T n partials_per_slot,G,D]`, contiguous, read for the slots that have a block.
-        dq: `[B,T,H,D]`; may be one of the terms.
-        terms: of these tokens and heads, like what follows, of up to one branch.
-        attended: q, do, k and v, as of `window_backward`, like scale; k and v from the first token on.
+        worklist: lists the blocks that are not local.
+        partial: `[B,H_kv,T n partials_per_slot,G,D]`, contiguous, read only for slots that have a block.
+        dq: `[B,T,H,D]`, output; may alias one of the terms.
+        terms: for these tokens and heads, as are the following arguments; from up to one branch.
+        attended: q, do, k and v, in the layout of `window_backward`, as is scale; k and v from the first token on.
     """
     terms = terms or QueryTerms(())
     q, do, k, v = attended
