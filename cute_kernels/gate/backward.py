@@ -1,18 +1,18 @@
-"""Backward of gate/forward.py: gradients of the gates, and what attention's backward of each branch needs, in one pass.
+"""Backward of gate/forward.py: gradients of the gates, and inputs of each branch's attention backward, in one pass.
 
     out = sum_b g_b o_b        delta_b = do . o_b
     do_b = g_b do              dg_b = delta_b,   dlogit_b = delta_b g_b (1 - g_b)
     dW[h,b] = sum over rows of dlogit_b * q
 
-No do_b is written for projected gates. Attention's backward weighs do by P = exp(S - lse). With lse_b - log(g_b) in
-place of lse_b it gets g_b P, and
+No do_b is written for projected gates. Attention's backward weights do by P = exp(S - lse). Given lse_b - log(g_b)
+instead of lse_b it computes g_b P, and
     dS_b = g_b P (do . v - delta_b) = P (do_b . v - do_b . o_b),
-so a branch reads do itself and a shifted lse. Given gates may be negative, which has no logarithm: then do_b is
-written, and delta_b is that of the rounded do_b. A row that sees one key has dS = 0, which would not come out if do_b
-and delta_b were rounded apart.
+so a branch reads do itself and a shifted lse. Given gates may be negative and have no logarithm: then do_b is written,
+and delta_b is computed from the rounded do_b. A row that sees one key has dS = 0, which would not hold if do_b and
+delta_b were rounded separately.
 
-A CTA walks over a chunk of rows of one head. A row belongs to a group of lanes, each with one vector of 16 bytes. Sums
-of dW over the chunk stay in registers, one fp32 partial [3, D] per CTA; partials are added up in a fixed order.
+A CTA iterates over a chunk of rows of one head. Each row has a group of lanes, each holding a 16-byte vector. Sums of
+dW over the chunk stay in registers, one fp32 partial [3, D] per CTA; partials are summed in a fixed order.
 
 Floor: q, do and three o's are read once: 1.34 GB at 128K tokens, 8 heads of 128, bf16: 0.32 ms at 4.2 TB/s.
 
@@ -37,16 +37,16 @@ from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
 CHUNK = 256
-"""Rows of a chunk, or a multiple of it."""
+"""Rows per chunk are a multiple of this."""
 
 MAX_CHUNKS = 2048
-"""The most chunks of a head: of partials of dW."""
+"""Maximum number of chunks per head, hence of partials of dW."""
 
 
 class GateGradients:
     """Gradients of the gates of a chunk of rows of a head.
 
-    Args: dims of q and of the outputs.
+    Args: dim, v_dim: head dims of q and of the outputs.
     """
 
     def __init__(self, dim: int, v_dim: int) -> None:
@@ -57,21 +57,21 @@ class GateGradients:
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor | None,  # [B, N, H, D], where gates were projected
+        mQ: cute.Tensor | None,  # [B, N, H, D], if gates were projected
         mG: cute.Tensor | None,  # [B, N, H, 3]; None: 1/3 each
         mRows: cute.Tensor | None,  # Documents.rows
         mDo: cute.Tensor,  # [B, N, H, D_v]
         mCmp: cute.Tensor,  # [B, N, H, D_v], with mRows aligned rows
         mSlc: cute.Tensor,
         mWin: cute.Tensor,
-        mLseCmp: cute.Tensor,  # fp32 [B, H, N], likewise
+        mLseCmp: cute.Tensor,  # fp32 [B, H, N], with mRows aligned rows
         mLseSlc: cute.Tensor,
         mLseWin: cute.Tensor,
-        mShifted: cute.Tensor,  # fp32 [3, B, H, N], likewise
-        mDelta: cute.Tensor,  # fp32 [3, B, H, N], likewise
-        mDg: cute.Tensor | None,  # [B, N, H, 3]: of the logits with mQ, else of the gates
+        mShifted: cute.Tensor,  # fp32 [3, B, H, N], with mRows aligned rows
+        mDelta: cute.Tensor,  # fp32 [3, B, H, N], with mRows aligned rows
+        mDg: cute.Tensor | None,  # [B, N, H, 3]: of the logits with mQ, otherwise of the gates
         mPartial: cute.Tensor | None,  # fp32 [B * chunks, H, 3, D], with mQ
-        mDoCmp: cute.Tensor | None,  # like mCmp, where gates were given
+        mDoCmp: cute.Tensor | None,  # like mCmp, if gates were given
         mDoSlc: cute.Tensor | None,
         mDoWin: cute.Tensor | None,
         chunk: Int32,
@@ -125,7 +125,7 @@ class GateGradients:
     ):
         thread, _, _ = cute.arch.thread_idx()
         head, chunk_index, batch = cute.arch.block_idx()
-        end = cutlass.min((chunk_index + 1) * chunk, mDo.shape[1])  # of the chunk
+        end = cutlass.min((chunk_index + 1) * chunk, mDo.shape[1])  # end of the chunk
         lane, lane_group = thread % self.lanes, thread // self.lanes
         in_q, in_v = lane < self.vectors, lane < self.v_vectors
         outputs, lses, weighted = (mCmp, mSlc, mWin), (mLseCmp, mLseSlc, mLseWin), (mDoCmp, mDoSlc, mDoWin)
@@ -140,7 +140,7 @@ class GateGradients:
         rSum.fill(0.0)
         rG.fill(1.0 / BRANCHES)
         for start in cutlass.range(chunk_index * chunk, end, self.rows, unroll=2):
-            # Load the row, which lies elsewhere in the outputs of packed documents
+            # Load the row, which is elsewhere in the outputs of packed documents
             token = start + lane_group
             row, exists = token, token < end
             if const_expr(mRows is not None):
@@ -176,7 +176,7 @@ class GateGradients:
                 if (token < end) & (lane == 0):
                     for b in range_constexpr(BRANCHES):
                         mDg[batch, token, head, b] = rDelta[b].to(mDg.element_type)
-            # What attention's backward of each branch reads
+            # Inputs of each branch's attention backward
             if const_expr(mDoCmp is None):
                 if exists & (lane == 0):
                     for b in range_constexpr(BRANCHES):
@@ -190,7 +190,7 @@ class GateGradients:
                 for b in range_constexpr(BRANCHES):
                     for i in range_constexpr(VECTOR):
                         rWeighted[i] = (rDo[i].to(Float32) * rG[b]).to(element)
-                    delta = self._dot(rWeighted, rO[None, b])  # of the rounded do_b
+                    delta = self._dot(rWeighted, rO[None, b])  # from the rounded do_b
                     if exists & in_v:
                         gDo = cute.local_tile(weighted[b][batch, row, head, None], (VECTOR,), (lane,))
                         cute.autovec_copy(rWeighted, gDo)
@@ -217,20 +217,20 @@ class GateGradients:
 
     @cute.jit
     def _dot(self, rX: cute.Tensor, rY: cute.Tensor) -> Float32:
-        """x . y of two rows, a vector in each lane."""
+        """x . y of two rows, one vector per lane."""
         return cute.arch.warp_reduction_sum(partial_dot(rX, rY), threads_in_group=self.lanes)
 
 
 @dataclass(frozen=True)
 class GateResults:
-    """Gradients of the gates, and inputs of attention's backward of each branch."""
+    """Gradients of the gates, and inputs of each branch's attention backward."""
 
     lse: Tensor
     """fp32 `[3,B,H,N]`, shifted by -log(g) if gates were projected. Unused aligned rows: inf."""
     delta: Tensor
-    """fp32 `[3,B,H,N]`: do . o, of the weighted do if `do` is not None."""
+    """fp32 `[3,B,H,N]`: do . o, with the weighted do if `do` is not None."""
     do: list[Tensor] | None
-    """do of each branch, like its o, weighted by given gates; None: all branches read the same do."""
+    """do of each branch, like its o, weighted by given gates; None if all branches read the same do."""
     logits: Tensor | None
     """fp32 `[B,N,H,3]`, gradients of the logits of projected gates."""
     gates: Tensor | None
@@ -278,15 +278,15 @@ def gate_gradients(
     projected: bool,
     rows: Tensor | None = None,
 ) -> GateResults:
-    """From the gradient of the gated sum to those of the gates, and to the inputs of each branch's backward.
+    """Compute gradients of the gates, and inputs of each branch's backward, from the gradient of the gated sum.
 
     Args:
         do: `[B,N,H,D_v]`, bf16 or fp16.
-        outputs, lses: of the branches, `[B,N,H,D_v]` and fp32 `[B,H,N]`.
-        q: `[B,N,H,D]`, read where gates were projected.
+        outputs, lses: per branch, `[B,N,H,D_v]` and fp32 `[B,H,N]`.
+        q: `[B,N,H,D]`, read if gates were projected.
         gates: `[B,N,H,3]`, given or projected, as in forward; None: 1/3 each.
         projected: the gates are sigmoids of q . w.
-        rows: int32 `[N]`, the row in `outputs` and `lses` of each token, -1: none. B is 1 then.
+        rows: int32 `[N]`, the row in `outputs` and `lses` of each token, -1 if none. B must be 1.
     """
     batch, tokens, heads, v_dim = do.shape
     dim, aligned = q.shape[-1], outputs[0].shape[1]

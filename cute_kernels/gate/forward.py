@@ -2,16 +2,16 @@
 
     out[i] = sum_b g_b[i] * o_b[i],   g_b[i] = sigmoid(q[i] . w[b])   or given, or 1/3 each
 
-Branches are compressed, selected, window, in this order. A row (token and head) belongs to a group of lanes, each with
-one vector of 16 bytes. Sums are fp32 and rounded once.
+Branches are compressed, selected, window, in this order. Each row (token and head) has a group of lanes, each holding a
+16-byte vector. Sums are fp32 and rounded once.
 
-In token mode, kernels at whose end o_slc is in registers apply the gate there, with the same bits: CombineAndGate and
-ForcedCombineAndGate take `Gating`, `row_gates` and `weighted_sum` from here, WindowCombine repeats their arithmetic on
-numbers that lie otherwise.
+In token mode, kernels that end with o_slc in registers apply the gate there, bitwise equal: CombineAndGate and
+ForcedCombineAndGate use `Gating`, `row_gates` and `weighted_sum` from here, WindowCombine repeats their arithmetic on
+another register layout.
 
-Projected gates are kept for backward: fp32, 1 % of the bytes.
+Projected gates are saved for backward: fp32, 1 % of the bytes.
 
-Packed documents (B = 1): the o's come in the aligned rows of pool/documents.py; tokens behind the last document get 0.
+Packed documents (B = 1): the o's are in the aligned rows of pool/documents.py; tokens after the last document get 0.
 
 Floor: q and three o's are read and out is written once (without the projection q is not read): 1.34 GB at 128K
 tokens, 8 heads of 128, bf16: 0.32 ms at 4.2 TB/s.
@@ -35,16 +35,16 @@ from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_on
 THREADS = 128
 
 BRANCHES = 3
-"""Compressed, selected, window."""
+"""Number of branches: compressed, selected, window."""
 
 
 def lanes_per_row(*vectors: int) -> int:
-    """Lanes of a row: a power of two that has one for each of its vectors."""
+    """Lanes per row: a power of two with at least one lane for each of its vectors."""
     return 1 << (max(vectors) - 1).bit_length()
 
 
 class Gating(NamedTuple):
-    """Tensors that a kernel needs to gate o_slc on the way, beside q."""
+    """Tensors that a kernel needs, besides q, to gate o_slc in its epilogue."""
 
     o_cmp: Tensor
     """`[B,T,H,D_v]`, like o_win and out."""
@@ -52,14 +52,14 @@ class Gating(NamedTuple):
     """None for a kernel that attends to the window itself."""
     out: Tensor
     gate_proj_weight: Tensor | None
-    """`[H,3,D]`: gates are projected by it."""
+    """`[H,3,D]`: weights that project q to gate logits."""
     gates: Tensor | None
-    """`[B,T,H,3]`. Without the weight given gates, None: 1/3 each. With it fp32, where to write them, None: nowhere."""
+    """`[B,T,H,3]`. Without the weight: given gates (None: 1/3 each). With it: fp32, output (None: discard)."""
     o_slc: Tensor | None = None
-    """Like out: where to write it; None: nowhere."""
+    """Like out: output for the selected branch's o; None: discard."""
 
     def narrow(self, batches: slice, rows: slice, heads: slice) -> Gating:
-        """The same for some batches, rows and heads."""
+        """Restrict to some batches, rows and heads."""
         weight = None if self.gate_proj_weight is None else self.gate_proj_weight[heads]
         o_cmp, out = (x[batches, rows, heads] for x in (self.o_cmp, self.out))
         rest = (None if x is None else x[batches, rows, heads] for x in (self.o_win, self.gates, self.o_slc))
@@ -68,20 +68,20 @@ class Gating(NamedTuple):
 
     @property
     def variant(self) -> tuple[torch.dtype | None, torch.dtype | None, bool]:
-        """What a kernel is compiled for: dtypes of weight and gates; whether o_slc is written."""
+        """Compile key: dtypes of weight and gates; whether o_slc is written."""
         w_dtype, g_dtype = (None if x is None else x.dtype for x in (self.gate_proj_weight, self.gates))
         return w_dtype, g_dtype, self.o_slc is not None
 
     @property
     def arguments(self) -> tuple[Tensor | None, ...]:
-        """What a kernel takes beside q and out, in the order of `fake_gating`."""
+        """Kernel arguments besides q and out, in the order of `fake_gating`."""
         return self.gate_proj_weight, self.gates, self.o_cmp, self.o_win, self.o_slc
 
 
 def fake_gating(
     dim: int, dtype: torch.dtype, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, keeps: bool
 ) -> tuple[Any, ...]:
-    """`Gating.arguments` to compile with. Args: dim and dtype of the rows; `Gating.variant`."""
+    """`Gating.arguments` to compile with. Args: dim, dtype: of the rows. The rest is `Gating.variant`."""
     weight = None if w_dtype is None else fake(w_dtype, None, 3, dim)
     gates = None if g_dtype is None else fake(g_dtype, None, None, None, 3, aligned=False)
     o_cmp, o_win, o_slc = (fake(dtype, None, None, None, dim) for _ in range(3))
@@ -107,10 +107,10 @@ def gate_of_logit(logit: Float32) -> Float32:
 def row_gates(
     rQ: cute.Tensor, rW: cute.Tensor | None, gG: cute.Tensor | None, exists: Boolean, lanes: cutlass.Constexpr[int]
 ) -> cute.Tensor:
-    """The three gates of a row, in each of its `lanes`. All lanes of a warp must call it.
+    """The three gates of a row, in each of its `lanes`. All lanes of a warp must call this.
 
     Args:
-        rQ, rW: a lane's vector of q, and of its head's three weights, `[VECTOR,3]`: gates are projected.
+        rQ, rW: a lane's vector of q, and of its head's three weights, `[VECTOR,3]`, to project the gates.
         gG: without rW, the row's given gates, read if the row `exists`; None: 1/3 each.
     """
     rG = cute.make_rmem_tensor(BRANCHES, Float32)
@@ -129,7 +129,7 @@ def row_gates(
 @cute.jit
 def weighted_sum(rO: cute.Tensor, rG: cute.Tensor) -> cute.Tensor:
     """A lane's vector of out from those of the branches, `[VECTOR,3]`, and three gates."""
-    # Explicit fma: left to the compiler, kernels and their variants would differ in bits
+    # Explicit fma: left to the compiler, bits would differ between kernels and their variants
     rOut = cute.make_rmem_tensor(VECTOR, rO.element_type)
     for i in range_constexpr(VECTOR):
         value = rO[i, 0].to(Float32) * rG[0]
@@ -140,9 +140,9 @@ def weighted_sum(rO: cute.Tensor, rG: cute.Tensor) -> cute.Tensor:
 
 
 class GatedSum:
-    """out of a row by a group of lanes.
+    """out of one row, by a group of lanes.
 
-    Args: dims of q and of the outputs.
+    Args: dim, v_dim: head dims of q and of the outputs.
     """
 
     def __init__(self, dim: int, v_dim: int) -> None:
@@ -155,7 +155,7 @@ class GatedSum:
         self,
         mQ: cute.Tensor | None,  # [B, N, H, D], with mW
         mW: cute.Tensor | None,  # [H, 3, D]
-        mG: cute.Tensor | None,  # [B, N, H, 3]: without mW read, with it written
+        mG: cute.Tensor | None,  # [B, N, H, 3]: output with mW, input without
         mRows: cute.Tensor | None,  # Documents.rows
         mCmp: cute.Tensor,  # [B, N, H, D_v], with mRows aligned rows
         mSlc: cute.Tensor,
@@ -256,16 +256,16 @@ def gated_sum(
     gates: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor | None:
-    """Add up the branches, weighted by their gates, into `out` (NSA, equation 5).
+    """Sum the branches, weighted by their gates, into `out` (NSA, equation 5).
 
     Args:
         o_cmp, o_slc, o_win, out: `[B,N,H,D_v]`, bf16 or fp16.
-        q: `[B,N,H,D]`, read with `gate_proj_weight` `[H,3,D]` only.
-        gates: `[B,N,H,3]`, used as they are; without gates and weight 1/3 each.
-        rows: int32 `[N]`, the row in the o's of each token, -1: none, its out is 0. B is 1 then.
+        q: `[B,N,H,D]`, read only with `gate_proj_weight` `[H,3,D]`.
+        gates: `[B,N,H,3]`, used unchanged; without gates and weight 1/3 each.
+        rows: int32 `[N]`, the row in the o's of each token, -1 if none (out is 0). B must be 1.
 
     Returns:
-        The gates: given, or projected (fp32), or None.
+        Gates: given, or projected (fp32), or None.
     """
     if gate_proj_weight is not None:
         gates = torch.empty((*q.shape[:-1], 3), dtype=torch.float32, device=q.device)

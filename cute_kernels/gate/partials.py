@@ -1,14 +1,14 @@
-"""Sums of fp32 partials that CTAs have written, in a fixed order: bitwise the same each time.
+"""Sums of fp32 partials written by several CTAs, in a fixed order: bitwise reproducible.
 
     sum[i] = sum_p partials[p, i]
 
-A CTA adds up 128 numbers. Each of its warps takes every WARPS-th partial, a vector of 16 bytes in each lane; then the
-first warp adds up those of all warps.
+A CTA sums 128 elements. Each of its warps reads every WARPS-th partial, a 16-byte vector per lane; then the first warp
+sums the results of all warps.
 
 Floor: every partial is read once. 32 of the gates' projection, 8 heads of 128: 0.4 MB. PyTorch's sum would do as well,
 but may allocate, which launches of a CUDA graph must not (runtime/graphs.py).
 
-Limits: a multiple of 4 numbers.
+Limits: a multiple of 4 elements.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from cute_kernels.runtime.jit import FLOATS, Kernel, compile_kernel, compiled_on
 WARPS = 8
 
 UNROLLED = 4
-"""Partials that a thread loads together."""
+"""Number of partials that a thread loads together."""
 
 
 class AddPartials:
-    """128 numbers by a CTA."""
+    """Sum of 128 elements per CTA."""
 
     @cute.jit
     def __call__(
@@ -49,7 +49,7 @@ class AddPartials:
     def kernel(self, mPartials: cute.Tensor, mSum: cute.Tensor):
         cta, _, _ = cute.arch.block_idx()
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        column = cta * LANES + lane  # of a vector
+        column = cta * LANES + lane  # index of the lane's vector
         exists = column < mSum.shape[0] // FLOATS
         rSum = cute.make_rmem_tensor(FLOATS, Float32)
         rPartial = cute.make_rmem_tensor(FLOATS, Float32)
@@ -75,7 +75,7 @@ def _compiled() -> Kernel:
 
 
 def sum_partials(partials: Tensor) -> Tensor:
-    """The sum of fp32 partials `[partials,...]` over the first dimension; each contiguous, of at least one number."""
+    """Sum fp32 partials `[partials,...]` over the first dimension; each contiguous, with at least one element."""
     if len(partials) == 1:
         return partials[0]
     rows = partials.flatten(1)

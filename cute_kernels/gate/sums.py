@@ -1,13 +1,13 @@
-"""Gradients of q, k and v: those of the branches are added up in fp32 and rounded once.
+"""Gradients of q, k and v: sums of the branches' gradients in fp32, rounded once.
 
     dq[i] = sum_b dq_b[i] + sum_b dlogit_b[i] * w[h,b]
-    dk[i] = dk_slc[i] + dk_win[i] + 1/l * sum over entries j with j*d <= i < j*d + l of dk_cmp[j]      dv likewise
+    dk[i] = dk_slc[i] + dk_win[i] + 1/l * sum over entries j with j*d <= i < j*d + l of dk_cmp[j]      same for dv
 
-Every term is optional, and dk and dv of a branch may be those of the last keys only: of a window that no earlier key is
-in. A row (token and head) belongs to a group of lanes, each with one vector of 16 bytes. In token mode dq is added up
-where the partials of dq are (CombineQueryGradients in attend/combine.py), but for packed documents.
+Every term is optional, and dk and dv of a branch may cover the last keys only, if no earlier key is in a window. Each
+row (token and head) has a group of lanes, each holding a 16-byte vector. In token mode, except for packed documents, dq
+is summed together with its partials (CombineQueryGradients in attend/combine.py).
 
-Packed documents (B = 1): gradients of the branches come in the aligned rows and keys of pool/documents.py, those of
+Packed documents (B = 1): gradients of the branches are in the aligned rows and keys of pool/documents.py, those of
 entries in aligned entries; tokens of no document get 0.
 
 Floor: every term is read once, every sum written once. 128K tokens, 8 heads of 128 for q and 2 for k and v, bf16:
@@ -33,7 +33,7 @@ from cute_kernels.pool.documents import ENTRY, KEY, LENGTH, Documents, document_
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
 TOKEN_BRANCHES = 2
-"""Branches whose keys are tokens, not compressed entries: selected and window."""
+"""Number of branches whose keys are tokens, not compressed entries: selected and window."""
 
 
 @cute.jit
@@ -56,9 +56,9 @@ def add_logit_gradients(rSum: cute.Tensor, gLogits: cute.Tensor, gW: cute.Tensor
 
 
 class QueryGradients:
-    """dq of a row by a group of lanes.
+    """dq of one row, by a group of lanes.
 
-    Args: head dim.
+    Args: dim: head dim.
     """
 
     def __init__(self, dim: int) -> None:
@@ -120,9 +120,9 @@ class QueryGradients:
 
 
 class KeyGradients:
-    """dk or dv of a row by a group of lanes.
+    """dk or dv of one row, by a group of lanes.
 
-    Args: dims of k and v; l and d of the entries.
+    Args: dim, v_dim: head dims of k and v. keys: l and d of the entries.
     """
 
     def __init__(self, dim: int, v_dim: int, keys: Keys) -> None:
@@ -181,7 +181,7 @@ class KeyGradients:
         mBounds: cute.Tensor | None,
         vectors: cutlass.Constexpr[int],
     ):
-        """dx is dk or dv."""
+        """Sum one row; dx is dk or dv."""
         thread, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
         _, tokens, heads, _ = mDx.shape
@@ -197,9 +197,9 @@ class KeyGradients:
             rSum = cute.make_rmem_tensor(VECTOR, Float32)
             rSum.fill(0.0)
             if row >= 0:
-                # The means of all entries that the token is in
+                # Means of all entries that contain the token
                 if const_expr(mDxCmp is not None):
-                    position, first_entry, entries = row, Int32(0), mDxCmp.shape[1]  # of the document
+                    position, first_entry, entries = row, Int32(0), mDxCmp.shape[1]  # within the document
                     if const_expr(mBounds is not None):
                         document = document_at(mBounds[KEY, None], row, 1, 1, 0)
                         position = row - mBounds[KEY, document]
@@ -268,15 +268,15 @@ class QueryTerms(NamedTuple):
     logits: Tensor | None = None
     """fp32 `[B,N,H,3]`: gradients of the gates' logits, with gate_proj_weight."""
     gate_proj_weight: Tensor | None = None
-    """`[H,3,D]`; without logits it is not looked at."""
+    """`[H,3,D]`; ignored without logits."""
 
     @property
     def w_dtype(self) -> torch.dtype | None:
-        """Of the weight, by which logits count; None: they do not."""
+        """dtype of gate_proj_weight if logits are given, otherwise None."""
         return None if self.gate_proj_weight is None or self.logits is None else self.gate_proj_weight.dtype
 
     def narrow(self, batches: slice, rows: slice, heads: slice) -> QueryTerms:
-        """Those of some batches, rows and heads."""
+        """Restrict to some batches, rows and heads."""
         logits, weight = self.logits, self.gate_proj_weight
         return QueryTerms(
             tuple(x[batches, rows, heads] for x in self.branches),
@@ -285,7 +285,7 @@ class QueryTerms(NamedTuple):
         )
 
     def arguments(self, branches: int) -> tuple[Tensor | None, ...]:
-        """Of a kernel that takes so many branches."""
+        """Arguments of a kernel with parameters for this number of branches."""
         gates = (None, None) if self.w_dtype is None else (self.logits, self.gate_proj_weight)
         return (*_pad(self.branches, branches), *gates)
 
@@ -293,17 +293,17 @@ class QueryTerms(NamedTuple):
 def fake_query_terms(
     dim: int, dtype: torch.dtype, terms: int, parameters: int, w_dtype: torch.dtype | None
 ) -> tuple[Any, ...]:
-    """`QueryTerms.arguments` to compile with. Args: terms: branches there are, of the kernel's `parameters`."""
+    """`QueryTerms.arguments` to compile with. Args: terms: number of given branches among the kernel's `parameters`."""
     gates = fake(torch.float32, None, None, None, 3, aligned=False), fake(w_dtype or dtype, None, 3, dim)
     return (*_fake_terms(terms, parameters, dtype, dim), *((None, None) if w_dtype is None else gates))
 
 
 def query_gradients(dq: Tensor, terms: QueryTerms, *, documents: Documents | None = None) -> None:
-    """Add up the terms of dq, into dq.
+    """Sum the terms of dq into dq.
 
     Args:
-        dq: `[B,N,H,D]`, bf16 or fp16; may be one of the terms.
-        terms: those of branches like dq, with documents in aligned rows.
+        dq: `[B,N,H,D]`, bf16 or fp16, output; may alias one of the terms.
+        terms: branches are like dq, with documents in aligned rows.
     """
     if dq.numel() > 0:
         rows = None if documents is None else documents.rows
@@ -321,13 +321,13 @@ def key_gradients(
     keys: Keys,
     documents: Documents | None = None,
 ) -> None:
-    """Add up the terms of dk and dv, into dk and dv.
+    """Sum the terms of dk and dv into dk and dv.
 
     Args:
-        dk, dv: `[B,N,H_kv,D]` and `[...,D_v]`, bf16, fp16 or fp32.
-        k_terms, v_terms: dk and dv of up to two branches, in bf16 or fp16, with documents aligned keys, else of all
+        dk, dv: `[B,N,H_kv,D]` and `[...,D_v]`, bf16, fp16 or fp32, outputs.
+        k_terms, v_terms: dk and dv of up to two branches, in bf16 or fp16: aligned keys with documents, otherwise all
             keys or the last ones.
-        entries: gradients of the compressed entries, fp32 `[B,entries,H_kv,...]`, with documents aligned entries.
+        entries: gradients of the compressed entries, fp32 `[B,entries,H_kv,...]`, aligned entries with documents.
         keys: l and d of the entries.
     """
     if dk.numel() > 0:

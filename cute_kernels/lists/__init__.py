@@ -1,4 +1,4 @@
-"""Selections as lists that attention kernels read.
+"""Block lists and worklists built from selections, as read by attention kernels.
 
 query_to_kv        blocks of keys for each tile of query rows
 kv_to_query        tiles of query rows for each block of keys, for backward

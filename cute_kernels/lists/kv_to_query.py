@@ -1,12 +1,12 @@
 """For each block of keys, the tiles of query rows that attend to it: block lists for backward.
 
-    tile_bits               bit t of row b: tile t chose block b. A thread for each choice sets one bit.
-    transposed_lists        a warp for each block of `width` keys reads its row of bits and writes two ascending lists:
+    tile_bits               bit t of row b: tile t selected block b. One thread per choice sets one bit.
+    transposed_lists        one warp per block of `width` keys reads its row of bits and writes two ascending lists:
                             `full` tiles see every key of the block, `mask` tiles need a mask.
-    transposed_prefix_lists the same for causality alone.
+    transposed_prefix_lists the same, from causality alone.
 
-The order of a list depends on nothing but the selection. Every tile may choose block 0, so each list has room for all
-tiles: memory is `list_bytes`, and the caller takes as many heads and blocks at a time as it can afford.
+The order of a list depends only on the selection. Every tile may select block 0, so each list has room for all tiles:
+memory is `list_bytes`, and the caller processes as many heads and blocks at a time as it can afford.
 
 Floor: the bits are written, read and cleared once. 1M tokens, tiles of 256, blocks of 64, 8 heads: 64 MiB, 0.05 ms.
 Packed documents: blocks and tiles are counted in the aligned buffers of pool/documents.py.
@@ -39,16 +39,16 @@ from cute_kernels.pool.documents import (
 from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake
 
 WORD = 32
-"""Bits of a word."""
+"""Bits per word."""
 
 WARPS = 4
 
 
 class TileBits:
-    """Sets bit t of block b where tile t chose it.
+    """Set bit t of block b if tile t selected it.
 
     Args:
-        size: keys of a chosen block.
+        size: keys per selected block.
         entries: keys are compressed entries, not tokens.
     """
 
@@ -89,7 +89,7 @@ class TileBits:
 
 @cute.jit
 def _append(mIndex: cute.Tensor, place: Int32, tiles: Int32, first: Int32) -> Int32:
-    """Write first + i for each set bit i of `tiles`, those of lower lanes before; returns the next free place."""
+    """Write first + i for each set bit i of `tiles`, after those of lower lanes; returns the next free position."""
     count = cute.arch.popc(tiles)
     sums = prefix_sum(count)
     own = place + sums - count
@@ -101,13 +101,13 @@ def _append(mIndex: cute.Tensor, place: Int32, tiles: Int32, first: Int32) -> In
 
 
 class TransposedLists:
-    """Lists of the tiles that chose a block.
+    """Lists of the tiles that selected a block.
 
     Args:
-        keys: what the blocks consist of.
-        size: keys of a chosen block.
-        width: keys of a listed block. Where it does not divide `size`, all tiles are in `mask`.
-        rows: query rows of a tile.
+        keys: visibility of keys.
+        size: keys per selected block.
+        width: keys per listed block. If it does not divide `size`, all tiles are in `mask`.
+        rows: query rows per tile.
     """
 
     def __init__(self, keys: Keys, size: int, width: int, rows: int) -> None:
@@ -122,11 +122,11 @@ class TransposedLists:
         mMaskIndex: cute.Tensor,  # [B, H, blocks, K]
         mFullCount: cute.Tensor,
         mFullIndex: cute.Tensor,
-        mShifts: cute.Tensor | None,  # int32 [tiles], to add to the rows of a tile where they are compared with keys
+        mShifts: cute.Tensor | None,  # int32 [tiles], added to a tile's rows when compared with keys
         num_keys: Int32,
         num_rows: Int32,
         first_block: Int32,
-        first_tile: Int32,  # is number 0 in the lists
+        first_tile: Int32,  # listed as 0
         stream: Any,
     ):
         self.kernel(
@@ -192,7 +192,7 @@ class TransposedLists:
         num_keys: Int32,
         num_rows: Int32,
     ) -> tuple[Int32, Int32]:
-        """Of the tiles of word `index`: those that see all of the block, and those that see some of it."""
+        """Bits of word `index`: tiles that see all of the block, and tiles that see part of it."""
         full, mask = Int32(0), tiles
         if const_expr(self.keys.causal):
             mask = Int32(0)
@@ -220,7 +220,7 @@ class TransposedPrefixLists:
     """Lists of the tiles that see a block of entries.
 
     Args:
-        rows: query rows of a listed tile.
+        rows: query rows per listed tile.
     """
 
     def __init__(self, keys: Keys, width: int, rows: int) -> None:
@@ -230,7 +230,7 @@ class TransposedPrefixLists:
     def __call__(
         self,
         mMaskCount: cute.Tensor,  # [B, H, blocks], the same memory for all B and H
-        mMaskIndex: cute.Tensor,  # [B, H, blocks, K], likewise
+        mMaskIndex: cute.Tensor,  # [B, H, blocks, K], the same memory for all B and H
         mFullCount: cute.Tensor,
         mFullIndex: cute.Tensor,
         mBounds: cute.Tensor | None,  # Documents.bounds
@@ -303,11 +303,11 @@ def _prefix(keys: Keys, width: int, rows: int, *, packed: bool) -> Kernel:
 def tile_bits(
     indices: Tensor, *, size: int, num_keys: int, entries: bool, documents: Documents | None = None
 ) -> Tensor:
-    """Which tiles chose a block.
+    """Bitmaps of the tiles that selected each block.
 
     Args:
         indices: int32 `[B,S,tiles,k]`, blocks of `size` keys, padded with -1.
-        num_keys: with documents those of the aligned buffers.
+        num_keys: number of keys; with documents, of the aligned buffers.
         entries: keys are compressed entries, not tokens.
 
     Returns:
@@ -323,7 +323,7 @@ def tile_bits(
 
 
 def list_bytes(heads: int, blocks: int, tiles: int) -> int:
-    """Memory of the longer of the two lists for so many blocks of keys and tiles of rows."""
+    """Memory of the longer of the two lists for this many blocks of keys and tiles of rows."""
     return 4 * heads * blocks * tiles
 
 
@@ -342,22 +342,22 @@ def transposed_lists(
     first_row: int = 0,
     shifts: Tensor | None = None,
 ) -> BlockLists:
-    """For blocks of keys, the tiles that chose them: in BlockLists's fields M counts blocks of keys, K tiles.
+    """For blocks of keys, the tiles that selected them: in BlockLists's fields M counts blocks of keys, K tiles.
 
     Args:
         bits: from `tile_bits`, for all keys.
         heads: query heads, a multiple of those of `bits`.
-        size, width: keys of a chosen and of a listed block.
-        rows: query rows of a tile.
-        num_keys, num_rows: with documents those of the aligned buffers.
-        blocks: the listed blocks to make lists for.
-        first_tile: is listed as 0; tiles before it must not see any of the blocks.
-        first_row: the token that row 0 is.
-        shifts: of packed documents, Documents.shifts where keys are entries, else Documents.key_shifts.
+        size, width: keys per selected and per listed block.
+        rows: query rows per tile.
+        num_keys, num_rows: number of keys and rows; with documents, of the aligned buffers.
+        blocks: range of listed blocks.
+        first_tile: listed as 0; earlier tiles must not see any of the blocks.
+        first_row: token index of row 0.
+        shifts: for packed documents: Documents.shifts if keys are entries, otherwise Documents.key_shifts.
     """
     batch, tiles = bits.shape[0], -(-num_rows // rows) - first_tile
     exact = size % width == 0
-    # A block is partly visible from where its first key becomes visible to where its last one does
+    # A block is partly visible from the row that sees its first key to the row that sees its last one
     crossing = min(tiles, -(-(width + 1) * keys.stride // rows) + 2) if keys.causal else 1
     mask_count, full_count, mask_index, full_index = _lists(
         bits.device, (batch, heads, len(blocks)), crossing if exact else tiles, tiles if exact else 1
@@ -388,7 +388,7 @@ def transposed_prefix_lists(
     """For blocks of compressed entries, the tiles that see them; one list for all batches and heads.
 
     Args:
-        first_row: the token that row 0 is.
+        first_row: token index of row 0.
     """
     tiles, blocks = -(-num_rows // rows), -(-num_keys // width)
     if first_row > 0:
@@ -406,7 +406,7 @@ def transposed_prefix_lists(
 
 
 def _all_tiles(tiles: int, blocks: int, device: torch.device) -> Tensor:
-    """As `tile_bits` where every tile chose every block, `[1,1,blocks,words]`."""
+    """`tile_bits` of a selection of every block by every tile, `[1,1,blocks,words]`."""
     bits = torch.full((1, 1, blocks, max(2, -(-tiles // WORD))), -1, dtype=torch.int32, device=device)
     bits[..., tiles // WORD :] = 0
     if tiles % WORD:
@@ -417,7 +417,7 @@ def _all_tiles(tiles: int, blocks: int, device: torch.device) -> Tensor:
 def _for_all_heads(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor], batch: int, heads: int, rows: int, width: int
 ) -> BlockLists:
-    """Lists of one head for all."""
+    """Share the lists of one head among all heads."""
     mask_count, mask_index, full_count, full_index = (x.expand(batch, heads, *x.shape[2:]) for x in tensors)
     return BlockLists(mask_count, mask_index, full_count, full_index, rows, width)
 

@@ -1,16 +1,16 @@
 """Lists of key blocks for block-sparse attention, from selections and from causality.
 
-    chosen_lists    the blocks that each tile of query rows selected
+    chosen_lists    blocks that each tile of query rows selected
     prefix_lists    all blocks of compressed entries that each tile sees
 
 For each tile of query rows, two lists of blocks of `width` keys, ascending: `full` blocks are visible to every row of
 the tile, `mask` blocks need a mask. Keys are tokens (token j is visible to row i iff j <= i) or compressed entries
 (entry j is visible iff j*d + l-1 <= i); tokens are entries with l = d = 1.
 
-Packed documents (causal): rows, chosen blocks and visibility count from a document's first token, listed blocks from
-the start of the aligned buffers of pool/documents.py, where a document begins with a new tile and a new block of keys.
+Packed documents (causal): rows, selected blocks and visibility count from a document's first token, listed blocks from
+the start of the aligned buffers of pool/documents.py, where a document starts with a new tile and a new block of keys.
 
-Kernels here are one thread per tile: bytes and time are negligible (a few microseconds at any length).
+Kernels here use one thread per tile: bytes and time are negligible (a few microseconds at any length).
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ THREADS = 128
 
 @dataclass(frozen=True)
 class BlockLists:
-    """Blocks of keys for each tile of query rows, as FlashAttention-4's block sparsity takes them.
+    """Blocks of keys for each tile of query rows, in the format of FlashAttention-4's block sparsity.
 
-    For its backward, lists/kv_to_query.py makes the same of tiles of query rows for each block of keys.
+    For its backward, lists/kv_to_query.py lists tiles of query rows for each block of keys in the same format.
     """
 
     mask_count: Tensor
     """int32 `[B,H,M]` for M tiles of query rows."""
     mask_index: Tensor
-    """int32 `[B,H,M,K]`, the first `count` of K places are read."""
+    """int32 `[B,H,M,K]`; only the first `count` of K entries are read."""
     full_count: Tensor
     full_index: Tensor
     rows: int
-    """Query rows of a tile."""
+    """Query rows per tile."""
     width: int
-    """Keys of a block."""
+    """Keys per block."""
     bits: Tensor | None = None
-    """Of backward's lists whose blocks are wider than chosen ones: `kv_to_query.tile_bits`, for a mask_mod."""
+    """For backward's lists whose blocks are wider than selected ones: `kv_to_query.tile_bits`, for a mask_mod."""
     bit_keys: int = 0
-    """Keys of a chosen block, if there are bits."""
+    """Keys per selected block, if there are bits."""
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -59,7 +59,7 @@ class BlockLists:
 
 @dataclass(frozen=True)
 class Keys:
-    """Which keys a query row sees: those whose last token is not behind the row; without causality all."""
+    """Visibility of keys to a query row: those whose last token is not after the row; all without causality."""
 
     length: int = 1
     stride: int = 1
@@ -67,31 +67,31 @@ class Keys:
 
     @cute.jit
     def visible(self, row: Int32, keys: Int32) -> Int32:
-        """How many of the first `keys` keys the row sees."""
+        """Number of the first `keys` keys that the row sees."""
         count = keys
         if const_expr(self.causal):
             count = Int32(0) if row + 1 < self.length else cutlass.min(keys, (row + 1 - self.length) // self.stride + 1)
         return count
 
     def last_token(self, key: Any) -> Any:
-        """The first row that sees a key, with causality."""
+        """First row that sees a key, with causality."""
         return key if self.length == self.stride == 1 else key * self.stride + (self.length - 1)
 
 
 class ChosenLists:
-    """Lists of the blocks chosen for each tile.
+    """Lists of the blocks selected by each tile.
 
     Args:
-        keys: what the blocks consist of.
-        size: keys of a chosen block.
-        width: keys of a listed block, which divides `size`.
-        rows: query rows of a tile, with documents T.
+        keys: visibility of keys.
+        size: keys per selected block.
+        width: keys per listed block, which divides `size`.
+        rows: query rows per tile; with documents T.
         entries: keys are compressed entries, not tokens.
     """
 
     def __init__(self, keys: Keys, size: int, width: int, rows: int, *, entries: bool) -> None:
         self.keys, self.width, self.rows, self.entries = keys, width, rows, entries
-        self.parts = size // width  # listed blocks of a chosen one
+        self.parts = size // width  # listed blocks per selected block
 
     @cute.jit
     def __call__(
@@ -104,8 +104,8 @@ class ChosenLists:
         mBounds: cute.Tensor | None,  # Documents.bounds
         mTiles: cute.Tensor | None,  # Documents.tiles
         num_keys: Int32,
-        rows_from: Int32,  # the first query row
-        rows_to: Int32,  # behind the last one
+        rows_from: Int32,  # first query row
+        rows_to: Int32,  # exclusive end of the query rows
         stream: Any,
     ):
         self.kernel(
@@ -144,7 +144,7 @@ class ChosenLists:
             select_head = head // (heads // mIndices.shape[1])
             first_row, base = rows_from + tile * self.rows, Int32(0)
             if const_expr(mTiles is not None):
-                document = cutlass.max(mTiles[DOCUMENT, tile], 0)  # nothing is chosen for unused tiles
+                document = cutlass.max(mTiles[DOCUMENT, tile], 0)  # nothing is selected for unused tiles
                 first_row -= mBounds[ROW, document]
                 rows_to = mBounds[LENGTH, document]
                 base = mBounds[ENTRY if self.entries else KEY, document]
@@ -171,10 +171,10 @@ class ChosenLists:
 class PrefixLists:
     """Lists of all visible blocks of entries.
 
-    `full` ones are 0, 1, 2, ... for every tile, so one row of them is enough; documents have their own numbers.
+    `full` blocks are 0, 1, 2, ... for every tile, so one row of them is enough; documents have their own numbers.
 
     Args:
-        rows: query rows of a listed tile.
+        rows: query rows per listed tile.
         tile: with documents T, a multiple of `rows`.
     """
 
@@ -185,9 +185,9 @@ class PrefixLists:
     def __call__(
         self,
         mMaskCount: cute.Tensor,  # [B, H, M], the same memory for all B and H
-        mMaskIndex: cute.Tensor,  # [B, H, M, K], likewise
+        mMaskIndex: cute.Tensor,  # [B, H, M, K], the same memory for all B and H
         mFullCount: cute.Tensor,
-        mFullIndex: cute.Tensor,  # [B, H, M, blocks], without documents also for all M
+        mFullIndex: cute.Tensor,  # [B, H, M, blocks], without documents the same for all M
         mBounds: cute.Tensor | None,  # Documents.bounds
         mTiles: cute.Tensor | None,  # Documents.tiles
         num_keys: Int32,
@@ -233,7 +233,7 @@ class PrefixLists:
             last_row = cutlass.min(row + self.rows, rows_to) - 1
             blocks = cute.ceil_div(self.keys.visible(last_row, num_keys), self.width)
             if const_expr(mTiles is not None):
-                if row >= rows_to:  # unused, or behind the document's end
+                if row >= rows_to:  # unused, or past the document's end
                     fulls, blocks = Int32(0), Int32(0)
                 for i in cutlass.range(fulls):
                     mFullIndex[0, 0, item, i] = before + i
@@ -284,16 +284,16 @@ def chosen_lists(
     entries: bool,
     documents: Documents | None = None,
 ) -> BlockLists:
-    """Lists of chosen blocks.
+    """Lists of selected blocks.
 
     Args:
         indices: int32 `[B,S,tiles,k]`, ascending, padded with -1, for the tiles of query rows `rows_from` ...
             `rows_to` - 1.
         heads: query heads H, a multiple of S.
-        size, width: keys of a chosen and of a listed block; `width` divides `size`.
-        rows: query rows of a tile.
+        size, width: keys per selected and per listed block; `width` divides `size`.
+        rows: query rows per tile.
         entries: the blocks consist of compressed entries, not of tokens.
-        documents: then `num_keys`, `rows_from` and `rows_to` are those of the aligned buffers.
+        documents: layout; `num_keys`, `rows_from` and `rows_to` then refer to the aligned buffers.
     """
     if size % width:
         raise ValueError(f"listed blocks must divide chosen ones, got {width} and {size} keys")
@@ -324,7 +324,7 @@ def prefix_lists(
 ) -> BlockLists:
     """Lists of all entries that query rows `rows_from` ... `rows_to` - 1 see, stored once for all batches and heads.
 
-    Args:
+    documents: layout; rows are then aligned ones, and `num_keys` is the maximum number of entries per document.
         documents: then the rows are aligned ones, and `num_keys` is the most entries of one document.
     """
     tiles = -(-(rows_to - rows_from) // rows)
@@ -344,7 +344,7 @@ def prefix_lists(
 
 
 def int32_tensors(device: torch.device, *layouts: tuple[tuple[int, ...], tuple[int, ...], int]) -> list[Tensor]:
-    """int32 tensors (sizes, strides, elements) in one allocation, which costs the host half of what four do."""
+    """int32 tensors (sizes, strides, elements) in one allocation, which takes the host half the time of four."""
     whole = torch.empty(sum(count for _, _, count in layouts), dtype=torch.int32, device=device)
     tensors, start = [], 0
     for sizes, strides, count in layouts:

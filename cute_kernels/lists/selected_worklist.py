@@ -1,15 +1,15 @@
-"""Worklist of the split backward (attend/selected_backward.py): which query tiles selected each KV block.
+"""Worklist of the split backward (attend/selected_backward.py): the query tiles that selected each KV block.
 
-A work item is a KV block of a key/value head; its query tiles are (head of the group, tile), one number each:
-head * tiles + tile. They lie one block behind the other, made from bits:
+A work item is a KV block of a key/value head; its query tiles are pairs (head of the group, tile), encoded as
+head * tiles + tile. They are stored consecutively, block by block, and built from bitmaps:
 
-CountQueryTiles   a warp for each block: how many query tiles it has
-ListQueryTiles    a warp for each block: its query tiles in a fixed order, behind those of the blocks before, and its
-                  work tiles
+CountQueryTiles   one warp per block: its number of query tiles
+ListQueryTiles    one warp per block: its query tiles in a fixed order, after those of earlier blocks, and its work
+                  tiles
 
-Between them a cumulative sum tells where each block begins. A block that many tiles selected (all may select block 0)
-is split into work tiles of at least `WorklistSizes.min_rows` and less than twice as many query tiles. The work tiles of
-split blocks come first: they are the longest. Then blocks ascend: causality gives the first ones most query tiles.
+A cumulative sum in between gives the start of each block. A block that many tiles selected (all may select block 0) is
+split into work tiles of at least `WorklistSizes.min_rows` and less than twice as many query tiles. The work tiles of
+split blocks come first, since they are the longest. Then blocks ascend: causality gives early blocks more query tiles.
 
 Blocks are numbered with the key/value head fastest, then the batch, then the block of the sequence.
 
@@ -32,7 +32,7 @@ from cute_kernels.mma.warp import LANES, lowest_bit, prefix_sum
 from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake
 
 WARPS = 4
-"""Of a CTA."""
+"""Warps per CTA."""
 
 
 def block_coordinates(block: Int32, kv_heads: Int32, mX: cute.Tensor) -> tuple[Int32, Int32, Int32]:
@@ -41,7 +41,7 @@ def block_coordinates(block: Int32, kv_heads: Int32, mX: cute.Tensor) -> tuple[I
 
 
 class CountQueryTiles:
-    """How many (head of the group, query tile) selected each block. A warp for each block."""
+    """Count the (head of the group, query tile) pairs that selected each block. One warp per block."""
 
     @cute.jit
     def __call__(
@@ -49,7 +49,7 @@ class CountQueryTiles:
         mBits: cute.Tensor,  # int32 [B, S, blocks, words], see selected_worklist
         mCounts: cute.Tensor,  # int32 [3, B * H_kv * blocks]
         kv_heads: Int32,
-        group: Int32,  # query heads of a key/value head
+        group: Int32,  # query heads per key/value head
         min_rows: Int32,  # WorklistSizes.min_rows, in query tiles
         stream: Any,
     ):
@@ -75,7 +75,7 @@ class CountQueryTiles:
 
 
 class ListQueryTiles:
-    """Which (head of the group, query tile) selected a block, in a fixed order, and its work tiles. A warp for each."""
+    """List the (head of the group, query tile) pairs that selected each block, and its work tiles. One warp each."""
 
     @cute.jit
     def __call__(
@@ -117,7 +117,7 @@ class ListQueryTiles:
             query_tiles = mCounts[ROWS, work_index]
             first = mCumCounts[ROWS, work_index] - query_tiles
             gQueryTiles = cute.domain_offset((first,), mQueryTiles)
-            before = Int32(0)  # bits of the words before
+            before = Int32(0)  # bits of earlier words
             for i in cutlass.range(select_heads, unroll=1):
                 for start in cutlass.range(0, words, LANES, unroll=1):
                     selected = Int32(0)
@@ -162,7 +162,7 @@ def _list() -> Kernel:
 
 
 class SelectedWorklist(NamedTuple):
-    """Query tiles of all blocks, and the CTAs' work tiles. What lies behind the ends is not written."""
+    """Query tiles of all blocks, and work tiles of the CTAs. Elements past the ends are uninitialized."""
 
     counts: Tensor
     """int32 `[3,B*H_kv*blocks]`: worklist.ROWS, SPLITS and WHOLE of each block."""
@@ -178,11 +178,11 @@ def selected_worklist(bits: Tensor, *, kv_heads: int, group: int, tiles: int, si
     """List the query tiles that selected each block.
 
     Args:
-        bits: int32 `[B,S,blocks,words]`: bit t % 32 of word t // 32 says whether query tile t selected the block. S is
-            H_kv or H; heads of a group share a row of bits if it is H_kv. Words behind the last tile are 0.
-        group: G, query heads of a key/value head.
-        tiles: query tiles of a head.
-        sizes: of the lists; its `min_rows` is the fewest query tiles of a work tile of a split block.
+        bits: int32 `[B,S,blocks,words]`: bit t % 32 of word t // 32 is set if query tile t selected the block. S is
+            H_kv or H; if H_kv, the heads of a group share a row of bits. Words past the last tile are 0.
+        group: G, query heads per key/value head.
+        tiles: query tiles per head.
+        sizes: sizes of the lists; its `min_rows` is the minimum query tiles per work tile of a split block.
     """
 
     def table(*shape: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""The worklist of KV-outer attention: which query rows selected a KV block, cut into work tiles of one CTA each.
+"""Worklist of KV-outer attention: the query rows that selected a KV block, cut into work tiles of one CTA each.
 
 Token mode selects per token: `indices` `[B,H_kv,T,n]` holds in n slots the KV blocks that a token attends to. KV-outer
 kernels need the inverse: for each KV block the tokens that selected it. Such a token, with its G query heads (packed as
-in pack_gqa), is a *query row* of the block. It is listed as `slot_idx = token * n + slot`, which also says where its
-partial goes: `o_partial[b, h, slot_idx]`.
+in pack_gqa), is a *query row* of the block. It is listed as `slot_idx = token * n + slot`, which is also the index of
+its partial: `o_partial[b, h, slot_idx]`.
 
     l' = 2, n = 2                        blocks   0               1       2
                 slots    slot_idx
@@ -20,26 +20,26 @@ A block that many tokens selected (all of them select block 0) is split into wor
 `WorklistSizes.min_rows` (above: 2) and less than twice as many query rows. The tiles of split blocks come first, since
 they are the longest; blocks that are not split have one tile each, empty if nothing selected them.
 
-MarkRows       a thread per slot: the block of the slot, and bit t of that block's bitmap
-CountRows      a warp per block: the number of bits before each word of its bitmap, and `counts`
+MarkRows       one thread per slot: the block of the slot, and bit t of that block's bitmap
+CountRows      one warp per block: the number of bits before each word of its bitmap, and `counts`
                (`cum_counts` is a cumulative sum by torch)
-ListRows       a thread per slot: the bits before its own say where in `query_rows` it belongs
-CutWorkTiles   a warp per block: its work tiles
+ListRows       one thread per slot: the bits before its own give its position in `query_rows`
+CutWorkTiles   one warp per block: its work tiles
 
-Bits are set by atomic "or", whose order changes nothing, and every position follows from counts: the worklist is
-bitwise the same each time.
+Bits are set by atomic "or", whose order does not matter, and every position follows from counts: the worklist is
+bitwise reproducible.
 
-A slot has no block if it holds -1, a block that begins behind its token, or a forced block where a caller attends to
-these otherwise (attend/forced.py). Packed documents (B = 1): selected blocks count from a document's first token, those
-of the worklist over all documents, each of which begins with a new one.
+A slot has no block if it holds -1, a block that starts after its token, or a forced block that the caller attends to
+elsewhere (attend/forced.py). Packed documents (B = 1): selected blocks count from a document's first token, those of
+the worklist over all documents, each of which starts with a new one.
 
 Sizes of tables and grids follow from shapes alone. Bytes: T n entries are read three times and written twice, and the
 bitmaps, one bit per block and token, five times. T = 16K, n = 16, 4 heads, 1024 blocks: 60 MB, mostly in L2.
 
-`worklist_chunks` goes over the tokens, and over batches and heads, in chunks: as many at a time as keep the partials of
-a chunk, and its bitmaps, below a limit.
+`worklist_chunks` iterates over the tokens, and over batches and heads, in chunks: as many at a time as keep the
+partials and bitmaps of a chunk below a limit.
 
-Limits: the blocks of a token differ; T n < 2^31 and tokens < 2^31.
+Limits: the blocks of a token are distinct; T n < 2^31 and tokens < 2^31.
 """
 
 from __future__ import annotations
@@ -62,44 +62,48 @@ THREADS = 256
 WARPS = 4
 
 BITMAP_BYTES = 512 << 20
-"""Of a chunk's bitmaps and their counts, at most."""
+"""Maximum size of a chunk's bitmaps and their counts."""
 
 CHUNK_ALIGNMENT = 256
-"""Tokens of a chunk are a multiple of this, but for the last chunk's."""
+"""Number of tokens per chunk is a multiple of this, except for the last chunk."""
 
 ROWS, SPLITS, WHOLE = range(3)
-"""Of each block: its query rows; its work tiles if it is split, else 0; 1 if it is not split, else 0."""
+"""Rows of `counts`, per block: number of query rows; number of work tiles if split, else 0; 1 if not split, else 0."""
 
 BLOCK, FIRST, COUNT = range(3)
-"""Of each work tile: its block; the first of its query rows in the list; how many there are."""
+"""Rows of `work_tiles`, per work tile: block; index of its first query row in the list; number of query rows."""
 
 
 class WorklistSizes(NamedTuple):
     """Sizes of tables and of memory for partial sums, from shapes alone."""
 
     rows: int
-    """The most query rows that all blocks can have."""
+    """Maximum number of query rows over all blocks."""
     min_rows: int
-    """The fewest query rows of a work tile of a split block."""
+    """Minimum query rows per work tile of a split block."""
     split_tiles: int
-    """The most work tiles of split blocks."""
+    """Maximum number of work tiles of split blocks."""
     tiles: int
-    """The most work tiles."""
+    """Maximum number of work tiles."""
 
     @classmethod
     def bound(cls, rows: int, max_block_rows: int, blocks: int, min_rows: int) -> WorklistSizes:
-        """Args: query rows of all blocks, and at most of one; blocks; the fewest of a work tile of a split block."""
+        """Args:
+        rows, max_block_rows: number of query rows of all blocks, and maximum of one.
+        blocks: number of blocks.
+        min_rows: minimum query rows per work tile of a split block.
+        """
         split_tiles = rows // min_rows if max_block_rows >= 2 * min_rows else 0
         return cls(rows, min_rows, split_tiles, blocks + split_tiles)
 
 
 class Worklist(NamedTuple):
-    """The worklist of a chunk: of the tokens `first_token` ..., some batches and key/value heads."""
+    """Worklist of a chunk: tokens `first_token` ..., some batches and key/value heads."""
 
     slot_blocks: Tensor
-    """int32 `[B,H_kv,T,n]`: the KV block of each slot, -1: none."""
+    """int32 `[B,H_kv,T,n]`: KV block of each slot, -1 if none."""
     query_rows: Tensor
-    """int32 `[B,H_kv,T n]`: slot_idx = token * n + slot of each query row, block after block."""
+    """int32 `[B,H_kv,T n]`: slot_idx = token * n + slot of each query row, block by block."""
     work_tiles: Tensor
     """int32 `[B,H_kv,3,tiles]`: BLOCK, FIRST and COUNT."""
     counts: Tensor
@@ -110,18 +114,18 @@ class Worklist(NamedTuple):
     first_token: int
 
     def tokens(self, first_token: int = 0) -> slice:
-        """The chunk's tokens, counted from `first_token`."""
+        """Slice of the chunk's tokens, counted from `first_token`."""
         start = self.first_token - first_token
         return slice(start, start + self.slot_blocks.shape[2])
 
     def narrow(self, batches: slice, heads: slice) -> Worklist:
-        """The worklist of some of its batches and key/value heads."""
+        """Restrict to some of its batches and key/value heads."""
         tables = (table[batches, heads] for table in self[:5])
         slot_blocks, query_rows, work_tiles, counts, cum_counts = tables
         return Worklist(slot_blocks, query_rows, work_tiles, counts, cum_counts, self.sizes, self.first_token)
 
 
-# ---------------------------------------------------------------- what other kernels write or read of a worklist
+# ---------------------------------------------------------------- shared with other kernels
 
 
 @cute.jit
@@ -134,13 +138,14 @@ def selected_block(
     init: cutlass.Constexpr[int] = 0,
     local: cutlass.Constexpr[int] = 0,
 ) -> Int32:
-    """The KV block that a slot selects, counted over all documents; -1: none.
+    """KV block that a slot selects, counted over all documents; -1 if none.
 
     Args:
-        chosen: what the slot holds. position: of its token, -1: none.
-        end: tokens of the sequence; not read with mBounds.
+        chosen: content of the slot.
+        position: of its token, -1 if none.
+        end: number of tokens of the sequence; not read with mBounds.
         mBounds: PackedBlocks.bounds.
-        init, local: forced blocks to leave out: the first ones of a document, and those that end with the token's own.
+        init, local: forced blocks to leave out: the first of a document, and those that end with the token's own.
     """
     before = Int32(0)
     if const_expr(mBounds is not None):
@@ -153,13 +158,13 @@ def selected_block(
 
 @cute.jit
 def position_of(row: Int32, mPositions: cute.Tensor | None) -> Int32:
-    """Where the token of a query row lies among the keys. Args: `mPositions`, of packed documents."""
+    """Index of a query row's token among the keys. Args: `mPositions`, for packed documents."""
     return row if const_expr(mPositions is None) else mPositions[row]
 
 
 @cute.jit
 def write_counts(mCounts: cute.Tensor, block: Int32, rows: Int32, min_rows: Int32):
-    """The column of a block in `counts`, by one thread."""
+    """Write the column of a block in `counts`, using one thread."""
     splits = rows // min_rows
     mCounts[ROWS, block] = rows
     mCounts[SPLITS, block] = splits if splits > 1 else Int32(0)
@@ -168,7 +173,7 @@ def write_counts(mCounts: cute.Tensor, block: Int32, rows: Int32, min_rows: Int3
 
 @cute.jit
 def write_work_tiles(mCounts: cute.Tensor, mCumCounts: cute.Tensor, mWorkTiles: cute.Tensor, block: Int32):
-    """The work tiles of a block, by a warp.
+    """Write the work tiles of a block, using one warp.
 
     Args:
         mCounts, mCumCounts: int32 [3, blocks]: ROWS, SPLITS and WHOLE, and their cumulative sums.
@@ -179,7 +184,7 @@ def write_work_tiles(mCounts: cute.Tensor, mCumCounts: cute.Tensor, mWorkTiles: 
     first, first_tile = mCumCounts[ROWS, block] - rows, mCumCounts[SPLITS, block] - tiles
     if tiles == 0:
         tiles, first_tile = Int32(1), mCumCounts[SPLITS, mCounts.shape[1] - 1] + mCumCounts[WHOLE, block] - 1
-    length, longer = rows // tiles, rows % tiles  # the first ones have a row more
+    length, longer = rows // tiles, rows % tiles  # the first ones have one more row
     for i in cutlass.range(lane, tiles, LANES, unroll=1):
         mWorkTiles[BLOCK, first_tile + i] = block
         mWorkTiles[FIRST, first_tile + i] = first + i * length + cutlass.min(i, longer)
@@ -188,7 +193,7 @@ def write_work_tiles(mCounts: cute.Tensor, mCumCounts: cute.Tensor, mWorkTiles: 
 
 @cute.jit
 def num_work_tiles(mCumCounts: cute.Tensor) -> tuple[Int32, Int32]:
-    """How many work tiles there are of split blocks, and of all; those behind them are not written.
+    """Number of work tiles of split blocks, and of all blocks; later work tiles are uninitialized.
 
     Args:
         mCumCounts: int32 [3, blocks].
@@ -202,7 +207,7 @@ def num_work_tiles(mCumCounts: cute.Tensor) -> tuple[Int32, Int32]:
 
 
 class MarkRows:
-    """Args: l', tokens of a block; the forced blocks that are left out (`selected_block`)."""
+    """Args: size: l', tokens per block. init, local: forced blocks to leave out (`selected_block`)."""
 
     def __init__(self, size: int, init: int, local: int) -> None:
         self.size, self.init, self.local = size, init, local
@@ -211,7 +216,7 @@ class MarkRows:
     def __call__(
         self,
         mIndices: cute.Tensor,  # int32 [B, H_kv, T, n]
-        mSlotBlocks: cute.Tensor,  # likewise
+        mSlotBlocks: cute.Tensor,  # int32 [B, H_kv, T, n]
         mBits: cute.Tensor,  # int32 [B, H_kv, blocks, words], zeros
         mBounds: cute.Tensor | None,  # PackedBlocks.bounds and .positions
         mPositions: cute.Tensor | None,
@@ -250,13 +255,13 @@ class MarkRows:
 
 
 class CountRows:
-    """A warp for each block."""
+    """One warp per block."""
 
     @cute.jit
     def __call__(
         self,
         mBits: cute.Tensor,  # int32 [B, H_kv, blocks, words]
-        mBefore: cute.Tensor,  # likewise: bits of the words before
+        mBefore: cute.Tensor,  # int32 [B, H_kv, blocks, words]: bits of earlier words
         mCounts: cute.Tensor,  # int32 [B, H_kv, 3, blocks]
         min_rows: Int32,  # WorklistSizes.min_rows
         stream: Any,
@@ -288,16 +293,16 @@ class CountRows:
 
 
 class ListRows:
-    """A thread for each slot."""
+    """One thread per slot."""
 
     @cute.jit
     def __call__(
         self,
         mSlotBlocks: cute.Tensor,  # int32 [B, H_kv, T, n]
         mBits: cute.Tensor,  # int32 [B, H_kv, blocks, words]
-        mBefore: cute.Tensor,  # likewise
+        mBefore: cute.Tensor,  # int32 [B, H_kv, blocks, words]
         mCounts: cute.Tensor,  # int32 [B, H_kv, 3, blocks]
-        mCumCounts: cute.Tensor,  # likewise
+        mCumCounts: cute.Tensor,  # int32 [B, H_kv, 3, blocks]
         mQueryRows: cute.Tensor,  # int32 [B, H_kv, T n]
         stream: Any,
     ):
@@ -332,13 +337,13 @@ class ListRows:
 
 
 class CutWorkTiles:
-    """A warp for each block."""
+    """One warp per block."""
 
     @cute.jit
     def __call__(
         self,
         mCounts: cute.Tensor,  # int32 [B, H_kv, 3, blocks]
-        mCumCounts: cute.Tensor,  # likewise
+        mCumCounts: cute.Tensor,  # int32 [B, H_kv, 3, blocks]
         mWorkTiles: cute.Tensor,  # int32 [B, H_kv, 3, tiles]
         stream: Any,
     ):
@@ -423,12 +428,12 @@ def build_worklist(
     """List the query rows of each KV block, and cut the lists into work tiles.
 
     Args:
-        indices: int32 `[B,H_kv,T,n]`, at least one, of tokens `first_token` ...; padded with -1.
-        size: l', tokens of a block.
-        blocks: the most that tokens up to the last one can select.
-        min_rows: the fewest query rows of a work tile of a split block.
-        packed: of documents; `first_token` counts rows then.
-        init, local: forced blocks to leave out: the first ones of a document, and those that end with a token's own.
+        indices: int32 `[B,H_kv,T,n]`, not empty, of tokens `first_token` ...; padded with -1.
+        size: l', tokens per block.
+        blocks: maximum number of blocks that tokens up to the last one can select.
+        min_rows: minimum query rows per work tile of a split block.
+        packed: describes documents; `first_token` then counts rows.
+        init, local: forced blocks to leave out: the first of a document, and those that end with a token's own.
     """
     batch, heads, tokens, slots = indices.shape
     sizes = WorklistSizes.bound(tokens * slots, tokens, blocks, min_rows)
@@ -449,7 +454,7 @@ def build_worklist(
 
 
 def packed_tables(packed: PackedBlocks | None) -> tuple[Tensor | None, Tensor | None]:
-    """PackedBlocks.bounds and .positions, as kernels take them."""
+    """PackedBlocks.bounds and .positions, as passed to kernels."""
     return (None, None) if packed is None else (packed.bounds, packed.positions)
 
 
@@ -465,15 +470,15 @@ def worklist_chunks(
     init: int = 0,
     local: int = 0,
 ) -> Iterator[tuple[Worklist, slice, slice]]:
-    """Worklists of some tokens, batches and key/value heads at a time, tokens ascending.
+    """Iterate over worklists of some tokens, batches and key/value heads at a time, tokens ascending.
 
     Args:
-        indices, size, min_rows, first_token, packed, init, local: as of `build_worklist`, of all tokens.
-        token_bytes: of the partials of a token of one batch and key/value head.
-        max_bytes: of a chunk's partials; exceeded only where CHUNK_ALIGNMENT tokens of one head have more.
+        indices, size, min_rows, first_token, packed, init, local: see `build_worklist`; for all tokens.
+        token_bytes: bytes of partials per token of one batch and key/value head.
+        max_bytes: limit for a chunk's partials; exceeded only if CHUNK_ALIGNMENT tokens of one head need more.
 
     Yields:
-        The worklist of a chunk, and which batches and key/value heads it is of.
+        Worklist of a chunk, and its range of batches and of key/value heads.
     """
     batch, heads, tokens, _ = indices.shape
     if indices.stride(3) != 1:
@@ -482,7 +487,7 @@ def worklist_chunks(
     per_token = 2 * blocks // 8 + 1  # bytes of bitmaps and their counts
     step = min(max_bytes // token_bytes, BITMAP_BYTES // per_token) // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
     step = max(step, CHUNK_ALIGNMENT)
-    chunks = max(-(-tokens // step), 1)  # of about as many tokens each
+    chunks = max(-(-tokens // step), 1)  # with about the same number of tokens each
     step = -(-tokens // (chunks * CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
@@ -505,7 +510,7 @@ def worklist_chunks(
 
 
 def _pair_chunks(batches: slice, heads: slice, max_pairs: int) -> Iterator[tuple[slice, slice]]:
-    """Batches and heads in chunks of at most `max_pairs` pairs, and at least one."""
+    """Batches and heads in chunks of at most `max_pairs` pairs, but at least one."""
     num_heads = heads.stop - heads.start
     step = max(1, max_pairs // num_heads)
     for b in range(batches.start, batches.stop, step):

@@ -1,8 +1,8 @@
-"""Tiles in shared memory and products of them.
+"""Shared-memory tiles and matrix products of them.
 
-mma_sync          by warps
-wgmma             by warpgroups, with TMA, on Hopper
-warp_specialized  the roles of a producer and two consumer warpgroups
-warp              what lanes of a warp do together
-smem              how much shared memory there is
+mma_sync          products by warps
+wgmma             products by warpgroups, with TMA, on Hopper
+warp_specialized  roles of a producer and two consumer warpgroups
+warp              operations across the lanes of a warp
+smem              shared memory capacity
 """

@@ -1,9 +1,9 @@
-"""Tiles of rows in shared memory, and products of them by warps (mma.sync m16n8k16): what attention per token shares.
+"""Tiles of rows in shared memory and products of them by warps (mma.sync m16n8k16), for attention per token.
 
-Of 16 x 8 numbers of an accumulator, lane 4 i + j holds columns 2 j and 2 j + 1 of rows i and i + 8. A quad, four lanes,
-so has a row's piece of 16 bytes (in 16 bits), a quarter of it in each lane. To write whole vectors, its lanes exchange
-what they have of four pieces (store_rows), or the right operand's columns lie in another order (load_permuted), so that
-a lane has a whole piece already (store_permuted_rows).
+In a 16 x 8 accumulator, lane 4 i + j holds columns 2 j and 2 j + 1 of rows i and i + 8. A quad (four lanes) thus holds
+16 bytes of a row (in 16 bits), a quarter in each lane. To write whole vectors, the lanes of a quad exchange their parts
+of four such pieces (store_rows), or the right operand's columns are permuted (load_permuted) so that each lane already
+has a whole piece (store_permuted_rows).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ QUAD = 4
 """Lanes that hold a row of an accumulator."""
 
 SMEM_ALIGNMENT = 128
-"""Of tiles in shared memory, in bytes."""
+"""Alignment of shared-memory tiles in bytes."""
 
 MMA_K = 16
-"""Columns that one mma.sync multiplies, and its rows."""
+"""Columns (and rows) that one mma.sync multiplies."""
 
 
 def smem_tiles(rows: int, dim: int, count: int) -> Any:
@@ -35,13 +35,13 @@ def smem_tiles(rows: int, dim: int, count: int) -> Any:
 
 
 def transpose_view(tile: cute.Tensor) -> cute.Tensor:
-    """A tile of rows x columns as columns x rows."""
+    """View a tile of rows x columns as columns x rows."""
     rows, columns = (cute.size(tile, mode=[i]) for i in range(2))
     return cute.composition(tile, cute.make_ordered_layout((columns, rows), order=(1, 0)))
 
 
 def make_warp_mma(dtype: Any, warps: int) -> cute.TiledMma:
-    """Products of 16-bit operands in fp32, each warp 16 rows of 16 * warps."""
+    """Tiled MMA of 16-bit operands with fp32 accumulation; each warp has 16 of 16 * warps rows."""
     op = warp.MmaF16BF16Op(dtype, Float32, (16, 8, MMA_K))
     return cute.make_tiled_mma(op, (warps, 1, 1), permutation_mnk=(MMA_K * warps, MMA_K, MMA_K))
 
@@ -53,8 +53,8 @@ def gemm_smem(
     acc: cute.Tensor,
     left: cute.Tensor,  # rows x k
     right: cute.Tensor,  # columns x k
-    first: Int32,  # of right's copies of MMA_K columns, of which acc has some
-    left_transposed: cutlass.Constexpr[bool] = False,  # of memory: whether its rows are contiguous, not k
+    first: Int32,  # index of acc's first MMA_K columns within right
+    left_transposed: cutlass.Constexpr[bool] = False,  # True if rows, not k, are contiguous in memory
     right_transposed: cutlass.Constexpr[bool] = False,
 ):
     """acc += left right^T, both from shared memory."""
@@ -75,13 +75,13 @@ def gemm_registers(
     mma: cute.TiledMma,
     thread: Int32,
     acc: cute.Tensor,
-    rLeft: cute.Tensor,  # as of `acc_as_operand_a`
+    rLeft: cute.Tensor,  # as returned by `acc_as_operand_a`
     right: cute.Tensor,  # columns x k
     first: Int32,
     right_transposed: cutlass.Constexpr[bool] = False,
-    first_k: Int32 | int = 0,  # of the MMA_Ks of k that `right` has, the one that `rLeft` begins with
+    first_k: Int32 | int = 0,  # index within `right` of the first MMA_K of k in `rLeft`
 ):
-    """acc += left right^T, the right one from shared memory."""
+    """acc += left right^T, right from shared memory."""
     from_right, rRight, to_right, copy_right = _operand_b(mma, thread, acc, right, right_transposed)
     for k in range_constexpr(cute.size(rLeft, mode=[2])):
         for i in range_constexpr(cute.size(to_right, mode=[1])):
@@ -90,9 +90,9 @@ def gemm_registers(
 
 
 def _operand_b(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, right: cute.Tensor, is_transposed: bool) -> Any:
-    """Where a right operand comes from, for all of its columns, and goes to, for those of acc; and how.
+    """Source of a right operand for all of its columns, destination for those of acc, and the copy between them.
 
-    The whole operand is partitioned: for a part that begins inside of a swizzled row, addresses come out wrong.
+    The whole operand is partitioned, because addresses would be wrong for a part that starts inside a swizzled row.
     """
     copy = _ldmatrix_copy(mma, right.element_type, thread, "B", is_transposed)
     columns = cute.size(acc, mode=[2]) * 8
@@ -107,18 +107,18 @@ def _ldmatrix_copy(mma: cute.TiledMma, dtype: Any, thread: Int32, operand: str, 
 
 
 def accumulator(mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tensor:
-    """Registers for the sums of a product."""
+    """Registers for the accumulator of a product."""
     return cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C(shape), Float32)
 
 
 def acc_mn_view(acc: cute.Tensor) -> cute.Tensor:
-    """A thread's numbers as (c, r, m, n): columns 2 j + c of the n-th 8, rows i + 8 r of the m-th 16 of its warp."""
+    """View as (c, r, m, n): columns 2 j + c of the n-th 8, rows i + 8 r of the m-th 16 of a warp."""
     rows, columns = cute.size(acc, mode=[1]), cute.size(acc, mode=[2])
     return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, rows, columns)))
 
 
 def acc_as_operand_a(acc: cute.Tensor, dtype: Any) -> cute.Tensor:
-    """An accumulator, rounded, as the left operand of the next product: its columns are k there."""
+    """Round an accumulator and view it as the left operand of the next product: its columns become k."""
     rounded = cute.make_rmem_tensor_like(acc, dtype)
     rounded.store(acc.load().to(dtype))
     rows, columns = cute.size(acc, mode=[1]), cute.size(acc, mode=[2])
@@ -126,12 +126,12 @@ def acc_as_operand_a(acc: cute.Tensor, dtype: Any) -> cute.Tensor:
     return cute.make_tensor(rounded.iterator, layout)
 
 
-# Rows of an accumulator, (c, n) of `acc_mn_view`: what a row's quad does with it
+# Operations on accumulator rows, (c, n) of `acc_mn_view`, by the row's quad
 
 
 @cute.jit
 def mask_after(rRow: cute.Tensor, last: Int32, first: cutlass.Constexpr[int] = 0):
-    """Columns behind `last` become -inf. Args: `first`: columns before it are left as they are."""
+    """Set columns after `last` to -inf. Args: `first`: columns before it are left untouched."""
     lane = cute.arch.lane_idx()
     for n in range_constexpr(first // 8, cute.size(rRow, mode=[1])):
         for c in range_constexpr(2):
@@ -140,7 +140,7 @@ def mask_after(rRow: cute.Tensor, last: Int32, first: cutlass.Constexpr[int] = 0
 
 @cute.jit
 def row_max(rRow: cute.Tensor) -> Float32:
-    """Of the whole row, in all lanes of its quad."""
+    """Maximum of the whole row, in all lanes of its quad."""
     top = -Float32.inf
     for n in range_constexpr(cute.size(rRow, mode=[1])):
         for c in range_constexpr(2):
@@ -150,7 +150,7 @@ def row_max(rRow: cute.Tensor) -> Float32:
 
 @cute.jit
 def exp2_and_sum(rRow: cute.Tensor, scale: Float32, base: Float32, total: Float32) -> Float32:
-    """x becomes 2^(scale x - base). Returns `total` plus the lane's new numbers, in their order."""
+    """Replace x by 2^(scale x - base). Returns `total` plus the lane's new values, in order."""
     for n in range_constexpr(cute.size(rRow, mode=[1])):
         for c in range_constexpr(2):
             rRow[c, n] = cute.math.exp2(cute.math.fma(rRow[c, n], scale, -base), fastmath=True)
@@ -167,11 +167,11 @@ def scale_row(rRow: cute.Tensor, factor: Float32):
 
 @cute.jit
 def online_softmax(S: cute.Tensor, acc_o_mn: cute.Tensor, rMax: cute.Tensor, rSum: cute.Tensor, scale: Float32):
-    """A step of the online softmax, by `acc_mn_view`s of 16 rows: S becomes P, and o is rescaled.
+    """One step of the online softmax on `acc_mn_view`s of 16 rows: S becomes P, and o is rescaled.
 
     Args:
-        scale: of S, in units of log 2, as the maxima are.
-        rSum: of the lane's columns.
+        scale: scale of S, in base 2, as are the maxima.
+        rSum: sums over the lane's columns.
     """
     for r in range_constexpr(2):
         new_max = cute.arch.fmax(rMax[r], row_max(S[None, r, 0, None]) * scale)
@@ -184,7 +184,7 @@ def online_softmax(S: cute.Tensor, acc_o_mn: cute.Tensor, rMax: cute.Tensor, rSu
 
 @cute.jit
 def store_acc(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, tile: cute.Tensor, first: Int32):
-    """An accumulator, rounded, into shared memory, from MMA_K `first` of the tile's columns on."""
+    """Round an accumulator into shared memory, starting at MMA_K `first` of the tile's columns."""
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), tile.element_type)
     copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
     rounded = cute.make_rmem_tensor_like(acc, tile.element_type)
@@ -199,8 +199,8 @@ def transpose_quad(rPieces: cute.Tensor, lane: Int32):
     """Transpose four pieces of a row among the four lanes of a quad, in place.
 
     Args:
-        rPieces: int32 [4]: this lane's two 16-bit numbers of piece 0 ... 3 of 8 numbers each. Afterwards the four pairs
-            of numbers of the piece that has this lane's number in its quad.
+        rPieces: int32 [4]: on entry, this lane's two 16-bit elements of pieces 0 ... 3 of 8 elements each. On return,
+            the four pairs of elements of the piece whose index is this lane's index in its quad.
     """
     for bit in range_constexpr(2):
         step = const_expr(1 << bit)
@@ -239,23 +239,23 @@ def load_block(
 
 
 def as_vectors(mX: cute.Tensor) -> cute.Tensor:
-    """The memory from a tensor's first number on as vectors of 16 bytes: (number, vector)."""
+    """View memory from a tensor's first element on as 16-byte vectors: (element, vector)."""
     return cute.make_tensor(mX.iterator, cute.make_layout((VECTOR, 1 << 30), stride=(1, VECTOR)))
 
 
 def vector_strides(gX: cute.Tensor) -> tuple[Int32, Int32]:
-    """Of the first two of [tokens or places, G, D], in vectors, of which there are less than 2^31."""
+    """Strides of the first two modes of [tokens or slots, G, D], in vectors, of which there are less than 2^31."""
     first, second, _ = gX.layout.stride
     return Int32(first // VECTOR), Int32(second // VECTOR)
 
 
 @cute.jit
 def gather_rows(
-    mX: cute.Tensor,  # as of `as_vectors`
+    mX: cute.Tensor,  # as returned by `as_vectors`
     sX: cute.Tensor,  # [rows, dim]
-    start: Int32,  # in lane i, the first vector of row i (of each 32 in turn)
+    start: Int32,  # in lane i, first vector of row i (of each 32 rows in turn)
 ):
-    """Start copying rows into shared memory, by one warp."""
+    """Start copying rows into shared memory, using one warp."""
     rows, vectors = const_expr(cute.size(sX, mode=[0])), const_expr(cute.size(sX, mode=[1]) // VECTOR)
     mode = cpasync.LoadCacheMode.GLOBAL
     copy = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=mode), sX.element_type, num_bits_per_copy=128)
@@ -267,22 +267,22 @@ def gather_rows(
 
 
 def lane_row(sX: cute.Tensor, threads: int) -> Int32:
-    """The row whose first vector this lane has for `gather_tile`."""
+    """Row whose first vector this lane supplies to `gather_tile`."""
     across = const_expr(cute.size(sX, mode=[1]) // VECTOR)
     lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    rows = const_expr(LANES // across)  # of a warp at a time
+    rows = const_expr(LANES // across)  # rows per warp at a time
     steps = const_expr(cute.size(sX, mode=[0]) * across // threads)
     return lane // rows % steps * (threads // across) + warp_index * rows + lane % rows
 
 
 @cute.jit
 def gather_tile(
-    mX: cute.Tensor,  # as of `as_vectors`
+    mX: cute.Tensor,  # as returned by `as_vectors`
     sX: cute.Tensor,  # [rows, dim]
-    start: Int32,  # the first vector of the lane's row (lane_row)
+    start: Int32,  # first vector of the lane's row (lane_row)
     threads: cutlass.Constexpr[int],
 ):
-    """Start copying rows into shared memory, by all warps; a thread's vectors lie a multiple of 8 rows apart."""
+    """Start copying rows into shared memory, using all warps; a thread's vectors are a multiple of 8 rows apart."""
     across = const_expr(cute.size(sX, mode=[1]) // VECTOR)
     mode = cpasync.LoadCacheMode.GLOBAL
     atom = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=mode), sX.element_type, num_bits_per_copy=128)
@@ -306,10 +306,10 @@ def load_permuted(
     thread: Int32,
     threads: cutlass.Constexpr[int],
 ):
-    """As `load_block`, but waiting for the rows, and with columns in another order, for `store_permuted_rows`.
+    """Like `load_block`, but wait for the rows, and permute the columns for `store_permuted_rows`.
 
-    Of 32 columns, pair i of the j-th 8 goes to place 4 i + j of the pairs. What lane j of a quad then has of four
-    pieces of a product, a pair of each, are the j-th 8 columns.
+    Of 32 columns, pair i of the j-th 8 goes to position 4 i + j of the pairs. The pairs that lane j of a quad then
+    holds, one of each of four pieces of a product, are the j-th 8 columns.
     """
     vectors = const_expr(cute.size(sX, mode=[1]) // VECTOR)
     rX = cute.make_rmem_tensor((VECTOR, const_expr(cute.size(sX, mode=[0]) * vectors // threads)), sX.element_type)
@@ -327,13 +327,13 @@ def load_permuted(
 
 @cute.jit
 def store_permuted_rows(
-    rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, as of `acc_mn_view`
-    mX: cute.Tensor,  # as of `as_vectors`
-    start: Int32,  # in lane i, the first vector of row i; negative: it is not written
+    rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, in the layout of `acc_mn_view`
+    mX: cute.Tensor,  # as returned by `as_vectors`
+    start: Int32,  # in lane i, first vector of row i; negative: skip
 ):
-    """Rows of an accumulator whose columns are in the order of `load_permuted`, each by its quad.
+    """Store accumulator rows whose columns are permuted as by `load_permuted`, each by its quad.
 
-    They leave L2 first.
+    They are the first to be evicted from L2.
     """
     _, _, rows, pieces = rRounded.shape
     lane = cute.arch.lane_idx()
@@ -352,13 +352,14 @@ def store_permuted_rows(
 
 @cute.jit
 def store_rows(
-    rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, as of `acc_mn_view`
-    mX: cute.Tensor,  # as of `as_vectors`
-    start: Int32,  # in lane i, the first vector of row i; negative: it is not written
+    rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, in the layout of `acc_mn_view`
+    mX: cute.Tensor,  # as returned by `as_vectors`
+    start: Int32,  # in lane i, first vector of row i; negative: skip
 ):
-    """Rows of an accumulator, each by its quad, whose lanes exchange pieces.
+    """Store accumulator rows, each by its quad, whose lanes exchange pieces.
 
-    All vectors of a row are written together: one address and one branch for each. They leave L2 first.
+    All vectors of a row are written together, with one address and one branch each. They are the first to be evicted
+    from L2.
     """
     _, _, rows, pieces = rRounded.shape
     lane = cute.arch.lane_idx()

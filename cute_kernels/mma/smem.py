@@ -2,10 +2,10 @@
 
 SM_SMEM_BYTES = 228 << 10
 CTA_SMEM_BYTES = 227 << 10
-"""The most that one CTA can have."""
+"""Maximum shared memory per CTA."""
 
 RESERVED_SMEM_BYTES = 1 << 10
-"""What each CTA takes besides its own."""
+"""Additional shared memory reserved for each CTA by the system."""
 
 SMEM_CARVEOUT = 100
-"""Percent of an SM's memory for shared memory; without it the compiler asks a GPU."""
+"""Percentage of an SM's memory used as shared memory; without it the compiler queries a GPU."""

@@ -1,4 +1,4 @@
-"""What the lanes of a warp compute together."""
+"""Operations across the lanes of a warp, and small arithmetic."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LN_2 = math.log(2)
 
 @cute.jit
 def lowest_bit(mask: Int32) -> Int32:
-    """Number of the lowest bit that is set; 32 if none is."""
+    """Index of the lowest set bit; 32 if there is none."""
     return cute.arch.popc(~mask & (mask - 1))
 
 
 @cute.jit
 def divide(value: Int32, divisor: cutlass.Constexpr[int]) -> tuple[Int32, Int32]:
-    """Quotient and remainder of a value that is not negative: a third of what `//` and `%` take."""
+    """Quotient and remainder of a nonnegative value, in a third of the time of `//` and `%`."""
     if const_expr(divisor & (divisor - 1) == 0):
         return value >> divisor.bit_length() - 1, value & divisor - 1
     quotient = Int32(Uint32(value) // Uint32(divisor))
@@ -36,7 +36,7 @@ def probability(score: Float32, scale: Float32, lse: Float32) -> Float32:
 
 @cute.jit
 def prefix_sum(value: Int32) -> Int32:
-    """The sum over this and all lower lanes."""
+    """Inclusive prefix sum over the lanes."""
     lane = cute.arch.lane_idx()
     for i in range_constexpr(LANES.bit_length() - 1):
         lower = cute.arch.shuffle_sync_up(value, offset=1 << i, mask_and_clamp=0)

@@ -1,6 +1,6 @@
 """Warp specialization on Hopper: a producer warpgroup that issues TMA, and two consumer warpgroups that issue WGMMA.
 
-Warpgroup 0 is the producer and gives registers back; warpgroups 1 and 2 are the consumers and take them. Pipelines
+Warpgroup 0 is the producer and releases registers; warpgroups 1 and 2 are the consumers and acquire them. Pipelines
 between them are those of wgmma.py.
 """
 
@@ -17,42 +17,42 @@ from cute_kernels.mma.warp import LANES
 from cute_kernels.mma.wgmma import WARPGROUP_THREADS
 
 CONSUMERS = 2
-"""Consumer warpgroups; one more warpgroup is the producer."""
+"""Number of consumer warpgroups; one more warpgroup is the producer."""
 
 THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS
 WARPGROUP_WARPS = WARPGROUP_THREADS // LANES
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-"""Of a thread."""
+"""Registers per thread."""
 
 
 class Consumer(NamedTuple):
-    """A thread of the consumers."""
+    """Thread of a consumer warpgroup."""
 
     warpgroup: Int32
     """0 ... CONSUMERS - 1."""
     thread: Int32
-    """Of its warpgroup."""
+    """Index in its warpgroup."""
     warp: Int32
-    """Of the CTA."""
+    """Index in the CTA."""
 
 
 def consumer_of(thread: Int32, warp: Int32) -> Consumer:
-    """Args: thread and warp of the CTA."""
+    """Args: thread, warp: indices in the CTA."""
     return Consumer(warp // WARPGROUP_WARPS - 1, thread % WARPGROUP_THREADS, warp)
 
 
 @cute.jit
 def accumulator_row(consumer: Consumer, r: cutlass.Constexpr[int]) -> Int32:
-    """The r-th of the thread's two rows of its warpgroup's tile."""
+    """Index of the r-th of the thread's two rows in its warpgroup's tile."""
     return consumer.warp % WARPGROUP_WARPS * 16 + 8 * r + cute.arch.lane_idx() // QUAD
 
 
 def producer_state(stages: int) -> Any:
-    """Where a producer begins: all stages are empty."""
+    """Initial pipeline state of a producer: all stages are empty."""
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
 
 
 def consumer_state(stages: int) -> Any:
-    """Where a consumer begins: no stage is full."""
+    """Initial pipeline state of a consumer: no stage is full."""
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)

@@ -1,7 +1,7 @@
-"""Tiles of rows in shared memory, and products of them by warpgroups (WGMMA): what kernels for Hopper share.
+"""Tiles of rows in shared memory and products of them by warpgroups (WGMMA), shared by kernels for Hopper.
 
-Of 64 x columns numbers of an accumulator, lane 4 i + j of warp w holds columns 2 j and 2 j + 1 of each 8, in rows
-16 w + i and 16 w + i + 8: each warp's 16 rows lie in it as those of mma/mma_sync.py do.
+In a 64 x columns accumulator, lane 4 i + j of warp w holds columns 2 j and 2 j + 1 of each 8, in rows 16 w + i and
+16 w + i + 8: each warp's 16 rows have the layout of mma/mma_sync.py.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from cutlass.utils import hopper_helpers
 from cute_kernels.mma.warp import LOG2_E, probability
 
 TILE = 64
-"""Rows that a warpgroup multiplies, and of a tile."""
+"""Rows that a warpgroup multiplies, and rows per tile."""
 
 WARPGROUP_THREADS = 128
 """Threads of a warpgroup."""
 
 SMEM_ALIGNMENT = 1024
-"""Of tiles in shared memory, in bytes."""
+"""Alignment of shared-memory tiles in bytes."""
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 REGISTERS, SHARED = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
@@ -37,41 +37,41 @@ def swizzled_tiles(dtype: Any, dim: int, count: int, rows: int = TILE) -> Any:
 
 
 def allocate_tiles(smem: Any, dtype: Any, layout: Any) -> cute.Tensor:
-    """Shared memory for tiles laid out by `swizzled_tiles`."""
+    """Allocate shared memory for tiles in the layout of `swizzled_tiles`."""
     return smem.allocate_tensor(dtype, layout.outer, SMEM_ALIGNMENT, swizzle=layout.inner)
 
 
 def transpose_view(tiles: cute.Tensor) -> cute.Tensor:
-    """Tiles of rows x columns as columns x rows."""
+    """View tiles of rows x columns as columns x rows."""
     rows, columns, count = (cute.size(tiles, mode=[i]) for i in range(3))
     return cute.composition(tiles, cute.make_ordered_layout((columns, rows, count), order=(1, 0, 2)))
 
 
 def warpgroup_mma(dtype: Any, columns: int, source: Any, left: Any, right: Any) -> cute.TiledMma:
-    """TILE x `columns` by one warpgroup. Args: where the left operand lies; major modes of both."""
+    """Tiled MMA of TILE x `columns` by one warpgroup. Args: source: memory of the left operand; major modes of both."""
     return hopper_helpers.make_trivial_tiled_mma(dtype, dtype, left, right, Float32, (1, 1, 1), (TILE, columns), source)
 
 
 def as_warpgroup_acc(acc: cute.Tensor) -> cute.Tensor:
-    """A warp's accumulator of 16 rows (mma_sync.accumulator) as a part of a warpgroup's of TILE rows."""
+    """View a warp's accumulator of 16 rows (mma_sync.accumulator) as its part of a warpgroup's TILE rows."""
     return cute.make_tensor(acc.iterator, cute.make_layout(((2, 2, cute.size(acc, mode=[2])), 1, 1)))
 
 
 def smem_operand_a(mma: cute.TiledMma, tiles: cute.Tensor) -> cute.Tensor:
-    """Tiles of TILE rows as left operands from SHARED, the last mode the tile."""
+    """Tiles of TILE rows as left operands from SHARED; the last mode is the tile."""
     one = mma.get_slice(0)
     return one.make_fragment_A(one.partition_A(tiles))
 
 
 def smem_operand_b(mma: cute.TiledMma, tiles: cute.Tensor) -> cute.Tensor:
-    """Tiles of columns x k in shared memory as right operands, likewise."""
+    """Tiles of columns x k in shared memory as right operands; the last mode is the tile."""
     one = mma.get_slice(0)
     return one.make_fragment_B(one.partition_B(tiles))
 
 
 @cute.jit
 def load_operand_a(mma: cute.TiledMma, rows: cute.Tensor) -> cute.Tensor:
-    """TILE rows of shared memory in registers, as a left operand from REGISTERS; a warp reads its own 16 alone."""
+    """Load TILE rows of shared memory to registers, as a left operand from REGISTERS; a warp reads only its own 16."""
     thread, _, _ = cute.arch.thread_idx()
     one = mma.get_slice(thread % WARPGROUP_THREADS)
     load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), rows.element_type)
@@ -82,7 +82,7 @@ def load_operand_a(mma: cute.TiledMma, rows: cute.Tensor) -> cute.Tensor:
 
 
 def acc_as_operand_a(mma: cute.TiledMma, acc: cute.Tensor) -> cute.Tensor:
-    """An accumulator of TILE columns, rounded, as a left operand from REGISTERS: its columns are k there."""
+    """Round an accumulator of TILE columns and view it as a left operand from REGISTERS: its columns become k."""
     one = mma.get_slice(0)
     left = one.make_fragment_A(one.partition_shape_A((TILE, TILE)))
     left.store(cute.make_tensor(acc.iterator, left.layout).load().to(left.element_type))
@@ -104,19 +104,19 @@ def issue_mma(
 
 
 def acc_coordinates(acc: cute.Tensor) -> list[tuple[int, int, int]]:
-    """Where a thread's values lie, ((c, r, n), 0, 0): n-th 8 columns, r-th of its 2 rows, c-th of its 2 columns."""
+    """Coordinates of a thread's values, ((c, r, n), 0, 0): n-th 8 columns, r-th of 2 rows, c-th of 2 columns."""
     columns, rows, eighths = acc.shape[0]
     return [(n, r, c) for n in range(eighths) for r in range(rows) for c in range(columns)]
 
 
 def broadcast_over_columns(values: cute.Tensor) -> cute.Tensor:
-    """Values of a thread's rows, (r), as (c, r, n) of `acc_coordinates`."""
+    """Broadcast values of a thread's rows, (r), to (c, r, n) of `acc_coordinates`."""
     return cute.make_tensor(values.iterator, cute.make_layout((2, 2, TILE // 8), stride=(0, 1, 0)))
 
 
 @cute.jit
 def broadcast_over_rows(shared: cute.Tensor) -> cute.Tensor:
-    """Values of a thread's columns, (c, n), likewise, in registers."""
+    """Broadcast values of a thread's columns, (c, n), to (c, r, n) of `acc_coordinates`, in registers."""
     values = cute.make_rmem_tensor_like(shared)
     cute.autovec_copy(shared, values)
     return cute.make_tensor(values.iterator, cute.make_layout((2, 2, TILE // 8), stride=(1, 0, 2)))
@@ -124,28 +124,28 @@ def broadcast_over_rows(shared: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def scores_to_probabilities(S: cute.Tensor, scale: Float32, lse: cute.Tensor):
-    """S becomes P. Args: lse: in base 2, as of `broadcast_over_columns` or `broadcast_over_rows`."""
+    """Replace S by P. Args: lse: in base 2, as returned by `broadcast_over_columns` or `broadcast_over_rows`."""
     for n, r, c in acc_coordinates(S):
         S[(c, r, n), 0, 0] = probability(S[(c, r, n), 0, 0], scale, lse[c, r, n])
 
 
 @cute.jit
 def score_gradients(dS: cute.Tensor, P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor):
-    """dS = P (dP - delta), which may take the place of P or of dP. Args: delta: likewise."""
+    """dS = P (dP - delta); dS may alias P or dP. Args: delta: broadcast like lse in `scores_to_probabilities`."""
     for n, r, c in acc_coordinates(P):
         dS[(c, r, n), 0, 0] = P[(c, r, n), 0, 0] * (dP[(c, r, n), 0, 0] - delta[c, r, n])
 
 
 def _rows_first(x: cute.Tensor) -> cute.Tensor:
-    """[B, N, H, D] as (N, D, H, B)."""
+    """View [B, N, H, D] as (N, D, H, B)."""
     return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0]))
 
 
 def make_tma_copies(op: Any, dtype: Any, dim: int, *tensors: cute.Tensor) -> list[Any]:
-    """How to copy tiles between shared memory and each tensor: its atom and coordinates, then the next one's.
+    """Copy atom and coordinates of each tensor in turn, for copies of tiles between it and shared memory.
 
     Args:
-        tensors: [B, N, H, D]; or ((G, N), D, ., .), of which a tile holds G heads of TILE / G tokens.
+        tensors: [B, N, H, D]; or ((G, N), D, ., .), whose tiles have G heads of TILE / G tokens.
     """
     layout = cute.select(swizzled_tiles(dtype, dim, 1), mode=[0, 1])
     rows = [x if isinstance(x.shape[0], tuple) else _rows_first(x) for x in tensors]
@@ -169,12 +169,12 @@ def _tma_tiles(atom: cute.CopyAtom, tiles: cute.Tensor, x: cute.Tensor) -> tuple
 
 
 def tma_loads(*sources: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]) -> Callable[..., None]:
-    """How a thread starts to fill tiles that come together: load(place, index, barrier).
+    """Function by which a thread starts loading tiles that arrive together: load(place, index, barrier).
 
     Args:
-        sources: of each, its atom, tiles in shared memory and coordinates (`make_tma_copies`).
+        sources: for each, its atom, tiles in shared memory and coordinates (`make_tma_copies`).
         place: (tile of rows, head, batch), in the order of the coordinates.
-        index: of the tiles in shared memory.
+        index: index of the tile in shared memory.
     """
     copies = [(atom, *_tma_tiles(atom, tiles, x), isinstance(x.shape[0], tuple)) for atom, tiles, x in sources]
 
@@ -190,7 +190,7 @@ def tma_loads(*sources: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]) -> Calla
 def tma_store(
     place: tuple[Any, Any, Any], index: Any, *targets: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]
 ) -> None:
-    """Copy tiles from shared memory, by a warp, and wait until they have been read. Args: as of `tma_loads`."""
+    """Copy tiles from shared memory, using one warp, and wait until they have been read. Args: see `tma_loads`."""
     for atom, tiles, x in targets:
         sX, gX = _tma_tiles(atom, tiles, x)
         cute.copy(atom, sX[None, index], gX[None, place])
@@ -199,11 +199,11 @@ def tma_store(
 
 
 def tma_pipeline(stages: int, warps: int, tx_bytes: int, *, writers: int = 0, defer_sync: bool = False) -> Any:
-    """Stages that TMA fills with `tx_bytes` each, and that warps read.
+    """Pipeline whose stages are filled by TMA with `tx_bytes` each, and read by warps.
 
     Args:
-        writers: threads that write, too, before a stage is full.
-        defer_sync: a later pipeline makes the barriers of this one known to all threads.
+        writers: number of threads that also write before a stage is full.
+        defer_sync: leave it to a later pipeline to make this one's barriers visible to all threads.
     """
     return pipeline.PipelineTmaAsync.create(
         num_stages=stages,
@@ -215,20 +215,20 @@ def tma_pipeline(stages: int, warps: int, tx_bytes: int, *, writers: int = 0, de
 
 
 def producer_acquire(ready: Any, state: Any) -> Any:
-    """Wait until a stage is empty. Returns the barrier of what fills it."""
+    """Wait until a stage is empty. Returns the barrier to arrive at when it is filled."""
     ready.producer_acquire(state)
     return ready.producer_get_barrier(state)
 
 
 def ldmatrix_copy(mma: cute.TiledMma, dtype: Any, thread: Int32) -> Any:
-    """A thread's copy of 16-bit tiles in shared memory to registers that lie as a warpgroup's accumulator."""
+    """A thread's copy of 16-bit tiles in shared memory to registers in the layout of a warpgroup's accumulator."""
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
     return cute.make_tiled_copy_C(atom, mma).get_slice(thread)
 
 
 @cute.jit
 def stmatrix_tile(mma: cute.TiledMma, rounded: cute.Tensor, tile: cute.Tensor, thread: Int32):
-    """A warpgroup's accumulator, in 16 bits, into a tile."""
+    """Store a warpgroup's accumulator, in 16 bits, into a tile."""
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), tile.element_type)
     copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
     cute.copy(copy, copy.retile(rounded), copy.partition_D(tile))
@@ -236,7 +236,7 @@ def stmatrix_tile(mma: cute.TiledMma, rounded: cute.Tensor, tile: cute.Tensor, t
 
 @cute.jit
 def store_acc_for_tma(mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, thread: Int32, barrier: Int32):
-    """Round a warpgroup's sums into a tile, for TMA to read it."""
+    """Round a warpgroup's sums into a tile, for TMA to read."""
     rounded = cute.make_rmem_tensor_like(acc, tile.element_type)
     rounded.store(acc.load().to(tile.element_type))
     stmatrix_tile(mma, rounded, tile, thread)
@@ -246,7 +246,7 @@ def store_acc_for_tma(mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, t
 
 @cute.jit
 def load_row_stats(mLse: cute.Tensor, mDelta: cute.Tensor, row: Int32, num_rows: Int32) -> tuple[Float32, Float32]:
-    """(lse in base 2, delta) of a row, (inf, 0) where there is no finite lse. Without branches: loads go together."""
+    """(lse in base 2, delta) of a row, (inf, 0) if lse is not finite. Predicated, not branched, so loads overlap."""
     place = cutlass.min(row, num_rows - 1)
     lse, delta = mLse[place], mDelta[place]
     present = (row < num_rows) & (lse > -Float32.inf) & (lse < Float32.inf)

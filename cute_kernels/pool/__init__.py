@@ -1,5 +1,5 @@
-"""Tokens to blocks.
+"""Tokens to blocks: mean pooling, and the layout of packed documents.
 
 compress    mean pooling: compressed keys and values, mean queries of tiles
-documents   the layout of packed documents that all later kernels work on
+documents   layout of packed documents that all later kernels work on
 """

@@ -2,14 +2,14 @@
 
     document i      n queries, tokens s ... s+n-1 of the s+n that exist; ordinary packs: s = 0
     tiles           those that hold queries, counted from a multiple of S tokens: ceil((s+n - s//S*S) / T), document
-                    after document. S = T where tiles select together, 1 in token mode
-    aligned rows    tile t holds rows t*T ... t*T+T-1 of queries; rows of no query are zero
-    aligned keys    ceil((s+n) / T) tiles of each document, those of ordinary packs the same as of queries
+                    by document. S = T if tiles select together, 1 in token mode
+    aligned rows    tile t holds rows t*T ... t*T+T-1 of queries; rows that belong to no query are zero
+    aligned keys    ceil((s+n) / T) tiles of each document; in ordinary packs the same as those of queries
     entries         max(0, (s+n-l)//d + 1), starting at a multiple of ENTRY_ALIGNMENT; absent ones are zero
 
-All sizes follow from T, the number of tokens and the number of documents, so nothing waits for the device: there may
-be unused tiles and entries at the end. One CTA adds up the lengths, then q, k and v are copied. The zeros keep NaN and
-inf of one document out of the next one's sums, where attention weighs invisible values with 0. A window whose tiles of
+All sizes follow from T, the number of tokens and the number of documents, so nothing waits for the device; some tiles
+and entries at the end may be unused. One CTA sums the lengths, then q, k and v are copied. The zeros keep NaN and inf
+of one document out of the next one's sums, where attention multiplies invisible values by 0. A window whose tiles of
 keys do not end with a tile of rows gets keys and values in blocks of their own (`Documents.realign_kv`).
 
 Floor: every row is read once, every aligned row written once. 128K tokens, 8 + 2 + 2 heads of 128, bf16: 0.8 GB,
@@ -36,11 +36,12 @@ from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
 ENTRY_ALIGNMENT = MAX_LIST_WIDTH
-"""So that no block of entries in a list holds entries of two documents."""
+"""Alignment of a document's entries, so that no block of entries in a list spans two documents."""
 
 TOKEN, TILE, ROW, ENTRY, PUBLIC_ENTRY, LENGTH, KEY, QUERY, START = range(9)
-"""Rows of Documents.bounds: of each document the first token in k and v; tile; aligned row that its first token is or,
-before s, would be; aligned entry; entry without gaps; tokens, s + n; aligned key; query; and s."""
+"""Rows of Documents.bounds, per document: first token in k and v; first tile; aligned row of its first token (before
+s, extrapolated); first aligned entry; first entry without gaps; number of tokens, s + n; first aligned key; first
+query; and s."""
 
 NUM_BOUNDS = 9
 
@@ -52,96 +53,97 @@ COPY_THREADS = 128
 COPIED_ROWS = 16
 """Rows that one CTA copies."""
 BATCH = 4
-"""Loads of a thread in flight together."""
+"""Number of loads that a thread has in flight."""
 
 
 class Packed(NamedTuple):
-    """Where documents of a pack lie, as a caller gives them. int32 on the device."""
+    """Documents of a pack as given by the caller. int32 on the device."""
 
     cu_seqlens: Tensor
-    """`[B+1]`, of queries."""
+    """`[B+1]`, cumulative lengths of queries."""
     cu_seqlens_k: Tensor | None = None
-    """`[B+1]`, of keys; None: those of queries."""
+    """`[B+1]`, cumulative lengths of keys; None: those of queries."""
     start: Tensor | None = None
-    """`[B]`, the token that each document's first query is; None: queries end with the keys."""
+    """`[B]`, token index of each document's first query; None: queries end with the keys."""
     counts: Tensor | None = None
-    """`[B]`, how many of its queries a document has, the first ones; None: all."""
+    """`[B]`, number of leading queries of each document that exist; None: all."""
 
     @classmethod
     def of_sequences(cls, q: Tensor, tokens: int, start: Tensor | None = None, counts: Tensor | None = None) -> Packed:
-        """Sequences of one length, q `[B,N_q,...]` and `tokens` keys each, one behind the other."""
+        """View consecutive sequences of one length, q `[B,N_q,...]` and `tokens` keys each, as a pack."""
         indices = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
         return cls(indices * q.shape[1], indices * tokens, start, counts)
 
     @property
     def continues(self) -> bool:
-        """Whether queries may begin behind the first token of their document."""
+        """True if queries may start after the first token of their document."""
         return self.start is not None or self.cu_seqlens_k is not None
 
     @property
     def num_documents(self) -> int:
-        """B."""
+        """Number of documents, B."""
         return len(self.cu_seqlens) - 1
 
 
 class Varlen(NamedTuple):
-    """Documents in the rows of one sequence, as FlashAttention-4's interface takes them.
+    """Documents in the rows of one sequence, in the format of FlashAttention-4's interface.
 
-    Its kernels read whole tiles of keys, also past a document's last one.
+    Its kernels read whole tiles of keys, including those past a document's last key.
     """
 
     cu_seqlens_q: Tensor
     """First row of each document in q, and the end of all, int32 `[docs+1]`."""
     cu_seqlens_k: Tensor
-    """The same of k and v; the same tensor where all tiles end with a document."""
+    """First row of each document in k and v; the same tensor if all tiles end with a document."""
     seqused_q: Tensor
     """Rows of each document, int32 `[docs]`."""
     seqused_k: Tensor
-    """Keys of each document; the same tensor where they are as many."""
+    """Keys of each document; the same tensor if the numbers are equal."""
 
 
 class PackedBlocks(NamedTuple):
-    """Blocks of documents, for kernels that read rows and keys of a pack as those of one sequence."""
+    """Blocks of documents, for kernels that read rows and keys of a pack as one sequence."""
 
     bounds: Tensor
-    """Documents.bounds whose tiles are blocks that hold queries, whose aligned keys count all blocks of a document from
-    its first token, and whose TOKEN and ROW say where its first token is among the keys and rows that are read."""
+    """Documents.bounds with these meanings: tiles are blocks that hold queries, aligned keys count all blocks of a
+    document from its first token, and TOKEN and ROW are the indices of its first token in the keys and rows that are
+    read."""
     positions: Tensor
-    """int32 `[rows]`: the key that a query is, the last one that it sees; -1 in rows of none."""
+    """int32 `[rows]`: key index of each query, the last key that it sees; -1 in rows that belong to no query."""
     num_blocks: int
-    """Enough for any lengths of the documents."""
+    """Upper bound, for any lengths of the documents."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents lie in aligned rows, keys and entries, whose numbers do not depend on cu_seqlens' values."""
+    """Layout of documents in aligned rows, keys and entries, whose sizes do not depend on the values of cu_seqlens."""
 
     tile: int
-    """T, rows of a tile."""
+    """T, rows per tile."""
     length: int
-    """l."""
+    """l, tokens per entry."""
     stride: int
-    """d."""
+    """d, tokens between the starts of consecutive entries."""
     packed: Packed
     bounds: Tensor
-    """int32 `[NUM_BOUNDS,B+1]`; in the last column the end of all."""
+    """int32 `[NUM_BOUNDS,B+1]`; the last column holds the ends."""
     tiles: Tensor
-    """int32 `[3,tiles]`: a tile's document (-1: unused), aligned entry * d - aligned row of its beginning, and aligned
+    """int32 `[3,tiles]`: document of each tile (-1: unused), aligned entry * d - aligned row at its start, and aligned
     key - aligned row."""
     rows: Tensor
-    """int32 `[T_q]`: the aligned row of a query, -1 behind the last document."""
+    """int32 `[T_q]`: aligned row of each query, -1 after the last document."""
     key_rows: Tensor
-    """int32 `[T_k]`: the aligned key of a token, -1 where no document has it; `rows` in ordinary packs."""
+    """int32 `[T_k]`: aligned key of each token, -1 if it belongs to no document; `rows` in ordinary packs."""
     positions: Tensor
-    """int32 `[aligned rows]`: the aligned key that a query is, -1 in rows of none."""
+    """int32 `[aligned rows]`: aligned key of each query, -1 in rows that belong to no query."""
     num_keys: int
     """Length of buffers with aligned keys."""
     num_entries: int
     """Length of buffers with aligned entries."""
     most_entries: int
-    """That one document, or all without gaps, can have."""
+    """Maximum number of entries of one document, or of all without gaps."""
     window: Varlen | None = None
-    """Where the window's rows and keys are, if its keys were laid out by themselves."""
+    """Layout of the window's rows and keys, if its keys were laid out separately."""
 
     @property
     def num_tiles(self) -> int:
@@ -149,17 +151,17 @@ class Documents:
 
     @property
     def shifts(self) -> Tensor:
-        """Of each tile: what to add to an aligned row where it is compared with d times an aligned entry, `[tiles]`."""
+        """Per tile, `[tiles]`: added to an aligned row when it is compared with d times an aligned entry."""
         return self.tiles[SHIFT]
 
     @property
     def key_shifts(self) -> Tensor | None:
-        """Of each tile: what to add to an aligned row where it is compared with an aligned key; None: nothing."""
+        """Per tile: added to an aligned row when it is compared with an aligned key; None: nothing."""
         return self.tiles[KEY_SHIFT] if self.packed.continues else None
 
     @property
     def varlen(self) -> Varlen:
-        """Where attention finds the documents in aligned rows and keys."""
+        """Layout of the documents in aligned rows and keys, for attention."""
         bounds = self.bounds
         if not self.packed.continues:
             return Varlen(bounds[ROW], bounds[ROW], bounds[LENGTH, :-1], bounds[LENGTH, :-1])
@@ -167,13 +169,13 @@ class Documents:
         return Varlen(bounds[ROW] + bounds[START], bounds[KEY], rows, bounds[LENGTH, :-1])
 
     def realign_kv(self, size: int, k: Tensor, v: Tensor) -> tuple[Varlen, Tensor, Tensor]:
-        """Aligned keys and values again, so that blocks of `size` of them, too, hold no two documents.
+        """Realign keys and values so that blocks of `size` of them do not span two documents either.
 
         Args:
             k, v: aligned keys `[1,num_keys,heads,D]`.
 
         Returns:
-            Where attention finds the documents in aligned rows and in these keys; k and v.
+            Layout of the documents in aligned rows and in these keys, for attention; k and v.
         """
         if self.window is not None:
             return self.window, k, v
@@ -185,10 +187,10 @@ class Documents:
         return self.varlen._replace(cu_seqlens_k=bounds[KEY]), new_k, new_v
 
     def blocks(self, size: int) -> PackedBlocks:
-        """Blocks of `size` tokens, of aligned rows and keys."""
+        """Blocks of `size` tokens, in aligned rows and keys."""
         bounds = bounds_of(self.packed, tile=size, step=size, length=size, stride=size)
         bounds[TOKEN], bounds[ROW] = self.bounds[KEY], self.bounds[ROW]
-        more = self.packed.num_documents if self.tile % size else 0  # a last block that a last tile does not hold
+        more = self.packed.num_documents if self.tile % size else 0  # last blocks that exceed the last tiles
         return PackedBlocks(bounds, self.positions, self.num_keys // size + more)
 
     def align(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,23 +203,23 @@ class Documents:
         return _align_rows(self, None, None, x)[0]
 
     def to_tokens(self, aligned: Tensor, dim: int, fill: float) -> Tensor:
-        """Aligned rows, along `dim`, in the queries' order; `fill` behind the last document."""
+        """Aligned rows, along `dim`, in the order of the queries; `fill` after the last document."""
         return self.fill_tail(aligned.index_select(dim, self.rows.clamp(min=0)), dim, fill)
 
     def fill_tail(self, packed: Tensor, dim: int, fill: float) -> Tensor:
-        """The tensor with `fill` behind the last document."""
+        """Replace values after the last document by `fill`."""
         behind = (self.rows < 0).view(-1, *[1] * (packed.dim() - dim - 1))
         return packed.masked_fill(behind, fill)
 
     @property
     def entry_counts(self) -> Tensor:
-        """Compressed entries of each document, int32 `[B]`."""
+        """Number of compressed entries of each document, int32 `[B]`."""
         return ((self.bounds[LENGTH, :-1] - self.length) // self.stride + 1).clamp(min=0)
 
     def compact_entries(self, entries: Tensor) -> Tensor:
-        """Aligned entries `[num_entries,...]` document after document, then zeros: `[most_entries,...]`.
+        """Aligned entries `[num_entries,...]` compacted document by document, then zeros: `[most_entries,...]`.
 
-        Those that keys behind a document's last query would have are zeros, too.
+        Entries that belong to keys after a document's last query are zeros, too.
         """
         places = torch.arange(self.most_entries, dtype=torch.int32, device=entries.device)
         first = self.bounds[PUBLIC_ENTRY]
@@ -226,7 +228,7 @@ class Documents:
         return _gather(entries, self.bounds[ENTRY][document] + before, before < self.entry_counts[document])
 
     def align_entries(self, entries: Tensor) -> Tensor:
-        """Entries document after document `[at least all,...]` as aligned ones `[num_entries,...]`, zeros between."""
+        """Align entries stored document by document, `[at least all,...]`, to `[num_entries,...]`, zeros in between."""
         places = torch.arange(self.num_entries, dtype=torch.int32, device=entries.device)
         aligned, packed = self.bounds[ENTRY], self.bounds[PUBLIC_ENTRY]
         document = torch.searchsorted(aligned[1:], places, right=True).clamp(max=self.packed.num_documents - 1)
@@ -235,7 +237,7 @@ class Documents:
 
 
 def _gather(entries: Tensor, places: Tensor, used: Tensor) -> Tensor:
-    """The entries at these places, zeros where none is used."""
+    """Gather the entries at these positions, zeros where unused."""
     if entries.shape[0] == 0:
         return entries.new_zeros((len(places), *entries.shape[1:]))
     picked = entries.index_select(0, torch.where(used, places, 0))
@@ -244,7 +246,7 @@ def _gather(entries: Tensor, places: Tensor, used: Tensor) -> Tensor:
 
 @cute.jit
 def document_at(mFirst: cute.Tensor, index: Int32, scale: Int32, size: Int32, gap: Int32) -> Int32:
-    """The last document i with mFirst[i]*scale // size + i*gap <= index."""
+    """Index of the last document i with mFirst[i]*scale // size + i*gap <= index."""
     low, high = Int32(0), Int32(mFirst.shape[0] - 1)
     while high - low > 1:
         middle = (low + high) // 2
@@ -256,9 +258,9 @@ def document_at(mFirst: cute.Tensor, index: Int32, scale: Int32, size: Int32, ga
 
 
 class DocumentBounds:
-    """Documents.bounds: prefix sums of tiles, keys and entries over documents, by one CTA.
+    """Documents.bounds: prefix sums of tiles, keys and entries over documents, using one CTA.
 
-    Args: T; S; l; d.
+    Args: tile, step, length, stride: T, S, l and d.
     """
 
     def __init__(self, tile: int, step: int, length: int, stride: int) -> None:
@@ -308,7 +310,7 @@ class DocumentBounds:
                 if const_expr(mStart is not None):
                     start = cutlass.max(cutlass.min(start, mStart[document]), 0)
             tokens = start + queries
-            base = start if queries == 0 else start // self.step * self.step  # the token that the first row is
+            base = start if queries == 0 else start // self.step * self.step  # token index of the first row
             rCount[0] = cute.ceil_div(tokens - base, self.tile)
             rCount[1] = cute.ceil_div(self.num_entries(tokens), ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT
             rCount[2] = self.num_entries(keys)
@@ -340,24 +342,25 @@ class DocumentBounds:
 
 
 class CopiedRows(NamedTuple):
-    """Where the COPIED_ROWS rows of a CTA come from."""
+    """Source of the COPIED_ROWS rows of a CTA."""
 
     first_row: Int32
-    """Of the aligned rows, or keys."""
+    """Index among the aligned rows, or keys."""
     first: Int32
-    """The query, or token, that it is, also where it is none."""
+    """Index of the query or token in that row, extrapolated if there is none."""
     before: Int32
-    """Rows in front of the first one that is copied."""
+    """Number of rows before the first one that is copied."""
     end: Int32
-    """Behind the last one."""
+    """Exclusive end of the copied rows."""
 
 
 class AlignRows:
-    """Copies queries, keys and values to where their document begins with a tile; a CTA COPIED_ROWS rows of one tensor.
+    """Copy queries, keys and values so that each document starts with a tile; a CTA copies COPIED_ROWS rows of one
+    tensor.
 
-    Given where to, it also records Documents.tiles, .rows, .key_rows and .positions.
+    If outputs are given, it also records Documents.tiles, .rows, .key_rows and .positions.
 
-    Args: T and d of the documents.
+    Args: tile, stride: T and d of the documents.
     """
 
     def __init__(self, tile: int, stride: int) -> None:
@@ -367,9 +370,9 @@ class AlignRows:
     def __call__(
         self,
         mBounds: cute.Tensor,
-        mTiles: cute.Tensor | None,  # to record, with mRows and mPositions
+        mTiles: cute.Tensor | None,  # recorded, with mRows and mPositions
         mRows: cute.Tensor | None,
-        mKeyRows: cute.Tensor | None,  # where keys lie apart from queries
+        mKeyRows: cute.Tensor | None,  # if keys are laid out separately from queries
         mPositions: cute.Tensor | None,
         mK: cute.Tensor | None,  # [1, T_k, heads, D]
         mAlignedK: cute.Tensor | None,  # [1, aligned keys, heads, D]
@@ -424,7 +427,7 @@ class AlignRows:
     ):
         thread, _, _ = cute.arch.thread_idx()
         document = document_at(mBounds[KEY, None], first_row, 1, 1, 0)
-        token = first_row - mBounds[KEY, document]  # of the document
+        token = first_row - mBounds[KEY, document]  # within the document
         first, end = mBounds[TOKEN, document] + token, cutlass.min(mBounds[LENGTH, document] - token, COPIED_ROWS)
         self.copy(mX, mAligned, CopiedRows(first_row, first, Int32(0), end))
         if const_expr(mKeyRows is not None):
@@ -443,7 +446,7 @@ class AlignRows:
         first_row: Int32,
     ):
         document = document_at(mBounds[TILE, None], first_row // self.tile, 1, 1, 0)
-        token = first_row - mBounds[ROW, document]  # of the document
+        token = first_row - mBounds[ROW, document]  # within the document
         query = token - mBounds[START, document]
         end = cutlass.min(mBounds[LENGTH, document] - token, COPIED_ROWS)
         rows = CopiedRows(first_row, mBounds[QUERY, document] + query, -query, end)
@@ -484,7 +487,7 @@ class AlignRows:
         token: Int32,
         document: Int32,
     ):
-        """Args: `token`, of the document, which the first row is."""
+        """Args: `token`: index of the first row's token within the document."""
         thread, _, _ = cute.arch.thread_idx()
         end = mBounds[QUERY, mBounds.shape[1] - 1]
         row = rows.first_row + thread
@@ -528,7 +531,7 @@ def _align(
     q_dim: int | None,
     records: tuple[bool, bool],
 ) -> Kernel:
-    """Args: D and D_v of keys, D of queries: None where there are none; whether to record, and keys apart."""
+    """Args: dims: D and D_v of keys. q_dim: D of queries. records: record at all; record keys separately."""
     record, apart = records
     tables = (fake_tables()[1], fake_rows(), fake_rows() if apart else None, fake_rows()) if record else (None,) * 4
     pairs = [
@@ -540,24 +543,24 @@ def _align(
 
 
 def sizes(tokens: int, docs: int, tile: int, stride: int) -> tuple[int, int]:
-    """Tiles and aligned entries, enough for any lengths of the documents."""
+    """Numbers of tiles and aligned entries, enough for any lengths of the documents."""
     entries = tokens // stride + docs * (ENTRY_ALIGNMENT - 1)
     return (tokens + docs * (tile - 1)) // tile, -(-entries // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT
 
 
 def query_tiles(queries: int, docs: int, tile: int, step: int, *, continues: bool) -> int:
-    """Tiles of queries, enough for any lengths and starts of the documents. Args: `step`, S."""
-    before = tile - 1 if continues and step > 1 else 0  # rows of the first tile that are no queries
+    """Number of tiles of queries, enough for any lengths and starts of the documents. Args: `step`: S."""
+    before = tile - 1 if continues and step > 1 else 0  # rows of the first tile without queries
     return (queries + docs * (tile - 1 + before)) // tile
 
 
 def _align_rows(
     documents: Documents, k: Tensor | None, v: Tensor | None, q: Tensor | None, *, record: bool = False
 ) -> list[Tensor]:
-    """Those of aligned keys, values and rows whose tensors are given.
+    """Align the given tensors: keys, values and rows.
 
     Args:
-        record: also fill in `documents.tiles`, `.rows`, `.positions` and, with k, `.key_rows`; q is given then.
+        record: also fill in `documents.tiles`, `.rows`, `.positions` and, with k, `.key_rows`; requires q.
     """
     counts = documents.num_keys, documents.num_keys, documents.num_tiles * documents.tile
     aligned = [
@@ -580,7 +583,7 @@ def _align_rows(
 
 
 def bounds_of(packed: Packed, *, tile: int, step: int, length: int, stride: int) -> Tensor:
-    """Documents.bounds alone, for kernels that read tokens where they lie. Args: as of `lay_out`."""
+    """Documents.bounds alone, for kernels that read tokens in place. Args: see `lay_out`."""
     first = packed.cu_seqlens
     bounds = torch.empty((NUM_BOUNDS, first.shape[0]), dtype=torch.int32, device=first.device)
     keys = first if packed.cu_seqlens_k is None else packed.cu_seqlens_k
@@ -590,12 +593,12 @@ def bounds_of(packed: Packed, *, tile: int, step: int, length: int, stride: int)
 
 
 def blocks_in_place(packed: Packed, queries: int, tokens: int, size: int, *, causal: bool = True) -> PackedBlocks:
-    """Blocks of documents whose queries, keys and values are read where they lie.
+    """Blocks of documents whose queries, keys and values are read in place.
 
     Args:
         queries, tokens: T_q and T_k of the pack.
         size: l'.
-        causal: False: every query sees all keys of its document.
+        causal: if False, every query sees all keys of its document.
     """
     bounds = bounds_of(packed, tile=size, step=size, length=size, stride=size)
     bounds[ROW] = bounds[QUERY] - bounds[START]
@@ -612,7 +615,7 @@ def blocks_in_place(packed: Packed, queries: int, tokens: int, size: int, *, cau
 def empty_layout(
     packed: Packed, queries: int, tokens: int, *, tile: int, step: int, length: int, stride: int
 ) -> Documents:
-    """The layout of documents before `_align_rows` has recorded it. Args: as of `lay_out`; T_q and T_k."""
+    """Layout of documents before `_align_rows` has recorded it. Args: see `lay_out`; also T_q and T_k."""
     docs, continues, device = packed.num_documents, packed.continues, packed.cu_seqlens.device
     num_tiles = query_tiles(queries, docs, tile, step, continues=continues)
     key_tiles, num_entries = sizes(tokens, docs, tile, stride)
@@ -632,14 +635,14 @@ def empty_layout(
 def lay_out(
     q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, tile: int, step: int, length: int, stride: int
 ) -> tuple[Documents, tuple[Tensor, Tensor, Tensor]]:
-    """The layout of documents, aligned rows `[1,tiles*T,heads,D]` of q, and aligned keys of k and v.
+    """Lay out documents: the layout, aligned rows `[1,tiles*T,heads,D]` of q, and aligned keys of k and v.
 
     Args:
         q, k, v: `[1,T_q,heads,D]`, `[1,T_k,H_kv,...]`, bf16 or fp16, rows aligned (device.vectorizable).
         packed: B >= 1 documents.
-        tile: tokens of a query tile.
-        step: S, multiples of which tiles begin at.
-        length, stride: of compressed blocks, l and d.
+        tile: tokens per query tile.
+        step: S; tiles start at multiples of it.
+        length, stride: l and d of compressed blocks.
     """
     sizes = {"tile": tile, "step": step, "length": length, "stride": stride}
     documents = empty_layout(packed, q.shape[1], k.shape[1], **sizes)
@@ -650,6 +653,6 @@ def lay_out(
 def lay_out_queries(
     q: Tensor, packed: Packed, tokens: int, *, tile: int, step: int, length: int, stride: int
 ) -> tuple[Documents, Tensor]:
-    """`lay_out` for keys that lie elsewhere, up to `tokens` of them; `key_rows` holds nothing of use."""
+    """`lay_out` for keys stored elsewhere, up to `tokens` of them; `key_rows` holds no meaningful values."""
     documents = empty_layout(packed, q.shape[1], tokens, tile=tile, step=step, length=length, stride=stride)
     return documents, _align_rows(documents, None, None, q, record=True)[0]

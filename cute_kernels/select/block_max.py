@@ -1,43 +1,42 @@
 """Top-k block selection by the best score of a block's keys, per token and indexer head, in one pass over the keys.
 
     score[i, h, b] = max_j q[i, h] . k[j]           keys j <= i of block b
-    indices[i, h]  = the local blocks, then the highest scores, of equal ones the lower block; k in all, ascending
+    indices[i, h]  = the local blocks, then the highest scores, ties to the lower block; k in all, ascending
 
-(the indexer of MiniMax-M3). Scores stay on chip. NaN is no score, and blocks without a score above -inf are not
-selected.
+(the indexer of MiniMax-M3). Scores stay on chip. A NaN counts as no score, and blocks without a score above -inf are
+not selected.
 
 Work tiles: as many consecutive tokens as fill `BlockMaxTopK.rows` rows with the heads that share keys. The mainloop
-walks over the keys, KEY_TILE per step, STAGES of them in shared memory. Of S = Q K^T a thread has two rows and a
-quarter of the keys, so that a block's maximum takes one instruction for each score and two shuffles. Each warp keeps
-the maxima of its rows for LANES blocks, then merges what beats a row's k-th best into its list (select/topk.py).
+iterates over the keys, KEY_TILE per step, STAGES steps in shared memory. Each thread holds two rows and a quarter of
+the keys of S = Q K^T, so that a block's maximum takes one instruction per score and two shuffles. Each warp keeps the
+maxima of its rows for LANES blocks, then merges those that beat a row's k-th best into its list (select/topk.py).
 
-MMA: WGMMA on Hopper, Q in registers, two tiles of 64 rows to a warpgroup: one is multiplied while the maxima of the
-other are taken. mma.sync elsewhere, and one tile.
+MMA: WGMMA on Hopper, Q in registers, two tiles of 64 rows per warpgroup: one is multiplied while the maxima of the
+other are computed. mma.sync elsewhere, and one tile.
 
     barrier               before it, all threads have               after it, threads may
-    prologue              read their q                              copy keys in its place
+    prologue              read their q                              copy keys over it
     start of a step       awaited their copies of its keys          multiply them
     once a step           finished the products of the last step    copy keys into its stage
     end of the mainloop   awaited all copies, finished all          copy another document's keys
                           products
 
-With one row tile, and in the first step of a turn, the second and the third are one barrier.
+With one row tile, and in the first step of a turn, the second and the third are the same barrier.
 
-Where work tiles are too few for all multiprocessors, as in a step of decoding, CTAs share the keys of a tile
-(parts.py).
+If work tiles are too few for all SMs, as in a step of decoding, CTAs share the keys of a tile (parts.py).
 
-Packed documents are read where they lie, and so are sequences whose starts only the device knows, as such. A work tile
-passes over the keys of each document that it has tokens of.
+Packed documents are read in place, and so are sequences whose starts are known only on the device, treated as
+documents. A work tile iterates over the keys of each document that it has tokens of.
 
-Scores are fp32 sums of exact products, bitwise the same each time; their error is at most 2^-23 (D/8 + 4) |q| |k|, so
-selected blocks can differ from exact ones only where scores differ by less than twice that.
+Scores are fp32 sums of exact products, bitwise reproducible; their error is at most 2^-23 (D/8 + 4) |q| |k|, so
+selected blocks can differ from the exact ones only if scores differ by less than twice that.
 
 Floor: 2 D FLOPs per visible (query, key). 64K tokens, 4 heads of 128: 2.2 TFLOP, 3.3 ms at 660 TFLOP/s (WGMMA), 3.7 ms
-at 600 (mma.sync), and at the same time 8.6e9 maxima, 0.6 ms at 64 per cycle and SM. Every work tile reads its keys
-again, from L2: 8.6 GB with 64 tokens, 1.6 ms at 5.5 TB/s. From memory q and k once, 84 MB. Only indices are written.
+at 600 (mma.sync), and concurrently 8.6e9 maxima, 0.6 ms at 64 per cycle and SM. Every work tile reads its keys again,
+from L2: 8.6 GB with 64 tokens, 1.6 ms at 5.5 TB/s. From memory q and k once, 84 MB. Only indices are written.
 
 Limits: D 64 or 128; blocks of 64 or 128; k at most 64; at most ROWS heads that share keys; causal; N H < 2^31;
-64-bit offsets; rows start at multiples of 16 bytes.
+64-bit offsets; rows 16-byte aligned.
 """
 
 from __future__ import annotations
@@ -89,64 +88,70 @@ WARPS = 8
 THREADS = WARPS * LANES
 WARP_ROWS = 16
 ROWS = WARPS * WARP_ROWS
-"""Of a row tile: what the CTA's warps multiply at a time, 16 rows each."""
+"""Rows per row tile, multiplied by the CTA's warps at a time, 16 rows each."""
 
 KEY_TILE = 128
-"""Keys of a step."""
+"""Keys per step."""
 
 STAGES = 3
-"""Steps whose keys are in shared memory: one is multiplied while the next one, and the one after it, arrive."""
+"""Steps whose keys are in shared memory: one is multiplied while the next two arrive."""
 
 STEPS_PER_TURN = 4
-"""Steps that two row tiles are multiplied for in turn, before both are awaited."""
+"""Steps for which two row tiles alternate before both are awaited."""
 
 SCORE_STRIDE = LANES + 1
-"""Of a row's block scores in shared memory, against bank conflicts."""
+"""Row stride of block scores in shared memory, padded against bank conflicts."""
 
 
 class Shared(NamedTuple):
     """Shared memory of a CTA. Rows are those of the work tile; each warp has its own."""
 
     sK: cute.Tensor  # (KEY_TILE, D, STAGES)
-    sQ: cute.Tensor  # (TILE, D, tiles); with WGMMA in the place of sK, until it is in registers
-    sValues: cute.Tensor  # fp32 (rows, slots): the lists of select/topk.py
+    sQ: cute.Tensor  # (TILE, D, tiles); with WGMMA aliases sK until it is in registers
+    sValues: cute.Tensor  # fp32 (rows, slots): lists of select/topk.py
     sIndices: cute.Tensor  # int32 (rows, slots)
-    sRow: cute.Tensor  # int32 (rows, 4), likewise
-    sFirstKey: cute.Tensor  # int32 (rows): of the row's sequence or document; -1: of none
-    sScore: cute.Tensor  # fp32 (rows, LANES): the last blocks' scores
+    sRow: cute.Tensor  # int32 (rows, 4), see select/topk.py
+    sFirstKey: cute.Tensor  # int32 (rows): first key of the row's sequence or document; -1: none
+    sScore: cute.Tensor  # fp32 (rows, LANES): scores of the last blocks
 
 
 class Keyspan(NamedTuple):
-    """Keys of one sequence or document that a work tile passes over."""
+    """Keys of one sequence or document over which a work tile iterates."""
 
     first: Int32
     end: Int32
     blocks: Int32
-    """That the last token sees."""
+    """Number of blocks that the last token sees."""
     first_step: Int32
     steps: Int32
-    """Behind the last one."""
+    """Exclusive end of the steps."""
 
 
 def num_row_tiles(count: int, warpgroups: bool) -> int:
-    """Of a work tile: longer lists leave room for one."""
+    """Number of row tiles per work tile: longer lists leave room for one."""
     return 2 if warpgroups and count <= LANES else 1
 
 
 def top_k_list(size: int, count: int, local: int) -> TopKList:
-    """The lists of tokens that choose blocks by their keys."""
+    """Lists of tokens that select blocks by their keys."""
     return TopKList(Blocks(1, 1, size, count, local=local), Keys(), tile=1)
 
 
 class BlockMaxTopK:
-    """Args: D; 16-bit type; heads that share keys; tokens of a block; k; local blocks; whether to use WGMMA."""
+    """Args:
+    dim, dtype: D and its 16-bit type.
+    group: number of heads that share keys.
+    size: tokens per block.
+    count, local: k and number of local blocks.
+    warpgroups: use WGMMA.
+    """
 
     def __init__(self, dim: int, dtype: Any, group: int, size: int, count: int, local: int, warpgroups: bool) -> None:
         self.dim, self.dtype, self.group, self.size, self.warpgroups = dim, dtype, group, size, warpgroups
         self.row_tiles = num_row_tiles(count, warpgroups)
         self.rows = self.row_tiles * ROWS
         self.tokens = self.rows // group
-        """Of a work tile."""
+        """Tokens per work tile."""
         self.blocks_per_step = KEY_TILE // size
         self.steps_per_turn = STEPS_PER_TURN if self.row_tiles == 2 else 1
         self.steps_per_merge = LANES // self.blocks_per_step
@@ -201,12 +206,12 @@ class BlockMaxTopK:
         if const_expr(mValues is not None):
             part, batch = batch % parts, batch // parts
         tiles, _, _ = cute.arch.grid_dim()
-        first = (tiles - 1 - cta) * self.tokens  # late tokens see most keys
+        first = (tiles - 1 - cta) * self.tokens  # later tokens see more keys
         num_tokens = cutlass.min(mQ.shape[1] - first, self.tokens)
         shared = self.allocate(q_layout, k_layout)
         gQ = cute.domain_offset((first, kv_head * self.group, 0), mQ[batch, None, None, None])
         gK = mK[batch, None, kv_head, None]
-        position = first_token + first  # of the first token, counted as keys are, or as a pack's queries
+        position = first_token + first  # of the first token, numbered like keys, or like a pack's queries
 
         self.init_rows(shared, position, num_tokens, mBounds, part)
         rQ = self.load_queries(gQ, shared, num_tokens)
@@ -236,18 +241,18 @@ class BlockMaxTopK:
 
     @cute.jit
     def key_of(self, query: Int32, document: Int32, mBounds: cute.Tensor) -> Int32:
-        """The key that a query of the pack is, or would be, were its document this one."""
+        """Key index of a query of the pack, extrapolated if this is not its document."""
         return mBounds[TOKEN, document] + mBounds[START, document] + query - mBounds[QUERY, document]
 
     @cute.jit
     def keyspan(self, first: Int32, end: Int32, position: Int32, num_tokens: Int32) -> Keyspan:
-        """Of the keys first ... end-1 those that the work tile's tokens see."""
+        """Subset of keys first ... end-1 that the work tile's tokens see."""
         seen = cutlass.max(cutlass.min(end, position + num_tokens) - first, 0)
         return Keyspan(first, end, cute.ceil_div(seen, self.size), Int32(0), cute.ceil_div(seen, KEY_TILE))
 
     @cute.jit
     def part_of(self, span: Keyspan, part: Int32, parts: Int32) -> Keyspan:
-        """The keys of a part: whole merges, as many in each but for the last ones."""
+        """Keys of a part: whole merges, equally many in each part except the last ones."""
         merges = cute.ceil_div(span.steps, self.steps_per_merge)
         steps = cute.ceil_div(merges, parts) * self.steps_per_merge
         stop = cutlass.min(span.steps, (part + 1) * steps)
@@ -275,12 +280,12 @@ class BlockMaxTopK:
     # ---------------------------------------------------------------- rows
 
     def first_row(self, row_tile: Any) -> Int32:
-        """Of the warp's 16 rows of a row tile."""
+        """Index of the first of the warp's 16 rows of a row tile."""
         return row_tile * ROWS + cute.arch.make_warp_uniform(cute.arch.warp_idx()) * WARP_ROWS
 
     @cute.jit
     def init_rows(self, shared: Shared, position: Int32, num_tokens: Int32, mBounds: cute.Tensor | None, part: Int32):
-        """Begin the lists of the warp's rows with the local blocks, which the first part has alone."""
+        """Initialize the lists of the warp's rows with the local blocks, which only the first part includes."""
         lane = cute.arch.lane_idx()
         for row_tile in range_constexpr(self.row_tiles):
             first_row = self.first_row(row_tile)
@@ -308,7 +313,7 @@ class BlockMaxTopK:
 
     @cute.jit
     def load_queries(self, gQ: cute.Tensor, shared: Shared, num_tokens: Int32) -> list[Any]:
-        """The warp's queries of each row tile, with WGMMA in registers, else in shared memory. Args: gQ: [T, H, D]."""
+        """The warp's queries of each row tile, in registers (WGMMA) or shared memory. Args: gQ: [T, H, D]."""
         last_row, vectors = num_tokens * self.group - 1, as_vectors(gQ)
         for row_tile in range_constexpr(self.row_tiles):
             row = cutlass.min(self.first_row(row_tile) + cute.arch.lane_idx() % WARP_ROWS, last_row)
@@ -344,7 +349,7 @@ class BlockMaxTopK:
 
     @cute.jit
     def store_parts(self, shared: Shared, gValues: cute.Tensor, gIndices: cute.Tensor, num_tokens: Int32):
-        """Write the lists of the warp's rows as they are. Args: [H, T, k]."""
+        """Write the lists of the warp's rows without sorting. Args: gValues, gIndices: [H, T, k]."""
         for i in cutlass.range(self.row_tiles * WARP_ROWS, unroll=1):
             row = self.first_row(i // WARP_ROWS) + i % WARP_ROWS
             token, head = row // self.group, row % self.group
@@ -359,10 +364,10 @@ class BlockMaxTopK:
 
     @cute.jit
     def mainloop(self, gK: cute.Tensor, rQ: list[Any], shared: Shared, span: Keyspan, position: Int32):
-        """All keys of a sequence or document: its blocks into the lists of its rows."""
+        """Score all keys of a sequence or document, and merge its blocks into the lists of its rows."""
         for step in range_constexpr(STAGES - 1):
             self.load_keys(gK, shared, span.first_step + step, span)
-        first_turn = span.first_step // self.steps_per_turn  # a part begins with one
+        first_turn = span.first_step // self.steps_per_turn  # a part starts with a turn
         for turn in cutlass.range(first_turn, cute.ceil_div(span.steps, self.steps_per_turn), unroll=1):
             first_step = turn * self.steps_per_turn
             if const_expr(self.row_tiles == 2):
@@ -377,16 +382,16 @@ class BlockMaxTopK:
                     self.merge(shared, self.first_row(i // WARP_ROWS) + i % WARP_ROWS, first_block, span)
                 cute.arch.sync_warp()
         cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()  # the next document's keys may take the place of these
+        cute.arch.sync_threads()  # the next document's keys may overwrite these
 
     @cute.jit
     def score_two_tiles(
         self, gK: cute.Tensor, rQ: list[Any], shared: Shared, span: Keyspan, position: Int32, first_step: Int32
     ):
-        """Scores of STEPS_PER_TURN steps: the maxima of a row tile while the other one is multiplied.
+        """Scores of STEPS_PER_TURN steps: compute the maxima of a row tile while the other one is multiplied.
 
-        No product is under way behind them: ptxas would serialize WGMMA whose sums it must move around a loop. Steps
-        behind the last one read what is there, and all of their scores are masked.
+        No product is in flight when it returns: ptxas would serialize WGMMA whose sums must be carried around a loop.
+        Steps past the last one read stale keys, and all of their scores are masked.
         """
         one, other = (accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, KEY_TILE)) for _ in range(2))
         for i in range_constexpr(STEPS_PER_TURN):
@@ -407,7 +412,7 @@ class BlockMaxTopK:
 
     @cute.jit
     def score_one_tile(self, gK: cute.Tensor, rQ: Any, shared: Shared, span: Keyspan, position: Int32, step: Int32):
-        """Scores of a step."""
+        """Scores of one step."""
         acc = accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, KEY_TILE))
         self.await_keys()
         self.start_mma(acc, rQ, shared, step, 0)
@@ -418,7 +423,7 @@ class BlockMaxTopK:
 
     @cute.jit
     def load_keys(self, gK: cute.Tensor, shared: Shared, step: Int32, span: Keyspan):
-        """Start copying the keys of a step into its stage, by all threads; one group, empty behind the last step."""
+        """Start copying the keys of a step into its stage, using all threads; one group, empty past the last step."""
         thread, _, _ = cute.arch.thread_idx()
         if step < span.steps:
             stage = shared.sK[None, None, step % STAGES]
@@ -427,7 +432,7 @@ class BlockMaxTopK:
 
     @cute.jit
     def await_keys(self):
-        """The next step's keys have arrived, for all threads."""
+        """Wait until the next step's keys have arrived, for all threads."""
         cute.arch.cp_async_wait_group(STAGES - 2)
         if const_expr(self.warpgroups):
             cute.arch.fence_view_async_shared()
@@ -461,7 +466,7 @@ class BlockMaxTopK:
         """Write the maxima of a step's blocks as scores of the warp's rows of a row tile."""
         lane, S = cute.arch.lane_idx(), acc_mn_view(acc)
         first_row, first_key = self.first_row(row_tile), span.first + step * KEY_TILE
-        rLastKey = cute.make_rmem_tensor(2, Int32)  # that a row sees
+        rLastKey = cute.make_rmem_tensor(2, Int32)  # last key that a row sees
         for r in range_constexpr(2):
             rLastKey[r] = position + (first_row + r * 8 + lane // QUAD) // self.group - first_key
         if cute.arch.vote_any_sync(cutlass.min(rLastKey[0], rLastKey[1]) < KEY_TILE - 1):
@@ -478,7 +483,7 @@ class BlockMaxTopK:
 
     @cute.jit
     def merge(self, shared: Shared, row: Int32, first_block: Int32, span: Keyspan):
-        """Merge the scores of up to LANES blocks into a row's list, if they are of its document."""
+        """Merge the scores of up to LANES blocks into a row's list, if they belong to its document."""
         lane = cute.arch.lane_idx()
         sValues, sRow = shared.sValues[row, None], shared.sRow[row, None]
         block, score = first_block + lane, shared.sScore[row, lane]
@@ -513,7 +518,7 @@ def _compiled(
 
 
 def num_parts(ctas: int, keys: int, size: int, most: int) -> int:
-    """Parts of the keys: at least a merge each, and no more CTAs than `most`. Args: `ctas`: work tiles."""
+    """Number of parts of the keys: at least a merge each, and at most `most` CTAs. Args: `ctas`: work tiles."""
     merges = -(-keys // (LANES * size))
     return max(1, min(most // max(ctas, 1), merges))
 
@@ -533,9 +538,9 @@ def top_blocks_by_max(
     """Selected blocks, int32 `[B,H_i,N_q,k]`, packed `[H_i,T,k]`, for checked arguments.
 
     Args:
-        q_idx, k_idx, cu_seqlens, cu_seqlens_k, block_size, k, local: as of nsa.top_blocks_by_max.
-        q_start: int32 `[B]`; None: queries are the last tokens.
-        parts: of the keys, of sequences without it; None: by sizes and the device (num_parts).
+        q_idx, k_idx, cu_seqlens, cu_seqlens_k, block_size, k, local: see nsa.top_blocks_by_max.
+        q_start: int32 `[B]`; None if queries are the last tokens.
+        parts: number of parts of the keys, for sequences without q_start; None: chosen by sizes and device (num_parts).
     """
     tokens, heads, dim = q_idx.shape[-3:]
     q, keys, packed = vectorizable(q_idx), vectorizable(k_idx), None

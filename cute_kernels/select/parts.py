@@ -1,9 +1,9 @@
-"""Lists of blocks that CTAs share: each takes a part of the keys, and the lists of all parts are merged.
+"""Block lists shared by several CTAs: each processes a part of the keys, and the lists of all parts are merged.
 
-One CTA for a tile of rows leaves multiprocessors without work where there are few rows: a chunk of a prompt, a rank's
-part of a sequence, a step of decoding. Then as many CTAs as there is room for take some of the tile's keys each, and
-leave the sorted lists (topk.py) of the rows in memory. MergeParts merges them in the order of the keys, so the selected
-blocks are those that one list would have. Forced blocks begin the list of the first part, and no other.
+One CTA per tile of rows leaves SMs idle if there are few rows: a chunk of a prompt, a rank's part of a sequence, a step
+of decoding. Then the keys of a tile are divided among as many CTAs as there is room for, which write the sorted lists
+(topk.py) of the rows to memory. MergeParts merges them in the order of the keys, so that the selected blocks are those
+of a single list. Forced blocks are only in the list of the first part.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.topk import Blocks, TopKList
 
 WARPS = 8
-"""Rows of a CTA of MergeParts."""
+"""Rows per CTA of MergeParts."""
 
 
 @cute.jit
 def empty_list(topk: cutlass.Constexpr[TopKList], sValues: cute.Tensor, sIndices: cute.Tensor):
-    """A list without blocks, by one warp."""
+    """Write an empty list, using one warp."""
     for chunk in range_constexpr(topk.slots_per_lane):
         slot = chunk * LANES + cute.arch.lane_idx()
         sValues[slot], sIndices[slot] = -Float32.inf, Int32(-1)
@@ -43,7 +43,7 @@ def store_list(
     gValues: cute.Tensor,  # [k]
     gIndices: cute.Tensor,
 ):
-    """Write a list as it is, by one warp."""
+    """Write a list without sorting, using one warp."""
     for chunk in range_constexpr(topk.slots_per_lane):
         slot = chunk * LANES + cute.arch.lane_idx()
         if slot < topk.blocks.count:
@@ -52,7 +52,7 @@ def store_list(
 
 
 class MergeParts:
-    """The lists of all parts of a row become its selected blocks. A warp for each row. Args: k."""
+    """Merge the lists of all parts of a row into its selected blocks. One warp per row. Args: count: k."""
 
     def __init__(self, count: int) -> None:
         self.topk = TopKList(Blocks(1, 1, 1, count), Keys(), tile=1)
@@ -61,7 +61,7 @@ class MergeParts:
     def __call__(
         self,
         mValues: cute.Tensor,  # fp32 [B, H, T, parts, k]
-        mParts: cute.Tensor,  # int32 likewise
+        mParts: cute.Tensor,  # int32 [B, H, T, parts, k]
         mIndices: cute.Tensor,  # int32 [B, H, T, k]
         stream: Any,
     ):
@@ -89,7 +89,7 @@ class MergeParts:
 
 
 def fake_parts() -> tuple[Any, Any]:
-    """Arguments for the compiler: values and blocks of lists in parts."""
+    """Arguments to compile with: values and blocks of lists in parts."""
     values, lists = (fake(dtype, *[None] * 5, aligned=False) for dtype in (torch.float32, torch.int32))
     return values, lists
 
@@ -100,9 +100,9 @@ def _merge(count: int) -> Kernel:
 
 
 def merge_parts(values: Tensor, lists: Tensor) -> Tensor:
-    """Selected blocks, int32 `[B,H,T,k]`, ascending, padded with -1.
+    """Merge lists into selected blocks, int32 `[B,H,T,k]`, ascending, padded with -1.
 
-    Args: fp32 scores and int32 blocks, sorted, `[B,H,T,parts,k]`.
+    Args: values, lists: fp32 scores and int32 blocks, sorted, `[B,H,T,parts,k]`.
     """
     *rows, _, count = lists.shape
     indices = lists.new_empty((*rows, count))
@@ -111,5 +111,5 @@ def merge_parts(values: Tensor, lists: Tensor) -> Tensor:
 
 
 def compile_merge(count: int) -> None:
-    """For calls of one part, so that no longer one waits for it."""
+    """Precompile the merge so that later multi-part calls don't stall."""
     _merge(count).compile_ahead()

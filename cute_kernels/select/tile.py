@@ -2,25 +2,26 @@
 
     s[t, j]     = mean of the tile's queries . k_cmp[j]              entry j visible to the tile's last token
     score[t, b] = sum_j overlap(j, b) s[t, j] / sum_j overlap(j, b)  over those j
-    indices[t]  = forced blocks, then the highest scores, of equal ones the lower block; k in all, ascending
+    indices[t]  = forced blocks, then the highest scores, ties to the lower block; k in all, ascending
 
-softmax_scale > 0 does not change the order and is left out. Scores stay on chip.
+softmax_scale > 0 does not change the order and is omitted. Scores stay on chip.
 
-A row is a (tile, query head) pair; a CTA holds TILE_M rows of one key/value head and walks over the compressed keys,
+A row is a (tile, query head) pair; a CTA holds TILE_M rows of one key/value head and iterates over the compressed keys,
 64 or 128 (`tile_n`) per step, double buffered with cp.async. In a step every warp computes S = Q K^T for its part of
-the keys and writes it to shared memory. Then each warp pools the scores of its rows to blocks and merges what beats a
-row's k-th best into its sorted list (select/topk.py). Where rows are few, CTAs share the keys of a tile (parts.py).
+the keys and writes it to shared memory. Then each warp pools the scores of its rows to blocks and merges those that
+beat a row's k-th best into its sorted list (select/topk.py). If there are few rows, CTAs share the keys of a tile
+(parts.py).
 
 The mean queries are fp32. Split into three 16-bit terms they keep all 24 bits of the mantissa, so that three mma.sync
-products give fp32-accurate scores of the 16-bit keys. fp16 has few exponents: there terms are scaled by powers of two
-(`TermScales`), and each has an accumulator of its own.
+products give fp32-accurate scores of the 16-bit keys. fp16 has a small exponent range, so its terms are scaled by
+powers of two (`TermScales`), and each has an accumulator of its own.
 
-The same kernel selects blocks of compressed entries for the compressed branch: there a block's score is the plain mean
+The same kernel selects blocks of compressed entries for the compressed branch. A block's score is then the plain mean
 over its entries, and blocks with entries that become visible inside the tile are forced.
 
-Packed documents: the rows of a CTA belong to one document i, whose CTAs begin at first_tile[i] * G // TILE_M + i. That
-is at least as many CTAs as it needs; the others have no rows. Entries, tiles and blocks count from the document's
-beginning.
+Packed documents: the rows of a CTA belong to one document i, whose CTAs start at first_tile[i] * G // TILE_M + i. That
+is at least as many CTAs as it needs; the others have no rows. Entries, tiles and blocks count from the start of the
+document.
 
 Floor: three products of tiles x entries x D per head, halved by causality. 1M tokens, 8 heads of 128, l = 64: 0.2
 TFLOP, 0.35 ms at 600 TFLOP/s. Only the indices are written.
@@ -49,14 +50,14 @@ from cute_kernels.select.parts import compile_merge, empty_list, merge_parts, st
 from cute_kernels.select.topk import NUM_VISIBLE, Blocks, TopKList
 
 TILE_M = 16
-"""Rows of a CTA."""
+"""Rows per CTA."""
 
 WARPS = 4
 ROWS_PER_WARP = TILE_M // WARPS
 """Rows whose lists a warp keeps."""
 
 QUERY_TERMS = 3
-"""16-bit terms of an fp32 query."""
+"""Number of 16-bit terms of an fp32 query."""
 
 
 class TermScales(NamedTuple):
@@ -67,7 +68,7 @@ class TermScales(NamedTuple):
 
     @classmethod
     def of(cls, dtype: Any) -> TermScales:
-        """In fp16 sums over up to 256 heads stay below 65504, and queries from 2^-15 on keep 24 bits."""
+        """Scales for a dtype. fp16: sums over up to 256 heads stay below 65504, queries from 2^-15 on keep 24 bits."""
         return cls(2.0**-8, 2.0**11) if dtype is cutlass.Float16 else cls()
 
 
@@ -75,13 +76,15 @@ STAGES = 2
 """Buffers of keys."""
 
 CTAS_PER_SM = 4
-"""Of all parts: as many as shared memory has room for, with D = 128."""
+"""CTAs per SM over all parts: as many as fit in shared memory with D = 128."""
 
 MIN_PART_ENTRIES, FEW_PARTS = 256, 8
-"""A part begins with an empty list, which nearly all blocks of its first steps get into."""
+"""Minimum entries per part, for up to FEW_PARTS parts: a part starts with an empty list, which nearly all blocks of
+its first steps enter."""
 
 MIN_LONG_PART_ENTRIES, MAX_PARTS = 1024, 16
-"""From FEW_PARTS on: a warp merges the lists of a row, each block with all of them."""
+"""Minimum entries per part, and maximum parts, beyond FEW_PARTS: one warp merges the lists of a row, comparing each
+block with all of them."""
 
 
 class TileTopK:
@@ -95,10 +98,10 @@ class TileTopK:
 
     Args:
         dim: D.
-        dtype: of keys.
-        blocks: what to select.
-        keys: which entries a token sees.
-        tile: T, tokens of a query tile.
+        dtype: dtype of the keys.
+        blocks: selection parameters.
+        keys: visibility of entries.
+        tile: T, tokens per query tile.
     """
 
     def __init__(self, dim: int, dtype: Any, blocks: Blocks, keys: Keys, tile: int) -> None:
@@ -121,8 +124,8 @@ class TileTopK:
         self,
         mQ: cute.Tensor,  # mean queries, fp32 [B, tiles, S, D]
         mK: cute.Tensor,  # [B, entries, H_kv, D]
-        mIndices: cute.Tensor,  # int32 [B, S, tiles parts, k]: of one part the selected blocks, else lists
-        mValues: cute.Tensor,  # fp32 likewise, of lists; any tensor where there is one part
+        mIndices: cute.Tensor,  # int32 [B, S, tiles parts, k]: selected blocks if there is one part, otherwise lists
+        mValues: cute.Tensor,  # fp32, scores of the lists; any tensor if there is one part
         mBounds: cute.Tensor | None,  # Documents.bounds, with one part
         parts: Int32,
         num_tokens: Int32,  # N; not read with mBounds
@@ -175,7 +178,7 @@ class TileTopK:
         row_tile, kv_head, batch = cute.arch.block_idx()
         part, batch = batch % parts, batch // parts
         num_row_tiles, _, _ = cute.arch.grid_dim()
-        row_tile = num_row_tiles - 1 - row_tile  # the longest first
+        row_tile = num_row_tiles - 1 - row_tile  # longest first
         first_row, num_rows, num_entries = row_tile * TILE_M, mQ.shape[1] * group, mK.shape[1]
         if const_expr(mBounds is not None):
             mFirst = mBounds[TILE, None]
@@ -193,7 +196,7 @@ class TileTopK:
         smem = SmemAllocator()
         sQ = smem.allocate_tensor(self.dtype, layout_q, 128)  # [TILE_M, D, terms]
         sK = smem.allocate_tensor(self.dtype, layout_k, 128)  # [tile_n, D, stages]
-        score_stride = self.tile_n + 4  # against bank conflicts
+        score_stride = self.tile_n + 4  # padded against bank conflicts
         sScore = smem.allocate_tensor(Float32, cute.make_layout((TILE_M, self.tile_n), stride=(score_stride, 1)), 16)
         slots = const_expr(self.topk.num_slots)
         sValues = smem.allocate_tensor(Float32, cute.make_layout((TILE_M, slots), stride=(slots, 1)), 16)
@@ -210,7 +213,7 @@ class TileTopK:
             sThreshold[thread] = threshold if row < num_rows else Float32.inf
         cute.arch.sync_threads()
 
-        last_row = cutlass.min(first_row + TILE_M, num_rows) - 1  # sees the most
+        last_row = cutlass.min(first_row + TILE_M, num_rows) - 1  # sees the most entries
         end_step = Int32(0)
         if const_expr(mBounds is None) or first_row < num_rows:
             num_visible = sRow[last_row - first_row, NUM_VISIBLE]
@@ -220,7 +223,7 @@ class TileTopK:
         end_step = cutlass.min(end_step, first_step + part_steps)
 
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        warp_row = warp_index * ROWS_PER_WARP  # the first row whose list this warp keeps
+        warp_row = warp_index * ROWS_PER_WARP  # first row whose list this warp keeps
         for i in range_constexpr(ROWS_PER_WARP):
             row = warp_row + i
             self.topk.init_list(sValues[row, None], sIndices[row, None], sRow[row, None])
@@ -239,7 +242,7 @@ class TileTopK:
         tSrQ_copy = copy_q.retile(tSrQ)
         tSrK_copy = copy_k.retile(tSrK)
         acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE_M, self.tile_n)), Float32)
-        accs = [acc] * QUERY_TERMS  # of each term
+        accs = [acc] * QUERY_TERMS  # one per term
         if const_expr(self.scales.later != 1.0):
             accs = [acc, *(cute.make_rmem_tensor_like(acc) for _ in range(QUERY_TERMS - 1))]
         tSsScore = thr_mma.partition_C(sScore)
@@ -257,7 +260,7 @@ class TileTopK:
                 self.load_keys(mK, sK, num_entries, batch, kv_head, step + 1, (step + 1) % STAGES)
             cute.arch.cp_async_commit_group()
 
-            # MMA: the smallest term of the queries first
+            # MMA: S = Q K^T  [TILE_M, tile_n], the smallest term of the queries first
             acc.fill(0.0)
             if const_expr(self.scales.later != 1.0):
                 for term in range_constexpr(1, QUERY_TERMS):
@@ -274,7 +277,7 @@ class TileTopK:
             cute.autovec_copy(acc, tSsScore)
             cute.arch.sync_threads()
 
-            # Select: find the rows that have a candidate, mostly none in a step, then merge one by one
+            # Select: find the rows that have a candidate (in most steps none), then merge one by one
             first_block = step * self.blocks_per_step
             pending = Int32(0)
             for i in range_constexpr(ROWS_PER_WARP):
@@ -293,7 +296,7 @@ class TileTopK:
                     sRow[row, None],
                     first_block,
                 )
-                cute.arch.sync_warp()  # all lanes have read the earlier one
+                cute.arch.sync_warp()  # all lanes have read the old threshold
                 sThreshold[row] = threshold
 
         # Epilogue: store the lists
@@ -321,7 +324,7 @@ class TileTopK:
         num_rows: Int32,
         group: Int32,
     ):
-        """Mean queries as high, middle and low terms: 16 bits each hold the 24 bits of an fp32 mantissa."""
+        """Load mean queries as high, middle and low terms: 16 bits each hold the 24 bits of an fp32 mantissa."""
         thread, _, _ = cute.arch.thread_idx()
         vectors = self.dim // VECTOR
         rX = cute.make_rmem_tensor(VECTOR, Float32)
@@ -349,7 +352,7 @@ class TileTopK:
         step: Int32,
         stage: Int32,
     ):
-        """Start to copy the keys of one step; rows without an entry keep what they hold."""
+        """Start copying the keys of one step; rows without an entry keep their contents."""
         thread, _, _ = cute.arch.thread_idx()
         vectors = self.dim // VECTOR
         first = self.blocks.first_entry(step * self.blocks_per_step)
@@ -370,7 +373,7 @@ class TileTopK:
     def beats_threshold(
         self, sScores: cute.Tensor, threshold: Float32, num_visible: Int32, first_block: Int32
     ) -> cutlass.Boolean:
-        """Whether a block of this lane may enter the row's list, whether forced or not."""
+        """True if this lane's block may enter the row's list, forced or not."""
         above = cutlass.Boolean(False)
         for chunk in range_constexpr(-(-self.blocks_per_step // LANES)):
             offset = chunk * LANES + cute.arch.lane_idx()
@@ -381,7 +384,7 @@ class TileTopK:
     @cute.jit
     def merge(
         self,
-        sScores: cute.Tensor,  # [tile_n], of this row
+        sScores: cute.Tensor,  # [tile_n], scores of this row
         sValues: cute.Tensor,
         sIndices: cute.Tensor,
         threshold: Float32,
@@ -410,7 +413,7 @@ class TileTopK:
             total, weight = self.weighted_sum(sScores, block, first_block, num_visible, Int32(0), 1)
             if weight > 0:
                 score = total / Float32(weight)
-        else:  # long blocks: all lanes sum one block after the other
+        else:  # long blocks: all lanes together sum one block at a time
             lane = cute.arch.lane_idx()
             for offset in range_constexpr(self.blocks_per_step):
                 total, weight = self.weighted_sum(sScores, first_block + offset, first_block, num_visible, lane, LANES)
@@ -454,12 +457,12 @@ def _compiled(dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: in
 
 
 def num_parts(ctas: int, entries: int, most: int) -> int:
-    """Of the entries, as measured.
+    """Number of parts of the entries, from measurements.
 
     Args:
-        ctas: of one part.
-        entries: that the last row sees.
-        most: CTAs of all parts.
+        ctas: CTAs per part.
+        entries: number of entries that the last row sees.
+        most: maximum CTAs over all parts.
     """
     few, many = min(entries // MIN_PART_ENTRIES, FEW_PARTS), min(entries // MIN_LONG_PART_ENTRIES, MAX_PARTS)
     return max(1, min(most // ctas, max(few, many)))
@@ -482,18 +485,18 @@ def tile_topk(
     Args:
         mean_q: fp32 `[B,tiles,S,D]`, mean queries of consecutive tiles; S a multiple of H_kv.
         k_cmp: `[B,entries,H_kv,D]`, bf16 or fp16.
-        blocks: what to select.
-        keys: which entries a token sees.
-        tile, tokens, start: T, N and the position of the first tile's first token.
-        documents: of packed tiles and aligned entries, instead of `tokens` and `start`.
-        parts: of the entries, without `documents`; None: by sizes and the device (num_parts).
+        blocks: selection parameters.
+        keys: visibility of entries.
+        tile, tokens, start: T, N and the token index of the first tile.
+        documents: layout of packed tiles and aligned entries, instead of `tokens` and `start`.
+        parts: number of parts of the entries, without `documents`; None: chosen by sizes and device (num_parts).
 
     Returns:
         int32 `[B,S,tiles,blocks.count]`, ascending, padded with -1.
     """
     batch, tiles, heads, dim = mean_q.shape
     packed, kv_heads = documents is not None, k_cmp.shape[2]
-    ctas = batch * kv_heads * -(-tiles * (heads // kv_heads) // TILE_M)  # of one part
+    ctas = batch * kv_heads * -(-tiles * (heads // kv_heads) // TILE_M)  # per part
     if packed or ctas * blocks.count == 0:
         parts = 1
     elif parts is None:
@@ -502,7 +505,7 @@ def tile_topk(
     shape = batch, heads, tiles * parts, blocks.count
     lists = torch.empty(shape, dtype=torch.int32, device=mean_q.device)
     if packed:
-        lists.fill_(-1)  # kept in unused tiles
+        lists.fill_(-1)  # stays in unused tiles
     if ctas * blocks.count == 0:
         return lists
     values = mean_q  # one part writes no scores

@@ -2,30 +2,31 @@
 
     P[h, i, j]  = exp(scale q_h[i] . k_cmp[j] - lse_cmp[h, i])        entry j visible to token i: j d + l - 1 <= i
     score[i, b] = sum_j overlap(j, b) / l  sum_h P[h, i, j]           h over the G heads of a key/value head
-    indices[i]  = forced blocks, then the highest scores, of equal ones the lower block; k in all, ascending
+    indices[i]  = forced blocks, then the highest scores, ties to the lower block; k in all, ascending
 
 (equations 8 to 12 of arXiv 2502.11089, eq. 9 read as overlap in tokens). Scores and probabilities stay on chip.
 
 Work tiles: a work tile is `Tiling.tokens` consecutive tokens with the G query heads of one key/value head. Its mainloop
-walks over the compressed keys, KEY_TILE per step; in a step, its tokens are processed in subtiles of 8 or 16. CTAs are
-persistent: each takes one work tile after another.
+iterates over the compressed keys, KEY_TILE per step; in a step, its tokens are processed in subtiles of 8 or 16. CTAs
+are persistent: each processes one work tile after another.
 
 Warps: half of them multiply (MMA warps), half load and select (select warps).
 - The MMA warps compute S^T = K Q^T. Keys are operand A: a warp keeps those of a step in registers while the queries of
-  all heads and subtiles pass by as operand B. Probabilities are summed over the heads in registers, in the order of the
-  heads. Only the sums go to shared memory, with 0 for masked entries: whatever these hold, even NaN, reaches no score.
-- The select warps pool the sums of a subtile to block scores and merge what beats a token's k-th best into its list
-  (select/topk.py) while the MMA warps compute the next subtile. They also load, with cp.async: the keys of the next
-  step as soon as the MMA warps hold the current ones in registers; in a work tile's last step the first keys of the
-  next work tile, and its queries, a subtile at a time, in place of those whose scores are written. Merging can take
-  long, so whatever the MMA warps wait for is released before it where possible.
+  all heads and subtiles stream through as operand B. Probabilities are summed over the heads in registers, in the order
+  of the heads. Only the sums go to shared memory, with 0 for masked entries, so that not even a NaN of theirs reaches a
+  score.
+- The select warps pool the sums of a subtile to block scores and merge those that beat a token's k-th best into its
+  list (select/topk.py) while the MMA warps compute the next subtile. They also load, with cp.async: the keys of the
+  next step as soon as the MMA warps hold the current ones in registers; in a work tile's last step the first keys of
+  the next work tile, and its queries, a subtile at a time, in place of those whose scores are written. Merging can take
+  long, so the resources that the MMA warps wait for are released before it if possible.
 
 MMA: WGMMA on Hopper, 64 entries x up to 64 queries (16 tokens of several heads); a warpgroup has two in flight, and
-sums up one half of its keys while the other half is computed. mma.sync elsewhere, head by head; the next head's product
+sums one half of its keys while the other half is computed. mma.sync elsewhere, head by head; the next head's product
 is issued before the probabilities of the current one are summed.
 
 Packed documents: tokens and entries are aligned (pool/documents.py) and T is a multiple of `Tiling.tokens`, so a work
-tile has tokens of one document; entries and blocks count from its beginning. Rows after a document's end select
+tile has tokens of one document; entries and blocks count from its start. Rows after a document's end select
 nothing; work tiles without other rows are skipped.
 
 Near ties: scores are fp32 sums in a fixed order, bitwise reproducible. Their relative error is at most
@@ -33,10 +34,10 @@ Near ties: scores are fp32 sums in a fixed order, bitwise reproducible. Their re
     2^-23 ((D/8 + 4) A + 4 |lse| + G + 8),      A and |lse| the largest scale |q| |k_cmp| and |lse| of the token's heads
 
 (products summed in D/16 steps, base-2 units, exponential, sums over heads and entries), so selected blocks can differ
-from the exact ones only where scores differ by less than twice that.
+from the exact ones only if scores differ by less than twice that.
 
 Floor: 2 D FLOPs and one exponential per visible (query, entry). 64K tokens, 64 heads of 128, d = 16: 2.2 TFLOP, 2.7 ms
-at 800 TFLOP/s (WGMMA; 3.7 ms with mma.sync at 600), and at the same time 8.6e9 exponentials, 2.3 ms at 16 per cycle and
+at 800 TFLOP/s (WGMMA; 3.7 ms with mma.sync at 600), and concurrently 8.6e9 exponentials, 2.3 ms at 16 per cycle and
 SM. Every work tile reads its keys again, from L2: 4.3 GB there with 32 tokens. Only the indices are written. With few
 heads per group selection costs as much as the products: two thirds of all instructions with 4 heads.
 
@@ -75,22 +76,22 @@ SELECT_THREADS = SELECT_WARPS * LANES
 THREADS = MMA_THREADS + SELECT_THREADS
 MMA_WARPGROUPS = MMA_THREADS // WARPGROUP_THREADS
 MMA_REGISTERS, SELECT_REGISTERS = 200, 56
-"""Per thread, after setmaxregister."""
+"""Registers per thread, after setmaxregister."""
 
 WGMMA_M = 64
 """Entries that a warpgroup multiplies with one instruction."""
 
 MAX_WGMMA_N = 64
-"""The most queries that it multiplies them with."""
+"""Maximum number of queries that it multiplies them with."""
 
 MAX_GROUP = MAX_TOKEN_GROUP
 DIMS = (64, 128)
 
 
 class NamedBarrier(enum.IntEnum):
-    """Hardware barriers; the table in TokenTopK says who arrives and who waits.
+    """Hardware barriers; the table in TokenTopK lists who arrives and who waits.
 
-    There is one per MMA warpgroup of those that MMA warps wait for: warpgroups do not wait for each other.
+    Barriers that MMA warps wait for exist once per MMA warpgroup: warpgroups do not wait for each other.
     """
 
     KeysEmpty = 1  # 0 is reserved for sync_threads
@@ -101,7 +102,7 @@ class NamedBarrier(enum.IntEnum):
 
 
 def overlap_weights(blocks: Blocks) -> list[float]:
-    """overlap / l of the entries that overlap a block, in their order; the same for every block."""
+    """overlap / l of the entries that overlap a block, in order; the same for every block."""
     length, stride, size = blocks.length, blocks.stride, blocks.size
     starts = range(stride - length, size, stride)
     return [(min(start + length, size) - max(start, 0)) / length for start in starts]
@@ -115,9 +116,9 @@ class Problem(NamedTuple):
     mBounds: cute.Tensor | None
     mTiles: cute.Tensor | None
     num_tokens: Int32
-    """Tokens of the sequence; not read with documents."""
+    """Number of tokens of the sequence; not read with documents."""
     first_token: Int32
-    """Position of mQ's first row, likewise."""
+    """Token index of mQ's first row; not read with documents."""
     document_tile: Int32
     """T of the documents."""
 
@@ -128,19 +129,19 @@ class WorkTile(NamedTuple):
     batch: Int32
     kv_head: Int32
     first_row: Int32
-    """In mQ."""
+    """Index in mQ."""
     first_token: Int32
-    """Position of that row in its sequence or document."""
+    """Index of that row in its sequence or document."""
     num_rows: Int32
-    """Rows that are tokens; not positive if there are none."""
+    """Number of rows that are tokens; not positive if there are none."""
     num_tokens: Int32
-    """Tokens of the sequence or document."""
+    """Number of tokens of the sequence or document."""
     num_entries: Int32
-    """Its compressed entries."""
+    """Number of its compressed entries."""
     first_entry: Int32
-    """Its first entry in mK."""
+    """Index of its first entry in mK."""
     num_steps: Int32
-    """Steps of the mainloop; at least one."""
+    """Number of mainloop steps, at least one."""
 
 
 class TokenTopK:
@@ -148,14 +149,14 @@ class TokenTopK:
 
     Args:
         dim: D.
-        dtype: of queries and keys.
+        dtype: dtype of queries and keys.
         group: G.
-        blocks: what to select.
-        keys: which entries a token sees.
+        blocks: selection parameters.
+        keys: visibility of entries.
         use_wgmma: multiply with WGMMA (sm_90a only) instead of mma.sync.
 
-    Named barriers, and how often each completes in a work tile. "MMA" are the MMA warps, "MMA WG" one of their two
-    warpgroups, each with its own barrier, "select" the select warps.
+    Named barriers, and how often each completes in a work tile. "MMA" are the MMA warps, "MMA WG" is one of their two
+    warpgroups, each with its own barrier, "select" are the select warps.
 
         barrier      arrive  wait    times                  means
         KeysFull     select  MMA WG  steps                  sK has the step's keys, sQ the first subtile's queries
@@ -175,7 +176,7 @@ class TokenTopK:
         self.topk = TopKList(blocks, keys, tile=1)
         self.weights = overlap_weights(blocks)
         self.ratio = blocks.size // blocks.stride
-        self.entries_before = len(self.weights) - self.ratio  # that overlap a block but begin before it
+        self.entries_before = len(self.weights) - self.ratio  # entries that overlap a block but start before it
         self.blocks_per_step = blocks.per_step(KEY_TILE)
         self.score_chunks = -(-self.blocks_per_step // LANES)
         self.heads_per_mma = 1
@@ -194,8 +195,8 @@ class TokenTopK:
         mBounds: cute.Tensor | None,  # Documents.bounds
         mTiles: cute.Tensor | None,  # Documents.tiles
         scale: Float32,  # softmax_scale * log2(e)
-        num_tokens: Int32,  # of the sequence; not read with mBounds
-        first_token: Int32,  # position of mQ's first row
+        num_tokens: Int32,  # tokens of the sequence; not read with mBounds
+        first_token: Int32,  # token index of mQ's first row
         document_tile: Int32,  # T of the documents
         max_ctas: Int32,  # CTAs that run at the same time
         stream: Any,
@@ -317,7 +318,7 @@ class TokenTopK:
             num_tokens, first_entry = mBounds[LENGTH, document], mBounds[ENTRY, document]
             num_entries = self.keys.visible(num_tokens - 1, num_entries)
         num_rows = cutlass.min(num_rows, num_tokens - first_token)
-        num_visible = self.keys.visible(first_token + num_rows - 1, num_entries)  # to the last token, which sees most
+        num_visible = self.keys.visible(first_token + num_rows - 1, num_entries)  # last token: sees the most
         num_steps = cutlass.max(cute.ceil_div(self.blocks.scored(num_visible), self.blocks_per_step), 1)
         return WorkTile(
             batch, kv_head, first_row, first_token, num_rows, num_tokens, num_entries, first_entry, num_steps
@@ -325,7 +326,7 @@ class TokenTopK:
 
     @cute.jit
     def next_work_idx(self, work_idx: Int32, problem: Problem) -> Int32:
-        """The CTA's first work index from `work_idx` on whose tile has tokens; -1 if there is none."""
+        """First work index of the CTA, from `work_idx` on, whose tile has tokens; -1 if there is none."""
         num_work_tiles = self.num_work_tiles(problem.mQ, problem.mK)
         if const_expr(problem.mTiles is not None):
             searching = self.tile_idx(work_idx) < num_work_tiles
@@ -352,14 +353,14 @@ class TokenTopK:
         sRow: cute.Tensor,
         problem: Problem,
     ):
-        """All work tiles of the CTA, by the select warps. Each warp selects for every eighth token."""
+        """Process all work tiles of the CTA in the select warps. Each warp selects for every eighth token."""
         mQ, mK, mBounds = problem[:3]
         select_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - MMA_WARPS
         num_subtiles = const_expr(self.tiling.num_subtiles)
         rows_per_warp = const_expr(self.tiling.subtile // SELECT_WARPS)
         rScore = [cute.make_rmem_tensor(self.score_chunks, Float32) for _ in range(rows_per_warp)]
 
-        # Prologue: load and begin the first work tile
+        # Prologue: load and start the first work tile
         work_idx = self.next_work_idx(Int32(0), problem)
         work_tile = self.get_work_tile(cutlass.max(work_idx, 0), problem)
         if work_idx >= 0:
@@ -393,12 +394,12 @@ class TokenTopK:
                     for i in range_constexpr(rows_per_warp):
                         self.pool(sScore[i * SELECT_WARPS + select_warp, None, None], rScore[i])
 
-                    # Load the next work tile's queries in place of this subtile's, which are no longer read
+                    # Load the next work tile's queries over this subtile's, which are no longer read
                     if load_next_tile:
                         self.load_queries(mQ, mLse, sQ, sLse, subtile, next_tile)
                         cute.arch.cp_async_commit_group()
 
-                    # Release what can be released before merging. sRow masks the next scores; if they belong to the
+                    # Release as much as possible before merging. sRow masks the next scores; if they belong to the
                     # next work tile and there is one subtile, it is written only below
                     release_scores = (not last_step) | (subtile + 1 < num_subtiles)
                     if const_expr(num_subtiles > 1):
@@ -414,7 +415,7 @@ class TokenTopK:
                         if row < work_tile.num_rows:
                             self.merge(rScore[i], sValues[row, None], sIndices[row, None], sRow[row, None], first_block)
 
-                    # Release the next work tile's first step, whose loads ran during the merge
+                    # Release the next work tile's first step, whose loads completed during the merge
                     if load_next_tile:
                         if subtile == 0:
                             self.wait_for_loads()
@@ -424,7 +425,7 @@ class TokenTopK:
                                 self.wait_for_loads()
                                 self.release(NamedBarrier.QueriesFull)
 
-                    # Epilogue: store the indices, begin the next work tile's lists
+                    # Epilogue: store the indices, start the next work tile's lists
                     if last_step:
                         gIndices = mIndices[work_tile.batch, work_tile.kv_head, None, None]
                         self.store_indices(sIndices, gIndices, subtile, work_tile)
@@ -436,7 +437,7 @@ class TokenTopK:
 
     @cute.jit
     def release(self, barrier: cutlass.Constexpr[int]):
-        """Arrive at the barrier of each MMA warpgroup, by the select warps."""
+        """Arrive at the barrier of each MMA warpgroup; called by the select warps."""
         for i in range_constexpr(MMA_WARPGROUPS):
             cute.arch.barrier_arrive(barrier_id=barrier + i, number_of_threads=SELECT_THREADS + WARPGROUP_THREADS)
 
@@ -472,7 +473,7 @@ class TokenTopK:
             gQ = cute.domain_offset((0, 0, work_tile.kv_head * self.group, 0), mQ)
             gQ = gQ[work_tile.batch, work_tile.first_row + row, None, None]
             for i in range_constexpr(-(-self.group // heads_at_once)):
-                # With one head at once `head` is a Python int, so that addresses differ by constants
+                # With one head at a time `head` is a Python int, so that addresses differ by constants
                 head = i if const_expr(heads_at_once == 1) else i * heads_at_once + row_and_head // rows
                 if head < self.group:
                     sHead = cute.domain_offset((head % self.heads_per_mma * rows, 0, head // self.heads_per_mma), sQ)
@@ -530,7 +531,7 @@ class TokenTopK:
         mBounds: cute.Tensor | None,
         work_tile: WorkTile,
     ):
-        """Write what this warp's tokens of a subtile see, and begin their lists with the forced blocks."""
+        """Write the visible range of this warp's tokens of a subtile, and start their lists with the forced blocks."""
         num_tokens, num_entries = work_tile.num_tokens, work_tile.num_entries
         select_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - MMA_WARPS
         cute.arch.sync_warp()
@@ -591,9 +592,10 @@ class TokenTopK:
         scale: Float32,
         problem: Problem,
     ):
-        """All work tiles of the CTA.
+        """All work tiles of the CTA, with mma.sync.
 
-        A warp multiplies for the next head, also of the next subtile, before it sums the current head's probabilities.
+        A warp multiplies for the next head, including that of the next subtile, before it sums the current head's
+        probabilities.
         """
         thread, _, _ = cute.arch.thread_idx()
         num_subtiles = const_expr(self.tiling.num_subtiles)
@@ -613,14 +615,14 @@ class TokenTopK:
         while work_idx >= 0:
             num_steps = self.get_work_tile(work_idx, problem).num_steps
             for step in cutlass.range(num_steps, unroll=1):
-                # Keys to registers
+                # Keys to registers: operand A  [KEY_TILE, D]
                 self.acquire(NamedBarrier.KeysFull)
                 cute.copy(copy_k, tSsK, tSrK_copy)
                 cute.arch.barrier_arrive(barrier_id=NamedBarrier.KeysEmpty, number_of_threads=THREADS)
 
                 self.mma_head(*operands, Int32(0), acc)
                 for subtile in cutlass.range(num_subtiles, unroll=1):
-                    # MMA and softmax of pairs of heads, so that `acc` and `next_acc` swap roles
+                    # MMA [KEY_TILE, subtile] and softmax of pairs of heads, so that `acc` and `next_acc` swap roles
                     first_head = subtile * self.group
                     head_lse = cute.domain_offset((subtile * self.tiling.subtile, 0), sLse)
                     total.fill(0.0)
@@ -636,7 +638,7 @@ class TokenTopK:
                         for i in range_constexpr(cute.size(acc)):
                             next_acc[i] = acc[i]
 
-                    # The last head, after the next subtile's first product is issued
+                    # Last head, after the next subtile's first product is issued
                     if subtile + 1 < num_subtiles:
                         if const_expr(num_subtiles > 1):
                             if subtile == 0:
@@ -660,7 +662,7 @@ class TokenTopK:
         scale: Float32,
         problem: Problem,
     ):
-        """The same with WGMMA. A warpgroup multiplies one half of its keys while it sums up the other half."""
+        """All work tiles of the CTA, with WGMMA. A warpgroup multiplies half of its keys while summing the rest."""
         thread, _, _ = cute.arch.thread_idx()
         num_subtiles = const_expr(self.tiling.num_subtiles)
         mmas_per_subtile = const_expr(self.group // self.heads_per_mma)
@@ -690,7 +692,7 @@ class TokenTopK:
 
                 issue_mma(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, 0], False)
                 for subtile in range_constexpr(num_subtiles):
-                    # MMA and softmax, in turn for each half of the keys
+                    # MMA and softmax, alternating between the halves of the keys
                     for half in range_constexpr(2):
                         total[half].fill(0.0)
                     for i in range_constexpr(mmas_per_subtile):
@@ -715,7 +717,7 @@ class TokenTopK:
 
     @cute.jit
     def acquire(self, barrier: cutlass.Constexpr[int]):
-        """Wait at this warpgroup's barrier, by the MMA warps."""
+        """Wait at this warpgroup's barrier; called by the MMA warps."""
         warpgroup_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
         cute.arch.barrier(barrier_id=barrier + warpgroup_idx, number_of_threads=SELECT_THREADS + WARPGROUP_THREADS)
 
@@ -753,7 +755,7 @@ class TokenTopK:
 
     @cute.jit
     def softmax_heads(self, acc: cute.Tensor, total: cute.Tensor, lse: list[cute.Tensor], scale: Float32):
-        """`softmax` for the heads of one WGMMA, whose values follow each other in `acc`."""
+        """`softmax` for the heads of one WGMMA, whose values are consecutive in `acc`."""
         values_per_head = cute.size(total)
         for head in range_constexpr(self.heads_per_mma):
             layout = cute.make_layout(values_per_head)
@@ -770,7 +772,7 @@ class TokenTopK:
         step: Int32,
         subtile: Int32,
     ):
-        """Write a subtile's sums over the heads, 0 where an entry is not visible, for the select warps."""
+        """Write a subtile's sums over the heads, 0 for invisible entries, for the select warps."""
         first_entry = step * self.blocks_per_step * self.ratio - self.entries_before
         first_row = subtile * self.tiling.subtile
         self.acquire(NamedBarrier.ScoresEmpty)
@@ -810,14 +812,14 @@ def token_topk(
         k_cmp: `[B,entries,H_kv,D]` in q's dtype; with documents aligned entries.
         lse_cmp: fp32 `[B,H,N]`, natural log, of attention to the visible entries; -inf without any.
         config: an nsa.NSAConfig; only block sizes, selection and softmax_scale are read.
-        start: position of q's first token.
-        documents: of packed rows and entries, instead of `start`; T a multiple of the tokens of a work tile.
+        start: token index of q's first row.
+        documents: layout of packed rows and entries, instead of `start`; T a multiple of the tokens per work tile.
 
     Returns:
         int32 `[B,H_kv,N,k]`, ascending, padded with -1; with documents -1 in rows without a token.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: for unsupported arguments; names the argument, the expectation and the value.
     """
     blocks = Blocks.of(config)
     _check(q, k_cmp, lse_cmp, config, blocks, documents, start)

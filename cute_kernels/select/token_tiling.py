@@ -1,6 +1,6 @@
-"""Work tiles of select/token.py and their shared memory: what fits, for the kernel and for support.py.
+"""Work tiles of select/token.py and their shared memory: the sizes that fit, for the kernel and for support.py.
 
-Needs neither CuTe DSL nor PyTorch.
+Imports neither CuTe DSL nor PyTorch.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from cute_kernels.mma.smem import CTA_SMEM_BYTES
 MMA_WARPS = 8
 
 KEY_TILE = MAX_TOKEN_ENTRIES
-"""Compressed keys of a mainloop step."""
+"""Compressed keys per mainloop step."""
 
 LIST_UNIT = 32
-"""Slots of a list are a multiple of it: lanes of a warp."""
+"""List slots are padded to a multiple of this: lanes of a warp."""
 
 
 class Tiling(NamedTuple):
     """Sizes of a work tile."""
 
     tokens: int
-    """Tokens of a work tile."""
+    """Tokens per work tile."""
     token_warps: int
     """MMA warps along the tokens of a subtile, 8 tokens each; they repeat along the entries."""
 
@@ -33,7 +33,7 @@ class Tiling(NamedTuple):
 
     @property
     def subtile(self) -> int:
-        """Tokens that are multiplied, and selected for, together."""
+        """Tokens multiplied and selected for together."""
         return 8 * self.token_warps
 
     @property
@@ -45,7 +45,7 @@ TILINGS = (Tiling(64, 2), Tiling(32, 2), Tiling(16, 2), Tiling(8, 1))
 
 
 def smem_bytes(tiling: Tiling, dim: int, group: int, count: int, ratio: int) -> int:
-    """Shared memory of a CTA. Args: k; l'/d."""
+    """Shared memory of a CTA in bytes. Args: count: k. ratio: l'/d."""
     scores = tiling.subtile * score_layout(ratio)[1] * 4
     slots = -(-count // LIST_UNIT) * LIST_UNIT
     per_token = group * (2 * dim + 4) + slots * 8 + 4 * 4
@@ -53,9 +53,9 @@ def smem_bytes(tiling: Tiling, dim: int, group: int, count: int, ratio: int) -> 
 
 
 def choose_tiling(dim: int, group: int, count: int, ratio: int) -> Tiling | None:
-    """The tiling with the most tokens that fits in shared memory: every work tile reads the keys again.
+    """Tiling with the most tokens that fits in shared memory, since every work tile reads the keys again.
 
-    Args: D; G; k; l'/d.
+    Args: dim: D. group: G. count: k. ratio: l'/d.
     """
     fitting = (tiling for tiling in TILINGS if smem_bytes(tiling, dim, group, count, ratio) <= CTA_SMEM_BYTES)
     return next(fitting, None)
@@ -64,9 +64,9 @@ def choose_tiling(dim: int, group: int, count: int, ratio: int) -> Tiling | None
 def score_layout(ratio: int) -> tuple[int, int]:
     """Strides of a token's scores in shared memory: between the entries of a block, and between tokens.
 
-    Entry r b + i, of `ratio` r = l'/d per block, lies at column b of row i: lanes that pool consecutive blocks read
-    consecutive words. Both strides are padded against bank conflicts: an MMA warp writes 8 entries of 4 pairs of tokens
-    at once.
+    Entry r b + i, with `ratio` r = l'/d entries per block, is stored at column b of row i: lanes that pool consecutive
+    blocks read consecutive words. Both strides are padded against bank conflicts: an MMA warp writes 8 entries of 4
+    pairs of tokens at once.
     """
     columns = -(-KEY_TILE // ratio)
     columns += (max(1, 8 // ratio) - columns) % 8

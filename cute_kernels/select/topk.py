@@ -1,14 +1,14 @@
-"""Sorted top-k lists of blocks in shared memory, which scores are merged into chunk by chunk.
+"""Sorted top-k lists of blocks in shared memory; scores are merged into them chunk by chunk.
 
-A row is what selects blocks: a query tile or a token. One warp keeps its list, of `count` slots sorted by score: the
-forced blocks first, with score +inf, then the highest scores; of equal scores the lower block first. Empty slots hold
-score -inf and block -1. Scores arrive in ascending order of their blocks, in chunks of 32, one per lane. The candidates
-are those that beat the list's last slot. A candidate goes to
+A row is a query tile or token that selects blocks. One warp keeps its list of `count` slots sorted by score: the forced
+blocks first, with score +inf, then the highest scores; ties are ordered by block, lower first. Empty slots hold score
+-inf and block -1. Scores arrive in ascending order of their blocks, in chunks of 32, one per lane. Candidates are the
+scores that beat the list's last slot. A candidate goes to
 
     slot = number of listed scores >= its own + number of candidates of the chunk that are better, or equal and earlier
 
 and a listed block moves back by the number of candidates that beat it. No sorting is needed, and the result does not
-depend on how the scores are cut into chunks. Of scores in random order, k + k ln(blocks / k) are expected to become
+depend on how the scores are cut into chunks. If scores are in random order, k + k ln(blocks / k) are expected to become
 candidates: nearly all scores of the first chunks, few of the later ones.
 
 With many candidates and at most one slot per lane, a bitonic network is cheaper. It sorts the candidates. The better of
@@ -28,24 +28,25 @@ from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.mma.warp import LANES, divide, lowest_bit
 
 NUM_VISIBLE, INIT_END, LOCAL_BEGIN, LOCAL_END = range(4)
-"""Columns of `sRow`: entries that a row sees; blocks 0 ... INIT_END-1 and LOCAL_BEGIN ... LOCAL_END-1 are forced."""
+"""Columns of `sRow`: number of entries that a row sees; blocks 0 ... INIT_END-1 and LOCAL_BEGIN ... LOCAL_END-1 are
+forced."""
 
 CANDIDATES_PER_ITERATION = 2
-"""Candidates that one iteration of `_merge_by_rank` compares: the latencies of their shuffles overlap."""
+"""Candidates compared per iteration of `_merge_by_rank`, so that the latencies of their shuffles overlap."""
 
 SORT_THRESHOLD = 8
-"""Candidates from which the bitonic network, of 20 exchanges, takes less time than comparing each with all."""
+"""Number of candidates from which the bitonic network, of 20 exchanges, is faster than comparing each with all."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which blocks are scored, and which are forced. Sizes in tokens, or in entries with length = stride = 1.
+    """Selection parameters: scored and forced blocks. Sizes in tokens, or in entries with length = stride = 1.
 
     Args:
-        length, stride: of the compressed blocks (entries) whose scores are pooled, l and d.
-        size: of the blocks to select, l'.
+        length, stride: l and d of the compressed blocks (entries) whose scores are pooled.
+        size: l' of the blocks to select.
         count: number of blocks to select, k.
-        init, local: number of forced blocks at the beginning of the sequence and at the row.
+        init, local: number of forced blocks at the start of the sequence and at the row.
         newest: force the blocks with an entry that becomes visible inside the query tile, instead of `init`, `local`.
     """
 
@@ -59,7 +60,7 @@ class Blocks:
 
     @staticmethod
     def of(config: Any) -> Blocks:
-        """What an nsa.NSAConfig selects."""
+        """Selection parameters of an nsa.NSAConfig."""
         return Blocks(
             config.compress_block_size,
             config.stride,
@@ -71,16 +72,16 @@ class Blocks:
 
     @property
     def overlapping(self) -> int:
-        """The most entries that overlap one block."""
+        """Maximum number of entries that overlap one block."""
         return -(-(self.size + self.length - 1) // self.stride)
 
     @property
     def plain(self) -> bool:
-        """Each entry is one block."""
+        """True if each entry is one block."""
         return self.length == self.stride == self.size
 
     def per_step(self, entries: int) -> int:
-        """Whole blocks that `entries` consecutive entries cover, wherever the first block begins."""
+        """Number of whole blocks covered by `entries` consecutive entries, wherever the first block starts."""
         if self.plain:
             return entries
         if self.size % self.stride == 0:
@@ -94,7 +95,7 @@ class Blocks:
 
     @cute.jit
     def first_entry(self, block: Int32) -> Int32:
-        """The first entry that overlaps a block."""
+        """Index of the first entry that overlaps a block."""
         before = block * self.size - self.length + 1
         return Int32(0) if before <= 0 else (before + self.stride - 1) // self.stride
 
@@ -103,11 +104,11 @@ class TopKList:
     """The lists of a CTA's rows.
 
     Args:
-        blocks: what to select.
-        keys: which entries a token sees.
-        tile: T, tokens of a row; 1 where each token selects.
+        blocks: selection parameters.
+        keys: visibility of entries.
+        tile: T, tokens per row; 1 if each token selects.
 
-    A list is held as sValues (fp32 scores) and sIndices (int32 blocks), both [num_slots]; sRow is int32 [4].
+    A list is stored as sValues (fp32 scores) and sIndices (int32 blocks), both [num_slots]; sRow is int32 [4].
     """
 
     def __init__(self, blocks: Blocks, keys: Keys, tile: int) -> None:
@@ -115,13 +116,13 @@ class TopKList:
         self.slots_per_lane = -(-blocks.count // LANES)
         self.num_slots = self.slots_per_lane * LANES
 
-    # Rows: what is visible and what is forced
+    # Rows: visible and forced ranges
 
     @cute.jit
     def init_row(
         self, sRow: cute.Tensor, tile: Int32, tokens: Int32, entries: Int32, packed: cutlass.Constexpr[bool]
     ) -> Float32:
-        """Write sRow. Returns the score that a block has to beat, +inf where forced blocks take all slots."""
+        """Write sRow. Returns the score that a block has to beat, +inf if forced blocks fill all slots."""
         init_end, local_begin, local_end = self._forced(tile, tokens, entries, packed)
         sRow[NUM_VISIBLE] = self.keys.visible(self._last_token(tile, tokens), entries)
         sRow[INIT_END] = init_end
@@ -146,7 +147,7 @@ class TopKList:
             new = self.keys.visible(last_token, entries)
             if old < new:
                 local_begin, local_end = old // spec.size, (new - 1) // spec.size + 1
-            if const_expr(packed):  # all blocks of a document that has no more than `count`
+            if const_expr(packed):  # all blocks of a document with at most `count`
                 blocks = cute.ceil_div(entries, spec.size)
                 if blocks <= spec.count:
                     init_end, local_begin, local_end = blocks, blocks, blocks
@@ -154,10 +155,10 @@ class TopKList:
             last = last_token // spec.size
             num_blocks = last + 1
             local_begin, local_end = last - spec.local + 1, last + 1
-            if const_expr(not self.keys.causal):  # centered on the tile: as many before it as after it
+            if const_expr(not self.keys.causal):  # centered on the tile
                 num_blocks = (tokens - 1) // spec.size + 1
                 twice_begin = tile * self.tile // spec.size + last + 1 - spec.local
-                local_begin = (twice_begin + 2 * spec.local) // 2 - spec.local  # floor, also of a negative number
+                local_begin = (twice_begin + 2 * spec.local) // 2 - spec.local  # floor, for negative numbers too
                 local_end = local_begin + spec.local
             init_end = cutlass.min(Int32(spec.init), num_blocks)
             local_end = cutlass.max(cutlass.min(local_end, num_blocks), init_end)
@@ -166,14 +167,14 @@ class TopKList:
 
     @cute.jit
     def not_forced(self, sRow: cute.Tensor, block: Int32) -> cutlass.Boolean:
-        """Whether a block is selected by its score alone."""
+        """True if a block is selected by its score alone."""
         return (block >= sRow[INIT_END]) & ((block < sRow[LOCAL_BEGIN]) | (block >= sRow[LOCAL_END]))
 
     # Lists, each by one warp: slot s is register s // 32 of lane s % 32
 
     @cute.jit
     def init_list(self, sValues: cute.Tensor, sIndices: cute.Tensor, sRow: cute.Tensor):
-        """The forced blocks, then empty slots."""
+        """Write the forced blocks, then empty slots."""
         init_end, local_begin, local_end = sRow[INIT_END], sRow[LOCAL_BEGIN], sRow[LOCAL_END]
         for i in range_constexpr(self.slots_per_lane):
             slot = i * LANES + cute.arch.lane_idx()
@@ -189,8 +190,8 @@ class TopKList:
         """Merge the candidates of a chunk into the list.
 
         Args:
-            score, block: of this lane. Blocks ascend with the lanes and follow all blocks merged before.
-            candidates: bit mask of the lanes whose score beats the last slot.
+            score, block: this lane's. Blocks ascend with the lanes and follow all blocks merged before.
+            candidates: bitmask of the lanes whose score beats the last slot.
 
         Returns:
             The new score of the last slot.
@@ -213,12 +214,13 @@ class TopKList:
         lists: Int32,
         thread: Int32,
         threads: cutlass.Constexpr[int],
-        mValues: cute.Tensor | None,  # fp32 [count], written
+        mValues: cute.Tensor | None,  # fp32 [count], output
         mIndices: cute.Tensor,
     ):
-        """Merge sorted lists into one, by so many threads. Each is of later blocks than those before it.
+        """Merge sorted lists into one, using the given number of threads. Each list has later blocks than those before
+        it.
 
-        A block's slot is its place in its own list and the number of blocks of each other list that are better, by
+        A block's slot is its position in its own list plus the number of better blocks in each other list, found by
         binary search.
         """
         bits = const_expr(self.blocks.count.bit_length())
@@ -243,7 +245,7 @@ class TopKList:
     def merge_best(
         self, value: Float32, index: Int32, other_value: Float32, other_index: Int32
     ) -> tuple[Float32, Int32]:
-        """The best LANES of two sorted lists of one slot a lane, sorted. Of equal scores the lower block is better."""
+        """Best LANES of two sorted lists of one slot per lane, sorted. Of equal scores the lower block is better."""
         last = LANES - 1
         other_value, other_index = (cute.arch.shuffle_sync_bfly(x, last) for x in (other_value, other_index))
         if (other_value > value) | ((other_value == value) & (other_index < index)):
@@ -256,7 +258,7 @@ class TopKList:
     def _merge_by_rank(
         self, sValues: cute.Tensor, sIndices: cute.Tensor, score: Float32, block: Int32, candidates: Int32
     ):
-        """Broadcast the candidates one after the other; each lane counts what beats its slots and its own block."""
+        """Broadcast the candidates one at a time; each lane counts those that beat its slots and its own block."""
         lane, count = cute.arch.lane_idx(), self.blocks.count
         rValue = cute.make_rmem_tensor(self.slots_per_lane, Float32)
         rIndex = cute.make_rmem_tensor(self.slots_per_lane, Int32)
@@ -274,7 +276,7 @@ class TopKList:
                 source = lowest_bit(remaining) % LANES
                 remaining = remaining & (remaining - 1)
                 other = cute.arch.shuffle_sync(score, source)
-                other = other if exists else -Float32.inf  # beats nothing
+                other = other if exists else -Float32.inf  # beats no slot
                 at_least = Int32(0)
                 for i in range_constexpr(self.slots_per_lane):
                     rSlot[i] += Int32(1) if other > rValue[i] else Int32(0)
@@ -294,7 +296,7 @@ class TopKList:
     def _merge_by_sorting(
         self, sValues: cute.Tensor, sIndices: cute.Tensor, score: Float32, block: Int32, candidates: Int32
     ):
-        """Sort the candidates, worst first; take the better of each lane's slot and candidate; sort these."""
+        """Sort the candidates, worst first; keep the better of each lane's slot and candidate; sort these."""
         lane = cute.arch.lane_idx()
         is_candidate = (candidates >> lane) & 1 != 0
         score = score if is_candidate else -Float32.inf
@@ -304,7 +306,7 @@ class TopKList:
                 best_first = (lane >> level) & 1 == 1  # in every other run of the level; in none of the last level
                 score, block = self._compare_exchange(score, block, 1 << level - 1 - step, best_first)
         value, index = sValues[lane], sIndices[lane]
-        if value < score:  # of equal scores the listed one stays: its block is lower
+        if value < score:  # on a tie the listed block stays: it is lower
             value, index = score, block
         for step in range_constexpr(5):
             value, index = self._compare_exchange(value, index, 16 >> step, cutlass.Boolean(True))
@@ -327,7 +329,7 @@ class TopKList:
 
     @cute.jit
     def store_indices(self, sIndices: cute.Tensor, gIndices: cute.Tensor):
-        """Write the selected blocks in ascending order, then -1: a block's place is the number of lower blocks."""
+        """Write the selected blocks in ascending order, then -1: a block's position is the number of lower blocks."""
         lane = cute.arch.lane_idx()
         count = self.blocks.count
         rIndex = cute.make_rmem_tensor(self.slots_per_lane, Int32)
