@@ -1,12 +1,13 @@
 """Append the new tokens of each sequence: k and v into their pages, and the compressed entries that they complete.
 
     page[t] = new[t - s]                                s <= t < s + new tokens, s the sequence's cached tokens
-    entry j = mean of tokens j d ... j d + l - 1        of those whose last token is new; fp32, rounded once
+    entry j = mean of tokens j d ... j d + l - 1        if its last token is new; fp32, rounded once
 
-A CTA has PART_TOKENS new tokens of a key/value head and sequence, their keys or their values. A thread adds up every
-SLICES-th token of a vector, and the SLICES sums are added in order: the bits of BlockMean (pool/compress.py).
+A CTA has PART_TOKENS new tokens of a key/value head and sequence, either their keys or their values. A thread sums
+every SLICES-th token of a vector, and the SLICES sums are added in order: bitwise equal to BlockMean
+(pool/compress.py).
 
-Floor: l (D + D_v) 2 bytes read for an entry, once in d tokens: 64 KB a sequence with 4 heads of 128. Latency only.
+Floor: l (D + D_v) 2 bytes read per entry, once every d tokens: 64 KB per sequence with 4 heads of 128. Latency only.
 
 Limits: dims multiples of 8; d divides the page size. Pages of new tokens belong to one sequence.
 """
@@ -26,13 +27,13 @@ from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
 PART_TOKENS = 64
-"""New tokens of a CTA; an entry belongs to the CTA of its last token."""
+"""New tokens per CTA; an entry belongs to the CTA of its last token."""
 
 
 class AppendPages:
     """Barriers, for each entry: the SLICES sums are written; they have been read.
 
-    Args: dims of k and v; tokens of a page; l and d.
+    Args: dim, v_dim: dims of k and v. page_size: tokens per page. length, stride: l and d.
     """
 
     def __init__(self, dim: int, v_dim: int, page_size: int, length: int, stride: int) -> None:
@@ -49,7 +50,7 @@ class AppendPages:
         mVPages: cute.Tensor,
         mKEntries: cute.Tensor,
         mVEntries: cute.Tensor,
-        mTable: cute.Tensor,  # int32 [B, pages of a sequence]
+        mTable: cute.Tensor,  # int32 [B, pages per sequence]
         mCached: cute.Tensor,  # int32 [B]: Lengths
         mNew: cute.Tensor,
         stream: Any,
@@ -105,7 +106,7 @@ class AppendPages:
         lane, slice_ = thread % self.lanes, thread // self.lanes
         rX = cute.make_rmem_tensor((VECTOR, BATCH), gNew.element_type)
 
-        begin = part * PART_TOKENS  # of the new tokens
+        begin = part * PART_TOKENS  # index among the new tokens
         new = cutlass.min(new, begin + PART_TOKENS)
 
         # Tokens

@@ -1,16 +1,16 @@
 """Attention of each token of a step to its selected blocks and to its window, in parts (tiles.py).
 
 A CTA has the heads of a token that select together, the G of a key/value head or one (tile mode), and some tiles of
-KEYS keys of one branch: the first `selected_parts` CTAs those of the selected blocks, l'/KEYS each, the others the
-window's, from its first token on. The selected blocks are the best of the parts that choose.py wrote; each CTA merges
-them.
+KEYS keys of one branch: the first `selected_parts` CTAs have those of the selected blocks, l'/KEYS each, the others the
+window's, from its first token on. The selected blocks are the best of the parts written by choose.py, which each CTA
+merges.
 
 Partials of parts without tiles have lse -inf.
 
-Floor: (n l' + w) (D + D_v) 2 bytes a token and key/value head, whatever the length: 3.1 MB with 4 heads of 128, n = 16
+Floor: (n l' + w) (D + D_v) 2 bytes per token and key/value head, for any length: 3.1 MB with 4 heads of 128, n = 16
 and w = 512, 0.75 us at 4.19 TB/s.
 
-Limits: l' a multiple of KEYS; G at most 64, whose queries and a pipeline fit in shared memory.
+Limits: l' a multiple of KEYS; G at most 64 if queries and a pipeline fit in shared memory.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compil
 from cute_kernels.select.topk import Blocks, TopKList
 
 MAX_PARTS = 64
-"""Of a branch."""
+"""Maximum number of parts per branch."""
 MOST_TILES = 8
-"""Of a part."""
+"""Maximum number of tiles per part, unless MAX_PARTS requires more."""
 START_TILES = 2
-"""Tiles that a CTA could have taken in the time until its first one has come: it merges lists and waits for memory."""
+"""Startup cost of a CTA in units of tiles: it merges lists and waits for memory before its first tile arrives."""
 
 
 class Parts(NamedTuple):
-    """How a token's tiles are cut."""
+    """Partition of a token's tiles."""
 
     selected: int
     window: int
     tiles: int
-    """Of a part, at most, of selected blocks and of the window."""
+    """Maximum tiles per part, of the selected blocks (`tiles`) and of the window (`window_tiles`)."""
     window_tiles: int
 
     @property
@@ -58,7 +58,7 @@ class Parts(NamedTuple):
 
     @property
     def of_branches(self) -> tuple[slice, slice]:
-        """The parts of selected blocks, and of the window."""
+        """Ranges of parts of the selected blocks, and of the window."""
         return slice(self.selected), slice(self.selected, None)
 
     @staticmethod
@@ -72,10 +72,10 @@ class Parts(NamedTuple):
         per_kv_head: int = 1,
     ) -> Parts:
         """Args:
-        blocks, window, max_tokens: what is selected; w; tokens of the longest sequence.
-        items, ctas: tokens and key/value heads of a step; CTAs that run at a time.
-        part_tiles: tiles of a part. None: so many that all parts take the fewest rounds of tiles.
-        per_kv_head: groups of heads that select by themselves; the window's parts are another launch then.
+        blocks, window, max_tokens: selection parameters; w; number of tokens of the longest sequence.
+        items, ctas: tokens times key/value heads of a step; number of CTAs that run concurrently.
+        part_tiles: tiles per part. None: the number for which all parts take the fewest rounds of tiles.
+        per_kv_head: groups of heads that select separately; the window's parts then are another launch.
         """
         selected, rest = blocks.count * (blocks.size // KEYS), -(-min(window, max_tokens) // KEYS)
 
@@ -96,23 +96,23 @@ class Parts(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A CTA's tiles."""
+    """Tiles of a CTA."""
 
     token: Int32
-    """The last key that the rows see."""
+    """Last key that the rows see."""
     first_tile: Int32
     is_window: Boolean
     window_first: Int32
     """First key of the window."""
     sBlock: cute.Tensor
-    """int32 [k], the selected blocks."""
+    """int32 [k], selected blocks."""
 
 
 class AttendBlocks(DecodeTiles):
     """Args:
-    dim, v_dim, dtype: of k and v, 16-bit.
-    group, per_kv_head: heads that select together, and how many such groups a key/value head has.
-    queries, blocks, window, page_size: N_q; what was selected; w; tokens of a page.
+    dim, v_dim, dtype: D, D_v and their 16-bit type.
+    group, per_kv_head: number of heads that select together, and number of such groups per key/value head.
+    queries, blocks, window, page_size: N_q; selection parameters; w; tokens per page.
     """
 
     def __init__(
@@ -143,15 +143,15 @@ class AttendBlocks(DecodeTiles):
         mTable: cute.Tensor,
         mCached: cute.Tensor,  # int32 [B]: Lengths
         mNew: cute.Tensor,
-        mValues: cute.Tensor,  # as of ChooseBlocks
+        mValues: cute.Tensor,  # as written by ChooseBlocks
         mIndices: cute.Tensor,
-        mO: cute.Tensor,  # fp32 [B, items, parts, heads, D_v], written; items: (group of heads, token)
+        mO: cute.Tensor,  # fp32 [B, items, parts, heads, D_v], output; items: (group of heads, token)
         mLse: cute.Tensor,  # fp32 [B, items, parts, heads], in base 2
         scale: Float32,  # softmax_scale * log2(e)
         selected_parts: Int32,
-        selected_tiles: Int32,  # of a part
+        selected_tiles: Int32,  # tiles per part
         window_tiles: Int32,
-        choice_blocks: Int32,  # of a part of ChooseBlocks
+        choice_blocks: Int32,  # blocks per part of ChooseBlocks
         stream: Any,
     ):
         batches, items, parts, _ = mLse.shape
@@ -190,7 +190,7 @@ class AttendBlocks(DecodeTiles):
         layouts: Any,
     ):
         item, batch, part = cute.arch.block_idx()
-        part = mLse.shape[2] - 1 - part  # the window's first: they need no choice
+        part = mLse.shape[2] - 1 - part  # window parts first: they need no choice
         cute.arch.griddepcontrol_launch_dependents()
         smem = SmemAllocator()
         buffers = self.allocate(smem, layouts)
@@ -231,10 +231,10 @@ class AttendBlocks(DecodeTiles):
         token: Int32,
         choice_blocks: Int32,
     ) -> Int32:
-        """The best blocks of all parts, into sBlock, best first. Returns how many there are."""
+        """Merge the best blocks of all parts into sBlock, best first. Returns the number of blocks."""
         lane = cute.arch.lane_idx()
         scored = self.blocks.scored(self.keys.visible(token, Int32(NO_END)))
-        parts = cutlass.max((scored + choice_blocks - 1) // choice_blocks, 1)  # part 0 has what is forced
+        parts = cutlass.max((scored + choice_blocks - 1) // choice_blocks, 1)  # part 0 has the forced blocks
         if const_expr(self.topk.slots_per_lane == 1):
             self._merge_in_registers(gValues, gIndices, parts, buffers, sBlock)
         else:
@@ -261,7 +261,7 @@ class AttendBlocks(DecodeTiles):
         self.topk.merge_lists(sValues, sIndices, parts, thread, self.threads, None, sBlock)
 
     def _lists(self, lists: int, slots: int, buffers: Buffers) -> tuple[cute.Tensor, cute.Tensor]:
-        """Values and blocks, in place of keys and values, which are not on their way yet."""
+        """Values and blocks, aliasing keys and values, whose loads have not started yet."""
         layout = cute.make_layout((lists, slots), stride=(slots, 1))
         values = buffers.sO.iterator
         blocks = cute.recast_ptr(values + cute.size(layout), dtype=Int32)
@@ -271,7 +271,7 @@ class AttendBlocks(DecodeTiles):
     def _merge_in_registers(
         self, gValues: cute.Tensor, gIndices: cute.Tensor, parts: Int32, buffers: Buffers, sBlock: cute.Tensor
     ):
-        """Lists of one slot a lane: each warp merges some of them, and all warps what these have merged."""
+        """Merge lists of one slot per lane: each warp merges some of them, then all warps merge the results."""
         lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         per_warp = const_expr(CHOICE_PARTS // self.warps)
         size = const_expr(max(per_warp, self.warps))
@@ -302,7 +302,7 @@ class AttendBlocks(DecodeTiles):
         rValue: cute.Tensor,
         rIndex: cute.Tensor,
     ):
-        """Lists `first`, `first` + `apart`, ... into registers 0 ... `count` - 1; those behind the last are empty."""
+        """Load lists `first`, `first` + `apart`, ... into registers 0 ... `count` - 1; empty past the last."""
         lane = cute.arch.lane_idx()
         for i in range_constexpr(count):
             rValue[i], rIndex[i] = -Float32.inf, Int32(-1)
@@ -319,7 +319,7 @@ class AttendBlocks(DecodeTiles):
         rValue: cute.Tensor,
         rIndex: cute.Tensor,
     ):
-        """Registers 0 ... `count` - 1 of `_load_lists` into register 0, where `parts` lists need it."""
+        """Merge registers 0 ... `count` - 1 of `_load_lists` into register 0, skipping unneeded levels."""
         for level in range_constexpr(1, count.bit_length()):
             half = const_expr(count >> level)
             if parts > half * apart:
@@ -337,7 +337,7 @@ class AttendBlocks(DecodeTiles):
 
     @cute.jit
     def finish_scores(self, S: cute.Tensor, tile: Int32, work: Work):
-        """Keys behind the token become -inf."""
+        """Set scores of keys after the token to -inf."""
         _, key_warp = self.place()
         first, _ = self.bounds(tile, work)
         last = work.token - first - key_warp * self.warp_keys

@@ -1,4 +1,4 @@
-"""A layer's cache as tensors: its pages, and the lengths of its sequences."""
+"""Tensors of a layer's cache: its pages, and the lengths of its sequences."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class Pages(NamedTuple):
-    """A layer's memory, and where sequences lie in it (decode/pages.py)."""
+    """Memory of a layer, and the block table of its sequences (decode/pages.py)."""
 
     k: Tensor
-    """`[pages,page_size,H_kv,D]`, of the selected branch and, but for `k_win`, of all."""
+    """`[pages,page_size,H_kv,D]`, of all branches, or of the selected one if `k_win` is given."""
     v: Tensor
     """`[pages,page_size,H_kv,D_v]`"""
     k_cmp: Tensor
@@ -19,9 +19,9 @@ class Pages(NamedTuple):
     v_cmp: Tensor
     """`[pages,page_size/d,H_kv,D_v]`"""
     block_table: Tensor
-    """int32 `[B,pages of a sequence]`; read for tokens that exist, the new ones among them."""
+    """int32 `[B,pages per sequence]`; read for existing tokens, including new ones."""
     k_win: Tensor | None = None
-    """Of the window, like k, if it has keys and values of its own."""
+    """Keys of the window, like k, if it has keys and values of its own."""
     v_win: Tensor | None = None
 
     @property
@@ -34,8 +34,8 @@ class LengthTensors(NamedTuple):
     """int32 `[B]` on the device."""
 
     cached: Tensor
-    """Tokens of a sequence in front of the new ones."""
+    """Number of tokens of each sequence before the new ones."""
     new: Tensor
-    """0 to N_q: the first rows of a sequence are its new tokens."""
+    """0 to N_q: number of new tokens, the first rows of each sequence."""
     overflowed: Tensor
     """bool `[B]`: sequences whose rows become NaN. They have no new tokens."""

@@ -1,29 +1,29 @@
-"""Choose blocks for each token of a step, from what score.py wrote: the best of each part of the blocks.
+"""Choose blocks for each token of a step from the output of score.py: the best of each part of the blocks.
 
     lse_h        = log2 sum 2^lse_partial              over the splits of score.py
-    score[b]     = sum_h 2^(L[h, b] - lse_h)           h over the heads of a group, for all blocks in one order; both
-                                                       tiles' L of a block
-    part p       = the k best of so many blocks, best first; forced blocks head part 0
+    score[b]     = sum_h 2^(L[h, b] - lse_h)           h over the heads of a group, in one order for all blocks; L of
+                                                       both tiles of a block
+    part p       = the k best of its blocks, best first; forced blocks head part 0
 
-In tile mode the heads' L are added up as they are, and `heads` is 1, or G with share_heads_in_group.
+In tile mode the heads' L are summed directly, and `heads` is 1, or G with share_heads_in_group.
 
 A CTA has a part of the blocks of a token and the heads that select together; each warp keeps a list of its own
-(select/topk.py), and all merge them. blocks.py merges the parts. Parts behind the last scored block do nothing.
+(select/topk.py), which are then merged. blocks.py merges the parts. Parts past the last scored block do nothing.
 
-A warp scores LANES blocks at a time. Where heads are whole vectors and tiles divide LANES, lanes side by side have a
-block's heads, a vector each: a load reads memory without gaps, and L that a tile has of the next one's blocks is in a
-few lanes. Elsewhere each lane has a block with all of its heads.
+A warp scores LANES blocks at a time. If heads are whole vectors and tiles divide LANES, adjacent lanes hold a block's
+heads, a vector each: loads are contiguous, and the L that a tile contributes to the next one's blocks is in a few
+lanes. Otherwise each lane has a block with all of its heads.
 
-Near ties: beside the errors of a fp32 product (select/token.py), L is rounded, and lse is a sum in another order. The
-relative error of a score is at most
+Near ties: in addition to the errors of a fp32 product (select/token.py), L is rounded, and lse is summed in another
+order. The relative error of a score is at most
 
     2^-23 ((D/8 + 8) A + 8 |lse| + G + l'/d + l/d + 16),      A and |lse| the largest scale |q| |k_cmp| and |lse|
 
-so selected blocks can differ from the exact ones, and from those of the whole call, only where scores differ by less
-than twice that. Blocks with the same entries in the same proportions tie exactly.
+so selected blocks can differ from the exact ones, and from those of the whole call, only if scores differ by less than
+twice that. Blocks with the same entries in the same proportions tie exactly.
 
-Floor: L once, 4 G bytes a block: 64K tokens, 4 x 16 heads: 0.26 MB, from L2. Latency: the partials' lse, the scores
-and one sorting network, one after the other.
+Floor: L once, 4 G bytes per block: 64K tokens, 4 x 16 heads: 0.26 MB, from L2. Latency: the partials' lse, then the
+scores, then one sorting network.
 
 Limits: those of TopKList and score.py; `heads` at most MAX_TOKEN_GROUP.
 """
@@ -50,27 +50,31 @@ from cute_kernels.select.topk import INIT_END, LOCAL_BEGIN, LOCAL_END, Blocks, T
 WARPS = 16
 THREADS = WARPS * LANES
 BATCH = 4
-"""Partials' lse that a thread has in flight."""
+"""Number of partials' lse that a thread has in flight."""
 PART_UNIT = WARPS * LANES
-"""A part has a multiple of this: each warp the same number of chunks of blocks."""
+"""Blocks per part are a multiple of this: each warp has the same number of chunks of blocks."""
 MAX_PARTS, MAX_LONG_PARTS = 32, 16
-"""Lists that blocks.py merges: of one slot a lane, and of more."""
+"""Maximum number of lists that blocks.py merges: with one slot per lane, and with more."""
 CTAS_PER_SM = 2
-"""From which on larger parts are faster than more CTAs."""
+"""CTAs per SM beyond which larger parts are faster than more CTAs."""
 
 
 class ChoiceParts(NamedTuple):
-    """How the blocks of a sequence are cut."""
+    """Partition of the blocks of a sequence."""
 
     lists: int
     blocks: int
-    """Of a part."""
+    """Number of blocks per part."""
 
     @staticmethod
     def of(blocks: int, count: int, items: int, sms: int) -> ChoiceParts:
-        """As many parts as CTAs run at a time. Part 0 is always there, for forced blocks.
+        """As many parts as CTAs that run concurrently. Part 0 always exists, for forced blocks.
 
-        Args: blocks of the longest sequence; k; tokens and groups of heads of a step; multiprocessors.
+        Args:
+            blocks: number of blocks of the longest sequence.
+            count: k.
+            items: tokens times groups of heads of a step.
+            sms: number of multiprocessors.
         """
         most = min(MAX_PARTS if count <= LANES else MAX_LONG_PARTS, max(1, sms * CTAS_PER_SM // max(1, items)))
         size = PART_UNIT * max(1, -(-blocks // (PART_UNIT * most)))
@@ -78,35 +82,35 @@ class ChoiceParts(NamedTuple):
 
 
 class ChooseBlocks:
-    """Barriers: the row and the heads' lse are written; the lists of all warps are whole, and are merged.
+    """Barriers: the row and the heads' lse are written; the lists of all warps are complete, and are merged.
 
-    Args: the kernel that wrote the scores, what to select, and how many heads select together, 1 or G.
+    Args: score: kernel that wrote the scores. blocks: selection parameters. heads: heads that select together, 1 or G.
     """
 
     def __init__(self, score: ScoreEntries, blocks: Blocks, heads: int) -> None:
         self.blocks, self.score, self.tiles, self.heads = blocks, score, score.tiles, heads
         self.by_tile, self.per_kv_head = score.terms > 1, score.group // heads
-        self.missing = 0.0 if self.by_tile else -math.inf  # L where a tile has no entries of a block
+        self.missing = 0.0 if self.by_tile else -math.inf  # L if a tile has no entries of a block
         self.queries = score.query_rows // score.group
         self.topk = TopKList(blocks, score.keys, tile=1)
         lanes, starts = heads // FLOATS, LANES // self.tiles.blocks
         rows = heads % FLOATS == 0 and LANES % max(1, lanes) == 0
         if self.tiles.reach > 0:
             rows = rows and self.tiles.reach == 1 and starts * self.tiles.blocks == LANES
-        self.lanes = lanes if rows else 0  # side by side that have a block's heads; 0: each lane has a block
-        self.starts = starts if self.tiles.reach > 0 else 0  # blocks of a chunk that begin a tile and have L behind one
-        self.head_lanes = min(LANES, THREADS >> (heads - 1).bit_length())  # that add up a head's lse
+        self.lanes = lanes if rows else 0  # adjacent lanes per block, sharing its heads; 0: one block per lane
+        self.starts = starts if self.tiles.reach > 0 else 0  # blocks of a chunk that start a tile
+        self.head_lanes = min(LANES, THREADS >> (heads - 1).bit_length())  # lanes that sum a head's lse
 
     @cute.jit
     def __call__(
         self,
         mCached: cute.Tensor,  # int32 [B]: Lengths
         mNew: cute.Tensor,
-        mLse: cute.Tensor,  # as of ScoreEntries
-        mScores: cute.Tensor,  # likewise
-        mValues: cute.Tensor,  # fp32 [B, H N_q / heads, parts, k], written
-        mIndices: cute.Tensor,  # int32 likewise; -1: no block
-        ctas: Int32,  # of ScoreEntries
+        mLse: cute.Tensor,  # as written by ScoreEntries
+        mScores: cute.Tensor,  # as written by ScoreEntries
+        mValues: cute.Tensor,  # fp32 [B, H N_q / heads, parts, k], output
+        mIndices: cute.Tensor,  # int32 [B, H N_q / heads, parts, k], output; -1: no block
+        ctas: Int32,  # CTAs of ScoreEntries
         part_blocks: Int32,
         stream: Any,
     ):
@@ -147,7 +151,7 @@ class ChooseBlocks:
         cut = self.score.splits.cut(lengths, batch, heads, ctas)
         cute.arch.griddepcontrol_wait()
         if (query < lengths.mNew[batch]) & ((part == 0) | (part * part_blocks < scored)):
-            # What is forced, and the heads' lse; the first scores are on their way meanwhile
+            # Forced blocks and the heads' lse; meanwhile the first scores are in flight
             if thread == 0:
                 self.topk.init_row(sRow, token, token + 1, Int32(NO_END), False)
             gScores = cute.domain_offset(
@@ -166,7 +170,7 @@ class ChooseBlocks:
                     sLse[head] = lse if head < self.heads else Float32(0.0)
             cute.arch.sync_threads()
 
-            # A list for each warp
+            # One list per warp
             sWarpValues, sWarpIndices = sValues[warp_index, None], sIndices[warp_index, None]
             if (part == 0) & (warp_index == 0):
                 self.topk.init_list(sWarpValues, sWarpIndices, sRow)
@@ -190,7 +194,7 @@ class ChooseBlocks:
 
     @cute.jit
     def _lse(self, gLse: cute.Tensor, places: Partials) -> Float32:
-        """Of a query row over all splits, in base 2, by `head_lanes` lanes."""
+        """lse of a query row over all splits, in base 2, using `head_lanes` lanes."""
         lanes = const_expr(self.head_lanes)
         lane = cute.arch.lane_idx() % lanes
         gLse = cute.domain_offset((places.first,), gLse)
@@ -216,7 +220,7 @@ class ChooseBlocks:
     # Scores of a chunk of LANES blocks
 
     def _registers(self) -> tuple[cute.Tensor, cute.Tensor]:
-        """For L of blocks' own tiles, and of the tiles before: [FLOATS, loads]."""
+        """Registers for L of blocks' own tiles, and of the tiles before: [FLOATS, loads]."""
         if self.lanes == 0:
             loads = -(-self.heads // FLOATS), -(-self.heads // FLOATS)
         else:
@@ -236,7 +240,7 @@ class ChooseBlocks:
         rOwn: cute.Tensor,
         rBefore: cute.Tensor,
     ):
-        """L of the chunk's heads: of a block's tile, if it has one, and of the tile before, else `missing`."""
+        """Load L of the chunk's heads: of a block's tile, if any, and of the tile before, otherwise `missing`."""
         rOwn.fill(self.missing)
         rBefore.fill(self.missing)
         if const_expr(self.lanes == 0):
@@ -245,7 +249,7 @@ class ChooseBlocks:
             self._load_side_by_side(gScores, start, end, num_tiles, rOwn, rBefore)
 
     def _score(self, rOwn: cute.Tensor, rBefore: cute.Tensor, sLse: cute.Tensor) -> Float32:
-        """Of the lane's block."""
+        """Score of the lane's block."""
         if self.lanes == 0:
             return self._sum(rOwn, sLse) + self._sum(rBefore, sLse)
         return self._sum_side_by_side(rOwn, rBefore, sLse)
@@ -261,7 +265,7 @@ class ChooseBlocks:
         rBefore: cute.Tensor,
     ):
         tile, slot = block // self.tiles.blocks, block % self.tiles.blocks
-        if (block < end) & (tile < num_tiles):  # else all of its visible entries begin before
+        if (block < end) & (tile < num_tiles):  # otherwise all of its visible entries start earlier
             self._load_heads(gScores[tile, slot, None], rOwn)
         if const_expr(self.tiles.reach > 0):
             if (block < end) & (slot < self.tiles.reach) & (tile > 0):
@@ -294,15 +298,15 @@ class ChooseBlocks:
         rBefore: cute.Tensor,
     ):
         place, piece = cute.arch.lane_idx() // self.lanes, cute.arch.lane_idx() % self.lanes
-        at_once = const_expr(LANES // self.lanes)  # blocks of a load
+        at_once = const_expr(LANES // self.lanes)  # blocks per load
         for i in range_constexpr(self.lanes):
             block = start + i * at_once + place
             tile, slot = block // self.tiles.blocks, block % self.tiles.blocks
-            if (block < end) & (tile < num_tiles):  # else all of its visible entries begin before
+            if (block < end) & (tile < num_tiles):  # otherwise all of its visible entries start earlier
                 cute.autovec_copy(cute.local_tile(gScores[tile, slot, None], (FLOATS,), (piece,)), rOwn[None, i])
         if const_expr(self.starts > 0):
             for i in range_constexpr(cute.size(rBefore, mode=[1])):
-                first = i * at_once + place  # of the blocks that begin a tile
+                first = i * at_once + place  # index among the blocks that start a tile
                 tile = start // self.tiles.blocks + first
                 if (first < self.starts) & (tile * self.tiles.blocks < end) & (tile > 0):
                     gBehind = gScores[tile - 1, self.tiles.blocks, None]
@@ -330,14 +334,14 @@ class ChooseBlocks:
 
     @cute.jit
     def _sum_of_lanes(self, rHeads: cute.Tensor, rLse: cute.Tensor) -> Float32:
-        """Over a block's heads, in all lanes that have them."""
+        """Sum over a block's heads, in all lanes that hold them."""
         score = Float32(0.0)
         for i in range_constexpr(FLOATS):
             score += self._share(rHeads, rLse, i)
         return cute.arch.warp_reduction_sum(score, threads_in_group=self.lanes)
 
     def _share(self, rHeads: cute.Tensor, lse: cute.Tensor, head: int) -> Float32:
-        """What a head adds to a block's score."""
+        """Contribution of a head to a block's score."""
         return rHeads[head] if self.by_tile else cute.math.exp2(rHeads[head] - lse[head], fastmath=True)
 
 
@@ -349,7 +353,7 @@ def compiled(
     queries: int,
     blocks: Blocks,
     page_size: int,
-    terms: int = 1,  # of ScoreEntries
+    terms: int = 1,  # see ScoreEntries
     heads: int | None = None,  # None: G
 ) -> Kernel:
     score = ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, blocks, page_size, terms=terms)

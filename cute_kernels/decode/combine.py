@@ -1,14 +1,14 @@
-"""Add up the partials of the three branches, and gate: the last launch of a step.
+"""Combine the partials of the three branches, and gate: the last launch of a step.
 
     o_branch = sum_s 2^(lse_s - lse) o_s       lse = log2 sum_s 2^lse_s       s over the branch's splits or parts
     out      = g_cmp o_cmp + g_slc o_slc + g_win o_win                        fp32, rounded once
 
-A CTA has a token and head, so many threads for each branch: `lanes` threads a partial, one vector of 8 numbers each,
-threads / lanes partials at a time, and `ahead` of these in flight. Sums of those are added up in order through shared
-memory: the same bits in every run. Rows behind a sequence's new tokens become 0, and those of a sequence that has
-overflowed NaN.
+A CTA has a token and head, with a fixed number of threads per branch: `lanes` threads per partial, holding one vector
+of 8 elements each, threads / lanes partials at a time, and `ahead` of these in flight. Their sums are reduced in order
+through shared memory: bitwise reproducible. Rows past a sequence's new tokens become 0, and those of a sequence that
+has overflowed NaN.
 
-Floor: 4 D_v bytes a head and partial; latency of a few loads.
+Floor: 4 D_v bytes per head and partial; latency of a few loads.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from cute_kernels.select.topk import Blocks
 
 
 class Shape(NamedTuple):
-    """Of a CTA."""
+    """Shape of a CTA."""
 
     threads: int
-    """Of a branch, a multiple of `lanes`."""
+    """Threads per branch, a multiple of `lanes`."""
     ahead: int
-    """Partials whose loads a thread has in flight."""
+    """Number of partials whose loads a thread has in flight."""
 
 
 FEW_HEADS, MANY_HEADS = Shape(128, 8), Shape(64, 4)
-"""All partials at once, in 80 registers a thread and 2 CTAs per SM; or 54 registers and 6 CTAs per SM, for batches."""
+"""All partials at once, with 80 registers per thread and 2 CTAs per SM; for batches, 54 registers and 6 CTAs per SM."""
 
 
 class CombineBranches:
-    """One barrier: all sums of the three branches are written. Then the first branch's threads add up and gate.
+    """One barrier: all sums of the three branches are written. Then the first branch's threads combine and gate.
 
     Args:
-        score: the kernel of the compressed branch's partials.
-        dim, v_dim: of q and out.
-        shape: of a CTA.
-        heads: that select together.
+        score: kernel that wrote the compressed branch's partials.
+        dim, v_dim: head dims of q and out.
+        shape: shape of a CTA.
+        heads: number of heads that select together.
     """
 
     def __init__(self, score: ScoreEntries, dim: int, v_dim: int, shape: Shape, heads: int) -> None:
@@ -68,18 +68,18 @@ class CombineBranches:
         mCached: cute.Tensor,  # int32 [B]: Lengths
         mNew: cute.Tensor,
         mOverflowed: cute.Tensor,  # int8 [B]
-        mCmpO: cute.Tensor,  # fp32 [places, rows, D_v], as of ScoreEntries
+        mCmpO: cute.Tensor,  # fp32 [places, rows, D_v], as written by ScoreEntries
         mCmpLse: cute.Tensor,
-        mBlockO: cute.Tensor,  # fp32 [B, items, parts, heads, D_v], as of AttendBlocks
+        mBlockO: cute.Tensor,  # fp32 [B, items, parts, heads, D_v], as written by AttendBlocks
         mBlockLse: cute.Tensor,
-        mWinO: cute.Tensor | None,  # likewise with G heads, if the window's are by themselves
+        mWinO: cute.Tensor | None,  # the same with G heads, if the window's are a separate launch
         mWinLse: cute.Tensor | None,
         mQ: cute.Tensor | None,  # [B, N_q, H, D], with mW
         mW: cute.Tensor | None,  # [H, 3, D]
         mG: cute.Tensor | None,  # [B, N_q, H, 3], without mW
         mOut: cute.Tensor,  # [B, N_q, H, D_v]
-        ctas: Int32,  # of ScoreEntries
-        selected_parts: Int32,  # of AttendBlocks
+        ctas: Int32,  # CTAs of ScoreEntries
+        selected_parts: Int32,  # parts of AttendBlocks
         stream: Any,
     ):
         tensors = mOverflowed, mCmpO, mCmpLse, mBlockO, mBlockLse, mWinO, mWinLse, mQ, mW, mG, mOut
@@ -170,7 +170,7 @@ class CombineBranches:
 
     @cute.jit
     def _of_head(self, mO: cute.Tensor, mLse: cute.Tensor, heads: cutlass.Constexpr[int]) -> tuple[Any, Any]:
-        """AttendBlocks' partials of the CTA's token and head. Args: `heads`: that they have together."""
+        """AttendBlocks' partials of the CTA's token and head. Args: `heads`: number of heads stored together."""
         head, query, batch = cute.arch.block_idx()
         selector, head_in_group = divide(head, heads)
         item = selector * self.queries + query
@@ -189,7 +189,7 @@ class CombineBranches:
         sMax: cute.Tensor,
         sSum: cute.Tensor,
     ):
-        """Every `rows`-th partial from `row` on, not normalised. Those without keys add nothing, whatever they hold."""
+        """Sum every `rows`-th partial from `row` on, unnormalized. Partials without keys contribute nothing."""
         top, total = -Float32.inf, Float32(0.0)
         rO = cute.make_rmem_tensor(VECTOR, Float32)
         rO.fill(0.0)
@@ -260,7 +260,7 @@ def compiled(
     w_dtype: torch.dtype | None,
     g_dtype: torch.dtype | None,
     shape: Shape = FEW_HEADS,
-    terms: int = 1,  # of ScoreEntries
+    terms: int = 1,  # see ScoreEntries
     select_heads: int | None = None,  # None: G
 ) -> Kernel:
     dim, v_dim = dims

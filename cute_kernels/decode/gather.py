@@ -1,10 +1,9 @@
-"""Gather rows of sequences out of their pages, one sequence after the other: keys and values, or compressed entries.
+"""Gather rows of sequences from their pages, sequence by sequence: keys and values, or compressed entries.
 
     out[first[b] + i] = row source[b] + i of sequence b        i < count[b], zero up to first[b+1]
 
-A prefill's attention reads keys as one piece of memory, in the layout of pool/documents.py. A CTA copies ROWS rows of
-one tensor. Rows behind the last sequence are not written: nobody reads them, and there are as many as pages that no
-sequence has.
+A prefill's attention reads contiguous keys, in the layout of pool/documents.py. A CTA copies ROWS rows of one tensor.
+Rows after the last sequence are not written: they are never read, and are as many as the pages that no sequence uses.
 
 Floor: rows are read and written once. 1M tokens, 4 heads of 128, bf16: 4.3 GB for k and v, 1 ms at 4.2 TB/s.
 
@@ -26,15 +25,15 @@ from cute_kernels.pool.documents import BATCH, COPY_THREADS, document_at
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
 ROWS = 16
-"""Rows that one CTA copies."""
+"""Rows per CTA."""
 
 FIRST, SOURCE, COUNT = range(3)
-"""Rows of the table, int32 [3, B+1]: of each sequence its first row in the result, which of its rows that is, and how
-many follow."""
+"""Rows of the table, int32 [3, B+1], per sequence: its first row in the output, the source row copied there, and the
+number of rows."""
 
 
 class GatherPages:
-    """Args: where rows lie in pages."""
+    """Args: paging: location of rows in pages."""
 
     def __init__(self, paging: Paging) -> None:
         self.paging = paging
@@ -44,7 +43,7 @@ class GatherPages:
         self,
         mKPages: cute.Tensor,  # [pages, slots, H_kv, D]
         mVPages: cute.Tensor,  # [pages, slots, H_kv, D_v]
-        mTable: cute.Tensor,  # int32 [B, pages of a sequence]
+        mTable: cute.Tensor,  # int32 [B, pages per sequence]
         mPlaces: cute.Tensor,  # int32 [3, B+1]
         mK: cute.Tensor,  # [1, rows, H_kv, D]
         mV: cute.Tensor,  # [1, rows, H_kv, D_v]
@@ -113,12 +112,12 @@ def _compiled(dims: tuple[int, int], dtype: torch.dtype, slots: int, lag: int) -
 def gather_pages(
     k_pages: Tensor, v_pages: Tensor, block_table: Tensor, places: Tensor, rows: int, *, lag: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Rows of k and v `[1,rows,H_kv,D]`, `[...,D_v]` out of pages `[pages,slots,H_kv,...]`.
+    """Gather rows of k and v `[1,rows,H_kv,D]`, `[...,D_v]` from pages `[pages,slots,H_kv,...]`.
 
     Args:
-        block_table: int32 `[B,pages of a sequence]`, valid for the rows that are copied.
-        places: int32 `[3,B+1]`: FIRST, SOURCE and COUNT; FIRST[B] is the end of all.
-        lag: slots in front of a sequence's row 0 (Paging).
+        block_table: int32 `[B,pages per sequence]`, valid for the rows that are copied.
+        places: int32 `[3,B+1]`: FIRST, SOURCE and COUNT; FIRST[B] is the end of the last sequence.
+        lag: slots before a sequence's row 0 (Paging).
     """
     slots, dims = k_pages.shape[1], (k_pages.shape[3], v_pages.shape[3])
     k, v = (torch.empty((1, rows, *x.shape[2:]), dtype=x.dtype, device=x.device) for x in (k_pages, v_pages))

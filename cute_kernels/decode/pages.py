@@ -1,7 +1,7 @@
-"""Rows of a sequence that lie in pages: tokens, and compressed entries.
+"""Location of a sequence's rows in pages: tokens, and compressed entries.
 
     token t       page block_table[b, t // page_size], slot t % page_size
-    entry j       in the page of its last token, j d + l - 1: as a row j + lag of page_size / d slots a page
+    entry j       in the page of its last token, j d + l - 1: row j + lag, with page_size / d slots per page
 
 lag = (l - 1) // d. A page's tensor is [pages, slots, H_kv, dim]. Offsets are 64-bit.
 """
@@ -24,21 +24,21 @@ from cute_kernels.runtime.jit import VECTOR, fake
 
 
 class Paging(NamedTuple):
-    """Where a sequence's rows lie."""
+    """Location of a sequence's rows."""
 
     slots: int
-    """Of a page."""
+    """Slots per page."""
     lag: int = 0
-    """Slots in front of row 0."""
+    """Number of slots before row 0."""
 
     @staticmethod
     def of_entries(page_size: int, length: int, stride: int) -> Paging:
-        """Of compressed entries. Args: l and d."""
+        """Paging of compressed entries. Args: length, stride: l and d."""
         return Paging(page_size // stride, (length - 1) // stride)
 
     @cute.jit
     def find(self, gTable: cute.Tensor, row: Int32) -> tuple[Int32, Int32]:
-        """The page and slot of a row. Args: gTable: the sequence's row of block_table."""
+        """Page and slot of a row. Args: gTable: the sequence's row of block_table."""
         page, slot = divide(row + self.lag, self.slots)
         return gTable[page], slot
 
@@ -53,7 +53,7 @@ class Paging(NamedTuple):
         rPage: cute.Tensor,  # int32 [rows * vectors / threads]
         threads: cutlass.Constexpr[int],
     ):
-        """The pages of the rows whose vectors this thread copies in `load_rows`; -1 from row `end` on."""
+        """Look up the pages of the rows whose vectors this thread copies in `load_rows`; -1 from row `end` on."""
         for i in range_constexpr(cute.size(rPage)):
             row = first + (thread + i * threads) // vectors
             rPage[i] = Int32(-1)
@@ -69,9 +69,9 @@ class Paging(NamedTuple):
         first: Int32,
         thread: Int32,
         rPage: cute.Tensor,
-        is_whole: cutlass.Boolean,  # all rows have a page: the CTA's copies need no branches then
+        is_whole: cutlass.Boolean,  # all rows have a page, so copies need no branches
         threads: cutlass.Constexpr[int],
-        stays: cutlass.Constexpr[bool],  # in L2: others will read it
+        stays: cutlass.Constexpr[bool],  # in L2, for other readers
     ):
         """Start copying rows `first` ... into shared memory, with zeros where there is no page: 0 * NaN is NaN."""
         if is_whole:
@@ -97,7 +97,7 @@ class Paging(NamedTuple):
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=mode), sX.element_type, num_bits_per_copy=128)
         rZero = cute.make_rmem_tensor(VECTOR, sX.element_type)
         rZero.fill(0.0)
-        apart = const_expr(threads // vectors)  # rows between those of a thread
+        apart = const_expr(threads // vectors)  # distance between a thread's rows
         vector = thread % vectors
         _, slot = divide(first + thread // vectors + self.lag, self.slots)
         for i in range_constexpr(cute.size(rPage)):
@@ -119,7 +119,7 @@ class Paging(NamedTuple):
 
 @dsl_user_op
 def copy_read_once(to: cute.Pointer, source: cute.Pointer, *, loc: Any = None, ip: Any = None) -> None:
-    """Start copying 16 bytes into shared memory. In L2 they are the first that make room for others."""
+    """Start copying 16 bytes into shared memory, marked in L2 as first to be evicted."""
     at = {"loc": loc, "ip": ip}
     policy = llvm.inline_asm(T.i64(), [], "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", "=l", **at)
     operands = [llvm.ptrtoint(T.i32(), to.llvm_ptr, **at), llvm.ptrtoint(T.i64(), source.llvm_ptr, **at), policy]
@@ -128,16 +128,16 @@ def copy_read_once(to: cute.Pointer, source: cute.Pointer, *, loc: Any = None, i
 
 
 class Lengths(NamedTuple):
-    """Tokens of the sequences, int32 [B] each. Nothing is computed for a sequence without new tokens."""
+    """Lengths of the sequences, int32 [B] each. Nothing is computed for a sequence without new tokens."""
 
     mCached: cute.Tensor
-    """In front of the step's."""
+    """Number of tokens before the step's."""
     mNew: cute.Tensor
-    """The step's, 0 to N_q."""
+    """Number of tokens of the step, 0 to N_q."""
 
     @cute.jit
     def tokens(self, batch: Int32) -> Int32:
-        """With the step's; 0 for a sequence without new ones."""
+        """Total number of tokens, including the step's; 0 for a sequence without new ones."""
         new = self.mNew[batch]
         return Int32(0) if new == 0 else self.mCached[batch] + new
 
@@ -148,10 +148,10 @@ def fake_pages(dtype: torch.dtype, slots: int, dim: int) -> Any:
 
 
 def fake_lengths() -> list[Any]:
-    """Of `Lengths`."""
+    """Fields of `Lengths` to compile with."""
     return [fake(torch.int32, None, aligned=False) for _ in Lengths._fields]
 
 
 def fake_table() -> Any:
-    """block_table, int32 [B, pages of a sequence]."""
+    """block_table, int32 [B, pages per sequence]."""
     return fake(torch.int32, None, None, aligned=False)

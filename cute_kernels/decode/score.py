@@ -2,23 +2,23 @@
 
     s[h, j]     = scale log2(e) q_h . k_cmp[j]                      entry j visible to the row's token
     o_partial   = softmax over the entries of a split . v_cmp       with its lse (tiles.py)
-    L[h, b, t]  = log2 sum_{j in tile t} overlap(j, b) / l 2^s[h, j]        -inf without such entries
+    L[h, b, t]  = log2 sum_{j in tile t} overlap(j, b) / l 2^s[h, j]        -inf if there are no such entries
 
-What choice needs of a row and block is one number, though the rows' lse are known only when all splits are:
-2^(L - lse) is what the tile's entries add to the block's score. A tile holds the entries that begin in whole blocks,
-and reaches `reach` blocks further, whose L come from two tiles then.
+The choice needs one number per row and block, although the rows' lse are known only once all splits are: 2^(L - lse) is
+the contribution of the tile's entries to the block's score. A tile holds the entries that start in its whole blocks,
+and reaches `reach` blocks further, whose L then come from two tiles.
 
-Tile mode (docs/semantics.md) scores with the mean query m_h of the row's tile so far, and adds up logits:
+Tile mode (docs/semantics.md) scores with the mean query m_h of the row's tile so far, and sums logits:
 
-    L[h, b, t]  = sum_{j in tile t} overlap(j, b) s[h, j] / sum_j overlap(j, b)        s of m_h; 0 without such entries
+    L[h, b, t]  = sum_{j in tile t} overlap(j, b) s[h, j] / sum_j overlap(j, b)        s of m_h; 0 if there are none
 
-A query row is then TERMS rows of products, of the query and of the three 16-bit terms of its fp32 mean
-(tile_sums.py); softmax and values of the means are computed and thrown away.
+A query row then takes TERMS product rows: the query, and the three 16-bit terms of its fp32 mean (tile_sums.py);
+softmax and values of the means are computed and discarded.
 
-Splits: splits.py; rows of a sequence are its key/value heads, and groups of `rows` query rows where there are more.
-CTAs walk over their tiles, of one row after the other.
+Splits: splits.py; rows of a sequence are its key/value heads, and groups of `rows` query rows if there are more. CTAs
+iterate over their tiles, one row after the other.
 
-Floor: entries once, (D + D_v) 2 bytes each and d tokens, and 4 H / H_kv bytes each l' tokens: 64K tokens, 4 heads of
+Floor: entries once, (D + D_v) 2 bytes every d tokens, and 4 H / H_kv bytes every l' tokens: 64K tokens, 4 heads of
 128, d = 16: 8.4 MB and 0.26 MB, 2.1 us at 4.19 TB/s; 1M: 138 MB, 33 us.
 
 Limits: d divides l and l'; l'/d at most KEYS, l/d at most the entries of a tile; D and D_v 64 or 128.
@@ -47,18 +47,18 @@ from cute_kernels.select.token import overlap_weights
 from cute_kernels.select.topk import Blocks
 
 TERMS = 1 + QUERY_TERMS
-"""Rows of products of a query row in tile mode: the query, and what adds up to the mean query."""
+"""Product rows per query row in tile mode: the query, and the terms of the mean query."""
 
 
 class ScoreTiles(NamedTuple):
-    """How entries and blocks are cut into tiles."""
+    """Partition of entries and blocks into tiles."""
 
     blocks: int
-    """Whole blocks of a tile."""
+    """Number of whole blocks per tile."""
     ratio: int
-    """Entries that begin in a block, l'/d."""
+    """Number of entries that start in a block, l'/d."""
     reach: int
-    """Blocks behind the tile's that its entries overlap."""
+    """Number of later blocks that the tile's entries overlap."""
 
     @property
     def entries(self) -> int:
@@ -66,7 +66,7 @@ class ScoreTiles(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Blocks that a tile scores."""
+        """Number of blocks that a tile scores."""
         return self.blocks + self.reach
 
     @staticmethod
@@ -76,17 +76,17 @@ class ScoreTiles(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A row's tiles that a CTA walks over."""
+    """Tiles of a row, processed by one CTA."""
 
     first_entry: Int32
-    """Of tile 0."""
+    """First entry of tile 0."""
     entries: Int32
-    """Of the sequence."""
+    """Number of entries of the sequence."""
     token: Int32
-    """Of the step's first query."""
+    """Token index of the step's first query."""
     first_row: Int32
     num_rows: Int32
-    """Query rows of the CTA, those of new tokens: token * G + head, from `first_row` on. May be negative."""
+    """Number of the CTA's query rows of new tokens: token * G + head, from `first_row` on. May be negative."""
     scale: Float32
     sScore: cute.Tensor
     """fp32 [rows, KEYS]"""
@@ -96,10 +96,10 @@ class Work(NamedTuple):
 
 class ScoreEntries(DecodeTiles):
     """Args:
-    dim, v_dim, dtype: of k and v, 16-bit.
-    group, queries, blocks, page_size: G; N_q; what to select; tokens of a page.
-    ctas_per_sm: at most.
-    terms: rows of products of a query row: 1, or TERMS in tile mode.
+    dim, v_dim, dtype: D, D_v and their 16-bit type.
+    group, queries, blocks, page_size: G; N_q; selection parameters; tokens per page.
+    ctas_per_sm: maximum CTAs per SM.
+    terms: product rows per query row: 1, or TERMS in tile mode.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ScoreEntries(DecodeTiles):
         super().__init__(dim, v_dim, dtype, rows, paging, row_bytes=4 * (KEYS + 1), ctas_per_sm=ctas_per_sm)
         self.group, self.query_rows, self.terms = group, group * queries, terms
         self.term_scale = TermScales.of(dtype).later
-        self.cta_rows = self.rows // self.terms  # query rows of a CTA
+        self.cta_rows = self.rows // self.terms  # query rows per CTA
         self.row_groups = -(-self.query_rows // self.cta_rows)
         self.keys_stay = self.row_groups > 1
         self.keys = Keys(blocks.length, blocks.stride)
@@ -205,7 +205,7 @@ class ScoreEntries(DecodeTiles):
 
     @cute.jit
     def finish_scores(self, S: cute.Tensor, tile: Int32, work: Work):
-        """Mask, and write the blocks' L. One barrier: all threads have written the tile's scores and may read all."""
+        """Mask, and write the blocks' L. One barrier: all threads have written the tile's scores and may read them."""
         lane = cute.arch.lane_idx()
         row_warp, key_warp = self.place()
         first, end = self.bounds(tile, work)
@@ -226,9 +226,9 @@ class ScoreEntries(DecodeTiles):
 
     @cute.jit
     def _store_scores(self, tile: Int32, work: Work):
-        """L of the tile's blocks; the next tile's scores wait for the barrier in front of its products."""
+        """Store L of the tile's blocks; the next tile's scores wait for the barrier before its products."""
         thread, _, _ = cute.arch.thread_idx()
-        before = const_expr(len(self.weights) - self.tiles.ratio)  # entries that overlap a block but begin before it
+        before = const_expr(len(self.weights) - self.tiles.ratio)  # entries that overlap a block but start before it
         rows = const_expr(min(self.query_rows, self.cta_rows))
         for item in cutlass.range(thread, self.tiles.slots * rows, self.threads, unroll=1):
             slot, row = divide(item, rows)
@@ -249,7 +249,7 @@ class ScoreEntries(DecodeTiles):
 
     @cute.jit
     def _store_sums(self, tile: Int32, work: Work):
-        """L of the tile's blocks in tile mode. Proportions are divided first, so that blocks with equal ones tie."""
+        """Store L of the tile's blocks in tile mode. Proportions are divided first, so that equal ones tie."""
         thread, _, _ = cute.arch.thread_idx()
         rows, length = const_expr(min(self.query_rows, self.cta_rows)), self.keys.length
         before = const_expr(len(self.weights) - self.tiles.ratio)
@@ -257,7 +257,7 @@ class ScoreEntries(DecodeTiles):
         for item in cutlass.range(thread, self.tiles.slots * rows, self.threads, unroll=1):
             slot, row = divide(item, rows)
             visible = self.keys.visible(work.token + (work.first_row + row) // self.group, work.entries)
-            own = slot * self.tiles.ratio  # of the tile's entries, the first that begins in the block
+            own = slot * self.tiles.ratio  # index in the tile of the first entry that starts in the block
             overlap = Float32(0.0)
             for i in range_constexpr(len(self.weights)):
                 entry = first + own + (i - before)
@@ -268,7 +268,7 @@ class ScoreEntries(DecodeTiles):
                 entry = own + (i - before)
                 if (entry >= 0) & (entry < self.tiles.entries) & (first + entry < visible):
                     score = Float32(0.0)
-                    for term in range_constexpr(TERMS - 1, 0, -1):  # the smallest first
+                    for term in range_constexpr(TERMS - 1, 0, -1):  # smallest first
                         score = score / self.term_scale + work.sScore[row * TERMS + term, cutlass.max(entry, 0)]
                     total += score * (Float32(round(self.weights[i] * length)) / overlap)
             if row < work.num_rows:
@@ -306,5 +306,5 @@ def compiled(
 
 
 def fake_scores(group: int, queries: int, tiles: ScoreTiles) -> Any:
-    """[B, H_kv, tiles, slots, N_q G]; a token's heads are whole vectors where G allows."""
+    """[B, H_kv, tiles, slots, N_q G]; a token's heads are whole vectors if G allows."""
     return fake(torch.float32, None, None, None, tiles.slots, group * queries, aligned=group % FLOATS == 0)

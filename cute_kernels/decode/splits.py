@@ -1,11 +1,11 @@
-"""Work of sequences whose lengths differ: tiles of entries of all sequences in one row, cut into equal parts.
+"""Work distribution over sequences of different lengths: tiles of all sequences in one range, cut into equal parts.
 
-    rows r = (sequence, head)      tiles of r: ceil(visible entries / entries of a tile)
-    CTA c takes tiles  c per_cta ... (c + 1) per_cta - 1  of all rows' tiles, one behind the other
+    rows r = (sequence, head)      tiles of r: ceil(visible entries / entries per tile)
+    CTA c has tiles  c per_cta ... (c + 1) per_cta - 1  of all rows' tiles, concatenated
 
 so a batch of one long sequence and many short ones keeps every CTA busy. A CTA that crosses from one row to the next
-writes a partial for each. CTA c's partial of row r has the place c + r: no two have the same, and those of a row follow
-each other. Lengths are read on the device, by each CTA.
+writes a partial for each. CTA c's partial of row r has index c + r: indices are unique, and those of a row are
+consecutive. Lengths are read on the device, by each CTA.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ NO_END = (1 << 31) - 1
 
 
 class Row(NamedTuple):
-    """The tiles of a sequence and head."""
+    """Tiles of a sequence and head."""
 
     batch: Int32
     head: Int32
     first: Int32
-    """Its first tile, of all rows' tiles."""
+    """Index of its first tile among all rows' tiles."""
     tiles: Int32
 
 
 class Partials(NamedTuple):
-    """Places of a row's partials."""
+    """Index range of a row's partials."""
 
     first: Int32
     count: Int32
 
 
 class Cut(NamedTuple):
-    """Where the tiles of a sequence are cut."""
+    """Partition of the tiles of a sequence."""
 
     per_cta: Int32
-    """Tiles that each CTA takes."""
+    """Tiles per CTA."""
     first: Int32
-    """The sequence's first tile, of all rows' tiles."""
+    """Index of the sequence's first tile among all rows' tiles."""
     tiles: Int32
-    """Of each of its heads."""
+    """Number of tiles of each of its heads."""
     first_row: Int32
-    """The row of its head 0."""
+    """Row of its head 0."""
 
 
 class Splits:
-    """Args: which entries a token sees; entries of a tile."""
+    """Args: keys: visibility of entries. tile: entries per tile."""
 
     def __init__(self, keys: Keys, tile: int) -> None:
         self.keys, self.tile = keys, tile
 
     @cute.jit
     def entries(self, tokens: Int32) -> Int32:
-        """That a sequence has."""
+        """Number of entries of a sequence."""
         return self.keys.visible(tokens - 1, Int32(NO_END))
 
     @cute.jit
@@ -70,7 +70,7 @@ class Splits:
 
     @cute.jit
     def cut(self, lengths: Lengths, batch: Int32, heads: Int32, ctas: Int32) -> Cut:
-        """By a warp."""
+        """Partition of the tiles of sequence `batch`; called by a whole warp."""
         all_tiles, before = Int32(0), Int32(0)
         for i in cutlass.range(cute.arch.lane_idx(), lengths.mNew.shape[0], LANES, unroll=4):
             tiles = self.tiles(lengths.tokens(i))
@@ -82,7 +82,7 @@ class Splits:
 
     @cute.jit
     def find(self, lengths: Lengths, tile: Int32, heads: Int32) -> Row:
-        """The row that has a tile, by a warp. Its `tiles` are 0 if there is no such tile."""
+        """Row that contains a tile; called by a whole warp. `tiles` is 0 if there is no such tile."""
         lane = cute.arch.lane_idx()
         sequences = lengths.mNew.shape[0]
         row = Row(Int32(0), Int32(0), Int32(0), Int32(0))
@@ -104,7 +104,7 @@ class Splits:
 
     @cute.jit
     def partials(self, cut: Cut, head: Int32) -> Partials:
-        """Of the row of a sequence's head."""
+        """Partials of the row of a sequence's head."""
         first = cut.first + head * cut.tiles
         first_cta = first // cut.per_cta
         count = Int32(0) if cut.tiles == 0 else (first + cut.tiles - 1) // cut.per_cta - first_cta + 1

@@ -1,13 +1,13 @@
-"""Tile mode: sums of a tile's queries up to each token of a step, and the rows that score.py multiplies.
+"""Tile mode: sums of a tile's queries up to each token of a step, and the product rows of score.py.
 
-    sum[i]     = sum of the queries of token i's tile up to i          from the cache's sum of the token before
+    sum[i]     = sum of the queries of token i's tile up to i          from the cached sum of the token before
     rows[i, h] = q[i, h], and three 16-bit terms of sum[i, h] / (tokens of the tile up to i)
 
 The terms hold the 24 bits of an fp32 mantissa; in fp16 the later ones are scaled (`TermScales`, select/tile.py). A
-thread has a vector of a head, for all tokens of a sequence, one after the other. `keep_sums` writes the sums into the
-cache when the step ends: a step that fails must find the earlier ones.
+thread has one vector of a head, for all tokens of a sequence in turn. `keep_sums` writes the sums to the cache when the
+step ends, because a step that fails must find the earlier ones.
 
-Floor: 4 D bytes read and 14 D written a token and head: 64 heads of 128: 0.15 MB. Latency only.
+Floor: 4 D bytes read and 14 D written per token and head: 64 heads of 128: 0.15 MB. Latency only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ THREADS = 128
 
 
 class Sums(NamedTuple):
-    """Of a step's queries."""
+    """Sums of a step's queries, and product rows."""
 
     rows: Tensor
     """`[B,N_q,H TERMS,D]`, in the queries' dtype."""
@@ -41,7 +41,7 @@ class Sums(NamedTuple):
 
 
 class SumQueries:
-    """Args: D, dtype and T."""
+    """Args: dim, dtype, tile: D, 16-bit type and T."""
 
     def __init__(self, dim: int, dtype: Any, tile: int) -> None:
         self.vectors, self.tile = dim // VECTOR, tile
@@ -51,11 +51,11 @@ class SumQueries:
     def __call__(
         self,
         mQ: cute.Tensor,  # [B, N_q, H, D]
-        mKept: cute.Tensor,  # fp32 [B, slots, H, D], of the cache
+        mKept: cute.Tensor,  # fp32 [B, slots, H, D], from the cache
         mCached: cute.Tensor,  # int32 [B]: Lengths
         mNew: cute.Tensor,
-        mRows: cute.Tensor,  # [B, N_q, H TERMS, D], written
-        mSums: cute.Tensor,  # fp32 [B, N_q, H, D], written
+        mRows: cute.Tensor,  # [B, N_q, H TERMS, D], output
+        mSums: cute.Tensor,  # fp32 [B, N_q, H, D], output
         stream: Any,
     ):
         self.kernel(mQ, mKept, Lengths(mCached, mNew), mRows, mSums).launch(
@@ -98,7 +98,7 @@ class SumQueries:
 
 
 class KeepSums:
-    """Args: D and T."""
+    """Args: dim, tile: D and T."""
 
     def __init__(self, dim: int, tile: int) -> None:
         self.vectors, self.tile = dim // VECTOR, tile
@@ -107,7 +107,7 @@ class KeepSums:
     def __call__(
         self,
         mSums: cute.Tensor,  # fp32 [B, N_q, H, D]
-        mKept: cute.Tensor,  # fp32 [B, slots, H, D], written
+        mKept: cute.Tensor,  # fp32 [B, slots, H, D], output
         mCached: cute.Tensor,  # int32 [B]: Lengths
         mNew: cute.Tensor,
         stream: Any,
@@ -126,7 +126,7 @@ class KeepSums:
         rSum = cute.make_rmem_tensor(VECTOR, Float32)
         if head < mSums.shape[2]:
             new = lengths.mNew[batch]
-            for i in cutlass.range(cutlass.max(new - self.tile, 0), new, unroll=1):  # later ones take the same slots
+            for i in cutlass.range(cutlass.max(new - self.tile, 0), new, unroll=1):  # later ones reuse the slots
                 _, inside = divide(lengths.mCached[batch] + i, self.tile)
                 cute.autovec_copy(cute.local_tile(mSums[batch, i, head, None], (VECTOR,), (vector,)), rSum)
                 cute.autovec_copy(rSum, cute.local_tile(mKept[batch, inside, head, None], (VECTOR,), (vector,)))
@@ -150,15 +150,15 @@ def fake_sums(dim: int) -> Any:
 
 
 def sum_queries(q: Tensor, kept: Tensor, lengths: LengthTensors, tile: int) -> Sums:
-    """Args: queries `[B,N_q,H,D]`; the cache's sums, fp32 `[B,min(T,capacity),H,D]`; T."""
+    """Args: q: `[B,N_q,H,D]`. kept: the cache's sums, fp32 `[B,min(T,capacity),H,D]`. tile: T."""
     batch, queries, heads, dim = q.shape
     rows = q.new_empty((batch, queries, heads * TERMS, dim))
     sums = q.new_empty(q.shape, dtype=torch.float32)
-    keep_kernel(dim, tile)  # compiled before anything of the step is kept
+    keep_kernel(dim, tile)  # compile before any sum of the step is stored
     sum_kernel(dim, q.dtype, tile).run(vectorizable(q), kept, *lengths[:2], rows, sums)
     return Sums(rows, sums)
 
 
 def keep_sums(sums: Tensor, kept: Tensor, lengths: LengthTensors, tile: int) -> None:
-    """Write a step's sums `[B,N_q,H,D]` into the cache's; lengths are those before the step."""
+    """Write a step's sums `[B,N_q,H,D]` to the cache's; lengths are those before the step."""
     keep_kernel(sums.shape[-1], tile).run(sums, kept, *lengths[:2])

@@ -1,17 +1,17 @@
-"""Attention of a few query rows to tiles of paged keys: the mainloop that score.py and blocks.py share.
+"""Attention of a few query rows to tiles of paged keys: mainloop shared by score.py and blocks.py.
 
-    rows of a CTA: a power of two of 16s        row_warps = rows / 16, key_warps = warps / row_warps
-    a tile: KEYS keys and values                a warp multiplies 16 rows with its share of a tile's keys
+    rows per CTA: a power of two times 16      row_warps = rows / 16, key_warps = warps / row_warps
+    a tile: KEYS keys and values               a warp multiplies 16 rows with its share of a tile's keys
 
 All warps load, `stages` - 1 tiles ahead, with cp.async. Products are mma.sync m16n8k16. Each warp has an online softmax
-of its own keys; at the end the key warps of a row are added up through shared memory, in their order, to one partial:
+over its own keys; at the end the key warps of a row are reduced through shared memory, in order, to one partial:
 
     o_partial = sum_j exp2(s_j - lse) v_j       lse = log2 sum_j exp2(s_j)        s = scale log2(e) q k
 
-Rows without keys: o 0, lse -inf. V rows that nobody wrote are zeros in shared memory.
+Rows without keys: o 0, lse -inf. V rows that were never written are zeros in shared memory.
 
 In flight per SM, with 16 rows of D = 128: two CTAs of `stages` - 1 = 2 tiles of 32 KB, 128 KB. 4.2 TB/s over 132 SMs
-need 32 KB for each microsecond of latency.
+need 32 KB per microsecond of latency.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from cute_kernels.mma.warp import LANES
 from cute_kernels.runtime.jit import FLOATS, VECTOR
 
 KEYS = DECODE_KEYS
-"""Of a tile."""
+"""Keys per tile."""
 MIN_WARPS = 4
 MAX_ROWS = 128
 FEW_STAGES, MOST_STAGES = 3, 6
@@ -60,7 +60,7 @@ class Buffers(NamedTuple):
     sV: cute.Tensor
     """[KEYS, D_v, stages]"""
     sO: cute.Tensor
-    """fp32 [16, D_v, warps], in place of keys and values once all are multiplied."""
+    """fp32 [16, D_v, warps], aliasing keys and values once all are multiplied."""
     sMax: cute.Tensor
     """fp32 [16, warps]"""
     sSum: cute.Tensor
@@ -78,11 +78,11 @@ class PagedKeys(NamedTuple):
 
 class DecodeTiles:
     """Args:
-    dim, v_dim, dtype: of k and v, 16-bit.
-    rows: query rows of a CTA, at most.
-    paging: where keys lie.
-    row_bytes, cta_bytes: of further shared memory, for each row and in all.
-    ctas_per_sm: at most; 3 are given two stages.
+    dim, v_dim, dtype: D, D_v and their 16-bit type.
+    rows: maximum query rows per CTA.
+    paging: location of the keys.
+    row_bytes, cta_bytes: additional shared memory, per row and in total.
+    ctas_per_sm: maximum CTAs per SM; with 3, two stages are used.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class DecodeTiles:
         self.threads = self.warps * LANES
         self.key_warps = self.warps // row_warps
         self.warp_keys = KEYS // self.key_warps
-        self.sums = self.warps * MMA_K * (v_dim + VECTOR)  # numbers of sO; rows are padded against bank conflicts
+        self.sums = self.warps * MMA_K * (v_dim + VECTOR)  # elements of sO; rows are padded against bank conflicts
         stage = KEYS * (dim + v_dim) * 2
         fixed = self.rows * (2 * dim + row_bytes) + self.warps * MMA_K * 8 + cta_bytes + 1024  # alignment
-        self.keys_stay = True  # in L2: other CTAs read them, too
+        self.keys_stay = True  # in L2, because other CTAs read them too
         self.stages, self.ctas_per_sm = 0, ctas_per_sm
-        while self.stages == 0:  # the fewest that hide latency; a CTA alone takes all that fit
+        while self.stages == 0:  # fewest that hide latency; a single CTA per SM uses all that fit
             least = max(FEW_STAGES if self.ctas_per_sm < 3 else 2, -(-self.sums * 4 // stage))
             room = SM_SMEM_BYTES // self.ctas_per_sm - RESERVED_SMEM_BYTES - fixed
             most = min(MOST_STAGES, room // stage)
@@ -121,7 +121,7 @@ class DecodeTiles:
                 self.ctas_per_sm -= 1
 
     def launch(self, stream: Any) -> dict[str, Any]:
-        """How the kernel is launched, but for its grid."""
+        """Launch options, except for the grid."""
         return {
             "block": [self.threads, 1, 1],
             "min_blocks_per_mp": self.ctas_per_sm,
@@ -131,7 +131,7 @@ class DecodeTiles:
         }
 
     def layouts(self) -> tuple[Any, Any, Any]:
-        """Of sQ, sK and sV."""
+        """Layouts of sQ, sK and sV."""
         tile = cute.select(smem_tiles(self.rows, self.dim, 1), mode=[0, 1])
         k_tiles, v_tiles = (smem_tiles(KEYS, dim, self.stages) for dim in (self.dim, self.v_dim))
         return tile, k_tiles, v_tiles
@@ -177,28 +177,28 @@ class DecodeTiles:
                 else:
                     cute.autovec_copy(rZero, to)
 
-    # What a kernel says of its tiles
+    # Hooks of the subclasses
 
     def bounds(self, tile: Int32, work: Any) -> tuple[Int32, Int32]:
-        """The first key of a tile, and the end of the keys that exist, in rows of `paging`."""
+        """First key of a tile, and exclusive end of the existing keys, in rows of `paging`."""
         raise NotImplementedError
 
     def finish_scores(self, S: cute.Tensor, tile: Int32, work: Any) -> None:
-        """What follows a warp's products: scores of keys that a row does not see become -inf."""
+        """Process a warp's scores after the products: set those of keys that a row does not see to -inf."""
         raise NotImplementedError
 
     # Mainloop
 
     @cute.jit
     def attend(self, keys: PagedKeys, buffers: Buffers, num_tiles: Int32, scale: Float32, work: Any) -> Any:
-        """Of tiles 0 ... num_tiles - 1. Queries are on their way. Returns a warp's o, maxima and sums.
+        """Attend to tiles 0 ... num_tiles - 1; loads of the queries are in flight. Returns a warp's o, maxima and sums.
 
-        barrier           times        before it, all threads have             after it, threads may
-        start of a tile   once a tile  awaited their copies of it, and         multiply it, and copy keys into the
-                                       multiplied the last one                 last one's stage
-        end of the tiles  once         awaited all copies, multiplied all      write sO in their place
-        store_partial     twice        written their warp's o and statistics;  add them up; load what the next row
-                                       added them up                           takes
+        barrier           times          before it, all threads have             after it, threads may
+        start of a tile   once per tile  awaited their copies of it, and         multiply it, and copy keys into the
+                                         multiplied the last one                 last one's stage
+        end of the tiles  once           awaited all copies, multiplied all      write sO over them
+        store_partial     twice          written their warp's o and statistics;  reduce them; load the operands of the
+                                         reduced them                            next row
 
         `finish_scores` may have barriers of its own.
 
@@ -211,7 +211,7 @@ class DecodeTiles:
         sWarpQ = cute.local_tile(buffers.sQ, (MMA_K, self.dim), (row_warp, 0))
         mma = make_warp_mma(self.dtype, 1)
         rPages = self._pages()
-        # Load: the first tiles
+        # Load: first tiles
         for stage in range_constexpr(self.stages - 1):
             if stage < num_tiles:
                 self._load_pages(keys, Int32(stage), rPages, work)
@@ -236,7 +236,7 @@ class DecodeTiles:
             if ahead + 1 < num_tiles:
                 self._load_pages(keys, ahead + 1, rPages, work)
 
-            # MMA: S = Q K^T
+            # MMA: S = Q K^T  [16, warp_keys]
             stage = tile % self.stages
             acc = accumulator(mma, (MMA_K, self.warp_keys))
             acc.fill(0.0)
@@ -248,7 +248,7 @@ class DecodeTiles:
             self.finish_scores(S, tile, work)
             online_softmax(S, acc_mn_view(acc_o), rMax, rSum, scale)
 
-            # MMA: O += P V
+            # MMA: O += P V  [16, D_v]
             sColumns = transpose_view(buffers.sV[None, None, stage])
             gemm_registers(mma, lane, acc_o, acc_as_operand_a(acc, self.dtype), sColumns, 0, True, first)
         cute.arch.cp_async_wait_group(0)
@@ -256,12 +256,12 @@ class DecodeTiles:
         return acc_o, rMax, rSum
 
     def place(self) -> tuple[Int32, Int32]:
-        """Which 16 rows, and which share of a tile's keys, this warp multiplies."""
+        """Indices of the 16 rows and of the share of a tile's keys that this warp multiplies."""
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         return warp_index % self.row_warps, warp_index // self.row_warps
 
     def _pages(self) -> tuple[cute.Tensor, ...]:
-        """Registers for the pages of a tile's rows: those of keys, and of values where these have another width."""
+        """Registers for the pages of a tile's rows: those of keys, and of values if their width differs."""
         dims = (self.dim,) if self.dim == self.v_dim else (self.dim, self.v_dim)
         return tuple(cute.make_rmem_tensor(KEYS * (dim // VECTOR) // self.threads, Int32) for dim in dims)
 
@@ -290,14 +290,14 @@ class DecodeTiles:
     @cute.jit
     def store_partial(
         self,
-        of_warp: Any,  # as `attend` returns
+        of_warp: Any,  # as returned by `attend`
         buffers: Buffers,
         gO: cute.Tensor,  # fp32 [rows, D_v]
         gLse: cute.Tensor,  # fp32 [rows], in base 2
         num_rows: Int32,
         apart: cutlass.Constexpr[int] = 1,
     ):
-        """Add up the key warps, and write the rows that are queries: every `apart`-th of the CTA's."""
+        """Reduce the key warps, and write the query rows: every `apart`-th row of the CTA."""
         acc_o, rMax, rSum = of_warp
         thread, _, _ = cute.arch.thread_idx()
         lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
