@@ -1,17 +1,19 @@
-"""Block-sparse attention on NVIDIA GPUs: the selected branch of token mode as an op, for blocks that are given.
+"""Block-sparse attention on NVIDIA GPUs: the selected branch of token mode as an op, for given blocks.
 
-    forward     KV-outer (attend/kv_outer.py), or query-outer where a key/value head has many query heads
+    forward     KV-outer (attend/kv_outer.py), or query-outer if a key/value head has many query heads
     backward    delta (attend/row_dots.py), then attend/kv_outer_backward.py
 
-These kernels take blocks in any order and -1 anywhere. int64 indices are cast; nothing is sorted. Packed documents are
-read where they lie; so are sequences whose starts only the device knows, and, without causality, all: as documents,
-each row sees keys up to one of its own (pool/documents.py). Everything is asynchronous; no device value is read;
-bitwise the same each time.
+These kernels accept blocks in any order and -1 anywhere. int64 indices are cast; nothing is sorted. Packed documents
+are read in place. Sequences whose starts are known only on the device, and all sequences without causality, are read as
+documents in which each row sees keys up to one of its own (pool/documents.py). Everything is asynchronous, no device
+value is read, and results are bitwise reproducible.
 
-Floor, 64K tokens, 64 heads over 4, D = 128, 16 blocks of 128 a token: forward 4.4 TFLOP, 7.3 ms at 600 TFLOP/s, and at
-the same time 34 GB of partials, 8.2 ms at 4.2 TB/s. Backward 11 TFLOP, 12 ms at 900 TFLOP/s, and at the same time 69 GB
-of dQ partials, two for each block, 16 ms. With blocks of 64: half the products, the same partials forward, half of them
-backward. Beside inputs and results: partials of two chunks, 1 GB, and in backward fp32 dK and dV of two streams.
+Floor, 64K tokens, 64 heads over 4, D = 128, 16 blocks of 128 per token: forward 4.4 TFLOP, 7.3 ms at 600 TFLOP/s, and
+concurrently 34 GB of partials, 8.2 ms at 4.2 TB/s. Backward 11 TFLOP, 12 ms at 900 TFLOP/s, and concurrently 69 GB of
+dQ
+partials, two for each block, 16 ms. With blocks of 64: half the products, the same partials in forward, half of them in
+backward. Memory besides inputs and results: partials of two chunks, 1 GB, and in backward fp32 dK and dV of two
+    streams.
 
 Limits: those of attend/ (support.py).
 """
@@ -42,11 +44,11 @@ def forward(
     q_start: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """out `[B,N_q,H,D_v]`, packed `[T,H,D_v]`, and lse in fp32 as the kernels leave it, flat, for checked arguments.
+    """out `[B,N_q,H,D_v]`, packed `[T,H,D_v]`, and the fp32 lse in the kernels' layout, flat, for checked arguments.
 
     Args:
-        q, k, v, block_indices, cu_seqlens, cu_seqlens_k: as of nsa.block_sparse_attention.
-        q_start: int32 `[B]`; None: queries are the last tokens.
+        q, k, v, block_indices, cu_seqlens, cu_seqlens_k: see nsa.block_sparse_attention.
+        q_start: int32 `[B]`; None if queries are the last tokens.
         options: block_size, causal and softmax_scale, a number greater than 0.
     """
     tensors, how = _prepare(q, k, v, block_indices, cu_seqlens, cu_seqlens_k, q_start, **options)
@@ -68,7 +70,7 @@ def backward(
     lse: Tensor,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, contiguous. Args: gradient of out; as of `forward`; its results."""
+    """dq, dk and dv, contiguous. Args: do: gradient of out. The rest: arguments and results of `forward`."""
     tensors, how = _prepare(q, k, v, block_indices, cu_seqlens, cu_seqlens_k, q_start, **options)
     batch, tokens, heads, _ = tensors[0].shape
     do, out = (vectorizable(x.reshape(batch, tokens, heads, x.shape[-1])) for x in (do, out))
@@ -96,9 +98,9 @@ def _prepare(
     causal: bool,
     softmax_scale: float,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], dict[str, Any]]:
-    """q, k, v and indices as the kernels read them, documents as one sequence; and their options."""
+    """q, k, v and indices as the kernels read them, with documents as one sequence; and their options."""
     indices = block_indices
-    if indices.dtype != torch.int32:  # blocks behind all keys stay behind them
+    if indices.dtype != torch.int32:  # blocks past all keys must remain so
         indices = indices.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
     how: dict[str, Any] = {"size": block_size, "scale": softmax_scale}
     packed = None

@@ -1,15 +1,15 @@
-"""A step of decoding on NVIDIA GPUs: append, score, choose, attend to blocks, combine (decode/), in five launches.
+"""One step of decoding on NVIDIA GPUs: append, score, choose, attend to blocks, combine (decode/), in five launches.
 
-    nsa_with_cache   the function of the dispatcher's row: a cache and an open step of it
-    decode           the same from tensors: pages, block table, lengths
+    nsa_with_cache   entry point of the dispatcher: a cache and an open step of it
+    decode           the same with tensors: pages, block table, lengths
 
 Nothing is read on the host, and grids follow from shapes alone, so a step is captured once in a CUDA graph and replayed
-while sequences grow. Temporary memory comes from PyTorch's allocator: the first layer of a step allocates it, and those
-behind it on the same stream take it again. A call that is captured has its own, which is its graph's.
+while sequences grow. Temporary memory comes from PyTorch's allocator: the first layer of a step allocates it, and later
+layers on the same stream reuse it. A captured call has its own, which belongs to its graph.
 
-Entries that are no means, and keys and values of single branches, are appended by PyTorch (NSACache.append).
-More than MAX_DECODE_QUERIES new tokens are steps of so many; in token mode from MIN_PREFILL_QUERIES on, a prefill
-(prefill.py). In tile mode tile_sums.py runs before them, and where heads select by themselves the window's parts are a
+Entries that are not means, and keys and values of single branches, are appended by PyTorch (NSACache.append). More than
+MAX_DECODE_QUERIES new tokens are processed in steps of that size; in token mode from MIN_PREFILL_QUERIES on, as a
+prefill (prefill.py). In tile mode tile_sums.py runs first, and if heads select separately the window's parts are a
 launch of their own.
 """
 
@@ -36,64 +36,64 @@ from cute_kernels.runtime.jit import CUTE_DTYPES
 from cute_kernels.select.topk import Blocks
 
 SEPARATE_PAGES = {"k": "k_slc", "v": "v_slc", "k_win": "k_win", "v_win": "v_win"}
-"""Fields of `Pages` and the cache's names, with separate_kv."""
+"""Fields of `Pages` and their names in the cache, with separate_kv."""
 
 
 class Tuning(NamedTuple):
-    """What changes the speed of a step and not its result."""
+    """Tuning knobs; never affect results."""
 
     score_ctas_per_sm: int = 2
     score_tiles: int = 2
-    """Tiles of a CTA of score.py, at least, in sequences as long as the capacity."""
+    """Minimum tiles per CTA of score.py, for sequences as long as the capacity."""
     part_tiles: int | None = None
-    """Of blocks.py; None: Parts.of decides."""
+    """Tiles per part of blocks.py; None: Parts.of decides."""
     combine: combine.Shape | None = None
-    """None: by the number of heads."""
+    """Shape of the combine's CTAs; None: by the number of heads."""
 
 
 DEFAULT = Tuning()
 
 
 class Workspace(NamedTuple):
-    """Temporary memory of a call, as its kernels take it."""
+    """Temporary memory of a call, in the layout of its kernels."""
 
     compressed: tuple[Tensor, Tensor]
     """Partials of score.py, and their lse."""
     attended: tuple[Tensor, Tensor]
-    """Of blocks.py."""
+    """Partials of blocks.py, and their lse."""
     apart: tuple[Tensor | None, Tensor | None]
-    """Of the window, where its parts are a launch of their own."""
+    """Partials of the window, and their lse, if its parts are a launch of their own."""
     scores: Tensor
-    """Of score.py."""
+    """Scores of score.py."""
     listed: tuple[Tensor, Tensor]
     """Values and blocks of choose.py."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Kernels of a call, and what is the same in all calls of its shapes."""
+    """Kernels of a call, and constants of all calls with its shapes."""
 
     append: Callable[..., None]
     score: Callable[..., None]
     choose: Callable[..., None]
     blocks: Callable[..., None]
     window: Callable[..., None] | None
-    """Of the window's parts, where heads select by themselves: those of a group read the same window."""
+    """Kernel of the window's parts, if heads select separately: the heads of a group read the same window."""
     combine: Callable[..., None]
     shapes: tuple[tuple[int, ...], ...]
-    """Of temporary memory, 4 bytes each: partials of score.py and blocks.py, scores, lse of both partials, values and
-    blocks of choose.py. Up to the scores all are whole vectors."""
+    """Shapes of temporary memory, 4 bytes per element: partials of score.py and blocks.py, scores, lse of both
+    partials, values and blocks of choose.py. All up to the scores are whole vectors."""
     sizes: tuple[int, ...]
-    """Of the shapes."""
+    """Numbers of elements of `shapes`."""
     window_shape: tuple[int, ...] | None
-    """Of the lse of its partials."""
+    """Shape of the lse of the window's partials."""
     scale: float
     """softmax_scale * log2(e)"""
     ctas: int
-    """Of score.py."""
+    """Number of CTAs of score.py."""
     parts: Parts
     choice_blocks: int
-    """Of a part of choose.py."""
+    """Blocks per part of choose.py."""
 
     def workspace(self, device: torch.device) -> Workspace:
         memory = torch.empty(sum(self.sizes), dtype=torch.float32, device=device).split_with_sizes(self.sizes)
@@ -104,7 +104,7 @@ class Plan:
         return Workspace((cmp_o, cmp_lse), (block_o, block_lse), apart, scores, (values, indices.view(torch.int32)))
 
     def shared_workspace(self, device: torch.device, kept: dict[Hashable, Any] | None) -> Workspace:
-        """That of an earlier call of the step on this stream, if there is one. A graph may outlive the step."""
+        """Workspace of an earlier call of the step on this stream, if any. A graph may outlive the step."""
         on_cuda = device.type == "cuda"
         if kept is None or (on_cuda and torch.cuda.is_current_stream_capturing()):
             return self.workspace(device)
@@ -117,18 +117,18 @@ class Plan:
 
 @lru_cache
 def plan(
-    shape: tuple[int, ...],  # of q
+    shape: tuple[int, ...],  # shape of q
     kv_heads: int,
     v_dim: int,
     dtype: torch.dtype,
-    gate_dtypes: tuple[torch.dtype | None, torch.dtype | None],  # of gate_proj_weight and gates
+    gate_dtypes: tuple[torch.dtype | None, torch.dtype | None],  # dtypes of gate_proj_weight and gates
     config: Any,
     page_size: int,
-    columns: int,  # of the block table
+    columns: int,  # columns of the block table
     device: torch.device,
     tuning: Tuning = DEFAULT,
 ) -> Plan:
-    """Kernels, grids and sizes of temporaries of a step, from shapes alone. Compiles what is not compiled yet."""
+    """Kernels, grids and sizes of temporaries of a step, from shapes alone. Compiles missing kernels."""
     batch, queries, heads, dim = shape
     dims, group, capacity = (dim, v_dim), heads // kv_heads, columns * page_size
     select, terms = Blocks.of(config), 1 if config.token_mode else score.TERMS
@@ -195,14 +195,14 @@ def decode(
 
     Args:
         q, k, v: `[B,N_q,H,D]`, `[B,N_q,H_kv,D]`, `[B,N_q,H_kv,D_v]`, bf16 or fp16; N_q at most MAX_DECODE_QUERIES.
-        pages: in their dtype; what support.check_with_cache says of them.
+        pages: in the same dtype; as required by support.check_with_cache.
         config: an nsa.NSAConfig.
-        rows: in tile mode those of `sum_queries`.
-        gates, gate_proj_weight: `[B,N_q,H,3]` or `[H,3,D]`; neither: 1/3 each.
-        appended: pages hold the new tokens already. AppendPages then writes nothing, but the other kernels still start
-            behind it (decode/__init__.py).
-        kept: what calls of the same step share. None: nothing.
-        tuning: of speed alone.
+        rows: in tile mode, rows of `sum_queries`.
+        gates, gate_proj_weight: `[B,N_q,H,3]` or `[H,3,D]`; if neither is given, 1/3 each.
+        appended: pages already hold the new tokens. AppendPages then writes nothing, but the other kernels still start
+            after it (decode/__init__.py).
+        kept: state shared by calls of the same step. None: nothing is shared.
+        tuning: affects speed only.
     """
     weight, gates = gate_proj_weight, None if gate_proj_weight is not None else gates
     gate_dtypes = None if weight is None else weight.dtype, None if gates is None else gates.dtype
@@ -222,7 +222,7 @@ def decode(
     cut = parts.tiles, parts.window_tiles, planned.choice_blocks
     if pages.k_win is None and planned.window is None:
         planned.blocks(q, pages.k, pages.v, table, *known, *listed, *attended, planned.scale, parts.selected, *cut)
-    else:  # as many launches as there are keys and values, or heads of a part; of the second all are of the window
+    else:  # two launches, selected and window, if keys and values or heads of a part differ
         selected: tuple[Any, ...] = attended
         window: tuple[Any, ...] = apart
         if planned.window is None:
@@ -242,12 +242,12 @@ def decode(
 
 
 def pools_means(inputs: Any, config: Any) -> bool:
-    """Whether entries are means, which a kernel pools."""
+    """True if entries are means, which a kernel pools."""
     return config.compress == "mean" and (inputs.w_k_compress, inputs.w_v_compress) == (None, None)
 
 
 def nsa_with_cache(inputs: Any, config: Any, cache: Any, step: Any) -> Tensor:
-    """Args: nsa.inputs.NSAInputs, nsa.NSAConfig, nsa.NSACache and its table's open step; checked. Returns out."""
+    """Run an open step. Args: nsa.inputs.NSAInputs, nsa.NSAConfig, nsa.NSACache, its table's open step; all checked."""
     q, k, v, gates, table, memory = inputs.q, inputs.k, inputs.v, inputs.gates, cache.table, cache.pages
     if len(q) == 0:
         nothing: Tensor = q.new_empty((*q.shape[:3], v.shape[-1]))

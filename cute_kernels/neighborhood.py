@@ -1,20 +1,20 @@
 """Neighborhood attention on NVIDIA GPUs: FlashAttention-4's sliding window over strided views, without a copy.
 
-Tokens that attend to each other are of one residue class modulo C = min(dilation, N): token = row * C + class. In a
-class a window is contiguous, rows i - left ... i + right, so classes are what FlashAttention-4 calls heads or batch:
+Tokens that attend to each other are in the same residue class modulo C = min(dilation, N): token = row * C + class. In
+a class a window is contiguous, rows i - left ... i + right, so FlashAttention-4 gets classes as heads or as batch:
 
-    classes as heads    [B, rows, classes * H, D]   where a token's heads lie side by side, as in contiguous tensors
-    classes as batch    [classes, rows, H, D]       of one sequence, elsewhere
-    a class alone       [B, rows, H, D]             instead, where there are fewer classes than sequences
+    classes as heads    [B, rows, classes * H, D]   if the heads of a token are adjacent, as in contiguous tensors
+    classes as batch    [classes, rows, H, D]       of one sequence, otherwise
+    a single class      [B, rows, H, D]             instead, if there are fewer classes than sequences
 
 Query head c * H + h then reads key/value head (c * H + h) // G = c * H_kv + h // G, as it should. If C does not divide
-N, the first N mod C classes have a row more than the others, and are calls of their own.
+N, the first N mod C classes have one more row than the others, and are separate calls.
 
-Queries that continue a sequence (causal) are its last tokens. Keys before the first window are left out by whole
-periods of C tokens, and zeros are put in front of the queries up to a multiple of C, fewer than C of them: then class c
-of the queries meets class c of the keys, and FlashAttention-4 aligns the last row of both.
+Queries that continue a sequence (causal) are its last tokens. Keys before the first window are dropped in whole periods
+of C tokens, and fewer than C zero rows are prepended to the queries, up to a multiple of C. Class c of the queries then
+meets class c of the keys, and FlashAttention-4 aligns the last row of both.
 
-Windows that move inside at the ends (boundary="shift") are no sliding windows: support.py refuses them.
+Windows that are shifted inside at the ends (boundary="shift") are not sliding windows: support.py rejects them.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from cute_kernels.limits import MAX_GRID
 from cute_kernels.runtime.device import vectorizable
 
 SUMS_SHARE = 12
-"""The fp32 sums of one call of backward take at most 1/SUMS_SHARE of all inputs, outputs and gradients ..."""
+"""The fp32 sums of one call of backward use at most 1/SUMS_SHARE of all inputs, outputs and gradients ..."""
 
 SUMS_BYTES = 64 << 20
-"""... or this, where that is more: dividing small calls costs time and saves little."""
+"""... or this, if it is more: splitting small calls costs time and saves little."""
 
 TILE = 128
-"""Rows are rounded up to this in fp32 sums."""
+"""Rows are rounded up to a multiple of this in fp32 sums."""
 
 LSE_ROWS = 4
 """Rows of the LSE are padded to a multiple of this: FlashAttention-4 copies an LSE whose strides are not aligned."""
 
 KV_TENSORS = frozenset(("k", "v", "dk", "dv"))
-"""Tensors with H_kv heads."""
+"""Names of tensors with H_kv heads."""
 
 
 def forward(
@@ -60,15 +60,17 @@ def forward(
     causal: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Forward of checked inputs that support.py let through.
+    """Forward for checked inputs that support.py accepts.
 
     Args:
-        q: `[B,N,H,D]`. k, v: `[B,N_k,H_kv,D]`; rows that are not aligned (device.vectorizable) are copied.
-        boundary: "truncate", or anything with `causal`. backend: "cute".
+        q: `[B,N,H,D]`.
+        k, v: `[B,N_k,H_kv,D]`; unaligned rows (device.vectorizable) are copied.
+        boundary: "truncate", or anything with `causal`.
+        backend: "cute".
 
     Returns:
         out like q, contiguous, and LSE `[B, C, H, rows]` fp32 for `backward`, with C = min(dilation, N_k), and rows at
-        least ceil(N / C); those that no class has are not written.
+        least ceil(N / C); rows past the end of a class are uninitialized.
     """
     q, k, v = (vectorizable(tensor) for tensor in (q, k, v))
     left, right = _window(kernel_size, causal, k.shape[1])
@@ -84,7 +86,7 @@ def forward(
 
 
 def kept_like(q: Tensor, k: Tensor, v: Tensor, *, dilation: int, **others: Any) -> Tensor:
-    """Uninitialised LSE, as `forward` gives it."""
+    """Uninitialized LSE in the layout returned by `forward`."""
     (batch, num_tokens, heads), layout = q.shape[:3], _Layout.of(q, k, dilation)
     rows = -(-(num_tokens + layout.front) // (layout.classes * LSE_ROWS)) * LSE_ROWS
     return q.new_empty((batch, layout.classes, heads, rows), dtype=torch.float32)
@@ -106,16 +108,16 @@ def backward(
     backend: str,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous, from what `forward` took and gave.
+    """dq, dk, dv, contiguous, from the arguments and results of `forward`.
 
     Args:
-        deterministic: dq, and dk and dv over the heads of a group, are added up in a fixed order; else FlashAttention-4
-            adds them in fp32 by atomics.
+        deterministic: sum dq, and dk and dv over the heads of a group, in a fixed order; otherwise FlashAttention-4
+            sums them in fp32 with atomics.
     """
     do, q, k, v = (vectorizable(tensor) for tensor in (do, q, k, v))
     left, right = _window(kernel_size, causal, k.shape[1])
     layout = _Layout.of(q, k, dilation)
-    first_key = layout.first_key(left, 1)  # every key is in a window: FlashAttention-4 need not write others
+    first_key = layout.first_key(left, 1)  # from here on every key is in a window, so FlashAttention-4 writes all
     new = torch.zeros if k.shape[1] > q.shape[1] else torch.empty  # some keys may be in no window
     dk, dv = (new(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (k, v))
     q, do, out = (layout.align(tensor) for tensor in (q, do, out))
@@ -134,7 +136,7 @@ def backward(
 
 
 def _window(kernel_size: int, causal: bool, num_tokens: int) -> tuple[int, int]:
-    """Keys to the left and to the right, as small as they may be: FlashAttention-4 counts with 32 bits."""
+    """Keys to the left and to the right, as small as possible: FlashAttention-4 counts with 32 bits."""
     left = kernel_size - 1 if causal else kernel_size // 2
     return min(left, num_tokens), min(kernel_size - 1 - left, num_tokens)
 
@@ -144,17 +146,17 @@ def _scale(q: Tensor, softmax_scale: float | None) -> float:
 
 
 def _num_classes(num_tokens: int, dilation: int) -> int:
-    """Residue classes. With a dilation of N or more, every token is a class of its own."""
+    """Number of residue classes. With a dilation of N or more, every token is a class of its own."""
     return max(1, min(dilation, num_tokens))
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How queries line up with the keys of the sequence that they end, class by class."""
+    """Alignment of queries, class by class, with the keys of the sequence that they end."""
 
     classes: int
     first_token: int
-    """The token that the first query is; 0 without queries."""
+    """Token index of the first query; 0 without queries."""
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, dilation: int) -> _Layout:
@@ -162,15 +164,15 @@ class _Layout:
 
     @property
     def front(self) -> int:
-        """Rows to put before the queries, so that they begin with class 0."""
+        """Number of rows to prepend to the queries so that they start with class 0."""
         return self.first_token % self.classes
 
     def first_key(self, left: int, alignment: int) -> int:
-        """A token of class 0 before the first query's window. Args: keys to its left; rows of a class to align to."""
+        """A token of class 0 before the first query's window. Args: left: keys to its left. alignment: in rows."""
         return max(0, self.first_token // self.classes - left) // alignment * alignment * self.classes
 
     def align(self, x: Tensor) -> Tensor:
-        """Of all queries, with zeros in front."""
+        """All queries, with zero rows in front."""
         return x if self.front == 0 else torch.nn.functional.pad(x, [0, 0, 0, 0, self.front, 0])
 
     def without_front(self, x: Tensor) -> Tensor:
@@ -179,19 +181,19 @@ class _Layout:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """What one call of FlashAttention-4 takes: all rows of some classes of one length, of some sequences."""
+    """Arguments of one FlashAttention-4 call: all rows of some classes of one length, of some sequences."""
 
     sequences: range
     classes: range
     rows: int
-    """Of queries."""
+    """Number of query rows."""
     step: int
-    """Tokens from one row to the next: the number of classes in all."""
+    """Tokens from one row to the next: the total number of classes."""
     as_batch: bool
-    """Whether classes are the batch, not heads."""
+    """True if classes are the batch, False if they are heads."""
 
     def view(self, tensor: Tensor) -> Tensor:
-        """`[B,N,heads,D]` as this chunk of it, `[batch,rows,heads,D]`; of keys as many rows as there are."""
+        """This chunk of `[B,N,heads,D]`, `[batch,rows,heads,D]`; for keys all the rows that exist."""
         _, num_tokens, heads, dim = tensor.shape
         sequence_stride, token_stride, head_stride, dim_stride = tensor.stride()
         first = self.sequences.start * sequence_stride + self.classes.start * token_stride
@@ -199,7 +201,7 @@ class _Chunk:
             batch, batch_stride = len(self.classes), token_stride
         else:
             batch, batch_stride = len(self.sequences), sequence_stride
-            # The next class lies as many elements ahead as `heads` heads do
+            # The next class is as many elements ahead as `heads` heads
             head_stride = token_stride if heads == 1 else head_stride
             heads *= len(self.classes)
         return tensor.as_strided(
@@ -209,7 +211,7 @@ class _Chunk:
         )
 
     def view_lse(self, lse: Tensor) -> Tensor:
-        """`[B,C,H,rows]` as this chunk of it, `[batch,heads,rows]`."""
+        """This chunk of `[B,C,H,rows]`, `[batch,heads,rows]`."""
         _, _, heads, _ = lse.shape
         sequence_stride, class_stride, head_stride, _ = lse.stride()
         first = self.sequences.start * sequence_stride + self.classes.start * class_stride
@@ -223,7 +225,7 @@ class _Chunk:
 
 
 def _chunks(tensors: Sequence[Tensor], num_classes: int) -> Iterator[_Chunk]:
-    """As few chunks as the strides of all tensors allow; none where there is nothing to compute."""
+    """As few chunks as the strides of all tensors allow; none if there is nothing to compute."""
     batch, num_tokens, heads, _ = tensors[0].shape
     if batch == 0 or num_tokens == 0:
         return
@@ -244,15 +246,15 @@ def _chunks(tensors: Sequence[Tensor], num_classes: int) -> Iterator[_Chunk]:
 
 
 def _heads_lie_side_by_side(tensor: Tensor) -> bool:
-    """Whether the next token's heads follow those of a token at the same distance."""
+    """True if the next token's heads follow those of a token at the same stride."""
     return tensor.shape[2] == 1 or tensor.stride(1) == tensor.shape[2] * tensor.stride(2)
 
 
 def _head_chunks(gradients: fa4.Gradients, most_bytes: int) -> Iterator[fa4.Gradients]:
-    """Ranges of key/value heads with their query heads, whose fp32 sums take `most_bytes`, or of one head."""
+    """Ranges of key/value heads with their query heads, whose fp32 sums use `most_bytes`, or of one head."""
     batch, rows, kv_heads, dim = gradients.k.shape
     group = gradients.q.shape[2] // kv_heads
-    summed = group + 2 * (group > 1)  # dq of each, and dk and dv of a group
+    summed = group + 2 * (group > 1)  # dq of each query head, and dk and dv of a group
     per_head = batch * -(-rows // TILE) * TILE * dim * 4 * summed
     num_chunks = -(-kv_heads // max(1, most_bytes // per_head))
     per_chunk = -(-kv_heads // num_chunks)

@@ -1,14 +1,14 @@
-"""A prompt's chunk on NVIDIA GPUs: append it to its pages, gather these, and take the steps of a whole call.
+"""Prefill of a prompt's chunk on NVIDIA GPUs: append it to its pages, gather these, and run the steps of a whole call.
 
-    append_tokens    new tokens and their entries, into pages
+    append_tokens    write new tokens and their entries to pages
     prefill          attention of many new tokens of each sequence, out `[B,N_q,H,D_v]`
 
-To forward.py the sequences are packed documents that continue, whose lengths only the device knows: the pages of each
-are gathered once, as aligned keys, and the cache's entries are its k_cmp and v_cmp. Where the window is a launch of its
-own, its keys are gathered by themselves, since it reaches few of them. Selections and rows have the bits of the whole
-call.
+forward.py sees the sequences as packed documents that continue, whose lengths are known only on the device: the pages
+of each are gathered once, as aligned keys, and the cache's entries are its k_cmp and v_cmp. If the window is a launch
+of its own, its keys are gathered separately, since it reaches few of them. Selections and rows are bitwise equal to
+those of the whole call.
 
-Nothing is read on the host: sizes follow from the capacity of the block table, bytes moved from lengths.
+Nothing is read on the host: sizes follow from the capacity of the block table, and bytes moved from lengths.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from cute_kernels.runtime.device import vectorizable
 
 
 def append_tokens(k: Tensor, v: Tensor, pages: Pages, lengths: LengthTensors, config: Any) -> None:
-    """Write new tokens `[B,N_q,H_kv,...]` into pages, and the means of the blocks that they complete."""
+    """Write new tokens `[B,N_q,H_kv,...]` to pages, and the means of the blocks that they complete."""
     length, stride, page_size = config.compress_block_size, config.stride, pages.k.shape[1]
     run = append.compiled((k.shape[-1], v.shape[-1]), k.dtype, page_size, length, stride).run
     run(vectorizable(k), vectorizable(v), *pages[:5], *lengths[:2])
 
 
 def prefill(inputs: Any, config: Any, pages: Pages, lengths: LengthTensors) -> Tensor:
-    """Attention of new tokens of each sequence, which pages hold already: out `[B,N_q,H,D_v]` in q's dtype.
+    """Attention of new tokens of each sequence, which are already in pages: out `[B,N_q,H,D_v]` in q's dtype.
 
     Args:
-        inputs: nsa.inputs.NSAInputs of the new tokens, for which support.check_with_cache has no refusal.
+        inputs: nsa.inputs.NSAInputs of the new tokens, as supported by support.check_with_cache.
         config: an nsa.NSAConfig in token mode.
     """
     q, v_dim = vectorizable(inputs.q), inputs.v.shape[-1]
@@ -89,10 +89,11 @@ def prefill(inputs: Any, config: Any, pages: Pages, lengths: LengthTensors) -> T
 def _lay_out_window(
     documents: Documents, q: Tensor, queries: int, tokens: Tensor, config: Any, pages: Pages
 ) -> tuple[Documents, tuple[Tensor, Tensor]]:
-    """The keys and values that windows of new tokens reach, from whole tiles of keys on; where they are.
+    """Gather the keys and values that windows of new tokens reach, starting at whole tiles of keys; and their layout.
 
     Args:
-        queries: N_q. tokens: int32 `[B+1]`, of each sequence, 0 where it has no new ones.
+        queries: N_q.
+        tokens: int32 `[B+1]`, number of tokens of each sequence, 0 if it has no new ones.
     """
     bounds, batch, table = documents.bounds, documents.packed.num_documents, pages.block_table
     capacity = table.shape[1] * pages.k.shape[1]

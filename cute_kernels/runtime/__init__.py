@@ -1,13 +1,13 @@
-"""What all kernels need of the machine, and nothing of attention.
+"""Machine support for all kernels, independent of attention.
 
-dsl           names of CuTe DSL that moved between its versions
+dsl           CuTe DSL names that moved between its versions
 jit           compile kernels from fake tensors
 disk_cache    keep compiled kernels in a folder
 compiling     the lock around compilation
 device        compute capability, alignment
-launches      the one way to launch, and who is told of it
+launches      the only way to launch, and its listeners
 replay        run a call from a recording of its launches
-graphs        the same launches as a CUDA graph, where a call comes again at the same addresses
-cuda_runtime  streams of one's own, and graphs without memory
+graphs        the same launches as a CUDA graph, if a call recurs at the same addresses
+cuda_runtime  private streams, and graphs without memory pools
 streams       side streams for chunks that do not depend on each other
 """

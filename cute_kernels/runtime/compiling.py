@@ -1,7 +1,7 @@
-"""The lock around everything that CuTe DSL compiles: its compiler must not run in two threads at once.
+"""The lock around all compilation by CuTe DSL, whose compiler must not run in two threads at once.
 
-Whatever compiles, loads or records kernels holds it (runtime/jit.py, runtime/disk_cache.py, fa4/); launches of known
-kernels do not. A program that compiles with CuTe DSL itself, in other threads, should hold it too.
+Hold it to compile, load or record kernels (runtime/jit.py, runtime/disk_cache.py, fa4/); launches of known kernels do
+not need it. A program that itself compiles with CuTe DSL in other threads should hold it too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ R = TypeVar("R")
 
 COMPILING = threading.RLock()
 
-# os.fork waits for another thread's compilation: in the child it would never end, and hold the lock
+# os.fork waits for another thread's compilation: in the child it would never end, and keep the lock
 os.register_at_fork(before=COMPILING.acquire, after_in_parent=COMPILING.release, after_in_child=COMPILING.release)
 
 
 def once(build: Callable[P, R]) -> Callable[P, R]:
-    """`functools.cache` whose function runs once for its arguments, whichever threads call it, and holds COMPILING.
+    """`functools.cache` that runs the function once per arguments, whichever threads call it, holding COMPILING.
 
-    Known results are found without the lock. A call that raises is not remembered: the next one builds again.
+    Known results are found without the lock. A call that raises is not cached: the next one builds again.
     """
     built: Any = cache(build)
 

@@ -1,7 +1,7 @@
-"""What PyTorch does not offer of CUDA's runtime: streams that nobody else gets, and graphs that hold no memory.
+"""CUDA runtime features that PyTorch does not offer: private streams, and graphs that hold no memory.
 
 torch.cuda.Stream hands out 32 streams in turn to the whole program. torch.cuda.CUDAGraph has a memory pool and sets the
-state of random number generators with each launch.
+state of random number generators at each launch.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Launches = Iterable[tuple[Callable[..., object], tuple[object, ...]]]
 
 _CAPTURING = threading.Lock()
 _CAPTURES: dict[torch.device, torch.cuda.Stream] = {}
-"""The stream on which graphs of a device are captured, one at a time."""
+"""Stream on which graphs of a device are captured, one at a time."""
 
 
 class Graph:
-    """Launches that are captured, not run; to be launched at once, again and again.
+    """Captured launches, to be launched together, repeatedly.
 
-    It holds addresses, no tensors. Nothing may be allocated while `launches` is walked through.
+    Holds addresses, not tensors. Nothing may be allocated while `launches` is iterated.
     """
 
     def __init__(self, device: torch.device, launches: Launches) -> None:
-        """Args: device: the current one."""
+        """Capture without running. Args: device: the current one."""
         from cuda.bindings import runtime
 
         self._device = device
@@ -53,19 +53,19 @@ class Graph:
         weakref.finalize(self, runtime.cudaGraphExecDestroy, self._executable).atexit = False
 
     def launch(self) -> None:
-        """On the current stream of its device, which is the current one."""
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)  # current_stream() takes 8 us of an H200's host
+        """Launch on the current stream of its device, which must be the current device."""
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)  # current_stream() takes 8 us on an H200's host
         _result(self._launch(self._executable, stream))
 
 
 def new_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    """Of the current device, for as long as the process lives."""
+    """Create streams on the current device, for the lifetime of the process."""
     with _relaxed():
         return [_new_stream(device) for _ in range(count)]
 
 
 def is_captured(stream: torch.cuda.Stream) -> bool:
-    """Whether somebody captures what is launched on the stream."""
+    """True if the stream is being captured."""
     from cuda.bindings import runtime
 
     status = _result(runtime.cudaStreamIsCapturing(stream.cuda_stream))
@@ -82,7 +82,7 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _relaxed() -> Iterator[None]:
-    """Whatever captures forbid meanwhile, the call's own and other threads'."""
+    """Allow calls that a capture in progress would forbid, in this thread or another."""
     from cuda.bindings import runtime
 
     mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
@@ -94,7 +94,7 @@ def _relaxed() -> Iterator[None]:
 
 
 def _result(answer: tuple[Any, ...]) -> Any:
-    """What a CUDA function returned beside its error."""
+    """Return a CUDA function's result, or raise its error."""
     error, *values = answer
     if error != 0:
         raise RuntimeError(f"CUDA answers {error.name}")

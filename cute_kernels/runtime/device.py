@@ -1,4 +1,4 @@
-"""The device that kernels run on or are compiled for, and what they need of tensors."""
+"""The device that kernels run on or are compiled for, and alignment of tensors."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 VECTOR_BYTES = 16
-"""Bytes of one vectorized memory access of a thread."""
+"""Bytes per vectorized memory access of a thread."""
 
 TARGET_VARIABLE = "CUTE_DSL_ARCH"
-"""Environment variable of CuTe DSL: the architecture to compile for (sm_90a, sm_100a), where there is no GPU."""
+"""Environment variable of CuTe DSL: architecture to compile for (sm_90a, sm_100a) if there is no GPU."""
 
 SMS_VARIABLE = "FLASH_ATTENTION_NUM_SMS"
-"""Environment variable of FlashAttention-4: multiprocessors of the GPU to compile for."""
+"""Environment variable of FlashAttention-4: number of multiprocessors of the GPU to compile for."""
 
 
 @lru_cache
 def compute_capability(index: int) -> tuple[int, int]:
-    """(9, 0), (10, 0), ...: of the CUDA device, or of what TARGET_VARIABLE names."""
+    """(9, 0), (10, 0), ...: of the CUDA device, or of the target named by TARGET_VARIABLE."""
     target = os.environ.get(TARGET_VARIABLE)
     if target:
         number = int("".join(c for c in target if c.isdigit()))
@@ -33,12 +33,12 @@ def compute_capability(index: int) -> tuple[int, int]:
 
 
 def has_warpgroups(device: torch.device) -> bool:
-    """True if a GPU, or what meta tensors stand for, has WGMMA: only Hopper has."""
+    """True if a GPU, or the target that meta tensors represent, has WGMMA: only Hopper does."""
     return device.type != "cpu" and compute_capability(device.index or 0)[0] == 9
 
 
 def made_current(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside `with` a CUDA device is the current one; for others nothing, nor where tensors only stand for some."""
+    """Context in which a CUDA device is the current one; no effect for other devices and for fake tensors."""
     return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.is_initialized() else nullcontext()
 
 
@@ -51,19 +51,19 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def positional(compiled: Any) -> Callable[..., None]:
-    """The function inside CuTe DSL's wrapper for keyword arguments, which costs the host a microsecond a call."""
+    """The function inside CuTe DSL's wrapper for keyword arguments, which costs the host a microsecond per call."""
     unwrap = getattr(compiled, "__tvm_ffi_object__", None)
     inner: Callable[..., None] | None = None if unwrap is None else unwrap()
     return compiled if inner is None else inner
 
 
 def vectorized(tensor: Tensor) -> bool:
-    """Whether every row (the last dimension) is contiguous and starts at a multiple of VECTOR_BYTES."""
+    """True if every row (the last dimension) is contiguous and starts at a multiple of VECTOR_BYTES."""
     step = VECTOR_BYTES // tensor.element_size()
     *strides, last = tensor.stride()
     return last == 1 and math.gcd(*strides) % step == 0 and tensor.data_ptr() % VECTOR_BYTES == 0
 
 
 def vectorizable(tensor: Tensor) -> Tensor:
-    """The tensor itself if it is `vectorized`, else a contiguous copy."""
+    """The tensor itself if it is `vectorized`, otherwise a contiguous copy."""
     return tensor if vectorized(tensor) else tensor.clone(memory_format=torch.contiguous_format)

@@ -1,20 +1,20 @@
 """Compiled kernels in a folder, so that later processes need not compile them again.
 
-In ~/.cache/nsa-kernels/jit (or under XDG_CACHE_HOME), or in the folder that NSA_KERNELS_JIT_CACHE names; 0 turns it
-off. Ours and FlashAttention-4's.
+Stored in ~/.cache/nsa-kernels/jit (or under XDG_CACHE_HOME), or in the folder named by NSA_KERNELS_JIT_CACHE; 0 turns
+the cache off. Holds our kernels and FlashAttention-4's.
 
 An entry is an object file, KEY-CONTENT.o: KEY is a hash of everything it depends on (function and arguments, sources of
-cute_kernels, target, options, versions), CONTENT a hash of its bytes. What was not used for longest is removed when all
-entries take more than LIMIT bytes. A note, KEY-CONTENT.json, is such an entry of text. An entry is loaded as native
-code, so before every load
+cute_kernels, target, options, versions), CONTENT a hash of its bytes. Least recently used entries are evicted when all
+entries exceed LIMIT bytes. A note, KEY-CONTENT.json, is an entry that holds text. An entry is loaded as native code, so
+before every load
 
-- the folder must belong to this user, be no link, and be closed to everybody else (mode 0700), and so the file (0600);
+- the folder must be owned by this user, be no link, and be inaccessible to others (mode 0700), as must the file (0600);
 - its bytes must have the hash in its name.
 
 An entry whose bytes do not match, or that does not load, is compiled again. Processes that need the same entry wait for
-each other: one compiles, the others load. They hold a POSIX lock, which is released when its process ends and which a
-forked child does not inherit; threads of a process wait for compiling.COMPILING. Notes need no lock: a file appears as
-a whole, and whoever writes one of a key writes the same. Any other problem with the folder is reported once, and
+each other: one compiles, the others load. They hold a POSIX lock, which is released when its process ends and is not
+inherited by a forked child; threads of a process wait for compiling.COMPILING. Notes need no lock: files appear
+atomically, and all writers of a key write the same text. Any other problem with the folder is reported once, and
 kernels are compiled without it. Entries may be deleted at any time.
 """
 
@@ -55,11 +55,11 @@ PRIVATE = 0o077
 
 
 class Untrusted(OSError):
-    """Other users could have written the file."""
+    """The file may have been written by other users."""
 
 
 def folder() -> Path | None:
-    """Where kernels are kept; None: they are not."""
+    """Folder of the cache; None if it is off."""
     value = os.environ.get(VARIABLE) or "1"
     if value == "0":
         return None
@@ -74,7 +74,7 @@ def folder() -> Path | None:
 
 
 def key_of(asked: str, **facts: object) -> str:
-    """The key of an entry. Args: `asked`, function and arguments; `facts`, whatever else it depends on."""
+    """Key of an entry. Args: `asked`: function and arguments. `facts`: all other dependencies."""
     facts |= {
         "asked": asked,
         "machine": platform.machine(),
@@ -88,7 +88,7 @@ def key_of(asked: str, **facts: object) -> str:
 
 
 def load_or_make(where: Path, key: str, make: Callable[[], Any]) -> Any:
-    """The function kept under a key, else what `make` compiles, which is kept then.
+    """Load the function stored under a key, or compile it with `make` and store it.
 
     Args:
         make: returns a compiled function of CuTe DSL, with `export_to_c`.
@@ -98,15 +98,15 @@ def load_or_make(where: Path, key: str, make: Callable[[], Any]) -> Any:
 
 
 class Entry:
-    """The place of a kernel in the folder. Inside `with`, for which COMPILING is held, no other process compiles it."""
+    """Location of a kernel in the folder. Inside `with`, which requires COMPILING, no other process compiles it."""
 
     operation = fcntl.LOCK_EX
-    """Of fcntl.lockf."""
+    """Operation of fcntl.lockf."""
 
     def __init__(self, where: Path, key: str) -> None:
         self.where, self.key = where, key
         self.found: Any = None
-        """The function that is kept there."""
+        """The stored function, if there is one."""
         self._lock: int | None = None
         self._usable = False
 
@@ -124,7 +124,7 @@ class Entry:
         return self
 
     def keep(self, compiled: Any) -> Any:
-        """Put a compiled function there, and return it."""
+        """Store a compiled function, and return it."""
         try:
             if self._usable:
                 _keep(self.where, self.key, compiled)
@@ -143,7 +143,7 @@ class Entry:
 
 
 def note(where: Path, key: str, text: str) -> None:
-    """Keep a text under a key."""
+    """Store a text under a key."""
     try:
         _open(where)
         _put(where, key, "json", lambda path: path.write_text(text))
@@ -152,7 +152,7 @@ def note(where: Path, key: str, text: str) -> None:
 
 
 def noted(where: Path, key: str) -> str | None:
-    """The text that is kept under a key."""
+    """Text stored under a key, if any."""
     try:
         _open(where)
         return next((content.decode() for _, content in _unchanged(where, key, "json")), None)
@@ -187,13 +187,13 @@ def _lock(path: Path, operation: int) -> int:
 
 
 def _unchanged(where: Path, key: str, kind: str) -> Iterator[tuple[Path, bytes]]:
-    """Entries of a key with the right bytes. Others are removed, and those after which the caller goes on."""
+    """Entries of a key with matching bytes. Others are removed, and so are those that the caller could not load."""
     for path in sorted(where.glob(f"{key}-*.{kind}")):
         try:
             _check(path, stat.S_ISREG, 0o600)
             content = path.read_bytes()
-            os.utime(path)  # `_evict` removes what was not used for longest
-        except FileNotFoundError:  # another process has
+            os.utime(path)  # `_evict` removes the least recently used
+        except FileNotFoundError:  # removed by another process
             continue
         if path.stem.partition("-")[2] == _hash(content):
             yield path, content
@@ -201,12 +201,12 @@ def _unchanged(where: Path, key: str, kind: str) -> Iterator[tuple[Path, bytes]]
 
 
 def _load(where: Path, key: str) -> Any:
-    """None where no entry loads."""
+    """Load an entry; None if none loads."""
     for path, _ in _unchanged(where, key, "o"):
         _load_runtime()
         try:
             return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), FUNCTION)
-        except Exception as problem:  # CuTe DSL has no one type for what it cannot load
+        except Exception as problem:  # CuTe DSL raises various types on load failures
             _tell_once(f"{path} does not load and is compiled anew: {type(problem).__name__}: {problem}")
     return None
 
@@ -216,7 +216,7 @@ def _keep(where: Path, key: str, compiled: Any) -> None:
 
 
 def _put(where: Path, key: str, kind: str, write: Callable[[Path], object]) -> None:
-    # Unique even among threads, and among processes of the same number, as those of two containers
+    # Unique even among threads, and among processes with equal ids, as in two containers
     opened, name = tempfile.mkstemp(f".new.{kind}", f"{key}.", where)
     os.close(opened)
     new = Path(name)
@@ -228,9 +228,9 @@ def _put(where: Path, key: str, kind: str, write: Callable[[Path], object]) -> N
 
 
 def _evict(where: Path) -> None:
-    """Remove entries, those first that were not used for longest, until the others fit LIMIT.
+    """Remove least recently used entries until the others fit LIMIT.
 
-    Another process may do the same, or compile again what is removed here: neither does harm.
+    Another process may do the same, or recompile a removed entry: neither does harm.
     """
     found = []
     for path in [*where.glob("*.o"), *where.glob("*.json")]:
@@ -247,19 +247,19 @@ def _evict(where: Path) -> None:
 
 @cache
 def _load_runtime() -> None:
-    """Makes CuTe DSL's runtime visible to loaded objects, which `load_module` does not do."""
+    """Make CuTe DSL's runtime visible to loaded objects, which `load_module` does not do."""
     for library in cute.runtime.find_runtime_libraries(enable_tvm_ffi=False):
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
 
 
 def _target() -> str:
-    """CuTe DSL's target, exactly: sm_90a is not sm_90."""
+    """CuTe DSL's exact target: sm_90a is not sm_90."""
     return str(CuTeDSL._get_dsl().envar.arch)
 
 
 @cache
 def installed() -> dict[str, str]:
-    """Versions of all distributions; of two of one name, the one found first."""
+    """Versions of all distributions; for duplicate names, the first one found."""
     found: dict[str, str] = {}
     for distribution in distributions():
         found.setdefault((distribution.metadata["Name"] or "").lower().replace("_", "-"), distribution.version)
@@ -267,13 +267,13 @@ def installed() -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    """Of the distributions that PACKAGES names."""
+    """Versions of the distributions matching PACKAGES."""
     return {name: version for name, version in installed().items() if name.startswith(PACKAGES)}
 
 
 @cache
 def sources(folder: Path = Path(__file__).parents[1]) -> str:
-    """Hash of all Python sources in a folder. Default: of cute_kernels."""
+    """Hash of all Python sources in a folder, by default cute_kernels."""
     files = {str(path.relative_to(folder)): _hash(path.read_bytes()) for path in sorted(folder.rglob("*.py"))}
     return _hash(json.dumps(files).encode())
 

@@ -1,19 +1,19 @@
-"""Launches that come again at the same addresses, as CUDA graphs: one launch in place of twenty.
+"""CUDA graphs of launches that recur at the same addresses: one launch instead of twenty.
 
-A program's steps allocate alike, so from the third one on PyTorch gives them the addresses of the step before. Of a
-recorded call (runtime/replay.py), `launch` takes
+A training loop's steps allocate alike, so from the third one on PyTorch reuses the addresses of the step before. For a
+recorded call (runtime/replay.py), `launch` runs
 
     the first time at some addresses    its launches, one by one
     the second                          a graph, in which it captures them
-    later ones                          that graph
+    later                               that graph
 
-A graph holds addresses and no tensors, and is launched only by callers that have tensors at all of them, on their
-stream. So nothing differs from the launches one by one but the host's time. What was not launched for longest is
-forgotten, addresses and graphs alike: more of them than MOST in turn never become graphs.
+A graph holds addresses and no tensors, and is launched only by callers that hold tensors at all of them, on their
+stream. The only difference from separate launches is host time. Addresses and graphs are evicted least recently used
+first: more than MOST of them in rotation never become graphs.
 
-While a stream is captured, CUDA refuses to synchronize the device, to any thread. So nothing is captured where another
-thread of the program might: launches stay what they are until it has ended. Launches that cannot be captured are
-launched one by one, with a warning.
+While a stream is being captured, CUDA refuses to synchronize the device in any thread. Therefore nothing is captured
+while another thread of the program might synchronize: launches stay separate until that thread has ended. Launches that
+cannot be captured are launched separately, with a warning.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from cute_kernels.runtime import streams
 from cute_kernels.runtime.cuda_runtime import Graph, Launches
 
 VARIABLE = "NSA_KERNELS_GRAPHS"
-"""Environment variable: 0 launches one by one, as profilers show best. Read when cute_kernels is imported."""
+"""Environment variable: 0 launches kernels separately, best for profilers. Read when cute_kernels is imported."""
 
 DEVICES = set() if os.environ.get(VARIABLE) == "0" else {"cuda"}
-"""Types of devices that graphs are for."""
+"""Device types that use graphs."""
 
 MOST = 512
-"""Calls at some addresses that are remembered."""
+"""LRU capacity, in calls at some addresses."""
 
 FEWEST = 3
-"""Launches that are worth a graph."""
+"""Minimum number of launches that are worth a graph."""
 
 _LOCK = threading.Lock()
 os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 _KNOWN: OrderedDict[Hashable, Graph | bool] = OrderedDict()
-"""By key: a graph; True, launched once; or False, could not be captured."""
+"""By key: a graph; True if launched once; False if it could not be captured."""
 
 _LOG = logging.getLogger("nsa_kernels")
 _TOLD = threading.Event()
-"""That there are other threads."""
+"""Set once the presence of other threads has been reported."""
 
 
 def launch(key: Hashable, device: torch.device, launches: Callable[[], Launches]) -> None:
     """Launch on the device's current stream.
 
     Args:
-        key: of the launches and all addresses in their arguments.
+        key: identifies the launches and all addresses in their arguments.
 
     Warns:
         RuntimeWarning: the launches could not be captured, but were launched.
@@ -67,7 +67,7 @@ def launch(key: Hashable, device: torch.device, launches: Callable[[], Launches]
         return
     known: Graph | bool | None = None
     failure = None
-    if not torch.cuda.is_current_stream_capturing():  # a caller's graph gets them one by one
+    if not torch.cuda.is_current_stream_capturing():  # a caller's graph captures them separately
         with _LOCK:
             known = _KNOWN.pop(key, None)
             _KNOWN[key] = True if known is None else known
@@ -92,9 +92,9 @@ def launch(key: Hashable, device: torch.device, launches: Callable[[], Launches]
 
 
 def _has_other_threads() -> bool:
-    """Whether the program has threads beside the main one, which waits while autograd's calls. Says so once.
+    """True if the program has threads besides the main one, which waits while autograd's calls. Reported once.
 
-    Daemons, which data loaders and progress bars start, count only where they call themselves.
+    Daemon threads, started by data loaders and progress bars, count only if they make this call.
     """
     others = [
         thread.name
@@ -110,6 +110,6 @@ def _has_other_threads() -> bool:
 
 
 def forget() -> None:
-    """All graphs, for tests."""
+    """Drop all graphs, for tests."""
     with _LOCK:
         _KNOWN.clear()

@@ -1,6 +1,6 @@
 """Compiling CuTe kernels without data, from fake tensors whose sizes and strides are symbols.
 
-One compiled function serves every length. It takes torch tensors and runs on torch's current stream.
+One compiled function serves every length. It accepts torch tensors and runs on torch's current stream.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ CUTE_DTYPES: dict[torch.dtype, Any] = {
 }
 
 VECTOR = VECTOR_BYTES // 2
-"""16-bit elements of one memory access."""
+"""16-bit elements per memory access."""
 FLOATS = VECTOR_BYTES // 4
-"""fp32 numbers of one memory access."""
+"""fp32 elements per memory access."""
 
 OPTIONS = "--enable-tvm-ffi"
 
@@ -42,25 +42,25 @@ COMPILED: list[str] = []
 """Kernels that this process has compiled, in order; FlashAttention-4's by their stage (fa4/launch.py)."""
 
 SLOW = 3.0
-"""Seconds of compiling after which a message says so."""
+"""Seconds of compiling after which a message is logged."""
 
 REMEMBERING: list[Any] = []
-"""Functions decorated with `compiled_once`, of all imported modules."""
+"""Functions decorated with `compiled_once`, in all imported modules."""
 
 _KERNELS: list[Kernel] = []
-"""All that these functions have returned."""
+"""All kernels that these functions have returned."""
 
 
 class Kernel:
-    """A kernel, compiled or loaded from disk where it is launched for the first time."""
+    """A kernel, compiled or loaded from disk when it is first launched."""
 
     def __init__(self, build: Callable[..., Any], arguments: tuple[Any, ...] = (), keywords: Any = None) -> None:
-        """Args: build: compiles it, given arguments and keywords, whose `repr` tells kernels apart."""
+        """Args: build: compiles the kernel from arguments and keywords, whose `repr` must identify it."""
         self.build, self.arguments, self.keywords = build, arguments, keywords or {}
 
     @property
     def name(self) -> str:
-        """The same in every process."""
+        """Name, the same in every process."""
         build = self.build
         return f"{build.__module__}.{build.__qualname__} {self.arguments!r} {sorted(self.keywords.items())!r}"
 
@@ -80,7 +80,7 @@ class Kernel:
 
     @cached_property
     def start(self) -> Callable[..., None]:
-        """As `run`, whoever listens to this thread's launches."""
+        """Like `run`, but bypass listeners to this thread's launches."""
         return positional(self.compiled)
 
     def run(self, *arguments: Any) -> None:
@@ -92,7 +92,7 @@ class Kernel:
             listener.launch(self, arguments)
 
     def compile_ahead(self) -> None:
-        """Compile now what a call of another length launches, so that it need not wait."""
+        """Compile now, for launches by calls of other lengths, so that they need not wait."""
         listener = THREAD.listener
         if listener is None:
             _ = self.start
@@ -102,12 +102,12 @@ class Kernel:
 
 _LOG = logging.getLogger("nsa_kernels")
 _spent = 0.0
-"""Seconds that this process has compiled for."""
+"""Seconds that this process has spent compiling."""
 
 
 @contextmanager
 def told_if_slow() -> Iterator[None]:
-    """Around a compilation, with COMPILING held: logs one line when all of them have taken more than SLOW seconds."""
+    """Wrap a compilation, with COMPILING held: log one line when all of them together exceed SLOW seconds."""
     global _spent
     where = disk_cache.folder()
     kept = f"keeps them in {where} (0 turns that off)" if where else "is 0: they are not kept for later processes"
@@ -130,10 +130,11 @@ def compile_kernel(kernel: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def compiled_once(build: Callable[P, Any]) -> Callable[P, Kernel]:
-    """Make a function that compiles a kernel return it as a `Kernel`, the same one for the same arguments.
+    """Decorate a function that compiles a kernel to return it as a `Kernel`, the same one for the same arguments.
 
-    It is compiled once in a process, whichever threads launch it, and kept on disk unless disk_cache.py is off. `repr`
-    of the arguments must tell them apart. A compilation that raises is not remembered: the next launch tries again.
+    It is compiled once per process, whichever threads launch it, and stored on disk unless disk_cache.py is off. `repr`
+    of
+    the arguments must tell them apart. A compilation that raises is not cached: the next launch tries again.
     """
 
     @cache
@@ -149,14 +150,14 @@ def compiled_once(build: Callable[P, Any]) -> Callable[P, Kernel]:
 
 
 def num_compiled() -> int:
-    """Number of kernels that this process has compiled or loaded. A call that raises it has waited for one."""
+    """Number of kernels that this process has compiled or loaded. A call that increases it has waited for one."""
     return sum("compiled" in vars(kernel) for kernel in list(_KERNELS))
 
 
 def fake(dtype: torch.dtype, *shape: Any, aligned: bool = True) -> Any:
     """A tensor to compile with: None in `shape` is any size; any strides (64 bits), the last dimension contiguous.
 
-    `aligned`: the tensor starts, and each row starts, at a multiple of VECTOR_BYTES.
+    If `aligned`, the tensor and each of its rows start at a multiple of VECTOR_BYTES.
     """
     element = CUTE_DTYPES[dtype]
     divisor = VECTOR_BYTES * 8 // element.width if aligned else 1

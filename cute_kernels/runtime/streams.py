@@ -1,16 +1,16 @@
-"""Chunks on two side streams alternately, so that one starts while another leaves multiprocessors idle.
+"""Chunks that alternate between two side streams, so that one starts while another leaves SMs idle.
 
-At the end of a launch only its longest CTAs run. And MMA leaves memory idle, while combining partials leaves tensor
+At the end of a launch only its longest CTAs run. Also, MMA leaves memory idle, and combining partials leaves tensor
 cores idle.
 
-The streams are created by CUDA itself: one of PyTorch's could be one on which another thread captures, or its current
-one.
+The streams are created through CUDA directly: a PyTorch stream could be one that another thread captures, or its
+current one.
 
-- Calls that are not captured share STREAMS streams of their device, whichever thread and stream they come from. One may
-  wait for what another has launched; results are the same.
-- A capture makes streams that wait for it part of its graph until it ends, so even after `with` anybody else's launch
-  there would break the capture, and fail. So these streams belong to the capturing stream, whose next calls take them
-  again, and go to another capture once CUDA says that they are no longer captured.
+- Calls that are not captured share STREAMS streams per device, whatever thread and stream they come from. One call may
+  wait for launches of another; results are the same.
+- A capture makes streams that wait for it part of its graph until it ends, so that even after `with` another caller's
+  launch there would fail and break the capture. These streams therefore belong to the capturing stream, whose next
+  calls reuse them, and go to another capture once CUDA reports that they are no longer captured.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from cute_kernels.runtime.device import made_current
 from cute_kernels.runtime.launches import launch
 
 STREAMS = 2
-"""So many chunks run, and hold their memory, at a time."""
+"""Number of chunks that run, and hold their memory, at a time."""
 
 
 class SideStreams:
-    """For chunks that do not depend on each other. After `with`, the current stream waits for all of them.
+    """Side streams for independent chunks. After `with`, the current stream waits for all of them.
 
-    Inside, the current device is that of the streams. Part of a CUDA graph where the current stream is being captured.
-    On a CPU it does nothing.
+    Inside, the current device is that of the streams. Part of a CUDA graph if the current stream is being captured. No
+    effect on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,23 +47,23 @@ class SideStreams:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Waits also after an exception: memory that is freed then may be in use."""
+        """Wait even after an exception: memory that is then freed may be in use."""
         launch(join, 0)
         launch(close)
 
     def begin(self) -> None:
-        """To be called before a chunk allocates: an earlier chunk's memory is free then."""
+        """Call before a chunk allocates: the memory of an earlier chunk is then free."""
         launch(join, STREAMS - 1)
 
     @contextmanager
     def run(self, *held: Any) -> Iterator[None]:
-        """What is launched inside waits for what was launched on the current stream before.
+        """Run launches on a side stream, after earlier launches of the current stream.
 
-        Memory that is allocated inside must not be used after `with`: it is the side stream's, and its next user may
-        have another current stream and so not wait for this one. A caller allocates its results before.
+        Memory allocated inside must not be used after `with`: it belongs to the side stream, and its next user may have
+        another current stream and so not wait for this one. Callers allocate their results beforehand.
 
         Args:
-            held: all tensors that are used inside and that a caller may drop.
+            held: all tensors that are used inside and that the caller may drop.
         """
         launch(fork)
         try:
@@ -74,7 +74,7 @@ class SideStreams:
                 _OPEN.regions[-1].held.append(held)
 
 
-# Steps of the above, which a recording repeats. They act on this thread's region that was opened last.
+# Steps of SideStreams, which a recording repeats. They act on the region that this thread opened last.
 
 
 class _Region:
@@ -84,7 +84,7 @@ class _Region:
         self.chunks = 0
         self.ends: deque[torch.cuda.Event] = deque()
         self.held: deque[Any] = deque()
-        """Of chunks whose end is awaited."""
+        """Tensors held by chunks whose end is awaited."""
         self.streams: list[torch.cuda.Stream] = []
         if device.type == "cuda":
             self.current = torch.cuda.current_stream(device)
@@ -108,7 +108,7 @@ def open_(device: torch.device) -> None:
 
 
 def fork() -> None:
-    """Make the next side stream the current one, once it waits for what was launched."""
+    """Make the next side stream the current one, after it waits for earlier launches."""
     region = _OPEN.regions[-1]
     if region.streams:
         stream = region.streams[region.chunks % STREAMS]
@@ -126,7 +126,7 @@ def back() -> None:
 
 
 def join(left: int) -> None:
-    """Wait for all chunks but the last `left` ones."""
+    """Wait for all chunks except the last `left` ones."""
     region = _OPEN.regions[-1]
     while len(region.ends) > left:
         region.current.wait_event(region.ends.popleft())
@@ -139,7 +139,7 @@ def close() -> None:
 
 
 def close_all() -> None:
-    """After an exception: make this thread's current stream what it was, waiting for side streams."""
+    """After an exception: restore this thread's current stream, and make it wait for the side streams."""
     while _OPEN.regions:
         region = _OPEN.regions[-1]
         if region.streams:
@@ -155,14 +155,14 @@ class _Lent:
 
     streams: list[torch.cuda.Stream]
     to: torch.cuda.Stream
-    """The current stream of the capture that has them or had them last."""
+    """Current stream of the last capture that used them."""
 
 
 _LENDING = threading.Lock()
 _SHARED: dict[torch.device, list[torch.cuda.Stream]] = {}
-"""Of calls that are not captured."""
+"""Streams of calls that are not captured."""
 _LENT: dict[torch.device, list[_Lent]] = {}
-"""Of captures: as many as ran at once."""
+"""Streams of captures: as many sets as captures ran at once."""
 
 
 def _streams(device: torch.device, current: torch.cuda.Stream) -> list[torch.cuda.Stream]:
@@ -183,13 +183,13 @@ def _streams_of_capture(device: torch.device, current: torch.cuda.Stream) -> lis
         for lent in known:
             if not any(map(is_captured, lent.streams)):
                 free.append(lent)
-            elif lent.to == current:  # one capture: no stream leaves a capture before it ends
+            elif lent.to == current:  # same capture: no stream leaves a capture before it ends
                 return lent.streams
         lent = free[0] if free else _Lent(new_streams(device, STREAMS), current)
         if not free:
             known.append(lent)
         lent.to = current
-        for stream in lent.streams:  # part of the capture before another thread looks, and joined as it must be
+        for stream in lent.streams:  # joins the capture before another thread looks, and is joined back as required
             stream.wait_stream(current)
             current.wait_stream(stream)
         return lent.streams
