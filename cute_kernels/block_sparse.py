@@ -10,10 +10,9 @@ value is read, and results are bitwise reproducible.
 
 Floor, 64K tokens, 64 heads over 4, D = 128, 16 blocks of 128 per token: forward 4.4 TFLOP, 7.3 ms at 600 TFLOP/s, and
 concurrently 34 GB of partials, 8.2 ms at 4.2 TB/s. Backward 11 TFLOP, 12 ms at 900 TFLOP/s, and concurrently 69 GB of
-dQ
-partials, two for each block, 16 ms. With blocks of 64: half the products, the same partials in forward, half of them in
-backward. Memory besides inputs and results: partials of two chunks, 1 GB, and in backward fp32 dK and dV of two
-    streams.
+dQ partials, two for each block, 16 ms. With blocks of 64: half the products, the same partials in forward, half of them
+in backward. Memory besides inputs and results: partials of two chunks, 1 GB, and in backward fp32 dK and dV of two
+streams.
 
 Limits: those of attend/ (support.py).
 """

@@ -193,7 +193,7 @@ class _Chunk:
     """True if classes are the batch, False if they are heads."""
 
     def view(self, tensor: Tensor) -> Tensor:
-        """This chunk of `[B,N,heads,D]`, `[batch,rows,heads,D]`; for keys all the rows that exist."""
+        """View `[B,N,heads,D]` as this chunk of it, `[batch,rows,heads,D]`; keys have all rows that exist."""
         _, num_tokens, heads, dim = tensor.shape
         sequence_stride, token_stride, head_stride, dim_stride = tensor.stride()
         first = self.sequences.start * sequence_stride + self.classes.start * token_stride
@@ -211,7 +211,7 @@ class _Chunk:
         )
 
     def view_lse(self, lse: Tensor) -> Tensor:
-        """This chunk of `[B,C,H,rows]`, `[batch,heads,rows]`."""
+        """View `[B,C,H,rows]` as this chunk of it, `[batch,heads,rows]`."""
         _, _, heads, _ = lse.shape
         sequence_stride, class_stride, head_stride, _ = lse.stride()
         first = self.sequences.start * sequence_stride + self.classes.start * class_stride

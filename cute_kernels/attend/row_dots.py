@@ -8,7 +8,7 @@ sums its own vector in order, then the group reduces in a tree: bitwise reproduc
 Floor: do and o are read once. 64K tokens, 64 heads of D_v = 128: 2.1 GB, 0.5 ms at 4.2 TB/s.
 
 Limits: D_v a multiple of 8, D_v / 8 a power of two, at most the lanes of a warp; T H < 2^31; B <= 65535; 64-bit
-    offsets.
+offsets.
 """
 
 from __future__ import annotations

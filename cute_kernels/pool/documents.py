@@ -635,7 +635,7 @@ def empty_layout(
 def lay_out(
     q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, tile: int, step: int, length: int, stride: int
 ) -> tuple[Documents, tuple[Tensor, Tensor, Tensor]]:
-    """Lay out documents: the layout, aligned rows `[1,tiles*T,heads,D]` of q, and aligned keys of k and v.
+    """Compute the layout of documents, aligned rows `[1,tiles*T,heads,D]` of q, and aligned keys of k and v.
 
     Args:
         q, k, v: `[1,T_q,heads,D]`, `[1,T_k,H_kv,...]`, bf16 or fp16, rows aligned (device.vectorizable).

@@ -1,4 +1,4 @@
-"""What differs between the versions of CuTe DSL that this package supports (pyproject.toml)."""
+"""Compatibility layer for the supported versions of CuTe DSL (pyproject.toml)."""
 
 from __future__ import annotations
 

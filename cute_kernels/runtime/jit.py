@@ -132,9 +132,8 @@ def compile_kernel(kernel: Callable[..., Any], *arguments: Any) -> Any:
 def compiled_once(build: Callable[P, Any]) -> Callable[P, Kernel]:
     """Decorate a function that compiles a kernel to return it as a `Kernel`, the same one for the same arguments.
 
-    It is compiled once per process, whichever threads launch it, and stored on disk unless disk_cache.py is off. `repr`
-    of
-    the arguments must tell them apart. A compilation that raises is not cached: the next launch tries again.
+    It is compiled once per process, whichever threads launch it, and stored on disk unless disk_cache.py is off. The
+    arguments must differ in `repr`. A compilation that raises is not cached: the next launch tries again.
     """
 
     @cache
