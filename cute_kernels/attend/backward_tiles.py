@@ -92,7 +92,7 @@ class WorkTile(NamedTuple):
 
 @cute.jit
 def token_of(row: Int32, first_token: Int32 | None) -> Int32:
-    """Token index of a row, in the keys' numbering. Args: first_token: token index of row 0 (None: N = N_k)."""
+    """Token index of a row, in the keys' numbering. Args: first_token: that of row 0 (None = 0, with N = N_k)."""
     token = row
     if const_expr(first_token is not None):
         token += first_token

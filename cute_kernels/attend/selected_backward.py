@@ -885,7 +885,7 @@ def selected_backward(
         ValueError: if `lists.width` is not TILE, or l' is not a multiple of TILE.
     """
     if lists.width != TILE or size % TILE:
-        raise ValueError(f"needs lists of {TILE} keys and blocks of a multiple of {TILE}, got {lists.width} and {size}")
+        raise ValueError(f"lists.width must be {TILE} and size a multiple of {TILE}, got {lists.width} and {size}")
     if q.numel() == 0 or k.numel() == 0:
         for x in into:
             x.zero_()
