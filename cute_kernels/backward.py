@@ -52,13 +52,13 @@ from cute_kernels.pool.compress import block_means
 from cute_kernels.runtime.device import vectorizable
 
 TEMPORARY_BYTES = 1 << 30
-"""What the heads of a chunk may need beside inputs, outputs and gradients, if they are more than one."""
+"""Limit of the temporary memory of a chunk of several heads, beside inputs, outputs and gradients."""
 
 LIST_BYTES = 1 << 30
-"""What block lists may need at a time."""
+"""Limit of the memory of block lists at a time."""
 
 PHASE_BYTES = 512 << 20
-"""What the gradients of compressed entries may need, one for each phase, if there is more than one phase."""
+"""Limit of the memory of the gradients of compressed entries, one for each phase, if there are several phases."""
 
 PHASES_FROM = 16 << 10
 """Tokens from which phases pay off although each sequence of a batch is a call of its own."""
@@ -155,7 +155,7 @@ class _Results:
                 self.gradients[name] = entries.to(self.gradients[name].dtype)
             else:
                 packed = self.documents.compact_entries(entries[0])
-                count = min(len(packed), len(self.gradients[name]))  # those behind all entries have none
+                count = min(len(packed), len(self.gradients[name]))  # those after all entries have none
                 self.gradients[name][:count] = packed[:count]
 
 
@@ -192,7 +192,7 @@ def _backward_of_heads(
     dq_parts: list[Tensor] = []
 
     def branch_gradients(branch: int, k: Tensor, v: Tensor, part: Tensor | None = None) -> Gradients:
-        """What a branch reads and writes.
+        """Tensors that the backward of a branch reads and writes.
 
         Afterwards only the result holds the branch's o and do. They are freed with it if they were made for this chunk.
 
@@ -263,7 +263,7 @@ def _backward_of_heads(
 def backward_compressed(
     plan: Plan, gradients: Gradients, indices: Tensor | None, delta: Tensor, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
-    """Of attention to compressed entries.
+    """Backward of attention to compressed entries.
 
     Args:
         indices: blocks of entries that were selected; None: all.
@@ -332,7 +332,7 @@ def _compressed_by_phases(
     Rows i = m*d + p of one phase p see entries causally: j <= m - l/d, for the last phase j <= m - l/d + 1. Rows that
     see nothing are left out. Then there are as many rows as entries: FA4 compiles separate kernels for one tile of rows
     and for one tile of keys, and otherwise a few lengths would have one without the other. Rows that continue a
-    sequence begin with a period, and are fewer. Rows behind the last whole period see every entry.
+    sequence begin with a period, and are fewer. Rows after the last whole period see every entry.
     """
     keys, entries = plan.entry, gradients.k.shape[1]
     period = keys.stride
@@ -393,7 +393,7 @@ def backward_selected(
     terms: QueryTerms | None = None,
     window: WindowQueries | None = None,
 ) -> None:
-    """Of attention to selected blocks.
+    """Backward of attention to selected blocks.
 
     Args:
         delta: do . o, fp32 `[B,H,N]`.
@@ -435,7 +435,7 @@ def backward_selected(
 def _selected_without_atomics(
     plan: Plan, gradients: Gradients, indices: Tensor, bits: Tensor, delta: Tensor, *, size: int, entries: bool
 ) -> None:
-    """Of attention to selected blocks of tokens or of compressed entries.
+    """Backward of attention to selected blocks of tokens or of compressed entries, in a fixed order.
 
     Args:
         bits: from `tile_bits`.
@@ -462,7 +462,7 @@ def _selected_without_atomics(
 
 
 def _visibility(plan: Plan, *, entries: bool) -> tuple[Keys, Tensor | None]:
-    """Which entries or tokens a row sees, and what packed documents add to the rows of each tile before that."""
+    """Keys that a row sees, entries or tokens, and what packed documents add to the rows of each tile before that."""
     keys = plan.entry if entries else plan.token
     if plan.documents is None:
         return keys, None
@@ -479,7 +479,7 @@ def backward_window(
     local: LocalSelected | None = None,
     keys_alone: bool = False,
 ) -> None:
-    """Of attention to the sliding window.
+    """Backward of attention to the sliding window.
 
     Args:
         gradients: keys are those from `first_key` on.
@@ -523,7 +523,7 @@ def first_key_of_windows(plan: Plan, keys: int, local: LocalSelected | None) -> 
 def local_selected(chunk: Call, gated: GateResults) -> LocalSelected | None:
     """Token mode: the local blocks of the selected branch, for the window's backward to take along; None: none.
 
-    They must lie inside the window and have the same keys and the same do: given gates weigh do for each branch.
+    They must be inside the window and have the same keys and the same do: given gates weigh do for each branch.
     """
     inputs, config = chunk.attended, chunk.plan.config
     (k, _), (k_win, _) = branch_kv(inputs, "slc"), branch_kv(inputs, "win")
@@ -535,7 +535,7 @@ def local_selected(chunk: Call, gated: GateResults) -> LocalSelected | None:
 
 
 def queries_of_window(chunk: Call, gated: GateResults, slots: int) -> WindowQueries | None:
-    """The window, for the selected branch's backward to make its dq along, where local blocks lie in it; None: not so.
+    """The window, for the selected branch's backward to make its dq along, where local blocks are inside it, or None.
 
     Args: slots: n.
     """
@@ -547,7 +547,7 @@ def queries_of_window(chunk: Call, gated: GateResults, slots: int) -> WindowQuer
 
 
 def _takes_atomic_free_window(plan: Plan) -> bool:
-    """Whether attend/window_backward.py takes the window."""
+    """True if attend/window_backward.py runs the window."""
     return plan.atomic_free and plan.config.causal and plan.documents is None and plan.first_row % TILE == 0
 
 

@@ -1,4 +1,4 @@
-"""What the kernels make of a call: the rows of its tiles, whether it runs as a pack, which backward it has.
+"""Facts of a call on which checks and plans depend: rows of its tiles, whether it runs as a pack, its backward.
 
 support.py refuses by these facts and plan.py plans by them. Needs torch alone.
 """
@@ -20,7 +20,7 @@ def tile_rows(config: Any, rules: Any) -> int:
 
 
 def runs_as_pack(inputs: Any, config: Any, *, training: bool) -> bool:
-    """Whether a call of NSA takes the steps of packed documents.
+    """True if a call of NSA runs the steps of packed documents.
 
     So do, beside what `is_pack`, sequences that continue a tile, to be trained: documents begin inside a tile, while
     lists of rows without documents are of tiles that begin.
@@ -29,7 +29,7 @@ def runs_as_pack(inputs: Any, config: Any, *, training: bool) -> bool:
 
 
 def is_pack(inputs: Any) -> bool:
-    """Whether a call has packed documents, or sequences of one length whose starts only the device knows."""
+    """True for packed documents, and for sequences of one length whose starts only the device knows."""
     return bool(inputs.packed or (isinstance(inputs.q_start, Tensor) and inputs.q.shape[0] > 0))
 
 
@@ -40,10 +40,10 @@ def pack_sizes(inputs: Any) -> tuple[int, int, int]:
 
 
 def continues_tile(inputs: Any, config: Any) -> bool:
-    """Whether the first query, which the host knows, is not the first of its tile."""
+    """True if the first query, which the host knows, is not the first of its tile."""
     return not config.token_mode and bool(inputs.first_token % config.q_tile_size != 0)
 
 
 def has_atomic_free_backward(rules: Rules, dim: int, v_dim: int) -> bool:
-    """Whether kernels without atomics exist for backward: attend/selected_, window_ and compressed_backward.py."""
+    """True if backward has kernels without atomics: attend/selected_, window_ and compressed_backward.py."""
     return SELECT_UNIT in rules.backward_widths and dim == v_dim

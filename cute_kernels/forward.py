@@ -76,7 +76,7 @@ class BranchOutputs(NamedTuple):
     """Not None: the selected branch's kernel has written `Call.out`. Unless lse was asked for, slc.o, and win.o where
     that kernel has attended to the window, are then views of `Call.out`, no outputs of branches.
 
-    Its gates are None where they are 1/3 each, or where nobody asked for projected ones."""
+    Its gates are None where they are 1/3 each, or where projected ones were not requested."""
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -107,7 +107,7 @@ def nsa(
         inputs, config: nsa.inputs.NSAInputs and nsa.config.NSAConfig.
         indices, cmp_indices: use these selections, as in NSAAux, instead of computing them (with `aux` only).
         aux: also return the fields of NSAAux, in its order. Query rows are not chunked then.
-        query_outer: as of `plan.prepare`.
+        query_outer: see `plan.prepare`.
 
     Returns:
         out `[B,N,H,D_v]`, packed `[T,H,D_v]`, and the fields of NSAAux or None.
@@ -141,7 +141,7 @@ def _without_aux(inputs: Any, config: Any, query_outer: bool | None) -> Tensor:
 
 
 def _num_tiles(call: Call, start: int, stop: int) -> int:
-    """Of query rows start ... stop-1, the first of which begins the rows or a tile."""
+    """Number of tiles of query rows start ... stop-1, the first of which begins the rows or a tile."""
     return -(-(stop - start) // (1 if call.plan.config.token_mode else call.plan.tile))
 
 
@@ -173,7 +173,7 @@ def _concatenate(tensors: Sequence[Tensor | None], dim: int) -> Tensor | None:
 
 
 class Saved(NamedTuple):
-    """What backward needs beside inputs and options. For autograd a list, with empty tensors in place of None."""
+    """Tensors for backward, beside inputs and options. For autograd a list, with empty tensors in place of None."""
 
     k_cmp: Tensor | None
     """None where the caller gave them."""
@@ -197,7 +197,7 @@ class Saved(NamedTuple):
         return cls(*(None if tensor.dim() == 1 and tensor.numel() == 0 else tensor for tensor in tensors))  # type: ignore[arg-type]
 
     def branch_outputs(self, heads: slice, select_heads: slice) -> BranchOutputs | None:
-        """Of a range of query heads; None where the branches must be recomputed."""
+        """Branches of a range of query heads, or None if they must be recomputed."""
         pairs = (self.o_cmp, self.lse_cmp), (self.o_slc, self.lse_slc), (self.o_win, self.lse_win)
         branches = [Branch(o[:, :, heads], lse[:, heads]) for o, lse in pairs if o is not None and lse is not None]
         if len(branches) < len(pairs):
@@ -464,14 +464,14 @@ def attend_window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: 
         max(0, start - left) // fa4_rules.WINDOW_ALIGNMENT * fa4_rules.WINDOW_ALIGNMENT,
         min(tokens, stop + right),
     )
-    extra = last - stop  # keys behind the last query
+    extra = last - stop  # keys after the last query
     if last - first < tokens:
         k, v = k[:, first:last], v[:, first:last]
     return Branch(*fa4.window(q, k, v, left=left + extra, right=right - extra, scale=plan.scale, lse=lse))
 
 
 def takes_window_along(call: Call) -> bool:
-    """Whether the selected branch's last kernel attends to the window too (attend/window_combine.py)."""
+    """True if the selected branch's last kernel attends to the window too (attend/window_combine.py)."""
     plan, config, q = call.plan, call.plan.config, call.attended.q
     dims, group = (q.shape[3], call.inputs.v.shape[3]), q.shape[2] // call.inputs.k.shape[2]
     blocks = config.num_selected_blocks, config.select_size, config.num_local_blocks
@@ -485,7 +485,7 @@ def takes_window_along(call: Call) -> bool:
 def new_window(call: Call, q: Tensor, gating: Gating | None, lse: bool) -> tuple[Branch, WindowBranch]:
     """The window branch of query rows, for `attend_selected` to fill in.
 
-    Its o is out where nobody needs it. Args: lse: as of `attend`.
+    Its o is out where it is not needed. Args: lse: see `attend`.
     """
     batch, rows, heads, _ = q.shape
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if lse or gating is None else None
@@ -515,7 +515,7 @@ def fused_gating(
     keep_slc: bool,
     keep_gates: bool,
 ) -> Gating | None:
-    """What the selected branch needs to gate in its epilogue; None where it cannot, and `gate` is a launch of its own.
+    """Gates for the epilogue of the selected branch, or None if it cannot gate and `gate` launches a kernel.
 
     It can in token mode with the KV-outer kernels, where D = D_v and nothing is packed (`takes_gating`).
 
@@ -570,7 +570,7 @@ def _rows_to_gate(call: Call, start: int, stop: int) -> tuple[Tensor, Tensor | N
 
 
 def _aux(call: Call, branches: BranchOutputs, gates: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The fields of NSAAux, in its order; of packed documents without B, rows and entries as the tokens lie."""
+    """The fields of NSAAux, in its order; of packed documents without B, in the order of the tokens."""
     q, config, documents = call.inputs.q, call.plan.config, call.plan.documents
     if gates is None:
         gates = torch.full((1, 1, 1, 1), 1.0 / 3.0, device=q.device).expand(*q.shape[:3], 3)

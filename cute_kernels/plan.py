@@ -1,4 +1,4 @@
-"""How a call is run: aligned inputs, the plan that follows from its options, and chunks of query rows.
+"""Preparation of a call: aligned inputs, the plan that follows from its options, and chunks of query rows.
 
     prepare     inputs and options -> Call: tensors that kernels can read, and their Plan
     chunks      ranges of query rows, so that temporary memory stays bounded
@@ -47,7 +47,7 @@ PER_TOKEN = ("q", "k", "v", "k_slc", "v_slc", "k_win", "v_win", "gates")
 
 @dataclass(frozen=True)
 class Plan:
-    """What follows from options, sizes and the device."""
+    """Choices that follow from options, sizes and the device."""
 
     config: Any
     """nsa.config.NSAConfig."""
@@ -61,19 +61,19 @@ class Plan:
     select_cmp: Blocks | None
     """Blocks of compressed entries, for the compressed branch; None: it attends to all entries."""
     entry: Keys
-    """Which compressed entries a row sees."""
+    """Compressed entries that a row sees."""
     token: Keys
-    """Which tokens a row sees."""
+    """Tokens that a row sees."""
     atomic_free: bool
-    """Whether backward takes attend/selected_backward.py, of tokens and of entries, and attend/window_backward.py where
+    """True if backward runs attend/selected_backward.py, of tokens and of entries, and attend/window_backward.py where
     it can, which are faster than FlashAttention-4's kernels and add up in a fixed order."""
     split_compressed: bool
-    """Whether backward takes attend/compressed_backward.py for all entries: on Hopper with D = D_v, causal, no pack, up
+    """True if backward runs attend/compressed_backward.py for all entries: on Hopper with D = D_v, causal, no pack, up
     to SPLIT_PAIRS. Everything else takes FlashAttention-4, by phases or by lists."""
     query_outer: bool | None
     """Token mode: True or False in place of the rule by which the selected branch takes attend/query_outer.py."""
     documents: Documents | None = None
-    """Of a pack: where each document lies in the aligned rows."""
+    """Place of each document of a pack in the aligned rows."""
     first_row: int = 0
     """The token that row 0 is, where queries continue sequences that are no pack."""
 
@@ -161,7 +161,7 @@ def prepare(
     atomic_free: bool = True,
     query_outer: bool | None = None,
 ) -> Call:
-    """Align the inputs, lay packed documents out, and plan.
+    """Align the inputs, place packed documents, and plan.
 
     Args:
         saved_cmp: k_cmp and v_cmp that were computed before.
@@ -191,12 +191,12 @@ def plan_pack(
     atomic_free: bool = True,
     query_outer: bool | None = None,
 ) -> Plan:
-    """The plan of packed documents. Args: D and D_v; where they lie; as of `prepare`."""
+    """The plan of packed documents. Args: D and D_v; places of the documents; see `prepare`."""
     return replace(_plan(config, rules, dims, None, False, atomic_free, query_outer), documents=documents)
 
 
 def selects_entries(config: Any, entries: int | None) -> bool:
-    """Whether the compressed branch attends to selected blocks of entries: it has more of them than it may select.
+    """True if the compressed branch attends to selected blocks of entries: it has more of them than it may select.
 
     Args:
         entries: compressed entries, None: each document has its own number, so blocks are always selected.
@@ -295,7 +295,7 @@ def _unpack(inputs: Any, config: Any, rules: Any) -> tuple[Any, Any, Documents]:
 
 
 def chunks(call: Call) -> Iterator[tuple[int, int]]:
-    """Ranges of query rows, first and behind the last, to process one after the other."""
+    """Ranges of query rows, half-open, to process one after the other."""
     batch, tokens, heads, _ = call.inputs.q.shape
     rows = max(call.num_rows, 1)
     if call.plan.documents is None:
@@ -332,7 +332,7 @@ def branch_kv(inputs: Any, branch: str) -> tuple[Tensor, Tensor]:
 
 
 def window_reach(size: int, causal: bool, tokens: int) -> tuple[int, int]:
-    """How many keys left and right of a query are in its window of `size` >= 1, no more than there are tokens.
+    """Number of keys left and right of a query in its window of `size` >= 1, at most the number of tokens.
 
     FlashAttention-4 adds both to rows in int32, where a window of 2^31 - 1 would wrap around.
     """

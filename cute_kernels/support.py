@@ -1,4 +1,4 @@
-"""Whether these kernels take a call: dispatch asks before anything is launched. Needs torch alone, not CuTe DSL.
+"""Checks whether the kernels support a call, before anything is launched. Needs torch alone, not CuTe DSL.
 
     check                           NSA
     check_with_cache                NSA with a cache
@@ -97,7 +97,7 @@ def check_with_cache(call: Any) -> str | None:
 
 
 def _refusal_of_cache(config: Any, cache: Any, selectors: int) -> str | None:
-    """What kernels of decode/ cannot take besides. Scores of a tile of entries reach the next tile's blocks at most.
+    """Further limits of the kernels of decode/. Scores of a tile of entries reach the next tile's blocks at most.
 
     Args: `selectors`, groups of heads that select together.
     """
@@ -294,7 +294,7 @@ SELECTS = "selects per token (q_tile_size=1)"
 
 
 def _refusal_of_token_mode(inputs: Any, config: Any, rows: int, does: str = SELECTS) -> str | None:
-    """What select/token.py and the kernels of attend/ cannot take, and those of decode/ in tile mode.
+    """Limits of select/token.py and the kernels of attend/, and of those of decode/ in tile mode.
 
     Args: `rows`, of an attention tile; `does`, what the call does.
     """
@@ -357,7 +357,7 @@ def _refusal_of_documents(inputs: Any, stride: int, tile: int) -> str | None:
 
 
 def _refusal_of_rows(queries: int, tokens: int, docs: int, stride: int, tile: int) -> str | None:
-    """Of a pack whose aligned rows 32 bits do not count. Args: as of `pack_sizes`; `_refusal_of_documents`."""
+    """Refusal of a pack whose aligned rows exceed 32 bits. Args: see `pack_sizes` and `_refusal_of_documents`."""
     rows = max(queries, tokens) + 2 * docs * tile
     covered = tokens + (docs + 1) * MAX_LIST_WIDTH * stride
     if max(rows, covered) >= 1 << 31:

@@ -14,7 +14,7 @@ What FA4 4.0.0b36 does with block lists, read in its source and checked against 
 Its backward takes, for each block of keys, a list of tiles of rows. What differs from the forward:
 
 - Every block is masked at the end of the keys, and native causality in every listed tile, so the order is free.
-- sm_100 does not skip rows behind the last one: without a mask_mod it counts the last rows twice in dk and dv.
+- sm_100 does not skip rows after the last one: without a mask_mod it counts the last rows twice in dk and dv.
 - Native causality counts from the last row and the last key that are passed, so a range of keys needs a mask_mod.
 
 q `[B,M,H,D]`, k `[B,N,H_kv,D]`, v `[B,N,H_kv,D_v]`, rows aligned (device.vectorizable); o `[B,M,H,D_v]` in their dtype,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a backward reads, and where it writes dq, dk and dv: shapes of q, k and v."""
+    """Tensors that a backward reads, and those it writes: dq, dk and dv, in the shapes of q, k and v."""
 
     q: Tensor
     k: Tensor
@@ -59,7 +59,7 @@ class Gradients:
         return Gradients(**{name: function(tensor) for name, tensor in vars(self).items()})
 
     def to_one_dim(self) -> Gradients:
-        """With zeros behind the smaller of D and D_v, which change no gradient; the gradients are new tensors."""
+        """With zeros appended to the smaller of D and D_v, which change no gradient; the gradients are new tensors."""
         dim = max(self.q.shape[-1], self.v.shape[-1])
 
         def widen(x: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def selected_backward(
     Args:
         first_row, first_key: in the sequence; the first row begins a tile.
         first_token: the token that row 0 of the sequence is, where queries continue one.
-        shifts: as of `selected`, for all tiles; a range of keys has all rows then.
+        shifts: see `selected`; for all tiles; a range of keys has all rows then.
     """
     shift = first_token + first_row - first_key
     if lists.bits is not None:

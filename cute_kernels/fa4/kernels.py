@@ -41,7 +41,7 @@ Pattern = tuple[bool, ...]
 
 @dataclass(frozen=True)
 class Form:
-    """What forward and backward are compiled for. Its repr is the same in every process."""
+    """Properties of a call that are compiled in. The repr is the same in every process."""
 
     arch: int
     """90, 100, ..."""
@@ -61,13 +61,13 @@ class Form:
     """Rows and keys of listed tiles."""
     mask_mod: MaskMod | None
     num_scalars: int
-    """Of the mask_mod."""
+    """Number of scalars of the mask_mod."""
     aux_ranks: tuple[int, ...]
-    """Dimensions of the mask_mod's tensors."""
+    """Number of dimensions of each tensor of the mask_mod."""
     expanded: tuple[Pattern, ...]
-    """Of q, k, v and, in backward, do."""
+    """Patterns of q, k, v and, in backward, do."""
     lists_expanded: tuple[Pattern, ...]
-    """Of the block lists."""
+    """Patterns of the block lists."""
 
     @classmethod
     def of(cls, mask: Mask, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Form:
@@ -165,7 +165,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 class Shape(NamedTuple):
-    """What FA4's forward for sm_100 is compiled for besides: how many rows there are."""
+    """Properties of the number of rows that are compiled into the forward for sm_100."""
 
     stages: int
     """Tiles of ONE_TILE rows that a CTA holds."""
@@ -184,7 +184,7 @@ class Shape(NamedTuple):
 
 
 def forward_tile(form: Form, window_tiles: bool) -> tuple[int, int]:
-    """tile_m and tile_n. Args: as of `forward`."""
+    """tile_m and tile_n. Args: see `forward`."""
     rows, keys = ONE_TILE, ONE_TILE
     if not form.is_blackwell and form.dim == 64 and (form.tile is None or form.tile[0] % 192 == 0):
         rows = 192
@@ -280,15 +280,15 @@ def forward(form: Form, lse: bool, packs: bool, window_tiles: bool, shape: Shape
 
 
 class Tiles(NamedTuple):
-    """Of the backward's mainloop."""
+    """Tiles of the backward's mainloop."""
 
     rows: int
     keys: int
-    """Of one CTA."""
+    """Keys of one CTA."""
     ctas: int
-    """That share their keys."""
+    """Number of CTAs that work on neighboring keys as a pair (2), or 1."""
     options: tuple[tuple[str, Any], ...] = ()
-    """What sm_90's class takes besides."""
+    """Further arguments of sm_90's class."""
 
     @classmethod
     def of(cls, form: Form) -> Tiles:

@@ -1,4 +1,4 @@
-"""Which keys a row sees: what FlashAttention-4's kernels are given, and mask_mods for `mask` blocks.
+"""Masks of FlashAttention-4's kernels: the keys that a row sees, and mask_mods for `mask` blocks.
 
 FA4 compiles a kernel for each mask_mod and for its constants; runtime values are scalars and tensors.
 """
@@ -31,14 +31,14 @@ class MaskMod(NamedTuple):
 
 
 class Aux(NamedTuple):
-    """What a mask_mod reads: FA4's AuxData, as kernels take it."""
+    """Inputs of a mask_mod: FA4's AuxData, as kernels take it."""
 
     tensors: list[Tensor] | None
     scalars: tuple[Any, ...] | None
 
 
 class Mask(NamedTuple):
-    """Which keys a row sees."""
+    """Keys that a row sees."""
 
     causal: bool = False
     window: tuple[int | None, int | None] = (None, None)

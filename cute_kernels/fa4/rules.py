@@ -1,4 +1,4 @@
-"""Which calls FlashAttention-4's block-sparse kernels take, and the tiles of their block lists. Needs torch alone."""
+"""Calls that FlashAttention-4's block-sparse kernels support, and the tiles of block lists. Needs torch alone."""
 
 from __future__ import annotations
 

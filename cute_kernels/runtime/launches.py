@@ -39,7 +39,7 @@ def launch(kernel: Any, *arguments: Any) -> None:
 
 
 def start_of(kernel: Any) -> Callable[..., None]:
-    """What launches a kernel, without any listener."""
+    """Function that launches a kernel without telling a listener."""
     start: Callable[..., None] = getattr(kernel, "start", kernel)
     return start
 
@@ -66,7 +66,7 @@ class _List:
 
 
 def launches_of(call: Callable[[], object]) -> list[Launch]:
-    """What a call would launch, in order, and what it would compile ahead. Nothing is compiled, launched or computed.
+    """Launches of a call, in order, and kernels that it compiles ahead. Nothing is compiled or launched.
 
     Its tensors may be on the meta device; they stand for those of the GPU that device.TARGET_VARIABLE names.
     """

@@ -50,7 +50,7 @@ MOST = 256
 """Keys that are remembered; beyond, what did not come for longest is forgotten."""
 
 ALIGNMENT = 512
-"""Bytes; of ranges of a workspace, as of PyTorch's allocations."""
+"""Alignment in bytes of ranges of a workspace, as PyTorch aligns allocations."""
 
 NEW = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 ZEROS = {"zeros", "zeros_like", "new_zeros"}
@@ -128,7 +128,7 @@ def forget() -> None:
 
 @dataclass
 class _Memory:
-    """What holds tensors: one of the call's, or new."""
+    """Memory that holds tensors: given to the call, or new."""
 
     number: int
     base: Tensor
@@ -298,11 +298,11 @@ class _Step(NamedTuple):
     function: Callable[..., Any]
     arguments: list[Any]
     tensors: list[tuple[int, _Place]]
-    """Of arguments that are tensors: which, and where the tensor is."""
+    """Arguments that are tensors: their index, and the place of the tensor."""
     nested: list[tuple[int, Any]]
-    """Of arguments that hold tensors: which, and the argument with places in place of them."""
+    """Arguments that contain tensors: their index, and the argument with places instead of tensors."""
     result: _Place | None
-    """Of an operator's new tensor."""
+    """Place of an operator's new tensor, or None."""
 
 
 class Recording:
@@ -360,7 +360,7 @@ class Recording:
         return results
 
     def _launches(self, made: list[Any]) -> Launches:
-        """Steps whose results nobody takes, with their arguments. The others are run meanwhile."""
+        """Launches and operators without a result, with their arguments; operators with one are run meanwhile."""
         for function, arguments, tensors, nested, result in self._steps:
             arguments = arguments.copy()
             for i, place in tensors:
