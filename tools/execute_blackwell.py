@@ -2,7 +2,7 @@
 """Executes every kernel that a Blackwell GPU runs, instruction by instruction on a CPU -> OUT (docs/blackwell.md).
 
     cases of tests/support/blackwell_cases.py, each in one of some processes: errors against fp64, findings of races
-    deletions of tests/support/ptx/mutations.py: the instructions that order a kernel, one left out at a time. Reasons
+    deletions of tests/ptx/mutations.py: the instructions that order a kernel, one left out at a time. Reasons
         why a deletion changes nothing that a run cannot tell are kept from OUT, by kernel and instruction
 
 OUT is written whenever a case is done: its row takes the place of the earlier one, and holds the commit that was run.
@@ -73,8 +73,8 @@ def run_case(index: int) -> dict[str, Any]:
 
 def run_deletions(group: str) -> list[dict[str, Any]]:
     """Of the kernels of a group, in this process."""
+    from tests.ptx.mutations import delete_each
     from tests.support import deletion_cases
-    from tests.support.ptx.mutations import delete_each
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -17,12 +17,12 @@ from torch import Tensor
 from bench.report import RESULTS
 from nsa import NSAConfig, nsa
 from nsa.inputs import NSAInputs
+from tests.ptx import Launched, Schedule
 from tests.support import blackwell_cases as blackwell
 from tests.support import cases
 from tests.support.blackwell_cases import Case, Execution
 from tests.support.helpers import EXP2_ERROR, make_qkv
 from tests.support.interpreted_gpu import interpreted_gpu
-from tests.support.ptx import Launched, Schedule
 
 pytestmark = [pytest.mark.cuda_extra, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 

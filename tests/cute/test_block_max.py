@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from nsa import top_blocks_by_max
+from tests.ptx import Order, Schedule
 from tests.support import cases
 from tests.support.indexer_cases import assert_selects
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
-from tests.support.ptx import Order, Schedule
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from cute_kernels import block_sparse, support
 from cute_kernels.attend.row_dots import row_dots
 from nsa import NSAConfig, block_sparse_attention
 from nsa.inputs import NSAInputs
+from tests.ptx import Order, Schedule
 from tests.support import cases
 from tests.support.block_sparse_cases import Case, make
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
-from tests.support.ptx import Order, Schedule
 
 BF16 = Case(150, count=2, group=2, kv_heads=1, dim=64, dtype=torch.bfloat16, indices=torch.int32)
 

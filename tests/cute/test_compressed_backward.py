@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ptx import Observer, Order, Schedule
 from tests.support import cases
 from tests.support.attention_gradients import Branch, check_gradients, gated_branch, normal_inputs
 from tests.support.hardware import ATOMIC_FREE
-from tests.support.ptx import Observer, Order, Schedule, interpret, interpret_kernels
+from tests.support.interpreted_kernels import interpret, interpret_kernels
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
 BF16, FP16 = torch.bfloat16, torch.float16

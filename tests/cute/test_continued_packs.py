@@ -11,11 +11,11 @@ from torch import Tensor
 from cute_kernels import backward, forward
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward_aux
 from nsa.inputs import NSAInputs
+from tests.ptx import Launched, Order, Schedule
 from tests.support import blackwell_cases as blackwell
 from tests.support.cases import rest
 from tests.support.continued_packs import PACKS, Pack, assert_each_as_alone, assert_gradients
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
-from tests.support.ptx import Launched, Order, Schedule
 
 
 def run(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, NSAAux]:

@@ -17,11 +17,11 @@ from cute_kernels.select.topk import Blocks
 from nsa import NSACache, NSAConfig
 from nsa.decoding import reference
 from nsa.inputs import NSAInputs
+from tests.ptx import Order, Schedule
+from tests.ptx.compiled import compiling
 from tests.support import cases
 from tests.support.decode_cases import SMALL_BLOCKS, Case, check
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
-from tests.support.ptx import Order, Schedule
-from tests.support.ptx.compiled import compiling
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 

@@ -20,10 +20,10 @@ from cute_kernels.gate.sums import key_gradients
 from cute_kernels.lists.query_to_kv import Keys
 from nsa import NSAAux, NSAConfig, reference
 from nsa.inputs import NSAInputs
+from tests.ptx import Schedule
 from tests.support.cute_cases import SLACK, assert_agrees_with_oracle, gradients
 from tests.support.helpers import assert_within_budget, make_qkv
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
-from tests.support.ptx import Schedule
 
 pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
 

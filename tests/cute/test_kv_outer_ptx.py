@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ptx import Observer, Order, Schedule
 from tests.support import cases
 from tests.support.helpers import assert_rounded_once
+from tests.support.interpreted_kernels import interpret_kernels
 from tests.support.kv_outer_cases import GATES, forward_from, make, small_chunks
-from tests.support.ptx import Observer, Order, Schedule, interpret_kernels
 
 pytestmark = [pytest.mark.slow, pytest.mark.interpreted, pytest.mark.filterwarnings("default")]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support import fa4_model as model
-from tests.support.ptx import interpret_kernels
+from tests.support.interpreted_kernels import interpret_kernels
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 

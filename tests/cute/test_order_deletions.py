@@ -1,4 +1,4 @@
-"""Kernels without one of the instructions that order them: does the checker of races (tests/support/ptx/) notice?
+"""Kernels without one of the instructions that order them: does the checker of races (tests/ptx/) notice?
 
 FlashAttention-4's on Blackwell, as NSA's selected branch launches them, and kernels per token on Hopper. Every
 instruction that orders is left out alone (mutations.py). Of those that are executed, and not known to change nothing,
@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.ptx.mutations import Deletion, Effects, candidates, delete_each
 from tests.support import cases
 from tests.support.blackwell_cases import kernel_class, known
 from tests.support.deletion_cases import (
@@ -22,7 +23,6 @@ from tests.support.deletion_cases import (
     per_token_cases,
     window_combine_case,
 )
-from tests.support.ptx.mutations import Deletion, Effects, candidates, delete_each
 
 pytestmark = [pytest.mark.slow, pytest.mark.interpreted, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.far_rows import far_apart
-from tests.support.ptx import interpret_kernels
+from tests.support.interpreted_kernels import interpret_kernels
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from cute_kernels import forward
 from nsa import NSACache, NSAConfig, nsa_forward, nsa_with_cache
 from nsa.inputs import NSAInputs
+from tests.ptx import Order, Schedule
 from tests.support.cases import rest
 from tests.support.cute_cases import gate_weight, on_gpu
 from tests.support.decode_cases import Case, Step
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
-from tests.support.ptx import Order, Schedule
 
 CONFIG = NSAConfig.paper(compress_block_size=16, compress_stride=8, num_selected_blocks=4, window_size=30)
 # One that begins, one of one token, one without new tokens, one without room; pages in no order

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.pool.documents import DOCUMENT, ENTRY, ENTRY_ALIGNMENT, KEY, LENGTH, NUM_BOUNDS, ROW
-from tests.support.ptx import interpret_kernels
+from tests.support.interpreted_kernels import interpret_kernels
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 

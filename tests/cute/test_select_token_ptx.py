@@ -15,10 +15,11 @@ from cute_kernels.select.token import MMA_THREADS, THREADS
 from cute_kernels.select.token_tiling import choose_tiling
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
+from tests.ptx import Schedule
 from tests.support import cases
 from tests.support.backward_twins import bounds_of
 from tests.support.helpers import make_qkv
-from tests.support.ptx import Schedule, interpret_kernels
+from tests.support.interpreted_kernels import interpret_kernels
 from tests.support.select_cases import check_chosen, compressed
 
 pytestmark = [pytest.mark.slow, pytest.mark.interpreted, pytest.mark.filterwarnings("default")]

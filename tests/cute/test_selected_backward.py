@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.ptx import Order, Schedule
 from tests.support.attention_gradients import Branch, check_gradients, gated_branch, normal_inputs
 from tests.support.hardware import ATOMIC_FREE
-from tests.support.ptx import Order, Schedule, interpret_kernels
+from tests.support.interpreted_kernels import interpret_kernels
 
 NOISY = pytest.mark.filterwarnings("default")
 """CuTe DSL warns while it is imported and while it compiles."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.ptx import interpret
+from tests.support.interpreted_kernels import interpret
 
 pytestmark = [pytest.mark.blas, pytest.mark.filterwarnings("default")]
 

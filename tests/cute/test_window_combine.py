@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ptx import Observer, Order, Schedule
 from tests.support import cases
 from tests.support.hardware import WINDOW_COMBINE
+from tests.support.interpreted_kernels import interpret_kernels
 from tests.support.kv_outer_cases import GATES, small_chunks
-from tests.support.ptx import Observer, Order, Schedule, interpret_kernels
 from tests.support.window_combine_cases import Case
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles

@@ -125,5 +125,6 @@ def test_the_file_map_has_every_module() -> None:
         for path in (ROOT / folder).rglob("*.py"):
             name = path.relative_to(ROOT).as_posix()
             is_empty_package = path.name == "__init__.py" and not path.read_text(encoding="utf-8").strip()
-            assert is_empty_package or name.replace("__init__.py", "") in listed, f"{name} is not in the file map"
+            is_listed = name.replace("__init__.py", "") in listed
+            assert is_listed or is_empty_package or path.name.startswith("test_"), f"{name} is not in the file map"
     assert {name for name in listed if not (ROOT / name).exists()} == set()

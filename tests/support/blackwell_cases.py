@@ -1,4 +1,4 @@
-"""Every kernel of the package as a B200 would run it: cases for the machine of tests/support/ptx, held against fp64.
+"""Every kernel of the package as a B200 would run it: cases for the machine of tests/ptx, held against fp64.
 
     Attention       one branch of NSA through FlashAttention-4, forward and backward
     Whole           all of NSA, forward and backward: FlashAttention-4's kernels and ours
@@ -27,13 +27,13 @@ from torch import Tensor
 from bench import oracles
 from nsa import NSAConfig, top_blocks_by_max
 from nsa.inputs import NSAInputs
+from tests.ptx import Launched, Order, Schedule
+from tests.ptx.compiled import Asked
 from tests.support import block_sparse_cases, decode_cases, indexer_cases
 from tests.support.cases import covering
 from tests.support.helpers import error_budget, lse_error
 from tests.support.interpreted_gpu import interpreted_gpu
 from tests.support.poison import poison
-from tests.support.ptx import Launched, Order, Schedule
-from tests.support.ptx.compiled import Asked
 from tools.sanitize import FA4, OURS, every_form, forms
 from tools.sanitize import Case as Call
 

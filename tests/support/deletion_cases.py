@@ -1,4 +1,4 @@
-"""Launches from which instructions that order are left out, one at a time (tests/support/ptx/mutations.py)."""
+"""Launches from which instructions that order are left out, one at a time (tests/ptx/mutations.py)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ptx.mutations import Case, recorded
 from tests.support import fa4_model as model
 from tests.support.interpreted_gpu import interpreted_gpu
+from tests.support.interpreted_kernels import interpret_kernels
 from tests.support.kv_outer_cases import make
-from tests.support.ptx import interpret_kernels
-from tests.support.ptx.mutations import Case, recorded
 from tests.support.window_combine_cases import Case as WindowCase
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """A GPU that interprets: cute_kernels' and FlashAttention-4's host code and kernels run on CPU tensors.
 
-All Python is real, and so are the kernels that it chooses: their host side and their PTX (tests/support/ptx/).
+All Python is real, and so are the kernels that it chooses: their host side and their PTX (tests/ptx/).
 Only what asks a driver is answered here: capability, multiprocessors, whether a tensor is on a GPU, and whether there
 is one, so that `nsa(..., backend="cute")` takes CPU tensors. Launches run one after the other, so side streams do
 nothing.
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from cute_kernels import support
 from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability, has_warpgroups, multiprocessors
-from tests.support.ptx.compiled import LATE, Schedule, interpret_kernels
+from tests.ptx.compiled import LATE, Schedule
+from tests.support.interpreted_kernels import interpret_kernels
 
 MODULES = ("backward", "block_sparse", "decoding", "forward", "neighborhood", "select.block_max")
 """Of cute_kernels, which import all others."""

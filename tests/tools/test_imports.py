@@ -1,6 +1,6 @@
 """Imports go one way: no circle among our modules; cute_kernels follows its layers, nsa.common knows no op.
 
-Kernels import neither each other nor what calls them, and tests import no tests.
+Kernels import neither each other nor what calls them, tests import no tests, and the PTX interpreter nothing of ours.
 """
 
 from __future__ import annotations
@@ -125,11 +125,12 @@ def test_nothing_of_nsa_needs_its_integrations() -> None:
 NEVER = {"bench", "examples", "tools", "tests"}
 KNOWS = {"cute_kernels": set(), "ascend_kernels": set(), "dispatch": set(), "nsa": {"dispatch"}}
 """What modules of a package import of ours; dispatch's table names the others as strings."""
+OURS = NEVER | set(KNOWS)
 
 
 @pytest.mark.parametrize("package", KNOWS)
 def test_packages_know_no_more_than_those_below_them(package: str) -> None:
-    ours = NEVER | set(KNOWS) - KNOWS[package] - {package}
+    ours = OURS - KNOWS[package] - {package}
     for module, path in modules(package).items():
         names = set(names_imported(path.read_text(encoding="utf-8"), module))
         if module == "dispatch":  # the public functions, for type checkers alone
@@ -142,6 +143,14 @@ def test_tests_import_no_tests() -> None:
     for module, path in files.items():
         for other in imported(path.read_text(encoding="utf-8"), module, files):
             assert not other.rpartition(".")[2].startswith("test_"), f"{module} imports {other}"
+
+
+def test_the_ptx_interpreter_imports_nothing_else_of_ours() -> None:
+    files = modules("tests/ptx")
+    assert {"tests.ptx", "tests.ptx.program", "tests.ptx.test_order"} <= set(files)
+    for module, path in files.items():
+        ours = {name for name in names_imported(path.read_text("utf-8"), module) if name.split(".")[0] in OURS}
+        assert {name for name in ours if not f"{name}.".startswith("tests.ptx.")} == set(), module
 
 
 @pytest.mark.parametrize("op", ["", "neighborhood", "residual"])

@@ -1,0 +1,336 @@
+"""The copies of TMA: boxes of tensors, and bytes in a row; loads, stores and additions.
+
+A load reports its bytes to an mbarrier. Stores and additions form groups of the thread that starts them; they read when
+their group is waited for, or when the CTA has returned (`late`), or at once.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.ptx.decode import Run, opcode, unsupported
+from tests.ptx.groups import Groups
+from tests.ptx.matrices import swizzled
+from tests.ptx.mbarrier import barrier_of
+from tests.ptx.memory import address_of, check_aligned, cta_of, in_tensors, offset_in_own
+from tests.ptx.observer import Operation, Region
+from tests.ptx.registers import PARAMETERS
+from tests.ptx.tensor_map import TensorMap, number_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.ptx.cta import Cta
+    from tests.ptx.listing import Instruction
+    from tests.ptx.program import Program
+    from tests.ptx.registers import Threads
+
+CHUNK = 16
+"""Bytes, of which all that TMA moves is made, and which swizzles leave together."""
+SMALLEST_ALIGNMENT = 128
+
+
+class Store:
+    """A store or an addition that some thread has started."""
+
+    def __init__(self, operation: Operation, move: Callable[[], None]) -> None:
+        self.operation, self.move = operation, move
+        self.has_ended = False
+
+    def end(self) -> None:
+        if not self.has_ended:
+            self.has_ended = True
+            self.move()
+            self.operation.cta.observer.ends(self.operation)
+
+
+def stores_of(cta: Cta) -> dict[int, Groups]:
+    """Of each thread that has started any."""
+    return cta.state_of("bulk", dict)
+
+
+@opcode(r"cp\.async\.bulk\.commit_group")
+def commit(program: Program, of: Instruction) -> Run:
+    def run(threads: Threads) -> None:
+        for thread in threads.numbers.tolist():
+            stores_of(threads.cta).setdefault(thread, Groups()).commit()
+        threads.cta.observer.commits_group(threads, "bulk")
+
+    return run
+
+
+@opcode(r"cp\.async\.bulk\.wait_group(\.read)?")
+def wait(program: Program, of: Instruction, reads: str | None) -> Run:
+    most = int(of.operands[0])
+
+    def run(threads: Threads) -> None:
+        for thread in threads.numbers.tolist():
+            for store in stores_of(threads.cta).setdefault(thread, Groups()).wait(most):
+                store.end()
+        threads.cta.observer.waits_group(threads, "bulk", most, reads is not None)
+
+    return run
+
+
+# Boxes of tensors
+
+
+def box_chunks(shared: int, of: TensorMap) -> Any:
+    """Where the 16-byte chunks of a box lie in shared memory, in chunks, in the box's order."""
+    size = int(np.prod(of.box)) * of.item
+    check_aligned(shared, SMALLEST_ALIGNMENT)
+    return swizzled(shared + np.arange(0, size, CHUNK), of.swizzle) // CHUNK
+
+
+def inside(of: TensorMap, corner: list[int]) -> tuple[tuple[slice, ...], tuple[int, ...], int] | None:
+    """The part of a box inside of the tensor: its slices (outermost first), shape, and address of its first element."""
+    low = [max(0, -c) for c in corner]
+    high = [min(b, n - c) for b, n, c in zip(of.box, of.sizes, corner, strict=True)]
+    if any(a >= b for a, b in zip(low, high, strict=True)):
+        return None
+    first = of.address + sum((c + a) * s for c, a, s in zip(corner, low, of.strides, strict=True))
+    slices = tuple(slice(a, b) for a, b in zip(low, high, strict=True))[::-1]
+    return slices, tuple(b - a for a, b in zip(low, high, strict=True))[::-1], first
+
+
+def tensor_part(cta: Cta, of: TensorMap, shape: tuple[int, ...], first: int) -> Any:
+    """A view of the tensor."""
+    last = first + sum((n - 1) * s for n, s in zip(shape[::-1], of.strides, strict=True))
+    memory, start = in_tensors(cta, np.array([first]), last - first + of.item)
+    return np.ndarray(shape, f"u{of.item}", memory.data, int(start[0]), of.strides[::-1])
+
+
+def load_box(source: Cta, of: TensorMap, corner: list[int], target: Cta, chunks: Any) -> None:
+    """Zeros come from outside of the tensor."""
+    box = np.zeros(of.box[::-1], f"u{of.item}")
+    if found := inside(of, corner):
+        slices, shape, first = found
+        box[slices] = tensor_part(source, of, shape, first)
+    target.shared[: len(target.shared) // CHUNK * CHUNK].view("u8").reshape(-1, 2)[chunks] = box.view("u8").reshape(
+        -1, 2
+    )
+
+
+def store_box(cta: Cta, of: TensorMap, corner: list[int], chunks: Any, add: bool) -> None:
+    data = cta.shared[: len(cta.shared) // CHUNK * CHUNK].view("u8").reshape(-1, 2)[chunks]
+    box = data.view(f"u{of.item}").reshape(of.box[::-1])
+    if found := inside(of, corner):
+        slices, shape, first = found
+        part = tensor_part(cta, of, shape, first)
+        if add:
+            numbers = part.view("f4")
+            numbers += box[slices].view("f4")
+        else:
+            part[...] = box[slices]
+
+
+def tensor_map(cta: Cta, pointer: int) -> TensorMap:
+    """Args: the generic address of a parameter."""
+    number, offset = divmod(pointer - PARAMETERS, 1 << 16)
+    if offset or not 0 <= number < len(cta.cluster.arguments):
+        raise MemoryError(f"a tensor map at {pointer:#x}, which is no parameter")
+    return cta.cluster.tensor_maps[number_of(cta.cluster.arguments[number])]
+
+
+def coordinates(program: Program, of: Instruction, operand: str, rank: str) -> tuple[int, list[int]]:
+    """Keys of the pointer to the map, and of the corner."""
+    found = re.fullmatch(r"\[(\S+?),\s*\{(.*)\}\]", operand)
+    if found is None:
+        raise unsupported(of, "an operand")
+    corner = [program.key(x.strip(), "i4") for x in found[2].split(",")]
+    if len(corner) != int(rank):
+        raise unsupported(of, "the number of coordinates")
+    return program.key(found[1], "u8"), corner
+
+
+@opcode(
+    r"cp\.async\.bulk\.tensor\.(\d)d\.shared::(cluster|cta)\.global(?:\.tile)?\.mbarrier::complete_tx::bytes"
+    r"(\.multicast::cluster)?(\.L2::cache_hint)?(\.cta_group::[12])?"
+)
+def load_tensor(
+    program: Program, of: Instruction, rank: str, space: str, multicast: str | None, hint: str | None, pair: str | None
+) -> Run:
+    """With cta_group::2, the mbarrier may be the other CTA's of the pair."""
+    address, barrier_address = address_of(program, of.operands[0]), address_of(program, of.operands[2])
+    pointer, corner = coordinates(program, of, of.operands[1], rank)
+    mask = program.key(of.operands[3], "u2") if multicast else None
+    remote = space == "cluster"
+
+    def run(threads: Threads) -> None:
+        threads.one("a load by TMA")
+        cta = threads.cta
+        box = tensor_map(cta, int(threads.take(pointer)[0]))
+        if len(box.box) != int(rank):
+            raise RuntimeError(f"a tensor map of {len(box.box)} dimensions for {of.name}")
+        at = [int(threads.take(key)[0]) for key in corner]
+        to, at_barrier = int(address.of(threads)[0]), int(barrier_address.of(threads)[0])
+        size = int(np.prod(box.box)) * box.item
+        if mask is None:
+            owner, offset = cta_of(cta, to, size) if remote else (cta, offset_in_own(cta, to, size))
+            barriers = [barrier_of(cta, at_barrier, remote)]
+            if owner is not barriers[0].cta and pair != ".cta_group::2":
+                raise RuntimeError("a load by TMA into one CTA that reports to another")
+            targets = [owner]
+        else:
+            _, offset = cta_of(cta, to, size)
+            ranks = [r for r in range(16) if int(threads.take(mask)[0]) >> r & 1]
+            targets = [cta.cluster.ctas[r] for r in ranks]
+            low = at_barrier & 0xFFFFFF
+            reports = [r & ~1 | at_barrier >> 24 & 1 if pair == ".cta_group::2" else r for r in ranks]
+            barriers = [barrier_of(cta, r << 24 | low, True) for r in reports]
+        chunks = box_chunks(offset, box)
+        for target, barrier in zip(targets, barriers, strict=True):
+            operation = Operation(threads, "tensor load", [], [Region(target, "shared", chunks * CHUNK, CHUNK)])
+            report_later(threads, operation, barrier, size, lambda t=target: load_box(cta, box, at, t, chunks))
+
+    return run
+
+
+def report_later(threads: Threads, operation: Operation, barrier: Any, size: int, move: Callable[[], None]) -> None:
+    """Moves bytes, and tells an mbarrier."""
+    cta = threads.cta
+    operation.barrier, operation.bytes = (barrier.cta, barrier.offset), size
+    cta.observer.starts(threads, operation)
+
+    def end() -> None:
+        move()
+        cta.observer.ends(operation)
+        current = barrier_of(cta, barrier.cta.rank << 24 | barrier.offset, True)
+        cta.observer.completes(operation, current.phase)
+        current.complete(size)
+
+    cta.cluster.later(end)
+
+
+@opcode(
+    r"cp\.(?:(reduce)\.)?async\.bulk\.tensor\.(\d)d\.global\.shared::cta(\.add)?(?:\.tile)?\.bulk_group"
+    r"(?:\.L2::cache_hint)?"
+)
+def store_tensor(program: Program, of: Instruction, reduces: str | None, rank: str, adds: str | None) -> Run:
+    """All lanes of a warp that name one box store it once; an addition takes one thread of a warp."""
+    pointer, corner = coordinates(program, of, of.operands[0], rank)
+    address = address_of(program, of.operands[1])
+    if bool(reduces) != bool(adds):
+        raise unsupported(of, "a reduction")
+
+    def run(threads: Threads) -> None:
+        for warp in threads.warps:
+            store(threads if len(threads.warps) == 1 else threads.some(threads.warp_of == warp))
+
+    def store(threads: Threads) -> None:
+        cta = threads.cta
+        columns = [threads.take(pointer), *(threads.take(key) for key in corner), address.of(threads)]
+        given = {tuple(int(x[i]) for x in columns) for i in range(threads.count)}
+        if len(given) > 1:
+            raise RuntimeError(f"several stores by TMA at once, by threads of warp {threads.warps[0]}")
+        if reduces:
+            threads.one("an addition by TMA")
+        ((where, *at, shared),) = given
+        box = tensor_map(cta, where)
+        if len(box.box) != int(rank) or (reduces and box.kind != "f32"):
+            raise RuntimeError(f"a tensor map {box} for {of.name}")
+        chunks = box_chunks(offset_in_own(cta, shared, int(np.prod(box.box)) * box.item), box)
+        region = Region(cta, "shared", chunks * CHUNK, CHUNK)
+        operation = Operation(threads, "tensor store", [region], [])
+        start(threads, Store(operation, lambda: store_box(cta, box, at, chunks, adds is not None)))
+
+    return run
+
+
+def start(threads: Threads, store: Store) -> None:
+    threads.cta.observer.starts(threads, store.operation)
+    for thread in threads.numbers.tolist():
+        stores_of(threads.cta).setdefault(thread, Groups()).started.append(store)
+    if threads.cta.cluster.late:
+        threads.cta.cluster.at_end.append(store.end)
+    else:
+        store.end()
+
+
+# Bytes in a row
+
+
+def check_row(*sizes: int) -> None:
+    for x in sizes:
+        check_aligned(x, CHUNK)
+
+
+@opcode(
+    r"cp\.async\.bulk\.shared::(cluster|cta)\.(global|shared::cta)\.mbarrier::complete_tx::bytes(\.L2::cache_hint)?"
+)
+def load_row(program: Program, of: Instruction, target: str, source: str, hint: str | None) -> Run:
+    """From global memory, or from this CTA to another of the cluster."""
+    to, at, _, barrier_address = (address_of(program, x) if x[0] == "[" else None for x in of.operands[:4])
+    size = program.key(of.operands[2], "u4")
+
+    def run(threads: Threads) -> None:
+        for thread in threads.numbers.tolist():
+            one = threads.cta.threads(1 << thread)
+            if one is not None:
+                load(one)
+
+    def load(threads: Threads) -> None:
+        cta = threads.cta
+        count = int(threads.take(size)[0])
+        where, source_at, at_barrier = (int(x.of(threads)[0]) for x in (to, at, barrier_address) if x is not None)
+        check_row(count, where, source_at)
+        owner, offset = cta_of(cta, where, count)
+        reads = []
+        if source == "global":
+            memory, places = in_tensors(cta, np.array([source_at]), count)
+            first = int(places[0])
+        else:
+            memory, first = cta.shared, offset_in_own(cta, source_at, count)
+            reads.append(Region(cta, "shared", np.arange(first, first + count, CHUNK), CHUNK))
+        writes = [Region(owner, "shared", np.arange(offset, offset + count, CHUNK), CHUNK)]
+        barrier = barrier_of(cta, at_barrier, True)
+        if barrier.cta is not owner:
+            raise RuntimeError("a bulk copy into one CTA that reports to another")
+
+        def move() -> None:
+            owner.shared[offset : offset + count] = memory[first : first + count]
+
+        report_later(threads, Operation(threads, "bulk load", reads, writes), barrier, count, move)
+
+    return run
+
+
+@opcode(r"cp\.(?:(reduce)\.)?async\.bulk\.global\.shared::cta\.bulk_group(?:\.L2::cache_hint)?(\.add\.f32)?")
+def store_row(program: Program, of: Instruction, reduces: str | None, adds: str | None) -> Run:
+    to, at = (address_of(program, x) for x in of.operands[:2])
+    size = program.key(of.operands[2], "u4")
+    if bool(reduces) != bool(adds):
+        raise unsupported(of, "a reduction")
+
+    def run(threads: Threads) -> None:
+        if threads.count != len(threads.warps):
+            raise RuntimeError(f"several threads of a warp start {of.name}: it takes one")
+        for thread in threads.numbers.tolist():
+            one = threads.cta.threads(1 << thread)
+            if one is not None:
+                store(one)
+
+    def store(threads: Threads) -> None:
+        cta = threads.cta
+        count, target, source = int(threads.take(size)[0]), int(to.of(threads)[0]), int(at.of(threads)[0])
+        check_row(count, target, source)
+        memory, places = in_tensors(cta, np.array([target]), count)
+        part = memory[int(places[0]) : int(places[0]) + count]
+        offset = offset_in_own(cta, source, count)
+
+        def move() -> None:
+            data = cta.shared[offset : offset + count]
+            if adds:
+                numbers = part.view("f4")
+                numbers += data.view("f4")
+            else:
+                part[:] = data
+
+        region = Region(cta, "shared", np.arange(offset, offset + count, CHUNK), CHUNK)
+        kind = "bulk reduce" if adds else "bulk store"
+        start(threads, Store(Operation(threads, kind, [region], []), move))
+
+    return run

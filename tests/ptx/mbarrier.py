@@ -1,0 +1,197 @@
+"""mbarriers: pending arrivals, transactions, phases, and who waits for them (PTX ISA, mbarrier)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from tests.ptx.decode import Flow, Run, opcode, unsupported
+from tests.ptx.memory import Address, address_of, check_aligned, cta_of, offset_in_own
+
+if TYPE_CHECKING:
+    from tests.ptx.cta import Cta
+    from tests.ptx.listing import Instruction
+    from tests.ptx.program import Program
+    from tests.ptx.registers import Threads
+
+MOST_ARRIVALS, MOST_BYTES = (1 << 20) - 1, (1 << 20) - 1
+
+
+class Barrier:
+    """One mbarrier. A phase ends when no arrival is pending and as many bytes have come as were expected."""
+
+    def __init__(self, cta: Cta, offset: int, count: int) -> None:
+        self.cta, self.offset, self.count = cta, offset, count
+        self.pending, self.bytes, self.phase = count, 0, 0
+        """Arrivals and bytes that this phase waits for, and its number."""
+        self.waiting: list[tuple[int, int]] = []
+        """Where threads try again, and which."""
+
+    def arrive(self, count: int = 1) -> None:
+        if count > self.pending:
+            raise RuntimeError(f"{self}: {count} arrive where {self.pending} are pending")
+        self.pending -= count
+        self._finish()
+
+    def expect(self, count: int) -> None:
+        self.bytes += count
+        self._check()
+
+    def complete(self, count: int) -> None:
+        self.bytes -= count
+        self._check()
+        self._finish()
+
+    def _check(self) -> None:
+        if abs(self.bytes) > MOST_BYTES:
+            raise RuntimeError(f"{self}: {self.bytes} bytes, more than an mbarrier counts")
+
+    def _finish(self) -> None:
+        if self.pending or self.bytes:
+            return
+        self.cta.observer.finishes_phase((self.cta, self.offset), self.phase)
+        self.phase += 1
+        self.pending = self.count
+        waiting, self.waiting = self.waiting, []
+        for at, bits in waiting:
+            self.cta.unblock(at, bits)
+
+    def is_over(self, parity: int) -> bool:
+        """Whether the phase of this parity is: the one before the present one."""
+        return self.phase & 1 != parity & 1
+
+    def __repr__(self) -> str:
+        state = f"phase {self.phase}, {self.pending} of {self.count} arrivals and {self.bytes} bytes pending"
+        return f"mbarrier {self.offset:#x} of {self.cta} ({state})"
+
+
+class Phase(NamedTuple):
+    """What threads wait for."""
+
+    barrier: Barrier
+    number: int
+
+    def __str__(self) -> str:
+        return f"the end of phase {self.number} of {self.barrier}"
+
+
+def barrier_at(cta: Cta, offset: int) -> Barrier:
+    check_aligned(offset, 8)
+    if offset not in cta.barriers:
+        raise RuntimeError(f"no mbarrier at {offset:#x} of {cta}")
+    return cta.barriers[offset]
+
+
+def barrier_of(cta: Cta, address: int, remote: bool) -> Barrier:
+    """Args: `remote`, whether it is a shared::cluster address, which other CTAs of the cluster may own."""
+    owner, offset = cta_of(cta, address, 8) if remote else (cta, offset_in_own(cta, address, 8))
+    if owner.has_ended and owner is not cta:
+        cta.observer.reaches_returned(cta, (owner, offset))
+    return barrier_at(owner, offset)
+
+
+def by_address(threads: Threads, address: Address) -> list[tuple[int, Any]]:
+    """The addresses that threads have, and for each of them which threads, as booleans."""
+    addresses = address.of(threads)
+    return [(where, addresses == where) for where in np.unique(addresses).tolist()]
+
+
+@opcode(r"mbarrier\.init\.shared(?:::cta)?\.b64")
+def initialize(program: Program, of: Instruction) -> Run:
+    address, count = address_of(program, of.operands[0]), program.key(of.operands[1], "u4")
+
+    def run(threads: Threads) -> None:
+        cta, counts = threads.cta, threads.take(count)
+        for where, by in by_address(threads, address):
+            offset, arrivals = offset_in_own(cta, where, 8), int(counts[by][0])
+            check_aligned(offset, 8)
+            if not 1 <= arrivals <= MOST_ARRIVALS:
+                raise RuntimeError(f"an mbarrier of {arrivals} arrivals")
+            if offset in cta.barriers and cta.barriers[offset].waiting:
+                raise RuntimeError(f"threads wait for {cta.barriers[offset]}, which is initialized again")
+            cta.barriers[offset] = Barrier(cta, offset, arrivals)
+            cta.observer.initializes(threads.some(by), (cta, offset), arrivals)
+
+    return run
+
+
+@opcode(r"mbarrier\.inval\.shared(?:::cta)?\.b64")
+def invalidate(program: Program, of: Instruction) -> Run:
+    address = address_of(program, of.operands[0])
+
+    def run(threads: Threads) -> None:
+        for where, _ in by_address(threads, address):
+            barrier = barrier_of(threads.cta, where, False)
+            if barrier.waiting:
+                raise RuntimeError(f"threads wait for {barrier}, which is invalidated")
+            del threads.cta.barriers[barrier.offset]
+
+    return run
+
+
+@opcode(
+    r"mbarrier\.arrive(?:\.(?:release|relaxed)\.(?:cta|cluster))?(\.expect_tx)?\.(shared|shared::cta|shared::cluster)\.b64"
+)
+def arrive(program: Program, of: Instruction, expects: str | None, space: str) -> Run:
+    """Each thread by itself, once or by a count; the state that it returns has no use here, so `_` or never read."""
+    address = address_of(program, of.operands[1])
+    more = program.key(of.operands[2], "u4") if len(of.operands) > 2 else None
+    if expects and more is None:
+        raise unsupported(of, "no bytes to expect")
+
+    def run(threads: Threads) -> None:
+        cta = threads.cta
+        given = threads.take(more) if more is not None else np.ones(threads.count, "u4")
+        for where, by in by_address(threads, address):
+            barrier = barrier_of(cta, where, space == "shared::cluster")
+            cta.observer.arrives(threads.some(by), (barrier.cta, barrier.offset), barrier.phase)
+            total = int(given[by].sum())
+            if expects:
+                barrier.expect(total)
+            barrier.arrive(int(by.sum()) if expects else total)
+
+    return run
+
+
+@opcode(r"mbarrier\.expect_tx(?:\.relaxed\.(?:cta|cluster))?\.(shared|shared::cta|shared::cluster)\.b64")
+def expect(program: Program, of: Instruction, space: str) -> Run:
+    address, count = address_of(program, of.operands[0]), program.key(of.operands[1], "u4")
+
+    def run(threads: Threads) -> None:
+        given = threads.take(count)
+        for where, by in by_address(threads, address):
+            barrier_of(threads.cta, where, space == "shared::cluster").expect(int(given[by].sum()))
+
+    return run
+
+
+@opcode(r"mbarrier\.(try_wait|test_wait)\.parity(?:\.(?:acquire|relaxed)\.(?:cta|cluster))?\.shared(?:::cta)?\.b64")
+def wait(program: Program, of: Instruction, what: str) -> Run:
+    """test_wait looks once. try_wait suspends its threads until the phase is over: when it gives up is not defined."""
+    to, address = program.key(of.operands[0], "?"), address_of(program, of.operands[1])
+    parity = program.key(of.operands[2], "u4")
+
+    def run(threads: Threads) -> Flow | None:
+        cta = threads.cta
+        addresses, parities = address.of(threads), threads.take(parity)
+        if (addresses == addresses[0]).all() and (parities == parities[0]).all():
+            together = [(threads, int(addresses[0]), int(parities[0]))]
+        else:
+            pairs = sorted({*zip(addresses.tolist(), parities.tolist(), strict=True)})
+            together = [(threads.some((addresses == at) & (parities == which)), at, which) for at, which in pairs]
+        waiting = 0
+        for some, at, which in together:
+            barrier = barrier_of(cta, at, False)
+            over = barrier.is_over(which)
+            if over:
+                cta.observer.waits(some, (cta, barrier.offset), barrier.phase - 1)
+            if over or what == "test_wait":
+                some.put(to, over)
+                continue
+            waiting |= some.bits
+            cta.block(cta.pc, some, Phase(barrier, barrier.phase))
+            barrier.waiting.append((cta.pc, some.bits))
+        return Flow(cta.pc + 1, cta.threads(threads.bits & ~waiting)) if waiting else None
+
+    return run

@@ -1,0 +1,285 @@
+"""Tells `Clocks` of what a machine runs: an observer that finds races, in shared memory and TMEM of each cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.ptx.clocks import ADVICE, COLUMNS, LANES, SHARED_CELL, Clocks, Finding, Key
+from tests.ptx.listing import names
+from tests.ptx.observer import Observer, Operation, Region
+
+if TYPE_CHECKING:
+    from tests.ptx.cta import Cta
+    from tests.ptx.program import Program
+    from tests.ptx.registers import Threads
+
+WARPS_OF_GROUP = 4
+LANES_OF_WARP = 32
+QUARTER = LANES // 4
+"""Of the lanes of TMEM, that a warp reaches."""
+TEXT = 120
+"""Most characters of an instruction in a message."""
+IN_REGISTERS = ("tcgen05.ld.", "wgmma.mma_async.")
+"""What writes registers after the instruction has been executed."""
+
+
+class RaceError(RuntimeError):
+    """Two accesses that nothing puts in order, or another finding."""
+
+
+class Order(Observer):
+    """Raises RaceError for the first finding; `keep_going`: collects them, in the order in which they were found.
+
+    `advice` holds what is none, but relies on more than the PTX ISA says: see `clocks`.
+    """
+
+    def __init__(self, keep_going: bool = False, known: Collection[Key] = ()) -> None:
+        """Args: keys of findings, and of advice, to be left out."""
+        self.keep_going = keep_going
+        self.findings: list[Finding] = []
+        self.advice: list[Finding] = []
+        self._known = {*known}
+        self._watched: dict[int, list[str]] = {}
+
+    def watches(self, program: Program) -> set[int]:
+        """Instructions that use registers which tcgen05.ld or wgmma use."""
+        late = {
+            register
+            for of in program.instructions
+            if of.name.startswith(IN_REGISTERS)
+            for operand in of.operands[:2]
+            if operand[0] != "["
+            for register in names(operand)
+        }
+        for at, of in enumerate(program.instructions):
+            used = [x for operand in of.operands for x in names(operand.strip("[]").partition("+")[0].strip())]
+            if not of.name.startswith(IN_REGISTERS) and (used := [x for x in used if x in late]):
+                self._watched[at] = used
+        return {*self._watched}
+
+    def begin(self, ctas: list[Cta]) -> None:
+        self.program = ctas[0].cluster.program
+        self.warps = self.program.threads // 32
+        self.clocks = Clocks(len(ctas) * self.warps, len(ctas), self._text, self._found)
+
+    def end(self, ctas: list[Cta]) -> None:
+        self.clocks.finish()
+
+    def _text(self, point: int) -> str:
+        text = self.program.instructions[point].text
+        return f"{point}: {text if len(text) <= TEXT else text[: TEXT - 3] + '...'}"
+
+    def _found(self, finding: Finding) -> None:
+        if finding.key not in self._known:
+            self._known.add(finding.key)
+            (self.advice if finding.kind in ADVICE else self.findings).append(finding)
+            if finding.kind not in ADVICE and not self.keep_going:
+                raise RaceError(finding.text)
+
+    # Who, and where
+
+    def _warps(self, threads: Threads) -> Iterator[int]:
+        """Numbered through the cluster; the clocks are told where they are."""
+        self.clocks.point = threads.cta.pc
+        return (threads.cta.rank * self.warps + warp for warp in threads.warps)
+
+    def _groups(self, threads: Threads) -> list[tuple[int, list[int]]]:
+        """Warpgroups, and their warps."""
+        warps = [*self._warps(threads)]
+        groups = sorted({warp // WARPS_OF_GROUP for warp in warps})
+        return [(group, [warp for warp in warps if warp // WARPS_OF_GROUP == group]) for group in groups]
+
+    @staticmethod
+    def _cells(region: Region) -> Any:
+        if region.space == "tensor":
+            return region.places
+        return shared_cells(region.places, region.size)
+
+    @staticmethod
+    def _key(barrier: tuple[Cta, int]) -> tuple[int, int]:
+        return barrier[0].rank, barrier[1]
+
+    # Accesses of threads
+
+    def shared(self, threads: Threads, kind: str, places: Any, size: int) -> None:
+        clocks, cta = self.clocks, threads.cta.rank
+        places, lanes = np.asarray(places), threads.lanes
+        for warp, own in zip(self._warps(threads), threads.warps, strict=True):
+            of_warp = threads.warp_of == own
+            cells = shared_cells(places[of_warp], size)
+            if kind == "atomic":
+                clocks.adds(warp, cells, cta)
+            else:
+                access = clocks.reads if kind == "read" else clocks.writes
+                access(warp, cells, cta, np.repeat(lanes[of_warp], len(cells) // len(lanes[of_warp])))
+
+    def tensor_memory(self, threads: Threads, kind: str, column: int, count: int) -> None:
+        of = self.program.instructions[threads.cta.pc]
+        for warp, own in zip(self._warps(threads), threads.warps, strict=True):
+            lanes = own % WARPS_OF_GROUP * QUARTER + np.arange(QUARTER)
+            cells = lanes[:, None] * COLUMNS + np.arange(column, column + count)
+            if kind == "read":
+                self.clocks.load_tmem(warp, cells, names(of.operands[0]), threads.cta.rank)
+            else:
+                self.clocks.store_tmem(warp, cells, threads.cta.rank)
+
+    def owns_tensor_memory(self, threads: Threads, column: int, count: int) -> None:
+        cells = np.arange(LANES)[:, None] * COLUMNS + np.arange(column, column + count)
+        rank, name = threads.cta.rank, self.program.instructions[threads.cta.pc].name
+        pair = rank // 2 if name.startswith("tcgen05.alloc.cta_group::2") else None
+        for warp in self._warps(threads):
+            self.clocks.own_tmem(warp, cells, rank, pair)
+
+    def uses(self, threads: Threads) -> None:
+        for warp in self._warps(threads):
+            self.clocks.use(warp, self._watched[threads.cta.pc])
+
+    # Asynchronous operations
+
+    def starts(self, threads: Threads, operation: Operation) -> None:
+        clocks, kind = self.clocks, operation.kind
+        if kind == "wgmma":
+            for group, warps in self._groups(threads):
+                for warp in warps:
+                    clocks.multiply_registers(warp, self._registers(threads))
+                for region in operation.reads:
+                    clocks.multiply(group, warps, self._cells(region), region.cta.rank)
+            return
+        for warp in self._warps(threads):
+            if kind == "tcgen05.mma":
+                self._multiply(warp, operation)
+            elif kind in ("tensor load", "bulk load"):
+                self._load(warp, operation)
+            elif kind in ("tensor store", "bulk store", "bulk reduce"):
+                for region in operation.reads:
+                    clocks.bulk_store(warp, self._cells(region), region.cta.rank)
+            elif kind == "cp.async":
+                for region in operation.writes:
+                    of_warp = threads.warp_of == warp % self.warps
+                    cells = shared_cells(np.asarray(region.places)[of_warp], region.size)
+                    lanes = threads.lanes[of_warp]
+                    clocks.copy(warp, cells, region.cta.rank, np.repeat(lanes, len(cells) // len(lanes)))
+            else:
+                raise NotImplementedError(f"races with {kind}")
+
+    def _registers(self, threads: Threads) -> list[str]:
+        """Of a product: sums, and a left operand that is there."""
+        of = self.program.instructions[threads.cta.pc]
+        return [x for operand in of.operands[:2] if operand[0] == "{" for x in names(operand)]
+
+    def _load(self, warp: int, operation: Operation) -> None:
+        if operation.barrier is None:
+            raise ValueError(f"{operation.kind} without an mbarrier")
+        key = self._key(operation.barrier)
+        for region in operation.reads:
+            self.clocks.bulk_load(warp, key, self._cells(region), region.cta.rank, writes=False)
+        for region in operation.writes:
+            self.clocks.bulk_load(warp, key, self._cells(region), region.cta.rank)
+
+    def _multiply(self, warp: int, operation: Operation) -> None:
+        result = operation.writes[0]
+        accumulator = int(result.places.flat[0]), result.places.shape
+        factors = [x for x in operation.reads if not any(x is of for of in operation.writes)]
+        parts = [(self.clocks.shared if x.space == "shared" else self.clocks.tmem, x) for x in factors]
+        reads = [(memory[x.cta.rank], self._cells(x)) for memory, x in parts]
+        writes = [(self.clocks.tmem[x.cta.rank], self._cells(x)) for x in operation.writes]
+        self.clocks.mma(warp, reads, writes, accumulator)
+
+    def commits(self, threads: Threads, barriers: list[tuple[Cta, int]]) -> None:
+        for warp in self._warps(threads):
+            self.clocks.commit_mma(warp, [self._key(barrier) for barrier in barriers])
+
+    def commits_group(self, threads: Threads, kind: str) -> None:
+        if kind == "wgmma":
+            for group, _ in self._groups(threads):
+                self.clocks.commit_products(group)
+            return
+        if kind == "cp.async":
+            threads.whole_warps("cp.async.commit_group")  # whose lanes have as many groups
+        for warp in self._warps(threads):
+            (self.clocks.commit_copies if kind == "cp.async" else self.clocks.commit_bulk)(warp)
+
+    def waits_group(self, threads: Threads, kind: str, most: int, reads: bool) -> None:
+        if kind == "wgmma":
+            for group, warps in self._groups(threads):
+                self.clocks.wait_products(group, warps, most)
+            return
+        for warp in self._warps(threads):
+            (self.clocks.wait_copies if kind == "cp.async" else self.clocks.wait_bulk)(warp, most)
+
+    def waits_tensor_memory(self, threads: Threads, kind: str) -> None:
+        for warp in self._warps(threads):
+            (self.clocks.wait_loads if kind == "ld" else self.clocks.wait_stores)(warp)
+
+    # mbarriers
+
+    def _is_relaxed(self, threads: Threads) -> bool:
+        return ".relaxed" in self.program.instructions[threads.cta.pc].name
+
+    def initializes(self, threads: Threads, barrier: tuple[Cta, int], count: int) -> None:
+        for warp in self._warps(threads):
+            self.clocks.init(warp, self._key(barrier))
+
+    def arrives(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
+        for warp, own in zip(self._warps(threads), threads.warps, strict=True):
+            by_all = bool((threads.warp_of == own).sum() == LANES_OF_WARP)
+            self.clocks.arrive_at(warp, self._key(barrier), self._is_relaxed(threads), by_all)
+
+    def committed(self, barrier: tuple[Cta, int], phase: int, operations: list[Operation]) -> None:
+        self.clocks.arrive_committed(self._key(barrier))
+
+    def completes(self, operation: Operation, phase: int) -> None:
+        self.clocks.point = operation.pc
+
+    def finishes_phase(self, barrier: tuple[Cta, int], phase: int) -> None:
+        self.clocks.complete(self._key(barrier))
+
+    def waits(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
+        for warp in self._warps(threads):
+            self.clocks.wait_for(warp, self._key(barrier), self._is_relaxed(threads))
+
+    # Barriers of threads
+
+    def syncs_warps(self, threads: Threads) -> None:
+        self.clocks.sync(self._warps(threads))
+
+    def arrives_at(self, threads: Threads, number: int) -> None:
+        self.clocks.arrive((threads.cta.rank, number), self._warps(threads))
+        self.clocks.sync(self._warps(threads))
+
+    def releases(self, cta: Cta, number: int, warps: list[int]) -> None:
+        self.clocks.release((cta.rank, number), [cta.rank * self.warps + warp for warp in warps])
+
+    def arrives_at_cluster(self, threads: Threads) -> None:
+        self.clocks.arrive("cluster", self._warps(threads))
+
+    def releases_cluster(self, ctas: list[Cta]) -> None:
+        self.clocks.meet("cluster")
+
+    def waits_for_cluster(self, threads: Threads) -> None:
+        self.clocks.learn("cluster", self._warps(threads))
+
+    # Fences
+
+    def fences(self, threads: Threads, kind: str) -> None:
+        """Of memory (fence.acq_rel and the like): nothing, for barriers release and acquire as well."""
+        for warp in self._warps(threads):
+            if kind.startswith("fence.proxy.async"):
+                self.clocks.fence_proxy(warp)
+            elif kind.startswith("fence.mbarrier_init"):
+                self.clocks.fence_init(warp)
+            elif kind == "wgmma.fence":
+                self.clocks.fence_registers(warp)
+            elif kind.startswith("tcgen05.fence::before"):
+                self.clocks.fence_tmem_before(warp)
+            elif kind.startswith("tcgen05.fence::after"):
+                self.clocks.fence_tmem_after(warp)
+
+
+def shared_cells(places: Any, size: int) -> Any:
+    """Args: first bytes, and how many from each."""
+    first = np.asarray(places)[..., None] // SHARED_CELL
+    return (first + np.arange(max(1, size // SHARED_CELL))).reshape(-1)

@@ -1,0 +1,257 @@
+"""What the lanes of a warp do together: shuffles, votes, elections; and where threads go: branches and barriers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.ptx.decode import Flow, Run, opcode, unsupported
+from tests.ptx.listing import Instruction
+from tests.ptx.registers import LANES
+
+if TYPE_CHECKING:
+    from tests.ptx.program import Program
+    from tests.ptx.registers import Threads
+
+
+def over_all(threads: Threads, values: Any, missing: Any = 0) -> Any:
+    """Values of threads that run, in an array over the lanes of their warps: (warp, lane)."""
+    first, end = threads.warps[0], threads.warps[-1] + 1
+    everywhere = np.full((end - first) * LANES, missing, values.dtype)
+    everywhere[threads.numbers - first * LANES] = values
+    return everywhere.reshape(-1, LANES)
+
+
+def check_members(threads: Threads, of: Instruction, operand: str) -> None:
+    """All lanes must take part: a mask of some would wait for them."""
+    if operand not in ("-1", "0xffffffff", "4294967295"):
+        raise unsupported(of, f"a mask of lanes {operand}")
+
+
+@opcode(r"shfl\.sync\.(idx|bfly|up|down)\.b32")
+def shuffle(program: Program, of: Instruction, how: str) -> Run:
+    to, _, in_range = of.operands[0].partition("|")
+    target, x = program.key(to, "u4"), program.key(of.operands[1], "u4")
+    by, clamp = (program.key(operand, "i4") for operand in of.operands[2:4])
+    found = program.key(in_range, "?") if in_range else None
+
+    def run(threads: Threads) -> None:
+        lane, offset, bound = threads.lanes, threads.take(by) & 31, threads.take(clamp)
+        segment = bound >> 8 & 31
+        last = (lane & segment) | (bound & 31 & ~segment)
+        if how == "up":
+            source = lane - offset
+            inside = source >= last
+        elif how == "down":
+            source = lane + offset
+            inside = source <= last
+        elif how == "bfly":
+            source = lane ^ offset
+            inside = source <= last
+        else:
+            source = (lane & segment) | (offset & ~segment)
+            inside = source <= last
+        source = np.where(inside, source, lane)
+        first = threads.warps[0]
+        place = (threads.warp_of - first) * LANES + source
+        if threads.count < LANES * len(threads.warps):
+            takes_part = over_all(threads, np.ones(threads.count, np.bool_))
+            if not takes_part.reshape(-1)[place].all():
+                raise RuntimeError("a shuffle from a lane that does not take part")
+        threads.put(target, over_all(threads, threads.take(x)).reshape(-1)[place])
+        if found is not None:
+            threads.put(found, inside)
+
+    return run
+
+
+@opcode(r"vote\.sync\.(ballot|any|all|uni)\.(b32|pred)")
+def vote(program: Program, of: Instruction, how: str, kind: str) -> Run:
+    to = program.key(of.operands[0], "u4" if how == "ballot" else "?")
+    negated = of.operands[1][0] == "!"
+    predicate = program.key(of.operands[1].lstrip("!"), "?")
+
+    def run(threads: Threads) -> None:
+        lanes = over_all(threads, threads.take(predicate) ^ negated)
+        if how == "ballot":
+            found = (lanes.astype("u4") << np.arange(LANES, dtype="u4")).sum(1, dtype="u4")
+        else:
+            held, count = lanes.sum(1), over_all(threads, np.ones(threads.count, "i8")).sum(1)
+            found = {"any": held > 0, "all": held == count, "uni": (held == 0) | (held == count)}[how]
+        threads.put(to, found[threads.warp_of - threads.warps[0]])
+
+    return run
+
+
+@opcode(r"redux\.sync\.(add|min|max|and|or|xor)\.([bsu]32)")
+def reduce(program: Program, of: Instruction, how: str, kind: str) -> Run:
+    from tests.ptx.arithmetic import BINARY
+    from tests.ptx.values import TYPES
+
+    to, x = (program.key(operand, TYPES[kind]) for operand in of.operands[:2])
+    function: Any = BINARY[how]
+
+    def run(threads: Threads) -> None:
+        threads.whole_warps(of.name)
+        of_warps = function.reduce(threads.take(x).reshape(-1, LANES), axis=1)
+        threads.put(to, np.repeat(of_warps, LANES))
+
+    return run
+
+
+@opcode(r"match\.any\.sync\.b32")
+def match(program: Program, of: Instruction) -> Run:
+    to, x = (program.key(operand, "u4") for operand in of.operands[:2])
+
+    def run(threads: Threads) -> None:
+        threads.whole_warps(of.name)
+        values = threads.take(x).reshape(-1, LANES)
+        same = values[:, :, None] == values[:, None, :]
+        threads.put(to, (same.astype("u4") << np.arange(LANES, dtype="u4")).sum(2, dtype="u4").reshape(-1))
+
+    return run
+
+
+@opcode(r"elect\.sync")
+def elect(program: Program, of: Instruction) -> Run:
+    """The first lane."""
+    lane, _, predicate = of.operands[0].partition("|")
+    check_members_of = of.operands[1]
+    to, number = program.key(predicate, "?"), None if lane == "_" else program.key(lane, "u4")
+
+    def run(threads: Threads) -> None:
+        check_members(threads, of, check_members_of)
+        threads.whole_warps("elect.sync")
+        threads.put(to, threads.lanes == 0)
+        if number is not None:
+            threads.put(number, 0)
+
+    return run
+
+
+@opcode(r"activemask\.b32")
+def active_mask(program: Program, of: Instruction) -> Run:
+    raise unsupported(of, "a mask that depends on the schedule")
+
+
+# Where threads go
+
+
+@opcode(r"bra(?:\.uni)?")
+def branch(program: Program, of: Instruction) -> Run:
+    target = program.labels[of.operands[0]]
+    return lambda threads: Flow(target, threads)
+
+
+@opcode(r"(?:ret|exit)")
+def leave(program: Program, of: Instruction) -> Run:
+    def run(threads: Threads) -> Flow:
+        threads.cta.exit(threads)
+        threads.cta.cluster.check_arrivals()
+        return Flow(0, None)
+
+    return run
+
+
+@opcode(r"(?:bar|barrier)(?:\.cta)?\.(sync|arrive)(?:\.aligned)?")
+def barrier(program: Program, of: Instruction, what: str) -> Run:
+    number = program.key(of.operands[0], "u4")
+    expected = program.key(of.operands[1], "u4") if len(of.operands) > 1 else None
+
+    def run(threads: Threads) -> Flow | None:
+        cta = threads.cta
+        numbers = threads.take(number)
+        counts = threads.take(expected) if expected is not None else np.full(threads.count, program.threads)
+        for which in sorted({*zip(numbers.tolist(), counts.tolist(), strict=True)}):
+            chosen = (numbers == which[0]) & (counts == which[1])
+            some = threads if chosen.all() else threads.some(chosen)
+            cta.arrive(cta.pc + 1, some, *which, wait=what == "sync")
+        return Flow(0, None) if what == "sync" else None
+
+    return run
+
+
+@opcode(r"bar\.warp\.sync")
+def sync_warp(program: Program, of: Instruction) -> Run:
+    """Threads with one program counter run together: lanes that come later do not meet here."""
+
+    def run(threads: Threads) -> None:
+        check_members(threads, of, of.operands[0])
+        threads.cta.observer.syncs_warps(threads)
+
+    return run
+
+
+@opcode(r"barrier\.cluster\.(arrive|wait)(?:\.relaxed|\.release|\.acquire)?(?:\.aligned)?")
+def cluster_barrier(program: Program, of: Instruction, what: str) -> Run:
+    def arrive(threads: Threads) -> None:
+        threads.cta.observer.arrives_at_cluster(threads)
+        threads.cta.cluster.arrive(threads)
+
+    def wait(threads: Threads) -> Flow | None:
+        cta = threads.cta
+        early = cta.cluster.waiting_for(threads)
+        if early is not None:
+            cta.block(cta.pc, early, "barrier.cluster")
+        rest = cta.threads(threads.bits & ~(early.bits if early else 0))
+        if rest is not None:
+            cta.observer.waits_for_cluster(rest)
+        return Flow(cta.pc + 1, rest) if early is not None else None
+
+    return arrive if what == "arrive" else wait
+
+
+@opcode(r"(?:fence|membar)\..*")
+def fence(program: Program, of: Instruction) -> Run:
+    """Execution is in order: fences are for the observer alone."""
+    known = (
+        "fence.proxy.async",
+        "fence.proxy.async.shared::cta",
+        "fence.proxy.async.global",
+        "fence.mbarrier_init.release.cluster",
+        "fence.acq_rel.gpu",
+        "fence.acq_rel.cta",
+        "fence.acq_rel.cluster",
+        "fence.sc.gpu",
+        "membar.gl",
+        "membar.cta",
+        "fence.proxy.async.shared::cluster",
+    )
+    if of.name not in known:
+        raise unsupported(of, "a fence")
+    return lambda threads: threads.cta.observer.fences(threads, of.name)
+
+
+@opcode(r"griddepcontrol\.(wait|launch_dependents)")
+def dependent_grids(program: Program, of: Instruction, what: str) -> Run:
+    """Launches run one after the other."""
+    return lambda threads: None
+
+
+@opcode(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32")
+def set_registers(program: Program, of: Instruction, what: str) -> Run:
+    """Waits, as the GPU does, until the register file of the SM has them."""
+    count = int(of.operands[0])
+    if count % 8 or not 24 <= count <= 256:
+        raise unsupported(of, "a count of registers")
+
+    def run(threads: Threads) -> Flow | None:
+        cta = threads.cta
+        before = list(cta.register_limits)
+        for warp in threads.whole_warps(of.name):
+            if (count - cta.register_limits[warp]) * (1 if what == "inc" else -1) < 0:
+                raise RuntimeError(f"{of.text} of warp {warp}, which has {cta.register_limits[warp]}")
+            cta.register_limits[warp] = count
+        if what == "inc" and not cta.registers_fit():
+            cta.register_limits = before
+            cta.waiting_for_registers.append((cta.pc, threads.bits))
+            cta.block(cta.pc, threads, f"{count} registers")
+            return Flow(0, None)
+        if what == "dec":
+            for at, bits in cta.waiting_for_registers:
+                cta.unblock(at, bits)
+            cta.waiting_for_registers = []
+        return None
+
+    return run

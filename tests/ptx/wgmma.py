@@ -1,0 +1,147 @@
+"""WGMMA: products of a warpgroup, whose sums are NaN until they are waited for.
+
+Its operands are of 16 bits, the left one from registers or shared memory. It reads at once (`late`), or else when it is
+waited for: the opposite of copies, so that products meet what copies have yet to bring, or have brought already. Sums
+are in a fixed order: `values.product`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tests.ptx.cta import NAN
+from tests.ptx.decode import Run, opcode, unsupported
+from tests.ptx.groups import Groups
+from tests.ptx.listing import Instruction, names
+from tests.ptx.matrices import Layout, places
+from tests.ptx.observer import Operation, Region
+from tests.ptx.registers import GROUP, LANES, Threads
+from tests.ptx.values import numbers, product
+from tests.ptx.warp_mma import left_operand, of_lanes
+
+if TYPE_CHECKING:
+    from tests.ptx.cta import Cta
+    from tests.ptx.program import Program
+
+SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}
+
+
+class Product(NamedTuple):
+    sums: list[int]
+    left: list[int] | Any
+    """Registers, or the places of a tile."""
+    right: Any
+    kind: str
+    add: bool
+    operation: Operation
+
+
+class Warpgroup:
+    """The products that a warpgroup has not waited for."""
+
+    def __init__(self) -> None:
+        self.products = Groups()
+        self.sums: dict[int, Any] = {}
+        """Behind the NaN of registers."""
+
+
+def warpgroups(threads: Threads) -> list[tuple[Threads, Warpgroup]]:
+    """Those that take part."""
+    cta = threads.cta
+    found = []
+    for number in sorted({warp * LANES // GROUP for warp in threads.whole_warps("wgmma")}):
+        bits = ((1 << GROUP) - 1) << number * GROUP
+        if threads.bits & bits != bits:
+            raise RuntimeError("only some warps of a warpgroup take part")
+        of = cta.threads(bits)
+        if of is not None:
+            found.append((of, cta.state_of(f"wgmma {number}", Warpgroup)))
+    return found
+
+
+def layout_of(descriptor: int) -> Layout:
+    start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+    if descriptor >> 46 & 0xFFFF:
+        raise NotImplementedError(f"a matrix descriptor of WGMMA {descriptor:#x}")
+    return Layout(start, leading, stride, SWIZZLES[descriptor >> 62])
+
+
+@opcode(r"wgmma\.fence\.sync\.aligned")
+def fence(program: Program, of: Instruction) -> Run:
+    return lambda threads: threads.cta.observer.fences(threads, "wgmma.fence")
+
+
+@opcode(r"wgmma\.commit_group\.sync\.aligned")
+def commit(program: Program, of: Instruction) -> Run:
+    def run(threads: Threads) -> None:
+        for _, group in warpgroups(threads):
+            group.products.commit()
+        threads.cta.observer.commits_group(threads, "wgmma")
+
+    return run
+
+
+@opcode(r"wgmma\.wait_group\.sync\.aligned")
+def wait(program: Program, of: Instruction) -> Run:
+    most = int(of.operands[0])
+
+    def run(threads: Threads) -> None:
+        cta = threads.cta
+        for each, group in warpgroups(threads):
+            for ended in group.products.wait(most):
+                if not cta.cluster.late:
+                    add_product(each, group, ended)
+                cta.observer.ends(ended.operation)
+            unfinished = [*group.products.groups, group.products.started]
+            waiting = {x for products in unfinished for started in products for x in started.sums}
+            for x in group.sums.keys() - waiting:
+                each.put(x, group.sums.pop(x))
+        cta.observer.waits_group(threads, "wgmma", most, False)
+
+    return run
+
+
+@opcode(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.(?:bf16|f16)")
+def multiply(program: Program, of: Instruction, columns: str, kind: str) -> Run:
+    sums = [program.key(x, "f4") for x in names(of.operands[0])]
+    from_registers = of.operands[1][0] == "{"
+    left = [program.key(x, "u4") for x in names(of.operands[1])] if from_registers else []
+    descriptors = [program.key(x, "u8") for x in of.operands[1:3] if x[0] != "{"]
+    flags = of.operands[4:]
+    if flags[:2] != ["1", "1"] or len(sums) != int(columns) // 2:
+        raise unsupported(of, "wgmma with factors")
+    add = program.key(of.operands[3], "?")
+    transposed = flags[2] == "1" and not from_registers, flags[-1] == "1"
+
+    def run(threads: Threads) -> None:
+        for each, group in warpgroups(threads):
+            cta = each.cta
+            *of_left, of_right = (layout_of(each.agree(key, "a descriptor")) for key in descriptors)
+            right = places(of_right, int(columns), transposed[1])
+            tile = places(of_left[0], 64, transposed[0]) if of_left else left
+            reads = [Region(cta, "shared", x, 2) for x in ([tile, right] if of_left else [right])]
+            operation = Operation(each, "wgmma", reads, [])
+            started = Product(sums, tile, right, kind, bool(each.agree(add, "the sums")), operation)
+            for x in sums:
+                group.sums.setdefault(x, each.take(x).copy())
+                each.views[x].view("u4")[:] = NAN
+            group.products.started.append(started)
+            cta.observer.starts(each, operation)
+            if cta.cluster.late:
+                add_product(each, group, started)
+
+    return run
+
+
+def tile_of(cta: Cta, where: Any, kind: str) -> Any:
+    return numbers(cta.shared.view("u2")[where // 2], kind)
+
+
+def add_product(threads: Threads, group: Warpgroup, of: Product) -> None:
+    if isinstance(of.left, list):
+        left = left_operand([threads.take(key) for key in of.left], of.kind)
+    else:
+        left = tile_of(threads.cta, of.left, of.kind).reshape(4, 16, 16)
+    right = tile_of(threads.cta, of.right, of.kind)
+    for x, own in zip(of.sums, of_lanes(product(left, right.T)), strict=True):
+        group.sums[x] = group.sums[x] + own if of.add else own

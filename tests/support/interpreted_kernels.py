@@ -1,0 +1,73 @@
+"""Kernels of cute_kernels in the PTX interpreter (tests/ptx/).
+
+interpret           one kernel: what a `compiled_once` function compiles, for torch tensors on a CPU
+interpret_kernels   all kernels that modules of cute_kernels compile
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.ptx.compiled import LATE, Artefacts, Asked, Interpreted, Schedule, compiling, kept
+
+
+def interpret(
+    compiled: Callable[..., Any], *how: Any, arch: str = "sm_90a", schedule: Schedule = LATE, **named: Any
+) -> Interpreted:
+    """What a `compiled_once` function compiles for these arguments and an architecture."""
+    from cute_kernels.runtime import disk_cache, jit
+
+    build = getattr(compiled, "build", compiled)
+    kernel = jit.Kernel(build, how, named)
+
+    def make() -> Artefacts:
+        made: Artefacts = build(*how, **named)
+        return made
+
+    with compiling(arch, lambda make: make()):  # the key holds the target: one with `interpreted_gpu` and without
+        artefacts = kept(disk_cache.key_of(kernel.name, interpreted=True), make)
+    bound = inspect.signature(build).bind(*how, **named)
+    bound.apply_defaults()
+    return Interpreted(artefacts, schedule, Asked(build, bound.arguments))
+
+
+class InterpretedKernel:
+    """In place of a `jit.Kernel`, made where it is launched first."""
+
+    def __init__(self, make: Callable[[], Interpreted]) -> None:
+        self._make = cache(make)
+
+    def start(self, *arguments: Any) -> None:
+        self._make()(*arguments)
+
+    def run(self, *arguments: Any) -> None:
+        from cute_kernels.runtime.launches import launch
+
+        launch(self, *arguments)
+
+    def compile_ahead(self) -> None:
+        pass
+
+
+def interpret_kernels(
+    patch: pytest.MonkeyPatch, modules: Iterable[ModuleType], arch: str = "sm_90a", schedule: Schedule = LATE
+) -> None:
+    """Replaces the `compiled_once` functions that modules of cute_kernels have."""
+    from cute_kernels.runtime import jit
+
+    def interpreted(compiled: Any) -> Any:
+        def get(*how: Any, **named: Any) -> InterpretedKernel:
+            return InterpretedKernel(lambda: interpret(compiled, *how, arch=arch, schedule=schedule, **named))
+
+        return cache(get)
+
+    for module in modules:
+        for name, value in [*vars(module).items()]:
+            if any(value is compiled for compiled in jit.REMEMBERING):
+                patch.setattr(module, name, interpreted(value))
