@@ -1,4 +1,4 @@
-"""Replay of a call's launches: what Python decides about a call, it decides once for all calls alike.
+"""Replay of a call's launches, so that Python decides about a call once for all calls alike.
 
 At everyday lengths the host takes longer than the GPU: plans, grids, lists' sizes, allocations and views. All of that
 follows from options and from tensors' sizes, strides and dtypes, never from values. So `replayed` runs
@@ -16,9 +16,12 @@ A recording has numbers and kernels, no tensors:
 - An operator that computes (cumsum, sum, copy_) is called again.
 - Launches that come again at the same addresses become a CUDA graph (graphs.py), unless an operator allocates.
 
-Not recorded, and run as they are each time: calls that read a value or use a tensor from elsewhere, and those of more
-than LARGEST elements: there the GPU takes longer than the host, and recording holds all that the call allocates until
-it ends.
+Not recorded, and run as they are each time:
+
+- calls that read a value or use a tensor from elsewhere
+- calls of more than LARGEST elements: there the GPU takes longer than the host, and recording holds all that the call
+  allocates until it ends
+- calls with side streams, as token mode has: no GPU has replayed one yet
 """
 
 from __future__ import annotations
@@ -76,17 +79,19 @@ def replayed(values: Sequence[Any], options: Hashable, body: Callable[[], Result
     if device.type not in DEVICES or THREAD.listener is not None:
         return body()
     tensors: list[Tensor] = []
+    storages: list[Any] = []  # addresses
     facts: list[Any] = []
     for x in values:
         if x is not None and isinstance(x, Tensor):
+            address, offset, dtype = x.data_ptr(), x.storage_offset(), x.dtype
             tensors.append(x)
+            storages.append(address - offset * dtype.itemsize)
             # All of a tensor that a call may depend on; addresses count by the alignment that kernels need
-            facts.append((x.shape, x.stride(), x.storage_offset(), x.dtype, x.data_ptr() % 16))
+            facts.append((x.shape, x.stride(), offset, dtype, address % 16))
         else:
             facts.append(x)
-    ids = [id(x) for x in tensors]
-    same = None if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
-    key = (device, options, same, *facts)
+    shared = None if len(set(storages)) == len(storages) else tuple(map(storages.index, storages))
+    key = (device, options, shared, *facts)
     with _LOCK:
         known = _KNOWN.get(key)
         if known is not None:

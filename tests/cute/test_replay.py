@@ -179,6 +179,26 @@ def test_what_tells_calls_apart() -> None:
     assert len(recordings()) == 9
 
 
+def test_tensors_of_one_memory_are_told_from_those_of_two() -> None:
+    """A recording makes views of a memory, so which of the given tensors share one is part of the key."""
+
+    def call(x: Tensor, y: Tensor) -> None:
+        def body() -> dict[str, Any]:
+            out = torch.empty_like(y)
+            launch(scale, y[:, 1:], out, 2.0)
+            return {"out": out.add_(x)}
+
+        for _ in range(3):
+            expected = torch.empty_like(y)
+            scale(y[:, 1:], expected, 2.0)
+            assert torch.equal(replayed([x, y], "views", body)["out"], expected + x)
+
+    one, two, three = torch.randn(3, 2, 4, 4)
+    call(one[0], one[1])
+    call(two.clone()[0], three.clone()[1])  # the same sizes, strides and offsets
+    assert len(recordings()) == 2
+
+
 def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "MOST", 3)
     x = torch.ones(3)
