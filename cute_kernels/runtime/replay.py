@@ -262,7 +262,8 @@ class _Recorder(TorchDispatchMode):
         for number, event in enumerate(self.events):
             for view in _views(event.arguments):
                 self.memories[view.memory].uses += number, event.ends - 1
-        return None if self.refused else Recording(self.memories, self.events, returned)
+        devices = {memory.base.device for memory in self.memories}
+        return None if self.refused or len(devices) > 1 else Recording(self.memories, self.events, returned)
 
 
 # Not in the class statement: there PyTorch wraps it in torch._dynamo.disable, whose import takes seconds of a process

@@ -123,7 +123,7 @@ def test_temporaries_share_memory_and_none_is_kept() -> None:
     assert not [x for step in recording._steps for x in step.arguments if isinstance(x, Tensor)]
 
 
-@pytest.mark.parametrize("reason", ["value", "elsewhere", "hidden", "large"])
+@pytest.mark.parametrize("reason", ["value", "elsewhere", "hidden", "large", "another device"])
 def test_what_is_not_replayed(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere, calls = torch.ones(4, 4), []
     if reason == "large":
@@ -137,6 +137,8 @@ def test_what_is_not_replayed(reason: str, monkeypatch: pytest.MonkeyPatch) -> N
                 launch(scale, x, out, x.sum().item())
             case "elsewhere":
                 launch(scale, elsewhere, out, 1.0)
+            case "another device":
+                launch(lambda x, out, other: scale(x, out, 1.0), x, out, torch.empty(3, device="meta"))
             case "hidden":
                 launch(lambda held, x, out: scale(x, out, 1.0), {"x": elsewhere}, x, out)
             case _:
