@@ -308,7 +308,7 @@ def _differentiate(
             x.zero_()
         return
     form = Form.of(mask, q, k, given.v, given.do)
-    tiles, shared = Tiles.of(form), form.group > 1
+    tiles, shared, plain = Tiles.of(form), form.group > 1, form.without_mask()
     first, first_key, seqused, seqused_k = mask.bounds()
     *batch, rows, heads, dim = q.shape
     *_, keys, kv_heads, _ = k.shape
@@ -332,15 +332,15 @@ def _differentiate(
         dq.zero_()
     else:
         of_o = given.o, given.do, delta, given.lse, log2_lse, dq, first, seqused
-        kernels.preprocess(form).run(*of_o, *nothing, 1.0, of_rows, None)
+        kernels.preprocess(plain, tiles.rows).run(*of_o, *nothing, 1.0, of_rows, None)
     options = *mask.bounds(), *mask.window, *semaphores, mask.aux(), mask.sparse(), of_keys
     kernels.backward(form, deterministic).run(q, k, given.v, given.do, log2_lse, delta, dq, dk, dv, scale, *options)
-    kernels.round_sums(form, False).run(dq, given.dq, scale, first, seqused, None, of_rows)
+    kernels.round_sums(plain, tiles, False).run(dq, given.dq, scale, first, seqused, None, of_rows)
     if shared:
         if tiles.ctas > 1:
             of_keys = _tile_table(form, mask, 1, tiles.keys)
         for sums, out, factor in ((dk, given.dk, scale), (dv, given.dv, 1.0)):
-            kernels.round_sums(form, True).run(sums, out, factor, first_key, seqused_k, None, of_keys)
+            kernels.round_sums(plain, tiles, True).run(sums, out, factor, first_key, seqused_k, None, of_keys)
 
 
 def _tile_table(form: Form, mask: Mask, of_keys: int, rows: int) -> Tensor | None:

@@ -15,7 +15,7 @@ import importlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -131,6 +131,12 @@ class Form:
         from flash_attn.cute.block_sparsity import BlockSparseTensors
 
         return BlockSparseTensors(*(_tensor(torch.int32, pattern, align=4) for pattern in self.lists_expanded))
+
+    def without_mask(self) -> Form:
+        """The form without heads, mask and expanded tensors, for the kernels around the mainloop."""
+        plain: dict[str, Any] = dict.fromkeys(("expanded", "lists_expanded", "aux_ranks"), ())
+        plain |= {"group": 1, "causal": False, "local": False, "tile": None, "mask_mod": None, "num_scalars": 0}
+        return replace(self, **plain)
 
     def make_mask_mod(self) -> Any:
         return None if self.mask_mod is None else self.mask_mod.make(*self.mask_mod.constants)
@@ -316,8 +322,8 @@ class Tiles(NamedTuple):
 
 @compiled_once
 @_without_warnings()
-def preprocess(form: Form) -> Any:
-    """do . o, lse in base 2, and zeros for dq."""
+def preprocess(form: Form, rows: int) -> Any:
+    """do . o, lse in base 2, and zeros for dq. Args: form: `without_mask`. rows: of the mainloop's tile."""
     from flash_attn.cute.flash_bwd_preprocess import FlashAttentionBackwardPreprocess
 
     batch, width = (None,) * (form.batched - 3), form.dim
@@ -325,7 +331,7 @@ def preprocess(form: Form) -> Any:
         form.cute_dtype,
         width,
         form.v_dim,
-        Tiles.of(form).rows,
+        rows,
         use_padded_offsets=True,
         nheads_major=False,
         pack_gqa=False,
@@ -412,12 +418,11 @@ def _semaphores(count: int) -> Any:
 
 @compiled_once
 @_without_warnings()
-def round_sums(form: Form, of_keys: bool) -> Any:
-    """fp32 sums rounded to the gradient's dtype: dq's, or dk's and dv's."""
+def round_sums(form: Form, tiles: Tiles, of_keys: bool) -> Any:
+    """fp32 sums rounded to the gradient's dtype: dq's, or dk's and dv's. Args: form: `without_mask`."""
     from flash_attn.cute.flash_bwd_postprocess import FlashAttentionBackwardPostprocess
     from flash_attn.cute.flash_bwd_sm100 import FlashAttentionBackwardSm100
 
-    tiles = Tiles.of(form)
     pairs, more = tiles.ctas == 2, dict(tiles.options)
     orders = (None, None)
     if form.is_blackwell:
