@@ -21,7 +21,6 @@ Not recorded, and run as they are each time:
 - calls that read a value or use a tensor from elsewhere
 - calls of more than LARGEST elements: there the GPU takes longer than the host, and recording holds all that the call
   allocates until it ends
-- calls with side streams, as token mode has: no GPU has replayed one yet
 """
 
 from __future__ import annotations
@@ -211,8 +210,6 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def launch(self, kernel: Any, arguments: tuple[Any, ...]) -> None:
-        if kernel is streams.open_:
-            self.refused = True  # calls with side streams were replayed on no GPU yet
         self._note(start_of(kernel), arguments)
         if kernel is streams.fork:
             self._chunks.append(len(self.events) - 1)

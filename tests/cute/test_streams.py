@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from cute_kernels.runtime import replay
 from cute_kernels.runtime import streams as side_streams
+from cute_kernels.runtime.launches import launch
+from cute_kernels.runtime.replay import Recording, replayed
 from cute_kernels.runtime.streams import STREAMS, SideStreams
 
 DEVICE = torch.device("cuda:1")
@@ -246,3 +252,92 @@ def test_the_device_is_restored_where_there_are_none(streams: Streams, monkeypat
     with pytest.raises(RuntimeError, match="no more streams"), SideStreams(DEVICE):
         pass
     assert streams.device == 0
+
+
+# Recorded calls
+
+
+class LateStream:
+    """A stream whose launches run when `Late.run` chooses."""
+
+    def __init__(self) -> None:
+        self.after: set[int] = set()
+        """Launches that the next one follows."""
+
+    def record_event(self) -> set[int]:
+        return self.after.copy()
+
+    def wait_event(self, event: set[int]) -> None:
+        self.after |= event
+
+    def wait_stream(self, stream: LateStream) -> None:
+        self.after |= stream.after
+
+
+class Late:
+    """Launches in any order that streams and events allow."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.current = self.main = LateStream()
+        self.sides = [LateStream() for _ in range(STREAMS)]
+        self.launches: list[tuple[set[int], Callable[[], Any]]] = []
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "current_stream", lambda _: self.current)
+        patch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "current", stream))
+        patch.setattr(side_streams, "_streams", lambda *_: self.sides)
+
+    def launch(self, run: Callable[[], Any]) -> None:
+        self.launches.append((self.current.after, run))
+        self.current.after = {len(self.launches) - 1}
+
+    def run(self, draw: random.Random) -> None:
+        """Run all: those of a stream that is drawn for each call as late, or as early, as is allowed."""
+        done: set[int] = set()
+        preferred: Any = draw.choice([min, max, draw.choice])
+        while len(done) < len(self.launches):
+            ready = [i for i, (after, _) in enumerate(self.launches) if i not in done and after <= done]
+            chosen = preferred(ready)
+            self.launches[chosen][1]()
+            done.add(chosen)
+        self.launches.clear()
+        for stream in (self.main, *self.sides):
+            stream.after = set()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_memory_of_recorded_chunks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing writes memory that a chunk on a side stream may still read or write."""
+    monkeypatch.setattr(replay, "DEVICES", {"cpu"})
+    replay.forget()
+    late, draw = Late(monkeypatch), random.Random(seed)
+    rows = [draw.randint(1, 600) for _ in range(draw.randint(1, 6))]
+
+    def scale(x: torch.Tensor, out: torch.Tensor, factor: float) -> None:
+        late.launch(partial(torch.mul, x, factor, out=out))
+
+    def chunks(x: torch.Tensor, out: torch.Tensor) -> dict[str, torch.Tensor]:
+        before = torch.empty_like(x)
+        launch(scale, x, before, 2.0)
+        with SideStreams(DEVICE) as side:
+            for part, written in zip(before.split(rows), out.split(rows), strict=True):
+                side.begin()
+                lists = torch.empty_like(part)
+                launch(scale, part, lists, 3.0)
+                with side.run(lists):
+                    inside = torch.empty_like(part)
+                    launch(scale, lists, inside, 5.0)
+                    launch(scale, inside, written, 7.0)
+        after = torch.empty_like(x)
+        launch(scale, out, after, 11.0)
+        result = torch.empty_like(x)
+        launch(scale, after, result, 13.0)
+        return {"result": result}
+
+    for _ in range(8):
+        x = torch.randn(sum(rows))
+        out = torch.empty_like(x)
+        got = replayed([x, out], "chunks", partial(chunks, x, out))["result"]
+        late.run(draw)
+        torch.testing.assert_close(got, x * 2 * 3 * 5 * 7 * 11 * 13)
+    assert [known for known in replay._KNOWN.values() if isinstance(known, Recording)]
