@@ -19,8 +19,7 @@ A recording has numbers and kernels, no tensors:
 Not recorded, and run as they are each time:
 
 - calls that read a value or use a tensor from elsewhere
-- calls of more than LARGEST elements: there the GPU takes longer than the host, and recording holds all that the call
-  allocates until it ends
+- calls of more than LARGEST elements, where the GPU takes longer than the host
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels.runtime import graphs, streams
@@ -45,7 +45,7 @@ from cute_kernels.runtime.launches import THREAD, start_of, told
 DEVICES = {"cuda"}
 """Types of devices whose calls are replayed."""
 
-LARGEST = 1 << 28
+LARGEST = 1 << 29
 """Elements of all tensors that a replayed call is given."""
 
 MOST = 256
@@ -130,24 +130,6 @@ def forget() -> None:
 # Recording
 
 
-@dataclass
-class _Memory:
-    """Memory that holds tensors: given to the call, or new."""
-
-    number: int
-    base: Tensor
-    """The tensor as it was given, allocated or computed. It is kept, so that no other memory gets its address."""
-    kind: str
-    """"given", "new" or "computed"."""
-    uses: list[int] = field(default_factory=list)
-    """Events that use it: where each begins, and the last one before which it has ended."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of a range of the workspace."""
-        return max(-(-self.base.untyped_storage().nbytes() // ALIGNMENT), 1) * ALIGNMENT
-
-
 class _View(NamedTuple):
     """A tensor of a recording."""
 
@@ -156,6 +138,39 @@ class _View(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+
+    @classmethod
+    def of(cls, memory: int, x: Tensor) -> _View:
+        return cls(memory, x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
+
+
+@dataclass
+class _Memory:
+    """Memory that holds tensors: given to the call, or new."""
+
+    kind: str
+    """"given", "new" or "computed"."""
+    base: _View
+    """The tensor as it was given, allocated or computed."""
+    device: torch.device
+    size: int
+    """Bytes of a range of the workspace."""
+    storage: StorageWeakRef
+    """Keeps the storage's identity from being reused, and not its memory."""
+    uses: list[int] = field(default_factory=list)
+    """Events that use it: where each begins, and the last one before which it has ended."""
+
+    @classmethod
+    def of(cls, number: int, x: Tensor, kind: str) -> _Memory:
+        storage = x.untyped_storage()
+        size = max(-(-storage.nbytes() // ALIGNMENT), 1) * ALIGNMENT
+        return cls(kind, _View.of(number, x), x.device, size, StorageWeakRef(storage))
+
+    @property
+    def number(self) -> int:
+        return self.base.memory
+
+
 
 
 @dataclass
@@ -241,12 +256,12 @@ class _Recorder(TorchDispatchMode):
     def _add(self, x: Tensor, kind: str) -> None:
         for key in (_storage(x), (_storage(x), x.dtype)):
             self._memory_of.setdefault(key, len(self.memories))
-        self.memories.append(_Memory(len(self.memories), x, kind))
+        self.memories.append(_Memory.of(len(self.memories), x, kind))
 
     def _described(self, x: Any) -> Any:
         """An argument without tensors."""
         if isinstance(x, Tensor) and _storage(x) in self._memory_of:
-            return _whole(self._memory_of.get((_storage(x), x.dtype), self._memory_of[_storage(x)]), x)
+            return _View.of(self._memory_of.get((_storage(x), x.dtype), self._memory_of[_storage(x)]), x)
         if isinstance(x, (tuple, list)):
             return _like(x, [self._described(part) for part in x])
         if not isinstance(x, CONSTANTS) and not type(x).__module__.startswith("cutlass"):
@@ -259,7 +274,7 @@ class _Recorder(TorchDispatchMode):
         for number, event in enumerate(self.events):
             for view in _views(event.arguments):
                 self.memories[view.memory].uses += number, event.ends - 1
-        devices = {memory.base.device for memory in self.memories}
+        devices = {memory.device for memory in self.memories}
         return None if self.refused or len(devices) > 1 else Recording(self.memories, self.events, returned)
 
 
@@ -312,7 +327,7 @@ class Recording:
     """A call's steps. It is called with the tensors of `replayed`."""
 
     def __init__(self, memories: list[_Memory], events: list[_Event], returned: dict[str, _View | None]) -> None:
-        self._device = memories[0].base.device
+        self._device = memories[0].device
         escaping = {view.memory for view in returned.values() if view is not None}
         inside = [x for x in memories if x.kind == "new" and x.number not in escaping]
         self._offsets, size = _lay_out(inside)
@@ -322,15 +337,14 @@ class Recording:
         self._own: dict[int, tuple[_Place, torch.dtype]] = {}
         """By memory: the place of its own tensor."""
         self._allocations: list[tuple[_Place, Callable[[], Tensor]]] = []
-        workspace = _Memory(WORKSPACE, torch.empty(size, dtype=torch.uint8, device="meta"), "new")
-        for memory in (*memories, workspace):
-            if memory.number in self._offsets:
-                continue
-            x, view = memory.base, _whole(memory.number, memory.base)
+        workspace = _View(WORKSPACE, torch.uint8, (size,), (1,), 0)
+        allocated = {WORKSPACE} if size > 0 else set()
+        allocated |= {x.number for x in memories if x.kind == "new" and x.number in escaping}
+        for view in (*[x.base for x in memories if x.number not in self._offsets], workspace):
             place = self._place_of(view, None)
-            self._own[memory.number] = place, x.dtype
-            if memory.kind == "new" and (memory.number in escaping or (memory is workspace and size > 0)):
-                how: dict[str, Any] = {"dtype": x.dtype, "device": self._device}
+            self._own[view.memory] = place, view.dtype
+            if view.memory in allocated:
+                how: dict[str, Any] = {"dtype": view.dtype, "device": self._device}
                 self._allocations.append((place, partial(torch.empty_strided, view.size, view.stride, **how)))
         self._steps = [self._step(event.function, event.arguments, event.result) for event in events]
         self._results = {name: self._placed(view) for name, view in returned.items()}
@@ -415,10 +429,6 @@ class Recording:
             self._places[key] = _Place(len(self._how))
             self._how.append(how)
         return self._places[key]
-
-
-def _whole(memory: int, x: Tensor) -> _View:
-    return _View(memory, x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
 
 def _like(x: Any, parts: list[Any]) -> Any:
