@@ -28,7 +28,6 @@ from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 from tests.support import cases
 from tests.support.compile_keys import noted_keys
-from tests.support.fa4_cases import NOISY
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMAS = ROOT / "docs" / "results_files.md"
@@ -295,7 +294,7 @@ def test_the_first_steps_meet_every_kind() -> None:
 
 
 @pytest.mark.cuda_extra
-@NOISY
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("mode", ["token", *cases.rest("tile")])
 def test_no_size_asks_for_a_kernel_of_its_own(mode: str) -> None:
     """Behind the first steps. Sizes of what kernels are given change where tokens are multiples of d, and behind."""

@@ -14,8 +14,8 @@ from cute_kernels.fa4 import interface as fa4
 from cute_kernels.fa4.rules import RULES as RULES_OF
 from nsa import NSAConfig, reference
 from nsa.inputs import NSAInputs
-from tests.support import backward_twins as twins
-from tests.support import cases, forward_twins
+from tests.support import cases
+from tests.support import step_twins as twins
 from tests.support.helpers import make_inputs
 
 RULES = {"sm_90": RULES_OF[9], "sm_100": RULES_OF[10]}
@@ -25,7 +25,7 @@ PAPER = NSAConfig.paper(num_selected_blocks=5, window_size=200)
 
 @pytest.fixture(params=RULES)
 def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    twins.install(monkeypatch, request.param, RULES[request.param])
+    twins.install(monkeypatch, RULES[request.param])
     return str(request.param)
 
 
@@ -79,7 +79,7 @@ def test_lengths(tokens: int, arch: str) -> None:
     check(some_inputs(tokens), SOME)
 
 
-COMPRESSED: list[dict[str, Any]] = [
+OPTIONS: list[dict[str, Any]] = [
     {"compress_stride": 8},
     {"compress_stride": 5},
     {"compress_block_size": 64},
@@ -87,17 +87,6 @@ COMPRESSED: list[dict[str, Any]] = [
     {"num_cmp_selected_blocks": 3, "compress_block_size": 1},
     {"num_cmp_selected_blocks": 3, "compress_block_size": 1, "causal": False},
     {"softmax_scale": 0.3},
-]
-
-
-@pytest.mark.parametrize(
-    ("arch", "changes", "batch"), cases.product(RULES, COMPRESSED, [1, 2], cover=2), indirect=["arch"], ids=str
-)
-def test_options_of_the_compressed_branch(changes: dict[str, Any], batch: int, arch: str) -> None:
-    check(some_inputs(520, batch=batch), replace(SOME, **changes))
-
-
-OTHERS: list[dict[str, Any]] = [
     {"select_block_size": 128},
     {"select_block_size": 192},
     {"select_block_size": 192, "causal": False},
@@ -110,9 +99,12 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "changes"), cases.product(RULES, OTHERS), indirect=["arch"], ids=str)
-def test_options(changes: dict[str, Any], arch: str) -> None:
-    check(some_inputs(520), replace(SOME, **changes))
+@pytest.mark.parametrize(
+    ("arch", "changes", "batch"), cases.product(RULES, OPTIONS, [1, 2]), indirect=["arch"], ids=str
+)
+def test_options(changes: dict[str, Any], batch: int, arch: str) -> None:
+    """The compressed branch by phases for one sequence, by lists for two."""
+    check(some_inputs(400, batch=batch), replace(SOME, **changes))
 
 
 def test_windows_reach_no_farther_than_tokens() -> None:
@@ -136,7 +128,7 @@ def test_phases_have_as_many_rows_as_entries(
     stride: int, expected: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that no length alone has one tile of entries, but two of rows, for which FA4 compiles other kernels."""
-    twins.install(monkeypatch, "sm_90", RULES["sm_90"])
+    twins.install(monkeypatch, RULES["sm_90"])
     sizes = set()
 
     def dense_backward(gradients: fa4.Gradients, *, causal: bool, **how: Any) -> None:
@@ -159,7 +151,6 @@ def test_phases_have_as_many_rows_as_entries(
             {"num_cmp_selected_blocks": 3, "compress_block_size": 1, "share_heads_in_group": True},
             {"causal": False},
         ],
-        cover=2,
     ),
     indirect=["arch"],
 )
@@ -237,7 +228,6 @@ def last_queries(inputs: NSAInputs, first: int) -> NSAInputs:
             {"window_size": 0},
             {"window_size": 2**31 - 1},
         ],
-        cover=2,
     ),
     indirect=["arch"],
 )
@@ -270,7 +260,7 @@ def test_lists_of_last_queries_in_chunks(
 ) -> None:
     monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
     monkeypatch.setattr(backward, "LIST_BYTES", list_bytes)
-    check(last_queries(some_inputs(1100), 512), replace(SOME, **changes))
+    check(last_queries(some_inputs(700), 512), replace(SOME, **changes))
 
 
 STARTS = [(1, 2), (63, 200), (64, 65), (300, 540), (299, 540), (304, 540), (304, 310), (448, 700)]
@@ -304,8 +294,7 @@ def test_kernels_without_atomics(
     changes: dict[str, Any], first: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What D = D_v takes on Hopper, for all queries and for the last ones."""
-    twins.install(monkeypatch, "sm_90", RULES["sm_90"])
-    monkeypatch.setattr(plan, "chosen_lists", forward_twins.chosen_lists)
+    twins.install(monkeypatch, RULES["sm_90"])
     inputs = last_queries(make_inputs(700, heads=4, kv_heads=2, dim=4, v_dim=4, batch=2, seed=1), first)
     check(inputs, replace(SOME, **changes), deterministic=deterministic)
 
@@ -316,7 +305,7 @@ def test_compressed_branch_without_atomics(
     changes: dict[str, Any], first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any length, stride and first query, without phases."""
-    twins.install(monkeypatch, "sm_90", RULES["sm_90"])
+    twins.install(monkeypatch, RULES["sm_90"])
     inputs = last_queries(make_inputs(540, heads=4, kv_heads=2, dim=4, v_dim=4, batch=2, seed=1), first)
     check(inputs, replace(PAPER, **changes))
 
@@ -370,10 +359,6 @@ def test_documents(pack: tuple[tuple[int, ...], int], arch: str) -> None:
     check(packed_inputs(*lengths, behind=behind), SOME)
 
 
-def test_tiles_of_documents_longer_than_those_of_lists(arch: str) -> None:
-    check(packed_inputs(20, 600), replace(SOME, q_tile_size=512))
-
-
 @pytest.mark.parametrize(
     ("arch", "changes"),
     cases.product(
@@ -387,6 +372,7 @@ def test_tiles_of_documents_longer_than_those_of_lists(arch: str) -> None:
             {"share_heads_in_group": True},
             {"num_selected_blocks": 0},
             {"window_size": 0},
+            {"q_tile_size": 512},
         ],
     ),
     indirect=["arch"],
@@ -429,7 +415,7 @@ def test_atomic_free_backward_gets_lists_of_its_tiles(size: int, monkeypatch: py
     """FlashAttention-4's lists are 128 keys wide where that divides l'."""
     from cute_kernels.mma.wgmma import TILE
 
-    twins.install(monkeypatch, "sm_90", RULES["sm_90"])
+    twins.install(monkeypatch, RULES["sm_90"])
     monkeypatch.setattr(plan, "chosen_lists", lambda *_, width, **__: width)
     widths = []
 
@@ -481,7 +467,7 @@ def test_token_mode(arch: str, v_dim: int, names: tuple[str, ...], tokens: int) 
     ids=str,
 )
 def test_local_blocks_inside_the_window(changes: dict[str, Any], local: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    twins.install(monkeypatch, "sm_90", RULES["sm_90"])
+    twins.install(monkeypatch, RULES["sm_90"])
     left_out = []
 
     def selected(*inputs: Any, local: int, **how: Any) -> None:

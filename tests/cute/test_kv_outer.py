@@ -1,4 +1,4 @@
-"""Attention of each token to its own blocks of keys against fp64: its twins on a CPU, its kernels on a GPU."""
+"""Attention of each token to its own blocks of keys, on a GPU, against fp64; its worklists, layouts and refusals."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from cute_kernels.pool.documents import PackedBlocks
 from tests.support import cases
-from tests.support import kv_outer_twins as twins
 from tests.support.hardware import ATOMIC_FREE
 from tests.support.helpers import in_threads
+from tests.support.interpreted_kernels import interpret_kernels
 from tests.support.kv_outer_cases import BF16, FP16, GATES, Inputs, forward_from, make, random_indices, small_chunks
 
 NOISY = pytest.mark.filterwarnings("default")
@@ -30,112 +27,25 @@ CUDA = pytest.mark.cuda
 pytestmark = NOISY
 
 
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    twins.install(monkeypatch)
-
-
-# ---------------------------------------------------------------- what calls the kernels, with their twins
-
-
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("tokens", "group", "size"), [(1, 1, 64), (63, 3, 64), (200, 4, 64), (257, 2, 128)])
-def test_twins(tokens: int, group: int, size: int) -> None:
-    make(tokens, group, 2, 64, 128, batch=2, size=size, device="cpu").check()
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_twins_of_query_outer() -> None:
-    make(200, 3, size=64, device="cpu").check_forward(query_outer=True)
-    make([70, 0, 1, 66], 2, behind=3, device="cpu").check_forward(query_outer=True)
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_twins_of_documents() -> None:
-    make([70, 0, 1, 129, 64], behind=9, size=64, device="cpu").check()
-
-
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("rows", "chunk_bytes"), cases.product([3, 40, 1 << 20], [1, 1 << 18, 1 << 30]))
-def test_twins_in_chunks_and_work_tiles(rows: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_chunks(monkeypatch, 64, chunk_bytes, rows)
-    make(150, 3, 3, batch=2, device="cpu").check()
-    make([90, 60], 2, 2, device="cpu").check()
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_twins_of_small_bitmaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worklists of one head at a time."""
-    from cute_kernels.lists import worklist
-
-    monkeypatch.setattr(worklist, "BITMAP_BYTES", 1)
-    monkeypatch.setattr(worklist, "CHUNK_ALIGNMENT", 64)
-    make(150, 2, 3, batch=2, device="cpu").check()
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_twins_without_keys() -> None:
-    chosen = torch.full((1, 2, 200, 3), -1, dtype=torch.int32)
-    chosen[:, 0, 100:, 1] = 1  # -1 before, and nobody of the second head
-    chosen[:, 0, :64, 2] = 2  # begins behind these tokens
-    inputs = make(200, indices=chosen, device="cpu")
-    assert not inputs.visible[:, :, :64].any()
-    inputs.check()
-    nothing = make(20, indices=torch.zeros((1, 2, 20, 0), dtype=torch.int32), device="cpu")
-    nothing.check()
-
-
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("forced", [(1, 2), (2, 3), *cases.rest(((0, 2),), ((1, 1),), ((2, 0),))])
-def test_twins_of_forced_blocks(forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them, as none or all are attended to in one go: there is no room for (2, 3)."""
-    small_chunks(monkeypatch, 64, 1 << 18, 40)
-    make(400, 3, 2, batch=2, count=sum(forced) + 1, forced=forced, device="cpu").check()
-    make([270, 0, 1, 129, 64], 2, behind=9, count=sum(forced) + 1, forced=forced, device="cpu").check()
-
-
 TERMS = [(2, torch.bfloat16), (1, torch.float32), (1, None), (0, torch.bfloat16), (0, None)]
 """Other branches whose dq is added up with the selected one's, and of which type the weight of gates is."""
 
 
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("branches", "w_dtype"), TERMS)
-def test_twins_of_dq_with_other_terms(
-    branches: int, w_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one chunk, and in chunks of batches, heads and tokens; two partials of a slot; rows that see nothing."""
-    for chunk_bytes in (1 << 30, 1):
-        small_chunks(monkeypatch, 64, chunk_bytes, 40)
-        make(300, 3, 2, batch=2, device="cpu").check_terms(branches=branches, w_dtype=w_dtype)
-    make(150, 2, 1, size=128, device="cpu").check_terms(branches=branches, w_dtype=w_dtype)
-    chosen = torch.full((1, 2, 100, 3), -1, dtype=torch.int32)
-    chosen[:, 0, 70:, 1] = 1
-    make(100, indices=chosen, device="cpu").check_terms(branches=branches, w_dtype=w_dtype)
+# ---------------------------------------------------------------- worklists
 
 
-@pytest.mark.blas
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("gates", "forced"), cases.product(GATES, [(0, 0), (1, 2)]))
-def test_twins_gated_on_the_way(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one chunk, and in chunks of batches, heads and tokens; nothing but forced blocks; rows that see nothing."""
-    for chunk_bytes in (1 << 30, 1):
-        small_chunks(monkeypatch, 64, chunk_bytes, 40)
-        make(300, 3, 2, batch=2, count=sum(forced) + 2, forced=forced, device="cpu").check_gated(gates)
-    if sum(forced) > 0:
-        make(200, 2, count=None, forced=forced, device="cpu").check_gated(gates)
-    chosen = torch.full((1, 2, 100, 3), -1, dtype=torch.int32)
-    chosen[:, 0, 70:, 1] = 1
-    make(100, indices=chosen, device="cpu").check_gated(gates)
-    make(0, device="cpu").check_gated(gates)
+@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=CUDA)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the kernels of worklists run, on a CPU interpreted."""
+    from cute_kernels.lists import worklist
+
+    if request.param == "cpu":
+        interpret_kernels(monkeypatch, [worklist])
+    return str(request.param)
 
 
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("forced", [(1, 2), (0, 2), (2, 0)])
-def test_forced_blocks_are_left_out(forced: tuple[int, int]) -> None:
-    check_forced_left_out(forced, "cpu")
-
-
-def check_forced_left_out(forced: tuple[int, int], device: str) -> None:
+@pytest.mark.parametrize("forced", [(1, 2), *cases.rest(((0, 2),), ((2, 0),))])
+def test_forced_blocks_are_left_out(forced: tuple[int, int], device: str) -> None:
     """The worklist holds what is not forced, and all of it."""
     from cute_kernels.lists.worklist import build_worklist
 
@@ -176,20 +86,42 @@ def test_indices_of_callers_need_not_hold_forced_blocks(
     assert passed == [expected]
 
 
-@pytest.mark.usefixtures("on_cpu")
-@given(
-    tokens=st.integers(1, 300),
-    pairs=st.tuples(st.integers(1, 2), st.integers(1, 3)),
-    count=st.integers(1, 5),
-    min_rows=st.integers(1, 40),
+@pytest.mark.parametrize(
+    ("tokens", "min_rows"), [(1, 1), (100, 3), (500, 32), *cases.rest((5000, 32), (5000, 1 << 20))]
 )
-@settings(max_examples=15)
-def test_worklist_holds_every_query_row_once(tokens: int, pairs: tuple[int, int], count: int, min_rows: int) -> None:
+def test_worklist(tokens: int, min_rows: int, device: str) -> None:
     from cute_kernels.lists.worklist import build_worklist
 
     blocks = -(-tokens // 64)
-    indices = random_indices(pairs, [tokens], blocks, count, size=64)
-    check_worklist(build_worklist(indices, size=64, blocks=blocks, min_rows=min_rows), indices, min_rows)
+    indices = random_indices((2, 3), [tokens], blocks, 7, size=64)
+    check_worklist(build_worklist(indices.to(device), size=64, blocks=blocks, min_rows=min_rows), indices, min_rows)
+
+
+@pytest.mark.parametrize("max_bytes", [1, 300, 1 << 20])
+@pytest.mark.parametrize("bitmap_bytes", [1, 500, 1 << 20])
+def test_chunks_hold_every_slot_once(bitmap_bytes: int, max_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worklists of one head at a time, of some, and of all; and partials of as many."""
+    from cute_kernels.lists import worklist
+
+    made = []
+
+    def build(indices: Tensor, *, first_token: int, **how: Any) -> Any:
+        assert how["blocks"] == -(-(first_token + indices.shape[2]) // 64)
+        made.append(indices[..., 0].numel())
+        return worklist.Worklist(*[indices] * 5, worklist.WorklistSizes(0, 0, 0, 0), first_token)
+
+    for name, value in {"BITMAP_BYTES": bitmap_bytes, "CHUNK_ALIGNMENT": 64, "build_worklist": build}.items():
+        monkeypatch.setattr(worklist, name, value)
+    indices, found = torch.arange(2 * 3 * 150).int().view(2, 3, 150, 1), []
+    for chunk, batches, heads in worklist.worklist_chunks(
+        indices, size=64, min_rows=1, token_bytes=1, max_bytes=max_bytes, first_token=20
+    ):
+        assert torch.equal(chunk.slot_blocks, indices[batches, heads, chunk.tokens(20)])
+        assert chunk.slot_blocks.numel() <= max(64, max_bytes)
+        found.append(chunk.slot_blocks.flatten())
+    assert torch.equal(torch.cat(found).sort().values, indices.flatten())
+    assert max(made) <= max(64, bitmap_bytes)
+    assert (len(made) == 1) == (bitmap_bytes > 1000 and max_bytes > 200)
 
 
 def check_worklist(worklist: Any, indices: Tensor, min_rows: int) -> None:
@@ -211,119 +143,6 @@ def check_worklist(worklist: Any, indices: Tensor, min_rows: int) -> None:
                 assert query_rows == chosen
                 tokens = [slot_idx // slots for slot_idx in query_rows]
                 assert tokens == sorted(set(tokens))
-
-
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("choice", ["random", *cases.rest("local", "text")])
-def test_benchmark_sees_wrong_results(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bench import bench_token_selected as bench
-
-    monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(bench, "CHUNK", 128)
-    monkeypatch.setattr(bench, "SLOTS", 3)
-    problem = bench.make_problem(300, 4, 2, choice)
-    chosen = problem.indices[0, :, 280]
-    assert (chosen.diff(dim=1) > 0).all()
-    assert choice == "random" or chosen.tolist() == [[0, 3, 4]] * 2
-    assert bench.errors(problem) == []
-    q = problem.q.clone()
-    q[:, :, 0] *= 1.5  # not what o and lse were made from
-    assert {text.partition(" of head")[0] for text in bench.errors(replace(problem, q=q))} == {"o"}
-    backward = problem.backward()
-    monkeypatch.setattr(bench.Problem, "backward", lambda _: [1.1 * x for x in backward])
-    query_outer = [1.1 * x for x in problem.query_outer()]
-    monkeypatch.setattr(bench.Problem, "query_outer", lambda _: query_outer)
-    found = {text.partition(" of head")[0] for text in bench.errors(problem)}
-    assert found == {"o, query-outer", "dq", "dk", "dv"}
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_benchmark_reads_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model with one key/value head, for two; what is no choice is refused."""
-    from bench import bench_token_selected as bench
-
-    monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(bench, "SLOTS", 3)
-    saved = bench.choose(200, 1, "local", torch.Generator())
-    torch.save(saved, tmp_path / "chosen.pt")
-    read = bench.load_indices(tmp_path / "chosen.pt")
-    problem = bench.make_problem(200, 4, 2, "file", read)
-    assert torch.equal(problem.indices, saved.expand(1, 2, 200, 3))
-    assert bench.errors(problem) == []
-    late, twice = saved.clone(), saved.clone()
-    late[0, 0, 0, 2], twice[0, 0, 150, 1] = 1, 0
-    for wrong, reason in (
-        (saved.long(), "an int32 tensor, got torch.int64"),
-        (saved[..., :2], "got \\[1, 1, 200, 2\\]"),
-        (late, "up to each token's own"),
-        (twice, "ascending"),
-    ):
-        torch.save(wrong, tmp_path / "chosen.pt")
-        with pytest.raises(ValueError, match=reason):
-            bench.load_indices(tmp_path / "chosen.pt")
-
-
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("wrong", [False, True])
-def test_benchmark_writes_as_it_goes(wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row for each choice and stage, and why fla has none; no rows once a result is wrong."""
-    from bench import bench_token_selected as bench
-    from bench import results_file
-
-    def lists(indices: Tensor, **how: Any) -> Any:
-        assert set(how) == {"size", "min_rows", "token_bytes", "max_bytes", "packed"}
-        yield indices
-
-    for name, value in {"SLOTS": 3, "HEADS": ((4, 2),), "CHOICES": ("random", "text"), "BAR_TOKENS": 80}.items():
-        monkeypatch.setattr(bench, name, value)
-    monkeypatch.setattr(bench, "BARS", {(4, 2): {"forward": 1e9, "both": 0.0}})
-    monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr("cute_kernels.lists.worklist.worklist_chunks", lists)
-    monkeypatch.setattr(bench, "capture", lambda call, _: SimpleNamespace(replay=call))
-    monkeypatch.setattr(bench, "measure", lambda *_, **__: SimpleNamespace(ms_p50=2.0))
-    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 4.0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(bench, "environment", lambda _: {"device": "NVIDIA H200"})
-    saved = bench.choose(100, 1, "local", torch.Generator())
-    torch.save(saved, tmp_path / "chosen.pt")
-    options = ["--seqlens", "80", "--choices", "random", "text", "--indices", str(tmp_path / "chosen.pt"), "--bars"]
-    options += ["--out", str(tmp_path / "run")]
-    right, written = bench.errors, []
-    monkeypatch.setattr(bench, "errors", lambda problem: ["o"] * (wrong and len(written) == 1) or right(problem))
-    monkeypatch.setattr(results_file, "write_json", lambda _, content: written.append(dict(content)))
-    if wrong:
-        with pytest.raises(SystemExit, match="80   4/2 text    o"):
-            bench.main(options)
-        assert [(content["gate"], len(content["rows"])) for content in written] == [("unfinished", 5), ("red", 0)]
-        return
-    bench.main(options)
-    assert [len(content["rows"]) for content in written] == [5, 10, 15, 15]
-    assert [content["gate"] for content in written] == ["unfinished"] * 3 + ["green"]
-    rows = written[-1]["rows"]
-    stages = ["lists", "forward", "tiles", "backward", "both"]
-    cases = [(80, "random"), (80, "text"), (100, "file")]
-    assert [(row["n"], row["choice"], row["stage"]) for row in rows] == [(*case, of) for case in cases for of in stages]
-    assert {(row["ms"], row["fla_ms"]) for row in rows} == {(2.0, None)}
-    assert len(written[-1]["missing"]) == 6
-    assert all("takes groups of 16" in reason for reason in written[-1]["missing"])
-    assert [bar["verdict"] for bar in written[-1]["bars"]] == ["pass", "FAIL"]
-
-
-def test_benchmark_holds_peers_against_it() -> None:
-    from bench import bench_token_selected as bench
-
-    row = bench.Row(64 << 10, 64, 4, "random", "forward", 12.0, 3.0, 0.25, None, 11.0)
-    near = replace(row, choice="local", stage="both")
-    bars = {
-        bar.what: bar.verdict for bar in bench.find_bars([row, near, replace(row, h=32, h_kv=8, ms=27.0, fla_ms=None)])
-    }
-    assert bars == {
-        "selected alone, 64/4, forward": "pass",
-        "selected alone, 64/4, forward, fla takes as long or longer": "FAIL",
-        "selected alone, 64/4, both": "not measured",
-        "selected alone, 32/8, forward": "FAIL",
-        "selected alone, 32/8, both": "not measured",
-    }
 
 
 # ---------------------------------------------------------------- layouts that kernels count on
@@ -490,12 +309,6 @@ def test_forced_blocks_of_later_queries(first: int) -> None:
 
 
 @CUDA
-@pytest.mark.parametrize("forced", [(1, 2), (0, 2), (2, 0)])
-def test_forced_blocks_are_left_out_on_cuda(forced: tuple[int, int]) -> None:
-    check_forced_left_out(forced, "cuda")
-
-
-@CUDA
 def test_rows_without_keys() -> None:
     chosen = torch.full((1, 2, 900, 3), -1, dtype=torch.int32)
     chosen[:, 0, 100:, 1] = 1
@@ -607,16 +420,6 @@ def test_slices_amid_nan() -> None:
 
 
 @CUDA
-def test_worklist() -> None:
-    from cute_kernels.lists.worklist import build_worklist
-
-    for tokens, min_rows in ((1, 1), (100, 3), (5000, 32), (5000, 1 << 20)):
-        blocks = -(-tokens // 64)
-        indices = random_indices((2, 3), [tokens], blocks, 7, size=64).cuda()
-        check_worklist(build_worklist(indices, size=64, blocks=blocks, min_rows=min_rows), indices, min_rows)
-
-
-@CUDA
 @pytest.mark.parametrize("group", [1, 3, 16, 64])
 def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs other than Hopper's."""
@@ -647,15 +450,17 @@ def test_graph(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- refusals
 
 
+A_PACK = PackedBlocks(torch.zeros((9, 2)), torch.zeros(20), 1)
+
+
 @pytest.mark.parametrize(
     ("inputs", "got"),
     [
         (lambda: make(20, v_dim=128, device="cpu"), "D = 64, D_v = 128, n = 4, sequences"),
-        (lambda: make([20], device="cpu"), "D = 64, D_v = 64, n = 4, a pack"),
+        (lambda: replace(make(20, device="cpu"), packed=A_PACK), "D = 64, D_v = 64, n = 4, a pack"),
         (lambda: make(20, count=0, device="cpu"), "D = 64, D_v = 64, n = 0, sequences"),
     ],
 )
-@pytest.mark.usefixtures("on_cpu")
 def test_what_cannot_be_gated_on_the_way_is_refused(inputs: Callable[[], Inputs], got: str) -> None:
     from cute_kernels.gate.forward import Gating
 

@@ -35,9 +35,14 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     interpret_kernels(monkeypatch, modules, schedule=schedule)
 
 
+NO_KEYS = torch.full((1, 1, 70, 2), -1, dtype=torch.int32)
+"""Blocks of tokens that choose none, one that begins behind them, and from token 40 on some that they see."""
+NO_KEYS[:, :, 20:40, 1], NO_KEYS[:, :, 40:, 0], NO_KEYS[:, :, 64:, 1] = 1, 0, 1
+
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "one token": (1, {"group": 1}),
     "odd group": (70, {"group": 3, "kv_heads": 1, "count": 2}),
+    "rows without keys": (70, {"group": 3, "kv_heads": 1, "indices": NO_KEYS}),
     "many rows": (80, {"group": 16, "kv_heads": 1, "dim": 128, "count": 2}),
     "D_v, fp16": (70, {"group": 4, "kv_heads": 1, "dim": 128, "v_dim": 64, "count": 2, "dtype": torch.float16}),
     "documents": ([70, 0, 1, 66], {"group": 2, "kv_heads": 1, "count": 2, "behind": 3}),
@@ -45,10 +50,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-QUERY_OUTER = [case for case in CASES if case != "odd group"]
+QUERY_OUTER = [case for case in CASES if case not in ("odd group", "rows without keys")]
 QUERY_OUTER_HERE = [("warps, late", "documents")]
 LATE = ["warpgroups, late", "warps, late"]
-HERE = [("warps, late", "odd group")]
+HERE = [("warps, late", "rows without keys")]
 EARLY = [
     ("warpgroups, early", "documents"),
     *cases.rest(

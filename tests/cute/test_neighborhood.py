@@ -18,7 +18,7 @@ from cute_kernels.fa4 import interface as fa4
 from cute_kernels.fa4 import rules as fa4_rules
 from cute_kernels.runtime import device
 from dispatch import neighborhood_attention
-from tests.support import backward_twins
+from tests.support import step_twins
 from tests.support.hardware import NEIGHBORHOOD
 from tests.support.helpers import make_qkv
 from tests.support.neighborhood_cases import check
@@ -58,7 +58,7 @@ class Twin:
     def window_backward(self, gradients: fa4.Gradients, **options: Any) -> None:
         assert all(map(device.vectorized, vars(gradients).values()))
         self.calls.append((gradients.q, gradients.k, gradients.v, gradients.o))
-        backward_twins.window_backward(gradients, **options)
+        step_twins.window_backward(gradients, **options)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The kernels of query_to_kv.py, as the compiler's PTX, interpreted on a CPU, against the definition.
+"""The kernels of query_to_kv.py against the definition: as the compiler's PTX, interpreted on a CPU, and on a GPU.
 
 Tiles of few rows and blocks of few keys, so that every length ends and begins somewhere else in them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,11 +26,13 @@ UNWRITTEN = torch.iinfo(torch.int32).max
 """What `torch.empty` holds in tests."""
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     from cute_kernels.lists import query_to_kv
 
-    interpret_kernels(monkeypatch, [query_to_kv])
+    if request.param == "cpu":
+        interpret_kernels(monkeypatch, [query_to_kv])
+    return str(request.param)
 
 
 class Sees(NamedTuple):
@@ -69,6 +72,10 @@ def expected_lists(
     return mask, full
 
 
+def on_cpu(lists: Any) -> Any:
+    return replace(lists, **{name: x.cpu() for name, x in vars(lists).items() if isinstance(x, Tensor)})
+
+
 def listed(count: Tensor, index: Tensor, place: tuple[int, int, int]) -> list[int]:
     """The list; what lies behind it was not written."""
     n = int(count[place])
@@ -83,7 +90,7 @@ def choices(draw: random.Random, blocks: int, count: int) -> list[int]:
 
 
 def check_chosen(
-    sees: Sees, size: int, lengths: Iterator[tuple[int, int, int]], *, heads: int, select_heads: int
+    sees: Sees, size: int, lengths: Iterator[tuple[int, int, int]], device: str, *, heads: int, select_heads: int
 ) -> None:
     """Args: `lengths`, of keys, and rows from where to where."""
     from cute_kernels.lists.query_to_kv import chosen_lists
@@ -94,7 +101,7 @@ def check_chosen(
         chosen = [[[choices(draw, blocks, count) for _ in range(tiles)] for _ in range(select_heads)] for _ in range(2)]
         indices = torch.tensor(chosen, dtype=torch.int32).view(2, select_heads, tiles, count)
         how: dict[str, Any] = {"num_keys": num_keys, "rows_from": rows_from, "rows_to": rows_to, "entries": False}
-        got = chosen_lists(indices, heads, sees.keys, size=size, width=WIDTH, rows=ROWS, **how)
+        got = on_cpu(chosen_lists(indices.to(device), heads, sees.keys, size=size, width=WIDTH, rows=ROWS, **how))
         for b, h, t in torch.ones(2, heads, tiles).nonzero().tolist():
             of = set(chosen[b][h * select_heads // heads][t])
             first = rows_from + t * ROWS
@@ -114,38 +121,33 @@ def of_tokens(most: int, causal: bool) -> Iterator[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("size", [4, 8, 12], ids=lambda size: f"blocks of {size}")
-@pytest.mark.usefixtures("interpreted")
-def test_chosen_blocks_of_tokens(size: int, causal: bool) -> None:
+def test_chosen_blocks_of_tokens(size: int, causal: bool, device: str) -> None:
     """Listed blocks that are a chosen one, and parts of one."""
-    check_chosen(Sees(causal=causal), size, of_tokens(35, causal), heads=4, select_heads=2)
+    check_chosen(Sees(causal=causal), size, of_tokens(35, causal), device, heads=4, select_heads=2)
 
 
-@pytest.mark.usefixtures("interpreted")
-def test_chosen_blocks_of_more_ctas() -> None:
+def test_chosen_blocks_of_more_ctas(device: str) -> None:
     """More tiles than a CTA has threads."""
-    check_chosen(Sees(), 8, iter([(150, 0, 150), (150, 40, 75)]), heads=8, select_heads=8)
+    check_chosen(Sees(), 8, iter([(150, 0, 150), (150, 40, 75)]), device, heads=8, select_heads=8)
 
 
 @pytest.mark.parametrize("sees", [Sees(5, 3), Sees(4, 4), Sees(9, 2), Sees(5, 3, causal=False)], ids=str)
-@pytest.mark.usefixtures("interpreted")
-def test_chosen_blocks_of_entries(sees: Sees) -> None:
+def test_chosen_blocks_of_entries(sees: Sees, device: str) -> None:
     lengths = [(sees.entries(n), 0, n) for n in range(sees.length, 60)] + [(sees.entries(60), 3 * ROWS, 60)]
-    check_chosen(sees, WIDTH, iter(lengths), heads=2, select_heads=2)
+    check_chosen(sees, WIDTH, iter(lengths), device, heads=2, select_heads=2)
 
 
 @pytest.mark.parametrize("sees", [Sees(5, 3), Sees(4, 4), Sees(9, 2), Sees(1, 1)], ids=str)
-@pytest.mark.usefixtures("interpreted")
-def test_visible_entries(sees: Sees) -> None:
+def test_visible_entries(sees: Sees, device: str) -> None:
     from cute_kernels.lists.query_to_kv import prefix_lists
 
-    device = torch.device("cpu")
     for tokens in range(sees.length, 60):
         entries = sees.entries(tokens)
         for rows_from in {0, ROWS, tokens // ROWS * ROWS}:
             if rows_from >= tokens:
                 continue
             how = {"num_keys": entries, "rows_from": rows_from, "rows_to": tokens}
-            got = prefix_lists(2, 3, sees.keys, width=WIDTH, rows=ROWS, device=device, **how)
+            got = on_cpu(prefix_lists(2, 3, sees.keys, width=WIDTH, rows=ROWS, device=torch.device(device), **how))
             for t in range(-(-(tokens - rows_from) // ROWS)):
                 rows = range(rows_from + t * ROWS, min(rows_from + (t + 1) * ROWS, tokens))
                 mask, full = expected_lists(rows, range(entries), lambda _: True, sees, WIDTH)
@@ -172,6 +174,10 @@ class Pack(NamedTuple):
         table = torch.tensor([of_tile, *[[UNWRITTEN] * len(of_tile)] * 2]).int()
         return SimpleNamespace(bounds=bounds, tiles=table, tile=self.tile)
 
+    def on(self, device: str) -> Any:
+        of = self.documents
+        return SimpleNamespace(bounds=of.bounds.to(device), tiles=of.tiles.to(device), tile=of.tile)
+
     def rows(self, place: int, count: int) -> tuple[int, range]:
         """Of `count` aligned rows from `place` on: their document, -1 for none, and which of its tokens they are."""
         documents = self.documents
@@ -194,8 +200,7 @@ def test_listed_blocks_that_do_not_divide_chosen_ones_are_refused() -> None:
 
 
 @pytest.mark.parametrize("size", [4, 8, 12], ids=lambda size: f"blocks of {size}")
-@pytest.mark.usefixtures("interpreted")
-def test_chosen_blocks_of_documents(size: int) -> None:
+def test_chosen_blocks_of_documents(size: int, device: str) -> None:
     from cute_kernels.lists.query_to_kv import chosen_lists
 
     tile = 3 * ROWS  # a multiple of each size and of WIDTH, as in pool/documents.py
@@ -206,7 +211,8 @@ def test_chosen_blocks_of_documents(size: int) -> None:
     chosen = [choices(draw, -(-pack.lengths[d] // size), 4) if d >= 0 else [-1] * 4 for d, _ in of_tiles]
     indices = torch.tensor(chosen, dtype=torch.int32)[None, None]
     how: dict[str, Any] = {"num_keys": tiles * tile, "rows_from": 0, "rows_to": tiles * tile, "entries": False}
-    got = chosen_lists(indices, 2, Sees().keys, size=size, width=WIDTH, rows=tile, documents=documents, **how)
+    how["documents"] = pack.on(device)
+    got = on_cpu(chosen_lists(indices.to(device), 2, Sees().keys, size=size, width=WIDTH, rows=tile, **how))
     for t, (document, rows) in enumerate(of_tiles):
         base = int(documents.bounds[ROW, document]) if document >= 0 else 0
         keys = range(-(-pack.lengths[document] // tile) * tile) if document >= 0 else range(0)
@@ -218,8 +224,7 @@ def test_chosen_blocks_of_documents(size: int) -> None:
 
 
 @pytest.mark.parametrize("sees", [Sees(5, 3), Sees(1, 1)], ids=str)
-@pytest.mark.usefixtures("interpreted")
-def test_entries_of_documents(sees: Sees) -> None:
+def test_entries_of_documents(sees: Sees, device: str) -> None:
     """Chosen blocks and all visible ones; both are numbered from where a document's entries begin."""
     from cute_kernels.lists.query_to_kv import chosen_lists, prefix_lists
 
@@ -227,12 +232,13 @@ def test_entries_of_documents(sees: Sees) -> None:
     pack, draw = Pack(LENGTHS, tile, sees), random.Random(1)
     documents = pack.documents
     tiles, most = documents.tiles.shape[1], max(map(sees.entries, LENGTHS))
-    sizes: dict[str, Any] = {"num_keys": most, "rows_from": 0, "rows_to": tiles * tile, "documents": documents}
-    every = prefix_lists(1, 2, sees.keys, width=WIDTH, rows=ROWS, device=torch.device("cpu"), **sizes)
+    sizes: dict[str, Any] = {"num_keys": most, "rows_from": 0, "rows_to": tiles * tile, "documents": pack.on(device)}
+    every = on_cpu(prefix_lists(1, 2, sees.keys, width=WIDTH, rows=ROWS, device=torch.device(device), **sizes))
     of_tiles = [pack.rows(t * tile, tile) for t in range(tiles)]
     chosen = [choices(draw, -(-sees.entries(LENGTHS[d]) // WIDTH), 4) if d >= 0 else [-1] * 4 for d, _ in of_tiles]
     indices = torch.tensor(chosen, dtype=torch.int32)[None, None]
-    some = chosen_lists(indices, 1, sees.keys, size=WIDTH, width=WIDTH, rows=tile, entries=True, **sizes)
+    how: dict[str, Any] = {"size": WIDTH, "width": WIDTH, "rows": tile, "entries": True, **sizes}
+    some = on_cpu(chosen_lists(indices.to(device), 1, sees.keys, **how))
 
     def expected(place: int, count: int, wanted: Callable[[int], bool]) -> list[list[int]]:
         document, rows = pack.rows(place, count)

@@ -17,10 +17,10 @@ from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 from tests.ptx import Schedule
 from tests.support import cases
-from tests.support.backward_twins import bounds_of
 from tests.support.helpers import make_qkv
 from tests.support.interpreted_kernels import interpret_kernels
 from tests.support.select_cases import check_chosen, compressed
+from tests.support.step_twins import bounds_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.interpreted, pytest.mark.filterwarnings("default")]
 

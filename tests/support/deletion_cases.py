@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.ptx.mutations import Case, recorded
-from tests.support import fa4_model as model
 from tests.support.interpreted_gpu import interpreted_gpu
 from tests.support.interpreted_kernels import interpret_kernels
 from tests.support.kv_outer_cases import make
@@ -40,37 +38,32 @@ DIM = 128
 """Of the backward's cases."""
 
 
-def listed(lists: model.Lists) -> list[Tensor]:
-    return [lists.mask_count, lists.mask_index, lists.full_count, lists.full_index]
-
-
 def forward() -> Callable[[], object]:
     """One tile of rows, ten blocks of keys: every stage is used again."""
     from cute_kernels.fa4 import interface as fa4
-    from cute_kernels.lists.query_to_kv import BlockLists
+    from cute_kernels.lists.query_to_kv import Keys, chosen_lists
 
     rows, keys, dim = 256, 1280, 64
     q, k, v = (torch.randn(1, tokens, 1, dim).bfloat16() for tokens in (rows, keys, keys))
     every = torch.arange(keys // 128).int()[None, None, None]
-    bounds = {"num_keys": keys, "rows_from": keys - rows, "rows_to": keys}
-    lists = model.chosen_lists(every, 1, model.Keys(), size=128, width=128, rows=256, **bounds)
-    some = BlockLists(*map(Tensor.contiguous, listed(lists)), lists.rows, lists.width)
-    return lambda: fa4.selected(q, k, v, some, causal=True, scale=dim**-0.5, lse=True)
+    bounds = {"num_keys": keys, "rows_from": keys - rows, "rows_to": keys, "entries": False}
+    lists = chosen_lists(every, 1, Keys(), size=128, width=128, rows=256, **bounds)
+    return lambda: fa4.selected(q, k, v, lists, causal=True, scale=dim**-0.5, lse=True)
 
 
 def backward() -> Callable[[], object]:
     """One block of keys, four tiles of rows of one of two query heads."""
     from cute_kernels.fa4 import interface as fa4
-    from cute_kernels.lists.query_to_kv import BlockLists
+    from cute_kernels.lists.kv_to_query import tile_bits, transposed_lists
+    from cute_kernels.lists.query_to_kv import Keys
 
     rows, keys, heads = 512, 128, 2
     gradients = after_forward(rows, keys, heads, causal=True)
     every = torch.arange(2).int().expand(1, 1, rows // 256, 2)
-    bits = model.tile_bits(every, size=64, num_keys=keys)
+    bits = tile_bits(every.contiguous(), size=64, num_keys=keys, entries=False)
     sizes = {"size": 64, "width": 128, "rows": 256, "num_keys": keys, "num_rows": rows, "blocks": range(1)}
-    lists = model.transposed_lists(bits, heads, model.Keys(), **sizes)
-    some = BlockLists(*map(Tensor.contiguous, listed(lists)), lists.rows, lists.width, lists.bits, lists.bit_keys)
-    return lambda: fa4.selected_backward(gradients, some, causal=True, scale=DIM**-0.5)
+    lists = transposed_lists(bits, heads, Keys(), **sizes)
+    return lambda: fa4.selected_backward(gradients, lists, causal=True, scale=DIM**-0.5)
 
 
 def paired_backward() -> Callable[[], object]:

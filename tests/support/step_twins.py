@@ -1,6 +1,9 @@
-"""PyTorch twins of the kernels of NSA's backward, so that its steps can be run and checked on a CPU.
+"""PyTorch twins of the kernels of NSA, so that the steps of forward.py and backward.py run and are checked on a CPU.
 
-`install` puts them where cute_kernels.backward and documents.py call kernels; everything between the calls is real.
+`install` puts them where forward.py, backward.py and documents.py call kernels; everything between the calls is real.
+Attention is masked attention in fp64, gradients are its gradients, and in place of block lists are the pairs that lists
+of these arguments stand for (`Pairs`). Which blocks a tile or a token selects is computed from the scores of
+nsa.reference.
 """
 
 from __future__ import annotations
@@ -8,8 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,9 +24,10 @@ from cute_kernels.fa4 import interface as fa4
 from cute_kernels.fa4 import rules as fa4_rules
 from cute_kernels.fa4.rules import Rules
 from cute_kernels.gate.backward import GateResults
+from cute_kernels.gate.forward import Gating
 from cute_kernels.gate.sums import QueryTerms
 from cute_kernels.lists.query_to_kv import Keys
-from cute_kernels.pool import documents
+from cute_kernels.pool import compress, documents
 from cute_kernels.pool.documents import (
     DOCUMENT,
     ENTRY,
@@ -44,48 +47,377 @@ from cute_kernels.pool.documents import (
     Packed,
     Varlen,
 )
-from nsa import NSAConfig
+from cute_kernels.select.topk import Blocks
+from nsa import NSAConfig, reference
 from nsa.inputs import NSAAux, NSAInputs
-from tests.support import fa4_model as model
 
 TILE_KEYS = 64
 """Rows and keys of a tile of the kernels without atomics."""
 
 
-def install(patch: pytest.MonkeyPatch, arch: str, rules: Rules) -> None:
-    """Twins in place of what needs a GPU; attention over lists is that of `arch`, with lists by `rules`."""
+def install(patch: pytest.MonkeyPatch, rules: Rules) -> None:
+    """Twins in place of what a backward launches, on a GPU with these rules."""
     patch.setattr(fa4_rules, "rules", lambda _: rules)
-    for name in ("compressed_backward", "selected_backward"):
-        patch.setattr(fa4, name, partial(getattr(model, name), arch))
-    for name in ("dense_backward", "window_backward"):
+    for name in ("compressed_backward", "selected_backward", "dense_backward", "window_backward"):
         patch.setattr(fa4, name, globals()[name])
     for name in (
+        "block_means",
         "gate_gradients",
-        "query_gradients",
         "key_gradients",
+        "kv_outer_backward",
+        "query_gradients",
+        "row_statistics",
         "tile_bits",
         "transposed_lists",
         "transposed_prefix_lists",
     ):
         patch.setattr(backward, name, globals()[name])
-    patch.setattr(backward, "kv_outer_backward", kv_outer_backward)
-    patch.setattr(backward, "row_statistics", row_statistics)
     patch.setattr(backward, "compressed_backward", atomic_free_compressed)
     patch.setattr(backward, "window_backward", atomic_free_window)
     patch.setattr(backward, "selected_backward", atomic_free_selected)
-    patch.setattr(backward, "block_means", block_means)
+    patch.setattr(plan, "chosen_lists", chosen_lists)
     patch.setattr(plan, "lay_out", lay_out)
     patch.setattr(documents, "_align_rows", align_rows)
     patch.setattr(documents, "bounds_of", bounds_of)
 
 
+def install_forward(patch: pytest.MonkeyPatch, rules: Rules, config: NSAConfig) -> None:
+    """The same for a forward of sequences. Args: `config`: of the calls, for the selection of blocks by reference."""
+    patch.setattr(fa4_rules, "rules", lambda _: rules)
+    for name in ("compressed", "selected", "window"):
+        patch.setattr(fa4, name, globals()[name])
+    for name in ("gated_sum", "prefix_lists", "tile_means", "token_topk"):
+        patch.setattr(forward, name, globals()[name])
+    patch.setattr(forward, "tile_topk", partial(tile_topk, config))
+    patch.setattr(forward, "kv_outer_forward", token_attention)
+    patch.setattr(forward, "query_outer_forward", token_attention)
+    patch.setattr(compress, "block_means", block_means)
+    patch.setattr(plan, "chosen_lists", chosen_lists)
+
+
+# Attention over pairs
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """o `[B,N,H,D_v]` and lse `[B,H,N]` over pairs that broadcast to `[B,H,N,keys]`; 0 and -inf without keys."""
+    k, v = (x.double().repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k) * scale
+    scores = scores.masked_fill(~pairs, -math.inf)
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1).nan_to_num(), v), scores.logsumexp(-1)
+
+
+def add_pairs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    branches: Sequence[tuple[Tensor, Tensor, Tensor]],
+    scale: float,
+    into: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Gradients of branches with the same keys: for each its pairs, lse and delta."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v, do = (x.double() for x in (q, k, v, do))
+    k_all, v_all = (x.repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k_all) * scale
+    dp = torch.einsum("bihd,bjhd->bhij", do, v_all)
+    p, ds = torch.zeros_like(scores), torch.zeros_like(scores)
+    for pairs, lse, delta in branches:
+        p_branch = (scores - lse[..., None]).exp().masked_fill(~(pairs & lse.isfinite()[..., None]), 0.0)
+        p += p_branch
+        ds += p_branch * (dp - delta[..., None])
+    dq, dk, dv = into
+    dq.copy_(torch.einsum("bhij,bjhd->bihd", ds, k_all) * scale)
+    dk.copy_(torch.einsum("bhij,bihd->bjhd", ds, q).unflatten(2, (-1, group)).sum(3) * scale)
+    dv.copy_(torch.einsum("bhij,bihd->bjhd", p, do).unflatten(2, (-1, group)).sum(3))
+
+
+def differentiate(gradients: fa4.Gradients, pairs: Tensor, scale: float) -> None:
+    of = gradients
+    delta = (of.o.double() * of.do.double()).sum(-1).transpose(1, 2)
+    add_pairs(of.q, of.k, of.v, of.do, [(pairs, of.lse, delta)], scale, (of.dq, of.dk, of.dv))
+
+
+# Lists
+
+
+class Pairs(NamedTuple):
+    """In place of BlockLists."""
+
+    chosen: Tensor
+    """Keys in blocks that the row's tile chose, bool `[B,H,rows,keys]`."""
+    seen: Tensor | None
+    """Keys that the lists were built for each row to see, bool `[rows,keys]`; None: not checked."""
+    rows: int
+    width: int
+
+    def among(self, seen: Tensor) -> Tensor:
+        """The chosen pairs that attention, which masks by itself, sees."""
+        assert self.seen is None or torch.equal(self.seen, seen), "lists and attention disagree on what rows see"
+        return self.chosen & seen
+
+
+def sees(row: Tensor, num_keys: int, length: int, stride: int, first_key: int = 0) -> Tensor:
+    """Keys that have ended at tokens `row`, bool `[rows,keys]`."""
+    return (first_key + torch.arange(num_keys)) * stride + length - 1 <= row[:, None]
+
+
+def seen_by(row: Tensor, num_keys: int, keys: Keys) -> Tensor:
+    return sees(row, num_keys, keys.length, keys.stride) | (not keys.causal)
+
+
+def chosen_blocks(indices: Tensor, blocks: int) -> Tensor:
+    """bool `[B,S,tiles,blocks]`."""
+    chosen = torch.zeros((*indices.shape[:3], blocks + 1), dtype=torch.bool)
+    return chosen.scatter_(3, indices.long().where(indices >= 0, blocks), True)[..., :blocks]
+
+
+def by_pair(chosen: Tensor, heads: int, rows: int, size: int, num_rows: int, num_keys: int) -> Tensor:
+    """The same for rows and keys, bool `[B,H,rows,keys]`."""
+    pairs = chosen.repeat_interleave(rows, 2)[:, :, :num_rows].repeat_interleave(size, 3)[..., :num_keys]
+    return pairs.repeat_interleave(heads // chosen.shape[1], 1)
+
+
+def chosen_lists(
+    indices: Tensor,
+    heads: int,
+    keys: Keys,
+    *,
+    size: int,
+    width: int,
+    rows: int,
+    num_keys: int,
+    rows_from: int,
+    rows_to: int,
+    entries: bool,
+    documents: None,
+) -> Pairs:
+    assert entries == (keys.length > 1 or keys.stride > 1)
+    row = torch.arange(rows_from, rows_to)
+    chosen = by_pair(chosen_blocks(indices, -(-num_keys // size)), heads, rows, size, len(row), num_keys)
+    return Pairs(chosen, seen_by(row, num_keys, keys), rows, width)
+
+
+def prefix_lists(
+    batch: int,
+    heads: int,
+    keys: Keys,
+    *,
+    width: int,
+    rows: int,
+    num_keys: int,
+    rows_from: int,
+    rows_to: int,
+    **_: Any,
+) -> Pairs:
+    row = torch.arange(rows_from, rows_to)
+    every = torch.ones((batch, heads, len(row), num_keys), dtype=torch.bool)
+    return Pairs(every, seen_by(row, num_keys, keys), rows, width)
+
+
+def tile_bits(
+    indices: Tensor, *, size: int, num_keys: int, entries: bool, documents: Documents | None = None
+) -> Tensor:
+    """bool `[B,S,blocks,tiles]`; of documents, counted from the beginning of aligned buffers."""
+    if documents is not None:
+        first = documents.bounds[ENTRY if entries else KEY, documents.tiles[DOCUMENT]] // size
+        indices = torch.where(indices < 0, indices, indices + first[:, None])
+    return chosen_blocks(indices, -(-num_keys // size)).mT
+
+
+def transposed_lists(
+    bits: Tensor,
+    heads: int,
+    keys: Keys,
+    *,
+    size: int,
+    width: int,
+    rows: int,
+    num_keys: int,
+    num_rows: int,
+    blocks: range,
+    first_tile: int,
+    first_row: int,
+    shifts: Tensor | None,
+) -> Pairs:
+    """Those of a range of blocks of keys, and of the rows from `first_tile` on."""
+    chosen = by_pair(bits.mT, heads, rows, size, num_rows, num_keys)
+    seen = seen_by(first_row + torch.arange(num_rows), num_keys, keys)
+    first, keys_of = first_tile * rows, slice(blocks.start * width, blocks.stop * width)
+    chosen, seen = chosen[..., keys_of], seen[:, keys_of]
+    assert not (chosen & seen)[:, :, :first].any(), "tiles before first_tile see a block"
+    return Pairs(chosen[:, :, first:], seen[first:] if shifts is None else None, rows, width)
+
+
+def transposed_prefix_lists(
+    batch: int,
+    heads: int,
+    keys: Keys,
+    *,
+    width: int,
+    rows: int,
+    num_keys: int,
+    num_rows: int,
+    device: torch.device,
+    first_row: int,
+    documents: Documents | None,
+) -> Pairs:
+    if documents is None:
+        every = torch.ones((batch, heads, num_rows, num_keys), dtype=torch.bool)
+        return Pairs(every, seen_by(first_row + torch.arange(num_rows), num_keys, keys), rows, width)
+    of_key = torch.searchsorted(documents.bounds[ENTRY, :-1].contiguous(), torch.arange(num_keys), right=True) - 1
+    of_row = documents.tiles[DOCUMENT].repeat_interleave(documents.tile)
+    return Pairs((of_row[:, None] == of_key).expand(batch, heads, -1, -1), None, rows, width)
+
+
+# Selection
+
+
+def tile_means(q: Tensor, tile: int, documents: None) -> Tensor:
+    return torch.stack([part.mean(1) for part in q.split(tile, 1)], 1) if q.shape[1] else q
+
+
+def tile_topk(
+    config: NSAConfig,
+    means: Tensor,
+    k_cmp: Tensor,
+    blocks: Blocks,
+    *,
+    keys: Keys,
+    tile: int,
+    tokens: int,
+    start: int,
+    documents: None,
+) -> Tensor:
+    tiles = start // tile + torch.arange(means.shape[1])
+    rows = tiles[:, None] * tile + torch.arange(tile)
+    logits = means.transpose(1, 2) @ k_cmp.repeat_interleave(means.shape[2] // k_cmp.shape[2], 2).permute(0, 2, 3, 1)
+    scored = reference.block_end(torch.arange(k_cmp.shape[1]), config) <= reference._last_token(rows, tokens)[:, None]
+    scores = logits * config.scale(means.shape[-1])
+    if blocks.length != config.compress_block_size:  # of entries, not of tokens
+        found = reference.select_cmp_blocks(scores, scored, rows, blocks.count, config)
+    else:
+        found = reference.select(scores, scored, rows, tokens, means.shape[2], config)
+    return torch.nn.functional.pad(found, [0, blocks.count - found.shape[-1]], value=-1).int()
+
+
+def token_topk(q: Tensor, k_cmp: Tensor, lse: Tensor, config: NSAConfig, *, start: int, documents: None) -> Tensor:
+    rows, kv_heads = start + torch.arange(q.shape[1])[:, None], k_cmp.shape[2]
+    tokens = start + q.shape[1]
+    scores, scored = reference.score(q.transpose(1, 2), k_cmp.transpose(1, 2), rows, tokens, config)
+    assert lse.shape == scores.shape[:3]
+    found = reference.select(scores, scored, rows, tokens, kv_heads, config)
+    return torch.nn.functional.pad(found, [0, config.num_selected_blocks - found.shape[-1]], value=-1).int()
+
+
 # Attention
 
 
-def differentiate(gradients: fa4.Gradients, visible: Tensor, scale: float) -> None:
-    """For pairs visible `[rows,keys]` to every batch and head."""
-    pairs = visible.int()
-    model.attend_backward(gradients, lambda *_: (pairs, 0 * pairs), scale)
+def compressed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: Pairs | None,
+    *,
+    length: int,
+    stride: int,
+    first_row: int,
+    scale: float,
+    lse: bool,
+    shifts: None,
+) -> tuple[Tensor, Tensor | None]:
+    seen = sees(first_row + torch.arange(q.shape[1]), k.shape[1], length, stride)
+    o, sums = attend(q, k, v, seen if lists is None else lists.among(seen), scale)
+    return o, sums if lse else None
+
+
+def selected(
+    q: Tensor, k: Tensor, v: Tensor, lists: Pairs, *, causal: bool, scale: float, lse: bool, shifts: None
+) -> tuple[Tensor, Tensor | None]:
+    seen = sees(torch.arange(q.shape[1]) + k.shape[1] - q.shape[1], k.shape[1], 1, 1) | (not causal)
+    o, sums = attend(q, k, v, lists.among(seen), scale)
+    return o, sums if lse else None
+
+
+def window(
+    q: Tensor, k: Tensor, v: Tensor, *, left: int, right: int, scale: float, lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    o, sums = attend(q, k, v, in_window(q, k, left, right), scale)
+    return o, sums if lse else None
+
+
+def in_window(q: Tensor, k: Tensor, left: int, right: int) -> Tensor:
+    assert max(left, right) + max(q.shape[1], k.shape[1]) < 2**31, "FlashAttention-4 adds them in int32"
+    row, key = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1], torch.arange(k.shape[1])
+    return (key >= row - left) & (key <= row + right)
+
+
+def compressed_backward(
+    gradients: fa4.Gradients,
+    lists: Pairs,
+    *,
+    length: int,
+    stride: int,
+    first_row: int,
+    scale: float,
+    shifts: Tensor | None = None,
+) -> None:
+    rows, num_keys = gradients.q.shape[1], gradients.k.shape[1]
+    shift = first_row if shifts is None else shifts.repeat_interleave(rows // len(shifts))
+    differentiate(gradients, lists.among(sees(torch.arange(rows) + shift, num_keys, length, stride)), scale)
+
+
+def selected_backward(
+    gradients: fa4.Gradients,
+    lists: Pairs,
+    *,
+    causal: bool,
+    first_row: int,
+    first_key: int,
+    first_token: int,
+    scale: float,
+    shifts: Tensor | None,
+) -> None:
+    row = first_row + torch.arange(gradients.q.shape[1])
+    row = row + (first_token if shifts is None else shifts.repeat_interleave(lists.rows)[row])
+    seen = sees(row, gradients.k.shape[1], 1, 1, first_key) | (not causal)
+    differentiate(gradients, lists.among(seen), scale)
+
+
+def token_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    size: int,
+    scale: float,
+    first_token: int,
+    packed: None = None,
+    init: int = 0,
+    local: int = 0,
+    gating: Gating | None = None,
+    window: None = None,
+) -> tuple[Tensor, Tensor]:
+    """Token mode's selected branch, which reads no key behind the last token."""
+    tokens = first_token + q.shape[1]
+    assert k.shape[1] >= tokens
+    row, blocks = torch.arange(first_token, tokens)[:, None], -(-tokens // size)
+    chosen = chosen_blocks(indices.where(indices < blocks, -1), blocks)
+    for forced in (torch.arange(blocks) < init, (row // size - torch.arange(blocks)).clamp(min=-1) < local):
+        held = (forced & (torch.arange(blocks) <= row // size)).expand_as(chosen)
+        assert bool(chosen[held].all()), "forced blocks are selected"
+    pairs = by_pair(chosen, q.shape[2], 1, size, len(row), tokens) & (torch.arange(tokens) <= row)
+    o, lse = attend(q, k[:, :tokens], v[:, :tokens], pairs, scale)
+    if gating is None:
+        return o, lse
+    assert gating.out.shape == o.shape
+    gated_sum(
+        gating.o_cmp, o, gating.o_win, gating.out, q=q, gate_proj_weight=gating.gate_proj_weight, gates=gating.gates
+    )
+    if gating.o_slc is not None:
+        gating.o_slc.copy_(o)
+    return (gating.out if gating.o_slc is None else gating.o_slc), lse
 
 
 def dense_backward(
@@ -135,11 +467,8 @@ def window_backward(
             part["lse"] = gradients.lse[..., there]
             window_backward(fa4.Gradients(**part), left=left, right=right, scale=scale)
         return
-    row = torch.arange(gradients.q.shape[1])[:, None] + gradients.k.shape[1] - gradients.q.shape[1]
-    key = torch.arange(gradients.k.shape[1])
-    seen = (key >= row - left) & (key <= row + right)
+    seen = in_window(gradients.q, gradients.k, left, right)
     assert bool(seen.any(0).all()), "FlashAttention-4 may not write dk and dv of a tile of keys that no row sees"
-    assert max(left, right) + max(len(row), len(key)) < 2**31, "FlashAttention-4 adds them in int32"
     differentiate(gradients, seen, scale)
 
 
@@ -164,13 +493,12 @@ def kv_outer_backward(
     terms: QueryTerms | None = None,
     window: WindowQueries | None = None,
 ) -> None:
-    tokens, group = first_token + q.shape[1], q.shape[2] // k.shape[2]
+    tokens = first_token + q.shape[1]
     row, blocks = torch.arange(first_token, tokens)[:, None], -(-tokens // size)
-    kept = indices.long().where((indices >= 0) & (indices <= row // size - local), blocks)
-    chosen = torch.zeros((*indices.shape[:3], blocks + 1), dtype=torch.bool).scatter_(3, kept, True)[..., :blocks]
-    pairs = chosen.repeat_interleave(size, 3)[..., :tokens] & (torch.arange(tokens) <= row)
+    chosen = chosen_blocks(indices.where(indices <= row // size - local, -1), blocks)
+    pairs = by_pair(chosen, q.shape[2], 1, size, len(row), tokens) & (torch.arange(tokens) <= row)
     own = torch.empty_like(into[0])
-    add_pairs(q, k, v, do, [(pairs.repeat_interleave(group, 1), lse, delta)], scale, (own, *into[1:]))
+    add_pairs(q, k, v, do, [(pairs, lse, delta)], scale, (own, *into[1:]))
     branches = [own, *(() if terms is None else terms.branches)]
     if window is not None:
         branches.append(torch.empty_like(own))
@@ -236,7 +564,7 @@ def atomic_free_selected(
     do: Tensor,
     lse: Tensor,
     delta: Tensor,
-    lists: model.Lists,
+    lists: Pairs,
     bits: Tensor,
     *,
     size: int,
@@ -244,115 +572,37 @@ def atomic_free_selected(
     scale: float,
     into: tuple[Tensor, Tensor, Tensor],
     first_token: int,
-    shifts: Tensor | None,
+    shifts: None,
 ) -> None:
-    """dq by the lists, which say what needs no mask, dk and dv by the bits."""
+    """dq by the lists, dk and dv by the bits."""
     assert lists.width == TILE_KEYS
-    (batch, rows, heads, _), num_keys = q.shape, k.shape[1]
-    token, key = first_token + torch.arange(rows)[:, None], torch.arange(num_keys)
-    if shifts is not None:
-        token = token + shifts.repeat_interleave(lists.rows)[:rows, None]
-    seen = (key * keys.stride + keys.length - 1 <= token) | (not keys.causal)
-    by_list = torch.zeros((batch, heads, rows, num_keys), dtype=torch.bool)
-    for b, h, tile in product(range(batch), range(heads), range(-(-rows // lists.rows))):
-        part = slice(tile * lists.rows, (tile + 1) * lists.rows)
-        for kind in ("mask", "full"):
-            for block in lists.listed(kind, b, h, tile):
-                of_block = slice(block * lists.width, (block + 1) * lists.width)
-                by_list[b, h, part, of_block] = seen[part, of_block] | (kind == "full")
-    words = bits[..., torch.arange(-(-rows // lists.rows)) // 32] >> torch.arange(-(-rows // lists.rows)) % 32
-    chosen = (words & 1 == 1).mT.repeat_interleave(lists.rows, 2)[:, :, :rows]
-    by_bits = chosen.repeat_interleave(size, 3)[..., :num_keys].repeat_interleave(heads // bits.shape[1], 1) & seen
-    assert torch.equal(by_list, by_bits)
-    add_pairs(q, k, v, do, [(by_bits, lse, delta)], scale, into)
-
-
-def add_pairs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    branches: Sequence[tuple[Tensor, Tensor, Tensor]],
-    scale: float,
-    into: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """Gradients of branches with the same keys: for each its pairs, lse and delta."""
-    group = q.shape[2] // k.shape[2]
-    k_all, v_all = (x.repeat_interleave(group, 2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, k_all) * scale
-    dp = torch.einsum("bihd,bjhd->bhij", do, v_all)
-    p, ds = torch.zeros_like(scores), torch.zeros_like(scores)
-    for pairs, lse, delta in branches:
-        p_branch = (scores - lse[..., None]).exp().masked_fill(~(pairs & lse.isfinite()[..., None]), 0.0)
-        p += p_branch
-        ds += p_branch * (dp - delta[..., None])
-    dq, dk, dv = into
-    dq.copy_(torch.einsum("bhij,bjhd->bihd", ds, k_all) * scale)
-    dk.copy_(torch.einsum("bhij,bihd->bjhd", ds, q).unflatten(2, (-1, group)).sum(3) * scale)
-    dv.copy_(torch.einsum("bhij,bihd->bjhd", p, do).unflatten(2, (-1, group)).sum(3))
-
-
-# Lists. What is of documents counts from the beginning of aligned buffers.
-
-
-def tile_bits(
-    indices: Tensor, *, size: int, num_keys: int, entries: bool, documents: Documents | None = None
-) -> Tensor:
-    if documents is not None:
-        first = documents.bounds[ENTRY if entries else KEY, documents.tiles[DOCUMENT]] // size
-        indices = torch.where(indices < 0, indices, indices + first[:, None])
-    return model.tile_bits(indices, size=size, num_keys=num_keys)
-
-
-def transposed_lists(
-    bits: Tensor, heads: int, keys: Keys, *, rows: int, shifts: Tensor | None = None, **sizes: Any
-) -> model.Lists:
-    positions = sizes.pop("first_row", 0) + torch.arange(sizes["num_rows"])
-    if shifts is not None:
-        positions = torch.arange(sizes["num_rows"]) + shifts.repeat_interleave(rows)
-    return model.transposed_lists(bits, heads, keys_of_model(keys), rows=rows, positions=positions, **sizes)
-
-
-def transposed_prefix_lists(
-    batch: int,
-    heads: int,
-    keys: Keys,
-    *,
-    width: int,
-    rows: int,
-    num_keys: int,
-    num_rows: int,
-    device: torch.device,
-    first_row: int = 0,
-    documents: Documents | None = None,
-) -> model.Lists:
-    sizes = {"width": width, "rows": rows, "num_keys": num_keys, "num_rows": num_rows}
-    if documents is None:
-        return model.transposed_prefix_lists(batch, heads, keys_of_model(keys), **sizes, first_row=first_row)
-    # Every tile chooses the blocks of its document
-    blocks = torch.arange(-(-num_keys // width))
-    of_block = torch.searchsorted(documents.bounds[ENTRY, :-1].contiguous(), blocks * width, right=True) - 1
-    of_tile = documents.tiles[DOCUMENT].repeat_interleave(documents.tile // rows)
-    chosen = torch.where(of_tile[:, None] == of_block, blocks, -1).expand(batch, 1, -1, -1)
-    bits = model.tile_bits(chosen, size=width, num_keys=num_keys)
-    # Rows behind a document stand where its last one stands, tiles of such rows before everything
-    end = (documents.bounds[ROW] + documents.bounds[LENGTH])[of_tile].repeat_interleave(rows)
-    row = torch.arange(num_rows)
-    last = torch.minimum(row, end - 1)
-    positions = last + documents.shifts.repeat_interleave(documents.tile)
-    unused = row // rows * rows >= end
-    positions = positions.masked_fill(unused, -1)
-    lists = range(len(blocks))
-    return model.transposed_lists(
-        bits, heads, keys_of_model(keys), size=width, blocks=lists, positions=positions, **sizes
-    )
-
-
-def keys_of_model(keys: Keys) -> model.Keys:
-    return model.Keys(keys.length, keys.stride, keys.causal)
+    pairs = lists.among(seen_by(first_token + torch.arange(q.shape[1]), k.shape[1], keys))
+    by_bits = by_pair(bits.mT, q.shape[2], lists.rows, size, q.shape[1], k.shape[1])
+    assert torch.equal(lists.chosen, by_bits)
+    add_pairs(q, k, v, do, [(pairs, lse, delta)], scale, into)
 
 
 # Gates, sums, pooling
+
+
+def gated_sum(
+    o_cmp: Tensor,
+    o_slc: Tensor,
+    o_win: Tensor,
+    out: Tensor,
+    *,
+    q: Tensor,
+    gate_proj_weight: Tensor | None,
+    gates: Tensor | None,
+    rows: None = None,
+) -> Tensor | None:
+    """Gates that were used, if there are any."""
+    if gate_proj_weight is not None:
+        projected = torch.einsum("bthd,hcd->bthc", q.double(), gate_proj_weight.double()).sigmoid()
+        gates = projected.float() if gates is None else gates.copy_(projected)
+    of = torch.full((1, 1, 1, 3), 1 / 3) if gates is None else gates
+    out.copy_(sum(o * g[..., None] for o, g in zip((o_cmp, o_slc, o_win), of.unbind(-1), strict=True)))
+    return gates
 
 
 def gate_gradients(
