@@ -47,17 +47,17 @@ from bench.roofline import (
     score_flops,
 )
 from bench.timing import capture, copy_bandwidth, measure
-from cute_kernels.call_facts import has_atomic_free_backward
 from cute_kernels.fa4.rules import rules as rules_of
+from cute_kernels.plan import has_atomic_free_backward
 from nsa import NSAConfig, nsa_forward
 from nsa.inputs import NSAInputs
 
 # Kernels are imported where they are called: the command line needs no CuTe DSL.
 if TYPE_CHECKING:
     from cute_kernels import forward
+    from cute_kernels.call import Call
     from cute_kernels.fa4.interface import Gradients
     from cute_kernels.gate.backward import GateResults
-    from cute_kernels.plan import Call, Plan
 
 DIM = 128
 TILE_HEADS, TOKEN_HEADS = ((8, 2),), ((64, 4), (32, 8))
@@ -127,7 +127,7 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
     In token mode the forward that is timed as a whole gates while it adds the selected branch up; the stages do not.
     """
     from cute_kernels import forward
-    from cute_kernels.plan import prepare, selected_lists
+    from cute_kernels.call import prepare, selected_lists
     from cute_kernels.pool.compress import compress_kv, tile_means
     from cute_kernels.select.tile import tile_topk
     from cute_kernels.select.token import token_topk
@@ -135,7 +135,7 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
     inputs, n = random_inputs(sizes), sizes.tokens
     q, k, v = inputs.q, inputs.k, inputs.v
     call = prepare(inputs, config)
-    plan, k_cmp, v_cmp, entries = call.plan, call.k_cmp, call.v_cmp, call.k_cmp.shape[1]
+    k_cmp, v_cmp, entries = call.k_cmp, call.v_cmp, call.k_cmp.shape[1]
     branches = forward.attend(call, 0, n, lse=False)
     indices, cmp_indices, token_mode = branches.indices, branches.cmp_indices, config.token_mode
     compressed_keys, selected_keys, window_keys = branch_keys(n, config)
@@ -143,10 +143,10 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
     scoring = score_flops(sizes, config)
 
     def attend_compressed() -> forward.Branch:
-        return forward.attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, 0, token_mode)
+        return forward.attend_compressed(call, q, k_cmp, v_cmp, cmp_indices, 0, token_mode)
 
     def attend_selected() -> forward.Branch:
-        return forward.attend_selected(plan, q, k, v, indices, 0, False, holds_forced=True)
+        return forward.attend_selected(call, q, k, v, indices, 0, False, holds_forced=True)
 
     per_tile: list[Stage] = []
     per_token: list[Stage] = []
@@ -156,18 +156,18 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
             raise ValueError("needs the compressed branch's lse")
         per_token = [Stage("choose", lambda: token_topk(q, k_cmp, lse, config), Work(row_bytes, scoring))]
     else:
-        means = tile_means(q, plan.tile)
+        means = tile_means(q, call.plan.tile)
 
         def choose(blocks: Any) -> Callable[[], Tensor]:
-            return lambda: tile_topk(means, k_cmp, blocks, keys=plan.entry, tile=plan.tile, tokens=n)
+            return lambda: tile_topk(means, k_cmp, blocks, keys=call.entry, tile=call.plan.tile, tokens=n)
 
         def lists() -> Any:
-            return selected_lists(plan, q, k, indices, 0), forward.entry_lists(plan, q, k_cmp, cmp_indices, 0)
+            return selected_lists(call, q, k, indices, 0), forward.entry_lists(call, q, k_cmp, cmp_indices, 0)
 
         per_tile = [
-            Stage("tile means", lambda: tile_means(q, plan.tile), Work(row_bytes)),
-            Stage("score", choose(plan.select), Work(0, scoring)),
-            *([] if plan.select_cmp is None else [Stage("score, cmp", choose(plan.select_cmp), Work(0, scoring))]),
+            Stage("tile means", lambda: tile_means(q, call.plan.tile), Work(row_bytes)),
+            Stage("score", choose(call.select), Work(0, scoring)),
+            *([] if call.select_cmp is None else [Stage("score, cmp", choose(call.select_cmp), Work(0, scoring))]),
             Stage("lists", lists, Work(0)),
         ]
 
@@ -184,7 +184,7 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
         Stage("compressed", attend_compressed, attention(compressed_keys)),
         *per_token,
         Stage("selected", attend_selected, attention(selected_keys)),
-        Stage("window", lambda: forward.attend_window(plan, q, k, v, 0, False), attention(window_keys)),
+        Stage("window", lambda: forward.attend_window(call, q, k, v, 0, False), attention(window_keys)),
         Stage("gate", lambda: forward.gate(call, branches, 0, n), Work(5 * row_bytes)),
     ]
     timed = [(stage.name, milliseconds(stage.call), stage.work.floor_ms(copy_tbs, tflops)) for stage in run]
@@ -232,7 +232,7 @@ def make_head_chunk(
     from cute_kernels.fa4.interface import Gradients
 
     heads = call.query_heads(kv_heads)
-    select_heads = kv_heads if call.plan.config.shares_heads else heads
+    select_heads = kv_heads if call.config.shares_heads else heads
     chunk, branches = call.slice_heads(kv_heads), saved.branch_outputs(heads, select_heads)
     if branches is None or saved.gates is None:
         raise ValueError("needs the branches' outputs and projected gates")
@@ -240,14 +240,13 @@ def make_head_chunk(
     gated = differentiate_gates(chunk, branches, do, gates)
     q, k, v = chunk.inputs.q, chunk.inputs.k, chunk.inputs.v
 
-    def gradients(branch: int, out: forward.Branch, k: Tensor, v: Tensor, into: Tensor) -> Gradients:
-        return Gradients(q, k, v, out.o, do, gated.lse[branch], into, torch.empty_like(k), torch.empty_like(v))
+    def gradients(branch: int, k: Tensor, v: Tensor, into: Tensor) -> Gradients:
+        o, lse = branches.outputs[branch], gated.lse[branch]
+        return Gradients(q, k, v, o, do, lse, into, torch.empty_like(k), torch.empty_like(v))
 
     dq, dk, dv = results
-    cmp = gradients(0, branches.cmp, chunk.k_cmp, chunk.v_cmp, dq[:, :, heads])
-    slc, win = (
-        gradients(i, branch, k, v, torch.empty_like(q)) for i, branch in enumerate((branches.slc, branches.win), 1)
-    )
+    cmp = gradients(0, chunk.k_cmp, chunk.v_cmp, dq[:, :, heads])
+    slc, win = (gradients(branch, k, v, torch.empty_like(q)) for branch in (1, 2))
     entries = chunk.k_cmp.float(), chunk.v_cmp.float()
     return HeadChunk(chunk, branches, do, gates, gated, cmp, slc, win, dk[:, :, kv_heads], dv[:, :, kv_heads], entries)
 
@@ -261,17 +260,17 @@ def differentiate_gates(call: Call, branches: forward.BranchOutputs, do: Tensor,
 def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:
     """Each stage of the backward; then the forward that saves for it, the backward, and both."""
     from cute_kernels import backward, forward
+    from cute_kernels.call import prepare
     from cute_kernels.gate.sums import QueryTerms, key_gradients, query_gradients
     from cute_kernels.lists.kv_to_query import tile_bits
-    from cute_kernels.plan import prepare
 
     inputs, n = random_inputs(sizes), sizes.tokens
     _, kept = forward.nsa_saving(inputs, config, recompute=False)
-    saved = forward.Saved.from_list(kept)
+    saved = forward.Saved.from_list(kept, inputs, config)
     if saved.k_cmp is None or saved.v_cmp is None:
         raise ValueError("needs compressed keys that were made from k and v")
     call = prepare(inputs, config, (saved.k_cmp, saved.v_cmp))
-    plan, do = call.plan, torch.randn_like(inputs.q)
+    do = torch.randn_like(inputs.q)
     results = tuple(torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v))
     chunks = [make_head_chunk(call, saved, do, results, kv_heads) for kv_heads in backward.head_chunks(call)]
 
@@ -282,23 +281,23 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
         return tile_bits(chunk.branches.indices, size=config.select_size, num_keys=n, entries=False)
 
     def transposed(chunk: HeadChunk) -> None:
-        size, width = config.select_size, plan.rules.backward_width(config.select_size)
-        for _ in backward.list_chunks(plan, chunk.slc, bits(chunk), size=size, width=width, entries=False):
+        size, width = config.select_size, call.plan.rules.backward_width(config.select_size)
+        for _ in backward.list_chunks(call, chunk.slc, bits(chunk), size=size, width=width, entries=False):
             pass
 
     def compressed(chunk: HeadChunk) -> None:
-        backward.backward_compressed(plan, chunk.cmp, chunk.branches.cmp_indices, chunk.gated.delta[0], False)
+        backward.backward_compressed(call, chunk.cmp, chunk.branches.cmp_indices, chunk.gated.delta[0], False)
 
-    def selected(chunk: HeadChunk, plan: Plan = plan) -> None:
+    def selected(chunk: HeadChunk, call: Call = call) -> None:
         local = backward.local_selected(chunk.call, chunk.gated)
-        backward.backward_selected(plan, chunk.slc, chunk.branches.indices, chunk.gated.delta[1], False, local=local)
+        backward.backward_selected(call, chunk.slc, chunk.branches.indices, chunk.gated.delta[1], False, local=local)
 
     def selected_through_fa4(chunk: HeadChunk) -> None:
-        selected(chunk, replace(plan, atomic_free=False))
+        selected(chunk, replace(call, plan=replace(call.plan, selected_backward="fa4")))
 
     def window(chunk: HeadChunk) -> None:
         local = backward.local_selected(chunk.call, chunk.gated)
-        backward.backward_window(plan, chunk.win, chunk.gated.delta[2], False, local=local)
+        backward.backward_window(call, chunk.win, chunk.gated.delta[2], False, local=local)
 
     def sum_queries(chunk: HeadChunk) -> None:
         parts = chunk.cmp.dq, chunk.slc.dq, chunk.win.dq
@@ -307,7 +306,7 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
 
     def sum_keys(chunk: HeadChunk) -> None:
         k_parts, v_parts = [chunk.slc.dk, chunk.win.dk], [chunk.slc.dv, chunk.win.dv]
-        key_gradients(chunk.dk, chunk.dv, k_parts, v_parts, entries=chunk.entries, keys=plan.entry)
+        key_gradients(chunk.dk, chunk.dv, k_parts, v_parts, entries=chunk.entries, keys=call.entry)
 
     stages: list[tuple[str, Callable[[], Any]]] = [
         ("gate gradients", every(lambda chunk: differentiate_gates(chunk.call, chunk.branches, chunk.do, chunk.gates))),
@@ -317,8 +316,8 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
         stages += [("selected", every(selected))]
     else:
         stages += [("selected, lists", every(transposed)), ("selected, FA4", every(selected_through_fa4))]
-        if plan.atomic_free:
-            stages += [("selected, split", every(selected)), *atomic_free_halves(plan, chunks, bits)]
+        if call.plan.selected_backward == "split":
+            stages += [("selected, split", every(selected)), *atomic_free_halves(call, chunks, bits)]
     stages += [
         ("window", every(window)),
         ("query sums", every(sum_queries)),
@@ -347,17 +346,17 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
 
 
 def atomic_free_halves(
-    plan: Plan, chunks: list[HeadChunk], bits: Callable[[HeadChunk], Tensor]
+    call: Call, chunks: list[HeadChunk], bits: Callable[[HeadChunk], Tensor]
 ) -> list[tuple[str, Callable[[], None]]]:
     """dq, and dk with dv, of the backward without atomics, from lists that exist."""
     from cute_kernels.attend import selected_backward
-    from cute_kernels.plan import selected_lists
+    from cute_kernels.call import selected_lists
 
     made = [
-        (chunk, selected_lists(plan, chunk.slc.q, chunk.slc.k, chunk.branches.indices, 0), bits(chunk))
+        (chunk, selected_lists(call, chunk.slc.q, chunk.slc.k, chunk.branches.indices, 0), bits(chunk))
         for chunk in chunks
     ]
-    options: dict[str, Any] = {"keys": plan.token, "scale": plan.scale}
+    options: dict[str, Any] = {"keys": call.token, "scale": call.scale}
 
     def dq() -> None:
         for chunk, lists, _ in made:
@@ -366,7 +365,7 @@ def atomic_free_halves(
 
     def dkv() -> None:
         for chunk, lists, tile_bits in made:
-            x, size = chunk.slc, plan.config.select_size
+            x, size = chunk.slc, call.config.select_size
             given = x.q, x.k, x.v, x.do, x.lse, chunk.gated.delta[1], lists, tile_bits
             selected_backward.selected_dkv(*given, size=size, dk=x.dk, dv=x.dv, **options)
 

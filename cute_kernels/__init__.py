@@ -4,9 +4,10 @@
     decoding, prefill   NSA with a cache: steps of few queries; prompts
     block_sparse        attention to given blocks, and their choice by the best score
     neighborhood        neighborhood attention
-    plan                what calls of NSA start from: aligned inputs, options and sizes, chunks
+    call                what forward and backward start from: aligned inputs, their plan, chunks
+    plan                which kernels run a call of NSA, or why none can
     support             whether a call can run, for dispatch
-    call_facts          what support and plan both make of a call
+    refusals            limits that several ops share
 
     fa4                 attention through FlashAttention-4
     decode              the kernels of a decoding step

@@ -26,7 +26,16 @@ from cute_kernels.attend.kv_outer_backward import kv_outer_backward
 from cute_kernels.attend.row_statistics import row_statistics
 from cute_kernels.attend.selected_backward import selected_backward
 from cute_kernels.attend.window_backward import LocalSelected, window_backward
-from cute_kernels.attend.window_dq_combine import WindowQueries, takes_window_queries
+from cute_kernels.attend.window_dq_combine import WindowQueries
+from cute_kernels.call import (
+    Call,
+    branch_kv,
+    prepare,
+    replay_of,
+    selected_lists,
+    token_mode_options,
+    window_reach,
+)
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.fa4.interface import Gradients
 from cute_kernels.forward import Saved, attend
@@ -38,16 +47,6 @@ from cute_kernels.limits import MAX_GRID
 from cute_kernels.lists.kv_to_query import list_bytes, tile_bits, transposed_lists, transposed_prefix_lists
 from cute_kernels.lists.query_to_kv import BlockLists, Keys
 from cute_kernels.mma.wgmma import TILE
-from cute_kernels.plan import (
-    Call,
-    Plan,
-    branch_kv,
-    prepare,
-    replay_of,
-    selected_lists,
-    token_mode_options,
-    window_reach,
-)
 from cute_kernels.pool.compress import block_means
 from cute_kernels.runtime.device import vectorizable
 
@@ -59,9 +58,6 @@ LIST_BYTES = 1 << 30
 
 PHASE_BYTES = 512 << 20
 """Limit of the memory of the gradients of compressed entries, one for each phase, if there are several phases."""
-
-PHASES_FROM = 16 << 10
-"""Tokens from which phases pay off although each sequence of a batch is a call of its own."""
 
 DIFFERENTIABLE = (
     "q", "k", "v", "k_slc", "v_slc", "k_win", "v_win", "k_cmp", "v_cmp",
@@ -91,9 +87,10 @@ def nsa_backward(
     """
 
     def run() -> dict[str, Tensor]:
-        kept = Saved.from_list(saved)
+        kept = Saved.from_list(saved, inputs, config)
         saved_cmp = None if kept.k_cmp is None or kept.v_cmp is None else (kept.k_cmp, kept.v_cmp)
-        call = prepare(inputs, config, saved_cmp, training=True, atomic_free=atomic_free)
+        choices = {"deterministic": deterministic, "atomic_free": atomic_free}
+        call = prepare(inputs, config, saved_cmp, training=True, **choices)
         rows = vectorizable(do.reshape(*call.inputs.q.shape[:3], do.shape[-1]))
         results = _Results(call, share_dtype)
         if call.inputs.q.numel() > 0:
@@ -109,7 +106,7 @@ def head_chunks(call: Call) -> Iterator[slice]:
     """Ranges of key/value heads to process one after the other."""
     batch, rows, heads, dim = call.attended.q.shape
     kv_heads, v_dim = call.inputs.k.shape[2], call.inputs.v.shape[-1]
-    keys = call.attended.k_slc.shape[1] if call.plan.documents is not None else rows + call.plan.first_row
+    keys = call.attended.k_slc.shape[1] if call.documents is not None else rows + call.plan.first_row
     # Of q the gradients of three branches and an fp32 sum, of k and v those of two branches and an fp32 sum
     per_head = batch * (rows * heads // kv_heads * dim * (3 * 2 + 4) + keys * (dim + v_dim) * (2 * 2 + 4))
     count = max(1, min(kv_heads, TEMPORARY_BYTES // max(per_head, 1)))
@@ -121,7 +118,7 @@ class _Results:
     """Gradients of a call, filled in by chunks of heads."""
 
     def __init__(self, call: Call, share_dtype: torch.dtype | None) -> None:
-        inputs, self.documents = call.inputs, call.plan.documents
+        inputs, self.documents = call.inputs, call.documents
         self.gradients: dict[str, Tensor] = {}
         for name in DIFFERENTIABLE:
             tensor = getattr(inputs, name)
@@ -163,7 +160,7 @@ def _backward_of_heads(
     call: Call, saved: Saved, do: Tensor, kv_heads: slice, results: _Results, deterministic: bool
 ) -> None:
     """All gradients of a chunk of key/value heads and their query heads."""
-    documents, config = call.plan.documents, call.plan.config
+    documents, config = call.documents, call.config
     heads = call.query_heads(kv_heads)
     select_heads = kv_heads if config.shares_heads else heads
     chunk = call.slice_heads(kv_heads)
@@ -205,7 +202,7 @@ def _backward_of_heads(
         if part is None:
             part = dq if not dq_parts and documents is None else torch.empty_like(q)
             dq_parts.append(part)
-        if branch == 0 and call.plan.split_compressed:  # its dk and dv are fp32, and its own
+        if branch == 0 and call.plan.compressed_backward == "split":  # its dk and dv are fp32, and its own
             dk = dv = q.new_empty(0)
         else:
             dk, dv = torch.empty_like(k), torch.empty_like(v)
@@ -216,14 +213,16 @@ def _backward_of_heads(
 
     if (chunk.k_cmp.shape[1] if documents is None else documents.most_entries) > 0:
         cmp = branch_gradients(0, chunk.k_cmp, chunk.v_cmp)
-        results.add_entries(kv_heads, backward_compressed(call.plan, cmp, cmp_indices, gated.delta[0], deterministic))
+        results.add_entries(kv_heads, backward_compressed(call, cmp, cmp_indices, gated.delta[0], deterministic))
         del cmp
     else:
         results.add_entries(kv_heads, None)
     dkv: dict[str, tuple[Tensor, Tensor]] = {}
     selects, windows = indices.numel() > 0, config.window_size > 0
-    local = local_selected(chunk, gated) if selects else None
-    window_queries = None if local is None else queries_of_window(chunk, gated, indices.shape[3])
+    local, window_queries = local_selected(chunk, gated), None
+    if call.plan.window_dq == "combine":
+        left, _ = window_reach(config.window_size, config.causal, chunk.attended.k.shape[1])
+        window_queries = WindowQueries(gated.lse[2], gated.delta[2], left)
     logits_term = QueryTerms((), gated.logits, chunk.inputs.gate_proj_weight)
     sums_queries = selects and config.token_mode and documents is None
 
@@ -231,17 +230,17 @@ def _backward_of_heads(
         others = logits_term._replace(branches=tuple(dq_parts)) if sums_queries else None
         slc = branch_gradients(1, *branch_kv(chunk.attended, "slc"), dq if sums_queries else None)
         terms: dict[str, Any] = {"local": local, "terms": others, "window": window_queries}
-        backward_selected(call.plan, slc, indices, gated.delta[1], deterministic, **terms)
+        backward_selected(call, slc, indices, gated.delta[1], deterministic, **terms)
         dkv["slc"] = slc.dk, slc.dv
 
     def differentiate_window() -> None:
         k_win, v_win = branch_kv(chunk.attended, "win")
-        first_key = first_key_of_windows(call.plan, k_win.shape[1], local)
+        first_key = first_key_of_windows(call, k_win.shape[1], local)
         if first_key > 0:
             k_win, v_win = k_win[:, first_key:], v_win[:, first_key:]
         win = branch_gradients(2, k_win, v_win, None if window_queries is None else dq)
         where: dict[str, Any] = {"first_key": first_key, "local": local, "keys_alone": window_queries is not None}
-        backward_window(call.plan, win, gated.delta[2], deterministic, **where)
+        backward_window(call, win, gated.delta[2], deterministic, **where)
         dkv["win"] = win.dk, win.dv
 
     if windows and sums_queries:  # first, where the selected branch adds its dq
@@ -261,7 +260,7 @@ def _backward_of_heads(
 
 
 def backward_compressed(
-    plan: Plan, gradients: Gradients, indices: Tensor | None, delta: Tensor, deterministic: bool
+    call: Call, gradients: Gradients, indices: Tensor | None, delta: Tensor, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
     """Backward of attention to compressed entries.
 
@@ -273,9 +272,10 @@ def backward_compressed(
         dk and dv in fp32.
     """
     q, k = gradients.q, gradients.k
-    documents, keys = plan.documents, plan.entry
+    documents, keys = call.documents, call.entry
     batch, num_rows = q.shape[:2]
-    if plan.split_compressed:
+    how = call.plan.compressed_backward
+    if how == "split":
         return compressed_backward(
             q,
             k,
@@ -285,39 +285,36 @@ def backward_compressed(
             delta,
             length=keys.length,
             stride=keys.stride,
-            scale=plan.scale,
+            scale=call.scale,
             dq=gradients.dq,
-            first_token=plan.first_row,
+            first_token=call.plan.first_row,
         )
-    has_phases = keys.length % keys.stride == 0 and plan.first_row % keys.stride == 0
-    if indices is None and keys.causal and documents is None and has_phases:
-        if batch == 1 or num_rows >= PHASES_FROM or deterministic:
-            return _compressed_by_phases(plan, gradients, delta, deterministic)
+    if how == "phases":
+        return _compressed_by_phases(call, gradients, delta, deterministic)
     length, stride = (keys.length, keys.stride) if keys.causal else (1, 0)
-    options: dict[str, Any] = {"length": length, "stride": stride, "first_row": plan.first_row, "scale": plan.scale}
-    if documents is not None:
-        options["shifts"] = documents.shifts
+    options: dict[str, Any] = {"length": length, "stride": stride, "first_row": call.plan.first_row}
+    options |= {"scale": call.scale, "shifts": None if documents is None else documents.shifts}
     if indices is not None:
-        size = plan.config.n_block_size
+        size = call.config.n_block_size
         bits = tile_bits(indices, size=size, num_keys=k.shape[1], entries=True, documents=documents)
-        if plan.atomic_free:
-            _selected_without_atomics(plan, gradients, indices, bits, delta, size=size, entries=True)
+        if how == "blocks":
+            _selected_without_atomics(call, gradients, indices, bits, delta, size=size, entries=True)
         else:
-            for part in list_chunks(plan, gradients, bits, size=size, width=size, entries=True):
+            for part in list_chunks(call, gradients, bits, size=size, width=size, entries=True):
                 fa4.compressed_backward(part.gradients, part.lists, **options)
     elif not keys.causal:
-        fa4.dense_backward(gradients, causal=False, scale=plan.scale, deterministic=deterministic)
+        fa4.dense_backward(gradients, causal=False, scale=call.scale, deterministic=deterministic)
     else:
         lists = transposed_prefix_lists(
             batch,
             q.shape[2],
             keys,
-            width=plan.rules.backward_widths[0],
-            rows=plan.rules.rows,
+            width=call.plan.rules.backward_widths[0],
+            rows=call.plan.rules.rows,
             num_keys=k.shape[1],
             num_rows=num_rows,
             device=q.device,
-            first_row=plan.first_row,
+            first_row=call.plan.first_row,
             documents=documents,
         )
         fa4.compressed_backward(gradients, lists, **options)
@@ -325,7 +322,7 @@ def backward_compressed(
 
 
 def _compressed_by_phases(
-    plan: Plan, gradients: Gradients, delta: Tensor, deterministic: bool
+    call: Call, gradients: Gradients, delta: Tensor, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
     """The same without lists: d phases as a batch of dense causal attentions, which is much faster.
 
@@ -334,10 +331,10 @@ def _compressed_by_phases(
     and for one tile of keys, and otherwise a few lengths would have one without the other. Rows that continue a
     sequence begin with a period, and are fewer. Rows after the last whole period see every entry.
     """
-    keys, entries = plan.entry, gradients.k.shape[1]
+    keys, entries = call.entry, gradients.k.shape[1]
     period = keys.stride
     whole = gradients.q.shape[1] // period * period
-    periods = (plan.first_row + whole) // period
+    periods = (call.plan.first_row + whole) // period
     per_phase = entries * gradients.k.shape[2] * (gradients.k.shape[-1] + gradients.v.shape[-1]) * (2 + 4)
     most = max(1, min(MAX_GRID, PHASE_BYTES // max(per_phase, 1)))
     shapes = gradients.k.shape, gradients.v.shape
@@ -350,7 +347,7 @@ def _compressed_by_phases(
     def accumulate(part: Gradients, row_dots: Tensor, b: int, seen: int, *, causal: bool) -> None:
         statistics = None if deterministic else partial(row_statistics, part.lse, row_dots)
         options: dict[str, Any] = {"deterministic": deterministic, "statistics": statistics}
-        fa4.dense_backward(part, causal=causal, scale=plan.scale, **options)
+        fa4.dense_backward(part, causal=causal, scale=call.scale, **options)
         for total, phases in ((dk, part.dk), (dv, part.dv)):
             # Not +=, which copies the sum to where it is
             total[b, :seen].add_(phases[0] if len(phases) == 1 else phases.sum(0, dtype=torch.float32))
@@ -367,10 +364,10 @@ def _compressed_by_phases(
     for b in range(gradients.q.shape[0]):
         rows = {name: by_phase(getattr(gradients, name), b) for name in ("q", "o", "do", "dq")}
         lse, row_dots = (x[b, :, :whole].unflatten(1, (-1, period)).permute(2, 0, 1) for x in (gradients.lse, delta))
-        gradients.dq[b, : max(0, keys.length - 1 - plan.first_row)].zero_()
+        gradients.dq[b, : max(0, keys.length - 1 - call.plan.first_row)].zero_()
         ranges = [(p, min(p + most, period - 1), entries - 1) for p in range(0, period - 1, most)]
         for start, stop, seen in [*ranges, (period - 1, period, entries)] if whole > 0 else []:
-            first = max(0, periods - seen - plan.first_row // period)
+            first = max(0, periods - seen - call.plan.first_row // period)
             phases = {name: x[start:stop, first:] for name, x in rows.items()}
             phase_lse = lse[start:stop, :, first:].contiguous()
             part = Gradients(**phases, lse=phase_lse, **key_tensors(b, seen, stop - start))
@@ -383,7 +380,7 @@ def _compressed_by_phases(
 
 
 def backward_selected(
-    plan: Plan,
+    call: Call,
     gradients: Gradients,
     indices: Tensor,
     delta: Tensor,
@@ -399,10 +396,10 @@ def backward_selected(
         delta: do . o, fp32 `[B,H,N]`.
         local: in token mode, the local blocks that `backward_window` does instead.
         terms: in token mode, what else dq is to hold.
-        window: from `queries_of_window`: dq is to hold the window's, too.
+        window: dq is to hold the window's, too.
     """
     q, k, v = gradients.q, gradients.k, gradients.v
-    if plan.config.token_mode:
+    if call.plan.selected_backward == "kv_outer":
         kv_outer_backward(
             q,
             k,
@@ -413,27 +410,29 @@ def backward_selected(
             delta,
             into=(gradients.dq, gradients.dk, gradients.dv),
             local=0 if local is None else local.local,
-            first_token=plan.first_row,
+            first_token=call.plan.first_row,
             terms=terms,
             window=window,
-            **token_mode_options(plan),
+            **token_mode_options(call),
         )
         return
-    size = plan.config.select_size
-    bits = tile_bits(indices, size=size, num_keys=k.shape[1], entries=False, documents=plan.documents)
-    if deterministic or plan.atomic_free:
-        _selected_without_atomics(plan, gradients, indices, bits, delta, size=size, entries=False)
+    size = call.config.select_size
+    bits = tile_bits(indices, size=size, num_keys=k.shape[1], entries=False, documents=call.documents)
+    if call.plan.selected_backward == "split":
+        _selected_without_atomics(call, gradients, indices, bits, delta, size=size, entries=False)
         return
-    _, shifts = _visibility(plan, entries=False)
-    for part in list_chunks(plan, gradients, bits, size=size, width=plan.rules.backward_width(size), entries=False):
-        where = {"first_row": part.first_row, "first_key": part.first_key, "first_token": plan.first_row}
+    _, shifts = _visibility(call, entries=False)
+    for part in list_chunks(
+        call, gradients, bits, size=size, width=call.plan.rules.backward_width(size), entries=False
+    ):
+        where = {"first_row": part.first_row, "first_key": part.first_key, "first_token": call.plan.first_row}
         fa4.selected_backward(
-            part.gradients, part.lists, causal=plan.config.causal, scale=plan.scale, shifts=shifts, **where
+            part.gradients, part.lists, causal=call.config.causal, scale=call.scale, shifts=shifts, **where
         )
 
 
 def _selected_without_atomics(
-    plan: Plan, gradients: Gradients, indices: Tensor, bits: Tensor, delta: Tensor, *, size: int, entries: bool
+    call: Call, gradients: Gradients, indices: Tensor, bits: Tensor, delta: Tensor, *, size: int, entries: bool
 ) -> None:
     """Backward of attention to selected blocks of tokens or of compressed entries, in a fixed order.
 
@@ -442,7 +441,7 @@ def _selected_without_atomics(
         size: keys of a block.
     """
     q, k = gradients.q, gradients.k
-    keys, shifts = _visibility(plan, entries=entries)
+    keys, shifts = _visibility(call, entries=entries)
     selected_backward(
         q,
         k,
@@ -450,27 +449,27 @@ def _selected_without_atomics(
         gradients.do,
         gradients.lse,
         delta,
-        selected_lists(plan, q, k, indices, plan.first_row, entries=entries, width=TILE),
+        selected_lists(call, q, k, indices, call.plan.first_row, entries=entries, width=TILE),
         bits,
         size=size,
         keys=keys,
-        scale=plan.scale,
+        scale=call.scale,
         into=(gradients.dq, gradients.dk, gradients.dv),
-        first_token=plan.first_row,
+        first_token=call.plan.first_row,
         shifts=shifts,
     )
 
 
-def _visibility(plan: Plan, *, entries: bool) -> tuple[Keys, Tensor | None]:
+def _visibility(call: Call, *, entries: bool) -> tuple[Keys, Tensor | None]:
     """Keys that a row sees, entries or tokens, and what packed documents add to the rows of each tile before that."""
-    keys = plan.entry if entries else plan.token
-    if plan.documents is None:
+    keys = call.entry if entries else call.token
+    if call.documents is None:
         return keys, None
-    return keys, plan.documents.shifts if entries else plan.documents.key_shifts
+    return keys, call.documents.shifts if entries else call.documents.key_shifts
 
 
 def backward_window(
-    plan: Plan,
+    call: Call,
     gradients: Gradients,
     delta: Tensor,
     deterministic: bool,
@@ -485,11 +484,11 @@ def backward_window(
         gradients: keys are those from `first_key` on.
         delta: do . o, fp32 `[B,H,N]`.
         first_key: from `first_key_of_windows`.
-        local: local blocks of the selected branch, whose gradients are added here (`local_selected`).
+        local: local blocks of the selected branch, whose gradients are added here.
         keys_alone: leave dq to `backward_selected`.
     """
-    left, right = window_reach(plan.config.window_size, plan.config.causal, first_key + gradients.k.shape[1])
-    if _takes_atomic_free_window(plan):
+    left, right = window_reach(call.config.window_size, call.config.causal, first_key + gradients.k.shape[1])
+    if call.plan.window_backward == "split":
         window_backward(
             gradients.q,
             gradients.k,
@@ -498,57 +497,33 @@ def backward_window(
             gradients.lse,
             delta,
             left=left,
-            scale=plan.scale,
+            scale=call.scale,
             into=(None if keys_alone else gradients.dq, gradients.dk, gradients.dv),
-            first_token=plan.first_row - first_key,
+            first_token=call.plan.first_row - first_key,
             local_selected=local,
         )
         return
-    documents = None if plan.documents is None else plan.documents.varlen
+    documents = None if call.documents is None else call.documents.varlen
     fa4.window_backward(
-        gradients, left=left, right=right, scale=plan.scale, documents=documents, deterministic=deterministic
+        gradients, left=left, right=right, scale=call.scale, documents=documents, deterministic=deterministic
     )
 
 
-def first_key_of_windows(plan: Plan, keys: int, local: LocalSelected | None) -> int:
+def first_key_of_windows(call: Call, keys: int, local: LocalSelected | None) -> int:
     """A key before which none is in the window of a row, nor in one of its local blocks: these begin at tiles."""
-    left, _ = window_reach(plan.config.window_size, plan.config.causal, keys)
-    first_key = max(0, plan.first_row - left)
-    if _takes_atomic_free_window(plan):
+    left, _ = window_reach(call.config.window_size, call.config.causal, keys)
+    first_key = max(0, call.plan.first_row - left)
+    if call.plan.window_backward == "split":
         tile = TILE if local is None else local.size
         first_key = first_key // tile * tile
     return first_key
 
 
-def local_selected(chunk: Call, gated: GateResults) -> LocalSelected | None:
-    """Token mode: the local blocks of the selected branch, for the window's backward to take along; None: none.
-
-    They must be inside the window and have the same keys and the same do: given gates weigh do for each branch.
-    """
-    inputs, config = chunk.attended, chunk.plan.config
-    (k, _), (k_win, _) = branch_kv(inputs, "slc"), branch_kv(inputs, "win")
-    size, local = config.select_size, config.num_local_blocks
-    inside = config.token_mode and 0 < local * size <= config.window_size
-    if not (inside and _takes_atomic_free_window(chunk.plan) and k is k_win and gated.do is None):
+def local_selected(call: Call, gated: GateResults) -> LocalSelected | None:
+    """Token mode: the local blocks of the selected branch, if the window's backward takes them along."""
+    if not call.plan.local_with_window:
         return None
-    return LocalSelected(gated.lse[1], gated.delta[1], size, local)
-
-
-def queries_of_window(chunk: Call, gated: GateResults, slots: int) -> WindowQueries | None:
-    """The window, for the selected branch's backward to make its dq along, where local blocks are inside it, or None.
-
-    Args: slots: n.
-    """
-    plan, num_keys = chunk.plan, branch_kv(chunk.attended, "slc")[0].shape[1]
-    if not takes_window_queries(slots, plan.config.select_size):
-        return None
-    left, _ = window_reach(plan.config.window_size, plan.config.causal, num_keys)
-    return WindowQueries(gated.lse[2], gated.delta[2], left)
-
-
-def _takes_atomic_free_window(plan: Plan) -> bool:
-    """True if attend/window_backward.py runs the window."""
-    return plan.atomic_free and plan.config.causal and plan.documents is None and plan.first_row % TILE == 0
+    return LocalSelected(gated.lse[1], gated.delta[1], call.config.select_size, call.config.num_local_blocks)
 
 
 class ListChunk(NamedTuple):
@@ -561,7 +536,7 @@ class ListChunk(NamedTuple):
 
 
 def list_chunks(
-    plan: Plan, gradients: Gradients, bits: Tensor, *, size: int, width: int, entries: bool
+    call: Call, gradients: Gradients, bits: Tensor, *, size: int, width: int, entries: bool
 ) -> Iterator[ListChunk]:
     """The calls of a backward whose lists fit LIST_BYTES: one call, or one for each key/value head and range of blocks.
 
@@ -575,8 +550,8 @@ def list_chunks(
     q, k = gradients.q, gradients.k
     batch, num_rows, heads, _ = q.shape
     num_keys, kv_heads = k.shape[1:3]
-    tiles, blocks = -(-num_rows // plan.tile), -(-num_keys // width)
-    keys, shifts = _visibility(plan, entries=entries)
+    tiles, blocks = -(-num_rows // call.plan.tile), -(-num_keys // width)
+    keys, shifts = _visibility(call, entries=entries)
 
     def lists(bits: Tensor, q_heads: int, block_range: range, first_tile: int = 0) -> BlockLists:
         return transposed_lists(
@@ -585,12 +560,12 @@ def list_chunks(
             keys,
             size=size,
             width=width,
-            rows=plan.tile,
+            rows=call.plan.tile,
             num_keys=num_keys,
             num_rows=num_rows,
             blocks=block_range,
             first_tile=first_tile,
-            first_row=plan.first_row,
+            first_row=call.plan.first_row,
             shifts=shifts,
         )
 
@@ -619,8 +594,8 @@ def list_chunks(
                 first_key = start * width
                 # With causality rows before the first key see nothing
                 in_order = keys.causal and shifts is None
-                first_tile = max(0, first_key - plan.first_row) // plan.tile if in_order else 0
-                first_row = first_tile * plan.tile
+                first_tile = max(0, first_key - call.plan.first_row) // call.plan.tile if in_order else 0
+                first_row = first_tile * call.plan.tile
                 key_slice = slice(first_key, min(block_range.stop * width, num_keys))
                 dq = torch.empty_like(head.dq[:, first_row:])
                 part = replace(
@@ -640,7 +615,7 @@ def list_chunks(
 
 def _sum_keys(chunk: Call, dkv: dict[str, tuple[Tensor, Tensor]], kv_heads: slice, results: _Results) -> None:
     """Gradients of k and v, and of keys that a branch had of its own. Args: `dkv`, dk and dv of each branch."""
-    documents, keys = chunk.plan.documents, chunk.plan.entry
+    documents, keys = chunk.documents, chunk.entry
 
     def add_up(names: tuple[str, str], parts: list[tuple[Tensor, Tensor]], entries: list[Tensor] | None) -> None:
         dk, dv = (results.gradients[name][:, :, kv_heads] for name in names)
@@ -670,12 +645,12 @@ def _sum_keys(chunk: Call, dkv: dict[str, tuple[Tensor, Tensor]], kv_heads: slic
 
 def _backward_projection(chunk: Call, entries: list[Tensor], kv_heads: slice, results: _Results) -> list[Tensor]:
     """Gradients of the pooled keys and values, and of the projections, from those of the compressed ones."""
-    inputs, config = chunk.inputs, chunk.plan.config
+    inputs, config = chunk.inputs, chunk.config
     weights = {"w_k_compress": inputs.w_k_compress, "w_v_compress": inputs.w_v_compress}
     if all(weight is None for weight in weights.values()):
         return entries
     length, stride = config.compress_block_size, config.stride
-    pooled = block_means(inputs.k, inputs.v, length, stride, torch.float32, chunk.plan.documents)
+    pooled = block_means(inputs.k, inputs.v, length, stride, torch.float32, chunk.documents)
     for i, (name, weight) in enumerate(weights.items()):
         if weight is not None:
             results.gradients[name][kv_heads] = torch.einsum("bnhd,bnhe->hde", pooled[i], entries[i])

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from cute_kernels.attend.kv_outer import kv_outer_forward
 from cute_kernels.attend.kv_outer_backward import kv_outer_backward
-from cute_kernels.attend.query_outer import query_outer_forward, takes_query_outer
+from cute_kernels.attend.query_outer import query_outer_forward
 from cute_kernels.attend.row_dots import row_dots
+from cute_kernels.plan import per_token
 from cute_kernels.pool.documents import Packed, blocks_in_place
 from cute_kernels.runtime.device import vectorizable
 
@@ -51,8 +52,9 @@ def forward(
         options: block_size, causal and softmax_scale, a number greater than 0.
     """
     tensors, how = _prepare(q, k, v, block_indices, cu_seqlens, cu_seqlens_k, q_start, **options)
-    query_outer = takes_query_outer(q.shape[-2] // k.shape[-2], block_indices.shape[-1])
-    out, lse = (query_outer_forward if query_outer else kv_outer_forward)(*tensors, **how)
+    kernels = per_token(q.shape[-2] // k.shape[-2], block_indices.shape[-1])
+    attend = query_outer_forward if kernels == "query_outer" else kv_outer_forward
+    out, lse = attend(*tensors, **how)
     return out.view(*q.shape[:-1], v.shape[-1]), lse.flatten()
 
 

@@ -5,7 +5,7 @@
     attend       one chunk of query rows: selections and the three branches
     gate         the same chunk: weigh and add the branches into out
 
-Long sequences are processed in chunks of query rows (plan.chunks), so that what a call needs beyond inputs, compressed
+Long sequences are processed in chunks of query rows (call.chunks), so that what a call needs beyond inputs, compressed
 keys and output stays bounded. In token mode the selected branch's epilogue can weigh and add all three branches, which
 saves the gate's launch and memory traffic (`fused_gating`).
 
@@ -25,31 +25,29 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from cute_kernels.attend.kv_outer import kv_outer_forward, takes_gating
-from cute_kernels.attend.query_outer import query_outer_forward, takes_query_outer
-from cute_kernels.attend.window_combine import WindowBranch, takes_window
-from cute_kernels.call_facts import pack_sizes, runs_as_pack, tile_rows
-from cute_kernels.fa4 import interface as fa4
-from cute_kernels.fa4 import rules as fa4_rules
-from cute_kernels.gate.forward import Gating, gated_sum
-from cute_kernels.lists.query_to_kv import BlockLists, prefix_lists
-from cute_kernels.plan import (
+from cute_kernels.attend.kv_outer import kv_outer_forward
+from cute_kernels.attend.query_outer import query_outer_forward
+from cute_kernels.attend.window_combine import WindowBranch
+from cute_kernels.call import (
     Call,
-    Plan,
     Results,
     branch_kv,
     chunks,
     prepare,
     replay_of,
     selected_lists,
-    selects_entries,
     token_mode_options,
     whole_tiles,
     window_reach,
 )
+from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4 import rules as fa4_rules
+from cute_kernels.gate.forward import Gating, gated_sum
+from cute_kernels.lists.query_to_kv import BlockLists, prefix_lists
+from cute_kernels.plan import selects_entries
 from cute_kernels.pool.compress import tile_means
 from cute_kernels.pool.documents import DOCUMENT, LENGTH, PUBLIC_ENTRY, START, TILE, Documents, query_tiles, sizes
-from cute_kernels.runtime.device import has_warpgroups
+from cute_kernels.refusals import pack_sizes, runs_as_pack, tile_rows
 from cute_kernels.select.tile import tile_topk
 from cute_kernels.select.token import token_topk
 from cute_kernels.select.topk import Blocks
@@ -58,9 +56,12 @@ BRANCH_NAMES = ("cmp", "slc", "win")
 
 
 class Branch(NamedTuple):
-    """Output `[B,rows,H,D_v]` and log-sum-exp `[B,H,rows]` fp32 of a branch; lse is None unless asked for."""
+    """Output `[B,rows,H,D_v]` and log-sum-exp `[B,H,rows]` fp32 of a branch.
 
-    o: Tensor
+    lse is None unless asked for. Without it o is None, too, where the kernel that computed it has gated it at once.
+    """
+
+    o: Tensor | None
     lse: Tensor | None
 
 
@@ -73,15 +74,13 @@ class BranchOutputs(NamedTuple):
     indices: Tensor
     cmp_indices: Tensor | None
     gating: Gating | None = None
-    """Not None: the selected branch's kernel has written `Call.out`. Unless lse was asked for, slc.o, and win.o where
-    that kernel has attended to the window, are then views of `Call.out`, no outputs of branches.
-
-    Its gates are None where they are 1/3 each, or where projected ones were not requested."""
+    """Not None: the selected branch's kernel has written `Call.out`. Its gates are None where they are 1/3 each, or
+    where projected ones were not requested."""
 
     @property
     def outputs(self) -> list[Tensor]:
-        """o of each branch."""
-        return [branch.o for branch in (self.cmp, self.slc, self.win)]
+        """o of each branch that has one."""
+        return [branch.o for branch in (self.cmp, self.slc, self.win) if branch.o is not None]
 
     @property
     def lses(self) -> list[Tensor]:
@@ -107,7 +106,7 @@ def nsa(
         inputs, config: nsa.inputs.NSAInputs and nsa.config.NSAConfig.
         indices, cmp_indices: use these selections, as in NSAAux, instead of computing them (with `aux` only).
         aux: also return the fields of NSAAux, in its order. Query rows are not chunked then.
-        query_outer: see `plan.prepare`.
+        query_outer: see `plan.plan`.
 
     Returns:
         out `[B,N,H,D_v]`, packed `[T,H,D_v]`, and the fields of NSAAux or None.
@@ -142,7 +141,7 @@ def _without_aux(inputs: Any, config: Any, query_outer: bool | None) -> Tensor:
 
 def _num_tiles(call: Call, start: int, stop: int) -> int:
     """Number of tiles of query rows start ... stop-1, the first of which begins the rows or a tile."""
-    return -(-(stop - start) // (1 if call.plan.config.token_mode else call.plan.tile))
+    return -(-(stop - start) // (1 if call.config.token_mode else call.plan.tile))
 
 
 def _tiles_of(indices: Tensor | None, tiles: slice) -> Tensor | None:
@@ -154,7 +153,7 @@ def _concatenate_parts(parts: Sequence[tuple[BranchOutputs, Tensor | None]]) -> 
     """Results of ranges of query rows as those of all, where nothing is gated in an epilogue."""
     every, gates = zip(*parts, strict=True)
     cmp, slc, win = (
-        Branch(torch.cat([part.o for part in of_branch], 1), _concatenate([part.lse for part in of_branch], 2))
+        Branch(_concatenate([part.o for part in of_branch], 1), _concatenate([part.lse for part in of_branch], 2))
         for of_branch in zip(*((one.cmp, one.slc, one.win) for one in every), strict=True)
     )
     indices = torch.cat([one.indices for one in every], 2)
@@ -173,16 +172,18 @@ def _concatenate(tensors: Sequence[Tensor | None], dim: int) -> Tensor | None:
 
 
 class Saved(NamedTuple):
-    """Tensors for backward, beside inputs and options. For autograd a list, with empty tensors in place of None."""
+    """Tensors for backward, beside inputs and options; for autograd a list of those that are there."""
 
     k_cmp: Tensor | None
     """None where the caller gave them."""
     v_cmp: Tensor | None
     indices: Tensor
     cmp_indices: Tensor | None
+    """None where the compressed branch attends to all entries."""
     gates: Tensor | None
-    """Only projected ones."""
+    """None where they are not projected."""
     o_cmp: Tensor | None = None
+    """None, as all that follow, if they are to be computed again."""
     o_slc: Tensor | None = None
     o_win: Tensor | None = None
     lse_cmp: Tensor | None = None
@@ -190,11 +191,18 @@ class Saved(NamedTuple):
     lse_win: Tensor | None = None
 
     def to_list(self) -> list[Tensor]:
-        return [self.indices.new_empty(0) if tensor is None else tensor for tensor in self]
+        return [tensor for tensor in self if tensor is not None]
 
     @classmethod
-    def from_list(cls, tensors: Sequence[Tensor]) -> Saved:
-        return cls(*(None if tensor.dim() == 1 and tensor.numel() == 0 else tensor for tensor in tensors))  # type: ignore[arg-type]
+    def from_list(cls, tensors: Sequence[Tensor], inputs: Any, config: Any) -> Saved:
+        """Args: inputs, config: of the call that saved them."""
+        entries = None if runs_as_pack(inputs, config, training=True) else config.num_compressed(inputs.k.shape[1])
+        absent = set() if inputs.k_cmp is None else {"k_cmp", "v_cmp"}
+        absent |= set() if selects_entries(config, entries) else {"cmp_indices"}
+        absent |= {"gates"} if inputs.gate_proj_weight is None else set()
+        names = [name for name in cls._fields if name not in absent]
+        fields: dict[str, Any] = dict.fromkeys(absent) | dict(zip(names, tensors, strict=False))
+        return cls(**fields)
 
     def branch_outputs(self, heads: slice, select_heads: slice) -> BranchOutputs | None:
         """Branches of a range of query heads, or None if they must be recomputed."""
@@ -319,52 +327,59 @@ def attend(
     first = plan.first_row + start
     indices, cmp_indices = selections
     win = None
-    if not (holds_forced and takes_window_along(call)):
+    if plan.window == "fa4" or not holds_forced:
         # First, because it needs nothing that is computed here: the GPU is busy while the host launches the rest
-        win = attend_window(plan, q, *branch_kv(inputs, "win"), first, lse)
+        win = attend_window(call, q, *branch_kv(inputs, "win"), first, lse)
     k_cmp, v_cmp = call.compressed
-    if indices is None and not plan.config.token_mode:
-        q_sum = None if plan.documents is None and first % plan.tile == 0 else inputs.q_sum
-        indices, cmp_indices = select(plan, q, k_cmp, first, plan.first_row + call.num_rows, q_sum)
-    cmp = attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, first, lse or indices is None)
+    if indices is None and not call.config.token_mode:
+        q_sum = None if call.documents is None and first % plan.tile == 0 else inputs.q_sum
+        indices, cmp_indices = select(call, q, k_cmp, first, plan.first_row + call.num_rows, q_sum)
+    cmp = attend_compressed(call, q, k_cmp, v_cmp, cmp_indices, first, lse or indices is None)
     if indices is None:  # token mode selects by the compressed branch's probabilities, for which it needs its lse
-        indices = token_topk(q, k_cmp, cast("Tensor", cmp.lse), plan.config, start=first, documents=plan.documents)
+        indices = token_topk(q, k_cmp, cast("Tensor", cmp.lse), call.config, start=first, documents=call.documents)
     gating = None
-    if fuse_gate:
-        gating = fused_gating(call, start, stop, indices, cmp, win, keep_slc=lse, keep_gates=lse or keep_gates)
+    if fuse_gate and plan.gate == "combine":
+        gating = fused_gating(call, start, stop, cmp, win, keep_slc=lse, keep_gates=lse or keep_gates)
     window = None
     if win is None:
-        win, window = new_window(call, q, gating, lse)
+        win, window = new_window(call, q, lse=lse, keep=lse or gating is None)
     slc = attend_selected(
-        plan, q, *branch_kv(inputs, "slc"), indices, first, lse, holds_forced=holds_forced, gating=gating, window=window
+        call, q, *branch_kv(inputs, "slc"), indices, first, lse, holds_forced=holds_forced, gating=gating, window=window
     )
     return BranchOutputs(cmp, slc, win, indices, cmp_indices, gating)
 
 
 def select(
-    plan: Plan, q: Tensor, k_cmp: Tensor, start: int, tokens: int, q_sum: Tensor | None = None
+    call: Call, q: Tensor, k_cmp: Tensor, start: int, tokens: int, q_sum: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Tile mode: indices of each tile of q, whose first row is token `start` of `tokens`; and cmp_indices or None.
 
     Args:
         q_sum: of the queries that q's only tile, or a document's first one, had before them, `[B,H,D]` fp32.
     """
-    means = tile_means(q, plan.tile, plan.documents)
-    if q_sum is not None and plan.documents is not None:
-        _add_earlier_queries(means[0], q_sum, plan.documents)
+    means = tile_means(q, call.plan.tile, call.documents)
+    if q_sum is not None and call.documents is not None:
+        _add_earlier_queries(means[0], q_sum, call.documents)
     elif q_sum is not None:
-        before, rows = start % plan.tile, q.shape[1]
+        before, rows = start % call.plan.tile, q.shape[1]
         means = (means * rows + q_sum[:, None]) / (before + rows)
 
     def top(mean_q: Tensor, blocks: Blocks) -> Tensor:
         return tile_topk(
-            mean_q, k_cmp, blocks, keys=plan.entry, tile=plan.tile, tokens=tokens, start=start, documents=plan.documents
+            mean_q,
+            k_cmp,
+            blocks,
+            keys=call.entry,
+            tile=call.plan.tile,
+            tokens=tokens,
+            start=start,
+            documents=call.documents,
         )
 
-    cmp_indices = None if plan.select_cmp is None else top(means, plan.select_cmp)
-    if plan.config.shares_heads:
+    cmp_indices = None if call.select_cmp is None else top(means, call.select_cmp)
+    if call.config.shares_heads:
         means = means.unflatten(2, (k_cmp.shape[2], -1)).sum(3)
-    return top(means, plan.select), cmp_indices
+    return top(means, call.select), cmp_indices
 
 
 def _add_earlier_queries(means: Tensor, q_sum: Tensor, documents: Documents) -> None:
@@ -380,41 +395,41 @@ def _add_earlier_queries(means: Tensor, q_sum: Tensor, documents: Documents) -> 
 
 
 def attend_compressed(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, start: int, lse: bool
+    call: Call, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, start: int, lse: bool
 ) -> Branch:
     """Attention to compressed entries: to those in blocks `indices`, or None: to all visible ones."""
-    documents = plan.documents
-    if plan.config.causal and indices is None and documents is None:
-        entries = min(k.shape[1], plan.config.num_compressed(start + q.shape[1]))  # what the last row sees
+    documents = call.documents
+    if call.config.causal and indices is None and documents is None:
+        entries = min(k.shape[1], call.config.num_compressed(start + q.shape[1]))  # what the last row sees
         k, v = (k[:, :entries], v[:, :entries]) if entries < k.shape[1] else (k, v)
     if q.shape[1] == 0 or (k.shape[1] if documents is None else documents.most_entries) == 0:
         return _no_keys(q, v)
-    lists = entry_lists(plan, q, k, indices, start)
-    length, stride = (plan.entry.length, plan.entry.stride) if plan.config.causal else (1, 0)
+    lists = entry_lists(call, q, k, indices, start)
+    length, stride = (call.entry.length, call.entry.stride) if call.config.causal else (1, 0)
     shifts = None if documents is None else documents.shifts
     return Branch(
         *fa4.compressed(
-            q, k, v, lists, length=length, stride=stride, first_row=start, scale=plan.scale, lse=lse, shifts=shifts
+            q, k, v, lists, length=length, stride=stride, first_row=start, scale=call.scale, lse=lse, shifts=shifts
         )
     )
 
 
-def entry_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor | None, start: int) -> BlockLists | None:
+def entry_lists(call: Call, q: Tensor, k: Tensor, indices: Tensor | None, start: int) -> BlockLists | None:
     """Blocks of compressed entries for each query tile: the selected ones, or all visible ones; None: all entries."""
     if indices is not None:
-        return selected_lists(plan, q, k, indices, start, entries=True)
-    if not plan.config.causal:
+        return selected_lists(call, q, k, indices, start, entries=True)
+    if not call.config.causal:
         return None
-    where: dict[str, Any] = {"rows_from": start, "rows_to": start + q.shape[1], "documents": plan.documents}
-    entries = k.shape[1] if plan.documents is None else plan.documents.most_entries
-    width, rows = plan.rules.widths[0], plan.rules.rows
+    where: dict[str, Any] = {"rows_from": start, "rows_to": start + q.shape[1], "documents": call.documents}
+    entries = k.shape[1] if call.documents is None else call.documents.most_entries
+    width, rows = call.plan.rules.widths[0], call.plan.rules.rows
     return prefix_lists(
-        q.shape[0], q.shape[2], plan.entry, width=width, rows=rows, num_keys=entries, device=q.device, **where
+        q.shape[0], q.shape[2], call.entry, width=width, rows=rows, num_keys=entries, device=q.device, **where
     )
 
 
 def attend_selected(
-    plan: Plan,
+    call: Call,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -431,34 +446,33 @@ def attend_selected(
     Args:
         holds_forced: `indices` hold the forced blocks, which need not be true of a caller's.
         gating: also weigh and add the branches into its out (`fused_gating`).
-        window: also attend to the window (`takes_window_along`).
+        window: also attend to the window.
     """
-    stop, causal = start + q.shape[1], plan.config.causal
-    if causal and plan.documents is None and stop < k.shape[1]:
+    stop, causal = start + q.shape[1], call.config.causal
+    if causal and call.documents is None and stop < k.shape[1]:
         k, v = k[:, :stop], v[:, :stop]
     if indices.numel() == 0:
         return _no_keys(q, v)
-    if plan.config.token_mode:
-        options = token_mode_options(plan)
-        if takes_query_outer(q.shape[2] // k.shape[2], indices.shape[3], plan.query_outer):
-            return Branch(*query_outer_forward(q, k, v, indices, first_token=start, **options))
-        if holds_forced:
-            options |= {"init": plan.config.num_init_blocks, "local": plan.config.num_local_blocks}
-        return Branch(*kv_outer_forward(q, k, v, indices, first_token=start, gating=gating, window=window, **options))
-    lists = selected_lists(plan, q, k, indices, start)
-    shifts = None if plan.documents is None else plan.documents.key_shifts
-    return Branch(*fa4.selected(q, k, v, lists, causal=causal, scale=plan.scale, lse=lse, shifts=shifts))
+    if call.plan.selected == "query_outer":
+        return Branch(*query_outer_forward(q, k, v, indices, first_token=start, **token_mode_options(call)))
+    if call.plan.selected == "kv_outer":
+        init, local = call.plan.forced if holds_forced else (0, 0)
+        options = token_mode_options(call) | {"init": init, "local": local, "gating": gating, "window": window}
+        return Branch(*kv_outer_forward(q, k, v, indices, first_token=start, **options))
+    lists = selected_lists(call, q, k, indices, start)
+    shifts = None if call.documents is None else call.documents.key_shifts
+    return Branch(*fa4.selected(q, k, v, lists, causal=causal, scale=call.scale, lse=lse, shifts=shifts))
 
 
-def attend_window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: bool) -> Branch:
+def attend_window(call: Call, q: Tensor, k: Tensor, v: Tensor, start: int, lse: bool) -> Branch:
     """Attention to the sliding window."""
-    stop, tokens, size = start + q.shape[1], k.shape[1], plan.config.window_size
+    stop, tokens, size = start + q.shape[1], k.shape[1], call.config.window_size
     if size == 0 or q.shape[1] == 0:
         return _no_keys(q, v)
-    left, right = window_reach(size, plan.config.causal, tokens)
-    if plan.documents is not None:
-        varlen, k, v = plan.documents.realign_kv(fa4_rules.window_tile_n(q, k, v), k, v)
-        return Branch(*fa4.window(q, k, v, left=left, right=right, scale=plan.scale, lse=lse, documents=varlen))
+    left, right = window_reach(size, call.config.causal, tokens)
+    if call.documents is not None:
+        varlen, k, v = call.documents.realign_kv(fa4_rules.window_tile_n(q, k, v), k, v)
+        return Branch(*fa4.window(q, k, v, left=left, right=right, scale=call.scale, lse=lse, documents=varlen))
     # Whole tiles of keys, so that the same tiles meet the same rows however queries are chunked
     first, last = (
         max(0, start - left) // fa4_rules.WINDOW_ALIGNMENT * fa4_rules.WINDOW_ALIGNMENT,
@@ -467,31 +481,15 @@ def attend_window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: 
     extra = last - stop  # keys after the last query
     if last - first < tokens:
         k, v = k[:, first:last], v[:, first:last]
-    return Branch(*fa4.window(q, k, v, left=left + extra, right=right - extra, scale=plan.scale, lse=lse))
+    return Branch(*fa4.window(q, k, v, left=left + extra, right=right - extra, scale=call.scale, lse=lse))
 
 
-def takes_window_along(call: Call) -> bool:
-    """True if the selected branch's last kernel attends to the window too (attend/window_combine.py)."""
-    plan, config, q = call.plan, call.plan.config, call.attended.q
-    dims, group = (q.shape[3], call.inputs.v.shape[3]), q.shape[2] // call.inputs.k.shape[2]
-    blocks = config.num_selected_blocks, config.select_size, config.num_local_blocks
-    # As the caller gave them: `attended` has aligned copies for each branch where documents are packed
-    shares_keys = call.inputs.k_slc is None and call.inputs.k_win is None
-    if not config.token_mode or not shares_keys or takes_query_outer(group, blocks[0], plan.query_outer):
-        return False
-    return q.numel() > 0 and takes_window(dims, group, *blocks, config.window_size, warpgroups=has_warpgroups(q.device))
-
-
-def new_window(call: Call, q: Tensor, gating: Gating | None, lse: bool) -> tuple[Branch, WindowBranch]:
-    """The window branch of query rows, for `attend_selected` to fill in.
-
-    Its o is out where it is not needed. Args: lse: see `attend`.
-    """
+def new_window(call: Call, q: Tensor, *, lse: bool, keep: bool) -> tuple[Branch, WindowBranch]:
+    """The window branch of query rows, for `attend_selected` to fill in. Args: lse: see `attend`. keep: with its o."""
     batch, rows, heads, _ = q.shape
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if lse or gating is None else None
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if keep else None
     sums = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device) if lse else None
-    branch = Branch(cast("Gating", gating).out if o is None else o, sums)
-    return branch, WindowBranch(call.plan.config.window_size - 1, o, sums)
+    return Branch(o, sums), WindowBranch(call.config.window_size - 1, o, sums)
 
 
 def _no_keys(q: Tensor, v: Tensor) -> Branch:
@@ -505,35 +503,20 @@ def _no_keys(q: Tensor, v: Tensor) -> Branch:
 
 
 def fused_gating(
-    call: Call,
-    start: int,
-    stop: int,
-    indices: Tensor,
-    cmp: Branch,
-    win: Branch | None,
-    *,
-    keep_slc: bool,
-    keep_gates: bool,
-) -> Gating | None:
-    """Gates for the epilogue of the selected branch, or None if it cannot gate and `gate` launches a kernel.
-
-    It can in token mode with the KV-outer kernels, where D = D_v and nothing is packed (`takes_gating`).
+    call: Call, start: int, stop: int, cmp: Branch, win: Branch | None, *, keep_slc: bool, keep_gates: bool
+) -> Gating:
+    """What the selected branch's last kernel needs to gate query rows start ... stop-1 into `call.out`.
 
     Args:
-        win: None: the selected branch attends to the window too.
+        win: None: that kernel attends to the window too.
         keep_slc: write the selected branch's own o too. keep_gates: write projected gates too.
     """
-    q, k, v, plan, slots = call.inputs.q, call.inputs.k, call.inputs.v, call.plan, indices.shape[3]
-    if not plan.config.token_mode or takes_query_outer(q.shape[2] // k.shape[2], slots, plan.query_outer):
-        return None
-    if not takes_gating((q.shape[3], v.shape[3]), slots, plan.documents is not None):
-        return None
     q, gates, out = _rows_to_gate(call, start, stop)
     weight = call.inputs.gate_proj_weight
     if weight is not None and keep_gates:
         gates = torch.empty((*q.shape[:-1], 3), dtype=torch.float32, device=q.device)
     o_win, o_slc = None if win is None else win.o, torch.empty_like(out) if keep_slc else None
-    return Gating(cmp.o, o_win, out, weight, gates, o_slc)
+    return Gating(cast("Tensor", cmp.o), o_win, out, weight, gates, o_slc)
 
 
 def gate(call: Call, branches: BranchOutputs, start: int, stop: int) -> Tensor | None:
@@ -544,11 +527,12 @@ def gate(call: Call, branches: BranchOutputs, start: int, stop: int) -> Tensor |
     """
     if branches.gating is not None:
         return branches.gating.gates
-    (q, gates, out), documents = _rows_to_gate(call, start, stop), call.plan.documents
+    (q, gates, out), documents = _rows_to_gate(call, start, stop), call.documents
+    o_cmp, o_slc, o_win = branches.outputs
     return gated_sum(
-        branches.cmp.o,
-        branches.slc.o,
-        branches.win.o,
+        o_cmp,
+        o_slc,
+        o_win,
         out,
         q=q,
         gate_proj_weight=call.inputs.gate_proj_weight,
@@ -571,7 +555,7 @@ def _rows_to_gate(call: Call, start: int, stop: int) -> tuple[Tensor, Tensor | N
 
 def _aux(call: Call, branches: BranchOutputs, gates: Tensor | None) -> tuple[Tensor | None, ...]:
     """The fields of NSAAux, in its order; of packed documents without B, in the order of the tokens."""
-    q, config, documents = call.inputs.q, call.plan.config, call.plan.documents
+    q, config, documents = call.inputs.q, call.config, call.documents
     if gates is None:
         gates = torch.full((1, 1, 1, 1), 1.0 / 3.0, device=q.device).expand(*q.shape[:3], 3)
     indices, cmp_indices = branches.indices, branches.cmp_indices
@@ -596,7 +580,7 @@ def _of_sequences(
 ) -> tuple[Tensor | None, ...]:
     """The fields of NSAAux of B sequences of one length, from those of their pack."""
     *outputs, k_cmp, v_cmp, gates, indices, cmp_indices = fields
-    entries = call.plan.config.num_compressed(len(documents.key_rows) // batch)
+    entries = call.config.num_compressed(len(documents.key_rows) // batch)
 
     def by_row(x: Tensor, dim: int) -> Tensor:
         rows: Tensor = x.unflatten(dim, (batch, x.shape[dim] // batch))
@@ -609,7 +593,7 @@ def _of_sequences(
         found = x[:, tiles.clamp(max=max(x.shape[1] - 1, 0))].transpose(0, 1)  # [B,S,most,k]
         return torch.where((tiles < first[1:, None])[:, None, :, None], found, -1)
 
-    select = partial(by_row, dim=1) if call.plan.config.token_mode else by_tile
+    select = partial(by_row, dim=1) if call.config.token_mode else by_tile
     return (
         *(by_row(x, 0) for x in outputs[:3] if x is not None),
         *(by_row(x, 1) for x in outputs[3:] if x is not None),

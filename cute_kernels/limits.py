@@ -1,6 +1,9 @@
 """Limits that support.py checks before a launch, and that kernels rely on. Imports nothing."""
 
-SELECT_UNIT = 64
+TILE = 64
+"""Keys, and rows, of the tiles of our attention kernels."""
+
+SELECT_UNIT = TILE
 """In tile mode select_block_size must be a multiple of this."""
 
 TOKEN_SELECT_SIZES = (64, 128, 192, 256)
@@ -53,3 +56,35 @@ MIN_PREFILL_QUERIES = 64
 
 DECODE_KEYS = 64
 """Keys or compressed entries per tile of decode/tiles.py."""
+
+MIN_QUERY_OUTER_GROUP = 64
+"""Smallest G for which query-outer is faster than KV-outer whatever tokens select (docs/experiments.md)."""
+
+QUERY_OUTER_ROWS = 128
+"""Query rows, tokens x G, of a work tile of attend/query_outer.py."""
+
+MAX_QUERY_OUTER_TOKENS = 32
+"""Maximum tokens of such a tile: one bit each."""
+
+MAX_QUERY_OUTER_SLOTS = 4096
+"""Maximum slots of such a tile, which shared memory holds."""
+
+MAX_FORCED_KEYS = 256
+"""Maximum keys of the forced blocks of a token in attend/forced.py."""
+
+WINDOW_COMBINE_GROUPS = (8, 16, 32)
+"""Supported query heads per key/value head in attend/window_combine.py."""
+
+MAX_COMBINED_SLOTS = 32
+"""Maximum selected blocks per token there: one bit each."""
+
+MAX_COMBINED_WINDOW = 2048
+"""Maximum window there."""
+
+MAX_COMBINED_PARTIALS = 32
+"""Maximum partials of a row of dq in attend/window_dq_combine.py: one bit each."""
+
+
+def query_outer_tokens(group: int) -> int:
+    """Tokens of a work tile of attend/query_outer.py. Args: group: G."""
+    return min(MAX_QUERY_OUTER_TOKENS, QUERY_OUTER_ROWS // group)

@@ -1,198 +1,171 @@
-"""Preparation of a call: aligned inputs, the plan that follows from its options, and chunks of query rows.
+"""The plan of a call of NSA: which kernels run it, or why none can.
 
-    prepare     inputs and options -> Call: tensors that kernels can read, and their Plan
-    chunks      ranges of query rows, so that temporary memory stays bounded
-    replay_of   a whole forward or backward, replayed where one like it was recorded (runtime/replay.py)
+    plan      all choices among kernels; call.py asks before a call runs
+    refusal   its limits; support.py asks before a call is accepted
 
-forward.py and backward.py both start from a `Call`. Inputs and options are nsa.inputs.NSAInputs and
-nsa.config.NSAConfig; only their fields are read here, they are not imported.
+Both follow from options, sizes and the device; no value of a tensor is read. Needs torch alone.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
-import torch
 from torch import Tensor
 
-from cute_kernels.call_facts import has_atomic_free_backward, runs_as_pack, tile_rows
 from cute_kernels.fa4 import rules as fa4
-from cute_kernels.lists.query_to_kv import BlockLists, Keys, chosen_lists
-from cute_kernels.pool.compress import compress_kv
-from cute_kernels.pool.documents import Documents, Packed, lay_out
-from cute_kernels.runtime.device import vectorizable
-from cute_kernels.runtime.replay import Results as Results
-from cute_kernels.runtime.replay import replayed
-from cute_kernels.select.topk import Blocks
-
-CHUNK_BYTES = 8 << 30
-"""The outputs of the three branches of one chunk of query rows take at most this."""
+from cute_kernels.limits import (
+    MAX_BLOCKS,
+    MAX_COMBINED_PARTIALS,
+    MAX_COMBINED_SLOTS,
+    MAX_COMBINED_WINDOW,
+    MAX_ENTRIES,
+    MAX_FORCED_KEYS,
+    MAX_QUERY_OUTER_SLOTS,
+    MAX_SIZE,
+    MIN_QUERY_OUTER_GROUP,
+    SELECT_UNIT,
+    TILE,
+    WINDOW_COMBINE_GROUPS,
+    query_outer_tokens,
+)
+from cute_kernels.refusals import (
+    continues_tile,
+    pack_sizes,
+    refusal_of_documents,
+    refusal_of_grid,
+    refusal_of_heads,
+    refusal_of_scale,
+    refusal_of_selection,
+    refusal_of_token_mode,
+    runs_as_pack,
+    tile_rows,
+)
+from cute_kernels.runtime.device import has_warpgroups
 
 SPLIT_PAIRS = 1 << 31
-"""Pairs of a query row of a head and a compressed entry up to which backward takes attend/compressed_backward.py where
+"""Pairs of a query row of a head and a compressed entry up to which backward runs attend/compressed_backward.py where
 it can: its seven products, without phases, are then faster than FlashAttention-4's five."""
 
-ALIGNED = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gate_proj_weight")
-"""Inputs whose rows kernels read as vectors."""
-
-ENTRIES = ("k_cmp", "v_cmp")
-
-PER_TOKEN = ("q", "k", "v", "k_slc", "v_slc", "k_win", "v_win", "gates")
-"""Inputs `[B,N,heads,...]`, with cu_seqlens `[T,heads,...]`."""
+PHASES_FROM = 16 << 10
+"""Tokens from which phases pay off although each sequence of a batch is a call of its own."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Choices that follow from options, sizes and the device."""
+    """The kernels of a call. "fa4" are those of FlashAttention-4, others those of attend/."""
 
-    config: Any
-    """nsa.config.NSAConfig."""
     rules: fa4.Rules
-    scale: float
-    """Softmax scale."""
     tile: int
     """Query rows that select together; in token mode, rows of a tile of packed documents."""
-    select: Blocks
-    """Blocks of tokens, for the selected branch."""
-    select_cmp: Blocks | None
-    """Blocks of compressed entries, for the compressed branch; None: it attends to all entries."""
-    entry: Keys
-    """Compressed entries that a row sees."""
-    token: Keys
-    """Tokens that a row sees."""
-    atomic_free: bool
-    """True if backward runs attend/selected_backward.py, of tokens and of entries, and attend/window_backward.py where
-    it can, which are faster than FlashAttention-4's kernels and add up in a fixed order."""
-    split_compressed: bool
-    """True if backward runs attend/compressed_backward.py for all entries: on Hopper with D = D_v, causal, no pack, up
-    to SPLIT_PAIRS. Everything else takes FlashAttention-4, by phases or by lists."""
-    query_outer: bool | None
-    """Token mode: True or False in place of the rule by which the selected branch takes attend/query_outer.py."""
-    documents: Documents | None = None
-    """Place of each document of a pack in the aligned rows."""
-    first_row: int = 0
+    as_pack: bool
+    """True if the call runs the steps of packed documents."""
+    first_row: int
     """The token that row 0 is, where queries continue sequences that are no pack."""
+    selects_entries: bool
+    """True if the compressed branch attends to selected blocks of entries; False: to all entries."""
+
+    # Forward
+    selected: Literal["fa4", "kv_outer", "query_outer"]
+    """fa4 in tile mode; kv_outer and query_outer per token."""
+    forced: tuple[int, int]
+    """With kv_outer: initial and local blocks that are attended to in one pass, apart from the lists (forced.py)."""
+    window: Literal["fa4", "combine"]
+    """combine: the selected branch's last kernel attends to the window, too (window_combine.py)."""
+    gate: Literal["kernel", "combine"]
+    """kernel: gate/forward.py; combine: the selected branch's last kernel gates."""
+
+    # Backward
+    compressed_backward: Literal["fa4", "phases", "split", "blocks"]
+    """phases: fa4, dense, for each phase of the stride; split: compressed_backward.py; blocks: selected_backward.py."""
+    selected_backward: Literal["fa4", "split", "kv_outer"]
+    """split: selected_backward.py, which adds up in a fixed order."""
+    window_backward: Literal["fa4", "split"]
+    """split: window_backward.py."""
+    local_with_window: bool
+    """True if the window's backward does the selected branch's local blocks, which are inside the window."""
+    window_dq: Literal["window", "combine"]
+    """combine: the selected branch's last kernel computes the dq of window and local blocks (window_dq_combine.py)."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call's tensors and its plan. What is computed on first use leaves the window to be launched before it."""
-
-    inputs: Any
-    """nsa.inputs.NSAInputs, rows aligned; packed inputs as one sequence `[1,T,...]`."""
-    attended: Any
-    """The inputs as attention reads them: the same, or packed ones in the aligned rows of `plan.documents`."""
-    plan: Plan
-    saved_cmp: tuple[Tensor, Tensor] | None = None
-    """k_cmp and v_cmp that an earlier call computed."""
-    sequences: int | None = None
-    """B, where the documents of a pack are sequences of one length (`runs_as_pack`)."""
-
-    @cached_property
-    def compressed(self) -> tuple[Tensor, Tensor]:
-        """k_cmp and v_cmp `[B,entries,H_kv,D]`, shared by all chunks."""
-        return self.saved_cmp or compress_kv(self.inputs, self.plan.config, self.plan.documents)
-
-    @property
-    def k_cmp(self) -> Tensor:
-        return self.compressed[0]
-
-    @property
-    def v_cmp(self) -> Tensor:
-        return self.compressed[1]
-
-    @cached_property
-    def out(self) -> Tensor:
-        """`[B,N,H,D_v]`, uninitialised; the gate writes it, chunk by chunk."""
-        q = self.inputs.q
-        return torch.empty((*q.shape[:3], self.inputs.v.shape[-1]), dtype=q.dtype, device=q.device)
-
-    @property
-    def result(self) -> Tensor:
-        """`out` as the caller gets it: packed `[T,H,D_v]`."""
-        if self.plan.documents is None:
-            return self.out
-        if self.sequences is None:
-            return self.out[0]
-        rows = self.out.shape[1] // self.sequences
-        return self.out.view(self.sequences, rows, *self.out.shape[2:])
-
-    @property
-    def num_rows(self) -> int:
-        """Query rows of a sequence, as attention reads them."""
-        return int(self.attended.q.shape[1])
-
-    def query_heads(self, kv_heads: slice) -> slice:
-        """The query heads of a range of key/value heads."""
-        group = self.inputs.q.shape[2] // self.inputs.k.shape[2]
-        return slice(kv_heads.start * group, kv_heads.stop * group)
-
-    def slice_heads(self, kv_heads: slice) -> Call:
-        """The same call for a range of key/value heads and their query heads."""
-        if kv_heads == slice(0, self.inputs.k.shape[2]):
-            return self
-        q_heads = self.query_heads(kv_heads)
-
-        def narrow(inputs: Any) -> Any:
-            changed = {}
-            for name in PER_TOKEN:
-                if (tensor := getattr(inputs, name)) is not None:
-                    changed[name] = tensor[:, :, q_heads if name in ("q", "gates") else kv_heads]
-            weight = inputs.gate_proj_weight
-            return replace(inputs, **changed, gate_proj_weight=None if weight is None else weight[q_heads])
-
-        inputs = narrow(self.inputs)
-        attended = inputs if self.attended is self.inputs else narrow(self.attended)
-        k_cmp, v_cmp = self.compressed
-        saved_cmp = k_cmp[:, :, kv_heads], v_cmp[:, :, kv_heads]
-        return Call(inputs, attended, self.plan, saved_cmp, self.sequences)
-
-
-def prepare(
+def plan(
     inputs: Any,
     config: Any,
-    saved_cmp: tuple[Tensor, Tensor] | None = None,
     *,
     training: bool = False,
-    atomic_free: bool = True,
-    query_outer: bool | None = None,
-) -> Call:
-    """Align the inputs, place packed documents, and plan.
-
-    Args:
-        saved_cmp: k_cmp and v_cmp that were computed before.
-        training: for a forward that saves, and for its backward (`runs_as_pack`).
-        atomic_free: False: backward takes FlashAttention-4's kernels for every branch, for comparisons.
-        query_outer: token mode, whether the selected branch runs query-outer; None: by shape (takes_query_outer).
-    """
-    inputs, rules = _align(inputs), fa4.rules(inputs.q.device)
-    dims = inputs.q.shape[-1], inputs.v.shape[-1]
-    if not runs_as_pack(inputs, config, training=training):
-        entries, first = config.num_compressed(inputs.k.shape[1]), inputs.first_token
-        few = inputs.q.shape[:3].numel() * entries <= SPLIT_PAIRS
-        plan = _plan(config, rules, dims, entries, few, atomic_free, query_outer)
-        return Call(inputs, inputs, replace(plan, first_row=first) if first else plan, saved_cmp)
-    sequences = None if inputs.packed else inputs.q.shape[0]
-    inputs, attended, documents = _unpack(inputs if inputs.packed else _pack(inputs), config, rules)
-    plan = plan_pack(config, rules, dims, documents, atomic_free=atomic_free, query_outer=query_outer)
-    return Call(inputs, attended, plan, saved_cmp, sequences)
-
-
-def plan_pack(
-    config: Any,
-    rules: Any,
-    dims: tuple[int, int],
-    documents: Documents,
-    *,
+    deterministic: bool = False,
+    as_pack: bool | None = None,
     atomic_free: bool = True,
     query_outer: bool | None = None,
 ) -> Plan:
-    """The plan of packed documents. Args: D and D_v; places of the documents; see `prepare`."""
-    return replace(_plan(config, rules, dims, None, False, atomic_free, query_outer), documents=documents)
+    """The plan of a call that these kernels can run.
+
+    Args:
+        inputs, config: nsa.inputs.NSAInputs and nsa.config.NSAConfig.
+        training: for a forward that saves, and for its backward.
+        deterministic: backward is bitwise repeatable.
+        as_pack: see Plan; None: as `runs_as_pack` says.
+        atomic_free: False: backward runs FlashAttention-4's kernels for every branch, for comparisons. It has no effect
+            on the selected branch of `deterministic` calls.
+        query_outer: token mode: True or False in place of the rule in `per_token`.
+    """
+    rules = cast("fa4.Rules", fa4.rules(inputs.q.device))
+    if as_pack is None:
+        as_pack = runs_as_pack(inputs, config, training=training)
+    (*_, heads, dim), (*_, kv_heads, v_dim) = inputs.q.shape, inputs.v.shape
+    group, size, slots = heads // max(kv_heads, 1), config.select_size, config.num_selected_blocks
+    first_row = 0 if as_pack else inputs.first_token
+    entries = None if as_pack else config.num_compressed(inputs.k.shape[1])
+    shares_keys = inputs.k_slc is None and inputs.k_win is None
+    local_keys = config.num_local_blocks * size
+    one_dim, has_local = dim == v_dim, 0 < local_keys <= config.window_size
+
+    # Forward
+    selected = per_token(group, slots, query_outer) if config.token_mode else "fa4"
+    window_along = (
+        selected == "kv_outer" and has_warpgroups(inputs.q.device) and inputs.q.numel() > 0
+        and one_dim and shares_keys and has_local and config.window_size <= MAX_COMBINED_WINDOW
+        and group in WINDOW_COMBINE_GROUPS and slots <= MAX_COMBINED_SLOTS
+    )  # fmt: skip
+    forced: tuple[int, int] = (config.num_init_blocks, config.num_local_blocks) if selected == "kv_outer" else (0, 0)
+    gates_along = selected == "kv_outer" and one_dim and slots > 0 and not as_pack
+
+    # Backward
+    atomic_free = atomic_free and has_atomic_free_backward(rules, dim, v_dim)
+    causal = config.causal
+    compressed_backward: Any = "fa4"
+    if selects_entries(config, entries):
+        compressed_backward = "blocks" if atomic_free else "fa4"
+    elif causal and entries is not None:
+        batch, rows = inputs.q.shape[:2]
+        if atomic_free and batch * rows * heads * entries <= SPLIT_PAIRS:
+            compressed_backward = "split"
+        elif config.compress_block_size % config.stride == first_row % config.stride == 0 and (
+            batch == 1 or rows >= PHASES_FROM or deterministic
+        ):
+            compressed_backward = "phases"
+    selected_backward: Any = "split" if deterministic or atomic_free else "fa4"
+    splits_window = atomic_free and causal and not as_pack and first_row % TILE == 0
+    # Given gates weigh do for each branch
+    local_with_window = (
+        config.token_mode and slots > 0 and has_local and splits_window and shares_keys and inputs.gates is None
+    )
+    return Plan(
+        rules=rules,
+        tile=tile_rows(config, rules),
+        as_pack=as_pack,
+        first_row=first_row,
+        selects_entries=selects_entries(config, entries),
+        selected=selected,
+        forced=forced if window_along else forced_in_one_pass(*forced, size),
+        window="combine" if window_along else "fa4",
+        gate="combine" if gates_along else "kernel",
+        compressed_backward=compressed_backward,
+        selected_backward="kv_outer" if config.token_mode else selected_backward,
+        window_backward="split" if splits_window else "fa4",
+        local_with_window=local_with_window,
+        window_dq="combine" if local_with_window and slots * (size // TILE) <= MAX_COMBINED_PARTIALS else "window",
+    )
 
 
 def selects_entries(config: Any, entries: int | None) -> bool:
@@ -205,170 +178,131 @@ def selects_entries(config: Any, entries: int | None) -> bool:
     return count is not None and (entries is None or count * config.n_block_size < entries)
 
 
-def replay_of(
-    run: Callable[[], Results], inputs: Any, config: Any, *options: Hashable, more: Sequence[Tensor | None] = ()
-) -> Results:
-    """Results of `run`, a local function of the caller's, or of its recording.
+def per_token(group: int, slots: int, query_outer: bool | None = None) -> Literal["kv_outer", "query_outer"]:
+    """The kernel of attention to blocks that each token selects, by shapes alone.
+
+    Deciding by the selections would be better, but then the bits of a token would depend on the choices of later
+    tokens.
 
     Args:
-        inputs, config, options, more: all that it depends on; `more` are tensors.
+        group: G. slots: n.
+        query_outer: in place of the rule, where the kernel has room; True is faster if neighbors select alike.
     """
+    has_room = query_outer_tokens(group) * slots <= MAX_QUERY_OUTER_SLOTS and query_outer_tokens(group) > 0
+    wanted = group >= MIN_QUERY_OUTER_GROUP if query_outer is None else query_outer
+    return "query_outer" if has_room and wanted else "kv_outer"
+
+
+def forced_in_one_pass(init: int, local: int, size: int) -> tuple[int, int]:
+    """Initial and local blocks of `size` tokens, if attend/forced.py has room for them, or (0, 0)."""
+    return (init, local) if (init + local) * size <= MAX_FORCED_KEYS else (0, 0)
+
+
+def has_atomic_free_backward(rules: fa4.Rules, dim: int, v_dim: int) -> bool:
+    """True if backward has kernels without atomics: attend/selected_, window_ and compressed_backward.py."""
+    return SELECT_UNIT in rules.backward_widths and dim == v_dim
+
+
+# Refusals
+
+
+def refusal(inputs: Any, config: Any, *, training: bool = False, deterministic: bool = False) -> str | None:
+    """Why these kernels cannot run a call, in words that follow the backend's name, or None. Args: see `plan`."""
     rules = fa4.rules(inputs.q.device)
-    return replayed([*vars(inputs).values(), *more], (run.__qualname__, config, rules, *options), run)
+    if rules is None:
+        return "has no block lists for this device"
+    reason = fa4.refusal(inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1])
+    reason = reason or _refusal(inputs, config, rules, training)
+    if reason is None and training:
+        reason = _refusal_of_backward(inputs, config, rules)
+        if reason is None and deterministic:
+            reason = _refusal_of_determinism(inputs, config, rules)
+    return reason
 
 
-@lru_cache(256)
-def _plan(
-    config: Any,
-    rules: fa4.Rules,
-    dims: tuple[int, int],
-    entries: int | None,
-    few_pairs: bool,
-    atomic_free: bool,
-    query_outer: bool | None,
-) -> Plan:
-    """Args: `dims`, D and D_v; `entries`, compressed entries, None: each document has its own number; `few_pairs`, at
-    most SPLIT_PAIRS of them with queries.
-    """
-    length, stride = config.compress_block_size, config.stride
-    atomic_free = atomic_free and has_atomic_free_backward(rules, *dims)
-    selects = selects_entries(config, entries)
-    return Plan(
-        config=config,
-        rules=rules,
-        scale=config.scale(dims[0]),
-        tile=tile_rows(config, rules),
-        select=Blocks.of(config),
-        select_cmp=Blocks(1, 1, config.n_block_size, config.num_cmp_selected_blocks, newest=config.causal)
-        if selects
-        else None,
-        entry=Keys(length, stride, config.causal),
-        token=Keys(causal=config.causal),
-        atomic_free=atomic_free,
-        split_compressed=atomic_free and config.causal and few_pairs and not selects,
-        query_outer=query_outer,
-    )
-
-
-def _align(inputs: Any) -> Any:
-    """The inputs with every row contiguous and aligned, copied where it was not."""
-    changed = {}
-    if inputs.gates is not None and inputs.gates.stride(-1) != 1:
-        changed["gates"] = inputs.gates.contiguous()
-    for name in ALIGNED:
-        tensor = getattr(inputs, name)
-        if tensor is not None and (aligned := vectorizable(tensor)) is not tensor:
-            changed[name] = aligned
-    return replace(inputs, **changed) if changed else inputs
-
-
-def _pack(inputs: Any) -> Any:
-    """Sequences of one length as packed documents."""
-    changed = {
-        name: tensor.flatten(0, 1) for name in (*PER_TOKEN, *ENTRIES) if (tensor := getattr(inputs, name)) is not None
+def _refusal(inputs: Any, config: Any, rules: fa4.Rules, training: bool) -> str | None:
+    """Limits of both directions."""
+    sizes = {
+        "q_tile_size": config.q_tile_size,
+        "compress_block_size": config.compress_block_size,
+        "select_block_size": config.select_size,
     }
-    packed = Packed.of_sequences(inputs.q, inputs.k.shape[1])
-    return replace(inputs, **changed, cu_seqlens=packed.cu_seqlens, cu_seqlens_k=packed.cu_seqlens_k)
+    for name, size in sizes.items():
+        if size > MAX_SIZE:
+            return f"takes {name} up to 2^30, got {size}"
+    sequences = 1 if runs_as_pack(inputs, config, training=training) else inputs.q.shape[0]
+    reason = refusal_of_grid(sequences, inputs.q.shape[-2]) or refusal_of_scale(config.scale(inputs.q.shape[-1]))
+    if reason is not None:
+        return reason
+    if config.token_mode:
+        reason = refusal_of_token_mode(inputs, config, tile_rows(config, rules)) or refusal_of_heads(inputs)
+        return reason or refusal_of_selection(inputs, config)
+    if config.q_tile_size % rules.rows:
+        return f"takes q_tile_size in multiples of {rules.rows} on this device, got {config.q_tile_size}"
+    if config.select_size % SELECT_UNIT:
+        return f"takes select_block_size in multiples of {SELECT_UNIT}, got {config.select_size}"
+    if config.num_cmp_selected_blocks is not None and config.n_block_size not in rules.backward_widths:
+        widths = " or ".join(map(str, sorted(rules.backward_widths)))
+        return f"takes n_block_size {widths} on this device, got {config.n_block_size}"
+    count = max(config.num_selected_blocks, config.num_cmp_selected_blocks or 0)
+    if count > MAX_BLOCKS:
+        return f"chooses at most {MAX_BLOCKS} blocks per tile, got {count}"
+    # One step of the scoring kernel must cover one block's compressed entries
+    entries = -(-(config.select_size + config.compress_block_size - 1) // config.stride) + 1
+    if entries > MAX_ENTRIES:
+        return (
+            f"takes at most {MAX_ENTRIES} compressed blocks over one select block, got {entries} "
+            f"(compress_block_size={config.compress_block_size}, stride={config.stride}, l'={config.select_size})"
+        )
+    if not runs_as_pack(inputs, config, training=training):
+        return None
+    if not config.causal:
+        return "takes cu_seqlens with causal=True only, got causal=False"
+    if config.q_tile_size % config.select_size:
+        return (
+            "takes cu_seqlens, a tensor q_start, and backward from inside a tile, with q_tile_size in multiples of "
+            f"select_block_size only, got {config.q_tile_size} and {config.select_size}"
+        )
+    return refusal_of_documents(inputs, config.stride, tile_rows(config, rules))
 
 
-def _unpack(inputs: Any, config: Any, rules: Any) -> tuple[Any, Any, Documents]:
-    """Packed inputs as one sequence `[1,T,...]`; what attention reads, in aligned rows; where the documents are."""
-    packed = Packed(inputs.cu_seqlens, inputs.cu_seqlens_k, inputs.q_start)
-    changed = {name: tensor[None] for name in PER_TOKEN if (tensor := getattr(inputs, name)) is not None}
-    inputs = replace(inputs, **changed, cu_seqlens=None, cu_seqlens_k=None, q_start=None, max_seqlen=None)
-    slc, win = branch_kv(inputs, "slc"), branch_kv(inputs, "win")
-    documents, (q, *aligned_slc) = lay_out(
-        inputs.q,
-        *slc,
-        packed,
-        tile=tile_rows(config, rules),
-        step=config.q_tile_size,
-        length=config.compress_block_size,
-        stride=config.stride,
-    )
-    shared = win[0] is slc[0] and win[1] is slc[1]
-    aligned_win = aligned_slc if shared else documents.align(*win)
-    attended = replace(
-        inputs, q=q, k_slc=aligned_slc[0], v_slc=aligned_slc[1], k_win=aligned_win[0], v_win=aligned_win[1]
-    )
-    return inputs, attended, documents
+def _refusal_of_backward(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
+    """FlashAttention-4 counts a head's fp32 sums of dq, dk and dv with 32 bits."""
+    rows, tile = max(inputs.q.shape[-3], inputs.k.shape[-3]), tile_rows(config, rules)
+    if runs_as_pack(inputs, config, training=True):
+        queries, tokens, docs = pack_sizes(inputs)
+        rows = max(queries, tokens) + 2 * docs * tile
+    dim = max(inputs.q.shape[-1], inputs.v.shape[-1])
+    if (rows + tile) * dim >= 1 << 31:
+        return f"takes fewer than 2^31 elements of one head in backward, got {rows} rows of {dim}"
+    return None
 
 
-def chunks(call: Call) -> Iterator[tuple[int, int]]:
-    """Ranges of query rows, half-open, to process one after the other."""
-    batch, tokens, heads, _ = call.inputs.q.shape
-    rows = max(call.num_rows, 1)
-    if call.plan.documents is None:
-        rows = chunk_rows(batch, tokens, heads, call.inputs.v.shape[-1], call.plan.tile)
-    for first, end in whole_tiles(call):
-        for start in range(first, end, rows):
-            yield start, min(start + rows, end)
+def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
+    """FlashAttention-4 adds up in a fixed order only without block lists; with them only our atomic-free backward does.
 
-
-def whole_tiles(call: Call) -> list[tuple[int, int]]:
-    """All query rows, but apart those of a tile that began before them: lists and means are of tiles that begin."""
-    open_rows = -call.plan.first_row % call.plan.tile
-    if call.plan.config.token_mode or not 0 < open_rows < call.num_rows:
-        return [(0, call.num_rows)]
-    return [(0, open_rows), (open_rows, call.num_rows)]
-
-
-def chunk_rows(batch: int, tokens: int, heads: int, v_dim: int, tile: int) -> int:
-    """Query rows of a chunk: all, or a multiple of the tile for which three outputs fit CHUNK_BYTES."""
-    per_row = 3 * batch * heads * v_dim * 2
-    if tokens * per_row <= CHUNK_BYTES:
-        return max(tokens, 1)
-    multiple = math.lcm(tile, 256)
-    return max(CHUNK_BYTES // per_row // multiple, 1) * multiple
-
-
-# What both directions tell the branches' kernels
-
-
-def branch_kv(inputs: Any, branch: str) -> tuple[Tensor, Tensor]:
-    """Keys and values of branch "slc" or "win": its own, or the shared ones."""
-    own = getattr(inputs, f"k_{branch}"), getattr(inputs, f"v_{branch}")
-    return (inputs.k, inputs.v) if own[0] is None else own
-
-
-def window_reach(size: int, causal: bool, tokens: int) -> tuple[int, int]:
-    """Number of keys left and right of a query in its window of `size` >= 1, at most the number of tokens.
-
-    FlashAttention-4 adds both to rows in int32, where a window of 2^31 - 1 would wrap around.
+    Its deterministic backward was never compiled for Blackwell, where the compressed branch and the window need it.
     """
-    left, right = (size - 1, 0) if causal else (size // 2, size // 2)
-    return min(left, tokens), min(right, tokens)
-
-
-def selected_lists(
-    plan: Plan, q: Tensor, k: Tensor, indices: Tensor, start: int, *, entries: bool = False, width: int | None = None
-) -> BlockLists:
-    """Tile mode: the selected blocks of each query tile, as lists of blocks of `width` keys.
-
-    Args:
-        indices: int32 `[B,S,tiles,k]`, of the rows of q, which begin with row `start`.
-        entries: the blocks consist of compressed entries, not of tokens.
-        width: None: the widest blocks that FlashAttention-4 takes and that need no refinement.
-    """
-    config = plan.config
-    size = config.n_block_size if entries else config.select_size
-    return chosen_lists(
-        indices,
-        q.shape[2],
-        plan.entry if entries else plan.token,
-        size=size,
-        width=width or (size if entries else plan.rules.width(size)),
-        rows=plan.tile,
-        num_keys=k.shape[1],
-        rows_from=start,
-        rows_to=start + q.shape[1],
-        entries=entries,
-        documents=plan.documents,
+    dims = inputs.q.shape[-1], inputs.v.shape[-1]
+    got = None
+    if SELECT_UNIT not in rules.backward_widths:
+        got = "Blackwell's tiles"
+    elif not (config.token_mode or has_atomic_free_backward(rules, *dims)):
+        got = f"D={dims[0]}, D_v={dims[1]}"
+    elif inputs.cu_seqlens is not None:
+        got = "cu_seqlens"
+    elif isinstance(inputs.q_start, Tensor):
+        got = "q_start as a tensor"
+    elif continues_tile(inputs, config):
+        got = f"q_start={inputs.first_token}, q_tile_size={config.q_tile_size}"
+    elif inputs.first_token % config.stride:
+        got = f"q_start={inputs.first_token}, stride={config.stride}"
+    elif config.compress_block_size % config.stride:
+        got = f"compress_block_size={config.compress_block_size}, stride={config.stride}"
+    if got is None:
+        return None
+    return (
+        "takes deterministic=True in backward only on Hopper, with D = D_v, without cu_seqlens and tensors q_start, "
+        "with a stride that divides compress_block_size and q_start, and in tile mode a "
+        f"q_tile_size that divides q_start, got {got}"
     )
-
-
-def token_mode_options(plan: Plan) -> dict[str, Any]:
-    """Token mode: what the kernels of the selected branch are told of its blocks."""
-    size, documents = plan.config.select_size, plan.documents
-    packed = None if documents is None else documents.blocks(size)
-    return {"size": size, "scale": plan.scale, "packed": packed}

@@ -14,20 +14,21 @@ Nothing is read on the host: sizes follow from the capacity of the block table, 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from cute_kernels.call_facts import tile_rows
+from cute_kernels.call import Call, window_reach
 from cute_kernels.decode import append
 from cute_kernels.decode.cache import LengthTensors, Pages
 from cute_kernels.decode.gather import gather_pages
 from cute_kernels.decode.pages import Paging
 from cute_kernels.fa4 import rules as fa4_rules
-from cute_kernels.forward import attend, gate, takes_window_along
-from cute_kernels.plan import Call, plan_pack, window_reach
+from cute_kernels.forward import attend, gate
+from cute_kernels.plan import plan
 from cute_kernels.pool.documents import ENTRY, KEY, LENGTH, ROW, START, Documents, Packed, Varlen, lay_out_queries
+from cute_kernels.refusals import tile_rows
 from cute_kernels.runtime.device import vectorizable
 
 
@@ -45,13 +46,13 @@ def prefill(inputs: Any, config: Any, pages: Pages, lengths: LengthTensors) -> T
         inputs: nsa.inputs.NSAInputs of the new tokens, as supported by support.check_with_cache.
         config: an nsa.NSAConfig in token mode.
     """
-    q, v_dim = vectorizable(inputs.q), inputs.v.shape[-1]
+    q = vectorizable(inputs.q)
     (batch, queries, *_), (length, stride) = q.shape, (config.compress_block_size, config.stride)
     page_size, table = pages.k.shape[1], pages.block_table
-    capacity, dims = table.shape[1] * page_size, (q.shape[-1], v_dim)
+    capacity = table.shape[1] * page_size
 
     packed = Packed.of_sequences(q, capacity, lengths.cached, lengths.new)
-    rules, q = fa4_rules.rules(q.device), q.flatten(0, 1)[None]
+    rules, q = cast("fa4_rules.Rules", fa4_rules.rules(q.device)), q.flatten(0, 1)[None]
     sizes = {"tile": tile_rows(config, rules), "step": 1, "length": length, "stride": stride}
     documents, aligned_q = lay_out_queries(q, packed, batch * capacity, **sizes)
     documents = replace(documents, most_entries=config.num_compressed(capacity))
@@ -77,11 +78,11 @@ def prefill(inputs: Any, config: Any, pages: Pages, lengths: LengthTensors) -> T
     if inputs.gate_proj_weight is not None:
         inputs = replace(inputs, gate_proj_weight=vectorizable(inputs.gate_proj_weight))
     attended = replace(inputs, q=aligned_q, k_slc=keys[0], v_slc=keys[1], k_win=keys[0], v_win=keys[1])
-    call = Call(inputs, attended, plan_pack(config, rules, dims, documents), compressed, batch)
-    if config.window_size > 0 and not takes_window_along(call):
+    planned = plan(inputs, config, as_pack=True)
+    if config.window_size > 0 and planned.window == "fa4":
         documents, (k_win, v_win) = _lay_out_window(documents, q, queries, tokens, config, pages)
         attended = replace(attended, k_win=k_win, v_win=v_win)
-        call = replace(call, attended=attended, plan=replace(call.plan, documents=documents))
+    call = Call(inputs, attended, config, planned, documents, compressed, batch)
     gate(call, attend(call, 0, call.num_rows, lse=False), 0, call.num_rows)
     return call.result.masked_fill(lengths.overflowed[:, None, None, None], torch.nan)
 

@@ -14,40 +14,35 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from cute_kernels.call_facts import (
-    continues_tile,
-    has_atomic_free_backward,
-    is_pack,
-    pack_sizes,
-    runs_as_pack,
-    tile_rows,
-)
 from cute_kernels.fa4 import rules as fa4
 from cute_kernels.limits import (
     DECODE_KEYS,
     INDEXER_BLOCKS,
-    MAX_BLOCKS,
     MAX_DECODE_QUERIES,
-    MAX_ENTRIES,
     MAX_GRID,
     MAX_INDEXER_BLOCKS,
     MAX_INDEXER_GROUP,
-    MAX_LIST_WIDTH,
-    MAX_SCALE,
-    MAX_SIZE,
     MAX_TILE,
-    MAX_TOKEN_BLOCKS,
-    MAX_TOKEN_ENTRIES,
     MAX_TOKEN_GROUP,
     MIN_PREFILL_QUERIES,
-    MIN_SCALE,
-    SELECT_UNIT,
     TOKEN_SELECT_SIZES,
 )
+from cute_kernels.plan import refusal
+from cute_kernels.refusals import (
+    SELECTS,
+    is_pack,
+    pack_sizes,
+    refusal_of_documents,
+    refusal_of_grid,
+    refusal_of_heads,
+    refusal_of_rows,
+    refusal_of_scale,
+    refusal_of_selection,
+    refusal_of_token_mode,
+    tile_rows,
+)
 from cute_kernels.runtime.device import compute_capability, has_warpgroups, vectorized
-from cute_kernels.select.token_tiling import choose_tiling
 
 CAPABILITIES = ((9, 0), (10, 0))
 """Compute capabilities that the kernels were compiled for, as sm_90a and sm_100a (tools/compile_all.py)."""
@@ -59,16 +54,9 @@ def check(call: Any) -> str | None:
     problem = _machine_problem(call, given=inputs is not None and inputs.q.is_cuda)
     if problem:
         return problem
-    rules = fa4.rules(torch.device(call.device))
-    if rules is None or inputs is None or config is None:
+    if inputs is None or config is None:
         return None
-    reason = fa4.refusal(inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1])
-    reason = reason or _refusal(inputs, config, rules, call.backward)
-    if reason is None and call.backward:
-        reason = _refusal_of_backward(inputs, config, rules)
-        if reason is None and call.options.get("deterministic"):
-            reason = _refusal_of_determinism(inputs, config, rules)
-    return reason
+    return refusal(inputs, config, training=call.backward, deterministic=bool(call.options.get("deterministic")))
 
 
 def check_with_cache(call: Any) -> str | None:
@@ -83,15 +71,15 @@ def check_with_cache(call: Any) -> str | None:
         return f"decodes with num_cmp_selected_blocks=None only, got {config.num_cmp_selected_blocks}"
     reason = (
         fa4.refusal(inputs.q.dtype, cache.dim, cache.dim_v)
-        or _refusal_of_scale(config.scale(cache.dim))
-        or _refusal_of_token_mode(inputs, config, 0, SELECTS if config.token_mode else "decodes")
+        or refusal_of_scale(config.scale(cache.dim))
+        or refusal_of_token_mode(inputs, config, 0, SELECTS if config.token_mode else "decodes")
         or _refusal_of_cache(config, cache, cache.heads_kv if config.shares_heads else inputs.q.shape[2])
     )
     rules = fa4.rules(torch.device(call.device))
     if reason is not None or rules is None or inputs.q.shape[1] < MIN_PREFILL_QUERIES or not config.token_mode:
         return reason
     batch, queries = inputs.q.shape[:2]
-    return _refusal_of_selection(inputs, config) or _refusal_of_rows(
+    return refusal_of_selection(inputs, config) or refusal_of_rows(
         batch * queries, batch * cache.table.capacity, batch, config.stride, tile_rows(config, rules)
     )
 
@@ -137,7 +125,7 @@ def check_block_sparse_attention(call: Any) -> str | None:
     if inputs.group_size > MAX_TOKEN_GROUP:
         return f"attends to given blocks with at most {MAX_TOKEN_GROUP} heads a group, got {inputs.group_size}"
     as_pack = is_pack(inputs) or (len(q) > 0 and not call.options["causal"])
-    reason = _refusal_of_grid(1 if as_pack else q.shape[0], q.shape[-2])
+    reason = refusal_of_grid(1 if as_pack else q.shape[0], q.shape[-2])
     if reason is not None:
         return reason
     queries, tokens, _ = pack_sizes(inputs) if as_pack else (q.shape[1], inputs.k.shape[1], 0)
@@ -147,9 +135,9 @@ def check_block_sparse_attention(call: Any) -> str | None:
     apart = max(q.stride(-3), q.shape[-2] * inputs.v.shape[-1])
     if apart >= 1 << 15:
         return f"takes tokens of q and of do that lie fewer than 2^15 elements apart, got {apart}"
-    reason = fa4.refusal(q.dtype, q.shape[-1], inputs.v.shape[-1]) or _refusal_of_scale(call.options["softmax_scale"])
-    reason = reason or _refusal_of_heads(inputs)
-    return reason if reason or not as_pack else _refusal_of_documents(inputs, size, size)
+    reason = fa4.refusal(q.dtype, q.shape[-1], inputs.v.shape[-1]) or refusal_of_scale(call.options["softmax_scale"])
+    reason = reason or refusal_of_heads(inputs)
+    return reason if reason or not as_pack else refusal_of_documents(inputs, size, size)
 
 
 def check_top_blocks_by_max(call: Any) -> str | None:
@@ -174,7 +162,7 @@ def check_top_blocks_by_max(call: Any) -> str | None:
     if rows >= 1 << 31:
         return f"takes fewer than 2^31 keys, and heads of all tokens, got {rows}"
     reason = fa4.refusal(q.dtype, q.shape[-1], q.shape[-1])
-    return reason if reason or not as_pack else _refusal_of_documents(inputs, size, size)
+    return reason if reason or not as_pack else refusal_of_documents(inputs, size, size)
 
 
 def check_neighborhood_attention(call: Any) -> str | None:
@@ -203,17 +191,10 @@ def check_neighborhood_attention(call: Any) -> str | None:
     return None if shape is None else _refusal_of_sizes(shape, options.get("dilation", 1), call.backward)
 
 
-def _refusal_of_grid(sequences: int, heads: int) -> str | None:
-    """Both are dims of grids."""
-    if max(sequences, heads) > MAX_GRID:
-        return f"takes up to {MAX_GRID} sequences and heads, got B={sequences}, H={heads}"
-    return None
-
-
 def _refusal_of_sizes(shape: tuple[int, ...], dilation: int, backward: bool) -> str | None:
     """FlashAttention-4's grids, and its 32-bit numbers of keys and of the elements in a head's fp32 sums."""
     batch, num_tokens, heads, dim = shape
-    reason = _refusal_of_grid(batch, heads)
+    reason = refusal_of_grid(batch, heads)
     if reason is not None:
         return reason
     if num_tokens >= 1 << 30:
@@ -243,165 +224,3 @@ def _machine_problem(call: Any, *, given: bool = False) -> str | None:
 
 def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
-
-
-def _refusal(inputs: Any, config: Any, rules: fa4.Rules, backward: bool) -> str | None:
-    sizes = {
-        "q_tile_size": config.q_tile_size,
-        "compress_block_size": config.compress_block_size,
-        "select_block_size": config.select_size,
-    }
-    for name, size in sizes.items():
-        if size > MAX_SIZE:
-            return f"takes {name} up to 2^30, got {size}"
-    sequences = 1 if runs_as_pack(inputs, config, training=backward) else inputs.q.shape[0]
-    reason = _refusal_of_grid(sequences, inputs.q.shape[-2]) or _refusal_of_scale(config.scale(inputs.q.shape[-1]))
-    if reason is not None:
-        return reason
-    if config.token_mode:
-        reason = _refusal_of_token_mode(inputs, config, tile_rows(config, rules)) or _refusal_of_heads(inputs)
-        return reason or _refusal_of_selection(inputs, config)
-    if config.q_tile_size % rules.rows:
-        return f"takes q_tile_size in multiples of {rules.rows} on this device, got {config.q_tile_size}"
-    if config.select_size % SELECT_UNIT:
-        return f"takes select_block_size in multiples of {SELECT_UNIT}, got {config.select_size}"
-    if config.num_cmp_selected_blocks is not None and config.n_block_size not in rules.backward_widths:
-        widths = " or ".join(map(str, sorted(rules.backward_widths)))
-        return f"takes n_block_size {widths} on this device, got {config.n_block_size}"
-    count = max(config.num_selected_blocks, config.num_cmp_selected_blocks or 0)
-    if count > MAX_BLOCKS:
-        return f"chooses at most {MAX_BLOCKS} blocks per tile, got {count}"
-    # One step of the scoring kernel must cover one block's compressed entries
-    entries = -(-(config.select_size + config.compress_block_size - 1) // config.stride) + 1
-    if entries > MAX_ENTRIES:
-        return (
-            f"takes at most {MAX_ENTRIES} compressed blocks over one select block, got {entries} "
-            f"(compress_block_size={config.compress_block_size}, stride={config.stride}, l'={config.select_size})"
-        )
-    if not runs_as_pack(inputs, config, training=backward):
-        return None
-    if not config.causal:
-        return "takes cu_seqlens with causal=True only, got causal=False"
-    if config.q_tile_size % config.select_size:
-        return (
-            "takes cu_seqlens, a tensor q_start, and backward from inside a tile, with q_tile_size in multiples of "
-            f"select_block_size only, got {config.q_tile_size} and {config.select_size}"
-        )
-    return _refusal_of_documents(inputs, config.stride, tile_rows(config, rules))
-
-
-SELECTS = "selects per token (q_tile_size=1)"
-
-
-def _refusal_of_token_mode(inputs: Any, config: Any, rows: int, does: str = SELECTS) -> str | None:
-    """Limits of select/token.py and the kernels of attend/, and of those of decode/ in tile mode.
-
-    Args: `rows`, of an attention tile; `does`, what the call does.
-    """
-    length, stride, size = config.compress_block_size, config.stride, config.select_size
-    if not config.causal:
-        return f"{does} with causal=True only, got causal=False"
-    if size not in TOKEN_SELECT_SIZES:
-        wanted = ", ".join(map(str, TOKEN_SELECT_SIZES))
-        return f"{does} with select_block_size {wanted}, got {size}"
-    if length % stride or size % stride:
-        return (
-            f"{does} with a compress_stride that divides compress_block_size and "
-            f"select_block_size, got {stride}, {length} and {size}"
-        )
-    if size // stride + length // stride - 1 > MAX_TOKEN_ENTRIES:
-        return (
-            f"takes at most {MAX_TOKEN_ENTRIES} compressed blocks over one select block (q_tile_size=1), got "
-            f"compress_block_size={length}, stride={stride}, l'={size}"
-        )
-    if config.num_selected_blocks > MAX_TOKEN_BLOCKS:
-        return f"chooses at most {MAX_TOKEN_BLOCKS} blocks per token, got {config.num_selected_blocks}"
-    if inputs.group_size > MAX_TOKEN_GROUP:
-        return f"{does} for at most {MAX_TOKEN_GROUP} heads a group, got {inputs.group_size}"
-    packed = runs_as_pack(inputs, config, training=False)
-    return _refusal_of_documents(inputs, config.stride, rows) if packed else None
-
-
-def _refusal_of_selection(inputs: Any, config: Any) -> str | None:
-    """Shared memory of select/token.py."""
-    dim, count, ratio = inputs.q.shape[-1], config.num_selected_blocks, config.select_size // config.stride
-    if choose_tiling(dim, inputs.group_size, count, ratio) is not None:
-        return None
-    return (
-        f"has no room in shared memory to choose {count} blocks of {ratio} compressed ones per token "
-        f"(num_selected_blocks, l'/d), with D={dim} and {inputs.group_size} heads a group"
-    )
-
-
-def _refusal_of_heads(inputs: Any) -> str | None:
-    """Token mode counts vectors of the q of a group with 32 bits."""
-    apart = (inputs.group_size - 1) * inputs.q.stride(-2)
-    if apart >= 1 << 34:
-        return f"takes heads of a group that lie fewer than 2^34 elements apart in q, got {apart}"
-    return None
-
-
-def _refusal_of_scale(scale: float) -> str | None:
-    """Kernels multiply by softmax_scale and log2(e) in fp32."""
-    if not MIN_SCALE <= scale <= MAX_SCALE:
-        return f"takes softmax_scale from {MIN_SCALE:.3g} to {MAX_SCALE:.3g}, got {scale:.3g}"
-    return None
-
-
-def _refusal_of_documents(inputs: Any, stride: int, tile: int) -> str | None:
-    """Args: `stride`, tokens between entries; `tile`, documents begin at multiples of so many rows."""
-    queries, tokens, docs = pack_sizes(inputs)
-    if docs == 0:
-        return "takes at least one document, got cu_seqlens of shape [1]"
-    return _refusal_of_rows(queries, tokens, docs, stride, tile)
-
-
-def _refusal_of_rows(queries: int, tokens: int, docs: int, stride: int, tile: int) -> str | None:
-    """Refusal of a pack whose aligned rows exceed 32 bits. Args: see `pack_sizes` and `_refusal_of_documents`."""
-    rows = max(queries, tokens) + 2 * docs * tile
-    covered = tokens + (docs + 1) * MAX_LIST_WIDTH * stride
-    if max(rows, covered) >= 1 << 31:
-        return f"lays documents out in fewer than 2^31 rows, got {tokens} tokens in {docs} documents"
-    return None
-
-
-def _refusal_of_backward(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
-    """FlashAttention-4 counts a head's fp32 sums of dq, dk and dv with 32 bits."""
-    rows, tile = max(inputs.q.shape[-3], inputs.k.shape[-3]), tile_rows(config, rules)
-    if runs_as_pack(inputs, config, training=True):
-        queries, tokens, docs = pack_sizes(inputs)
-        rows = max(queries, tokens) + 2 * docs * tile
-    dim = max(inputs.q.shape[-1], inputs.v.shape[-1])
-    if (rows + tile) * dim >= 1 << 31:
-        return f"takes fewer than 2^31 elements of one head in backward, got {rows} rows of {dim}"
-    return None
-
-
-def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
-    """FlashAttention-4 adds up in a fixed order only without block lists; with them only our atomic-free backward does.
-
-    Its deterministic backward was never compiled for Blackwell, where the compressed branch and the window need it.
-    """
-    dims = inputs.q.shape[-1], inputs.v.shape[-1]
-    got = None
-    if SELECT_UNIT not in rules.backward_widths:
-        got = "Blackwell's tiles"
-    elif not (config.token_mode or has_atomic_free_backward(rules, *dims)):
-        got = f"D={dims[0]}, D_v={dims[1]}"
-    elif inputs.cu_seqlens is not None:
-        got = "cu_seqlens"
-    elif isinstance(inputs.q_start, Tensor):
-        got = "q_start as a tensor"
-    elif continues_tile(inputs, config):
-        got = f"q_start={inputs.first_token}, q_tile_size={config.q_tile_size}"
-    elif inputs.first_token % config.stride:
-        got = f"q_start={inputs.first_token}, stride={config.stride}"
-    elif config.compress_block_size % config.stride:
-        got = f"compress_block_size={config.compress_block_size}, stride={config.stride}"
-    if got is None:
-        return None
-    return (
-        "takes deterministic=True in backward only on Hopper, with D = D_v, without cu_seqlens and tensors q_start, "
-        "with a stride that divides compress_block_size and q_start, and in tile mode a "
-        f"q_tile_size that divides q_start, got {got}"
-    )

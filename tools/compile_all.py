@@ -435,6 +435,7 @@ def decode_cases() -> Iterator[Case]:
 def hopper_cases() -> Iterator[Case]:
     from cute_kernels.attend import compressed_backward, window_backward, window_combine, window_dq_combine
     from cute_kernels.attend.selected_backward import _combine, _dkv, _dq
+    from cute_kernels.limits import WINDOW_COMBINE_GROUPS
     from cute_kernels.lists.query_to_kv import Keys
     from cute_kernels.lists.selected_worklist import _count, _list
 
@@ -472,7 +473,7 @@ def hopper_cases() -> Iterator[Case]:
                 run = ours(window_dq_combine._compiled, dim, dtype, group, slots, parts, *terms)
                 yield Case("WindowDQCombine", variant, dim, group, dtype, run)
     paper, fp32 = (16, 64, 1, 2), torch.float32
-    for dim, group, dtype in itertools.product(DIMS, window_combine.GROUPS, DTYPES):
+    for dim, group, dtype in itertools.product(DIMS, WINDOW_COMBINE_GROUPS, DTYPES):
         combined: dict[str, tuple[Any, ...]] = {
             "projected": (*paper, (dtype, None), (False, False, False), False),
             "projected,kept": (*paper, (dtype, fp32), (True, True, True), False),

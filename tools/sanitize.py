@@ -181,7 +181,7 @@ class Case:
             alone, _ = forward.nsa(inputs, self.config, aux=False)
         results = {"out": out, "out alone": alone, **gradients}
         if check:
-            indices, cmp_indices = forward.Saved.from_list(saved).selections(slice(None), slice(None))
+            indices, cmp_indices = forward.Saved.from_list(saved, inputs, self.config)[2:4]
             self._check(inputs, do, results, indices, cmp_indices)
         return results
 

@@ -24,7 +24,7 @@ half a block is masked; q and o once, 2.1 GB, 0.51 ms at 4.2 TB/s, concurrently;
 ForcedCombineAndGate for n = 16 reads the partials of 13 slots, 14.0 GB, o_cmp and o_win besides q, and writes out: 18.3
 GB, 4.4 ms; with o and gates 19.5 GB.
 
-Limits: those of warp_rows.py; (init + local) l' <= MAX_KEYS, since S is in registers; rows 16-byte aligned. All blocks
+Limits: those of warp_rows.py; (init + local) l' <= 256, since S is in registers; rows 16-byte aligned. All blocks
 that are read must hold finite values up to the last token of the CTA's own block.
 """
 
@@ -55,16 +55,8 @@ from cute_kernels.pool.documents import PackedBlocks, fake_tables
 from cute_kernels.runtime.device import has_warpgroups
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
-MAX_KEYS = 256
-"""Maximum keys per CTA."""
-
 CTA_ROWS = 512
 """Approximate minimum rows, tokens x G, per CTA of ForcedCombineAndGate."""
-
-
-def takes_forced(size: int, init: int, local: int) -> bool:
-    """True if there are forced blocks and the kernel has room for them. Args: l', initial and local blocks."""
-    return 0 < (init + local) * size <= MAX_KEYS
 
 
 def slice_cta(mX: cute.Tensor | None, cta: CtaContext, first: Int32) -> cute.Tensor | None:
@@ -376,7 +368,7 @@ def forced_forward(
         q, k, v, size, scale, first_token, packed: see `kv_outer.kv_outer_forward`; already checked.
         o: `[B,T,H,D_v]` in q's dtype, output; rows aligned.
         lse: fp32 `[B,H,T]`, output, natural log. Rows that belong to no query are left untouched, in o too.
-        init, local: as accepted by `takes_forced`.
+        init, local: of MAX_FORCED_KEYS keys at most.
     """
     dims, group = (q.shape[3], v.shape[3]), q.shape[2] // k.shape[2]
     options = size, init, local, packed is not None, has_warpgroups(q.device)

@@ -43,10 +43,10 @@ from torch import Tensor
 
 from cute_kernels.attend.checks import check_token_attention
 from cute_kernels.attend.combine import combine_and_gate, combine_partials
-from cute_kernels.attend.forced import forced_combine_and_gate, forced_forward, takes_forced
+from cute_kernels.attend.forced import forced_combine_and_gate, forced_forward
 from cute_kernels.attend.views import block_bounds, group_heads
 from cute_kernels.attend.warp_rows import WarpRows
-from cute_kernels.attend.window_combine import WindowBranch, takes_window, window_combine
+from cute_kernels.attend.window_combine import WindowBranch, window_combine
 from cute_kernels.gate.forward import Gating
 from cute_kernels.lists.worklist import (
     BLOCK,
@@ -192,11 +192,6 @@ def _compiled(
     )
 
 
-def takes_gating(dims: tuple[int, int], slots: int, packed: bool) -> bool:
-    """True if `kv_outer_forward` accepts a `gating`. Args: dims: D and D_v. slots: n. packed: documents are packed."""
-    return dims[0] == dims[1] and slots > 0 and not packed
-
-
 def kv_outer_forward(
     q: Tensor,
     k: Tensor,
@@ -211,7 +206,7 @@ def kv_outer_forward(
     local: int = 0,
     gating: Gating | None = None,
     window: WindowBranch | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Any, Tensor]:
     """Attention of each token to the blocks that it selected, causal. Bitwise reproducible.
 
     Args:
@@ -225,12 +220,12 @@ def kv_outer_forward(
             and blocks count from each document's first token.
         init, local: number of forced blocks that indices hold for every token wherever they exist: the first `init` of
             its document, and `local` that end with its own. They are attended to in one pass (attend/forced.py).
-        gating: for these tokens: write out too, and o only into its `o_slc`; needs `takes_gating`.
-        window: also attend to the window of these keys, together with the forced blocks; needs `takes_window`. In its
-            results, rows that belong to no query are left untouched.
+        gating: for these tokens, of D = D_v and no pack: write out too, and o only into its `o_slc`.
+        window: also attend to the window of these keys, together with the forced blocks (attend/window_combine.py).
+            In its results, rows that belong to no query are left untouched.
 
     Returns:
-        o `[B,T,H,D_v]`, or with `gating` its o_slc or out, and lse fp32 `[B,H,T]`, natural log. Rows without keys, and
+        o `[B,T,H,D_v]`, with `gating` its o_slc or None, and lse fp32 `[B,H,T]`, natural log. Rows without keys, and
         rows after the last document, are 0 and -inf.
 
     Raises:
@@ -240,29 +235,18 @@ def kv_outer_forward(
     batch, tokens, heads, dim = q.shape
     kv_heads, v_dim = v.shape[2:]
     group, slots = heads // kv_heads, indices.shape[3]
-    if gating is None:
-        o = torch.empty((batch, tokens, heads, v_dim), dtype=q.dtype, device=q.device)
-    elif takes_gating((dim, v_dim), slots, packed is not None):
-        o = gating.out if gating.o_slc is None else gating.o_slc
-    else:
-        got = f"D = {dim}, D_v = {v_dim}, n = {slots}, {'a pack' if packed is not None else 'sequences'}"
-        raise ValueError(f"gating needs D = D_v, n > 0 and no packed documents, got {got}")
+    o: Any = gating.o_slc if gating is not None else q.new_empty((batch, tokens, heads, v_dim))
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
-    if o.numel() == 0 or slots == 0:
-        return o.zero_(), lse.fill_(-math.inf)
+    if q.numel() == 0 or slots == 0:
+        return None if o is None else o.zero_(), lse.fill_(-math.inf)
 
-    if window is not None and not takes_window(
-        (dim, v_dim), group, slots, size, local, window.left + 1, warpgroups=has_warpgroups(q.device)
-    ):
-        got = f"{[*q.shape]}, D_v = {v_dim}, n = {slots}, l' = {size}, {local} local blocks, {window.left=}"
-        raise ValueError(f"not a window that the selected branch can take along: {got}")
     if gating is not None and (gating.o_win is None) != (window is not None):
         raise ValueError("o of the window is given, or the window is attended to here: gating.o_win or window")
-    has_forced = window is not None or takes_forced(size, init, local)
+    has_forced = init + local > 0
     forced: dict[str, Any] = {"size": size, "scale": scale, "init": init, "local": local}
     if has_forced and packed is not None:
         lse.fill_(-math.inf)  # including rows that belong to no query
-        if window is not None:
+        if window is not None and o is not None:
             o.zero_()
     if has_forced and gating is None and window is None:
         forced_forward(q, k, v, o, lse, first_token=first_token, packed=packed, **forced)
@@ -276,8 +260,8 @@ def kv_outer_forward(
         max_bytes=PARTIAL_BYTES,
         first_token=first_token,
         packed=packed,
-        init=init if has_forced else 0,
-        local=local if has_forced else 0,
+        init=init,
+        local=local,
     )
     with SideStreams(q.device) as streams:
         for worklist, b, h in chunks:
@@ -294,7 +278,7 @@ def kv_outer_forward(
                 chunk_lse = lse[b, q_heads, t]
                 lses: dict[str, Any] = {"lse_partial": lse_partial, "lse": chunk_lse}
                 if window is not None:
-                    kept = None if gating is not None and gating.o_slc is None else o[b, t, q_heads]
+                    kept = None if o is None else o[b, t, q_heads]
                     chunk_window = window.narrow(b, t, q_heads)
                     q_chunk, k_chunk, v_chunk = qkv
                     window_combine(

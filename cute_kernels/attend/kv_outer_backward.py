@@ -47,7 +47,7 @@ from cute_kernels.attend.combine import combine_partials, combine_query_gradient
 from cute_kernels.attend.combine_splits import add_partials, chunk_start
 from cute_kernels.attend.views import block_bounds, group_heads
 from cute_kernels.attend.window_backward import LocalSelected
-from cute_kernels.attend.window_dq_combine import WindowQueries, takes_window_queries, window_dq_combine
+from cute_kernels.attend.window_dq_combine import WindowQueries, window_dq_combine
 from cute_kernels.gate.forward import BRANCHES
 from cute_kernels.gate.sums import QueryTerms
 from cute_kernels.lists.worklist import (
@@ -775,7 +775,7 @@ def kv_outer_backward(
         local: number of selected local blocks, ending with the token's own, to leave out.
         terms: other terms to add to dq, from up to two branches; dq may alias one of them. Needs at least one slot.
         window: also add to dq the gradients of the window and of the local blocks inside it
-            (`takes_window_queries`); with terms from up to one branch.
+            (attend/window_dq_combine.py); with terms from up to one branch.
 
     Raises:
         ValueError: for shapes, dtypes and strides that the kernels do not support; for terms or a window that dq
@@ -878,6 +878,6 @@ def _check_terms(slots: int, size: int, terms: QueryTerms | None, window: Window
         return
     most = BRANCHES - 1 if window is None else 1
     branches = 0 if terms is None else len(terms.branches)
-    if slots == 0 or branches > most or (window is not None and not takes_window_queries(slots, size)):
+    if slots == 0 or branches > most:
         beside = "" if window is None else " beside a window"
         raise ValueError(f"dq cannot hold {branches} other branches{beside} with n = {slots} blocks of {size}")

@@ -3,19 +3,19 @@
     S_ij = scale q_i . k_j        j <= i in the blocks that token i selected
     o_i = sum_j exp(S_ij - lse_i) v_j        lse_i = log sum_j exp(S_ij)
 
-A work tile is as many tokens as fill ROWS query rows with the G heads of their key/value head (pack_gqa). Its CTA lists
+A work tile is as many tokens as fill 128 query rows with the G heads of their key/value head (pack_gqa). Its CTA lists
 each block that any of its tokens selected once, in ascending order, with a bit per token that selected it. Then it runs
 flash attention over this list, with scores masked by these bits and by causality. A block that a row did not select
 leaves the row's bits unchanged: P is 0 and o is rescaled by 1. The result of a token therefore does not depend on the
 selections of the other tokens of its tile, and nothing leaks from the future.
 
 It is faster when neighbors agree, since a tile multiplies the union of its tokens' blocks. The work of kv_outer.py does
-not depend on the selections. `takes_query_outer` chooses between them.
+not depend on the selections. `plan.per_token` chooses between them.
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64, u blocks a tile of 8 tokens: u / 16 times 2.2 TFLOP, 3.7
 ms at 600 TFLOP/s; q and o once, 2 GB, 0.5 ms; keys and values from L2, u x 32 KB a tile. Random blocks: u = 98.
 
-Limits: WGMMA on sm_90a, mma.sync on sm_100a; D and D_v 64 or 128; l' a multiple of 64; G up to ROWS; rows 16-byte
+Limits: WGMMA on sm_90a, mma.sync on sm_100a; D and D_v 64 or 128; l' a multiple of 64; G up to 128; rows 16-byte
 aligned; selected blocks must be finite after a token too.
 """
 
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from cute_kernels.attend.checks import check_token_attention
 from cute_kernels.attend.views import block_bounds, group_heads
+from cute_kernels.limits import MAX_QUERY_OUTER_SLOTS, QUERY_OUTER_ROWS, query_outer_tokens
 from cute_kernels.lists.worklist import fake_packed, fake_slots, packed_tables, position_of, selected_block
 from cute_kernels.mma.mma_sync import (
     QUAD,
@@ -70,43 +71,12 @@ from cute_kernels.runtime.device import has_warpgroups
 from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 
-WARPS = 8
-THREADS = WARPS * LANES
 WARP_ROWS = 16
-ROWS = WARPS * WARP_ROWS
-"""Query rows per work tile."""
-
-MAX_TOKENS = 32
-"""Maximum tokens per work tile: bits of a word."""
-
-MAX_SLOTS = 4096
-"""Maximum slots of a work tile's tokens that fit in shared memory."""
-
-MIN_GROUP = 64
-"""Smallest G for which query-outer is faster than KV-outer whatever tokens select (docs/experiments.md)."""
+WARPS = QUERY_OUTER_ROWS // WARP_ROWS
+THREADS = WARPS * LANES
 
 STAGES = 3
 """Buffers of TILE keys and values: one is multiplied while the others fill."""
-
-
-def tile_tokens(group: int) -> int:
-    """Number of tokens per work tile, for G heads."""
-    return min(MAX_TOKENS, ROWS // group)
-
-
-def takes_query_outer(group: int, slots: int, query_outer: bool | None = None) -> bool:
-    """True if attention per token runs query-outer; decided by shapes alone.
-
-    Deciding by the selections would be better, but then the bits of a token would depend on the choices of later
-    tokens.
-
-    Args:
-        group: G.
-        slots: n.
-        query_outer: overrides the rule if the kernel supports the shape; True is faster when neighbors select alike.
-    """
-    fits = group <= ROWS and tile_tokens(group) * slots <= MAX_SLOTS
-    return fits and (group >= MIN_GROUP if query_outer is None else query_outer)
 
 
 class QueryOuterForward:
@@ -130,7 +100,7 @@ class QueryOuterForward:
     def __init__(self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int, warpgroups: bool) -> None:
         self.dim, self.v_dim, self.dtype, self.group, self.slots, self.size = dim, v_dim, dtype, group, slots, size
         self.warpgroups = warpgroups
-        self.tokens = tile_tokens(group)
+        self.tokens = query_outer_tokens(group)
         self.block_tiles = size // TILE
 
     @cute.jit
@@ -159,7 +129,7 @@ class QueryOuterForward:
             mPositions,
             first_token,
             scale,
-            swizzled_tiles(self.dtype, self.dim, ROWS // TILE),
+            swizzled_tiles(self.dtype, self.dim, QUERY_OUTER_ROWS // TILE),
             swizzled_tiles(self.dtype, self.dim, STAGES),
             swizzled_tiles(self.dtype, self.v_dim, STAGES),
         ).launch(
@@ -420,15 +390,15 @@ def query_outer_forward(
     """Same arguments, results and errors as `kv_outer.kv_outer_forward`. In addition:
 
     Raises:
-        ValueError: for more than ROWS heads per group, or more slots than MAX_SLOTS in a work tile.
+        ValueError: for more heads per group than a work tile has rows, or too many slots in one.
     """
     check_token_attention(q, k, v, indices, size, scale, first_token, packed)
     batch, tokens, heads, dim = q.shape
     group, slots, v_dim = heads // k.shape[2], indices.shape[3], v.shape[3]
-    if group > ROWS:
-        raise ValueError(f"q must have at most {ROWS} heads for each of k's, got {group}")
-    if tile_tokens(group) * slots > MAX_SLOTS:
-        most = MAX_SLOTS // tile_tokens(group)
+    if group > QUERY_OUTER_ROWS:
+        raise ValueError(f"q must have at most {QUERY_OUTER_ROWS} heads for each of k's, got {group}")
+    if query_outer_tokens(group) * slots > MAX_QUERY_OUTER_SLOTS:
+        most = MAX_QUERY_OUTER_SLOTS // query_outer_tokens(group)
         raise ValueError(f"indices must have at most {most} slots for {group} heads a group, got {slots}")
     o = torch.empty((batch, tokens, heads, v_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)

@@ -22,8 +22,8 @@ Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64, forced (1, 2), w =
 and o_cmp, out, 3.2 GB: 4.1 ms at 4.2 TB/s; concurrently 10 tiles of keys, 1.4 TFLOP, 1.5 ms at 900 TFLOP/s, and 2.7
 billion exponentials, 0.7 ms. Keys and values from L2: 10.7 GB.
 
-Limits: sm_90a; D = D_v 64 or 128; G 8, 16 or 32; n <= MAX_SLOTS, T n < 2^31; l' a multiple of 64; causal; 0 < local l'
-<= w <= MAX_WINDOW; window and selected branch have the same keys and values; TMA: rows 16-byte aligned; 64-bit offsets.
+Limits: sm_90a; D = D_v 64 or 128; G 8, 16 or 32; n <= 32, T n < 2^31; l' a multiple of 64; causal; 0 < local l'
+<= w <= 2048; window and selected branch have the same keys and values; TMA: rows 16-byte aligned; 64-bit offsets.
 Keys and values must be finite up to the last token of a row's tile of 64, and from the start of the tile with the
 window's first key.
 """
@@ -106,15 +106,6 @@ CTA_ROWS = 512
 """Maximum query rows per CTA, at most those of a block; TILE per consumer at a time."""
 
 STEP_ROWS = CONSUMERS * TILE
-
-GROUPS = (8, 16, 32)
-"""Supported G: a token has whole 8-row atoms of the swizzle. From 64 on, query-outer runs instead."""
-
-MAX_SLOTS = 32
-"""Maximum n: one lane per slot."""
-
-MAX_WINDOW = 2048
-"""Maximum window in tokens; FlashAttention-4's own kernel is faster for wider windows."""
 
 
 class StepTiles(NamedTuple):
@@ -763,23 +754,6 @@ class WindowBranch(NamedTuple):
         )
 
 
-def takes_window(
-    dims: tuple[int, int], group: int, slots: int, size: int, local: int, window: int, *, warpgroups: bool
-) -> bool:
-    """True if `window_combine` supports a window together with forced blocks.
-
-    Args:
-        dims: D and D_v.
-        group: G.
-        slots: n.
-        size, local: l', and number of blocks that end with a token's own.
-        window: w.
-        warpgroups: the device has WGMMA.
-    """
-    shapes = dims[0] == dims[1] and group in GROUPS and slots <= MAX_SLOTS
-    return warpgroups and shapes and 0 < local * size <= window <= MAX_WINDOW
-
-
 @compiled_once
 def _compiled(
     dim: int,
@@ -848,7 +822,7 @@ def window_combine(
         o: `[B,T,H,D]`, output for o of the selected branch; None: discard.
         lse: fp32 `[B,H,T]`, output for its lse, natural log. Rows that belong to no query are left untouched, here and
             in all results.
-        window: as accepted, with `local`, by `takes_window`.
+        window: at most MAX_COMBINED_WINDOW keys, in which the local blocks are.
         gating: for these tokens and heads: also write out. Its o_win and o_slc are ignored.
     """
     kept = o is not None, window.o is not None, window.lse is not None

@@ -12,7 +12,7 @@ neither dq of the window nor of the selected branch goes through memory.
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16 of which 2 are local, w = 512: partials of 14 slots, 15.0 GB, q, do
 and dq_cmp, dq, 4.3 GB: 4.6 ms at 4.2 TB/s; concurrently 10 tiles of keys, 2.1 TFLOP, 2.3 ms at 900 TFLOP/s.
 
-Limits: those of WindowDQ; n l' / 64 <= MAX_PARTIALS; window and selected branch have the same keys, values and dO.
+Limits: those of WindowDQ; n l' / 64 <= 32; window and selected branch have the same keys, values and dO.
 """
 
 from __future__ import annotations
@@ -63,9 +63,6 @@ from cute_kernels.mma.wgmma import (
 )
 from cute_kernels.runtime.dsl import SmemAllocator
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
-
-MAX_PARTIALS = 32
-"""Maximum partials per row: one bit each."""
 
 SLOTS_FOR_PRODUCER, SLOTS_FOR_CONSUMERS = 3, 4
 """Named barriers, numbered after those of the epilogue: warp 1 has written which slots have partials."""
@@ -382,11 +379,6 @@ class WindowQueries(NamedTuple):
     def narrow(self, batches: slice, rows: slice, heads: slice) -> WindowQueries:
         """Restrict to some batches, rows and heads."""
         return WindowQueries(self.lse[batches, heads, rows], self.delta[batches, heads, rows], self.left)
-
-
-def takes_window_queries(slots: int, size: int) -> bool:
-    """True if `window_dq_combine` has enough bits for the partials of a row. Args: slots: n. size: l'."""
-    return slots * (size // TILE) <= MAX_PARTIALS
 
 
 @compiled_once

@@ -15,10 +15,8 @@ from cutlass import Float32, Int32, pipeline, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils import hopper_helpers
 
+from cute_kernels.limits import TILE as TILE
 from cute_kernels.mma.warp import LOG2_E, probability
-
-TILE = 64
-"""Rows that a warpgroup multiplies, and rows per tile."""
 
 WARPGROUP_THREADS = 128
 """Threads of a warpgroup."""

@@ -171,8 +171,6 @@ class _Memory:
         return self.base.memory
 
 
-
-
 @dataclass
 class _Event:
     """A launch, or an operator that computes."""

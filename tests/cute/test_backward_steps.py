@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import backward, forward, plan
+from cute_kernels import backward, call, forward, plan
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.fa4.rules import RULES as RULES_OF
 from nsa import NSAConfig, reference
@@ -108,15 +108,15 @@ def test_options(changes: dict[str, Any], batch: int, arch: str) -> None:
 
 
 def test_windows_reach_no_farther_than_tokens() -> None:
-    assert plan.window_reach(7, True, 100) == (6, 0)
-    assert plan.window_reach(7, False, 100) == (3, 3)
-    assert plan.window_reach(2**31 - 1, True, 100) == (100, 0)
-    assert plan.window_reach(2**31 - 1, False, 100) == (100, 100)
+    assert call.window_reach(7, True, 100) == (6, 0)
+    assert call.window_reach(7, False, 100) == (3, 3)
+    assert call.window_reach(2**31 - 1, True, 100) == (100, 0)
+    assert call.window_reach(2**31 - 1, False, 100) == (100, 100)
 
 
 @pytest.mark.parametrize(("arch", "batch"), cases.product(RULES, [1, 2]), indirect=["arch"])
 def test_phases_equal_lists(batch: int, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward, "PHASES_FROM", 0)
+    monkeypatch.setattr(plan, "PHASES_FROM", 0)
     monkeypatch.setattr(backward, "PHASE_BYTES", 10_000)
     for stride in (16, 8):
         for tokens in (16, 24, 30, 256, 300):
@@ -334,8 +334,8 @@ def test_rule_of_the_compressed_branch(
         torch.empty((1, rows, heads, dim), dtype=torch.bfloat16, device="meta")
         for heads, dim in ((4, 4), (2, 4), (2, v_dim))
     )
-    made = [plan.prepare(NSAInputs(q, k, v), config, atomic_free=free).plan for free in (True, False)]
-    assert [x.split_compressed for x in made] == [split, False]
+    made = [plan.plan(NSAInputs(q, k, v), config, atomic_free=free) for free in (True, False)]
+    assert [x.compressed_backward == "split" for x in made] == [split, False]
 
 
 @pytest.mark.parametrize("config", [SOME, PAPER], ids=["tile", "token"])
@@ -416,7 +416,7 @@ def test_atomic_free_backward_gets_lists_of_its_tiles(size: int, monkeypatch: py
     from cute_kernels.mma.wgmma import TILE
 
     twins.install(monkeypatch, RULES["sm_90"])
-    monkeypatch.setattr(plan, "chosen_lists", lambda *_, width, **__: width)
+    monkeypatch.setattr(call, "chosen_lists", lambda *_, width, **__: width)
     widths = []
 
     def atomic_free(*tensors: Tensor, into: tuple[Tensor, Tensor, Tensor], **_: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import forward, plan
+from cute_kernels import call, forward
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.fa4 import rules as fa4_rules
 from cute_kernels.gate.forward import Gating
@@ -69,7 +69,7 @@ def test_an_idle_gpu_gets_the_window_first(aux: bool, launched: list[str]) -> No
 
 
 def test_chunks_share_compressed_keys(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(call, "CHUNK_BYTES", 1)
     forward.nsa(some_inputs(), PAPER, aux=False)
     assert launched == ["window", "compress", *REST, "window", *REST]
 
@@ -87,7 +87,7 @@ def test_chunks_gate_their_own_rows(launched: list[str], monkeypatch: pytest.Mon
         return gating.out, torch.zeros(q.shape[0], q.shape[2], q.shape[1])
 
     monkeypatch.setattr(forward, "kv_outer_forward", select)
-    monkeypatch.setattr(plan, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(call, "CHUNK_BYTES", 1)
     out, _ = forward.nsa(inputs, PAPER, aux=False)
     assert torch.equal(out, inputs.q * inputs.gates[..., :1])
     assert launched.count("window") == 2
@@ -115,10 +115,10 @@ def test_a_caller_may_choose_the_kernel_of_the_selected_branch(
 def test_what_was_compressed_before_is_taken(launched: list[str]) -> None:
     inputs = some_inputs()
     k_cmp, v_cmp = inputs.k[:, :31] + 0, inputs.v[:, :31] + 0
-    call = plan.prepare(inputs, PAPER, (k_cmp, v_cmp))
-    forward.attend(call, 0, call.num_rows, lse=False)
-    assert call.k_cmp is k_cmp
-    assert call.v_cmp is v_cmp
+    prepared = call.prepare(inputs, PAPER, (k_cmp, v_cmp))
+    forward.attend(prepared, 0, prepared.num_rows, lse=False)
+    assert prepared.k_cmp is k_cmp
+    assert prepared.v_cmp is v_cmp
     assert launched == ["window", "compressed", "choose", "selected"]
 
 
@@ -192,7 +192,7 @@ def test_last_queries(
     config, (first, tokens) = CONTINUED[name], at
     twins.install_forward(monkeypatch, RULES[arch], config)
     if cut:
-        monkeypatch.setattr(plan, "CHUNK_BYTES", 1)
+        monkeypatch.setattr(call, "CHUNK_BYTES", 1)
     inputs = continued(tokens, first, config, gates=gates)
     expected, expected_aux = reference.nsa(inputs, config)
     assert expected_aux is not None

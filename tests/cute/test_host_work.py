@@ -95,7 +95,7 @@ def test_operators_beside_our_kernels(mode: str) -> None:
             saved = forward()
         with Operators() as back:
             backward(saved)
-    expected = {"plain": ((0, 23), (3, 64)), "replayed": ((0, 26), (3, 48)), "graphs": ((0, 13), (0, 5))}[mode]
+    expected = {"plain": ((0, 22), (3, 64)), "replayed": ((0, 25), (3, 48)), "graphs": ((0, 12), (0, 5))}[mode]
     assert (ahead.kernels, sum(ahead.counts.values())) == expected[0], ahead.counts
     assert (back.kernels, sum(back.counts.values())) == expected[1], back.counts
 
@@ -126,7 +126,7 @@ def test_calls_of_a_forward(mode: str) -> None:
         for _ in range(4):
             forward()
         calls = calls_made(forward)
-    most = {"plain": 440, "replayed": 210, "graphs": 135}[mode]  # Pythons differ a little
+    most = {"plain": 480, "replayed": 210, "graphs": 135}[mode]  # Pythons differ a little
     assert calls <= most, calls
 
 

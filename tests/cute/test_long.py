@@ -41,7 +41,7 @@ def rows_of(config: NSAConfig) -> int:
 def selections(inputs: NSAInputs, config: NSAConfig, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compressed keys and values, and what the tile that begins at `start` selects for each query head."""
     from cute_kernels import forward
-    from cute_kernels.plan import prepare
+    from cute_kernels.call import prepare
 
     call = prepare(inputs, config)
     first = start // TILE * TILE
@@ -50,7 +50,7 @@ def selections(inputs: NSAInputs, config: NSAConfig, start: int) -> tuple[Tensor
         branches = forward.attend(call, first, first + rows.shape[1], lse=False)
         blocks = branches.indices[0, :, start - first].long()
         return call.k_cmp, call.v_cmp, blocks.repeat_interleave(HEADS // KV_HEADS, 0), None
-    indices, chosen = forward.select(call.plan, rows, call.k_cmp, start, inputs.q.shape[1])
+    indices, chosen = forward.select(call, rows, call.k_cmp, start, inputs.q.shape[1])
     return call.k_cmp, call.v_cmp, indices[0, :, 0].long(), None if chosen is None else chosen[0, :, 0].long()
 
 
@@ -102,7 +102,7 @@ def check_rows(inputs: NSAInputs, config: NSAConfig, out: Tensor, starts: list[i
 def check_choice(inputs: NSAInputs, token: int) -> None:
     """A token that selects alone has its forced blocks and, beside them, none that is worse than one it left out."""
     from cute_kernels import forward
-    from cute_kernels.plan import prepare
+    from cute_kernels.call import prepare
 
     call, first = prepare(inputs, PER_TOKEN), token // TILE * TILE
     branches = forward.attend(call, first, min(first + TILE, inputs.q.shape[1]), lse=True)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.plan import per_token
 from tests.support.kv_outer_cases import BF16, FP16, make, random_indices
 
 CUDA = pytest.mark.cuda
@@ -100,14 +101,16 @@ def forward(q: Any, k: Any, v: Any, indices: Any, inputs: Any, **how: Any) -> An
 
 def test_the_rule() -> None:
     """By shapes alone, unless told otherwise; never for what the kernel refuses."""
-    from cute_kernels.attend.query_outer import takes_query_outer
+
+    def query_outer(group: int, slots: int, override: bool | None = None) -> bool:
+        return per_token(group, slots, override) == "query_outer"
 
     groups = (1, 16, 32, 63, 64, 128, 129)
-    assert [takes_query_outer(group, 16) for group in groups] == 4 * [False] + [True, True, False]
-    assert not takes_query_outer(64, 2049)
-    assert takes_query_outer(1, 16, True)
-    assert not takes_query_outer(129, 16, True)
-    assert not takes_query_outer(64, 16, False)
+    assert [query_outer(group, 16) for group in groups] == 4 * [False] + [True, True, False]
+    assert not query_outer(64, 2049)
+    assert query_outer(1, 16, True)
+    assert not query_outer(129, 16, True)
+    assert not query_outer(64, 16, False)
 
 
 @pytest.mark.parametrize(

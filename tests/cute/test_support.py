@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dispatch
-from cute_kernels import call_facts, support
+from cute_kernels import plan, support
 from cute_kernels.fa4 import rules as fa4
 from cute_kernels.runtime import device
 from nsa import NSACache, NSAConfig, PageTable
@@ -301,11 +301,11 @@ def test_what_needs_hopper_is_refused_on_blackwell_alone(arch: str) -> None:
     """Else a mark leaves out of a run on a B200 what would run there."""
     marks, presets = marks_of_sm_90(), (NSAConfig.per_tile(), NSAConfig.paper())
     assert {mark.args[0] for mark in marks.values() if mark.args} == {
-        mark.args[0] for mark in (hardware.ATOMIC_FREE, hardware.NEIGHBORHOOD, hardware.FA4)
+        mark.args[0] for mark in (hardware.ATOMIC_FREE, hardware.NEIGHBORHOOD)
     }
     rules = fa4.rules(torch.device("cuda:0"))
     assert rules is not None
-    assert call_facts.has_atomic_free_backward(rules, 64, 64) == (arch == "sm_90")
+    assert plan.has_atomic_free_backward(rules, 64, 64) == (arch == "sm_90")
     of_options = {name: dict(mark.kwargs) for name, mark in marks.items() if not mark.args}
     assert len(of_options) > 20
     for name, options in of_options.items():

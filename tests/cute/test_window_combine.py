@@ -6,11 +6,15 @@ Both branches against fp64; out against the gate's own kernel, bit for bit.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
+from cute_kernels import plan
+from cute_kernels.fa4 import rules
+from cute_kernels.runtime import device
+from nsa import NSAConfig
+from nsa.inputs import NSAInputs
 from tests.ptx import Observer, Order, Schedule
 from tests.support import cases
 from tests.support.hardware import WINDOW_COMBINE
@@ -116,15 +120,18 @@ class TestInterpreted:
 # Which windows
 
 
-def test_which_windows() -> None:
-    from cute_kernels.attend.window_combine import takes_window
+def test_which_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def window(*, v_dim: int = 128, group: int = 16, own_keys: bool = False, arch: int = 9, **options: int) -> str:
+        q, k = (torch.empty((1, 300, heads, 128), dtype=torch.bfloat16, device="meta") for heads in (group, 1))
+        inputs = NSAInputs(q, k, k[..., :v_dim], k_win=k if own_keys else None, v_win=k if own_keys else None)
+        monkeypatch.setattr(device, "compute_capability", lambda _: (arch, 0))
+        monkeypatch.setattr(rules, "compute_capability", lambda _: (arch, 0))
+        return plan.plan(inputs, replace(NSAConfig.paper(), **options)).window
 
-    usual: dict[str, Any] = {"dims": (128, 128), "group": 16, "slots": 16, "size": 64, "local": 2}
-    usual |= {"window": 512, "warpgroups": True}
-    assert takes_window(**usual)
-    assert all(takes_window(**usual | {"window": window}) for window in (128, 2048))
-    refused = [("dims", (128, 64)), ("group", 4), ("slots", 33), ("local", 0), ("window", 127), ("window", 2049)]
-    assert not any(takes_window(**usual | {name: value}) for name, value in [*refused, ("warpgroups", False)])
+    assert window() == window(window_size=128) == window(window_size=2048) == "combine"
+    assert window(v_dim=64) == window(group=4) == window(own_keys=True) == window(arch=10) == "fa4"
+    assert window(num_selected_blocks=33) == window(num_local_blocks=0) == "fa4"
+    assert window(window_size=127) == window(window_size=2049) == "fa4"
 
 
 def test_other_windows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,9 +142,6 @@ def test_other_windows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Case(70).inputs("cpu")
     with pytest.raises(ValueError, match=r"gating\.o_win or window"):
         Case(70).run(inputs, Gating(inputs.q, inputs.q, inputs.q, None, None))
-    case = Case(70, window=100)
-    with pytest.raises(ValueError, match=r"not a window that the selected branch can take along: .*window\.left=99"):
-        case.run(case.inputs("cpu"))
 
 
 # On a GPU

@@ -161,32 +161,32 @@ class Attention:
 
     def run(self, execution: Execution) -> None:
         from cute_kernels import backward, forward
+        from cute_kernels.call import prepare
         from cute_kernels.fa4.interface import Gradients
-        from cute_kernels.plan import prepare
 
         form, facts = FORMS[self.form], self.facts
         config, rows, keys = form.config, facts["rows"], facts["keys"]
         q, k, v = self._normal(rows, self.group), self._normal(keys), self._normal(keys, dim=facts["d_v"])
         do = self._normal(rows, self.group, facts["d_v"], seed=1)
-        plan = prepare(NSAInputs(q, self._normal(rows), self._normal(rows, dim=facts["d_v"])), config).plan
+        call = prepare(NSAInputs(q, self._normal(rows), self._normal(rows, dim=facts["d_v"])), config)
         indices, visible = self._selection(rows, keys)
         if form.branch == "compressed":
-            branch = forward.attend_compressed(plan, q, k, v, indices, 0, True)
+            branch = forward.attend_compressed(call, q, k, v, indices, 0, True)
         elif form.branch == "selected":
-            branch = forward.attend_selected(plan, q, k, v, indices, 0, True, holds_forced=False)
+            branch = forward.attend_selected(call, q, k, v, indices, 0, True, holds_forced=False)
         else:
-            branch = forward.attend_window(plan, q, k, v, 0, True)
+            branch = forward.attend_window(call, q, k, v, 0, True)
         given = Gradients(q, k, v, branch.o, do, branch.lse, *(torch.empty_like(x) for x in (q, k, v)))
         delta = (branch.o.float() * do.float()).sum(-1).transpose(1, 2).contiguous()
         got = {"dq": given.dq, "dk": given.dk, "dv": given.dv}
         if form.branch == "compressed":
-            dk, dv = backward.backward_compressed(plan, given, indices, delta, False)
+            dk, dv = backward.backward_compressed(call, given, indices, delta, False)
             got["dk"], got["dv"] = dk.to(self.dtype), dv.to(self.dtype)
         elif form.branch == "selected":
-            backward.backward_selected(plan, given, indices, delta, False)
+            backward.backward_selected(call, given, indices, delta, False)
         else:
-            backward.backward_window(plan, given, delta, False)
-        self._check(execution, {"o": branch.o, "lse": branch.lse, **got}, (q, k, v), do, visible, plan.scale)
+            backward.backward_window(call, given, delta, False)
+        self._check(execution, {"o": branch.o, "lse": branch.lse, **got}, (q, k, v), do, visible, call.scale)
 
     def _normal(self, rows: int, heads: int = 1, dim: int | None = None, seed: int = 0) -> Tensor:
         shape = (FORMS[self.form].batch, rows, heads, dim or self.dim)
@@ -354,7 +354,7 @@ class Whole:
             selections = _selections(aux)
         else:
             alone, _ = forward.nsa(inputs, config, aux=False)
-            selections = forward.Saved.from_list(saved).selections(slice(None), slice(None))
+            selections = forward.Saved.from_list(saved, inputs, config)[2:4]
         if not torch.equal(out.nan_to_num(), alone.nan_to_num()):
             execution.results.append(Result("out for training is another", 1.0, 0.0))
         check_nsa(execution, inputs, config, do, {"out": out, **gradients}, selections)

@@ -17,7 +17,6 @@ ATOMIC_FREE = pytest.mark.sm_90("gradients without atomics")
 """Tests of their kernels, or of their bits without `deterministic`."""
 NEIGHBORHOOD = pytest.mark.sm_90("deterministic gradients of neighborhood attention")
 WINDOW_COMBINE = pytest.mark.sm_90("window, forced blocks, combine and gate in one kernel")
-FA4 = pytest.mark.sm_90("FlashAttention-4's kernels for sm_90")
 
 
 def without_sm_90(marks: list[pytest.Mark]) -> str | None:

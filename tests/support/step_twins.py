@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import backward, forward, plan
+from cute_kernels import backward, call, forward
 from cute_kernels.attend.window_backward import LocalSelected
 from cute_kernels.attend.window_dq_combine import WindowQueries
 from cute_kernels.fa4 import interface as fa4
@@ -75,8 +75,8 @@ def install(patch: pytest.MonkeyPatch, rules: Rules) -> None:
     patch.setattr(backward, "compressed_backward", atomic_free_compressed)
     patch.setattr(backward, "window_backward", atomic_free_window)
     patch.setattr(backward, "selected_backward", atomic_free_selected)
-    patch.setattr(plan, "chosen_lists", chosen_lists)
-    patch.setattr(plan, "lay_out", lay_out)
+    patch.setattr(call, "chosen_lists", chosen_lists)
+    patch.setattr(call, "lay_out", lay_out)
     patch.setattr(documents, "_align_rows", align_rows)
     patch.setattr(documents, "bounds_of", bounds_of)
 
@@ -92,7 +92,7 @@ def install_forward(patch: pytest.MonkeyPatch, rules: Rules, config: NSAConfig) 
     patch.setattr(forward, "kv_outer_forward", token_attention)
     patch.setattr(forward, "query_outer_forward", token_attention)
     patch.setattr(compress, "block_means", block_means)
-    patch.setattr(plan, "chosen_lists", chosen_lists)
+    patch.setattr(call, "chosen_lists", chosen_lists)
 
 
 # Attention over pairs

@@ -118,6 +118,6 @@ class Case:
             assert torch.equal(got_lse, lse)
             assert torch.equal(got_win, o_win)
             assert torch.equal(got_win_lse, lse_win)
-            assert got is (o_slc if keeps else out)
+            assert got is o_slc
             assert o_slc is None or torch.equal(o_slc, o)
             assert projected is None or torch.equal(projected, used)

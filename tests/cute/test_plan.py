@@ -1,0 +1,212 @@
+"""The plan of a call of NSA: which kernels it chooses, and that these are launched and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels.plan import Plan, plan, refusal
+from cute_kernels.runtime import device
+from nsa import NSAConfig
+from nsa.inputs import NSAInputs
+from tests.support import cases
+
+pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported
+
+TILE, TOKEN = NSAConfig.per_tile(), NSAConfig.paper()
+
+
+@pytest.fixture(autouse=True)
+def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Meta tensors stand for those of this GPU."""
+    monkeypatch.setenv(device.TARGET_VARIABLE, getattr(request, "param", "sm_90a"))
+    monkeypatch.setenv(device.SMS_VARIABLE, "132")
+    device.compute_capability.cache_clear()
+    device.multiprocessors.cache_clear()
+    yield
+    device.compute_capability.cache_clear()
+    device.multiprocessors.cache_clear()
+
+
+def inputs_of(
+    tokens: int = 3000,
+    *,
+    group: int = 16,
+    dims: tuple[int, int] = (128, 128),
+    first: int = 0,
+    gates: str = "projected",
+    own_keys: str = "",
+    documents: bool = False,
+) -> NSAInputs:
+    """Tensors without data. Args: first: token of the first query. gates: "projected", "given" or "third".
+
+    own_keys: "slc" or "win".
+    """
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    batch = () if documents else (1,)
+    q = empty(*batch, tokens - first, 2 * group, dims[0])
+    k, v = (empty(*batch, tokens, 2, dim) for dim in dims)
+    more: dict[str, Any] = {}
+    if gates == "projected":
+        more["gate_proj_weight"] = empty(2 * group, 3, dims[0])
+    elif gates == "given":
+        more["gates"] = empty(*q.shape[:-1], 3)
+    if own_keys:
+        more |= {f"k_{own_keys}": torch.empty_like(k), f"v_{own_keys}": torch.empty_like(v)}
+    if documents:
+        more |= {"cu_seqlens": empty(4, dtype=torch.int32), "max_seqlen": tokens}
+    return NSAInputs(q, k, v, **more)
+
+
+# Rules, by what differs from the paper's configuration (or the one per tile) on a Hopper GPU
+
+RULES: dict[str, tuple[NSAInputs, NSAConfig, dict[str, Any]]] = {
+    "per token": (
+        inputs_of(),
+        TOKEN,
+        {
+            "selected": "kv_outer",
+            "forced": (1, 2),
+            "window": "combine",
+            "gate": "combine",
+            "compressed_backward": "split",
+            "selected_backward": "kv_outer",
+            "window_backward": "split",
+            "local_with_window": True,
+            "window_dq": "combine",
+        },
+    ),
+    "per tile": (
+        inputs_of(),
+        TILE,
+        {
+            "selected": "fa4",
+            "forced": (0, 0),
+            "window": "fa4",
+            "gate": "kernel",
+            "compressed_backward": "split",
+            "selected_backward": "split",
+            "window_backward": "split",
+            "local_with_window": False,
+        },
+    ),
+    "64 heads a group": (inputs_of(group=64), TOKEN, {"selected": "query_outer", "window": "fa4", "gate": "kernel"}),
+    "4 heads a group": (inputs_of(group=4), TOKEN, {"selected": "kv_outer", "window": "fa4", "gate": "combine"}),
+    "own window": (inputs_of(own_keys="win"), TOKEN, {"window": "fa4", "gate": "combine", "local_with_window": False}),
+    "own selected": (inputs_of(own_keys="slc"), TOKEN, {"window": "fa4", "local_with_window": False}),
+    "given gates": (inputs_of(gates="given"), TOKEN, {"gate": "combine", "local_with_window": False}),
+    "D_v": (inputs_of(dims=(128, 64)), TOKEN, {"window": "fa4", "gate": "kernel", "window_backward": "fa4"}),
+    "documents": (inputs_of(documents=True), TOKEN, {"window": "combine", "gate": "kernel", "window_backward": "fa4"}),
+    "no room for forced blocks": (
+        inputs_of(group=4),
+        replace(TOKEN, num_init_blocks=2, num_local_blocks=3),
+        {"forced": (0, 0)},
+    ),
+    "forced blocks in the window": (
+        inputs_of(),
+        replace(TOKEN, num_init_blocks=2, num_local_blocks=3),
+        {"forced": (2, 3), "window": "combine"},
+    ),
+    "local blocks beyond the window": (
+        inputs_of(),
+        replace(TOKEN, window_size=127),
+        {"forced": (1, 2), "window": "fa4", "local_with_window": False},
+    ),
+    "two partials a slot": (inputs_of(), replace(TOKEN, select_block_size=128), {"window_dq": "combine"}),
+    "too many partials": (
+        inputs_of(),
+        replace(TOKEN, select_block_size=128, num_selected_blocks=17),
+        {"local_with_window": True, "window_dq": "window"},
+    ),
+    "selected entries": (
+        inputs_of(),
+        replace(TILE, num_cmp_selected_blocks=4, compress_block_size=1, select_block_size=64),
+        {"selects_entries": True, "compressed_backward": "blocks"},
+    ),
+    "few entries": (
+        inputs_of(),
+        replace(TILE, num_cmp_selected_blocks=4),
+        {"selects_entries": False, "compressed_backward": "split"},
+    ),
+    "no causality": (
+        inputs_of(),
+        replace(TILE, causal=False),
+        {"compressed_backward": "fa4", "selected_backward": "split", "window_backward": "fa4"},
+    ),
+    "later queries": (inputs_of(first=512), TILE, {"first_row": 512, "window_backward": "split", "as_pack": False}),
+    "from inside a tile": (
+        inputs_of(first=500),
+        TILE,
+        {"first_row": 0, "as_pack": True, "compressed_backward": "fa4", "window_backward": "fa4"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules(name: str) -> None:
+    inputs, config, expected = RULES[name]
+    made = plan(inputs, config, training=True)
+    assert {field: getattr(made, field) for field in expected} == expected
+
+
+def test_without_our_backwards() -> None:
+    """FlashAttention-4's, for comparisons; and where a deterministic one has no other."""
+    made = plan(inputs_of(), TILE, training=True, atomic_free=False)
+    assert (made.compressed_backward, made.selected_backward, made.window_backward) == ("phases", "fa4", "fa4")
+    made = plan(inputs_of(), TILE, training=True, atomic_free=False, deterministic=True)
+    assert (made.selected_backward, made.window_backward) == ("split", "fa4")
+
+
+@pytest.mark.parametrize("arch", ["sm_100a"], indirect=True)
+def test_on_blackwell() -> None:
+    made = plan(inputs_of(), TOKEN, training=True)
+    assert (made.selected, made.window, made.gate, made.window_backward) == ("kv_outer", "fa4", "combine", "fa4")
+
+
+# What is launched
+
+KERNELS: dict[str, Callable[[Plan], bool]] = {
+    "attend.kv_outer._compiled": lambda x: x.selected == "kv_outer",
+    "attend.query_outer._compiled": lambda x: x.selected == "query_outer",
+    "attend.window_combine._compiled": lambda x: x.window == "combine",
+    "attend.forced._forced": lambda x: x.forced != (0, 0) and (x.window, x.gate) == ("fa4", "kernel"),
+    "attend.forced._forced_combine_and_gate": lambda x: x.forced != (0, 0) and (x.window, x.gate) == ("fa4", "combine"),
+    "gate.forward._compiled": lambda x: x.gate == "kernel",
+    "attend.compressed_backward._dq": lambda x: x.compressed_backward == "split",
+    "attend.selected_backward._dq": lambda x: x.selected_backward == "split" or x.compressed_backward == "blocks",
+    "attend.kv_outer_backward._compiled": lambda x: x.selected_backward == "kv_outer",
+    "attend.window_backward._dkv": lambda x: x.window_backward == "split",
+    "attend.window_backward._dq": lambda x: x.window_backward == "split" and x.window_dq == "window",
+    "attend.window_dq_combine._compiled": lambda x: x.window_dq == "combine",
+}
+"""Whether a plan launches it."""
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "atomic_free"),
+    cases.product(RULES, ["sm_90a", "sm_100a"], [True, False], cover=2),
+    indirect=["arch"],
+)
+def test_launches_are_those_of_the_plan(name: str, atomic_free: bool) -> None:
+    from cute_kernels import backward, forward
+    from cute_kernels.runtime.launches import launches_of
+
+    inputs, config, _ = RULES[name]
+    assert refusal(inputs, config, training=True) is None
+
+    def call() -> None:
+        out, saved = forward.nsa_saving(inputs, config, recompute=False)
+        backward.nsa_backward(inputs, config, saved, torch.empty_like(out), atomic_free=atomic_free)
+
+    launched = {str(getattr(launch.kernel, "name", "")).partition(" ")[0] for launch in launches_of(call)}
+    made = plan(inputs, config, training=True, atomic_free=atomic_free)
+    for kernel, chosen in KERNELS.items():
+        assert (f"cute_kernels.{kernel}" in launched) == chosen(made), kernel
