@@ -85,14 +85,14 @@ def round_straight_through(x: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def guard_inplace_changes(out: Tensor, *inputs: Tensor) -> Tensor:
+def guard_inplace_changes(out: Tensor, *inputs: Tensor | None) -> Tensor:
     """Return `out`; its backward raises PyTorch's error if an input was changed in place since the forward.
 
     For backwards that read the inputs outside of autograd's own checks, as torch.utils.checkpoint does.
     """
     if not out.requires_grad:
         return out
-    result: Tensor = _SaveForVersionCheck.apply(out, *(tensor.detach() for tensor in inputs))
+    result: Tensor = _SaveForVersionCheck.apply(out, *(tensor.detach() for tensor in inputs if tensor is not None))
     return result
 
 

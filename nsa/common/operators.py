@@ -1,22 +1,194 @@
-"""Registration of PyTorch operators, and the conditions for a call to run as one.
+"""How the ops run: a checked call, eagerly with autograd, or as PyTorch operators with autograd and fakes.
+
+An op turns its arguments into a ResolvedCall, whose methods say what is the op's own: results, gradients and their
+shapes. This module does the rest: the autograd.Function of eager training, results on the meta device, autocast, errors
+for second derivatives, and registration with torch.library.
 
 torch.compile(fullgraph=True) treats an operator as opaque: Dynamo cannot trace validation and dispatch, and need not,
-since the implementation is the eager path. Each op registers a forward with autograd and a backward whose own
-derivative raises.
+since the implementation is the eager path. Eager calls do not use the operators, because autograd of an operator with
+as many arguments as nsa_kernels::saving costs 0.4 ms of host time per call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from nsa.common.derivatives import raise_double_backward
+import dispatch
+from nsa.common.autocast import autocast_off
+from nsa.common.derivatives import (
+    determinism_is_asked_for,
+    forbid_double_backward,
+    guard_inplace_changes,
+    needs_grad,
+    raise_double_backward,
+    recompute_gradients,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+# Calls
+
+
+@dataclass
+class ResolvedCall(ABC):
+    """A checked call of an op, and the implementation that runs it.
+
+    A backend trains through the module in its table row (dispatch.Impl.training). One without, such as a reference, is
+    differentiable itself: it saves nothing, and the operators rerun it in backward.
+    """
+
+    impl: dispatch.Impl
+    backward: bool
+    """True if gradients are needed."""
+    tensors: tuple[Any, ...]
+    """The differentiable tensors, then the others."""
+
+    op: ClassVar[str]
+    """Name in errors."""
+
+    saves_out: ClassVar[bool] = False
+    """True if the backward reads out."""
+
+    @abstractmethod
+    def with_tensors(self) -> Callable[[tuple[Any, ...]], ResolvedCall]:
+        """A function that makes this call with other tensors of the same kinds, and holds none of these."""
+
+    @abstractmethod
+    def forward(self) -> Tensor:
+        """out alone."""
+
+    @abstractmethod
+    def empty(self) -> tuple[Tensor, list[Tensor]]:
+        """Tensors with the shapes and dtypes of `saving`'s, made without running anything; sizes may be symbols."""
+
+    def saving(self) -> tuple[Tensor, list[Tensor]]:
+        """out, and the tensors that `gradients` needs in addition to `tensors`."""
+        raise NotImplementedError
+
+    def gradients(self, do: Tensor, out: Tensor | None, saved: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of the differentiable arguments that are given.
+
+        Args:
+            do: gradient of out.
+            out: from `saving`, or None unless `saves_out`.
+            saved: from `saving`.
+        """
+        raise NotImplementedError
+
+    def empty_gradients(self) -> list[Tensor]:
+        """Tensors with the shapes and dtypes of `gradients`."""
+        raise NotImplementedError
+
+    def by_tensor(self, gradients: list[Tensor]) -> Sequence[Tensor]:
+        """Gradients of `tensors`; not as many as `gradients` if an argument is a list."""
+        return gradients
+
+    def recomputed(self, tensors: Sequence[Tensor], do: Tensor) -> list[Tensor]:
+        """Gradients of the first tensors, given in any dtype, by rerunning a differentiable implementation."""
+        make, others = self.with_tensors(), self.tensors[len(tensors) :]
+        return recompute_gradients(lambda *leaves: make((*leaves, *others)).forward(), tensors, do)
+
+
+@dataclass
+class AttentionCall(ResolvedCall):
+    """A call of `implementation(q, k, v, *other tensors, **options) -> (out, saved, ...)`."""
+
+    options: dict[str, Any]
+
+    saves_out = True
+
+    def with_tensors(self) -> Callable[[tuple[Any, ...]], ResolvedCall]:
+        kind, impl, options = type(self), self.impl, self.options
+        return lambda tensors: kind(impl, True, tensors, options)
+
+    @property
+    def qkv(self) -> tuple[Any, ...]:
+        return self.tensors[:3]
+
+    def forward(self) -> Tensor:
+        out: Tensor = self.impl.load()(*self.tensors, **self.options)[0]
+        return out
+
+    def saving(self) -> tuple[Tensor, list[Tensor]]:
+        out, saved, *_ = self.impl.load()(*self.tensors, **self.options)
+        return out, [] if self.impl.training is None else [saved]
+
+    def empty(self) -> tuple[Tensor, list[Tensor]]:
+        q, k, v = self.qkv
+        training = self.impl.load_training()
+        saved = [] if training is None else [training.kept_like(q, k, v, **self.options)]
+        return q.new_empty((*q.shape[:-1], v.shape[-1])), saved
+
+    def gradients(self, do: Tensor, out: Tensor | None, saved: Sequence[Tensor]) -> list[Tensor]:
+        training = self.impl.load_training()
+        if training is None:
+            return self.recomputed(self.qkv, do)
+        return [*training.backward(do, *self.tensors, out, *saved, **self.options)]
+
+    def empty_gradients(self) -> list[Tensor]:
+        return [x.new_empty(x.shape) for x in self.qkv]
+
+
+# Eager calls
+
+
+def run(call: ResolvedCall) -> Tensor:
+    """Run a call eagerly; the result is differentiable, on the meta device too."""
+    kind = call.tensors[0].device.type
+    with autocast_off(kind):
+        if kind == "meta":
+            return depending_on(call.empty()[0], call.tensors)
+        if call.impl.training is None:
+            return guard_inplace_changes(call.forward(), *call.tensors)
+        if not call.backward:
+            return call.forward()
+        out: Tensor = EagerFunction.apply(call, *call.tensors)
+        return out
+
+
+def depending_on(out: Tensor, tensors: Iterable[Tensor | None]) -> Tensor:
+    """`out` of the meta device, differentiable any number of times with respect to the tensors."""
+    sums = [x.sum() for x in tensors if x is not None and needs_grad(x)]
+    return out + sum(sums) if sums else out
+
+
+class EagerFunction(torch.autograd.Function):
+    """One eager call. Tensors are separate arguments so that autograd tracks them."""
+
+    @staticmethod
+    def forward(ctx: Any, call: ResolvedCall, *tensors: Tensor | None) -> Tensor:
+        out, saved = call.saving()
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, out if call.saves_out else None, *saved)
+        ctx.count, ctx.call = len(tensors), call.with_tensors()  # ctx must hold no tensor that autograd frees
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None) -> tuple[Tensor | None, ...]:
+        kept = ctx.saved_tensors  # read once: torch.utils.checkpoint frees recomputed tensors when they are read
+        count: int = ctx.count
+        if do is None:
+            return (None,) * (1 + count)
+        tensors, out, saved = kept[:count], kept[count], kept[count + 1 :]
+        call: ResolvedCall = ctx.call(tensors)
+        with torch.no_grad(), autocast_off(do.device.type):
+            gradients = call.by_tensor(call.gradients(do, out, saved))
+        results = [x if needs else None for x, needs in zip(gradients, ctx.needs_input_grad[1:], strict=False)]
+        results += [None] * (count - len(results))
+        return (None, *forbid_double_backward(call.op, results, do, *tensors))
+
+
+# Operators
 
 
 def break_graph(function: F) -> F:
@@ -46,6 +218,105 @@ def register_operator(name: str, schema: str, implementation: Callable[..., Any]
     torch.library.register_fake(name, fake)
 
 
+def register_forward(name: str, schema: str, resolve: Callable[..., ResolvedCall]) -> None:
+    """Define the operator of the calls that `resolve` makes of the schema's arguments, given as keywords.
+
+    Its results are out, or out and what backward needs: a list of tensors, or one, which is empty if nothing is saved.
+    """
+    parsed = torch._C.parse_schema(name + schema)
+    names, (_, *saves) = [argument.name for argument in parsed.arguments], parsed.returns
+
+    def results(out: Tensor, saved: list[Tensor]) -> Any:
+        if not saves:
+            return out
+        return out, saved if isinstance(saves[0].type, torch.ListType) else (saved or [out.new_empty(0)])[0]
+
+    @torch.no_grad()
+    def implementation(*arguments: Any, **keywords: Any) -> Any:
+        call = resolve(**dict(zip(names, arguments, strict=False)), **keywords)
+        with autocast_off(call.tensors[0].device.type):
+            out, saved = call.saving() if saves else (call.forward(), [])
+        return results(out.contiguous(), saved)
+
+    def fake(*arguments: Any, **keywords: Any) -> Any:
+        return results(*resolve(**dict(zip(names, arguments, strict=False)), **keywords).empty())
+
+    register_operator(name, schema, implementation, fake)
+
+
+def register_backward(
+    op: str,
+    forward: tuple[str, str],
+    backward: tuple[str, str],
+    resolve: Callable[..., ResolvedCall],
+    differentiable: Sequence[str],
+) -> None:
+    """Define the operator of an op's backward, and make it the derivative of its forward.
+
+    Args:
+        op: its name in the error of a second derivative.
+        forward: name and schema of an operator of `register_forward`.
+        backward: name and schema. Arguments are `do`, `saved`, and those of forward; also `out` if it is read, and
+            `deterministic`, PyTorch's flag in forward, on which compiled graphs are guarded, if forward has none.
+        resolve: makes the call of all arguments but `do`, `out` and `saved`.
+        differentiable: the first arguments of forward. Each has a gradient among backward's results, which is empty for
+            an absent tensor, and one tensor for a list.
+    """
+    parsed, own = (torch._C.parse_schema(name + schema) for name, schema in (forward, backward))
+    names, own_names = ([argument.name for argument in schema.arguments] for schema in (parsed, own))
+    others = sum(not argument.kwarg_only for argument in parsed.arguments) - len(differentiable)
+    kind = list if isinstance(own.returns[0].type, torch.ListType) else tuple
+
+    def given(arguments: Sequence[Any], keywords: dict[str, Any]) -> tuple[Tensor, Any, list[Tensor], dict[str, Any]]:
+        """do, out, saved, and the arguments of `resolve`."""
+        rest = {**dict(zip(own_names, arguments, strict=False)), **keywords}
+        do, out, saved = rest.pop("do"), rest.pop("out", None), rest.pop("saved")
+        return do, out, saved if isinstance(saved, list) else [saved], rest
+
+    def results(do: Tensor, gradients: list[Tensor], rest: dict[str, Any]) -> Any:
+        remaining = iter(gradients)
+        return kind(do.new_empty(0) if rest[name] is None else next(remaining) for name in differentiable)
+
+    @torch.no_grad()
+    def implementation(*arguments: Any, **keywords: Any) -> Any:
+        do, out, saved, rest = given(arguments, keywords)
+        with autocast_off(do.device.type):
+            gradients = resolve(**rest).gradients(do, out, saved)
+        return results(do, [x.contiguous() for x in gradients], rest)
+
+    def fake(*arguments: Any, **keywords: Any) -> Any:
+        do, _, _, rest = given(arguments, keywords)
+        return results(do, resolve(**rest).empty_gradients(), rest)
+
+    def save(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
+        out, saved = output
+        ctx.mark_non_differentiable(*(saved if isinstance(saved, list) else [saved]))
+        ctx.set_materialize_grads(False)
+        values = {"deterministic": determinism_is_asked_for(), **dict(zip(names, inputs, strict=False))}
+        values.update(keyword_only_inputs or {}, out=out, saved=saved)
+        leaves, ctx.structure = tree_flatten({name: values[name] for name in own_names if name != "do"})
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in leaves))
+        ctx.no_tensors = [None if isinstance(x, Tensor) else x for x in leaves]
+
+    def differentiate(ctx: Any, do: Tensor | None, *_: Any) -> Any:
+        leaves = [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.no_tensors, strict=True)]
+        values = tree_unflatten(leaves, ctx.structure)
+        gradients = [None] * len(differentiable) if do is None else packet(do=do, **values)
+
+        def own(x: Any, gradient: Tensor | None) -> Any:
+            if isinstance(x, list):
+                return [None] * len(x) if gradient is None else by_member(gradient, x)
+            return None if x is None else gradient
+
+        found = (own(values[name], gradient) for name, gradient in zip(differentiable, gradients, strict=True))
+        return (*found, *[None] * others)
+
+    register_operator(*backward, implementation, fake)
+    packet = getattr(torch.ops.nsa_kernels, backward[0].partition("::")[2])
+    torch.library.register_autograd(forward[0], differentiate, setup_context=save)
+    register_double_backward_error(backward[0], op)
+
+
 def register_double_backward_error(name: str, op: str) -> None:
     """Make the derivative of a backward operator raise."""
 
@@ -53,3 +324,8 @@ def register_double_backward_error(name: str, op: str) -> None:
         raise_double_backward(op)
 
     torch.library.register_autograd(name, differentiate)
+
+
+def by_member(gradient: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of a list's tensors, from one tensor that stacks them unless a single tensor has their dimensions."""
+    return [gradient] if gradient.dim() == tensors[0].dim() else list(gradient.unbind(0))

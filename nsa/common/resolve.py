@@ -1,24 +1,68 @@
-"""Choice of an implementation: the dispatcher's, or the op's meta function for tensors without values."""
+"""Choice of an implementation, and the calls that were accepted: calls equal to one of them are not checked again.
+
+Checks that read no values depend only on options and on tensors' sizes, dtypes and devices. Each op says on which: the
+`properties` of a call, or None for a call that must be checked each time.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
 import dispatch
+from dispatch.registry import ENVIRONMENT_VARIABLE
+
+DEVICES = {"cuda"}
+"""Device types whose host time matters so much that accepted calls are remembered."""
+
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Tensor types with storage and without overridden behavior."""
+
+MOST = 4096
+"""Maximum number of accepted calls; all are forgotten when there are more."""
+
+_ACCEPTED: dict[Hashable, dispatch.Impl] = {}
 
 
-def resolve(call: dispatch.Call, backend: str | None, *, meta: str) -> dispatch.Impl:
-    """Return `dispatch.resolve` of the call, or the op's meta function for tensors on the meta device.
+def is_remembered(x: Tensor, backend: object) -> bool:
+    """True if calls with this first tensor and `backend` are remembered."""
+    return type(x) in PLAIN and x.device.type in DEVICES and (backend is None or isinstance(backend, str))
 
-    Args:
-        call: the op, device, dtype and options of the call.
-        backend: name of a backend, or None for the first that supports the call. On the meta device only the name is
-            checked, since shapes and dtypes are the same for every backend.
-        meta: "module:function" of the op's meta function, with the arguments of a backend's function.
+
+def accepted(properties: Hashable) -> dispatch.Impl | None:
+    """The implementation of an accepted call with these properties, or None."""
+    return None if properties is None else _ACCEPTED.get((os.environ.get(ENVIRONMENT_VARIABLE), properties))
+
+
+def find_impl(call: dispatch.Call, backend: str | None, properties: Hashable = None) -> dispatch.Impl:
+    """`dispatch.resolve` of a checked call, which is accepted with these properties.
+
+    On the meta device the op's last row: results have the same shapes for every backend.
 
     Raises:
         ValueError: for an unknown backend.
         dispatch.BackendError: if no backend supports the call.
     """
+    if call.device_type == "meta":
+        return dispatch.explain(call, backend)[-1].impl  # raises for an unknown name
+    impl = dispatch.resolve(call, backend)
+    if properties is not None:
+        if len(_ACCEPTED) >= MOST:
+            _ACCEPTED.clear()
+        _ACCEPTED[os.environ.get(ENVIRONMENT_VARIABLE), properties] = impl
+    return impl
+
+
+def forget() -> None:
+    """Forget all accepted calls, for tests."""
+    _ACCEPTED.clear()
+
+
+def resolve(call: dispatch.Call, backend: str | None, *, meta: str) -> dispatch.Impl:
     if call.device_type != "meta":
         return dispatch.resolve(call, backend)
-    dispatch.explain(call, backend)  # raises for an unknown name
-    return dispatch.Impl(call.op, "meta", target=meta, check="")  # not in the table, so its check is never read
+    dispatch.explain(call, backend)
+    return dispatch.Impl(call.op, "meta", target=meta, check="")

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from nsa.common.autocast import autocast_off, promote_blocks
-from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_transforms
-from nsa.common.operators import runs_as_operator
-from nsa.residual.autograd import run_with_backward
-from nsa.residual.ops import call_forward
-from nsa.residual.validate import block_tensors, resolve, with_two_leading_dims
+from nsa.common.autocast import promote_blocks
+from nsa.common.derivatives import refuse_transforms
+from nsa.common.operators import run, runs_as_operator
+from nsa.residual.operators import call_operator, resolve
+from nsa.residual.validate import with_two_leading_dims
 
 
 def attention_residual(
@@ -59,16 +58,5 @@ def attention_residual(
     if shape is not None:
         return attention_residual(blocks, w_query, w_norm, eps, backend=backend).reshape(shape)
     if runs_as_operator(w_query):
-        return call_forward(blocks, w_query, w_norm, eps, backend)
-    impl = resolve(blocks, w_query, w_norm, eps, backend)
-    tensors, eps = block_tensors(blocks), float(eps)
-    out: Tensor
-    with autocast_off(w_query.device.type):
-        if impl.training is None:
-            out = impl.load()(blocks, w_query, w_norm, eps=eps)[0]
-            out = guard_inplace_changes(out, *tensors, w_query, *([] if w_norm is None else [w_norm]))
-        elif needs_grad(*tensors, w_query, w_norm):
-            out = run_with_backward(blocks, w_query, w_norm, impl, eps)
-        else:
-            out = impl.load()(blocks, w_query, w_norm, eps=eps, backend=impl.backend)[0]
-    return out
+        return call_operator(blocks, w_query, w_norm, eps, backend)
+    return run(resolve(blocks, w_query, w_norm, eps=eps, backend=backend))

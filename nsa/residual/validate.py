@@ -1,74 +1,20 @@
-"""Argument checks for attention residual, and the choice of a backend."""
+"""Argument checks for attention residual."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import dispatch
-from dispatch.registry import ENVIRONMENT_VARIABLE, short_name
+from dispatch.registry import short_name
 from nsa.common.autocast import CASTABLE, autocast_dtype
-from nsa.common.checks import check_dense, check_dtype, check_eps
-from nsa.common.derivatives import needs_grad
-from nsa.common.resolve import resolve as resolve_call
-from nsa.residual import meta
+from nsa.common.checks import check_dense, check_dtype
 
 Blocks = Tensor | Sequence[Tensor]
 """`[L,B,N,D]`, or L tensors `[B,N,D]`."""
-
-
-def resolve(
-    blocks: Blocks,
-    w_query: Tensor,
-    w_norm: Tensor | None,
-    eps: float,
-    backend: str | None,
-    backward: bool | None = None,
-) -> dispatch.Impl:
-    """Check all arguments and find a backend that supports the call.
-
-    Args:
-        backward: True if gradients are needed. Default: None, which means if a tensor requires them.
-    """
-    first, num_blocks = _check_blocks(blocks)
-    check_eps(eps)
-    _check_weight("w_query", w_query, first)
-    if w_norm is not None:
-        _check_weight("w_norm", w_norm, first)
-    if backward is None:
-        backward = needs_grad(*block_tensors(blocks), w_query, w_norm)
-    facts = first.device, first.dtype, backward, num_blocks, isinstance(blocks, Tensor), first.shape[-3:], backend
-    if first.device.type == "cuda" and (backend is None or isinstance(backend, str)):
-        return _resolve_cached(os.environ.get(ENVIRONMENT_VARIABLE), *facts)
-    return _resolve(*facts)
-
-
-def _resolve(
-    device: torch.device,
-    dtype: torch.dtype,
-    backward: bool,
-    num_blocks: int,
-    stacked: bool,
-    shape: torch.Size,
-    backend: str | None,
-) -> dispatch.Impl:
-    options = {"blocks": num_blocks, "stacked": stacked, "shape": tuple(shape)}
-    call = dispatch.Call("attention_residual", device, dtype, backward=backward, options=options)
-    return resolve_call(call, backend, meta=meta.FORWARD)
-
-
-@lru_cache(1024)
-def _resolve_cached(_environment: str | None, *facts: Any) -> dispatch.Impl:
-    """Cached for GPUs, where the result depends only on these arguments: checking all rows again would take as long as
-    a launch.
-    """
-    return _resolve(*facts)
 
 
 def block_tensors(blocks: Blocks) -> tuple[Tensor, ...]:
@@ -82,24 +28,19 @@ def with_two_leading_dims(blocks: Blocks) -> tuple[Blocks, torch.Size | None]:
     Returns views if strides allow.
 
     Raises:
-        TypeError, ValueError: as `resolve`, for blocks that are reshaped.
+        TypeError, ValueError: as `check_blocks`, for blocks that are reshaped.
     """
     stacked = isinstance(blocks, Tensor)
     first = blocks if stacked or not isinstance(blocks, (list, tuple)) or not blocks else blocks[0]
     if not isinstance(first, Tensor) or first.dim() - stacked in (0, 3):
         return blocks, None
-    _check_blocks(blocks)
+    check_blocks(blocks)
     shape = first.shape[1:] if stacked else first.shape
     *lead, tokens, dim = (1, *shape) if len(shape) == 1 else shape
     two = math.prod(lead), tokens, dim
     return blocks.reshape(blocks.shape[0], *two) if isinstance(blocks, Tensor) else [
         x.reshape(two) for x in blocks
     ], shape
-
-
-def as_blocks(tensors: Sequence[Tensor], stacked: bool) -> Blocks:
-    """Inverse of `block_tensors`."""
-    return tensors[0] if stacked else tensors
 
 
 def check_layer_blocks(blocks: Any, weight: Tensor) -> None:
@@ -124,7 +65,7 @@ def check_layer_blocks(blocks: Any, weight: Tensor) -> None:
             raise TypeError(f"{name} must be {expected}, got {short_name(first.dtype)}")
 
 
-def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
+def check_blocks(blocks: Any) -> tuple[Tensor, int]:
     """Check the blocks; return the first tensor, and L."""
     if isinstance(blocks, Tensor):
         check_dense("blocks", blocks)
@@ -167,7 +108,7 @@ def _check_list(blocks: Sequence[Tensor], first: Tensor) -> None:
             raise ValueError(f"blocks[{i}] must have blocks[0]'s strides {strides}, got {block.stride()}")
 
 
-def _check_weight(name: str, weight: Any, first: Tensor) -> None:
+def check_weight(name: str, weight: Any, first: Tensor) -> None:
     if not isinstance(weight, Tensor):
         kind = "a torch.Tensor" if name == "w_query" else "a torch.Tensor or None"
         raise TypeError(f"{name} must be {kind}, got {type(weight).__name__}")
