@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from nsa.block_sparse.autograd import run_with_backward
-from nsa.block_sparse.ops import call_forward
-from nsa.block_sparse.validate import resolve
-from nsa.common.autocast import autocast_off, cast_inputs
+from nsa.block_sparse.operators import resolve
+from nsa.common.autocast import cast_inputs
 from nsa.common.checks import check_bool
-from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_forward_mode, refuse_transforms
+from nsa.common.derivatives import needs_grad, refuse_forward_mode, refuse_transforms
 from nsa.common.keywords import PACK, explain_keywords
-from nsa.common.operators import runs_as_operator
+from nsa.common.operators import run, runs_as_operator
 from nsa.config import NSAConfig
 from nsa.inputs import NSAInputs
 
@@ -88,7 +87,9 @@ def block_sparse_attention(
             inputs.check(config)
             inputs = inputs.narrow(config)
         tensors = inputs.q, inputs.k, inputs.v, block_indices, inputs.cu_seqlens, inputs.cu_seqlens_k, inputs.q_start
-        return call_forward(*tensors, block_size, causal, softmax_scale, debug, backend)
+        options = block_size, causal, softmax_scale, debug, backend, needs_grad(*tensors[:3])
+        out: Tensor = torch.ops.nsa_kernels.block_sparse_attention(*tensors, *options)[0]
+        return out
     call = resolve(
         inputs,
         block_indices,
@@ -98,11 +99,4 @@ def block_sparse_attention(
         debug=debug,
         backend=backend,
     )
-    with autocast_off(q.device.type):
-        if call.impl.training is None:
-            out: Tensor = call.impl.load()(*call.tensors, **call.options)[0]
-            return guard_inplace_changes(out, q, k, v)
-        if not needs_grad(*call.tensors[:3]):
-            out = call.impl.load()(*call.tensors, **call.options)[0]
-            return out
-        return run_with_backward(call)
+    return run(call)

@@ -52,6 +52,7 @@ class ResolvedCall(ABC):
     """True if gradients are needed."""
     tensors: tuple[Any, ...]
     """The differentiable tensors, then the others."""
+    options: dict[str, Any]
 
     op: ClassVar[str]
     """Name in errors."""
@@ -59,9 +60,10 @@ class ResolvedCall(ABC):
     saves_out: ClassVar[bool] = False
     """True if the backward reads out."""
 
-    @abstractmethod
     def with_tensors(self) -> Callable[[tuple[Any, ...]], ResolvedCall]:
         """A function that makes this call with other tensors of the same kinds, and holds none of these."""
+        kind, impl, options = type(self), self.impl, self.options
+        return lambda tensors: kind(impl, True, tensors, options)
 
     @abstractmethod
     def forward(self) -> Tensor:
@@ -99,17 +101,10 @@ class ResolvedCall(ABC):
         return recompute_gradients(lambda *leaves: make((*leaves, *others)).forward(), tensors, do)
 
 
-@dataclass
 class AttentionCall(ResolvedCall):
     """A call of `implementation(q, k, v, *other tensors, **options) -> (out, saved, ...)`."""
 
-    options: dict[str, Any]
-
     saves_out = True
-
-    def with_tensors(self) -> Callable[[tuple[Any, ...]], ResolvedCall]:
-        kind, impl, options = type(self), self.impl, self.options
-        return lambda tensors: kind(impl, True, tensors, options)
 
     @property
     def qkv(self) -> tuple[Any, ...]:
@@ -124,10 +119,14 @@ class AttentionCall(ResolvedCall):
         return out, [] if self.impl.training is None else [saved]
 
     def empty(self) -> tuple[Tensor, list[Tensor]]:
-        q, k, v = self.qkv
+        q, _, v = self.qkv
         training = self.impl.load_training()
-        saved = [] if training is None else [training.kept_like(q, k, v, **self.options)]
-        return q.new_empty((*q.shape[:-1], v.shape[-1])), saved
+        return q.new_empty((*q.shape[:-1], v.shape[-1])), [] if training is None else [self.saved_like(training)]
+
+    def saved_like(self, training: Any) -> Tensor:
+        """A tensor like the one that forward saves, as the training module describes it."""
+        like: Tensor = training.kept_like(*self.qkv, **self.options)
+        return like
 
     def gradients(self, do: Tensor, out: Tensor | None, saved: Sequence[Tensor]) -> list[Tensor]:
         training = self.impl.load_training()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa.common.autocast import autocast_off, cast_inputs
+from nsa.common.autocast import cast_inputs
 from nsa.common.derivatives import refuse_transforms
-from nsa.common.operators import runs_as_operator
-from nsa.indexer.ops import call_forward
-from nsa.indexer.validate import check_index_tensors, narrow, resolve
+from nsa.common.operators import run, runs_as_operator
+from nsa.indexer.operators import resolve
+from nsa.indexer.validate import check_index_tensors, narrow
 
 
 def top_blocks_by_max(
@@ -70,8 +70,9 @@ def top_blocks_by_max(
             check_index_tensors(q_idx, k_idx, packed=cu_seqlens is not None)
             k_idx = narrow(q_idx, k_idx, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, q_start=q_start).k
             q_start = None
-        where = cu_seqlens, cu_seqlens_k, q_start
-        return call_forward(q_idx.detach(), k_idx.detach(), *where, block_size, k, local, backend)
+        tensors = q_idx.detach(), k_idx.detach(), cu_seqlens, cu_seqlens_k, q_start
+        indices: Tensor = torch.ops.nsa_kernels.top_blocks_by_max(*tensors, block_size, k, local, backend)
+        return indices
     call = resolve(
         q_idx,
         k_idx,
@@ -83,6 +84,5 @@ def top_blocks_by_max(
         local=local,
         backend=backend,
     )
-    with torch.no_grad(), autocast_off(q_idx.device.type):
-        indices: Tensor = call.impl.load()(*call.tensors, **call.options)
-    return indices
+    with torch.no_grad():
+        return run(call)

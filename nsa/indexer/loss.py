@@ -21,7 +21,8 @@ from nsa.block_sparse.validate import check_indices
 from nsa.common.autocast import CASTABLE, autocast_dtype, autocast_off
 from nsa.common.checks import check_integer, is_finite, is_number
 from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_transforms
-from nsa.indexer.validate import LARGEST, TOKEN_MODE, check_index_tensors
+from nsa.config import LARGEST_OPTION
+from nsa.indexer.validate import TOKEN_MODE, check_index_tensors
 from nsa.inputs import NSAInputs
 from nsa.reference import Keys, chunk_bytes
 
@@ -86,7 +87,7 @@ def indexer_kl_loss(
         (torch.Size([]), torch.Size([1, 256, 2, 32]))
     """
     refuse_transforms("indexer_kl_loss")
-    check_integer("block_size", block_size, 1, LARGEST)
+    check_integer("block_size", block_size, 1, LARGEST_OPTION)
     if cu_seqlens is not None and q_start is not None:
         raise ValueError("q_start must be None with cu_seqlens: documents have as many queries as keys here")
     q_idx, k_idx, q, k = _outside_autocast(q_idx, k_idx, q, k)

@@ -1,62 +1,18 @@
-"""Argument checks for an indexer, and the choice of a backend."""
+"""Argument checks for an indexer."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-import dispatch
 from dispatch.registry import short_name
-from nsa.common.checks import check_dtype, check_integer, check_tensor
-from nsa.common.resolve import resolve as resolve_call
+from nsa.common.checks import check_dtype, check_tensor
 from nsa.config import NSAConfig
-from nsa.indexer import meta
 from nsa.inputs import NSAInputs
 
-LARGEST = 2**31 - 1
 TOKEN_MODE = NSAConfig.paper()
 """Documents and starts follow the rules of token mode."""
-
-
-class ResolvedCall(NamedTuple):
-    """Checked arguments, with an integer q_start already applied, and the implementation that runs them."""
-
-    impl: dispatch.Impl
-    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-    """q_idx, k_idx, cu_seqlens, cu_seqlens_k, q_start."""
-    options: dict[str, Any]
-    """Keyword arguments of a backend: block_size, k, local."""
-
-
-def resolve(
-    q_idx: Tensor,
-    k_idx: Tensor,
-    *,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    q_start: int | Tensor | None,
-    block_size: int,
-    k: int,
-    local: int,
-    backend: str | None,
-) -> ResolvedCall:
-    """Check all arguments and find a backend that supports the call.
-
-    Raises:
-        TypeError, ValueError: naming the argument and its value.
-        dispatch.BackendError: if no backend supports the call.
-    """
-    check_integer("block_size", block_size, 1, LARGEST)
-    check_integer("k", k, 1, LARGEST)
-    check_integer("local", local, 0, k)
-    check_index_tensors(q_idx, k_idx, packed=cu_seqlens is not None, own_bounds=cu_seqlens_k is not None)
-    inputs = narrow(q_idx, k_idx, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, q_start=q_start)
-    options = {"block_size": block_size, "k": k, "local": local}
-    call = dispatch.Call("top_blocks_by_max", q_idx.device, q_idx.dtype, options={"inputs": inputs, **options})
-    impl = resolve_call(call, backend, meta=meta.FORWARD)
-    start = inputs.q_start if isinstance(inputs.q_start, Tensor) else None
-    return ResolvedCall(impl, (inputs.q, inputs.k, inputs.cu_seqlens, inputs.cu_seqlens_k, start), options)
 
 
 def narrow(q_idx: Tensor, k_idx: Tensor, **where: Any) -> NSAInputs:

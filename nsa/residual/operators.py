@@ -9,8 +9,7 @@ tensors inside an operator do not require any.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,55 +31,44 @@ BACKWARD = (
 )
 
 
-@dataclass
 class ResidualCall(ResolvedCall):
-    """The blocks' tensors, w_query, and w_norm if it is given."""
-
-    stacked: bool
-    num_tensors: int
-    """Number of tensors that hold the blocks."""
-    eps: float
+    """The blocks' tensors, w_query, and w_norm if it is given; `num_tensors` hold the blocks, one if `stacked`."""
 
     op = "attention_residual"
 
-    def with_tensors(self) -> Callable[[tuple[Any, ...]], ResolvedCall]:
-        impl, options = self.impl, (self.stacked, self.num_tensors, self.eps)
-        return lambda tensors: ResidualCall(impl, True, tensors, *options)
-
-    def arguments(self) -> tuple[Any, Any, Any]:
+    def arguments(self) -> tuple[Any, Tensor, Tensor | None]:
         """blocks, w_query and w_norm."""
-        blocks, (w_query, *w_norm) = self.tensors[: self.num_tensors], self.tensors[self.num_tensors :]
-        return blocks[0] if self.stacked else blocks, w_query, w_norm[0] if w_norm else None
+        count, stacked = self.options["num_tensors"], self.options["stacked"]
+        w_query, *w_norm = self.tensors[count:]
+        return self.tensors[0] if stacked else self.tensors[:count], w_query, w_norm[0] if w_norm else None
 
     def saving(self) -> tuple[Tensor, list[Tensor]]:
+        eps = self.options["eps"]
         if self.impl.training is None:
-            return self.impl.load()(*self.arguments(), eps=self.eps)[0], []
-        out, saved = self.impl.load()(*self.arguments(), eps=self.eps, backend=self.impl.backend)
+            return self.impl.load()(*self.arguments(), eps=eps)[0], []
+        out, saved = self.impl.load()(*self.arguments(), eps=eps, backend=self.impl.backend)
         return out, [saved]
 
     def forward(self) -> Tensor:
         return self.saving()[0]
 
     def empty(self) -> tuple[Tensor, list[Tensor]]:
-        blocks, training = self.arguments()[0], self.impl.load_training()
-        first = blocks if self.stacked else blocks[0]
-        return first.new_empty(first.shape[-3:]), [] if training is None else [training.kept_like(blocks)]
+        first, training = self.tensors[0], self.impl.load_training()
+        saved = [] if training is None else [training.kept_like(self.arguments()[0])]
+        return first.new_empty(first.shape[-3:]), saved
 
     def gradients(self, do: Tensor, out: Tensor | None, saved: Sequence[Tensor]) -> list[Tensor]:
         training = self.impl.load_training()
         if training is not None:
             found = training.backward(do, *self.arguments(), *saved, backend=self.impl.backend)
             return [x for x in found if x is not None]
-        dtensors = self.recomputed(self.tensors, do)
-        dblocks, dweights = dtensors[: self.num_tensors], dtensors[self.num_tensors :]
-        return [dblocks[0] if self.stacked else torch.stack(dblocks), *dweights]
+        count, dtensors = self.options["num_tensors"], self.recomputed(self.tensors, do)
+        return [dtensors[0] if self.options["stacked"] else torch.stack(dtensors[:count]), *dtensors[count:]]
 
     def empty_gradients(self) -> list[Tensor]:
-        blocks, *weights = self.arguments()
-        dblocks = (
-            blocks.new_empty(blocks.shape) if self.stacked else blocks[0].new_empty((len(blocks), *blocks[0].shape))
-        )
-        return [dblocks, *(x.new_empty(x.shape) for x in weights if x is not None)]
+        (first, *_), count = self.tensors, self.options["num_tensors"]
+        shape = first.shape if self.options["stacked"] else (count, *first.shape)
+        return [first.new_empty(shape), *(x.new_empty(x.shape) for x in self.tensors[count:])]
 
     def by_tensor(self, gradients: list[Tensor]) -> list[Tensor]:
         dblocks, *dweights = gradients
@@ -123,7 +111,7 @@ def resolve(
         options = {"blocks": num_blocks, "stacked": stacked, "shape": tuple(first.shape[-3:])}
         call = dispatch.Call("attention_residual", first.device, first.dtype, backward=backward, options=options)
         impl = find_impl(call, backend, properties)
-    return ResidualCall(impl, backward, given, stacked, len(tensors), float(eps))
+    return ResidualCall(impl, backward, given, {"stacked": stacked, "num_tensors": len(tensors), "eps": float(eps)})
 
 
 def call_operator(blocks: Blocks, w_query: Tensor, w_norm: Tensor | None, eps: float, backend: str | None) -> Tensor:
