@@ -110,12 +110,17 @@ class AttentionCall(ResolvedCall):
     def qkv(self) -> tuple[Any, ...]:
         return self.tensors[:3]
 
+    @property
+    def forward_options(self) -> dict[str, Any]:
+        """The options of the implementation; its backward gets all."""
+        return self.options
+
     def forward(self) -> Tensor:
-        out: Tensor = self.impl.load()(*self.tensors, **self.options)[0]
+        out: Tensor = self.impl.load()(*self.tensors, **self.forward_options)[0]
         return out
 
     def saving(self) -> tuple[Tensor, list[Tensor]]:
-        out, saved, *_ = self.impl.load()(*self.tensors, **self.options)
+        out, saved, *_ = self.impl.load()(*self.tensors, **self.forward_options)
         return out, [] if self.impl.training is None else [saved]
 
     def empty(self) -> tuple[Tensor, list[Tensor]]:
@@ -125,7 +130,7 @@ class AttentionCall(ResolvedCall):
 
     def saved_like(self, training: Any) -> Tensor:
         """A tensor like the one that forward saves, as the training module describes it."""
-        like: Tensor = training.kept_like(*self.qkv, **self.options)
+        like: Tensor = training.kept_like(*self.qkv, **self.forward_options)
         return like
 
     def gradients(self, do: Tensor, out: Tensor | None, saved: Sequence[Tensor]) -> list[Tensor]:

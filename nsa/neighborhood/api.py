@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import torch
 from torch import Tensor
 
 import dispatch
 from nsa.common.autocast import autocast_off, cast_inputs
 from nsa.common.checks import check_choice
-from nsa.common.derivatives import determinism_is_asked_for, guard_inplace_changes, needs_grad, refuse_transforms
+from nsa.common.derivatives import needs_grad, refuse_transforms
 from nsa.common.keywords import ONE_BY_ONE, explain_keywords
-from nsa.common.operators import runs_as_operator
-from nsa.common.resolve import resolve as resolve_call
-from nsa.neighborhood import meta
-from nsa.neighborhood.autograd import run_with_backward
+from nsa.common.operators import run, runs_as_operator
+from nsa.common.resolve import find_impl
 from nsa.neighborhood.backward_cache import BackwardCache
-from nsa.neighborhood.ops import call_forward
-from nsa.neighborhood.validate import PATHS, Window, check_backward_tensors, check_tensors, keys_until, resolve, sizes
+from nsa.neighborhood.operators import resolve, sizes
+from nsa.neighborhood.validate import PATHS, Window, check_backward_tensors, check_tensors, keys_until
 
 
 @explain_keywords(ONE_BY_ONE)
@@ -87,22 +83,12 @@ def neighborhood_attention(
     q, k, v = cast_inputs({"q": q, "k": k, "v": v}).values()
     if runs_as_operator(q):
         k, v = _until_last_query(q, k, v, causal, q_start)
-        return call_forward(q, k, v, kernel_size, dilation, softmax_scale, boundary, causal, algorithm, backend)
+        options = kernel_size, dilation, softmax_scale, boundary, causal, algorithm, backend
+        out: Tensor = torch.ops.nsa_kernels.neighborhood_attention(q, k, v, *options, needs_grad(q, k, v))[0]
+        return out
     window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
     k, v = _until_last_query(q, k, v, causal, q_start)
-    deterministic = determinism_is_asked_for()
-    impl = resolve(q, k, v, window, algorithm, backend, band=False, deterministic=deterministic)
-    with autocast_off(q.device.type):
-        if impl.training is None:
-            out: Tensor = impl.load()(q, k, v, **asdict(window), return_band=False)[0]
-            return guard_inplace_changes(out, q, k, v)
-        options = {**asdict(window), "backend": impl.backend}
-        if algorithm in ("band", "dense"):
-            options["algorithm"] = algorithm
-            if not needs_grad(q, k, v):
-                out = impl.load()(q, k, v, **options, keep=False)[0]
-                return out
-        return run_with_backward(q, k, v, impl, options, deterministic)
+    return run(resolve(q, k, v, window, algorithm=algorithm, backend=backend))
 
 
 def _until_last_query(q: Tensor, k: Tensor, v: Tensor, causal: bool, q_start: int | None) -> tuple[Tensor, Tensor]:
@@ -174,11 +160,11 @@ def neighborhood_attention_forward(
     window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
     with torch.no_grad(), autocast_off(q.device.type if isinstance(q, Tensor) else "cpu"):
         k, v = _until_last_query(q, k, v, causal, q_start)
-        impl = resolve(q, k, v, window, algorithm, backend, band=True)
-        if impl.training is None:
-            out, band, _ = impl.load()(q, k, v, **asdict(window))
-        else:
-            out, band = impl.load()(q, k, v, **asdict(window), backend=impl.backend, algorithm="band")
+        call = resolve(q, k, v, window, algorithm=algorithm, backend=backend, band=True, deterministic=False)
+        if q.device.type == "meta":
+            band_shape = q.shape[0], q.shape[2], q.shape[1], kernel_size
+            return call.empty()[0], q.new_empty(band_shape, dtype=torch.promote_types(q.dtype, torch.float32))
+        out, band, *_ = call.impl.load()(q, k, v, **call.forward_options)
     return out, band
 
 
@@ -258,14 +244,17 @@ def neighborhood_attention_backward(
     given, num_keys, stop = (do, q, k, v, attn), k.shape[1], keys_until(q, k, causal, q_start)
     check_backward_tensors(do, attn, q, stop, kernel_size)
     k, v = (x if stop == num_keys else x[:, :stop] for x in (k, v))
-    options = {**asdict(window), "path": path, "band": True, **sizes(q, k)}
+    options = {**vars(window), "path": path, "band": True, **sizes(q, k)}
     call = dispatch.Call("neighborhood_attention_backward", q.device, q.dtype, backward=True, options=options)
-    impl = resolve_call(call, backend, meta=meta.BACKWARD)
+    impl = find_impl(call, backend)
     backend_keyword = {} if impl.backend == "reference" else {"backend": impl.backend}
 
     def compute() -> tuple[Tensor, ...]:
         with torch.no_grad(), autocast_off(q.device.type):
-            dq, *dkv = impl.load()(do, q, k, v, attn, **asdict(window), path=path, **backend_keyword)
+            if q.device.type == "meta":
+                dq, *dkv = (x.new_empty(x.shape) for x in (q, k, v))
+            else:
+                dq, *dkv = impl.load()(do, q, k, v, attn, **vars(window), path=path, **backend_keyword)
             behind = [0, 0, 0, 0, 0, num_keys - stop]
             return (dq, *(x if stop == num_keys else torch.nn.functional.pad(x, behind) for x in dkv))
 

@@ -1,12 +1,11 @@
-"""Argument checks for neighborhood attention, and the choice of a backend."""
+"""Argument checks for neighborhood attention."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from torch import Tensor
 
-import dispatch
 from dispatch.registry import short_name
 from nsa.common.checks import (
     check_bool,
@@ -19,9 +18,6 @@ from nsa.common.checks import (
     is_number,
     warn_of_heads_first,
 )
-from nsa.common.derivatives import needs_grad
-from nsa.common.resolve import resolve as resolve_call
-from nsa.neighborhood import meta
 
 BOUNDARIES = ("truncate", "shift")
 LARGEST_OPTION = 2**63 - 1
@@ -118,36 +114,3 @@ def check_backward_tensors(do: Tensor, attn: Tensor, q: Tensor, num_keys: int, k
     band, dense = [batch, heads, num_tokens, kernel_size], [batch, heads, num_tokens, num_keys]
     if list(attn.shape) not in (band, dense):
         raise ValueError(f"attn must be a band {band} or of all pairs {dense}, got shape {list(attn.shape)}")
-
-
-def sizes(q: Tensor, k: Tensor) -> dict[str, object]:
-    """Options of dispatch.Call: `shape` `[B,N_k,H,D]`, and `first_token`, the token index of the first query."""
-    return {"shape": (q.shape[0], k.shape[1], *q.shape[2:]), "first_token": k.shape[1] - q.shape[1]}
-
-
-def resolve(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: Window,
-    algorithm: str,
-    backend: str | None,
-    *,
-    band: bool,
-    backward: bool | None = None,
-    deterministic: bool = False,
-) -> dispatch.Impl:
-    """Check all arguments and find a backend that supports the call.
-
-    Args:
-        band: True if probabilities are also returned.
-        backward: True if gradients are needed. Default: None, which means if a tensor requires them.
-        deterministic: True if gradients must be bitwise repeatable.
-    """
-    check_choice("algorithm", algorithm, ALGORITHMS)
-    check_tensors(q, k, v)
-    keys_until(q, k, window.causal, None)
-    options = {**asdict(window), "algorithm": algorithm, "band": band, "deterministic": deterministic, **sizes(q, k)}
-    backward = needs_grad(q, k, v) if backward is None else backward
-    call = dispatch.Call("neighborhood_attention", q.device, q.dtype, backward=backward, options=options)
-    return resolve_call(call, backend, meta=meta.FORWARD)

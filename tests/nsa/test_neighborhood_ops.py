@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from ascend_kernels.neighborhood import algorithms
 from dispatch import neighborhood_attention
 from nsa import NeighborhoodAttention, NeighborhoodAttentionLayer
-from nsa.neighborhood import api, ops
+from nsa.neighborhood import operators
 from tests.support.helpers import make_qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
@@ -120,8 +120,7 @@ def test_determinism_is_what_pytorchs_flag_says_in_forward(
     """Not in backward, which may run much later. PyTorch refuses to run with it what was compiled without."""
     torch._dynamo.reset()
     recorder = Recorder()
-    for module in (api, ops):
-        monkeypatch.setattr(module, "resolve", lambda *_, **__: recorder)
+    monkeypatch.setattr(operators, "find_impl", lambda *_, **__: recorder)
     function = torch.compile(neighborhood_attention, backend="aot_eager") if compiled else neighborhood_attention
     q, k, v = make_qkv(8, requires_grad=True)
     torch.use_deterministic_algorithms(asked)
