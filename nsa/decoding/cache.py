@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -120,8 +120,8 @@ class NSACache:
             self.tile_sums = self._memory("tile_sums", given.get("tile_sums"), (table.batch, tile, heads, dim), sums)
             with to_be_changed():
                 self.sums_begin = torch.zeros(table.batch, dtype=torch.int32, device=table.device)
-        self.taken: dict[Hashable, Any] = {}
-        """Backends of accepted calls, a bounded number, keyed by the inputs of their checks (validate.py)."""
+        self.identity = object()
+        """A property of accepted calls (nsa/common/resolve.py): they depend on this cache's memory."""
         table.add_layer(self)
 
     def _memory(self, name: str, given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -257,11 +257,8 @@ class NSACache:
         """
         self.table.load(self.state_dict(), state)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For copy.deepcopy and pickle: caches of one table that are copied together share its copy."""
-        return {**vars(self), "taken": {}}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """For copy.deepcopy and pickle: caches of one table that are copied together share its copy."""
         vars(self).update(as_to_be_changed(state))
         self.table.add_layer(self)
 

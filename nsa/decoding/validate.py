@@ -1,27 +1,19 @@
-"""Argument checks of nsa_with_cache, before anything is written, and the choice of a backend."""
+"""Argument checks of nsa_with_cache, before anything is written."""
 
 from __future__ import annotations
-
-import os
-from collections.abc import Hashable
-from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
-import dispatch
-from dispatch.registry import ENVIRONMENT_VARIABLE, short_name
+from dispatch.registry import short_name
 from nsa.config import NSAConfig, check_options
 from nsa.decoding.cache import NSACache
 from nsa.inputs import NSAInputs
-from nsa.validate import MOST
 
 TENSOR_NAMES = (
     *("q", "k", "v", "w_k_compress", "w_v_compress", "k_slc", "v_slc", "k_win", "v_win", "gate_proj_weight", "gates"),
 )
 """Tensor arguments of a call."""
-
-_tensors = attrgetter(*TENSOR_NAMES)
 
 LAYOUT_OPTIONS = ("compress_block_size", "stride", "q_tile_size", "causal")
 """Options that define the contents of a cache; the others may change between calls."""
@@ -53,32 +45,6 @@ def _has_gradients(inputs: NSAInputs, config: NSAConfig) -> bool:
     return any(tensor.requires_grad for tensor in (*inputs.tensors().values(), *learned))
 
 
-def resolve(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str | None) -> dispatch.Impl:
-    """Check the tensors against options and cache, and find a backend that supports the call.
-
-    Checks that depend only on shapes, dtypes and options are cached, because a model makes the same call in each step.
-
-    Raises:
-        TypeError, ValueError: naming the argument, its value and what was expected.
-        RuntimeError: if a gradient is needed.
-        dispatch.BackendError: if no backend supports the call.
-    """
-    facts = _facts(inputs, cache, config, backend)
-    impl = cache.taken.get(facts)
-    if impl is None:
-        _check_shapes(inputs, cache, config)
-    check_order(inputs, cache, config)
-    if impl is None:
-        options = {"inputs": inputs, "config": config, "cache": cache}
-        call = dispatch.Call("nsa_with_cache", inputs.q.device, inputs.q.dtype, options=options)
-        impl = dispatch.resolve(call, backend)
-        if facts is not None:
-            if len(cache.taken) >= MOST:
-                cache.taken.clear()
-            cache.taken[facts] = impl
-    return impl
-
-
 def check_order(inputs: NSAInputs, cache: NSACache, config: NSAConfig) -> None:
     """Raise if a gradient is needed, or if the call is out of place in the table's step.
 
@@ -91,24 +57,8 @@ def check_order(inputs: NSAInputs, cache: NSACache, config: NSAConfig) -> None:
     _check_step(inputs.q, cache)
 
 
-def _facts(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str | None) -> Hashable:
-    """Key of all inputs of `_check_shapes` and the dispatcher; None if they depend on values, or for unusual
-    tensors.
-    """
-    if not (backend is None or isinstance(backend, str)) or config.debug or config.compress != "mean":
-        return None
-    tensors: list[Hashable] = []
-    for x in _tensors(inputs):
-        if isinstance(x, Tensor) and not x.is_nested:
-            tensors.append((x.shape, x.dtype, x.device, x.layout))
-        elif x is None:
-            tensors.append(None)
-        else:
-            return None
-    return config, backend, os.environ.get(ENVIRONMENT_VARIABLE), cache.table.capacity, cache.table.num_pages, *tensors
-
-
-def _check_shapes(inputs: NSAInputs, cache: NSACache, config: NSAConfig) -> None:
+def check_shapes(inputs: NSAInputs, cache: NSACache, config: NSAConfig) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless the tensors fit the options and the cache."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k)) and q.shape[1] != k.shape[1]:  # else: more keys
         raise ValueError(f"k must have q's N_q={q.shape[1]} new tokens, got shape {list(k.shape)}")

@@ -1,4 +1,4 @@
-"""nsa_with_cache as a PyTorch operator, for torch.compile (see nsa/common/operators.py).
+"""nsa_with_cache: the choice of a backend, and its operator (see nsa/common/operators.py).
 
 nsa_kernels::with_cache    out; writes pages and, in tile mode, sums of queries
 
@@ -8,6 +8,8 @@ function fails, writes of the call are not undone.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,10 +18,11 @@ from torch import Tensor
 import dispatch
 from nsa.common.autocast import autocast_off
 from nsa.common.operators import register_operator
+from nsa.common.resolve import accepted, find_impl
 from nsa.config import OPTION_NAMES, NSAConfig
 from nsa.decoding.cache import NSACache, page_names
 from nsa.decoding.table import PageTable, Step
-from nsa.decoding.validate import TENSOR_NAMES, resolve
+from nsa.decoding.validate import TENSOR_NAMES, check_order, check_shapes
 from nsa.inputs import NSAInputs
 from nsa.ops import OPTIONS
 
@@ -30,6 +33,61 @@ _STATE = (
     "Tensor positions, Tensor new, Tensor counts"
 )
 SCHEMA = f"({_TENSORS}, {_STATE}, *, SymInt page_size, {OPTIONS}, str? backend) -> Tensor"
+
+
+_tensors = attrgetter(*TENSOR_NAMES)
+
+
+def resolve(
+    inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str | None, *, remembered: bool = True
+) -> dispatch.Impl:
+    """Check the tensors against options and cache, and find a backend that supports the call.
+
+    Args:
+        remembered: remember the call if it is accepted, on any device: a model makes the same call in each step.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what was expected.
+        RuntimeError: if a gradient is needed.
+        dispatch.BackendError: if no backend supports the call.
+    """
+    properties = _properties(inputs, cache, config, backend) if remembered else None
+    impl = accepted(properties)
+    if impl is None:
+        check_shapes(inputs, cache, config)
+    check_order(inputs, cache, config)
+    if impl is None:
+        options = {"inputs": inputs, "config": config, "cache": cache}
+        call = dispatch.Call("nsa_with_cache", inputs.q.device, inputs.q.dtype, options=options)
+        impl = find_impl(call, backend, properties)
+    return impl
+
+
+def _properties(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str | None) -> Hashable:
+    """All that `check_shapes` and the dispatcher read; None if they depend on values, or for unusual tensors."""
+    if not (backend is None or isinstance(backend, str)) or config.debug or config.compress != "mean":
+        return None
+    tensors: list[Hashable] = []
+    for x in _tensors(inputs):
+        if isinstance(x, Tensor) and not x.is_nested:
+            tensors.append((x.shape, x.dtype, x.device, x.layout))
+        elif x is None:
+            tensors.append(None)
+        else:
+            return None
+    return cache.identity, config, backend, cache.table.capacity, cache.table.num_pages, *tensors
+
+
+def run_checked(impl: dispatch.Impl, inputs: NSAInputs, config: NSAConfig, cache: NSACache, step: Step) -> Tensor:
+    """Call a backend inside a step.
+
+    Modes are set here and not around the step, because a graph in which a call raises would not restore them.
+    """
+    with torch.no_grad(), autocast_off(inputs.q.device.type):
+        if config.debug:
+            cache.check()
+        out: Tensor = impl.load()(inputs, config, cache, step)
+    return out
 
 
 def call_with_cache(inputs: NSAInputs, config: NSAConfig, cache: NSACache, step: Step, backend: str | None) -> Tensor:
@@ -74,21 +132,9 @@ def _with_cache(*arguments: Any, page_size: int, backend: str | None, **options:
         pages=memory,
     )
     table.open = step = Step(inputs.q.shape[1], *of_step)
-    out = run_checked(resolve(inputs, cache, config, backend), inputs, config, cache, step)
+    out = run_checked(resolve(inputs, cache, config, backend, remembered=False), inputs, config, cache, step)
     for commit in step.commits:
         commit()
-    return out
-
-
-def run_checked(impl: dispatch.Impl, inputs: NSAInputs, config: NSAConfig, cache: NSACache, step: Step) -> Tensor:
-    """Call a backend inside a step.
-
-    Modes are set here and not around the step, because a graph in which a call raises would not restore them.
-    """
-    with torch.no_grad(), autocast_off(inputs.q.device.type):
-        if config.debug:
-            cache.check()
-        out: Tensor = impl.load()(inputs, config, cache, step)
     return out
 
 
