@@ -13,46 +13,33 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nsa import ops
-from nsa.autograd import run_with_backward
+from nsa import operators
 from nsa.common.autocast import autocast_dtype, autocast_off, cast_inputs
-from nsa.common.derivatives import (
-    guard_inplace_changes,
-    needs_grad,
-    refuse_forward_mode,
-    refuse_transforms,
-    without_second_derivatives,
-)
+from nsa.common.derivatives import needs_grad, refuse_forward_mode, refuse_transforms, without_second_derivatives
 from nsa.common.keywords import signature_of
-from nsa.common.operators import runs_as_operator
+from nsa.common.operators import run, runs_as_operator
 from nsa.config import DEFAULT_CONFIG, OPTION_NAMES, Compress, NSAConfig, check_options
 from nsa.inputs import TENSOR_NAMES, NSAAux, NSAInputs
+from nsa.operators import NSACall, resolve
 from nsa.reference import compressed_entries, with_compressed_entries
-from nsa.validate import resolve
 
 
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any], *, want_aux: bool
-) -> tuple[Tensor, NSAAux | None]:
-    """Resolve the options, check all arguments, and run the backend that supports the call."""
-    config, options = keywords.get("config"), ops.options_of(keywords)
+def _resolve(q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]) -> NSACall:
+    """Resolve the options, check all arguments, and find a backend that supports the call."""
+    config, options = keywords.get("config"), operators.options_of(keywords)
     config = config or (NSAConfig(**options) if options else DEFAULT_CONFIG)
     given = {name: keywords[name] for name in (*TENSOR_NAMES[3:], "max_seqlen") if name in keywords}
     inputs = NSAInputs(q, k, v, **given)
     refuse_forward_mode("nsa", *vars(inputs).values())
-    flags = {name: keywords.get(name, default) for name, default in ops.CALL_DEFAULTS.items() if name != "max_seqlen"}
+    flags = {name: keywords.get(name, default) for name, default in operators.FLAG_DEFAULTS.items()}
     needs_grad = isinstance(q, Tensor) and inputs.needs_grad(config)
     call = resolve(inputs, config, **flags, needs_grad=needs_grad)
-    inputs = call.inputs
-    with autocast_off(q.device.type):
-        if call.impl.training is not None and config.compress != "mean":
-            inputs, config = with_compressed_entries(inputs, config)
-        if call.impl.training is not None and needs_grad:
-            return run_with_backward(call._replace(inputs=inputs, config=config)), None
-        inputs_once = inputs.map(partial(without_second_derivatives, "nsa")) if needs_grad else inputs
-        out, aux = call.impl.load()(inputs_once, config, aux=want_aux)
-        out = guard_inplace_changes(out, *inputs.tensors().values())
-    return out, NSAAux(*aux) if want_aux else None
+    if config.compress != "mean" and (call.impl.training is not None or q.device.type == "meta"):
+        with autocast_off(q.device.type):
+            call = call.of_inputs(*with_compressed_entries(call.inputs, config))
+    if needs_grad and call.impl.training is None:
+        call = call.of_inputs(call.inputs.map(partial(without_second_derivatives, "nsa")), call.options["config"])
+    return call
 
 
 def cast_arguments(
@@ -102,9 +89,9 @@ def _nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
     if runs_as_operator(q):
         q, k, v, cast_keywords = _for_operator(q, k, v, cast_keywords)
         given = (x for x in cast_keywords.values() if isinstance(x, Tensor))
-        run = ops.call_saving if needs_grad(q, k, v, *given) else ops.call_forward
-        return run(q, k, v, **cast_keywords)
-    return _run(q, k, v, cast_keywords, want_aux=False)[0]
+        operator = operators.call_saving if needs_grad(q, k, v, *given) else operators.call_forward
+        return operator(q, k, v, **cast_keywords)
+    return run(_resolve(q, k, v, cast_keywords))
 
 
 def _nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
@@ -112,9 +99,9 @@ def _nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
     q, k, v, cast_keywords = cast_arguments(q, k, v, keywords)
     if runs_as_operator(q):
         q, k, v, cast_keywords = _for_operator(q, k, v, cast_keywords)
-        return ops.call_forward(q, k, v, **cast_keywords)
+        return operators.call_forward(q, k, v, **cast_keywords)
     with torch.no_grad():
-        return _run(q, k, v, cast_keywords, want_aux=False)[0]
+        return run(_resolve(q, k, v, cast_keywords))
 
 
 def _nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, NSAAux]:
@@ -129,8 +116,12 @@ def _nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[
         )
     q, k, v, cast_keywords = cast_arguments(q, k, v, keywords)
     with torch.no_grad():
-        out, aux = _run(q, k, v, cast_keywords, want_aux=True)
-    return out, cast("NSAAux", aux)
+        call = _resolve(q, k, v, cast_keywords)
+        if q.device.type == "meta":
+            return call.empty()[0], NSAAux.empty(call.inputs, call.options["config"])
+        with autocast_off(q.device.type):
+            out, aux = call.impl.load()(call.inputs, call.options["config"], aux=True)
+    return out, NSAAux(*aux)
 
 
 @signature_of(_nsa)

@@ -124,9 +124,8 @@ class AttentionCall(ResolvedCall):
         return out, [] if self.impl.training is None else [saved]
 
     def empty(self) -> tuple[Tensor, list[Tensor]]:
-        q, _, v = self.qkv
         training = self.impl.load_training()
-        return q.new_empty((*q.shape[:-1], v.shape[-1])), [] if training is None else [self.saved_like(training)]
+        return empty_out(*self.qkv), [] if training is None else [self.saved_like(training)]
 
     def saved_like(self, training: Any) -> Tensor:
         """A tensor like the one that forward saves, as the training module describes it."""
@@ -141,6 +140,11 @@ class AttentionCall(ResolvedCall):
 
     def empty_gradients(self) -> list[Tensor]:
         return [x.new_empty(x.shape) for x in self.qkv]
+
+
+def empty_out(q: Tensor, _k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+    """out of attention without values: `[...,H,D_v]` for q `[...,H,D]`, contiguous."""
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
 # Eager calls
@@ -315,19 +319,13 @@ def register_backward(
         found = (own(values[name], gradient) for name, gradient in zip(differentiable, gradients, strict=True))
         return (*found, *[None] * others)
 
+    def refuse(*_: Any, **__: Any) -> None:
+        raise_double_backward(op)
+
     register_operator(*backward, implementation, fake)
     packet = getattr(torch.ops.nsa_kernels, backward[0].partition("::")[2])
     torch.library.register_autograd(forward[0], differentiate, setup_context=save)
-    register_double_backward_error(backward[0], op)
-
-
-def register_double_backward_error(name: str, op: str) -> None:
-    """Make the derivative of a backward operator raise."""
-
-    def differentiate(*_: Any, **__: Any) -> None:
-        raise_double_backward(op)
-
-    torch.library.register_autograd(name, differentiate)
+    torch.library.register_autograd(backward[0], refuse)
 
 
 def by_member(gradient: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -59,10 +59,3 @@ def find_impl(call: dispatch.Call, backend: str | None, properties: Hashable = N
 def forget() -> None:
     """Forget all accepted calls, for tests."""
     _ACCEPTED.clear()
-
-
-def resolve(call: dispatch.Call, backend: str | None, *, meta: str) -> dispatch.Impl:
-    if call.device_type != "meta":
-        return dispatch.resolve(call, backend)
-    dispatch.explain(call, backend)
-    return dispatch.Impl(call.op, "meta", target=meta, check="")

@@ -17,14 +17,14 @@ from torch import Tensor
 
 import dispatch
 from nsa.common.autocast import autocast_off
-from nsa.common.operators import register_operator
+from nsa.common.operators import empty_out, register_operator
 from nsa.common.resolve import accepted, find_impl
 from nsa.config import OPTION_NAMES, NSAConfig
 from nsa.decoding.cache import NSACache, page_names
 from nsa.decoding.table import PageTable, Step
 from nsa.decoding.validate import TENSOR_NAMES, check_order, check_shapes
 from nsa.inputs import NSAInputs
-from nsa.ops import OPTIONS
+from nsa.operators import OPTIONS
 
 WITH_CACHE = "nsa_kernels::with_cache"
 _TENSORS = ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in TENSOR_NAMES)
@@ -138,10 +138,4 @@ def _with_cache(*arguments: Any, page_size: int, backend: str | None, **options:
     return out
 
 
-def _with_cache_fake(*arguments: Any, **_: Any) -> Tensor:
-    q, _k, v = arguments[:3]
-    out: Tensor = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    return out
-
-
-register_operator(WITH_CACHE, SCHEMA, _with_cache, _with_cache_fake)
+register_operator(WITH_CACHE, SCHEMA, _with_cache, empty_out)

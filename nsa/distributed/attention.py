@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from dispatch.registry import ENVIRONMENT_VARIABLE
-from nsa import autograd
 from nsa.common.autocast import autocast_off
 from nsa.common.derivatives import forbid_double_backward
 from nsa.config import NSAConfig
 from nsa.distributed.comm import Comm
 from nsa.distributed.layout import Layout, Piece, Range
 from nsa.inputs import ENTRY_NAMES, KEY_NAMES, QUERY_NAMES, NSAInputs
-from nsa.validate import ResolvedCall, resolve
+from nsa.operators import NSACall, resolve
 
 PASS_BYTES = 1 << 30
 """Limit for the gathered keys of a pass and their shares of gradients, if it has more than one key/value head."""
@@ -172,7 +171,7 @@ class Plan:
         row_range: RowRange,
         *,
         needs_grad: bool,
-    ) -> ResolvedCall:
+    ) -> NSACall:
         """The checked call of a range, for some heads.
 
         Args:
@@ -265,18 +264,14 @@ def attend(plan: Plan, tensors: Mapping[str, Tensor], *, saving: bool) -> tuple[
     saved = []
     for heads, keys in gathered_keys(plan, tensors):
         for row_range in plan.row_ranges(q.device):
-            result, kept = _attend_range(plan.call(tensors, keys, heads, row_range, needs_grad=saving), saving)
+            call = plan.call(tensors, keys, heads, row_range, needs_grad=saving)
+            result, kept = call.saving() if saving else (call.forward(), [])
+            del call
             copy_rows(out[..., row_range.rows, plan.heads_of("q", heads), :], result)
             del result  # free it before the next range
             saved.append(kept)
         del keys
     return out, saved
-
-
-def _attend_range(call: ResolvedCall, saving: bool) -> tuple[Tensor, list[Tensor]]:
-    if saving:
-        return autograd.forward_saving(call)
-    return call.impl.load()(call.inputs, call.config, aux=False)[0], []
 
 
 def attend_backward(
@@ -297,7 +292,7 @@ def attend_backward(
         for row_range in plan.row_ranges(do.device):
             own_do = do[..., row_range.rows, plan.heads_of("q", heads), :]
             call = plan.call(tensors, keys, heads, row_range, needs_grad=True)
-            found = autograd.gradients(call, next(remaining), own_do, share_dtype=wide)
+            found = call.gradients_by_name(own_do, next(remaining), share_dtype=wide)
             del call
             _add_gradients(plan, row_range, heads, found, gradients, shares)
         names = list(keys)

@@ -32,7 +32,7 @@ from nsa.distributed.halo import compressed_shard, sharded_neighborhood_attentio
 from nsa.distributed.layout import LAYOUTS, Layout, make_layout
 from nsa.inputs import KEY_NAMES, NSAInputs, check_bounds
 from nsa.neighborhood.validate import ALGORITHMS, Window, check_tensors
-from nsa.ops import options_of
+from nsa.operators import options_of
 
 REFUSED = {
     "k_cmp": "entries are pooled from the keys of all ranks; pass `compress` or w_k_compress",

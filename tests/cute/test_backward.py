@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from bench import oracles
 from cute_kernels.runtime import replay
 from dispatch import BackendError
-from nsa import LinearCompression, NSAConfig, NSAttention, nsa, nsa_forward, nsa_forward_aux, ops, reference
+from nsa import LinearCompression, NSAConfig, NSAttention, nsa, nsa_forward, nsa_forward_aux, operators, reference
 from nsa.inputs import NSAInputs
 from tests.support.cute_cases import (
     BACKWARD_OPTIONS,
@@ -328,10 +328,10 @@ def test_gradients_do_not_leave_their_document(strategy: str) -> None:
 
 
 def test_operators() -> None:
-    keywords = ops.operator_keywords({"config": SOME})
+    keywords = operators.operator_keywords({"config": SOME})
     for tokens, extra in ((300, {}), (300, {"gate_proj_weight": gate_weight().requires_grad_()})):
         qkv = [x.requires_grad_() for x in on_gpu(tokens)]
-        arguments = ops.operator_tensors(*qkv, extra)
+        arguments = operators.operator_tensors(*qkv, extra)
         checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(
             torch.ops.nsa_kernels.saving.default, tuple(arguments), keywords, test_utils=checks, atol=0.1, rtol=0.1

@@ -16,7 +16,7 @@ from dispatch.table import ROWS
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.config import OPTION_NAMES, NSAOptions
 from nsa.inputs import NSAInputs
-from nsa.ops import CALL_DEFAULTS, CALL_KEYWORDS
+from nsa.operators import CALL_DEFAULTS, CALL_KEYWORDS
 from tests.support.helpers import SMALL, make_qkv
 
 

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dispatch
 from nsa import NeighborhoodCache, NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
-from nsa.decoding import append as appending
 from nsa.common import resolve
+from nsa.decoding import append as appending
 from nsa.decoding import reference
 from nsa.decoding.append import write_rows
 from nsa.inputs import NSAInputs

@@ -20,8 +20,8 @@ from nsa import (
     nsa_forward,
     nsa_forward_aux,
     nsa_with_cache,
-    validate,
 )
+from nsa.common import resolve
 from nsa.inputs import NSAInputs
 
 B, N, H, H_KV, D, D_V = 2, 32, 4, 2, 8, 6
@@ -221,10 +221,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
 def remembered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Whether good calls on the CPU were accepted before, as on a GPU, so that their like is not checked again."""
     if request.param == "good ones are remembered":
-        monkeypatch.setattr(validate, "DEVICES", {"cpu"})
-        validate._ACCEPTED.update(accepted())
-    yield bool(validate._ACCEPTED)
-    validate.forget()
+        monkeypatch.setattr(resolve, "DEVICES", {"cpu"})
+        resolve._ACCEPTED.update(accepted())
+    yield bool(resolve._ACCEPTED)
+    resolve.forget()
 
 
 @cache
@@ -239,7 +239,7 @@ def accepted() -> dict[Any, Any]:
     ):
         nsa(**good(), **more)
     nsa(**packed())
-    return dict(validate._ACCEPTED)
+    return dict(resolve._ACCEPTED)
 
 
 def test_good_calls_are_checked_once(remembered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,10 +257,10 @@ def test_good_calls_are_checked_once(remembered: bool, monkeypatch: pytest.Monke
 
 
 def test_remembered_calls_are_bounded(remembered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "MOST", 3)
+    monkeypatch.setattr(resolve, "MOST", 3)
     for window in range(1, 9):
         nsa(**good(), window_size=window)
-        assert len(validate._ACCEPTED) <= (3 if remembered else 0)
+        assert len(resolve._ACCEPTED) <= (3 if remembered else 0)
 
 
 @pytest.mark.usefixtures("remembered")

@@ -20,18 +20,17 @@ from nsa import (
     NeighborhoodAttention,
     NSAConfig,
     attention_residual,
-    autograd,
     block_sparse_attention,
     neighborhood_attention,
     nsa,
     nsa_forward,
     nsa_forward_aux,
-    ops,
 )
+from nsa import operators as ops
 from nsa.common.derivatives import recompute_gradients
+from nsa.common.operators import EagerFunction
 from nsa.config import OPTION_NAMES
 from nsa.inputs import TENSOR_NAMES, NSAInputs
-from nsa.validate import resolve
 from tests.support.cases import rest
 from tests.support.helpers import SMALL, make_qkv
 
@@ -118,7 +117,8 @@ def test_eager_training_is_what_the_operators_do(extra: dict[str, Any]) -> None:
     weight = torch.randn(4, 3, q.shape[-1]).double().requires_grad_()
     config, flags = SMALL["seed"], {"deterministic": False, "recompute": True, "backend": None}
     inputs = NSAInputs(q, k, v, gate_proj_weight=weight, **extra)
-    out = autograd.run_with_backward(resolve(inputs, config, **flags, needs_grad=True))
+    call = ops.resolve(inputs, config, **flags, needs_grad=True)
+    out = EagerFunction.apply(call, *call.tensors)
     expected = ops.call_saving(q, k, v, gate_proj_weight=weight, config=config, **extra)
     assert torch.equal(out, expected)
     do, wanted = torch.randn_like(q), (q, v, weight)  # not k's
@@ -137,7 +137,9 @@ def test_checkpointing_recomputes_what_was_saved() -> None:
     flags = {"deterministic": False, "recompute": True, "backend": None}
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return autograd.run_with_backward(resolve(NSAInputs(q, k, v), SMALL["seed"], **flags, needs_grad=True))
+        call = ops.resolve(NSAInputs(q, k, v), SMALL["seed"], **flags, needs_grad=True)
+        out: Tensor = EagerFunction.apply(call, *call.tensors)
+        return out
 
     do = torch.randn_like(q)
     got = torch.autograd.grad(checkpoint(layer, q, k, v, use_reentrant=False), (q, k, v), do)
@@ -211,7 +213,7 @@ def test_packed_documents() -> None:
 
 
 def test_schema_names_every_tensor_and_option() -> None:
-    for name, schema in ops.SCHEMAS.items():
+    for name, schema in (ops.FORWARD, ops.SAVING, ops.BACKWARD):
         names = {argument.name for argument in torch._C.parse_schema(name + schema).arguments}
         assert names - {"do", "saved"} == {*TENSOR_NAMES, *OPTION_NAMES, *ops.CALL_DEFAULTS}
 

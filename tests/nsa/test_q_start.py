@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import nsa.reference as reference
-from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, ops
+from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, operators
 from nsa.inputs import ENTRY_NAMES, KEY_NAMES, NSAInputs
 from tests.support.cases import rest
 from tests.support.causality import assert_causal
@@ -247,8 +247,8 @@ def test_operators_keep_pytorchs_rules(operator: str) -> None:
         qkv = [x.requires_grad_(operator == "saving") for x in (q, k, v)]
         torch.library.opcheck(
             getattr(torch.ops.nsa_kernels, operator).default,
-            tuple(ops.operator_tensors(*qkv, extra)),
-            ops.operator_keywords({"config": SMALL["seed"]}),
+            tuple(operators.operator_tensors(*qkv, extra)),
+            operators.operator_keywords({"config": SMALL["seed"]}),
         )
 
 

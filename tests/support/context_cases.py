@@ -29,7 +29,7 @@ import dispatch
 from bench.context_shares import difference
 from dispatch.registry import ENVIRONMENT_VARIABLE
 from nsa import LinearCompression, NeighborhoodAttention, NSAConfig, NSAttention, neighborhood_attention, nsa
-from nsa.common.resolve import resolve
+from nsa.common.resolve import find_impl
 from nsa.distributed import ContextParallel
 from nsa.distributed.attention import WEIGHT_NAMES
 from tests.support.helpers import LARGE, SMALL, make_qkv
@@ -699,11 +699,11 @@ def refuses_on_hopper(make: MakeCP, tokens: int) -> None:
         device.compute_capability.cache_clear()
         if reason:
             raise dispatch.BackendError(reason)
-        return resolve(call, *arguments, **keywords)
+        return find_impl(call, *arguments, **keywords)
 
     cp = make(layout="contiguous", tile=1)
     q, k, v = (cp.shard(x).requires_grad_() for x in make_qkv(tokens, 2, 1, 64, dtype=torch.bfloat16))
-    with mock.patch("nsa.validate.resolve_call", resolve_on_hopper):
+    with mock.patch("nsa.operators.find_impl", resolve_on_hopper):
         cp.nsa(q, k, v, config=LARGE["paper"], deterministic=True)
 
 
