@@ -37,7 +37,7 @@ from bench.results_file import Row
 from bench.roofline import neighborhood_bytes
 from bench.timing import GIB
 from dispatch import neighborhood_attention
-from nsa.neighborhood.validate import ALGORITHMS
+from nsa.neighborhood.operators import ALGORITHMS
 
 SHAPES = {
     "tiny": [Neighborhood(1, 2, 256, 32, 7), Neighborhood(2, 2, 301, 16, 8, 3)],

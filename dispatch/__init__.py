@@ -40,7 +40,7 @@ FUNCTIONS = {
     "nsa_forward_aux": "nsa.api:nsa_forward_aux",
     "neighborhood_attention_forward": "nsa.neighborhood.api:neighborhood_attention_forward",
 }
-"""All public functions; imported on first use, since their modules import this one."""
+"""All public functions; imported on first use, since their modules choose implementations through this one."""
 
 __all__ = ["BackendError", "Call", "Impl", "Verdict", "explain", "resolve", *FUNCTIONS]
 

@@ -25,7 +25,7 @@ class Impl:
         check: a function of a Call, as "module:attribute", in a module that needs only torch. It returns the reason why
             the row does not support the call, or None.
         packages: required modules in dispatch.device.PACKAGES. Default: none.
-        training: module with the functions called by the op's autograd (see the op's autograd.py). Default: None, for
+        training: module with the functions called by the op's autograd (see docs/architecture.md). Default: None, for
             an implementation that is differentiable itself.
         calls: description of the calls that the row is for, if the op has another row of this backend. Default: "",
             which means all.

@@ -36,9 +36,11 @@ def _resolve(q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]) -> NS
     call = resolve(inputs, config, **flags, needs_grad=needs_grad)
     if config.compress != "mean" and (call.impl.training is not None or q.device.type == "meta"):
         with autocast_off(q.device.type):
-            call = call.of_inputs(*with_compressed_entries(call.inputs, config))
+            inputs, config = with_compressed_entries(call.inputs, config)
+        call = NSACall.of(call.impl, needs_grad, inputs, {**call.options, "config": config})
     if needs_grad and call.impl.training is None:
-        call = call.of_inputs(call.inputs.map(partial(without_second_derivatives, "nsa")), call.options["config"])
+        inputs = call.inputs.map(partial(without_second_derivatives, "nsa"))
+        call = NSACall.of(call.impl, needs_grad, inputs, call.options)
     return call
 
 
@@ -118,7 +120,7 @@ def _nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[
     with torch.no_grad():
         call = _resolve(q, k, v, cast_keywords)
         if q.device.type == "meta":
-            return call.empty()[0], NSAAux.empty(call.inputs, call.options["config"])
+            return call.empty()[0], operators.empty_aux(call.inputs, call.options["config"])
         with autocast_off(q.device.type):
             out, aux = call.impl.load()(call.inputs, call.options["config"], aux=True)
     return out, NSAAux(*aux)

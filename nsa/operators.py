@@ -1,16 +1,12 @@
 """NSA: its calls, and their operators (see nsa/common/operators.py).
 
-    nsa_kernels::forward    nsa_forward
-    nsa_kernels::saving     out and the tensors saved for backward; differentiable
-    nsa_kernels::backward   gradients of `DIFFERENTIABLE_NAMES`
-
-Their arguments include the fields of NSAConfig; `compress` must be "mean", and a callable runs before the operator.
-q_start is a tensor; the caller slices the keys for an integer one.
+Arguments of an operator include the fields of NSAConfig; `compress` must be "mean", and a callable runs before the
+operator. q_start is a tensor; the caller slices the keys for an integer one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,18 +15,14 @@ import torch
 from torch import Tensor
 
 import dispatch
-from nsa.common.autocast import autocast_off
 from nsa.common.checks import check_bool
-from nsa.common.operators import ResolvedCall, empty_out, register_backward, register_forward, register_operator
-from nsa.common.resolve import PLAIN, accepted, find_impl, is_remembered
+from nsa.common.operators import ResolvedCall, empty_out, register_backward, register_forward
+from nsa.common.resolve import accepted, find_impl, is_remembered, properties_of
 from nsa.config import DEFAULT_CONFIG, OPTION_NAMES, NSAConfig, check_options
-from nsa.inputs import INTEGER_NAMES, QUERY_NAMES, TENSOR_NAMES, NSAInputs
+from nsa.inputs import INTEGER_NAMES, QUERY_NAMES, TENSOR_NAMES, NSAAux, NSAInputs
 
 DIFFERENTIABLE_NAMES = tuple(name for name in TENSOR_NAMES if name not in (*INTEGER_NAMES, "q_sum"))
 """Tensors with gradients, the first ones of TENSOR_NAMES."""
-
-READ = ("cu_seqlens", "cu_seqlens_k", "q_start", "q_sum")
-"""Inputs whose values may be read, or which change the kind of call."""
 
 _TENSORS = ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in TENSOR_NAMES)
 OPTIONS = (
@@ -64,16 +56,16 @@ class NSACall(ResolvedCall):
     inputs: NSAInputs
     """The tensors by name, with an integer q_start already applied."""
 
-    op = "nsa"
+    op, saves_out = "nsa", False
 
     @classmethod
     def of(cls, impl: dispatch.Impl, backward: bool, inputs: NSAInputs, options: dict[str, Any]) -> NSACall:
         given = inputs.tensors()
-        return cls(impl, backward, tuple(given.values()), options, tuple(given), inputs)
+        return cls(impl, backward, (*given.values(),), options, (*given,), inputs)
 
-    def of_inputs(self, inputs: NSAInputs, config: NSAConfig) -> NSACall:
-        """The same call of other inputs."""
-        return NSACall.of(self.impl, self.backward, inputs, {**self.options, "config": config})
+    @property
+    def sources(self) -> tuple[Any, ...]:
+        return self.tensors[: sum(name in DIFFERENTIABLE_NAMES for name in self.names)]
 
     def with_tensors(self) -> Callable[[tuple[Any, ...]], ResolvedCall]:
         impl, options, names, longest = self.impl, self.options, self.names, self.inputs.max_seqlen
@@ -104,10 +96,6 @@ class NSACall(ResolvedCall):
         by_name = self.gradients_by_name(do, saved)
         return [by_name[name] for name in self.names if name in DIFFERENTIABLE_NAMES]
 
-    def empty_gradients(self) -> list[Tensor]:
-        tensors = zip(self.names, self.tensors, strict=True)
-        return [x.new_empty(x.shape) for name, x in tensors if name in DIFFERENTIABLE_NAMES]
-
     def gradients_by_name(
         self, do: Tensor, saved: Sequence[Tensor], share_dtype: torch.dtype | None = None
     ) -> dict[str, Tensor]:
@@ -125,32 +113,52 @@ class NSACall(ResolvedCall):
                 self.inputs, config, saved, do, deterministic=deterministic, share_dtype=share_dtype
             )
             return by_name
-        names = [name for name in self.names if name in DIFFERENTIABLE_NAMES]
-        tensors = self.tensors[: len(names)]
-        if share_dtype is not None:  # the reference casts them anyway
-            tensors = tuple(x if n in QUERY_NAMES else x.to(share_dtype) for n, x in zip(names, tensors, strict=True))
-        return dict(zip(names, self.recomputed(tensors, do), strict=True))
+        sources = zip(self.names, self.sources, strict=False)
+        tensors = {name: x if share_dtype is None or name in QUERY_NAMES else x.to(share_dtype) for name, x in sources}
+        return dict(zip(tensors, self.recomputed([*tensors.values()], do), strict=True))
+
+
+def empty_aux(inputs: NSAInputs, config: NSAConfig) -> NSAAux:
+    """Intermediate results without values."""
+    q, v = inputs.q, inputs.v
+    *batch, tokens, heads, dim = q.shape
+    kv_heads, v_dim = v.shape[-2:]
+    tiles, entries = inputs.num_tiles(config), inputs.num_entries(config)
+    sums = torch.promote_types(q.dtype, torch.float32)
+    gates = sums if inputs.gates is None else inputs.gates.dtype
+    select_heads, count = kv_heads if config.shares_heads else heads, config.num_cmp_selected_blocks
+
+    def empty(*shape: int, dtype: torch.dtype = q.dtype) -> Tensor:
+        return q.new_empty((*batch, *shape), dtype=dtype)
+
+    return NSAAux(
+        o_cmp=empty(tokens, heads, v_dim),
+        o_slc=empty(tokens, heads, v_dim),
+        o_win=empty(tokens, heads, v_dim),
+        lse_cmp=empty(heads, tokens, dtype=sums),
+        lse_slc=empty(heads, tokens, dtype=sums),
+        lse_win=empty(heads, tokens, dtype=sums),
+        k_cmp=empty(entries, kv_heads, dim),
+        v_cmp=empty(entries, kv_heads, v_dim),
+        gates=empty(tokens, heads, 3, dtype=gates),
+        indices=empty(select_heads, tiles, config.num_selected_blocks, dtype=torch.int32),
+        cmp_indices=None if count is None else empty(heads, tiles, count, dtype=torch.int32),
+    )
 
 
 def resolve(
-    inputs: NSAInputs,
-    config: NSAConfig,
-    *,
-    deterministic: bool,
-    recompute: bool,
-    backend: str | None,
-    needs_grad: bool,
+    inputs: NSAInputs, config: NSAConfig, *, deterministic: bool, recompute: bool, backend: str | None, needs_grad: bool
 ) -> NSACall:
-    """Check all arguments and find a backend that supports the call.
-
-    Raises:
-        TypeError, ValueError: naming the argument and its value.
-        dispatch.BackendError: if no backend supports the call.
-    """
+    """Check all arguments and find a backend that supports the call."""
     check_bool("deterministic", deterministic)
     check_bool("recompute", recompute)
     options = {"config": config, "deterministic": deterministic, "recompute": recompute}
-    properties = _properties(inputs, config, deterministic, recompute, backend, needs_grad)
+    properties = None
+    plain = not config.debug and config.compress == "mean"
+    unread = inputs.cu_seqlens is None and inputs.q_start is None and inputs.q_sum is None  # no values are checked
+    if plain and unread and is_remembered(inputs.q, backend):  # `narrow` does not change such a call
+        flags = deterministic, recompute, backend, needs_grad
+        properties = properties_of(vars(inputs).values(), config, *flags)
     impl = accepted(properties)
     if impl is None:
         inputs.check(config)
@@ -159,22 +167,6 @@ def resolve(
         call = dispatch.Call("nsa", inputs.q.device, inputs.q.dtype, backward=needs_grad, options=facts)
         impl = find_impl(call, backend, properties)
     return NSACall.of(impl, needs_grad, inputs, options)
-
-
-def _properties(inputs: NSAInputs, config: NSAConfig, *flags: object) -> Hashable:
-    """All that the checks and the choice of a backend read; None if these depend on values, or for unusual calls.
-
-    `narrow` does not change a call that is remembered.
-    """
-    if config.debug or config.compress != "mean" or not is_remembered(inputs.q, flags[2]):
-        return None
-    properties = [config, flags]
-    for name, x in vars(inputs).items():
-        if x is not None:
-            if type(x) not in PLAIN or name in READ or x.is_nested or x.layout is not torch.strided:
-                return None
-            properties += (name, x.shape, x.dtype, x.device)
-    return tuple(properties)
 
 
 # Operators
@@ -188,14 +180,7 @@ def _resolve(*, needs_grad: bool, **arguments: Any) -> NSACall:
     return resolve(inputs, config, **flags, needs_grad=needs_grad)
 
 
-@torch.no_grad()
-def _forward(*tensors: Tensor | None, **keywords: Any) -> Tensor:
-    call = _resolve(needs_grad=False, **dict(zip(TENSOR_NAMES, tensors, strict=True)), **keywords)
-    with autocast_off(call.inputs.q.device.type):
-        return call.forward()
-
-
-register_operator(*FORWARD, _forward, empty_out)  # without checks: those of a graph run with it
+register_forward(*FORWARD, partial(_resolve, needs_grad=False), empty_out)  # checks run with the graph
 register_forward(*SAVING, partial(_resolve, needs_grad=True))
 register_backward("nsa", SAVING, BACKWARD, partial(_resolve, needs_grad=True), DIFFERENTIABLE_NAMES)
 

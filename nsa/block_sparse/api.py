@@ -90,13 +90,4 @@ def block_sparse_attention(
         options = block_size, causal, softmax_scale, debug, backend, needs_grad(*tensors[:3])
         out: Tensor = torch.ops.nsa_kernels.block_sparse_attention(*tensors, *options)[0]
         return out
-    call = resolve(
-        inputs,
-        block_indices,
-        block_size=block_size,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        debug=debug,
-        backend=backend,
-    )
-    return run(call)
+    return run(resolve(inputs, block_indices, block_size, causal, softmax_scale, debug, backend))

@@ -11,7 +11,6 @@ as many arguments as nsa_kernels::saving costs 0.4 ms of host time per call.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast
@@ -40,74 +39,29 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass
-class ResolvedCall(ABC):
+class ResolvedCall:
     """A checked call of an op, and the implementation that runs it.
 
-    A backend trains through the module in its table row (dispatch.Impl.training). One without, such as a reference, is
-    differentiable itself: it saves nothing, and the operators rerun it in backward.
+    Here `implementation(q, k, v, *other tensors, **options) -> (out, saved, ...)`; ops override what differs. A backend
+    trains through the module in its table row (dispatch.Impl.training). One without, such as a reference, is
+    differentiable itself: it saves nothing, and is rerun in the backward of an operator.
     """
 
     impl: dispatch.Impl
     backward: bool
-    """True if gradients are needed."""
+    """True if gradients are needed; an argument of operators, because tensors inside of one do not require any."""
     tensors: tuple[Any, ...]
     """The differentiable tensors, then the others."""
     options: dict[str, Any]
 
     op: ClassVar[str]
     """Name in errors."""
-
-    saves_out: ClassVar[bool] = False
+    saves_out: ClassVar[bool] = True
     """True if the backward reads out."""
 
-    def with_tensors(self) -> Callable[[tuple[Any, ...]], ResolvedCall]:
-        """A function that makes this call with other tensors of the same kinds, and holds none of these."""
-        kind, impl, options = type(self), self.impl, self.options
-        return lambda tensors: kind(impl, True, tensors, options)
-
-    @abstractmethod
-    def forward(self) -> Tensor:
-        """out alone."""
-
-    @abstractmethod
-    def empty(self) -> tuple[Tensor, list[Tensor]]:
-        """Tensors with the shapes and dtypes of `saving`'s, made without running anything; sizes may be symbols."""
-
-    def saving(self) -> tuple[Tensor, list[Tensor]]:
-        """out, and the tensors that `gradients` needs in addition to `tensors`."""
-        raise NotImplementedError
-
-    def gradients(self, do: Tensor, out: Tensor | None, saved: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of the differentiable arguments that are given.
-
-        Args:
-            do: gradient of out.
-            out: from `saving`, or None unless `saves_out`.
-            saved: from `saving`.
-        """
-        raise NotImplementedError
-
-    def empty_gradients(self) -> list[Tensor]:
-        """Tensors with the shapes and dtypes of `gradients`."""
-        raise NotImplementedError
-
-    def by_tensor(self, gradients: list[Tensor]) -> Sequence[Tensor]:
-        """Gradients of `tensors`; not as many as `gradients` if an argument is a list."""
-        return gradients
-
-    def recomputed(self, tensors: Sequence[Tensor], do: Tensor) -> list[Tensor]:
-        """Gradients of the first tensors, given in any dtype, by rerunning a differentiable implementation."""
-        make, others = self.with_tensors(), self.tensors[len(tensors) :]
-        return recompute_gradients(lambda *leaves: make((*leaves, *others)).forward(), tensors, do)
-
-
-class AttentionCall(ResolvedCall):
-    """A call of `implementation(q, k, v, *other tensors, **options) -> (out, saved, ...)`."""
-
-    saves_out = True
-
     @property
-    def qkv(self) -> tuple[Any, ...]:
+    def sources(self) -> tuple[Any, ...]:
+        """The differentiable tensors."""
         return self.tensors[:3]
 
     @property
@@ -115,31 +69,50 @@ class AttentionCall(ResolvedCall):
         """The options of the implementation; its backward gets all."""
         return self.options
 
+    def with_tensors(self) -> Callable[[tuple[Any, ...]], ResolvedCall]:
+        """A function that makes this call with other tensors of the same kinds, and holds none of these."""
+        kind, impl, options = type(self), self.impl, self.options
+        return lambda tensors: kind(impl, True, tensors, options)
+
     def forward(self) -> Tensor:
+        """out alone."""
         out: Tensor = self.impl.load()(*self.tensors, **self.forward_options)[0]
         return out
 
     def saving(self) -> tuple[Tensor, list[Tensor]]:
+        """out, and the tensors that `gradients` needs in addition to `tensors`."""
         out, saved, *_ = self.impl.load()(*self.tensors, **self.forward_options)
         return out, [] if self.impl.training is None else [saved]
 
-    def empty(self) -> tuple[Tensor, list[Tensor]]:
-        training = self.impl.load_training()
-        return empty_out(*self.qkv), [] if training is None else [self.saved_like(training)]
-
-    def saved_like(self, training: Any) -> Tensor:
-        """A tensor like the one that forward saves, as the training module describes it."""
-        like: Tensor = training.kept_like(*self.qkv, **self.forward_options)
-        return like
-
     def gradients(self, do: Tensor, out: Tensor | None, saved: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of the differentiable arguments that are given; out is None unless `saves_out`."""
         training = self.impl.load_training()
         if training is None:
-            return self.recomputed(self.qkv, do)
+            return self.recomputed(self.sources, do)
         return [*training.backward(do, *self.tensors, out, *saved, **self.options)]
 
+    def recomputed(self, sources: Sequence[Tensor], do: Tensor) -> list[Tensor]:
+        """Gradients of the sources, given in any dtype, by rerunning a differentiable implementation."""
+        make, others = self.with_tensors(), self.tensors[len(sources) :]
+        return recompute_gradients(lambda *leaves: make((*leaves, *others)).forward(), sources, do)
+
+    def by_tensor(self, gradients: list[Tensor]) -> Sequence[Tensor]:
+        """Gradients of the sources; more than `gradients` if an argument is a list."""
+        return gradients
+
+    # Shapes and dtypes of results, for the meta device and for torch.compile, where sizes may be symbols
+
+    def empty(self) -> tuple[Tensor, list[Tensor]]:
+        """Tensors like those of `saving`, made without running anything."""
+        training = self.impl.load_training()
+        return empty_out(*self.tensors), [] if training is None else [self.empty_saved(training)]
+
+    def empty_saved(self, training: Any) -> Tensor:
+        like: Tensor = training.kept_like(*self.sources, **self.forward_options)
+        return like
+
     def empty_gradients(self) -> list[Tensor]:
-        return [x.new_empty(x.shape) for x in self.qkv]
+        return [x.new_empty(x.shape) for x in self.sources]
 
 
 def empty_out(q: Tensor, _k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -167,7 +140,7 @@ def run(call: ResolvedCall) -> Tensor:
 def depending_on(out: Tensor, tensors: Iterable[Tensor | None]) -> Tensor:
     """`out` of the meta device, differentiable any number of times with respect to the tensors."""
     sums = [x.sum() for x in tensors if x is not None and needs_grad(x)]
-    return out + sum(sums) if sums else out
+    return out + torch.stack(sums).sum().exp() if sums else out
 
 
 class EagerFunction(torch.autograd.Function):
@@ -226,13 +199,21 @@ def register_operator(name: str, schema: str, implementation: Callable[..., Any]
     torch.library.register_fake(name, fake)
 
 
-def register_forward(name: str, schema: str, resolve: Callable[..., ResolvedCall]) -> None:
+def register_forward(
+    name: str, schema: str, resolve: Callable[..., ResolvedCall], fake: Callable[..., Any] | None = None
+) -> None:
     """Define the operator of the calls that `resolve` makes of the schema's arguments, given as keywords.
 
     Its results are out, or out and what backward needs: a list of tensors, or one, which is empty if nothing is saved.
+
+    Args:
+        fake: as in `register_operator`. Default: None, which checks the call, too.
     """
     parsed = torch._C.parse_schema(name + schema)
     names, (_, *saves) = [argument.name for argument in parsed.arguments], parsed.returns
+
+    def call_of(arguments: Sequence[Any], keywords: dict[str, Any]) -> ResolvedCall:
+        return resolve(**dict(zip(names, arguments, strict=False)), **keywords)
 
     def results(out: Tensor, saved: list[Tensor]) -> Any:
         if not saves:
@@ -241,15 +222,15 @@ def register_forward(name: str, schema: str, resolve: Callable[..., ResolvedCall
 
     @torch.no_grad()
     def implementation(*arguments: Any, **keywords: Any) -> Any:
-        call = resolve(**dict(zip(names, arguments, strict=False)), **keywords)
+        call = call_of(arguments, keywords)
         with autocast_off(call.tensors[0].device.type):
             out, saved = call.saving() if saves else (call.forward(), [])
         return results(out.contiguous(), saved)
 
-    def fake(*arguments: Any, **keywords: Any) -> Any:
-        return results(*resolve(**dict(zip(names, arguments, strict=False)), **keywords).empty())
+    def empty(*arguments: Any, **keywords: Any) -> Any:
+        return results(*call_of(arguments, keywords).empty())
 
-    register_operator(name, schema, implementation, fake)
+    register_operator(name, schema, implementation, fake or empty)
 
 
 def register_backward(

@@ -7,7 +7,8 @@ Checks that read no values depend only on options and on tensors' sizes, dtypes 
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,19 @@ def is_remembered(x: Tensor, backend: object) -> bool:
     return type(x) in PLAIN and x.device.type in DEVICES and (backend is None or isinstance(backend, str))
 
 
+def properties_of(tensors: Iterable[Any], *options: Hashable) -> Hashable:
+    """Properties of a call with these tensors, some None; None for unusual tensors."""
+    properties: list[Hashable] = [*options]
+    for x in tensors:
+        if x is None:
+            properties += (None,)
+        elif type(x) in PLAIN and not x.is_nested and x.layout is torch.strided:
+            properties += (x.shape, x.dtype, x.device)
+        else:
+            return None
+    return tuple(properties)
+
+
 def accepted(properties: Hashable) -> dispatch.Impl | None:
     """The implementation of an accepted call with these properties, or None."""
     return None if properties is None else _ACCEPTED.get((os.environ.get(ENVIRONMENT_VARIABLE), properties))
@@ -54,8 +68,3 @@ def find_impl(call: dispatch.Call, backend: str | None, properties: Hashable = N
             _ACCEPTED.clear()
         _ACCEPTED[os.environ.get(ENVIRONMENT_VARIABLE), properties] = impl
     return impl
-
-
-def forget() -> None:
-    """Forget all accepted calls, for tests."""
-    _ACCEPTED.clear()

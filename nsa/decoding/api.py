@@ -14,9 +14,8 @@ from nsa.common.derivatives import refuse_transforms
 from nsa.common.keywords import explain_keywords
 from nsa.config import NSAConfig
 from nsa.decoding.cache import NSACache
-from nsa.decoding.operators import call_with_cache, resolve, run_checked
+from nsa.decoding.operators import call_with_cache, check_cache, check_order, resolve, run_checked
 from nsa.decoding.table import Step
-from nsa.decoding.validate import check_cache, check_order
 from nsa.inputs import NSAInputs
 
 

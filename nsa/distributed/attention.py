@@ -264,14 +264,16 @@ def attend(plan: Plan, tensors: Mapping[str, Tensor], *, saving: bool) -> tuple[
     saved = []
     for heads, keys in gathered_keys(plan, tensors):
         for row_range in plan.row_ranges(q.device):
-            call = plan.call(tensors, keys, heads, row_range, needs_grad=saving)
-            result, kept = call.saving() if saving else (call.forward(), [])
-            del call
+            result, kept = _attend_range(plan.call(tensors, keys, heads, row_range, needs_grad=saving), saving)
             copy_rows(out[..., row_range.rows, plan.heads_of("q", heads), :], result)
             del result  # free it before the next range
             saved.append(kept)
         del keys
     return out, saved
+
+
+def _attend_range(call: NSACall, saving: bool) -> tuple[Tensor, list[Tensor]]:
+    return call.saving() if saving else (call.forward(), [])
 
 
 def attend_backward(

@@ -31,7 +31,7 @@ from nsa.distributed.comm import Comm
 from nsa.distributed.halo import compressed_shard, sharded_neighborhood_attention
 from nsa.distributed.layout import LAYOUTS, Layout, make_layout
 from nsa.inputs import KEY_NAMES, NSAInputs, check_bounds
-from nsa.neighborhood.validate import ALGORITHMS, Window, check_tensors
+from nsa.neighborhood.operators import ALGORITHMS, Window, check_tensors
 from nsa.operators import options_of
 
 REFUSED = {

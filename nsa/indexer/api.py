@@ -8,8 +8,7 @@ from torch import Tensor
 from nsa.common.autocast import cast_inputs
 from nsa.common.derivatives import refuse_transforms
 from nsa.common.operators import run, runs_as_operator
-from nsa.indexer.operators import resolve
-from nsa.indexer.validate import check_index_tensors, narrow
+from nsa.indexer.operators import check_index_tensors, narrow, resolve
 
 
 def top_blocks_by_max(
@@ -65,24 +64,14 @@ def top_blocks_by_max(
     """
     refuse_transforms("top_blocks_by_max")
     q_idx, k_idx = cast_inputs({"q": q_idx, "k": k_idx}).values()
+    where = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "q_start": q_start}
     if runs_as_operator(q_idx):
         if q_start is not None and not isinstance(q_start, Tensor):
             check_index_tensors(q_idx, k_idx, packed=cu_seqlens is not None)
-            k_idx = narrow(q_idx, k_idx, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, q_start=q_start).k
+            k_idx = narrow(q_idx, k_idx, **where).k
             q_start = None
         tensors = q_idx.detach(), k_idx.detach(), cu_seqlens, cu_seqlens_k, q_start
         indices: Tensor = torch.ops.nsa_kernels.top_blocks_by_max(*tensors, block_size, k, local, backend)
         return indices
-    call = resolve(
-        q_idx,
-        k_idx,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_k=cu_seqlens_k,
-        q_start=q_start,
-        block_size=block_size,
-        k=k,
-        local=local,
-        backend=backend,
-    )
     with torch.no_grad():
-        return run(call)
+        return run(resolve(q_idx, k_idx, block_size=block_size, k=k, local=local, backend=backend, **where))

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from nsa.block_sparse.validate import check_indices
+from nsa.block_sparse.operators import check_indices
 from nsa.common.autocast import CASTABLE, autocast_dtype, autocast_off
 from nsa.common.checks import check_integer, is_finite, is_number
 from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_transforms
 from nsa.config import LARGEST_OPTION
-from nsa.indexer.validate import TOKEN_MODE, check_index_tensors
+from nsa.indexer.operators import TOKEN_MODE, check_index_tensors
 from nsa.inputs import NSAInputs
 from nsa.reference import Keys, chunk_bytes
 

@@ -1,25 +1,74 @@
-"""Selection by an indexer: its calls, and their operator (see nsa/common/operators.py).
+"""Selection by an indexer: its checks, its calls, and their operator (see nsa/common/operators.py).
 
-nsa_kernels::top_blocks_by_max selected blocks; q_start is a tensor, the caller slices the keys for an integer one
+q_start of the operator is a tensor; the caller slices the keys for an integer one.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import dispatch
-from nsa.common.checks import check_integer
+from dispatch.registry import short_name
+from nsa.common.checks import check_dtype, check_integer, check_tensor
 from nsa.common.operators import ResolvedCall, register_forward
 from nsa.common.resolve import find_impl
-from nsa.config import LARGEST_OPTION
-from nsa.indexer.validate import check_index_tensors, narrow
+from nsa.config import LARGEST_OPTION, NSAConfig
+from nsa.inputs import NSAInputs
 
+TOKEN_MODE = NSAConfig.paper()
+"""Documents and starts follow the rules of token mode."""
 FORWARD = (
     "nsa_kernels::top_blocks_by_max",
     "(Tensor q_idx, Tensor k_idx, Tensor? cu_seqlens, Tensor? cu_seqlens_k, Tensor? q_start, SymInt block_size, "
     "SymInt k, SymInt local, str? backend) -> Tensor",
 )
+
+
+# Checks
+
+
+def narrow(q_idx: Tensor, k_idx: Tensor, **where: Any) -> NSAInputs:
+    """Check documents and starts, and cut the keys after the last query, as NSA does."""
+    inputs = NSAInputs(q_idx, k_idx, k_idx, **where)
+    inputs.check(TOKEN_MODE)
+    return inputs.narrow(TOKEN_MODE)
+
+
+def check_index_tensors(q_idx: Tensor, k_idx: Tensor, *, packed: bool, own_bounds: bool = False) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless the tensors are as `top_blocks_by_max` says.
+
+    Args:
+        own_bounds: True if packed keys have their own bounds (cu_seqlens_k).
+    """
+    layout, lead = ("[T,heads,D_i]", 1) if packed else ("[B,N,heads,D_i]", 2)
+    for name, tensor in (("q_idx", q_idx), ("k_idx", k_idx)):
+        check_tensor(name, tensor)
+        check_dtype(name, tensor)
+        if tensor.dim() != lead + 2:
+            raise ValueError(f"{name} must have the layout {layout}, got shape {list(tensor.shape)}")
+    if k_idx.dtype != q_idx.dtype:
+        own = short_name(q_idx.dtype)
+        raise TypeError(f"k_idx must be {own} (q_idx is {own}), got {short_name(k_idx.dtype)}")
+    if k_idx.device != q_idx.device:
+        raise ValueError(f"k_idx must be on q_idx's device {q_idx.device}, got {k_idx.device}")
+    heads, dim = q_idx.shape[-2:]
+    if heads == 0 or dim == 0:
+        raise ValueError(f"q_idx must have at least one head and D_i >= 1, got shape {list(q_idx.shape)}")
+    if k_idx.shape[-2] not in (1, heads) or k_idx.shape[-1] != dim:
+        wanted = f"one head or H_i={heads}, and D_i={dim}"
+        raise ValueError(f"k_idx must have {wanted}, got shape {list(k_idx.shape)}")
+    if lead == 2 and (k_idx.shape[0] != q_idx.shape[0] or k_idx.shape[1] < q_idx.shape[1]):
+        wanted = f"B={q_idx.shape[0]} and at least N_q={q_idx.shape[1]} tokens"
+        raise ValueError(f"k_idx must have {wanted}, got shape {list(k_idx.shape)}")
+    if packed and not own_bounds and k_idx.shape[0] != q_idx.shape[0]:
+        wanted = f"q_idx's T={q_idx.shape[0]} tokens, or cu_seqlens_k bounds of its own"
+        raise ValueError(f"k_idx must have {wanted}, got shape {list(k_idx.shape)}")
+
+
+# Calls
 
 
 class IndexerCall(ResolvedCall):
@@ -37,28 +86,16 @@ class IndexerCall(ResolvedCall):
 
 
 def resolve(
-    q_idx: Tensor,
-    k_idx: Tensor,
-    *,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    q_start: int | Tensor | None,
-    block_size: int,
-    k: int,
-    local: int,
-    backend: str | None,
+    q_idx: Tensor, k_idx: Tensor, *, block_size: int, k: int, local: int, backend: str | None, **where: Any
 ) -> IndexerCall:
-    """Check all arguments and find a backend that supports the call.
-
-    Raises:
-        TypeError, ValueError: naming the argument and its value.
-        dispatch.BackendError: if no backend supports the call.
-    """
+    """Check all arguments and find a backend; `where` are documents and starts, as in NSAInputs."""
     check_integer("block_size", block_size, 1, LARGEST_OPTION)
     check_integer("k", k, 1, LARGEST_OPTION)
     check_integer("local", local, 0, k)
-    check_index_tensors(q_idx, k_idx, packed=cu_seqlens is not None, own_bounds=cu_seqlens_k is not None)
-    inputs = narrow(q_idx, k_idx, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, q_start=q_start)
+    check_index_tensors(
+        q_idx, k_idx, packed=where["cu_seqlens"] is not None, own_bounds=where["cu_seqlens_k"] is not None
+    )
+    inputs = narrow(q_idx, k_idx, **where)
     options = {"block_size": block_size, "k": k, "local": local}
     call = dispatch.Call("top_blocks_by_max", q_idx.device, q_idx.dtype, options={"inputs": inputs, **options})
     start = inputs.q_start if isinstance(inputs.q_start, Tensor) else None

@@ -13,8 +13,7 @@ from nsa.common.keywords import ONE_BY_ONE, explain_keywords
 from nsa.common.operators import run, runs_as_operator
 from nsa.common.resolve import find_impl
 from nsa.neighborhood.backward_cache import BackwardCache
-from nsa.neighborhood.operators import resolve, sizes
-from nsa.neighborhood.validate import PATHS, Window, check_backward_tensors, check_tensors, keys_until
+from nsa.neighborhood.operators import PATHS, Window, check_backward_tensors, check_tensors, keys_until, resolve, sizes
 
 
 @explain_keywords(ONE_BY_ONE)

@@ -25,7 +25,7 @@ from nsa.common.layers import (
 )
 from nsa.neighborhood.api import neighborhood_attention
 from nsa.neighborhood.cache import NeighborhoodCache
-from nsa.neighborhood.validate import ALGORITHMS, Window
+from nsa.neighborhood.operators import ALGORITHMS, Window
 
 if TYPE_CHECKING:
     from nsa.distributed.context import ContextParallel

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from nsa.common.autocast import promote_blocks
-from nsa.common.derivatives import refuse_transforms
+from nsa.common.derivatives import needs_grad, refuse_transforms
 from nsa.common.operators import run, runs_as_operator
-from nsa.residual.operators import call_operator, resolve
-from nsa.residual.validate import with_two_leading_dims
+from nsa.residual.operators import block_tensors, resolve, with_two_leading_dims
 
 
 def attention_residual(
@@ -58,5 +58,8 @@ def attention_residual(
     if shape is not None:
         return attention_residual(blocks, w_query, w_norm, eps, backend=backend).reshape(shape)
     if runs_as_operator(w_query):
-        return call_operator(blocks, w_query, w_norm, eps, backend)
-    return run(resolve(blocks, w_query, w_norm, eps=eps, backend=backend))
+        tensors = block_tensors(blocks)
+        options = isinstance(blocks, Tensor), eps, backend, needs_grad(*tensors, w_query, w_norm)
+        out: Tensor = torch.ops.nsa_kernels.attention_residual(tensors, w_query, w_norm, *options)[0]
+        return out
+    return run(resolve(blocks, w_query, w_norm, eps, backend))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nsa.common.checks import check_eps, check_sizes
 from nsa.residual.api import attention_residual
-from nsa.residual.validate import check_layer_blocks
+from nsa.residual.operators import check_layer_blocks
 
 
 class AttentionResidual(nn.Module):

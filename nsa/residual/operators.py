@@ -1,14 +1,12 @@
-"""Attention residual: its calls, and their operators (see nsa/common/operators.py).
+"""Attention residual: its checks, its calls, and their operators (see nsa/common/operators.py).
 
-    nsa_kernels::attention_residual             out and the tensor saved for backward; differentiable
-    nsa_kernels::attention_residual_backward    gradients of the blocks as `[L,B,N,D]`, of w_query and of w_norm
-
-Blocks are a list; with `stacked`, a list of one tensor `[L,B,N,D]`. `backward` is True if gradients are needed, because
-tensors inside an operator do not require any.
+Blocks of an operator are a list; with `stacked`, a list of one tensor `[L,B,N,D]`. Their gradient is one tensor
+`[L,B,N,D]`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +14,15 @@ import torch
 from torch import Tensor
 
 import dispatch
-from nsa.common.checks import check_eps
+from dispatch.registry import short_name
+from nsa.common.autocast import CASTABLE, autocast_dtype
+from nsa.common.checks import check_dense, check_dtype, check_eps
 from nsa.common.derivatives import needs_grad
 from nsa.common.operators import ResolvedCall, by_member, register_backward, register_forward
 from nsa.common.resolve import accepted, find_impl, is_remembered
-from nsa.residual.validate import Blocks, block_tensors, check_blocks, check_weight
+
+Blocks = Tensor | Sequence[Tensor]
+"""`[L,B,N,D]`, or L tensors `[B,N,D]`."""
 
 _INPUTS = "Tensor[] blocks, Tensor w_query, Tensor? w_norm"
 _OPTIONS = "bool stacked, float eps, str? backend, bool backward"
@@ -31,10 +33,127 @@ BACKWARD = (
 )
 
 
+# Checks
+
+
+def block_tensors(blocks: Blocks) -> tuple[Tensor, ...]:
+    """The tensors that hold the blocks: one `[L,B,N,D]`, or L of `[B,N,D]`."""
+    return (blocks,) if isinstance(blocks, Tensor) else tuple(blocks)
+
+
+def with_two_leading_dims(blocks: Blocks) -> tuple[Blocks, torch.Size | None]:
+    """Reshape blocks to two leading dimensions; also return the original shape `[...,D]`, or None if they have two.
+
+    Returns views if strides allow.
+
+    Raises:
+        TypeError, ValueError: as `check_blocks`, for blocks that are reshaped.
+    """
+    stacked = isinstance(blocks, Tensor)
+    first = blocks if stacked or not isinstance(blocks, (list, tuple)) or not blocks else blocks[0]
+    if not isinstance(first, Tensor) or first.dim() - stacked in (0, 3):
+        return blocks, None
+    check_blocks(blocks)
+    shape = first.shape[1:] if stacked else first.shape
+    *lead, tokens, dim = (1, *shape) if len(shape) == 1 else shape
+    two = math.prod(lead), tokens, dim
+    return blocks.reshape(blocks.shape[0], *two) if isinstance(blocks, Tensor) else [
+        x.reshape(two) for x in blocks
+    ], shape
+
+
+def check_layer_blocks(blocks: Any, weight: Tensor) -> None:
+    """Raise if blocks do not fit the weight `[D]` of a layer; `resolve` checks the rest.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    stacked = isinstance(blocks, Tensor)
+    first = blocks if stacked or not isinstance(blocks, (list, tuple)) or not blocks else blocks[0]
+    if not isinstance(first, Tensor) or first.dim() == 0:
+        return
+    name, width = "blocks" if stacked else "blocks[0]", weight.shape[0]
+    if first.shape[-1] != width:
+        raise ValueError(f"{name} must have hidden_size={width}, as this layer has, got shape {list(first.shape)}")
+    if first.device != weight.device:
+        raise ValueError(f"{name} must be on {weight.device}, as the weights are, got {first.device}")
+    if weight.dtype not in (first.dtype, torch.float32):
+        cast = weight.dtype in CASTABLE and autocast_dtype(weight.device.type) is not None
+        if not cast:
+            expected = f"{short_name(weight.dtype)}, as the weights are"
+            raise TypeError(f"{name} must be {expected}, got {short_name(first.dtype)}")
+
+
+def check_blocks(blocks: Any) -> tuple[Tensor, int]:
+    """Check the blocks; return the first tensor, and L."""
+    if isinstance(blocks, Tensor):
+        check_dense("blocks", blocks)
+        if blocks.dim() < 2:
+            raise ValueError(f"blocks must have the layout [L,...,D] or be a list, got shape {list(blocks.shape)}")
+        first, size = blocks, blocks.shape[0]
+    elif isinstance(blocks, (list, tuple)):
+        if not blocks:
+            raise ValueError("blocks must have at least one member, got an empty list")
+        for i, block in enumerate(blocks):
+            if not isinstance(block, Tensor):
+                raise TypeError(f"blocks[{i}] must be a torch.Tensor, got {type(block).__name__}")
+        first, size = blocks[0], len(blocks)
+        check_dense("blocks[0]", first)
+        if first.dim() == 0:
+            raise ValueError("blocks[0] must have the layout [...,D], got shape []")
+        _check_list(blocks, first)
+    else:
+        raise TypeError(f"blocks must be a torch.Tensor or a list of them, got {type(blocks).__name__}")
+    check_dtype("blocks", first)
+    if 0 in (size, first.shape[-1]):
+        raise ValueError(f"blocks must have at least one block and D >= 1, got shape {list(first.shape)}")
+    return first, size
+
+
+def _check_list(blocks: Sequence[Tensor], first: Tensor) -> None:
+    """Raise unless all blocks of a list match the first, whose properties are read once because lists are long."""
+    shape, dtype, device, strides = first.shape, first.dtype, first.device, first.stride()
+    for i, block in enumerate(blocks[1:], 1):
+        if block.shape != shape:
+            raise ValueError(f"blocks[{i}] must have blocks[0]'s shape {list(shape)}, got {list(block.shape)}")
+        if block.dtype != dtype:
+            raise ValueError(f"blocks[{i}] must be {short_name(dtype)} as blocks[0], got {short_name(block.dtype)}")
+        if block.device != device:
+            raise ValueError(f"blocks[{i}] must be on blocks[0]'s device {device}, got {block.device}")
+        check_dense(f"blocks[{i}]", block)
+        if block.stride() != strides and any(
+            n > 1 and a != b for n, a, b in zip(shape, strides, block.stride(), strict=True)
+        ):
+            raise ValueError(f"blocks[{i}] must have blocks[0]'s strides {strides}, got {block.stride()}")
+
+
+def check_weight(name: str, weight: Any, first: Tensor) -> None:
+    if not isinstance(weight, Tensor):
+        kind = "a torch.Tensor" if name == "w_query" else "a torch.Tensor or None"
+        raise TypeError(f"{name} must be {kind}, got {type(weight).__name__}")
+    if weight.dtype != first.dtype and weight.dtype != torch.float32:
+        wanted = " or ".join(dict.fromkeys((short_name(first.dtype), "float32")))
+        raise TypeError(
+            f"{name} must be {wanted} (blocks are {short_name(first.dtype)}), got {short_name(weight.dtype)}"
+        )
+    check_dense(name, weight)
+    if weight.device != first.device:
+        raise ValueError(f"{name} must be on the blocks' device {first.device}, got {weight.device}")
+    if weight.dim() != 1 or weight.shape[0] != first.shape[-1]:
+        raise ValueError(f"{name} must have the shape {[first.shape[-1]]}, got {list(weight.shape)}")
+
+
+# Calls
+
+
 class ResidualCall(ResolvedCall):
     """The blocks' tensors, w_query, and w_norm if it is given; `num_tensors` hold the blocks, one if `stacked`."""
 
-    op = "attention_residual"
+    op, saves_out = "attention_residual", False
+
+    @property
+    def sources(self) -> tuple[Any, ...]:
+        return self.tensors
 
     def arguments(self) -> tuple[Any, Tensor, Tensor | None]:
         """blocks, w_query and w_norm."""
@@ -79,20 +198,11 @@ def resolve(
     blocks: Blocks,
     w_query: Tensor,
     w_norm: Tensor | None,
-    *,
     eps: float,
     backend: str | None,
     backward: bool | None = None,
 ) -> ResidualCall:
-    """Check all arguments and find a backend that supports the call.
-
-    Args:
-        backward: True if gradients are needed. Default: None, which means if a tensor requires them.
-
-    Raises:
-        TypeError, ValueError: naming the argument and its value.
-        dispatch.BackendError: if no backend supports the call.
-    """
+    """Check all arguments and find a backend; `backward` is None if the tensors say whether they need gradients."""
     first, num_blocks = check_blocks(blocks)
     check_eps(eps)
     check_weight("w_query", w_query, first)
@@ -112,14 +222,6 @@ def resolve(
         call = dispatch.Call("attention_residual", first.device, first.dtype, backward=backward, options=options)
         impl = find_impl(call, backend, properties)
     return ResidualCall(impl, backward, given, {"stacked": stacked, "num_tensors": len(tensors), "eps": float(eps)})
-
-
-def call_operator(blocks: Blocks, w_query: Tensor, w_norm: Tensor | None, eps: float, backend: str | None) -> Tensor:
-    """Call the operator of `attention_residual`."""
-    tensors = block_tensors(blocks)
-    options = isinstance(blocks, Tensor), eps, backend, needs_grad(*tensors, w_query, w_norm)
-    out: Tensor = torch.ops.nsa_kernels.attention_residual(tensors, w_query, w_norm, *options)[0]
-    return out
 
 
 def _resolve(blocks: Sequence[Tensor], stacked: bool, **others: Any) -> ResidualCall:

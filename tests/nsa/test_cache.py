@@ -642,7 +642,7 @@ def test_options_need_no_hash(compress: Any) -> None:
 
 def test_few_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "MOST", 3)
-    resolve.forget()
+    resolve._ACCEPTED.clear()
     inputs = make_inputs(30)
     cache = cache_for(inputs, SMALL["paper"], 64)
     remembered = []

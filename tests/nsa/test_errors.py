@@ -224,7 +224,7 @@ def remembered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(resolve, "DEVICES", {"cpu"})
         resolve._ACCEPTED.update(accepted())
     yield bool(resolve._ACCEPTED)
-    resolve.forget()
+    resolve._ACCEPTED.clear()
 
 
 @cache

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from nsa import (
     NSAttention,
@@ -143,3 +145,13 @@ def test_what_is_a_number() -> None:
     assert all(map(all, found))
     assert [is_integer(x) for x in (3, 3.0, True, None)] == [True, False, False, False]
     assert [is_number(x) for x in (3, 3.0, True, None, "3")] == [True, True, False, False, False]
+
+
+def test_sizes_of_a_gpus_tensors_may_be_symbols() -> None:
+    """Symbols have no hash, so such a call is not remembered."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    tokens = mode.from_tensor(torch.empty(TOKENS)).shape[0]
+    assert isinstance(tokens, torch.SymInt)
+    with mode:
+        block, weight = torch.empty(1, tokens, 8, device="cuda"), torch.empty(8, device="cuda")
+        assert attention_residual([block, block], weight, backend="reference").shape == block.shape

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench import oracles
 from dispatch import attention_residual
-from nsa.residual.validate import Blocks, block_tensors
+from nsa.residual.operators import Blocks, block_tensors
 from tests.support.helpers import assert_within_budget
 
 EPS = 1e-5

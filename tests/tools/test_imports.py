@@ -154,10 +154,10 @@ def test_the_ptx_interpreter_imports_nothing_else_of_ours() -> None:
         assert {name for name in ours if not f"{name}.".startswith("tests.ptx.")} == set(), module
 
 
-@pytest.mark.parametrize("op", ["", "neighborhood", "residual"])
+@pytest.mark.parametrize("op", ["", "block_sparse", "decoding", "indexer", "neighborhood", "residual"])
 def test_every_op_of_nsa_has_the_same_modules(op: str) -> None:
     names = {path.stem for path in (ROOT / "nsa" / op).glob("*.py")}
-    assert {"api", "module"} <= names
+    assert {"api", "operators"} <= names
 
 
 def test_layers_of_cute_kernels() -> None:
