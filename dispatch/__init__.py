@@ -1,6 +1,7 @@
 """All ops in one module: `dispatch.nsa(...)` and others, routed to a backend by `resolve`; `explain` gives the reasons.
 
-`python -m dispatch` prints what runs on this machine. Importing this package needs only torch.
+`python -m dispatch` prints what runs on this machine. Importing this package needs only torch: the functions of nsa,
+which chooses implementations through `resolve` and so imports this package, are loaded by name at first use.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ FUNCTIONS = {
     "nsa_forward_aux": "nsa.api:nsa_forward_aux",
     "neighborhood_attention_forward": "nsa.neighborhood.api:neighborhood_attention_forward",
 }
-"""All public functions; imported on first use, since their modules choose implementations through this one."""
+"""All public functions."""
 
 __all__ = ["BackendError", "Call", "Impl", "Verdict", "explain", "resolve", *FUNCTIONS]
 

@@ -220,6 +220,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
 @pytest.fixture(params=["each call is checked", "good ones are remembered"])
 def remembered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Whether good calls on the CPU were accepted before, as on a GPU, so that their like is not checked again."""
+    resolve._ACCEPTED.clear()  # calls of decoding are remembered on the CPU, too
     if request.param == "good ones are remembered":
         monkeypatch.setattr(resolve, "DEVICES", {"cpu"})
         resolve._ACCEPTED.update(accepted())
