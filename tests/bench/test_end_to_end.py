@@ -16,14 +16,12 @@ import torch
 from bench import bench_sparse_attn_e2e as e2e
 from bench import bench_varlen as varlen
 from bench.common import choose_backend, choose_dense
-from bench.gradient_check import GradientError
 from bench.inputs import SINK_TOKENS, Problem, Sizes, make_problem, standard_library_text
 from bench.roofline import Peaks, Work, backward_work, choose_peaks, dense_floor_ms, nsa_floor_ms, score_flops
-from bench.timing import GIB, Timing, measure, peak_memory
+from bench.timing import GIB, measure, peak_memory
 from dispatch import Call
 from nsa import NSAConfig, nsa_forward_aux
 from nsa.reference import nsa_tiles
-from tests.support import cases
 from tests.support.bench_helpers import documented_fields
 
 CPU = torch.device("cpu")
@@ -33,12 +31,11 @@ SMALL = ["--device", "cpu", "--heads", "2", "--dim", "16", "--seconds", "1e-9"]
 @pytest.mark.parametrize(
     "options",
     [
-        ["--seqlens", "64,300", "--input", "text"],
-        ["--seqlens", "300,1500", "--backward", "--recompute", "--dtype", "bf16"],
+        ["--seqlens", "64,300", "--input", "text", "--preset", "paper", "--batch", "2", "--kv-heads", "2"],
+        ["--seqlens", "300", "--backward", "--recompute", "--dtype", "bf16"],
         ["--seqlens", "300", "--backward", "--ungated", "--num-cmp", "2", "--block-sizes", "4", "--k", "3"],
-        ["--seqlens", "100", "--preset", "paper", "--batch", "2", "--kv-heads", "2"],
     ],
-    ids=["forward on text", "backward in bf16", "backward of some, ungated", "paper"],
+    ids=["forward of the paper's on text", "backward in bf16", "backward of some, ungated"],
 )
 def test_writes_what_it_promises(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert e2e.main([*SMALL, *options, "--out", str(tmp_path / "run")]) == 0
@@ -104,27 +101,19 @@ def test_late_rows_are_held_against_their_own_size(value: float, monkeypatch: py
     assert not sample.error <= sample.budget
 
 
-LONG = pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(NSAConfig(compress_block_size=16), id="tiles", marks=pytest.mark.full),
-        pytest.param(NSAConfig(compress_block_size=8, num_cmp_selected_blocks=2), id="some compressed blocks"),
-        pytest.param(NSAConfig.paper(), id="tokens", marks=pytest.mark.full),
-    ],
-)
+SOME_BLOCKS = NSAConfig(compress_block_size=8, num_cmp_selected_blocks=2)
 
 
-def sample_at_once(config: NSAConfig, bytes_at_once: int, monkeypatch: pytest.MonkeyPatch) -> e2e.Sample:
-    """Of 1,100 tokens and 8 heads over 4, as they are checked together."""
-    problem = make_problem("random", Sizes(1, 1100, 8, 4, 16), device=CPU, dtype=torch.float32)
+def sample_at_once(bytes_at_once: int, monkeypatch: pytest.MonkeyPatch) -> e2e.Sample:
+    """Of 600 tokens and 8 heads over 4, as they are checked together."""
+    problem = make_problem("random", Sizes(1, 600, 8, 4, 16), device=CPU, dtype=torch.float32)
     monkeypatch.setattr(e2e, "CHECKED_BYTES", bytes_at_once)
-    return e2e.sampled_error(problem, e2e.Variant(config, "reference", ("eager",)))
+    return e2e.sampled_error(problem, e2e.Variant(SOME_BLOCKS, "reference", ("eager",)))
 
 
-@LONG
-def test_heads_of_long_sequences_are_checked_in_turn(config: NSAConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same blocks, positions and errors; one key/value head's outputs are 4 x 1100 x 2 x 16 numbers."""
-    of_a_head, calls = 4 * 1100 * 2 * 16 * 4, []
+def test_heads_of_long_sequences_are_checked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same blocks, positions and errors; one key/value head's outputs are 4 x 600 x 2 x 16 numbers."""
+    of_a_head, calls = 4 * 600 * 2 * 16 * 4, []
     right = e2e.nsa_forward_aux
 
     def counting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any) -> Any:
@@ -132,33 +121,32 @@ def test_heads_of_long_sequences_are_checked_in_turn(config: NSAConfig, monkeypa
         return right(q, k, v, **keywords)
 
     monkeypatch.setattr(e2e, "nsa_forward_aux", counting)
-    whole = sample_at_once(config, 4 * of_a_head, monkeypatch)
+    whole = sample_at_once(4 * of_a_head, monkeypatch)
     assert calls == [(8, 4)]
     for most, expected in ((4 * of_a_head - 1, [(6, 3), (2, 1)]), (2 * of_a_head, [(4, 2)] * 2), (1, [(2, 1)] * 4)):
         calls.clear()
-        some = sample_at_once(config, most, monkeypatch)
+        some = sample_at_once(most, monkeypatch)
         assert calls == expected
         assert torch.equal(some.positions, whole.positions)
         assert torch.equal(some.tiles.indices, whole.tiles.indices)
-        if whole.tiles.cmp_indices is not None:
-            assert some.tiles.cmp_indices is not None
-            assert torch.equal(some.tiles.cmp_indices, whole.tiles.cmp_indices)
+        assert some.tiles.cmp_indices is not None
+        assert whole.tiles.cmp_indices is not None
+        assert torch.equal(some.tiles.cmp_indices, whole.tiles.cmp_indices)
         torch.testing.assert_close(some.rows, whole.rows)
         assert 0 <= some.error <= some.budget
 
 
-@LONG
-def test_every_head_is_held_against_fp64(config: NSAConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_head_is_held_against_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle of one head at a time is that of all together; a wrong number in any head is seen."""
-    problem = make_problem("random", Sizes(1, 1100, 8, 4, 16), device=CPU, dtype=torch.float32)
-    inputs, sample = e2e.plain_inputs(problem), sample_at_once(config, 1 << 30, monkeypatch)
-    one = [e2e.exact_head(inputs, config, sample.tiles, head) for head in range(8)]
+    problem = make_problem("random", Sizes(1, 600, 8, 4, 16), device=CPU, dtype=torch.float32)
+    inputs, sample = e2e.plain_inputs(problem), sample_at_once(1 << 30, monkeypatch)
+    one = [e2e.exact_head(inputs, SOME_BLOCKS, sample.tiles, head) for head in range(8)]
     chosen = {"indices": sample.tiles.indices, "cmp_indices": sample.tiles.cmp_indices}
-    expected, positions = nsa_tiles(inputs.map(torch.Tensor.double), config, sample.tiles.numbers, **chosen)
+    expected, positions = nsa_tiles(inputs.map(torch.Tensor.double), SOME_BLOCKS, sample.tiles.numbers, **chosen)
     assert torch.equal(positions, sample.positions)
     torch.testing.assert_close(torch.cat(one, 2), expected, rtol=0, atol=1e-12)
     right = e2e.nsa_forward_aux
-    for head in (0, 3, 7):
+    for head in (0, 7):
 
         def wrong(*args: Any, head: int = head, **keywords: Any) -> Any:
             out, aux = right(*args, **keywords)
@@ -166,11 +154,11 @@ def test_every_head_is_held_against_fp64(config: NSAConfig, monkeypatch: pytest.
             return out, aux
 
         monkeypatch.setattr(e2e, "nsa_forward_aux", wrong)
-        sample = sample_at_once(config, 1 << 30, monkeypatch)
+        sample = sample_at_once(1 << 30, monkeypatch)
         assert not sample.error <= sample.budget
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "gate_proj_weight"])
+@pytest.mark.parametrize("name", ["k", "gate_proj_weight"])
 def test_no_speed_on_a_wrong_gradient(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The output is right, and one gradient by a hundredth too large."""
     right = e2e.nsa
@@ -182,7 +170,7 @@ def test_no_speed_on_a_wrong_gradient(name: str, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(e2e, "nsa", wrong)
     monkeypatch.setattr(e2e, "measure", lambda *_, **__: pytest.fail("timed a wrong result"))
-    assert e2e.main([*SMALL, "--seqlens", "1500", "--backward", "--out", str(tmp_path / "run")]) == 1
+    assert e2e.main([*SMALL, "--seqlens", "600", "--backward", "--out", str(tmp_path / "run")]) == 1
     content = json.loads((tmp_path / "run.json").read_text())
     assert content["rows"] == []
     (red,) = content["red"]
@@ -199,7 +187,7 @@ class Larger(torch.autograd.Function):
         return gradient * 1.01
 
 
-@pytest.mark.parametrize(("row", "value"), cases.product([0, 300, -1], [1.0, float("nan")]))
+@pytest.mark.parametrize(("row", "value"), [(300, 1.0), (-1, float("nan"))])
 def test_every_row_of_dq_is_checked(row: int, value: float) -> None:
     """Also those of tiles that are not sampled, whose gradient is zero."""
     problem = make_problem("random", Sizes(1, 1500, 2, 1, 16), device=CPU, dtype=torch.float32, requires_grad=True)
@@ -211,34 +199,6 @@ def test_every_row_of_dq_is_checked(row: int, value: float) -> None:
     _, wrong = e2e.check(problem, variant)
     assert len(wrong) == 1
     assert "of the gradient of q is above the budget" in wrong[0]
-
-
-def test_the_worst_gradient_is_told() -> None:
-    errors = [GradientError(*x) for x in (("q", 0.0, 0.0), ("k", 3.0, 4.0), ("v", 1.0, 1.5), ("w", 2.0, 1.0))]
-    assert [error.within for error in errors] == [True, True, True, False]
-    assert [error.share for error in errors] == [0, 0.75, pytest.approx(2 / 3), 2]
-    assert GradientError("q", float("nan"), 1.0).share == GradientError("q", 1.0, 0.0).share == float("inf")
-
-
-def test_memory_of_forward_and_backward_is_everything() -> None:
-    q, k = torch.empty(1, 1024, 8, 128), torch.empty(1, 1024, 2, 128)
-    timing = Timing(1, 2, 3, 0.25, 4)
-    assert e2e.everything(timing, [q, k, k]).peak_gib == 0.25 + (2 * 1024 + 2 * 256) * 1024 * 4 / GIB
-    assert e2e.everything(replace(timing, peak_gib=None), [q, k, k]).peak_gib is None
-
-
-def test_recompute_reaches_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, given = e2e.nsa, []
-
-    def recording(*args: Any, **keywords: Any) -> torch.Tensor:
-        given.append(keywords["recompute"])
-        return right(*args, **keywords)
-
-    monkeypatch.setattr(e2e, "nsa", recording)
-    for options in ([], ["--recompute"]):
-        assert e2e.main([*SMALL, "--seqlens", "64", "--backward", *options, "--out", str(tmp_path / "run")]) == 0
-        assert set(given) == {bool(options)}
-        given.clear()
 
 
 @pytest.mark.parametrize("backward", [[], ["--backward"]])
@@ -294,6 +254,8 @@ def test_a_row_for_each_combination(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_options_on_top_of_a_preset() -> None:
+    assert e2e.parse(["--seqlens", "1M,100, 4k"]).seqlens == [100, 4096, 2**20]
+
     def configs(*options: str) -> list[NSAConfig]:
         found: list[NSAConfig] = e2e.parse([*SMALL, *options]).configs
         return found
@@ -391,83 +353,12 @@ def test_queued_leaves_the_host_out_for_all(monkeypatch: pytest.MonkeyPatch, tmp
         assert [row["mode"] for row in json.loads((tmp_path / "run.json").read_text())["rows"]] == usual
 
 
-@pytest.mark.parametrize("backward", [["--backward"], *cases.rest([])])
-def test_the_plot_shows_every_line(backward: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both modes, two numbers of compressed blocks, an extrapolated baseline and the roofline, from one real row."""
-    from matplotlib.figure import Figure
-
-    kept, save = [], Figure.savefig
-
-    def keep(figure: Any, *arguments: Any, **options: Any) -> None:
-        kept.append(figure)
-        save(figure, *arguments, **options)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    sizes = ["--seqlens", "1024", "--peak-tflops", "0.1", *backward]
-    assert e2e.main([*SMALL, *sizes, "--out", str(tmp_path / "run")]) == 0
-    row = json.loads((tmp_path / "run.json").read_text())["rows"][0]
-    rows = [
-        row | {"n": n, "mode": mode, "num_cmp": num_cmp, "dense_extrapolated": n > 1024}
-        for n in (1024, 2048)
-        for num_cmp in (None, 16)
-        for mode in ("eager", "graph")
-    ]
-    e2e.plot(rows, tmp_path / "all.png", "a device", Peaks(0.1, 1))
-    times, speed = kept[-1].axes
-    lines = {line.get_label(): line for line in speed.get_lines()}
-    for num_cmp in ("none", "16"):
-        for mode in ("eager", "graph"):
-            assert list(lines[f"NSA (reference) l=64 num_cmp={num_cmp}, {mode}"].get_xdata()) == [1024, 2048]
-        roofline = lines[f"roofline l=64 num_cmp={num_cmp}"]
-        assert roofline.get_linestyle() == "--"
-        dense = (dense_floor_ms(Sizes(1, n, 2, 1, 16), Peaks(0.1, 1), backward=bool(backward)) for n in (1024, 2048))
-        bounds = [ms / row["floor_ms"] for ms in dense]
-        assert list(roofline.get_ydata()) == pytest.approx(bounds)
-    baselines = {line.get_label(): list(line.get_xdata()) for line in times.get_lines()}
-    assert baselines["PyTorch SDPA"] == [1024]
-    assert baselines["PyTorch SDPA, extrapolated by N²"] == [2048]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--seqlens", "4K,x"], "must be a positive integer such as 4096 or 4K, got 'x'"),
-        (["--heads", "0"], "must be a positive integer such as 4096 or 4K, got '0'"),
-        (["--heads", "4", "--kv-heads", "3"], "--heads must be a multiple of --kv-heads, got 4 and 3"),
-        (["--preset", "large"], "invalid choice: 'large'"),
-        (["--modes", "graph"], "--modes graph needs --device cuda, got cpu"),
-        (["--modes", "eager,lazy"], "argument --modes: must be one of eager, queued, graph, got 'lazy'"),
-        (["--num-cmp", "none,0"], "argument --num-cmp: must be a positive integer such as 4096 or 4K, got '0'"),
-        (["--peak-tflops", "-1"], "argument --peak-tflops: must be a number above 0, got '-1'"),
-        (["--peak-tbs", "nan"], "argument --peak-tbs: must be a number above 0, got 'nan'"),
-        (["--seconds", "nan"], "argument --seconds: must be a number above 0, got 'nan'"),
-        (["--preset", "paper", "--num-cmp", "16"], "num_cmp_selected_blocks"),
-        (["--recompute"], "--recompute goes with --backward"),
-        (["--w", "-1"], "window_size must be at least 0, got -1"),
-        (["--seqlens", "256", "--no-dense-above", "128"], "must leave a length to measure, at least 256, got 128"),
-    ],
-)
-def test_bad_command_lines(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        e2e.main([*SMALL, *options])
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_lengths_have_suffixes() -> None:
-    assert e2e.parse(["--seqlens", "1M,100, 4k"]).seqlens == [100, 4096, 2**20]
-
-
 def test_backends() -> None:
     assert choose_backend(Call("nsa", CPU, torch.float32), None) == ("reference", "")
     on_meta = Call("nsa", "meta", torch.float32)
     backend, note = choose_backend(on_meta, None)
     assert backend == "reference"
     assert "runs on meta only when named" in note
-    with pytest.raises(SystemExit, match="backend must be one of cute, reference"):
-        e2e.main([*SMALL, "--seqlens", "64", "--backend", "abacus"])
-    with pytest.raises(SystemExit, match="cute: runs on CUDA devices, got cpu"):
-        e2e.main([*SMALL, "--seqlens", "64", "--backend", "cute"])
 
 
 def test_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -603,60 +494,24 @@ def test_text_is_real_and_inputs_are_repeatable() -> None:
         make_problem("noise", sizes, device=CPU, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["random", "sink"])
-def test_inputs_can_be_made_in_place(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA: in the dtype they are for, with the same distribution, and the same each time."""
-    sizes = Sizes(batch=1, tokens=4096, heads=4, kv_heads=2, dim=8)
-    drawn: list[torch.dtype] = []
-    randn = torch.randn
-
-    def recording(*args: Any, **keywords: Any) -> torch.Tensor:
-        drawn.append(keywords["dtype"])
-        return randn(*args, **keywords)
-
-    monkeypatch.setattr(torch, "randn", recording)
-    portable, one, two = (
-        make_problem(kind, sizes, device=CPU, dtype=torch.bfloat16, portable=how) for how in (None, False, False)
-    )
-    assert drawn == [torch.float32] * 4 + [torch.bfloat16] * 8
-    for name in ("q", "k", "v", "gate_proj_weight"):
-        expected, got, again = (getattr(problem, name) for problem in (portable, one, two))
-        assert expected.dtype == got.dtype == torch.bfloat16
-        assert torch.equal(got, again)
-        if name != "gate_proj_weight":
-            assert got.float().std().item() == pytest.approx(expected.float().std().item(), rel=0.05)
-            assert got.float().mean().item() == pytest.approx(expected.float().mean().item(), abs=0.05)
-
-
 def first_blocks(problem: Problem, config: NSAConfig) -> torch.Tensor:
     """Share of (tile, head) whose lowest selected block is block 0."""
     _, aux = nsa_forward_aux(problem.q, problem.k, problem.v, config=config, backend="reference")
     return (aux.indices[..., 0] == 0).float().mean()
 
 
-@pytest.mark.parametrize("dim", [16, 128])
-@pytest.mark.parametrize(
-    "options", [{}, {"compress_block_size": 128}, {"num_cmp_selected_blocks": 1, "n_block_size": 4}]
-)
-def test_every_tile_selects_the_sink(dim: int, options: dict[str, int]) -> None:
-    sizes = Sizes(batch=2, tokens=2000, heads=4, kv_heads=2, dim=dim)
+@pytest.mark.parametrize("options", [{}, {"num_cmp_selected_blocks": 1, "n_block_size": 4}])
+def test_every_tile_selects_the_sink(options: dict[str, int]) -> None:
+    sizes = Sizes(batch=2, tokens=2000, heads=4, kv_heads=2, dim=16)
     config = NSAConfig.per_tile(num_selected_blocks=2, q_tile_size=256, **options)
     sink = make_problem("sink", sizes, device=CPU, dtype=torch.float32)
     assert first_blocks(sink, config) == 1
     assert first_blocks(make_problem("random", sizes, device=CPU, dtype=torch.float32), config) < 0.9
 
     # The sink draws much of the attention, not all of it
-    heads = torch.einsum("bhd,bnhd->bhn", sink.q[:, -1], sink.k.repeat_interleave(2, dim=2)) / dim**0.5
+    heads = torch.einsum("bhd,bnhd->bhn", sink.q[:, -1], sink.k.repeat_interleave(2, dim=2)) / 16**0.5
     share = heads.softmax(-1)[..., :SINK_TOKENS].sum(-1)
     assert 0.2 < share.min() <= share.max() < 0.9
-
-
-def test_every_token_selects_the_sink() -> None:
-    """The paper's preset: overlapping entries, tiles of one row; from the first token that may select block 0."""
-    sink = make_problem("sink", Sizes(1, 512, 4, 2, 64), device=CPU, dtype=torch.float32)
-    config = NSAConfig.paper(num_selected_blocks=2, num_init_blocks=0, num_local_blocks=1)
-    _, aux = nsa_forward_aux(sink.q, sink.k, sink.v, config=config, backend="reference")
-    assert (aux.indices[:, :, SINK_TOKENS:, 0] == 0).all()
 
 
 @pytest.mark.cuda
@@ -691,19 +546,8 @@ def test_on_a_gpu_heads_are_checked_in_turn(preset: list[str], tmp_path: Path, m
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
 def test_on_a_gpu_forward_and_backward(tmp_path: Path) -> None:
-    options = [
-        "--device",
-        "cuda",
-        "--heads",
-        "4",
-        "--dim",
-        "64",
-        "--seqlens",
-        "2500",
-        "--backward",
-        "--backend",
-        "cute",
-    ]
+    sizes = ["--device", "cuda", "--heads", "4", "--dim", "64", "--seqlens", "2500"]
+    options = [*sizes, "--backward", "--backend", "cute"]
     files = ["--seconds", "1e-9", "--out", str(tmp_path / "run")]
     for more in ([], ["--recompute", "--num-cmp", "1", "--block-sizes", "16", "--select-size", "64"]):
         assert e2e.main([*options, *more, *files]) == 0

@@ -1,7 +1,8 @@
-"""Command lines of scripts: `--help` needs no kernel language and does nothing else; unknown options are refused."""
+"""Command lines of scripts: `--help` needs no kernel language and does nothing else; wrong options are refused."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -86,20 +87,15 @@ def test_scripts_are_found() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_helps_and_does_nothing_else(command: str, answers: dict[str, list[dict[str, Any]]]) -> None:
-    answer = answers[command][0]
-    assert answer["status"] == 0, answer["err"]
-    assert answer["out"].startswith("usage: ")
-    assert len(answer["out"].splitlines()) > 4, "says what the script is for"
-    assert answer["deeds"] == []
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_unknown_options_are_refused(command: str, answers: dict[str, list[dict[str, Any]]]) -> None:
-    answer = answers[command][1]
-    assert answer["status"] == 2, answer
-    assert "unrecognized arguments: --no-such-option" in answer["err"]
-    assert (answer["out"], answer["deeds"]) == ("", [])
+def test_help_helps_and_unknown_options_are_refused(command: str, answers: dict[str, list[dict[str, Any]]]) -> None:
+    """And neither does anything else."""
+    helped, refused = answers[command]
+    assert helped["status"] == 0, helped["err"]
+    assert helped["out"].startswith("usage: ")
+    assert len(helped["out"].splitlines()) > 4, "says what the script is for"
+    assert refused["status"] == 2, refused
+    assert "unrecognized arguments: --no-such-option" in refused["err"]
+    assert (helped["deeds"], refused["out"], refused["deeds"]) == ([], "", [])
 
 
 @pytest.mark.parametrize("folder", ["examples", "tools"])
@@ -121,3 +117,120 @@ def test_an_ascii_stdout_ends_no_script() -> None:
         "bench/picture.py",
         "bench/tables.py",
     ]  # print paths alone
+
+
+TINY_TEXT = "--device=cpu --heads=2 --kv-heads=1 --width=32 --context=64 --block-size=8 --k=3 --w=8 --q-tile=16"
+REFUSED: dict[str, dict[str, str]] = {
+    "bench.bench_sparse_attn_e2e --device=cpu": {
+        "--seqlens=4K,x": "must be a positive integer such as 4096 or 4K, got 'x'",
+        "--heads=0": "must be a positive integer such as 4096 or 4K, got '0'",
+        "--heads=4 --kv-heads=3": "--heads must be a multiple of --kv-heads, got 4 and 3",
+        "--modes=graph": "--modes graph needs --device cuda, got cpu",
+        "--modes=eager,lazy": "argument --modes: must be one of eager, queued, graph, got 'lazy'",
+        "--seconds=nan": "argument --seconds: must be a number above 0, got 'nan'",
+        "--preset=paper --num-cmp=16": "num_cmp_selected_blocks",
+        "--recompute": "--recompute goes with --backward",
+        "--w=-1": "window_size must be at least 0, got -1",
+        "--seqlens=256 --no-dense-above=128": "must leave a length to measure, at least 256, got 128",
+        "--backend=abacus": "backend must be one of cute, reference",
+        "--backend=cute": "cute: runs on CUDA devices, got cpu",
+        "--demo --modes=eager": "--modes is not for --demo on a CPU",
+    },
+    "bench.bench_paper --device=cpu": {
+        "--backward": "--backward is not taken here",
+        "--demo": "--demo is not taken here",
+        "--block-sizes=32,64": "takes one combination of options, got 2",
+    },
+    "bench.probe_max_seqlen --device=cpu": {
+        "--op=dense --window-size=64": "go with --op nsa",
+        "--recompute": "--recompute goes with --op nsa and --backward",
+        "--recompute --backward --op=dense": "--recompute goes with --op nsa and --backward",
+        "--backend=cute": "cute: runs on CUDA devices, got cpu",
+        "--memory-limit=2GB": "must be more than 0 in B, KiB, MiB, GiB, TiB, such as 2GiB, got '2GB'",
+        "--memory-limit=0MiB": "such as 2GiB, got '0MiB'",
+        "--memory-limit=0.1B": "such as 2GiB, got '0.1B'",
+    },
+    "bench.bench_neighborhood_attention --device=cpu": {
+        "--shapes 1,2,3": "must be tiny, liger, long or B,H,S,D,k[,dilation], got '1,2,3'",
+        "--shapes 1,2,64,16,0": "must be tiny, liger, long or B,H,S,D,k[,dilation], got '1,2,64,16,0'",
+        "--backend=triton": "triton (any window): runs on CUDA devices",
+    },
+    "bench.bench_attention_residual --device=cpu": {
+        "--shapes 8,1,64": "must be tiny, stacked, lists or L,B,T,D[,list], got '8,1,64'",
+        "--shapes 8,1,64,16,stack": "must be tiny, stacked, lists or L,B,T,D[,list], got '8,1,64,16,stack'",
+        "--backend=abacus": "backend must be one of",
+    },
+    "bench.bench_decode": {
+        "--heads=4:1": "argument --heads: must be query/key heads such as 64/4, got '4:1'",
+        "--heads=4/3": "argument --heads: must be a multiple of heads over heads, got '4/3'",
+        "--sizes=512x2": "argument --sizes: must be numbers such as 64K:8 or 64K:1,8, got '512x2'",
+        "--prefill=1M:0": "argument --prefill: must be numbers such as 64K:8",
+        "--backend=foo": "--backend must be one of cute, reference for nsa_with_cache, got 'foo'",
+    },
+    "bench.bench_context_parallel --device=cpu": {
+        "--sizes=per_tile:100:4/2 --ranks=3 --layouts=contiguous": "every rank tokens, got [0, 64, 36]",
+    },
+    "bench.soak": {"--steps=0": "--steps", "--minutes=nan": "--minutes", "--device=tpu": "--device"},
+    f"examples.train_text {TINY_TEXT}": {
+        "--variants=nsa,sparse": "must be among dense, nsa, window, no-compressed, no-selected, no-window",
+        "--width=34 --heads=4": "--width must be a multiple of 2 * --heads, got 34 and 4",
+        "--preset=paper --block-size=6": "--block-size must be a multiple of 4 with --preset paper, got 6",
+        "--k=8": "--context must hold more than --k blocks of --block-size, or nothing is left to select",
+        "--k=1": "num_init_blocks + num_local_blocks must fit in num_selected_blocks=1",
+        "--cuts=65": "--cuts must be at most --context, got 65 and 64",
+        "--variants=dense --save-indices=x": "--save-indices needs variant nsa, got ['dense']",
+        "--minutes=0": "--minutes must be greater than 0, got 0.0",
+        "--cuda-graph": "--cuda-graph needs a CUDA device, got cpu",
+        "--out=/dev/null/x": "--out must name a file that can be written: ",
+        "--save-indices=/dev/null/x": "--save-indices must name a file that can be written: ",
+        "--backend=cute": "cute: runs on CUDA devices, got cpu",
+    },
+    "examples.needle --device=cpu --context=160 --block-size=8 --w=8 --needles=8 --questions=4 --layers=2": {
+        "--questions=9": "--questions must be at most --needles, got 9 and 8",
+        "--needles=13": "--context 160 has 12 slots for --needles before 4 windows of --w 8 and 4 --questions",
+        "--layers=4": "--layers must be below 4, or windows upon windows reach the needles, got 4",
+        "--variants=sparse": "must be among dense, nsa, window",
+    },
+    "examples.train_residual --device=cpu": {
+        "--variants=sum,product": "must be among sum, attention, got 'product'",
+        "--width=33 --heads=2": "--width must be a multiple of 2 * --heads, got 33 and 2",
+        "--out=/dev/null/x": "--out must name a file that can be written: ",
+        "--backend=abacus": "backend must be one of",
+    },
+    "examples.generate --device=cpu": {
+        "--preset=per_tile": "only selection per token generates the same text",
+        "--q-tile=16": "only selection per token generates the same text",
+        "--save=/dev/null/w.pt": "--save must name a file that can be written: ",
+    },
+    "examples.convert_llama": {
+        "--width=12": "--width must be a multiple of 8, got 12",
+        "--context=1": "--context must be at least 2, or no byte is predicted, got 1",
+        "--out=/dev/null/x": "--out must name a file that can be written: ",
+    },
+    "tools.sanitize": {"--tool=memcheck,leakcheck": "takes memcheck, racecheck, initcheck, synccheck, got leakcheck"},
+    "tools.package_links": {
+        "http://example.org": "must be an address that begins with https://, got 'http://example.org'",
+        "https://example.org/nsa#readme": "must be an address that begins with https://",
+    },
+}
+"""By script and usual options: options of which one is wrong, and what is told before any work."""
+
+
+def refused() -> list[Any]:
+    return [
+        pytest.param(
+            script, options, message, marks=[pytest.mark.hf_extra] * ("llama" in script), id=f"{name} {options}"
+        )
+        for script, of_script in REFUSED.items()
+        for options, message in of_script.items()
+        for name in [script.partition(" ")[0]]
+    ]
+
+
+@pytest.mark.parametrize(("script", "options", "message"), refused())
+def test_wrong_options_are_named(script: str, options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module, *usual = script.split()
+    with pytest.raises(SystemExit) as left:
+        importlib.import_module(module).main([*usual, *options.split()])
+    assert left.value.code not in (0, None)
+    assert message in " ".join(f"{capsys.readouterr().err} {left.value}".split())
