@@ -108,20 +108,6 @@ def test_wrong_results_make_it_red(
     assert len(content["red"]) == 1
 
 
-def test_the_masked_peer_takes_queries_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "MOST_PAIRS", 30 * 100)
-    real, shapes = bench.scaled_dot_product_attention, []
-
-    def called(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        shapes.append((q.shape[2], k.shape[2]))
-        return real(q, k, v, **options)
-
-    monkeypatch.setattr(bench, "scaled_dot_product_attention", called)
-    _, content = run(tmp_path, "--ops", "block_sparse")
-    assert all(row["mask_ms"] > 0 for row in content["rows"]), "its error is within budget"
-    assert set(shapes) == {(30, 30), (30, 60), (30, 90), (10, 100)}
-
-
 @pytest.mark.parametrize("make", [wrong_result, wrong_gradient])
 def test_a_masked_peer_with_wrong_results_has_no_time(
     make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,15 +119,6 @@ def test_a_masked_peer_with_wrong_results_has_no_time(
     assert wrong == (["fwd", "fwd+bwd"] if make is wrong_result else ["fwd+bwd"])
     reasons = [reason for reason in content["missing"] if reason.startswith("mask did not run: error ")]
     assert len(reasons) == len(wrong)
-
-
-def test_the_layer_has_lengths_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.common.device_types", lambda: ["cuda", "cpu"])
-    lengths: dict[str, list[int]] = {}
-    for case in bench.parse(["--device", "cuda"]).cases:
-        if case.block == 128 and case.direction == "fwd":
-            lengths.setdefault(case.op, []).append(case.n >> 10)
-    assert lengths == {"block_sparse": [8, 64, 128], "top_blocks": [8, 64, 128], "m3_layer": [8, 16, 32, 64, 128]}
 
 
 def test_a_layer_of_minimax_m3(tmp_path: Path) -> None:

@@ -65,19 +65,6 @@ def test_shares_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(out.with_suffix(".json").read_text())["rows"][: len(rows)] == rows
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--sizes=per_tile:100:4/2", "--ranks=3", "--layouts=contiguous"], "every rank tokens, got [0, 64, 36]"),
-        (["--device=foo"], "argument --device: invalid choice: 'foo'"),
-    ],
-)
-def test_bad_command_lines(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench.parse([*SMALL, *options])
-    assert message in capsys.readouterr().err
-
-
 def _name(row: dict[str, object]) -> str:
     return bench.Case(*(row[name] for name in ("preset", "n", "h", "h_kv", "ranks", "layout"))).name  # type: ignore[arg-type]
 

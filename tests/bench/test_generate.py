@@ -44,7 +44,7 @@ def test_all_models_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "padded"), cases.product(bench_generate.MODELS, bench_generate.MODES, [False, True], cover=2)
+    ("name", "mode", "padded"), cases.product(bench_generate.MODELS, bench_generate.MODES, [False, True])
 )
 def test_steps_have_the_inputs_of_generate(name: str, mode: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import CompileConfig

@@ -97,13 +97,6 @@ def test_a_peer_that_does_not_run(
     assert reason in missing
 
 
-def test_no_peer_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_others(monkeypatch, lambda *_: pytest.fail("nobody asked"))
-    _, content = run(tmp_path, "--passes", "fwd", "--seqlens", "40", "--peers")
-    assert content["missing"] == []
-    assert content["rows"][0]["fla_ms"] is None
-
-
 def test_a_wrong_gradient_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the forward was written: its times go, too."""
     right = e2e.nsa
@@ -111,38 +104,6 @@ def test_a_wrong_gradient_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     status, content = run(tmp_path, "--seqlens", "40")
     assert (status, content["gate"], content["rows"]) == (1, "red", [])
     assert "of the gradient of q is above the budget" in content["red"][0]
-
-
-@pytest.mark.parametrize("option", ["--backward", "--no-dense-above=9", "--demo"])
-def test_refuses_options_without_a_meaning(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        paper.parse([*SMALL, option])
-    assert f"{option} is not taken here" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        paper.parse([*SMALL, "--block-sizes", "32,64"])
-    assert "takes one combination of options, got 2" in capsys.readouterr().err
-
-
-def test_graphs_are_for_the_forward() -> None:
-    args = paper.parse([*SMALL])
-    assert (args.preset, args.configs, args.passes, args.peers) == (
-        "paper",
-        [NSAConfig.paper()],
-        ["fwd", "fwd+bwd"],
-        ["fla"],
-    )
-    forward, both = (paper.run_of(args, 40, direction) for direction in args.passes)
-    assert (forward.seqlens, forward.backward) == ([40], False)
-    assert (both.seqlens, both.backward) == ([40], True)
-
-    def modes() -> list[list[str]]:
-        return [e2e.modes_of(paper.run_of(args, 40, direction)) for direction in args.passes]
-
-    assert modes() == [["eager"], ["eager"]]
-    args.device = "cuda"
-    assert modes() == [["queued", "eager", "graph"], ["queued", "eager"]]
-    args.modes = ["graph"]
-    assert modes() == [["graph"], ["eager"]]
 
 
 def test_peers_get_gates_and_need_only_be_finite() -> None:
