@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from nsa import block_sparse_attention, reference
 from nsa.block_sparse import reference as block_sparse_reference
 from tests.support.block_sparse_cases import Case, Made, make
+from tests.support.cases import product
 from tests.support.helpers import STRIDES
 from tests.support.live_memory import PeakBytes
 
@@ -68,15 +68,7 @@ def test_what_is_not_seen_reaches_nothing() -> None:
     assert torch.equal(got[~reached], expected[~reached])
 
 
-def test_order_and_padding_change_nothing() -> None:
-    made = make(Case(150))
-    ordered = made.block_indices.sort(-1, descending=True).values.int()
-    got = block_sparse_attention(made.q, made.k, made.v, ordered, **made.keywords)
-    torch.testing.assert_close(got, made.run(), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("strides", STRIDES)
+@pytest.mark.parametrize(("strides", "dtype"), product(STRIDES, [torch.float32, torch.bfloat16]))
 def test_features_lie_anywhere(strides: str, dtype: torch.dtype) -> None:
     made = make(Case(150))
     laid = [STRIDES[strides](x.to(dtype)) for x in (made.q, made.k, made.v)]
@@ -135,21 +127,6 @@ def test_debug_reads_blocks(case: str) -> None:
     block_sparse_attention(made.q, made.k, made.v, right, block_size=64, debug=True)
 
 
-def test_debug_reads_blocks_of_documents() -> None:
-    made = make(Case((70, 66)))
-    wrong = torch.tensor([[[0]] * 70 + [[2]] * 66] * 2)
-    with pytest.raises(ValueError, match="of the 66 keys of document 1, or -1"):
-        block_sparse_attention(made.q, made.k, made.v, wrong, debug=True, **made.keywords)
-
-
-def test_meta_tensors_give_shapes() -> None:
-    q, k = torch.empty(2, 70, 4, 16, device="meta", requires_grad=True), torch.empty(2, 90, 2, 16, device="meta")
-    blocks = torch.empty(2, 2, 70, 3, dtype=torch.int32, device="meta")
-    out = block_sparse_attention(q, k, k[..., :8], blocks, block_size=64)
-    assert out.shape == (2, 70, 4, 8)
-    assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
-
-
 def test_autocast_casts() -> None:
     made = make(Case(70, dtype=torch.float32))
     with torch.autocast("cpu", torch.bfloat16):
@@ -157,58 +134,6 @@ def test_autocast_casts() -> None:
     assert out.dtype == torch.bfloat16
     low = Made(made.case, *(x.bfloat16() for x in (made.q, made.k, made.v)), made.block_indices, made.do)
     assert torch.equal(out, low.run())
-
-
-def test_operator_keeps_pytorchs_rules() -> None:
-    made = make(Case(40, size=16))
-    qkv = [x.requires_grad_() for x in (made.q, made.k, made.v)]
-    operator = torch.ops.nsa_kernels.block_sparse_attention.default
-    torch.library.opcheck(operator, (*qkv, made.block_indices, None, None, None, 16, True, None, False, None, True))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
-@pytest.mark.parametrize("start", [None, 3])
-def test_compiles_whole_and_once_for_all_lengths(start: int | None) -> None:
-    def layer(made: Made, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Tensor:
-        return block_sparse_attention(q * 2, k, v, blocks, block_size=16, q_start=start) + 1
-
-    counter = CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
-    once = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
-    graphs = []
-    for tokens in (40, 51, 64):
-        made = make(Case(tokens, tokens + 10, size=16))
-        qkv = [x.requires_grad_() for x in (made.q, made.k, made.v)]
-        got, expected = (
-            ((out := function(made, *qkv, made.block_indices)), *torch.autograd.grad(out, qkv, made.do))
-            for function in (once, layer)
-        )
-        for mine, theirs in zip(got, expected, strict=True):
-            torch.testing.assert_close(mine, theirs)
-        graphs.append(counter.frame_count)
-    assert graphs == graphs[:1] * 3
-
-
-def test_results_are_in_the_graph_and_may_be_changed_in_place() -> None:
-    """Also those of no documents and of no sequences."""
-    q, k, v = (torch.randn(3, 2, 8, requires_grad=True) for _ in range(3))
-    blocks = torch.zeros(2, 3, 1, dtype=torch.int32)
-    for bounds in ([0, 3], [0]):
-        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-        out = block_sparse_attention(q, k, v, blocks, block_size=2, cu_seqlens=cu_seqlens)
-        out *= 2
-        gradients = torch.autograd.grad(out.sum(), (q, k, v))
-        assert any(bool(x.any()) for x in gradients) == (len(bounds) > 1)
-    none = block_sparse_attention(
-        q[None, :0].expand(0, -1, -1, -1),
-        k[None].expand(0, -1, -1, -1),
-        v[None].expand(0, -1, -1, -1),
-        blocks[None, :, :0].expand(0, -1, -1, -1),
-        block_size=2,
-        q_start=torch.zeros(0, dtype=torch.int32),
-    )
-    assert none.requires_grad
-    none.sum().backward()
 
 
 def test_second_derivatives_are_those_of_autograd() -> None:

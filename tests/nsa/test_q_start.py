@@ -13,14 +13,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import nsa.reference as reference
-from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, operators
+from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.inputs import ENTRY_NAMES, KEY_NAMES, NSAInputs
-from tests.support.cases import rest
+from tests.support.cases import product
 from tests.support.causality import assert_causal
-from tests.support.helpers import SMALL, assert_within_budget, make_qkv
+from tests.support.helpers import SMALL, make_qkv
 from tests.support.loop_oracle import nsa_continued, nsa_packed
 from tests.support.reference_cases import assert_agrees, cases, cuts, documents
 
@@ -31,7 +30,7 @@ CAUSAL_PACKS = cases(packed=True).filter(lambda case: case[1].causal)
 # The definition
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(CAUSAL, st.data())
 def test_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
     whole, config = case
@@ -42,7 +41,7 @@ def test_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig], data: st.DataO
     assert_agrees(document.out, document.aux, nsa_continued(config=config, **document.tensors), config)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(CAUSAL_BATCHES, st.data())
 def test_starts_of_their_own_agree_with_the_loops(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
     whole, config = case
@@ -55,7 +54,7 @@ def test_starts_of_their_own_agree_with_the_loops(case: tuple[NSAInputs, NSAConf
     assert aux.k_cmp.shape[1] == config.num_compressed(inputs.k.shape[1])
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(CAUSAL_PACKS, st.booleans(), st.data())
 def test_packs_agree_with_the_loops(case: tuple[NSAInputs, NSAConfig], tensor: bool, data: st.DataObject) -> None:
     """Documents and query parts of no tokens included; q_start given, or at the end of each document."""
@@ -78,7 +77,7 @@ def test_packs_agree_with_the_loops(case: tuple[NSAInputs, NSAConfig], tensor: b
 # What it makes equal
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(CAUSAL, st.data())
 def test_is_the_rows_of_the_prefix(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
     """Of the call on the tokens up to the last query, in both modes and for any cut: with q_sum inside a tile."""
@@ -90,7 +89,7 @@ def test_is_the_rows_of_the_prefix(case: tuple[NSAInputs, NSAConfig], data: st.D
     assert_rows(start, stop, (out, aux), (expected, expected_aux), config)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(CAUSAL, st.data())
 def test_is_the_rows_of_any_longer_call(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
     """Token mode for any cut, tile mode for cuts at tiles, without q_sum."""
@@ -101,7 +100,7 @@ def test_is_the_rows_of_any_longer_call(case: tuple[NSAInputs, NSAConfig], data:
     assert_rows(start, stop, reference.nsa(chunk(whole, start, stop), config), expected, config)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(CAUSAL, st.data())
 def test_gradients_of_chunks_add_up(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
     """dq is the chunks' own, every other gradient the sum of their shares."""
@@ -184,29 +183,10 @@ def test_the_default_aligns_the_last_query_with_the_last_key(name: str) -> None:
     assert torch.equal(nsa(q[:32], k, v, **packed), nsa(q[:32], k, v, **packed, q_start=starts))
 
 
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_within_the_error_budget(name: str, dtype: torch.dtype) -> None:
-    """Selections given, as 16-bit tile means of the whole are those of the chunk."""
-    config, qkv = SMALL[name], make_qkv(100, dtype=dtype)
-    exact = NSAInputs(*(x.double() for x in qkv))
-    _, aux = reference.nsa(NSAInputs(*qkv), config)
-    fixed = {"indices": aux.indices, "cmp_indices": aux.cmp_indices}
-    entries = {"k_cmp": aux.k_cmp.double(), "v_cmp": aux.v_cmp.double()}
-    oracle, _ = reference.nsa(replace(exact, **entries), config, **fixed)
-    low, _ = reference.nsa(NSAInputs(*qkv), config, **fixed)
-    for start, stop in ((0, 48), (48, 64), (64, 100)):
-        tiles = slice(start // config.q_tile_size, -(-stop // config.q_tile_size))
-        own = {n: None if x is None else x[:, :, tiles] for n, x in fixed.items()}
-        got, _ = reference.nsa(chunk(NSAInputs(*qkv), start, stop), config, **own)
-        assert_within_budget(got, oracle[:, start:stop], low[:, start:stop])
-
-
 # Causality
 
 
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("start", [32, 37, 74])
+@pytest.mark.parametrize(("name", "start"), product(SMALL, [32, 37, 74]))
 def test_nothing_depends_on_later_tokens(name: str, start: int) -> None:
     config, (q, k, v) = SMALL[name], make_qkv(75)
     q_sum = None if config.token_mode else q[:, start // config.q_tile_size * config.q_tile_size : start].sum(1)
@@ -217,89 +197,17 @@ def test_nothing_depends_on_later_tokens(name: str, start: int) -> None:
     assert_causal(run, (q[:, start:], k, v), config, range(start, 75))
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_the_check_catches_a_shift(name: str) -> None:
-    """Queries that are taken for the tokens one tile further on see later keys."""
-    config, (q, k, v) = SMALL[name], make_qkv(96)
-    size = max(config.q_tile_size, 2)
-
-    def shifted(q: Tensor, k: Tensor, v: Tensor, **fixed: Tensor | None) -> tuple[Tensor, NSAAux]:
-        return reference.nsa(NSAInputs(q[:, :-size], k, v, q_start=32 + size), config, **fixed)
-
-    with pytest.raises(AssertionError, match="perturbed after"):
-        assert_causal(shifted, (q[:, 32:], k, v), config, range(32, 96 - size))
-
-
 # Operators
 
 
-@pytest.mark.parametrize("operator", ["forward", "saving"])
-def test_operators_keep_pytorchs_rules(operator: str) -> None:
-    starts, bounds = torch.tensor([16, 32], dtype=torch.int32), torch.tensor([0, 20, 35], dtype=torch.int32)
-    for batch, extra in (
-        (2, {}),
-        (2, {"q_start": starts}),
-        (2, {"q_start": starts, "q_sum": torch.randn(2, 4, 16).double()}),
-        (None, {"cu_seqlens": bounds, "cu_seqlens_k": bounds + torch.tensor([0, 16, 32], dtype=torch.int32)}),
-    ):
-        q, k, v = make_qkv(75, batch=batch)
-        q = q[:35] if batch is None else q[:, 32:]
-        qkv = [x.requires_grad_(operator == "saving") for x in (q, k, v)]
-        torch.library.opcheck(
-            getattr(torch.ops.nsa_kernels, operator).default,
-            tuple(operators.operator_tensors(*qkv, extra)),
-            operators.operator_keywords({"config": SMALL["seed"]}),
-        )
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
-@pytest.mark.parametrize("name", ["paper", *rest(*(name for name in SMALL if name != "paper"))])
-def test_compiles_whole_and_once_for_all_starts(name: str) -> None:
-    """Gradients of keys that are cut off are 0."""
-    config, (q, k, v) = SMALL[name], make_qkv(200, batch=2)
-    counter = CompileCounterWithBackend("aot_eager")
+def test_starts_of_any_kind_compile() -> None:
+    config, (q, k, v) = SMALL["paper"], make_qkv(200, batch=2)
     torch._dynamo.reset()
-    once = torch.compile(partial(nsa, config=config), fullgraph=True, dynamic=True, backend=counter)
-    for tokens, start in ((200, 48), (180, 16), (199, 32), (200, 96)):
-        leaves = [x[:, :tokens].clone().requires_grad_() for x in (q[:, 48 : 48 + tokens // 4], k, v)]
-        out, expected = (function(*leaves, q_start=start) for function in (once, partial(nsa, config=config)))
-        assert torch.equal(out, expected)
-        do = torch.randn_like(out)
-        got, wanted = (torch.autograd.grad(x, leaves, do) for x in (out, expected))
-        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
-        assert not got[1][:, start + tokens // 4 :].any()
-    assert counter.frame_count == 1
-    starts = torch.tensor([16, 48], dtype=torch.int32)
     whole = torch.compile(partial(nsa_forward, config=config), fullgraph=True, backend="aot_eager")
-    for keywords in ({"q_start": starts}, {}, {"q_start": 0}):
+    for keywords in ({"q_start": torch.tensor([16, 48], dtype=torch.int32)}, {}, {"q_start": 0}):
         part = q[:, 48:] if not keywords else q[:, :100]
         assert torch.equal(whole(part, k, v, **keywords), nsa_forward(part, k, v, **keywords, config=config))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
-def test_a_sum_of_queries_that_learn_compiles() -> None:
-    """It chooses blocks alone, so nothing is passed back through it, as in eager."""
-
-    def continued(q: Tensor, k: Tensor) -> Tensor:
-        return nsa(q[:, 5:], k, k, q_start=5, q_sum=q[:, :5].sum(1), config=SMALL["seed"])
-
-    q, k, _ = make_qkv(40, requires_grad=True)
-    torch._dynamo.reset()
-    results = [
-        function(q, k) for function in (continued, torch.compile(continued, fullgraph=True, backend="aot_eager"))
-    ]
-    eager, compiled = (torch.autograd.grad(out.sum(), (q, k)) for out in results)
-    torch.testing.assert_close(compiled, eager)
-    assert not eager[0][:, :5].any()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
-def test_a_callable_compress_compiles() -> None:
-    config, (q, k, v) = replace(SMALL["paper"], compress=lambda blocks: blocks.amax(-2)), make_qkv(96)
-    function = partial(nsa_forward, config=config)
-    torch._dynamo.reset()
-    whole = torch.compile(function, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(whole(q[:, :30], k, v, q_start=40), function(q[:, :30], k, v, q_start=40))
 
 
 def test_autocast_leaves_the_sum_in_fp32() -> None:
@@ -378,12 +286,11 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("function", [nsa, nsa_forward, nsa_forward_aux], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("case", ERRORS)
-def test_errors_name_argument_and_value(case: str, function: Any) -> None:
+def test_errors_name_argument_and_value(case: str) -> None:
     changes, error, pieces = ERRORS[case]
     with pytest.raises(error) as caught:
-        function(**{"q": Q[:, :16], "k": K, "v": V, **changes})
+        nsa(**{"q": Q[:, :16], "k": K, "v": V, **changes})
     for piece in pieces:
         assert piece in str(caught.value)
 
