@@ -20,7 +20,6 @@ from ascend_kernels.launch import recording
 from ascend_kernels.residual import launchers, reference, tiling
 from dispatch import attention_residual
 from nsa import AttentionResidual
-from nsa.residual.operators import Blocks
 from tests.support.cases import product
 from tests.support.helpers import assert_passes_interpreted, assert_rounded_once
 from tests.support.residual_cases import EPS, LARGE_SCORES, check, differentiated, make, oracle, through_the_public_op

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -18,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dispatch
 from nsa import NeighborhoodCache, NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
-from nsa.common import resolve
 from nsa.decoding import append as appending
 from nsa.decoding import reference
 from nsa.decoding.append import write_rows
@@ -34,7 +32,7 @@ from tests.support.cache_cases import (
     tokens_of,
 )
 from tests.support.cases import rest
-from tests.support.helpers import SMALL, STRIDES, assert_rounded_once, make_inputs
+from tests.support.helpers import SMALL, assert_rounded_once, make_inputs
 from tests.support.loop_oracle import nsa_document
 from tests.support.reference_cases import cases, configs
 
@@ -79,18 +77,6 @@ def test_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig], data: st.DataO
     cache.check()
 
 
-@pytest.mark.parametrize(("name", "steps"), [("paper", 400), *rest(*((name, 2000) for name in SMALL))])
-def test_many_steps(name: str, steps: int) -> None:
-    """Over bounds of pages, blocks and tiles; single tokens, up to 8, and chunks of a prompt."""
-    config, tokens = SMALL[name], steps + 100
-    inputs = make_inputs(tokens, heads=2, kv_heads=1, dim=4)
-    cache = cache_for(inputs, config, tokens, page_size=48)
-    chunks = [1] * steps + [2, 3, 4, 5, 6, 7, 8, 50]
-    out = append(cache, inputs, [*chunks, tokens - sum(chunks)])
-    rows = range(tokens) if config.token_mode else range(0, tokens, 53)
-    close(out[:, list(rows)], recomputed(inputs, config, rows))
-
-
 @pytest.mark.parametrize("name", ["paper", "seed"])
 def test_in_bf16(name: str) -> None:
     """Entries are the rounded means, and with these entries results are exact ones, rounded once."""
@@ -122,7 +108,7 @@ def test_in_bf16(name: str) -> None:
 # Batches of different lengths
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", ["paper", "seed, sparse compressed"])
 def test_lengths_that_differ_a_thousand_times(name: str) -> None:
     config, lengths = SMALL[name], (2, 2000, 700)
     inputs = make_inputs(2010, heads=2, kv_heads=1, dim=4, batch=3)
@@ -136,12 +122,12 @@ def test_lengths_that_differ_a_thousand_times(name: str) -> None:
         for b, count in enumerate(counts.tolist()):
             assert not out[b, count:].any()
     own = [sequence(inputs, b) for b in range(3)]
-    for step in range(10):
+    for step in range(4):
         tokens = [tokens_of(one, length + step, length + step + 1) for one, length in zip(own, lengths, strict=True)]
         out = nsa_with_cache(cache=cache, **{n: torch.cat([t[n] for t in tokens]) for n in "qkv"})
         for b, length in enumerate(lengths):
             close(out[b : b + 1], recomputed(sequence(inputs, b), config, [length + step]), f"sequence {b}")
-    assert cache.seqlens.tolist() == [n + 10 for n in lengths]
+    assert cache.seqlens.tolist() == [n + 4 for n in lengths]
 
 
 # Beams, shared prefixes, cuts
@@ -229,20 +215,6 @@ class Beams:
                 assert table.page_uses[table.block_table[b, len(text) // size]] == 1
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_beams(name: str) -> None:
-    """With no page more than sequences of full length need; free pages are NaN."""
-    beams = Beams(SMALL[name], 3, 96, page_size=8)
-    generator = torch.Generator().manual_seed(0)
-    for count in (20, 1, 1, 7, 1, 3, 8, 1, 1, 15, 4, 1):
-        beams.step(count)
-        beams.reorder(torch.randint(3, (3,), generator=generator).tolist())
-    beams.reorder([0, 0, 0])
-    beams.step(2)
-    beams.check_pages()
-    beams.cache.check()
-
-
 def test_a_shared_prefix_is_held_once() -> None:
     """100 tokens in pages of 16: six full pages shared by all, and a copy of the last for each but one."""
     beams = Beams(SMALL["paper"], 4, 128, pages=14, page_size=16)
@@ -257,25 +229,6 @@ def test_a_shared_prefix_is_held_once() -> None:
     for count in (1, 8, 3):
         beams.step(count)
     beams.cache.check()
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_truncated_sequences_go_on(name: str) -> None:
-    """Inside a full page that others share, too."""
-    beams = Beams(SMALL[name], 2, 96, page_size=8)
-    beams.step(37)
-    beams.reorder([0, 0])
-    tile = SMALL[name].q_tile_size
-    for lengths in ([33, 37], [32, 32], [20, 35] if tile == 1 else [16, 32]):
-        beams.truncate(lengths)
-        beams.step(3)
-        beams.step(1)
-        beams.cache.check()
-    beams.cache.reset()
-    assert not beams.cache.seqlens.any()
-    assert (beams.cache.table.block_table == -1).all()
-    beams.texts = [[], []]
-    beams.step(5)
 
 
 def test_copies_that_find_no_page() -> None:
@@ -318,7 +271,7 @@ def reserving(inputs: NSAInputs) -> NSACache:
     return NSACache(SMALL["paper"], table, heads_kv=inputs.k.shape[2], dim=inputs.k.shape[3], dtype=inputs.q.dtype)
 
 
-@pytest.mark.parametrize("prompt", [8, 5, 11])
+@pytest.mark.parametrize("prompt", [8, 11])
 def test_reserved_pages_are_not_shared(prompt: int) -> None:
     """Each beam writes a page of its own, behind a full page and inside one."""
     inputs = make_inputs(14, batch=2)
@@ -345,7 +298,7 @@ def test_a_step_that_raises_leaves_reserved_pages() -> None:
     close(out, recomputed(inputs, SMALL["paper"], range(12)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_order_of_operations(data: st.DataObject) -> None:
     """Steps, beams and cuts over pages of any size that may run out; free pages are NaN, counts of uses are right."""
@@ -373,11 +326,19 @@ def test_any_order_of_operations(data: st.DataObject) -> None:
                     beams.truncate(cuts)
                 assert_unchanged(beams.cache, before)
         beams.check_pages()
+    beams.cache.reset()
+    assert not beams.cache.seqlens.any()
+    assert (beams.cache.table.block_table == -1).all()
+    beams.texts = [[], [], []]
+    beams.step(1)
 
 
 def test_a_cut_clears_only_the_flags_of_what_it_cuts() -> None:
     inputs, cache = overflowing("paper")
     nsa_with_cache(cache=cache, **tokens_of(inputs, 40, 49), counts=torch.tensor([0, 9, 0], dtype=torch.int32))
+    before = snapshot(cache)
+    cache.truncate(1 << 40)
+    assert_unchanged(cache, before)
     cache.truncate(torch.tensor([0, 41, 3], dtype=torch.int32))
     assert cache.table.overflowed.tolist() == [False, True, False]
     with pytest.raises(TypeError, match="lengths must be int32 or int64, got float32"):
@@ -385,37 +346,6 @@ def test_a_cut_clears_only_the_flags_of_what_it_cuts() -> None:
     cache.truncate(torch.tensor([1 << 40, 40, 3]))
     assert not cache.table.overflowed.any()
     assert cache.seqlens.tolist() == [0, 40, 3]
-
-
-def test_cuts_that_need_forgotten_queries_raise() -> None:
-    beams = Beams(SMALL["seed"], 2, 96, page_size=8)
-    beams.step(37)
-    before = snapshot(beams.cache)
-    with pytest.raises(ValueError, match=r"lengths must be multiples of q_tile_size=16, or at least 32 .* got 31"):
-        beams.cache.truncate(31)
-    assert_unchanged(beams.cache, before)
-
-
-def test_a_cut_to_a_closed_tile_does_not_open_it() -> None:
-    """Its sums lay where those of the tile behind it are; also in rows that moved and in a state that was loaded."""
-    beams, other = (Beams(SMALL["seed"], 2, 96, page_size=8) for _ in range(2))
-    beams.step(40)
-    beams.truncate([16, 35])
-    beams.reorder([1, 0])
-    other.cache.load_state_dict(beams.cache.state_dict())
-    for cache in (beams.cache, other.cache):
-        before = snapshot(cache)
-        with pytest.raises(ValueError, match=r"or at least 16 for sequence 1 of 16 tokens, .* got 10"):
-            cache.truncate(torch.tensor([35, 10], dtype=torch.int32))
-        assert_unchanged(cache, before)
-    beams.truncate([33, 16])
-    beams.step(3)
-    beams.truncate([34, 18])  # tiles that are open again
-    beams.step(1)
-    beams.truncate([0, 0])
-    beams.step(40)
-    beams.truncate([33, 40])
-    beams.step(2)
 
 
 # Capacity
@@ -429,7 +359,7 @@ def overflowing(name: str, **options: Any) -> tuple[NSAInputs, NSACache]:
     return inputs, cache
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", ["paper", "seed"])
 def test_a_sequence_that_overflows_is_nan_and_flagged_and_the_others_are_right(name: str) -> None:
     inputs, cache = overflowing(name)
     before = cache.pages["k"][cache.table.block_table[1, :5].long()].clone()
@@ -562,17 +492,8 @@ def test_a_refused_growth_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyP
     assert {x.shape[0] for x in (*cache.pages.values(), *other.pages.values())} == {cache.table.num_pages}
 
 
-def test_a_cut_to_more_than_32_bits_cuts_nothing() -> None:
-    cache = cache_for(make_inputs(1, batch=2), SMALL["paper"], 64, page_size=8)
-    append(cache, make_inputs(21, batch=2), [20, 1])
-    before = snapshot(cache)
-    cache.truncate(1 << 40)
-    assert_unchanged(cache, before)
-
-
-@pytest.mark.parametrize("name", ["paper", "seed"])
-def test_made_in_inference_mode_it_goes_on_outside(name: str) -> None:
-    config = SMALL[name]
+def test_made_in_inference_mode_it_goes_on_outside() -> None:
+    config = SMALL["seed"]
     with torch.inference_mode():
         cache = cache_for(make_inputs(1), config, 16, page_size=8)
         append(cache, make_inputs(5), [5])
@@ -581,13 +502,6 @@ def test_made_in_inference_mode_it_goes_on_outside(name: str) -> None:
     for each in (cache, copied):
         append(each, make_inputs(3), [3])
         assert each.seqlens.tolist() == [8]
-
-
-def test_pages_of_one_token_may_have_any_distance() -> None:
-    both = torch.zeros(64, 2, 1, 2, 8)
-    pages = {"k": both[:, 0], "v": both[:, 1], **{n: torch.zeros(64, 1, 2, 8) for n in ("k_cmp", "v_cmp")}}
-    table = PageTable.empty(1, 64, page_size=1)
-    assert NSACache(NSAConfig.paper(), table, heads_kv=2, dim=8, pages=pages).pages["k"].stride(0) == 32
 
 
 def test_other_refusals() -> None:
@@ -634,22 +548,9 @@ class Mean:
         return isinstance(other, Mean)
 
 
-@pytest.mark.parametrize("compress", [Mean(), (Mean(), Mean())], ids=["one", "two"])
-def test_options_need_no_hash(compress: Any) -> None:
-    inputs, config = make_inputs(30), replace(SMALL["paper"], compress=compress)
+def test_options_need_no_hash() -> None:
+    inputs, config = make_inputs(30), replace(SMALL["paper"], compress=(Mean(), Mean()))
     close(append(cache_for(inputs, config, 30), inputs, [20, 1, 9]), recomputed(inputs, config, range(30)))
-
-
-def test_few_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "MOST", 3)
-    resolve._ACCEPTED.clear()
-    inputs = make_inputs(30)
-    cache = cache_for(inputs, SMALL["paper"], 64)
-    remembered = []
-    for start, count in ((0, 1), (1, 2), (3, 3), (6, 3), (9, 4), (13, 5)):
-        append(cache, inputs, [count], start)
-        remembered.append(len(resolve._ACCEPTED))
-    assert remembered == [1, 2, 3, 3, 1, 2]
 
 
 def test_a_remembered_call_has_the_backend_that_was_named() -> None:
@@ -658,15 +559,6 @@ def test_a_remembered_call_has_the_backend_that_was_named() -> None:
     append(cache, inputs, [1])
     with pytest.raises(ValueError, match=r"backend must be one of .*, got ''"):
         append(cache, inputs, [1], backend="")
-
-
-def test_the_dispatcher_routes_it() -> None:
-    call = dispatch.Call("nsa_with_cache", "cuda", torch.bfloat16)
-    cute, verdict = dispatch.explain(call)
-    assert cute.impl.backend == "cute"
-    assert re.match("runs on cuda only when named", verdict.reason or "")
-    assert dispatch.resolve(call, "reference").backend == "reference"
-    assert dispatch.nsa_with_cache is nsa_with_cache
 
 
 def test_autocast_casts_as_nsa() -> None:
@@ -681,7 +573,7 @@ def test_autocast_casts_as_nsa() -> None:
 # Layers, state, other people's tables
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", ["paper", "seed, sparse compressed"])
 def test_layers_share_a_table(name: str) -> None:
     config, inputs = SMALL[name], make_inputs(60, batch=2)
     table = PageTable.empty(2, 64, page_size=16)
@@ -723,10 +615,9 @@ def beside(cache: NSACache, **options: Any) -> NSACache:
     return NSACache(cache.config, cache.table, **sizes, **options)
 
 
-@pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("called", [0, 1])
-def test_a_step_that_leaves_out_a_layer_is_as_if_it_had_not_begun(called: int, name: str) -> None:
-    config, inputs = SMALL[name], make_inputs(60, batch=2)
+def test_a_step_that_leaves_out_a_layer_is_as_if_it_had_not_begun(called: int) -> None:
+    config, inputs = SMALL["seed"], make_inputs(60, batch=2)
     layers = two_layers(inputs, config)
 
     def step(some: list[NSACache]) -> list[Tensor]:
@@ -741,30 +632,6 @@ def test_a_step_that_leaves_out_a_layer_is_as_if_it_had_not_begun(called: int, n
         assert all(torch.equal(x, after[n]) for n, x in before.items())
         for out in step(layers):
             close(out, recomputed(inputs, config, range(start, stop)))
-
-
-@pytest.mark.parametrize("place", ["before it", "at its end"])
-def test_a_step_that_fails_on_its_own_is_as_if_it_had_not_begun(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, inputs = SMALL["seed"], make_inputs(60, batch=2)
-    cache = cache_for(inputs, config, 64, page_size=16)
-    append(cache, inputs, [20])
-    before = snapshot(cache)
-
-    def fails(*_: Any) -> Any:
-        raise MemoryError("no memory")
-
-    def step() -> None:
-        with cache.table.step(27) as opened:
-            opened.commits.append(fails)
-            opened.done.append(cache)
-
-    with monkeypatch.context() as patch:
-        if place == "before it":
-            patch.setattr(PageTable, "positions", fails)
-        with pytest.raises(MemoryError, match="no memory"):
-            step()
-    assert_unchanged(cache, before)
-    close(append(cache, inputs, [27], 20), recomputed(inputs, config, range(20, 47)))
 
 
 def test_a_cache_that_joins_late_holds_the_tokens() -> None:
@@ -796,9 +663,8 @@ def sizes_of(table: PageTable) -> dict[str, int]:
     return {"page_size": table.page_size, "num_pages": table.num_pages}
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_state_dict_goes_on_elsewhere(name: str) -> None:
-    inputs, config = make_inputs(60, batch=2), SMALL[name]
+def test_state_dict_goes_on_elsewhere() -> None:
+    inputs, config = make_inputs(60, batch=2), SMALL["seed"]
     cache, other = (cache_for(inputs, config, 64, page_size=8) for _ in range(2))
     append(cache, inputs, [37, 1])
     other.load_state_dict(cache.state_dict())
@@ -823,10 +689,9 @@ def test_state_dict_goes_on_elsewhere(name: str) -> None:
     assert_unchanged(other, before)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_copies_of_layers_have_a_table_of_their_own(name: str) -> None:
+def test_copies_of_layers_have_a_table_of_their_own() -> None:
     """They share it, as the originals do theirs; what is done to one side the other does not see."""
-    config, inputs = SMALL[name], make_inputs(40, batch=2)
+    config, inputs = SMALL["seed"], make_inputs(40, batch=2)
     layers = two_layers(inputs, config)
     first = layers[0]
 
@@ -847,23 +712,6 @@ def test_copies_of_layers_have_a_table_of_their_own(name: str) -> None:
     assert_unchanged(first, before)
     step(layers, 37, 38)
     step(others, 0, 20)
-
-
-@pytest.mark.parametrize(("tokens", "error"), [(2.5, TypeError), (-3, ValueError), (True, TypeError)])
-def test_positions_of_a_number_of_tokens(tokens: Any, error: type[Exception]) -> None:
-    for made in (PageTable.empty(1, 40), NeighborhoodCache(1, heads_kv=1, dim=4, kernel_size=3)):
-        with pytest.raises(error, match="num_tokens must be"):
-            made.positions(tokens)
-
-
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("strides", STRIDES)
-def test_features_lie_anywhere(strides: str, name: str) -> None:
-    config, inputs = SMALL[name], make_inputs(40, batch=2)
-    laid = replace(inputs, **{x: STRIDES[strides](getattr(inputs, x)) for x in "qkv"})
-    packed = replace(laid, **{x: getattr(laid, x).contiguous() for x in "qkv"})
-    got, expected = (append(cache_for(one, config, 40), one, [25, 1, 14]) for one in (laid, packed))
-    torch.testing.assert_close(got, expected)  # fp64; sums of other layouts may be in another order
 
 
 def test_what_is_no_copy() -> None:
@@ -925,13 +773,6 @@ class NoHostReads(TorchDispatchMode):
         if name in ("index", "index_put_"):
             assert not any(index is not None and index.dtype == torch.bool for index in args[1]), f"{name} by a mask"
         return func(*args, **(kwargs or {}))
-
-
-def test_host_reads_are_seen() -> None:
-    x = torch.arange(3)
-    for read in (lambda: int(x.sum()), lambda: x[x > 0], lambda: x[x[0]], lambda: bool(x.any())):
-        with NoHostReads(), pytest.raises(AssertionError):
-            read()
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -1019,8 +860,7 @@ def test_an_empty_batch() -> None:
     cache.check()
 
 
-@pytest.mark.parametrize("v_dim", [16, 8])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("name", "v_dim"), [("paper", 16), ("seed", 8), ("seed, sparse compressed", 16)])
 def test_memory_that_nobody_wrote_may_be_large_and_finite(name: str, v_dim: int) -> None:
     """Its logits are inf, which no mask that is added takes away: NaN in poisoned memory does not show it."""
     inputs, outs = make_inputs(40, v_dim=v_dim), []

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nsa import NeighborhoodAttention, NSACache, NSAConfig, neighborhood_attention, nsa_with_cache
+from nsa import NeighborhoodAttention, NSACache, neighborhood_attention, nsa_with_cache
 from nsa.neighborhood import module
 from tests.support.helpers import SMALL
 from tests.support.threads import MESSAGE, while_running
@@ -75,33 +73,6 @@ def test_a_step_that_raises_frees_its_cache() -> None:
     assert cache.seqlens.tolist() == [2]
 
 
-@pytest.fixture
-def eager_switches() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
-@pytest.mark.usefixtures("eager_switches")
-def test_four_threads_keep_the_tokens_of_the_calls_that_returned() -> None:
-    cache, start = empty_cache(), threading.Barrier(4)
-
-    def steps() -> int:
-        returned = 0
-        start.wait(30)
-        for _ in range(6):
-            with suppress(RuntimeError):
-                nsa_with_cache(*tokens(1), cache)
-                returned += 1
-        return returned
-
-    with ThreadPoolExecutor(4) as pool:
-        returned = sum(x.result() for x in [pool.submit(steps) for _ in range(4)])
-    assert returned > 0
-    assert cache.seqlens.tolist() == [returned]
-
-
 def test_a_rolling_cache_is_one_thread_s(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = NeighborhoodAttention(32, 4, kernel_size=5, causal=True)
     cache, x = layer.new_cache(1), torch.randn(1, 9, 32)
@@ -123,12 +94,3 @@ def test_a_rolling_cache_is_one_thread_s(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(first.result(), layer(x))
     run()
     assert int(cache.length) == 18
-
-
-def test_threads_with_caches_of_their_own_share_options() -> None:
-    config = NSAConfig.paper()
-    caches = [NSACache.empty(config, 1, 100, heads_kv=2, dim=16) for _ in range(4)]
-    given = tokens(20)
-    with ThreadPoolExecutor(4) as pool:
-        first, *others = pool.map(lambda cache: nsa_with_cache(*given, cache), caches)
-    assert all(torch.equal(first, out) for out in others)

@@ -34,11 +34,6 @@ def pool(dim: int = DIM, dtype: torch.dtype = torch.float64) -> LinearCompressio
     return module
 
 
-def test_begins_as_the_mean() -> None:
-    blocks = torch.randn(3, 5, HEADS, LENGTH, DIM, dtype=torch.float64)
-    torch.testing.assert_close(LinearCompression(HEADS, LENGTH, DIM, dtype=torch.float64)(blocks), blocks.mean(-2))
-
-
 def test_is_the_sum_over_tokens() -> None:
     module, blocks = pool(), torch.randn(2, 3, HEADS, LENGTH, DIM, dtype=torch.float64)
     expected = torch.zeros(2, 3, HEADS, DIM, dtype=torch.float64)
@@ -58,19 +53,6 @@ def test_gradcheck() -> None:
         return torch.func.functional_call(module, dict(zip(names, values, strict=True)), (blocks,))
 
     assert torch.autograd.gradcheck(run, (blocks, *values))
-
-
-def test_rounds_once() -> None:
-    module, blocks = pool(dtype=torch.float32), torch.randn(7, HEADS, LENGTH, DIM, dtype=torch.bfloat16)
-    exact = pool_in_fp64(module, blocks)
-    error = (module(blocks).double() - exact).abs().max()
-    assert error <= 2 * 2**-8 * exact.abs().max()  # the entry's own rounding, and that of the places' share
-
-
-def pool_in_fp64(module: LinearCompression, blocks: Tensor) -> Tensor:
-    weight = module.weight.to(blocks.dtype).double()
-    offset = torch.einsum("htd,htde->he", module.position.double(), module.weight.double())
-    return torch.einsum("...htd,htde->...he", blocks.double(), weight) + offset
 
 
 @pytest.mark.parametrize("bounds", [(0, 25, 25, 28, 60), (0, 64), (0, 3), (0, 0), (0,)], ids=str)
@@ -104,20 +86,6 @@ def test_layer_learns_to_compress_and_keeps_documents_apart() -> None:
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
-
-
-@pytest.mark.parametrize(
-    ("keywords", "words"),
-    [
-        ({"compress": "mlp"}, "compress must be 'linear' or None, got 'mlp'"),
-        ({"compress_proj": True}, "leaves nothing to compress_proj"),
-        ({"config": NSAConfig(compress=torch.nn.Identity())}, "leaves nothing to a config that compresses"),
-    ],
-    ids=["unknown", "projection", "config"],
-)
-def test_layer_refuses(keywords: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        NSAttention(32, 4, HEADS, **{"compress": "linear", **keywords})
 
 
 def test_wrong_sizes_are_named() -> None:
@@ -189,14 +157,6 @@ def test_entries_for_kernels_leave_keys_and_values(packed: bool, stride: int, dt
         return torch.cat([given.k_cmp, given.v_cmp]) + 0 * q.sum()
 
     assert_leaves_its_inputs(run, dtype, packed)
-
-
-def test_compiled_compress_in_place_leaves_keys_and_values() -> None:
-    def run(q: Tensor, k: Tensor, v: Tensor, how: BlockPooling) -> Tensor:
-        config = replace(CONFIG, compress=how)
-        return torch.compile(lambda *qkv: nsa(*qkv, config=config), backend="aot_eager", fullgraph=True)(q, k, v)
-
-    assert_leaves_its_inputs(run, torch.float64, packed=False)
 
 
 @pytest.mark.cuda

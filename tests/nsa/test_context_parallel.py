@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +20,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dispatch
-from nsa import LinearCompression, NeighborhoodAttention, NSAConfig, NSAttention
+from nsa import NSAConfig
 from nsa.distributed import ContextParallel, attention
 from nsa.distributed.attention import copy_rows
-from nsa.distributed.comm import received_rows
-from nsa.distributed.layout import LAYOUTS, Layout, make_layout, moves
+from nsa.distributed.layout import Layout, make_layout
 from tests.support import cases as parameters
 from tests.support import context_cases as cases
 from tests.support import headwise_cases as headwise
@@ -53,35 +51,15 @@ def alone() -> Iterator[cases.MakeCP]:
 # A group of one
 
 
-@pytest.mark.parametrize("preset", SMALL)
-def test_alone(alone: cases.MakeCP, preset: str) -> None:
-    cases.equals_whole(alone, SMALL[preset], (0, 1, 50), cases.OPTIONS, "zigzag")
-    cases.packs_equal_whole(alone, SMALL[preset], [20, 0, 33], 3, cases.OPTIONS, "contiguous")
+def test_alone(alone: cases.MakeCP) -> None:
+    cases.equals_whole(alone, SMALL["seed"], (0, 50), ["plain", "learned"], "zigzag")
+    cases.packs_equal_whole(alone, SMALL["paper"], [20, 0, 33], 3, ["plain"], "contiguous")
 
 
 def test_layers_alone(alone: cases.MakeCP) -> None:
     cases.neighborhood_equals_whole(alone, (0, 41), "zigzag")
     cases.model_equals_whole(alone, SMALL["paper"], 70, "checkpointing")
     cases.takes_dtensors(alone, SMALL["seed"])
-
-
-def test_a_default_device_is_not_that_of_the_host(alone: cases.MakeCP) -> None:
-    cp, x = alone(tile=16), torch.randn(1, 40, 4, 8)
-    expected = cp.nsa(x, x, x, config=SMALL["seed"])
-    with torch.device("meta"):
-        assert torch.equal(cp.nsa(x, x, x, config=SMALL["seed"]), expected)
-        assert torch.equal(cp.unshard(x), x)
-        assert cp.positions(40).device.type == "cpu"
-
-
-def test_what_compresses_is_in_the_graph_of_no_entries(alone: cases.MakeCP) -> None:
-    """Its gradients are 0 there, as of `nsa`, and not None."""
-    pools = tuple(LinearCompression(2, 8, 4) for _ in range(2))
-    config = NSAConfig.paper(compress=pools, compress_block_size=8, compress_stride=4, select_block_size=8)
-    q, k, v = (torch.randn(1, 5, heads, 4) for heads in (4, 2, 2))
-    out = alone(tile=1).nsa(q, k, v, config=config)
-    gradients = torch.autograd.grad(out.sum(), [p for pool in pools for p in pool.parameters()])
-    assert not any(bool(x.any()) for x in gradients)
 
 
 def test_another_backend_is_checked_before_anything_is_sent(
@@ -154,17 +132,6 @@ def test_bounds(alone: cases.MakeCP, cu_seqlens: Tensor, error: type[Exception],
         cp.nsa(q, k, v, cu_seqlens=cu_seqlens)
 
 
-def test_bounds_made_under_inference_mode(alone: cases.MakeCP) -> None:
-    """They have no version counter, and are read again after a change."""
-    cp, x = alone(), torch.arange(9)
-    with torch.inference_mode():
-        cu_seqlens = torch.tensor([0, 5], dtype=torch.int32)
-        assert cp.positions(9, cu_seqlens=cu_seqlens).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
-        cu_seqlens[1] = 3
-    assert cp.positions(9, cu_seqlens=cu_seqlens).tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
-    assert torch.equal(cp.shard(x, 0, cu_seqlens=cu_seqlens), x)
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -175,8 +142,6 @@ def test_bounds_made_under_inference_mode(alone: cases.MakeCP) -> None:
             "x must be a dense tensor, got the layout spars",
         ),
         (lambda cp: cp.shard(torch.zeros(2, 2), 3), ValueError, "dim must be at most 1, got 3"),
-        (lambda cp: cp.shard(torch.zeros(2, 2), -3), ValueError, "dim must be at least -2, got -3"),
-        (lambda cp: cp.shard(torch.zeros(2, 2), "1"), TypeError, "dim must be an integer, got '1'"),
         (lambda cp: cp.unshard(torch.tensor(1.0), 0), ValueError, "x must have a dimension of tokens, got shape []"),
         (
             lambda cp: cp.shard(torch.zeros(9)),
@@ -184,10 +149,7 @@ def test_bounds_made_under_inference_mode(alone: cases.MakeCP) -> None:
             "x must be [B,N,...], or packed [T,...] with cu_seqlens, unless dim is given, got shape [9]",
         ),
         (lambda cp: cp.unshard(torch.zeros(9)), ValueError, "x must be [B,N,...], or packed [T,...] with cu_seqlens"),
-        (lambda cp: cp.unshard(torch.zeros(2, 2), 3), ValueError, "dim must be at most 1, got 3"),
-        (lambda cp: cp.unshard(None), TypeError, "x must be a torch.Tensor, got NoneType"),
         (lambda cp: cp.shard_labels(torch.arange(3)), ValueError, "input_ids must be [B,N,...], or packed [T,...]"),
-        (lambda cp: cp.shard_labels([1, 2]), TypeError, "input_ids must be a torch.Tensor, got list"),
         (lambda cp: cp.shard_labels(torch.zeros(1, 2)), TypeError, "input_ids must have one of the dtypes int64"),
         (lambda cp: cp.shard_labels(torch.zeros(1, 2).byte()), ValueError, "ignore_index must be at least 0, got -100"),
         (lambda cp: cp.sum(1.0), TypeError, "x must be a torch.Tensor, got float"),
@@ -201,7 +163,7 @@ def test_tensors(
         call(alone())
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
 def test_sums_keep_their_dtype(alone: cases.MakeCP, dtype: torch.dtype) -> None:
     x = torch.tensor([3, 5], dtype=dtype)
     torch.testing.assert_close(alone().sum(x), x, rtol=0.0, atol=0.0)
@@ -220,39 +182,32 @@ def test_positions_and_labels_of_documents(alone: cases.MakeCP) -> None:
 # Several, against one process
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("preset", ["seed", "paper"])
+@pytest.mark.parametrize(("preset", "layout"), parameters.product(["seed", "paper"], ["zigzag", "contiguous"]))
 def test_rows_and_gradients_of_one_process(ranks: Ranks, preset: str, layout: str) -> None:
     """Lengths of no tokens, of fewer tokens than ranks, and that end inside a tile."""
-    for size in SIZES:
-        ranks.run(size, cases.equals_whole, SMALL[preset], (0, 1, 3, 50, 131), ["plain"], layout)
+    for size, lengths in ((2, (0, 131)), (3, (1, 50)), (4, (3, 131))):
+        ranks.run(size, cases.equals_whole, SMALL[preset], lengths, ["plain"], layout)
 
 
-@pytest.mark.parametrize("preset", SMALL)
+@pytest.mark.parametrize("preset", ["paper", "seed, sparse compressed"])
 def test_every_argument(ranks: Ranks, preset: str) -> None:
     config = replace(SMALL[preset], num_init_blocks=1, softmax_scale=0.3)
-    ranks.run(3, cases.equals_whole, config, (2, 133), cases.OPTIONS[1:], "zigzag")
+    ranks.run(3, cases.equals_whole, config, (133,), cases.OPTIONS[1:], "zigzag")
 
 
 def test_token_mode_divides_anywhere(ranks: Ranks) -> None:
-    ranks.run(4, cases.equals_whole, SMALL["paper"], (7, 61), ["plain", "learned"], "zigzag", 1)
+    ranks.run(4, cases.equals_whole, SMALL["paper"], (61,), ["plain", "learned"], "zigzag", 1)
 
 
 @pytest.mark.parametrize(("preset", "layout"), parameters.product(["seed", "paper"], ["zigzag", "contiguous"]))
 def test_packs(ranks: Ranks, preset: str, layout: str) -> None:
-    for size, lengths in ((2, [70, 0, 1, 90]), (3, [5, 0, 70, 1, 33, 16]), (4, [3]), (4, [])):
+    for size, lengths in ((2, [70, 0, 1, 90]), (3, [5, 0, 70, 1, 33, 16]), (4, [3])):
         ranks.run(size, cases.packs_equal_whole, SMALL[preset], lengths, 3, cases.OPTIONS, layout)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_tokens_are_in_the_first_dim_of_packs(ranks: Ranks, packed: bool) -> None:
     ranks.run(2, cases.divides_along_tokens, packed)
-
-
-def test_eight_ranks() -> None:
-    with Ranks(8) as eight:
-        for preset in ("seed", "paper"):
-            eight.run(8, cases.equals_whole, SMALL[preset], (200,), ["plain"], "zigzag")
 
 
 @pytest.mark.parametrize("preset", ["seed", "paper"])
@@ -290,10 +245,10 @@ def test_rows_of_a_range_are_freed_before_the_next_one(alone: cases.MakeCP, monk
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_neighborhood_attention(ranks: Ranks, layout: str) -> None:
-    ranks.run(3, cases.neighborhood_equals_whole, (0, 2, 41), layout)
+    ranks.run(3, cases.neighborhood_equals_whole, (2, 41), layout)
 
 
-@pytest.mark.parametrize("how", ["plain", "checkpointing", "aot_eager", "autocast", *parameters.rest("eager")])
+@pytest.mark.parametrize("how", ["plain", "checkpointing", "eager", "autocast", *parameters.rest("aot_eager")])
 def test_models(ranks: Ranks, how: str) -> None:
     ranks.run(2, cases.model_equals_whole, SMALL["paper"], 70, how)
 
@@ -313,8 +268,7 @@ def test_dtensors_with_tensor_parallelism_over_heads(ranks: Ranks) -> None:
 # Heads divided among ranks
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("how", [*headwise.LAYERS, "neighborhood"])
+@pytest.mark.parametrize(("how", "sequence"), parameters.product([*headwise.LAYERS, "neighborhood"], [False, True]))
 def test_layers_sharded_by_heads(ranks: Ranks, how: str, sequence: bool) -> None:
     ranks.run(2, headwise.sharded_equals_whole, how, sequence)
 
@@ -405,15 +359,11 @@ def test_a_function_that_compresses_learns_as_on_one_process(ranks: Ranks, layou
     ranks.run(3, cases.learns_as_alone, layout)
 
 
-@pytest.mark.parametrize("how", [{"compress": "linear"}, {"compress_proj": True}])
-@pytest.mark.parametrize(("tokens", "tile"), [(60, 1), (200, 256)])
+@pytest.mark.parametrize(
+    ("how", "tokens", "tile"), [({"compress": "linear"}, 60, 1), ({"compress_proj": True}, 200, 256)]
+)
 def test_weights_have_gradients_without_entries(ranks: Ranks, how: dict[str, Any], tokens: int, tile: int) -> None:
     ranks.run(2, cases.weights_have_gradients_without_entries, how, tokens, tile)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.uint8])
-def test_labels_of_any_integer_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
-    ranks.run(2, cases.losses_add_up, dtype)
 
 
 @pytest.mark.parametrize(
@@ -501,12 +451,6 @@ def test_all_ranks_make_it(ranks: Ranks) -> None:
         )
 
 
-def test_objects_of_a_group_wait_as_long(alone: cases.MakeCP) -> None:
-    alone(timeout=timedelta(seconds=7))
-    with pytest.raises(ValueError, match=r"timeout must be 0:00:07, as for the group's first ContextParallel, got "):
-        alone()
-
-
 def test_the_timeout_is_that_of_the_group(alone: cases.MakeCP) -> None:
     group = dist.new_group([0], timeout=timedelta(seconds=11))
     assert ContextParallel(group)._comm.checks.gloo.options._timeout == timedelta(seconds=11)
@@ -519,12 +463,6 @@ def test_a_group_that_ends_before_backward(ranks: Ranks) -> None:
         assert len(errors) == 2
         for message in errors:
             assert message.startswith("the process group of this ContextParallel has been destroyed"), message
-
-
-@pytest.mark.parametrize("layer", [NSAttention, NeighborhoodAttention])
-def test_layers_take_nothing_else(layer: type) -> None:
-    with pytest.raises(TypeError, match=r"context_parallel must be a .*ContextParallel or None, got str"):
-        layer(32, 4, context_parallel="cp")
 
 
 # Which rank holds what
@@ -571,52 +509,10 @@ def test_every_entry_is_held_once_with_its_last_token(layout: Layout, length: in
     assert sorted(held) == list(range(before[-1]))
 
 
-@pytest.mark.parametrize("bounds", [(0, 9000), (0, 0, 4500, 4501, 8000)], ids=["sequence", "pack"])
-@pytest.mark.parametrize("preset", SMALL)
-def test_what_ranks_see_is_found_once(monkeypatch: pytest.MonkeyPatch, preset: str, bounds: tuple[int, ...]) -> None:
-    """Of more ranks than are remembered of anything: what their calls read, from sizes alone."""
-    layout, config, packed = Layout(9000, bounds, 300, "zigzag", 16), SMALL[preset], len(bounds) > 2
-    plan = attention.Plan(SimpleNamespace(rank=299, size=300), layout, config, packed, 1, 1, 1, ())  # type: ignore[arg-type]
-    calls = [attention.make_row_ranges(layout, rank, config, packed, torch.device("cpu")) for rank in range(300)]
-    monkeypatch.setattr(torch, "tensor", None)
-    for name in ("k", "k_cmp"):
-        seen = plan.seen(name)
-        assert plan.seen(name) is seen
-        for own, found in zip(calls, seen, strict=True):
-            rows = [one.key_rows(name) for one in own]
-            assert found == [(min(x.start for x in rows), max(x.stop for x in rows))] if rows else found == []
-
-
-@given(layouts(), layouts())
-def test_moves_bring_what_is_wanted(one: Layout, other: Layout) -> None:
-    for held in one.ranges:
-        for wanted in other.ranges:
-            rows = [token for start, stop in held for token in range(start, stop)]
-            places = [token for start, stop in wanted for token in range(start, stop)]
-            found = {}
-            for move in moves(held, wanted):
-                for row, place in zip(range(*move.held), range(*move.wanted), strict=True):
-                    assert rows[row] == places[place]
-                    found[place] = row
-            assert set(found) == {i for i, token in enumerate(places) if token in rows}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_received_rows_are_those_of_the_sequence(layout: str) -> None:
-    """Messages have as many rows as the longest; the pieces of shorter ones leave gaps, those that meet are one."""
-    held = make_layout(1000, None, 3, layout, 64).ranges
-    most = max(sum(b - a for a, b in own) for own in held)
-    received = torch.full((3 * most,), -1)
-    for rank, own in enumerate(held):
-        rows = torch.cat([torch.arange(a, b) for a, b in own])
-        received[rank * most : rank * most + len(rows)] = rows
-    pieces = [received[a:b] for a, b in received_rows(held, most)]
-    assert torch.equal(torch.cat(pieces), torch.arange(1000))
-    assert len(pieces) == {"contiguous": 3, "zigzag": 5}[layout]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize(("first", "dim"), [(0, 64), (8, 64), (1, 64), (0, 20), (0, 3)])
+@pytest.mark.parametrize(
+    ("dtype", "first", "dim"),
+    [(torch.bfloat16, 8, 64), (torch.float32, 1, 64), (torch.float64, 0, 20), (torch.bfloat16, 0, 3)],
+)
 def test_rows_are_copied_bit_for_bit(dtype: torch.dtype, first: int, dim: int) -> None:
     """Also where they do not begin at, or consist of, words of 16 bytes; nothing beside them is written."""
     source = torch.randn(5, 3, 160).to(dtype)

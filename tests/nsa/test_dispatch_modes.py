@@ -13,10 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nsa import (
-    LinearCompression,
     NeighborhoodAttention,
     NSACache,
-    NSAConfig,
     NSAttention,
     attention_residual,
     block_sparse_attention,
@@ -94,14 +92,6 @@ def test_selective_checkpoints_of_layers_change_nothing(device: str, preset: str
     layer = NSAttention(64, 4, 1, head_dim=64, config=LARGE[preset], device=device, dtype=dtype)
     x = torch.randn(1, 200, 64, device=device, dtype=dtype, requires_grad=True)
     assert_checkpoints_change_nothing(layer, [x])
-
-
-def test_learned_compression_is_checkpointed_selectively() -> None:
-    length = SMALL["paper"].compress_block_size
-    pools: Any = tuple(LinearCompression(2, length, 16) for _ in range(2))
-    config = NSAConfig.paper(**{**vars(SMALL["paper"]), "compress": pools})
-    leaves = [x.requires_grad_() for x in make_qkv(TOKENS, dtype=torch.float32)]
-    assert_checkpoints_change_nothing(partial(nsa, config=config), leaves)
 
 
 def test_a_policy_sees_a_call_as_one_operator() -> None:

@@ -8,7 +8,6 @@ import importlib
 import inspect
 import re
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,20 +51,6 @@ METHODS = {
     if inspect.isclass(owner)
     for method in sorted(methods_for_users(owner))
 }
-SHOWN = re.compile(r"^::: ([\w.]+)\n    options:\n      members: (.+)$", re.MULTILINE)
-
-
-@pytest.mark.parametrize("name", [name for name, item in PUBLIC.items() if inspect.isclass(item)])
-def test_the_reference_shows_the_methods_for_users_alone(name: str) -> None:
-    pages = Path(__file__).resolve().parents[2] / "docs" / "api"
-    chosen = dict(pair for page in pages.glob("*.md") for pair in SHOWN.findall(page.read_text(encoding="utf-8")))
-    owner = PUBLIC[name]
-    members = chosen.get(name, "all")
-    if members == "all":
-        assert not CALLED_HERE.get(owner.__name__), f"name the members of {name} in docs/api"
-    else:
-        shown = set(re.findall(r"\w+", members)) - {"false"}
-        assert methods_for_users(owner) == {x for x in shown if callable(getattr(owner, x, None))}
 
 
 NOT_CALLED = {"dispatch.BackendError"}
@@ -156,20 +141,6 @@ def test_signatures_are_written_with_types(name: str) -> None:
     assert [argument for argument, typed in written.items() if not typed] in ([], ["self"], ["cls"])
     open_ended = {n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD}
     assert open_ended <= {"others", "changes"}, "keywords of other libraries, and changes of a preset"
-
-
-def test_one_option_has_one_default() -> None:
-    """Signatures are written out, for `help` and editors, so the same options stand at several functions."""
-    own = inspect.signature(nsa.neighborhood_attention).parameters
-    for other in (
-        nsa.neighborhood.neighborhood_attention_forward,
-        nsa.NeighborhoodAttention,
-        nsa.distributed.ContextParallel.neighborhood_attention,
-    ):
-        shared = {name: p for name, p in inspect.signature(other).parameters.items() if name in own}
-        assert shared.keys() >= own.keys() - {"q", "k", "v", "q_start"}
-        for name, parameter in shared.items():
-            assert (parameter.default, parameter.annotation) == (own[name].default, own[name].annotation), name
 
 
 @pytest.mark.hf_extra

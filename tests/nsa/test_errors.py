@@ -53,34 +53,20 @@ def bounds(*values: int) -> torch.Tensor:
 BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     # options: type
     "l float": ({"compress_block_size": 8.0}, TypeError, ("compress_block_size", "integer", "8.0")),
-    "l bool": ({"compress_block_size": True}, TypeError, ("compress_block_size", "True")),
     "k string": ({"num_selected_blocks": "16"}, TypeError, ("num_selected_blocks", "'16'")),
-    "w none": ({"window_size": None}, TypeError, ("window_size", "None")),
     "share int": ({"share_heads_in_group": 1}, TypeError, ("share_heads_in_group", "True or False", "1")),
-    "causal string": ({"causal": "yes"}, TypeError, ("causal", "'yes'")),
-    "debug none": ({"debug": None}, TypeError, ("debug", "None")),
-    "scale string": ({"softmax_scale": "1"}, TypeError, ("softmax_scale", "'1'")),
-    "scale bool": ({"softmax_scale": True}, TypeError, ("softmax_scale", "True")),
     "compress int": ({"compress": 3}, TypeError, ("compress", "3")),
     "compress one of two": ({"compress": (len,)}, TypeError, ("compress", "two callables", "len")),
     "deterministic int": ({"deterministic": 1}, TypeError, ("deterministic", "1")),
-    "recompute none": ({"recompute": None}, TypeError, ("recompute", "None")),
     # options: value
     "l zero": ({"compress_block_size": 0}, ValueError, ("compress_block_size", "at least 1", "0")),
-    "d zero": ({"compress_stride": 0}, ValueError, ("compress_stride", "at least 1", "0")),
     "d above l": ({"compress_stride": 9}, ValueError, ("compress_stride", "compress_block_size=8", "9")),
-    "l' zero": ({"select_block_size": 0}, ValueError, ("select_block_size", "0")),
-    "k negative": ({"num_selected_blocks": -1}, ValueError, ("num_selected_blocks", "at least 0", "-1")),
     "w negative": ({"window_size": -512}, ValueError, ("window_size", "-512")),
-    "T zero": ({"q_tile_size": 0}, ValueError, ("q_tile_size", "0")),
-    "n block zero": ({"n_block_size": 0}, ValueError, ("n_block_size", "0")),
-    "init negative": ({"num_init_blocks": -1}, ValueError, ("num_init_blocks", "-1")),
     "forced above k": (
         {"num_init_blocks": 1, "num_local_blocks": 2, "num_selected_blocks": 2},
         ValueError,
         ("num_init_blocks", "num_local_blocks", "num_selected_blocks=2", "1 + 2"),
     ),
-    "c zero": ({"num_cmp_selected_blocks": 0}, ValueError, ("num_cmp_selected_blocks", "0")),
     "c per token": (
         {"num_cmp_selected_blocks": 4, "q_tile_size": 1},
         ValueError,
@@ -91,10 +77,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ValueError,
         ("num_cmp_selected_blocks", "at least 4", "compress_block_size=8", "causal=True", "got 3"),
     ),
-    "scale zero": ({"softmax_scale": 0.0}, ValueError, ("softmax_scale", "greater than 0", "0.0")),
     "scale nan": ({"softmax_scale": float("nan")}, ValueError, ("softmax_scale", "finite", "nan")),
     "compress word": ({"compress": "max"}, ValueError, ("compress", "'mean'", "'max'")),
-    "l two values": ({"compress_block_size": torch.tensor([8, 8])}, TypeError, ("compress_block_size", "integer")),
     "w beyond int32": ({"window_size": 2**31}, ValueError, ("window_size", "2147483647", "2147483648")),
     "scale beyond float": ({"softmax_scale": 10**400}, ValueError, ("softmax_scale", "finite")),
     # how options are given
@@ -106,8 +90,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "config dict": ({"config": {"window_size": 1}}, TypeError, ("config", "NSAConfig", "dict")),
     # tensors: type, dtype, device
     "q list": ({"q": [1.0]}, TypeError, ("q", "torch.Tensor", "list")),
-    "k none": ({"k": None}, TypeError, ("k", "torch.Tensor", "NoneType")),
-    "gates number": ({"gates": 0.5}, TypeError, ("gates", "torch.Tensor", "float")),
     "q int": ({"q": ones(B, N, H, D, dtype=torch.int64)}, TypeError, ("q", "bfloat16", "int64")),
     "k other dtype": ({"k": ones(B, N, H_KV, D, dtype=DOUBLE)}, TypeError, ("k", "float32", "float64")),
     "v other device": ({"v": ones(B, N, H_KV, D_V, device="meta")}, ValueError, ("v", "cpu", "meta")),
@@ -122,26 +104,18 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ("k", f"q's [B,N] = [{B}, {H}] (the layout is [B,N,heads,D])", f"[{B}, {H_KV}, {N}, 8]"),
     ),
     "packed k other T": (packed(k=ones(31, H_KV, D)), ValueError, ("k", f"q's [T] = [{N}]", "[T,heads,D]", "31")),
-    "v other B": ({"v": ones(1, N, H_KV, D_V)}, ValueError, ("v", f"[{B}, {N}]", "[1, ")),
     "k other D": ({"k": ones(B, N, H_KV, 7)}, ValueError, ("k", "D=8", "7")),
     "v other heads": ({"v": ones(B, N, 1, D_V)}, ValueError, ("v", "H_kv=2", "1")),
     "H not a multiple": ({"q": ones(B, N, 3, D)}, ValueError, ("q", "multiple", "H_kv=2", "H=3")),
-    "no q heads": ({"q": ones(B, N, 0, D)}, ValueError, ("q", "H=0")),
     "no kv heads": ({"k": ones(B, N, 0, D), "v": ones(B, N, 0, D_V)}, ValueError, ("k", "at least one head")),
     "D zero": ({"q": ones(B, N, H, 0), "k": ones(B, N, H_KV, 0)}, ValueError, ("q", "D >= 1")),
     "w_k shape": ({"w_k_compress": ones(H_KV, D, D_V)}, ValueError, ("w_k_compress", "[2, 8, 8]", "[2, 8, 6]")),
-    "w_v shape": ({"w_v_compress": ones(1, D_V, D_V)}, ValueError, ("w_v_compress", "[2, 6, 6]", "[1, 6, 6]")),
     "gate weight shape": (
         {"gate_proj_weight": ones(H, D, 3)},
         ValueError,
         ("gate_proj_weight", "[4, 3, 8]", "[4, 8, 3]"),
     ),
     "gates shape": ({"gates": ones(B, N, 3, H)}, ValueError, ("gates", "[2, 32, 4, 3]", "[2, 32, 3, 4]")),
-    "k_slc shape": (
-        {"k_slc": ones(B, N, H_KV, 7), "v_slc": ones(B, N, H_KV, D_V)},
-        ValueError,
-        ("k_slc", "[2, 32, 2, 8]", "7"),
-    ),
     "k_cmp shape": (
         {"k_cmp": ones(B, 5, H_KV, D), "v_cmp": ones(B, 5, H_KV, D_V)},
         ValueError,
@@ -154,7 +128,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     ),
     # arguments that need or exclude each other
     "k_cmp alone": ({"k_cmp": ones(B, 4, H_KV, D)}, ValueError, ("k_cmp and v_cmp", "only k_cmp")),
-    "v_slc alone": ({"v_slc": ones(B, N, H_KV, D_V)}, ValueError, ("k_slc and v_slc", "only v_slc")),
     "k_win alone": ({"k_win": ones(B, N, H_KV, D)}, ValueError, ("k_win and v_win", "only k_win")),
     "k_cmp and projection": (
         {"k_cmp": ones(B, 4, H_KV, D), "v_cmp": ones(B, 4, H_KV, D_V), "w_v_compress": ones(H_KV, D_V, D_V)},
@@ -182,7 +155,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "cu_seqlens list": (packed(cu_seqlens=[0, N]), TypeError, ("cu_seqlens", "list")),
     "cu_seqlens int64": (packed(cu_seqlens=torch.tensor([0, N])), TypeError, ("cu_seqlens", "int32", "int64")),
     "cu_seqlens 2 dims": (packed(cu_seqlens=bounds(0, N)[None]), ValueError, ("cu_seqlens", "[B+1]", "[1, 2]")),
-    "cu_seqlens empty": (packed(cu_seqlens=bounds()), ValueError, ("cu_seqlens", "[B+1]", "[0]")),
     "cu_seqlens start": (packed(cu_seqlens=bounds(1, N)), ValueError, ("cu_seqlens", "start at 0", "1")),
     "cu_seqlens of a subclass": (
         packed(cu_seqlens=torch.nn.Parameter(bounds(1, N), requires_grad=False)),
@@ -192,8 +164,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "cu_seqlens falls": (packed(cu_seqlens=bounds(0, 20, 10)), ValueError, ("cu_seqlens", "20 then 10", "position 2")),
     "cu_seqlens past T": (packed(cu_seqlens=bounds(0, 33)), ValueError, ("cu_seqlens", "T=32", "33")),
     "max_seqlen short": (packed(max_seqlen=21), ValueError, ("max_seqlen", "22", "21")),
-    "max_seqlen float": (packed(max_seqlen=32.0), TypeError, ("max_seqlen", "32.0")),
-    "max_seqlen negative": (packed(max_seqlen=-1), ValueError, ("max_seqlen", "-1")),
     "max_seqlen alone": ({"max_seqlen": 32}, ValueError, ("max_seqlen", "cu_seqlens", "32")),
     "packed k_cmp short": (
         packed(k_cmp=ones(2, H_KV, D), v_cmp=ones(2, H_KV, D_V)),
@@ -265,15 +235,15 @@ def test_remembered_calls_are_bounded(remembered: bool, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("remembered")
-@pytest.mark.parametrize("function", [nsa, nsa_forward, nsa_forward_aux], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input(case: str, function: Any) -> None:
+def test_bad_input(case: str) -> None:
     changes, error, pieces = BAD[case]
-    with pytest.raises(Exception) as caught:  # noqa: PT011 (the class is compared below, exactly)
-        function(**good() | changes)
-    assert type(caught.value) is error
-    for piece in pieces:
-        assert piece in str(caught.value)
+    for function in (nsa, nsa_forward, nsa_forward_aux):
+        with pytest.raises(Exception) as caught:  # noqa: PT011 (the class is compared below, exactly)
+            function(**good() | changes)
+        assert type(caught.value) is error
+        for piece in pieces:
+            assert piece in str(caught.value)
 
 
 @pytest.mark.usefixtures("remembered")
@@ -289,11 +259,6 @@ def test_nested_tensors_are_named(layout: torch.layout) -> None:
             dispatch.attention_residual(blocks, ones(D))
 
 
-def test_the_good_input_is_good() -> None:
-    assert nsa(**good()).shape == (B, N, H, D_V)
-    assert nsa(**packed(max_seqlen=22)).shape == (N, H, D_V)
-
-
 @pytest.mark.usefixtures("remembered")
 def test_environment_names_an_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_KERNELS_BACKEND", "cudnn")
@@ -301,24 +266,14 @@ def test_environment_names_an_unknown_backend(monkeypatch: pytest.MonkeyPatch) -
         nsa(**good())
 
 
-def test_no_backend_on_a_device_without_kernels() -> None:
-    with pytest.raises(dispatch.BackendError, match="reference: runs on npu only when named: backend='reference'"):
-        dispatch.resolve(dispatch.Call("nsa", "npu", torch.float32))
-
-
 @pytest.mark.parametrize(
     ("error", "keywords", "message"),
     [
         (ValueError, {"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
-        (ValueError, {"num_heads": 0}, "num_heads must be at least 1, got 0"),
         (ValueError, {"num_heads": 3}, "head_dim must be given: hidden_size=32"),
-        (ValueError, {"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
         (TypeError, {"hidden_size": 32.0}, "hidden_size must be an integer, got 32.0"),
-        (TypeError, {"num_heads": "4"}, "num_heads must be an integer, got '4'"),
-        (ValueError, {"head_dim": -2}, "head_dim must be at least 1, got -2"),
         (ValueError, {"v_head_dim": 0}, "v_head_dim must be at least 1, got 0"),
         (ValueError, {"gate": "k"}, "gate must be 'x', 'q' or None, got 'k'"),
-        (TypeError, {"config": "paper"}, "config must be an NSAConfig or None, got str"),
         (TypeError, {"config": {"window_size": 3}}, "config must be an NSAConfig or None, got dict"),
         (TypeError, {"rope": "llama"}, "rope must be a callable"),
     ],
@@ -336,11 +291,6 @@ def test_bad_input_on_the_meta_device(case: str) -> None:
         nsa(**given)
     for piece in pieces:
         assert piece in str(caught.value)
-
-
-def test_module_refuses_positions_it_would_ignore() -> None:
-    with pytest.raises(TypeError, match="position_embeddings would be ignored"):
-        NSAttention(32, 4)(torch.ones(1, 8, 32), torch.ones(8))
 
 
 @pytest.mark.parametrize("layer", [NSAttention, NeighborhoodAttention])
@@ -392,31 +342,6 @@ def test_modules_under_autocast_take_what_it_casts(kind: str) -> None:
             LAYERS[kind](32, 4, dtype=DOUBLE)(x)
 
 
-@pytest.mark.parametrize("how", ["another module", "a hook", "a forward of its own"])
-@pytest.mark.parametrize("kind", LAYERS)
-def test_modules_leave_dtypes_to_projections_that_cast(kind: str, how: str) -> None:
-    """As adapters, quantized weights and offloading do."""
-
-    class Casting(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x.float())
-
-    layer = LAYERS[kind](32, 4)
-    for name, project in [*layer.named_children()]:
-        if not isinstance(project, torch.nn.Linear):
-            continue
-        if how == "another module":
-            casting = Casting(project.in_features, project.out_features, bias=project.bias is not None)
-            casting.load_state_dict(project.state_dict())
-            setattr(layer, name, casting)
-        elif how == "a hook":
-            project.register_forward_pre_hook(lambda _, given: (given[0].float(),))
-        else:
-            project.forward = lambda x, run=project.forward: run(x.float())
-    x = torch.randn(1, 8, 32)
-    assert torch.equal(layer(x.double()), layer(x.double().float()))
-
-
 def test_module_names_hidden_states_of_another_layout() -> None:
     layer, bounds = NSAttention(32, 4), torch.tensor([0, 8], dtype=torch.int32)
     for forward in (layer, layer.forward_aux):
@@ -424,12 +349,6 @@ def test_module_names_hidden_states_of_another_layout() -> None:
             forward(torch.ones(8, 32))
         with pytest.raises(ValueError, match=r"hidden_states must have the layout \[T,hidden_size\] .*\[1, 8, 32\]"):
             forward(torch.ones(1, 8, 32), cu_seqlens=bounds)
-
-
-def test_presets_name_misspelt_options() -> None:
-    for preset in (NSAConfig.paper, NSAConfig.per_tile):
-        with pytest.raises(TypeError, match=r"unknown keyword argument windowsize: did you mean window_size\?"):
-            preset(windowsize=3)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile

@@ -25,7 +25,7 @@ from nsa.neighborhood.api import neighborhood_attention_forward
 from tests.support.helpers import assert_passes_interpreted, assert_rounded_once, make_qkv
 from tests.support.live_memory import PeakBytes
 from tests.support.neighborhood_cases import check
-from tests.support.neighborhood_loops import attend, keys_of
+from tests.support.neighborhood_loops import attend
 
 # The oracle
 
@@ -49,23 +49,6 @@ def test_oracles_agree(tokens: int, kv_heads: int, group: int, window: dict[str,
         torch.testing.assert_close(mine, torch.tensor(theirs, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-@settings(max_examples=300)
-@given(tokens=st.integers(1, 40), window=windows)
-def test_windows(tokens: int, window: dict[str, Any]) -> None:
-    """Every row sees itself, in order; moved windows have every key that a class can give."""
-    starts = reference.window_starts(tokens, **window).tolist()
-    for i in range(tokens):
-        keys = keys_of(i, tokens, **window)
-        assert i in keys
-        present = [key for key in keys if key is not None]
-        assert present == sorted(set(present))
-        first = next(slot for slot, key in enumerate(keys) if key is not None)
-        assert starts[i] == present[0] - first * window["dilation"]
-        if window["boundary"] == "shift" and not window["causal"]:
-            members = len(range(i % window["dilation"], tokens, window["dilation"]))
-            assert len(present) == min(window["kernel_size"], members)
-
-
 @pytest.mark.parametrize(
     "window",
     [
@@ -78,16 +61,6 @@ def test_windows(tokens: int, window: dict[str, Any]) -> None:
 def test_gradients_of_the_oracle(window: dict[str, Any]) -> None:
     inputs = make_qkv(6, 2, 1, dim=2, requires_grad=True)
     assert torch.autograd.gradcheck(lambda *qkv: reference.neighborhood_attention(*qkv, **window), inputs)
-
-
-def test_chunks_of_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = make_qkv(50, requires_grad=True)
-    whole = reference.neighborhood_attention(q, k, v)
-    gradients = torch.autograd.grad(whole[0].sum(), (q, k, v))
-    monkeypatch.setattr(reference, "CHUNK_BYTES", 30_000)
-    parts = reference.neighborhood_attention(q, k, v)
-    torch.testing.assert_close(parts, whole)
-    torch.testing.assert_close(torch.autograd.grad(parts[0].sum(), (q, k, v)), gradients)
 
 
 def test_the_band_is_not_kept_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,17 +76,6 @@ def test_the_band_is_not_kept_unless_asked_for(monkeypatch: pytest.MonkeyPatch) 
         out = neighborhood_attention(q, k, v, kernel_size=64)
     assert out_alone.peak < size
     assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("return_band", [True, False])
-def test_gradients_with_and_without_the_band(return_band: bool) -> None:
-    q, k, v = make_qkv(20, requires_grad=True)
-    out, band, lse = reference.neighborhood_attention(q, k, v, return_band=return_band)
-    assert (band is not None) == return_band
-    got = torch.autograd.grad((out.sum() + lse.sum()), (q, k, v))
-    whole, _, sums = reference.neighborhood_attention(q, k, v)
-    assert torch.equal(out, whole)
-    torch.testing.assert_close(got, torch.autograd.grad(whole.sum() + sums.sum(), (q, k, v)))
 
 
 # The public functions
@@ -145,16 +107,11 @@ def test_cpu_tensors_run_the_reference() -> None:
         (ValueError, "q must have a multiple of k's H_kv=3 heads", {"k": torch.zeros(1, 8, 3, 16)}),
         (ValueError, "q must have at least one head and D >= 1", {"q": torch.zeros(1, 8, 4, 0)}),
         (TypeError, "kernel_size must be an integer, got 3.0", {"kernel_size": 3.0}),
-        (TypeError, "dilation must be an integer, got True", {"dilation": True}),
         (ValueError, "dilation must be at most 9223372036854775807, got 9223372036854775808", {"dilation": 2**63}),
         (TypeError, "v must be a dense tensor, got the layout sparse_coo", {"v": torch.zeros(1, 8, 2, 16).to_sparse()}),
         (ValueError, "kernel_size must be at least 1, got 0", {"kernel_size": 0}),
-        (ValueError, "dilation must be at least 1, got -1", {"dilation": -1}),
-        (TypeError, "softmax_scale must be a number or None, got 'x'", {"softmax_scale": "x"}),
         (ValueError, "softmax_scale must be finite, got inf", {"softmax_scale": math.inf}),
         (ValueError, "boundary must be one of truncate, shift, got 'wrap'", {"boundary": "wrap"}),
-        (TypeError, "boundary must be a string, got None", {"boundary": None}),
-        (TypeError, "causal must be True or False, got 1", {"causal": 1}),
         (ValueError, "algorithm must be one of auto, flash, band, dense, got 'fast'", {"algorithm": "fast"}),
         (
             ValueError,
@@ -214,19 +171,6 @@ def test_refusals() -> None:
 # Launches
 
 
-def test_recording_takes_cpu_tensors_through_the_public_op() -> None:
-    """As the tests of other compilers do: what an NPU would be given, from a process without one."""
-    q, k, v = make_qkv(5000, heads=8, dtype=torch.bfloat16, requires_grad=True)
-    with recording(run=False) as launches:
-        out = neighborhood_attention(q, k, v, kernel_size=600, dilation=2, backend="ascend")
-        torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
-    assert [launch.kernel.__name__ for launch in launches] == ["forward_kernel", "dq_kernel", "dkdv_kernel"]
-    for one in launches:
-        assert set(one.arguments) | set(one.constants) == set(one.kernel.arg_names)
-        assert one.grid == (20,)
-        assert one.constants["UPCAST"] is False
-
-
 ROWS = ("p_q", "p_k", "p_v", "p_o", "p_do", "p_dq", "p_dk", "p_dv", "p_x", "p_y")
 """Tensors `[B,N,heads,D]` of all kernels; the others are probabilities and numbers of rows."""
 
@@ -240,8 +184,7 @@ def recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) 
     return launches, (out, *gradients)
 
 
-@pytest.mark.parametrize("algorithm", ["flash", "band", "dense"])
-@pytest.mark.parametrize("dim", [1, 17, 123])
+@pytest.mark.parametrize(("dim", "algorithm"), [(1, "flash"), (17, "band"), (123, "dense")])
 def test_npus_get_rows_of_whole_blocks(dim: int, algorithm: str) -> None:
     """Of 32 bytes: features are padded in what kernels see, and in nothing else. GPUs take what comes."""
     q, k, v = make_qkv(70, dim=dim, dtype=torch.bfloat16)
@@ -263,33 +206,13 @@ def test_npus_get_rows_of_whole_blocks(dim: int, algorithm: str) -> None:
     assert on_gpu[0].arguments["p_q"].data_ptr() == q.data_ptr()
 
 
-def test_npus_get_views_only_where_their_rows_are_whole_blocks() -> None:
-    storage = torch.randn(1, 50, 3, 2, 40).bfloat16()
-    for features, taken in ((slice(0, 16), False), (slice(0, 40), False), (slice(16, 32), False)):
-        q = storage[:, :, 0, :, features]
-        (one, *_), _ = recorded(q, q, q, backend="ascend")
-        assert (one.arguments["p_q"].data_ptr() == q.data_ptr()) == taken, features
-    storage = torch.randn(1, 50, 3, 2, 48).bfloat16()
-    for features, taken in ((slice(0, 16), True), (slice(8, 24), False), (slice(16, 32), True), (slice(0, 40), False)):
-        q = storage[:, :, 1, :, features]
-        (one, *_), _ = recorded(q, q, q, backend="ascend")
-        assert (one.arguments["p_q"].data_ptr() == q.data_ptr()) == taken, features
-
-
 # Tiles
-
-
-def test_specialisations_are_few_and_fit_every_device() -> None:
-    found = list(tiling.specialisations())
-    assert len(found) == len(set(found)) <= 80
-    for kernel, dtype, tiles in found:
-        for device in DEVICES.values():
-            assert tiling.fits(tiling.live_bytes(kernel, tiles, dtype.itemsize), device), (kernel, tiles, device)
 
 
 def test_planner_on_random_shapes() -> None:
     """10,000 shapes: tiles are among the specialisations, grids are small, and all row numbers are int32."""
     known = set(tiling.specialisations())
+    assert len(known) <= 80
     draw = random.Random(0)
     for _ in range(10_000):
         kernel, dtype = draw.choice(tiling.KERNELS), draw.choice(tiling.DTYPES)
@@ -330,11 +253,6 @@ def test_plans_for_gpus(kernel: str, dtype: torch.dtype, dim: int, window: int, 
     work = tiling.num_work_tiles(tiles, window, sequences=3, rows=rows)
     assert 3 * rows <= work * kept < 3 * (rows + kept)
     assert 1 <= plan.grid[0] <= min(work, 2**31 - 1)
-
-
-def test_an_oversize_tile_does_not_fit() -> None:
-    tiles = tiling.Tiles(128, 128, 256)
-    assert not tiling.fits(tiling.live_bytes("forward", tiles, 4), DEVICES["950"])
 
 
 class FakeDriver:
@@ -424,8 +342,7 @@ def test_every_short_length_on_a_gpu(boundary: str) -> None:
 # The reference's precision and memory
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("causal", [False, True], ids=["centred", "causal"])
+@pytest.mark.parametrize(("dtype", "causal"), [(torch.bfloat16, False), (torch.float16, True)])
 def test_the_reference_rounds_gradients_once(dtype: torch.dtype, causal: bool) -> None:
     """A key's gradient is a sum of 255 terms, in fp32."""
     inputs, do = make_qkv(600, 2, 1, 16, dtype=dtype), make_qkv(600, 2, 1, 16, dtype=dtype, seed=1)[0]
@@ -443,8 +360,7 @@ def test_the_reference_rounds_gradients_once(dtype: torch.dtype, causal: bool) -
         assert_rounded_once(mine, truth, name)
 
 
-@pytest.mark.parametrize("boundary", ["truncate", "shift"])
-@pytest.mark.parametrize("causal", [False, True], ids=["centred", "causal"])
+@pytest.mark.parametrize(("boundary", "causal"), [("truncate", True), ("shift", False)])
 def test_the_reference_gathers_no_more_keys_than_a_class_has(boundary: str, causal: bool) -> None:
     q, k, v = make_qkv(120, 2, 1, 8, requires_grad=True)
     results, peaks = [], []
@@ -458,8 +374,7 @@ def test_the_reference_gathers_no_more_keys_than_a_class_has(boundary: str, caus
         torch.testing.assert_close(few, many, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), [("q", torch.bfloat16), ("k", torch.float32), ("v", torch.bfloat16)])
 def test_inputs_changed_before_backward_are_refused(name: str, dtype: torch.dtype) -> None:
     tensors = dict(zip("qkv", make_qkv(30, 2, 1, 8, dtype=dtype, requires_grad=True), strict=True))
     out = neighborhood_attention(**tensors, kernel_size=5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from nsa import (
     nsa,
     top_blocks_by_max,
 )
-from nsa.common.checks import is_integer, is_number
 from tests.support.helpers import SMALL, make_qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
@@ -92,59 +90,6 @@ def test_a_converted_model_compiles_packs_of_any_longest_document() -> None:
     for longest in (21, 33):
         given: Any = {"cu_seq_lens_q": bounds(longest), "max_length_q": longest, "max_length_k": longest}
         torch.testing.assert_close(compiled(ids, **given).logits, model(ids, **given).logits, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.full
-@pytest.mark.hf_extra
-def test_trainer_compiles_packs_of_any_longest_document(tmp_path: Path) -> None:
-    from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
-
-    from tests.support.hf_models import converted_model, token_ids
-
-    torch.compiler.reset()
-    weights = converted_model(num_hidden_layers=1).state_dict()
-    texts = [token_ids(1, n)[0].tolist() for n in (40, 20, 33, 18, 25, 12)]
-    arguments: Any = {"torch_compile": True, "torch_compile_backend": "eager", "per_device_train_batch_size": 2}
-    losses = []
-    for compiling in (True, False):
-        model = converted_model(num_hidden_layers=1)
-        model.load_state_dict(weights)
-        options = TrainingArguments(
-            str(tmp_path),
-            **arguments | {"torch_compile": compiling},
-            max_steps=3,
-            logging_steps=1,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        trainer = Trainer(
-            model,
-            options,
-            train_dataset=[{"input_ids": text, "labels": text} for text in texts],  # type: ignore[arg-type]
-            data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=True),
-        )
-        trainer.train()
-        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert len(losses[0]) == 3
-
-
-def test_what_is_a_number() -> None:
-    torch.compiler.reset()
-    found: list[tuple[bool, ...]] = []
-
-    def backend(graph: Any, examples: Any) -> Any:
-        symbols = [x for x in examples if isinstance(x, torch.SymInt)]
-        found.append((*map(is_integer, symbols), *map(is_number, (*symbols, *(x * 0.5 for x in symbols)))))
-        return graph
-
-    torch.compile(lambda x, n: x * n, backend=backend, dynamic=True)(torch.ones(3), 7)
-    assert found
-    assert all(map(all, found))
-    assert [is_integer(x) for x in (3, 3.0, True, None)] == [True, False, False, False]
-    assert [is_number(x) for x in (3, 3.0, True, None, "3")] == [True, True, False, False, False]
 
 
 def test_sizes_of_a_gpus_tensors_may_be_symbols() -> None:

@@ -11,16 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo import lookup_backend
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from nsa import NSAConfig
-from nsa.integrations.transformers.cache import CacheLayer, take_over
+from nsa.integrations.transformers.cache import CacheLayer
 from nsa.integrations.transformers.modeling import CACHE_ARGUMENT
-from nsa.integrations.transformers.options import options_of
 from tests.support import cases
-from tests.support.hf_models import converted_model, dense_model, token_ids
+from tests.support.hf_models import converted_model, token_ids
 from tests.support.threads import MESSAGE, while_running
 
 pytestmark = pytest.mark.hf_extra
@@ -84,18 +81,6 @@ def test_chunks_of_padding_alone_begin_a_prompt(how: dict[str, Any]) -> None:
         generate(model, ids, attention_mask=mask, prefill_chunk_size=8, **how)
 
 
-def test_a_dynamic_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nsa.integrations.transformers.cache.ROOM", 1)
-    model, ids = converted_model(), token_ids(1, 60)
-    out = generate(model, ids, return_dict_in_generate=True)
-    table = getattr(out, CACHE_ARGUMENT).layers[0].sequences.table
-    table.check()
-    assert table.capacity == 128
-    with torch.no_grad():
-        again = model(out.sequences, use_cache=False).logits[0, 59:-1].argmax(-1)
-    assert torch.equal(out.sequences[0, 60:], again)
-
-
 @pytest.mark.parametrize("steps", [300, pytest.param(4096, marks=pytest.mark.full)])
 def test_long_texts_are_those_without_a_cache(steps: int) -> None:
     """Row i of a call on the whole text is what generate sees at step i without a cache; near ties may fall otherwise.
@@ -111,58 +96,11 @@ def test_long_texts_are_those_without_a_cache(steps: int) -> None:
     assert len(written[0, 50:].unique()) > 20, "steps that differ"
 
 
-class LargeOperations(TorchDispatchMode):
-    """Keeps operators that read or make tensors of more than `limit` elements, but rows of them and views."""
-
-    ROWS = ("index", "gather", "embedding")
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self.limit = limit
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        places = {x.untyped_storage().data_ptr() for x in inputs}
-        made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in places]
-        read = [] if func.overloadpacket.__name__.startswith(self.ROWS) else inputs
-        is_view = not made
-        if any(x.numel() > self.limit for x in (made if is_view else [*made, *read])):
-            self.seen.append(str(func))
-        return out
-
-
-def test_a_step_reads_and_writes_rows_alone() -> None:
-    """No operator of a step makes or reads as much as one number a token, but for rows that it picks: pages lie where
-    they lie, nothing of the past is copied or pooled again. The reference's shapes follow from the cache's capacity.
-    """
-    options = NSAConfig.paper(compress_block_size=64, compress_stride=64, num_selected_blocks=4, window_size=8)
-    model, capacity = converted_model(options=options, num_hidden_layers=1), 1 << 15
-    cache, ids = StaticCache(config=model.config, max_cache_len=capacity), token_ids(1, 100)
-    call_with(model, ids, cache)
-    with LargeOperations(capacity) as large:
-        call_with(model, ids[:, :1], cache)
-    assert large.seen == []
-    dense = dense_model(num_hidden_layers=1)
-    past = DynamicCache()
-    call_with(dense, token_ids(1, 4096), past)
-    with LargeOperations(4096) as large:  # it sees what a cache does that is concatenated
-        call_with(dense, ids[:, :1], past)
-    assert any("cat" in name for name in large.seen)
-
-
 def test_a_second_turn_goes_on_from_the_first_ones_cache() -> None:
     model, ids, cache = converted_model(), token_ids(2, 40), DynamicCache()
     first = generate(model, ids, **{CACHE_ARGUMENT: cache})
     both = torch.cat([first, ids[:, :7]], 1)
     assert torch.equal(generate(model, both, **{CACHE_ARGUMENT: cache}), generate(model, both))
-
-
-def test_embeddings_in_place_of_tokens() -> None:
-    model, ids = converted_model(), token_ids(2, 40)
-    written = generate(model, None, inputs_embeds=model.model.embed_tokens(ids))
-    assert torch.equal(written, generate(model, ids)[:, 40:])
 
 
 def test_assisted_decoding() -> None:
@@ -175,18 +113,6 @@ def test_assisted_decoding() -> None:
     )
     with pytest.raises(ValueError, match=r"requires a cache that can be cropped|queries since then are kept"):
         generate(tile, ids, prompt_lookup_num_tokens=3)
-
-
-def test_prompt_lookup_writes_the_same_tokens_in_fewer_calls() -> None:
-    """A model that begins to repeat itself: guesses from its own text are taken, others are cropped from the cache."""
-    model, ids, calls = converted_model(num_hidden_layers=1), token_ids(1, 40), []
-    expected = generate(model, ids, max_new_tokens=80)
-    hook = model.register_forward_pre_hook(lambda *call: calls.append(call[2]["input_ids"].shape[1]), with_kwargs=True)
-    written = generate(model, ids, max_new_tokens=80, prompt_lookup_num_tokens=3)
-    hook.remove()
-    assert torch.equal(written, expected)
-    assert len(calls) < 80
-    assert max(calls[1:]) == 4
 
 
 def test_tile_mode_generates_from_prefixes() -> None:
@@ -288,26 +214,6 @@ def test_compiled_and_other_steps_alternate() -> None:
         advance(compiled, first, first + 1)
 
 
-@compiles
-def test_other_calls_with_a_cache_are_not_compiled() -> None:
-    model, ids = converted_model(num_hidden_layers=1), token_ids(2, 12)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    cache = StaticCache(config=model.config, max_cache_len=20)
-    with pytest.raises(Exception, match=r"must be a StaticCache that holds a prompt.* got StaticCache and 12 tokens"):
-        call_with(compiled, ids, cache)
-    with pytest.raises(Exception, match="must be a StaticCache that holds a prompt"):
-        call_with(compiled, ids[:, :1], cache)
-    call_with(model, ids, cache)
-    with pytest.raises(Exception, match="got StaticCache and 2 tokens"):
-        call_with(compiled, ids[:, :2], cache)
-    with pytest.raises(Exception, match=r"attention_mask must be \[B,max_cache_len\] = \[2, 20\] in torch\.compile"):
-        call_with(compiled, ids[:, :1], cache, attention_mask=torch.ones(2, 13))
-    dynamic = DynamicCache()
-    call_with(model, ids, dynamic)
-    with pytest.raises(Exception, match=r"must be a StaticCache that holds a prompt.* got DynamicCache"):
-        call_with(compiled, ids[:, :1], dynamic)
-
-
 # Caches
 
 
@@ -356,18 +262,6 @@ def test_a_cache_is_taken_over_and_does_what_transformers_asks(make: Any) -> Non
     advance(rows, 47, 60)
 
 
-def test_a_copy_of_an_empty_cache_fills_alone() -> None:
-    model, text = converted_model(), token_ids(2, 20)
-    cache = DynamicCache()
-    take_over(cache, options_of(model.config), 2)
-    copied = copy.deepcopy(cache)
-    first = call_with(model, text, cache)
-    assert copied.get_seq_length() == 0
-    torch.testing.assert_close(call_with(model, text, copied), first, rtol=0, atol=0)
-    caches = [each.layers[0].sequences.caches for each in (cache, copied)]
-    assert caches[0][0] is not caches[1][0]
-
-
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_what_is_made_in_inference_mode_goes_on_outside(static: bool) -> None:
     model, text = converted_model(num_hidden_layers=1), token_ids(2, 24)
@@ -401,27 +295,6 @@ def test_an_empty_cache_takes_any_batch_and_dtype() -> None:
         logits = [call_with(model, rows[:, :15], cache), call_with(model, rows[:, 15:], cache)]
         torch.testing.assert_close(torch.cat(logits, 1), expected[: len(rows)], atol=1e-4, rtol=0)
         cache.reset()
-
-
-def test_a_step_that_a_reset_cache_refuses_changes_nothing() -> None:
-    model, text = converted_model(num_hidden_layers=1), token_ids(2, 20)
-    cache = StaticCache(config=model.config, max_cache_len=15)
-    call_with(model, text[:, :10], cache)
-    cache.reset()
-    with pytest.raises(ValueError, match="max_cache_len=15 tokens, got 20"):
-        call_with(model, text[:1], cache)
-    cache.reorder_cache(torch.tensor([0]))
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    call_with(model, text[:1, :15], cache)
-    assert cache.get_seq_length() == 15
-
-
-def test_fp64_stays_under_autocast() -> None:
-    model, ids = converted_model(num_hidden_layers=1).double(), token_ids(2, 20)
-    with torch.autocast("cpu", torch.bfloat16):
-        written = generate(model, ids)
-        assert torch.equal(written, generate(model, ids, use_cache=False))
 
 
 @compiles

@@ -477,7 +477,7 @@ def learns_as_alone(make: MakeCP, layout: str) -> None:
     def learning_alone(blocks: Tensor) -> Tensor:
         return (blocks.detach() * weight).sum(-2)
 
-    for tokens in (20, 40, 131):
+    for tokens in (20, 131):
         for compress in (plain, learning, detached, learning_alone):
             for learns in ("", "k", "qkv"):
                 whole = make_qkv(tokens, KV_HEADS, KV_HEADS, device=str(device))
