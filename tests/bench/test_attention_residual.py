@@ -18,9 +18,9 @@ from ascend_kernels.device import DEVICES
 from ascend_kernels.residual import reference
 from ascend_kernels.residual.tiling import Plan, ascend_plan, gpu_plan
 from bench import bench_attention_residual as bench
-from bench import pass_report, residual_peers
+from bench import residual_peers
 from bench.inputs import Residual
-from bench.passes import Candidate, Task, Unavailable
+from bench.passes import Task
 from bench.residual_peers import EPS, PEERS, formula, make_peer
 from bench.roofline import residual_bytes, residual_held
 from tests.support.bench_helpers import DOCS, Changed, documented_fields
@@ -66,16 +66,6 @@ def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[s
         rf"^{LISTED} fwd\+bwd: reference \S+ ms \(\d+% of the floor\), liger -, compile -, eager \S+$", shown, re.M
     )
     assert f"0 of {len(content['bars'])} bars are reached, {len(content['bars'])} not measured." in shown
-
-
-def test_default_shapes_hold_all_bars() -> None:
-    """Every bar is about a shape that runs without being asked for."""
-    shapes = bench.parse(["--shapes", "stacked", "lists"]).shapes
-    assert len(set(shapes)) == len(shapes) == 11
-    for bar in bench.bars([]):
-        tokens, dim = map(int, re.findall(r"T=(\d+) D=(\d+)", bar.what)[0])
-        assert Residual(8, 1, tokens, dim) in shapes
-    assert all(bench.Residual.read(str(shape)) == shape for some in bench.SHAPES.values() for shape in some)
 
 
 # The gate
@@ -159,42 +149,6 @@ def test_peers_are_asked_for_the_same(name: str, shape: Residual, monkeypatch: p
     task = task_of(shape)
     monkeypatch.setattr(residual_peers, "PEERS", {"eager": PEERS[name]})  # which runs on a CPU
     torch.testing.assert_close(make_peer("eager", shape, task).call(*task.leaves), expected(shape, task))
-
-
-def test_peers_that_cannot_run_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("liger", "compile"):
-        with pytest.raises(Unavailable, match="runs on CUDA devices, got cpu"):
-            make_peer(name, STACKED, task_of(STACKED))
-    monkeypatch.setitem(sys.modules, "liger_kernel.ops.attn_res", None)
-    with pytest.raises(Unavailable, match=r"not installed: pip install liger-kernel==0\.8\.5"):
-        PEERS["liger"]()
-
-
-def test_peers_that_fail_are_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One runs, one runs out of memory in its backward, one is wrong."""
-
-    def out_of_memory(*leaves: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            raise torch.OutOfMemoryError("tried to allocate 73 GiB")
-        return formula(*leaves)
-
-    def fake(name: str, *_: Any) -> Candidate:
-        wrong = lambda *leaves: formula(*leaves) * 1.01  # noqa: E731
-        return Candidate(name, {"liger": formula, "compile": wrong, "eager": out_of_memory}[name])
-
-    monkeypatch.setattr(bench, "make_peer", fake)
-    monkeypatch.setattr(pass_report, "plot", lambda *_: None)
-    assert bench.main([*SMALL, "--shapes", str(STACKED), "--out", str(tmp_path / "run")]) == 0
-    content = json.loads((tmp_path / "run.json").read_text())
-    forward, *differentiated = content["rows"]
-    assert forward["liger_ms"] > 0
-    assert forward["eager_ms"] > 0
-    assert [row["pass"] for row in differentiated] == ["bwd", "fwd+bwd"]
-    for row in differentiated:
-        assert row["liger_mib"] > 0
-        assert (row["eager_ms"], row["eager_mib"], row["compile_ms"]) == (None, None, None)
-    assert f"eager did not run: out of memory ({STACKED} bwd; {STACKED} fwd+bwd)" in content["missing"]
-    assert any(re.match(r"compile did not run: error \S+ of out is above", line) for line in content["missing"])
 
 
 # Floors and bars

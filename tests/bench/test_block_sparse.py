@@ -138,22 +138,6 @@ def test_a_layer_of_minimax_m3(tmp_path: Path) -> None:
         assert min(row["mask_ms"], row["pairs_ms"], row["floor_ms"]) > 0
 
 
-@pytest.mark.hf_extra
-@pytest.mark.parametrize("name", ["top_blocks_by_max", "block_sparse_attention"])
-def test_the_layer_is_checked_where_blocks_are_chosen(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """100 tokens have more than three blocks of 16: other choices, and other attention to them, are wrong results."""
-    from nsa.integrations import minimax_m3
-
-    make = wrong_blocks if name == "top_blocks_by_max" else wrong_gradient
-    monkeypatch.setattr(minimax_m3, name, make(getattr(minimax_m3, name)))
-    status, content = run(tmp_path, "--ops", "m3_layer", "--no-peers")
-    assert (status, content["gate"]) == (1, "red")
-    at = "fwd" if name == "top_blocks_by_max" else "fwd+bwd"
-    assert content["red"][0].startswith(f"m3_layer N=100 block=16 {at}: error ")
-
-
 def test_bars_are_of_the_sizes_that_they_name(tmp_path: Path) -> None:
     _, content = run(tmp_path, "--no-peers")
     row: dict[str, Any] = content["rows"][0]

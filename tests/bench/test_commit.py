@@ -87,26 +87,6 @@ def test_a_copy_without_git_knows_its_commit(checkout: Path, capsys: pytest.Capt
     assert "2 of 3 files differ from those that .commit.json names (bench/b c.py, source.py)" in capsys.readouterr().err
 
 
-def test_a_stamp_goes_before_an_older_git(checkout: Path) -> None:
-    """Where a copy brings a history without the stamped commit; but not before a git that has gone on since."""
-    older = checkout.parent / "older"
-    shutil.copytree(checkout, older)
-    (checkout / "source.py").write_text("second\n")
-    (checkout / "new.py").touch()
-    git(checkout, "add", ".")
-    git(checkout, "commit", "-qm", "second")
-    write_stamp(checkout)
-    second = git(checkout, "rev-parse", "HEAD")
-    for name in ("source.py", "new.py", STAMP_NAME):
-        shutil.copy(checkout / name, older / name)
-    assert looked_up(older) == looked_up(checkout) == second[:12]
-
-    (checkout / "third.py").touch()
-    git(checkout, "add", ".")
-    git(checkout, "commit", "-qm", "third")
-    assert looked_up(checkout) == git(checkout, "rev-parse", "HEAD")[:12]
-
-
 def test_a_checkout_with_changes_gets_no_stamp(checkout: Path) -> None:
     (checkout / "source.py").write_text("other\n")
     with pytest.raises(ValueError, match=r"commit these changes first, or take them back:\n M source\.py"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from tests.support import cases
 from tests.support.bench_helpers import Changed, documented_fields
 from tests.support.ranks import Ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--device", "cpu", "--sizes", "per_tile:140:2/1", "paper:40:2/1", "--dim", "4"]
 ALONE = [*SMALL, "--ranks", "2", "--seconds", "0.001"]
 
@@ -93,35 +90,6 @@ def test_one_wrong_value_makes_it_red(tmp_path: Path, monkeypatch: pytest.Monkey
     assert f"{wrong} of " in content["red"][0]
 
 
-@pytest.mark.full
-def test_ranks_together(tmp_path: Path) -> None:
-    """As torchrun starts them."""
-    out = tmp_path / "together"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(ROOT / "bench" / "bench_context_parallel.py"), *SMALL, "--repeats", "1", "--out", str(out)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run([*launch, *script], env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    content = json.loads(out.with_suffix(".json").read_text())
-    assert content["gate"] == "green"
-    assert [(r["ranks"], r["mode"]) for r in content["rows"][:4]] == [(1, "alone")] * 4
-    modes = [mode for mode in ("alone", "messages", "together") for _ in range(2)]
-    assert [r["mode"] for r in content["rows"][4:]] == modes * 4
-    assert [r["rank"] for r in content["rows"][4:]] == [0, 1] * 12
-    assert all(r["ms"] > 0 for r in content["rows"])
-    for share in content["shares"]:
-        own = [r for r in content["rows"] if (r["preset"], r["pass"]) == (share["preset"], share["pass"])]
-        (single,) = [r for r in own if r["ranks"] == 1]
-        slowest = {mode: max(r["ms"] for r in own if r["ranks"] == 2 and r["mode"] == mode) for mode in modes}
-        assert share["speedup"] == pytest.approx(single["ms"] / slowest["together"])
-        assert share["messages_ms"] == slowest["messages"]
-        assert share["not_hidden_ms"] == pytest.approx(slowest["together"] - slowest["alone"])
-    assert [link["collective"] for link in content["links"]] == ["all_gather", "all_to_all"]
-    for link in content["links"]:
-        assert [time["bytes"] for time in link["times"]] == list(context_together.CPU_LINK_BYTES)
-        assert all(time["ms"] > 0 for time in link["times"])
-
-
 def run_with_one_wrong_value(_: Any, out: str, wrong: str) -> int:
     """A rank's job, where results of the last rank are off."""
     calls: list[int] = []
@@ -159,12 +127,6 @@ def test_one_wrong_value_of_a_rank_makes_it_red(tmp_path: Path, wrong: str, mess
     content = json.loads(out.with_suffix(".json").read_text())
     assert (content["gate"], content["rows"]) == ("red", [])
     assert message in content["red"][0]
-
-
-def test_constants_of_a_link() -> None:
-    """Of times that the model gives: 3 us and 200 GB/s on 4 ranks."""
-    times = [(v, (3 * 3e-6 + v * 3 / 4 / 200e9) * 1e3) for v in (1 << 16, 1 << 22, 1 << 30)]
-    assert context_together.fit_link(times, 4) == pytest.approx((3.0, 200.0))
 
 
 def test_bars_of_ranks_together() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from torch import Tensor
 
 from bench import bench_decode as bench
 from bench.common import with_ending
-from bench.timing import Timing
 from nsa import NSAConfig
 from tests.support.bench_helpers import documented_fields
 
@@ -93,14 +90,6 @@ def test_chosen_are_the_definitions_blocks() -> None:
     assert set(found.tolist()) == forced | {*best}
 
 
-@pytest.mark.parametrize(("options", "blocks"), [({}, [0, 1, 2, 3]), ({"num_local_blocks": 1}, [0, 1, 2, 3, 4])])
-def test_a_block_without_entries_is_chosen_by_force_only(options: dict[str, int], blocks: list[int]) -> None:
-    """Of 300 tokens the last 44 have no entry."""
-    found = bench.chosen(torch.randn(1, 16), torch.randn(4, 16), 299, NSAConfig.per_tile(**options))
-    assert found is not None
-    assert sorted(found.tolist()) == blocks
-
-
 def test_layers_have_keys_of_their_own() -> None:
     """As many as do not fit L2, with the same results."""
     case = bench.Case("paper", 4, 1, 300, 2, 1)
@@ -113,31 +102,6 @@ def test_layers_have_keys_of_their_own() -> None:
     with torch.no_grad(), made.cache.table.step(1):
         assert torch.equal(made.call(), other.call())
     assert [bench.num_copies(mib << 20) for mib in (1, 11, 99, 100, 300)] == [8, 8, 3, 2, 1]
-
-
-def test_a_peer_that_no_graph_holds_is_called_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have kept memory that only the graph would have written: fla keeps what follows from lengths."""
-    made: list[int] = []
-    called: list[str] = []
-
-    def make(count: int) -> list[Callable[[], None]]:
-        made.append(count)
-        return [lambda: called.append(f"{len(made)} of {made}")] * count
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing\nand more")
-
-    def measure(call: Callable[[], None], *_: Any, **__: Any) -> Timing:
-        called.clear()
-        call()
-        return Timing(1.0, 2.0, 3.0, None, 1)
-
-    monkeypatch.setattr(bench, "time_layers", refuse)
-    monkeypatch.setattr(bench, "measure", measure)
-    ms, why = bench.time_peer(make, 50 << 20, torch.device("cuda"), 0.1)
-    assert (ms, why) == (2.0, "operation not permitted when stream is capturing")
-    assert made == [4, 1]
-    assert called == ["2 of [4, 1]"]
 
 
 def test_bars() -> None:

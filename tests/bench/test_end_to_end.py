@@ -15,13 +15,11 @@ import torch
 
 from bench import bench_sparse_attn_e2e as e2e
 from bench import bench_varlen as varlen
-from bench.common import choose_backend, choose_dense
-from bench.inputs import SINK_TOKENS, Problem, Sizes, make_problem, standard_library_text
-from bench.roofline import Peaks, Work, backward_work, choose_peaks, dense_floor_ms, nsa_floor_ms, score_flops
+from bench.common import choose_dense
+from bench.inputs import Sizes, make_problem
+from bench.roofline import Peaks, backward_work, dense_floor_ms, nsa_floor_ms
 from bench.timing import GIB, measure, peak_memory
-from dispatch import Call
-from nsa import NSAConfig, nsa_forward_aux
-from nsa.reference import nsa_tiles
+from nsa import NSAConfig
 from tests.support.bench_helpers import documented_fields
 
 CPU = torch.device("cpu")
@@ -99,63 +97,6 @@ def test_late_rows_are_held_against_their_own_size(value: float, monkeypatch: py
     monkeypatch.setattr(e2e, "nsa_forward_aux", wrong)
     sample = e2e.sampled_error(problem, variant)
     assert not sample.error <= sample.budget
-
-
-SOME_BLOCKS = NSAConfig(compress_block_size=8, num_cmp_selected_blocks=2)
-
-
-def sample_at_once(bytes_at_once: int, monkeypatch: pytest.MonkeyPatch) -> e2e.Sample:
-    """Of 600 tokens and 8 heads over 4, as they are checked together."""
-    problem = make_problem("random", Sizes(1, 600, 8, 4, 16), device=CPU, dtype=torch.float32)
-    monkeypatch.setattr(e2e, "CHECKED_BYTES", bytes_at_once)
-    return e2e.sampled_error(problem, e2e.Variant(SOME_BLOCKS, "reference", ("eager",)))
-
-
-def test_heads_of_long_sequences_are_checked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same blocks, positions and errors; one key/value head's outputs are 4 x 600 x 2 x 16 numbers."""
-    of_a_head, calls = 4 * 600 * 2 * 16 * 4, []
-    right = e2e.nsa_forward_aux
-
-    def counting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any) -> Any:
-        calls.append((q.shape[2], k.shape[2]))
-        return right(q, k, v, **keywords)
-
-    monkeypatch.setattr(e2e, "nsa_forward_aux", counting)
-    whole = sample_at_once(4 * of_a_head, monkeypatch)
-    assert calls == [(8, 4)]
-    for most, expected in ((4 * of_a_head - 1, [(6, 3), (2, 1)]), (2 * of_a_head, [(4, 2)] * 2), (1, [(2, 1)] * 4)):
-        calls.clear()
-        some = sample_at_once(most, monkeypatch)
-        assert calls == expected
-        assert torch.equal(some.positions, whole.positions)
-        assert torch.equal(some.tiles.indices, whole.tiles.indices)
-        assert some.tiles.cmp_indices is not None
-        assert whole.tiles.cmp_indices is not None
-        assert torch.equal(some.tiles.cmp_indices, whole.tiles.cmp_indices)
-        torch.testing.assert_close(some.rows, whole.rows)
-        assert 0 <= some.error <= some.budget
-
-
-def test_every_head_is_held_against_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oracle of one head at a time is that of all together; a wrong number in any head is seen."""
-    problem = make_problem("random", Sizes(1, 600, 8, 4, 16), device=CPU, dtype=torch.float32)
-    inputs, sample = e2e.plain_inputs(problem), sample_at_once(1 << 30, monkeypatch)
-    one = [e2e.exact_head(inputs, SOME_BLOCKS, sample.tiles, head) for head in range(8)]
-    chosen = {"indices": sample.tiles.indices, "cmp_indices": sample.tiles.cmp_indices}
-    expected, positions = nsa_tiles(inputs.map(torch.Tensor.double), SOME_BLOCKS, sample.tiles.numbers, **chosen)
-    assert torch.equal(positions, sample.positions)
-    torch.testing.assert_close(torch.cat(one, 2), expected, rtol=0, atol=1e-12)
-    right = e2e.nsa_forward_aux
-    for head in (0, 7):
-
-        def wrong(*args: Any, head: int = head, **keywords: Any) -> Any:
-            out, aux = right(*args, **keywords)
-            out[0, -1, head, 0] += 0.01
-            return out, aux
-
-        monkeypatch.setattr(e2e, "nsa_forward_aux", wrong)
-        sample = sample_at_once(1 << 30, monkeypatch)
-        assert not sample.error <= sample.budget
 
 
 @pytest.mark.parametrize("name", ["k", "gate_proj_weight"])
@@ -253,20 +194,6 @@ def test_a_row_for_each_combination(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms_p50"])
 
 
-def test_options_on_top_of_a_preset() -> None:
-    assert e2e.parse(["--seqlens", "1M,100, 4k"]).seqlens == [100, 4096, 2**20]
-
-    def configs(*options: str) -> list[NSAConfig]:
-        found: list[NSAConfig] = e2e.parse([*SMALL, *options]).configs
-        return found
-
-    assert configs() == configs("--preset", "seed") == [NSAConfig.per_tile()]
-    assert configs("--preset", "paper", "--k", "3") == [NSAConfig.paper(num_selected_blocks=3)]
-    assert configs("--preset", "paper", "--num-cmp", "none") == [NSAConfig.paper()]
-    assert [c.select_size for c in configs("--block-sizes", "32,64", "--select-size", "128")] == [128, 128]
-    assert [c.select_size for c in configs("--preset", "paper", "--block-sizes", "32,128")] == [32, 128]
-
-
 def test_long_dense_attention_is_extrapolated_and_marked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -314,51 +241,6 @@ def test_a_wrong_graph_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert e2e.main([*SMALL, "--seqlens", "64", "--out", str(tmp_path / "run")]) == 1
     red = json.loads((tmp_path / "run.json").read_text())["red"]
     assert red == ["N=64 l=64 num_cmp=none: the replayed graph gives another result than the checked call"]
-
-
-def test_modes_by_device_and_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    def modes(*options: str) -> tuple[tuple[str, ...], list[str]]:
-        args = e2e.parse([*SMALL, "--dtype", "bf16", *options])
-        (variant,), notes = e2e.choose_variants(args, torch.device(args.device))
-        return variant.modes, notes
-
-    monkeypatch.setattr(e2e, "device_types", lambda: ["cuda", "cpu"])
-    monkeypatch.setattr(e2e, "choose_backend", lambda *_: ("cute", ""))
-    assert modes() == (("eager",), [])
-    assert modes("--device", "cuda") == (("eager", "graph"), [])
-    assert modes("--device", "cuda", "--backward") == (("eager",), [])
-    assert modes("--device", "cuda", "--modes", "graph") == (("graph",), [])
-    monkeypatch.setattr(e2e, "choose_backend", lambda *_: ("reference", "no kernel"))
-    chosen, notes = modes("--device", "cuda")
-    assert chosen == ("eager",)
-    assert notes[0].startswith("no kernel\nMode eager only: the reference reads values on the host")
-    with pytest.raises(ValueError, match="--modes graph: the reference reads values on the host"):
-        modes("--device", "cuda", "--modes", "eager,graph")
-
-
-def test_queued_leaves_the_host_out_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """NSA's own calls where the mode says so, dense attention's in a run that has the mode."""
-    seen: list[bool] = []
-
-    def measured(call: Any, device: Any, *, seconds: float, host: bool = True) -> Any:
-        seen.append(host)
-        return measure(call, device, seconds=seconds, host=host)
-
-    monkeypatch.setattr(e2e, "measure", measured)
-    for usual, dense, own in ((["eager"], True, [True]), (["queued", "eager"], False, [False, True])):
-        monkeypatch.setattr(e2e, "modes_of", lambda _, usual=usual: usual)
-        seen.clear()
-        assert e2e.main([*SMALL, "--seqlens", "64", "--out", str(tmp_path / "run")]) == 0
-        assert seen == [dense, *own]
-        assert [row["mode"] for row in json.loads((tmp_path / "run.json").read_text())["rows"]] == usual
-
-
-def test_backends() -> None:
-    assert choose_backend(Call("nsa", CPU, torch.float32), None) == ("reference", "")
-    on_meta = Call("nsa", "meta", torch.float32)
-    backend, note = choose_backend(on_meta, None)
-    assert backend == "reference"
-    assert "runs on meta only when named" in note
 
 
 def test_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,90 +310,7 @@ def test_floor_by_hand() -> None:
     assert nsa_floor_ms(sizes, every, peaks) == nsa_floor_ms(sizes, config, peaks)
 
 
-def test_floor_of_the_paper() -> None:
-    """What 64K tokens cost at peak: compressed 4.4 ms, scores 2.2, selected 2.2, window 1.1; and bytes."""
-    sizes, config = Sizes(1, 65536, 64, 4, 128), NSAConfig.paper()
-    products = nsa_floor_ms(sizes, config, Peaks(989, 1e9))
-    assert products == pytest.approx(4.4 + 2.2 + 2.2 + 1.1, rel=0.01)
-    assert score_flops(sizes, config) == 2 * 65536 * (4095 / 2) * 128 * 64
-    moved = 65536 * 128 * (9 * 64 + 2 * 4) * 2
-    assert nsa_floor_ms(sizes, config, Peaks(989, 4.8)) == pytest.approx(products + moved / 4.8e9)
-
-
-def test_work_of_the_backward_by_hand() -> None:
-    """One head of one number and 2048 tokens; half of 32 entries visible, 192 keys selected, 64 in the window."""
-    config = NSAConfig(num_selected_blocks=4, window_size=64)
-    n = 2048
-    compressed, selected, window = 16 * n, (256 - 16) * n, (64 - 1) * n
-    work = backward_work(Sizes(1, n, 1, 1, 1), config)
-    assert work == {
-        "gate gradients": Work((5 * 2 + 13 * 4) * n),
-        "selected, lists": Work((3 * 32 * 1 + 2 * 8 * 4) * 4),
-        "compressed": Work((4 * 2 + 4) * n + 32 * (2 * 2 + 2 * 4), 5 * 2 * compressed),
-        "selected, FA4": Work((4 * 2 + 4 + 4 * 2) * n, 5 * 2 * selected),
-        "selected, split": Work((3 * 2 + 2 * 4 + 4 * 2) * n, 5 * 2 * selected),
-        "split, dq": Work((3 * 2 + 2 * 4 + 2 * 2) * n, 3 * 2 * selected),
-        "split, dk dv": Work((2 * 2 + 2 * 4 + 4 * 2) * n, 4 * 2 * selected),
-        "window": Work((4 * 2 + 4 + 4 * 2) * n, 5 * 2 * window),
-        "query sums": Work((4 * 2 + 3 * 4) * n),
-        "key sums": Work(6 * 2 * n + 32 * 2 * 4),
-    }
-    token = backward_work(Sizes(1, n, 1, 1, 1), replace(config, q_tile_size=1))
-    whole = work["selected, split"]
-    assert token == {"selected": whole, **{name: part for name, part in work.items() if "," not in name}}
-    assert [*token] == ["gate gradients", "compressed", "selected", "window", "query sums", "key sums"]
-    larger = backward_work(Sizes(2, n, 4, 2, 8), config)
-    assert larger["window"] == Work(2 * (8 * (4 * 2 * 4 + 4 * 2 * 2) + 4 * 4) * n, 2 * 4 * 8 * work["window"].flops)
-    assert Work(3e9, 4e9).floor_ms(tbs=1, tflops=2) == 3
-    assert Work(3e9, 8e9).floor_ms(tbs=1, tflops=2) == 4
-
-
-def test_peaks_are_known_or_given() -> None:
-    assert choose_peaks("NVIDIA H200 (sm_90)", None, None) == Peaks(989, 4.8)
-    assert choose_peaks("NVIDIA H100 80GB HBM3 (sm_90)", None, 2.0) == Peaks(989, 2.0)
-    assert choose_peaks("NVIDIA H200 (sm_90)", 500, None) == Peaks(500, 4.8)
-    assert choose_peaks("NVIDIA B200 (sm_100)", None, None) is None
-    assert choose_peaks("NVIDIA B200 (sm_100)", 2250, None) == Peaks(2250, 4.8)
-
-
-# Inputs
-
-
-def test_text_is_real_and_inputs_are_repeatable() -> None:
-    text = standard_library_text()
-    assert len(text) > 1_000_000
-    assert b"def " in text[:10_000]
-    sizes = Sizes(batch=2, tokens=50, heads=4, kv_heads=2, dim=8)
-    for kind in ("random", "sink", "text"):
-        one, two = (make_problem(kind, sizes, device=CPU, dtype=torch.float32) for _ in range(2))
-        for name, shape in {"q": (2, 50, 4, 8), "k": (2, 50, 2, 8), "v": (2, 50, 2, 8)}.items():
-            assert getattr(one, name).shape == shape
-            assert torch.equal(getattr(one, name), getattr(two, name))
-            assert 0.5 < getattr(one, name).std() < 2
-    longer = make_problem("text", Sizes(1, 100, 4, 2, 8), device=CPU, dtype=torch.float32)
-    assert torch.allclose(longer.v[0, :50], one.v[0], atol=1e-5), "a longer text begins with the shorter one"
-    with pytest.raises(ValueError, match="inputs must be one of random, sink, text, got 'noise'"):
-        make_problem("noise", sizes, device=CPU, dtype=torch.float32)
-
-
-def first_blocks(problem: Problem, config: NSAConfig) -> torch.Tensor:
-    """Share of (tile, head) whose lowest selected block is block 0."""
-    _, aux = nsa_forward_aux(problem.q, problem.k, problem.v, config=config, backend="reference")
-    return (aux.indices[..., 0] == 0).float().mean()
-
-
-@pytest.mark.parametrize("options", [{}, {"num_cmp_selected_blocks": 1, "n_block_size": 4}])
-def test_every_tile_selects_the_sink(options: dict[str, int]) -> None:
-    sizes = Sizes(batch=2, tokens=2000, heads=4, kv_heads=2, dim=16)
-    config = NSAConfig.per_tile(num_selected_blocks=2, q_tile_size=256, **options)
-    sink = make_problem("sink", sizes, device=CPU, dtype=torch.float32)
-    assert first_blocks(sink, config) == 1
-    assert first_blocks(make_problem("random", sizes, device=CPU, dtype=torch.float32), config) < 0.9
-
-    # The sink draws much of the attention, not all of it
-    heads = torch.einsum("bhd,bnhd->bhn", sink.q[:, -1], sink.k.repeat_interleave(2, dim=2)) / 16**0.5
-    share = heads.softmax(-1)[..., :SINK_TOKENS].sum(-1)
-    assert 0.2 < share.min() <= share.max() < 0.9
+# On a GPU, and packed documents
 
 
 @pytest.mark.cuda
@@ -578,34 +377,6 @@ def test_on_a_gpu_stages_of_the_backward(num_cmp: int | None, monkeypatch: pytes
         rows = bench_nsa_stages.backward_stages(sizes, config, 4.0, 900.0)
         assert [row["stage"] for row in rows] == names
         assert all(row["floor_ms"] > 0 and 0 < row["share"] < 1.5 for row in rows)
-
-
-@pytest.mark.cuda
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("heads", [(32, 2), (8, 4)])
-def test_on_a_gpu_stages_of_token_mode(heads: tuple[int, int]) -> None:
-    """Each runs in a graph, and reaches no more than the device can."""
-    from bench import bench_nsa_stages
-
-    sizes, config = Sizes(1, 3000, *heads, 128), NSAConfig.paper()
-    rows = bench_nsa_stages.stages(sizes, config, 4.0, 900.0)
-    names = ["compress", "compressed", "choose", "selected", "window", "gate", "all"]
-    assert [row["stage"] for row in rows] == names
-    assert all(row["floor_ms"] > 0 and 0 < row["share"] < 2 for row in rows)  # of small inputs much is in L2
-    rows = bench_nsa_stages.backward_stages(sizes, config, 4.0, 900.0)
-    assert [row["stage"] for row in rows] == [*backward_work(sizes, config), "forward, saving", "backward", "all"]
-    assert {(row["h"], row["h_kv"]) for row in rows} == {heads}
-
-
-@pytest.mark.cuda
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("backward", [[], ["--backward"]])
-def test_on_a_gpu_packed_documents(backward: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "LONGEST", 1024)
-    varlen.main(["--tokens", "4K", *backward, "--out", str(tmp_path / "run")])
-    content = json.loads((tmp_path / "run.json").read_text())
-    assert content["direction"] == ("fwd+bwd" if backward else "fwd")
-    assert [row["name"] for row in content["rows"]] == ["packed", "padded", "one by one"]
 
 
 @pytest.mark.parametrize("backward", [False, True])

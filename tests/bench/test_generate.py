@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bench import bench_generate
-from tests.support import cases
 from tests.support.bench_helpers import assert_documented
 
 pytestmark = pytest.mark.hf_extra
@@ -41,45 +38,6 @@ def test_all_models_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert content["missing"] == [
         f"{name}, eager, N=40, B=3{', padded' if padded else ''}: out of memory" for name, padded in models
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "mode", "padded"), cases.product(bench_generate.MODELS, bench_generate.MODES, [False, True])
-)
-def test_steps_have_the_inputs_of_generate(name: str, mode: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import CompileConfig
-
-    monkeypatch.setattr(bench_generate, "CHUNK", 24)
-    model, cpu = bench_generate.make_models(bench_generate.parse(TINY))[name], torch.device("cpu")
-    config = CompileConfig(backend="eager", mode=None, fullgraph=True)
-    monkeypatch.setattr(model, "_default_compile_config", lambda: config)
-    prepare, prepared = model.prepare_inputs_for_generation, []
-
-    @functools.wraps(prepare)
-    def recorded(*args: Any, **options: Any) -> Any:
-        inputs = prepare(*args, **options)
-        prepared.append({key: x.clone() for key, x in inputs.items() if isinstance(x, torch.Tensor)})
-        return inputs
-
-    monkeypatch.setattr(model, "prepare_inputs_for_generation", recorded)
-    with torch.no_grad():
-        step = bench_generate.stepper(model, mode, 2, 40, padded, cpu)
-        first, second = step(), step()
-    assert first.shape == (2, 1, 32_000)
-    assert not torch.equal(first, second), "the cache has grown"
-    mine = prepared[-1]
-    prepared.clear()
-    ids = torch.randint(3, 32_000, (2, 40))
-    mask = torch.ones_like(ids)
-    mask[0, : bench_generate.PADDING * padded] = 0
-    options: dict[str, Any] = {} if mode == "eager" else {"cache_implementation": "static"}
-    options |= {"max_new_tokens": bench_generate.STEPS + 1, "eos_token_id": None, "do_sample": False}
-    model.generate(ids, attention_mask=mask, **options)
-    theirs = [inputs for inputs in prepared if inputs["input_ids"].shape[1] == 1][1]
-    assert mine.keys() == theirs.keys()
-    assert torch.equal(mine["position_ids"], theirs["position_ids"])
-    for key, x in mine.items():
-        assert (x.shape, x.dtype) == (theirs[key].shape, theirs[key].dtype), key
 
 
 def test_bars_are_of_the_fastest_modes_and_dense_models() -> None:

@@ -14,18 +14,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
 
 from ascend_kernels.neighborhood import reference
 from ascend_kernels.neighborhood.tiling import ascend_tiles
 from bench import bench_neighborhood_attention as bench
 from bench import passes
-from bench.gradient_check import GradientError
 from bench.inputs import Neighborhood, make_problem
-from bench.neighborhood_peers import PEERS, block_mask, make_peer, residue_classes
-from bench.passes import MODES, Candidate, Measured, Plan, Unavailable
+from bench.neighborhood_peers import PEERS, residue_classes
+from bench.passes import MODES, Candidate, Plan, Unavailable
 from bench.roofline import AscendWork, neighborhood_bytes, neighborhood_table, neighborhood_work
-from bench.timing import GIB, Timing
+from bench.timing import GIB
 from tests.support.bench_helpers import DOCS, Changed, documented_fields
 from tools import draw_windows
 
@@ -62,13 +60,6 @@ def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert "fa4 did not run: runs on CUDA devices, got cpu (everywhere)" in shown
     assert "2,2,150,16,8,3" in shown
-
-
-def test_shapes_have_names_and_come_once() -> None:
-    shapes = bench.parse(["--shapes", "long", "2,16,4096,64,7", "4,4,100,16,3,2"]).shapes
-    assert shapes == [*bench.SHAPES["long"], Neighborhood(4, 4, 100, 16, 3, 2)]
-    assert bench.parse(["--device", "cpu"]).shapes == bench.SHAPES["tiny"]
-    assert all(Neighborhood.read(str(shape)) == shape for some in bench.SHAPES.values() for shape in some)
 
 
 # The gate
@@ -157,35 +148,6 @@ def test_what_a_graph_replays_is_checked(direction: str, head_major: bool, monke
     assert measured.timing is None
 
 
-def test_calls_from_python_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of short calls the fastest turn counts, whoever made them; long ones and eager passes keep what they have."""
-    problem = make_problem("random", SHAPE.sizes, device=CPU, dtype=torch.float32, gated=False)
-    task = bench.make_task(SHAPE, problem, torch.randn_like(problem.q))
-    graph, error = Timing(1, 1, 1, None, 9), GradientError("out", 0, 1)
-
-    def measured(wall: float) -> Measured:
-        return Measured("graph", error, graph, Timing(wall, wall, wall, None, 9), None)
-
-    ours = {("ours", "fwd"): measured(1.5), ("long", "fwd"): measured(2.5)}
-    peers = {("peer", "fwd"): measured(1.0), ("eager", "fwd"): Measured("eager", error, graph, graph, None)}
-    of_name = {name: Candidate(name, plain_reference) for name, _ in ours | peers}
-    turns, times = [], {"ours": iter([1.4, 1.2, 1.3, 1.6]), "peer": iter([1.1, 1.2, 0.9, 1.0])}
-
-    def timed(call: Any, device: torch.device, *, seconds: float) -> Timing:
-        name = call.__self__.candidate.name
-        turns.append(name)
-        took = next(times[name])
-        return Timing(took, took, took, None, 3)
-
-    monkeypatch.setattr(passes, "time_calls", timed)
-    monkeypatch.setattr(passes, "WALL_TURNS", 4)
-    every = ours | peers
-    passes.take_turns(of_name, "fwd", task, every)
-    assert turns == ["ours", "peer"] * 4
-    walls = {name: found.wall.ms_p50 for (name, _), found in every.items() if found.wall is not None}
-    assert walls == {"ours": 1.2, "long": 2.5, "peer": 0.9, "eager": 1}
-
-
 def plain_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return reference.neighborhood_attention(q, k, v, kernel_size=SHAPE.kernel_size, dilation=SHAPE.dilation)[0]
 
@@ -225,18 +187,6 @@ def test_peers_that_fail_are_null(
     assert "fa4 ms" in shown
     assert "liger ms" not in shown
     assert "slower than a peer" in shown
-
-
-def test_peers_that_are_not_installed_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda")
-    for module in ("flash_attn.cute", "liger_kernel.ops.fused_neighborhood_attention"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(Unavailable, match=r"cannot be imported: pip install \"nsa-kernels\[cuda\]\""):
-        make_peer("fa4", SHAPE, gpu, torch.bfloat16)
-    with pytest.raises(Unavailable, match=r"not installed: pip install liger-kernel==0\.8\.5"):
-        make_peer("liger", SHAPE, gpu, torch.bfloat16)
-    with pytest.raises(Unavailable, match="runs on CUDA devices, got cpu"):
-        make_peer("flex", SHAPE, CPU, torch.bfloat16)
 
 
 def of_reference(q: Tensor, k: Tensor, v: Tensor, kernel_size: int, dilation: int) -> Tensor:
@@ -301,26 +251,6 @@ def test_flex_is_asked_for_the_same_neighborhood(monkeypatch: pytest.MonkeyPatch
         candidate = PEERS["flex"](shape, CPU, torch.float32)
         got = candidate.call(*(tensor.transpose(1, 2) for tensor in qkv)).transpose(1, 2)
         torch.testing.assert_close(got, of_reference(*qkv, shape.kernel_size, shape.dilation))
-
-
-@pytest.mark.parametrize(
-    "window",
-    [(1024, 300, 1), (777, 8, 3), (900, 15, 40), (5, 3, 1)],
-    ids=str,
-)
-def test_blocks_of_flex_are_those_of_its_own_search(window: tuple[int, int, int]) -> None:
-    tokens, kernel_size, dilation = window
-    mask = block_mask(Neighborhood(1, 1, tokens, 16, kernel_size, dilation), CPU)
-    searched = create_block_mask(mask.mask_mod, None, None, tokens, tokens, device="cpu")
-    assert mask.shape == searched.shape
-    assert torch.equal(mask.to_dense(), searched.to_dense())
-    for ours, theirs in (
-        (mask.kv_num_blocks, searched.kv_num_blocks),
-        (mask.full_kv_num_blocks, searched.full_kv_num_blocks),
-        (mask.q_num_blocks, searched.q_num_blocks),
-        (mask.full_q_num_blocks, searched.full_q_num_blocks),
-    ):
-        assert torch.equal(ours, theirs)
 
 
 # The model
@@ -406,12 +336,3 @@ def test_on_a_gpu_graphs_and_peers(tmp_path: Path) -> None:
             if row[f"{peer}_ms"] is None:
                 assert any(line.startswith(f"{peer} did not run") for line in content["missing"])
     assert not any(line.startswith("flex did not run") for line in content["missing"]), content["missing"]
-
-
-@pytest.mark.cuda
-@pytest.mark.filterwarnings("default")
-def test_on_a_gpu_the_reference_runs_eagerly(tmp_path: Path) -> None:
-    options = ["--device", "cuda", "--shapes", "1,2,512,32,5", "--backend", "reference", "--seconds", "1e-9"]
-    assert bench.main([*options, "--out", str(tmp_path / "run")]) == 0
-    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
-    assert {row["mode"] for row in rows} == {"eager"}

@@ -75,28 +75,6 @@ def test_writes_what_it_promises(
     assert "0 of 26 bars are reached" in shown
 
 
-@pytest.mark.parametrize(
-    ("call", "reason"),
-    [
-        (lambda q, *_: q * float("nan"), "error nan of out is above the budget"),
-        (lambda q, k, *_: q @ k, "RuntimeError: "),
-        (None, "fla did not run: runs on CUDA devices, got cpu (N=40 fwd)"),
-    ],
-    ids=["not finite", "fails", "not here"],
-)
-def test_a_peer_that_does_not_run(
-    call: Callable[..., Tensor] | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if call is not None:
-        make_others(monkeypatch, lambda name, *_: Candidate(name, call, graphs=False))
-    status, content = run(tmp_path, "--passes", "fwd", "--seqlens", "40")
-    assert (status, content["gate"]) == (0, "green")
-    assert [(row["fla_ms"], row["fla_computes"]) for row in content["rows"]] == [(None, None)]
-    assert "bars" not in content
-    (missing,) = content["missing"]
-    assert reason in missing
-
-
 def test_a_wrong_gradient_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the forward was written: its times go, too."""
     right = e2e.nsa
@@ -156,30 +134,6 @@ def test_fla_is_called_as_it_is_meant_to_be(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "fla.ops.nsa", None)
     with pytest.raises(Unavailable, match=r"not installed: pip install fla-core==0\.6\.0"):
         nsa_peers.PEERS["fla"](NSAConfig.paper())
-
-
-def test_flas_selected_branch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes choices by token; groups that its kernels have no tiles for are refused."""
-    given: list[Any] = []
-
-    def apply(q: Tensor, *others: Any) -> Tensor:
-        given.extend(others)
-        return q
-
-    parallel = types.SimpleNamespace(ParallelNSAFunction=types.SimpleNamespace(apply=apply))
-    monkeypatch.setitem(sys.modules, "fla.ops.nsa", types.SimpleNamespace(parallel=parallel))
-    problem = make_problem("random", Sizes(1, 9, 32, 2, 16), device=CPU, dtype=torch.float32)
-    indices = torch.arange(2 * 9 * 3, dtype=torch.int32).view(1, 2, 9, 3)
-    task = Task((problem.q, problem.k, problem.v), problem.q, ("dq", "dk", "dv"), nsa_peers.Finite())
-    peer = nsa_peers.selected_peer(indices, 64, task)
-    assert peer.call(*task.leaves) is problem.q
-    k, v, of_tokens, *options = given
-    assert (k is problem.k, v is problem.v, options) == (True, True, [3, 64, 0.25, None])
-    assert of_tokens.is_contiguous()
-    assert torch.equal(of_tokens.movedim(2, 1), indices)
-    some = replace(task, leaves=(problem.q[:, :, :8], problem.k, problem.v))
-    with pytest.raises(Unavailable, match="heads, got 4"):
-        nsa_peers.selected_peer(indices, 64, some)
 
 
 def row_of(n: int, direction: str, ms: float, **changes: Any) -> dict[str, Any]:

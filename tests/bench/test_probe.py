@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import dispatch
 from bench import probe_max_seqlen as probe
-from bench.common import Dense
 from nsa import NSAConfig
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -89,26 +87,6 @@ def test_options_reach_the_configuration() -> None:
     assert settings.dense is None
 
 
-@pytest.mark.parametrize("recompute", [[], ["--recompute"]])
-def test_the_training_path_is_probed(recompute: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs that need gradients, with recompute as asked for; the output and every gradient are looked at."""
-    right, given = probe.nsa, []
-
-    def recording(*tensors: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        given.append((keywords["recompute"], all(x.requires_grad for x in tensors)))
-        return right(*tensors, **keywords)
-
-    monkeypatch.setattr(probe, "nsa", recording)
-    _, settings, _ = probe.parse([*SMALL, "--backward", *recompute])
-    results = probe.run_op(settings, probe.make_inputs(settings, 100))
-    assert given == [(bool(recompute), True)]
-    gradients = [f"the gradient of {name}" for name in ("q", "k", "v", "gate_proj_weight")]
-    assert list(results) == ["the output", *gradients]
-    for name, tensor in results.items():
-        probe.check_finite(name, tensor)
-        assert tensor.any()
-
-
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("recompute", [[], ["--recompute"]])
@@ -119,23 +97,6 @@ def test_a_trial_on_a_gpu_counts_everything(recompute: list[str]) -> None:
     assert trial.fits
     assert trial.peak_gib is not None
     assert trial.peak_gib > 5000 * 64 * 2 * (4 * 4 + 4 * 1) / 2**30
-
-
-def test_on_a_gpu_without_kernels_the_reference_runs_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(call: Any, backend: str | None) -> None:
-        raise dispatch.BackendError("no backend can run nsa on cuda:\n  cute: not installed")
-
-    monkeypatch.setattr(dispatch, "resolve", refuse)
-    _, settings, _ = probe.parse(SMALL)
-    on_gpu = replace(settings, device="cuda", dtype="bf16", backend=None)
-    backend, note = probe.backend_for(on_gpu)
-    assert backend == "reference"
-    assert "cute: not installed" in note
-    with pytest.raises(dispatch.BackendError):
-        probe.backend_for(replace(on_gpu, backend="reference"))
-    monkeypatch.setenv("NSA_KERNELS_BACKEND", "reference")
-    with pytest.raises(dispatch.BackendError):
-        probe.backend_for(on_gpu)
 
 
 # What counts as "does not fit"
@@ -297,17 +258,6 @@ def test_other_settings_start_anew_and_say_so(run_main: Any, change: list[str]) 
     assert state["bracket"] == {"fits": 1024, "fails": 2048, "why": "oom"}
 
 
-def test_another_baseline_starts_anew(run_main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, printed, state = run_main(Trials(room=5000), "--op", "dense")
-    assert state["settings"]["dense"] == "PyTorch SDPA"
-    assert "PyTorch SDPA" in printed
-    monkeypatch.setattr(probe, "choose_dense", lambda *_: Dense("FlashAttention-4", lambda q, k, v: q))
-    anew = Trials(room=2000)
-    _, printed, _ = run_main(anew, "--op", "dense")
-    assert anew.tried == [1024, 2048]
-    assert "dense is 'FlashAttention-4', was 'PyTorch SDPA'" in printed
-
-
 def test_an_interrupted_probe_goes_on_where_it_was(run_main: Any) -> None:
     status, printed, state = run_main(Trials(room=5000, interrupted_at=8192))
     assert status == 130
@@ -332,23 +282,6 @@ def test_more_time_tries_again_what_ran_out_of_it(run_main: Any) -> None:
     _, _, state = run_main(longer, "--timeout", "20")
     assert longer.tried == [4096, 8192, 6144, 5120]
     assert state["bracket"]["why"] == "oom"
-
-
-def test_the_maximum_is_reported(run_main: Any) -> None:
-    _, printed, state = run_main(Trials(room=5000), "--max-seqlen", "3000")
-    assert state["bracket"] == {"fits": 3000, "fails": None, "why": "max-seqlen"}
-    assert "fits N=3,000, which is --max-seqlen" in printed
-
-
-def test_the_default_limit_stays_that_of_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "run", Trials(room=5000))
-    out = tmp_path / "probe.json"
-    arguments = ["--device", "cpu", "--out", str(out)]
-    available = iter([8 * 2**30, 6 * 2**30])
-    monkeypatch.setattr(probe, "proc_bytes", lambda file, field: next(available))
-    for _ in range(2):
-        assert probe.main(arguments) == 0
-        assert json.loads(out.read_text())["memory_limit_bytes"] == 4 * 2**30
 
 
 @pytest.mark.parametrize("content", ["not JSON", '{"settings": {}, "trials": [{"m": 1}]}'])
@@ -437,35 +370,3 @@ def test_a_killed_probe_goes_on_where_it_was(tmp_path: Path) -> None:
     assert [trial["n"] for trial in state["trials"]] == [256, 512]
     assert state["trials"][: len(before)] == before
     assert state["bracket"] == {"fits": 512, "fails": None, "why": "max-seqlen"}
-
-
-def assert_consistent(state: dict[str, Any], granularity: int) -> None:
-    trials = {trial["n"]: trial for trial in state["trials"]}
-    fits, fails = state["bracket"]["fits"], state["bracket"]["fails"]
-    assert state["bracket"]["why"] == "oom"
-    assert 0 < fails - fits <= granularity
-    assert trials[fits]["fits"]
-    assert 0 < trials[fits]["peak_gib"] < 2 * 60 / 1024
-    assert not trials[fails]["fits"]
-    assert "you tried to allocate" in trials[fails]["reason"]
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_real_probe_forward(tmp_path: Path) -> None:
-    out = tmp_path / "forward.json"
-    how = ["bench/probe_max_seqlen.py"]
-    sizes = ("--start", "4096", "--granularity", "4096")
-    printed, state = run_probe(how, out, *sizes)
-    assert_consistent(state, 4096)
-    assert "fits N=" in printed
-
-    again, same = run_probe(how, out, *sizes)
-    assert again.count("(recorded)") == len(state["trials"])
-    assert same["trials"] == state["trials"]
-
-    # The length that failed does fit where there is more memory.
-    fails = state["bracket"]["fails"]
-    roomy, settings, _ = probe.parse([*SMALL, "--memory-limit", "600MiB"])
-    command = probe.trial_command([*SMALL], settings, settings.memory_limit)
-    assert probe.start_trial(fails, command, roomy.timeout).fits

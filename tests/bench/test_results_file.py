@@ -5,29 +5,22 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from bench import bench_attention_residual as residual
 from bench import bench_generate as generate
 from bench import bench_neighborhood_attention as neighborhood
 from bench import bench_sparse_attn_e2e as e2e
-from bench import bench_varlen as varlen
 from bench import pass_report
 from bench import probe_max_seqlen as probe
 from bench.common import with_ending
-from bench.report import command_line, replacing, write_csv, write_json
+from bench.report import replacing, write_json
 from bench.results_file import claimed, hold, open_results, replaced_results
-from tests.support import cases
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--device", "cpu", "--heads", "2", "--dim", "16", "--seconds", "1e-9"]
@@ -42,59 +35,6 @@ def read(path: Path) -> dict[str, Any]:
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
-
-
-# A real run that is stopped, and the same command again
-
-
-LENGTHS = (64, 128, 1024, 2048)
-
-
-def start(out: Path) -> subprocess.Popen[str]:
-    lengths = ",".join(map(str, LENGTHS))
-    return subprocess.Popen(
-        [sys.executable, "bench/bench_sparse_attn_e2e.py", *SMALL, "--seqlens", lengths, "--out", str(out)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
-    )
-
-
-def wait_for(what: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stop", "status"), [(signal.SIGINT, 130), *cases.rest((signal.SIGKILL, -signal.SIGKILL))])
-def test_the_same_command_goes_on(stop: signal.Signals, status: int, tmp_path: Path) -> None:
-    out, file = tmp_path / "run", tmp_path / "run.json"
-    stopped = start(out)
-    wait_for(lambda: file.exists() and len(read(file)["rows"]) >= 2, stopped)
-    stopped.send_signal(stop)
-    _, said = stopped.communicate()
-    assert stopped.returncode == status
-    before = read(file)
-    assert before["gate"] == "unfinished"
-    assert 2 <= len(before["rows"]) < len(LENGTHS), "it was over before it was stopped"
-    assert ("the same command goes on from there" in said) == (stop == signal.SIGINT)
-    assert "Traceback" not in said
-
-    whole = start(out)
-    shown, said = whole.communicate()
-    assert whole.returncode == 0, said
-    assert f"Going on from the {len(before['rows'])} rows in {file}" in shown
-    after = read(file)
-    assert (after["gate"], "parts" in after) == ("green", False)
-    assert after["rows"][: len(before["rows"])] == before["rows"]
-    assert [row["n"] for row in after["rows"]] == [*LENGTHS]
-    assert names(tmp_path) == {"run.json", "run.csv", "run.png"}
 
 
 # Each benchmark, interrupted in its process at the second part
@@ -153,13 +93,6 @@ def test_end_to_end_goes_on_within_a_length(tmp_path: Path, monkeypatch: pytest.
     assert names(tmp_path) == {"run-0.5.json", "run-0.5.csv", "run-0.5.png"}
 
 
-def test_ops_beside_their_peers_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ["--device", "cpu", "--seconds", "1e-9", "--shapes", "tiny", "--modes", "forward"]
-    after, calls = go_on(neighborhood, options, "make_task", tmp_path / "run-0.5", monkeypatch)
-    assert (after["gate"], calls) == ("green", 1)
-    assert any("did not run: " in reason and "(everywhere)" in reason for reason in after["missing"])
-
-
 def test_the_floor_stays_that_of_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bandwidth that is measured again would be another one."""
     measured = iter([4.0, 5.0])
@@ -177,27 +110,6 @@ def test_the_floor_stays_that_of_the_first_run(tmp_path: Path, monkeypatch: pyte
         "bars": [],
         "rows": [{"n": 1}],
     }
-
-
-@pytest.mark.parametrize("wrong", [None, "tokens 0 to 9 differ"])
-def test_packed_documents_go_on(wrong: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, in the parts of the script that decide nothing by the device."""
-    timing = types.SimpleNamespace(ms_p50=2.0, peak_gib=1.0)
-    timing.holding = lambda _: timing
-    ways = [varlen.Way(name, list, []) for name in ("packed", "padded", "one by one")]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name, found in {"environment": FACTS, "make_problem": None, "make_ways": ways, "compare": wrong}.items():
-        monkeypatch.setattr(varlen, name, lambda *_, found=found, **__: found)
-    monkeypatch.setattr(varlen, "measure", lambda *_, **__: timing)
-    if wrong is not None:
-        with pytest.raises(SystemExit, match=f"{wrong}: no times"):
-            varlen.main(["--tokens", "1000", "--out", str(tmp_path / "run")])
-        content = read(tmp_path / "run.json")
-        assert (content["gate"], content["red"], content["rows"]) == ("red", [wrong], [])
-        return
-    after, calls = go_on(varlen, ["--tokens", "1000"], "measure", tmp_path / "run-0.5", monkeypatch)
-    assert (after["gate"], after["tokens"], calls) == ("green", 1000, 2)
-    assert [row["name"] for row in after["rows"]] == ["packed", "padded", "one by one"]
 
 
 # What is gone on with, and what not
@@ -273,17 +185,6 @@ def test_finished_results_are_made_anew(out: str, name: str, tmp_path: Path) -> 
     assert read(tmp_path / f"{name}.json")["rows"] == [{"n": 2}]
 
 
-def test_a_later_wrong_result_takes_the_rows_with_it(tmp_path: Path) -> None:
-    """Also those of the run before, and for the run behind."""
-    write_some(tmp_path / "run", HEAD, "a")
-    with open_results(tmp_path / "run", HEAD) as results:
-        results.add("b", [{"part": "b"}])
-        results.fail(["wrong"])
-    assert read(tmp_path / "run.json") == {**HEAD, "gate": "red", "red": ["wrong"], "rows": []}
-    with open_results(tmp_path / "run", HEAD) as results:
-        assert results.rows == []
-
-
 def test_a_red_gate_after_green_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is red as soon as that is seen, not when the other lengths have been looked at."""
     right, seen = e2e.check, []
@@ -311,32 +212,6 @@ def test_a_file_of_something_else_is_not_overwritten(content: str, tmp_path: Pat
     with refused, replaced_results(tmp_path / "run"):
         raise AssertionError("it is another's")
     assert (tmp_path / "run.json").read_text() == content
-
-
-@pytest.mark.parametrize("out", ["", ".", "/tmp/.json"])
-def test_an_out_without_a_name_is_refused(out: str) -> None:
-    with pytest.raises(SystemExit, match="--out must name a file, got"):
-        with_ending(Path(out), ".csv")
-
-
-@pytest.mark.parametrize("parts", [None, [{"part": "a", "rows": 9, "missing": []}]])
-def test_parts_that_are_not_told_are_made_anew(parts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = {**HEAD, "gate": "unfinished", "rows": [{"n": 1}]}
-    write_json(tmp_path / "run.json", content if parts is None else {**content, "parts": parts})
-    with open_results(tmp_path / "run", HEAD) as results:
-        assert results.parts == {}
-    assert "Starting anew" in capsys.readouterr().out
-
-
-def test_the_command_has_what_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "bench" / "x.py"), "--a"])
-    for name in [name for name in os.environ if name.startswith("NSA_KERNELS_")]:
-        monkeypatch.delenv(name)
-    assert command_line() == "python bench/x.py --a"
-    assert command_line(["--b", "c"]) == "python bench/x.py --b c"
-    monkeypatch.setenv("NSA_KERNELS_BACKEND", "cute")
-    monkeypatch.setenv("NSA_KERNELS_JIT_CACHE", "/somewhere")
-    assert command_line() == "NSA_KERNELS_BACKEND=cute python bench/x.py --a"
 
 
 # Files that cannot be written, and those of another run
@@ -409,7 +284,7 @@ def test_a_run_that_was_killed_has_no_files(tmp_path: Path) -> None:
     assert names(tmp_path) == set()
 
 
-def test_files_come_by_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_come_by_rename(tmp_path: Path) -> None:
     """A reader sees the old file or the new one; a failed writer leaves the old one, and nothing else."""
     path = tmp_path / "run.csv"
     path.write_text("old")
@@ -429,17 +304,3 @@ def test_files_come_by_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         fail(partial)
     assert path.read_text() == "new"
     assert names(tmp_path) == {"run.csv"}
-
-    written: list[str] = []
-
-    def rename(partial: Path, target: Path) -> None:
-        written.append(target.name)
-        os.replace(partial, target)
-
-    monkeypatch.setattr(Path, "replace", rename)
-    write_csv(path, [{"a": 1, "b": 2}])
-    assert path.read_text().split() == ["a,b", "1,2"]
-    options = ["--device", "cpu", "--seconds", "1e-9", "--shapes", "2,1,8,8"]
-    assert residual.main([*options, "--out", str(tmp_path / "run-0.5")]) == 0
-    assert set(written) == {"run.csv", "run-0.5.csv", "run-0.5.png", "run-0.5.json"}
-    assert written[-1] == "run-0.5.json", "a file that says it is finished has its table and plot"

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,10 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import dispatch
 from bench import soak
-from bench.common import nsa_facts, with_ending
-from bench.inputs import Sizes
+from bench.common import with_ending
 from cute_kernels.fa4.kernels import FEW_DOCUMENTS
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
@@ -299,15 +296,3 @@ def train_step(sizes: soak.Sizes, config: NSAConfig, work: soak.Work) -> None:
     inputs = NSAInputs(q, k, v, gates=gates, cu_seqlens=None if work.batch is not None else bounds)
     out, saved = forward.nsa_saving(inputs, config, recompute=False)
     backward.nsa_backward(inputs, config, saved, torch.empty_like(out))
-
-
-@pytest.mark.cuda_extra
-@pytest.mark.parametrize("mode", ["tile", "token"])
-def test_kernels_take_the_layers_on_a_gpu(mode: str, hopper: None) -> None:
-    sizes = soak.SIZES["cuda"]
-    shape = Sizes(1, 1, sizes.heads, sizes.kv_heads, sizes.width // sizes.heads)
-    call = nsa_facts(shape, getattr(sizes, mode), torch.device("cuda"), torch.bfloat16, backward=True)
-    packed = call.options["inputs"].map(lambda x: x[0])
-    packed = replace(packed, cu_seqlens=torch.empty(9, dtype=torch.int32, device="meta"))
-    for inputs in (call.options["inputs"], packed):
-        assert dispatch.resolve(replace(call, options={**call.options, "inputs": inputs})).backend == "cute"

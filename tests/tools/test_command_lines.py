@@ -123,10 +123,8 @@ TINY_TEXT = "--device=cpu --heads=2 --kv-heads=1 --width=32 --context=64 --block
 REFUSED: dict[str, dict[str, str]] = {
     "bench.bench_sparse_attn_e2e --device=cpu": {
         "--seqlens=4K,x": "must be a positive integer such as 4096 or 4K, got 'x'",
-        "--heads=0": "must be a positive integer such as 4096 or 4K, got '0'",
         "--heads=4 --kv-heads=3": "--heads must be a multiple of --kv-heads, got 4 and 3",
         "--modes=graph": "--modes graph needs --device cuda, got cpu",
-        "--modes=eager,lazy": "argument --modes: must be one of eager, queued, graph, got 'lazy'",
         "--seconds=nan": "argument --seconds: must be a number above 0, got 'nan'",
         "--preset=paper --num-cmp=16": "num_cmp_selected_blocks",
         "--recompute": "--recompute goes with --backward",
@@ -144,11 +142,8 @@ REFUSED: dict[str, dict[str, str]] = {
     "bench.probe_max_seqlen --device=cpu": {
         "--op=dense --window-size=64": "go with --op nsa",
         "--recompute": "--recompute goes with --op nsa and --backward",
-        "--recompute --backward --op=dense": "--recompute goes with --op nsa and --backward",
         "--backend=cute": "cute: runs on CUDA devices, got cpu",
         "--memory-limit=2GB": "must be more than 0 in B, KiB, MiB, GiB, TiB, such as 2GiB, got '2GB'",
-        "--memory-limit=0MiB": "such as 2GiB, got '0MiB'",
-        "--memory-limit=0.1B": "such as 2GiB, got '0.1B'",
     },
     "bench.bench_neighborhood_attention --device=cpu": {
         "--shapes 1,2,3": "must be tiny, liger, long or B,H,S,D,k[,dilation], got '1,2,3'",
@@ -157,12 +152,10 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "bench.bench_attention_residual --device=cpu": {
         "--shapes 8,1,64": "must be tiny, stacked, lists or L,B,T,D[,list], got '8,1,64'",
-        "--shapes 8,1,64,16,stack": "must be tiny, stacked, lists or L,B,T,D[,list], got '8,1,64,16,stack'",
         "--backend=abacus": "backend must be one of",
     },
     "bench.bench_decode": {
         "--heads=4:1": "argument --heads: must be query/key heads such as 64/4, got '4:1'",
-        "--heads=4/3": "argument --heads: must be a multiple of heads over heads, got '4/3'",
         "--sizes=512x2": "argument --sizes: must be numbers such as 64K:8 or 64K:1,8, got '512x2'",
         "--prefill=1M:0": "argument --prefill: must be numbers such as 64K:8",
         "--backend=foo": "--backend must be one of cute, reference for nsa_with_cache, got 'foo'",
@@ -177,12 +170,10 @@ REFUSED: dict[str, dict[str, str]] = {
         "--preset=paper --block-size=6": "--block-size must be a multiple of 4 with --preset paper, got 6",
         "--k=8": "--context must hold more than --k blocks of --block-size, or nothing is left to select",
         "--k=1": "num_init_blocks + num_local_blocks must fit in num_selected_blocks=1",
-        "--cuts=65": "--cuts must be at most --context, got 65 and 64",
         "--variants=dense --save-indices=x": "--save-indices needs variant nsa, got ['dense']",
         "--minutes=0": "--minutes must be greater than 0, got 0.0",
         "--cuda-graph": "--cuda-graph needs a CUDA device, got cpu",
         "--out=/dev/null/x": "--out must name a file that can be written: ",
-        "--save-indices=/dev/null/x": "--save-indices must name a file that can be written: ",
         "--backend=cute": "cute: runs on CUDA devices, got cpu",
     },
     "examples.needle --device=cpu --context=160 --block-size=8 --w=8 --needles=8 --questions=4 --layers=2": {
@@ -199,7 +190,6 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "examples.generate --device=cpu": {
         "--preset=per_tile": "only selection per token generates the same text",
-        "--q-tile=16": "only selection per token generates the same text",
         "--save=/dev/null/w.pt": "--save must name a file that can be written: ",
     },
     "examples.convert_llama": {

@@ -6,7 +6,6 @@ Kernels import neither each other nor what calls them, tests import no tests, an
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -154,12 +153,6 @@ def test_the_ptx_interpreter_imports_nothing_else_of_ours() -> None:
         assert {name for name in ours if not f"{name}.".startswith("tests.ptx.")} == set(), module
 
 
-@pytest.mark.parametrize("op", ["", "block_sparse", "decoding", "indexer", "neighborhood", "residual"])
-def test_every_op_of_nsa_has_the_same_modules(op: str) -> None:
-    names = {path.stem for path in (ROOT / "nsa" / op).glob("*.py")}
-    assert {"api", "operators"} <= names
-
-
 def test_layers_of_cute_kernels() -> None:
     imports = graph("cute_kernels")
     assert {module.split(".")[1] for module in imports if module != "cute_kernels"} == set(LAYERS)
@@ -172,16 +165,6 @@ def test_flash_attention_is_imported_in_one_place() -> None:
         names = names_imported(path.read_text(encoding="utf-8"), module)
         imports_it = any(name.partition(".")[0] == "flash_attn" for name in names)
         assert not imports_it or module.startswith("cute_kernels.fa4"), module
-
-
-INDEXED = sorted({path.parent for path in (ROOT / "cute_kernels").rglob("*.py")})
-
-
-@pytest.mark.parametrize("folder", INDEXED, ids=lambda folder: folder.name)
-def test_the_docstring_of_a_package_names_its_modules(folder: Path) -> None:
-    words = set(re.findall(r"\w+", ast.get_docstring(ast.parse((folder / "__init__.py").read_text("utf-8"))) or ""))
-    names = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
-    assert names - {"__init__"} - words == set()
 
 
 SOURCE = """
@@ -206,13 +189,3 @@ def test_every_kind_of_import_is_found() -> None:
         "cute_kernels.fa4.masks",
         "cute_kernels.limits",
     }
-
-
-def test_circles_are_found() -> None:
-    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"d", "b"}, "d": set()}) == ["b", "c", "b"]
-
-
-def test_upward_imports_are_found() -> None:
-    imports = {"cute_kernels.pool.compress": {"cute_kernels.fa4.masks", "cute_kernels.limits"}}
-    assert upward(imports) == ["cute_kernels.pool.compress imports cute_kernels.fa4.masks"]

@@ -89,7 +89,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-@pytest.mark.parametrize("extra", ["", pytest.param("hf", marks=pytest.mark.hf_extra)])
+@pytest.mark.parametrize("extra", ["", pytest.param("hf", marks=[pytest.mark.hf_extra, pytest.mark.full])])
 def test_wheel_works_elsewhere(extra: str, installed: Path, tmp_path: Path) -> None:
     """Every extra, with what pip chooses for it: `make release-check`."""
     release_check.try_wheel(installed, extra, tmp_path)
@@ -99,12 +99,6 @@ def test_every_extra_is_tried() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     extras = text.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
     assert {"", *re.findall(r"^(\w+) = \[", extras, re.MULTILINE)} == set(release_check.TRIALS)
-
-
-def test_a_trial_that_fails_is_noticed(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(release_check.TRIALS, "", "raise SystemExit(1)")
-    with pytest.raises(subprocess.CalledProcessError):
-        release_check.try_wheel(installed, "", tmp_path)
 
 
 def test_links_of_the_package_page_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,10 +127,3 @@ def test_links_of_the_package_page_are_absolute(tmp_path: Path, monkeypatch: pyt
     assert ours["docs/speed-light.svg"] == ours["docs/speed-dark.svg"] == "raw"
     assert ours["docs/usage.md#install"] == "blob"
     assert all((ROOT / path.partition("#")[0]).is_file() for path in ours)
-
-
-@pytest.mark.parametrize("address", ["http://example.org", "example.org/nsa", "https://example.org/nsa#readme"])
-def test_addresses_of_nothing_are_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        package_links.main([address])
-    assert f"must be an address that begins with https://, got {address!r}" in capsys.readouterr().err
