@@ -47,20 +47,20 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("window", "dtype"), cases.product(WINDOWS, [torch.float32, torch.float16]))
 def test_short_lengths(window: str, dtype: torch.dtype) -> None:
-    """A sample of N = 1 ... 70 for each window and dtype; kernel sizes 1 ... 8, dilations 1 ... 3."""
+    """N = 1, and one of 2 ... 50, for each window and dtype; kernel sizes 1 ... 8, dilations 1 ... 3."""
     draw = random.Random(f"{window} {dtype}")
-    for tokens in (1, *draw.sample(range(2, 71), 3)):
+    for tokens in (1, draw.randint(2, 50)):
         size, dilation = draw.randint(1, 8), draw.randint(1, 3)
         check(run, "ascend", tokens, heads=1, dtype=dtype, kernel_size=size, dilation=dilation, **WINDOWS[window])
 
 
-BORDERS = [("truncate", 2), ("shift", 17), ("causal", 40)]
+BORDERS = [("truncate", 2), ("shift", 17), ("causal", 20)]
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize(("window", "kernel_size"), cases.some(BORDERS, WINDOWS, [1, 2, 16, 17, 40]))
+@pytest.mark.parametrize(("window", "kernel_size"), cases.some(BORDERS, WINDOWS, [1, 2, 16, 17, 20, 40]))
 def test_borders_of_tiles(window: str, kernel_size: int) -> None:
-    check(run, "ascend", 49, heads=1, kernel_size=kernel_size, dim=20, **WINDOWS[window])
+    check(run, "ascend", 33, heads=1, kernel_size=kernel_size, dim=20, **WINDOWS[window])
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -72,11 +72,11 @@ CASES: dict[str, dict[str, Any]] = {
     "features with strides": {"tokens": 20, "layout": "strided"},
     "fewer tokens than keys": {"tokens": 5, "kernel_size": 64, "boundary": "shift"},
     "fewer tokens than keys, truncated": {"tokens": 5, "kernel_size": 64},
-    "fewer tokens than keys, causal": {"tokens": 5, "kernel_size": 63, "causal": True, "dilation": 2},
+    "fewer tokens than keys, causal": {"tokens": 5, "kernel_size": 23, "causal": True, "dilation": 2},
     "as many tokens as keys": {"tokens": 12, "kernel_size": 6, "boundary": "shift", "dilation": 2},
     "some classes shorter than the window": {"tokens": 17, "kernel_size": 6, "boundary": "shift", "dilation": 3},
     "fewer tokens than the dilation": {"tokens": 5, "kernel_size": 3, "dilation": 1000},
-    "a dilation beyond int32": {"tokens": 5, "kernel_size": 18, "dilation": 1 << 40},
+    "a dilation beyond int32": {"tokens": 5, "kernel_size": 5, "dilation": 1 << 40},
     "a scale": {"tokens": 21, "kernel_size": 7, "softmax_scale": 0.7},
     "logits in the hundreds": {"tokens": 21, "kernel_size": 7, "logits": 100.0},
     "bf16": {"tokens": 70, "kernel_size": 9, "dtype": torch.bfloat16, "kv_heads": 2},

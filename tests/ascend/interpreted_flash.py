@@ -38,7 +38,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, cores: int = 3) -> Iterator[Non
 def test_short_lengths(window: str, dtype: torch.dtype) -> None:
     """A sample of N = 1 ... 70 for each window and dtype; tests/ascend executes every one of them, once lowered."""
     draw = random.Random(f"{window} {dtype}")
-    for tokens in (1, *draw.sample(range(2, 71), 3)):
+    for tokens in (1, *draw.sample(range(2, 71), 2)):
         size, dilation, heads = draw.randint(1, 8), draw.randint(1, 3), draw.randint(1, 2)
         check("ascend", tokens, heads=heads, dtype=dtype, kernel_size=size, dilation=dilation, **WINDOWS[window])
 
@@ -90,10 +90,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 HERE = (
     "features that are padded",
-    "wide features",
     "a batch of head-major groups",
     "fewer tokens than keys, causal",
-    "a dilation beyond int32",
     "bf16",
 )
 """Of which `make test` has no more."""
@@ -115,12 +113,12 @@ GPU_TILES: dict[str, dict[str, Any]] = {
     "packed": {"kernel_size": 9, "dtype": torch.float16, "kv_heads": 2, "packed": True},
     "all at once": {"kernel_size": 200, "dtype": torch.float16, "kv_heads": 2},
 }
-GPU_HERE = ("fp32", "one pass, moved", "one pass of dkdv", "several", "packed")
+GPU_HERE = ("one pass, moved", "one pass of dkdv", "several", "packed")
 
 
 @pytest.mark.parametrize("case", [*GPU_HERE, *cases.rest(*(case for case in GPU_TILES if case not in GPU_HERE))])
 def test_tiles_of_the_gpu(case: str) -> None:
-    check("triton", 150, **GPU_TILES[case])
+    check("triton", 100, **GPU_TILES[case])
 
 
 def test_no_tokens() -> None:
@@ -132,7 +130,7 @@ def test_no_tokens() -> None:
 
 
 def test_results_repeat_and_launches_are_recorded() -> None:
-    q, k, v = make_qkv(50, dtype=torch.float32, requires_grad=True)
+    q, k, v = make_qkv(20, 2, 1, dtype=torch.float32, requires_grad=True)
     gradients = []
     for _ in range(2):
         with recording(run=True) as launches:
@@ -142,23 +140,10 @@ def test_results_repeat_and_launches_are_recorded() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_rows_outside_the_window_do_not_matter() -> None:
-    """Changing keys outside a row's window leaves its output bit-identical."""
-    q, k, v = make_qkv(60, dtype=torch.float32)
-    for window in WINDOWS.values():
-        before = neighborhood_attention(q, k, v, kernel_size=6, dilation=2, backend="ascend", **window)
-        k2, v2 = k.clone(), v.clone()
-        k2[:, 40:] += 1
-        v2[:, 40:] += 1
-        after = neighborhood_attention(q, k2, v2, kernel_size=6, dilation=2, backend="ascend", **window)
-        assert torch.equal(before[:, :36], after[:, :36])
-        assert not torch.equal(before[:, 40:], after[:, 40:])
-
-
 @pytest.mark.parametrize("algorithm", ["flash", "band"])
 def test_second_derivatives_are_refused(algorithm: str) -> None:
     """Also where `do` needs no gradient, or a penalty on gradients would count for nothing."""
-    q, k, v = make_qkv(20, dtype=torch.float32, requires_grad=True)
+    q, k, v = make_qkv(5, 1, 1, dtype=torch.float32, requires_grad=True)
     out = neighborhood_attention(q, k, v, algorithm=algorithm, backend="ascend")
     (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="neighborhood_attention has no second derivative"):
@@ -171,10 +156,10 @@ ALGORITHMS = ("flash", "band", "dense")
 @pytest.mark.parametrize(("algorithm", "far"), cases.some(zip(ALGORITHMS, range(3), strict=True), ALGORITHMS, range(3)))
 def test_offsets_beyond_int32(algorithm: str, far: int) -> None:
     """Args: `far`, the dimension with a large stride: sequences, tokens or heads."""
-    sizes: dict[str, Any] = {"batch": 2, "heads": 4, "kv_heads": 2, "dtype": torch.float16}
-    check("triton", 21, **sizes, kernel_size=5, dilation=2, boundary="shift", algorithm=algorithm, far=far)
+    sizes: dict[str, Any] = {"batch": 2, "heads": 2, "kv_heads": 2, "dtype": torch.float16}
+    check("triton", 9, **sizes, kernel_size=5, dilation=2, boundary="shift", algorithm=algorithm, far=far)
 
 
 @pytest.mark.parametrize("algorithm", ["band", "dense"])
 def test_algorithms(algorithm: str) -> None:
-    check("ascend", 40, heads=4, kv_heads=2, kernel_size=6, dilation=2, boundary="shift", algorithm=algorithm)
+    check("ascend", 21, heads=2, kv_heads=1, kernel_size=6, dilation=2, boundary="shift", algorithm=algorithm)

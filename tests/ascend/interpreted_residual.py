@@ -40,7 +40,7 @@ def _few_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     ),
 )
 def test_blocks(backend: str, blocks: int, dtype: torch.dtype) -> None:
-    check(backend, 2, 20, blocks, through_the_public_op, dtype=dtype, batch=2)
+    check(backend, 2, 20, blocks, through_the_public_op, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -106,25 +106,25 @@ def wide_weights(dim: int, npu: device.Device | None) -> tuple[int, tiling.Plan]
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_where_low_precision_overflows(backend: str) -> None:
     """A row of one small number: rstd^3 is past fp16 from rstd = 40 on."""
-    case = make(37, 1, 1, dtype=torch.float16, batch=3)
+    case = make(10, 1, 1, dtype=torch.float16)
     rstd = reference.attention_residual(case.blocks, case.w_query, case.w_norm, eps=EPS)[2]
     assert rstd.max() ** 3 > torch.finfo(torch.float16).max
-    check(backend, 37, 1, 1, through_the_public_op, dtype=torch.float16, batch=3)
+    check(backend, 10, 1, 1, through_the_public_op, dtype=torch.float16)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN
 def test_tokens_do_not_meet() -> None:
     """NaN in one token's blocks, and an infinite gradient of another, stay with these tokens."""
-    case = make(12, 20, 3)
+    case = make(6, 20, 3)
     blocks, do = case.blocks.detach().clone(), case.do.clone()  # type: ignore[union-attr]
-    blocks[1, 0, 4] = torch.nan
-    do[0, 7] = torch.inf
+    blocks[1, 0, 2] = torch.nan
+    do[0, 4] = torch.inf
     blocks.requires_grad_()
     for backend in BACKENDS:
         out = attention_residual(blocks, case.w_query, case.w_norm, EPS, backend=backend)
-        assert out.isnan().any(-1).flatten().nonzero().flatten().tolist() == [4]
+        assert out.isnan().any(-1).flatten().nonzero().flatten().tolist() == [2]
         (gradient,) = torch.autograd.grad(out, blocks, do)
-        assert (~gradient.isfinite()).any(-1).any(0).flatten().nonzero().flatten().tolist() == [4, 7]
+        assert (~gradient.isfinite()).any(-1).any(0).flatten().nonzero().flatten().tolist() == [2, 4]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -137,7 +137,7 @@ def test_no_tokens(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_results_repeat_and_launches_are_few(backend: str) -> None:
-    case = make(20, 40, 5)
+    case = make(4, 40, 5)
     runs = []
     for _ in range(2):
         with recording(run=True) as launches:

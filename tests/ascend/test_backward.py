@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,8 +19,7 @@ from ascend_kernels.launch import Launch, recording
 from ascend_kernels.neighborhood import backward as attention_backward
 from ascend_kernels.neighborhood import band, dense_backward, reference, tiling
 from dispatch import neighborhood_attention, neighborhood_attention_backward
-from nsa.neighborhood.api import neighborhood_attention_forward
-from tests.support import backward_cases
+from tests.support import backward_cases, cases
 from tests.support.helpers import assert_passes_interpreted, make_qkv
 from tests.support.live_memory import PeakBytes
 
@@ -72,16 +70,6 @@ def test_a_band_is_read_on_the_device_of_the_probabilities() -> None:
     assert reference.band_of(dense, 3, 1, "shift", False).shape == (1, 2, 9, 3)
 
 
-def test_a_window_beyond_all_keys_takes_no_more_memory() -> None:
-    """Of probabilities of all pairs; a band that wide could not exist."""
-    inputs, window = backward_cases.make(9, kernel_size=19, dtype=torch.float64, attn_dtype=torch.float64)
-    do, q, k, v, band = inputs
-    dense = backward_cases.dense_of(band, window)
-    expected = neighborhood_attention_backward(do, q, k, v, dense, **window)
-    got = neighborhood_attention_backward(do, q, k, v, dense, **{**window, "kernel_size": (1 << 40) + 1})
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_key_that_no_row_of_a_class_sees_reaches_none_of_its_gradients(causal: bool) -> None:
     window: dict[str, Any] = {"kernel_size": 3, "dilation": 2, "causal": causal}
@@ -100,20 +88,12 @@ def test_a_key_that_no_row_of_a_class_sees_reaches_none_of_its_gradients(causal:
         assert dq_by_band[:, others].isfinite().all()
 
 
-def test_what_the_forward_gives() -> None:
-    q, k, v = make_qkv(30, dtype=torch.float32)
-    out, band = neighborhood_attention_forward(q, k, v, kernel_size=4)
-    dq, dk, dv = neighborhood_attention_backward(torch.ones_like(out), q, k, v, band, kernel_size=4)
-    assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
-
-
 def test_bad_arguments_are_named() -> None:
     (do, q, k, v, attn), window = backward_cases.make(8, heads=2)
-    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (TypeError, "do must be a torch.Tensor, got NoneType", {"do": None}),
         (TypeError, r"do must be float32 \(q is float32\), got float16", {"do": do.half()}),
         (ValueError, r"do must have q's shape \[1, 8, 2, 16\], got \[1, 7, 2, 16\]", {"do": do[:, 1:]}),
-        (TypeError, "attn must be a torch.Tensor, got int", {"attn": 3}),
         (TypeError, "attn must be bfloat16, float16, float32 or float64, got int64", {"attn": attn.long()}),
         (
             ValueError,
@@ -123,11 +103,9 @@ def test_bad_arguments_are_named() -> None:
         (ValueError, "attn must be on q's device cpu, got meta", {"attn": attn.to("meta")}),
         (ValueError, "path must be one of auto, sparse, dense, got 'flash'", {"path": "flash"}),
         (TypeError, "cache must be a BackwardCache or None, got dict", {"cache": {}}),
-        (TypeError, "q must be a torch.Tensor, got list", {"q": []}),
-        (ValueError, "kernel_size must be at least 1, got 0", {"kernel_size": 0}),
         (dispatch.BackendError, "with TRITON_INTERPRET=1, got cpu", {"backend": "ascend"}),
     ]
-    for error, message, changes in cases:
+    for error, message, changes in wrong:
         arguments = {"do": do, "q": q, "k": k, "v": v, "attn": attn, **window, **changes}
         with pytest.raises(error, match=message):
             neighborhood_attention_backward(**arguments)
@@ -160,22 +138,14 @@ class OnlyMoves(TorchDispatchMode):
         return result
 
 
-def test_computing_in_pytorch_is_seen() -> None:
-    x = torch.ones(2, 2)
-    computations: list[Callable[[], Any]] = [lambda: x @ x, lambda: x.softmax(-1), lambda: x * x, lambda: x.sum()]
-    for compute in computations:
-        with pytest.raises(AssertionError, match="PyTorch computes aten"), OnlyMoves():
-            compute()
-
-
 def names(launches: list[Launch]) -> list[str]:
     return [one.kernel.__name__ for one in launches]
 
 
-@pytest.mark.parametrize("backend", ["ascend", "triton"])
-@pytest.mark.parametrize("dense", [False, True], ids=["band", "all pairs"])
-@pytest.mark.parametrize("tokens", [2048, 2049, 2304, 4096])
-@pytest.mark.parametrize("path", ["auto", "sparse", "dense"])
+@pytest.mark.parametrize(
+    ("path", "tokens", "dense", "backend"),
+    cases.product(["auto", "sparse", "dense"], [2048, 2049], [False, True], ["ascend", "triton"], cover=2),
+)
 def test_launched_kernels(path: str, tokens: int, dense: bool, backend: str) -> None:
     q, k, v = make_qkv(tokens, 1, 1, dtype=torch.float16)
     attn = torch.empty((1, 1, tokens, tokens if dense else 7), dtype=torch.float32)
@@ -214,9 +184,10 @@ def test_plain_or_persistent() -> None:
         assert [one.grid for one in launches] == [(programs,)] * 3
 
 
-@pytest.mark.parametrize("backend", ["ascend", "triton"])
-@pytest.mark.parametrize("tokens", [2048, 2049, 2304, 4096])
-@pytest.mark.parametrize("algorithm", ["auto", "flash", "band", "dense"])
+@pytest.mark.parametrize(
+    ("algorithm", "tokens", "backend"),
+    cases.product(["auto", "flash", "band", "dense"], [2048, 2049], ["ascend", "triton"], cover=2),
+)
 def test_launched_kernels_of_the_differentiable_op(algorithm: str, tokens: int, backend: str) -> None:
     q, k, v = make_qkv(tokens, 1, 1, dtype=torch.float16, requires_grad=True)
     call = {"algorithm": algorithm, "backend": backend}
@@ -282,8 +253,6 @@ def every_second(tensor: torch.Tensor) -> torch.Tensor:
 
 ATTN: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "a band": ({}, {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 4}),
-    "a strided band": ({"strided": True}, {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 8}),
-    "a band in bf16": ({"dtype": torch.bfloat16}, {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 8}),
     "a strided band in bf16": (
         {"dtype": torch.bfloat16, "strided": True},
         {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 8},
@@ -293,8 +262,6 @@ ATTN: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         {"dense": 64 * 64 * 4 + 64 * 300 * 4, "sparse": 64 * 300 * 8},
     ),
     "all pairs": ({"slots": 64}, {"dense": 64 * 64 * 2, "sparse": 64 * 7 * 8}),
-    "strided pairs": ({"slots": 64, "strided": True}, {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 8}),
-    "pairs in bf16": ({"slots": 64, "dtype": torch.bfloat16}, {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 8}),
     "strided pairs in bf16": (
         {"slots": 64, "dtype": torch.bfloat16, "strided": True},
         {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 8},
@@ -312,9 +279,7 @@ ROWS: dict[str, tuple[str, int, int]] = {
 """Backend, D, and how many heads of 16 features are copied for a key head: of do, q, k, v, and of dq, dk, dv."""
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("path", ["dense", "sparse"])
-@pytest.mark.parametrize("kind", ATTN)
+@pytest.mark.parametrize(("kind", "path", "rows"), cases.product(ATTN, ["dense", "sparse"], ROWS, cover=2))
 def test_chunks_stay_within_the_workspace(kind: str, path: str, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two key heads of three query heads each at a time: what lives beside inputs and gradients was counted.
 
