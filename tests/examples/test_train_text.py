@@ -118,10 +118,11 @@ def test_checkpointing_changes_no_loss(corpus: example.Corpus) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("preset", [[], ["--preset=paper", "--q-tile=1", "--k=4"]], ids=["per tile", "paper"])
-def test_a_graph_trains_as_its_calls_do(preset: list[str], corpus: example.Corpus) -> None:
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_graph_trains_as_its_calls_do(preset: str, corpus: example.Corpus) -> None:
     """On other batches than the captured one, with weights that change; sums with atomics differ in their order."""
-    sizes = ["--device=cuda", "--width=256", "--context=1024", "--block-size=64", "--w=64", "--q-tile=256", *preset]
+    sizes = shlex.split("--device=cuda --width=256 --context=1024 --block-size=64 --w=64 --q-tile=256")
+    sizes += PRESETS[preset]
     called, graphed = (trainer("nsa", corpus, *sizes, *options) for options in ([], ["--cuda-graph"]))
     assert [called.step(i) for i in range(5)] == pytest.approx([graphed.step(i) for i in range(5)], rel=1e-2)
     assert called.graph is None
@@ -191,9 +192,8 @@ def test_the_papers_preset_is_the_papers_on_a_gpu() -> None:
     assert make_config(argparse.ArgumentParser(), args) == NSAConfig.paper()
 
 
-@pytest.mark.parametrize("preset", ["paper"])
-def test_learned_compression_begins_as_the_mean_and_trains(preset: str, corpus: example.Corpus) -> None:
-    options = [*PRESETS[preset], "--compress"]
+def test_learned_compression_begins_as_the_mean_and_trains(corpus: example.Corpus) -> None:
+    options = [*PRESETS["paper"], "--compress"]
     mean, learned = (trainer("nsa", corpus, *options, compress) for compress in ("mean", "linear"))
     assert learned.evaluate() == pytest.approx(mean.evaluate(), rel=1e-5)
     before = {name: value.clone() for name, value in learned.model.state_dict().items() if ".compress." in name}
