@@ -39,7 +39,6 @@ kernels = [
     partial(kv_to_query._bits, 64, entries=False, packed=False),
     partial(window, 64),
     partial(compress._compiled, (32, 16, False), BF16, BF16, 64, 64, False),
-    partial(window, 128),
     partial(kv_to_query._bits, 64, entries=False, packed=False),
     partial(window, 64),
 ]
@@ -57,11 +56,11 @@ for _ in range(2):  # threads made anew for each forward, as nn.DataParallel doe
     for thread in threads:
         thread.join()
     assert len(results) == len(kernels), sorted(results)
-    assert results[0] is results[4]
-    assert results[1] is results[5]
+    assert results[0] is results[3]
+    assert results[1] is results[4]
     print(sorted(jit.COMPILED), jit.num_compiled())
 """
-"""Six threads compile three kernels of ours and FlashAttention-4's at once, and say what there is then."""
+"""Five threads compile two kernels of ours and one of FlashAttention-4's at once, and say what there is then."""
 
 
 @pytest.mark.cuda_extra
@@ -70,8 +69,7 @@ def test_threads_that_compile_at_once(tmp_path: Path) -> None:
     from tools.compile_all import child_environment
 
     printed = run_child(COLD, child_environment("sm_90a", str(tmp_path)))
-    fa4 = "'FlashAttentionForwardSm90'"
-    assert printed.splitlines()[-2:] == [f"['BlockMean', {fa4}, {fa4}, 'TileBits'] 4"] * 2
+    assert printed.splitlines()[-2:] == ["['BlockMean', 'FlashAttentionForwardSm90', 'TileBits'] 3"] * 2
 
 
 def at_once(function: Callable[[int], object]) -> list[object]:

@@ -98,7 +98,12 @@ CASES = {
     "blocks of entries": Case(Blocks(1, 1, 64, 3, newest=True), Keys(32, 16), tiles=2, start=16384),
     "without causality": Case(replace(OVERLAPPING, local=0), Keys(32, 16, causal=False), tiles=2, behind=9000),
 }
-HERE = [("sm_90", "an entry a block"), ("sm_90", "blocks of entries"), ("sm_100", "overlapping entries")]
+HERE = [
+    ("sm_90", "an entry a block"),
+    ("sm_90", "blocks of entries"),
+    ("sm_90", "long lists"),
+    ("sm_100", "overlapping entries"),
+]
 """Interpreted in every run."""
 
 

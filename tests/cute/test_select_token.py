@@ -1,4 +1,4 @@
-"""Per-token scoring and selection: the kernel's algorithm in PyTorch against the reference, and the kernel on a GPU."""
+"""Per-token scoring and selection: weights, layouts and refusals on a CPU, and the kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from cute_kernels.select.token import overlap_weights, token_topk
 from cute_kernels.select.token_tiling import KEY_TILE, TILINGS, choose_tiling, score_layout
-from nsa import NSAConfig, reference
+from nsa import NSAConfig
 from nsa.inputs import NSAInputs
-from tests.support import select_token_model as model
 from tests.support.helpers import make_qkv
 from tests.support.select_cases import blocks_of, check_chosen, compressed
 
@@ -37,40 +36,6 @@ SIZES: dict[str, NSAConfig] = {
 }
 
 
-# The algorithm, on a CPU
-
-
-def check_model(inputs: NSAInputs, config: NSAConfig, *, tokens: int = 16, entries: int = 32) -> None:
-    _, aux = reference.nsa(inputs, config)
-    scale = config.scale(inputs.q.shape[-1])
-    arguments = aux.k_cmp, aux.lse_cmp, blocks_of(config), scale
-    got = model.token_topk(inputs.q, *arguments, tokens=tokens, entries=entries)
-    assert torch.equal(got.int(), aux.indices)
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_model_is_the_reference(name: str) -> None:
-    check_model(NSAInputs(*make_qkv(203, 4, 2, 8, batch=2)), SIZES[name])
-
-
-@pytest.mark.parametrize("entries", [16, 64, 256])
-def test_steps_change_nothing(entries: int) -> None:
-    check_model(NSAInputs(*make_qkv(301, 2, 1, 8)), SMALL, entries=entries)
-
-
-@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 31, 32, 33])
-def test_few_tokens(tokens: int) -> None:
-    check_model(NSAInputs(*make_qkv(tokens, 3, 1, 4)), SMALL)
-
-
-@pytest.mark.parametrize("sign", [1, -1], ids=["rising", "falling"])
-def test_model_merges_every_order(sign: int) -> None:
-    """Scores such that each step replaces the whole list, or nothing."""
-    q, k, v = make_qkv(400, 2, 1, 4)
-    k = torch.ones_like(k) * (1 + sign * torch.arange(400) / 400)[:, None, None]
-    check_model(NSAInputs(q.abs(), k, v), replace(SMALL, num_init_blocks=0, num_local_blocks=0))
-
-
 def chosen_among_equals(tokens: int, config: NSAConfig) -> Tensor:
     """`[tokens, k]` where q = 0: all probabilities are 1, so the tokens in visible entries count, then the index."""
     chosen = torch.full((tokens, config.num_selected_blocks), -1)
@@ -83,22 +48,6 @@ def chosen_among_equals(tokens: int, config: NSAConfig) -> Tensor:
         best = sorted(sorted(counts, key=lambda b: (-counts[b], b))[: config.num_selected_blocks])
         chosen[token, : len(best)] = torch.tensor(best)
     return chosen
-
-
-def test_model_breaks_ties() -> None:
-    config = replace(SMALL, num_init_blocks=0, num_local_blocks=0)
-    _, k, _ = make_qkv(300, 2, 1, 4)
-    q, lse = k.new_zeros(1, 300, 2, 4), k.new_zeros(1, 2, 300)
-    got = model.token_topk(q, k[:, : config.num_compressed(300)], lse, blocks_of(config), 0.5, tokens=16, entries=32)
-    assert torch.equal(got[0, 0], chosen_among_equals(300, config))
-
-
-def test_model_of_later_queries() -> None:
-    inputs, start = NSAInputs(*make_qkv(200, 2, 1, 8)), 77
-    _, aux = reference.nsa(inputs, SMALL)
-    arguments = aux.k_cmp, aux.lse_cmp[:, :, start:], blocks_of(SMALL), SMALL.scale(8)
-    got = model.token_topk(inputs.q[:, start:], *arguments, tokens=16, entries=32, start=start)
-    assert torch.equal(got.int(), aux.indices[:, :, start:])
 
 
 @pytest.mark.parametrize("name", SIZES)
