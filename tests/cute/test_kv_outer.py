@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -224,7 +223,7 @@ def test_where_numbers_of_accumulators_lie(warps: int) -> None:
 @CUDA
 @pytest.mark.parametrize("tokens", [1, 2, 15, 63, 64, 65, 127, 200, 1000, 2047, 4096])
 def test_sizes(tokens: int) -> None:
-    make(tokens, count=8).check()
+    make(tokens, count=8).check_both()
 
 
 @CUDA
@@ -232,27 +231,27 @@ def test_sizes(tokens: int) -> None:
 @pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (128, 128), (128, 64), (64, 128)])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16, 64])
 def test_groups(group: int, dim: int, v_dim: int, dtype: torch.dtype) -> None:
-    make(517, group, 2, dim, v_dim, dtype=dtype, batch=1 if group == 64 else 2, count=5).check()
+    make(517, group, 2, dim, v_dim, dtype=dtype, batch=1 if group == 64 else 2, count=5).check_both()
 
 
 @CUDA
 @pytest.mark.parametrize("count", [1, 3, 16, 17, 40])
 def test_slots(count: int) -> None:
-    make(1500, 2, count=count).check()
+    make(1500, 2, count=count).check_both()
 
 
 @CUDA
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("size", [64, 128, 192, 256])
 def test_blocks(size: int, dim: int) -> None:
-    make(1100, 4, 2, dim, size=size).check()
-    make([500, 77, 300], 4, 2, dim, size=size).check()
+    make(1100, 4, 2, dim, size=size).check_both()
+    make([500, 77, 300], 4, 2, dim, size=size).check_both()
 
 
 @CUDA
 def test_documents() -> None:
-    make([700, 0, 1, 129, 64, 333], 16, 2, 128, behind=9).check()
-    make([64] * 9, 4, behind=0).check()
+    make([700, 0, 1, 129, 64, 333], 16, 2, 128, behind=9).check_both()
+    make([64] * 9, 4, behind=0).check_both()
 
 
 FORCED = [(1, 2), (0, 2), (1, 1), (2, 0), (2, 3)]
@@ -313,8 +312,8 @@ def test_rows_without_keys() -> None:
     chosen = torch.full((1, 2, 900, 3), -1, dtype=torch.int32)
     chosen[:, 0, 100:, 1] = 1
     chosen[:, 0, :64, 2] = 2
-    make(900, 4, indices=chosen).check()
-    make(300, indices=torch.full((1, 2, 300, 3), -1, dtype=torch.int32)).check()
+    make(900, 4, indices=chosen).check_both()
+    make(300, indices=torch.full((1, 2, 300, 3), -1, dtype=torch.int32)).check_both()
 
 
 @CUDA
@@ -375,16 +374,6 @@ def test_dq_with_the_window(
 
 
 @CUDA
-def test_bitwise_repeatable() -> None:
-    inputs = make(2000, 16, 2, 128, batch=2, count=16)
-    lse, delta = inputs.statistics()
-    first = *inputs.forward(), *inputs.backward(lse, delta)
-    for _ in range(3):
-        for got, expected in zip((*inputs.forward(), *inputs.backward(lse, delta)), first, strict=True):
-            assert torch.equal(got, expected)
-
-
-@CUDA
 @pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
 @pytest.mark.parametrize("token", [0, 63, 64, 500, 998])
 def test_future_changes_nothing(token: int, forced: tuple[int, int]) -> None:
@@ -400,51 +389,15 @@ def test_future_changes_nothing(token: int, forced: tuple[int, int]) -> None:
 
 
 @CUDA
-def test_slices_amid_nan() -> None:
-    """Inputs are parts of larger tensors whose other elements are NaN."""
-    inputs = make(777, 4, 2, 128, batch=2)
-    lse, delta = inputs.statistics()
-    expected = *inputs.forward(), *inputs.backward(lse, delta)
-
-    def amid_nan(x: Tensor, dims: tuple[int, int]) -> Tensor:
-        shape = [size + 3 * (dim in dims) for dim, size in enumerate(x.shape)]
-        around = torch.full(shape, math.nan, dtype=x.dtype, device=x.device)
-        inside = tuple(slice(1 if dim in dims else 0, size + (dim in dims)) for dim, size in enumerate(x.shape))
-        around[inside] = x
-        return around[inside]
-
-    moved = replace(inputs, **{name: amid_nan(getattr(inputs, name), (1, 2)) for name in ("q", "k", "v", "do")})
-    got = *moved.forward(), *moved.backward(amid_nan(lse, (1, 2)), amid_nan(delta, (1, 2)))
-    for mine, theirs in zip(got, expected, strict=True):
-        assert torch.equal(mine, theirs)
-
-
-@CUDA
 @pytest.mark.parametrize("group", [1, 3, 16, 64])
 def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs other than Hopper's."""
-    for module in ("kv_outer", "kv_outer_backward", "forced"):
+    for module in ("kv_outer", "kv_outer_backward", "forced", "query_outer"):
         monkeypatch.setattr(f"cute_kernels.attend.{module}.has_warpgroups", lambda _: False)
-    make(517, group, 2, 128, count=5).check()
-    make([300, 1, 216], group, 1, 64, 128, count=5, size=128).check()
+    make(517, group, 2, 128, count=5).check_both()
+    make([300, 1, 216], group, 1, 64, 128, count=5, size=128).check_both()
     make([300, 1, 216], group, 1, 128, count=5, forced=(1, 2)).check()
     make(517, group, 2, 128, count=14, forced=(1, 2)).check_gated("projected")
-
-
-@CUDA
-@pytest.mark.parametrize("chunk_bytes", [1, 1 << 30], ids=["many chunks", "one chunk"])
-def test_graph(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_chunks(monkeypatch, 256, chunk_bytes, 1000)
-    inputs = make(1000, 16, 2, 128)
-    lse, delta = inputs.statistics()
-    expected = *inputs.forward(), *inputs.backward(lse, delta)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = *inputs.forward(), *inputs.backward(lse, delta)
-    graph.replay()
-    for mine, theirs in zip(got, expected, strict=True):
-        assert torch.equal(mine, theirs)
 
 
 # ---------------------------------------------------------------- refusals

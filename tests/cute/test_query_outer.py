@@ -1,4 +1,4 @@
-"""Query-outer attention of each token to its own blocks, against fp64; on a CPU: test_kv_outer_ptx.py."""
+"""Query-outer attention's own; against fp64, together with KV-outer attention: test_kv_outer.py, test_kv_outer_ptx.py."""
 
 from __future__ import annotations
 
@@ -8,61 +8,9 @@ import pytest
 import torch
 
 from cute_kernels.plan import per_token
-from tests.support.kv_outer_cases import BF16, FP16, make, random_indices
+from tests.support.kv_outer_cases import BF16, make, random_indices
 
 CUDA = pytest.mark.cuda
-
-
-@CUDA
-@pytest.mark.parametrize("tokens", [1, 2, 15, 63, 64, 65, 200, 1000, 4096])
-def test_sizes(tokens: int) -> None:
-    make(tokens, count=8).check_forward(query_outer=True)
-
-
-@CUDA
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (128, 128), (128, 64), (64, 128)])
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 16, 64, 128])
-def test_groups(group: int, dim: int, v_dim: int, dtype: torch.dtype) -> None:
-    batch = 1 if group >= 64 else 2
-    make(517, group, 2, dim, v_dim, dtype=dtype, batch=batch, count=5).check_forward(query_outer=True)
-
-
-@CUDA
-@pytest.mark.parametrize("group", [1, 3, 16, 64])
-def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs other than Hopper's."""
-    monkeypatch.setattr("cute_kernels.attend.query_outer.has_warpgroups", lambda _: False)
-    make(517, group, 2, 128, count=5).check_forward(query_outer=True)
-    make([300, 1, 216], group, 1, 64, 128, count=5, size=128).check_forward(query_outer=True)
-
-
-@CUDA
-@pytest.mark.parametrize("count", [1, 3, 16, 17, 40])
-def test_slots(count: int) -> None:
-    make(1500, 2, count=count).check_forward(query_outer=True)
-
-
-@CUDA
-@pytest.mark.parametrize("size", [64, 128, 192, 256])
-def test_blocks(size: int) -> None:
-    make(1100, 4, 2, 128, size=size).check_forward(query_outer=True)
-    make([500, 77, 300], 4, 2, 128, size=size).check_forward(query_outer=True)
-
-
-@CUDA
-def test_documents() -> None:
-    make([700, 0, 1, 129, 64, 333], 16, 2, 128, behind=9).check_forward(query_outer=True)
-    make([64] * 9, 4, behind=0).check_forward(query_outer=True)
-
-
-@CUDA
-def test_rows_without_keys() -> None:
-    chosen = torch.full((1, 2, 900, 3), -1, dtype=torch.int32)
-    chosen[:, 0, 100:, 1] = 1
-    chosen[:, 0, :64, 2] = 2
-    make(900, 4, indices=chosen).check_forward(query_outer=True)
-    make(300, indices=torch.full((1, 2, 300, 3), -1, dtype=torch.int32)).check_forward(query_outer=True)
 
 
 @CUDA

@@ -1,4 +1,4 @@
-"""The split backward of the selected branch (attend/selected_backward.py) against fp64, and its worklist."""
+"""The split backward of the selected branch (attend/selected_backward.py) against fp64."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ptx import Order, Schedule
@@ -58,15 +56,6 @@ def tiles_of_blocks(indices: Tensor, blocks: int) -> Tensor:
     return chosen.scatter_(3, indices.long().where(indices >= 0, blocks), True)[..., :blocks]
 
 
-def model_bits(indices: Tensor, blocks: int) -> Tensor:
-    """What kv_to_query.tile_bits returns."""
-    chosen = tiles_of_blocks(indices, blocks).transpose(2, 3)
-    words = max(2, -(-chosen.shape[3] // 32))
-    chosen = torch.nn.functional.pad(chosen, [0, words * 32 - chosen.shape[3]]).unflatten(3, (words, 32))
-    packed = (chosen.long() << torch.arange(32, device=indices.device)).sum(-1)
-    return torch.where(packed < 1 << 31, packed, packed - (1 << 32)).int()
-
-
 @dataclass(frozen=True)
 class Inputs:
     """What attention's backward takes."""
@@ -87,6 +76,7 @@ class Inputs:
 
     def run(self, into: tuple[Tensor, Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
         from cute_kernels.attend.selected_backward import selected_backward
+        from cute_kernels.lists.kv_to_query import tile_bits
         from cute_kernels.lists.query_to_kv import Keys, chosen_lists
         from cute_kernels.mma.wgmma import TILE
 
@@ -104,7 +94,7 @@ class Inputs:
             rows_to=rows,
             entries=self.length > 1,
         )
-        bits = model_bits(self.indices, -(-num_keys // self.size))
+        bits = tile_bits(self.indices, size=self.size, num_keys=num_keys, entries=self.length > 1)
         tensors = self.q, self.k, self.v, self.do, self.branch.lse, self.branch.delta
         into = into or (torch.empty_like(self.q), torch.empty_like(self.k), torch.empty_like(self.v))
         selected_backward(*tensors, lists, bits, size=self.size, keys=keys, scale=self.scale, into=into)
@@ -220,7 +210,7 @@ INTERPRETED: dict[str, dict[str, Any]] = {
     "tokens, blocks of 128": {"size": 128},
     "entries": {"size": 64, "length": 4, "stride": 2},
     "entries, blocks of 128": {"size": 128, "length": 7, "stride": 3},
-    "split blocks": {"size": 128, "length": 2, "stride": 1, "count": 1, "heads": 4},
+    "split blocks": {"size": 128, "length": 2, "stride": 1, "count": 1, "heads": 4, "shared": True},
 }
 
 
@@ -232,10 +222,10 @@ INTERPRETED: dict[str, dict[str, Any]] = {
 def test_interpreted(late: bool, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 128 rows, blocks that need a mask and such that need none, a last block that is cut; no races."""
     from cute_kernels.attend import selected_backward
-    from cute_kernels.lists import query_to_kv, selected_worklist
+    from cute_kernels.lists import kv_to_query, query_to_kv, selected_worklist
 
     monkeypatch.setattr(selected_backward, "MIN_QUERY_TILES", 2)
-    modules = selected_backward, query_to_kv, selected_worklist
+    modules = selected_backward, kv_to_query, query_to_kv, selected_worklist
     interpret_kernels(monkeypatch, modules, schedule=Schedule(late=late, observer=Order))
     how = {"heads": 2, "count": 2, **INTERPRETED[case]}
     make(300, kv_heads=1, dim=64, tile=128, device="cpu", **how).check()
@@ -295,17 +285,6 @@ def test_sink_is_split(size: int, shared: bool, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.cuda
 @ATOMIC_FREE
 @NOISY
-def test_bitwise_repeatable() -> None:
-    inputs = make(2000, 8, 2, batch=2)
-    first = inputs.run()
-    for _ in range(3):
-        for x, again in zip(first, inputs.run(), strict=True):
-            assert torch.equal(x, again)
-
-
-@pytest.mark.cuda
-@ATOMIC_FREE
-@NOISY
 def test_slices_of_heads_amid_nan() -> None:
     """Inputs and outputs are parts of larger tensors whose other elements are NaN, and stay untouched."""
     inputs = make(777, 8, 2, batch=2)
@@ -330,98 +309,7 @@ def test_slices_of_heads_amid_nan() -> None:
         assert int(around.isnan().sum()) == around.numel() - mine.numel()
 
 
-@pytest.mark.cuda
-@ATOMIC_FREE
-@NOISY
-def test_graph() -> None:
-    inputs = make(1000)
-    inputs.run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = inputs.run()
-    other = make(1000, indices=inputs.indices.flip(1).cpu())
-    inputs.indices.copy_(other.indices)
-    inputs.branch.lse.copy_(other.branch.lse)
-    inputs.branch.delta.copy_(other.branch.delta)
-    graph.replay()
-    for x, expected in zip(got, other.run(), strict=True):
-        assert torch.equal(x, expected)
-
-
 # ---------------------------------------------------------------- worklist
-
-
-@dataclass(frozen=True)
-class Worklist:
-    """What CountQueryTiles, the cumulative sum and ListQueryTiles make, without what lies behind the ends."""
-
-    counts: Tensor
-    cum_counts: Tensor
-    query_tiles: list[int]
-    work_tiles: list[tuple[int, int, int]]
-
-
-def model_worklist(bits: Tensor, heads: int, kv_heads: int, tiles: int, length: int) -> Worklist:
-    """The same, a loop for each block."""
-    batch, select_heads, blocks, _ = bits.shape
-    chosen = ((bits.long()[..., None] >> torch.arange(32)) & 1).flatten(3)
-    group, shared = heads // kv_heads, heads // select_heads
-    counts: list[tuple[int, int, int]] = []
-    query_tiles: list[int] = []
-    split: list[tuple[int, int, int]] = []
-    whole: list[tuple[int, int, int]] = []
-    for item in range(blocks * batch * kv_heads):
-        block, b, h = item // kv_heads // batch, item // kv_heads % batch, item % kv_heads
-        of_block = [
-            (i * shared + j) * tiles + tile
-            for i in range(group // shared)
-            for tile in chosen[b, h * (group // shared) + i, block].nonzero().flatten().tolist()
-            for j in range(shared)
-        ]
-        splits = len(of_block) // length
-        counts.append((len(of_block), splits if splits > 1 else 0, int(splits < 2)))
-        splits = max(splits, 1)
-        lengths = [len(of_block) // splits + (i < len(of_block) % splits) for i in range(splits)]
-        for i, n in enumerate(lengths):
-            (split if splits > 1 else whole).append((item, len(query_tiles) + sum(lengths[:i]), n))
-        query_tiles += of_block
-    table = torch.tensor(counts, dtype=torch.int32).T.contiguous()
-    return Worklist(table, table.cumsum(1, dtype=torch.int32), query_tiles, split + whole)
-
-
-@given(
-    tokens=st.integers(1, 5000),
-    kv_heads=st.integers(1, 2),
-    group=st.integers(1, 4),
-    shared=st.booleans(),
-    length=st.integers(1, 9),
-    count=st.integers(1, 6),
-)
-def test_model_of_worklist(tokens: int, kv_heads: int, group: int, shared: bool, length: int, count: int) -> None:
-    """Each selection is listed once; work tiles follow one another; those of split blocks have at least `length`."""
-    tiles, blocks, heads = -(-tokens // 256), -(-tokens // 64), group * kv_heads
-    select_heads = kv_heads if shared else heads
-    indices = random_indices((2, select_heads), tiles, blocks, count, tile=256, size=64, causal=True)
-    indices[..., 0] = 0
-    chosen = tiles_of_blocks(indices, blocks).repeat_interleave(heads // select_heads, 1)
-    made = model_worklist(model_bits(indices, blocks), heads, kv_heads, tiles, length)
-    assert len(made.query_tiles) == int(chosen.sum())
-    covered = 0
-    for item, first, n in sorted(made.work_tiles, key=lambda work_tile: work_tile[1:]):
-        assert first == covered or n == 0
-        covered += n
-        block, b, h = item // kv_heads // 2, item // kv_heads % 2, item % kv_heads
-        for query_tile in made.query_tiles[first : first + n]:
-            head, tile = h * group + query_tile // tiles, query_tile % tiles
-            assert chosen[b, head, tile, block]
-            chosen[b, head, tile, block] = False
-    assert not chosen.any(), "a selection that is not listed"
-    split = int(made.cum_counts[1, -1])
-    assert split + int(made.cum_counts[2, -1]) == len(made.work_tiles)
-    assert all(length <= n < 2 * length for _, _, n in made.work_tiles[:split])
-    assert all(n < 2 * length for _, _, n in made.work_tiles)
-    assert split <= len(made.query_tiles) // length
 
 
 @pytest.mark.cuda_extra
@@ -439,36 +327,3 @@ def test_memory_is_bounded(tokens: int, dim: int) -> None:
     assert sizes.tiles == blocks + sizes.split_tiles
     lists = 4 * (6 * blocks + sizes.rows + 3 * sizes.tiles)
     assert sizes.split_tiles * partial_bytes + lists <= (600 << 20 if tokens <= 1 << 22 else 1 << 30)
-
-
-@pytest.mark.cuda
-@ATOMIC_FREE
-@NOISY
-@pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
-@pytest.mark.parametrize(("tokens", "length"), [(100, 1), (5000, 2), (20000, 3), (20000, 32)])
-def test_worklist(tokens: int, length: int, shared: bool) -> None:
-    from cute_kernels.lists.kv_to_query import tile_bits
-    from cute_kernels.lists.selected_worklist import _count, _list
-
-    heads, kv_heads, tiles, blocks = 6, 2, -(-tokens // 256), -(-tokens // 64)
-    indices = random_indices((2, kv_heads if shared else heads), tiles, blocks, 5, tile=256, size=64, causal=True)
-    indices[..., 0] = 0
-    bits = tile_bits(indices.cuda(), size=64, num_keys=tokens, entries=False)
-    assert torch.equal(bits.cpu(), model_bits(indices, blocks))
-    expected = model_worklist(bits.cpu(), heads, kv_heads, tiles, length)
-
-    def table(*shape: int) -> Tensor:
-        return torch.full(shape, -7, dtype=torch.int32, device="cuda")
-
-    counts, query_tiles = table(3, blocks * 2 * kv_heads), table(2 * heads * tiles * 5)
-    work_tiles = table(3, counts.shape[1] + query_tiles.shape[0] // length)
-    _count().run(bits, counts, kv_heads, heads // kv_heads, length)
-    cum_counts = counts.cumsum(1, dtype=torch.int32)
-    _list().run(bits, counts, cum_counts, query_tiles, work_tiles, kv_heads, heads // kv_heads, tiles)
-    assert torch.equal(counts.cpu(), expected.counts)
-    assert torch.equal(cum_counts.cpu(), expected.cum_counts)
-    assert query_tiles.tolist()[: len(expected.query_tiles)] == expected.query_tiles
-    assert bool((query_tiles[len(expected.query_tiles) :] == -7).all())
-    used = len(expected.work_tiles)
-    assert [tuple(work_tile) for work_tile in work_tiles[:, :used].T.tolist()] == expected.work_tiles
-    assert bool((work_tiles[:, used:] == -7).all())

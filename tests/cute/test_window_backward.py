@@ -151,30 +151,6 @@ def test_rows_without_statistics(local: tuple[int, int] | None) -> None:
     assert not dq[:, 150:300].any()
 
 
-@pytest.mark.cuda
-@ATOMIC_FREE
-@LOCAL
-def test_bits_are_the_same_each_time(local: tuple[int, int] | None) -> None:
-    inputs = make(3000, 16, 1, local=local)
-    first = inputs.run()
-    for _ in range(3):
-        for one, other in zip(first, inputs.run(), strict=True):
-            assert torch.equal(one, other)
-
-
-@pytest.mark.cuda
-@ATOMIC_FREE
-def test_strides() -> None:
-    """Heads and tokens need not follow each other."""
-    inputs = make(300, local=(64, 2))
-    apart = {
-        name: torch.cat([x, x.new_full(x.shape, math.nan)], 2)[:, :, : x.shape[2]]
-        for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("do", inputs.do))
-    }
-    for one, other in zip(inputs.run(), replace(inputs, **apart).run(), strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.cuda_extra
 @pytest.mark.parametrize("local", [(32, 2), (64, 0), (64, 9), (256, 3)], ids=str)
 def test_local_blocks_must_lie_in_the_window(local: tuple[int, int]) -> None:

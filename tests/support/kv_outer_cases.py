@@ -272,6 +272,11 @@ class Inputs:
         assert_within_budget(o[there], oracle[there], naive[there], "o")
         assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=SUM_ERROR)
 
+    def check_both(self) -> None:
+        """Forward and backward by work tiles of blocks, and the forward that goes from token to token."""
+        self.check()
+        self.check_forward(query_outer=True)
+
     def check(self) -> None:
         self.check_forward()
         branches = [Branch(self._visible_to_heads(), *self.statistics())]
