@@ -1,4 +1,4 @@
-"""Query-outer attention's own; against fp64, together with KV-outer attention: test_kv_outer.py, test_kv_outer_ptx.py."""
+"""What query-outer attention alone does; against fp64 it is checked in test_kv_outer.py and test_kv_outer_ptx.py."""
 
 from __future__ import annotations
 
