@@ -85,7 +85,7 @@ def test_tiles_that_see_entries(compression: tuple[int, int], rows: tuple[int, i
 
 def chosen_blocks(tiles: int, blocks: int, count: int) -> Tensor:
     generator = torch.Generator().manual_seed(blocks)
-    order = torch.rand(1, 2, tiles, blocks, generator=generator).argsort(-1)[..., :count].sort(-1).values.int()
+    order = torch.rand(1, 1, tiles, blocks, generator=generator).argsort(-1)[..., :count].sort(-1).values.int()
     return torch.nn.functional.pad(order, [0, count - order.shape[-1]], value=-1)
 
 
@@ -119,7 +119,7 @@ def test_tiles_that_chose_blocks(size: int, rows: tuple[int, int], sees: tuple[i
         ends = blocks.start * WIDTH * keys.stride + length - 1
         first_tile = max(0, ends - first_row) // ROWS if causal else 0
         where = {"blocks": blocks, "first_tile": first_tile}
-        got = kv_to_query.transposed_lists(bits, 4, keys, width=WIDTH, first_row=first_row, **sizes, **where)
+        got = kv_to_query.transposed_lists(bits, 2, keys, width=WIDTH, first_row=first_row, **sizes, **where)
         assert (got.bits is None) == (size % WIDTH == 0)
         positions = range(first_row, first_row + num_rows)
         assert_lists(got, wanted, keys=keys, width=WIDTH, num_keys=num_keys, positions=positions, **where)

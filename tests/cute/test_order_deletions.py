@@ -39,7 +39,7 @@ def noticed_of(deletions: list[Deletion]) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("make_call", "most"),
-    [(forward, 8), (backward, 4), *cases.rest((forward, ALL), (backward, ALL), (paired_backward, ALL))],
+    [(forward, 4), (backward, 2), *cases.rest((forward, ALL), (backward, ALL), (paired_backward, ALL))],
 )
 def test_deletions_from_fa4_are_noticed(make_call: Callable[[], Callable[[], object]], most: int) -> None:
     case, base = fa4_case(make_call), Effects()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.ptx import Order, Schedule
+from tests.support import cases
 from tests.support.attention_gradients import Branch, check_gradients, gated_branch, normal_inputs
 from tests.support.hardware import ATOMIC_FREE
 from tests.support.interpreted_kernels import interpret_kernels
@@ -214,11 +215,13 @@ INTERPRETED: dict[str, dict[str, Any]] = {
 }
 
 
+HERE = [*((True, case) for case in INTERPRETED), (False, "tokens")]
+
+
 @NOISY
 @pytest.mark.interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("case", INTERPRETED)
-@pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
+@pytest.mark.parametrize(("late", "case"), cases.some(HERE, [True, False], INTERPRETED))
 def test_interpreted(late: bool, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 128 rows, blocks that need a mask and such that need none, a last block that is cut; no races."""
     from cute_kernels.attend import selected_backward

@@ -76,7 +76,7 @@ class TestInterpreted:
     )
     def test_gates(self, gates: str) -> None:
         """Some of the rows of a step are behind the last token, and before the first query."""
-        Case(141, first=69, batch=2).check_gated(gates, "cpu")
+        Case(141, first=69).check_gated(gates, "cpu")
 
     @pytest.mark.parametrize("interpreted", ["late, races"], indirect=True)
     def test_barriers_put_shared_memory_in_order(self) -> None:
