@@ -158,6 +158,8 @@ CONTINUED = {
     "token": replace(PAPER, window_size=70),
     "token, no window": replace(PAPER, window_size=0, num_init_blocks=0, num_local_blocks=0),
 }
+NOT_CAUSAL = {"not causal": replace(TILES, causal=False)}
+"""From the first query on alone."""
 RULES = {"sm_90": fa4_rules.RULES[9], "sm_100": fa4_rules.RULES[10]}
 
 
@@ -177,19 +179,22 @@ def continued(tokens: int, first: int, config: NSAConfig, *, gates: str) -> NSAI
 
 @pytest.mark.parametrize(
     ("arch", "name", "at", "cut", "gates"),
-    cases.product(
-        RULES,
-        CONTINUED,
-        [(0, 540), (300, 600), (304, 310), (512, 512)],
-        [False, True],
-        ["third", "given", "projected"],
-        cover=2,
-    ),
+    [
+        *cases.product(
+            RULES,
+            CONTINUED,
+            [(0, 540), (300, 600), (304, 310), (512, 512)],
+            [False, True],
+            ["third", "given", "projected"],
+            cover=2,
+        ),
+        ("sm_90", "not causal", (0, 540), True, "third"),
+    ],
 )
 def test_last_queries(
     arch: str, name: str, at: tuple[int, int], cut: bool, gates: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, (first, tokens) = CONTINUED[name], at
+    config, (first, tokens) = {**CONTINUED, **NOT_CAUSAL}[name], at
     twins.install_forward(monkeypatch, RULES[arch], config)
     if cut:
         monkeypatch.setattr(call, "CHUNK_BYTES", 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -20,7 +19,6 @@ from tests.support.causality import BRANCHES, LSES, assert_causal
 from tests.support.cute_cases import SLACK, SOME, block_scores, gate_weight, gradients, like, on_gpu
 from tests.support.hardware import DETERMINISTIC
 from tests.support.helpers import error_budget, make_qkv
-from tests.support.long_sequences import BLOCK, DIM, HEADS, KV_HEADS, TILE, normal, tile_in_fp64
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 
@@ -239,65 +237,6 @@ def test_nothing_depends_on_later_tokens(config: NSAConfig, strategy: str) -> No
     assert_causal(run, (q[:, 512:], k, v), config, [512, 513, 639, 640, 767, 768, 1000, 1279, 1299])
     if config.token_mode:
         assert_causal(run, (q[:, 777:], k, v), config, [777, 778, 832, 1000, 1299])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "config", [NSAConfig(), NSAConfig(q_tile_size=1, num_init_blocks=1, num_local_blocks=2)], ids=["tile", "token"]
-)
-def test_more_than_two_billion_elements_of_keys(config: NSAConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk at the end of them, against fp64, with its shares of dk and dv; in 120 GiB, for fp32 sums of both."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    tokens, rows = (1 << 31) // (KV_HEADS * DIM) + 4 * TILE, 2 * TILE
-    start, generator = tokens - rows, torch.Generator("cuda").manual_seed(0)
-    assert torch.cuda.mem_get_info()[1] >= 120 << 30, "needs a GPU with 120 GiB"
-    q = normal(generator, rows, HEADS)
-    k, v = (normal(generator, tokens, KV_HEADS) for _ in range(2))
-    assert k[:, :start].numel() > 2**31
-    weight = normal(generator, HEADS, 3)[0] / math.sqrt(DIM)
-    inputs = NSAInputs(q, k, v, gate_proj_weight=weight)
-    out, aux = call(nsa_forward_aux, inputs, config)
-    assert torch.equal(call(nsa_forward, inputs, config), out)
-    group = HEADS // KV_HEADS
-    head, size = HEADS - 1, 1 if config.token_mode else TILE
-    for row in (0, rows - size):
-        blocks = aux.indices[0, head // (group if config.token_mode else 1), row // size].long()
-        keys = (x[0, :, head // group] for x in (k, v, aux.k_cmp, aux.v_cmp))
-        expected = tile_in_fp64(
-            q[0, row : row + size, head], *keys, weight[head], start=start + row, blocks=blocks, cmp_blocks=None
-        )
-        got = out[0, row : row + size, head].double()
-        assert (got - expected).abs().max() <= 4 * 2**-8 * expected.abs().max(), f"row {row}"
-    # Gradients: of one block of rows, the last one, whose window and entries lie behind 2^31 elements
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    do = torch.zeros_like(out)
-    do[:, rows - size :, head].normal_()
-    out = nsa(*leaves, gate_proj_weight=weight, config=config, backend="cute")
-    dq, dk, dv = torch.autograd.grad(out, leaves, do)
-    assert not dq[:, : rows - size].any()
-    last = slice(tokens - 600, tokens)
-    exact_v = v[0, :, head // group].detach().double().requires_grad_()
-    entries = aux.v_cmp[0, :, head // group].double().requires_grad_()
-    blocks = aux.indices[0, head // (group if config.token_mode else 1), -1].long()
-    expected = tile_in_fp64(
-        q[0, rows - size :, head].detach(),
-        k[0, :, head // group].detach(),
-        exact_v,
-        aux.k_cmp[0, :, head // group],
-        entries,
-        weight[head],
-        start=tokens - size,
-        blocks=blocks,
-        cmp_blocks=None,
-    )
-    expected.backward(do[0, rows - size :, head].double())
-    assert exact_v.grad is not None
-    assert entries.grad is not None
-    exact_v.grad[: len(entries) * BLOCK].unflatten(0, (-1, BLOCK)).add_(entries.grad[:, None] / BLOCK)
-    error = (dv[0, last, head // group].double() - exact_v.grad[last]).abs().max()
-    assert error <= 4 * 2**-8 * exact_v.grad[last].abs().max()
-    assert dk[0, last, head // group].any()
-    assert not dk[0, :, 0].any(), "of another head"
 
 
 # Neighborhood attention

@@ -252,13 +252,6 @@ def test_a_wait_takes_what_all_arrivals_hand_on() -> None:
     assert run(*steps[:3], None, *steps[4:]) == only(RACE, 1, 5)  # the phase before the first
 
 
-def test_a_copy_has_written_when_its_phase_is_over() -> None:
-    steps = [begins(FULL), arrives_at(0, FULL), loads(0), completes(FULL), waits(1, FULL), reads(1)]
-    assert not run(*steps)
-    assert run(*steps[:4], None, steps[5]) == only(RACE, 2, 5)
-    assert run(*steps[:4], None, meets, reads(0)) == only(RACE, 2, 6)  # not even for who started it
-
-
 def test_copies_of_one_phase_are_in_no_order() -> None:
     assert run(begins(FULL), loads(0), loads(0)) == only(RACE, 1, 2)
 
@@ -392,18 +385,6 @@ def test_shared_memory_is_written_after_bulk_stores_have_read_it() -> None:
 # Warpgroups
 
 
-def test_shared_memory_is_written_after_wgmma_has_read_it() -> None:
-    def multiplies_here(of: Clocks) -> None:
-        of.multiply(0, [0], HERE)
-        of.commit_products(0)
-
-    def waits_for(of: Clocks) -> None:
-        of.wait_products(0, [0], 0)
-
-    assert not run(multiplies_here, waits_for, meets, writes(1))
-    assert run(multiplies_here, None, meets, writes(1)) == only(RACE, 0, 3)
-
-
 def test_wgmma_reads_behind_what_all_its_warps_know() -> None:
     def some(*warps: int) -> Step:
         def step(of: Clocks) -> None:
@@ -417,21 +398,6 @@ def test_wgmma_reads_behind_what_all_its_warps_know() -> None:
 
     assert not run(writes(0), fences(0), some(1, 2), multiplies_here, warps=3)
     assert run(writes(0), fences(0), some(1), multiplies_here, warps=3) == only(RACE, 0, 3)
-
-
-def test_registers_of_wgmma_need_a_fence() -> None:
-    def uses(of: Clocks) -> None:
-        of.use(0, ["%r1"])
-
-    def fence(of: Clocks) -> None:
-        of.fence_registers(0)
-
-    def multiplies_registers(of: Clocks) -> None:
-        of.multiply_registers(0, ["%r0", "%r1"])
-
-    assert not run(uses, fence, multiplies_registers, multiplies_registers)
-    assert run(fence, uses, None, multiplies_registers) == only(REGISTER_FENCE, 1, 3)
-    assert run(uses, None, multiplies_registers) == only(REGISTER_FENCE, 2, 2)
 
 
 # Tensor memory
@@ -467,12 +433,6 @@ def stores_tmem(warp: int) -> Step:
 
 def waits_for_stores(of: Clocks) -> None:
     of.wait_stores(0)
-
-
-def test_what_is_stored_in_tmem_needs_a_wait() -> None:
-    for next_access in (multiplies(1, "TMEM"), lambda of: of.load_tmem(0, HERE), stores_tmem(0), stores_tmem(1)):
-        assert not run(stores_tmem(0), waits_for_stores, meets, next_access)
-        assert run(stores_tmem(0), None, meets, next_access) == only(RACE, 0, 3)
 
 
 def waits_for_loads(of: Clocks) -> None:
@@ -515,12 +475,6 @@ RELAXED: dict[str, Step] = {
     "after": lambda of: of.fence_tmem_after(1),
     "loads": lambda of: of.load_tmem(1, HERE),
 }
-
-
-@pytest.mark.parametrize("left_out", ["", "waits for them", "before", "waits", "after"])
-def test_relaxed_barriers_need_fences_of_tmem(left_out: str) -> None:
-    steps = [begins(FULL), *(None if name == left_out else step for name, step in RELAXED.items())]
-    assert run(*steps) == (only(RACE, 1, 8) if left_out else [])
 
 
 def test_relaxed_barriers_do_not_order_shared_memory() -> None:

@@ -199,20 +199,11 @@ def chosen_lists(
 
 
 def prefix_lists(
-    batch: int,
-    heads: int,
-    keys: Keys,
-    *,
-    width: int,
-    rows: int,
-    num_keys: int,
-    rows_from: int,
-    rows_to: int,
-    **_: Any,
+    batch: int, heads: int, keys: Keys, *, num_keys: int, rows_from: int, rows_to: int, **sizes: Any
 ) -> Pairs:
     row = torch.arange(rows_from, rows_to)
     every = torch.ones((batch, heads, len(row), num_keys), dtype=torch.bool)
-    return Pairs(every, seen_by(row, num_keys, keys), rows, width)
+    return Pairs(every, seen_by(row, num_keys, keys), sizes["rows"], sizes["width"])
 
 
 def tile_bits(
@@ -254,20 +245,19 @@ def transposed_prefix_lists(
     heads: int,
     keys: Keys,
     *,
-    width: int,
-    rows: int,
     num_keys: int,
     num_rows: int,
-    device: torch.device,
     first_row: int,
     documents: Documents | None,
+    **sizes: Any,
 ) -> Pairs:
     if documents is None:
-        every = torch.ones((batch, heads, num_rows, num_keys), dtype=torch.bool)
-        return Pairs(every, seen_by(first_row + torch.arange(num_rows), num_keys, keys), rows, width)
+        return prefix_lists(
+            batch, heads, keys, num_keys=num_keys, rows_from=first_row, rows_to=first_row + num_rows, **sizes
+        )
     of_key = torch.searchsorted(documents.bounds[ENTRY, :-1].contiguous(), torch.arange(num_keys), right=True) - 1
     of_row = documents.tiles[DOCUMENT].repeat_interleave(documents.tile)
-    return Pairs((of_row[:, None] == of_key).expand(batch, heads, -1, -1), None, rows, width)
+    return Pairs((of_row[:, None] == of_key).expand(batch, heads, -1, -1), None, sizes["rows"], sizes["width"])
 
 
 # Selection
@@ -278,21 +268,13 @@ def tile_means(q: Tensor, tile: int, documents: None) -> Tensor:
 
 
 def tile_topk(
-    config: NSAConfig,
-    means: Tensor,
-    k_cmp: Tensor,
-    blocks: Blocks,
-    *,
-    keys: Keys,
-    tile: int,
-    tokens: int,
-    start: int,
-    documents: None,
+    config: NSAConfig, means: Tensor, k_cmp: Tensor, blocks: Blocks, *, tile: int, tokens: int, start: int, **_: Any
 ) -> Tensor:
     tiles = start // tile + torch.arange(means.shape[1])
     rows = tiles[:, None] * tile + torch.arange(tile)
     logits = means.transpose(1, 2) @ k_cmp.repeat_interleave(means.shape[2] // k_cmp.shape[2], 2).permute(0, 2, 3, 1)
     scored = reference.block_end(torch.arange(k_cmp.shape[1]), config) <= reference._last_token(rows, tokens)[:, None]
+    scored |= not config.causal
     scores = logits * config.scale(means.shape[-1])
     if blocks.length != config.compress_block_size:  # of entries, not of tokens
         found = reference.select_cmp_blocks(scores, scored, rows, blocks.count, config)
@@ -324,7 +306,7 @@ def compressed(
     first_row: int,
     scale: float,
     lse: bool,
-    shifts: None,
+    **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
     seen = sees(first_row + torch.arange(q.shape[1]), k.shape[1], length, stride)
     o, sums = attend(q, k, v, seen if lists is None else lists.among(seen), scale)
