@@ -169,38 +169,6 @@ def test_log_is_compared_with_an_earlier_one(
     assert changed.split()[:3] == ["sm_90a", "Kernel", "b"]
 
 
-def test_some_kernels_take_the_place_of_theirs_in_a_log(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    def run(cases: dict[str, str], *options: str) -> int:
-        """Args: `cases`: kernels and their variants."""
-        made = [
-            case(variant, cubin=b"-arch sm_90a " + variant.encode())._replace(kernel=kernel)
-            for kernel, variants in cases.items()
-            for variant in variants
-        ]
-        monkeypatch.setattr(tool, "compile_for", lambda arch, *_: [tool.try_case(arch, each) for each in made])
-        return tool.main(["--arch", "sm_90a", "--log", str(tmp_path / "log"), *options])
-
-    def logged() -> tuple[list[str], str]:
-        text = (tmp_path / "log").read_text(encoding="utf-8")
-        return [f"{result.kernel} {result.variant}" for result in tool.results_of(text)], text
-
-    assert run({"First": "ab", "Second": "ab", "Third": "a"}) == 0
-    assert run({"Second": "bcd", "New": "a"}, "--kernels", "Second,New") == 0
-    rows, text = logged()
-    assert rows == ["First a", "First b", "Second b", "Second c", "Second d", "Third a", "New a"]
-    assert text.count("\nsm_90a: 7 of 7 compiled, ") == 1
-    for names, matrix, error in (
-        ("Second,Gone", "full", "no kernel is called Gone"),
-        ("Second", "pairwise", "--kernels changes a log without failures, of "),
-    ):
-        with pytest.raises(SystemExit):
-            run({"Second": "z"}, "--kernels", names, "--matrix", matrix)
-        assert error in capsys.readouterr().err
-        assert logged() == (rows, text)
-
-
 def test_broken_process_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool.sys, "executable", shutil.which("false"))
     (result,) = tool.compile_for("sm_90a", "full", None)

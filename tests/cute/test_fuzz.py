@@ -519,14 +519,6 @@ def draw_in_batches(example: Callable[[st.DataObject], None], most: int, seconds
             break
 
 
-@pytest.mark.parametrize(("seconds", "drawn"), [(math.inf, 2 * BATCH + 1), (0, BATCH)])
-def test_batches_end_with_the_examples_or_the_time(seconds: float, drawn: int) -> None:
-    seen = []
-    draw_in_batches(lambda data: seen.append(data.draw(st.lists(st.integers(0, 2**64)))), 2 * BATCH + 1, seconds)
-    assert len(seen) == drawn
-    assert len({tuple(numbers) for numbers in seen}) > drawn // 2
-
-
 @pytest.mark.parametrize("what", EXAMPLES_OF)
 @settings(max_examples=5, derandomize=True)
 @given(data=st.data())

@@ -1,8 +1,7 @@
-"""Attention of each token to its own blocks of keys, on a GPU, against fp64; its worklists, layouts and refusals."""
+"""Attention of each token to its own blocks of keys, on a GPU, against fp64; its worklists and refusals."""
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor
 from cute_kernels.pool.documents import PackedBlocks
 from tests.support import cases
 from tests.support.hardware import ATOMIC_FREE
-from tests.support.helpers import in_threads
 from tests.support.interpreted_kernels import interpret_kernels
 from tests.support.kv_outer_cases import BF16, FP16, GATES, forward_from, make, random_indices, small_chunks
 
@@ -142,79 +140,6 @@ def check_worklist(worklist: Any, indices: Tensor, min_rows: int) -> None:
                 assert query_rows == chosen
                 tokens = [slot_idx // slots for slot_idx in query_rows]
                 assert tokens == sorted(set(tokens))
-
-
-# ---------------------------------------------------------------- layouts that kernels count on
-
-
-def test_quad_transposes_four_pieces() -> None:
-    """The source of quad_vectors, run by four threads that exchange like lanes."""
-    from cute_kernels.mma import mma_sync
-
-    barrier, sent = threading.Barrier(4), [0] * 4
-    pieces = [[(piece, lane) for piece in range(4)] for lane in range(4)]
-    mine = threading.local()
-
-    def exchange(value: Any, offset: int) -> Any:
-        sent[mine.lane] = value
-        barrier.wait()
-        taken = sent[mine.lane ^ offset]
-        barrier.wait()
-        return taken
-
-    class Arch:
-        shuffle_sync_bfly = staticmethod(exchange)
-
-    class Cute:
-        arch = Arch
-
-    source = mma_sync.transpose_quad.__wrapped__
-    code = getattr(source, "_original_code", source.__code__)  # the DSL replaces it when it compiles
-    namespace = {**vars(mma_sync), "cute": Cute, "range_constexpr": range, "const_expr": lambda x: x}
-    plain = type(source)(code, namespace)
-
-    def lane(number: int) -> None:
-        mine.lane = number
-        plain(pieces[number], number)
-
-    in_threads(4, lane)
-    assert pieces == [[(number, other) for other in range(4)] for number in range(4)]
-
-
-@pytest.mark.parametrize("warps", [1, *cases.rest(2)])
-def test_where_numbers_of_accumulators_lie(warps: int) -> None:
-    """numbers() and left_operand() hold what their docstrings say, by CuTe's own layouts of every lane."""
-    import cutlass
-    import cutlass.cute as cute
-
-    from cute_kernels.mma.mma_sync import acc_as_operand_a, acc_mn_view, accumulator, make_warp_mma
-
-    rows, columns = 32 * warps, 64
-    seen: list[tuple[int, ...]] = []
-
-    def record(thread: int) -> None:
-        mma = make_warp_mma(cutlass.BFloat16, warps)
-        acc = accumulator(mma, (rows, columns))
-        of_numbers, of_left = acc_mn_view(acc).layout, acc_as_operand_a(acc, cutlass.BFloat16).layout
-        one, every = mma.get_slice(thread), cute.make_identity_tensor((rows, columns))
-        product, left = one.partition_C(every), one.partition_A(every)
-        for i in range(cute.size(product)):
-            c, r, m, n = i % 2, i // 2 % 2, i // 4 % 2, i // 8
-            at, in_left = of_numbers((c, r, m, n)), of_left(((c, r, n % 2), m, n // 2))
-            seen.append((thread, c, r, m, n, at, in_left, *product[(c, r), m, n], *left[(c, r, n % 2), m, n // 2]))
-
-    @cute.jit
-    def trace() -> None:
-        for thread in cutlass.range_constexpr(32 * warps):
-            record(thread)
-
-    trace()
-    assert len(seen) == rows * columns
-    for thread, c, r, m, n, at, in_left, row, column, left_row, left_column in seen:
-        lane, of_warp = thread % 32, thread // 32
-        assert (row, column) == ((m * warps + of_warp) * 16 + r * 8 + lane // 4, n * 8 + lane % 4 * 2 + c)
-        assert (left_row, left_column) == (row, column)
-        assert at == in_left == c + 2 * r + 4 * m + 8 * n
 
 
 # ---------------------------------------------------------------- kernels

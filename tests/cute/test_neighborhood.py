@@ -34,26 +34,11 @@ class Twin:
     def __init__(self) -> None:
         self.calls: list[tuple[Tensor, ...]] = []
 
-    def window(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        left: int,
-        right: int,
-        scale: float,
-        into: tuple[Tensor, Tensor],
-    ) -> None:
+    def window(self, q: Tensor, k: Tensor, v: Tensor, *, into: tuple[Tensor, Tensor], **options: Any) -> None:
         assert all(map(device.vectorized, (q, k, v, *into)))
         self.calls.append((q, k, v, into[0]))
-        row, key = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1], torch.arange(k.shape[1])
-        group = q.shape[2] // k.shape[2]
-        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-        scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * scale
-        scores = scores.masked_fill((key < row - left) | (key > row + right), -torch.inf)
-        into[0].copy_(torch.einsum("bhmn,bnhd->bmhd", scores.softmax(-1), v))
-        into[1].copy_(scores.logsumexp(-1))
+        for target, x in zip(into, step_twins.window(q, k, v, lse=True, **options), strict=True):
+            target.copy_(x)
 
     def window_backward(self, gradients: fa4.Gradients, **options: Any) -> None:
         assert all(map(device.vectorized, vars(gradients).values()))

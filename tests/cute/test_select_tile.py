@@ -139,20 +139,6 @@ def test_no_blocks_take_no_kernel(parts: int | None) -> None:
     assert not keys
 
 
-def test_expected_blocks_are_those_of_a_loop() -> None:
-    """Overlaps counted token by token."""
-    case = CASES["overlapping entries"]
-    logits = torch.randint(-9, 9, (40,), generator=torch.Generator().manual_seed(1)).double()
-    scores = []
-    for block in range(11):
-        pairs = [(sum(64 * block <= t < 64 * block + 64 for t in range(16 * j, 16 * j + 32)), j) for j in range(40)]
-        weight = sum(n for n, _ in pairs)
-        scores.append(sum(n * float(logits[j]) for n, j in pairs) / weight)
-    own = (256 * 17 - 1) // 64
-    free = sorted((b for b in range(11) if b), key=lambda b: (-scores[b], b))
-    assert case.of_row(logits, 16) == sorted([0, own - 1, own, *free[:2]])
-
-
 @pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.cuda_extra

@@ -284,7 +284,7 @@ def marks_of_sm_90() -> dict[str, pytest.Mark]:
     """Each mark `sm_90` of a test or of one of its parameters, by module, test and number."""
     found = {}
     for path in sorted(TESTS.rglob("test_*.py")):
-        if not re.search(r"tests\.support\.hardware|mark\.sm_90|tests\.support\.fa4_cases", path.read_text("utf-8")):
+        if not re.search(r"tests\.support\.hardware|mark\.sm_90", path.read_text("utf-8")):
             continue
         module = importlib.import_module(".".join(path.relative_to(TESTS.parent).with_suffix("").parts))
         for name, test in vars(module).items():
