@@ -359,25 +359,3 @@ def test_graphs_hold_no_tensors() -> None:
         step(leaves, do)
     assert any(isinstance(graph, graphs.Graph) for graph in graphs._KNOWN.values())
     assert torch.cuda.memory_allocated() == before
-
-
-@CUDA
-@ATOMIC_FREE
-def test_threads_on_a_gpu() -> None:
-    """Each with streams and tensors of its own."""
-    leaves, do = training_step()
-    expected = step(leaves, do)
-    wrong: list[int] = []
-
-    def work(number: int) -> None:
-        mine, my_do = [x.detach().clone().requires_grad_() for x in leaves], do.clone()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(20):
-                got = step(mine, my_do)
-                torch.cuda.current_stream().synchronize()
-                if not all(torch.equal(x, y) for x, y in zip(got, expected, strict=True)):
-                    wrong.append(number)
-
-    in_threads(4, work)
-    assert not wrong
