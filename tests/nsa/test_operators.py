@@ -18,7 +18,7 @@ from nsa import (
     neighborhood_attention,
     nsa,
     nsa_forward,
-    ops,
+    operators,
     top_blocks_by_max,
 )
 from tests.support.helpers import SMALL, make_qkv
@@ -127,7 +127,7 @@ def test_compiles_on_a_gpu(case: str) -> None:
 
 
 def of_nsa(*tensors: Tensor, **extra: Any) -> tuple[Arguments, dict[str, Any]]:
-    return tuple(ops.operator_tensors(*tensors, extra)), ops.operator_keywords({"config": SMALL["seed"]})
+    return tuple(operators.operator_tensors(*tensors, extra)), operators.operator_keywords({"config": SMALL["seed"]})
 
 
 def opchecked() -> dict[str, tuple[str, Arguments, dict[str, Any]]]:
