@@ -14,7 +14,7 @@ from torch import Tensor
 
 import dispatch
 from dispatch.registry import short_name
-from nsa.common.checks import check_dense, check_integer
+from nsa.common.checks import check_integer, check_tensor
 from nsa.common.derivatives import needs_grad
 from nsa.common.operators import ResolvedCall, register_backward, register_forward
 from nsa.common.resolve import find_impl
@@ -38,9 +38,7 @@ BACKWARD = (
 
 def check_indices(inputs: NSAInputs, block_indices: Tensor) -> None:
     """Raise TypeError or ValueError unless block_indices has the type, device and shape for these checked inputs."""
-    if not isinstance(block_indices, Tensor):
-        raise TypeError(f"block_indices must be a torch.Tensor, got {type(block_indices).__name__}")
-    check_dense("block_indices", block_indices)
+    check_tensor("block_indices", block_indices)
     if block_indices.dtype not in INDEX_DTYPES:
         raise TypeError(f"block_indices must be int32 or int64, got {short_name(block_indices.dtype)}")
     if block_indices.device != inputs.q.device:

@@ -45,11 +45,7 @@ SCHEMA = f"({_TENSORS}, {_STATE}, *, SymInt page_size, {OPTIONS}, str? backend) 
 
 
 def check_cache(cache: NSACache, config: NSAConfig | None) -> NSAConfig:
-    """Return the options of the call.
-
-    Raises:
-        TypeError, ValueError: naming the argument, its value and what was expected.
-    """
+    """Return the options of the call; raise TypeError or ValueError unless they fit the cache."""
     if not isinstance(cache, NSACache):
         raise TypeError(f"cache must be an NSACache, got {type(cache).__name__}")
     check_options(config, {})
@@ -71,12 +67,7 @@ def _has_gradients(inputs: NSAInputs, config: NSAConfig) -> bool:
 
 
 def check_order(inputs: NSAInputs, cache: NSACache, config: NSAConfig) -> None:
-    """Raise if a gradient is needed, or if the call is out of place in the table's step.
-
-    Raises:
-        ValueError: naming the argument, its value and what was expected.
-        RuntimeError: if a gradient is needed; outside of a step of several layers; twice in one.
-    """
+    """Raise RuntimeError or ValueError if a gradient is needed, or if the call is out of place in the table's step."""
     if torch.is_grad_enabled() and _has_gradients(inputs, config):
         raise RuntimeError("nsa_with_cache does not support gradients: call it under torch.no_grad()")
     table = cache.table

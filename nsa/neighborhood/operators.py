@@ -12,7 +12,6 @@ from dispatch.registry import short_name
 from nsa.common.checks import (
     check_bool,
     check_choice,
-    check_dense,
     check_dtype,
     check_integer,
     check_tensor,
@@ -97,11 +96,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def keys_until(q: Tensor, k: Tensor, causal: bool, q_start: int | None) -> int:
-    """Number of tokens up to the last query, for checked q and k; later keys are ignored.
-
-    Raises:
-        TypeError, ValueError: for a `q_start` that is not an integer, is out of range, or is given with causal=False.
-    """
+    """Number of tokens up to the last query, for checked q and k; later keys are ignored. Checks `q_start`, too."""
     num_queries, num_keys = q.shape[1], k.shape[1]
     if q_start is None:
         if num_keys != num_queries and not causal:
@@ -119,9 +114,7 @@ def keys_until(q: Tensor, k: Tensor, causal: bool, q_start: int | None) -> int:
 def check_backward_tensors(do: Tensor, attn: Tensor, q: Tensor, num_keys: int, kernel_size: int) -> None:
     """Raise TypeError or ValueError, naming the argument, unless do and attn fit a checked q."""
     for name, tensor in (("do", do), ("attn", attn)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        check_dense(name, tensor)
+        check_tensor(name, tensor)
         if tensor.device != q.device:
             raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
     if do.dtype != q.dtype:

@@ -42,12 +42,9 @@ def block_tensors(blocks: Blocks) -> tuple[Tensor, ...]:
 
 
 def with_two_leading_dims(blocks: Blocks) -> tuple[Blocks, torch.Size | None]:
-    """Reshape blocks to two leading dimensions; also return the original shape `[...,D]`, or None if they have two.
+    """Reshape blocks to two leading dimensions, into views if strides allow, and check them before.
 
-    Returns views if strides allow.
-
-    Raises:
-        TypeError, ValueError: as `check_blocks`, for blocks that are reshaped.
+    Also return the original shape `[...,D]`, or None for blocks with two, which are not checked.
     """
     stacked = isinstance(blocks, Tensor)
     first = blocks if stacked or not isinstance(blocks, (list, tuple)) or not blocks else blocks[0]
@@ -63,11 +60,7 @@ def with_two_leading_dims(blocks: Blocks) -> tuple[Blocks, torch.Size | None]:
 
 
 def check_layer_blocks(blocks: Any, weight: Tensor) -> None:
-    """Raise if blocks do not fit the weight `[D]` of a layer; `resolve` checks the rest.
-
-    Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
-    """
+    """Raise TypeError or ValueError if blocks do not fit the weight `[D]` of a layer; `resolve` checks the rest."""
     stacked = isinstance(blocks, Tensor)
     first = blocks if stacked or not isinstance(blocks, (list, tuple)) or not blocks else blocks[0]
     if not isinstance(first, Tensor) or first.dim() == 0:
@@ -77,11 +70,10 @@ def check_layer_blocks(blocks: Any, weight: Tensor) -> None:
         raise ValueError(f"{name} must have hidden_size={width}, as this layer has, got shape {list(first.shape)}")
     if first.device != weight.device:
         raise ValueError(f"{name} must be on {weight.device}, as the weights are, got {first.device}")
-    if weight.dtype not in (first.dtype, torch.float32):
-        cast = weight.dtype in CASTABLE and autocast_dtype(weight.device.type) is not None
-        if not cast:
-            expected = f"{short_name(weight.dtype)}, as the weights are"
-            raise TypeError(f"{name} must be {expected}, got {short_name(first.dtype)}")
+    same = weight.dtype in (first.dtype, torch.float32)
+    if not same and (weight.dtype not in CASTABLE or autocast_dtype(weight.device.type) is None):
+        expected = f"{short_name(weight.dtype)}, as the weights are"
+        raise TypeError(f"{name} must be {expected}, got {short_name(first.dtype)}")
 
 
 def check_blocks(blocks: Any) -> tuple[Tensor, int]:
