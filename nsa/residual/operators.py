@@ -200,7 +200,8 @@ def resolve(
     check_weight("w_query", w_query, first)
     if w_norm is not None:
         check_weight("w_norm", w_norm, first)
-    stacked, tensors = isinstance(blocks, Tensor), block_tensors(blocks)
+    stacked = isinstance(blocks, Tensor)
+    tensors, num_tensors = ((blocks,), 1) if stacked else (blocks, num_blocks)
     given = (*tensors, w_query) if w_norm is None else (*tensors, w_query, w_norm)
     if backward is None:
         backward = needs_grad(*given)
@@ -213,7 +214,7 @@ def resolve(
         options = {"blocks": num_blocks, "stacked": stacked, "shape": tuple(first.shape[-3:])}
         call = dispatch.Call("attention_residual", first.device, first.dtype, backward=backward, options=options)
         impl = find_impl(call, backend, properties)
-    return ResidualCall(impl, backward, given, {"stacked": stacked, "num_tensors": len(tensors), "eps": float(eps)})
+    return ResidualCall(impl, backward, given, {"stacked": stacked, "num_tensors": num_tensors, "eps": float(eps)})
 
 
 def _resolve(blocks: Sequence[Tensor], stacked: bool, **others: Any) -> ResidualCall:
