@@ -1,4 +1,4 @@
-"""How the ops run: a checked call, eagerly with autograd, or as PyTorch operators with autograd and fakes.
+"""Execution of the ops: a checked call, run eagerly with autograd, or as a PyTorch operator with autograd and a fake.
 
 An op turns its arguments into a ResolvedCall, whose methods say what is the op's own: results, gradients and their
 shapes. This module does the rest: the autograd.Function of eager training, results on the meta device, autocast, errors
