@@ -28,19 +28,17 @@ import operator
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels.runtime import graphs, streams
 from cute_kernels.runtime.cuda_runtime import Launches
-from cute_kernels.runtime.launches import THREAD, start_of, told
+from cute_kernels.runtime.launches import THREAD, told
+from cute_kernels.runtime.recorder import Event, Memory, Recorder, View, rebuilt, views_in
 
 DEVICES = {"cuda"}
 """Types of devices whose calls are replayed."""
@@ -50,17 +48,6 @@ LARGEST = 1 << 29
 
 MOST = 256
 """Keys that are remembered; beyond, what did not come for longest is forgotten."""
-
-ALIGNMENT = 512
-"""Alignment in bytes of ranges of a workspace, as PyTorch aligns allocations."""
-
-NEW = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-ZEROS = {"zeros", "zeros_like", "new_zeros"}
-"""Operators by name: their results are new, and not computed."""
-INTO_GIVEN = {"add", "add_", "copy_", "cumsum", "fill_", "zero_"}
-"""Operators by name that allocate nothing where they are given what they write: cumsum of several rows, along them."""
-
-CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 Results = dict[str, Any]
 """Tensors or None, by name."""
@@ -101,10 +88,11 @@ def replayed(values: Sequence[Any], options: Hashable, body: Callable[[], Result
         _remember(key, sum(x.numel() for x in tensors) <= LARGEST)
     if not known:
         return body()
-    recorder = _Recorder(tensors)
+    recorder = Recorder(tensors)
     with recorder, told(recorder):
         results = body()
-    _remember(key, recorder.finish(results) or False)
+    returned = recorder.finish(results)
+    _remember(key, returned is not None and Recording(recorder.memories, recorder.events, returned))
     return results
 
 
@@ -127,179 +115,6 @@ def forget() -> None:
         _KNOWN.clear()
 
 
-# Recording
-
-
-class _View(NamedTuple):
-    """A tensor of a recording."""
-
-    memory: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, memory: int, x: Tensor) -> _View:
-        return cls(memory, x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
-
-
-@dataclass
-class _Memory:
-    """Memory that holds tensors: given to the call, or new."""
-
-    kind: str
-    """"given", "new" or "computed"."""
-    base: _View
-    """The tensor as it was given, allocated or computed."""
-    device: torch.device
-    size: int
-    """Bytes of a range of the workspace."""
-    storage: StorageWeakRef
-    """Keeps the storage's identity from being reused, and not its memory."""
-    uses: list[int] = field(default_factory=list)
-    """Events that use it: where each begins, and the last one before which it has ended."""
-
-    @classmethod
-    def of(cls, number: int, x: Tensor, kind: str) -> _Memory:
-        storage = x.untyped_storage()
-        size = max(-(-storage.nbytes() // ALIGNMENT), 1) * ALIGNMENT
-        return cls(kind, _View.of(number, x), x.device, size, StorageWeakRef(storage))
-
-    @property
-    def number(self) -> int:
-        return self.base.memory
-
-
-@dataclass
-class _Event:
-    """A launch, or an operator that computes."""
-
-    function: Callable[..., Any]
-    arguments: Any
-    """Each tensor as a _View."""
-    allocates: bool
-    result: int | None
-    """Memory of an operator's new tensor."""
-    ends: int
-    """The event before which it has ended."""
-
-
-class _Recorder(TorchDispatchMode):
-    """Notes what its thread launches, and PyTorch's operators."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        super().__init__()
-        self.refused = False
-        self.memories: list[_Memory] = []
-        self.events: list[_Event] = []
-        self._chunks: list[int] = []
-        """The first event of each chunk on a side stream that the call's stream has not waited for, and of this."""
-        self._launching = False
-        """True while a kernel runs, which may call PyTorch where it is interpreted (tests/support)."""
-        self._memory_of: dict[Any, int] = {}
-        """By storage, and by storage and dtype: tensors of one storage may be given in several."""
-        for x in tensors:
-            self._add(x, "given")
-
-    def _run(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if self._launching:
-            return result
-        name = function.overloadpacket.__name__
-        results = result if isinstance(result, (list, tuple)) else [result]
-        new = [x for x in results if not isinstance(x, Tensor) or _storage(x) not in self._memory_of]
-        if name in NEW or name in ZEROS:
-            self._add(result, "new")
-            if name in ZEROS:
-                self._note(Tensor.zero_, (result,))
-        elif function._schema.is_mutable:
-            self._note(function, args, kwargs, allocates=name not in INTO_GIVEN)
-        elif len(new) == len(results) == 1 and isinstance(result, Tensor):
-            self._note(function, args, kwargs, allocates=True, result=len(self.memories))
-            self._add(result, "computed")
-        elif new:  # a value was read, or several tensors were computed
-            self.refused = True
-        return result
-
-    def launch(self, kernel: Any, arguments: tuple[Any, ...]) -> None:
-        self._note(start_of(kernel), arguments)
-        if kernel is streams.fork:
-            self._chunks.append(len(self.events) - 1)
-        elif kernel is streams.join:
-            self._wait(arguments[-1])
-        self._launching = True
-        start_of(kernel)(*arguments)
-        self._launching = False
-
-    def compile_ahead(self, kernel: Any) -> None:
-        """The call before has done so."""
-
-    def _wait(self, left: int) -> None:
-        """The call's stream waits for all chunks but the last ones: only now their events have ended."""
-        while len(self._chunks) > left:
-            begin = self._chunks.pop(0)
-            end = self._chunks[0] if self._chunks else len(self.events)
-            for event in self.events[begin:end]:
-                event.ends = len(self.events)
-
-    def _note(
-        self, function: Any, args: Any, kwargs: Any = None, *, allocates: bool = False, result: int | None = None
-    ) -> None:
-        if kwargs:
-            function, args = partial(_call_with_keywords, function, tuple(kwargs)), (*args, *kwargs.values())
-        number = len(self.events)
-        self.events.append(_Event(function, self._described(tuple(args)), allocates, result, number + 1))
-
-    def _add(self, x: Tensor, kind: str) -> None:
-        for key in (_storage(x), (_storage(x), x.dtype)):
-            self._memory_of.setdefault(key, len(self.memories))
-        self.memories.append(_Memory.of(len(self.memories), x, kind))
-
-    def _described(self, x: Any) -> Any:
-        """An argument without tensors."""
-        if isinstance(x, Tensor) and _storage(x) in self._memory_of:
-            return _View.of(self._memory_of.get((_storage(x), x.dtype), self._memory_of[_storage(x)]), x)
-        if isinstance(x, (tuple, list)):
-            return _like(x, [self._described(part) for part in x])
-        if not isinstance(x, CONSTANTS) and not type(x).__module__.startswith("cutlass"):
-            self.refused = True  # a tensor from elsewhere, or what may hold one
-        return None if isinstance(x, Tensor) else x
-
-    def finish(self, results: Results) -> Recording | None:
-        """The recording of a call that has ended; None: it is not to be replayed."""
-        returned = {name: self._described(x) for name, x in results.items()}
-        for number, event in enumerate(self.events):
-            for view in _views(event.arguments):
-                self.memories[view.memory].uses += number, event.ends - 1
-        devices = {memory.device for memory in self.memories}
-        return None if self.refused or len(devices) > 1 else Recording(self.memories, self.events, returned)
-
-
-# Not in the class statement: there PyTorch wraps it in torch._dynamo.disable, whose import takes seconds of a process
-# that compiles nothing. Compiled code calls our operators where Dynamo is off anyway.
-_Recorder.__torch_dispatch__ = _Recorder._run  # type: ignore[assignment]
-
-
-def _storage(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
-
-
-def _views(x: Any) -> Iterator[_View]:
-    """In nested tuples and lists."""
-    if isinstance(x, _View):
-        yield x
-    elif isinstance(x, (tuple, list)):
-        for part in x:
-            yield from _views(part)
-
-
-def _call_with_keywords(function: Callable[..., Any], names: tuple[str, ...], *arguments: Any) -> Any:
-    """Args: names: of the last arguments."""
-    first = len(arguments) - len(names)
-    return function(*arguments[:first], **dict(zip(names, arguments[first:], strict=True)))
-
-
 # From a recording's events to its steps
 
 WORKSPACE = -1
@@ -311,130 +126,136 @@ class _Place(int):
 
 
 class _Step(NamedTuple):
+    """A launch or an operator; or an allocation or a view, which make a tensor."""
+
     function: Callable[..., Any]
-    arguments: list[Any]
-    tensors: list[tuple[int, _Place]]
-    """Arguments that are tensors: their index, and the place of the tensor."""
-    nested: list[tuple[int, Any]]
-    """Arguments that contain tensors: their index, and the argument with places instead of tensors."""
+    arguments: tuple[Any, ...]
+    """With places instead of tensors."""
+    filled: list[int]
+    """Indices of arguments that are tensors or contain them."""
     result: _Place | None
-    """Place of an operator's new tensor, or None."""
+    """Place of a new tensor, or None."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], arguments: tuple[Any, ...], result: _Place | None) -> _Step:
+        filled = [
+            i for i, x in enumerate(arguments) if isinstance(x, (_Place, tuple, list)) and _filled(x, None) is not x
+        ]
+        return cls(function, arguments, filled, result)
 
 
 class Recording:
     """A call's steps. It is called with the tensors of `replayed`."""
 
-    def __init__(self, memories: list[_Memory], events: list[_Event], returned: dict[str, _View | None]) -> None:
-        self._device = memories[0].device
+    def __init__(self, memories: list[Memory], events: list[Event], returned: dict[str, View | None]) -> None:
+        self._device, self._count = memories[0].device, 0
+        self._own: dict[int, tuple[_Place, View]] = {}
+        """By memory: its own tensor, given, allocated or computed."""
+        self._made: dict[Any, _Place] = {}
+        """Views that earlier steps have made."""
         escaping = {view.memory for view in returned.values() if view is not None}
-        inside = [x for x in memories if x.kind == "new" and x.number not in escaping]
-        self._offsets, size = _lay_out(inside)
-        self._how: list[tuple[_Place, torch.dtype | None, Any] | None] = []
-        """By place: a view's base, and its dtype or its sizes, strides and offset; None: no view."""
-        self._places: dict[Any, _Place] = {}
-        self._own: dict[int, tuple[_Place, torch.dtype]] = {}
-        """By memory: the place of its own tensor."""
-        self._allocations: list[tuple[_Place, Callable[[], Tensor]]] = []
-        workspace = _View(WORKSPACE, torch.uint8, (size,), (1,), 0)
-        allocated = {WORKSPACE} if size > 0 else set()
-        allocated |= {x.number for x in memories if x.kind == "new" and x.number in escaping}
-        for view in (*[x.base for x in memories if x.number not in self._offsets], workspace):
-            place = self._place_of(view, None)
-            self._own[view.memory] = place, view.dtype
-            if view.memory in allocated:
-                how: dict[str, Any] = {"dtype": view.dtype, "device": self._device}
-                self._allocations.append((place, partial(torch.empty_strided, view.size, view.stride, **how)))
-        self._steps = [self._step(event.function, event.arguments, event.result) for event in events]
-        self._results = {name: self._placed(view) for name, view in returned.items()}
-        self._views = [name for name, x in self._results.items() if x is not None and self._how[x] is not None]
-        """Results that are views of others, or of what is given."""
+        self._offsets, size = _lay_out([x for x in memories if x.kind == "new" and x.number not in escaping])
+        for memory in memories:
+            if memory.kind == "given":
+                self._add(memory.base)
+        allocated = [x.base for x in memories if x.kind == "new" and x.number in escaping]
+        allocated += [View(WORKSPACE, torch.uint8, (size,), (1,), 0)] if size > 0 else []
+        self._allocations = [
+            (self._add(x), partial(torch.empty_strided, x.size, x.stride, dtype=x.dtype, device=self._device))
+            for x in allocated
+        ]
+        self._steps: list[_Step] = []
+        for event in events:
+            arguments = self._placed(event.arguments, self._steps)
+            result = None if event.result is None else self._add(memories[event.result].base)
+            self._steps.append(_Step.of(event.function, arguments, result))
+        self._made.clear()  # a graph makes no views
+        self._views: list[_Step] = []
+        self._results = {name: self._placed(view, self._views) for name, view in returned.items()}
         self._addressed: list[_Place] | None = None
         """Tensors whose addresses launches depend on; None: these never become a graph."""
         if len(events) >= graphs.FEWEST and not any(event.allocates for event in events):
-            used = {view.memory for event in events for view in _views(event.arguments)}
-            used = {x for x in used if x in self._own} | ({WORKSPACE} if size > 0 else set())
+            used = {view.memory for event in events for view in views_in(event.arguments)}
+            used = (used & self._own.keys()) | ({WORKSPACE} if size > 0 else set())
             self._addressed = [self._own[x][0] for x in sorted(used)]
 
     def __call__(self, tensors: list[Tensor]) -> Results:
-        made: list[Any] = [*tensors, *[None] * (len(self._how) - len(tensors))]
+        made: list[Any] = [*tensors, *[None] * (self._count - len(tensors))]
         for place, allocate in self._allocations:
             made[place] = allocate()
-        launches = partial(self._launches, made)
         try:
             if self._addressed is not None and self._device.type in graphs.DEVICES:
-                graphs.launch((self, *[made[i].data_ptr() for i in self._addressed]), self._device, launches)
+                key = (self, *[made[place].data_ptr() for place in self._addressed])
+                graphs.launch(key, self._device, partial(_launches, self._steps, made))
             else:
-                for function, arguments in launches():
+                for function, arguments in _launches(self._steps, made):
                     function(*arguments)
         except BaseException:
             streams.close_all()
             raise
-        results = {name: x if x is None else made[x] for name, x in self._results.items()}
-        for name in self._views:
-            results[name] = self._make(self._results[name], made)
-        return results
+        for _ in _launches(self._views, made):
+            pass
+        return {name: x if x is None else made[x] for name, x in self._results.items()}
 
-    def _launches(self, made: list[Any]) -> Launches:
-        """Launches and operators without a result, with their arguments; operators with one are run meanwhile."""
-        for function, arguments, tensors, nested, result in self._steps:
-            arguments = arguments.copy()
-            for i, place in tensors:
-                x = made[place]
-                arguments[i] = self._make(place, made) if x is None else x
-            for i, x in nested:
-                arguments[i] = self._filled(x, made)
-            if result is None:
-                yield function, tuple(arguments)
-            else:
-                made[result] = function(*arguments)
+    def _add(self, base: View) -> _Place:
+        """A tensor with a memory of its own."""
+        self._own[base.memory] = self._next(), base
+        return self._own[base.memory][0]
 
-    def _make(self, place: _Place, made: list[Any]) -> Any:
-        """The tensor of a place; a view is made where it is used first."""
-        x, how = made[place], self._how[place]
-        if x is None and how is not None:
-            base, dtype, view = how
-            x = made[base]
-            x = self._make(base, made) if x is None else x
-            made[place] = x = x.as_strided(*view) if dtype is None else x.view(dtype)
+    def _next(self) -> _Place:
+        self._count += 1
+        return _Place(self._count - 1)
+
+    def _placed(self, x: Any, steps: list[_Step]) -> Any:
+        """An argument with places in place of views, which these steps make where none did.
+
+        New memories are ranges of the workspace.
+        """
+        if isinstance(x, (tuple, list)) and not isinstance(x, View):
+            return rebuilt(x, [self._placed(part, steps) for part in x])
+        if not isinstance(x, View):
+            return x
+        begin = self._offsets.get(x.memory)
+        if begin is not None:
+            x = x._replace(memory=WORKSPACE, offset=begin // x.dtype.itemsize + x.offset)
+        place, own = self._own[x.memory]
+        if x == own:
+            return place
+        if x.dtype != own.dtype:
+            place = self._view((x.memory, x.dtype), Tensor.view, (place, x.dtype), steps)
+        return self._view(x, Tensor.as_strided, (place, *x[2:]), steps)
+
+    def _view(self, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...], steps: list[_Step]) -> _Place:
+        if key not in self._made:
+            self._made[key] = self._next()
+            steps.append(_Step.of(function, arguments, self._made[key]))
+        return self._made[key]
+
+
+def _launches(steps: list[_Step], made: list[Any]) -> Launches:
+    """Launches and operators without a result, with their arguments; what has a result is run meanwhile."""
+    for function, arguments, filled, result in steps:
+        given = list(arguments)
+        for i in filled:
+            x = arguments[i]
+            given[i] = made[x] if type(x) is _Place else _filled(x, made)
+        if result is None:
+            yield function, tuple(given)
+        else:
+            made[result] = function(*given)
+
+
+def _filled(x: Any, made: list[Any] | None) -> Any:
+    """An argument with tensors in place of places; itself if there are none."""
+    if isinstance(x, _Place):
+        return None if made is None else made[x]
+    if not isinstance(x, (tuple, list)):
         return x
-
-    def _filled(self, x: Any, made: list[Any]) -> Any:
-        """An argument with tensors in place of places."""
-        if isinstance(x, _Place):
-            return self._make(x, made)
-        return _like(x, [self._filled(part, made) for part in x]) if isinstance(x, (tuple, list)) else x
-
-    def _step(self, function: Callable[..., Any], arguments: tuple[Any, ...], result: int | None) -> _Step:
-        placed = [(i, self._placed(x)) for i, x in enumerate(arguments) if any(True for _ in _views(x))]
-        tensors = [(i, x) for i, x in placed if isinstance(x, _Place)]
-        nested = [(i, x) for i, x in placed if not isinstance(x, _Place)]
-        return _Step(function, [*arguments], tensors, nested, None if result is None else self._own[result][0])
-
-    def _placed(self, x: Any) -> Any:
-        """An argument with places in place of views; new memories are ranges of the workspace."""
-        if isinstance(x, _View):
-            begin = self._offsets.get(x.memory)
-            if begin is not None:
-                x = x._replace(memory=WORKSPACE, offset=begin // x.dtype.itemsize + x.offset)
-            base, dtype = self._own[x.memory]
-            if x.dtype != dtype:
-                base = self._place_of((x.memory, x.dtype), (base, x.dtype, None))
-            return self._place_of(x, (base, None, x[2:]))
-        return _like(x, [self._placed(part) for part in x]) if isinstance(x, (tuple, list)) else x
-
-    def _place_of(self, key: Any, how: Any) -> _Place:
-        if key not in self._places:
-            self._places[key] = _Place(len(self._how))
-            self._how.append(how)
-        return self._places[key]
+    parts = [_filled(part, made) for part in x]
+    return x if all(map(operator.is_, parts, x)) else rebuilt(x, parts)
 
 
-def _like(x: Any, parts: list[Any]) -> Any:
-    """A tuple, a named tuple or a list."""
-    return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
-
-
-def _lay_out(memories: list[_Memory]) -> tuple[dict[int, int], int]:
+def _lay_out(memories: list[Memory]) -> tuple[dict[int, int], int]:
     """Offsets in the workspace of memories that are used, by number; bytes of all."""
     offsets, size = {}, 0
     placed: list[tuple[int, int, int, int]] = []  # first use, last use, begin, end

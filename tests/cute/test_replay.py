@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cute_kernels import backward, forward
-from cute_kernels.runtime import graphs, replay
+from cute_kernels.runtime import graphs, recorder, replay
 from cute_kernels.runtime.launches import launch
 from cute_kernels.runtime.replay import Recording, replayed
 from nsa import NSAConfig
@@ -120,7 +120,7 @@ def test_temporaries_share_memory_and_none_is_kept() -> None:
         assert torch.equal(got["out"], x * 1024)
     (recording,) = recordings()
     sizes = sorted(allocate.args[0] for _, allocate in recording._allocations)
-    assert sizes == [(1000, 4), (2 * 32 * replay.ALIGNMENT,)]  # out; one workspace, of 16000 bytes twice
+    assert sizes == [(1000, 4), (2 * 32 * recorder.ALIGNMENT,)]  # out; one workspace, of 16000 bytes twice
     assert not [x for step in recording._steps for x in step.arguments if isinstance(x, Tensor)]
 
 
