@@ -505,7 +505,7 @@ def _no_keys(q: Tensor, v: Tensor) -> Branch:
 def fused_gating(
     call: Call, start: int, stop: int, cmp: Branch, win: Branch | None, *, keep_slc: bool, keep_gates: bool
 ) -> Gating:
-    """What the selected branch's last kernel needs to gate query rows start ... stop-1 into `call.out`.
+    """Tensors with which the selected branch's last kernel gates query rows start ... stop-1 into `call.out`.
 
     Args:
         win: None: that kernel attends to the window too.

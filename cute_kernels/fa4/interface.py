@@ -1,7 +1,6 @@
 """The three attentions of NSA through FlashAttention-4, each returning (o, lse), and their backward.
 
-What FA4 4.0.0b36 does with block lists, read in its source and checked against its kernels for sm_90 and sm_100
-(tests/support/fa4_model.py):
+What FA4 4.0.0b36 does with block lists, read in its source; interpreted kernels and tests on a GPU rely on it:
 
 - The mainloop takes `mask` blocks first, then `full` blocks, each list from its end. Only the first block taken from
   each list is masked at the end of the keys, so lists ascend, and the block with the end of the keys is the last.

@@ -324,8 +324,10 @@ def prefix_lists(
 ) -> BlockLists:
     """Lists of all entries that query rows `rows_from` ... `rows_to` - 1 see, stored once for all batches and heads.
 
-    documents: layout; rows are then aligned ones, and `num_keys` is the maximum number of entries per document.
-        documents: then the rows are aligned ones, and `num_keys` is the most entries of one document.
+    Args:
+        keys: visibility of entries.
+        width, rows: entries per listed block, query rows per tile.
+        documents: layout; rows are then aligned ones, and `num_keys` is the most entries of one document.
     """
     tiles = -(-(rows_to - rows_from) // rows)
     blocks = -(-num_keys // width)
