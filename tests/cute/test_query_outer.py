@@ -14,6 +14,13 @@ CUDA = pytest.mark.cuda
 
 
 @CUDA
+@pytest.mark.parametrize("dim", [64, 128])
+def test_groups_of_128(dim: int) -> None:
+    """As many heads as a key/value head may have."""
+    make(517, 128, 2, dim, count=5).check_forward(query_outer=True)
+
+
+@CUDA
 @pytest.mark.parametrize("token", [0, 63, 64, 500, 997])
 def test_others_change_nothing(token: int) -> None:
     """Bit for bit: neither what later tokens are nor what they choose, also in the same tile."""

@@ -98,12 +98,13 @@ def install_forward(patch: pytest.MonkeyPatch, rules: Rules, config: NSAConfig) 
 # Attention over pairs
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor, scale: float, lse: bool = True) -> tuple[Tensor, Any]:
     """o `[B,N,H,D_v]` and lse `[B,H,N]` over pairs that broadcast to `[B,H,N,keys]`; 0 and -inf without keys."""
     k, v = (x.double().repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q.double(), k) * scale
     scores = scores.masked_fill(~pairs, -math.inf)
-    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1).nan_to_num(), v), scores.logsumexp(-1)
+    o = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1).nan_to_num(), v)
+    return o, scores.logsumexp(-1) if lse else None
 
 
 def add_pairs(
@@ -309,23 +310,20 @@ def compressed(
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
     seen = sees(first_row + torch.arange(q.shape[1]), k.shape[1], length, stride)
-    o, sums = attend(q, k, v, seen if lists is None else lists.among(seen), scale)
-    return o, sums if lse else None
+    return attend(q, k, v, seen if lists is None else lists.among(seen), scale, lse)
 
 
 def selected(
     q: Tensor, k: Tensor, v: Tensor, lists: Pairs, *, causal: bool, scale: float, lse: bool, shifts: None
 ) -> tuple[Tensor, Tensor | None]:
     seen = sees(torch.arange(q.shape[1]) + k.shape[1] - q.shape[1], k.shape[1], 1, 1) | (not causal)
-    o, sums = attend(q, k, v, lists.among(seen), scale)
-    return o, sums if lse else None
+    return attend(q, k, v, lists.among(seen), scale, lse)
 
 
 def window(
     q: Tensor, k: Tensor, v: Tensor, *, left: int, right: int, scale: float, lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    o, sums = attend(q, k, v, in_window(q, k, left, right), scale)
-    return o, sums if lse else None
+    return attend(q, k, v, in_window(q, k, left, right), scale, lse)
 
 
 def in_window(q: Tensor, k: Tensor, left: int, right: int) -> Tensor:
