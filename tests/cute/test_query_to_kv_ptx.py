@@ -58,7 +58,7 @@ class Sees(NamedTuple):
 def expected_lists(
     rows: range, keys: range, wanted: Callable[[int], bool], sees: Sees, width: int
 ) -> tuple[list[int], list[int]]:
-    """`mask` and `full` blocks: they hold a wanted key and one that a row sees; `full` ones, nothing but such keys."""
+    """Masked blocks and full blocks: each holds a wanted key and one that a row sees; full ones hold nothing else."""
     mask, full = [], []
     for block in range(-(-len(keys) // width)):
         members = range(block * width, (block + 1) * width)
