@@ -39,7 +39,7 @@ FLOATS = VECTOR_BYTES // 4
 OPTIONS = "--enable-tvm-ffi"
 
 COMPILED: list[str] = []
-"""Kernels that this process has compiled, in order; FlashAttention-4's by their stage (fa4/launch.py)."""
+"""Kernels that this process has compiled, in order."""
 
 SLOW = 3.0
 """Seconds of compiling after which a message is logged."""

@@ -1,4 +1,4 @@
-"""Kernels compiled ahead (cute_kernels/warm_up.py, nsa/warm_up): all that a call needs, whoever is first."""
+"""Kernels compiled ahead (nsa/warm_up): all that a call needs, whoever is first."""
 
 from __future__ import annotations
 
