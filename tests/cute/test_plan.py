@@ -150,6 +150,15 @@ RULES: dict[str, tuple[NSAInputs, NSAConfig, dict[str, Any]]] = {
 }
 
 
+def test_own_keys_are_not_shared_though_they_are_one_tensor() -> None:
+    """Values of both branches differ."""
+    inputs = inputs_of()
+    keys = torch.empty_like(inputs.k)
+    inputs = replace(inputs, k_slc=keys, k_win=keys, v_slc=inputs.v, v_win=torch.empty_like(inputs.v))
+    made = plan(inputs, TOKEN, training=True)
+    assert (made.window, made.local_with_window) == ("fa4", False)
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_rules(name: str) -> None:
     inputs, config, expected = RULES[name]
