@@ -182,7 +182,7 @@ def test_lists_in_chunks_when_every_tile_chooses_block_0(
 def test_phases_and_lists_agree(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
     from cute_kernels import backward
 
-    monkeypatch.setattr(backward, "PHASES_FROM", 0)
+    monkeypatch.setattr("cute_kernels.plan.PHASES_FROM", 0)
     monkeypatch.setattr(backward, "nsa_backward", partial(backward.nsa_backward, atomic_free=False))
     for tokens, stride in ((2000, None), (2000, 16), (1999, 32), (64, None), (127, None)):
         config = replace(SOME, compress_stride=stride)

@@ -171,7 +171,7 @@ def test_selection_of_a_long_sequence() -> None:
 
 
 def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
-    from cute_kernels import call
+    from cute_kernels.call import chunk_rows
 
     q, k, v = on_gpu(3000, batch=2)
     gates = make_qkv(3000, 8, 8, 3, batch=2, dtype=BF16, device="cuda", seed=5)[0]
@@ -179,8 +179,8 @@ def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch, strat
                                                                  select_block_size=64)):  # fmt: skip
         expected = nsa_forward(q, k, v, gates=gates, config=config)
         with monkeypatch.context() as patch:
-            patch.setattr(call, "CHUNK_BYTES", 1 << 20)
-            assert call.chunk_rows(2, 3000, 8, 128, 256) < 3000
+            patch.setattr("cute_kernels.call.CHUNK_BYTES", 1 << 20)
+            assert chunk_rows(2, 3000, 8, 128, 256) < 3000
             assert torch.equal(nsa_forward(q, k, v, gates=gates, config=config), expected)
 
 

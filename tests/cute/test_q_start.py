@@ -105,12 +105,10 @@ def test_given_gates_keys_and_entries(config: NSAConfig) -> None:
 
 @pytest.mark.parametrize("config", [PAPER, SOME, TILE_MODE["sparse compressed"]], ids=["token", "tile", "sparse"])
 def test_chunks_of_chunks(config: NSAConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_kernels import call
-
     inputs = NSAInputs(*on_gpu(TOKENS, batch=2))
     expected = call(nsa_forward, chunk(inputs, 768, TOKENS), config)
     assert torch.equal(expected, call(nsa_forward, inputs, config)[:, 768:])
-    monkeypatch.setattr(call, "CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr("cute_kernels.call.CHUNK_BYTES", 1 << 20)
     assert torch.equal(call(nsa_forward, chunk(inputs, 768, TOKENS), config), expected)
 
 

@@ -105,7 +105,7 @@ def test_nothing_depends_on_later_tokens() -> None:
 @pytest.mark.parametrize("source", ["projected", "given", "thirds"])
 def test_chunks_of_queries_and_worklist_chunks_change_nothing(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does whether the gate is a kernel of its own, as it is where aux is asked for."""
-    from cute_kernels import call
+    from cute_kernels.call import chunk_rows
 
     q, k, v = on_gpu(3000, batch=2)
     gates: dict[str, dict[str, Tensor]] = {
@@ -115,8 +115,8 @@ def test_chunks_of_queries_and_worklist_chunks_change_nothing(source: str, monke
     }
     expected, _ = nsa_forward_aux(q, k, v, **gates[source], config=PAPER)
     assert torch.equal(nsa_forward(q, k, v, **gates[source], config=PAPER), expected)
-    monkeypatch.setattr(call, "CHUNK_BYTES", 1 << 20)
-    assert call.chunk_rows(2, 3000, 8, 128, 256) < 3000
+    monkeypatch.setattr("cute_kernels.call.CHUNK_BYTES", 1 << 20)
+    assert chunk_rows(2, 3000, 8, 128, 256) < 3000
     small_chunks(monkeypatch, 256, 1 << 20, 100)
     assert torch.equal(nsa_forward(q, k, v, **gates[source], config=PAPER), expected)
 
