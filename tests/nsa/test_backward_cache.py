@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -52,6 +54,16 @@ def test_changes_in_place_are_seen(own: bool) -> None:
     assert len(cache) == 1
 
 
+def test_memory_that_is_exchanged_is_seen() -> None:
+    cache, computation, x = BackwardCache(), Computation(), torch.ones(4)
+    ask(cache, computation, x)
+    for value in range(20):  # memory given up for the one before may come back
+        x.data = torch.full((4,), float(value))
+        assert ask(cache, computation, x).eq(2 * value).all()
+    x.resize_(2)
+    assert ask(cache, computation, x).shape == (2,)
+
+
 def test_changed_gradients_are_computed_again() -> None:
     cache, computation, x = BackwardCache(), Computation(), torch.ones(4)
     ask(cache, computation, x).zero_()
@@ -69,6 +81,19 @@ def test_reused_allocations() -> None:
         del x
     assert len(addresses) < 50, "memory was never reused, so this test shows nothing"
     assert computation.runs == 50
+
+
+def test_inputs_are_held_while_they_are_compared_with() -> None:
+    cache, x = BackwardCache(capacity=1), torch.ones(4)
+    held = weakref.ref(x)
+    ask(cache, Computation(), x)
+    del x
+    gc.collect()
+    assert held() is not None
+    ask(cache, Computation(), torch.ones(4))
+    assert held() is None
+    cache.clear()
+    assert len(cache) == 0
 
 
 def test_the_least_recently_used_goes() -> None:

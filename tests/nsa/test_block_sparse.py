@@ -127,6 +127,13 @@ def test_debug_reads_blocks(case: str) -> None:
     block_sparse_attention(made.q, made.k, made.v, right, block_size=64, debug=True)
 
 
+def test_debug_reads_blocks_of_documents() -> None:
+    made = make(Case((70, 66)))
+    wrong = torch.tensor([[[0]] * 70 + [[2]] * 66] * 2)
+    with pytest.raises(ValueError, match="of the 66 keys of document 1, or -1"):
+        block_sparse_attention(made.q, made.k, made.v, wrong, debug=True, **made.keywords)
+
+
 def test_autocast_casts() -> None:
     made = make(Case(70, dtype=torch.float32))
     with torch.autocast("cpu", torch.bfloat16):
@@ -134,6 +141,28 @@ def test_autocast_casts() -> None:
     assert out.dtype == torch.bfloat16
     low = Made(made.case, *(x.bfloat16() for x in (made.q, made.k, made.v)), made.block_indices, made.do)
     assert torch.equal(out, low.run())
+
+
+def test_results_are_in_the_graph_and_may_be_changed_in_place() -> None:
+    """Also those of no documents and of no sequences."""
+    q, k, v = (torch.randn(3, 2, 8, requires_grad=True) for _ in range(3))
+    blocks = torch.zeros(2, 3, 1, dtype=torch.int32)
+    for bounds in ([0, 3], [0]):
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+        out = block_sparse_attention(q, k, v, blocks, block_size=2, cu_seqlens=cu_seqlens)
+        out *= 2
+        gradients = torch.autograd.grad(out.sum(), (q, k, v))
+        assert any(bool(x.any()) for x in gradients) == (len(bounds) > 1)
+    none = block_sparse_attention(
+        q[None, :0].expand(0, -1, -1, -1),
+        k[None].expand(0, -1, -1, -1),
+        v[None].expand(0, -1, -1, -1),
+        blocks[None, :, :0].expand(0, -1, -1, -1),
+        block_size=2,
+        q_start=torch.zeros(0, dtype=torch.int32),
+    )
+    assert none.requires_grad
+    none.sum().backward()
 
 
 def test_second_derivatives_are_those_of_autograd() -> None:

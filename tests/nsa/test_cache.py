@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dispatch
 from nsa import NeighborhoodCache, NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
 from nsa.decoding import append as appending
-from nsa.decoding import reference
+from nsa.decoding import reference, validate
 from nsa.decoding.append import write_rows
 from nsa.inputs import NSAInputs
 from tests.support.cache_cases import (
@@ -348,6 +348,28 @@ def test_a_cut_clears_only_the_flags_of_what_it_cuts() -> None:
     assert cache.seqlens.tolist() == [0, 40, 3]
 
 
+def test_a_cut_to_a_closed_tile_does_not_open_it() -> None:
+    """Its sums lay where those of the tile behind it are; also in rows that moved and in a state that was loaded."""
+    beams, other = (Beams(SMALL["seed"], 2, 96, page_size=8) for _ in range(2))
+    beams.step(40)
+    beams.truncate([16, 35])
+    beams.reorder([1, 0])
+    other.cache.load_state_dict(beams.cache.state_dict())
+    for cache in (beams.cache, other.cache):
+        before = snapshot(cache)
+        with pytest.raises(ValueError, match=r"or at least 16 for sequence 1 of 16 tokens, .* got 10"):
+            cache.truncate(torch.tensor([35, 10], dtype=torch.int32))
+        assert_unchanged(cache, before)
+    beams.truncate([33, 16])
+    beams.step(3)
+    beams.truncate([34, 18])  # tiles that are open again
+    beams.step(1)
+    beams.truncate([0, 0])
+    beams.step(40)
+    beams.truncate([33, 40])
+    beams.step(2)
+
+
 # Capacity
 
 
@@ -551,6 +573,17 @@ class Mean:
 def test_options_need_no_hash() -> None:
     inputs, config = make_inputs(30), replace(SMALL["paper"], compress=(Mean(), Mean()))
     close(append(cache_for(inputs, config, 30), inputs, [20, 1, 9]), recomputed(inputs, config, range(30)))
+
+
+def test_few_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate, "MOST", 3)
+    inputs = make_inputs(30)
+    cache = cache_for(inputs, SMALL["paper"], 64)
+    remembered = []
+    for start, count in ((0, 1), (1, 2), (3, 3), (6, 3), (9, 4), (13, 5)):
+        append(cache, inputs, [count], start)
+        remembered.append(len(cache.taken))
+    assert remembered == [1, 2, 3, 3, 1, 2]
 
 
 def test_a_remembered_call_has_the_backend_that_was_named() -> None:

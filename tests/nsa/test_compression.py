@@ -55,6 +55,19 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(run, (blocks, *values))
 
 
+def test_rounds_once() -> None:
+    module, blocks = pool(dtype=torch.float32), torch.randn(7, HEADS, LENGTH, DIM, dtype=torch.bfloat16)
+    exact = pool_in_fp64(module, blocks)
+    error = (module(blocks).double() - exact).abs().max()
+    assert error <= 2 * 2**-8 * exact.abs().max()  # the entry's own rounding, and that of the places' share
+
+
+def pool_in_fp64(module: LinearCompression, blocks: Tensor) -> Tensor:
+    weight = module.weight.to(blocks.dtype).double()
+    offset = torch.einsum("htd,htde->he", module.position.double(), module.weight.double())
+    return torch.einsum("...htd,htde->...he", blocks.double(), weight) + offset
+
+
 @pytest.mark.parametrize("bounds", [(0, 25, 25, 28, 60), (0, 64), (0, 3), (0, 0), (0,)], ids=str)
 def test_documents_are_pooled_apart(bounds: tuple[int, ...]) -> None:
     k, v = torch.randn(64, HEADS, DIM, dtype=torch.float64), torch.randn(64, HEADS, 5, dtype=torch.float64)
@@ -86,6 +99,20 @@ def test_layer_learns_to_compress_and_keeps_documents_apart() -> None:
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"compress": "mlp"}, "compress must be 'linear' or None, got 'mlp'"),
+        ({"compress_proj": True}, "leaves nothing to compress_proj"),
+        ({"config": NSAConfig(compress=torch.nn.Identity())}, "leaves nothing to a config that compresses"),
+    ],
+    ids=["unknown", "projection", "config"],
+)
+def test_layer_refuses(keywords: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        NSAttention(32, 4, HEADS, **{"compress": "linear", **keywords})
 
 
 def test_wrong_sizes_are_named() -> None:

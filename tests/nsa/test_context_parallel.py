@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dispatch
-from nsa import NSAConfig
+from nsa import LinearCompression, NSAConfig
 from nsa.distributed import ContextParallel, attention
 from nsa.distributed.attention import copy_rows
 from nsa.distributed.layout import Layout, make_layout
@@ -60,6 +60,25 @@ def test_layers_alone(alone: cases.MakeCP) -> None:
     cases.neighborhood_equals_whole(alone, (0, 41), "zigzag")
     cases.model_equals_whole(alone, SMALL["paper"], 70, "checkpointing")
     cases.takes_dtensors(alone, SMALL["seed"])
+
+
+def test_a_default_device_is_not_that_of_the_host(alone: cases.MakeCP) -> None:
+    cp, x = alone(tile=16), torch.randn(1, 40, 4, 8)
+    expected = cp.nsa(x, x, x, config=SMALL["seed"])
+    with torch.device("meta"):
+        assert torch.equal(cp.nsa(x, x, x, config=SMALL["seed"]), expected)
+        assert torch.equal(cp.unshard(x), x)
+        assert cp.positions(40).device.type == "cpu"
+
+
+def test_what_compresses_is_in_the_graph_of_no_entries(alone: cases.MakeCP) -> None:
+    """Its gradients are 0 there, as of `nsa`, and not None."""
+    pools = tuple(LinearCompression(2, 8, 4) for _ in range(2))
+    config = NSAConfig.paper(compress=pools, compress_block_size=8, compress_stride=4, select_block_size=8)
+    q, k, v = (torch.randn(1, 5, heads, 4) for heads in (4, 2, 2))
+    out = alone(tile=1).nsa(q, k, v, config=config)
+    gradients = torch.autograd.grad(out.sum(), [p for pool in pools for p in pool.parameters()])
+    assert not any(bool(x.any()) for x in gradients)
 
 
 def test_another_backend_is_checked_before_anything_is_sent(
@@ -130,6 +149,17 @@ def test_bounds(alone: cases.MakeCP, cu_seqlens: Tensor, error: type[Exception],
     q, k, v = make_qkv(9, batch=None)
     with pytest.raises(error, match=re.escape(message)):
         cp.nsa(q, k, v, cu_seqlens=cu_seqlens)
+
+
+def test_bounds_made_under_inference_mode(alone: cases.MakeCP) -> None:
+    """They have no version counter, and are read again after a change."""
+    cp, x = alone(), torch.arange(9)
+    with torch.inference_mode():
+        cu_seqlens = torch.tensor([0, 5], dtype=torch.int32)
+        assert cp.positions(9, cu_seqlens=cu_seqlens).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+        cu_seqlens[1] = 3
+    assert cp.positions(9, cu_seqlens=cu_seqlens).tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
+    assert torch.equal(cp.shard(x, 0, cu_seqlens=cu_seqlens), x)
 
 
 @pytest.mark.parametrize(
@@ -364,6 +394,11 @@ def test_a_function_that_compresses_learns_as_on_one_process(ranks: Ranks, layou
 )
 def test_weights_have_gradients_without_entries(ranks: Ranks, how: dict[str, Any], tokens: int, tile: int) -> None:
     ranks.run(2, cases.weights_have_gradients_without_entries, how, tokens, tile)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_labels_of_any_integer_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
+    ranks.run(2, cases.losses_add_up, dtype)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from nsa import (
 )
 from nsa.common import resolve
 from nsa.inputs import NSAInputs
+from tests.support.cases import product
 
 B, N, H, H_KV, D, D_V = 2, 32, 4, 2, 8, 6
 DOUBLE = torch.float64
@@ -342,6 +343,30 @@ def test_modules_under_autocast_take_what_it_casts(kind: str) -> None:
             LAYERS[kind](32, 4, dtype=DOUBLE)(x)
 
 
+@pytest.mark.parametrize(("kind", "how"), product(LAYERS, ["another module", "a hook", "a forward of its own"]))
+def test_modules_leave_dtypes_to_projections_that_cast(kind: str, how: str) -> None:
+    """As adapters, quantized weights and offloading do."""
+
+    class Casting(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.float())
+
+    layer = LAYERS[kind](32, 4)
+    for name, project in [*layer.named_children()]:
+        if not isinstance(project, torch.nn.Linear):
+            continue
+        if how == "another module":
+            casting = Casting(project.in_features, project.out_features, bias=project.bias is not None)
+            casting.load_state_dict(project.state_dict())
+            setattr(layer, name, casting)
+        elif how == "a hook":
+            project.register_forward_pre_hook(lambda _, given: (given[0].float(),))
+        else:
+            project.forward = lambda x, run=project.forward: run(x.float())
+    x = torch.randn(1, 8, 32)
+    assert torch.equal(layer(x.double()), layer(x.double().float()))
+
+
 def test_module_names_hidden_states_of_another_layout() -> None:
     layer, bounds = NSAttention(32, 4), torch.tensor([0, 8], dtype=torch.int32)
     for forward in (layer, layer.forward_aux):
@@ -349,6 +374,12 @@ def test_module_names_hidden_states_of_another_layout() -> None:
             forward(torch.ones(8, 32))
         with pytest.raises(ValueError, match=r"hidden_states must have the layout \[T,hidden_size\] .*\[1, 8, 32\]"):
             forward(torch.ones(1, 8, 32), cu_seqlens=bounds)
+
+
+def test_presets_name_misspelt_options() -> None:
+    for preset in (NSAConfig.paper, NSAConfig.per_tile):
+        with pytest.raises(TypeError, match=r"unknown keyword argument windowsize: did you mean window_size\?"):
+            preset(windowsize=3)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile

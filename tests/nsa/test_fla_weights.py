@@ -15,7 +15,7 @@ from torch.nn.functional import linear, pad
 
 from nsa import NSAConfig, NSAttention, PageTable
 from nsa.distributed import ContextParallel
-from nsa.integrations.fla import fla_config, layer_from_fla
+from nsa.integrations.fla import FlaRotary, fla_config, layer_from_fla
 from tests.support.rotary import rotary_table, rotate
 
 DIM, WIDTH = 16, 32
@@ -187,6 +187,17 @@ def test_a_rank_is_told_its_positions(alone: ContextParallel) -> None:
     torch.testing.assert_close(layer(x[0], **pack), packed)
     with pytest.raises(ValueError, match=r"position_embeddings must be this rank's .* positions\(N\).*, got None"):
         layer(x)
+
+
+@pytest.mark.skipif(not find_spec("fla"), reason="fla-core is not installed")
+def test_rotary_has_flas_tables_and_rounds_as_its_kernel_does() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from fla.modules.rotary import RotaryEmbedding, rotary_embedding_ref
+    fla, x = RotaryEmbedding(DIM, base=777.0), torch.randn(2, 50, 3, DIM).bfloat16()
+    fla._update_cos_sin_cache(50, device=x.device, dtype=x.dtype)
+    expected = rotary_embedding_ref(x.float(), fla._cos_cached.float(), fla._sin_cached.float(), fla.interleaved)
+    torch.testing.assert_close(FlaRotary(777.0)(x), expected.to(x.dtype), rtol=0, atol=0)
 
 
 def test_sizes_come_from_the_weights_and_errors_name_them() -> None:

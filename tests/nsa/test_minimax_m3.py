@@ -12,6 +12,7 @@ from transformers import BloomConfig, BloomForCausalLM, CompileConfig, StaticCac
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
+from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLVisionConfig
 
 from nsa.integrations import minimax_m3
 from tests.support.minimax_models import (
@@ -155,6 +156,28 @@ def test_bounds_of_documents_are_those_of_positions(models: tuple[Any, Any]) -> 
         models[1](ids, is_causal=False)
 
 
+def test_gradients_through_packs_and_padding(models: tuple[Any, Any]) -> None:
+    ours, ids = models[1], text(1, 30)
+    positions = torch.cat([torch.arange(11), torch.arange(19)])[None]
+    padded = torch.zeros(2, 19, dtype=torch.long)
+    padded[0, 8:], padded[1] = ids[0, :11], ids[0, 11:]
+    mask = (padded > 0).long()
+    at = (mask.cumsum(1) - 1).clamp(min=0)
+    found = []
+    for call in (
+        {"input_ids": ids, "position_ids": positions},
+        {"input_ids": padded, "attention_mask": mask, "position_ids": at},
+    ):
+        ours.zero_grad()
+        logits = ours(**call).logits
+        logits = logits[0] if len(logits) == 1 else torch.cat([logits[0, 8:], logits[1]])
+        logits.square().sum().backward()
+        found.append({name: x.grad for name, x in ours.named_parameters() if x.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        close(gradient, found[1][name])
+
+
 def test_the_whole_model_reads_an_image_and_writes_what_eager_does() -> None:
     ids = text(1, 30)
     ids[:, 5:9] = IMAGE_TOKEN
@@ -170,6 +193,14 @@ def test_the_whole_model_reads_an_image_and_writes_what_eager_does() -> None:
         assert (other - expected).abs().max() > 1e-3, "the image counts"
         how = {"max_new_tokens": 12, "do_sample": False, **images}
         assert torch.equal(ours.generate(ids, **how), eager.generate(ids, **how))
+
+
+def test_the_vision_tower_takes_pytorchs_attention() -> None:
+    config = MiniMaxM3VLVisionConfig(hidden_size=16, num_attention_heads=2)
+    module = modeling.MiniMaxM3VLVisionAttention(config)
+    q, k, v = torch.randn(3, 1, 2, 9, 8).double()
+    got, _ = minimax_m3.attention(module, q, k, v, None, scaling=0.3, is_causal=False)
+    close(got, modeling.eager_attention_forward(module, q, k, v, None, scaling=0.3)[0])
 
 
 def test_generates_behind_left_padding_as_without(models: tuple[Any, Any]) -> None:

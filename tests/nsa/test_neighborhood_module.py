@@ -198,6 +198,33 @@ def test_layer_names_weights_as_liger_does() -> None:
     assert torch.equal(layer(x), other(x))
 
 
+def test_layer_begins_on_the_meta_device() -> None:
+    layer = NeighborhoodAttentionLayer(WIDTH, HEADS, bias=True, device="meta")
+    assert all(parameter.is_meta for parameter in layer.parameters())
+    layer = layer.to_empty(device="cpu")
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    for module in layer.modules():
+        if isinstance(module, (nn.Linear, nn.LayerNorm)):
+            module.reset_parameters()
+    assert layer(torch.randn(1, 20, WIDTH)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights"), [(torch.float32, torch.float16), (torch.bfloat16, torch.float32)], ids=str
+)
+def test_layer_keeps_the_dtype_under_autocast(dtype: torch.dtype, weights: torch.dtype) -> None:
+    layer = NeighborhoodAttentionLayer(WIDTH, HEADS, dtype=weights)
+    x = torch.randn(2, 20, WIDTH, dtype=dtype, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    assert out.dtype == dtype
+    out.float().square().sum().backward()
+    for name, tensor in [("x", x), *layer.named_parameters()]:
+        assert tensor.grad is not None, name
+        assert tensor.grad.abs().sum() > 0, name
+
+
 def test_layer_passes_its_options_on() -> None:
     options: dict[str, Any] = {"kernel_size": 4, "dilation": 3, "causal": True, "softmax_scale": 0.4, "head_dim": 6}
     layer = NeighborhoodAttentionLayer(WIDTH, HEADS, KV_HEADS, rope=rotate, dropout=0.5, norm_eps=0.1, **options)
@@ -207,3 +234,23 @@ def test_layer_passes_its_options_on() -> None:
     assert (layer.attention.num_kv_heads, layer.attention.window.causal) == (KV_HEADS, True)
     dropped = layer.train()(x, table) == x
     assert 0.4 < dropped.double().mean() < 0.6
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (TypeError, "unexpected keyword argument 'kernel'", {"kernel": 3}),
+        (ValueError, "kernel_size must be at least 1, got 0", {"kernel_size": 0}),
+        (TypeError, "norm_eps must be a number, got True", {"norm_eps": True}),
+        (ValueError, "norm_eps must be finite and at least 0, got nan", {"norm_eps": float("nan")}),
+    ],
+    ids=str,
+)
+def test_bad_arguments_of_the_layer_are_named(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(error, match=message):
+        NeighborhoodAttentionLayer(**{"hidden_size": WIDTH, "num_heads": HEADS, **changes})
+
+
+def test_layer_refuses_positions_without_a_hook() -> None:
+    with pytest.raises(TypeError, match="this layer was built without a rope hook"):
+        NeighborhoodAttentionLayer(WIDTH, HEADS)(torch.randn(1, 8, WIDTH), rotary_table(8, 8))

@@ -132,6 +132,24 @@ def test_sampled_tiles_equal_the_whole(name: str) -> None:
         torch.testing.assert_close(sample, out[:, rows], rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_sizes_far_beyond_the_document_are_its_own(causal: bool) -> None:
+    """They take no memory, and change nothing: one select block, one block of entries, a window that sees all."""
+    inputs = make_inputs(20)
+    small = {"compress_block_size": 4, "num_selected_blocks": 2, "q_tile_size": 8, "causal": causal}
+    far = dict.fromkeys(("window_size", "select_block_size", "n_block_size"), 2**31 - 1)
+    near = {"window_size": 40, "select_block_size": 20, "n_block_size": 5}
+    config = NSAConfig(**small, num_cmp_selected_blocks=2, **far)
+    out, aux = reference.nsa(inputs, config)
+    expected, aux_expected = reference.nsa(inputs, replace(config, **near))
+    torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
+    assert torch.equal(aux.indices, aux_expected.indices)
+    none = replace(config, compress_block_size=2**31 - 1, num_cmp_selected_blocks=None, num_local_blocks=1)
+    _, aux = reference.nsa(inputs, none)
+    assert not aux.o_cmp.any()
+    torch.testing.assert_close(aux.o_slc, aux_expected.o_win if causal else aux.o_win, rtol=1e-13, atol=1e-13)
+
+
 def test_fewest_blocks_of_entries_that_a_tile_needs() -> None:
     """The rule in closed form, against counting over all tiles of a period."""
     for length, tile, width in itertools.product(range(1, 7), range(2, 12), range(1, 5)):
@@ -297,6 +315,42 @@ print(json.dumps([peak, bool(torch.isfinite(out).all())]))
     peak_gib, finite = json.loads(done.stdout)
     assert finite
     assert peak_gib < 1
+
+
+@pytest.mark.parametrize(
+    ("compress", "dtype"),
+    [("mean", torch.bfloat16), (lambda blocks: blocks.mean(-2), torch.float16)],
+    ids=["mean", "callable"],
+)
+def test_gradients_of_overlapping_blocks_are_rounded_once(compress: Any, dtype: torch.dtype) -> None:
+    """The compressed branch alone: a key's gradient is a sum of 64 entries' in fp32."""
+    config = NSAConfig(
+        compress_block_size=64, compress_stride=1, num_selected_blocks=0, window_size=0, compress=compress
+    )
+    inputs = make_inputs(200, dtype=dtype)
+    inputs = replace(inputs, gates=torch.ones(1, 200, 4, 3, dtype=dtype))
+    do = make_qkv(200, dtype=dtype, seed=1)[0]
+    leaves = inputs.map(lambda tensor: tensor.requires_grad_())
+    got = torch.autograd.grad(nsa(**leaves.tensors(), config=config), (leaves.q, leaves.k, leaves.v), do)
+
+    # Entries are rounded, their gradients are not: those in fp64 of the rounded ones, and what pooling makes of them
+    _, aux = reference.nsa(inputs.map(Tensor.detach), config)
+    exact = replace(
+        inputs.map(lambda tensor: tensor.detach().double()), k_cmp=aux.k_cmp.double(), v_cmp=aux.v_cmp.double()
+    )
+    exact = exact.map(lambda tensor: tensor.requires_grad_())
+    out, _ = oracles.nsa(exact, replace(config, compress="mean"), indices=aux.indices)
+    dq, *of_entries = torch.autograd.grad(out, (exact.q, exact.k_cmp, exact.v_cmp), do.double())
+    assert_rounded_once(got[0], dq, "dq")
+    for name, mine, of_entry in zip(("dk", "dv"), got[1:], of_entries, strict=True):
+        truth = torch.zeros(mine.shape, dtype=torch.float64)
+        for entry in range(of_entry.shape[1]):
+            truth[:, entry : entry + 64] += of_entry[:, entry, None] / 64
+        if compress == "mean":
+            assert_rounded_once(mine, truth, name)
+        else:  # a callable in 16 bits gets and gives gradients of 16 bits: two roundings more, of each entry
+            once = (truth.to(dtype).double() - truth).square().mean().sqrt()
+            assert (mine.double() - truth).square().mean().sqrt() <= 1.5 * once
 
 
 @pytest.mark.parametrize(("dtype", "packed"), [(torch.bfloat16, True), (torch.float16, False)])

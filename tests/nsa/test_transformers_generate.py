@@ -14,8 +14,9 @@ from torch._dynamo import lookup_backend
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from nsa import NSAConfig
-from nsa.integrations.transformers.cache import CacheLayer
+from nsa.integrations.transformers.cache import CacheLayer, take_over
 from nsa.integrations.transformers.modeling import CACHE_ARGUMENT
+from nsa.integrations.transformers.options import options_of
 from tests.support import cases
 from tests.support.hf_models import converted_model, token_ids
 from tests.support.threads import MESSAGE, while_running
@@ -214,6 +215,26 @@ def test_compiled_and_other_steps_alternate() -> None:
         advance(compiled, first, first + 1)
 
 
+@compiles
+def test_other_calls_with_a_cache_are_not_compiled() -> None:
+    model, ids = converted_model(num_hidden_layers=1), token_ids(2, 12)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    with pytest.raises(Exception, match=r"must be a StaticCache that holds a prompt.* got StaticCache and 12 tokens"):
+        call_with(compiled, ids, cache)
+    with pytest.raises(Exception, match="must be a StaticCache that holds a prompt"):
+        call_with(compiled, ids[:, :1], cache)
+    call_with(model, ids, cache)
+    with pytest.raises(Exception, match="got StaticCache and 2 tokens"):
+        call_with(compiled, ids[:, :2], cache)
+    with pytest.raises(Exception, match=r"attention_mask must be \[B,max_cache_len\] = \[2, 20\] in torch\.compile"):
+        call_with(compiled, ids[:, :1], cache, attention_mask=torch.ones(2, 13))
+    dynamic = DynamicCache()
+    call_with(model, ids, dynamic)
+    with pytest.raises(Exception, match=r"must be a StaticCache that holds a prompt.* got DynamicCache"):
+        call_with(compiled, ids[:, :1], dynamic)
+
+
 # Caches
 
 
@@ -262,6 +283,18 @@ def test_a_cache_is_taken_over_and_does_what_transformers_asks(make: Any) -> Non
     advance(rows, 47, 60)
 
 
+def test_a_copy_of_an_empty_cache_fills_alone() -> None:
+    model, text = converted_model(), token_ids(2, 20)
+    cache = DynamicCache()
+    take_over(cache, options_of(model.config), 2)
+    copied = copy.deepcopy(cache)
+    first = call_with(model, text, cache)
+    assert copied.get_seq_length() == 0
+    torch.testing.assert_close(call_with(model, text, copied), first, rtol=0, atol=0)
+    caches = [each.layers[0].sequences.caches for each in (cache, copied)]
+    assert caches[0][0] is not caches[1][0]
+
+
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_what_is_made_in_inference_mode_goes_on_outside(static: bool) -> None:
     model, text = converted_model(num_hidden_layers=1), token_ids(2, 24)
@@ -295,6 +328,27 @@ def test_an_empty_cache_takes_any_batch_and_dtype() -> None:
         logits = [call_with(model, rows[:, :15], cache), call_with(model, rows[:, 15:], cache)]
         torch.testing.assert_close(torch.cat(logits, 1), expected[: len(rows)], atol=1e-4, rtol=0)
         cache.reset()
+
+
+def test_a_step_that_a_reset_cache_refuses_changes_nothing() -> None:
+    model, text = converted_model(num_hidden_layers=1), token_ids(2, 20)
+    cache = StaticCache(config=model.config, max_cache_len=15)
+    call_with(model, text[:, :10], cache)
+    cache.reset()
+    with pytest.raises(ValueError, match="max_cache_len=15 tokens, got 20"):
+        call_with(model, text[:1], cache)
+    cache.reorder_cache(torch.tensor([0]))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    call_with(model, text[:1, :15], cache)
+    assert cache.get_seq_length() == 15
+
+
+def test_fp64_stays_under_autocast() -> None:
+    model, ids = converted_model(num_hidden_layers=1).double(), token_ids(2, 20)
+    with torch.autocast("cpu", torch.bfloat16):
+        written = generate(model, ids)
+        assert torch.equal(written, generate(model, ids, use_cache=False))
 
 
 @compiles

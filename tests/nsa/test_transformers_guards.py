@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.distributed import HashStore, destroy_process_group, init_process_group
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import (
+    AttentionInterface,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2VLConfig,
@@ -59,6 +61,21 @@ def test_no_other_attention_can_use_the_mask(use: str) -> None:
     assert mask.shape == (2, 1, 6, 6)
     with pytest.raises(ValueError, match="attn_implementation='nsa' needs a model whose layers call"):
         FOREIGN[use](torch.randn(2, 4, 6, 6), mask)
+
+
+def test_masks_are_copied_and_moved() -> None:
+    mask = nsa_mask(2, 6, 6, attention_mask=PADDING)
+    assert isinstance(mask, CausalMask)
+    for copied in (mask.detach(), mask.clone(), mask.to("cpu", copy=True)):
+        assert isinstance(copied, CausalMask)
+        assert copied.shape == mask.shape
+        assert copied.padding is not None
+        assert torch.equal(copied.padding, PADDING)
+    sent = send_to_device({"attention_mask": mask}, "meta")["attention_mask"]
+    assert isinstance(sent, CausalMask)
+    assert sent.padding is not None
+    assert (sent.device.type, sent.padding.device.type) == ("meta", "meta")
+    assert "CausalMask([2, 1, 6, 6]" in repr(mask)
 
 
 def padded_batch() -> dict[str, Tensor]:
@@ -124,6 +141,19 @@ def test_cross_attention_is_refused() -> None:
                 ValueError, match=r"MllamaTextCrossAttention .* keys are the queries' own sequence; got None"
             ):
                 text_model(ids, **states, use_cache=False)
+
+
+def test_attention_that_says_it_is_cross_attention_is_refused() -> None:
+    module = dense_model(attn_implementation="nsa").model.layers[0].self_attn
+    attend = AttentionInterface._global_mapping["nsa"]
+    q, k = torch.randn(2, 4, 6, 16), torch.randn(2, 2, 9, 16)
+    with pytest.raises(ValueError, match="got 6 queries and 9 keys in LlamaAttention with a mask of 6 and 6"):
+        attend(module, q, k, k, nsa_mask(2, 6, 6))
+    with pytest.raises(ValueError, match=r"must be \[B,N_k\] = \[2, 9\] .* got a mask of shape \[2, 1, 6, 9\]"):
+        attend(module, q, k, k, torch.zeros(2, 1, 6, 9))
+    module.is_cross_attention = True
+    with pytest.raises(ValueError, match="causal self-attention, got cross-attention in LlamaAttention"):
+        attend(module, q, k[:, :, :6], k[:, :, :6], nsa_mask(2, 6, 6))
 
 
 def qwen2_vl(names: Any) -> Any:

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
     DynamicCache,
@@ -128,6 +129,15 @@ def test_configs_convert(kind: str, loaded: bool, tmp_path: Path) -> None:
     gates = model.model.layers[1].self_attn.gates
     assert torch.sigmoid(gates.bias)[3].tolist() == pytest.approx([0.05, 0.9, 0.05])
     assert not gates.query_proj.any()
+
+
+def test_the_base_model_loads_from_a_whole_one(tmp_path: Path) -> None:
+    model, ids = converted_model("qwen3"), token_ids(1, 40)
+    model.save_pretrained(tmp_path)
+    base = AutoModel.from_pretrained(tmp_path)
+    assert type(base) is type(model.model)
+    with torch.no_grad():
+        assert torch.equal(model.lm_head(base(ids).last_hidden_state), logits_of(model, ids))
 
 
 FRESH = """
@@ -293,6 +303,24 @@ def test_keywords_that_change_nothing_pass(converted: bool) -> None:
             model(ids, **{name: value}, use_cache=False)
 
 
+def test_bounds_of_documents_are_integers_and_those_of_keys() -> None:
+    model, ids = converted_model(), token_ids(1, 6)
+    expected = logits_of(model, ids, cu_seq_lens_q=BOUNDS, use_cache=False)
+    pack = {"cu_seq_lens_q": BOUNDS.long(), "cu_seq_lens_k": BOUNDS, "max_length_q": 4, "max_length_k": 4}
+    assert torch.equal(logits_of(model, ids, **pack, use_cache=False), expected)
+    with pytest.raises(ValueError, match="cu_seq_lens_k must be cu_seq_lens_q"):
+        logits_of(model, ids, cu_seq_lens_q=BOUNDS, cu_seq_lens_k=torch.tensor([0, 3, 6]), use_cache=False)
+    for ends in (4, 7):
+        with pytest.raises(
+            ValueError, match=rf"cu_seq_lens_q must end with the number of tokens, 6, got \[0, 2, {ends}\]"
+        ):
+            logits_of(model, ids, cu_seq_lens_q=torch.tensor([0, 2, ends]), use_cache=False)
+    with pytest.raises(TypeError, match=r"cu_seq_lens_q must be a tensor of int32 or int64, got torch\.float32"):
+        logits_of(model, ids, cu_seq_lens_q=BOUNDS.float(), use_cache=False)
+    with pytest.raises(TypeError, match=r"max_length_q must be an integer or None, got tensor\(4\)"):
+        logits_of(model, ids, cu_seq_lens_q=BOUNDS, max_length_q=torch.tensor(4), use_cache=False)
+
+
 def test_packs_that_contradict_a_mask_or_a_cache_are_refused() -> None:
     module = unconverted().model.layers[0].self_attn
     q, k, padding = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 6, 16), torch.ones(1, 6, dtype=torch.bool)
@@ -303,6 +331,22 @@ def test_packs_that_contradict_a_mask_or_a_cache_are_refused() -> None:
         nsa_attention(module, q[:, :, :4], k, k, nsa_mask(1, 4, 6, 2), cu_seq_lens_q=torch.tensor([0, 2, 4]))
     with pytest.raises(ValueError, match=r"position_ids pack documents, .* not pass them to its mask, as with a cache"):
         nsa_attention(module, q[:, :, :4], k, k, nsa_mask(1, 4, 6, 2), position_ids=torch.tensor([[2, 3, 0, 1]]))
+
+
+def test_arguments_come_in_the_order_of_the_dense_model() -> None:
+    model, ids, cache = converted_model().model, token_ids(1, 20), DynamicCache()
+    with torch.no_grad():
+        expected = model(ids).last_hidden_state
+        assert torch.equal(model(ids, None, None, cache).last_hidden_state, expected)
+        assert cache.get_seq_length() == 20
+        embeds = model.embed_tokens(ids)
+        assert torch.equal(model(None, None, None, None, embeds).last_hidden_state, expected)
+    refused = [((), "got neither"), ((ids, None, None, None, embeds), "got both")]
+    refused += [((ids[0],), r"input_ids must be \[B,N\], got shape \[20\]")]
+    refused += [((None, None, None, None, embeds[0]), r"inputs_embeds must be \[B,N,hidden_size\], got shape")]
+    for given, message in refused:
+        with pytest.raises(ValueError, match=message):
+            model(*given)
 
 
 def test_overlays_of_masks_are_refused() -> None:

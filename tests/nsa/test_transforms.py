@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from nsa import (
+    AttentionResidual,
     LinearCompression,
     NeighborhoodAttention,
     NSAttention,
@@ -278,6 +279,18 @@ def test_autocast_casts_what_lies_beside_q() -> None:
             assert torch.equal(got, nsa(q.to(BF16), k.to(BF16), v.to(BF16), **cast, config=SMALL["seed"]))
 
 
+@pytest.mark.parametrize("op", [nsa, neighborhood_attention])
+def test_autocast_leaves_fp64_alone(op: Any) -> None:
+    q, k, v = make_qkv(40)
+    with torch.autocast("cpu", BF16):
+        with pytest.raises(TypeError, match=r"k must be float64 \(q is float64\), got float32"):
+            op(q, k.float(), v)
+        with pytest.raises(TypeError, match=r"q must be bfloat16, .* got int64"):
+            op(q.long(), k.float(), v.float())
+    with pytest.raises(TypeError, match=r"k must be float32 \(q is float32\), got bfloat16"):
+        op(q.float(), k.bfloat16(), v.float())
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
 @pytest.mark.parametrize("name", ["nsa", "nsa_forward", "neighborhood_attention", "compress", "residual"])
 def test_autocast_casts_in_compiled_functions_too(name: str) -> None:
@@ -319,6 +332,12 @@ def test_autocast_promotes_blocks_as_stack(mix: tuple[torch.dtype, ...], weight:
     assert torch.equal(out, attention_residual(cast[0] if stacked else cast, of_weight, w_norm))
     for x, block in zip(torch.autograd.grad(out.sum(), blocks), blocks, strict=True):
         assert x.dtype == block.dtype
+
+
+def test_a_residual_layer_of_16_bits_takes_blocks_of_32_under_autocast() -> None:
+    layer, blocks = AttentionResidual(8, dtype=BF16), torch.randn(3, 2, 5, 8)
+    with torch.autocast("cpu", BF16):
+        torch.testing.assert_close(layer(blocks), blocks.mean(0))
 
 
 @pytest.mark.parametrize("blocks", [None, [], [None], [torch.ones(2, 5, 8), None], [torch.ones(2, 5, 8), 3.0]], ids=str)
