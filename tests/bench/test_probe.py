@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dispatch
 from bench import probe_max_seqlen as probe
+from bench.report import environment
 from nsa import NSAConfig
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -87,6 +89,26 @@ def test_options_reach_the_configuration() -> None:
     assert settings.dense is None
 
 
+@pytest.mark.parametrize("recompute", [[], ["--recompute"]])
+def test_the_training_path_is_probed(recompute: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs that need gradients, with recompute as asked for; the output and every gradient are looked at."""
+    right, given = probe.nsa, []
+
+    def recording(*tensors: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        given.append((keywords["recompute"], all(x.requires_grad for x in tensors)))
+        return right(*tensors, **keywords)
+
+    monkeypatch.setattr(probe, "nsa", recording)
+    _, settings, _ = probe.parse([*SMALL, "--backward", *recompute])
+    results = probe.run_op(settings, probe.make_inputs(settings, 100))
+    assert given == [(bool(recompute), True)]
+    gradients = [f"the gradient of {name}" for name in ("q", "k", "v", "gate_proj_weight")]
+    assert list(results) == ["the output", *gradients]
+    for name, tensor in results.items():
+        probe.check_finite(name, tensor)
+        assert tensor.any()
+
+
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("recompute", [[], ["--recompute"]])
@@ -97,6 +119,23 @@ def test_a_trial_on_a_gpu_counts_everything(recompute: list[str]) -> None:
     assert trial.fits
     assert trial.peak_gib is not None
     assert trial.peak_gib > 5000 * 64 * 2 * (4 * 4 + 4 * 1) / 2**30
+
+
+def test_on_a_gpu_without_kernels_the_reference_runs_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(call: Any, backend: str | None) -> None:
+        raise dispatch.BackendError("no backend can run nsa on cuda:\n  cute: not installed")
+
+    monkeypatch.setattr(dispatch, "resolve", refuse)
+    _, settings, _ = probe.parse(SMALL)
+    on_gpu = replace(settings, device="cuda", dtype="bf16", backend=None)
+    backend, note = probe.backend_for(on_gpu)
+    assert backend == "reference"
+    assert "cute: not installed" in note
+    with pytest.raises(dispatch.BackendError):
+        probe.backend_for(replace(on_gpu, backend="reference"))
+    monkeypatch.setenv("NSA_KERNELS_BACKEND", "reference")
+    with pytest.raises(dispatch.BackendError):
+        probe.backend_for(on_gpu)
 
 
 # What counts as "does not fit"
@@ -256,6 +295,17 @@ def test_other_settings_start_anew_and_say_so(run_main: Any, change: list[str]) 
     assert anew.tried == [1024, 2048]
     assert ("Starting anew, since the trials in " in printed) == (change != ["--restart"])
     assert state["bracket"] == {"fits": 1024, "fails": 2048, "why": "oom"}
+
+
+def test_another_torch_starts_anew(run_main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_main(Trials(room=5000))
+    facts = environment(torch.device("cpu"))
+    newer = {**facts, "versions": {**facts["versions"], "torch": "99.0"}}
+    monkeypatch.setattr(probe, "environment", lambda device: newer)
+    anew = Trials(room=2000)
+    _, printed, _ = run_main(anew)
+    assert anew.tried == [1024, 2048]
+    assert "'torch': '99.0'" in printed
 
 
 def test_an_interrupted_probe_goes_on_where_it_was(run_main: Any) -> None:

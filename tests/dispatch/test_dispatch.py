@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import platform
 import re
@@ -125,6 +126,16 @@ def test_every_op_is_reached_through_dispatch_and_has_a_cpu_row() -> None:
         assert resolve(Call(op, CPU, torch.float32)).backend == "reference"
 
 
+def test_type_checkers_see_every_function() -> None:
+    """They do not run `__getattr__`, and would take what it gives for Any."""
+    tree = ast.parse(Path(dispatch.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    assert {(alias.name, alias.asname, f"{node.module}:{alias.name}") for node in imports for alias in node.names} == {
+        (name, name, target) for name, target in dispatch.FUNCTIONS.items()
+    }
+
+
 def test_deterministic_backward_on_a_device_is_refused_with_the_reason() -> None:
     asked = Call("nsa", CUDA, torch.float32, backward=True, options={"deterministic": True})
     with pytest.raises(BackendError, match="sums with atomics"):
@@ -188,6 +199,12 @@ def test_a_foreign_package_of_the_same_name_is_named(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "nsa-kernels needs its own package 'cute_kernels'" in done.stderr
     assert str(tmp_path / "cute_kernels" / "__init__.py") in done.stderr
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nsa, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match="incomplete: its package 'dispatch' is missing"):
+        nsa._check_siblings()
 
 
 def versions_of(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:

@@ -241,6 +241,56 @@ def test_changed_pyproject_installs_again(machine: Machine, checkout: Path) -> N
     assert stamped_extras(checkout) == ["bench"], "dev was not brought up to date with the new pyproject.toml"
 
 
+def test_changed_constraints_install_again(machine: Machine, checkout: Path) -> None:
+    set_up(checkout, "dev")
+    (checkout / "constraints.txt").write_text("numpy==2.3.4\n")
+    set_up(checkout, "dev")
+    assert (machine.venvs_made, len(machine.pip_calls)) == (1, 4)
+
+
+def test_changed_torch_version_installs_again(
+    machine: Machine, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_up(checkout, "dev")
+    monkeypatch.setenv("TORCH_VERSION", "2.9.1")
+    set_up(checkout, "dev")
+    assert machine.venvs_made == 1
+    assert [call[-1] for call in machine.pip_calls[2:]] == ["torch==2.9.1", "torch==2.9.1"]
+
+
+@pytest.mark.parametrize("content", ["not json", "[1]", "{}"])
+def test_unreadable_stamp_installs_again(content: str, machine: Machine, checkout: Path) -> None:
+    set_up(checkout, "dev")
+    (checkout / ".venv" / bootstrap.STAMP_NAME).write_text(content)
+    set_up(checkout, "dev")
+    assert (machine.venvs_made, len(machine.pip_calls)) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("venv_python_answer", "reason"),
+    [
+        (None, "its Python is gone"),
+        ((1, ""), "its Python is broken or has no pip"),
+        ((0, "3.9\n"), r"it has Python 3.9, this is Python \d"),
+    ],
+)
+def test_unusable_venv_is_made_again(
+    venv_python_answer: tuple[int, str] | None,
+    reason: str,
+    machine: Machine,
+    checkout: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    set_up(checkout, "dev")
+    if venv_python_answer is None:
+        (checkout / ".venv" / "bin" / "python").unlink()
+    else:
+        machine.venv_python_answer = venv_python_answer
+    set_up(checkout, "dev")
+    assert (machine.venvs_made, len(machine.pip_calls)) == (2, 4)
+    assert re.search(reason, capsys.readouterr().out)
+
+
 def test_new_device_makes_venv_again(machine: Machine, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU build of torch satisfies torch>=2.6, so pip alone would not replace it once there is a GPU."""
     set_up(checkout, "dev", "bench")
@@ -258,6 +308,14 @@ def test_gpu_set_up_is_kept_where_no_gpu_is_in_sight(
     set_devices(monkeypatch, [], npu_node=False)
     set_up(checkout, "dev")
     assert (machine.venvs_made, len(machine.pip_calls)) == (1, 2)
+
+
+def test_moved_checkout_makes_venv_again(machine: Machine, checkout: Path, tmp_path_factory: Any) -> None:
+    set_up(checkout, "dev")
+    moved = tmp_path_factory.mktemp("elsewhere") / "checkout"
+    checkout.rename(moved)
+    set_up(moved, "dev")
+    assert machine.venvs_made == 2
 
 
 # ---------------------------------------------------------------- failures
@@ -285,6 +343,16 @@ def test_pip_failure_is_explained_and_tried_again(
     assert stamped_extras(checkout) == ["dev"]
 
 
+def test_failed_update_leaves_no_fitting_stamp(machine: Machine, checkout: Path) -> None:
+    set_up(checkout, "bench")
+    machine.failing_pip = (1, "ERROR")
+    with pytest.raises(bootstrap.SetUpError):
+        set_up(checkout, "dev")
+    machine.failing_pip = None
+    set_up(checkout, "bench")
+    assert len(machine.pip_calls) == 2 + 1 + 2
+
+
 # ---------------------------------------------------------------- versions that stand in two files
 
 
@@ -297,3 +365,8 @@ def test_pre_commit_runs_the_versions_of_the_dev_extra(tool: str) -> None:
     in_dev_extra = pinned_versions("pyproject.toml", tool)
     assert len(in_dev_extra) == 1
     assert pinned_versions(".pre-commit-config.yaml", tool) == in_dev_extra
+
+
+def test_npu_torch_pairs_with_torch_npu() -> None:
+    (torch_npu,) = pinned_versions("pyproject.toml", "torch-npu")
+    assert f"{bootstrap.NPU.torch}." == f"torch=={torch_npu}"  # .*: any maintenance release
