@@ -142,6 +142,20 @@ def test_every_row_of_dq_is_checked(row: int, value: float) -> None:
     assert "of the gradient of q is above the budget" in wrong[0]
 
 
+def test_recompute_reaches_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, given = e2e.nsa, []
+
+    def recording(*args: Any, **keywords: Any) -> torch.Tensor:
+        given.append(keywords["recompute"])
+        return right(*args, **keywords)
+
+    monkeypatch.setattr(e2e, "nsa", recording)
+    for options in ([], ["--recompute"]):
+        assert e2e.main([*SMALL, "--seqlens", "64", "--backward", *options, "--out", str(tmp_path / "run")]) == 0
+        assert set(given) == {bool(options)}
+        given.clear()
+
+
 @pytest.mark.parametrize("backward", [[], ["--backward"]])
 def test_the_timed_call_must_be_the_checked_one(
     backward: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,13 +6,17 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import nsa.module
 from examples import needle as example
 from examples.shared.byte_models import Row
+from examples.shared.nsa_variants import BRANCHES, ablated
+from nsa import nsa_forward_aux
 from tests.support.bench_helpers import assert_documented
 
 TINY = shlex.split(
@@ -106,6 +110,33 @@ def test_the_window_never_sees_a_needle(variant: str) -> None:
     with torch.no_grad():
         differs = (made.losses(changed) != made.losses(made.validation)).any()
     assert differs == (variant != "window")
+
+
+def test_a_closed_branch_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer("nsa")
+    made.step(0)
+    sizes: dict[str, float] = {}
+
+    def record(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+        out, aux = nsa_forward_aux(q, k, v, **keywords)
+        outputs = dict(zip(BRANCHES, (aux.o_cmp, aux.o_slc, aux.o_win), strict=True))
+        for index, (branch, output) in enumerate(outputs.items()):
+            size = (aux.gates[..., index, None] * output).abs().sum().item()
+            sizes[branch] = sizes.get(branch, 0.0) + size
+        return out
+
+    monkeypatch.setattr(nsa.module, "nsa", record)
+    weights = {name: value.clone() for name, value in made.model.state_dict().items()}
+    open_loss = made.evaluate()
+    assert all(sizes[branch] > 0 for branch in BRANCHES)
+    for branch in BRANCHES:
+        sizes.clear()
+        with ablated(made.model, branch):
+            closed_loss = made.evaluate()
+        assert {name for name, size in sizes.items() if size == 0} == {branch}
+        assert closed_loss != open_loss
+    assert made.evaluate() == open_loss
+    assert all(torch.equal(value, weights[name]) for name, value in made.model.state_dict().items())
 
 
 # A run

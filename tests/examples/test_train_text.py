@@ -129,6 +129,21 @@ def test_a_graph_trains_as_its_calls_do(preset: str, corpus: example.Corpus) -> 
     assert graphed.graph is not None
 
 
+def test_a_diverged_run_keeps_the_variants_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = example.Trainer.losses
+
+    def losses(self: example.Trainer, windows: Tensor) -> Tensor:
+        return right(self, windows) * (math.nan if self.variant == "nsa" else 1)
+
+    monkeypatch.setattr(example.Trainer, "losses", losses)
+    with pytest.raises(SystemExit, match="nsa: the loss is nan at step 0: a smaller --lr may help"):
+        example.main([*TINY, "--variants", "window,nsa", "--out", str(tmp_path / "run")])
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert [summary["variant"] for summary in content["summary"]] == ["window"]
+    assert content["verdict"].startswith("NSA itself was not trained")
+    assert (tmp_path / "run.png").exists()
+
+
 # What the variants are
 
 

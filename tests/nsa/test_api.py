@@ -12,6 +12,7 @@ import torch
 
 import dispatch
 import nsa as package
+from dispatch.table import ROWS
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.config import OPTION_NAMES, NSAOptions
 from nsa.inputs import NSAInputs
@@ -80,6 +81,36 @@ def test_parameters_of_compress_learn() -> None:
     assert NSAInputs(q, k, v).needs_grad(replace(config, compress=(pool, lambda blocks: blocks[..., 0, :])))
 
 
+@pytest.mark.parametrize("name", ["v_slc", "w_k_compress", None])
+def test_the_dispatcher_learns_what_the_call_needs(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv(40)
+    tensors = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "k_slc": k.clone(),
+        "v_slc": v.clone(),
+        "gates": torch.rand(1, 40, 4, 3).double(),
+    }
+    tensors |= {"w_k_compress": torch.eye(16).double().repeat(2, 1, 1)}
+    calls = []
+
+    def resolve(call: dispatch.Call, backend: str | None) -> dispatch.Impl:
+        calls.append(call)
+        return next(row for row in ROWS if row.backend == "reference")
+
+    monkeypatch.setattr(dispatch, "resolve", resolve)
+    if name is not None:
+        tensors[name].requires_grad_()
+    nsa(**tensors, config=SMALL["seed"], deterministic=True)
+    nsa_forward(**tensors, config=SMALL["seed"], recompute=True)
+    assert [call.backward for call in calls] == [name is not None, False]
+    assert [call.options["deterministic"] for call in calls] == [True, False]
+    assert [call.options["recompute"] for call in calls] == [False, True]
+    assert calls[0].options["config"] == SMALL["seed"]
+    assert calls[0].options["inputs"].q is q
+
+
 def test_auxiliary_results_compose_the_output() -> None:
     q, k, v = make_qkv(70, dtype=torch.float32)
     gates = torch.randn(1, 70, 4, 3)
@@ -87,6 +118,14 @@ def test_auxiliary_results_compose_the_output() -> None:
     combined = sum(gates[..., b, None] * o for b, o in enumerate((aux.o_cmp, aux.o_slc, aux.o_win)))
     torch.testing.assert_close(out, combined, rtol=1e-6, atol=1e-6)
     again = nsa_forward(q, k, v, gates=gates, k_cmp=aux.k_cmp, v_cmp=aux.v_cmp, config=SMALL["seed"])
+    assert torch.equal(again, out)
+
+
+def test_packed_compressed_entries_can_be_given_back() -> None:
+    q, k, v = make_qkv(70, batch=None)
+    bounds = torch.tensor([0, 45, 70], dtype=torch.int32)
+    out, aux = nsa_forward_aux(q, k, v, cu_seqlens=bounds, max_seqlen=100, config=SMALL["paper"])
+    again = nsa_forward(q, k, v, cu_seqlens=bounds, k_cmp=aux.k_cmp, v_cmp=aux.v_cmp, config=SMALL["paper"])
     assert torch.equal(again, out)
 
 

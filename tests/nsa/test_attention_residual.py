@@ -149,6 +149,15 @@ def test_bad_arguments_are_named(error: type[Exception], message: str, changes: 
         attention_residual(**given)
 
 
+def test_strides_of_single_rows_do_not_matter() -> None:
+    """B = 1: blocks that lie alike, whatever PyTorch says of the stride that nothing steps over."""
+    wide, blocks = torch.randn(1, 12, 8), torch.randn(2, 1, 10, 8)
+    given = [wide[:, :10], *blocks]
+    assert given[0].stride() != given[1].stride()
+    w_query = torch.randn(8)
+    assert torch.equal(attention_residual(given, w_query), attention_residual([x.clone() for x in given], w_query))
+
+
 @pytest.mark.parametrize(("lead", "layout"), product([(), (4,), (2, 0, 4), (2, 1, 3, 2)], ["stacked", "list"]))
 def test_any_leading_dimensions(lead: tuple[int, ...], layout: str) -> None:
     stacked = torch.randn(3, *lead, 8, dtype=torch.float64, requires_grad=True)
@@ -204,6 +213,14 @@ def test_the_layer_blames_its_input(
 ) -> None:
     with pytest.raises(error, match=f"^{message}"):
         AttentionResidual(8, dtype=dtype)(given)
+
+
+def test_the_layer_is_the_function() -> None:
+    layer = AttentionResidual(16, eps=1e-3)
+    torch.nn.init.normal_(layer.w_query)
+    blocks = torch.randn(4, 2, 5, 16)
+    assert torch.equal(layer(blocks), attention_residual(blocks, layer.w_query, layer.w_norm, 1e-3))
+    assert "16, eps=0.001, norm_weight=True" in repr(layer)
 
 
 # Dispatch

@@ -191,6 +191,23 @@ def test_loss_of_documents_is_their_mean_by_tokens() -> None:
     torch.testing.assert_close(got, sum(parts) / 44)
 
 
+def test_loss_of_starts_of_their_own_is_the_mean_of_calls_with_integers() -> None:
+    starts = [0, 13, 30]
+    q_idx, q = (torch.randn(3, 20, heads, 4, dtype=torch.float64, requires_grad=heads == 2) for heads in (2, 4))
+    k_idx, k = (torch.randn(3, 50, heads, 4, dtype=torch.float64, requires_grad=heads == 1) for heads in (1, 2))
+    where = torch.tensor(starts).int()
+    indices = top_blocks_by_max(q_idx, k_idx, block_size=8, k=3, q_start=where)
+    got = indexer_kl_loss(q_idx, k_idx, q, k, indices, block_size=8, q_start=where)
+    parts = []
+    for b, start in enumerate(starts):
+        own = [x[b : b + 1] for x in (q_idx, k_idx, q, k, indices)]
+        parts.append(indexer_kl_loss(*own, block_size=8, q_start=start))
+    torch.testing.assert_close(got, sum(parts) / 3)
+    gradients = (torch.autograd.grad(x, (q_idx, k_idx)) for x in (got, sum(parts) / 3))
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 def test_loss_under_autocast_is_in_fp32() -> None:
     tensors = [torch.randn(2, 40, heads, 16) for heads in (2, 1, 4, 2)]
     indices = top_blocks_by_max(*tensors[:2], block_size=8, k=3)

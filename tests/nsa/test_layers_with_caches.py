@@ -137,6 +137,27 @@ def test_a_copy_of_a_rolling_cache_goes_on_outside_inference_mode() -> None:
             torch.testing.assert_close(layer(x[:, 5:], cache=each), layer(x)[:, 5:])
 
 
+def test_a_rolling_cache_takes_rows_that_exist() -> None:
+    cache = NeighborhoodCache(2, heads_kv=1, dim=8, kernel_size=3)
+    for rows in ([-1, 0], [0, 2]):
+        with pytest.raises(ValueError, match="rows must be from 0 to 1"):
+            cache.reorder(torch.tensor(rows))
+    with pytest.raises(TypeError, match="rows must be an int32 or int64 tensor, got list"):
+        cache.reorder([1, 0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("made_inside", [True, False])
+def test_a_prompt_in_inference_mode_is_gone_on_with_outside(made_inside: bool) -> None:
+    layer = NeighborhoodAttention(32, 4, num_kv_heads=2, kernel_size=3, causal=True)
+    with torch.inference_mode(made_inside):
+        cache = layer.new_cache(1)
+    with torch.inference_mode():
+        layer(torch.randn(1, 5, 32), cache=cache)
+    with torch.no_grad():
+        layer(torch.randn(1, 1, 32), cache=cache)
+    assert int(cache.length) == 6
+
+
 @torch.no_grad()
 def test_dynamically_quantized_layers_have_caches() -> None:
     nsa_layer = dynamically_quantized(NSAttention(WIDTH, HEADS, config=SMALL["paper"]))

@@ -116,6 +116,14 @@ def test_reference_trains_on_a_gpu(operator: bool) -> None:
         torch.testing.assert_close(x.cpu(), y, rtol=1e-9, atol=1e-9)
 
 
+def test_second_derivative_is_refused() -> None:
+    q, k, v = (x.requires_grad_() for x in make_qkv(20))
+    out = ops.call_saving(q, k, v, config=SMALL["seed"])
+    (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="nsa has no second derivative"):
+        first.sum().backward()
+
+
 def test_options_and_tensors_reach_the_call() -> None:
     gates = torch.rand(1, 75, 4, 3, dtype=torch.float64)
     keywords: dict[str, Any] = {"num_selected_blocks": 2, "compress_block_size": 8, "causal": False, "gates": gates}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections import OrderedDict
@@ -75,6 +76,12 @@ def test_a_tokenizer_that_does_not_name_its_class(kind: str, tmp_path: Path) -> 
         settings.write_text(json.dumps({k: v for k, v in json.loads(settings.read_text()).items() if "class" not in k}))
         classes.append(type(AutoTokenizer.from_pretrained(folder)))
     assert classes[1] is classes[0]
+
+
+def test_the_loss_is_that_of_causal_models() -> None:
+    dense = dense_model()
+    made = type(converted_model())(convert(dense.config))
+    assert convert(copy.deepcopy(dense)).loss_type == made.loss_type == dense.loss_type == "ForCausalLM"
 
 
 def test_every_list_of_names_with_a_dense_class_has_its_nsa_class() -> None:

@@ -95,6 +95,17 @@ def test_files_without_a_command_are_refused(
     assert commit_of(good) == BEFORE, "nothing ran"
 
 
+@pytest.mark.parametrize("state", ["unknown", f"{HERE}+changes"])
+def test_changed_sources_are_refused(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str
+) -> None:
+    add(root, "old")
+    monkeypatch.setattr(tool, "commit", lambda root: state)
+    with pytest.raises(SystemExit):
+        tool.main(["old"], root)
+    assert f"here it is {state}" in capsys.readouterr().err
+
+
 def test_commands_of_this_checkout() -> None:
     """What the GPU's tables show can be recorded anew."""
     names = [path.stem for path in (tool.ROOT / tool.RESULTS).glob("*-h200*.json")]
