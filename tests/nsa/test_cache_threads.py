@@ -91,6 +91,6 @@ def test_a_rolling_cache_is_one_thread_s(monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(module, "neighborhood_attention", wait)
         with while_running(run, entered, go_on) as first, pytest.raises(RuntimeError, match=MESSAGE):
             run()
-    assert torch.equal(first.result(), layer(x))
+    torch.testing.assert_close(first.result(), layer(x))  # another thread may sum in another order
     run()
     assert int(cache.length) == 18
