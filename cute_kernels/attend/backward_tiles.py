@@ -152,9 +152,9 @@ class SharedDQ(NamedTuple):
     """Shared memory and pipelines of BackwardDQ."""
 
     sQ: cute.Tensor  # (TILE, D, CONSUMERS)
-    sdO: cute.Tensor
+    sdO: cute.Tensor  # (TILE, D, CONSUMERS)
     sK: cute.Tensor  # (TILE, D, STAGES)
-    sV: cute.Tensor
+    sV: cute.Tensor  # (TILE, D, STAGES)
     rows_ready: Any
     keys_ready: Any
 
@@ -164,26 +164,18 @@ class OperandsDQ(NamedTuple):
 
     tScS: cute.Tensor
     """`score_coordinates`: (row, key)."""
-    tSrQ: cute.Tensor
-    tdPrdO: cute.Tensor
-    tSrK: cute.Tensor
-    tdPrV: cute.Tensor
-    tdQrK: cute.Tensor
+    tSrQ: cute.Tensor  # registers, [TILE rows, D]
+    tdPrdO: cute.Tensor  # registers, [TILE rows, D]
+    tSrK: cute.Tensor  # [TILE keys, D, STAGES]
+    tdPrV: cute.Tensor  # [TILE keys, D, STAGES]
+    tdQrK: cute.Tensor  # [D, TILE keys, STAGES]
     rLse: cute.Tensor
     """fp32 (r, branch), in base 2. +inf for rows without an lse, so that P = exp2(-inf) = 0."""
-    rDelta: cute.Tensor
+    rDelta: cute.Tensor  # fp32 (r, branch)
 
 
 class BackwardDQ(_Backward):
-    """dQ of 128 query rows of a head. Q and dO stay resident, K and V are streamed.
-
-    pipeline    stages  a stage is full when                   and empty when
-    rows_ready  1       TMA has written Q and dO of the CTA    never: filled once
-    keys_ready  STAGES  TMA has written a tile of K and of V   the 8 consumer warps have issued and awaited dS K
-
-    keys_ready is filled once per key tile, and both consumers wait for it. Named barriers, once at the end: 1 and 2, a
-    consumer has written its rows of dQ for TMA.
-    """
+    """dQ of 128 query rows of a head. Q and dO stay resident, K and V are streamed. Pipelines: `allocate`."""
 
     def operands(self) -> tuple[Any, ...]:
         """Tiled MMAs of S and dP and of dQ; shared memory layouts of rows and of keys."""
@@ -196,11 +188,15 @@ class BackwardDQ(_Backward):
 
     def allocate(self, row_layout: cute.ComposedLayout, key_layout: cute.ComposedLayout) -> SharedDQ:
         smem = SmemAllocator()
+        # (TILE, D, CONSUMERS) of Q and dO, (TILE, D, STAGES) of K and V
         sQ, sdO, sK, sV = (
             allocate_tiles(smem, self.dtype, layout) for layout in (row_layout, row_layout, key_layout, key_layout)
         )
         consumer_warps = CONSUMERS * WARPGROUP_WARPS
+        # Full once TMA has written Q and dO of the CTA; filled once
         rows_ready = tma_pipeline(1, consumer_warps, 2 * CONSUMERS * self.tile_bytes, defer_sync=True)
+        # Full once TMA has written a tile of K and of V, which both consumers read; empty once their 8 warps have
+        # awaited dS K
         keys_ready = tma_pipeline(STAGES, consumer_warps, 2 * self.tile_bytes)
         return SharedDQ(sQ, sdO, sK, sV, rows_ready, keys_ready)
 
@@ -242,9 +238,9 @@ class BackwardDQ(_Backward):
         _, _, sK, sV, rows_ready, _ = shared
         first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
         tScS = score_coordinates(mma_s, consumer)
-        tSrK, tdPrV = smem_operand_b(mma_s, sK), smem_operand_b(mma_s, sV)
-        tdQrK = smem_operand_b(mma_dq, transpose_view(sK))
-        rLse, rDelta = (cute.make_rmem_tensor((2, STATS_BRANCHES), Float32) for _ in range(2))
+        tSrK, tdPrV = smem_operand_b(mma_s, sK), smem_operand_b(mma_s, sV)  # [TILE keys, D, STAGES]
+        tdQrK = smem_operand_b(mma_dq, transpose_view(sK))  # [D, TILE keys, STAGES]
+        rLse, rDelta = (cute.make_rmem_tensor((2, STATS_BRANCHES), Float32) for _ in range(2))  # fp32 (r, branch)
         for r in range_constexpr(2):
             row = first_row + tScS[(0, r, 0), 0, 0][0]
             for b in range_constexpr(len(branches)):
@@ -253,12 +249,13 @@ class BackwardDQ(_Backward):
                     lse[work.batch, work.head, None], delta[work.batch, work.head, None], row, num_rows
                 )
         rows_ready.consumer_wait(consumer_state(1))
+        # [TILE rows, D], in registers
         tSrQ, tdPrdO = (load_operand_a(mma_s, x[None, None, consumer.warpgroup]) for x in (shared.sQ, shared.sdO))
         return OperandsDQ(tScS, tSrQ, tdPrdO, tSrK, tdPrV, tdQrK, rLse, rDelta)
 
     def accumulator(self, mma_dq: cute.TiledMma) -> cute.Tensor:
         """Zero-initialized dQ."""
-        dQ = accumulator(mma_dq, (TILE, self.dim))
+        dQ = accumulator(mma_dq, (TILE, self.dim))  # fp32 [TILE rows, D]
         dQ.fill(0.0)
         return dQ
 
@@ -302,6 +299,7 @@ class BackwardDQ(_Backward):
     ):
         """Scale and round dQ, write it to this warpgroup's part of Q's shared memory, and store it by TMA."""
         dQ.store(dQ.load() * scale)
+        # Named barrier 1 or 2: the consumer has written its rows of dQ for TMA
         store_acc_for_tma(mma_dq, dQ, sQ[None, None, consumer.warpgroup], consumer.thread, 1 + consumer.warpgroup)
         if consumer.warp % WARPGROUP_WARPS == 0:
             row_tile = work.tile * CONSUMERS + consumer.warpgroup
@@ -312,11 +310,11 @@ class SharedDKV(NamedTuple):
     """Shared memory of BackwardDKV."""
 
     sK: cute.Tensor  # (TILE, D, key tiles)
-    sV: cute.Tensor
+    sV: cute.Tensor  # (TILE, D, key tiles)
     sQ: cute.Tensor  # (TILE, D, STAGES)
-    sdO: cute.Tensor
+    sdO: cute.Tensor  # (TILE, D, STAGES)
     sLse: cute.Tensor  # fp32 (TILE, branches, STAGES), in base 2
-    sDelta: cute.Tensor
+    sDelta: cute.Tensor  # fp32 (TILE, branches, STAGES)
 
 
 class OperandsDKV(NamedTuple):
@@ -324,12 +322,12 @@ class OperandsDKV(NamedTuple):
 
     tScS: cute.Tensor
     """`score_coordinates`: (key, row)."""
-    tSrK: cute.Tensor
-    tdPrV: cute.Tensor
-    tSrQ: cute.Tensor
-    tdPrdO: cute.Tensor
-    tdKrQ: cute.Tensor
-    tdVrdO: cute.Tensor
+    tSrK: cute.Tensor  # [TILE keys, D]
+    tdPrV: cute.Tensor  # [TILE keys, D]
+    tSrQ: cute.Tensor  # [TILE rows, D, STAGES]
+    tdPrdO: cute.Tensor  # [TILE rows, D, STAGES]
+    tdKrQ: cute.Tensor  # [D, TILE rows, STAGES]
+    tdVrdO: cute.Tensor  # [D, TILE rows, STAGES]
     tSsLse: list[cute.Tensor]
     """Per branch, ((c, r, n), 0, 0, stage): a row's lse for every key."""
     tSsDelta: list[cute.Tensor]
@@ -337,14 +335,6 @@ class OperandsDKV(NamedTuple):
 
 class BackwardDKV(_Backward):
     """dK and dV of the keys of a CTA. K and V stay resident; Q, dO and the statistics of their rows are streamed.
-
-    pipeline    stages  a stage is full when                        and empty when
-    keys_ready  1       TMA has written K and V of the CTA          never: filled once
-    rows_ready  STAGES  TMA has written a tile of Q and of dO, and  the warps that read the stage have awaited dS^T Q:
-                        the 64 threads of the statistics' warps     both consumers, or the one whose turn it is
-                        have arrived
-
-    rows_ready is filled once per row tile, and the warps that read it wait for it.
 
     Args:
         dim: head dim.
@@ -368,6 +358,7 @@ class BackwardDKV(_Backward):
         )
 
     def allocate(self, smem: Any, key_layout: cute.ComposedLayout, row_layout: cute.ComposedLayout) -> SharedDKV:
+        # (TILE, D, key tiles) of K and V, (TILE, D, STAGES) of Q and dO
         tiles = [
             allocate_tiles(smem, self.dtype, layout) for layout in (key_layout, key_layout, row_layout, row_layout)
         ]
@@ -377,7 +368,10 @@ class BackwardDKV(_Backward):
     def pipelines(self) -> tuple[Any, Any]:
         """keys_ready and rows_ready."""
         keys_bytes, rows_bytes = 2 * self.key_tiles * self.tile_bytes, 2 * self.tile_bytes
+        # Full once TMA has written K and V of the CTA; filled once
         keys_ready = tma_pipeline(1, CONSUMERS * WARPGROUP_WARPS, keys_bytes, defer_sync=True)
+        # Full once TMA has written a tile of Q and of dO and the 64 threads of the statistics' warps have arrived.
+        # Empty once the warps that read the stage, both consumers' or those whose turn it is, have awaited dS^T Q
         rows_ready = tma_pipeline(STAGES, self.key_tiles * WARPGROUP_WARPS, rows_bytes, writers=TILE)
         return keys_ready, rows_ready
 
@@ -421,6 +415,7 @@ class BackwardDKV(_Backward):
         sLse, sDelta = shared.sLse, shared.sDelta
         state = producer_state(STAGES)
         row = thread - LANES  # within a row tile
+        # fp32 (branch)
         rLse, rDelta = cute.make_rmem_tensor(STATS_BRANCHES, Float32), cute.make_rmem_tensor(STATS_BRANCHES, Float32)
         for head in cutlass.range(work.head * group, (work.head + 1) * group, unroll=1):
             for tile in cutlass.range(first_tile, stop_tile, unroll=1):
@@ -443,9 +438,11 @@ class BackwardDKV(_Backward):
         sK, sV, sQ, sdO, sLse, sDelta = shared
         thr_s = mma_s.get_slice(consumer.thread)
         tScS = score_coordinates(mma_s, consumer)
-        tSrK, tdPrV = (smem_operand_a(mma_s, tiles)[None, None, None, key_tile] for tiles in (sK, sV))
-        tSrQ, tdPrdO = (smem_operand_b(mma_s, tiles) for tiles in (sQ, sdO))
+        tSrK, tdPrV = (smem_operand_a(mma_s, tiles)[None, None, None, key_tile] for tiles in (sK, sV))  # [TILE keys, D]
+        tSrQ, tdPrdO = (smem_operand_b(mma_s, tiles) for tiles in (sQ, sdO))  # [TILE rows, D, STAGES]
+        # [D, TILE rows, STAGES]
         tdKrQ, tdVrdO = (smem_operand_b(mma_dkv, transpose_view(tiles)) for tiles in (sQ, sdO))
+        # (TILE keys, TILE rows, STAGES): the same value for every key
         every_key = cute.make_layout((TILE, TILE, STAGES), stride=(0, 1, self.branches * TILE))
         tSsLse, tSsDelta = (
             [thr_s.partition_C(cute.make_tensor(x.iterator + b * TILE, every_key)) for b in range(self.branches)]
@@ -455,6 +452,7 @@ class BackwardDKV(_Backward):
 
     def accumulators(self, mma_dkv: cute.TiledMma) -> tuple[cute.Tensor, cute.Tensor]:
         """Zero-initialized dK and dV."""
+        # fp32 [TILE keys, D]
         dK, dV = accumulator(mma_dkv, (TILE, self.dim)), accumulator(mma_dkv, (TILE, self.dim))
         dK.fill(0.0)
         dV.fill(0.0)
@@ -478,13 +476,13 @@ class BackwardDKV(_Backward):
         issue_mma(mma_s, S, op.tSrK, op.tSrQ[None, None, None, stage], False)
         issue_mma(mma_s, dP, op.tdPrV, op.tdPrdO[None, None, None, stage], False)
         # S becomes P while dP is being computed
-        rLse = broadcast_over_rows(op.tSsLse[0][(None, 0, None), 0, 0, stage])
+        rLse = broadcast_over_rows(op.tSsLse[0][(None, 0, None), 0, 0, stage])  # fp32 (c, r, n)
         warpgroup.wait_group(1)
         scores_to_probabilities(S, scale, rLse)
         mask.apply(S, op.tScS)
         # dV += P^T dO; P becomes dS; dK += dS^T Q  [TILE keys, D]
         issue_mma(mma_dkv, dV, acc_as_operand_a(mma_dkv, S), op.tdVrdO[None, None, None, stage], True)
-        rDelta = broadcast_over_rows(op.tSsDelta[0][(None, 0, None), 0, 0, stage])
+        rDelta = broadcast_over_rows(op.tSsDelta[0][(None, 0, None), 0, 0, stage])  # fp32 (c, r, n)
         warpgroup.wait_group(1)
         score_gradients(S, S, dP, rDelta)
         issue_mma(mma_dkv, dK, acc_as_operand_a(mma_dkv, S), op.tdKrQ[None, None, None, stage], True)

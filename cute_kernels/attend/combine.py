@@ -141,22 +141,22 @@ class CombinePartials:
         mLse: cute.Tensor | None,
     ) -> cute.Tensor:
         """The thread's vector of a valid row, fp32; writes the row's lse."""
-        gSlotBlocks = mSlotBlocks[at.batch, at.kv_head, at.token, None]
+        gSlotBlocks = mSlotBlocks[at.batch, at.kv_head, at.token, None]  # int32 [n]
         num_slots = mSlotBlocks.shape[3]
         row_max, row_sum = -Float32.inf, Float32(0.0)
-        rSum = cute.make_rmem_tensor(VECTOR, Float32)
+        rSum = cute.make_rmem_tensor(VECTOR, Float32)  # fp32 (VECTOR)
         rSum.fill(0.0)
         if const_expr(self.accumulate):
-            rHeld = cute.make_rmem_tensor(VECTOR, mX.element_type)
+            rHeld = cute.make_rmem_tensor(VECTOR, mX.element_type)  # 16 bits (VECTOR)
             rHeld.fill(0.0)
             row_max = held_lse
             if held_lse > -Float32.inf:
                 cute.autovec_copy(at.slice(mX), rHeld)
                 row_sum = Float32(1.0)
             rSum.store(rHeld.load().to(Float32))
-        rBlocks = cute.make_rmem_tensor(SLOT_BATCH, Int32)
-        rPartial = cute.make_rmem_tensor((VECTOR, SLOT_BATCH), mPartial.element_type)
-        rWeight = cute.make_rmem_tensor(SLOT_BATCH, Float32)
+        rBlocks = cute.make_rmem_tensor(SLOT_BATCH, Int32)  # int32 (slot)
+        rPartial = cute.make_rmem_tensor((VECTOR, SLOT_BATCH), mPartial.element_type)  # 16 bits (VECTOR, slot)
+        rWeight = cute.make_rmem_tensor(SLOT_BATCH, Float32)  # fp32 (slot): lse
         num_partials = num_slots * self.partials_per_slot
         for start in cutlass.range(0, num_partials, SLOT_BATCH, unroll=1):
             # Loads depend only on which slots have a partial; all are issued before the first is used
@@ -169,7 +169,7 @@ class CombinePartials:
             for i in range_constexpr(SLOT_BATCH):
                 if rBlocks[i] >= 0:
                     partial = at.token * num_partials + start + i
-                    gPartial = mPartial[at.batch, at.kv_head, partial, at.head_in_group, None]
+                    gPartial = mPartial[at.batch, at.kv_head, partial, at.head_in_group, None]  # 16 bits [dim]
                     cute.autovec_copy(cute.local_tile(gPartial, (VECTOR,), (at.vector,)), rPartial[None, i])
                     rWeight[i] = Float32(0.0)
                     if const_expr(self.weighted):
@@ -196,7 +196,7 @@ class CombinePartials:
     @cute.jit
     def _store(self, rSum: cute.Tensor, gX: cute.Tensor):
         """Round a vector."""
-        rX = cute.make_rmem_tensor(VECTOR, gX.element_type)
+        rX = cute.make_rmem_tensor(VECTOR, gX.element_type)  # 16 bits (VECTOR)
         rX.store(rSum.load().to(gX.element_type))
         cute.autovec_copy(rX, gX)
 
@@ -246,15 +246,15 @@ class CombineAndGate(CombinePartials):
         mSlc: cute.Tensor | None,
     ):
         at = self._row_vector(mSlotBlocks)
-        rQ = cute.make_rmem_tensor(VECTOR, mOut.element_type)
-        rO = cute.make_rmem_tensor((VECTOR, 3), mOut.element_type)
+        rQ = cute.make_rmem_tensor(VECTOR, mOut.element_type)  # 16 bits (VECTOR)
+        rO = cute.make_rmem_tensor((VECTOR, 3), mOut.element_type)  # 16 bits (VECTOR, branch): cmp, slc, win
         rQ.fill(0.0)
         rW = None
         if const_expr(mW is not None):
-            rW = cute.make_rmem_tensor((VECTOR, 3), mW.element_type)
+            rW = cute.make_rmem_tensor((VECTOR, 3), mW.element_type)  # (VECTOR, branch)
             rW.fill(0.0)
         if at.is_valid:
-            rSlc = self._combine(at, -Float32.inf, mSlotBlocks, mOPartial, mLsePartial, mOut, mLse)
+            rSlc = self._combine(at, -Float32.inf, mSlotBlocks, mOPartial, mLsePartial, mOut, mLse)  # fp32 (VECTOR)
             rO[None, 1].store(rSlc.load().to(mOut.element_type))
             # Prefetched with the partials, these would take 24 more registers: five CTAs per SM instead of seven
             cute.autovec_copy(at.slice(mCmp), rO[None, 0])
@@ -266,8 +266,8 @@ class CombineAndGate(CombinePartials):
                 for b in range_constexpr(3):
                     gW = mW[at.head, b, None]
                     cute.autovec_copy(cute.local_tile(gW, (VECTOR,), (at.vector,)), rW[None, b])
-        gG = None if const_expr(mG is None) else mG[at.batch, at.token, at.head, None]
-        rG = row_gates(rQ, rW, gG, at.is_valid, self.vectors)
+        gG = None if const_expr(mG is None) else mG[at.batch, at.token, at.head, None]  # [3]
+        rG = row_gates(rQ, rW, gG, at.is_valid, self.vectors)  # fp32 (branch)
         if const_expr(mW is not None and mG is not None):
             if at.is_valid & (at.vector == 0):
                 for b in range_constexpr(3):
@@ -312,12 +312,12 @@ class CombineQueryGradients(CombinePartials):
     ):
         at = self._row_vector(mSlotBlocks)
         if at.is_valid:
-            rSum = self._combine(at, -Float32.inf, mSlotBlocks, mPartial, None, mDq, None)
+            rSum = self._combine(at, -Float32.inf, mSlotBlocks, mPartial, None, mDq, None)  # fp32 (VECTOR)
             for mTerm in (mTerm0, mTerm1):
                 if const_expr(mTerm is not None):
                     add_vector(rSum, mTerm[at.batch, at.token, at.head, None], at.vector)
             if const_expr(mLogits is not None):
-                gLogits = mLogits[at.batch, at.token, at.head, None]
+                gLogits = mLogits[at.batch, at.token, at.head, None]  # fp32 [3]
                 add_logit_gradients(rSum, gLogits, mW[at.head, None, None], at.vector)
             self._store(rSum, at.slice(mDq))
 

@@ -124,15 +124,16 @@ def combine_row(
     depth = const_expr(min(SLOT_BATCH, MAX_LOADS // vectors))  # slots in flight
     num_slots = combine.gSlotBlocks.shape[1]
     slot_stride, head_stride = vector_strides(combine.gOPartial)
-    mVectors = as_vectors(combine.gOPartial)
+    mVectors = as_vectors(combine.gOPartial)  # (VECTOR, vector)
     my_vector = (
         row.token * num_slots * slot_stride + row.head * head_stride + first_vector + cute.arch.lane_idx() % QUAD
     )
+    # A lane's part of the row: 16 bits (VECTOR, vectors, slot in flight)
     rPartial = cute.make_rmem_tensor((VECTOR, vectors, depth), rO.element_type)
-    rSum = cute.make_rmem_tensor((VECTOR, vectors), Float32)
-    rSlotBlocks = cute.make_rmem_tensor(SLOT_BATCH // QUAD, Int32)
+    rSum = cute.make_rmem_tensor((VECTOR, vectors), Float32)  # fp32 (VECTOR, vectors)
+    rSlotBlocks = cute.make_rmem_tensor(SLOT_BATCH // QUAD, Int32)  # int32: as load_slot_blocks
     rSlotBlocks.store(rBlocks.load())
-    rWeights = cute.make_rmem_tensor(SLOT_BATCH // QUAD, Float32)
+    rWeights = cute.make_rmem_tensor(SLOT_BATCH // QUAD, Float32)  # fp32: as load_slot_blocks
     rSum.store(rO.load().to(Float32))
     row_max, row_sum = lse, Float32(1.0) if lse > -Float32.inf else Float32(0.0)
     for start in cutlass.range(0, num_slots, SLOT_BATCH, unroll=1):
@@ -178,13 +179,13 @@ def quad_gates(gWeight: cute.Tensor | None, gGates: cute.Tensor | None, row: Row
 
     Args: gWeight, gGates: see CombineInputs. sQ: the row's query.
     """
-    rGates = cute.make_rmem_tensor(3, Float32)
+    rGates = cute.make_rmem_tensor(3, Float32)  # fp32 (branch)
     rGates.fill(1.0 / 3.0)
     if const_expr(gWeight is not None):
         vectors = const_expr(cute.size(sQ) // VECTOR // QUAD)
-        rQ = cute.make_rmem_tensor((VECTOR, 1), sQ.element_type)
+        rQ = cute.make_rmem_tensor((VECTOR, 1), sQ.element_type)  # 16 bits: one vector of the query
         rWeight = cute.make_rmem_tensor((VECTOR, 1), gWeight.element_type)
-        rLogits = cute.make_rmem_tensor((vectors, 3), Float32)
+        rLogits = cute.make_rmem_tensor((vectors, 3), Float32)  # fp32 (vector, branch)
         for t in range_constexpr(vectors):
             load_vectors(sQ, t * QUAD, rQ)
             for b in range_constexpr(3):
@@ -220,10 +221,10 @@ def combine_and_gate_row(
     Args: see `combine_row`; `rGates`: from `quad_gates`.
     """
     vectors = const_expr(cute.size(rRow, mode=[1]) // QUAD)
-    rBranches = cute.make_rmem_tensor((VECTOR, 3, vectors), rRow.element_type)
+    rBranches = cute.make_rmem_tensor((VECTOR, 3, vectors), rRow.element_type)  # 16 bits (VECTOR, branch, vectors)
     load_vectors(combine.gCmp[row.token, row.head, None], first_vector, rBranches[None, 0, None])
     load_vectors(combine.gWin[row.token, row.head, None], first_vector, rBranches[None, 2, None])
-    rO = cute.make_rmem_tensor((VECTOR, vectors), rRow.element_type)
+    rO = cute.make_rmem_tensor((VECTOR, vectors), rRow.element_type)  # 16 bits (VECTOR, vectors)
     for t in range_constexpr(vectors):
         for j in range_constexpr(VECTOR):
             rO[j, t] = rRow[j % 2, t * QUAD + j // 2]
@@ -233,7 +234,7 @@ def combine_and_gate_row(
             store_vectors(rO, combine.gSlc[row.token, row.head, None], first_vector)
     for t in range_constexpr(vectors):
         rBranches[None, 1, t].store(rO[None, t].load())
-        rOut = weighted_sum(rBranches[None, None, t], rGates)
+        rOut = weighted_sum(rBranches[None, None, t], rGates)  # 16 bits (VECTOR)
         for j in range_constexpr(VECTOR):
             rRow[j % 2, t * QUAD + j // 2] = rOut[j]
     return combined_lse

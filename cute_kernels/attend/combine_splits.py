@@ -41,7 +41,7 @@ def add_partials(
         for i in range_constexpr(BATCH):
             rPartial[None, i].fill(0.0)
             if start + i < splits:
-                gPartial = cute.local_tile(partial_row(start, i), (FLOATS,), (column,))
+                gPartial = cute.local_tile(partial_row(start, i), (FLOATS,), (column,))  # fp32 [FLOATS]
                 cute.autovec_copy(gPartial, rPartial[None, i])
         for i in range_constexpr(BATCH):
             rSum.store(rSum.load() + rPartial[None, i].load())

@@ -12,11 +12,6 @@ CompressedDKV    a CTA owns 128 entries of a key/value head and a split of the r
 
 Both are built on backward_tiles.py: roles of warps, shared memory, loads.
 
-The mask is a step function: a row sees a prefix of the entries, an entry is seen by a suffix of the rows. A CTA's range
-therefore needs no lists, and a thread compares its elements of a tile with two numbers that it computes once. Early
-entries and late rows have the most work and are scheduled first. `num_splits` divides the rows of each 128 entries so
-that CTAs fill the GPU even when there are few entries.
-
 Floor: 3 products in CompressedDQ and 4 in CompressedDKV of H N n / 2 2 D FLOPs each for n entries, twice that if all
 rows come after all entries. 128K tokens, 8 heads of 128, d = 64: 1.92 TFLOP, 3.2 ms at 600 TFLOP/s. Bytes: q, dO, k and
 v are read from HBM twice, dQ is written once, 1.3 GB, 0.3 ms at 4.2 TB/s; up to about 300 partials of 128 KiB.
@@ -205,6 +200,7 @@ class CompressedDQ(BackwardDQ):
         tile = cute.ceil_div(num_rows, CTA_ROWS) - 1 - work_index // (heads * batches)  # rows with most entries first
         work = WorkTile(tile, work_index % heads, work_index // heads % batches)
         entries = Entries(length, stride, num_entries, first_token)
+        # A row sees a prefix of the entries: a CTA's range needs no list
         last_row = cutlass.min(tile * CTA_ROWS + CTA_ROWS, num_rows) - 1
         key_tiles = KeyTileRange(Int32(0), cute.ceil_div(entries.seen(last_row), TILE))
         shared = self.allocate(row_layout, key_layout)
@@ -245,7 +241,8 @@ class CompressedDQ(BackwardDQ):
         keys_ready = shared.keys_ready
         first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
         tScS = score_coordinates(mma_s, consumer)
-        seen_by_all, rSeen = entries.seen(first_row), cute.make_rmem_tensor(2, Int32)
+        # The mask is a step function: a thread compares its elements of every tile with one number per row
+        seen_by_all, rSeen = entries.seen(first_row), cute.make_rmem_tensor(2, Int32)  # rSeen: int32 (r)
         for r in range_constexpr(2):
             rSeen[r] = entries.seen(first_row + tScS[(0, r, 0), 0, 0][0])
         dQ = self.accumulator(mma_dq)  # fp32 [TILE rows, D]
@@ -338,6 +335,7 @@ class CompressedDKV(BackwardDKV):
         tile, split = tile_and_split // splits, tile_and_split % splits  # entries seen by the most rows go first
         work = WorkTile(tile, work_index % kv_heads, work_index // kv_heads % batches)
         entries = Entries(length, stride, num_entries, first_token)
+        # An entry is seen by a suffix of the rows: no list here either
         first_tile, stop_tile = self.row_tiles(entries, num_rows, tile, split, splits)
         shared = self.allocate(SmemAllocator(), key_layout, row_layout)
         keys_ready, rows_ready = self.pipelines()
@@ -410,8 +408,8 @@ class CompressedDKV(BackwardDKV):
         """Consumer mainloop over the row tiles. Returns the unscaled dK of the warpgroup's entries, and dV."""
         first_entry = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
         op = self.partition(mma_s, mma_dkv, shared, consumer.warpgroup, consumer)
-        dK, dV = self.accumulators(mma_dkv)
-        rFirst = cute.make_rmem_tensor(2, Int32)
+        dK, dV = self.accumulators(mma_dkv)  # fp32 [TILE entries, D]
+        rFirst = cute.make_rmem_tensor(2, Int32)  # int32 (r)
         for r in range_constexpr(2):
             rFirst[r] = entries.first_row(first_entry + op.tScS[(0, r, 0), 0, 0][0])
         seeing_some, seeing_all = entries.first_row(first_entry), entries.first_row(first_entry + TILE - 1)
@@ -433,7 +431,8 @@ class CompressedDKV(BackwardDKV):
         """Epilogue: store the fp32 sums of the warpgroup's existing entries to global memory [entries, D]."""
         entry_tile = work.tile * CONSUMERS + consumer.warpgroup
         one = mma_dkv.get_slice(consumer.thread)
-        coordinates = one.partition_C(cute.make_identity_tensor((TILE, self.dim)))
+        coordinates = one.partition_C(cute.make_identity_tensor((TILE, self.dim)))  # ((c, r, n), 0, 0): (entry, column)
+        # fp32 ((c, r, n), 0, 0) of [TILE entries, D]
         tile = one.partition_C(cute.local_tile(gX, (TILE, self.dim), (entry_tile, 0)))
         for r in range_constexpr(2):
             if entry_tile * TILE + coordinates[(0, r, 0), 0, 0][0] < gX.shape[0]:
@@ -462,7 +461,10 @@ def _fake_sizes() -> list[Any]:
 
 
 def num_splits(batch: int, rows: int, entries: int, kv_heads: int, group: int) -> int:
-    """Number of splits of the rows of each 128 entries: enough for MIN_CTAS, but at least MIN_STEPS row tiles each."""
+    """Number of splits of the rows of each 128 entries: enough for MIN_CTAS, but at least MIN_STEPS row tiles each.
+
+    CTAs thus fill the GPU even when there are few entries.
+    """
     ctas = batch * kv_heads * -(-entries // CTA_ROWS)
     return max(1, min(-(-MIN_CTAS // ctas), -(-rows // TILE) * group // MIN_STEPS))
 

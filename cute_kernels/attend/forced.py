@@ -12,13 +12,6 @@ ForcedCombineAndGate  the same after KVOuterForward has attended to the other bl
                       NSA's out; also o and gates if a backward will read them. The rows of a block are divided among
                       CTAs of about CTA_ROWS, so that a chunk of tokens fills the GPU.
 
-Near the start of a document both kinds of blocks would overlap: there the local blocks start at block `init`, and the
-last of them are after the tokens. So no key counts twice, the keys of a CTA ascend, and their only gap comes after the
-init blocks, which all of its tokens see. Only the last block is masked; in a document's first CTAs, all are.
-
-Four warps and two CTAs per SM if shared memory has room for them (three blocks of 64 for D = D_v = 128: 96 KiB and
-16 KiB for rows, twice), otherwise eight warps.
-
 Floor, 64K tokens, 64 heads over 4, D = 128, l' = 64, init + local = 3: 0.41 TFLOP, 0.69 ms at 600 TFLOP/s, of which
 half a block is masked; q and o once, 2.1 GB, 0.51 ms at 4.2 TB/s, concurrently; keys and values, 0.4 GB, from L2.
 ForcedCombineAndGate for n = 16 reads the partials of 13 slots, 14.0 GB, o_cmp and o_win besides q, and writes out: 18.3
@@ -94,6 +87,8 @@ class ForcedForward(WarpRows):
         self, dim: int, v_dim: int, dtype: Any, group: int, size: int, init: int, local: int, warpgroups: bool
     ) -> None:
         super().__init__(dim, v_dim, dtype, group, 1, size, init + local, 4, warpgroups)
+        # Four warps and two CTAs per SM if shared memory has room for them (three blocks of 64, D = D_v = 128: 96 KiB
+        # and 16 KiB for rows, twice), otherwise eight warps
         self.init, self.local, self.ctas_per_sm = init, local, 2
         smem_bytes = 2 * (self.keys * (dim + v_dim) + self.warps * self.rows * dim) + RESERVED_SMEM_BYTES
         if self.ctas_per_sm * smem_bytes > SM_SMEM_BYTES:
@@ -201,6 +196,9 @@ class ForcedForward(WarpRows):
 
     def _first_keys(self, document: Int32, block: Int32) -> tuple[Int32, ...]:
         """First key of each block. Args: document: first token. block: the tokens' own, within the document."""
+        # Near the start of a document both kinds of blocks would overlap: there the local blocks start at block `init`,
+        # and the last of them are after the tokens. So no key counts twice, the keys of a CTA ascend, and their only
+        # gap comes after the init blocks, which all of its tokens see
         local = document + cutlass.max(block - self.local + 1, self.init) * self.size
         first = [document + i * self.size for i in range(self.init)]
         return (*first, *(local + i * self.size for i in range(self.local)))
@@ -280,7 +278,8 @@ class ForcedCombineAndGate(ForcedForward):
         tokens = self._cta_tokens(cta, mQ, None, first_token)
         gWeight = None
         if const_expr(mW is not None):
-            gWeight = cute.domain_offset((cta.kv_head * self.group, 0, 0), mW)
+            gWeight = cute.domain_offset((cta.kv_head * self.group, 0, 0), mW)  # [G, 3, D]
+        # [T, G, 3] and 16 bits [T, G, D], from the CTA's first token on
         gGates, gSlc = slice_cta(mG, cta, tokens.first), slice_cta(mSlc, cta, tokens.first)
         first_slot = tokens.first * mSlotBlocks.shape[3]
         combine = CombineInputs(

@@ -152,9 +152,10 @@ class KVOuterForward(WarpRows):
         cta = self._set_up(mma_qk, mma_pv, q_layout, k_layout, v_layout)
         _, num_tiles = num_work_tiles(mCumCounts[cta.batch, cta.kv_head, None, None])
         if cta.work_idx < num_tiles:
-            gWorkTile = mWorkTiles[cta.batch, cta.kv_head, None, cta.work_idx]
+            gWorkTile = mWorkTiles[cta.batch, cta.kv_head, None, cta.work_idx]  # int32 [3]: BLOCK, FIRST, COUNT
             first_key, end = block_bounds(gWorkTile[BLOCK], self.size, mK.shape[1], mBounds)
             num_rows = gWorkTile[COUNT] * self.group
+            # int32 [T n - FIRST]; the work tile's slot_idx are the first COUNT
             gQueryRows = cute.domain_offset((gWorkTile[FIRST],), mQueryRows[cta.batch, cta.kv_head, None])
             self._attend(
                 cta,

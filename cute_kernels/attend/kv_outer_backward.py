@@ -127,7 +127,7 @@ class Rows(NamedTuple):
     gQ: cute.Tensor  # [T, G, D]
     gdO: cute.Tensor  # [T, G, D_v]
     gLse: cute.Tensor  # fp32 [G, T]
-    gDelta: cute.Tensor
+    gDelta: cute.Tensor  # fp32 [G, T]
     num_rows: Int32
     first_token: Int32  # token index of the first of T; with mPositions, its row there
     mPositions: cute.Tensor | None
@@ -160,16 +160,6 @@ class KVOuterBackward:
     All threads gather (cp.async), multiply and write. The next tile of rows is gathered while one is multiplied; a
     row's slot_idx is read one tile ahead of its gather. lse and delta of the next tile are held in registers. P and dS
     pass through shared memory.
-
-    barrier                   before it, all threads have                  after it, threads may
-    prologue, 1st             written sSlotIdx of tile 0                   gather tile 0
-    prologue, 2nd             read sSlotIdx of tile 0                      write sSlotIdx of tile 1
-    mainloop, start of a tile finished the products of the last tile,      multiply the tile, read its statistics,
-                              written the statistics of this tile and      gather the next tile into the stage of the
-                              sSlotIdx of the next one, and awaited        last one
-                              their copies of this tile
-    mma, once a tile          written P and dS; read the statistics and    read P and dS; write the next statistics and
-                              sSlotIdx                                     sSlotIdx
 
     Args:
         dim, v_dim, dtype: D, D_v and their 16-bit type.
@@ -268,7 +258,7 @@ class KVOuterBackward:
 
         split_tiles, work_tiles = num_work_tiles(mCumCounts[batch, kv_head, None, None])
         if work.index < work_tiles:
-            gWorkTile = mWorkTiles[batch, kv_head, None, work.index]
+            gWorkTile = mWorkTiles[batch, kv_head, None, work.index]  # int32 [3]: BLOCK, FIRST, COUNT
             first_key, end = block_bounds(gWorkTile[BLOCK], self.size, mK.shape[1], mBounds)
             first_key += work.key_tile * TILE
             num_rows = gWorkTile[COUNT] * self.group
@@ -282,7 +272,8 @@ class KVOuterBackward:
                 first_token,
                 mPositions,
             )
-            gdQPartial = mdQPartial[batch, kv_head, None, None, None]
+            gdQPartial = mdQPartial[batch, kv_head, None, None, None]  # [T n block_tiles, G, D]
+            # fp32 [TILE keys, D] and [TILE keys, D_v]
             dK, dV = self.make_acc_dkv(self.dim), self.make_acc_dkv(self.v_dim)
             dK.fill(0.0)
             dV.fill(0.0)
@@ -313,12 +304,12 @@ class KVOuterBackward:
         slot_idx = self.load_slot_idx(rows, tile_row)
         if writer == 0:
             shared.sSlotIdx[tile_row] = slot_idx
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # sSlotIdx of tile 0 is written
         self.gather(rows, shared, 0, Int32(0))
         cute.arch.cp_async_commit_group()
         lse, delta = self.load_stats(rows, slot_idx, tile_row)
         next_slot_idx = self.load_slot_idx(rows, TILE + tile_row)
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # sSlotIdx of tile 0 is read: that of tile 1 may be written
 
         for first_row in cutlass.range(0, num_rows, TILE, unroll=1):
             # Statistics of this tile, slots of the next one
@@ -335,6 +326,8 @@ class KVOuterBackward:
                 shared.sdQStart[tile_row] = dq_start if first_row + tile_row < num_rows else Int32(-1)
             cute.arch.cp_async_wait_group(0)
             self.fence_smem()
+            # All copies of this tile have landed, its statistics and the next tile's sSlotIdx are written, and the last
+            # tile is multiplied: its stage may be filled
             cute.arch.sync_threads()
 
             # Start S and dP  [TILE rows, TILE keys], then gather the next tile
@@ -372,7 +365,7 @@ class KVOuterBackward:
     def gather(self, rows: Rows, shared: Shared, stage: Int32, first_row: Int32):
         """Start copying a tile of Q and of dO. Past the end: the last row."""
         for gX, sX in ((rows.gQ, shared.sQK), (rows.gdO, shared.sdOV)):
-            sTile = sX[None, None, stage]
+            sTile = sX[None, None, stage]  # [TILE rows, D or D_v]
             row = lane_row(sTile, THREADS)
             head = self.head_of(cutlass.min(first_row + row, rows.num_rows - 1))
             start = Int32(cute.crd2idx((self.token_of(shared.sSlotIdx[row]), head, 0), gX.layout) // VECTOR)
@@ -398,6 +391,7 @@ class KVOuterBackward:
 
     def make_acc_dkv(self, columns: int) -> cute.Tensor:
         """Allocate registers for dK or dV."""
+        # Of two row warps: fp32 [TILE keys, columns / COLUMN_WARPS]
         return accumulator(make_warp_mma(self.dtype, ROW_WARPS), (TILE, columns // COLUMN_WARPS))
 
     def mn_view(self, acc: cute.Tensor) -> cute.Tensor:
@@ -406,6 +400,7 @@ class KVOuterBackward:
 
     def start_scores(self, shared: Shared, stage: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """Accumulators of S and dP, whose products may be in flight. mma.sync: `mma` issues them."""
+        # Of two row warps: fp32 [TILE rows, TILE / COLUMN_WARPS keys]
         mma = make_warp_mma(self.dtype, ROW_WARPS)
         return accumulator(mma, (TILE, TILE // COLUMN_WARPS)), accumulator(mma, (TILE, TILE // COLUMN_WARPS))
 
@@ -428,9 +423,9 @@ class KVOuterBackward:
         mma_thread = thread % (ROW_WARPS * LANES)
         column_warp, row_warp = warp_index // ROW_WARPS, warp_index % ROW_WARPS
         mma = make_warp_mma(self.dtype, ROW_WARPS)
-        sQ, sdO = shared.sQK[None, None, stage], shared.sdOV[None, None, stage]
-        sK, sV = shared.sK, shared.sV
-        sP, sdS = shared.sPdS[None, None, 0], shared.sPdS[None, None, 1]
+        sQ, sdO = shared.sQK[None, None, stage], shared.sdOV[None, None, stage]  # [TILE rows, D], [TILE rows, D_v]
+        sK, sV = shared.sK, shared.sV  # [TILE keys, D], [TILE keys, D_v]
+        sP, sdS = shared.sPdS[None, None, 0], shared.sPdS[None, None, 1]  # [TILE rows, TILE keys]
         dq_start = self.load_dq_start(shared)
 
         # S = Q K^T, dP = dO V^T  [TILE rows, TILE keys]
@@ -442,7 +437,7 @@ class KVOuterBackward:
         gemm_smem(mma, mma_thread, acc_dp, sdO, sV, first)
 
         # S becomes P, dP becomes dS
-        S, dP = acc_mn_view(acc_s), acc_mn_view(acc_dp)
+        S, dP = acc_mn_view(acc_s), acc_mn_view(acc_dp)  # fp32 (c, r, m, n)
         masked = self.is_masked(shared)
         for m in range_constexpr(cute.size(S, mode=[2])):
             for r in range_constexpr(2):
@@ -462,14 +457,14 @@ class KVOuterBackward:
                         dP[c, r, m, n] = S[c, r, m, n] * (dP[c, r, m, n] - delta)
         store_acc(mma, mma_thread, acc_s, sP, first)
         store_acc(mma, mma_thread, acc_dp, sdS, first)
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # P and dS are written; statistics and sSlotIdx are read and may be overwritten
 
         # dV += P^T dO, dK += dS^T Q  [TILE keys, D_v or D], dQ = dS K  [TILE rows, D]
         first = column_warp * (self.v_dim // COLUMN_WARPS // MMA_K)
         gemm_smem(mma, mma_thread, dV, transpose_view(sP), transpose_view(sdO), first, True, True)
         first = column_warp * (self.dim // COLUMN_WARPS // MMA_K)
         gemm_smem(mma, mma_thread, dK, transpose_view(sdS), transpose_view(sQ), first, True, True)
-        dQ = accumulator(mma, (TILE, self.dim // COLUMN_WARPS))
+        dQ = accumulator(mma, (TILE, self.dim // COLUMN_WARPS))  # of two row warps: fp32 [TILE rows, D / COLUMN_WARPS]
         dQ.fill(0.0)
         gemm_smem(mma, mma_thread, dQ, sdS, transpose_view(sK), first, False, True)
         first_vector = column_warp * (self.dim // COLUMN_WARPS // VECTOR)
@@ -492,7 +487,7 @@ class KVOuterBackward:
     @cute.jit
     def store_dq(self, dQ: cute.Tensor, gdQPartial: cute.Tensor, dq_start: Int32, scale: Float32):
         """Scale and round dQ and write its rows. Args: see `store_rows`."""
-        rounded = cute.make_rmem_tensor_like(dQ, self.dtype)
+        rounded = cute.make_rmem_tensor_like(dQ, self.dtype)  # 16 bits, as dQ
         rounded.store((dQ.load() * scale).to(self.dtype))
         store_rows(self.mn_view(rounded), gdQPartial, dq_start)
 
@@ -518,6 +513,7 @@ class KVOuterBackward:
         dK.store(dK.load() * scale)
         if work.index < split_tiles:
             start = (work.key_tile * TILE, 0)
+            # fp32 [l', D] and [l', D_v], from the CTA's keys on
             gdK = cute.domain_offset(start, mdKPartial[batch, kv_head, work.index, None, None])
             self.store_dkv(dK, gdK, TILE, False)
             gdV = cute.domain_offset(start, mdVPartial[batch, kv_head, work.index, None, None])
@@ -531,7 +527,7 @@ class KVOuterBackward:
         """Write dK or dV to fp32 [keys, columns], or add to its contents."""
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        X = self.mn_view(acc)
+        X = self.mn_view(acc)  # fp32 (c, r, m, n)
         _, _, row_tiles, column_tiles = X.shape
         rX, rBefore = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for m in range_constexpr(row_tiles):
@@ -561,6 +557,7 @@ class KVOuterBackwardWGMMA(KVOuterBackward):
     def allocate_tiles(self, smem: Any) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         sizes = (self.dim, STAGES + 1), (self.v_dim, STAGES + 1), (TILE, 1)
         layouts = [wgmma.swizzled_tiles(self.dtype, columns, count) for columns, count in sizes]
+        # (TILE, D, STAGES + 1), (TILE, D_v, STAGES + 1) and (TILE, TILE, 1)
         sQK, sdOV, sPdS = (wgmma.allocate_tiles(smem, self.dtype, layout) for layout in layouts)
         return sQK, sdOV, sPdS
 
@@ -581,10 +578,10 @@ class KVOuterBackwardWGMMA(KVOuterBackward):
     def start_scores(self, shared: Shared, stage: Int32):
         """Issue S^T = K Q^T and dP^T = V dO^T, one group each."""
         mma = self.make_mma(TILE, wgmma.SHARED, wgmma.K, wgmma.K)
-        S, dP = accumulator(mma, (TILE, TILE)), accumulator(mma, (TILE, TILE))
+        S, dP = accumulator(mma, (TILE, TILE)), accumulator(mma, (TILE, TILE))  # fp32 [TILE keys, TILE rows]
         for acc, tiles in ((S, shared.sQK), (dP, shared.sdOV)):
-            left = wgmma.smem_operand_a(mma, tiles)[None, None, None, STAGES]
-            right = wgmma.smem_operand_b(mma, tiles)[None, None, None, stage]
+            left = wgmma.smem_operand_a(mma, tiles)[None, None, None, STAGES]  # K or V: [TILE keys, D or D_v]
+            right = wgmma.smem_operand_b(mma, tiles)[None, None, None, stage]  # Q or dO: [TILE rows, D or D_v]
             wgmma.issue_mma(mma, acc, left, right, False)
         return S, dP
 
@@ -601,26 +598,27 @@ class KVOuterBackwardWGMMA(KVOuterBackward):
         scale: Float32,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        sQK, sdOV, sdS = shared.sQK, shared.sdOV, shared.sPdS
+        sQK, sdOV, sdS = shared.sQK, shared.sdOV, shared.sPdS  # sdS: (TILE keys, TILE rows, 1)
         mma_s = self.make_mma(TILE, wgmma.SHARED, wgmma.K, wgmma.K)
         mma_dk = self.make_mma(self.dim, wgmma.REGISTERS, wgmma.K, wgmma.MN)
         mma_dv = self.make_mma(self.v_dim, wgmma.REGISTERS, wgmma.K, wgmma.MN)
         mma_dq = self.make_mma(self.dim, wgmma.SHARED, wgmma.MN, wgmma.MN)
         thr_s = mma_s.get_slice(thread)
-        tdKrQ = wgmma.smem_operand_b(mma_dk, wgmma.transpose_view(sQK))[None, None, None, stage]
-        tdVrdO = wgmma.smem_operand_b(mma_dv, wgmma.transpose_view(sdOV))[None, None, None, stage]
-        tdQrdS = wgmma.smem_operand_a(mma_dq, wgmma.transpose_view(sdS))[None, None, None, 0]
-        tdQrK = wgmma.smem_operand_b(mma_dq, wgmma.transpose_view(sQK))[None, None, None, STAGES]
+        tdKrQ = wgmma.smem_operand_b(mma_dk, wgmma.transpose_view(sQK))[None, None, None, stage]  # [D, TILE rows]
+        tdVrdO = wgmma.smem_operand_b(mma_dv, wgmma.transpose_view(sdOV))[None, None, None, stage]  # [D_v, TILE rows]
+        tdQrdS = wgmma.smem_operand_a(mma_dq, wgmma.transpose_view(sdS))[None, None, None, 0]  # [TILE rows, TILE keys]
+        tdQrK = wgmma.smem_operand_b(mma_dq, wgmma.transpose_view(sQK))[None, None, None, STAGES]  # [D, TILE keys]
+        # (TILE keys, TILE rows): the same value for every key
         every_key = cute.make_layout((TILE, TILE), stride=(0, 1))
         stats = shared.sLse, shared.sDelta, shared.sLastKey
         stats_of_acc = [thr_s.partition_C(cute.make_tensor(x.iterator, every_key)) for x in stats]
-        tSsLse, tSsDelta, tSsLastKey = (x[(None, 0, None), 0, 0] for x in stats_of_acc)
+        tSsLse, tSsDelta, tSsLastKey = (x[(None, 0, None), 0, 0] for x in stats_of_acc)  # (c, n)
         tScS = thr_s.partition_C(cute.make_identity_tensor((TILE, TILE)))  # (key, row)
         dq_start = self.load_dq_start(shared)
         masked = self.is_masked(shared)
 
         # S becomes P while dP is being computed; dV += P^T dO  [TILE keys, D_v]
-        rLse = wgmma.broadcast_over_rows(tSsLse)
+        rLse = wgmma.broadcast_over_rows(tSsLse)  # fp32 (c, r, n)
         warpgroup.wait_group(1)
         wgmma.scores_to_probabilities(S, scale, rLse)
         if masked:
@@ -630,14 +628,14 @@ class KVOuterBackwardWGMMA(KVOuterBackward):
         wgmma.issue_mma(mma_dv, dV, wgmma.acc_as_operand_a(mma_dv, S), tdVrdO, True)
 
         # P becomes dS while dV is being computed; dQ = dS K  [TILE rows, D], dK += dS^T Q  [TILE keys, D]
-        rDelta = wgmma.broadcast_over_rows(tSsDelta)
+        rDelta = wgmma.broadcast_over_rows(tSsDelta)  # fp32 (c, r, n)
         warpgroup.wait_group(1)
         wgmma.score_gradients(S, S, dP, rDelta)
-        rdS = wgmma.acc_as_operand_a(mma_dk, S)
+        rdS = wgmma.acc_as_operand_a(mma_dk, S)  # 16 bits [TILE keys, TILE rows]
         wgmma.stmatrix_tile(mma_s, cute.make_tensor(rdS.iterator, S.layout), sdS[None, None, 0], thread)
         self.fence_smem()
-        cute.arch.sync_threads()
-        dQ = accumulator(mma_dq, (TILE, self.dim))
+        cute.arch.sync_threads()  # dS^T is written; statistics and sSlotIdx are read and may be overwritten
+        dQ = accumulator(mma_dq, (TILE, self.dim))  # fp32 [TILE rows, D]
         wgmma.issue_mma(mma_dq, dQ, tdQrdS, tdQrK, False)
         wgmma.issue_mma(mma_dk, dK, rdS, tdKrQ, True)
 
@@ -693,14 +691,14 @@ class CombineDKV:
             first_key, end = block_bounds(block, self.size, mX.shape[1], mBounds)
             width = const_expr(FLOATS)
             vectors = const_expr(self.size * self.dim // width)
-            rSum = cute.make_rmem_tensor(width, Float32)
+            rSum = cute.make_rmem_tensor(width, Float32)  # fp32 [FLOATS], one vector of a key
             chunk = work_tile - first_tile
             stop = chunk_start(chunk + 1, tiles, vectors)
             start = chunk_start(chunk, tiles, vectors) + thread
             for vector in cutlass.range(start, stop, combine_splits.THREADS, unroll=1):
                 key, column = vector // (self.dim // width), vector % (self.dim // width)
                 if first_key + key < end:
-                    gX = cute.local_tile(mX[batch, first_key + key, head, None], (width,), (column,))
+                    gX = cute.local_tile(mX[batch, first_key + key, head, None], (width,), (column,))  # fp32 [FLOATS]
                     cute.autovec_copy(gX, rSum)
                     partial_row = partial(self.partial_row, mPartial, batch, head, first_tile, key)
                     add_partials(rSum, partial_row, column, tiles)

@@ -82,13 +82,6 @@ STAGES = 3
 class QueryOuterForward:
     """Work tile: `tokens` consecutive tokens of a key/value head with its G query heads.
 
-    barrier           times         before it, all threads have                    after it, threads may
-    slots             once          written the blocks of the tile's slots         compare them
-    first of a block  once          marked which of the slots with a block counts  give the blocks places in the list
-    list              once          written the list                               load what it names
-    start of a step   once a step   awaited their copies of its stage, and         multiply it, and copy keys into the
-                                    multiplied the last step's                     last step's stage
-
     Args:
         dim, v_dim, dtype: D, D_v and their 16-bit type.
         group: G.
@@ -163,10 +156,11 @@ class QueryOuterForward:
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator()
-        sK = allocate_tiles(smem, self.dtype, k_layout)
-        sV = allocate_tiles(smem, self.dtype, v_layout)
-        sQ = allocate_tiles(smem, self.dtype, q_layout)
+        sK = allocate_tiles(smem, self.dtype, k_layout)  # (TILE, D, STAGES)
+        sV = allocate_tiles(smem, self.dtype, v_layout)  # (TILE, D_v, STAGES)
+        sQ = allocate_tiles(smem, self.dtype, q_layout)  # (TILE, D, QUERY_OUTER_ROWS / TILE)
         num_slots = const_expr(self.tokens * self.slots)
+        # int32 [tokens n] each: per slot of the tile, then per listed block
         sSlotBlock, sSlotBits, sBlock, sBlockBits = (
             smem.allocate_tensor(Int32, cute.make_layout(num_slots), 16) for _ in range(4)
         )
@@ -174,10 +168,11 @@ class QueryOuterForward:
         # Load: gather q
         first = tile * self.tokens
         num_tokens = cutlass.min(mIndices.shape[2] - first, self.tokens)
-        gQ = cute.domain_offset((first, 0, 0), mQ[batch, None, kv_head, None, None])
-        gO = cute.domain_offset((first, 0, 0), mO[batch, None, kv_head, None, None])
+        gQ = cute.domain_offset((first, 0, 0), mQ[batch, None, kv_head, None, None])  # [T - first, G, D]
+        gO = cute.domain_offset((first, 0, 0), mO[batch, None, kv_head, None, None])  # [T - first, G, D_v]
         first_token += first
-        sWarpgroupQ = sQ[None, None, warp_index * WARP_ROWS // TILE]
+        sWarpgroupQ = sQ[None, None, warp_index * WARP_ROWS // TILE]  # [TILE rows, D]
+        # [WARP_ROWS, D]
         sWarpQ = cute.local_tile(sWarpgroupQ, (WARP_ROWS, self.dim), (warp_index % (TILE // WARP_ROWS), 0))
         lane_row = warp_index * WARP_ROWS + lane % WARP_ROWS
         last_row = num_tokens * self.group - 1
@@ -187,7 +182,7 @@ class QueryOuterForward:
         cute.arch.cp_async_commit_group()
 
         # List the blocks
-        gIndices = cute.domain_offset((first, 0), mIndices[batch, kv_head, None, None])
+        gIndices = cute.domain_offset((first, 0), mIndices[batch, kv_head, None, None])  # int32 [T - first, n]
         end = first_token + num_tokens  # used without mBounds; tokens past the last are left out below
         for i in range_constexpr((num_slots + THREADS - 1) // THREADS):
             slot_idx = thread + i * THREADS
@@ -198,12 +193,12 @@ class QueryOuterForward:
                     position = position_of(first_token + token, mPositions)
                     block = selected_block(chosen, position, end, self.size, mBounds)
                 sSlotBlock[slot_idx] = block
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # sSlotBlock is written
         num_blocks = self._list_blocks(sSlotBlock, sSlotBits, sBlock, sBlockBits, thread)
 
         # Load: keys and values of the first steps
         steps = num_blocks * self.block_tiles
-        gK, gV = mK[batch, None, kv_head, None], mV[batch, None, kv_head, None]
+        gK, gV = mK[batch, None, kv_head, None], mV[batch, None, kv_head, None]  # [N, D], [N, D_v]
         for step in range_constexpr(STAGES - 1):
             if step < steps:
                 self._load(gK, gV, sK, sV, sBlock, Int32(step), mBounds)
@@ -212,17 +207,19 @@ class QueryOuterForward:
         cute.arch.sync_warp()
         rQ = None
         if const_expr(self.warpgroups):
+            # 16 bits [TILE rows, D], a warp's part
             rQ = load_operand_a(warpgroup_mma(self.dtype, TILE, REGISTERS, K, K), sWarpgroupQ)
 
-        rToken, rPosition = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)
+        rToken, rPosition = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)  # int32 (r)
         rMax, rSum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)  # maxima in base 2
         for r in range_constexpr(2):
             rToken[r] = (warp_index * WARP_ROWS + r * 8 + lane // QUAD) // self.group
             rPosition[r] = position_of(first_token + cutlass.min(rToken[r], num_tokens - 1), mPositions)
             rMax[r], rSum[r] = -Float32.inf, Float32(0.0)
+        # fp32 [WARP_ROWS, D_v]
         acc_o = accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, self.v_dim))
         acc_o.fill(0.0)
-        acc_o_mn = acc_mn_view(acc_o)
+        acc_o_mn = acc_mn_view(acc_o)  # (c, r, 0, n)
 
         # Mainloop
         for step in cutlass.range(steps, unroll=1):
@@ -230,6 +227,7 @@ class QueryOuterForward:
             cute.arch.cp_async_wait_group(STAGES - 2)
             if const_expr(self.warpgroups):
                 cute.arch.fence_view_async_shared()
+            # All copies of this step have landed, and the last step is multiplied: its stage may be filled
             cute.arch.sync_threads()
             if step + STAGES - 1 < steps:
                 self._load(gK, gV, sK, sV, sBlock, step + STAGES - 1, mBounds)
@@ -243,7 +241,7 @@ class QueryOuterForward:
             i_block = step // self.block_tiles
             first_key, _ = block_bounds(sBlock[i_block], self.size, mK.shape[1], mBounds)
             first_key += step % self.block_tiles * TILE
-            S = acc_mn_view(acc)
+            S = acc_mn_view(acc)  # fp32 (c, r, 0, n)
             self._mask(S, sBlockBits[i_block], rToken, rPosition, first_key)
             online_softmax(S, acc_o_mn, rMax, rSum, scale * LOG2_E)
 
@@ -258,7 +256,7 @@ class QueryOuterForward:
                 base = Float32(0.0) if rMax[r] == -Float32.inf else rMax[r]
                 lse = (base + cute.math.log2(row_sum, fastmath=True)) * LN_2
                 mLse[batch, kv_head * self.group + row % self.group, first + row // self.group] = lse
-        rO = cute.make_rmem_tensor_like(acc_o, self.dtype)
+        rO = cute.make_rmem_tensor_like(acc_o, self.dtype)  # 16 bits [WARP_ROWS, D_v]
         rO.store(acc_o.load().to(self.dtype))
         vector = cute.crd2idx((lane_row // self.group, lane_row % self.group, 0), gO.layout) // VECTOR
         store_rows(acc_mn_view(rO), as_vectors(gO), Int32(vector) if lane_row <= last_row else Int32(-1))
@@ -283,7 +281,7 @@ class QueryOuterForward:
                     bits |= Int32(1) << other // self.slots if same else Int32(0)
                     earlier += Int32(1) if same & (other < slot_idx) else Int32(0)
                 sSlotBits[slot_idx] = bits if (block >= 0) & (earlier == 0) else Int32(0)
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # sSlotBits is written: nonzero in the first slot of each block
         num_blocks = Int32(0)
         for i in range_constexpr((num_slots + THREADS - 1) // THREADS):
             slot_idx = cutlass.min(thread + i * THREADS, num_slots - 1)
@@ -295,7 +293,7 @@ class QueryOuterForward:
                 lower += is_first if sSlotBlock[other] < block else Int32(0)
             if sSlotBits[slot_idx] != 0:
                 sBlock[lower], sBlockBits[lower] = block, sSlotBits[slot_idx]
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # the list is written
         return num_blocks
 
     @cute.jit
@@ -351,11 +349,11 @@ class QueryOuterForward:
         """o += P V."""
         if const_expr(self.warpgroups):
             mma = warpgroup_mma(self.dtype, self.v_dim, REGISTERS, K, MN)
-            rV = smem_operand_b(mma, transpose_view(sV))[None, None, None, stage]
+            rV = smem_operand_b(mma, transpose_view(sV))[None, None, None, stage]  # [D_v, TILE keys]
             issue_mma(mma, as_warpgroup_acc(acc), rP, rV, True)
             warpgroup.wait_group(0)
         else:
-            sColumns = transpose_view(sV)[None, None, stage]
+            sColumns = transpose_view(sV)[None, None, stage]  # [D_v, TILE keys]
             gemm_registers(make_warp_mma(self.dtype, 1), cute.arch.lane_idx(), acc, rP, sColumns, 0, True)
 
 

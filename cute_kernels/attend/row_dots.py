@@ -53,11 +53,11 @@ class RowDots:
         _, tokens, heads, _ = mO.shape
         row, vector = cta * self.rows + thread // self.vectors, thread % self.vectors
         token, head = row // heads, row % heads
-        rX = cute.make_rmem_tensor((VECTOR, 2), self.dtype)
+        rX = cute.make_rmem_tensor((VECTOR, 2), self.dtype)  # 16 bits [VECTOR, 2]: a vector of dO and one of O
         rX.fill(0.0)
         if token < tokens:
             for i in range_constexpr(2):
-                gRow = (mdO if const_expr(i == 0) else mO)[batch, token, head, None]
+                gRow = (mdO if const_expr(i == 0) else mO)[batch, token, head, None]  # [D_v]
                 cute.autovec_copy(cute.local_tile(gRow, (VECTOR,), (vector,)), rX[None, i])
         total = Float32(0.0)
         for j in range_constexpr(VECTOR):

@@ -20,10 +20,7 @@ The first two are built on backward_tiles.py: roles of warps, shared memory, loa
 lists/selected_worklist.py lists which (head, tile) selected each block. A block that many tiles selected (all may
 select block 0) is split into work tiles; each writes an fp32 partial of dK and dV to global memory.
 
-Sizes of grids, lists and memory follow from shapes. The worklist has at most B*H*tiles*k query tiles; that number
-divided by the minimum per work tile bounds the work tiles of split blocks, and every other block has one. 4M tokens, 8
-heads, 2 key/value heads, k=16: 2.1 million query tiles, 8192 work tiles of at least 256 query tiles with partials of
-64 KiB each (WORKSPACE_BYTES), 17 MB of lists.
+Sizes of grids, lists and memory follow from shapes (`worklist_sizes`).
 
 Floor: 3 products in SelectedDQ and 4 in SelectedDKV of N k l' D 2 H FLOPs each. 128K tokens, 8 heads of 128, k=16,
 l'=64: 1.92 TFLOP, 3.2 ms at 600 TFLOP/s. For every 64 rows and a CTA's keys Q and dO, or K and V, are read again,
@@ -104,8 +101,8 @@ class ListedKeyTiles(NamedTuple):
     masked: Int32
     """Number of tiles that need a mask."""
     full: Int32
-    gMask: cute.Tensor
-    gFull: cute.Tensor
+    gMask: cute.Tensor  # int32 [masked ...]: indices of tiles
+    gFull: cute.Tensor  # int32 [full ...]
 
     def num_tiles(self) -> Int32:
         return self.masked + self.full
@@ -175,7 +172,7 @@ class MaskOfKeys(NamedTuple):
 class MaskOfRows(NamedTuple):
     """Mask of a row tile; its first row is read while its scores are being computed."""
 
-    sRow: cute.Tensor
+    sRow: cute.Tensor  # int32 (STAGES)
     stage: Int32
     num_rows: Int32
     tokens: TokensOfRows
@@ -342,7 +339,7 @@ class SelectedDQ(BackwardDQ):
         keys_ready = shared.keys_ready
         first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
         own_token = TokensOfRows(first_token, mShifts, self.tile).token(first_row)
-        dQ = self.accumulator(mma_dq)
+        dQ = self.accumulator(mma_dq)  # fp32 [TILE rows, D]
         op = self.partition(mma_s, mma_dq, shared, ((mLse, mDelta),), num_rows, work, consumer)
         state = consumer_state(STAGES)
         for i in cutlass.range(key_tiles.num_tiles(), unroll=1):
@@ -362,10 +359,6 @@ class SelectedDKV(BackwardDKV):
 
     With one key tile the consumers alternate between stages and exchange their sums at the end. With two, each consumer
     has its own key tile and both read every stage.
-
-    Named barriers, at the end: 1, twice, if sums are exchanged: both consumers have read the last stage, and have
-    written the sums that they exchange there; 2 and 3: a consumer has written a result for TMA and, before that, with
-    two key tiles, has read its keys.
 
     Args: dim: head dim. dtype: 16-bit type. keys: visibility of keys. size: keys per block. tile: rows per query tile.
     """
@@ -470,13 +463,13 @@ class SelectedDKV(BackwardDKV):
 
         smem = SmemAllocator()
         shared = self.allocate(smem, key_layout, row_layout)
-        sRow = smem.allocate_tensor(Int32, cute.make_layout(STAGES), 16)
+        sRow = smem.allocate_tensor(Int32, cute.make_layout(STAGES), 16)  # first row of every stage
 
         if (worklist_index < num_tiles) & (work.tile * self.key_tiles * TILE < num_keys):
             keys_ready, rows_ready = self.pipelines()
             if warp_index < WARPGROUP_WARPS:  # producer
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-                gQueryTiles = cute.domain_offset((first,), mQueryTiles)
+                gQueryTiles = cute.domain_offset((first,), mQueryTiles)  # int32: the work tile's come first
                 tiles = cute.ceil_div(num_rows, self.tile)
                 if warp_index == 0:
                     self.load(
@@ -572,7 +565,7 @@ class SelectedDKV(BackwardDKV):
         sLse, sDelta = shared.sLse, shared.sDelta
         state = producer_state(STAGES)
         row = thread - LANES  # within a row tile
-        rLse, rDelta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        rLse, rDelta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)  # fp32 (row tile)
         for i in cutlass.range(query_tiles, unroll=1):
             head_and_tile = gQueryTiles[i]
             head, tile = work.head * group + head_and_tile // tiles, head_and_tile % tiles
@@ -617,7 +610,7 @@ class SelectedDKV(BackwardDKV):
         own_tile = self.own_key_tile(consumer)
         first_key = (work.tile * self.key_tiles + own_tile) * TILE
         op = self.partition(mma_s, mma_dkv, shared, own_tile, consumer)
-        dK, dV = self.accumulators(mma_dkv)
+        dK, dV = self.accumulators(mma_dkv)  # fp32 [TILE keys, D]
         keys_ready.consumer_wait(consumer_state(1))
         first_stage = consumer.warpgroup if const_expr(self.turns > 1) else Int32(0)
         state = pipeline.PipelineState(STAGES, Int32(0), first_stage, Int32(0))
@@ -639,20 +632,23 @@ class SelectedDKV(BackwardDKV):
     def exchange(self, dK: cute.Tensor, dV: cute.Tensor, sQ: cute.Tensor, consumer: Consumer):
         """Add the sums of both consumers: afterwards the first has all of dV, the second all of dK.
 
-        They are exchanged through the stages of Q and dO, which are free once both have arrived.
+        They are exchanged through the stages of Q and dO.
         """
+        # Both consumers have read the last stage
         cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * WARPGROUP_THREADS)
         values = const_expr(TILE * self.dim // WARPGROUP_THREADS)
         exchanged = cute.make_layout(
             (4, values // 4, WARPGROUP_THREADS, 2),
             stride=(1, 4 * WARPGROUP_THREADS, 4, values * WARPGROUP_THREADS),
         )
+        # fp32 (4, values / 4, thread, 2): dK of the first consumer and dV of the second
         sSum = cute.make_tensor(cute.recast_ptr(sQ.iterator, dtype=Float32), exchanged)
-        other = cute.make_rmem_tensor((4, values // 4), Float32)
+        other = cute.make_rmem_tensor((4, values // 4), Float32)  # fp32, one of the other consumer's sums
         if consumer.warpgroup == 0:
             cute.autovec_copy(cute.make_tensor(dK.iterator, other.layout), sSum[None, None, consumer.thread, 0])
         else:
             cute.autovec_copy(cute.make_tensor(dV.iterator, other.layout), sSum[None, None, consumer.thread, 1])
+        # Both have written the sums that they exchange
         cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * WARPGROUP_THREADS)
         if consumer.warpgroup == 0:
             cute.autovec_copy(sSum[None, None, consumer.thread, 1], other)
@@ -697,8 +693,9 @@ class SelectedDKV(BackwardDKV):
         _, sV, _ = tma_dv
         own_tile, barrier = self.own_key_tile(consumer), 2 + consumer.warpgroup
         place = work.tile * self.key_tiles + own_tile, work.head, work.batch
-        if const_expr(self.turns == 1):
+        if const_expr(self.turns == 1):  # all warps of the consumer have read its keys
             cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
+        # Named barrier 2 or 3, in store_acc_for_tma: the consumer has written a result for TMA
         if (consumer.warpgroup == 0) | (self.key_tiles > 1):
             store_acc_for_tma(mma_dkv, dV, sV[None, None, own_tile], consumer.thread, barrier)
             if consumer.warp % WARPGROUP_WARPS == 0:
@@ -757,8 +754,8 @@ class CombineSelectedDKV:
             batch, kv_head, block = block_coordinates(listed_block, kv_heads, mdK)
             width = const_expr(FLOATS)
             vectors = const_expr(self.block_tiles * 2 * TILE * self.dim // width)
-            rSum = cute.make_rmem_tensor(width, Float32)
-            rOut = cute.make_rmem_tensor(width, mdK.element_type)
+            rSum = cute.make_rmem_tensor(width, Float32)  # fp32 [FLOATS], one vector of a key
+            rOut = cute.make_rmem_tensor(width, mdK.element_type)  # 16 bits [FLOATS]
             chunk = worklist_index - first
             stop = chunk_start(chunk + 1, splits, vectors)
             start = chunk_start(chunk, splits, vectors) + thread
@@ -834,6 +831,10 @@ def _fake_partials(dim: int, size: int) -> Any:
 
 def worklist_sizes(query_tiles: int, most: int, blocks: int, partial_bytes: int) -> WorklistSizes:
     """Bound the worklist.
+
+    It has at most B*H*tiles*k query tiles. That number divided by the minimum per work tile bounds the work tiles of
+    split blocks, and every other block has one. 4M tokens, 8 heads, 2 key/value heads, k=16: 2.1 million query tiles,
+    8192 work tiles of at least 256 query tiles with partials of 64 KiB each (WORKSPACE_BYTES), 17 MB of lists.
 
     Args:
         query_tiles: selected query tiles of all blocks.

@@ -4,9 +4,7 @@ A CTA holds a few blocks of keys and values in shared memory and attends to them
 key/value head (pack_gqa). All keys of a row are resident at once, so softmax needs no rescaling. KVOuterForward
 (kv_outer.py) has one block, and rows from anywhere; ForcedForward (forced.py) has a few, and the tokens of one block.
 
-    load          once: keys by cp.async; values with columns permuted (mma_sync.load_permuted), so that each lane of a
-                  product holds 16 contiguous bytes of a row of o and stores them directly
-                  The only barrier: after it all threads may read the keys and values that any has loaded
+    load          once: keys by cp.async; values with columns permuted
     mainloop      per warp, no barrier between warps, self.rows rows at a time:
       gather q    the next rows, by cp.async, while the current ones are processed
       mma_qk      S = Q K^T
@@ -161,11 +159,11 @@ class WarpRows:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         mma_idx = warp_idx // self.mma_warps
         smem = SmemAllocator()
-        sK = allocate_tiles(smem, self.dtype, k_layout)
-        sV = allocate_tiles(smem, self.dtype, v_layout)
-        sQ_all = allocate_tiles(smem, self.dtype, q_layout)
-        sQ_mma = sQ_all[None, None, mma_idx]
-        sQ = cute.local_tile(sQ_mma, (self.rows, self.dim), (warp_idx % self.mma_warps, 0))
+        sK = allocate_tiles(smem, self.dtype, k_layout)  # (keys, D, 1)
+        sV = allocate_tiles(smem, self.dtype, v_layout)  # (keys, D_v, 1)
+        sQ_all = allocate_tiles(smem, self.dtype, q_layout)  # (rows of mma_warps, D, warps / mma_warps)
+        sQ_mma = sQ_all[None, None, mma_idx]  # [rows of mma_warps, D]
+        sQ = cute.local_tile(sQ_mma, (self.rows, self.dim), (warp_idx % self.mma_warps, 0))  # [self.rows, D]
         return CtaContext(thread, work_idx, kv_head, batch, lane, warp_idx, sK, sV, sQ_mma, sQ, mma_qk, mma_pv)
 
     # Mainloop
@@ -195,7 +193,8 @@ class WarpRows:
         """
         thread, kv_head, lane, warp_idx = cta.thread, cta.kv_head, cta.lane, cta.warp_idx
         sK, sV, sQ_mma, sQ, mma_qk, mma_pv = cta.sK, cta.sV, cta.sQ_mma, cta.sQ, cta.mma_qk, cta.mma_pv
-        gQ = mQ[cta.batch, None, kv_head, None, None]
+        gQ = mQ[cta.batch, None, kv_head, None, None]  # [T, G, D]
+        # [slot_idx, G, D_v] and fp32 [slot_idx, G]
         gO, gLse = mO[cta.batch, kv_head, None, None, None], mLse[cta.batch, kv_head, None, None]
         q_strides, o_strides = vector_strides(gQ), vector_strides(gO)
         first_key = first_keys[-1] - (self.keys - self.size)  # as if the blocks were contiguous
@@ -210,11 +209,12 @@ class WarpRows:
             if row < num_rows:
                 gather_rows(as_vectors(gQ), sQ, self._q_vector(q_strides, slot_idx, row, num_rows))
             cute.arch.cp_async_commit_group()
+            # Columns are permuted: each lane of P V holds 16 contiguous bytes of a row of o and stores them directly
             self._load(load_permuted, mV[cta.batch, None, kv_head, None], sV, first_keys, end, thread)
             cute.arch.cp_async_wait_group(0)
             if const_expr(self.warpgroups):
                 cute.arch.fence_view_async_shared()
-            cute.arch.sync_threads()
+            cute.arch.sync_threads()  # the only barrier: all threads read the keys and values that any has loaded
 
         while row - warp_idx % self.mma_warps * self.rows < num_rows:  # first of the rows multiplied together
             cute.arch.cp_async_wait_group(0)
@@ -224,7 +224,7 @@ class WarpRows:
 
             # MMA: S = Q K^T  [self.rows, self.keys]. Load: the next rows of q
             acc_s = self._mma_qk(mma_qk, lane, sQ_mma, sQ, sK)
-            rGates, rBlocks = None, None
+            rGates, rBlocks = None, None  # fp32 (3, r, m), int32 (SLOT_BATCH / QUAD, r, m)
             if const_expr(combine is not None):
                 rGates, rBlocks = self._load_gates(combine, sQ, slot_idx, row, num_rows)
             cute.arch.sync_warp()
@@ -237,7 +237,7 @@ class WarpRows:
             # Softmax
             token, _ = divide(slot_idx, self.slots)
             last_key = position_of(first_token + token, mPositions) - first_key  # last key that a row sees
-            S = acc_mn_view(acc_s)
+            S = acc_mn_view(acc_s)  # fp32 (c, r, m, n)
             self._mask(S, last_key)
             lse = self._softmax(S, scale)
             if const_expr(combine is None):
@@ -247,10 +247,10 @@ class WarpRows:
             my_row = row + lane % self.rows
             _, head = divide(my_row, self.group)
             o_vector = slot_idx * o_strides[0] + head * o_strides[1] if my_row < num_rows else Int32(-1)
-            rP = acc_as_operand_a(acc_s, self.dtype)
+            rP = acc_as_operand_a(acc_s, self.dtype)  # 16 bits [self.rows, self.keys]
             for chunk in range_constexpr(self.v_dim // self.columns):
-                acc_o = self._mma_pv(mma_pv, lane, rP, sV, chunk)
-                rO = cute.make_rmem_tensor_like(acc_o, self.dtype)
+                acc_o = self._mma_pv(mma_pv, lane, rP, sV, chunk)  # fp32 [self.rows, self.columns]
+                rO = cute.make_rmem_tensor_like(acc_o, self.dtype)  # 16 bits, as acc_o
                 rO.store(acc_o.load().to(self.dtype))
                 first_vector = const_expr(chunk * (self.columns // VECTOR))
                 if const_expr(combine is not None):
@@ -274,9 +274,9 @@ class WarpRows:
     ):
         """Load keys or values of all blocks, using all threads."""
         for i in range_constexpr(self.blocks):
-            sBlock = sX[None, None, 0]
+            sBlock = sX[None, None, 0]  # [keys, D or D_v]
             if const_expr(self.blocks > 1):
-                sBlock = cute.local_tile(sBlock, (self.size, cute.size(sX, mode=[1])), (i, 0))
+                sBlock = cute.local_tile(sBlock, (self.size, cute.size(sX, mode=[1])), (i, 0))  # [l', D or D_v]
             load(gX, sBlock, first_keys[i], end, thread, self.warps * LANES)
 
     @cute.jit
@@ -284,9 +284,9 @@ class WarpRows:
         self, mma: cute.TiledMma, lane: Int32, sQ_mma: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor
     ) -> cute.Tensor:
         """S of a warp's rows; with WGMMA it is complete after `wait_group`, but q has already been read on return."""
-        acc = accumulator(make_warp_mma(self.dtype, 1), (self.rows, self.keys))
+        acc = accumulator(make_warp_mma(self.dtype, 1), (self.rows, self.keys))  # fp32 [self.rows, self.keys]
         if const_expr(self.warpgroups):
-            rK = smem_operand_b(mma, sK)[None, None, None, 0]
+            rK = smem_operand_b(mma, sK)[None, None, None, 0]  # [self.keys, D]
             issue_mma(mma, as_warpgroup_acc(acc), load_operand_a(mma, sQ_mma), rK, False)
         else:
             acc.fill(0.0)
@@ -298,14 +298,14 @@ class WarpRows:
         self, mma: cute.TiledMma, lane: Int32, rP: cute.Tensor, sV: cute.Tensor, chunk: cutlass.Constexpr[int]
     ) -> cute.Tensor:
         """One chunk of self.columns columns of o, complete."""
-        acc = accumulator(make_warp_mma(self.dtype, 1), (self.rows, self.columns))
+        acc = accumulator(make_warp_mma(self.dtype, 1), (self.rows, self.columns))  # fp32 [self.rows, self.columns]
         if const_expr(self.warpgroups):
-            rV = smem_operand_b(mma, transpose_view(sV))[None, None, None, 0]
+            rV = smem_operand_b(mma, transpose_view(sV))[None, None, None, 0]  # [D_v, self.keys]
             issue_mma(mma, as_warpgroup_acc(acc), rP, rV, False)
             warpgroup.wait_group(0)
         else:
             acc.fill(0.0)
-            sVt = transpose_view(sV)[None, None, 0]
+            sVt = transpose_view(sV)[None, None, 0]  # [D_v, self.keys]
             gemm_registers(mma, lane, acc, rP, sVt, chunk * (COLUMNS // MMA_K), True)
         return acc
 
@@ -332,7 +332,7 @@ class WarpRows:
     def _mask(self, S: cute.Tensor, last_key: Int32):
         """Set scores of keys after a row's token to -inf. Args: `last_key`: lane i has the last key that row i sees."""
         first_row_sees = cute.arch.shuffle_sync(last_key, 0)  # tokens ascend: the other rows see at least as much
-        if const_expr(self.blocks > 1):
+        if const_expr(self.blocks > 1):  # only the last block is masked; in a document's first CTAs, all are
             if first_row_sees < self.keys - self.size:
                 self._mask_from(S, last_key, 0)
             elif first_row_sees < self.keys - 1:
@@ -357,7 +357,7 @@ class WarpRows:
         my_max, my_sum = Float32(0.0), Float32(0.0)
         for m in range_constexpr(self.rows // MMA_K):
             for r in range_constexpr(2):
-                rRow = S[None, r, m, None]
+                rRow = S[None, r, m, None]  # fp32 (c, n)
                 top = row_max(rRow)
                 top = Float32(0.0) if top == -Float32.inf else top * (scale * LOG2_E)
                 total = exp2_and_sum(rRow, scale * LOG2_E, top, Float32(0.0))

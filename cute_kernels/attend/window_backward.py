@@ -241,16 +241,16 @@ class WindowDQ(BackwardDQ):
         first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
         own_token = token_of(first_row, first_token)  # token index of the first row
         first_local = (own_token // window.size - window.local + 1) * window.size  # may be negative
-        dQ = self.accumulator(mma_dq)
+        dQ = self.accumulator(mma_dq)  # fp32 [TILE rows, D]
         op = self.partition(mma_s, mma_dq, shared, branches, num_rows, work, consumer)
 
         state = consumer_state(STAGES)
         for i in cutlass.range(key_tiles.num_tiles(), unroll=1):
-            S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
+            S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))  # fp32 [TILE rows, TILE keys]
             first_key, stage = key_tiles.tile(i) * TILE, state.index
             keys_ready.consumer_wait(state)
             if (first_key <= own_token) & (first_key + TILE > own_token - window.left):
-                # S = Q K^T, dP = dO V^T  [TILE rows, TILE keys]
+                # S = Q K^T, dP = dO V^T
                 issue_mma(mma_s, S, op.tSrQ, op.tSrK[None, None, None, stage], False)
                 issue_mma(mma_s, dP, op.tdPrdO, op.tdPrV[None, None, None, stage], False)
                 warpgroup.wait_group(1)
@@ -283,8 +283,6 @@ class WindowDQ(BackwardDQ):
 class WindowDKV(BackwardDKV):
     """dK and dV of the window and of local selected blocks. Roles and pipelines: BackwardDKV; both consumers read every
     stage.
-
-    Named barriers, at the end: 1 + consumer, twice: the consumer has written its dK, then its dV, for TMA.
 
     Args: dim: head dim. dtype: 16-bit type. has_local: there are local selected blocks.
     """
@@ -435,17 +433,18 @@ class WindowDKV(BackwardDKV):
         """Consumer mainloop over the row tiles. Returns the unscaled dK of the warpgroup's keys, and dV."""
         first_key = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
         op = self.partition(mma_s, mma_dkv, shared, consumer.warpgroup, consumer)
-        dK, dV = self.accumulators(mma_dkv)
+        dK, dV = self.accumulators(mma_dkv)  # fp32 [TILE keys, D]
         keys_ready.consumer_wait(consumer_state(1))
         state = consumer_state(STAGES)
         stop_local = (first_key // window.size + window.local) * window.size  # end of the rows they are local to
         for _ in cutlass.range(group, unroll=1):
             for tile in cutlass.range(first_tile, stop_tile, unroll=1):
+                # fp32 [TILE keys, TILE rows]
                 S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
                 own_token, stage = token_of(tile * TILE, first_token), state.index  # token index of the first row
                 rows_ready.consumer_wait(state)
                 if (own_token >= first_key) & (own_token - window.left < first_key + TILE):
-                    # S^T = K Q^T, dP^T = V dO^T  [TILE keys, TILE rows]
+                    # S^T = K Q^T, dP^T = V dO^T
                     issue_mma(mma_s, S, op.tSrK, op.tSrQ[None, None, None, stage], False)
                     issue_mma(mma_s, dP, op.tdPrV, op.tdPrdO[None, None, None, stage], False)
                     warpgroup.wait_group(1)
@@ -458,9 +457,9 @@ class WindowDKV(BackwardDKV):
                         local = Int32(1) if own_token < stop_local else Int32(0)
                     # S becomes P, dP becomes dS
                     if local == 0:
-                        rLse = broadcast_over_rows(op.tSsLse[0][(None, 0, None), 0, 0, stage])
+                        rLse = broadcast_over_rows(op.tSsLse[0][(None, 0, None), 0, 0, stage])  # (c, r, n)
                         scores_to_probabilities(S, scale, rLse)
-                        rDelta = broadcast_over_rows(op.tSsDelta[0][(None, 0, None), 0, 0, stage])
+                        rDelta = broadcast_over_rows(op.tSsDelta[0][(None, 0, None), 0, 0, stage])  # (c, r, n)
                         warpgroup.wait_group(0)
                         score_gradients(dP, S, dP, rDelta)
                     else:
@@ -498,6 +497,7 @@ class WindowDKV(BackwardDKV):
         _, sV, _ = tma_dv
         group = consumer.warpgroup
         dK.store(dK.load() * scale)
+        # Named barrier 1 or 2, in store_acc_for_tma: the consumer has written its dK, then its dV, for TMA
         store_acc_for_tma(mma_dkv, dK, sK[None, None, group], consumer.thread, 1 + group)
         store_acc_for_tma(mma_dkv, dV, sV[None, None, group], consumer.thread, 1 + group)
         if consumer.warp % WARPGROUP_WARPS == 0:

@@ -5,8 +5,7 @@
     o      = sum_s exp(lse_s - lse) o_s                               s over o_f and the slots with a partial
     out    = g_cmp o_cmp + g_slc o + g_win o_win                      or o and o_win are written
 
-Local blocks are inside the window, whose softmax starts with them. Up to their last key the sums of both are the same,
-so o_f continues from a copy. Local blocks thus cost no products of their own, and o_win does not go through memory.
+Local blocks are inside the window: they cost no products of their own, and o_win does not go through memory.
 
 WindowCombine   a CTA owns CTA_ROWS query rows, tokens x the G heads of a key/value head (pack_gqa), 2 x 64 at a time,
                 64 per consumer warpgroup. One ring of stages delivers their operands in the order of use: tiles of 64
@@ -14,9 +13,8 @@ WindowCombine   a CTA owns CTA_ROWS query rows, tokens x the G heads of a key/va
                 partials of each slot used by one of the tokens; o_cmp.
 
 The consumers multiply while the producer prefetches partials, so memory and tensor cores are busy at the same time.
-Tokens of a step start at multiples of 128 / G of a sequence or document, wherever its queries start, and tiles of keys
-at multiples of 64. A step is therefore inside one tile and one block; the tiles of a row and their order depend on its
-token alone, and no row changes another's sums: bits do not depend on chunks, nor on later tokens.
+The tiles of a row and their order depend on its token alone, and no row changes another's sums: bits do not depend on
+chunks, nor on later tokens.
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64, forced (1, 2), w = 512: partials of 13 slots, 14.0 GB, q
 and o_cmp, out, 3.2 GB: 4.1 ms at 4.2 TB/s; concurrently 10 tiles of keys, 1.4 TFLOP, 1.5 ms at 900 TFLOP/s, and 2.7
@@ -131,7 +129,7 @@ class StepTiles(NamedTuple):
 class Sums(NamedTuple):
     """Online-softmax state of a warp's 16 rows."""
 
-    acc: cute.Tensor
+    acc: cute.Tensor  # [16, D]
     """fp32, MMA accumulator: P V, not yet divided by the sums of P."""
     rMax: cute.Tensor
     """fp32 (r): maxima of scores, in base 2, of the thread's two rows."""
@@ -154,20 +152,15 @@ class Outputs(NamedTuple):
 
     gO: cute.Tensor | None  # 16 bits [T, G, D]: o of the selected branch
     gLse: cute.Tensor  # fp32 [T, G]
-    gWin: cute.Tensor | None  # o of the window
-    gWinLse: cute.Tensor | None
-    gOut: cute.Tensor | None  # out, with gates
+    gWin: cute.Tensor | None  # 16 bits [T, G, D]: o of the window
+    gWinLse: cute.Tensor | None  # fp32 [T, G]
+    gOut: cute.Tensor | None  # 16 bits [T, G, D]: out, with gates
     gWeight: cute.Tensor | None  # [G, 3, D], see CombineInputs
     gGates: cute.Tensor | None  # [T, G, 3], see CombineInputs
 
 
 class WindowCombine:
     """Roles: warpgroup 0 is the producer, whose warp 0 issues TMA; warpgroups 1 and 2 are the consumers.
-
-    pipeline    stages  a stage is full when                          and empty when the 8 consumer warps
-    q_ready     1       TMA has written the queries of a step         have awaited their last S and read their gates
-    ring_ready  STAGES  TMA has written a tile of K and one of V; or  have awaited P V; or read the partials
-                        the partials, or o_cmp, of each consumer
 
     Args:
         dim, dtype: D = D_v and their 16-bit type.
@@ -285,11 +278,13 @@ class WindowCombine:
         parts = const_expr(self.size // self.cta_tokens)
         at = token_block(index // parts, self.size, num_rows, first_token, mBounds)
         first = at.block * self.size + index % parts * self.cta_tokens  # first of the CTA's tokens
+        # Steps start at multiples of 128 / G tokens of a sequence or document, wherever its queries start, and tiles of
+        # keys at multiples of 64: a step is inside one tile and one block
         first_step = cutlass.max(at.start - first, 0) // self.step_tokens
         stop_step = cute.ceil_div(cutlass.min(at.end - first, self.cta_tokens), self.step_tokens)
         steps = (first_step, stop_step if at.end > at.start else first_step)
         shared = self.allocate(q_layout, ring_layout)
-        gSlotBlocks = mSlotBlocks[batch, kv_head, None, None]
+        gSlotBlocks = mSlotBlocks[batch, kv_head, None, None]  # int32 [T, n]
 
         if warp_index < WARPGROUP_WARPS:  # producer
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -318,7 +313,7 @@ class WindowCombine:
                 None if const_expr(mW is None) else cute.domain_offset((heads, 0, 0), mW),
                 _of_cta(mG, batch, kv_head),
             )
-            gLsePartial = mLsePartial[batch, kv_head, None, None]
+            gLsePartial = mLsePartial[batch, kv_head, None, None]  # fp32 [T n, G]
             self.consume(
                 shared,
                 mma_s,
@@ -337,12 +332,17 @@ class WindowCombine:
     @cute.jit
     def allocate(self, q_layout: cute.ComposedLayout, ring_layout: cute.ComposedLayout) -> Shared:
         smem = SmemAllocator()
+        # (TILE, D, CONSUMERS) and (TILE, D, 2 STAGES)
         sQ, sRing = (allocate_tiles(smem, self.dtype, layout) for layout in (q_layout, ring_layout))
         # Odd row stride in words, so that lanes of different rows read one column without bank conflicts
         weights = cute.make_ordered_layout((STEP_ROWS, self.slots | 1), order=(1, 0))
         sWeights = smem.allocate_tensor(Float32, weights, 16)
         warps = CONSUMERS * WARPGROUP_WARPS
+        # Full once TMA has written the queries of a step; empty once the 8 consumer warps have awaited their last S and
+        # read their gates
         q_ready = tma_pipeline(1, warps, CONSUMERS * self.tile_bytes, defer_sync=True)
+        # Full once TMA has written a tile of K and one of V, or the partials or o_cmp of each consumer; empty once the
+        # 8 consumer warps have awaited P V, or read the partials or o_cmp
         ring_ready = tma_pipeline(STAGES, warps, 2 * self.tile_bytes)
         return Shared(sQ, sRing, sWeights, q_ready, ring_ready)
 
@@ -436,14 +436,17 @@ class WindowCombine:
     ):
         state, q_state = consumer_state(STAGES), consumer_state(1)
         sQ, sRing, sWeights, q_ready, ring_ready = shared
-        tSrQ = smem_operand_a(mma_s, sQ)[None, None, None, consumer.warpgroup]
+        tSrQ = smem_operand_a(mma_s, sQ)[None, None, None, consumer.warpgroup]  # [TILE rows, D]
+        # [TILE keys, D, 2 STAGES] and [D, TILE keys, 2 STAGES]
         tSrK, tOrV = smem_operand_b(mma_s, sRing), smem_operand_b(mma_o, transpose_view(sRing))
+        # [16, D]
         sWarpQ = cute.local_tile(
             sQ[None, None, consumer.warpgroup], (16, self.dim), (consumer.warp % WARPGROUP_WARPS, 0)
         )
+        # fp32 (rows from the lane's first one on, n or more)
         sLaneWeights = cute.domain_offset((consumer.warpgroup * TILE + accumulator_row(consumer, 0), 0), sWeights)
         read_rows = ldmatrix_copy(mma_o, self.dtype, consumer.thread)
-        tCsRing = read_rows.partition_S(sRing)
+        tCsRing = read_rows.partition_S(sRing)  # (., ., ., 2 STAGES)
 
         for step in cutlass.range(steps[0], steps[1], unroll=1):
             first_token = first + step * self.step_tokens
@@ -451,19 +454,20 @@ class WindowCombine:
             slots = self.slots_with_partials(gSlotBlocks, at, first_token)
             tile_token = first_token + consumer.warpgroup * self.tile_tokens
             rows = [self.row(consumer, r, tile_token, at) for r in range(2)]
-            rTokens = cute.make_rmem_tensor(2, Int32)
+            rTokens = cute.make_rmem_tensor(2, Int32)  # int32 (r)
             for r in range_constexpr(2):
                 rTokens[r] = tile_token + accumulator_row(consumer, r) // self.group
                 self.load_lse(gSlotBlocks, gLsePartial, rows[r], sLaneWeights[8 * r, None])
 
             # Window and forced blocks: S = Q K^T  [16, TILE], O += P V  [16, D] per warp
             q_ready.consumer_wait(q_state)
-            window = self.make_sums()
+            window = self.make_sums()  # fp32 [16, D] per warp
             for i in cutlass.range(tiles.local, unroll=1):
-                S = self.mma_qk(ring_ready, state, mma_s, tSrQ, tSrK)
+                S = self.mma_qk(ring_ready, state, mma_s, tSrQ, tSrK)  # fp32 [16, TILE keys]
                 self.mask(S, tiles.tile(i) * TILE, tile_token, rTokens, left)
                 self.softmax_and_mma_pv(S, window, ring_ready, state, mma_o, tOrV, scale)
                 state.advance()
+            # So far both have attended to the local blocks alone, so forced blocks continue from a copy of the sums
             forced = self.make_sums()
             for x, y in zip(forced, window, strict=True):
                 x.store(y.load())
@@ -472,24 +476,24 @@ class WindowCombine:
                 self.mask(S, tiles.tile(i) * TILE, tile_token, rTokens, left)
                 self.softmax_and_mma_pv(S, window, ring_ready, state, mma_o, tOrV, scale)
                 state.advance()
-            rWin = self.finish_window(window, rows, outputs)
+            rWin = self.finish_window(window, rows, outputs)  # 16 bits [16, D]
             for _ in cutlass.range(tiles.first, unroll=1):
                 S = self.mma_qk(ring_ready, state, mma_s, tSrQ, tSrK)
                 self.softmax_and_mma_pv(S, forced, ring_ready, state, mma_o, tOrV, scale)
                 state.advance()
-            rGates = cute.make_rmem_tensor((BRANCHES, 2), Float32)
+            rGates = cute.make_rmem_tensor((BRANCHES, 2), Float32)  # fp32 (branch, r)
             if const_expr(self.gated):
                 for r in range_constexpr(2):
-                    sRow = sWarpQ[r * 8 + cute.arch.lane_idx() // QUAD, None]
+                    sRow = sWarpQ[r * 8 + cute.arch.lane_idx() // QUAD, None]  # [D]
                     rGates[None, r].store(quad_gates(outputs.gWeight, outputs.gGates, rows[r], sRow).load())
             cute.arch.sync_warp()
             q_ready.consumer_release(q_state)
             q_state.advance()
 
             # Combine
-            rInverse = self.weigh(forced, sLaneWeights, rows, outputs)
-            acc_o_mn = acc_mn_view(forced.acc)
-            rX = cute.make_rmem_tensor_like(forced.acc, self.dtype)
+            rInverse = self.weigh(forced, sLaneWeights, rows, outputs)  # fp32 (r)
+            acc_o_mn = acc_mn_view(forced.acc)  # fp32 (c, r, 0, n) of [16, D]
+            rX = cute.make_rmem_tensor_like(forced.acc, self.dtype)  # 16 bits [16, D]: partials, then o_cmp
             while slots != 0:
                 slot = lowest_bit(slots)
                 weights = (sLaneWeights[0, slot], sLaneWeights[8, slot])
@@ -506,7 +510,7 @@ class WindowCombine:
             # Gate
             for r in range_constexpr(2):
                 scale_row(acc_o_mn[None, r, 0, None], rInverse[r])
-            rO = cute.make_rmem_tensor_like(forced.acc, self.dtype)
+            rO = cute.make_rmem_tensor_like(forced.acc, self.dtype)  # 16 bits [16, D]
             rO.store(forced.acc.load().to(self.dtype))
             self.store_rows(rO, outputs.gO, consumer, tile_token, at)
             self.store_rows(rWin, outputs.gWin, consumer, tile_token, at)
@@ -556,7 +560,7 @@ class WindowCombine:
         self, ring_ready: Any, state: Any, mma_s: cute.TiledMma, tSrQ: cute.Tensor, tSrK: cute.Tensor
     ) -> cute.Tensor:
         """S of a tile of keys, as an `accumulator` of a warp."""
-        S = accumulator(make_warp_mma(self.dtype, 1), (16, TILE))
+        S = accumulator(make_warp_mma(self.dtype, 1), (16, TILE))  # fp32 [16, TILE keys]
         ring_ready.consumer_wait(state)
         issue_mma(mma_s, as_warpgroup_acc(S), tSrQ, tSrK[None, None, None, 2 * state.index], False)
         warpgroup.wait_group(0)
@@ -567,7 +571,7 @@ class WindowCombine:
         """Set scores of keys outside a row's window to -inf. Args: rTokens: tokens of the thread's two rows."""
         last_token = tile_token + self.tile_tokens - 1
         if (first_key + TILE - 1 > tile_token) | (first_key < last_token - left):
-            scores = acc_mn_view(S)
+            scores = acc_mn_view(S)  # fp32 (c, r, 0, n)
             for r in range_constexpr(2):
                 last = rTokens[r] - first_key
                 for n in range_constexpr(TILE // 8):
@@ -589,7 +593,7 @@ class WindowCombine:
     ):
         """S becomes P; O += P V."""
         online_softmax(acc_mn_view(S), acc_mn_view(sums.acc), sums.rMax, sums.rSum, scale * LOG2_E)
-        rP = acc_as_operand_a(S, self.dtype)
+        rP = acc_as_operand_a(S, self.dtype)  # 16 bits [16, TILE keys]
         issue_mma(mma_o, as_warpgroup_acc(sums.acc), rP, tOrV[None, None, None, 2 * state.index + 1], True)
         warpgroup.wait_group(0)
         ring_ready.consumer_release(state)
@@ -603,7 +607,7 @@ class WindowCombine:
             scale_row(acc_mn_view(window.acc)[None, r, 0, None], inverse)
             if const_expr(outputs.gWinLse is not None):
                 _store_lse(outputs.gWinLse, rows[r], window.rMax[r], total)
-        rWin = cute.make_rmem_tensor_like(window.acc, self.dtype)
+        rWin = cute.make_rmem_tensor_like(window.acc, self.dtype)  # 16 bits [16, D]
         rWin.store(window.acc.load().to(self.dtype))
         return rWin
 
@@ -617,7 +621,7 @@ class WindowCombine:
         Returns:
             Factors for the thread's two rows once all partials are added.
         """
-        rInverse = cute.make_rmem_tensor(2, Float32)
+        rInverse = cute.make_rmem_tensor(2, Float32)  # fp32 (r)
         lane = cute.arch.lane_idx() % QUAD
         for r in range_constexpr(2):
             total = cute.arch.warp_reduction_sum(forced.rSum[r], threads_in_group=QUAD)
@@ -671,6 +675,7 @@ class WindowCombine:
             exists = (tile_token + token >= at.start) & (tile_token + token < at.end)
             token_stride, head_stride = vector_strides(gX)
             start = token * token_stride + head * head_stride if exists else Int32(-1)
+            # [T, G, D] from the tile's first token on
             gTile = cute.domain_offset((at.first_row + tile_token, 0, 0), gX)
             store_rows(acc_mn_view(rRounded), as_vectors(gTile), start)
 
@@ -725,10 +730,10 @@ def _add_row(acc_o_mn: cute.Tensor, rX: cute.Tensor, r: cutlass.Constexpr[int], 
     is_absent = weight < 0.0
     mask = Int32(0) if is_absent else Int32(-1)
     factor = Float32(0.0) if is_absent else weight
-    pairs = cute.recast_tensor(acc_mn_view(rX), Int32)
+    pairs = cute.recast_tensor(acc_mn_view(rX), Int32)  # int32 (1, r, 0, n)
     for n in range_constexpr(cute.size(pairs, mode=[3])):
         pairs[0, r, 0, n] = pairs[0, r, 0, n] & mask
-    X = acc_mn_view(rX)
+    X = acc_mn_view(rX)  # 16 bits (c, r, 0, n)
     for n in range_constexpr(cute.size(X, mode=[3])):
         for c in range_constexpr(2):
             acc_o_mn[c, r, 0, n] = cute.math.fma(factor, X[c, r, 0, n].to(Float32), acc_o_mn[c, r, 0, n])

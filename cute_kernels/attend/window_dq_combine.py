@@ -78,8 +78,6 @@ class SharedRing(NamedTuple):
 class WindowDQCombine(WindowDQ):
     """Roles and pipelines: BackwardDQ, whose warp 1 meanwhile looks up which slots have partials.
 
-    Named barriers, once each: 3, warp 1 has written sSlots for warp 0; 4, for the consumers.
-
     Args:
         dim, dtype: D = D_v and their 16-bit type.
         group: G.
@@ -232,18 +230,19 @@ class WindowDQCombine(WindowDQ):
         self, row_layout: cute.ComposedLayout, ring_layout: cute.ComposedLayout
     ) -> tuple[SharedDQ, SharedRing]:
         smem = SmemAllocator()
+        # (TILE, D, CONSUMERS) of Q and dO, (TILE, D, 2 STAGES)
         sQ, sdO, sRing = (allocate_tiles(smem, self.dtype, layout) for layout in (row_layout, row_layout, ring_layout))
         sSlots = smem.allocate_tensor(Int32, cute.make_layout(CTA_ROWS + 1), 16)
         consumer_warps = CONSUMERS * WARPGROUP_WARPS
         rows_ready = tma_pipeline(1, consumer_warps, 2 * CONSUMERS * self.tile_bytes, defer_sync=True)
         keys_ready = tma_pipeline(STAGES, consumer_warps, 2 * self.tile_bytes)
-        sV = cute.domain_offset((0, 0, STAGES), sRing)
+        sV = cute.domain_offset((0, 0, STAGES), sRing)  # the last STAGES tiles
         return SharedDQ(sQ, sdO, sRing, sV, rows_ready, keys_ready), SharedRing(sRing, sSlots)
 
     @cute.jit
     def find_slots(self, mSlotBlocks: cute.Tensor, sSlots: cute.Tensor, num_rows: Int32, work: WorkTile):
         """Producer warp 1: find the slots of the CTA's rows that have partials."""
-        gSlotBlocks = mSlotBlocks[work.batch, work.head // self.group, None, None]
+        gSlotBlocks = mSlotBlocks[work.batch, work.head // self.group, None, None]  # int32 [T, n]
         lane, every = cute.arch.lane_idx(), Int32(0)
         for i in cutlass.range(CTA_ROWS // LANES, unroll=1):
             row, slots = work.tile * CTA_ROWS + i * LANES + lane, Int32(0)
@@ -257,6 +256,7 @@ class WindowDQCombine(WindowDQ):
             of_all |= Int32(1 << slot) if cute.arch.vote_any_sync((every & (1 << slot)) != 0) else Int32(0)
         if lane == 0:
             sSlots[CTA_ROWS] = of_all
+        # sSlots is written, for warp 0 and for the consumers
         for barrier, readers in ((SLOTS_FOR_PRODUCER, LANES), (SLOTS_FOR_CONSUMERS, CONSUMERS * WARPGROUP_THREADS)):
             cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=LANES + readers)
 
@@ -305,11 +305,11 @@ class WindowDQCombine(WindowDQ):
         """Add the partials of the warpgroup's rows, in the order of the slots, and dq_cmp."""
         keys_ready = shared.keys_ready
         read = ldmatrix_copy(mma_dq, self.dtype, consumer.thread)
-        tCsRing = read.partition_S(ring.sRing)
-        rX = cute.make_rmem_tensor_like(dQ, self.dtype)
+        tCsRing = read.partition_S(ring.sRing)  # (., ., ., 2 STAGES)
+        rX = cute.make_rmem_tensor_like(dQ, self.dtype)  # 16 bits [TILE rows, D]
         cute.arch.barrier(barrier_id=SLOTS_FOR_CONSUMERS, number_of_threads=LANES + CONSUMERS * WARPGROUP_THREADS)
         slots = cute.arch.make_warp_uniform(ring.sSlots[CTA_ROWS])
-        rSlots = cute.make_rmem_tensor(2, Int32)
+        rSlots = cute.make_rmem_tensor(2, Int32)  # int32 (r): bitmasks
         for r in range_constexpr(2):
             rSlots[r] = ring.sSlots[consumer.warpgroup * TILE + accumulator_row(consumer, r)]
         while slots != 0:
@@ -340,14 +340,14 @@ class WindowDQCombine(WindowDQ):
         consumer: Consumer,
     ):
         """Add the gradients of the gates' logits, times their weights."""
-        rLogits = cute.make_rmem_tensor((2, BRANCHES), Float32)
+        rLogits = cute.make_rmem_tensor((2, BRANCHES), Float32)  # fp32 (r, branch)
         rLogits.fill(0.0)
         for r in range_constexpr(2):
             row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE + accumulator_row(consumer, r)
             if row < num_rows:
                 for b in range_constexpr(BRANCHES):
                     rLogits[r, b] = mLogits[work.batch, row, work.head, b]
-        rW = cute.make_rmem_tensor(2, mW.element_type)
+        rW = cute.make_rmem_tensor(2, mW.element_type)  # (c)
         for n in range_constexpr(self.dim // 8):
             for b in range_constexpr(BRANCHES):
                 pair = n * QUAD + cute.arch.lane_idx() % QUAD
