@@ -144,10 +144,10 @@ class CombinePartials:
         gSlotBlocks = mSlotBlocks[at.batch, at.kv_head, at.token, None]  # int32 [n]
         num_slots = mSlotBlocks.shape[3]
         row_max, row_sum = -Float32.inf, Float32(0.0)
-        rSum = cute.make_rmem_tensor(VECTOR, Float32)  # fp32 (VECTOR)
+        rSum = cute.make_rmem_tensor(VECTOR, Float32)
         rSum.fill(0.0)
         if const_expr(self.accumulate):
-            rHeld = cute.make_rmem_tensor(VECTOR, mX.element_type)  # 16 bits (VECTOR)
+            rHeld = cute.make_rmem_tensor(VECTOR, mX.element_type)
             rHeld.fill(0.0)
             row_max = held_lse
             if held_lse > -Float32.inf:
@@ -196,7 +196,7 @@ class CombinePartials:
     @cute.jit
     def _store(self, rSum: cute.Tensor, gX: cute.Tensor):
         """Round a vector."""
-        rX = cute.make_rmem_tensor(VECTOR, gX.element_type)  # 16 bits (VECTOR)
+        rX = cute.make_rmem_tensor(VECTOR, gX.element_type)
         rX.store(rSum.load().to(gX.element_type))
         cute.autovec_copy(rX, gX)
 
@@ -246,7 +246,7 @@ class CombineAndGate(CombinePartials):
         mSlc: cute.Tensor | None,
     ):
         at = self._row_vector(mSlotBlocks)
-        rQ = cute.make_rmem_tensor(VECTOR, mOut.element_type)  # 16 bits (VECTOR)
+        rQ = cute.make_rmem_tensor(VECTOR, mOut.element_type)
         rO = cute.make_rmem_tensor((VECTOR, 3), mOut.element_type)  # 16 bits (VECTOR, branch): cmp, slc, win
         rQ.fill(0.0)
         rW = None

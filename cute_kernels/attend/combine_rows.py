@@ -130,7 +130,7 @@ def combine_row(
     )
     # A lane's part of the row: 16 bits (VECTOR, vectors, slot in flight)
     rPartial = cute.make_rmem_tensor((VECTOR, vectors, depth), rO.element_type)
-    rSum = cute.make_rmem_tensor((VECTOR, vectors), Float32)  # fp32 (VECTOR, vectors)
+    rSum = cute.make_rmem_tensor((VECTOR, vectors), Float32)
     rSlotBlocks = cute.make_rmem_tensor(SLOT_BATCH // QUAD, Int32)  # int32: as load_slot_blocks
     rSlotBlocks.store(rBlocks.load())
     rWeights = cute.make_rmem_tensor(SLOT_BATCH // QUAD, Float32)  # fp32: as load_slot_blocks
@@ -224,7 +224,7 @@ def combine_and_gate_row(
     rBranches = cute.make_rmem_tensor((VECTOR, 3, vectors), rRow.element_type)  # 16 bits (VECTOR, branch, vectors)
     load_vectors(combine.gCmp[row.token, row.head, None], first_vector, rBranches[None, 0, None])
     load_vectors(combine.gWin[row.token, row.head, None], first_vector, rBranches[None, 2, None])
-    rO = cute.make_rmem_tensor((VECTOR, vectors), rRow.element_type)  # 16 bits (VECTOR, vectors)
+    rO = cute.make_rmem_tensor((VECTOR, vectors), rRow.element_type)
     for t in range_constexpr(vectors):
         for j in range_constexpr(VECTOR):
             rO[j, t] = rRow[j % 2, t * QUAD + j // 2]

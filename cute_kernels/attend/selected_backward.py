@@ -101,8 +101,8 @@ class ListedKeyTiles(NamedTuple):
     masked: Int32
     """Number of tiles that need a mask."""
     full: Int32
-    gMask: cute.Tensor  # int32 [masked ...]: indices of tiles
-    gFull: cute.Tensor  # int32 [full ...]
+    gMask: cute.Tensor  # int32 [K], of which the first `masked` are read
+    gFull: cute.Tensor  # int32 [K], of which the first `full` are read
 
     def num_tiles(self) -> Int32:
         return self.masked + self.full
