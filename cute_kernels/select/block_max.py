@@ -14,15 +14,6 @@ maxima of its rows for LANES blocks, then merges those that beat a row's k-th be
 MMA: WGMMA on Hopper, Q in registers, two tiles of 64 rows per warpgroup: one is multiplied while the maxima of the
 other are computed. mma.sync elsewhere, and one tile.
 
-    barrier               before it, all threads have               after it, threads may
-    prologue              read their q                              copy keys over it
-    start of a step       awaited their copies of its keys          multiply them
-    once a step           finished the products of the last step    copy keys into its stage
-    end of the mainloop   awaited all copies, finished all          copy another document's keys
-                          products
-
-With one row tile, and in the first step of a turn, the second and the third are the same barrier.
-
 If work tiles are too few for all SMs, as in a step of decoding, CTAs share the keys of a tile (parts.py).
 
 Packed documents are read in place, and so are sequences whose starts are known only on the device, treated as
@@ -209,12 +200,13 @@ class BlockMaxTopK:
         first = (tiles - 1 - cta) * self.tokens  # later tokens see more keys
         num_tokens = cutlass.min(mQ.shape[1] - first, self.tokens)
         shared = self.allocate(q_layout, k_layout)
+        # [T - first, H - first head, D]
         gQ = cute.domain_offset((first, kv_head * self.group, 0), mQ[batch, None, None, None])
-        gK = mK[batch, None, kv_head, None]
+        gK = mK[batch, None, kv_head, None]  # [N, D]
         position = first_token + first  # of the first token, numbered like keys, or like a pack's queries
 
         self.init_rows(shared, position, num_tokens, mBounds, part)
-        rQ = self.load_queries(gQ, shared, num_tokens)
+        rQ = self.load_queries(gQ, shared, num_tokens)  # [TILE rows, D] of each row tile
         if const_expr(mBounds is None):
             span = self.keyspan(Int32(0), mK.shape[1], position, num_tokens)
             if const_expr(mValues is not None):
@@ -236,6 +228,7 @@ class BlockMaxTopK:
         if const_expr(mValues is None):
             self.store_rows(shared, cute.domain_offset(start, mIndices[batch, None, None, None]), num_tokens)
         else:
+            # fp32 and int32 [H - first head, T - first, k]
             gParts = [cute.domain_offset(start, x[batch, None, None, part, None]) for x in (mValues, mIndices)]
             self.store_parts(shared, *gParts, num_tokens)
 
@@ -263,9 +256,9 @@ class BlockMaxTopK:
         smem = SmemAllocator()
         sK = allocate_tiles(smem, self.dtype, k_layout)
         if const_expr(self.warpgroups):
-            sQ = cute.make_tensor(sK.iterator, q_layout.outer)
+            sQ = cute.make_tensor(sK.iterator, q_layout.outer)  # (TILE, D, tiles)
         else:
-            sQ = allocate_tiles(smem, self.dtype, q_layout)
+            sQ = allocate_tiles(smem, self.dtype, q_layout)  # (TILE, D, tiles)
         rows, slots = const_expr(self.rows), const_expr(self.topk.num_slots)
         return Shared(
             sK,
@@ -326,7 +319,7 @@ class BlockMaxTopK:
         if const_expr(self.warpgroups):
             mma = self.wgmma()
             rQ = [load_operand_a(mma, self.warpgroup_queries(shared, row_tile)) for row_tile in range(self.row_tiles)]
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # queries are read: keys may be copied over them
         return rQ
 
     def warpgroup_queries(self, shared: Shared, row_tile: int) -> cute.Tensor:
@@ -393,14 +386,15 @@ class BlockMaxTopK:
         No product is in flight when it returns: ptxas would serialize WGMMA whose sums must be carried around a loop.
         Steps past the last one read stale keys, and all of their scores are masked.
         """
+        # fp32 [WARP_ROWS, KEY_TILE]
         one, other = (accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, KEY_TILE)) for _ in range(2))
         for i in range_constexpr(STEPS_PER_TURN):
             step = first_step + i
-            self.await_keys()
+            self.await_keys()  # in the first step of a turn, the last step's products are finished too
             self.start_mma(one, rQ[0], shared, step, 0)
             if const_expr(i > 0):
                 warpgroup.wait_group(1)
-                cute.arch.sync_threads()
+                cute.arch.sync_threads()  # the last step's products are finished: its stage may be filled
             self.load_keys(gK, shared, step + STAGES - 1, span)
             if const_expr(i > 0):
                 self.reduce(other, shared, step - 1, span, position, 1)
@@ -413,8 +407,8 @@ class BlockMaxTopK:
     @cute.jit
     def score_one_tile(self, gK: cute.Tensor, rQ: Any, shared: Shared, span: Keyspan, position: Int32, step: Int32):
         """Scores of one step."""
-        acc = accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, KEY_TILE))
-        self.await_keys()
+        acc = accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, KEY_TILE))  # fp32 [WARP_ROWS, KEY_TILE]
+        self.await_keys()  # the last step's products are finished too: its stage may be filled
         self.start_mma(acc, rQ, shared, step, 0)
         self.load_keys(gK, shared, step + STAGES - 1, span)
         if const_expr(self.warpgroups):
@@ -426,7 +420,7 @@ class BlockMaxTopK:
         """Start copying the keys of a step into its stage, using all threads; one group, empty past the last step."""
         thread, _, _ = cute.arch.thread_idx()
         if step < span.steps:
-            stage = shared.sK[None, None, step % STAGES]
+            stage = shared.sK[None, None, step % STAGES]  # [KEY_TILE, D]
             load_block(gK, stage, span.first + step * KEY_TILE, span.end, thread, THREADS)
         cute.arch.cp_async_commit_group()
 
@@ -446,7 +440,7 @@ class BlockMaxTopK:
         stage = step % STAGES
         if const_expr(self.warpgroups):
             mma = self.wgmma()
-            rK = smem_operand_b(mma, shared.sK)[None, None, None, stage]
+            rK = smem_operand_b(mma, shared.sK)[None, None, None, stage]  # [KEY_TILE, D]
             issue_mma(mma, as_warpgroup_acc(acc), rQ, rK, False)
         else:
             acc.fill(0.0)
@@ -464,7 +458,7 @@ class BlockMaxTopK:
         row_tile: cutlass.Constexpr[int],
     ):
         """Write the maxima of a step's blocks as scores of the warp's rows of a row tile."""
-        lane, S = cute.arch.lane_idx(), acc_mn_view(acc)
+        lane, S = cute.arch.lane_idx(), acc_mn_view(acc)  # fp32 (c, r, 0, n)
         first_row, first_key = self.first_row(row_tile), span.first + step * KEY_TILE
         rLastKey = cute.make_rmem_tensor(2, Int32)  # last key that a row sees
         for r in range_constexpr(2):
@@ -485,7 +479,7 @@ class BlockMaxTopK:
     def merge(self, shared: Shared, row: Int32, first_block: Int32, span: Keyspan):
         """Merge the scores of up to LANES blocks into a row's list, if they belong to its document."""
         lane = cute.arch.lane_idx()
-        sValues, sRow = shared.sValues[row, None], shared.sRow[row, None]
+        sValues, sRow = shared.sValues[row, None], shared.sRow[row, None]  # fp32 [slots], int32 [4]
         block, score = first_block + lane, shared.sScore[row, lane]
         is_scored = (block < span.blocks) & (shared.sFirstKey[row] == span.first)
         beats = is_scored & self.topk.not_forced(sRow, block) & (score > sValues[self.topk.blocks.count - 1])

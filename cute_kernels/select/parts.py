@@ -79,10 +79,10 @@ class MergeParts:
         smem = SmemAllocator()
         slots = const_expr(self.topk.num_slots)
         lists = cute.make_layout((WARPS, slots), stride=(slots, 1))
-        sIndices = smem.allocate_tensor(Int32, lists, 16)[warp_index, None]
+        sIndices = smem.allocate_tensor(Int32, lists, 16)[warp_index, None]  # the row's: [slots]
         if row < heads * tokens:
             head, token = row // tokens, row % tokens
-            gValues, gParts = (x[batch, head, token, None, None] for x in (mValues, mParts))
+            gValues, gParts = (x[batch, head, token, None, None] for x in (mValues, mParts))  # [parts, k]
             self.topk.merge_lists(gValues, gParts, mValues.shape[3], cute.arch.lane_idx(), LANES, None, sIndices)
             cute.arch.sync_warp()
             self.topk.store_indices(sIndices, mIndices[batch, head, token, None])

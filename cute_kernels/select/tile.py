@@ -12,16 +12,13 @@ the keys and writes it to shared memory. Then each warp pools the scores of its 
 beat a row's k-th best into its sorted list (select/topk.py). If there are few rows, CTAs share the keys of a tile
 (parts.py).
 
-The mean queries are fp32. Split into three 16-bit terms they keep all 24 bits of the mantissa, so that three mma.sync
-products give fp32-accurate scores of the 16-bit keys. fp16 has a small exponent range, so its terms are scaled by
-powers of two (`TermScales`), and each has an accumulator of its own.
+The mean queries are fp32, split into three 16-bit terms: three mma.sync products give fp32-accurate scores of the
+16-bit keys.
 
 The same kernel selects blocks of compressed entries for the compressed branch. A block's score is then the plain mean
 over its entries, and blocks with entries that become visible inside the tile are forced.
 
-Packed documents: the rows of a CTA belong to one document i, whose CTAs start at first_tile[i] * G // TILE_M + i. That
-is at least as many CTAs as it needs; the others have no rows. Entries, tiles and blocks count from the start of the
-document.
+Packed documents: the rows of a CTA belong to one document. Entries, tiles and blocks count from its start.
 
 Floor: three products of tiles x entries x D per head, halved by causality. 1M tokens, 8 heads of 128, l = 64: 0.2
 TFLOP, 0.35 ms at 600 TFLOP/s. Only the indices are written.
@@ -89,12 +86,6 @@ block with all of them."""
 
 class TileTopK:
     """One CTA per TILE_M rows: scores, pooling and top-k selection.
-
-    barrier          times        before it, all threads have             after it, threads may
-    prologue         once         written queries, rows and thresholds    read them
-    start of a step  once a step  awaited their copies of its keys, and   multiply them, copy keys into the other
-                                  read the last step's scores             stage, and overwrite the scores
-    scores           once a step  multiplied its keys and written scores  read the scores
 
     Args:
         dim: D.
@@ -181,6 +172,7 @@ class TileTopK:
         row_tile = num_row_tiles - 1 - row_tile  # longest first
         first_row, num_rows, num_entries = row_tile * TILE_M, mQ.shape[1] * group, mK.shape[1]
         if const_expr(mBounds is not None):
+            # Document i's CTAs start at first_tile[i] * G // TILE_M + i: as many as it needs or more, without rows
             mFirst = mBounds[TILE, None]
             document = document_at(mFirst, row_tile, group, TILE_M, 1)
             tiles_before = mFirst[document]
@@ -197,11 +189,14 @@ class TileTopK:
         sQ = smem.allocate_tensor(self.dtype, layout_q, 128)  # [TILE_M, D, terms]
         sK = smem.allocate_tensor(self.dtype, layout_k, 128)  # [tile_n, D, stages]
         score_stride = self.tile_n + 4  # padded against bank conflicts
+        # [TILE_M, tile_n]
         sScore = smem.allocate_tensor(Float32, cute.make_layout((TILE_M, self.tile_n), stride=(score_stride, 1)), 16)
         slots = const_expr(self.topk.num_slots)
+        # Lists of the rows: [TILE_M, slots] each
         sValues = smem.allocate_tensor(Float32, cute.make_layout((TILE_M, slots), stride=(slots, 1)), 16)
         sIndices = smem.allocate_tensor(Int32, cute.make_layout((TILE_M, slots), stride=(slots, 1)), 16)
-        sThreshold = smem.allocate_tensor(Float32, cute.make_layout(TILE_M), 16)
+        sThreshold = smem.allocate_tensor(Float32, cute.make_layout(TILE_M), 16)  # [TILE_M]
+        # [TILE_M, 4], see select/topk.py
         sRow = smem.allocate_tensor(Int32, cute.make_layout((TILE_M, 4), stride=(4, 1)), 16)
 
         # Prologue: queries, rows and lists
@@ -211,7 +206,7 @@ class TileTopK:
             tile = first_tile + row // group
             threshold = self.topk.init_row(sRow[thread, None], tile, num_tokens, num_entries, mBounds is not None)
             sThreshold[thread] = threshold if row < num_rows else Float32.inf
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # queries, rows and thresholds are written
 
         last_row = cutlass.min(first_row + TILE_M, num_rows) - 1  # sees the most entries
         end_step = Int32(0)
@@ -232,8 +227,8 @@ class TileTopK:
 
         # Operands and accumulator
         thr_mma = tiled_mma.get_slice(thread)
-        tSrQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ[None, None, 0]))
-        tSrK = thr_mma.make_fragment_B(thr_mma.partition_B(sK[None, None, 0]))
+        tSrQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ[None, None, 0]))  # one term: [TILE_M, D]
+        tSrK = thr_mma.make_fragment_B(thr_mma.partition_B(sK[None, None, 0]))  # [tile_n, D]
         load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         copy_q = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread)
         copy_k = cute.make_tiled_copy_B(load, tiled_mma).get_slice(thread)
@@ -241,11 +236,13 @@ class TileTopK:
         tSsK = copy_k.partition_S(sK)
         tSrQ_copy = copy_q.retile(tSrQ)
         tSrK_copy = copy_k.retile(tSrK)
+        # fp32 [TILE_M, tile_n]
         acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE_M, self.tile_n)), Float32)
-        accs = [acc] * QUERY_TERMS  # one per term
+        # One per term, the same one unless terms have scales: fp16 has a small exponent range (TermScales)
+        accs = [acc] * QUERY_TERMS
         if const_expr(self.scales.later != 1.0):
             accs = [acc, *(cute.make_rmem_tensor_like(acc) for _ in range(QUERY_TERMS - 1))]
-        tSsScore = thr_mma.partition_C(sScore)
+        tSsScore = thr_mma.partition_C(sScore)  # as acc
 
         # Mainloop
         if first_step < end_step:
@@ -254,6 +251,8 @@ class TileTopK:
         for step in cutlass.range(first_step, end_step, unroll=1):
             # Load: the next keys
             cute.arch.cp_async_wait_group(0)
+            # All copies of this step's keys have landed, and the last step's scores are read: its stage may be filled
+            # and the scores overwritten
             cute.arch.sync_threads()
             stage = step % STAGES
             if step + 1 < end_step:
@@ -275,7 +274,7 @@ class TileTopK:
                     larger = accs[term - 1]
                     larger.store(larger.load() + accs[term].load() * (1 / self.scales.later))
             cute.autovec_copy(acc, tSsScore)
-            cute.arch.sync_threads()
+            cute.arch.sync_threads()  # the scores are written
 
             # Select: find the rows that have a candidate (in most steps none), then merge one by one
             first_block = step * self.blocks_per_step
@@ -304,11 +303,11 @@ class TileTopK:
             row = first_row + warp_row + i
             if row < num_rows:
                 head, tile = kv_head * group + row % group, row // group
-                gIndices = mIndices[batch, head, tile * parts + part, None]
+                gIndices = mIndices[batch, head, tile * parts + part, None]  # int32 [k]
                 if parts == 1:
                     self.topk.store_indices(sIndices[warp_row + i, None], gIndices)
                 else:
-                    gValues = mValues[batch, head, tile * parts + part, None]
+                    gValues = mValues[batch, head, tile * parts + part, None]  # fp32 [k]
                     store_list(self.topk, sValues[warp_row + i, None], sIndices[warp_row + i, None], gValues, gIndices)
 
     # Loads

@@ -16,18 +16,11 @@ Warps: half of them multiply (MMA warps), half load and select (select warps).
   of the heads. Only the sums go to shared memory, with 0 for masked entries, so that not even a NaN of theirs reaches a
   score.
 - The select warps pool the sums of a subtile to block scores and merge those that beat a token's k-th best into its
-  list (select/topk.py) while the MMA warps compute the next subtile. They also load, with cp.async: the keys of the
-  next step as soon as the MMA warps hold the current ones in registers; in a work tile's last step the first keys of
-  the next work tile, and its queries, a subtile at a time, in place of those whose scores are written. Merging can take
-  long, so the resources that the MMA warps wait for are released before it if possible.
+  list (select/topk.py) while the MMA warps compute the next subtile. They also load, with cp.async.
 
-MMA: WGMMA on Hopper, 64 entries x up to 64 queries (16 tokens of several heads); a warpgroup has two in flight, and
-sums one half of its keys while the other half is computed. mma.sync elsewhere, head by head; the next head's product
-is issued before the probabilities of the current one are summed.
+MMA: WGMMA on Hopper, mma.sync elsewhere.
 
-Packed documents: tokens and entries are aligned (pool/documents.py) and T is a multiple of `Tiling.tokens`, so a work
-tile has tokens of one document; entries and blocks count from its start. Rows after a document's end select
-nothing; work tiles without other rows are skipped.
+Packed documents: entries and blocks count from a document's start. Rows after its end select nothing.
 
 Near ties: scores are fp32 sums in a fixed order, bitwise reproducible. Their relative error is at most
 
@@ -89,16 +82,21 @@ DIMS = (64, 128)
 
 
 class NamedBarrier(enum.IntEnum):
-    """Hardware barriers; the table in TokenTopK lists who arrives and who waits.
+    """Hardware barriers, between MMA warps and select warps; 0 is reserved for sync_threads.
 
-    Barriers that MMA warps wait for exist once per MMA warpgroup: warpgroups do not wait for each other.
+    Barriers that MMA warps wait for exist once per MMA warpgroup (+ warpgroup): warpgroups do not wait for each other.
     """
 
-    KeysEmpty = 1  # 0 is reserved for sync_threads
+    # Select warps wait, once a step: the keys are in registers, sK may be overwritten
+    KeysEmpty = 1
+    # Select warps wait, once a subtile of a step: sScore has the subtile's scores, its queries have been read
     ScoresFull = 2
-    KeysFull = 3  # + warpgroup
-    ScoresEmpty = 5  # + warpgroup
-    QueriesFull = 7  # + warpgroup
+    # MMA warps wait, once a step: sK has the step's keys, sQ the first subtile's queries
+    KeysFull = 3
+    # MMA warps wait, once a subtile of a step: sScore has been pooled, sRow of the subtile is written
+    ScoresEmpty = 5
+    # MMA warps wait, once a step: sQ has all subtiles' queries (not used with one subtile)
+    QueriesFull = 7
 
 
 def overlap_weights(blocks: Blocks) -> list[float]:
@@ -154,16 +152,6 @@ class TokenTopK:
         blocks: selection parameters.
         keys: visibility of entries.
         use_wgmma: multiply with WGMMA (sm_90a only) instead of mma.sync.
-
-    Named barriers, and how often each completes in a work tile. "MMA" are the MMA warps, "MMA WG" is one of their two
-    warpgroups, each with its own barrier, "select" are the select warps.
-
-        barrier      arrive  wait    times                  means
-        KeysFull     select  MMA WG  steps                  sK has the step's keys, sQ the first subtile's queries
-        KeysEmpty    MMA     select  steps                  the keys are in registers, sK may be overwritten
-        QueriesFull  select  MMA WG  steps                  sQ has all subtiles' queries (not used with one subtile)
-        ScoresEmpty  select  MMA WG  steps * num_subtiles   sScore has been pooled, sRow of the subtile is written
-        ScoresFull   MMA     select  steps * num_subtiles   sScore has the subtile's scores, its queries have been read
     """
 
     def __init__(self, dim: int, dtype: Any, group: int, blocks: Blocks, keys: Keys, use_wgmma: bool = False) -> None:
@@ -271,9 +259,12 @@ class TokenTopK:
             sQ = smem.allocate_tensor(self.dtype, layout_q, 1024)
         sK = smem.allocate_tensor(self.dtype, layout_k, 128)  # [KEY_TILE, D]
         sScore = smem.allocate_tensor(Float32, layout_score, 16)  # [tokens of a subtile, l'/d, blocks]
+        # [tokens of the work tile, G]: -lse in base 2
         sLse = smem.allocate_tensor(Float32, cute.make_layout((rows, self.group), stride=(1, rows)), 16)
+        # Lists of the tokens: [tokens, slots] each
         sValues = smem.allocate_tensor(Float32, cute.make_layout((rows, slots), stride=(slots, 1)), 16)
         sIndices = smem.allocate_tensor(Int32, cute.make_layout((rows, slots), stride=(slots, 1)), 16)
+        # [tokens, 4], see select/topk.py
         sRow = smem.allocate_tensor(Int32, cute.make_layout((rows, 4), stride=(4, 1)), 16)
 
         problem = Problem(mQ, mK, mBounds, mTiles, num_tokens, first_token, document_tile)
@@ -313,6 +304,7 @@ class TokenTopK:
         first_token += first_row
         num_rows = cutlass.min(mQ.shape[1] - first_row, self.tiling.tokens)
         if const_expr(mTiles is not None):
+            # Rows are aligned (pool/documents.py) and T is a multiple of Tiling.tokens: they are of one document
             document = cutlass.max(mTiles[DOCUMENT, first_row // document_tile], 0)  # -1: after all documents
             first_token = first_row - mBounds[ROW, document]
             num_tokens, first_entry = mBounds[LENGTH, document], mBounds[ENTRY, document]
@@ -358,6 +350,7 @@ class TokenTopK:
         select_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - MMA_WARPS
         num_subtiles = const_expr(self.tiling.num_subtiles)
         rows_per_warp = const_expr(self.tiling.subtile // SELECT_WARPS)
+        # (chunk) of each row
         rScore = [cute.make_rmem_tensor(self.score_chunks, Float32) for _ in range(rows_per_warp)]
 
         # Prologue: load and start the first work tile
@@ -380,7 +373,7 @@ class TokenTopK:
                 load_next_tile = last_step & (next_idx >= 0)
                 first_block = step * self.blocks_per_step
 
-                # Load the keys of the next step
+                # Load the keys of the next step, or the first ones of the next work tile
                 cute.arch.barrier(barrier_id=NamedBarrier.KeysEmpty, number_of_threads=THREADS)
                 if load_next_tile:
                     self.load_keys(mK, sK, Int32(0), next_tile)
@@ -399,8 +392,8 @@ class TokenTopK:
                         self.load_queries(mQ, mLse, sQ, sLse, subtile, next_tile)
                         cute.arch.cp_async_commit_group()
 
-                    # Release as much as possible before merging. sRow masks the next scores; if they belong to the
-                    # next work tile and there is one subtile, it is written only below
+                    # Release as much as possible before merging, which can take long. sRow masks the next scores; if
+                    # they belong to the next work tile and there is one subtile, it is written only below
                     release_scores = (not last_step) | (subtile + 1 < num_subtiles)
                     if const_expr(num_subtiles > 1):
                         release_scores = release_scores | load_next_tile
@@ -427,7 +420,7 @@ class TokenTopK:
 
                     # Epilogue: store the indices, start the next work tile's lists
                     if last_step:
-                        gIndices = mIndices[work_tile.batch, work_tile.kv_head, None, None]
+                        gIndices = mIndices[work_tile.batch, work_tile.kv_head, None, None]  # [N, k]
                         self.store_indices(sIndices, gIndices, subtile, work_tile)
                     if load_next_tile:
                         self.init_rows(sValues, sIndices, sRow, subtile, mBounds, next_tile)
@@ -471,11 +464,12 @@ class TokenTopK:
         row = subtile * rows + token
         if row < work_tile.num_rows:
             gQ = cute.domain_offset((0, 0, work_tile.kv_head * self.group, 0), mQ)
-            gQ = gQ[work_tile.batch, work_tile.first_row + row, None, None]
+            gQ = gQ[work_tile.batch, work_tile.first_row + row, None, None]  # [H - first head, D]
             for i in range_constexpr(-(-self.group // heads_at_once)):
                 # With one head at a time `head` is a Python int, so that addresses differ by constants
                 head = i if const_expr(heads_at_once == 1) else i * heads_at_once + row_and_head // rows
                 if head < self.group:
+                    # sQ from the head's product and its rows there on: [tokens of a subtile ..., D, (subtile, MMA)]
                     sHead = cute.domain_offset((head % self.heads_per_mma * rows, 0, head // self.heads_per_mma), sQ)
                     self.copy_vector(
                         gQ[head, None], sHead[token, None, subtile * (self.group // self.heads_per_mma)], vector
@@ -497,9 +491,10 @@ class TokenTopK:
         vector, first_row = thread % vectors, thread // vectors
         num_entries = work_tile.num_entries
         first = step * self.blocks_per_step * self.ratio - self.entries_before
+        # [entries, D]
         gK = cute.domain_offset((0, work_tile.first_entry, 0, 0), mK)[work_tile.batch, None, work_tile.kv_head, None]
         if (first >= 0) & (first + KEY_TILE <= num_entries):
-            gStep = cute.domain_offset((first + first_row, 0), gK)
+            gStep = cute.domain_offset((first + first_row, 0), gK)  # [entries - first, D]
             for row in range_constexpr(0, KEY_TILE, rows_at_once):
                 self.copy_vector(gStep[row, None], cute.domain_offset((row, 0), sK)[first_row, None], vector)
         elif num_entries > 0:
@@ -600,7 +595,8 @@ class TokenTopK:
         thread, _, _ = cute.arch.thread_idx()
         num_subtiles = const_expr(self.tiling.num_subtiles)
         thr_mma = tiled_mma.get_slice(thread)
-        tSrK = thr_mma.make_fragment_A(thr_mma.partition_shape_A((KEY_TILE, self.dim)))
+        tSrK = thr_mma.make_fragment_A(thr_mma.partition_shape_A((KEY_TILE, self.dim)))  # [KEY_TILE, D]
+        # one head: [subtile, D]
         tSrQ = thr_mma.make_fragment_B(thr_mma.partition_shape_B((self.tiling.subtile, self.dim)))
         load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         copy_k = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread)
@@ -609,6 +605,7 @@ class TokenTopK:
         operands = (tiled_mma, copy_q, copy_q.partition_S(sQ), copy_q.retile(tSrQ), tSrQ, tSrK)
         acc_shape = thr_mma.partition_shape_C((KEY_TILE, self.tiling.subtile))
         coordinates = thr_mma.partition_C(cute.make_identity_tensor((KEY_TILE, self.tiling.subtile)))
+        # fp32 [KEY_TILE, subtile]
         acc, next_acc, total = (cute.make_rmem_tensor(acc_shape, Float32) for _ in range(3))
 
         work_idx = self.next_work_idx(Int32(0), problem)
@@ -624,7 +621,7 @@ class TokenTopK:
                 for subtile in cutlass.range(num_subtiles, unroll=1):
                     # MMA [KEY_TILE, subtile] and softmax of pairs of heads, so that `acc` and `next_acc` swap roles
                     first_head = subtile * self.group
-                    head_lse = cute.domain_offset((subtile * self.tiling.subtile, 0), sLse)
+                    head_lse = cute.domain_offset((subtile * self.tiling.subtile, 0), sLse)  # [tokens - first, G]
                     total.fill(0.0)
                     for pair in cutlass.range((self.group - 1) // 2, unroll=1):
                         self.mma_head(*operands, first_head + 2 * pair + 1, next_acc)
@@ -662,7 +659,10 @@ class TokenTopK:
         scale: Float32,
         problem: Problem,
     ):
-        """All work tiles of the CTA, with WGMMA. A warpgroup multiplies half of its keys while summing the rest."""
+        """All work tiles of the CTA, with WGMMA: 64 entries x up to 64 queries, 16 tokens of several heads.
+
+        A warpgroup has two products in flight, and sums one half of its keys while the other half is multiplied.
+        """
         thread, _, _ = cute.arch.thread_idx()
         num_subtiles = const_expr(self.tiling.num_subtiles)
         mmas_per_subtile = const_expr(self.group // self.heads_per_mma)
@@ -672,10 +672,13 @@ class TokenTopK:
         tSsK = copy_k.partition_S(sK)
         half_tile = MMA_WARPGROUPS * WGMMA_M
         halves = range(KEY_TILE // half_tile)
+        # [half_tile, D] of each half
         tSrK = [thr_mma.make_fragment_A(thr_mma.partition_shape_A((half_tile, self.dim))) for _ in halves]
-        tSrQ = thr_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(sQ))
+        tSrQ = thr_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(sQ))  # [mma_n, D, (subtile, MMA)]
         coordinates = thr_mma.partition_C(cute.make_identity_tensor((KEY_TILE, self.mma_n)))
+        # fp32 [half_tile, mma_n] of each half
         acc = [cute.make_rmem_tensor(thr_mma.partition_shape_C((half_tile, self.mma_n)), Float32) for _ in halves]
+        # fp32 [half_tile, subtile] of each half: sums over the heads
         total = [cute.make_rmem_tensor(cute.size(acc[half]) // self.heads_per_mma, Float32) for half in halves]
         first_head = cute.make_layout(cute.size(total[0]))
         coordinates = [cute.composition(coordinates[None, half, 0], first_head) for half in halves]
@@ -696,6 +699,7 @@ class TokenTopK:
                     for half in range_constexpr(2):
                         total[half].fill(0.0)
                     for i in range_constexpr(mmas_per_subtile):
+                        # [tokens - first, G - first head]
                         mma_lse = cute.domain_offset((subtile * self.tiling.subtile, i * self.heads_per_mma), sLse)
                         at = subtile * mmas_per_subtile + i
                         issue_mma(tiled_mma, acc[1], tSrK[1], tSrQ[None, None, None, at], False)

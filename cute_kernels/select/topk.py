@@ -3,16 +3,9 @@
 A row is a query tile or token that selects blocks. One warp keeps its list of `count` slots sorted by score: the forced
 blocks first, with score +inf, then the highest scores; ties are ordered by block, lower first. Empty slots hold score
 -inf and block -1. Scores arrive in ascending order of their blocks, in chunks of 32, one per lane. Candidates are the
-scores that beat the list's last slot. A candidate goes to
-
-    slot = number of listed scores >= its own + number of candidates of the chunk that are better, or equal and earlier
-
-and a listed block moves back by the number of candidates that beat it. No sorting is needed, and the result does not
-depend on how the scores are cut into chunks. If scores are in random order, k + k ln(blocks / k) are expected to become
-candidates: nearly all scores of the first chunks, few of the later ones.
-
-With many candidates and at most one slot per lane, a bitonic network is cheaper. It sorts the candidates. The better of
-the i-th best slot and the i-th worst candidate, for all i, are the best of both in bitonic order, and are sorted again.
+scores that beat the list's last slot. If scores are in random order, k + k ln(blocks / k) are expected to become
+candidates: nearly all scores of the first chunks, few of the later ones. The result does not depend on how the scores
+are cut into chunks.
 """
 
 from __future__ import annotations
@@ -258,8 +251,13 @@ class TopKList:
     def _merge_by_rank(
         self, sValues: cute.Tensor, sIndices: cute.Tensor, score: Float32, block: Int32, candidates: Int32
     ):
-        """Broadcast the candidates one at a time; each lane counts those that beat its slots and its own block."""
+        """Broadcast the candidates one at a time; each lane counts those that beat its slots and its own block.
+
+        A candidate goes to slot = number of listed scores >= its own + number of candidates of the chunk that are
+        better, or equal and earlier. A listed block moves back by the number of candidates that beat it.
+        """
         lane, count = cute.arch.lane_idx(), self.blocks.count
+        # (i): slot i * LANES + lane; rSlot: where it goes
         rValue = cute.make_rmem_tensor(self.slots_per_lane, Float32)
         rIndex = cute.make_rmem_tensor(self.slots_per_lane, Int32)
         rSlot = cute.make_rmem_tensor(self.slots_per_lane, Int32)
@@ -296,7 +294,11 @@ class TopKList:
     def _merge_by_sorting(
         self, sValues: cute.Tensor, sIndices: cute.Tensor, score: Float32, block: Int32, candidates: Int32
     ):
-        """Sort the candidates, worst first; keep the better of each lane's slot and candidate; sort these."""
+        """Sort the candidates, worst first; keep the better of each lane's slot and candidate; sort these.
+
+        The better of the i-th best slot and the i-th worst candidate, for all i, are the best of both in bitonic order.
+        With many candidates and one slot per lane, this network is cheaper than counting.
+        """
         lane = cute.arch.lane_idx()
         is_candidate = (candidates >> lane) & 1 != 0
         score = score if is_candidate else -Float32.inf
