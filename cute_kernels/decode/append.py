@@ -31,7 +31,7 @@ PART_TOKENS = 64
 
 
 class AppendPages:
-    """Barriers, for each entry: the SLICES sums are written; they have been read.
+    """Copy new tokens into their pages, and pool the entries that they complete.
 
     Args: dim, v_dim: dims of k and v. page_size: tokens per page. length, stride: l and d.
     """
@@ -46,10 +46,10 @@ class AppendPages:
         self,
         mK: cute.Tensor,  # [B, N_q, H_kv, D]
         mV: cute.Tensor,  # [B, N_q, H_kv, D_v]
-        mKPages: cute.Tensor,
-        mVPages: cute.Tensor,
-        mKEntries: cute.Tensor,
-        mVEntries: cute.Tensor,
+        mKPages: cute.Tensor,  # [pages, page_size, H_kv, D]
+        mVPages: cute.Tensor,  # [pages, page_size, H_kv, D_v]
+        mKEntries: cute.Tensor,  # [pages, page_size / d, H_kv, D]
+        mVEntries: cute.Tensor,  # [pages, page_size / d, H_kv, D_v]
         mTable: cute.Tensor,  # int32 [B, pages per sequence]
         mCached: cute.Tensor,  # int32 [B]: Lengths
         mNew: cute.Tensor,
@@ -80,8 +80,8 @@ class AppendPages:
         cute.arch.griddepcontrol_launch_dependents()
         smem = SmemAllocator()
         layout = cute.make_ordered_layout((VECTOR, self.lanes, SLICES), order=(0, 1, 2))
-        sSum = smem.allocate_tensor(Float32, layout, 16)
-        gTable = mTable[batch, None]
+        sSum = smem.allocate_tensor(Float32, layout, 16)  # (VECTOR, lanes, SLICES)
+        gTable = mTable[batch, None]  # [pages per sequence]
         cached, new = lengths.mCached[batch], lengths.mNew[batch]
         if second == 0:
             self._append(mK[batch, None, kv_head, None], mKPages, mKEntries, gTable, kv_head, part, cached, new, sSum)
@@ -134,12 +134,12 @@ class AppendPages:
                             cute.autovec_copy(self._vector(gNew[token - cached, None], lane), rX[None, i])
                         else:
                             page, slot = self.tokens.find(gTable, token)
-                            gX = mPages[page, slot, kv_head, None]
+                            gX = mPages[page, slot, kv_head, None]  # [dim]
                             cute.autovec_copy(self._vector(gX, lane), rX[None, i])
                 for i in range_constexpr(BATCH):
                     rSum.store(rSum.load() + rX[None, i].load().to(Float32))
             cute.autovec_copy(rSum, sSum[None, lane, slice_])
-            cute.arch.sync_threads()
+            cute.arch.sync_threads()  # the SLICES sums are written
             if (slice_ == 0) & (lane < vectors):
                 for i in range_constexpr(1, SLICES):
                     rSum.store(rSum.load() + sSum[None, lane, i].load())
@@ -147,7 +147,7 @@ class AppendPages:
                 rO.store((rSum.load() / Float32(self.length)).to(gNew.element_type))
                 page, slot = self.entries.find(gTable, entry)
                 cute.autovec_copy(rO, self._vector(mEntries[page, slot, kv_head, None], lane))
-            cute.arch.sync_threads()
+            cute.arch.sync_threads()  # they are read: the next entry's may overwrite them
 
     def _vector(self, gX: cute.Tensor, vector: Int32) -> cute.Tensor:
         return cute.local_tile(gX, (VECTOR,), (vector,))

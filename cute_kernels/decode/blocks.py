@@ -138,9 +138,9 @@ class AttendBlocks(DecodeTiles):
     def __call__(
         self,
         mQ: cute.Tensor,  # [B, N_q, H, D]
-        mKPages: cute.Tensor,
-        mVPages: cute.Tensor,
-        mTable: cute.Tensor,
+        mKPages: cute.Tensor,  # [pages, page_size, H_kv, D]
+        mVPages: cute.Tensor,  # [pages, page_size, H_kv, D_v]
+        mTable: cute.Tensor,  # int32 [B, pages per sequence]
         mCached: cute.Tensor,  # int32 [B]: Lengths
         mNew: cute.Tensor,
         mValues: cute.Tensor,  # as written by ChooseBlocks
@@ -194,6 +194,7 @@ class AttendBlocks(DecodeTiles):
         cute.arch.griddepcontrol_launch_dependents()
         smem = SmemAllocator()
         buffers = self.allocate(smem, layouts)
+        # [k rounded up to LANES]
         sBlock = smem.allocate_tensor(Int32, cute.make_layout(self.topk.num_slots), 16)
         selector, query = item // self.queries, item % self.queries
         token = lengths.mCached[batch] + query
@@ -211,12 +212,13 @@ class AttendBlocks(DecodeTiles):
                     cute.arch.griddepcontrol_wait()  # for keys that the step appends
             else:
                 cute.arch.griddepcontrol_wait()  # for the choice
-                gParts = (x[batch, item, None, None] for x in (mValues, mIndices))
+                gParts = (x[batch, item, None, None] for x in (mValues, mIndices))  # [parts, k] each
                 tiles = self._merge_parts(*gParts, buffers, sBlock, token, choice_blocks) * self.block_tiles
             tiles = cutlass.max(cutlass.min(tiles - first, limit), 0)
             work = Work(token, first, is_window, window_first, sBlock)
             keys = PagedKeys(mTable[batch, None], mKPages, mVPages, selector // self.per_kv_head)
             of_warp = self.attend(keys, buffers, tiles, scale, work)
+            # fp32 [heads, D_v] and [heads]
             gO, gLse = mO[batch, item, part, None, None], mLse[batch, item, part, None]
             self.store_partial(of_warp, buffers, gO, gLse, Int32(self.group))
         cute.arch.griddepcontrol_wait()
@@ -251,13 +253,13 @@ class AttendBlocks(DecodeTiles):
     ):
         thread, _, _ = cute.arch.thread_idx()
         count = const_expr(self.blocks.count)
-        sValues, sIndices = self._lists(MAX_LONG_PARTS, count, buffers)
+        sValues, sIndices = self._lists(MAX_LONG_PARTS, count, buffers)  # [MAX_LONG_PARTS, k] each
         for item in cutlass.range(thread, parts * count, self.threads, unroll=4):
             part, slot = divide(item, self.blocks.count)
             sValues[part, slot], sIndices[part, slot] = gValues[part, slot], gIndices[part, slot]
         if thread < self.topk.num_slots - count:
             sBlock[count + thread] = Int32(-1)
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # the lists are written
         self.topk.merge_lists(sValues, sIndices, parts, thread, self.threads, None, sBlock)
 
     def _lists(self, lists: int, slots: int, buffers: Buffers) -> tuple[cute.Tensor, cute.Tensor]:
@@ -275,11 +277,12 @@ class AttendBlocks(DecodeTiles):
         lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         per_warp = const_expr(CHOICE_PARTS // self.warps)
         size = const_expr(max(per_warp, self.warps))
+        # (list): slot `lane` of each list
         rValue, rIndex = cute.make_rmem_tensor(size, Float32), cute.make_rmem_tensor(size, Int32)
         if parts > self.warps:
             self._load_lists(gValues, gIndices, warp_index, self.warps, parts, per_warp, rValue, rIndex)
             self._merge_registers(parts, self.warps, per_warp, rValue, rIndex)
-            sValues, sIndices = self._lists(self.warps, LANES, buffers)
+            sValues, sIndices = self._lists(self.warps, LANES, buffers)  # [warps, LANES] each
             sValues[warp_index, lane], sIndices[warp_index, lane] = rValue[0], rIndex[0]
             cute.arch.sync_threads()
             for i in range_constexpr(self.warps):

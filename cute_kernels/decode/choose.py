@@ -10,10 +10,6 @@ In tile mode the heads' L are summed directly, and `heads` is 1, or G with share
 A CTA has a part of the blocks of a token and the heads that select together; each warp keeps a list of its own
 (select/topk.py), which are then merged. blocks.py merges the parts. Parts past the last scored block do nothing.
 
-A warp scores LANES blocks at a time. If heads are whole vectors and tiles divide LANES, adjacent lanes hold a block's
-heads, a vector each: loads are contiguous, and the L that a tile contributes to the next one's blocks is in a few
-lanes. Otherwise each lane has a block with all of its heads.
-
 Near ties: in addition to the errors of a fp32 product (select/token.py), L is rounded, and lse is summed in another
 order. The relative error of a score is at most
 
@@ -82,7 +78,7 @@ class ChoiceParts(NamedTuple):
 
 
 class ChooseBlocks:
-    """Barriers: the row and the heads' lse are written; the lists of all warps are complete, and are merged.
+    """Best blocks of each part, best first.
 
     Args: score: kernel that wrote the scores. blocks: selection parameters. heads: heads that select together, 1 or G.
     """
@@ -135,7 +131,8 @@ class ChooseBlocks:
         cute.arch.griddepcontrol_launch_dependents()
         lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator()
-        sRow = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
+        sRow = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # see select/topk.py
+        # sValues, sIndices: a list per warp
         lists = cute.make_layout((WARPS, self.topk.num_slots), stride=(self.topk.num_slots, 1))
         sValues = smem.allocate_tensor(Float32, lists, 16)
         sIndices = smem.allocate_tensor(Int32, lists, 16)
@@ -154,6 +151,7 @@ class ChooseBlocks:
             # Forced blocks and the heads' lse; meanwhile the first scores are in flight
             if thread == 0:
                 self.topk.init_row(sRow, token, token + 1, Int32(NO_END), False)
+            # [tiles, slots, N_q G - first head]
             gScores = cute.domain_offset(
                 (0, 0, query * self.score.group + first_head), mScores[batch, kv_head, None, None, None]
             )
@@ -168,10 +166,10 @@ class ChooseBlocks:
                 lse = self._lse(mLse[None, row], places)
                 if (thread % self.head_lanes == 0) & (head < padded):
                     sLse[head] = lse if head < self.heads else Float32(0.0)
-            cute.arch.sync_threads()
+            cute.arch.sync_threads()  # the row and the heads' lse are written
 
             # One list per warp
-            sWarpValues, sWarpIndices = sValues[warp_index, None], sIndices[warp_index, None]
+            sWarpValues, sWarpIndices = sValues[warp_index, None], sIndices[warp_index, None]  # [slots] each
             if (part == 0) & (warp_index == 0):
                 self.topk.init_list(sWarpValues, sWarpIndices, sRow)
             else:
@@ -186,10 +184,10 @@ class ChooseBlocks:
                     candidates = cute.arch.vote_ballot_sync(value > sWarpValues[self.blocks.count - 1])
                     if candidates != 0:
                         self.topk.merge(sWarpValues, sWarpIndices, value, block, candidates)
-            cute.arch.sync_threads()
+            cute.arch.sync_threads()  # the lists of all warps are complete
 
             # One list
-            gList = (x[batch, item, part, None] for x in (mValues, mIndices))
+            gList = (x[batch, item, part, None] for x in (mValues, mIndices))  # [k] each
             self.topk.merge_lists(sValues, sIndices, Int32(WARPS), thread, THREADS, *gList)
 
     @cute.jit
@@ -197,7 +195,7 @@ class ChooseBlocks:
         """lse of a query row over all splits, in base 2, using `head_lanes` lanes."""
         lanes = const_expr(self.head_lanes)
         lane = cute.arch.lane_idx() % lanes
-        gLse = cute.domain_offset((places.first,), gLse)
+        gLse = cute.domain_offset((places.first,), gLse)  # fp32 [partials - first]
         top, total = -Float32.inf, Float32(0.0)
         rLse = cute.make_rmem_tensor(BATCH, Float32)
         for start in cutlass.range(lane, places.count, lanes * BATCH, unroll=1):
@@ -217,7 +215,9 @@ class ChooseBlocks:
         total = cute.arch.warp_reduction_sum(total * cute.math.exp2(top - base, fastmath=True), threads_in_group=lanes)
         return base + cute.math.log2(total, fastmath=True)
 
-    # Scores of a chunk of LANES blocks
+    # Scores of a chunk of LANES blocks. If heads are whole vectors and tiles divide LANES, adjacent lanes hold a
+    # block's heads, a vector each: loads are contiguous, and the L that a tile contributes to the next one's blocks is
+    # in a few lanes. Otherwise each lane has a block with all of its heads.
 
     def _registers(self) -> tuple[cute.Tensor, cute.Tensor]:
         """Registers for L of blocks' own tiles, and of the tiles before: [FLOATS, loads]."""
@@ -233,7 +233,7 @@ class ChooseBlocks:
     @cute.jit
     def _load(
         self,
-        gScores: cute.Tensor,  # [tiles, slots, heads]
+        gScores: cute.Tensor,  # [tiles, slots, heads ...]
         start: Int32,
         end: Int32,
         num_tiles: Int32,
@@ -309,14 +309,14 @@ class ChooseBlocks:
                 first = i * at_once + place  # index among the blocks that start a tile
                 tile = start // self.tiles.blocks + first
                 if (first < self.starts) & (tile * self.tiles.blocks < end) & (tile > 0):
-                    gBehind = gScores[tile - 1, self.tiles.blocks, None]
+                    gBehind = gScores[tile - 1, self.tiles.blocks, None]  # [heads ...]
                     cute.autovec_copy(cute.local_tile(gBehind, (FLOATS,), (piece,)), rBefore[None, i])
 
     @cute.jit
     def _sum_side_by_side(self, rOwn: cute.Tensor, rBefore: cute.Tensor, sLse: cute.Tensor) -> Float32:
         lane = cute.arch.lane_idx()
         at_once = const_expr(LANES // self.lanes)
-        rLse = cute.make_rmem_tensor(FLOATS, Float32)
+        rLse = cute.make_rmem_tensor(FLOATS, Float32)  # lse of the lane's FLOATS heads
         if const_expr(not self.by_tile):
             cute.autovec_copy(cute.local_tile(sLse, (FLOATS,), (lane % self.lanes,)), rLse)
         score = Float32(0.0)

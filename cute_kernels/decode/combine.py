@@ -44,7 +44,7 @@ FEW_HEADS, MANY_HEADS = Shape(128, 8), Shape(64, 4)
 
 
 class CombineBranches:
-    """One barrier: all sums of the three branches are written. Then the first branch's threads combine and gate.
+    """Sum the partials of the three branches of a token and head, then gate.
 
     Args:
         score: kernel that wrote the compressed branch's partials.
@@ -114,11 +114,11 @@ class CombineBranches:
         in_v = lane < self.v_vectors
         smem = SmemAllocator()
         sums = cute.make_ordered_layout((self.v_dim, self.rows, BRANCHES), order=(0, 1, 2))
-        sO = smem.allocate_tensor(Float32, sums, 16)
+        sO = smem.allocate_tensor(Float32, sums, 16)  # (D_v, rows, BRANCHES)
         stats = cute.make_layout((self.rows, BRANCHES))
-        sMax, sSum = (smem.allocate_tensor(Float32, stats, 16) for _ in range(2))
+        sMax, sSum = (smem.allocate_tensor(Float32, stats, 16) for _ in range(2))  # (rows, BRANCHES)
         is_new = query < lengths.mNew[batch]
-        gOut = mOut[batch, query, head, None]
+        gOut = mOut[batch, query, head, None]  # [D_v]
         rOut = cute.make_rmem_tensor(VECTOR, mOut.element_type)
         rOut.fill(0.0)
         if mOverflowed[batch] != 0:
@@ -137,14 +137,14 @@ class CombineBranches:
                 for b in range_constexpr(BRANCHES):
                     cute.autovec_copy(cute.local_tile(mW[head, b, None], (VECTOR,), (lane,)), rW[None, b])
         gG = None if const_expr(mG is None) else mG[batch, query, head, None]
-        rG = row_gates(rQ, rW, gG, is_new, self.lanes)
+        rG = row_gates(rQ, rW, gG, is_new, self.lanes)  # fp32 (BRANCHES)
         cute.arch.griddepcontrol_wait()
         if is_new:
             # Partials, `rows` at a time
             if branch == 0:
                 group, row_in_group = divide(query * self.group + head_in_group, self.score.cta_rows)
                 partials = self.score.splits.partials(cut, kv_head * self.score.row_groups + group)
-                gCmp = mCmpO[None, row_in_group, None], mCmpLse[None, row_in_group]
+                gCmp = mCmpO[None, row_in_group, None], mCmpLse[None, row_in_group]  # fp32 [partials, D_v], [partials]
                 self._sum(*gCmp, partials, row, lane, branch, sO, sMax, sSum)
             elif branch == 1:
                 partials = Partials(Int32(0), selected_parts)
@@ -155,9 +155,9 @@ class CombineBranches:
             else:
                 partials = Partials(Int32(0), mWinLse.shape[2])
                 self._sum(*self._of_head(mWinO, mWinLse, self.group), partials, row, lane, branch, sO, sMax, sSum)
-            cute.arch.sync_threads()
+            cute.arch.sync_threads()  # all sums of the three branches are written
 
-            # Branches
+            # Branches: the first one's threads combine and gate
             if branch == 0:
                 rO = cute.make_rmem_tensor((VECTOR, BRANCHES), Float32)
                 rO.fill(0.0)

@@ -130,9 +130,9 @@ class ScoreEntries(DecodeTiles):
     def __call__(
         self,
         mQ: cute.Tensor,  # [B, N_q, H terms, D]
-        mKEntries: cute.Tensor,
-        mVEntries: cute.Tensor,
-        mTable: cute.Tensor,
+        mKEntries: cute.Tensor,  # [pages, page_size / d, H_kv, D]
+        mVEntries: cute.Tensor,  # [pages, page_size / d, H_kv, D_v]
+        mTable: cute.Tensor,  # int32 [B, pages per sequence]
         mCached: cute.Tensor,  # int32 [B]: Lengths
         mNew: cute.Tensor,
         mO: cute.Tensor,  # fp32 [partials, cta_rows, D_v]
@@ -165,6 +165,7 @@ class ScoreEntries(DecodeTiles):
         ctas, _, _ = cute.arch.grid_dim()
         smem = SmemAllocator()
         buffers = self.allocate(smem, layouts)
+        # [rows, KEYS], padded against bank conflicts
         sScore = smem.allocate_tensor(Float32, cute.make_layout((self.rows, KEYS), stride=(KEYS + 1, 1)), 16)
         heads = mKEntries.shape[2] * self.row_groups
         per_cta = self.splits.cut(lengths, Int32(0), heads, ctas).per_cta
@@ -174,7 +175,7 @@ class ScoreEntries(DecodeTiles):
             batch, kv_head = row.batch, row.head // self.row_groups
             first_row = row.head % self.row_groups * self.cta_rows
             num_rows = cutlass.min(lengths.mNew[batch] * self.group - first_row, self.cta_rows)
-            gQ, end_row = mQ[batch, None, kv_head, None, None], first_row + num_rows
+            gQ, end_row = mQ[batch, None, kv_head, None, None], first_row + num_rows  # [N_q, G terms, D]
             self.load_queries(gQ, buffers.sQ, first_row * self.terms, end_row * self.terms)
             first_tile = tile - row.first
             num_tiles = cutlass.min(end, row.first + row.tiles) - tile
@@ -205,7 +206,7 @@ class ScoreEntries(DecodeTiles):
 
     @cute.jit
     def finish_scores(self, S: cute.Tensor, tile: Int32, work: Work):
-        """Mask, and write the blocks' L. One barrier: all threads have written the tile's scores and may read them."""
+        """Mask, and write the blocks' L."""
         lane = cute.arch.lane_idx()
         row_warp, key_warp = self.place()
         first, end = self.bounds(tile, work)
@@ -218,7 +219,7 @@ class ScoreEntries(DecodeTiles):
                 for c in range_constexpr(2):
                     at = column + n * 8 + lane % QUAD * 2 + c
                     work.sScore[row, at] = S[c, r, 0, n] * work.scale
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # the tile's scores are written
         if const_expr(self.terms == 1):
             self._store_scores(tile, work)
         else:
@@ -232,7 +233,7 @@ class ScoreEntries(DecodeTiles):
         rows = const_expr(min(self.query_rows, self.cta_rows))
         for item in cutlass.range(thread, self.tiles.slots * rows, self.threads, unroll=1):
             slot, row = divide(item, rows)
-            rScore = cute.make_rmem_tensor(len(self.weights), Float32)
+            rScore = cute.make_rmem_tensor(len(self.weights), Float32)  # scores of the entries that overlap the block
             rScore.fill(-Float32.inf)
             top = -Float32.inf
             for i in range_constexpr(len(self.weights)):

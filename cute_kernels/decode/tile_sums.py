@@ -93,7 +93,7 @@ class SumQueries:
                 for term in range_constexpr(1, TERMS):
                     rTerm.store(rMean.load().to(mQ.element_type))
                     rMean.store((rMean.load() - rTerm.load().to(Float32)) * self.term_scale)
-                    gRow = mRows[batch, i, head * TERMS + term, None]
+                    gRow = mRows[batch, i, head * TERMS + term, None]  # [D]
                     cute.autovec_copy(rTerm, cute.local_tile(gRow, (VECTOR,), (vector,)))
 
 

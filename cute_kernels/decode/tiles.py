@@ -70,9 +70,9 @@ class Buffers(NamedTuple):
 class PagedKeys(NamedTuple):
     """Keys and values of a sequence's key/value head."""
 
-    gTable: cute.Tensor
-    mK: cute.Tensor
-    mV: cute.Tensor
+    gTable: cute.Tensor  # int32 [pages per sequence]
+    mK: cute.Tensor  # [pages, slots, H_kv, D]
+    mV: cute.Tensor  # [pages, slots, H_kv, D_v]
     kv_head: Int32
 
 
@@ -139,15 +139,15 @@ class DecodeTiles:
     @cute.jit
     def allocate(self, smem: Any, layouts: tuple[Any, Any, Any]) -> Buffers:
         q_layout, k_layout, v_layout = layouts
-        sQ = smem.allocate_tensor(self.dtype, q_layout, SMEM_ALIGNMENT * 8)
+        sQ = smem.allocate_tensor(self.dtype, q_layout, SMEM_ALIGNMENT * 8)  # [rows, D]
         k_size = KEYS * self.dim * self.stages
         size = k_size + KEYS * self.v_dim * self.stages
         tiles = smem.allocate_tensor(self.dtype, cute.make_layout(size), SMEM_ALIGNMENT * 8).iterator
-        sK = cute.make_tensor(tiles, k_layout)
-        sV = cute.make_tensor(tiles + k_size, v_layout)
+        sK = cute.make_tensor(tiles, k_layout)  # [KEYS, D, stages]
+        sV = cute.make_tensor(tiles + k_size, v_layout)  # [KEYS, D_v, stages]
         row = self.v_dim + VECTOR
         o_layout = cute.make_layout((MMA_K, self.v_dim, self.warps), stride=(row, 1, MMA_K * row))
-        sO = cute.make_tensor(cute.recast_ptr(tiles, dtype=Float32), o_layout)
+        sO = cute.make_tensor(cute.recast_ptr(tiles, dtype=Float32), o_layout)  # [16, D_v, warps]
         stats = cute.make_layout((MMA_K, self.warps))
         sMax, sSum = (smem.allocate_tensor(Float32, stats, 16) for _ in range(2))
         return Buffers(sQ, sK, sV, sO, sMax, sSum)
@@ -172,7 +172,7 @@ class DecodeTiles:
             if row < self.rows:
                 to = cute.local_tile(sQ[row, None], (VECTOR,), (vector,))
                 if first + row < end:
-                    gRow = gQ[(first + row) // group, (first + row) % group, None]
+                    gRow = gQ[(first + row) // group, (first + row) % group, None]  # [D]
                     cute.copy(copy, cute.local_tile(gRow, (VECTOR,), (vector,)), to)
                 else:
                     cute.autovec_copy(rZero, to)
@@ -193,22 +193,13 @@ class DecodeTiles:
     def attend(self, keys: PagedKeys, buffers: Buffers, num_tiles: Int32, scale: Float32, work: Any) -> Any:
         """Attend to tiles 0 ... num_tiles - 1; loads of the queries are in flight. Returns a warp's o, maxima and sums.
 
-        barrier           times          before it, all threads have             after it, threads may
-        start of a tile   once per tile  awaited their copies of it, and         multiply it, and copy keys into the
-                                         multiplied the last one                 last one's stage
-        end of the tiles  once           awaited all copies, multiplied all      write sO over them
-        store_partial     twice          written their warp's o and statistics;  reduce them; load the operands of the
-                                         reduced them                            next row
-
-        `finish_scores` may have barriers of its own.
-
         Args:
             scale: softmax_scale * log2(e).
             work: for `bounds` and `finish_scores`.
         """
         lane = cute.arch.lane_idx()
         row_warp, key_warp = self.place()
-        sWarpQ = cute.local_tile(buffers.sQ, (MMA_K, self.dim), (row_warp, 0))
+        sWarpQ = cute.local_tile(buffers.sQ, (MMA_K, self.dim), (row_warp, 0))  # [16, D]
         mma = make_warp_mma(self.dtype, 1)
         rPages = self._pages()
         # Load: first tiles
@@ -220,14 +211,15 @@ class DecodeTiles:
         if self.stages - 1 < num_tiles:
             self._load_pages(keys, Int32(self.stages - 1), rPages, work)
 
-        rMax, rSum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        rMax, rSum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)  # (r)
         rMax.fill(-Float32.inf)
         rSum.fill(0.0)
-        acc_o = accumulator(mma, (MMA_K, self.v_dim))
+        acc_o = accumulator(mma, (MMA_K, self.v_dim))  # fp32 [16, D_v]
         acc_o.fill(0.0)
         for tile in cutlass.range(num_tiles, unroll=1):
             # Load: `stages` - 1 tiles ahead
             cute.arch.cp_async_wait_group(self.stages - 2)
+            # All copies of this tile have landed, and the last one is multiplied: its stage may be filled
             cute.arch.sync_threads()
             ahead = tile + self.stages - 1
             if ahead < num_tiles:
@@ -238,21 +230,21 @@ class DecodeTiles:
 
             # MMA: S = Q K^T  [16, warp_keys]
             stage = tile % self.stages
-            acc = accumulator(mma, (MMA_K, self.warp_keys))
+            acc = accumulator(mma, (MMA_K, self.warp_keys))  # fp32 [16, warp_keys]
             acc.fill(0.0)
             first = key_warp * (self.warp_keys // MMA_K)
             gemm_smem(mma, lane, acc, sWarpQ, buffers.sK[None, None, stage], first)
 
             # Softmax
-            S = acc_mn_view(acc)
-            self.finish_scores(S, tile, work)
+            S = acc_mn_view(acc)  # fp32 (c, r, 0, n)
+            self.finish_scores(S, tile, work)  # may have barriers of its own
             online_softmax(S, acc_mn_view(acc_o), rMax, rSum, scale)
 
             # MMA: O += P V  [16, D_v]
-            sColumns = transpose_view(buffers.sV[None, None, stage])
+            sColumns = transpose_view(buffers.sV[None, None, stage])  # [D_v, KEYS]
             gemm_registers(mma, lane, acc_o, acc_as_operand_a(acc, self.dtype), sColumns, 0, True, first)
         cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # all copies have landed and all tiles are multiplied: sO may be written over them
         return acc_o, rMax, rSum
 
     def place(self) -> tuple[Int32, Int32]:
@@ -280,7 +272,7 @@ class DecodeTiles:
         stage = tile % self.stages
         first, end = self.bounds(tile, work)
         is_whole = first + KEYS <= end
-        sK, sV = buffers.sK[None, None, stage], buffers.sV[None, None, stage]
+        sK, sV = buffers.sK[None, None, stage], buffers.sV[None, None, stage]  # [KEYS, D], [KEYS, D_v]
         how = is_whole, self.threads, self.keys_stay
         self.paging.load_rows(keys.mK, keys.kv_head, sK, first, thread, rPages[0], *how)
         self.paging.load_rows(keys.mV, keys.kv_head, sV, first, thread, rPages[-1], *how)
@@ -301,7 +293,7 @@ class DecodeTiles:
         acc_o, rMax, rSum = of_warp
         thread, _, _ = cute.arch.thread_idx()
         lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        acc_o_mn = acc_mn_view(acc_o)
+        acc_o_mn = acc_mn_view(acc_o)  # fp32 (c, r, 0, n) of [16, D_v]
         for r in range_constexpr(2):
             row = r * 8 + lane // QUAD
             row_sum = cute.arch.warp_reduction_sum(rSum[r], threads_in_group=QUAD)
@@ -310,7 +302,7 @@ class DecodeTiles:
             for n in range_constexpr(self.v_dim // 8):
                 to = cute.local_tile(buffers.sO[row, None, warp_index], (2,), (n * QUAD + lane % QUAD,))
                 cute.autovec_copy(acc_o_mn[None, r, 0, n], to)
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # o and statistics of all warps are written
         pieces = const_expr(self.v_dim // FLOATS)
         for item in cutlass.range(thread, num_rows * pieces, self.threads, unroll=1):
             row, piece = item // pieces, item % pieces
@@ -335,4 +327,4 @@ class DecodeTiles:
             cute.autovec_copy(rO, cute.local_tile(gO[row, None], (FLOATS,), (piece,)))
             if piece == 0:
                 gLse[row] = base + cute.math.log2(total, fastmath=True)
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # they are reduced: the next row's operands may be loaded over them
