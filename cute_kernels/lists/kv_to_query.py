@@ -120,8 +120,8 @@ class TransposedLists:
         mBits: cute.Tensor,  # [B, S, chosen blocks, words]
         mMaskCount: cute.Tensor,  # [B, H, blocks]
         mMaskIndex: cute.Tensor,  # [B, H, blocks, K]
-        mFullCount: cute.Tensor,
-        mFullIndex: cute.Tensor,
+        mFullCount: cute.Tensor,  # [B, H, blocks]
+        mFullIndex: cute.Tensor,  # [B, H, blocks, K], K of its own
         mShifts: cute.Tensor | None,  # int32 [tiles], added to a tile's rows when compared with keys
         num_keys: Int32,
         num_rows: Int32,
@@ -148,7 +148,7 @@ class TransposedLists:
         mBits: cute.Tensor,
         mMaskCount: cute.Tensor,
         mMaskIndex: cute.Tensor,
-        mFullCount: cute.Tensor,
+        mFullCount: cute.Tensor,  # [B, H, blocks]
         mFullIndex: cute.Tensor,
         mShifts: cute.Tensor | None,
         num_keys: Int32,

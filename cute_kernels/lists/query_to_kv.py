@@ -99,8 +99,8 @@ class ChosenLists:
         mIndices: cute.Tensor,  # int32 [B, S, tiles, k]
         mMaskCount: cute.Tensor,  # [B, H, tiles]
         mMaskIndex: cute.Tensor,  # [B, H, tiles, K]
-        mFullCount: cute.Tensor,
-        mFullIndex: cute.Tensor,
+        mFullCount: cute.Tensor,  # [B, H, tiles]
+        mFullIndex: cute.Tensor,  # [B, H, tiles, K]
         mBounds: cute.Tensor | None,  # Documents.bounds
         mTiles: cute.Tensor | None,  # Documents.tiles
         num_keys: Int32,
@@ -152,6 +152,7 @@ class ChosenLists:
             seen_by_all = self.keys.visible(first_row, num_keys)
             seen = self.keys.visible(last_row, num_keys)
             listed_before = base // self.width
+            # [K] each
             mask_index, full_index = mMaskIndex[batch, head, tile, None], mFullIndex[batch, head, tile, None]
             masks, fulls = Int32(0), Int32(0)
             for i in cutlass.range(mIndices.shape[3] * self.parts):
@@ -186,7 +187,7 @@ class PrefixLists:
         self,
         mMaskCount: cute.Tensor,  # [B, H, M], the same memory for all B and H
         mMaskIndex: cute.Tensor,  # [B, H, M, K], the same memory for all B and H
-        mFullCount: cute.Tensor,
+        mFullCount: cute.Tensor,  # [B, H, M]
         mFullIndex: cute.Tensor,  # [B, H, M, blocks], without documents the same for all M
         mBounds: cute.Tensor | None,  # Documents.bounds
         mTiles: cute.Tensor | None,  # Documents.tiles

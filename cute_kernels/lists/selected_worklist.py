@@ -116,7 +116,7 @@ class ListQueryTiles:
             sharing = group // select_heads  # heads with the same selection
             query_tiles = mCounts[ROWS, work_index]
             first = mCumCounts[ROWS, work_index] - query_tiles
-            gQueryTiles = cute.domain_offset((first,), mQueryTiles)
+            gQueryTiles = cute.domain_offset((first,), mQueryTiles)  # the block's come first
             before = Int32(0)  # bits of earlier words
             for i in cutlass.range(select_heads, unroll=1):
                 for start in cutlass.range(0, words, LANES, unroll=1):
