@@ -8,8 +8,7 @@ No do_b is written for projected gates. Attention's backward weights do by P = e
 instead of lse_b it computes g_b P, and
     dS_b = g_b P (do . v - delta_b) = P (do_b . v - do_b . o_b),
 so a branch reads do itself and a shifted lse. Given gates may be negative and have no logarithm: then do_b is written,
-and delta_b is computed from the rounded do_b. A row that sees one key has dS = 0, which would not hold if do_b and
-delta_b were rounded separately.
+and delta_b is computed from it.
 
 A CTA iterates over a chunk of rows of one head. Each row has a group of lanes, each holding a 16-byte vector. Sums of
 dW over the chunk stay in registers, one fp32 partial [3, D] per CTA; partials are summed in a fixed order.
@@ -62,8 +61,8 @@ class GateGradients:
         mRows: cute.Tensor | None,  # Documents.rows
         mDo: cute.Tensor,  # [B, N, H, D_v]
         mCmp: cute.Tensor,  # [B, N, H, D_v], with mRows aligned rows
-        mSlc: cute.Tensor,
-        mWin: cute.Tensor,
+        mSlc: cute.Tensor,  # [B, N, H, D_v], like mCmp
+        mWin: cute.Tensor,  # [B, N, H, D_v], like mCmp
         mLseCmp: cute.Tensor,  # fp32 [B, H, N], with mRows aligned rows
         mLseSlc: cute.Tensor,
         mLseWin: cute.Tensor,
@@ -136,7 +135,7 @@ class GateGradients:
         rO = cute.make_rmem_tensor((VECTOR, BRANCHES), element)
         rG = cute.make_rmem_tensor(BRANCHES, Float32)
         rDelta = cute.make_rmem_tensor(BRANCHES, Float32)
-        rSum = cute.make_rmem_tensor((VECTOR, BRANCHES), Float32)
+        rSum = cute.make_rmem_tensor((VECTOR, BRANCHES), Float32)  # fp32 (VECTOR, BRANCHES): dW
         rSum.fill(0.0)
         rG.fill(1.0 / BRANCHES)
         for start in cutlass.range(chunk_index * chunk, end, self.rows, unroll=2):
@@ -186,6 +185,7 @@ class GateGradients:
                             lse -= cute.math.log(rG[b])
                         mShifted[b, batch, head, row] = lse
             else:
+                # A row that sees one key has dS = 0, which would not hold if do_b and delta_b were rounded separately
                 rWeighted = cute.make_rmem_tensor(VECTOR, element)
                 for b in range_constexpr(BRANCHES):
                     for i in range_constexpr(VECTOR):
@@ -201,6 +201,7 @@ class GateGradients:
         if const_expr(mQ is not None):
             # Epilogue: the sums of all lane groups
             smem = SmemAllocator()
+            # fp32 (D, BRANCHES, rows): dW of each lane group
             sSum = smem.allocate_tensor(
                 Float32, cute.make_ordered_layout((self.dim, BRANCHES, self.rows), order=(0, 1, 2)), 16
             )

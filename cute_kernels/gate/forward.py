@@ -158,9 +158,9 @@ class GatedSum:
         mG: cute.Tensor | None,  # [B, N, H, 3]: output with mW, input without
         mRows: cute.Tensor | None,  # Documents.rows
         mCmp: cute.Tensor,  # [B, N, H, D_v], with mRows aligned rows
-        mSlc: cute.Tensor,
-        mWin: cute.Tensor,
-        mOut: cute.Tensor,
+        mSlc: cute.Tensor,  # [B, N, H, D_v], like mCmp
+        mWin: cute.Tensor,  # [B, N, H, D_v], like mCmp
+        mOut: cute.Tensor,  # [B, N, H, D_v]
         stream: Any,
     ):
         tiles = mOut.shape[0] * cute.ceil_div(mOut.shape[1], self.rows)
@@ -223,8 +223,8 @@ class GatedSum:
                     )
 
         # Gate
-        gG = None if const_expr(mG is None) else mG[batch, token, head, None]
-        rG = row_gates(rQ, rW, gG, exists, self.lanes)
+        gG = None if const_expr(mG is None) else mG[batch, token, head, None]  # [3]
+        rG = row_gates(rQ, rW, gG, exists, self.lanes)  # fp32 (BRANCHES)
         if const_expr(mW is not None):
             if (token < tokens) & (lane == 0):
                 for b in range_constexpr(BRANCHES):

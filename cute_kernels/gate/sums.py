@@ -137,7 +137,7 @@ class KeyGradients:
         mDkTerm0: cute.Tensor | None,  # [B, N, H_kv, D], with mRows aligned keys, or of the last keys
         mDkTerm1: cute.Tensor | None,
         mDkCmp: cute.Tensor | None,  # fp32 [B, entries, H_kv, D]
-        mDv: cute.Tensor,
+        mDv: cute.Tensor,  # [B, N, H_kv, D_v], with terms like those of mDk
         mDvTerm0: cute.Tensor | None,
         mDvTerm1: cute.Tensor | None,
         mDvCmp: cute.Tensor | None,
