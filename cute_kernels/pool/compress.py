@@ -76,6 +76,7 @@ class BlockMean:
     ):
         _, second, _ = cute.arch.block_idx()
         smem = SmemAllocator()
+        # fp32 (VECTOR, CTA_VECTORS, SLICES)
         sSum = smem.allocate_tensor(
             Float32, cute.make_ordered_layout((VECTOR, CTA_VECTORS, SLICES), order=(0, 1, 2)), 16
         )

@@ -269,11 +269,11 @@ class DocumentBounds:
     @cute.jit
     def __call__(
         self,
-        mCuSeqlens: cute.Tensor,
-        mCuSeqlensK: cute.Tensor,
-        mStart: cute.Tensor | None,
-        mCounts: cute.Tensor | None,
-        mBounds: cute.Tensor,
+        mCuSeqlens: cute.Tensor,  # int32 [B + 1], see Packed
+        mCuSeqlensK: cute.Tensor,  # int32 [B + 1]
+        mStart: cute.Tensor | None,  # int32 [B]
+        mCounts: cute.Tensor | None,  # int32 [B]
+        mBounds: cute.Tensor,  # int32 [NUM_BOUNDS, B + 1], output
         stream: Any,
     ):
         self.kernel(mCuSeqlens, mCuSeqlensK, mStart, mCounts, mBounds).launch(
@@ -293,10 +293,11 @@ class DocumentBounds:
         warp, lane = thread // LANES, thread % LANES
         counted = (TILE, ENTRY, PUBLIC_ENTRY, KEY)
         smem = SmemAllocator()
+        # [LANES, 4]: totals of each warp
         sTotal = smem.allocate_tensor(Int32, cute.make_layout((LANES, len(counted)), stride=(1, LANES)), 16)
-        rCount = cute.make_rmem_tensor(len(counted), Int32)
-        rSum = cute.make_rmem_tensor(len(counted), Int32)
-        rBefore = cute.make_rmem_tensor(len(counted), Int32)
+        rCount = cute.make_rmem_tensor(len(counted), Int32)  # int32 (counted)
+        rSum = cute.make_rmem_tensor(len(counted), Int32)  # int32 (counted)
+        rBefore = cute.make_rmem_tensor(len(counted), Int32)  # int32 (counted): sums of earlier rounds
         rBefore.fill(0)
         docs = mCuSeqlens.shape[0] - 1
         for first in cutlass.range(0, docs + 1, SCAN_THREADS):
@@ -319,7 +320,7 @@ class DocumentBounds:
                 rSum[i] = prefix_sum(rCount[i])
                 if lane == LANES - 1:
                     sTotal[warp, i] = rSum[i]
-            cute.arch.sync_threads()
+            cute.arch.sync_threads()  # the totals of all warps are written
             for i in range_constexpr(len(counted)):
                 totals = prefix_sum(sTotal[lane, i])
                 before = cute.arch.shuffle_sync(totals, cutlass.max(warp - 1, 0))
@@ -334,7 +335,7 @@ class DocumentBounds:
                 mBounds[ROW, document] = rSum[0] * self.tile - base
                 mBounds[LENGTH, document] = tokens
                 mBounds[START, document] = start
-            cute.arch.sync_threads()
+            cute.arch.sync_threads()  # they are read: the next round may overwrite them
 
     @cute.jit
     def num_entries(self, tokens: Int32) -> Int32:
@@ -369,15 +370,15 @@ class AlignRows:
     @cute.jit
     def __call__(
         self,
-        mBounds: cute.Tensor,
+        mBounds: cute.Tensor,  # int32 [NUM_BOUNDS, B + 1]
         mTiles: cute.Tensor | None,  # recorded, with mRows and mPositions
         mRows: cute.Tensor | None,
         mKeyRows: cute.Tensor | None,  # if keys are laid out separately from queries
         mPositions: cute.Tensor | None,
         mK: cute.Tensor | None,  # [1, T_k, heads, D]
         mAlignedK: cute.Tensor | None,  # [1, aligned keys, heads, D]
-        mV: cute.Tensor | None,
-        mAlignedV: cute.Tensor | None,
+        mV: cute.Tensor | None,  # [1, T_k, heads, D_v]
+        mAlignedV: cute.Tensor | None,  # [1, aligned keys, heads, D_v]
         mQ: cute.Tensor | None,  # [1, T_q, heads, D]
         mAlignedQ: cute.Tensor | None,  # [1, tiles * T, heads, D]
         stream: Any,
