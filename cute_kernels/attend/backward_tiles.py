@@ -271,8 +271,8 @@ class BackwardDQ(_Backward):
         mma_dq: cute.TiledMma,
     ):
         """dQ += dS K of a key tile, for one branch."""
-        S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
-        # S = Q K^T, dP = dO V^T  [TILE rows, TILE keys]
+        S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))  # fp32 [TILE rows, TILE keys]
+        # S = Q K^T, dP = dO V^T
         issue_mma(mma_s, S, op.tSrQ, op.tSrK[None, None, None, stage], False)
         issue_mma(mma_s, dP, op.tdPrdO, op.tdPrV[None, None, None, stage], False)
         # S becomes P while dP is being computed
@@ -471,8 +471,8 @@ class BackwardDKV(_Backward):
         mma_dkv: cute.TiledMma,
     ):
         """dV += P^T dO and dK += dS^T Q of a row tile, for one branch."""
-        S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
-        # S^T = K Q^T, dP^T = V dO^T  [TILE keys, TILE rows]
+        S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))  # fp32 [TILE keys, TILE rows]
+        # S^T = K Q^T, dP^T = V dO^T
         issue_mma(mma_s, S, op.tSrK, op.tSrQ[None, None, None, stage], False)
         issue_mma(mma_s, dP, op.tdPrV, op.tdPrdO[None, None, None, stage], False)
         # S becomes P while dP is being computed

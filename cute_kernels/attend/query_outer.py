@@ -233,8 +233,8 @@ class QueryOuterForward:
                 self._load(gK, gV, sK, sV, sBlock, step + STAGES - 1, mBounds)
             cute.arch.cp_async_commit_group()
 
-            # MMA: S = Q K^T  [WARP_ROWS, TILE]
-            acc = accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, TILE))
+            # MMA: S = Q K^T
+            acc = accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, TILE))  # fp32 [WARP_ROWS, TILE keys]
             self._mma_qk(acc, rQ, sWarpQ, sK, step % STAGES)
 
             # Softmax

@@ -222,8 +222,8 @@ class WarpRows:
             next_row = row + step
             later_slot_idx = self._slot_idx(gQueryRows, next_row + step, num_rows)
 
-            # MMA: S = Q K^T  [self.rows, self.keys]. Load: the next rows of q
-            acc_s = self._mma_qk(mma_qk, lane, sQ_mma, sQ, sK)
+            # MMA: S = Q K^T. Load: the next rows of q
+            acc_s = self._mma_qk(mma_qk, lane, sQ_mma, sQ, sK)  # fp32 [self.rows, self.keys]
             rGates, rBlocks = None, None  # fp32 (3, r, m), int32 (SLOT_BATCH / QUAD, r, m)
             if const_expr(combine is not None):
                 rGates, rBlocks = self._load_gates(combine, sQ, slot_idx, row, num_rows)
@@ -243,7 +243,7 @@ class WarpRows:
             if const_expr(combine is None):
                 self._store_lse(gLse, lse, slot_idx, row, num_rows)
 
-            # MMA: O = P V  [self.rows, self.columns]. Epilogue
+            # MMA: O = P V. Epilogue
             my_row = row + lane % self.rows
             _, head = divide(my_row, self.group)
             o_vector = slot_idx * o_strides[0] + head * o_strides[1] if my_row < num_rows else Int32(-1)

@@ -228,7 +228,7 @@ class DecodeTiles:
             if ahead + 1 < num_tiles:
                 self._load_pages(keys, ahead + 1, rPages, work)
 
-            # MMA: S = Q K^T  [16, warp_keys]
+            # MMA: S = Q K^T
             stage = tile % self.stages
             acc = accumulator(mma, (MMA_K, self.warp_keys))  # fp32 [16, warp_keys]
             acc.fill(0.0)
