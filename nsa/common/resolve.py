@@ -29,8 +29,10 @@ _ACCEPTED: dict[Hashable, dispatch.Impl] = {}
 
 
 def is_remembered(x: Tensor, backend: object) -> bool:
-    """True if calls with this first tensor and `backend` are remembered."""
-    return type(x) in PLAIN and x.device.type in DEVICES and (backend is None or isinstance(backend, str))
+    """True if calls with this first tensor and `backend` are remembered: not while sizes may be symbols."""
+    if torch.compiler.is_compiling() or not (backend is None or isinstance(backend, str)):
+        return False
+    return type(x) in PLAIN and x.device.type in DEVICES
 
 
 def properties_of(tensors: Iterable[Any], *options: Hashable) -> Hashable:

@@ -65,9 +65,7 @@ def main() -> int:
     KERNELS[:] = kernels_of(job)
     for kernel in KERNELS:
         tell("asked", kernel)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("flash_attn.cute.interface")
+    importlib.import_module("cute_kernels.fa4.kernels").check_import()  # and later processes need not import it
     with multiprocessing.get_context("fork").Pool(min(job["processes"], max(len(KERNELS), 1))) as pool:
         for _ in pool.imap_unordered(compile_kernel, range(len(KERNELS))):
             pass
