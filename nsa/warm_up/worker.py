@@ -12,6 +12,8 @@ import multiprocessing
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,11 +54,18 @@ def tell(event: str, kernel: Any) -> None:
     os.write(1, f"{event} {kernel.name}\n".encode())  # one write: lines of other processes come between
 
 
-def compile_kernel(number: int) -> None:
+@contextmanager
+def kept() -> Iterator[None]:
+    """Ignore deprecations of what compiles; raise if its results cannot be kept."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecations of what compiles
+        warnings.simplefilter("ignore")
         warnings.filterwarnings("error", "compiled kernels are not kept")
-        _ = KERNELS[number].compiled
+        yield
+
+
+@kept()
+def compile_kernel(number: int) -> None:
+    _ = KERNELS[number].compiled
     tell("there", KERNELS[number])
 
 
@@ -65,7 +74,8 @@ def main() -> int:
     KERNELS[:] = kernels_of(job)
     for kernel in KERNELS:
         tell("asked", kernel)
-    importlib.import_module("cute_kernels.fa4.kernels").check_import()  # and later processes need not import it
+    with kept():
+        importlib.import_module("cute_kernels.fa4.kernels").check_import()  # noted: later processes need not import it
     with multiprocessing.get_context("fork").Pool(min(job["processes"], max(len(KERNELS), 1))) as pool:
         for _ in pool.imap_unordered(compile_kernel, range(len(KERNELS))):
             pass
