@@ -286,18 +286,18 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
             pass
 
     def compressed(chunk: HeadChunk) -> None:
-        backward.backward_compressed(call, chunk.cmp, chunk.branches.cmp_indices, chunk.gated.delta[0], False)
+        backward.backward_compressed(call, chunk.cmp, chunk.branches.cmp_indices, chunk.gated.delta[0])
 
     def selected(chunk: HeadChunk, call: Call = call) -> None:
         local = backward.local_selected(chunk.call, chunk.gated)
-        backward.backward_selected(call, chunk.slc, chunk.branches.indices, chunk.gated.delta[1], False, local=local)
+        backward.backward_selected(call, chunk.slc, chunk.branches.indices, chunk.gated.delta[1], local=local)
 
     def selected_through_fa4(chunk: HeadChunk) -> None:
         selected(chunk, replace(call, plan=replace(call.plan, selected_backward="fa4")))
 
     def window(chunk: HeadChunk) -> None:
         local = backward.local_selected(chunk.call, chunk.gated)
-        backward.backward_window(call, chunk.win, chunk.gated.delta[2], False, local=local)
+        backward.backward_window(call, chunk.win, chunk.gated.delta[2], local=local)
 
     def sum_queries(chunk: HeadChunk) -> None:
         parts = chunk.cmp.dq, chunk.slc.dq, chunk.win.dq

@@ -95,7 +95,7 @@ def nsa_backward(
         results = _Results(call, share_dtype)
         if call.inputs.q.numel() > 0:
             for kv_heads in head_chunks(call):
-                _backward_of_heads(call, kept, rows, kv_heads, results, deterministic)
+                _backward_of_heads(call, kept, rows, kv_heads, results)
             results.finish()
         return {name: tensor.view(getattr(inputs, name).shape) for name, tensor in results.gradients.items()}
 
@@ -156,9 +156,7 @@ class _Results:
                 self.gradients[name][:count] = packed[:count]
 
 
-def _backward_of_heads(
-    call: Call, saved: Saved, do: Tensor, kv_heads: slice, results: _Results, deterministic: bool
-) -> None:
+def _backward_of_heads(call: Call, saved: Saved, do: Tensor, kv_heads: slice, results: _Results) -> None:
     """All gradients of a chunk of key/value heads and their query heads."""
     documents, config = call.documents, call.config
     heads = call.query_heads(kv_heads)
@@ -213,7 +211,7 @@ def _backward_of_heads(
 
     if (chunk.k_cmp.shape[1] if documents is None else documents.most_entries) > 0:
         cmp = branch_gradients(0, chunk.k_cmp, chunk.v_cmp)
-        results.add_entries(kv_heads, backward_compressed(call, cmp, cmp_indices, gated.delta[0], deterministic))
+        results.add_entries(kv_heads, backward_compressed(call, cmp, cmp_indices, gated.delta[0]))
         del cmp
     else:
         results.add_entries(kv_heads, None)
@@ -230,7 +228,7 @@ def _backward_of_heads(
         others = logits_term._replace(branches=tuple(dq_parts)) if sums_queries else None
         slc = branch_gradients(1, *branch_kv(chunk.attended, "slc"), dq if sums_queries else None)
         terms: dict[str, Any] = {"local": local, "terms": others, "window": window_queries}
-        backward_selected(call, slc, indices, gated.delta[1], deterministic, **terms)
+        backward_selected(call, slc, indices, gated.delta[1], **terms)
         dkv["slc"] = slc.dk, slc.dv
 
     def differentiate_window() -> None:
@@ -240,7 +238,7 @@ def _backward_of_heads(
             k_win, v_win = k_win[:, first_key:], v_win[:, first_key:]
         win = branch_gradients(2, k_win, v_win, None if window_queries is None else dq)
         where: dict[str, Any] = {"first_key": first_key, "local": local, "keys_alone": window_queries is not None}
-        backward_window(call, win, gated.delta[2], deterministic, **where)
+        backward_window(call, win, gated.delta[2], **where)
         dkv["win"] = win.dk, win.dv
 
     if windows and sums_queries:  # first, where the selected branch adds its dq
@@ -260,7 +258,7 @@ def _backward_of_heads(
 
 
 def backward_compressed(
-    call: Call, gradients: Gradients, indices: Tensor | None, delta: Tensor, deterministic: bool
+    call: Call, gradients: Gradients, indices: Tensor | None, delta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Backward of attention to compressed entries.
 
@@ -290,7 +288,7 @@ def backward_compressed(
             first_token=call.plan.first_row,
         )
     if how == "phases":
-        return _compressed_by_phases(call, gradients, delta, deterministic)
+        return _compressed_by_phases(call, gradients, delta)
     length, stride = (keys.length, keys.stride) if keys.causal else (1, 0)
     options: dict[str, Any] = {"length": length, "stride": stride, "first_row": call.plan.first_row}
     options |= {"scale": call.scale, "shifts": None if documents is None else documents.shifts}
@@ -303,7 +301,7 @@ def backward_compressed(
             for part in list_chunks(call, gradients, bits, size=size, width=size, entries=True):
                 fa4.compressed_backward(part.gradients, part.lists, **options)
     elif not keys.causal:
-        fa4.dense_backward(gradients, causal=False, scale=call.scale, deterministic=deterministic)
+        fa4.dense_backward(gradients, causal=False, scale=call.scale, deterministic=call.plan.deterministic)
     else:
         lists = transposed_prefix_lists(
             batch,
@@ -321,9 +319,7 @@ def backward_compressed(
     return gradients.dk.float(), gradients.dv.float()
 
 
-def _compressed_by_phases(
-    call: Call, gradients: Gradients, delta: Tensor, deterministic: bool
-) -> tuple[Tensor, Tensor]:
+def _compressed_by_phases(call: Call, gradients: Gradients, delta: Tensor) -> tuple[Tensor, Tensor]:
     """The same without lists: d phases as a batch of dense causal attentions, which is much faster.
 
     Rows i = m*d + p of one phase p see entries causally: j <= m - l/d, for the last phase j <= m - l/d + 1. Rows that
@@ -345,8 +341,8 @@ def _compressed_by_phases(
         dk, dv = (torch.zeros(shape, **fp32) for shape in shapes)
 
     def accumulate(part: Gradients, row_dots: Tensor, b: int, seen: int, *, causal: bool) -> None:
-        statistics = None if deterministic else partial(row_statistics, part.lse, row_dots)
-        options: dict[str, Any] = {"deterministic": deterministic, "statistics": statistics}
+        statistics = None if call.plan.deterministic else partial(row_statistics, part.lse, row_dots)
+        options: dict[str, Any] = {"deterministic": call.plan.deterministic, "statistics": statistics}
         fa4.dense_backward(part, causal=causal, scale=call.scale, **options)
         for total, phases in ((dk, part.dk), (dv, part.dv)):
             # Not +=, which copies the sum to where it is
@@ -384,7 +380,6 @@ def backward_selected(
     gradients: Gradients,
     indices: Tensor,
     delta: Tensor,
-    deterministic: bool,
     *,
     local: LocalSelected | None = None,
     terms: QueryTerms | None = None,
@@ -472,7 +467,6 @@ def backward_window(
     call: Call,
     gradients: Gradients,
     delta: Tensor,
-    deterministic: bool,
     *,
     first_key: int = 0,
     local: LocalSelected | None = None,
@@ -505,7 +499,7 @@ def backward_window(
         return
     documents = None if call.documents is None else call.documents.varlen
     fa4.window_backward(
-        gradients, left=left, right=right, scale=call.scale, documents=documents, deterministic=deterministic
+        gradients, left=left, right=right, scale=call.scale, documents=documents, deterministic=call.plan.deterministic
     )
 
 

@@ -76,6 +76,8 @@ class Plan:
     """kernel: gate/forward.py; combine: the selected branch's last kernel gates."""
 
     # Backward
+    deterministic: bool
+    """True if it adds up in a fixed order."""
     compressed_backward: Literal["fa4", "phases", "split", "blocks"]
     """phases: fa4, dense, for each phase of the stride; split: compressed_backward.py; blocks: selected_backward.py."""
     selected_backward: Literal["fa4", "split", "kv_outer"]
@@ -160,6 +162,7 @@ def plan(
         forced=forced if window_along else forced_in_one_pass(*forced, size),
         window="combine" if window_along else "fa4",
         gate="combine" if gates_along else "kernel",
+        deterministic=deterministic,
         compressed_backward=compressed_backward,
         selected_backward="kv_outer" if config.token_mode else selected_backward,
         window_backward="split" if splits_window else "fa4",

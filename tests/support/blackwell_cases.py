@@ -180,12 +180,12 @@ class Attention:
         delta = (branch.o.float() * do.float()).sum(-1).transpose(1, 2).contiguous()
         got = {"dq": given.dq, "dk": given.dk, "dv": given.dv}
         if form.branch == "compressed":
-            dk, dv = backward.backward_compressed(call, given, indices, delta, False)
+            dk, dv = backward.backward_compressed(call, given, indices, delta)
             got["dk"], got["dv"] = dk.to(self.dtype), dv.to(self.dtype)
         elif form.branch == "selected":
-            backward.backward_selected(call, given, indices, delta, False)
+            backward.backward_selected(call, given, indices, delta)
         else:
-            backward.backward_window(call, given, delta, False)
+            backward.backward_window(call, given, delta)
         self._check(execution, {"o": branch.o, "lse": branch.lse, **got}, (q, k, v), do, visible, call.scale)
 
     def _normal(self, rows: int, heads: int = 1, dim: int | None = None, seed: int = 0) -> Tensor:
