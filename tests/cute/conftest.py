@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cute_kernels.runtime import replay
+from tests.support.hardware import STRATEGIES
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +27,8 @@ def no_recordings() -> Iterator[None]:
     replay.forget()
 
 
-@pytest.fixture(params=["sm_90", "sm_100"])
+@pytest.fixture(params=STRATEGIES)
 def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Tiles and lists of which architecture; Blackwell's run on Hopper too."""
+    """Tiles and lists of an architecture; Blackwell's run on Hopper, too."""
     monkeypatch.setenv("NSA_KERNELS_FA4_STRATEGY", request.param)
     return str(request.param)

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from bench import oracles
 from cute_kernels.runtime import replay
-from dispatch import BackendError
 from nsa import LinearCompression, NSAConfig, NSAttention, nsa, nsa_forward, nsa_forward_aux, operators, reference
 from nsa.inputs import NSAInputs
+from tests.support import cases
 from tests.support.cute_cases import (
     BACKWARD_OPTIONS,
     BF16,
@@ -25,13 +25,14 @@ from tests.support.cute_cases import (
     SIZES,
     SLACK,
     SOME,
+    captured,
     check_gradients,
     gate_weight,
     gradients,
     like,
     on_gpu,
 )
-from tests.support.hardware import ATOMIC_FREE, DETERMINISTIC
+from tests.support.hardware import ATOMIC_FREE, DETERMINISTIC, STRATEGIES
 from tests.support.helpers import assert_as_alone, assert_within_budget
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
@@ -40,14 +41,19 @@ pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 # Against the oracle
 
 
-@pytest.mark.parametrize("tokens", SIZES)
-def test_sizes(tokens: int, strategy: str) -> None:
+@pytest.mark.parametrize(("tokens", "strategy"), cases.product(SIZES, STRATEGIES), indirect=["strategy"])
+@pytest.mark.usefixtures("strategy")
+def test_sizes(tokens: int) -> None:
     check_gradients(NSAInputs(*on_gpu(tokens), gate_proj_weight=gate_weight()), SOME)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
-def test_groups(group: int, dim: int, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("group", "dim", "strategy"),
+    cases.product([1, 2, 4, 8, 16], [64, 128], STRATEGIES, cover=2),
+    indirect=["strategy"],
+)
+@pytest.mark.usefixtures("strategy")
+def test_groups(group: int, dim: int) -> None:
     check_gradients(NSAInputs(*on_gpu(700, 2 * group, 2, dim, batch=2)), SOME)
 
 
@@ -61,9 +67,14 @@ def test_fp16(strategy: str) -> None:
     check_gradients(NSAInputs(*on_gpu(900, dtype=FP16), gate_proj_weight=gate_weight(dtype=FP16)), SOME)
 
 
-@pytest.mark.parametrize("changes", BACKWARD_OPTIONS, ids=str)
-@pytest.mark.parametrize("batch", [1, 2])
-def test_options(changes: dict[str, Any], batch: int, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "batch", "strategy"),
+    cases.product(BACKWARD_OPTIONS, [1, 2], STRATEGIES, cover=2),
+    indirect=["strategy"],
+    ids=str,
+)
+@pytest.mark.usefixtures("strategy")
+def test_options(changes: dict[str, Any], batch: int) -> None:
     check_gradients(NSAInputs(*on_gpu(3001, batch=batch), gate_proj_weight=gate_weight()), replace(SOME, **changes))
 
 
@@ -92,18 +103,18 @@ def test_gates(names: tuple[str, ...], dtype: torch.dtype) -> None:
     check_gradients(extras(NSAInputs(*on_gpu(1000, batch=2)), names, dtype), SOME)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("w_k_compress",),
-        ("w_k_compress", "w_v_compress", "gate_proj_weight"),
-        ("k_cmp", "v_cmp"),
-        ("k_slc", "v_slc"),
-        ("k_slc", "v_slc", "k_win", "v_win", "gates"),
-    ],
-    ids="+".join,
-)
-def test_optional_tensors(names: tuple[str, ...], strategy: str) -> None:
+OPTIONAL = [
+    ("w_k_compress",),
+    ("w_k_compress", "w_v_compress", "gate_proj_weight"),
+    ("k_cmp", "v_cmp"),
+    ("k_slc", "v_slc"),
+    ("k_slc", "v_slc", "k_win", "v_win", "gates"),
+]
+
+
+@pytest.mark.parametrize(("names", "strategy"), cases.product(OPTIONAL, STRATEGIES), indirect=["strategy"], ids=str)
+@pytest.mark.usefixtures("strategy")
+def test_optional_tensors(names: tuple[str, ...]) -> None:
     check_gradients(extras(NSAInputs(*on_gpu(1000)), names), SOME)
 
 
@@ -199,8 +210,7 @@ def test_any_strides() -> None:
     torch.testing.assert_close(leaf.grad, together, rtol=2e-2, atol=2e-2 * float(together.abs().max()))
 
 
-@pytest.mark.parametrize("shape", [(0, 256), (1, 0)])
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize(("shape", "recompute"), cases.product([(0, 256), (1, 0)], [True, False]))
 def test_empty(shape: tuple[int, int], recompute: bool) -> None:
     q, k, v = (torch.ones(*shape, heads, 64, device="cuda", dtype=BF16, requires_grad=True) for heads in (4, 2, 2))
     weight = gate_weight(4, 64).requires_grad_()
@@ -216,12 +226,22 @@ def test_empty(shape: tuple[int, int], recompute: bool) -> None:
 LENGTHS = (1, 0, 700, 64, 65, 1500, 3, 256)
 
 
-@pytest.mark.parametrize("config", [SOME, replace(SOME, compress_block_size=16, select_block_size=64),
-                                    replace(SOME, num_cmp_selected_blocks=2, compress_block_size=4,
-                                            select_block_size=64)], ids=["seed", "short blocks", "some"])  # fmt: skip
-@pytest.mark.parametrize("recompute", [True, False])
-def test_packed_documents(config: NSAConfig, recompute: bool, strategy: str) -> None:
+PACKED = {
+    "seed": SOME,
+    "short blocks": replace(SOME, compress_block_size=16, select_block_size=64),
+    "some": replace(SOME, num_cmp_selected_blocks=2, compress_block_size=4, select_block_size=64),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute", "strategy"),
+    cases.product(PACKED, [True, False], STRATEGIES, cover=2),
+    indirect=["strategy"],
+)
+@pytest.mark.usefixtures("strategy")
+def test_packed_documents(name: str, recompute: bool) -> None:
     """Each document's gradients against fp64, and the projection's against the sum over documents."""
+    config = PACKED[name]
     tokens = sum(LENGTHS) + 10
     bounds = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
     weight = gate_weight()
@@ -352,14 +372,7 @@ def test_training_step_as_a_cuda_graph() -> None:
     def step() -> tuple[Tensor, ...]:
         return torch.autograd.grad(nsa(*static, gate_proj_weight=weight, config=config), (*static, weight), do)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = captured(step)
     for seed in range(2, 4):
         with torch.no_grad():
             for tensor, value in zip(static, on_gpu(3000, seed=seed), strict=True):
@@ -479,16 +492,7 @@ def test_deterministic(changes: dict[str, Any]) -> None:
             assert torch.equal(gradient, expected[name]), name
 
 
-@DETERMINISTIC
-def test_what_cannot_be_deterministic_is_refused() -> None:
-    q, k, v = (x.requires_grad_() for x in on_gpu(300))
-    config = replace(SOME, compress_block_size=32, compress_stride=12, select_block_size=64)
-    with pytest.raises(BackendError, match="stride=12"):
-        nsa(q, k, v, config=config, deterministic=True)
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("batch", "shared"), cases.product([1, 2], [True, False]))
 def test_selected_backward_of_fa4(batch: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from cute_kernels import backward
 

@@ -202,9 +202,9 @@ def test_entries(length: int, stride: int) -> None:
 
 @pytest.mark.cuda
 @ATOMIC_FREE
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("group", [1, 4, 8, 16])
+@pytest.mark.parametrize(
+    ("group", "dim", "dtype"), cases.product([1, 4, 8, 16], [64, 128], [BF16, FP16], cover=2), ids=str
+)
 def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
     heads = max(group, 2)
     make(1500, heads, heads // group, dim, dtype=dtype, batch=2).check()

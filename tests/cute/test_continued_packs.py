@@ -13,8 +13,9 @@ from nsa import NSAAux, NSAConfig, nsa, nsa_forward_aux
 from nsa.inputs import NSAInputs
 from tests.ptx import Launched, Order, Schedule
 from tests.support import blackwell_cases as blackwell
-from tests.support.cases import rest
+from tests.support.cases import product, rest
 from tests.support.continued_packs import PACKS, Pack, assert_each_as_alone, assert_gradients
+from tests.support.hardware import STRATEGIES
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 
 
@@ -95,9 +96,14 @@ ON_GPU = {
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("heads", [(16, 1, 64), (8, 2, 128), (4, 4, 128)], ids=str)
-@pytest.mark.parametrize("name", ON_GPU)
-def test_on_a_gpu(name: str, heads: tuple[int, int, int], strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "heads", "strategy"),
+    product(ON_GPU, [(16, 1, 64), (8, 2, 128), (4, 4, 128)], STRATEGIES, cover=2),
+    indirect=["strategy"],
+    ids=str,
+)
+@pytest.mark.usefixtures("strategy")
+def test_on_a_gpu(name: str, heads: tuple[int, int, int]) -> None:
     documents, config = ON_GPU[name]
     sizes = dict(zip(("heads", "kv_heads", "dim"), heads, strict=True))
     pack = Pack(documents, config, **sizes, sequences="sequences" in name, device="cuda")

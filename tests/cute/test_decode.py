@@ -11,6 +11,7 @@ import torch
 from cute_kernels.decode.pages import Paging
 from cute_kernels.pool.compress import block_means
 from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_forward_aux, nsa_with_cache
+from tests.support import cases
 from tests.support.decode_cases import Case, NearTieError, check, selected, without_near_ties
 from tests.support.decode_cases import Step as DecodeStep
 
@@ -20,10 +21,11 @@ PAPER = NSAConfig.paper()
 BF16 = torch.bfloat16
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("group", [1, 4, 16])
-@pytest.mark.parametrize("queries", [1, 4])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize(
+    ("dim", "group", "queries", "dtype"),
+    cases.product([64, 128], [1, 4, 16], [1, 4], [BF16, torch.float16], cover=2),
+    ids=str,
+)
 def test_step(dim: int, group: int, queries: int, dtype: torch.dtype) -> None:
     """The empty sequence, bounds of blocks and pages, and one 1000 times longer than another."""
     cached = (0, 1, 15, 16, 30, 31, 63, 64, 5000)
@@ -33,20 +35,21 @@ def test_step(dim: int, group: int, queries: int, dtype: torch.dtype) -> None:
 TILES = NSAConfig(num_selected_blocks=4, window_size=100)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("group", [1, 4, 16])
-@pytest.mark.parametrize("queries", [1, 8])
+TILE_MODE = {
+    "default": TILES,
+    "overlapping, small tiles": replace(
+        TILES, q_tile_size=3, compress_block_size=32, compress_stride=16, select_block_size=64
+    ),
+    "shared": replace(TILES, share_heads_in_group=True, num_local_blocks=1, q_tile_size=5),
+}
+
+
 @pytest.mark.parametrize(
-    "config",
-    [
-        TILES,
-        replace(TILES, q_tile_size=3, compress_block_size=32, compress_stride=16, select_block_size=64),
-        replace(TILES, share_heads_in_group=True, num_local_blocks=1, q_tile_size=5),
-    ],
-    ids=["default", "overlapping, small tiles", "shared"],
+    ("name", "dim", "group", "queries"), cases.product(TILE_MODE, [64, 128], [1, 4, 16], [1, 8], cover=2)
 )
-def test_step_in_tile_mode(config: NSAConfig, dim: int, group: int, queries: int) -> None:
+def test_step_in_tile_mode(name: str, dim: int, group: int, queries: int) -> None:
     """Steps that begin, cross and end at bounds of tiles, blocks and pages."""
+    config = TILE_MODE[name]
     cached = (0, 1, 63, 64, 250, 255, 256, 3000)
     check(without_near_ties(Case(cached, config, queries, group=group, kv_heads=2, dim=dim)), "cuda")
 

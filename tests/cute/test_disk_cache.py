@@ -150,45 +150,39 @@ def test_threads_may_note_the_same_at_once(tmp_path: Path, monkeypatch: pytest.M
     assert [path.suffix for path in where.iterdir()] == [".json"]
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
-def test_open_folders_are_not_used(mode: int, tmp_path: Path, loaded: list[str]) -> None:
+def link_folder(where: Path) -> None:
+    where.symlink_to(where.rename(where.with_name("elsewhere")))
+
+
+def link_file(where: Path) -> None:
+    (entry,) = entries(where)
+    entry.symlink_to(entry.rename(where / "elsewhere"))
+
+
+OTHERS_MAY: dict[str, tuple[Callable[[Path], None], str]] = {
+    "read the folder": (lambda where: where.chmod(0o755), "chmod 700 {where}"),
+    "write to the folder": (lambda where: where.chmod(0o770), "chmod 700 {where}"),
+    "open the folder": (lambda where: where.chmod(0o701), "chmod 700 {where}"),
+    "replace the folder": (link_folder, "must be this user's own"),
+    "read a file": (lambda where: entries(where)[0].chmod(0o640), "chmod 600 {where}/a-"),
+    "replace a file": (link_file, "must be this user's own"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS_MAY)
+def test_nothing_is_loaded_that_others_may_change(what: str, tmp_path: Path, loaded: list[str]) -> None:
+    """Nor kept in such a folder. It is told once."""
     where = tmp_path / "cache"
     keep(where)
-    where.chmod(mode)
-    with pytest.warns(
-        UserWarning, match=f"must be this user's own, and of no one else: chmod 700 {re.escape(str(where))}"
-    ):
+    allow, told = OTHERS_MAY[what]
+    allow(where)
+    with pytest.warns(UserWarning, match=re.escape(told.format(where=where))):
         assert isinstance(keep(where), Compiled)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it is told once
+        warnings.simplefilter("error")
         assert isinstance(keep(where, "b"), Compiled)
     assert not loaded
-    assert len(entries(where)) == 1
-
-
-def test_open_files_are_not_loaded(tmp_path: Path, loaded: list[str]) -> None:
-    where = tmp_path / "cache"
-    keep(where)
-    (entry,) = entries(where)
-    entry.chmod(0o640)
-    with pytest.warns(UserWarning, match=f"chmod 600 {re.escape(str(entry))}"):
-        assert isinstance(keep(where), Compiled)
-    assert not loaded
-
-
-def test_links_are_not_followed(tmp_path: Path, loaded: list[str]) -> None:
-    real, link = tmp_path / "real", tmp_path / "link"
-    keep(real)
-    link.symlink_to(real)
-    with pytest.warns(UserWarning, match="must be this user's own"):
-        assert isinstance(keep(link), Compiled)
-    (entry,) = entries(real)
-    entry.rename(real / "elsewhere")
-    entry.symlink_to(real / "elsewhere")
-    disk_cache._tell_once.cache_clear()
-    with pytest.warns(UserWarning, match="must be this user's own"):
-        assert isinstance(keep(real), Compiled)
-    assert not loaded
+    assert any(path.name.startswith("b-") for path in entries(where)) == what.endswith("a file")
 
 
 def test_folders_of_others_are_not_used(tmp_path: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

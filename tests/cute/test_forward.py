@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,20 +11,20 @@ from torch import Tensor
 import dispatch
 from nsa import NSAAux, NSAConfig, nsa_forward, nsa_forward_aux, reference
 from nsa.inputs import NSAInputs
+from tests.support import cases
 from tests.support.causality import assert_causal
 from tests.support.cute_cases import (
     BF16,
     FP16,
     OPTIONS,
-    REFUSED,
     SIZES,
     SOME,
     block_scores,
     check_forward,
     gate_weight,
     on_gpu,
-    with_sizes,
 )
+from tests.support.hardware import STRATEGIES
 from tests.support.helpers import make_qkv
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
@@ -39,18 +38,24 @@ def test_sizes(tokens: int, strategy: str) -> None:
         assert int((aux.indices[:, :, -1] >= 0).sum(-1).max()) == 3
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(
+    ("group", "dim", "dtype"), cases.product([1, 2, 4, 8, 16], [64, 128], [BF16, FP16], cover=2), ids=str
+)
 def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
     heads = max(group, 2)
     qkv = on_gpu(1000, heads, heads // group, dim, dtype=dtype, batch=2)
     check_forward(NSAInputs(*qkv, gate_proj_weight=gate_weight(heads, dim, dtype)), SOME)
 
 
-@pytest.mark.parametrize("select", [64, 128])
-@pytest.mark.parametrize(("length", "stride"), [(16, 16), (32, 32), (64, 64), (128, 128), (32, 16), (20, 7)])
-def test_blocks(length: int, stride: int, select: int, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("entries", "select", "strategy"),
+    cases.product([(16, 16), (32, 32), (64, 64), (128, 128), (32, 16), (20, 7)], [64, 128], STRATEGIES, cover=2),
+    indirect=["strategy"],
+)
+@pytest.mark.usefixtures("strategy")
+def test_blocks(entries: tuple[int, int], select: int) -> None:
+    """Entries by their length and stride."""
+    length, stride = entries
     config = NSAConfig(
         compress_block_size=length,
         compress_stride=stride,
@@ -69,8 +74,9 @@ def test_value_dims(dims: tuple[int, int], strategy: str) -> None:
     check_forward(NSAInputs(*qkv, gate_proj_weight=gate_weight(4, dims[0])), SOME)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(name: str, strategy: str) -> None:
+@pytest.mark.parametrize(("name", "strategy"), cases.product(OPTIONS, STRATEGIES), indirect=["strategy"])
+@pytest.mark.usefixtures("strategy")
+def test_options(name: str) -> None:
     check_forward(NSAInputs(*on_gpu(5000, 4, 2), gate_proj_weight=gate_weight(4)), replace(SOME, **OPTIONS[name]))
 
 
@@ -221,25 +227,3 @@ def test_at_most_ten_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.cuda.synchronize()
     kernels = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert 3 < len(kernels) <= 10, kernels
-
-
-# What the backend refuses, with the reason
-
-
-@pytest.mark.parametrize(("changes", "reason"), REFUSED)
-def test_refused_options(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(dispatch.BackendError, match=with_sizes(reason)):
-        nsa_forward(*on_gpu(300), **changes)
-
-
-@pytest.mark.parametrize(
-    ("keywords", "reason"),
-    [
-        ({"dim": 256}, "takes head dims 64 and 128, got D=256"),
-        ({"dim": 64, "v_dim": 96}, "got D_v=96"),
-        ({"dtype": torch.float32}, "takes bfloat16 and float16, got float32"),
-    ],
-)
-def test_refused_inputs(keywords: dict[str, Any], reason: str) -> None:
-    with pytest.raises(dispatch.BackendError, match=reason):
-        nsa_forward(*on_gpu(300, **keywords))

@@ -1,8 +1,9 @@
-"""Attention of each token to its own blocks of keys, on a GPU, against fp64; its worklists and refusals."""
+"""Attention of each token to its own blocks of keys, KV-outer and query-outer, on a GPU, against fp64; worklists."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.plan import per_token
 from cute_kernels.pool.documents import PackedBlocks
 from tests.support import cases
 from tests.support.hardware import ATOMIC_FREE
@@ -152,11 +154,20 @@ def test_sizes(tokens: int) -> None:
 
 
 @CUDA
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (128, 128), (128, 64), (64, 128)])
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16, 64])
-def test_groups(group: int, dim: int, v_dim: int, dtype: torch.dtype) -> None:
-    make(517, group, 2, dim, v_dim, dtype=dtype, batch=1 if group == 64 else 2, count=5).check_both()
+@pytest.mark.parametrize(
+    ("group", "dims", "dtype"),
+    cases.product([1, 2, 3, 4, 8, 16, 64], [(64, 64), (128, 128), (128, 64), (64, 128)], [BF16, FP16], cover=2),
+    ids=str,
+)
+def test_groups(group: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    make(517, group, 2, *dims, dtype=dtype, batch=1 if group == 64 else 2, count=5).check_both()
+
+
+@CUDA
+@pytest.mark.parametrize("dim", [64, 128])
+def test_groups_of_128(dim: int) -> None:
+    """As many heads as a key/value head may have, query-outer."""
+    make(517, 128, 2, dim, count=5).check_forward(query_outer=True)
 
 
 @CUDA
@@ -183,9 +194,12 @@ FORCED = [(1, 2), (0, 2), (1, 1), (2, 0), (2, 3)]
 
 
 @CUDA
-@pytest.mark.parametrize("forced", FORCED)
-@pytest.mark.parametrize(("group", "dim", "v_dim"), [(1, 64, 64), (4, 128, 64), (16, 128, 128), (3, 64, 128)])
-def test_forced_blocks(group: int, dim: int, v_dim: int, forced: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("heads", "forced"), cases.product([(1, 64, 64), (4, 128, 64), (16, 128, 128), (3, 64, 128)], FORCED)
+)
+def test_forced_blocks(heads: tuple[int, int, int], forced: tuple[int, int]) -> None:
+    """Heads by the size of a group, D and D_v."""
+    group, dim, v_dim = heads
     make(733, group, 2, dim, v_dim, batch=2, count=8, forced=forced).check()
     make([500, 0, 1, 129, 64, 77], group, 2, dim, v_dim, behind=9, count=8, forced=forced).check()
     if forced != (2, 3):
@@ -193,17 +207,16 @@ def test_forced_blocks(group: int, dim: int, v_dim: int, forced: tuple[int, int]
 
 
 @CUDA
-@pytest.mark.parametrize("forced", [(1, 1), (0, 2), (0, 1)])
-@pytest.mark.parametrize("size", [128, 192, 256])
+@pytest.mark.parametrize(("size", "forced"), cases.product([128, 192, 256], [(1, 1), (0, 2), (0, 1)]))
 def test_forced_blocks_of_sizes(size: int, forced: tuple[int, int]) -> None:
     make(1700, 4, 2, 128, size=size, forced=forced).check_forward()
     make([1100, 77, 300], 4, 2, 128, size=size, forced=forced).check_forward()
 
 
 @CUDA
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize(
+    ("gates", "forced", "dtype"), cases.product(GATES, [(0, 0), (1, 2)], [BF16, FP16], cover=2), ids=str
+)
 def test_gated_on_the_way(
     gates: str, forced: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,11 +268,9 @@ def test_chunks_and_work_tiles(rows: int, chunk_bytes: int, monkeypatch: pytest.
 
 
 @CUDA
-@pytest.mark.parametrize(("branches", "w_dtype"), TERMS)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_dq_with_other_terms(
-    dim: int, branches: int, w_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("terms", "dim"), cases.product(TERMS, [64, 128]), ids=str)
+def test_dq_with_other_terms(terms: tuple[int, torch.dtype | None], dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    branches, w_dtype = terms
     for size, group in ((64, 16), (128, 3)):
         inputs = make(1500, group, 2, dim, batch=2, size=size)
         inputs.check_terms(branches=branches, w_dtype=w_dtype)
@@ -299,18 +310,40 @@ def test_dq_with_the_window(
 
 
 @CUDA
-@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
-@pytest.mark.parametrize("token", [0, 63, 64, 500, 998])
-def test_future_changes_nothing(token: int, forced: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("token", "forced", "query_outer"),
+    [
+        *(
+            (token, forced, False)
+            for token, forced in zip([0, 63, 64, 500, 998], cycle([(0, 0), (1, 2)]), strict=False)
+        ),
+        *((token, (0, 0), True) for token in (0, 63, 64, 500, 997)),
+    ],
+)
+def test_future_changes_nothing(token: int, forced: tuple[int, int], query_outer: bool) -> None:
     """Tokens behind `token`, and what they choose, are others: o and lse up to it are bitwise the same."""
     inputs = make(999, 16, 2, 128, count=8, forced=forced)
-    o, lse = inputs.forward()
+    o, lse = inputs.forward(query_outer=query_outer)
     indices = inputs.indices.clone()
     chosen = random_indices((1, 2), [999], 16, 8, size=64, seed=5, forced=forced)
     indices[:, :, token + 1 :] = chosen[:, :, token + 1 :].cuda()
-    other, other_lse = replace(inputs.other_after(token), indices=indices).forward()
+    other, other_lse = replace(inputs.other_after(token), indices=indices).forward(query_outer=query_outer)
     assert torch.equal(o[:, : token + 1], other[:, : token + 1])
     assert torch.equal(lse[..., : token + 1], other_lse[..., : token + 1])
+
+
+@CUDA
+def test_query_outer_for_some_tokens_repeats_the_whole() -> None:
+    """From any token that begins a tile the same bits; and the same bits each time."""
+    from cute_kernels.attend.query_outer import query_outer_forward
+
+    inputs = make(1000, 16, 2, 128, count=8)
+    whole = inputs.forward(query_outer=True)
+    for start, stop in ((0, 1000), (8, 704), (640, 1000)):
+        tensors = inputs.q[:, start:stop], inputs.k[:, :stop], inputs.v[:, :stop], inputs.indices[:, :, start:stop]
+        o, lse = query_outer_forward(*tensors, size=inputs.size, scale=inputs.scale, first_token=start)
+        assert torch.equal(o, whole[0][:, start:stop])
+        assert torch.equal(lse, whole[1][..., start:stop])
 
 
 @CUDA
@@ -325,7 +358,30 @@ def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     make(517, group, 2, 128, count=14, forced=(1, 2)).check_gated("projected")
 
 
-# ---------------------------------------------------------------- refusals
+# ---------------------------------------------------------------- rule and refusals
+
+
+def test_which_calls_are_query_outer() -> None:
+    """By shapes alone, unless told otherwise; never for what the kernel refuses."""
+
+    def query_outer(group: int, slots: int, override: bool | None = None) -> bool:
+        return per_token(group, slots, override) == "query_outer"
+
+    groups = (1, 16, 32, 63, 64, 128, 129)
+    assert [query_outer(group, 16) for group in groups] == 4 * [False] + [True, True, False]
+    assert not query_outer(64, 2049)
+    assert query_outer(1, 16, True)
+    assert not query_outer(129, 16, True)
+    assert not query_outer(64, 16, False)
+
+
+@pytest.mark.parametrize(
+    ("group", "slots", "message"), [(129, 1, "at most 128 heads"), (64, 2049, "at most 2048 slots for 64 heads")]
+)
+def test_what_query_outer_refuses(group: int, slots: int, message: str) -> None:
+    indices = torch.zeros((1, 1, 3, slots), dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        make(3, group, 1, indices=indices, device="cpu").forward(query_outer=True)
 
 
 A_PACK = PackedBlocks(torch.zeros((9, 2)), torch.zeros(20), 1)

@@ -18,7 +18,8 @@ from cute_kernels.fa4 import interface as fa4
 from cute_kernels.fa4 import rules as fa4_rules
 from cute_kernels.runtime import device
 from dispatch import neighborhood_attention
-from tests.support import step_twins
+from tests.support import cases, step_twins
+from tests.support.cute_cases import SLACK, captured
 from tests.support.hardware import NEIGHBORHOOD
 from tests.support.helpers import make_qkv
 from tests.support.neighborhood_cases import check
@@ -274,9 +275,6 @@ def test_goes_before_triton_where_windows_are_wide_and_it_can_run() -> None:
 
 # On a GPU
 
-SLACK = 1e-4
-"""A row with one key has dS = P (do . v - do . o) = 0, but the two products are summed in different orders."""
-
 GPU_CASES: dict[str, dict[str, Any]] = {
     "one token": {"tokens": 1, "kernel_size": 7},
     "one key": {"tokens": 300, "kernel_size": 1, "dilation": 2},
@@ -305,8 +303,7 @@ GPU_CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("case", GPU_CASES)
+@pytest.mark.parametrize(("case", "dtype"), cases.product(GPU_CASES, [BF16, FP16]), ids=str)
 def test_on_a_gpu(case: str, dtype: torch.dtype) -> None:
     check("cute", device="cuda", dtype=dtype, slack=SLACK, **{"dim": 128, **GPU_CASES[case]})
 
@@ -362,14 +359,7 @@ def test_training_step_as_a_cuda_graph() -> None:
         out = neighborhood_attention(*static, kernel_size=63, dilation=3, backend="cute")
         return (out.detach(), *torch.autograd.grad(out, static, do))
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = captured(step)
     for seed in (1, 2):
         with torch.no_grad():
             for tensor, value in zip(static, on_gpu(3001, seed=seed), strict=True):

@@ -15,9 +15,10 @@ from bench import oracles
 from dispatch import neighborhood_attention
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
 from nsa.inputs import KEY_NAMES, NSAInputs
+from tests.support import cases
 from tests.support.causality import BRANCHES, LSES, assert_causal
 from tests.support.cute_cases import SLACK, SOME, block_scores, gate_weight, gradients, like, on_gpu
-from tests.support.hardware import DETERMINISTIC
+from tests.support.hardware import DETERMINISTIC, STRATEGIES
 from tests.support.helpers import error_budget, make_qkv
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
@@ -41,10 +42,10 @@ TILE_MODE = {
 }
 ANY_CUT = (0, 1, 77, 128, 1000, 1001, 2047, 2900, TOKENS)
 CUT_AT_TILES = (0, 256, 1024, 2816, TOKENS)
-CASES = [
-    *[(config, ANY_CUT, f"token mode, {name}") for name, config in TOKEN_MODE.items()],
-    *[(config, CUT_AT_TILES, f"tile mode, {name}") for name, config in TILE_MODE.items()],
-]
+CASES = {
+    **{f"token mode, {name}": (config, ANY_CUT) for name, config in TOKEN_MODE.items()},
+    **{f"tile mode, {name}": (config, CUT_AT_TILES) for name, config in TILE_MODE.items()},
+}
 
 
 def chunk(inputs: NSAInputs, start: int, stop: int) -> NSAInputs:
@@ -73,12 +74,16 @@ def assert_rows(
     assert torch.equal(aux.indices, whole_aux.indices[:, :, tiles]), "indices"
 
 
-@pytest.mark.parametrize(("config", "cuts"), [case[:2] for case in CASES], ids=[case[2] for case in CASES])
-@pytest.mark.parametrize("heads", [(8, 2, 128), (16, 1, 64), (4, 4, 128)], ids=str)
-def test_rows_are_those_of_the_whole(
-    heads: tuple[int, int, int], config: NSAConfig, cuts: tuple[int, ...], strategy: str
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "heads", "strategy"),
+    cases.product(CASES, [(8, 2, 128), (16, 1, 64), (4, 4, 128)], STRATEGIES, cover=2),
+    indirect=["strategy"],
+    ids=str,
+)
+@pytest.mark.usefixtures("strategy")
+def test_rows_are_those_of_the_whole(name: str, heads: tuple[int, int, int]) -> None:
     """Token mode for any cut, tile mode for cuts at tiles; a row alone among them. With and without aux."""
+    config, cuts = CASES[name]
     q, k, v = on_gpu(TOKENS, *heads, batch=2)
     inputs = NSAInputs(q, k, v, gate_proj_weight=gate_weight(heads[0], heads[2]))
     whole = call(nsa_forward_aux, inputs, config)
@@ -112,10 +117,20 @@ def test_chunks_of_chunks(config: NSAConfig, monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(call(nsa_forward, chunk(inputs, 768, TOKENS), config), expected)
 
 
-@pytest.mark.parametrize("name", ["plain", "shared in the group", "sparse compressed"])
-@pytest.mark.parametrize(("start", "stop"), [(100, 2900), (300, 310), (2815, 2816), (2817, 3000)])
-def test_inside_a_tile_with_its_sum(start: int, stop: int, name: str, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("at", "name", "strategy"),
+    cases.product(
+        [(100, 2900), (300, 310), (2815, 2816), (2817, 3000)],
+        ["plain", "shared in the group", "sparse compressed"],
+        STRATEGIES,
+        cover=2,
+    ),
+    indirect=["strategy"],
+)
+@pytest.mark.usefixtures("strategy")
+def test_inside_a_tile_with_its_sum(at: tuple[int, int], name: str) -> None:
     """Rows of the call on the prefix: bit for bit where the same blocks are selected, all others are near ties."""
+    start, stop = at
     config, (q, k, v) = TILE_MODE[name], on_gpu(TOKENS)
     size = config.q_tile_size
     q_sum = q[:, start // size * size : start].float().sum(1)
@@ -167,10 +182,15 @@ def test_few_queries(config: NSAConfig) -> None:
 # Gradients
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(("config", "cuts"), [case[:2] for case in CASES], ids=[case[2] for case in CASES])
-def test_gradients_of_chunks_add_up(config: NSAConfig, cuts: tuple[int, ...], recompute: bool, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "recompute", "strategy"),
+    cases.product(CASES, [False, True], STRATEGIES, cover=2),
+    indirect=["strategy"],
+)
+@pytest.mark.usefixtures("strategy")
+def test_gradients_of_chunks_add_up(name: str, recompute: bool) -> None:
     """To those of the whole in fp64, each share rounded once; dq is the chunk's own."""
+    config, cuts = CASES[name]
     inputs = NSAInputs(*on_gpu(TOKENS), gate_proj_weight=gate_weight())
     _, aux = call(nsa_forward_aux, inputs, config)
     fixed = {"indices": aux.indices.long(), "cmp_indices": None if aux.cmp_indices is None else aux.cmp_indices.long()}
@@ -240,9 +260,11 @@ def test_nothing_depends_on_later_tokens(config: NSAConfig, strategy: str) -> No
 # Neighborhood attention
 
 
-@pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=str)
-@pytest.mark.parametrize("dilation", [1, 3, 700])
-@pytest.mark.parametrize("kernel_size", [1, 64, 129, 4000])
+@pytest.mark.parametrize(
+    ("kernel_size", "dilation", "heads"),
+    cases.product([1, 64, 129, 4000], [1, 3, 700], [(8, 2), (4, 4)], cover=2),
+    ids=str,
+)
 def test_neighborhoods(kernel_size: int, dilation: int, heads: tuple[int, int]) -> None:
     """Rows bit for bit for any cut, shares of gradients within rounding."""
     q, k, v = make_qkv(TOKENS, *heads, 128, batch=2, dtype=torch.bfloat16, device="cuda", requires_grad=True)

@@ -14,6 +14,7 @@ from cute_kernels.select.token import overlap_weights, token_topk
 from cute_kernels.select.token_tiling import KEY_TILE, TILINGS, choose_tiling, score_layout
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
+from tests.support import cases
 from tests.support.helpers import make_qkv
 from tests.support.select_cases import blocks_of, check_chosen, compressed
 
@@ -93,7 +94,7 @@ def test_tilings() -> None:
 def test_bad_arguments_are_named() -> None:
     q, k, _ = make_qkv(100, 4, 2, 64, dtype=torch.bfloat16)
     k_cmp, lse = k[:, :5], torch.zeros(1, 4, 100)
-    cases: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
+    refused: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
         (TypeError, "q must be bfloat16 or float16", (q.float(), k_cmp, lse, PAPER)),
         (TypeError, "k_cmp must be torch.bfloat16", (q, k_cmp.half(), lse, PAPER)),
         (TypeError, "lse_cmp must be torch.float32", (q, k_cmp, lse.double(), PAPER)),
@@ -106,7 +107,7 @@ def test_bad_arguments_are_named() -> None:
         (ValueError, r"l'/d \+ l/d - 1", (q, k_cmp, lse, replace(PAPER, select_block_size=4096))),
         (ValueError, "shared memory", (q, k_cmp, lse, replace(PAPER, num_selected_blocks=4096))),
     ]
-    for error, message, arguments in cases:
+    for error, message, arguments in refused:
         with pytest.raises(error, match=message):
             token_topk(*arguments)
     documents: Any = SimpleNamespace(tile=48)
@@ -157,9 +158,11 @@ def test_sizes(tokens: int) -> None:
 
 
 @on_cuda
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16, 17, 48, 64])
+@pytest.mark.parametrize(
+    ("group", "dim", "dtype"),
+    cases.product([1, 2, 3, 4, 8, 16, 17, 48, 64], [64, 128], [BF16, FP16], cover=2),
+    ids=str,
+)
 def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
     check_kernel(on_gpu(1500, 2 * group, 2, dim, dtype=dtype, batch=2))
 

@@ -161,9 +161,9 @@ def test_sizes(tokens: int, causal: bool) -> None:
 @pytest.mark.cuda
 @ATOMIC_FREE
 @NOISY
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("group", "dim", "dtype"), cases.product([1, 2, 4, 8], [64, 128], [BF16, FP16], cover=2), ids=str
+)
 def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
     heads = max(group, 2)
     make(1000, heads, heads // group, dim, dtype=dtype, batch=2).check()
@@ -172,9 +172,9 @@ def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.cuda
 @ATOMIC_FREE
 @NOISY
-@CAUSAL
-@pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
-@pytest.mark.parametrize("size", [64, 128, 192])
+@pytest.mark.parametrize(
+    ("size", "shared", "causal"), cases.product([64, 128, 192], [False, True], [True, False], cover=2)
+)
 def test_blocks(size: int, shared: bool, causal: bool) -> None:
     make(1100, 8, 2, 64, size=size, shared=shared, causal=causal).check()
 
@@ -198,11 +198,13 @@ def test_other_number_of_keys(keys: int) -> None:
 @pytest.mark.cuda
 @ATOMIC_FREE
 @NOISY
-@CAUSAL
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize(("length", "stride"), [(32, 16), (4, 4), (7, 5)])
-@pytest.mark.parametrize("tokens", [33, 1000, 5000])
-def test_entries(tokens: int, length: int, stride: int, size: int, causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "entries", "size", "causal"),
+    cases.product([33, 1000, 5000], [(32, 16), (4, 4), (7, 5)], [64, 128], [True, False], cover=2),
+)
+def test_entries(tokens: int, entries: tuple[int, int], size: int, causal: bool) -> None:
+    """Entries by their length and stride."""
+    length, stride = entries
     make(tokens, 8, 2, size=size, causal=causal, length=length, stride=stride, count=3).check()
 
 

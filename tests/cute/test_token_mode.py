@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.inputs import NSAInputs
+from tests.support import cases
 from tests.support.causality import assert_causal
 from tests.support.cute_cases import BF16, FP16, check_forward, check_gradients, gate_weight, like, on_gpu
 from tests.support.helpers import assert_as_alone
@@ -33,16 +34,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("tokens", [1, 31, 32, 63, 64, 65, 257, 1000, 4096])
+@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 63, 64, 65, 257, 1000, 2500])
 def test_sizes(tokens: int) -> None:
-    aux = check_forward(NSAInputs(*on_gpu(tokens), gate_proj_weight=gate_weight()), PAPER)
+    inputs = NSAInputs(*on_gpu(tokens), gate_proj_weight=gate_weight())
+    aux = check_forward(inputs, PAPER)
     if tokens > 1000:  # the selection left something out
         assert int((aux.indices[:, :, -1] >= 0).sum(-1).max()) == 6
+    check_gradients(inputs, PAPER)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("group", [1, 2, 4, 8, 16, 64])
+@pytest.mark.parametrize(
+    ("group", "dim", "dtype"), cases.product([1, 2, 4, 8, 16, 64], [64, 128], [BF16, FP16], cover=2), ids=str
+)
 def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
     heads = max(group, 2)
     qkv = on_gpu(700, heads, heads // group, dim, dtype=dtype, batch=2)
@@ -63,13 +66,7 @@ def test_value_dims(dims: tuple[int, int]) -> None:
     check_gradients(inputs, PAPER)
 
 
-@pytest.mark.parametrize("tokens", [1, 33, 64, 65, 1000, 2500])
-def test_gradients(tokens: int) -> None:
-    check_gradients(NSAInputs(*on_gpu(tokens), gate_proj_weight=gate_weight()), PAPER)
-
-
-@pytest.mark.parametrize("group", [1, 4, 16])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("group", "recompute"), cases.product([1, 4, 16], [False, True]))
 def test_gradients_of_groups(group: int, recompute: bool) -> None:
     heads = max(group, 2)
     inputs = NSAInputs(*on_gpu(700, heads, heads // group, 64, batch=2), gate_proj_weight=gate_weight(heads, 64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from bench import oracles
 from cute_kernels.fa4.rules import STRATEGY_VARIABLE
-from dispatch import BackendError
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
 from nsa.inputs import NSAInputs
-from tests.support.cute_cases import Alone, alone_documents, part_of
+from tests.support import cases
+from tests.support.cute_cases import Alone, alone_documents, captured, part_of
 from tests.support.helpers import assert_within_budget, make_qkv
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
@@ -66,12 +67,22 @@ CASES = {
 }
 
 
-@pytest.fixture(params=["own strategy", "sm_100 strategy"], autouse=True)
-def _strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "sm_100 strategy":
+STRATEGIES = ("own strategy", "sm_100 strategy")
+
+
+@pytest.fixture(autouse=True)
+def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's own tiles, unless a test asks for others."""
+    if getattr(request, "param", STRATEGIES[0]) == "sm_100 strategy":
         monkeypatch.setenv(STRATEGY_VARIABLE, "sm_100")
     else:
         monkeypatch.delenv(STRATEGY_VARIABLE, raising=False)
+
+
+def with_strategies(names: str, *axes: Iterable[Any], cover: int = 1) -> Any:
+    """Parameters of a test, and the strategy as one more."""
+    values = cases.product(*axes, STRATEGIES, cover=cover)
+    return pytest.mark.parametrize((*names.split(), "strategy"), values, indirect=["strategy"], ids=str)
 
 
 def pack(case: Case, lengths: tuple[int, ...] = LENGTHS, tail: int = TAIL, *, seed: int = 0) -> NSAInputs:
@@ -125,11 +136,12 @@ def assert_equals_each_document_alone(case: Case, lengths: tuple[int, ...] = LEN
         assert (tensor == fill).all(), f"{name} behind the last document"
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_equals_each_document_alone(case: Case) -> None:
-    assert_equals_each_document_alone(case)
+@with_strategies("name", CASES, cover=2)
+def test_equals_each_document_alone(name: str) -> None:
+    assert_equals_each_document_alone(CASES[name])
 
 
+@with_strategies("")
 def test_lists_all_blocks_of_entries_where_they_fit() -> None:
     """Two blocks, and a first tile that sees one of them."""
     case = CASES["sparse compressed"]
@@ -140,14 +152,13 @@ def test_lists_all_blocks_of_entries_where_they_fit() -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("tile", [pytest.param(tile, marks=pytest.mark.sm_90(q_tile_size=tile)) for tile in (128, 384)])
-def test_tiles_of_sm_90(tile: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(STRATEGY_VARIABLE, raising=False)
+def test_tiles_of_sm_90(tile: int, dim: int) -> None:
     assert_equals_each_document_alone(Case(replace(OVERLAPPING, q_tile_size=tile), dim=dim))
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_has_the_shapes_of_the_reference(case: Case) -> None:
-    lengths = (300, 0, 20)
+@with_strategies("name", CASES)
+def test_has_the_shapes_of_the_reference(name: str) -> None:
+    case, lengths = CASES[name], (300, 0, 20)
     inputs = pack(case, lengths)
     out, aux = run(inputs, case.config)
     expected_out, expected = reference.nsa(inputs, case.config)
@@ -160,8 +171,12 @@ def test_has_the_shapes_of_the_reference(case: Case) -> None:
             assert (got.shape, got.dtype) == (tensor.shape, tensor.dtype), name
 
 
-@pytest.mark.parametrize("weights", [(), ("w_k_compress", "w_v_compress")], ids=["means", "projected"])
-@pytest.mark.parametrize("name", ["seed", "overlapping, forced", "sparse compressed", "own keys"])
+@with_strategies(
+    "name weights",
+    ["seed", "overlapping, forced", "sparse compressed", "own keys"],
+    [(), ("w_k_compress", "w_v_compress")],
+    cover=2,
+)
 def test_agrees_with_the_oracle(name: str, weights: tuple[str, ...]) -> None:
     case = replace(CASES[name], tensors=CASES[name].tensors + weights)
     inputs = pack(case)
@@ -176,10 +191,9 @@ def test_agrees_with_the_oracle(name: str, weights: tuple[str, ...]) -> None:
             assert_within_budget(part[field], getattr(exact_aux, field)[0], low_aux[field][0], field)
 
 
-@pytest.mark.parametrize("name", ["overlapping, forced", "sparse compressed"])
-@pytest.mark.parametrize("spare", [-1, 0, 500], ids=["no spare rows", "as computed", "more rows"])
+@with_strategies("name spare", ["overlapping, forced", "sparse compressed"], [-1, 0, 500])
 def test_given_entries(name: str, spare: int) -> None:
-    """As they were computed, they change no bit; rows behind them are not read."""
+    """As they were computed, with no, the same or more rows to spare, they change no bit; spare rows are not read."""
     case = CASES[name]
     inputs = pack(case)
     out, aux = run(inputs, case.config)
@@ -208,8 +222,7 @@ def spoilt(inputs: NSAInputs, document: Alone, value: float) -> NSAInputs:
     return replace(inputs, **changed)
 
 
-@pytest.mark.parametrize("name", REACHED)
-@pytest.mark.parametrize("value", [3.0, torch.nan, torch.inf])
+@with_strategies("name value", REACHED, [3.0, torch.nan, torch.inf], cover=2)
 def test_no_document_reaches_another(name: str, value: float) -> None:
     """Neither the one before it, whose last tiles of keys may go on behind its end, nor the one behind it."""
     case = CASES[name]
@@ -228,8 +241,7 @@ def test_no_document_reaches_another(name: str, value: float) -> None:
         assert not after[sum(LENGTHS) :].any()
 
 
-@pytest.mark.parametrize("name", REACHED)
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@with_strategies("name value", REACHED, [torch.nan, torch.inf], cover=2)
 def test_no_gradient_reaches_another_document(name: str, value: float) -> None:
     """FlashAttention-4 adds up in any order, and P and dS are rounded to bf16: 2^-7 of the largest gradient."""
     case = CASES[name]
@@ -256,8 +268,9 @@ def test_no_gradient_reaches_another_document(name: str, value: float) -> None:
             torch.testing.assert_close(new, old, rtol=0, atol=allowed, msg=lambda m, of=of: f"d{of}: {m}")
 
 
-@pytest.mark.parametrize("docs", [300, 2500], ids=["FA4's own tables", "several rounds of adding up"])
+@with_strategies("docs", [300, 2500])
 def test_many_documents(docs: int) -> None:
+    """With 300 FlashAttention-4's own tables, with 2500 several rounds of adding up."""
     case = CASES["shared"]
     generator = torch.Generator().manual_seed(docs)
     lengths = tuple(torch.randint(0, 90, (docs,), generator=generator).tolist())
@@ -270,9 +283,9 @@ def test_many_documents(docs: int) -> None:
         assert all(torch.equal(tensor, expected[key]) for key, tensor in part_of(aux, document).items())
 
 
-@pytest.mark.parametrize("lengths", [(0,), (0, 0, 0), (1,), (5000,)], ids=str)
-@pytest.mark.parametrize("tail", [0, 3, 300])
-@pytest.mark.parametrize("name", ["seed", "sparse compressed"])
+@with_strategies(
+    "name lengths tail", ["seed", "sparse compressed"], [(0,), (0, 0, 0), (1,), (5000,)], [0, 3, 300], cover=2
+)
 def test_few_tokens(name: str, lengths: tuple[int, ...], tail: int) -> None:
     case = CASES[name]
     inputs = pack(case, lengths, tail)
@@ -285,7 +298,7 @@ def test_few_tokens(name: str, lengths: tuple[int, ...], tail: int) -> None:
     assert aux.indices.shape[1] == (out.shape[0] + len(lengths) * (T - 1)) // T
 
 
-@pytest.mark.parametrize("name", ["seed", "sparse compressed", "own keys"])
+@with_strategies("name", ["seed", "sparse compressed", "own keys"])
 def test_a_graph_follows_the_bounds(name: str) -> None:
     case = CASES[name]
     inputs = pack(case)
@@ -294,15 +307,7 @@ def test_a_graph_follows_the_bounds(name: str) -> None:
         return nsa_forward(**inputs.tensors(), config=case.config, backend="cute")  # type: ignore[arg-type]
 
     torch.utils.deterministic.fill_uninitialized_memory = False
-    call()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
+    graph, out = captured(call)
     total, docs = sum(LENGTHS), len(LENGTHS)
     other = torch.linspace(0, total, docs + 1).round().int()
     for bounds in (other, torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32)):
@@ -312,23 +317,10 @@ def test_a_graph_follows_the_bounds(name: str) -> None:
         assert torch.equal(out, call())
 
 
+@with_strategies("")
 def test_max_seqlen_changes_nothing() -> None:
     case = CASES["seed"]
     inputs = pack(case)
     plain = nsa_forward(**inputs.tensors(), config=case.config, backend="cute")  # type: ignore[arg-type]
     hinted = nsa_forward(**inputs.tensors(), max_seqlen=4000, config=case.config, backend="cute")  # type: ignore[arg-type]
     assert torch.equal(plain, hinted)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"causal": False}, "causal"),
-        ({"select_block_size": 192}, "select_block_size"),
-    ],
-    ids=["not causal", "blocks across tiles"],
-)
-def test_refuses(options: dict[str, Any], words: str) -> None:
-    case = CASES["seed"]
-    with pytest.raises(BackendError, match=words):
-        run(pack(case, (300,), 0), replace(case.config, **options))

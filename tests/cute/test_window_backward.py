@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support import cases
 from tests.support.attention_gradients import Branch, check_gradients, gated_branch, normal_inputs
 from tests.support.hardware import ATOMIC_FREE
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
 BF16, FP16 = torch.bfloat16, torch.float16
-LOCAL = pytest.mark.parametrize("local", [None, (64, 2)], ids=["window", "local-selected"])
+LOCAL_BLOCKS = [None, (64, 2)]
+LOCAL = pytest.mark.parametrize("local", LOCAL_BLOCKS, ids=["window", "local-selected"])
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,11 @@ def make(
 
 @pytest.mark.cuda
 @ATOMIC_FREE
-@LOCAL
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000, 2049])
+@pytest.mark.parametrize(
+    ("tokens", "local"),
+    cases.product([1, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000, 2049], LOCAL_BLOCKS),
+    ids=str,
+)
 def test_sizes(tokens: int, local: tuple[int, int] | None) -> None:
     make(tokens, local=local).check()
 
@@ -127,10 +132,11 @@ def test_windows_as_long_as_the_sequence(tokens: int) -> None:
 
 @pytest.mark.cuda
 @ATOMIC_FREE
-@LOCAL
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("group", [1, 2, 16])
+@pytest.mark.parametrize(
+    ("group", "dim", "dtype", "local"),
+    cases.product([1, 2, 16], [64, 128], [BF16, FP16], LOCAL_BLOCKS, cover=2),
+    ids=str,
+)
 def test_groups(group: int, dim: int, dtype: torch.dtype, local: tuple[int, int] | None) -> None:
     heads = max(group, 2)
     make(900, heads, heads // group, dim, left=255, local=local, dtype=dtype, batch=2).check()

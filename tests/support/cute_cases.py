@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bench import oracles
-from cute_kernels.fa4 import rules as fa4
 from cute_kernels.runtime.device import compute_capability
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
 from nsa.inputs import NSAInputs
@@ -66,22 +65,6 @@ BACKWARD_OPTIONS: list[dict[str, Any]] = [
     {"q_tile_size": 512},
     {"num_init_blocks": 1, "num_local_blocks": 1},
 ]
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"q_tile_size": 100}, "takes q_tile_size in multiples of {rows} on this device, got 100"),
-    ({"q_tile_size": 1, "causal": False}, "with causal=True only, got causal=False"),
-    ({"select_block_size": 32}, "takes select_block_size in multiples of 64, got 32"),
-    ({"num_selected_blocks": 2000}, "chooses at most 1024 blocks per tile, got 2000"),
-    ({"num_cmp_selected_blocks": 9, "n_block_size": 32}, "takes n_block_size {widths} on this device, got 32"),
-    ({"compress_stride": 1, "select_block_size": 128}, "takes at most 128 compressed blocks over one select block"),
-]
-"""Options that no kernel takes, and the reason, in which `with_sizes` names the sizes of a GPU's tiles."""
-
-
-def with_sizes(reason: str) -> str:
-    """A reason of REFUSED as the first GPU gives it."""
-    rules = fa4.rules(torch.device("cuda"))
-    assert rules is not None
-    return reason.format(rows=rules.rows, widths=" or ".join(map(str, sorted(rules.backward_widths))))
 
 
 def on_gpu(tokens: int, heads: int = 8, kv_heads: int = 2, dim: int = 128, **keywords: Any) -> tuple[Tensor, ...]:
@@ -95,6 +78,20 @@ def like(*shape: int, seed: int = 7, dtype: torch.dtype = BF16, scale: float = 1
 
 def gate_weight(heads: int = 8, dim: int = 128, dtype: torch.dtype = BF16) -> Tensor:
     return like(heads, 3, dim, seed=1, dtype=dtype, scale=dim**-0.5)
+
+
+def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of a call, made after the call has run on a side stream, and the results that replays write anew."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    return graph, results
 
 
 # Forward

@@ -12,6 +12,8 @@ import torch
 
 from cute_kernels.fa4 import rules as fa4
 
+STRATEGIES = ("sm_90", "sm_100")
+"""Values of NSA_KERNELS_FA4_STRATEGY, for the fixture `strategy`."""
 DETERMINISTIC = pytest.mark.sm_90(deterministic=True)
 ATOMIC_FREE = pytest.mark.sm_90("gradients without atomics")
 """Tests of their kernels, or of their bits without `deterministic`."""
