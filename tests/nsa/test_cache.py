@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dispatch
 from nsa import NeighborhoodCache, NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
+from nsa.common import resolve
 from nsa.decoding import append as appending
-from nsa.decoding import reference, validate
+from nsa.decoding import reference
 from nsa.decoding.append import write_rows
 from nsa.inputs import NSAInputs
 from tests.support.cache_cases import (
@@ -576,13 +577,14 @@ def test_options_need_no_hash() -> None:
 
 
 def test_few_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "MOST", 3)
+    monkeypatch.setattr(resolve, "MOST", 3)
+    resolve._ACCEPTED.clear()
     inputs = make_inputs(30)
     cache = cache_for(inputs, SMALL["paper"], 64)
     remembered = []
     for start, count in ((0, 1), (1, 2), (3, 3), (6, 3), (9, 4), (13, 5)):
         append(cache, inputs, [count], start)
-        remembered.append(len(cache.taken))
+        remembered.append(len(resolve._ACCEPTED))
     assert remembered == [1, 2, 3, 3, 1, 2]
 
 
