@@ -390,31 +390,26 @@ def test_arguments_and_keys(seen: dict[str, Any], backward: bool, by_fa4: list[L
 
 CODE = """
 import hashlib, os, warnings
-import torch
 from cute_kernels.runtime.launches import launches_of
 from tests.cute import test_fa4_kernels as by_fa4
-from tools import compile_all
+from tools import compile_all, kernel_calls
 
 warnings.simplefilter("ignore")
-wanted, dim, group, dtype = os.environ["CASES"].split(), *map(int, os.environ["SIZES"].split()), torch.bfloat16
-for case in (*compile_all.fa4_cases(dim, group, dtype), *compile_all.fa4_backward_cases(dim, group, dtype)):
-    name = f"{case.kernel} {case.variant}".replace(" ", ":")
-    if wanted and name not in wanted:
-        continue
-    run = case.compile.args[0]
-    ours = [x.kernel.compiled.__cubin__ for x in launches_of(run)]
-    with by_fa4.compiled_by_fa4() as theirs:
-        run()
-    hashes = [[hashlib.sha256(compile_all.code_of(x)).hexdigest() for x in kernels] for kernels in (ours, theirs)]
-    assert len(ours) == len(theirs) > 0, (name, len(ours), len(theirs))
-    assert hashes[0] == hashes[1], name
-    print(name, len(ours))
+wanted, (dim, group) = os.environ["CALLS"], map(int, os.environ["SIZES"].split())
+calls = kernel_calls.calls(dim, group, kernel_calls.VARIED[dim])
+with by_fa4.compiled_by_fa4() as theirs:
+    launched = [x.kernel for call in calls if wanted in call.func.__name__ for x in launches_of(call)]
+ours = {x for x in launched if getattr(x, "build", by_fa4).__module__ == "cute_kernels.fa4.kernels"}
+hashes = [{hashlib.sha256(compile_all.code_of(x)).hexdigest() for x in cubins} for cubins in (
+    [x.compiled.__cubin__ for x in ours], theirs
+)]
+print(len(ours), len(hashes[0] - hashes[1]), *{x.build.__name__ for x in ours})
 """
 
 
 @contextmanager
 def compiled_by_fa4() -> Iterator[list[bytes]]:
-    """Cubins of what calls of fa4/interface.py make FA4's interface compile, in order."""
+    """Cubins of what calls of fa4/interface.py make FA4's interface compile. The calls themselves run, too."""
     import cutlass.utils
     from flash_attn.cute import interface, tile_scheduler
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -429,13 +424,11 @@ def compiled_by_fa4() -> Iterator[list[bytes]]:
         def __getitem__(self, key: Any) -> Any:
             return lambda *_: None
 
-        def __contains__(self, key: Any) -> bool:
-            return False
-
         def __setitem__(self, key: Any, kernel: Any) -> None:
+            super().__setitem__(key, None)
             cubins.append(kernel.__cubin__)
 
-    def on_gpu(call: Callable[..., Any]) -> Callable[..., Any]:
+    def on_gpu(call: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **how: Any) -> Any:
             with FakeTensorMode():
 
@@ -444,6 +437,8 @@ def compiled_by_fa4() -> Iterator[list[bytes]]:
                         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
                     if isinstance(x, fa4.Gradients):
                         return x.map(like)
+                    if type(x) is tuple:
+                        return tuple(map(like, x))
                     if isinstance(x, Mask):
                         lists = x.lists
                         if lists is not None:
@@ -454,8 +449,8 @@ def compiled_by_fa4() -> Iterator[list[bytes]]:
                         return x._replace(lists=lists, documents=documents, tensors=tensors)
                     return x
 
-                call(*map(like, arguments), **{n: like(x) for n, x in how.items() if n != "into"})
-                return how.get("into") or (arguments[0], None)
+                call(*map(like, arguments), **{n: like(x) for n, x in how.items()})
+            return own(*arguments, **how)
 
         return run
 
@@ -465,22 +460,23 @@ def compiled_by_fa4() -> Iterator[list[bytes]]:
         patch.setattr(interface, "is_fake_mode", lambda: True)
         patch.setattr(cutlass.utils, "HardwareInfo", HardwareInfo)
         patch.setattr(tile_scheduler, "HardwareInfo", HardwareInfo)
-        patch.setattr(fa4, "attend", on_gpu(attend))
-        patch.setattr(fa4, "differentiate", on_gpu(differentiate))
+        patch.setattr(fa4, "attend", on_gpu(attend, fa4.attend))
+        patch.setattr(fa4, "differentiate", on_gpu(differentiate, fa4.differentiate))
         yield cubins
 
 
-FEW = ("sm_90a", "64 4", "fa4.window:window fa4.dense_backward:phases")
-EVERY = [(arch, sizes, "") for arch in ("sm_90a", "sm_100a") for sizes in ("64 4", "128 8", "128 1")]
+FEW = ("sm_90a", "64 4", "neighborhoods")
+EVERY = [(arch, sizes, "") for arch in ("sm_90a", "sm_100a") for sizes in ("64 8", "128 8", "128 1")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "sizes", "names"), [FEW, *cases.rest(*EVERY)])
-def test_machine_code(arch: str, sizes: str, names: str, tmp_path: Path) -> None:
-    """Of a window and a backward, and of all that tools/compile_all.py has. Args: sizes: D and G."""
+@pytest.mark.parametrize(("arch", "sizes", "calls"), [FEW, *cases.rest(*EVERY)])
+def test_machine_code(arch: str, sizes: str, calls: str, tmp_path: Path) -> None:
+    """Of one call, or all of tools/kernel_calls.py. Args: sizes: D and G. calls: name of a function, "": of all."""
     from tools.compile_all import child_environment
 
-    environment = {**child_environment(arch, str(tmp_path)), "CASES": names, "SIZES": sizes}
-    counts = [int(line.split()[-1]) for line in run_child(CODE, environment).splitlines()]
-    assert len(counts) == (len(names.split()) or 24)
-    assert sum(counts) > len(counts), "preprocess and rounding as well"
+    environment = {**child_environment(arch, str(tmp_path)), "CALLS": calls, "SIZES": sizes}
+    count, different, *stages = run_child(CODE, environment).split()
+    assert {"forward", "preprocess", "backward", "round_sums"} <= set(stages)
+    assert int(count) > 4
+    assert different == "0"
