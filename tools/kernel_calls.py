@@ -1,7 +1,9 @@
 """Calls that launch every variant of every kernel, ours and FlashAttention-4's, with tensors on the meta device.
 
-calls      calls with given D, G and dtype
-kernels    what the calls of all sizes launch, for the GPU that cute_kernels.runtime.device.TARGET_VARIABLE names
+    calls      calls with given D, G and dtype
+    kernels    what the calls of all sizes launch, for the GPU that cute_kernels.runtime.device.TARGET_VARIABLE names
+
+A call that the kernels do not support raises ValueError.
 """
 
 from __future__ import annotations
@@ -139,8 +141,11 @@ def heads_of(
     return [empty(*shape, dtype=dtype) for shape in shapes]
 
 
-def gating(q: Tensor, name: str | None, fp32: bool) -> dict[str, Tensor]:
-    shapes = {"gate_proj_weight": (q.shape[-2], 3, q.shape[-1]), "gates": (*q.shape[:-1], 3)}
+def gating(q: Tensor, name: str | None, fp32: bool) -> dict[str, Any]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "gate_proj_weight": (q.shape[-2], 3, q.shape[-1]),
+        "gates": (*q.shape[:-1], 3),
+    }
     return {} if name is None else {name: empty(*shapes[name], dtype=torch.float32 if fp32 else q.dtype)}
 
 
