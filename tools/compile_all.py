@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compiles every CuTe kernel of ours and every FlashAttention-4 kernel that we call, without a GPU.
 
-    one process per architecture -> kernels that the calls of kernel_calls.py launch, one after the other -> a line
-    each: size of the cubin, hash of its machine code, seconds
+    one process per architecture -> kernels that the calls of tests/support/kernel_calls.py launch, one after the
+    other -> a line each: size of the cubin, hash of its machine code, seconds
 
 A case fails unless its cubin exists, was assembled for the architecture, and reads no uniform register that nothing
 writes: some versions of ptxas assemble such code. Failures are repeated at the end; the exit status is 1 then. Hashes
@@ -40,7 +40,7 @@ if __package__ in (None, ""):
 
 import torch
 
-from tools import kernel_calls
+from tests.support import kernel_calls
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "flash-attn-4")

@@ -43,7 +43,8 @@ def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
 FOUND = """
 import json
 import torch
-from tools import compile_all, kernel_calls, sanitize
+from tests.support import kernel_calls
+from tools import compile_all, sanitize
 
 kernel_calls.DIMS, kernel_calls.DTYPES = (64,), (kernel_calls.VARIED[64],)
 kernels, launched = kernel_calls.kernels(), sanitize.Launched(dry=True)
