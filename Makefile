@@ -133,7 +133,7 @@ bench-gpu: ## run the end-to-end benchmark on an NVIDIA GPU, forward and backwar
 	$(bootstrap) --extras bench,cuda
 	$(VENV_PYTHON) bench/bench_sparse_attn_e2e.py --device cuda --backward $(ARGS)
 
-compile-all: ## compile every CUDA kernel for every architecture, without a GPU (an hour on two cores)
+compile-all: ## compile every CUDA kernel for every architecture, without a GPU (more than an hour on two cores)
 	$(bootstrap) --extras dev,bench,cuda
 	$(VENV_PYTHON) tools/compile_all.py $(ARGS)
 
