@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 # Against the oracle
 
 
-@pytest.mark.parametrize(("tokens", "strategy"), cases.product(SIZES, STRATEGIES), indirect=["strategy"])
+@pytest.mark.parametrize(("tokens", "strategy"), cases.product(SIZES, STRATEGIES, cover=2), indirect=["strategy"])
 @pytest.mark.usefixtures("strategy")
 def test_sizes(tokens: int) -> None:
     check_gradients(NSAInputs(*on_gpu(tokens), gate_proj_weight=gate_weight()), SOME)
@@ -112,7 +112,9 @@ OPTIONAL = [
 ]
 
 
-@pytest.mark.parametrize(("names", "strategy"), cases.product(OPTIONAL, STRATEGIES), indirect=["strategy"], ids=str)
+@pytest.mark.parametrize(
+    ("names", "strategy"), cases.product(OPTIONAL, STRATEGIES, cover=2), indirect=["strategy"], ids=str
+)
 @pytest.mark.usefixtures("strategy")
 def test_optional_tensors(names: tuple[str, ...]) -> None:
     check_gradients(extras(NSAInputs(*on_gpu(1000)), names), SOME)

@@ -74,7 +74,7 @@ def test_value_dims(dims: tuple[int, int], strategy: str) -> None:
     check_forward(NSAInputs(*qkv, gate_proj_weight=gate_weight(4, dims[0])), SOME)
 
 
-@pytest.mark.parametrize(("name", "strategy"), cases.product(OPTIONS, STRATEGIES), indirect=["strategy"])
+@pytest.mark.parametrize(("name", "strategy"), cases.product(OPTIONS, STRATEGIES, cover=2), indirect=["strategy"])
 @pytest.mark.usefixtures("strategy")
 def test_options(name: str) -> None:
     check_forward(NSAInputs(*on_gpu(5000, 4, 2), gate_proj_weight=gate_weight(4)), replace(SOME, **OPTIONS[name]))

@@ -191,11 +191,14 @@ def test_documents() -> None:
 
 
 FORCED = [(1, 2), (0, 2), (1, 1), (2, 0), (2, 3)]
+HEADS = [(1, 64, 64), (4, 128, 64), (16, 128, 128), (3, 64, 128)]
+"""G, D and D_v."""
+PAPER = ((16, 128, 128), (1, 2))
 
 
 @CUDA
 @pytest.mark.parametrize(
-    ("heads", "forced"), cases.product([(1, 64, 64), (4, 128, 64), (16, 128, 128), (3, 64, 128)], FORCED)
+    ("heads", "forced"), cases.some([PAPER, *zip(HEADS * 2, FORCED[::-1], strict=False)], HEADS, FORCED)
 )
 def test_forced_blocks(heads: tuple[int, int, int], forced: tuple[int, int]) -> None:
     """Heads by the size of a group, D and D_v."""

@@ -191,7 +191,7 @@ def test_agrees_with_the_oracle(name: str, weights: tuple[str, ...]) -> None:
             assert_within_budget(part[field], getattr(exact_aux, field)[0], low_aux[field][0], field)
 
 
-@with_strategies("name spare", ["overlapping, forced", "sparse compressed"], [-1, 0, 500])
+@with_strategies("name spare", ["overlapping, forced", "sparse compressed"], [-1, 0, 500], cover=2)
 def test_given_entries(name: str, spare: int) -> None:
     """As they were computed, with no, the same or more rows to spare, they change no bit; spare rows are not read."""
     case = CASES[name]
@@ -268,7 +268,7 @@ def test_no_gradient_reaches_another_document(name: str, value: float) -> None:
             torch.testing.assert_close(new, old, rtol=0, atol=allowed, msg=lambda m, of=of: f"d{of}: {m}")
 
 
-@with_strategies("docs", [300, 2500])
+@with_strategies("docs", [300, 2500], cover=2)
 def test_many_documents(docs: int) -> None:
     """With 300 FlashAttention-4's own tables, with 2500 several rounds of adding up."""
     case = CASES["shared"]
@@ -298,7 +298,7 @@ def test_few_tokens(name: str, lengths: tuple[int, ...], tail: int) -> None:
     assert aux.indices.shape[1] == (out.shape[0] + len(lengths) * (T - 1)) // T
 
 
-@with_strategies("name", ["seed", "sparse compressed", "own keys"])
+@with_strategies("name", ["seed", "sparse compressed", "own keys"], cover=2)
 def test_a_graph_follows_the_bounds(name: str) -> None:
     case = CASES[name]
     inputs = pack(case)

@@ -93,7 +93,7 @@ def make(
 @ATOMIC_FREE
 @pytest.mark.parametrize(
     ("tokens", "local"),
-    cases.product([1, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000, 2049], LOCAL_BLOCKS),
+    cases.product([1, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000, 2049], LOCAL_BLOCKS, cover=2),
     ids=str,
 )
 def test_sizes(tokens: int, local: tuple[int, int] | None) -> None:
