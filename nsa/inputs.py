@@ -162,7 +162,9 @@ class NSAInputs:
         q_sum = self.q_sum if self.first_token % config.q_tile_size else None  # else the sum of no queries
         if stop == self.k.shape[1]:
             return replace(self, q_start=None, q_sum=q_sum)
-        kept = dict.fromkeys(KEY_NAMES, stop) | dict.fromkeys(ENTRY_NAMES, config.num_compressed(stop))
+        entries = config.num_compressed(stop)
+        # Not by |, which Dynamo of torch 2.6 cannot trace
+        kept = {**dict.fromkeys(KEY_NAMES, stop), **dict.fromkeys(ENTRY_NAMES, entries)}
         given = self.tensors()
         changed: dict[str, Any] = {name: given[name][:, :count] for name, count in kept.items() if name in given}
         return replace(self, **changed, q_start=None, q_sum=q_sum)
