@@ -196,9 +196,9 @@ class Saved(NamedTuple):
     @classmethod
     def from_list(cls, tensors: Sequence[Tensor], inputs: Any, config: Any) -> Saved:
         """Args: inputs, config: of the call that saved them."""
-        entries = None if runs_as_pack(inputs, config, training=True) else config.num_compressed(inputs.k.shape[1])
+        as_pack = runs_as_pack(inputs, config, training=True)
         absent = set() if inputs.k_cmp is None else {"k_cmp", "v_cmp"}
-        absent |= set() if selects_entries(config, entries) else {"cmp_indices"}
+        absent |= set() if selects_entries(inputs, config, as_pack=as_pack) else {"cmp_indices"}
         absent |= {"gates"} if inputs.gate_proj_weight is None else set()
         names = [name for name in cls._fields if name not in absent]
         fields: dict[str, Any] = dict.fromkeys(absent) | dict(zip(names, tensors, strict=False))
@@ -257,8 +257,6 @@ def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]
         queries, tokens, docs = pack_sizes(inputs)
         tiles = query_tiles(queries, docs, tile, config.q_tile_size, continues=inputs.continues)
         rows, (_, entries) = tiles * tile, sizes(tokens, docs, tile, config.stride)
-    if inputs.k_cmp is not None and not packed:
-        entries = inputs.k_cmp.shape[1]
 
     def like(*shape: Any, dtype: torch.dtype = q.dtype) -> Tensor:
         empty: Tensor = q.new_empty(shape, dtype=dtype)
@@ -280,7 +278,7 @@ def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]
         None if given else like(batch, entries, kv_heads, v_dim),
         like(batch, select_heads, rows if config.token_mode else tiles, config.num_selected_blocks, dtype=torch.int32),
         like(batch, heads, tiles, count, dtype=torch.int32)
-        if selects_entries(config, None if packed else entries)
+        if selects_entries(inputs, config, as_pack=packed)
         else None,
         gates,
     )

@@ -136,7 +136,8 @@ def plan(
     atomic_free = atomic_free and has_atomic_free_backward(rules, dim, v_dim)
     causal = config.causal
     compressed_backward: Any = "fa4"
-    if selects_entries(config, entries):
+    selects = selects_entries(inputs, config, as_pack=as_pack)
+    if selects:
         compressed_backward = "blocks" if atomic_free else "fa4"
     elif causal and entries is not None:
         batch, rows = inputs.q.shape[:2]
@@ -157,7 +158,7 @@ def plan(
         tile=tile_rows(config, rules),
         as_pack=as_pack,
         first_row=first_row,
-        selects_entries=selects_entries(config, entries),
+        selects_entries=selects,
         selected=selected,
         forced=forced if window_along else forced_in_one_pass(*forced, size),
         window="combine" if window_along else "fa4",
@@ -171,14 +172,15 @@ def plan(
     )
 
 
-def selects_entries(config: Any, entries: int | None) -> bool:
+def selects_entries(inputs: Any, config: Any, *, as_pack: bool) -> bool:
     """True if the compressed branch attends to selected blocks of entries: it has more of them than it may select.
 
-    Args:
-        entries: compressed entries, None: each document has its own number, so blocks are always selected.
+    In a pack each document has its own number of entries, so blocks are always selected.
     """
     count = config.num_cmp_selected_blocks
-    return count is not None and (entries is None or count * config.n_block_size < entries)
+    if count is None or as_pack:
+        return count is not None
+    return bool(count * config.n_block_size < config.num_compressed(inputs.k.shape[1]))
 
 
 def per_token(group: int, slots: int, query_outer: bool | None = None) -> Literal["kv_outer", "query_outer"]:

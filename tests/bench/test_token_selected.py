@@ -58,7 +58,7 @@ def test_sees_wrong_results(choice: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_reads_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model with one key/value head, for two; what is no choice is refused."""
+    """Choices of a model with one key/value head serve two; what is no choice is refused."""
     from bench import bench_token_selected as bench
 
     saved = bench.choose(200, 1, "local", torch.Generator())

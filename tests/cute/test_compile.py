@@ -53,7 +53,7 @@ for kernel in kernels:
 cases = [compile_all.case_of(kernel)[:-1] for kernel in kernels]
 print(json.dumps({"names": [x[0] for x in cases], "same": len(cases) - len({*cases}), "forms": [*launched.forms]}))
 """
-"""Of calls with one D and dtype: names of kernels, how many cases cannot be told apart, and forms by sanitize.py."""
+"""For calls with one D and dtype: names of kernels, how many cases cannot be told apart, and forms by sanitize.py."""
 
 
 @pytest.mark.cuda_extra

@@ -171,7 +171,7 @@ OTHERS_MAY: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("what", OTHERS_MAY)
 def test_nothing_is_loaded_that_others_may_change(what: str, tmp_path: Path, loaded: list[str]) -> None:
-    """Nor kept in such a folder. It is told once."""
+    """Kernels are not kept in such a folder, either; one warning says so."""
     where = tmp_path / "cache"
     keep(where)
     allow, told = OTHERS_MAY[what]

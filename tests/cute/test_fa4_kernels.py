@@ -473,7 +473,7 @@ EVERY = [(arch, sizes, "") for arch in ("sm_90a", "sm_100a") for sizes in ("64 8
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "sizes", "calls"), [FEW, *cases.rest(*EVERY)])
 def test_machine_code(arch: str, sizes: str, calls: str, tmp_path: Path) -> None:
-    """Of one call, or all of tests/support/kernel_calls.py. Args: sizes: D and G. calls: a function's name, "": all."""
+    """One call, or all of tests/support/kernel_calls.py. Args: sizes: D and G. calls: a function's name, "": all."""
     from tools.compile_all import child_environment
 
     environment = {**child_environment(arch, str(tmp_path)), "CALLS": calls, "SIZES": sizes}

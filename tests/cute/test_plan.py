@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from cute_kernels.plan import Plan, plan, refusal
-from cute_kernels.runtime import device
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 from tests.support import cases
+from tests.support.compile_keys import meta_gpu
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported
 
@@ -22,15 +22,10 @@ TILE, TOKEN = NSAConfig.per_tile(), NSAConfig.paper()
 
 
 @pytest.fixture(autouse=True)
-def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def arch(request: pytest.FixtureRequest) -> Iterator[None]:
     """Meta tensors stand for those of this GPU."""
-    monkeypatch.setenv(device.TARGET_VARIABLE, getattr(request, "param", "sm_90a"))
-    monkeypatch.setenv(device.SMS_VARIABLE, "132")
-    device.compute_capability.cache_clear()
-    device.multiprocessors.cache_clear()
-    yield
-    device.compute_capability.cache_clear()
-    device.multiprocessors.cache_clear()
+    with meta_gpu(getattr(request, "param", "sm_90a")):
+        yield
 
 
 def inputs_of(

@@ -16,6 +16,19 @@ from cute_kernels.runtime.device import SMS_VARIABLE, TARGET_VARIABLE, compute_c
 
 
 @contextmanager
+def meta_gpu(target: str = "sm_90a") -> Iterator[None]:
+    """Meta tensors stand for those of a GPU of this architecture, with as many multiprocessors as an H100."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TARGET_VARIABLE, target)
+        patch.setenv(SMS_VARIABLE, "132")
+        compute_capability.cache_clear()
+        multiprocessors.cache_clear()
+        yield
+    compute_capability.cache_clear()
+    multiprocessors.cache_clear()
+
+
+@contextmanager
 def noted_keys() -> Iterator[set[Any]]:
     """All kernels that are asked for meanwhile. Meta tensors stand for those of an H100."""
     import cute_kernels.backward  # noqa: F401  imports all modules of NSA's
@@ -30,13 +43,7 @@ def noted_keys() -> Iterator[set[Any]]:
         keys.add(kernel)
         return nothing
 
-    with pytest.MonkeyPatch.context() as patch:
+    with meta_gpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit.Kernel, "start", property(start))
-        patch.setenv(TARGET_VARIABLE, "sm_90a")
-        patch.setenv(SMS_VARIABLE, "132")
         patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # there is none
-        compute_capability.cache_clear()
-        multiprocessors.cache_clear()
         yield keys
-    compute_capability.cache_clear()
-    multiprocessors.cache_clear()
