@@ -18,10 +18,11 @@ from torch import Tensor
 
 import nsa.reference as reference
 from bench import oracles
-from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
+from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.inputs import NSAInputs
 from nsa.reference import compressed_entries
 from tests.support.cases import product
+from tests.support.causality import assert_causal
 from tests.support.helpers import SMALL, assert_rounded_once, make_inputs, make_qkv
 from tests.support.live_memory import PeakBytes
 from tests.support.loop_oracle import nsa_document, nsa_packed
@@ -132,24 +133,6 @@ def test_sampled_tiles_equal_the_whole(name: str) -> None:
         torch.testing.assert_close(sample, out[:, rows], rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_sizes_far_beyond_the_document_are_its_own(causal: bool) -> None:
-    """They take no memory, and change nothing: one select block, one block of entries, a window that sees all."""
-    inputs = make_inputs(20)
-    small = {"compress_block_size": 4, "num_selected_blocks": 2, "q_tile_size": 8, "causal": causal}
-    far = dict.fromkeys(("window_size", "select_block_size", "n_block_size"), 2**31 - 1)
-    near = {"window_size": 40, "select_block_size": 20, "n_block_size": 5}
-    config = NSAConfig(**small, num_cmp_selected_blocks=2, **far)
-    out, aux = reference.nsa(inputs, config)
-    expected, aux_expected = reference.nsa(inputs, replace(config, **near))
-    torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
-    assert torch.equal(aux.indices, aux_expected.indices)
-    none = replace(config, compress_block_size=2**31 - 1, num_cmp_selected_blocks=None, num_local_blocks=1)
-    _, aux = reference.nsa(inputs, none)
-    assert not aux.o_cmp.any()
-    torch.testing.assert_close(aux.o_slc, aux_expected.o_win if causal else aux.o_win, rtol=1e-13, atol=1e-13)
-
-
 def test_fewest_blocks_of_entries_that_a_tile_needs() -> None:
     """The rule in closed form, against counting over all tiles of a period."""
     for length, tile, width in itertools.product(range(1, 7), range(2, 12), range(1, 5)):
@@ -161,6 +144,26 @@ def test_fewest_blocks_of_entries_that_a_tile_needs() -> None:
                 counts.append(last // width - first // width + 1 if last >= first else 0)
             config = NSAConfig(compress_block_size=length, compress_stride=stride, q_tile_size=tile, n_block_size=width)
             assert config._forced_cmp_blocks() == max(counts)
+
+
+# Causality
+
+CAUSAL = {
+    **SMALL,
+    "seed, overlapping blocks": replace(SMALL["seed"], compress_stride=3, select_block_size=5),
+    "paper, no forced blocks": replace(SMALL["paper"], num_init_blocks=0, num_local_blocks=0),
+    "tiles of 7": replace(SMALL["seed"], q_tile_size=7, share_heads_in_group=True, num_local_blocks=2),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), product(CAUSAL, [torch.float64, torch.bfloat16]))
+def test_nothing_depends_on_later_tokens(name: str, dtype: torch.dtype) -> None:
+    config = CAUSAL[name]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, **fixed: Tensor | None) -> tuple[Tensor, NSAAux]:
+        return reference.nsa(NSAInputs(q, k, v), config, **fixed)
+
+    assert_causal(run, make_qkv(75, dtype=dtype), config, range(0, 75, 2))
 
 
 # Gradients
@@ -235,31 +238,6 @@ def test_backward_recomputes_chunks_instead_of_keeping_them() -> None:
 
 
 # Precision, isolation, memory
-
-
-@pytest.mark.parametrize(("name", "dtype"), product(SMALL, [torch.bfloat16, torch.float16]))
-def test_low_precision_inputs_are_rounded_only_where_the_definition_says(name: str, dtype: torch.dtype) -> None:
-    """fp32 between the inputs, the compressed entries and the output: one rounding each, whose error is known."""
-    config = SMALL[name]
-    weights = {n: torch.randn(2, 16, 16, dtype=dtype) / 4 for n in ("w_k_compress", "w_v_compress")}
-    gate = torch.randn(4, 3, 16, dtype=dtype) / 4
-    inputs = replace(make_inputs(200, dtype=dtype), **weights, gate_proj_weight=gate)
-    half_ulp, fp32 = torch.finfo(dtype).eps / 2, 1e-5
-
-    out, aux = reference.nsa(inputs, config)
-    _, compressed = reference.nsa(inputs.map(Tensor.double), config)
-    for name_ in ("k_cmp", "v_cmp"):
-        got, exact = getattr(aux, name_), getattr(compressed, name_)
-        assert got.dtype == dtype
-        assert ((got.double() - exact).abs() <= half_ulp * exact.abs() + fp32).all()
-
-    rounded = replace(inputs, k_cmp=aux.k_cmp, v_cmp=aux.v_cmp, w_k_compress=None, w_v_compress=None)
-    oracle, oracle_aux = reference.nsa(rounded.map(Tensor.double), config)
-    assert torch.equal(aux.indices, oracle_aux.indices), "scored in fp32 with the rounded entries"
-    assert aux.cmp_indices is None or torch.equal(aux.cmp_indices, oracle_aux.cmp_indices)
-    assert ((out.double() - oracle).abs() <= half_ulp * oracle.abs() + fp32).all()
-    for branch in ("lse_cmp", "lse_slc", "lse_win", "gates"):
-        torch.testing.assert_close(getattr(aux, branch).double(), getattr(oracle_aux, branch), rtol=fp32, atol=fp32)
 
 
 @pytest.mark.parametrize(("name", "bad", "which"), product(SMALL, [math.nan, math.inf, 1.7e308], [0, 1, 2]))
@@ -417,17 +395,6 @@ def test_options_beyond_the_document_take_no_memory(near: dict[str, int], far: d
     assert peaks[1] <= 1.01 * peaks[0]  # but for small indices
     for few, many in zip(*results, strict=True):
         torch.testing.assert_close(few, many, rtol=1e-12, atol=1e-12)
-
-
-def test_selections_are_as_wide_as_asked_for() -> None:
-    q, k, v = make_qkv(300)
-    options = {"q_tile_size": 64, "n_block_size": 2, "num_selected_blocks": 30, "num_cmp_selected_blocks": 20}
-    _, aux = nsa_forward_aux(q, k, v, **options)
-    assert (aux.indices.shape, aux.cmp_indices.shape) == ((1, 4, 5, 30), (1, 4, 5, 20))
-    assert (aux.indices[..., 5:] == -1).all()
-    assert aux.indices[0, 0, -1, :5].tolist() == [0, 1, 2, 3, -1]  # of 300 tokens 4 whole blocks are compressed
-    again, _ = reference.nsa(NSAInputs(q, k, v), NSAConfig(**options), indices=aux.indices, cmp_indices=aux.cmp_indices)
-    torch.testing.assert_close(again, nsa_forward(q, k, v, **options), rtol=0, atol=0)
 
 
 CHANGED = ("q", "k", "v", "k_slc", "v_win", "k_cmp", "gates", "gate_proj_weight", "w_k_compress")
