@@ -101,20 +101,6 @@ def test_layer_learns_to_compress_and_keeps_documents_apart() -> None:
         assert parameter.grad.abs().sum() > 0, name
 
 
-@pytest.mark.parametrize(
-    ("keywords", "words"),
-    [
-        ({"compress": "mlp"}, "compress must be 'linear' or None, got 'mlp'"),
-        ({"compress_proj": True}, "leaves nothing to compress_proj"),
-        ({"config": NSAConfig(compress=torch.nn.Identity())}, "leaves nothing to a config that compresses"),
-    ],
-    ids=["unknown", "projection", "config"],
-)
-def test_layer_refuses(keywords: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        NSAttention(32, 4, HEADS, **{"compress": "linear", **keywords})
-
-
 def test_wrong_sizes_are_named() -> None:
     with pytest.raises(ValueError, match=r"block_size must be at least 1, got 0"):
         LinearCompression(2, 0, 8)

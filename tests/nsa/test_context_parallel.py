@@ -48,6 +48,15 @@ def alone() -> Iterator[cases.MakeCP]:
     dist.destroy_process_group()
 
 
+def assert_all_raise(outcomes: list[tuple[str, Any]], start: str, *words: str) -> None:
+    """Every rank, with a message that begins so and holds these words."""
+    for rank, (kind, message) in enumerate(outcomes):
+        assert kind == "raised", (rank, message)
+        assert message.startswith(start), (rank, message)
+        for word in words:
+            assert word.format(device="cpu", rank=rank) in message, (rank, message)
+
+
 # A group of one
 
 
@@ -326,15 +335,12 @@ def test_heads_and_sequences_divided(ranks: Ranks) -> None:
     ],
 )
 def test_projections_sharded_alone_are_refused(ranks: Ranks, how: str, names: list[str], message: str) -> None:
-    for kind, found in ranks.outcomes(2, headwise.shards_projections_alone, how, names):
-        assert kind == "raised"
-        assert found.startswith(f"ValueError: {message}"), found
+    assert_all_raise(ranks.outcomes(2, headwise.shards_projections_alone, how, names), f"ValueError: {message}")
 
 
 @pytest.mark.parametrize("change", headwise.WRONG)
 def test_layers_that_cannot_be_sharded(ranks: Ranks, change: str) -> None:
-    for kind, message in ranks.outcomes(2, headwise.shards_what_it_cannot, change):
-        assert (kind, message) == ("raised", headwise.WRONG[change])
+    assert_all_raise(ranks.outcomes(2, headwise.shards_what_it_cannot, change), headwise.WRONG[change])
 
 
 # Refusals: on every rank, and the next call works
@@ -347,25 +353,18 @@ ROWS = ("ValueError", ["q must hold [", "tokens on ranks 0 to 2", "of 99", "got 
     ("change", "error", "words"), [(change, *found) for change, found in {**cases.DIFFERENCES, "rows": ROWS}.items()]
 )
 def test_a_rank_that_differs_is_named_on_all(ranks: Ranks, change: str, error: str, words: list[str]) -> None:
-    for rank, (kind, message) in enumerate(ranks.outcomes(3, cases.call_with, change, 1)):
-        assert kind == "raised", (rank, message)
-        assert message.startswith(error), (rank, message)
-        for word in words:
-            assert word.format(device="cpu") in message, (rank, message)
-        if rank != 1 and change != "rows":
-            assert "rank 1" in message, (rank, message)
+    one, wrong, other = ranks.outcomes(3, cases.call_with, change, 1)
+    assert_all_raise([one, wrong, other], error, *words)
+    assert_all_raise([one, other], error, *([] if change == "rows" else ["rank 1"]))
     ranks.run(3, cases.works)
 
 
 @pytest.mark.parametrize("change", cases.WRONG_LOSSES)
 def test_a_wrong_loss_is_refused_on_all(ranks: Ranks, change: str) -> None:
     error, words = cases.WRONG_LOSSES[change]
-    for kind, message in ranks.outcomes(2, cases.loss_with, change, 0):
-        assert kind == "raised", message
-        assert message.startswith(error), message
-        for word in words:
-            assert word.format(device="cpu") in message, message
-    assert "on rank 0" in message
+    wrong, other = ranks.outcomes(2, cases.loss_with, change, 0)
+    assert_all_raise([wrong, other], error, *words)
+    assert "on rank 0" in other[1]
     ranks.run(2, cases.losses_add_up, torch.int64)
 
 
@@ -376,11 +375,8 @@ def test_a_wrong_loss_is_refused_on_all(ranks: Ranks, change: str) -> None:
 def test_a_wrong_compress_is_refused_on_all(ranks: Ranks, kind: str, words: str) -> None:
     """Also on the ranks that have no entries."""
     *others, last = ranks.outcomes(3, cases.compresses_wrongly, kind)
-    assert last[0] == "raised"
-    assert last[1].startswith(f"ValueError: {words}"), last
-    for outcome in others:
-        assert outcome[0] == "raised", outcome
-        assert outcome[1].startswith(f"ValueError: ContextParallel.nsa's compress on rank 2: {words}"), outcome
+    assert_all_raise([last], f"ValueError: {words}")
+    assert_all_raise(others, f"ValueError: ContextParallel.nsa's compress on rank 2: {words}")
     ranks.run(3, cases.works)
 
 
@@ -406,61 +402,45 @@ def test_labels_of_any_integer_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
     [("backend", "BackendError", ["runs on CUDA devices"]), ("causal", "ValueError", ["causal must be True"])],
 )
 def test_what_no_rank_can_run(ranks: Ranks, change: str, error: str, words: list[str]) -> None:
-    for kind, message in ranks.outcomes(2, cases.call_with, change, -1):
-        assert kind == "raised"
-        assert message.startswith(error), message
-        assert all(word in message for word in words), message
+    assert_all_raise(ranks.outcomes(2, cases.call_with, change, -1), error, *words)
 
 
 @pytest.mark.cuda_extra
 def test_a_chunk_off_the_stride_is_refused_on_all_ranks(ranks: Ranks) -> None:
     """With tile=1 rank 1 of 2 begins at token 50 of 100, which is no multiple of 16, and rank 0 at token 0."""
-    for kind, message in ranks.outcomes(2, cases.refuses_on_hopper, 100):
-        assert kind == "raised"
-        assert message.startswith("BackendError: takes deterministic=True in backward only on Hopper"), message
-        assert message.endswith("got q_start=50, stride=16"), message
+    start = "BackendError: takes deterministic=True in backward only on Hopper"
+    assert_all_raise(ranks.outcomes(2, cases.refuses_on_hopper, 100), start, "got q_start=50, stride=16")
     ranks.run(2, cases.refuses_on_hopper, 96)
 
 
-def test_a_rank_that_ends_ends_all() -> None:
+@pytest.mark.parametrize(
+    ("case", "failed"), [(cases.ends_in_the_middle, "gather"), (cases.ends_in_backward, "exchange")]
+)
+def test_a_rank_that_ends_ends_all(case: Callable[..., None], failed: str) -> None:
     with Ranks(3, seconds=5) as three:
         began = time.monotonic()
-        *others, last = three.outcomes(3, cases.ends_in_the_middle, 2)
+        *others, last = three.outcomes(3, case, 2)
     assert last[0] == "ended"
-    for rank, (kind, message) in enumerate(others):
-        assert kind == "raised", message
-        assert f"gather failed on rank {rank} of 3" in message, message
-        assert "2" in message.partition("no failure reported by rank")[2], message
+    assert_all_raise(others, "RuntimeError", failed + " failed on rank {rank} of 3")
+    assert all("2" in message.partition("no failure reported by rank")[2] for _, message in others), others
     assert time.monotonic() - began < 30
-
-
-def test_a_rank_that_ends_in_backward_ends_all() -> None:
-    with Ranks(3, seconds=5) as three:
-        *others, last = three.outcomes(3, cases.ends_in_backward, 2)
-    assert last[0] == "ended"
-    for rank, (kind, message) in enumerate(others):
-        assert kind == "raised", message
-        assert f"exchange failed on rank {rank} of 3" in message, message
-        assert "2" in message.partition("no failure reported by rank")[2], message
 
 
 def test_a_rank_that_is_late_ends_all() -> None:
     with Ranks(2, seconds=2) as two:
         outcomes = two.outcomes(2, cases.stays_away, 3.0)
-    assert outcomes[0][0] == "raised"
-    assert "agreement on ContextParallel.nsa, call 1 failed on rank 0 of 2" in outcomes[0][1]
-    assert "no failure reported by rank 1" in outcomes[0][1]
+    words = "agreement on ContextParallel.nsa, call 1 failed on rank 0 of 2", "no failure reported by rank 1"
+    assert_all_raise(outcomes[:1], "RuntimeError", *words)
 
 
 @pytest.mark.parametrize(("op", "how"), cases.DIFFERENT_BACKWARDS)
 def test_backwards_in_another_order_are_refused_on_all(ranks: Ranks, op: str, how: str) -> None:
-    for kind, message in ranks.outcomes(3, cases.backwards_differ, op, how, 1):
-        assert kind == "raised"
-        assert message.startswith(
-            "RuntimeError: context parallelism: ranks must run the same calls and backwards in the same order, got "
-        ), message
-        assert "backward of ContextParallel." in message
-        assert " on rank 1 and " in message
+    assert_all_raise(
+        ranks.outcomes(3, cases.backwards_differ, op, how, 1),
+        "RuntimeError: context parallelism: ranks must run the same calls and backwards in the same order, got ",
+        "backward of ContextParallel.",
+        " on rank 1 and ",
+    )
     ranks.run(3, cases.works)
 
 
@@ -470,20 +450,16 @@ def test_backwards_in_the_order_of_all(ranks: Ranks) -> None:
 
 def test_a_rank_that_goes_on_elsewhere_ends_all(ranks: Ranks) -> None:
     """Its collective meets no message of theirs: each ends with the group's timeout."""
-    for rank, (kind, message) in enumerate(ranks.outcomes(max(SIZES), cases.goes_on_elsewhere, 1.0)):
-        assert kind == "raised"
-        if rank < max(SIZES) - 1:
-            assert "agreement on backward of ContextParallel.nsa, call 1 failed on rank" in message, message
-            assert "no failure reported by rank 3" in message, message
+    *others, last = ranks.outcomes(max(SIZES), cases.goes_on_elsewhere, 1.0)
+    assert last[0] == "raised"
+    words = "agreement on backward of ContextParallel.nsa, call 1 failed on rank", "no failure reported by rank 3"
+    assert_all_raise(others, "RuntimeError", *words)
 
 
 def test_all_ranks_make_it(ranks: Ranks) -> None:
     *others, _ = ranks.outcomes(max(SIZES), cases.makes_none, 1.0)
-    for kind, message in others:
-        assert kind == "raised"
-        assert "all ranks of the group must create a ContextParallel, and within 0:00:01 one did not" in message, (
-            message
-        )
+    words = "all ranks of the group must create a ContextParallel, and within 0:00:01 one did not"
+    assert_all_raise(others, "RuntimeError", words)
 
 
 def test_the_timeout_is_that_of_the_group(alone: cases.MakeCP) -> None:

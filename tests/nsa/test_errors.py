@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import dispatch
 from nsa import (
     NeighborhoodAttention,
+    NeighborhoodAttentionLayer,
     NSACache,
     NSAConfig,
     NSAttention,
@@ -267,21 +269,39 @@ def test_environment_names_an_unknown_backend(monkeypatch: pytest.MonkeyPatch) -
         nsa(**good())
 
 
-@pytest.mark.parametrize(
-    ("error", "keywords", "message"),
-    [
-        (ValueError, {"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
-        (ValueError, {"num_heads": 3}, "head_dim must be given: hidden_size=32"),
-        (TypeError, {"hidden_size": 32.0}, "hidden_size must be an integer, got 32.0"),
-        (ValueError, {"v_head_dim": 0}, "v_head_dim must be at least 1, got 0"),
-        (ValueError, {"gate": "k"}, "gate must be 'x', 'q' or None, got 'k'"),
-        (TypeError, {"config": {"window_size": 3}}, "config must be an NSAConfig or None, got dict"),
-        (TypeError, {"rope": "llama"}, "rope must be a callable"),
-    ],
-)
-def test_bad_modules(error: type[Exception], keywords: dict[str, Any], message: str) -> None:
+BAD_MODULES: list[tuple[Any, type[Exception], dict[str, Any], str]] = [
+    (NSAttention, ValueError, {"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
+    (NSAttention, ValueError, {"num_heads": 3}, "head_dim must be given: hidden_size=32"),
+    (NSAttention, TypeError, {"hidden_size": 32.0}, "hidden_size must be an integer, got 32.0"),
+    (NSAttention, ValueError, {"v_head_dim": 0}, "v_head_dim must be at least 1, got 0"),
+    (NSAttention, ValueError, {"gate": "k"}, "gate must be 'x', 'q' or None, got 'k'"),
+    (NSAttention, TypeError, {"config": {"window_size": 3}}, "config must be an NSAConfig or None, got dict"),
+    (NSAttention, TypeError, {"rope": "llama"}, "rope must be a callable"),
+    (NSAttention, ValueError, {"compress": "mlp"}, "compress must be 'linear' or None, got 'mlp'"),
+    (NSAttention, ValueError, {"compress": "linear", "compress_proj": True}, "leaves nothing to compress_proj"),
+    (
+        NSAttention,
+        ValueError,
+        {"compress": "linear", "config": NSAConfig(compress=torch.nn.Identity())},
+        "leaves nothing to a config that compresses",
+    ),
+    (NeighborhoodAttention, ValueError, {"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 4"),
+    (NeighborhoodAttention, ValueError, {"num_heads": 5}, "head_dim must be given: hidden_size=32 is not a multiple"),
+    (NeighborhoodAttention, TypeError, {"kernel_size": 3.0}, "kernel_size must be an integer, got 3.0"),
+    (NeighborhoodAttention, ValueError, {"dropout": 1.5}, "dropout must be from 0 to 1, got 1.5"),
+    (NeighborhoodAttention, TypeError, {"dropout": "some"}, "dropout must be a number, got 'some'"),
+    (NeighborhoodAttention, TypeError, {"rope": "llama"}, "rope must be a callable"),
+    (NeighborhoodAttentionLayer, TypeError, {"kernel": 3}, "unexpected keyword argument 'kernel'"),
+    (NeighborhoodAttentionLayer, ValueError, {"kernel_size": 0}, "kernel_size must be at least 1, got 0"),
+    (NeighborhoodAttentionLayer, TypeError, {"norm_eps": True}, "norm_eps must be a number, got True"),
+    (NeighborhoodAttentionLayer, ValueError, {"norm_eps": math.nan}, "norm_eps must be finite and at least 0, got nan"),
+]
+
+
+@pytest.mark.parametrize(("module", "error", "keywords", "message"), BAD_MODULES, ids=str)
+def test_bad_modules(module: Any, error: type[Exception], keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(error, match=message):
-        NSAttention(**{"hidden_size": 32, "num_heads": 4, **keywords})
+        module(**{"hidden_size": 32, "num_heads": 4, **keywords})
 
 
 @pytest.mark.parametrize("case", ["k other D", "gates shape", "k_cmp shape", "packed k_cmp dims", "backend unknown"])

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from nsa import NeighborhoodAttention, NeighborhoodCache, NSAConfig, NSAttention, PageTable
+from nsa import NeighborhoodAttention, NeighborhoodCache, NSAConfig, NSAttention, PageTable, llama_rope, rotary_table
 from tests.support.helpers import SMALL, dynamically_quantized
-from tests.support.rotary import rotary_table, rotate
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
 CHUNKS = (20, 1, 1, 8, 3, 1, 26)
@@ -23,30 +21,23 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def at(table: tuple[Tensor, Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary tables of these tokens; the tests' tables have a batch dim in front."""
-    cos, sin = (x.reshape(-1, x.shape[-1])[positions] for x in table)
-    return cos, sin
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SMALL)
 @torch.no_grad()
 def test_steps_are_the_rows_of_the_layer(name: str, kind: str) -> None:
     torch.manual_seed(0)
     config = SMALL[name]
-    layer = NSAttention(WIDTH, HEADS, KV_HEADS, config=config, rope=rotate, dtype=torch.float64, **KINDS[kind])
+    layer = NSAttention(WIDTH, HEADS, KV_HEADS, config=config, rope=llama_rope, dtype=torch.float64, **KINDS[kind])
     for parameter in layer.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.1)
-    x, rotary = torch.randn(2, 60, WIDTH, dtype=torch.float64), rotary_table(60, layer.head_dim)
-    rotary = tuple(part.double() for part in rotary)
+    x = torch.randn(2, 60, WIDTH, dtype=torch.float64)
     cache = layer.new_cache(PageTable.empty(2, 60, page_size=16))
     start = 0
     for count in CHUNKS:
-        embeddings = at(rotary, cache.table.positions(count))
+        embeddings = rotary_table(cache.table.positions(count), layer.head_dim)
         out = layer(x[:, start : start + count], embeddings, cache=cache)
         for row in range(start, start + count):
-            prefix = at(rotary, torch.arange(row + 1)[None])
+            prefix = rotary_table(torch.arange(row + 1), layer.head_dim)
             expected = layer(x[:, : row + 1], prefix)[:, -1]
             torch.testing.assert_close(out[:, row - start], expected, rtol=1e-10, atol=1e-10)
         start += count
@@ -74,14 +65,13 @@ def test_refuses_what_does_not_go_together() -> None:
 @torch.no_grad()
 def test_windows_roll(kernel_size: int, dilation: int) -> None:
     options = {"kernel_size": kernel_size, "dilation": dilation, "causal": True}
-    layer = NeighborhoodAttention(WIDTH, HEADS, KV_HEADS, rope=rotate, dtype=torch.float64, **options)  # type: ignore[arg-type]
-    x, rotary = torch.randn(2, 60, WIDTH, dtype=torch.float64), rotary_table(60, layer.head_dim)
-    rotary = tuple(part.double() for part in rotary)
-    whole = layer(x, at(rotary, torch.arange(60)[None]))
+    layer = NeighborhoodAttention(WIDTH, HEADS, KV_HEADS, rope=llama_rope, dtype=torch.float64, **options)  # type: ignore[arg-type]
+    x = torch.randn(2, 60, WIDTH, dtype=torch.float64)
+    whole = layer(x, rotary_table(torch.arange(60), layer.head_dim))
     cache = layer.new_cache(2)
     start, places = 0, set()
     for count in CHUNKS:
-        out = layer(x[:, start : start + count], at(rotary, cache.positions(count)[None]), cache=cache)
+        out = layer(x[:, start : start + count], rotary_table(cache.positions(count), layer.head_dim), cache=cache)
         torch.testing.assert_close(out, whole[:, start : start + count], rtol=1e-12, atol=1e-12)
         start += count
         assert cache.k.shape[1] == cache.v.shape[1] == min(start, (kernel_size - 1) * dilation)

@@ -193,14 +193,6 @@ def test_neighborhood_attention_has_shapes_on_the_meta_device() -> None:
         assert_alike(x, y)
 
 
-def test_results_on_the_meta_device_have_derivatives_of_every_order() -> None:
-    q, k, v = (torch.empty(1, 8, 2, 4, device="meta", requires_grad=True) for _ in range(3))
-    (first,) = torch.autograd.grad(neighborhood_attention(q, k, v).sum(), q, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), k, create_graph=True)
-    (third,) = torch.autograd.grad(second.sum(), q)
-    assert third.shape == q.shape
-
-
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_attention_residual_has_shapes_on_the_meta_device(stacked: bool, norm: bool) -> None:
