@@ -556,21 +556,6 @@ def test_vmap_is_refused() -> None:
         torch.vmap(lambda x: nsa_with_cache(x, x[..., :2, :], x[..., :2, :], cache))(torch.randn(3, 1, 1, 4, 16))
 
 
-class Mean:
-    """Without a hash."""
-
-    def __call__(self, blocks: Tensor) -> Tensor:
-        return blocks.mean(-2)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mean)
-
-
-def test_options_need_no_hash() -> None:
-    inputs, config = make_inputs(30), replace(SMALL["paper"], compress=(Mean(), Mean()))
-    close(append(cache_for(inputs, config, 30), inputs, [20, 1, 9]), recomputed(inputs, config, range(30)))
-
-
 def test_autocast_casts_as_nsa() -> None:
     inputs, config = make_inputs(50, dtype=torch.float32), SMALL["paper"]
     lower = inputs.map(torch.Tensor.bfloat16)

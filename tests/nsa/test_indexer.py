@@ -69,12 +69,12 @@ def test_documents_are_sequences(continues: bool) -> None:
 
 
 def test_chunks_change_nothing_and_bound_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    q_idx, k_idx = (torch.randn(1, 2048, heads, 4) for heads in (2, 1))
+    q_idx, k_idx = (torch.randn(1, 1024, heads, 4) for heads in (2, 1))
     whole = top_blocks_by_max(q_idx, k_idx, block_size=64, k=4)
-    monkeypatch.setattr(reference, "CHUNK_BYTES", {"cpu": 1 << 19})
+    monkeypatch.setattr(reference, "CHUNK_BYTES", {"cpu": 1 << 17})
     with PeakBytes() as memory:
         assert torch.equal(top_blocks_by_max(q_idx, k_idx, block_size=64, k=4), whole)
-    assert memory.peak < 2 << 20  # fp32 scores of all pairs: 34 MB
+    assert memory.peak < 1 << 20  # fp32 scores of all pairs: 8 MB
 
 
 def test_scores_that_are_not_numbers_do_not_count() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nsa import NeighborhoodAttention, NeighborhoodCache, NSAConfig, NSAttention, PageTable, llama_rope, rotary_table
+from tests.support.cases import product
 from tests.support.helpers import SMALL, dynamically_quantized
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
@@ -21,8 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("name", "kind"), product(SMALL, KINDS))
 @torch.no_grad()
 def test_steps_are_the_rows_of_the_layer(name: str, kind: str) -> None:
     torch.manual_seed(0)

@@ -144,9 +144,6 @@ def test_takes_arguments_that_ask_for_nothing(kind: str) -> None:
     assert torch.equal(layer(x, **nothing | flags), layer(x))
     with pytest.raises(TypeError, match="unexpected keyword argument 'attention_musk'"):
         layer(x, attention_musk=None)
-    torch._dynamo.reset()
-    whole = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(whole(x, **nothing | flags), layer(x))
 
 
 WITH_PROJECTIONS = partial(NSAttention, compress_proj=True, separate_kv=True)
@@ -156,7 +153,7 @@ WITH_PROJECTIONS = partial(NSAttention, compress_proj=True, separate_kv=True)
     ("make", "target", "op"),
     [
         *((partial(WITH_PROJECTIONS, config=SMALL[name]), "nsa.module.nsa", nsa) for name in SMALL),
-        (partial(WITH_PROJECTIONS, gate="q"), "nsa.module.nsa", nsa),
+        (partial(WITH_PROJECTIONS, config=SMALL["paper"], gate="q"), "nsa.module.nsa", nsa),
         (NeighborhoodAttention, "nsa.neighborhood.module.neighborhood_attention", neighborhood_attention),
     ],
     ids=[*SMALL, "gates of q", "neighborhood"],

@@ -169,7 +169,8 @@ def opchecked() -> dict[str, tuple[str, Arguments, dict[str, Any]]]:
     }
     index = torch.zeros(2, 2, 75, 1, dtype=INTS)
     return {
-        **{f"{operator}, {case}": (operator, *x) for operator in ("forward", "saving") for case, x in plain.items()},
+        **{f"saving, {case}": ("saving", *x) for case, x in plain.items()},
+        **{f"forward, {case}": ("forward", *plain[case]) for case in ("plain", "packed, continued")},
         "neighborhood": ("neighborhood_attention", (q, k, v, 5, 2, None, "shift", False, "auto", None, True), {}),
         "blocks": (
             "block_sparse_attention",

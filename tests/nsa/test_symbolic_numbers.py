@@ -80,18 +80,6 @@ def test_the_longest_document_of_a_layer_is_a_symbol(layer: NSAttention) -> None
     assert counts.frame_count == 2
 
 
-@pytest.mark.hf_extra
-def test_a_converted_model_compiles_packs_of_any_longest_document() -> None:
-    from tests.support.hf_models import converted_model, token_ids
-
-    torch.compiler.reset()
-    model, ids = converted_model(num_hidden_layers=1).train(), token_ids(1, TOKENS)
-    compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
-    for longest in (21, 33):
-        given: Any = {"cu_seq_lens_q": bounds(longest), "max_length_q": longest, "max_length_k": longest}
-        torch.testing.assert_close(compiled(ids, **given).logits, model(ids, **given).logits, rtol=1e-4, atol=1e-4)
-
-
 def test_sizes_of_a_gpus_tensors_may_be_symbols() -> None:
     """Symbols have no hash, so such a call is not remembered."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
