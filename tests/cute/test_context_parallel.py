@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support import context_cases as cases
+from tests.support import fsdp_cases
 from tests.support import headwise_cases as headwise
 from tests.support.hardware import DETERMINISTIC
 from tests.support.helpers import LARGE, SMALL
@@ -131,6 +132,12 @@ def test_models_over_nccl(nccl: Ranks, how: str) -> None:
 def test_sharded_parameters_over_nccl(nccl: Ranks) -> None:
     """FSDP2 on a mesh of data and context parallelism, of all ranks."""
     nccl.run(max(nccl.sizes), cases.by_reference, cases.fsdp_equals_whole, SMALL["seed"], 70)
+
+
+def test_sharded_parameters_train_as_whole_ones_over_nccl(nccl: Ranks) -> None:
+    """Each rank has a sequence, and kernels run."""
+    nccl.run(2, fsdp_cases.starts_as_whole)
+    nccl.run(2, fsdp_cases.trains_as_whole, torch.bfloat16, LARGE, 256, 700)
 
 
 def test_dtensors_over_nccl(nccl: Ranks) -> None:

@@ -26,6 +26,7 @@ from nsa.distributed.attention import copy_rows
 from nsa.distributed.layout import Layout, make_layout
 from tests.support import cases as parameters
 from tests.support import context_cases as cases
+from tests.support import fsdp_cases
 from tests.support import headwise_cases as headwise
 from tests.support.helpers import SMALL, make_qkv
 from tests.support.live_memory import PeakBytes
@@ -63,12 +64,6 @@ def assert_all_raise(outcomes: list[tuple[str, Any]], start: str, *words: str) -
 def test_alone(alone: cases.MakeCP) -> None:
     cases.equals_whole(alone, SMALL["seed"], (0, 50), ["plain", "learned"], "zigzag")
     cases.packs_equal_whole(alone, SMALL["paper"], [20, 0, 33], 3, ["plain"], "contiguous")
-
-
-def test_layers_alone(alone: cases.MakeCP) -> None:
-    cases.neighborhood_equals_whole(alone, (0, 41), "zigzag")
-    cases.model_equals_whole(alone, SMALL["paper"], 70, "checkpointing")
-    cases.takes_dtensors(alone, SMALL["seed"])
 
 
 def test_a_default_device_is_not_that_of_the_host(alone: cases.MakeCP) -> None:
@@ -294,6 +289,15 @@ def test_models(ranks: Ranks, how: str) -> None:
 
 def test_with_data_parallelism_and_sharded_parameters(ranks: Ranks) -> None:
     ranks.run(4, cases.fsdp_equals_whole, SMALL["seed"], 70)
+
+
+def test_sharded_parameters_start_as_whole_ones(ranks: Ranks) -> None:
+    ranks.run(2, fsdp_cases.starts_as_whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sharded_parameters_train_as_whole_ones(ranks: Ranks, dtype: torch.dtype) -> None:
+    ranks.run(2, fsdp_cases.trains_as_whole, dtype, SMALL)
 
 
 def test_dtensors(ranks: Ranks) -> None:

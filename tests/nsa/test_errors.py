@@ -54,17 +54,14 @@ def bounds(*values: int) -> torch.Tensor:
 
 # id: (keywords that replace the good ones, error class, pieces of the message)
 BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
-    # options: type
+    # options: equal to good ones, but of another type
     "l float": ({"compress_block_size": 8.0}, TypeError, ("compress_block_size", "integer", "8.0")),
-    "k string": ({"num_selected_blocks": "16"}, TypeError, ("num_selected_blocks", "'16'")),
     "share int": ({"share_heads_in_group": 1}, TypeError, ("share_heads_in_group", "True or False", "1")),
+    "deterministic int": ({"deterministic": 1}, TypeError, ("deterministic", "1")),
     "compress int": ({"compress": 3}, TypeError, ("compress", "3")),
     "compress one of two": ({"compress": (len,)}, TypeError, ("compress", "two callables", "len")),
-    "deterministic int": ({"deterministic": 1}, TypeError, ("deterministic", "1")),
     # options: value
-    "l zero": ({"compress_block_size": 0}, ValueError, ("compress_block_size", "at least 1", "0")),
     "d above l": ({"compress_stride": 9}, ValueError, ("compress_stride", "compress_block_size=8", "9")),
-    "w negative": ({"window_size": -512}, ValueError, ("window_size", "-512")),
     "forced above k": (
         {"num_init_blocks": 1, "num_local_blocks": 2, "num_selected_blocks": 2},
         ValueError,
@@ -80,10 +77,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ValueError,
         ("num_cmp_selected_blocks", "at least 4", "compress_block_size=8", "causal=True", "got 3"),
     ),
-    "scale nan": ({"softmax_scale": float("nan")}, ValueError, ("softmax_scale", "finite", "nan")),
     "compress word": ({"compress": "max"}, ValueError, ("compress", "'mean'", "'max'")),
-    "w beyond int32": ({"window_size": 2**31}, ValueError, ("window_size", "2147483647", "2147483648")),
-    "scale beyond float": ({"softmax_scale": 10**400}, ValueError, ("softmax_scale", "finite")),
     # how options are given
     "unknown keyword": ({"attention_mask": None}, TypeError, ("unknown keyword argument attention_mask",)),
     "option misspelt": ({"num_selected_block": 4}, TypeError, ("did you mean num_selected_blocks?",)),
@@ -92,15 +86,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "config and option": ({"config": NSAConfig()}, TypeError, ("config", "compress_block_size")),
     "config dict": ({"config": {"window_size": 1}}, TypeError, ("config", "NSAConfig", "dict")),
     # tensors: type, dtype, device
-    "q list": ({"q": [1.0]}, TypeError, ("q", "torch.Tensor", "list")),
+    "v other device": ({"v": ones(B, N, H_KV, D_V, device="meta")}, ValueError, ("v", "cpu", "meta")),
+    "k sparse": ({"k": ones(B, N, H_KV, D).to_sparse()}, TypeError, ("k", "dense", "sparse_coo")),
     "q int": ({"q": ones(B, N, H, D, dtype=torch.int64)}, TypeError, ("q", "bfloat16", "int64")),
     "k other dtype": ({"k": ones(B, N, H_KV, D, dtype=DOUBLE)}, TypeError, ("k", "float32", "float64")),
-    "v other device": ({"v": ones(B, N, H_KV, D_V, device="meta")}, ValueError, ("v", "cpu", "meta")),
     "gates dtype": ({"gates": ones(B, N, H, 3, dtype=torch.bfloat16)}, TypeError, ("gates", "float32", "bfloat16")),
-    "k sparse": ({"k": ones(B, N, H_KV, D).to_sparse()}, TypeError, ("k", "dense", "sparse_coo")),
     # tensors: shape
-    "q 3 dims": ({"q": ones(N, H, D)}, ValueError, ("q", "[B,N,heads,D]", f"[{N}, {H}, {D}]")),
-    "k other N": ({"k": ones(B, 31, H_KV, D)}, ValueError, ("k", f"[{B}, {N}]", "31")),
     "heads before tokens": (
         {name: ones(B, heads, N, 8) for name, heads in (("q", H), ("k", H_KV), ("v", H_KV))},
         ValueError,
@@ -111,7 +102,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "v other heads": ({"v": ones(B, N, 1, D_V)}, ValueError, ("v", "H_kv=2", "1")),
     "H not a multiple": ({"q": ones(B, N, 3, D)}, ValueError, ("q", "multiple", "H_kv=2", "H=3")),
     "no kv heads": ({"k": ones(B, N, 0, D), "v": ones(B, N, 0, D_V)}, ValueError, ("k", "at least one head")),
-    "D zero": ({"q": ones(B, N, H, 0), "k": ones(B, N, H_KV, 0)}, ValueError, ("q", "D >= 1")),
     "w_k shape": ({"w_k_compress": ones(H_KV, D, D_V)}, ValueError, ("w_k_compress", "[2, 8, 8]", "[2, 8, 6]")),
     "gate weight shape": (
         {"gate_proj_weight": ones(H, D, 3)},
@@ -155,7 +145,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "compress gives nothing": ({"compress": lambda blocks: None}, TypeError, ("compress", "NoneType")),
     # documents
     "q 4 dims packed": (packed(q=ones(1, N, H, D)), ValueError, ("q", "[T,heads,D]", "[1, 32, 4, 8]")),
-    "cu_seqlens list": (packed(cu_seqlens=[0, N]), TypeError, ("cu_seqlens", "list")),
     "cu_seqlens int64": (packed(cu_seqlens=torch.tensor([0, N])), TypeError, ("cu_seqlens", "int32", "int64")),
     "cu_seqlens 2 dims": (packed(cu_seqlens=bounds(0, N)[None]), ValueError, ("cu_seqlens", "[B+1]", "[1, 2]")),
     "cu_seqlens start": (packed(cu_seqlens=bounds(1, N)), ValueError, ("cu_seqlens", "start at 0", "1")),
@@ -175,7 +164,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     ),
     # routing
     "backend unknown": ({"backend": "cudnn"}, ValueError, ("backend", "reference", "'cudnn'")),
-    "backend int": ({"backend": 3}, TypeError, ("backend", "3")),
     # values, on request
     "q nan": (
         {"q": torch.full((B, N, H, D), float("nan")), "debug": True},

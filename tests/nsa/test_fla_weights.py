@@ -16,6 +16,7 @@ from torch.nn.functional import linear, pad
 from nsa import NSAConfig, NSAttention, PageTable, llama_rope, rotary_table
 from nsa.distributed import ContextParallel
 from nsa.integrations.fla import FlaRotary, fla_config, layer_from_fla
+from tests.support.cases import product
 
 DIM, WIDTH = 16, 32
 
@@ -127,8 +128,7 @@ CASES: dict[str, tuple[Sizes, bool, dict[str, Any]]] = {
 """Sizes, whether there are biases, and what layer_from_fla gets."""
 
 
-@pytest.mark.parametrize("oracle", ORACLES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "oracle"), product(CASES, ORACLES), ids=str)
 @torch.no_grad()
 def test_the_layer_computes_what_fla_does(case: str, oracle: Any) -> None:
     sizes, bias, given = CASES[case]
