@@ -79,7 +79,6 @@ def test_cpu_tensors_run_the_reference(layout: str) -> None:
 
 BLOCKS = torch.zeros(3, 2, 5, 8)
 BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (TypeError, "blocks must be a torch.Tensor or a list of them, got int", {"blocks": 3}),
     (ValueError, r"blocks must have the layout \[L,...,D\] or be a list, got shape \[8\]", {"blocks": BLOCKS[0, 0, 0]}),
     (ValueError, "blocks must have at least one member, got an empty list", {"blocks": []}),
     (TypeError, r"blocks\[1\] must be a torch.Tensor, got NoneType", {"blocks": [BLOCKS[0], None]}),
@@ -100,24 +99,13 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
         r"blocks\[1\] must be on blocks\[0\]'s device cpu, got meta",
         {"blocks": [BLOCKS[0], BLOCKS[0].to("meta")]},
     ),
-    (TypeError, "blocks must be bfloat16, float16, float32 or float64, got int64", {"blocks": BLOCKS.long()}),
     (ValueError, r"blocks must have at least one block and D >= 1, got shape \[0, 2, 5, 8\]", {"blocks": BLOCKS[:0]}),
-    (TypeError, "w_query must be a torch.Tensor, got NoneType", {"w_query": None}),
-    (TypeError, "w_query must be float32 .blocks are float32., got float16", {"w_query": torch.zeros(8).half()}),
-    (ValueError, r"w_query must have the shape \[8\], got \[7\]", {"w_query": torch.zeros(7)}),
-    (TypeError, "w_norm must be a torch.Tensor or None, got float", {"w_norm": 1.0}),
     (
         TypeError,
         "w_norm must be float16 or float32 .blocks are float16., got float64",
         {"blocks": BLOCKS.half(), "w_norm": torch.zeros(8).double()},
     ),
-    (ValueError, r"w_norm must have the shape \[8\], got \[8, 1\]", {"w_norm": torch.zeros(8, 1)}),
-    (ValueError, "w_norm must be on the blocks' device cpu, got meta", {"w_norm": torch.zeros(8, device="meta")}),
-    (TypeError, "eps must be a number, got None", {"eps": None}),
-    (ValueError, "eps must be finite and at least 0, got -1.0", {"eps": -1.0}),
-    (ValueError, "eps must be finite and at least 0, got 1000", {"eps": 10**400}),
     (TypeError, "blocks must be a dense tensor, got the layout sparse_coo", {"blocks": BLOCKS.to_sparse()}),
-    (TypeError, "w_norm must be a dense tensor, got the layout sparse_coo", {"w_norm": torch.ones(8).to_sparse()}),
 ]
 
 

@@ -589,6 +589,8 @@ def test_layers_share_a_table(name: str) -> None:
             step(layers[:called], start, count)
         assert all(torch.equal(t, state[n]) for n, t in table.state_dict().items()), "as if it had not begun"
         with table.step(count):
+            with pytest.raises(ValueError, match="q must have the step's N_q"):
+                append(layers[0], inputs, [count + 1], start)
             outs = [append(layer, inputs, [count], start) for layer in layers]
             with pytest.raises(RuntimeError, match="already called in the open step"):
                 append(layers[0], inputs, [count], start)

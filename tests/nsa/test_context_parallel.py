@@ -35,10 +35,36 @@ from tests.support.ranks import Ranks
 SIZES = (2, 3, 4)
 
 
+Run = Callable[..., None]
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     with Ranks(*SIZES) as processes:
         yield processes
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[Ranks]:
+    """Ranks with a GPU each, in groups of all SIZES for which there are GPUs."""
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        pytest.skip("needs two GPUs")
+    with Ranks(*(SIZES if gpus >= max(SIZES) else SIZES[:1]), seconds=300, backend="nccl") as processes:
+        yield processes
+
+
+@pytest.fixture(params=["gloo", pytest.param("nccl", marks=[pytest.mark.cuda, pytest.mark.cuda_extra])])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a case on the first ranks; over NCCL, in fp64, by the reference."""
+    processes = request.getfixturevalue("ranks" if request.param == "gloo" else "nccl")
+
+    def run_case(size: int, case: Callable[..., Any], *arguments: Any) -> None:
+        if size not in processes.sizes:
+            pytest.skip(f"needs {size} GPUs")
+        processes.run(size, *([cases.by_reference] if request.param == "nccl" else []), case, *arguments)
+
+    return run_case
 
 
 @pytest.fixture
@@ -122,39 +148,6 @@ def test_destroying_the_group_ends_it() -> None:
         cp.nsa(q, q, q, config=SMALL["seed"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"layout": "striped"}, ValueError, "layout must be one of zigzag, contiguous, got 'striped'"),
-        ({"tile": 0}, ValueError, "tile must be at least 1, got 0"),
-        ({"kv_heads_per_pass": 1.5}, TypeError, "kv_heads_per_pass must be an integer, got 1.5"),
-        ({"mesh": "cp"}, TypeError, "mesh must be a DeviceMesh or a process group, got str"),
-    ],
-)
-def test_arguments(alone: cases.MakeCP, arguments: dict[str, object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        ContextParallel(**{"mesh": dist.group.WORLD, **arguments})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("cu_seqlens", "error", "message"),
-    [
-        (torch.tensor([0, 5]), TypeError, "cu_seqlens must be an int32 tensor or None, got int64"),
-        (torch.tensor([[0]]).int(), ValueError, "cu_seqlens must have the shape [B+1], got shape [1, 1]"),
-        (torch.tensor([1, 5]).int(), ValueError, "cu_seqlens must start at 0, got 1"),
-        (torch.tensor([0, 12]).int(), ValueError, "cu_seqlens must end at most at T=9, got 12"),
-    ],
-    ids=["int64", "matrix", "start", "end"],
-)
-def test_bounds(alone: cases.MakeCP, cu_seqlens: Tensor, error: type[Exception], message: str) -> None:
-    cp = alone()
-    with pytest.raises(error, match=re.escape(message)):
-        cp.shard(torch.zeros(9), 0, cu_seqlens=cu_seqlens)
-    q, k, v = make_qkv(9, batch=None)
-    with pytest.raises(error, match=re.escape(message)):
-        cp.nsa(q, k, v, cu_seqlens=cu_seqlens)
-
-
 def test_bounds_made_under_inference_mode(alone: cases.MakeCP) -> None:
     """They have no version counter, and are read again after a change."""
     cp, x = alone(), torch.arange(9)
@@ -166,35 +159,47 @@ def test_bounds_made_under_inference_mode(alone: cases.MakeCP) -> None:
     assert torch.equal(cp.shard(x, 0, cu_seqlens=cu_seqlens), x)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda cp: cp.shard([1, 2]), TypeError, "x must be a torch.Tensor, got list"),
-        (
-            lambda cp: cp.shard(torch.zeros(2).to_sparse(), 0),
-            TypeError,
-            "x must be a dense tensor, got the layout spars",
-        ),
-        (lambda cp: cp.shard(torch.zeros(2, 2), 3), ValueError, "dim must be at most 1, got 3"),
-        (lambda cp: cp.unshard(torch.tensor(1.0), 0), ValueError, "x must have a dimension of tokens, got shape []"),
-        (
-            lambda cp: cp.shard(torch.zeros(9)),
-            ValueError,
-            "x must be [B,N,...], or packed [T,...] with cu_seqlens, unless dim is given, got shape [9]",
-        ),
-        (lambda cp: cp.unshard(torch.zeros(9)), ValueError, "x must be [B,N,...], or packed [T,...] with cu_seqlens"),
-        (lambda cp: cp.shard_labels(torch.arange(3)), ValueError, "input_ids must be [B,N,...], or packed [T,...]"),
-        (lambda cp: cp.shard_labels(torch.zeros(1, 2)), TypeError, "input_ids must have one of the dtypes int64"),
-        (lambda cp: cp.shard_labels(torch.zeros(1, 2).byte()), ValueError, "ignore_index must be at least 0, got -100"),
-        (lambda cp: cp.sum(1.0), TypeError, "x must be a torch.Tensor, got float"),
-        (lambda cp: cp.sum(torch.tensor(True)), TypeError, "x must be numbers, got bool"),
-    ],
-)
-def test_tensors(
-    alone: cases.MakeCP, call: Callable[[ContextParallel], Tensor], error: type[Exception], message: str
-) -> None:
+def bounded(*bounds: int, dtype: torch.dtype = torch.int32) -> dict[str, Tensor]:
+    return {"cu_seqlens": torch.tensor(bounds, dtype=dtype)}
+
+
+X, QKV = torch.zeros(9), make_qkv(9, batch=None)
+LEADING = "x must be [B,N,...], or packed [T,...] with cu_seqlens, unless dim is given, got shape [9]"
+REFUSED: list[tuple[Callable[[cases.MakeCP], Any], type[Exception], str]] = [
+    (lambda make: make(layout="striped"), ValueError, "layout must be one of zigzag, contiguous, got 'striped'"),
+    (lambda make: make(tile=0), ValueError, "tile must be at least 1, got 0"),
+    (lambda make: make(kv_heads_per_pass=1.5), TypeError, "kv_heads_per_pass must be an integer, got 1.5"),
+    (lambda _: ContextParallel("cp"), TypeError, "mesh must be a DeviceMesh or a process group, got str"),  # type: ignore[arg-type]
+    (
+        lambda make: make().shard(X, 0, **bounded(0, 5, dtype=torch.int64)),
+        TypeError,
+        "cu_seqlens must be an int32 tensor or None, got int64",
+    ),
+    (
+        lambda make: make().shard(X, 0, cu_seqlens=torch.tensor([[0]]).int()),
+        ValueError,
+        "cu_seqlens must have the shape [B+1], got shape [1, 1]",
+    ),
+    (lambda make: make().nsa(*QKV, **bounded(1, 5)), ValueError, "cu_seqlens must start at 0, got 1"),
+    (lambda make: make().nsa(*QKV, **bounded(0, 12)), ValueError, "cu_seqlens must end at most at T=9, got 12"),
+    (lambda make: make().shard([1, 2]), TypeError, "x must be a torch.Tensor, got list"),
+    (lambda make: make().shard(X.to_sparse(), 0), TypeError, "x must be a dense tensor, got the layout spars"),
+    (lambda make: make().shard(torch.zeros(2, 2), 3), ValueError, "dim must be at most 1, got 3"),
+    (lambda make: make().unshard(X.sum(), 0), ValueError, "x must have a dimension of tokens, got shape []"),
+    (lambda make: make().shard(X), ValueError, LEADING),
+    (lambda make: make().unshard(X), ValueError, LEADING),
+    (lambda make: make().shard_labels(X), ValueError, "input_ids must be [B,N,...], or packed [T,...]"),
+    (lambda make: make().shard_labels(X[None]), TypeError, "input_ids must have one of the dtypes int64"),
+    (lambda make: make().shard_labels(X[None].byte()), ValueError, "ignore_index must be at least 0, got -100"),
+    (lambda make: make().sum(1.0), TypeError, "x must be a torch.Tensor, got float"),
+    (lambda make: make().sum(torch.tensor(True)), TypeError, "x must be numbers, got bool"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+def test_refusals(alone: cases.MakeCP, call: Callable[..., Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
-        call(alone())
+        call(alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
@@ -216,27 +221,44 @@ def test_positions_and_labels_of_documents(alone: cases.MakeCP) -> None:
 # Several, against one process
 
 
-@pytest.mark.parametrize(("preset", "layout"), parameters.product(["seed", "paper"], ["zigzag", "contiguous"]))
-def test_rows_and_gradients_of_one_process(ranks: Ranks, preset: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("preset", "layout", "size", "lengths"),
+    [
+        ("seed", "zigzag", 2, (0, 131)),
+        ("paper", "contiguous", 2, (0, 1, 50, 131)),
+        ("paper", "zigzag", 3, (1, 50)),
+        ("seed", "contiguous", 3, (1, 50)),
+        ("seed", "zigzag", 4, (3, 131)),
+        *parameters.rest(("seed", "contiguous", 2, (0, 131)), ("paper", "zigzag", 2, (0, 131))),
+    ],
+)
+def test_rows_and_gradients_of_one_process(run: Run, preset: str, layout: str, size: int, lengths: Any) -> None:
     """Lengths of no tokens, of fewer tokens than ranks, and that end inside a tile."""
-    for size, lengths in ((2, (0, 131)), (3, (1, 50)), (4, (3, 131))):
-        ranks.run(size, cases.equals_whole, SMALL[preset], lengths, ["plain"], layout)
+    run(size, cases.equals_whole, SMALL[preset], lengths, ["plain"], layout)
 
 
-@pytest.mark.parametrize("preset", ["paper", "seed, sparse compressed"])
-def test_every_argument(ranks: Ranks, preset: str) -> None:
+@pytest.mark.parametrize(("preset", "size"), [("paper", 3), ("seed, sparse compressed", 2)])
+def test_every_argument(run: Run, preset: str, size: int) -> None:
     config = replace(SMALL[preset], num_init_blocks=1, softmax_scale=0.3)
-    ranks.run(3, cases.equals_whole, config, (133,), cases.OPTIONS[1:], "zigzag")
+    run(size, cases.equals_whole, config, (133,), cases.OPTIONS[1:], "zigzag")
 
 
-def test_token_mode_divides_anywhere(ranks: Ranks) -> None:
-    ranks.run(4, cases.equals_whole, SMALL["paper"], (61,), ["plain", "learned"], "zigzag", 1)
+def test_token_mode_divides_anywhere(run: Run) -> None:
+    run(4, cases.equals_whole, SMALL["paper"], (61,), ["plain", "learned"], "zigzag", 1)
 
 
-@pytest.mark.parametrize(("preset", "layout"), parameters.product(["seed", "paper"], ["zigzag", "contiguous"]))
-def test_packs(ranks: Ranks, preset: str, layout: str) -> None:
-    for size, lengths in ((2, [70, 0, 1, 90]), (3, [5, 0, 70, 1, 33, 16]), (4, [3])):
-        ranks.run(size, cases.packs_equal_whole, SMALL[preset], lengths, 3, cases.OPTIONS, layout)
+@pytest.mark.parametrize(
+    ("preset", "layout", "lengths"),
+    [
+        ("seed", "zigzag", [70, 0, 1, 90]),
+        ("paper", "contiguous", [70, 0, 1, 90]),
+        ("paper", "zigzag", [5, 0, 70, 1, 33, 16]),
+        ("seed", "contiguous", [3]),
+        *parameters.rest(("seed", "contiguous", []), ("seed", "contiguous", [5, 0, 70, 1, 33, 16])),
+    ],
+)
+def test_packs(run: Run, preset: str, layout: str, lengths: list[int]) -> None:
+    run(3 if len(lengths) == 6 else 2, cases.packs_equal_whole, SMALL[preset], lengths, 3, cases.OPTIONS, layout)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -278,17 +300,21 @@ def test_rows_of_a_range_are_freed_before_the_next_one(alone: cases.MakeCP, monk
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_neighborhood_attention(ranks: Ranks, layout: str) -> None:
-    ranks.run(3, cases.neighborhood_equals_whole, (2, 41), layout)
+def test_neighborhood_attention(run: Run, layout: str) -> None:
+    run(3 if layout == "zigzag" else 2, cases.neighborhood_equals_whole, (2, 41), layout)
 
 
-@pytest.mark.parametrize("how", ["plain", "checkpointing", "eager", "autocast", *parameters.rest("aot_eager")])
-def test_models(ranks: Ranks, how: str) -> None:
-    ranks.run(2, cases.model_equals_whole, SMALL["paper"], 70, how)
+@pytest.mark.parametrize("how", ["plain", "checkpointing", "eager", *parameters.rest("aot_eager")])
+def test_models(run: Run, how: str) -> None:
+    run(2, cases.model_equals_whole, SMALL["paper"], 70, how)
 
 
-def test_with_data_parallelism_and_sharded_parameters(ranks: Ranks) -> None:
-    ranks.run(4, cases.fsdp_equals_whole, SMALL["seed"], 70)
+def test_models_under_autocast(ranks: Ranks) -> None:
+    ranks.run(2, cases.model_equals_whole, SMALL["paper"], 70, "autocast")
+
+
+def test_with_data_parallelism_and_sharded_parameters(run: Run) -> None:
+    run(4, cases.fsdp_equals_whole, SMALL["seed"], 70)
 
 
 def test_sharded_parameters_start_as_whole_ones(ranks: Ranks) -> None:
@@ -300,8 +326,8 @@ def test_sharded_parameters_train_as_whole_ones(ranks: Ranks, dtype: torch.dtype
     ranks.run(2, fsdp_cases.trains_as_whole, dtype, SMALL)
 
 
-def test_dtensors(ranks: Ranks) -> None:
-    ranks.run(3, cases.takes_dtensors, SMALL["seed"])
+def test_dtensors(run: Run) -> None:
+    run(2, cases.takes_dtensors, SMALL["seed"])
 
 
 def test_dtensors_with_tensor_parallelism_over_heads(ranks: Ranks) -> None:
@@ -312,8 +338,8 @@ def test_dtensors_with_tensor_parallelism_over_heads(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(("how", "sequence"), parameters.product([*headwise.LAYERS, "neighborhood"], [False, True]))
-def test_layers_sharded_by_heads(ranks: Ranks, how: str, sequence: bool) -> None:
-    ranks.run(2, headwise.sharded_equals_whole, how, sequence)
+def test_layers_sharded_by_heads(run: Run, how: str, sequence: bool) -> None:
+    run(2, headwise.sharded_equals_whole, how, sequence)
 
 
 @pytest.mark.parametrize("how", parameters.rest(*headwise.LAYERS))
@@ -321,8 +347,8 @@ def test_compiled_layers_sharded_by_heads(ranks: Ranks, how: str) -> None:
     ranks.run(2, headwise.sharded_equals_whole, how, True, "aot_eager")
 
 
-def test_a_cache_of_a_layer_sharded_by_heads(ranks: Ranks) -> None:
-    ranks.run(2, headwise.continues_with_a_cache)
+def test_a_cache_of_a_layer_sharded_by_heads(run: Run) -> None:
+    run(2, headwise.continues_with_a_cache)
 
 
 def test_heads_and_sequences_divided(ranks: Ranks) -> None:
@@ -448,8 +474,8 @@ def test_backwards_in_another_order_are_refused_on_all(ranks: Ranks, op: str, ho
     ranks.run(3, cases.works)
 
 
-def test_backwards_in_the_order_of_all(ranks: Ranks) -> None:
-    ranks.run(2, cases.backwards_agree)
+def test_backwards_in_the_order_of_all(run: Run) -> None:
+    run(2, cases.backwards_agree)
 
 
 def test_a_rank_that_goes_on_elsewhere_ends_all(ranks: Ranks) -> None:

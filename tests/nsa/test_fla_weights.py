@@ -128,7 +128,7 @@ CASES: dict[str, tuple[Sizes, bool, dict[str, Any]]] = {
 """Sizes, whether there are biases, and what layer_from_fla gets."""
 
 
-@pytest.mark.parametrize(("case", "oracle"), product(CASES, ORACLES), ids=str)
+@pytest.mark.parametrize(("case", "oracle"), product(CASES, ORACLES), ids=lambda x: getattr(x, "__name__", x))
 @torch.no_grad()
 def test_the_layer_computes_what_fla_does(case: str, oracle: Any) -> None:
     sizes, bias, given = CASES[case]

@@ -134,24 +134,10 @@ LONGER = {"k": torch.zeros(1, 20, 2, 16), "v": torch.zeros(1, 20, 2, 16), "causa
 @pytest.mark.parametrize(
     ("error", "message", "changes"),
     [
-        (TypeError, "q must be a torch.Tensor, got list", {"q": []}),
-        (ValueError, r"k must have the layout \[B,N,heads,D\], got shape \[3\]", {"k": torch.zeros(3)}),
-        (
-            TypeError,
-            "q must be bfloat16, float16, float32 or float64, got int64",
-            {"q": torch.zeros(1, 8, 4, 16).long()},
-        ),
-        (TypeError, r"v must be float32 \(q is float32\), got float16", {"v": torch.zeros(1, 8, 2, 16).half()}),
         (ValueError, r"v must have the shape \[1, 8, 2, 16\], got \[1, 9, 2, 16\]", {"v": torch.zeros(1, 9, 2, 16)}),
         (ValueError, "q must have a multiple of k's H_kv=3 heads", {"k": torch.zeros(1, 8, 3, 16)}),
         (ValueError, "q must have at least one head and D >= 1", {"q": torch.zeros(1, 8, 4, 0)}),
-        (TypeError, "kernel_size must be an integer, got 3.0", {"kernel_size": 3.0}),
-        (ValueError, "dilation must be at most 9223372036854775807, got 9223372036854775808", {"dilation": 2**63}),
-        (TypeError, "v must be a dense tensor, got the layout sparse_coo", {"v": torch.zeros(1, 8, 2, 16).to_sparse()}),
-        (ValueError, "kernel_size must be at least 1, got 0", {"kernel_size": 0}),
-        (ValueError, "softmax_scale must be finite, got inf", {"softmax_scale": math.inf}),
         (ValueError, "boundary must be one of truncate, shift, got 'wrap'", {"boundary": "wrap"}),
-        (ValueError, "algorithm must be one of auto, flash, band, dense, got 'fast'", {"algorithm": "fast"}),
         (
             ValueError,
             "backend must be one of triton, cute, ascend, reference for neighborhood_attention",
