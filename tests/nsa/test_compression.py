@@ -45,17 +45,6 @@ def test_is_the_sum_over_tokens() -> None:
     torch.testing.assert_close(module(blocks), expected)
 
 
-def test_gradcheck() -> None:
-    module = pool(3)
-    blocks = torch.randn(2, HEADS, LENGTH, 3, dtype=torch.float64, requires_grad=True)
-    names, values = zip(*module.named_parameters(), strict=True)
-
-    def run(blocks: Tensor, *values: Tensor) -> Tensor:
-        return torch.func.functional_call(module, dict(zip(names, values, strict=True)), (blocks,))
-
-    assert torch.autograd.gradcheck(run, (blocks, *values))
-
-
 def test_rounds_once() -> None:
     module, blocks = pool(dtype=torch.float32), torch.randn(7, HEADS, LENGTH, DIM, dtype=torch.bfloat16)
     exact = pool_in_fp64(module, blocks)

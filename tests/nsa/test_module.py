@@ -128,13 +128,6 @@ def test_refuses_what_it_would_ignore(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_says_what_to_do_instead_of_masking(kind: str) -> None:
-    advice = {"nsa": "pack documents with cu_seqlens", "neighborhood": "each document in a separate call"}[kind]
-    with pytest.raises(ValueError, match=f"there is no attention mask, .*{advice} .*; got Tensor"):
-        LAYERS[kind](WIDTH, HEADS)(torch.ones(1, 8, WIDTH), attention_mask=MASK)
-
-
-@pytest.mark.parametrize("kind", LAYERS)
 def test_takes_arguments_that_ask_for_nothing(kind: str) -> None:
     layer = LAYERS[kind](WIDTH, HEADS)
     own = layer.config.causal if isinstance(layer, NSAttention) else layer.window.causal

@@ -97,20 +97,6 @@ def test_chunks_and_their_gradients_are_those_of_the_whole(cut: tuple[int, int, 
     torch.testing.assert_close(sums, list(gradients), rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    "window",
-    [
-        {"kernel_size": 4, "dilation": 2, "boundary": "shift"},
-        {"kernel_size": 3, "causal": True},
-        {"kernel_size": 5, "softmax_scale": 0.3},
-    ],
-    ids=str,
-)
-def test_gradients_of_the_oracle(window: dict[str, Any]) -> None:
-    inputs = make_qkv(6, 2, 1, dim=2, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *qkv: reference.neighborhood_attention(*qkv, **window), inputs)
-
-
 def test_the_band_is_not_kept_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public op takes out alone: a band of 64 slots would be four times as large as all of q, k, v and out."""
     q, k, v = make_qkv(4096, 1, 1, dim=4, dtype=torch.float32)

@@ -274,42 +274,6 @@ def test_16k_tokens_run_in_half_a_gib(preset: Callable[[], NSAConfig]) -> None:
     assert memory.peak < 2**29
 
 
-@pytest.mark.parametrize(
-    ("compress", "dtype"),
-    [("mean", torch.bfloat16), (lambda blocks: blocks.mean(-2), torch.float16)],
-    ids=["mean", "callable"],
-)
-def test_gradients_of_overlapping_blocks_are_rounded_once(compress: Any, dtype: torch.dtype) -> None:
-    """The compressed branch alone: a key's gradient is a sum of 64 entries' in fp32."""
-    config = NSAConfig(
-        compress_block_size=64, compress_stride=1, num_selected_blocks=0, window_size=0, compress=compress
-    )
-    inputs = make_inputs(200, dtype=dtype)
-    inputs = replace(inputs, gates=torch.ones(1, 200, 4, 3, dtype=dtype))
-    do = make_qkv(200, dtype=dtype, seed=1)[0]
-    leaves = inputs.map(lambda tensor: tensor.requires_grad_())
-    got = torch.autograd.grad(nsa(**leaves.tensors(), config=config), (leaves.q, leaves.k, leaves.v), do)
-
-    # Entries are rounded, their gradients are not: those in fp64 of the rounded ones, and what pooling makes of them
-    _, aux = reference.nsa(inputs.map(Tensor.detach), config)
-    exact = replace(
-        inputs.map(lambda tensor: tensor.detach().double()), k_cmp=aux.k_cmp.double(), v_cmp=aux.v_cmp.double()
-    )
-    exact = exact.map(lambda tensor: tensor.requires_grad_())
-    out, _ = oracles.nsa(exact, replace(config, compress="mean"), indices=aux.indices)
-    dq, *of_entries = torch.autograd.grad(out, (exact.q, exact.k_cmp, exact.v_cmp), do.double())
-    assert_rounded_once(got[0], dq, "dq")
-    for name, mine, of_entry in zip(("dk", "dv"), got[1:], of_entries, strict=True):
-        truth = torch.zeros(mine.shape, dtype=torch.float64)
-        for entry in range(of_entry.shape[1]):
-            truth[:, entry : entry + 64] += of_entry[:, entry, None] / 64
-        if compress == "mean":
-            assert_rounded_once(mine, truth, name)
-        else:  # a callable in 16 bits gets and gives gradients of 16 bits: two roundings more, of each entry
-            once = (truth.to(dtype).double() - truth).square().mean().sqrt()
-            assert (mine.double() - truth).square().mean().sqrt() <= 1.5 * once
-
-
 @pytest.mark.parametrize(("dtype", "packed"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_gradients_are_rounded_once(packed: bool, dtype: torch.dtype) -> None:
     """Of keys that three branches read, and of weights that all documents share."""

@@ -18,6 +18,7 @@ from nsa import (
     NeighborhoodAttention,
     NSAttention,
     attention_residual,
+    block_sparse_attention,
     neighborhood_attention,
     nsa,
     nsa_forward,
@@ -87,18 +88,6 @@ def test_nsa_refuses_dual_tensors(run: Any) -> None:
         run(x, x, x)
         with pytest.raises(RuntimeError, match=r"^nsa does not support forward-mode derivatives: use backward"):
             run(x, forward_ad.make_dual(x, x), x)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_nsa_names_second_derivatives_on_the_reference(dtype: torch.dtype) -> None:
-    """PyTorch's fused attention inside has none. The first is the same under create_graph."""
-    leaves = [x.requires_grad_() for x in make_qkv(40, dtype=dtype)]
-    out = nsa(*leaves, config=SMALL["paper"])
-    do = torch.randn_like(out)
-    first = torch.autograd.grad(out, leaves, do, create_graph=True)
-    assert all(map(torch.equal, first, torch.autograd.grad(nsa(*leaves, config=SMALL["paper"]), leaves, do)))
-    with pytest.raises(RuntimeError, match=r"^nsa has no second derivative on this backend"):
-        torch.autograd.grad(first[1].sum(), leaves[0])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
@@ -233,6 +222,7 @@ ATTENTION: dict[str, Callable[..., Tensor]] = {
     "nsa_forward_aux": lambda *qkv: nsa_forward_aux(*qkv, config=SMALL["seed"])[0],
     "neighborhood_attention": neighborhood_attention,
     "neighborhood_attention_forward": lambda *qkv: neighborhood_attention_forward(*qkv)[0],
+    "block_sparse_attention": lambda *qkv: block_sparse_attention(*qkv, torch.zeros(1, 2, 40, 1).int(), block_size=8),
 }
 
 
