@@ -150,16 +150,8 @@ def test_the_layer_starts_with_the_mean(norm_weight: bool) -> None:
 @pytest.mark.parametrize(
     ("error", "message", "dtype", "given"),
     [
-        (TypeError, "blocks must be a torch.Tensor or a list of them, got NoneType", None, None),
-        (
-            ValueError,
-            r"blocks must have hidden_size=8, as this layer has, got shape \[3, 2, 5, 7\]",
-            None,
-            BLOCKS[..., :7],
-        ),
         (ValueError, r"blocks\[0\] must have hidden_size=8, .* got shape \[2, 5, 7\]", None, [BLOCKS[0, ..., :7]]),
         (ValueError, "blocks must be on cpu, as the weights are, got meta", None, BLOCKS.to("meta")),
-        (TypeError, "blocks must be bfloat16, as the weights are, got float32", torch.bfloat16, BLOCKS),
         (TypeError, r"blocks\[0\] must be float64, as the weights are, got float32", torch.float64, [BLOCKS[0]]),
     ],
     ids=str,

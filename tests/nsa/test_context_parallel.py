@@ -211,6 +211,43 @@ def test_positions_and_labels_of_documents(alone: cases.MakeCP) -> None:
 # Several, against one process
 
 
+ONE_PROCESS: dict[str, tuple[Any, ...]] = {
+    "token mode divided anywhere": (4, cases.equals_whole, SMALL["paper"], (61,), ["plain", "learned"], "zigzag", 1),
+    "data parallelism and sharded parameters": (4, cases.fsdp_equals_whole, SMALL["seed"], 70),
+    "DTensors": (2, cases.takes_dtensors, SMALL["seed"]),
+    "a cache of a layer sharded by heads": (2, headwise.continues_with_a_cache),
+    "backwards in the order of all": (2, cases.backwards_agree),
+}
+"""Number of ranks, case and arguments."""
+ON_GLOO: dict[str, tuple[Any, ...]] = {
+    "tokens in the first dim of packs": (2, cases.divides_along_tokens, True),
+    "tokens in the second dim": (2, cases.divides_along_tokens, False),
+    "sums rounded once and alike in every run, per tile": (3, cases.rounds_once, SMALL["seed"], 300),
+    "sums rounded once and alike in every run, per token": (3, cases.rounds_once, SMALL["paper"], 300),
+    "a model under autocast": (2, cases.model_equals_whole, SMALL["paper"], 70, "autocast"),
+    "DTensors and tensor parallelism over heads": (4, cases.takes_dtensors, SMALL["seed"], True),
+    "heads and sequences divided": (4, headwise.with_divided_sequences),
+    "sharded parameters start": (2, fsdp_cases.starts_as_whole),
+    "sharded parameters train": (2, fsdp_cases.trains_as_whole, torch.float32, SMALL),
+    "sharded parameters train in bf16": (2, fsdp_cases.trains_as_whole, torch.bfloat16, SMALL),
+    "a function that compresses learns": (3, cases.learns_as_alone, "zigzag"),
+    "no entries": (2, cases.weights_have_gradients_without_entries, {"compress": "linear"}, 60, 1),
+    "no tokens": (2, cases.weights_have_gradients_without_entries, {"compress_proj": True}, 200, 256),
+    "labels of int8": (2, cases.losses_add_up, torch.int8),
+    "labels of uint8": (2, cases.losses_add_up, torch.uint8),
+}
+
+
+@pytest.mark.parametrize("case", ONE_PROCESS)
+def test_as_on_one_process(run: Run, case: str) -> None:
+    run(*ONE_PROCESS[case])
+
+
+@pytest.mark.parametrize("case", ON_GLOO)
+def test_as_on_one_process_on_gloo(ranks: Ranks, case: str) -> None:
+    ranks.run(*ON_GLOO[case])
+
+
 @pytest.mark.parametrize(
     ("preset", "layout", "size", "lengths"),
     [
@@ -233,10 +270,6 @@ def test_every_argument(run: Run, preset: str, size: int) -> None:
     run(size, cases.equals_whole, config, (133,), cases.OPTIONS[1:], "zigzag")
 
 
-def test_token_mode_divides_anywhere(run: Run) -> None:
-    run(4, cases.equals_whole, SMALL["paper"], (61,), ["plain", "learned"], "zigzag", 1)
-
-
 @pytest.mark.parametrize(
     ("preset", "layout", "lengths"),
     [
@@ -249,16 +282,6 @@ def test_token_mode_divides_anywhere(run: Run) -> None:
 )
 def test_packs(run: Run, preset: str, layout: str, lengths: list[int]) -> None:
     run(3 if len(lengths) == 6 else 2, cases.packs_equal_whole, SMALL[preset], lengths, 3, cases.OPTIONS, layout)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_tokens_are_in_the_first_dim_of_packs(ranks: Ranks, packed: bool) -> None:
-    ranks.run(2, cases.divides_along_tokens, packed)
-
-
-@pytest.mark.parametrize("preset", ["seed", "paper"])
-def test_sums_are_rounded_once_and_alike_in_every_run(ranks: Ranks, preset: str) -> None:
-    ranks.run(3, cases.rounds_once, SMALL[preset], 300)
 
 
 def test_gathered_keys_take_two_passes(alone: cases.MakeCP) -> None:
@@ -299,31 +322,6 @@ def test_models(run: Run, how: str) -> None:
     run(2, cases.model_equals_whole, SMALL["paper"], 70, how)
 
 
-def test_models_under_autocast(ranks: Ranks) -> None:
-    ranks.run(2, cases.model_equals_whole, SMALL["paper"], 70, "autocast")
-
-
-def test_with_data_parallelism_and_sharded_parameters(run: Run) -> None:
-    run(4, cases.fsdp_equals_whole, SMALL["seed"], 70)
-
-
-def test_sharded_parameters_start_as_whole_ones(ranks: Ranks) -> None:
-    ranks.run(2, fsdp_cases.starts_as_whole)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sharded_parameters_train_as_whole_ones(ranks: Ranks, dtype: torch.dtype) -> None:
-    ranks.run(2, fsdp_cases.trains_as_whole, dtype, SMALL)
-
-
-def test_dtensors(run: Run) -> None:
-    run(2, cases.takes_dtensors, SMALL["seed"])
-
-
-def test_dtensors_with_tensor_parallelism_over_heads(ranks: Ranks) -> None:
-    ranks.run(4, cases.takes_dtensors, SMALL["seed"], True)
-
-
 # Heads divided among ranks
 
 
@@ -335,14 +333,6 @@ def test_layers_sharded_by_heads(run: Run, how: str, sequence: bool) -> None:
 @pytest.mark.parametrize("how", parameters.rest(*headwise.LAYERS))
 def test_compiled_layers_sharded_by_heads(ranks: Ranks, how: str) -> None:
     ranks.run(2, headwise.sharded_equals_whole, how, True, "aot_eager")
-
-
-def test_a_cache_of_a_layer_sharded_by_heads(run: Run) -> None:
-    run(2, headwise.continues_with_a_cache)
-
-
-def test_heads_and_sequences_divided(ranks: Ranks) -> None:
-    ranks.run(4, headwise.with_divided_sequences)
 
 
 @pytest.mark.parametrize(
@@ -400,23 +390,6 @@ def test_a_wrong_compress_is_refused_on_all(ranks: Ranks, kind: str, words: str)
     ranks.run(3, cases.works)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", *parameters.rest("contiguous")])
-def test_a_function_that_compresses_learns_as_on_one_process(ranks: Ranks, layout: str) -> None:
-    ranks.run(3, cases.learns_as_alone, layout)
-
-
-@pytest.mark.parametrize(
-    ("how", "tokens", "tile"), [({"compress": "linear"}, 60, 1), ({"compress_proj": True}, 200, 256)]
-)
-def test_weights_have_gradients_without_entries(ranks: Ranks, how: dict[str, Any], tokens: int, tile: int) -> None:
-    ranks.run(2, cases.weights_have_gradients_without_entries, how, tokens, tile)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
-def test_labels_of_any_integer_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
-    ranks.run(2, cases.losses_add_up, dtype)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [("backend", "BackendError", ["runs on CUDA devices"]), ("causal", "ValueError", ["causal must be True"])],
@@ -462,10 +435,6 @@ def test_backwards_in_another_order_are_refused_on_all(ranks: Ranks, op: str, ho
         " on rank 1 and ",
     )
     ranks.run(3, cases.works)
-
-
-def test_backwards_in_the_order_of_all(run: Run) -> None:
-    run(2, cases.backwards_agree)
 
 
 def test_a_rank_that_goes_on_elsewhere_ends_all(ranks: Ranks) -> None:

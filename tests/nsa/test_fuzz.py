@@ -251,7 +251,7 @@ def changes(draw: st.DrawFn, keywords: dict[str, Any]) -> dict[str, Any]:
     return {name: draw(spoiled(keywords[name]))}
 
 
-@share(0.5)
+@share(0.6)
 @given(st.data())
 def test_nsa_is_right_or_refused(outcomes: Outcomes, data: st.DataObject) -> None:
     keywords = data.draw(calls())
