@@ -317,28 +317,6 @@ def test_recomputation_stays_in_its_thread(below_an_operator: bool) -> None:
     assert threads == {threading.get_ident()}
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("operator", [False, True])
-def test_reference_trains_on_a_gpu(operator: bool) -> None:
-    """In autograd's thread of the device, for which the recomputation must not wait."""
-    q, k, v = (x.cuda().requires_grad_() for x in make_qkv(75))
-    do, keywords = torch.randn_like(q), {"config": SMALL["seed"], "backend": "reference"}
-    found: list[tuple[Tensor, ...]] = []
-
-    def train() -> None:
-        out = operators.call_saving(q, k, v, **keywords) if operator else nsa(q, k, v, **keywords)
-        found.append(torch.autograd.grad(out, (q, k, v), do))
-
-    thread = threading.Thread(target=train, daemon=True)
-    thread.start()
-    thread.join(120)
-    assert found, "backward did not end in two minutes"
-    own = [x.detach().cpu().requires_grad_() for x in (q, k, v)]
-    expected = torch.autograd.grad(nsa(*own, config=SMALL["seed"]), own, do.cpu())
-    for x, y in zip(found[0], expected, strict=True):
-        torch.testing.assert_close(x.cpu(), y, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize(("function", "compress"), [(nsa, "mean"), (nsa_forward, partial(torch.amax, dim=-2))])
 def test_debug_reads_what_the_graph_is_given(function: Any, compress: Any) -> None:
     torch._dynamo.reset()
