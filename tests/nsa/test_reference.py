@@ -267,11 +267,11 @@ def test_a_nan_reaches_no_earlier_tile_head_group_or_document(name: str, bad: fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", [NSAConfig.per_tile, *rest(NSAConfig.paper)])
-def test_16k_tokens_run_in_half_a_gib(preset: Callable[[], NSAConfig]) -> None:
+def test_16k_tokens_run_in_a_quarter_of_a_gib(preset: Callable[[], NSAConfig]) -> None:
     q, k, v = make_qkv(16384, 4, 4, 64, dtype=torch.float32)
     with PeakBytes() as memory:
         assert nsa_forward(q, k, v, config=preset()).isfinite().all()
-    assert memory.peak < 2**29
+    assert memory.peak < 2**28
 
 
 @pytest.mark.parametrize(("dtype", "packed"), [(torch.bfloat16, True), (torch.float16, False)])
