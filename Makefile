@@ -91,7 +91,7 @@ test-oldest: ## set up the oldest torch that is supported, in .cache, and run th
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/pip install --quiet torch==2.6.0 "numpy<2.4" pytest hypothesis rich
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(OLDEST)/bin/python -m pytest -m "not cuda" -k "not interpreter" tests/nsa/test_api.py tests/nsa/test_errors.py \
-		tests/nsa/test_reference.py tests/nsa/test_fuzz.py tests/nsa/test_ops.py tests/nsa/test_operators.py tests/nsa/test_training_tools.py tests/nsa/test_neighborhood_ops.py \
+		tests/nsa/test_reference.py tests/nsa/test_fuzz.py tests/nsa/test_operators.py tests/nsa/test_training_tools.py \
 		tests/nsa/test_neighborhood_module.py $(ARGS)
 
 # Files that hold a test marked so; those first that take longest, which interpret with Triton.

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.support import context_cases as cases
-from tests.support import headwise_cases as headwise
+from tests.support import fsdp_cases
 from tests.support.hardware import DETERMINISTIC
-from tests.support.helpers import LARGE, SMALL
+from tests.support.helpers import LARGE
 from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.cuda, pytest.mark.cuda_extra]
@@ -95,59 +94,13 @@ def test_neighborhood_attention(ranks: Ranks, layout: str) -> None:
     ranks.run(2, cases.neighborhood_on_gpu, 2000, layout)
 
 
-# What is sent over NCCL, in fp64
+def test_sharded_parameters_train_as_whole_ones(nccl: Ranks) -> None:
+    """Each rank has a sequence."""
+    nccl.run(2, fsdp_cases.starts_as_whole)
+    nccl.run(2, fsdp_cases.trains_as_whole, torch.bfloat16, LARGE, 256, 700)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("preset", ["seed", "paper"])
-def test_rows_and_gradients_over_nccl(nccl: Ranks, preset: str, layout: str) -> None:
-    for size in nccl.sizes:
-        nccl.run(size, cases.by_reference, cases.equals_whole, SMALL[preset], (0, 1, 50, 131), ["plain"], layout)
-
-
-def test_every_argument_over_nccl(nccl: Ranks) -> None:
-    config = replace(SMALL["seed"], num_init_blocks=1, softmax_scale=0.3)
-    nccl.run(2, cases.by_reference, cases.equals_whole, config, (2, 133), cases.OPTIONS[1:], "zigzag")
-
-
-@pytest.mark.parametrize("preset", ["seed", "paper"])
-def test_packs_over_nccl(nccl: Ranks, preset: str) -> None:
-    options = ["plain", "learned"]
-    nccl.run(2, cases.by_reference, cases.packs_equal_whole, SMALL[preset], [70, 0, 1, 90], 3, options, "zigzag")
-    nccl.run(2, cases.by_reference, cases.packs_equal_whole, SMALL[preset], [], 3, options, "contiguous")
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_halos_over_nccl(nccl: Ranks, layout: str) -> None:
-    nccl.run(2, cases.by_reference, cases.neighborhood_equals_whole, (0, 2, 41), layout)
-
-
-@pytest.mark.parametrize("how", ["plain", "checkpointing", "eager", "aot_eager"])
-def test_models_over_nccl(nccl: Ranks, how: str) -> None:
-    """Labels and losses, too."""
-    nccl.run(2, cases.by_reference, cases.model_equals_whole, SMALL["paper"], 70, how)
-
-
-def test_sharded_parameters_over_nccl(nccl: Ranks) -> None:
-    """FSDP2 on a mesh of data and context parallelism, of all ranks."""
-    nccl.run(max(nccl.sizes), cases.by_reference, cases.fsdp_equals_whole, SMALL["seed"], 70)
-
-
-def test_dtensors_over_nccl(nccl: Ranks) -> None:
-    nccl.run(2, cases.by_reference, cases.takes_dtensors, SMALL["seed"])
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("how", [*headwise.LAYERS, "neighborhood"])
-def test_layers_sharded_by_heads_over_nccl(nccl: Ranks, how: str, sequence: bool) -> None:
-    nccl.run(2, cases.by_reference, headwise.sharded_equals_whole, how, sequence)
-
-
-def test_a_cache_of_a_layer_sharded_by_heads_over_nccl(nccl: Ranks) -> None:
-    nccl.run(2, cases.by_reference, headwise.continues_with_a_cache)
-
-
-# Refusals
+# Refusals over NCCL; tests/nsa/test_context_parallel.py has what it sends
 
 
 @pytest.mark.parametrize("change", cases.DIFFERENCES)
@@ -167,10 +120,6 @@ def test_backwards_in_another_order_are_refused_on_all(nccl: Ranks, op: str, how
         assert kind == "raised"
         assert message.startswith("RuntimeError: context parallelism: ranks must run the same calls"), message
     nccl.run(2, cases.by_reference, cases.works)
-
-
-def test_backwards_in_the_order_of_all(nccl: Ranks) -> None:
-    nccl.run(2, cases.by_reference, cases.backwards_agree)
 
 
 def test_a_rank_that_goes_on_elsewhere_ends_all() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import typing
 from dataclasses import FrozenInstanceError, fields, replace
 
@@ -11,12 +10,10 @@ import pytest
 import torch
 
 import dispatch
-import nsa as package
 from dispatch.table import ROWS
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
-from nsa.config import OPTION_NAMES, NSAOptions
+from nsa.config import NSAOptions
 from nsa.inputs import NSAInputs
-from nsa.operators import CALL_DEFAULTS, CALL_KEYWORDS
 from tests.support.helpers import SMALL, make_qkv
 
 
@@ -42,21 +39,6 @@ def test_config_is_a_value() -> None:
     assert NSAConfig(softmax_scale=2).scale(64) == 2
     assert type(NSAConfig(softmax_scale=2**70).scale(64)) is float, "PyTorch takes no such integer"
     assert NSAConfig().scale(64) == 0.125
-
-
-@pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (31, 0), (32, 1), (47, 1), (48, 2), (64, 3)])
-def test_number_of_compressed_entries(tokens: int, expected: int) -> None:
-    assert NSAConfig.paper().num_compressed(tokens) == expected
-
-
-def test_keywords_and_config_are_the_same_call() -> None:
-    q, k, v = make_qkv(70)
-    config = SMALL["seed"]
-    changed = {f.name: getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != f.default}
-    out = nsa(q, k, v, config=config)
-    assert torch.equal(nsa(q, k, v, **changed), out)
-    assert torch.equal(nsa_forward(q, k, v, config=config, deterministic=True, recompute=True), out)
-    assert torch.equal(dispatch.nsa(q, k, v, config=config, backend="reference"), out)
 
 
 def test_forward_builds_no_graph_and_nsa_does() -> None:
@@ -111,47 +93,8 @@ def test_the_dispatcher_learns_what_the_call_needs(name: str | None, monkeypatch
     assert calls[0].options["inputs"].q is q
 
 
-def test_auxiliary_results_compose_the_output() -> None:
-    q, k, v = make_qkv(70, dtype=torch.float32)
-    gates = torch.randn(1, 70, 4, 3)
-    out, aux = nsa_forward_aux(q, k, v, gates=gates, config=SMALL["seed"])
-    combined = sum(gates[..., b, None] * o for b, o in enumerate((aux.o_cmp, aux.o_slc, aux.o_win)))
-    torch.testing.assert_close(out, combined, rtol=1e-6, atol=1e-6)
-    again = nsa_forward(q, k, v, gates=gates, k_cmp=aux.k_cmp, v_cmp=aux.v_cmp, config=SMALL["seed"])
-    assert torch.equal(again, out)
-
-
-def test_packed_compressed_entries_can_be_given_back() -> None:
-    q, k, v = make_qkv(70, batch=None)
-    bounds = torch.tensor([0, 45, 70], dtype=torch.int32)
-    out, aux = nsa_forward_aux(q, k, v, cu_seqlens=bounds, max_seqlen=100, config=SMALL["paper"])
-    again = nsa_forward(q, k, v, cu_seqlens=bounds, k_cmp=aux.k_cmp, v_cmp=aux.v_cmp, config=SMALL["paper"])
-    assert torch.equal(again, out)
-
-
-@pytest.mark.parametrize("function", [nsa, nsa_forward, nsa_forward_aux])
-def test_signature_shows_every_keyword_with_its_default(function: typing.Any) -> None:
-    parameters = inspect.signature(function).parameters
-    assert list(parameters)[: 3 + len(OPTION_NAMES)] == ["q", "k", "v", *OPTION_NAMES]
-    assert set(parameters) == {"q", "k", "v", *OPTION_NAMES, *CALL_KEYWORDS}
-    assert {name: parameters[name].default for name in CALL_DEFAULTS} == CALL_DEFAULTS
-    assert all(parameters[name].default is None for name in CALL_KEYWORDS if name not in CALL_DEFAULTS)
-
-
 def test_typed_dictionaries_match() -> None:
     assert set(typing.get_type_hints(NSAOptions)) == {field.name for field in fields(NSAConfig)}
-
-
-def test_public_names() -> None:
-    helpers = {"Unpadding", "llama_rope", "rotary_table"}
-    modules = {"AttentionResidual", "LinearCompression", "NSAttention"}
-    modules |= {"NeighborhoodAttention", "NeighborhoodAttentionLayer"}
-    functions = {"nsa", "nsa_forward", "nsa_forward_aux", "neighborhood_attention", "attention_residual"}
-    functions |= {"nsa_with_cache", "block_sparse_attention", "top_blocks_by_max", "indexer_kl_loss", "warm_up"}
-    caches = {"NSACache", "NeighborhoodCache", "PageTable"}
-    assert set(package.__all__) == {"NSAAux", "NSAConfig"} | modules | functions | caches | helpers
-    for name in package.__all__:
-        assert getattr(package, name).__doc__
 
 
 @pytest.mark.cuda

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,27 +18,84 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dispatch
 from nsa import NeighborhoodCache, NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
-from nsa.common import resolve
 from nsa.decoding import append as appending
 from nsa.decoding import reference
 from nsa.decoding.append import write_rows
-from nsa.inputs import NSAInputs
-from tests.support.cache_cases import (
-    append,
-    assert_unchanged,
-    cache_for,
-    looped_rows,
-    poison,
-    sequence,
-    snapshot,
-    tokens_of,
-)
+from nsa.inputs import KEY_NAMES, NSAInputs
 from tests.support.cases import rest
 from tests.support.helpers import SMALL, assert_rounded_once, make_inputs
 from tests.support.loop_oracle import nsa_document
 from tests.support.reference_cases import cases, configs
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
+BY_TOKEN = ("q", "gates", *KEY_NAMES)
+
+
+def cache_for(inputs: NSAInputs, config: NSAConfig, max_tokens: int, **options: Any) -> NSACache:
+    """A cache for calls like this one; all of its memory is NaN."""
+    cache = NSACache.empty(
+        config,
+        inputs.q.shape[0],
+        max_tokens,
+        heads=inputs.q.shape[2],
+        heads_kv=inputs.k.shape[2],
+        dim=inputs.k.shape[3],
+        dim_v=inputs.v.shape[3],
+        separate_kv=inputs.k_slc is not None,
+        dtype=inputs.q.dtype,
+        **options,
+    )
+    poison(cache)
+    return cache
+
+
+def poison(cache: NSACache) -> None:
+    """NaN in all pages that no sequence holds; in a new cache, everywhere."""
+    uses = cache.table.page_uses
+    assert uses is not None
+    for pages in cache.pages.values():
+        pages[uses == 0] = torch.nan
+    if cache.tile_sums is not None and not cache.seqlens.any():
+        cache.tile_sums.fill_(torch.nan)
+
+
+def tokens_of(inputs: NSAInputs, start: int, stop: int) -> dict[str, Tensor]:
+    """Tokens of a call, as nsa_with_cache takes them."""
+    return {n: t[:, start:stop] if n in BY_TOKEN else t for n, t in inputs.tensors().items()}
+
+
+def append(cache: NSACache, inputs: NSAInputs, chunks: Iterable[int], start: int = 0, **options: Any) -> Tensor:
+    """The rows of one call after the other, of so many tokens each."""
+    outs = []
+    for count in chunks:
+        outs.append(nsa_with_cache(cache=cache, **tokens_of(inputs, start, start + count), **options))
+        start += count
+    return torch.cat(outs, 1)
+
+
+def looped_rows(inputs: NSAInputs, config: NSAConfig, rows: Iterable[int]) -> Tensor:
+    """Rows of sequence 0 by the loops, `[rows,H,D_v]`: of the whole, in tile mode the last of each prefix."""
+    own = {n: t[0] if n in BY_TOKEN else t for n, t in inputs.tensors().items()}
+    if config.token_mode:
+        return nsa_document(config=config, **own).out[list(rows)]
+    cut = ({n: t[: row + 1] if n in BY_TOKEN else t for n, t in own.items()} for row in rows)
+    return torch.stack([nsa_document(config=config, **prefix).out[-1] for prefix in cut])
+
+
+def sequence(inputs: NSAInputs, b: int) -> NSAInputs:
+    """One sequence of a batch."""
+    own: dict[str, Any] = {n: t[b : b + 1] for n, t in inputs.tensors().items() if n in BY_TOKEN}
+    return replace(inputs, **own)
+
+
+def snapshot(cache: NSACache) -> dict[str, Tensor]:
+    """All of a cache's memory as bytes, so that NaN equals itself."""
+    return {name: tensor.clone().view(torch.uint8) for name, tensor in cache.state_dict().items()}
+
+
+def assert_unchanged(cache: NSACache, before: dict[str, Tensor]) -> None:
+    for name, tensor in snapshot(cache).items():
+        assert torch.equal(tensor, before[name]), name
 
 
 def close(got: Tensor, expected: Tensor, what: str = "") -> None:
@@ -106,31 +164,6 @@ def test_in_bf16(name: str) -> None:
     assert_rounded_once(out[0, list(rows)], torch.cat(expected), "out")
 
 
-# Batches of different lengths
-
-
-@pytest.mark.parametrize("name", ["paper", "seed, sparse compressed"])
-def test_lengths_that_differ_a_thousand_times(name: str) -> None:
-    config, lengths = SMALL[name], (2, 2000, 700)
-    inputs = make_inputs(2010, heads=2, kv_heads=1, dim=4, batch=3)
-    cache = cache_for(inputs, config, 2010, pages=2010 // 16 + 50 + 3, page_size=16)
-    for start in range(0, 2000, 500):
-        counts = torch.tensor([min(max(n - start, 0), 500) for n in lengths], dtype=torch.int32)
-        chunk = tokens_of(inputs, start, start + 500)
-        behind = torch.arange(500) >= counts[:, None]
-        chunk = {n: t.masked_fill(behind[..., None, None], torch.nan) for n, t in chunk.items()}
-        out = nsa_with_cache(cache=cache, **chunk, counts=counts)
-        for b, count in enumerate(counts.tolist()):
-            assert not out[b, count:].any()
-    own = [sequence(inputs, b) for b in range(3)]
-    for step in range(4):
-        tokens = [tokens_of(one, length + step, length + step + 1) for one, length in zip(own, lengths, strict=True)]
-        out = nsa_with_cache(cache=cache, **{n: torch.cat([t[n] for t in tokens]) for n in "qkv"})
-        for b, length in enumerate(lengths):
-            close(out[b : b + 1], recomputed(sequence(inputs, b), config, [length + step]), f"sequence {b}")
-    assert cache.seqlens.tolist() == [n + 4 for n in lengths]
-
-
 # Beams, shared prefixes, cuts
 
 
@@ -150,6 +183,8 @@ class Beams:
         self.next += count * len(self.texts)
         tensors = {n: torch.cat([t[:, own] for own in new]) for n, t in self.pool.tensors().items()}
         if counts is not None:
+            absent = (torch.arange(count) >= torch.tensor(counts)[:, None])[..., None, None]
+            tensors = {n: t.masked_fill(absent, torch.nan) for n, t in tensors.items()}
             tensors["counts"] = torch.tensor(counts, dtype=torch.int32)
         out = nsa_with_cache(cache=self.cache, **tensors)
         for b, (own, real) in enumerate(zip(new, counts or [count] * len(new), strict=True)):
@@ -199,9 +234,21 @@ class Beams:
                 self.texts[b] = []
 
     def reorder(self, rows: list[int]) -> None:
+        before, table = self.cache.table.block_table.clone(), self.cache.table
         self.cache.reorder(torch.tensor(rows))
         self.texts, self.tiles = ([old[row] for row in rows] for old in (self.texts, self.tiles))
         self.forget()
+        for b, (row, text) in enumerate(zip(rows, self.texts, strict=True)):
+            full = len(text) // table.page_size
+            assert torch.equal(table.block_table[b, :full], before[row, :full]), "full pages are shared"
+        poison(self.cache)
+
+    def move(self) -> None:
+        """To another cache, of one more page, that loads the state."""
+        self.cache.table.grow(pages=self.cache.table.num_pages + 1)
+        old, self.cache = self.cache, copy.deepcopy(self.cache)
+        self.cache.reset()
+        self.cache.load_state_dict(old.state_dict())
         poison(self.cache)
 
     def check_pages(self) -> None:
@@ -214,22 +261,6 @@ class Beams:
             assert (table.block_table[b] >= 0).sum() == -(-len(text) // size)
             if len(text) % size:
                 assert table.page_uses[table.block_table[b, len(text) // size]] == 1
-
-
-def test_a_shared_prefix_is_held_once() -> None:
-    """100 tokens in pages of 16: six full pages shared by all, and a copy of the last for each but one."""
-    beams = Beams(SMALL["paper"], 4, 128, pages=14, page_size=16)
-    counts = torch.tensor([100, 0, 0, 0], dtype=torch.int32)
-    tensors = {n: t[:, :100].expand(4, -1, -1, -1) for n, t in beams.pool.tensors().items()}
-    nsa_with_cache(cache=beams.cache, **tensors, counts=counts)
-    beams.texts[0], beams.next = list(range(100)), 100
-    beams.reorder([0, 0, 0, 0])
-    uses = beams.cache.table.page_uses
-    assert uses is not None
-    assert sorted(uses.tolist(), reverse=True) == [4] * 6 + [1] * 4 + [0] * 4
-    for count in (1, 8, 3):
-        beams.step(count)
-    beams.cache.check()
 
 
 def test_copies_that_find_no_page() -> None:
@@ -285,40 +316,29 @@ def test_reserved_pages_are_not_shared(prompt: int) -> None:
     close(out, recomputed(mixed, SMALL["paper"], range(prompt, prompt + 3)))
 
 
-def test_a_step_that_raises_leaves_reserved_pages() -> None:
-    """And gives back those that it took."""
-    inputs = make_inputs(20, batch=2)
-    cache = reserving(inputs)
-    cache.table.block_table[1, 1] = -1
-    cache.table.page_uses[3] = 0  # type: ignore[index]
-    before = {name: tensor.clone() for name, tensor in cache.table.state_dict().items()}
-    with pytest.raises(ValueError, match="compress must map blocks of k"):
-        append(cache, inputs, [12], config=replace(SMALL["paper"], compress=lambda blocks: blocks))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in cache.table.state_dict().items())
-    out = append(cache, inputs, [12])
-    close(out, recomputed(inputs, SMALL["paper"], range(12)))
-
-
 @settings(max_examples=40)
 @given(st.data())
 def test_any_order_of_operations(data: st.DataObject) -> None:
     """Steps, beams and cuts over pages of any size that may run out; free pages are NaN, counts of uses are right."""
     config = data.draw(configs().filter(lambda config: config.causal))
-    size = data.draw(st.sampled_from([1, 3, 8, 20]))
+    size = data.draw(st.sampled_from([8, 3, 20, 1]))
     fewest = -(-24 // size)
     pages = data.draw(st.sampled_from([fewest, 2 * fewest, 3 * fewest]))
     beams = Beams(config, 3, 24, page_size=size, pages=pages)
-    for operation in data.draw(st.lists(st.sampled_from(["step", "step", "reorder", "truncate"]), max_size=8)):
-        if operation == "step":
+    beams.step(12, data.draw(st.lists(st.integers(4, 12), min_size=3, max_size=3)))
+    kinds = st.sampled_from(["step", "step", "reorder", "reorder", "truncate", "truncate", "truncate", "move"])
+    for operation in data.draw(st.lists(kinds, min_size=6, max_size=10)):
+        if operation == "move":
+            beams.move()
+        elif operation == "step":
             count = data.draw(st.integers(1, 9))
-            beams.step(count, [data.draw(st.integers(0, count)) for _ in range(3)])
+            beams.step(count, [data.draw(st.sampled_from([0, count])) for _ in range(3)])
         elif operation == "reorder":
             beams.reorder([data.draw(st.integers(0, 2)) for _ in range(3)])
         else:
             tile, lengths = config.q_tile_size, [len(text) for text in beams.texts]
-            cuts = [data.draw(st.integers((max(n, 1) - 1) // tile * tile, n)) for n in lengths]
-            if data.draw(st.booleans()):
-                cuts = [cut // tile * tile for cut in cuts]
+            cuts = [max(n - data.draw(st.sampled_from([0, 0, 1, 3, 8])), 0) for n in lengths]
+            cuts = [cut // tile * tile if data.draw(st.booleans()) else cut for cut in cuts]
             if beams.can_be_cut(cuts):
                 beams.truncate(cuts)
             else:
@@ -350,7 +370,7 @@ def test_a_cut_clears_only_the_flags_of_what_it_cuts() -> None:
 
 
 def test_a_cut_to_a_closed_tile_does_not_open_it() -> None:
-    """Its sums lay where those of the tile behind it are; also in rows that moved and in a state that was loaded."""
+    """Its sums were where those of the next tile are; also in rows that moved and in a state that was loaded."""
     beams, other = (Beams(SMALL["seed"], 2, 96, page_size=8) for _ in range(2))
     beams.step(40)
     beams.truncate([16, 35])
@@ -369,6 +389,12 @@ def test_a_cut_to_a_closed_tile_does_not_open_it() -> None:
     beams.step(40)
     beams.truncate([33, 40])
     beams.step(2)
+    beams.truncate([0, 0])
+    beams.step(40, [40, 10])
+    beams.truncate([16, 10])
+    beams.reorder([1, 0])
+    with pytest.raises(ValueError, match="for sequence 1 of 16 tokens"):
+        beams.cache.truncate(torch.tensor([10, 9], dtype=torch.int32))
 
 
 # Capacity
@@ -382,40 +408,18 @@ def overflowing(name: str, **options: Any) -> tuple[NSAInputs, NSACache]:
     return inputs, cache
 
 
-@pytest.mark.parametrize("name", ["paper", "seed"])
-def test_a_sequence_that_overflows_is_nan_and_flagged_and_the_others_are_right(name: str) -> None:
-    inputs, cache = overflowing(name)
+def test_an_overflow_is_named_until_its_sequence_is_cut_and_finds_room() -> None:
+    inputs, cache = overflowing("seed")
     before = cache.pages["k"][cache.table.block_table[1, :5].long()].clone()
-    lengths, config = [10, 40, 3], SMALL[name]
-    for _ in range(2):  # the flag stays, also where one more token had room
-        tokens = [tokens_of(sequence(inputs, b), n, n + 9) for b, n in enumerate(lengths)]
-        out = nsa_with_cache(cache=cache, **{n: torch.cat([t[n] for t in tokens]) for n in "qkv"})
-        assert out[1].isnan().all()
-        for b in (0, 2):
-            rows = range(lengths[b], lengths[b] + 9)
-            close(out[b : b + 1], recomputed(sequence(inputs, b), config, rows))
-            lengths[b] += 9
-        assert cache.table.overflowed.tolist() == [False, True, False]
-    assert cache.seqlens.tolist() == lengths == [28, 40, 21]
+    assert nsa_with_cache(cache=cache, **tokens_of(inputs, 40, 49))[1].isnan().all()
     assert torch.equal(cache.pages["k"][cache.table.block_table[1, :5].long()], before)
     with pytest.raises(RuntimeError, match=r"sequences \[1\] of \[40\] tokens had no room .*at most 48 tokens"):
         cache.check()
     cache.table.grow(64)
     cache.truncate(40)
     cache.check()
-    tokens = [tokens_of(sequence(inputs, b), n, n + 9) for b, n in enumerate(lengths)]
-    out = nsa_with_cache(cache=cache, **{n: torch.cat([t[n] for t in tokens]) for n in "qkv"})
-    for b, length in enumerate(lengths):
-        close(out[b : b + 1], recomputed(sequence(inputs, b), config, range(length, length + 9)))
-
-
-def test_pages_that_run_out() -> None:
-    """Sequences are served in order: the first takes the last page, the others overflow unless they need none."""
-    inputs, cache = overflowing("paper", pages=9)
-    out = nsa_with_cache(cache=cache, **tokens_of(inputs, 40, 47), counts=torch.tensor([7, 1, 5], dtype=torch.int32))
-    assert cache.table.overflowed.tolist() == [False, True, False]
-    assert cache.seqlens.tolist() == [17, 40, 8]
-    assert [bool(row.isnan().any()) for row in out] == [False, True, False]
+    out = nsa_with_cache(cache=cache, **tokens_of(inputs, 40, 49))
+    close(out[1:2], recomputed(sequence(inputs, 1), SMALL["seed"], range(40, 49)))
 
 
 def test_debug_raises_at_once_and_leaves_the_cache_as_it_was() -> None:
@@ -429,58 +433,75 @@ def test_debug_raises_at_once_and_leaves_the_cache_as_it_was() -> None:
 
 # Refusals
 
-REFUSED: dict[str, tuple[type[Exception], str]] = {
-    "q": (ValueError, "q must have B=2 sequences and N_q >= 1 tokens"),
-    "batch": (ValueError, "q must have B=2 sequences"),
-    "dtype": (TypeError, "q must be float64, as the cache is, got float32"),
-    "k": (ValueError, r"k must have q's N_q=3 new tokens, got shape \[2, 4, 2, 16\]"),
-    "dim": (ValueError, r"k must have the cache's \[H_kv,D\] = \[2, 16\]"),
-    "v": (ValueError, "v must have the cache's D_v=16"),
-    "heads": (ValueError, "q must have the cache's H=4 heads"),
-    "gates": (ValueError, "gates must have the shape"),
-    "separate": (ValueError, "k_slc goes with separate_kv=True of the cache: given, separate_kv=False"),
-    "stride": (ValueError, "compress_stride must be 8, which the cache was made for, got 4"),
-    "tile": (ValueError, "q_tile_size must be 16, which the cache was made for, got 1"),
-    "counts": (ValueError, r"counts must be from 0 to 3, got \[1, 4\]"),
-    "counts dtype": (TypeError, "counts must be int32, got int64"),
-    "gradient": (RuntimeError, "nsa_with_cache does not support gradients"),
-    "backend": (dispatch.BackendError, "cute: runs on CUDA devices, got cpu"),
-    "backends": (TypeError, r"backend must be a string or None, got \['cute'\]"),
-    "cache": (TypeError, "cache must be an NSACache, got dict"),
-    "pool": (ValueError, "compress must map blocks of k"),
+NEW = make_inputs(3, batch=2).tensors()
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "q": (make_inputs(0, batch=2).tensors(), ValueError, "q must have B=2 sequences and N_q >= 1 tokens"),
+    "batch": (make_inputs(3, batch=1).tensors(), ValueError, "q must have B=2 sequences"),
+    "dtype": (
+        make_inputs(3, batch=2, dtype=torch.float32).tensors(),
+        TypeError,
+        "q must be float64, as the cache is, got float32",
+    ),
+    "k": (
+        {n: make_inputs(4, batch=2).tensors()[n] for n in "kv"},
+        ValueError,
+        r"k must have q's N_q=3 new tokens, got shape \[2, 4, 2, 16\]",
+    ),
+    "dim": (
+        make_inputs(3, batch=2, dim=8, v_dim=16).tensors(),
+        ValueError,
+        r"k must have the cache's \[H_kv,D\] = \[2, 16\]",
+    ),
+    "v": (make_inputs(3, batch=2, v_dim=8).tensors(), ValueError, "v must have the cache's D_v=16"),
+    "heads": (make_inputs(3, batch=2, heads=8).tensors(), ValueError, "q must have the cache's H=4 heads"),
+    "gates": ({"gates": torch.rand(2, 4, 4, 3).double()}, ValueError, "gates must have the shape"),
+    "separate": (
+        {"k_slc": NEW["k"], "v_slc": NEW["v"]},
+        ValueError,
+        "k_slc goes with separate_kv=True of the cache: given, separate_kv=False",
+    ),
+    "stride": (
+        {"config": replace(SMALL["seed"], compress_stride=4)},
+        ValueError,
+        "compress_stride must be 8, which the cache was made for, got 4",
+    ),
+    "tile": (
+        {"config": replace(SMALL["seed"], q_tile_size=1)},
+        ValueError,
+        "q_tile_size must be 16, which the cache was made for, got 1",
+    ),
+    "counts": (
+        {"counts": torch.tensor([1, 4], dtype=torch.int32)},
+        ValueError,
+        r"counts must be from 0 to 3, got \[1, 4\]",
+    ),
+    "counts dtype": ({"counts": torch.tensor([1, 2])}, TypeError, "counts must be int32, got int64"),
+    "gradient": (
+        {"q": NEW["q"].clone().requires_grad_()},
+        RuntimeError,
+        "nsa_with_cache does not support gradients",
+    ),
+    "backend": ({"backend": "cute"}, dispatch.BackendError, "cute: runs on CUDA devices, got cpu"),
+    "backends": ({"backend": ["cute"]}, TypeError, r"backend must be a string or None, got \['cute'\]"),
+    "empty backend": ({"backend": ""}, ValueError, r"backend must be one of .*, got ''"),
+    "cache": ({"cache": {}}, TypeError, "cache must be an NSACache, got dict"),
+    "pool": (
+        {"config": replace(SMALL["seed"], compress=lambda blocks: blocks)},
+        ValueError,
+        "compress must map blocks of k",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused_calls_leave_the_cache_as_it_was(what: str) -> None:
-    config = SMALL["seed"]
-    cache = cache_for(make_inputs(1, batch=2), config, 64, page_size=8)
+    changes, error, message = REFUSED[what]
+    cache = cache_for(make_inputs(1, batch=2), SMALL["seed"], 64, page_size=8)
     append(cache, make_inputs(21, batch=2), [20, 1])
-    before, given = snapshot(cache), make_inputs(3, batch=2).tensors()
-    other: dict[str, Any] = {
-        "q": make_inputs(0, batch=2).tensors(),
-        "batch": make_inputs(3, batch=1).tensors(),
-        "dtype": make_inputs(3, batch=2, dtype=torch.float32).tensors(),
-        "k": {n: make_inputs(4, batch=2).tensors()[n] for n in "kv"},
-        "dim": make_inputs(3, batch=2, dim=8, v_dim=16).tensors(),
-        "v": make_inputs(3, batch=2, v_dim=8).tensors(),
-        "heads": make_inputs(3, batch=2, heads=8).tensors(),
-        "gates": {"gates": torch.rand(2, 4, 4, 3, dtype=torch.float64)},
-        "separate": {"k_slc": given["k"], "v_slc": given["v"]},
-        "stride": {"config": replace(config, compress_stride=4)},
-        "tile": {"config": replace(config, q_tile_size=1)},
-        "counts": {"counts": torch.tensor([1, 4], dtype=torch.int32)},
-        "counts dtype": {"counts": torch.tensor([1, 2])},
-        "gradient": {"q": given["q"].clone().requires_grad_()},
-        "backend": {"backend": "cute"},
-        "backends": {"backend": ["cute"]},
-        "cache": {"cache": {}},
-        "pool": {"config": replace(config, compress=lambda blocks: blocks), **make_inputs(3, batch=2).tensors()},
-    }[what]
-    error, message = REFUSED[what]
+    before = snapshot(cache)
     with pytest.raises(error, match=message):
-        nsa_with_cache(**({"cache": cache} | given | other))
-    if what == "pool":  # raised where blocks are pooled: what lies behind the sequences may have been written
+        nsa_with_cache(**({"cache": cache} | NEW | changes))
+    if what == "pool":  # raised where blocks are pooled: memory after the last tokens may have been written
         after = snapshot(cache)
         before = {n: after[n] if n in ("k", "v") else x for n, x in before.items()}
     assert_unchanged(cache, before)
@@ -527,73 +548,41 @@ def test_made_in_inference_mode_it_goes_on_outside() -> None:
         assert each.seqlens.tolist() == [8]
 
 
-def test_other_refusals() -> None:
-    config = SMALL["seed"]
-    sizes = {"heads_kv": 2, "dim": 16}
-    with pytest.raises(ValueError, match="heads must be given with q_tile_size=16"):
-        NSACache.empty(config, 1, 64, **sizes)
-    with pytest.raises(ValueError, match="causal must be True"):
-        NSACache.empty(replace(SMALL["paper"], causal=False), 1, 64, **sizes)
-    with pytest.raises(ValueError, match="max_tokens or pages must be given"):
-        PageTable.empty(1)
-    with pytest.raises(ValueError, match=r"^device must have values, since steps read them, got meta$"):
-        NSACache.empty(SMALL["paper"], 1, 64, device="meta", **sizes)
-    with (
-        pytest.raises(ValueError, match=r"^block_table must be on a device with values, .* got meta$"),
-        torch.device("meta"),
-    ):
-        PageTable.empty(1, 64)
-    table = torch.zeros(1, 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"^seqlens must be on a device with values, since steps read them, got meta$"):
-        PageTable(table, torch.zeros(1, dtype=torch.int32, device="meta"), page_size=64, num_pages=1)
-    cache = cache_for(make_inputs(1), config, 64)
-    with pytest.raises(ValueError, match=r"rows must be from 0 to 0, got \[1\]"):
-        cache.reorder(torch.tensor([1]))
-    with pytest.raises(ValueError, match="lengths must be at least 0, got -1"):
-        cache.truncate(-1)
-    with pytest.raises(ValueError, match="max_tokens must be at least 64, got 10"):
-        cache.table.grow(10)
-    with torch.inference_mode():
-        append(cache, make_inputs(3), [2, 1])
-    append(cache, make_inputs(3), [2, 1])
-    assert cache.seqlens.tolist() == [6]
+SIZES: dict[str, Any] = {"heads_kv": 2, "dim": 16}
+MADE: list[tuple[Callable[[], Any], str]] = [
+    (lambda: NSACache.empty(SMALL["seed"], 1, 64, **SIZES), "heads must be given with q_tile_size=16"),
+    (lambda: NSACache.empty(replace(SMALL["paper"], causal=False), 1, 64, **SIZES), "causal must be True"),
+    (lambda: PageTable.empty(1), "max_tokens or pages must be given"),
+    (
+        lambda: NSACache.empty(SMALL["paper"], 1, 64, device="meta", **SIZES),
+        "^device must have values, since steps read them, got meta$",
+    ),
+    (
+        lambda: PageTable(
+            torch.zeros(1, 1).int(), torch.zeros(1, dtype=torch.int32, device="meta"), page_size=64, num_pages=1
+        ),
+        "^seqlens must be on a device with values, since steps read them, got meta$",
+    ),
+    (lambda: one_sequence().reorder(torch.tensor([1])), r"rows must be from 0 to 0, got \[1\]"),
+    (lambda: one_sequence().truncate(-1), "lengths must be at least 0, got -1"),
+    (lambda: one_sequence().table.grow(10), "max_tokens must be at least 64, got 10"),
+]
+
+
+def one_sequence() -> NSACache:
+    return cache_for(make_inputs(1), SMALL["seed"], 64)
+
+
+@pytest.mark.parametrize(("make", "message"), MADE, ids=[message for _, message in MADE])
+def test_other_refusals(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_vmap_is_refused() -> None:
+    cache = one_sequence()
     with pytest.raises(RuntimeError, match=r"^nsa_with_cache does not support torch\.vmap"):
         torch.vmap(lambda x: nsa_with_cache(x, x[..., :2, :], x[..., :2, :], cache))(torch.randn(3, 1, 1, 4, 16))
-
-
-class Mean:
-    """Without a hash."""
-
-    def __call__(self, blocks: Tensor) -> Tensor:
-        return blocks.mean(-2)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mean)
-
-
-def test_options_need_no_hash() -> None:
-    inputs, config = make_inputs(30), replace(SMALL["paper"], compress=(Mean(), Mean()))
-    close(append(cache_for(inputs, config, 30), inputs, [20, 1, 9]), recomputed(inputs, config, range(30)))
-
-
-def test_few_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "MOST", 3)
-    resolve._ACCEPTED.clear()
-    inputs = make_inputs(30)
-    cache = cache_for(inputs, SMALL["paper"], 64)
-    remembered = []
-    for start, count in ((0, 1), (1, 2), (3, 3), (6, 3), (9, 4), (13, 5)):
-        append(cache, inputs, [count], start)
-        remembered.append(len(resolve._ACCEPTED))
-    assert remembered == [1, 2, 3, 3, 1, 2]
-
-
-def test_a_remembered_call_has_the_backend_that_was_named() -> None:
-    inputs = make_inputs(2)
-    cache = cache_for(inputs, SMALL["paper"], 64)
-    append(cache, inputs, [1])
-    with pytest.raises(ValueError, match=r"backend must be one of .*, got ''"):
-        append(cache, inputs, [1], backend="")
 
 
 def test_autocast_casts_as_nsa() -> None:
@@ -616,21 +605,24 @@ def test_layers_share_a_table(name: str) -> None:
     layers = [NSACache(config, table, **sizes) for _ in range(3)]  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"3 caches share this table .* `with table.step\(5\):`"):
         append(layers[0], inputs, [5])
+
+    def step(some: list[NSACache], start: int, count: int) -> None:
+        with table.step(count):
+            for layer in some:
+                append(layer, inputs, [count], start)
+
     start = 0
-    for count in (20, 1, 8, 25):
-        for failing in (True, False):  # a step that fails halfway is as if it had not been
-            state = {n: t.clone() for n, t in table.state_dict().items()}
-            try:
-                with table.step(count):
-                    outs = [append(layer, inputs, [count], start) for layer in layers[: 2 if failing else 3]]
-                    with pytest.raises(RuntimeError, match="already called in the open step"):
-                        append(layers[0], inputs, [count], start)
-                    with pytest.raises(ValueError, match="q must have the step's N_q"):
-                        append(layers[2], inputs, [count + 1], start)
-                    if failing:
-                        raise KeyError
-            except KeyError:
-                assert all(torch.equal(t, state[n]) for n, t in table.state_dict().items())
+    for count, called in ((20, 0), (1, 1), (8, 2), (25, 2)):
+        state = {n: t.clone() for n, t in table.state_dict().items()}
+        with pytest.raises(RuntimeError, match=rf"a step must call each layer once, got {called} of 3 caches"):
+            step(layers[:called], start, count)
+        assert all(torch.equal(t, state[n]) for n, t in table.state_dict().items()), "as if it had not begun"
+        with table.step(count):
+            with pytest.raises(ValueError, match="q must have the step's N_q"):
+                append(layers[0], inputs, [count + 1], start)
+            outs = [append(layer, inputs, [count], start) for layer in layers]
+            with pytest.raises(RuntimeError, match="already called in the open step"):
+                append(layers[0], inputs, [count], start)
         rows = range(start, start + count)
         for out in outs:
             close(out, recomputed(inputs, config, rows))
@@ -650,78 +642,45 @@ def beside(cache: NSACache, **options: Any) -> NSACache:
     return NSACache(cache.config, cache.table, **sizes, **options)
 
 
-@pytest.mark.parametrize("called", [0, 1])
-def test_a_step_that_leaves_out_a_layer_is_as_if_it_had_not_begun(called: int) -> None:
-    config, inputs = SMALL["seed"], make_inputs(60, batch=2)
-    layers = two_layers(inputs, config)
-
-    def step(some: list[NSACache]) -> list[Tensor]:
-        with layers[0].table.step(stop - start):
-            return [append(layer, inputs, [stop - start], start) for layer in some]
-
-    for start, stop in ((0, 30), (30, 47)):
-        before = {n: x for n, x in snapshot(layers[0]).items() if "table" in n or "sums" in n}
-        with pytest.raises(RuntimeError, match=rf"a step must call each layer once, got {called} of 2 caches"):
-            step(layers[:called])
-        after = snapshot(layers[0])
-        assert all(torch.equal(x, after[n]) for n, x in before.items())
-        for out in step(layers):
-            close(out, recomputed(inputs, config, range(start, stop)))
-
-
 def test_a_cache_that_joins_late_holds_the_tokens() -> None:
     inputs, config = make_inputs(60, batch=2), SMALL["seed"]
     cache = cache_for(inputs, config, 64, page_size=16)
     append(cache, inputs, [20])
     table, layers = cache.table, cache.table.num_layers
-    tables = [table, PageTable(table.block_table, table.seqlens, **sizes_of(table), page_uses=table.page_uses)]
-    tables.append(PageTable.empty(2, 64, page_size=16))
-    tables[-1].load_state_dict(table.state_dict())
-    sizes: dict[str, Any] = {"heads": 4, "heads_kv": 2, "dim": 16, "dtype": torch.float64}
-    for late in tables:
+    loaded = PageTable.empty(2, 64, page_size=16)
+    loaded.load_state_dict(table.state_dict())
+    for late in (table, loaded):
         for some in ({}, {"k": cache.pages["k"], "v": cache.pages["v"]}):
             with pytest.raises(ValueError, match=r"table must be empty .*, got \[20, 20\] tokens"):
-                NSACache(config, late, **sizes, pages=some)
+                NSACache(config, late, heads=4, heads_kv=2, dim=16, dtype=torch.float64, pages=some)
     assert table.num_layers == layers
     kept = {name: x.clone() for name, x in cache.state_dict().items() if name in cache.pages or name == "tile_sums"}
     joined = beside(cache, pages=kept)
     with table.step(5):
         outs = [append(layer, inputs, [5], 20) for layer in (cache, joined)]
     assert torch.equal(*outs)
-    engines = PageTable(table.block_table, table.seqlens, **sizes_of(table))
-    NSACache(config, engines, **sizes)
     table.reset()
     beside(cache)
 
 
-def sizes_of(table: PageTable) -> dict[str, int]:
-    return {"page_size": table.page_size, "num_pages": table.num_pages}
-
-
-def test_state_dict_goes_on_elsewhere() -> None:
-    inputs, config = make_inputs(60, batch=2), SMALL["seed"]
-    cache, other = (cache_for(inputs, config, 64, page_size=8) for _ in range(2))
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    inputs = make_inputs(60, batch=2)
+    cache = cache_for(inputs, SMALL["seed"], 64, page_size=8)
     append(cache, inputs, [37, 1])
-    other.load_state_dict(cache.state_dict())
-    assert_unchanged(other, snapshot(cache))
-    assert torch.equal(append(cache, inputs, [1, 5], 38), append(other, inputs, [1, 5], 38))
-    before = snapshot(other)
-    with pytest.raises(ValueError, match=r"k must be float64 \[16, 8, 2, 16\], got float32"):
-        other.load_state_dict({**cache.state_dict(), "k": cache.pages["k"].float()})
-    with pytest.raises(ValueError, match="state must have the tensors"):
-        other.load_state_dict({})
-    for ours, theirs in ((other, cache), (other.table, cache.table)):
-        load, state = ours.load_state_dict, theirs.state_dict()  # type: ignore[attr-defined]
-        with pytest.raises(TypeError, match="state must be a mapping of names to tensors, got list"):
-            load([1])
-        with pytest.raises(ValueError, match=r"state must have the tensors .* got \['0', 'seqlens'\]"):
-            load({0: 1, "seqlens": 2})
-        for name in state:
-            with pytest.raises(TypeError, match=rf"^{name} must be a torch\.Tensor, got int"):
-                load({**state, name: 1})
-        with pytest.raises(RuntimeError, match="load_state_dict must happen between steps"), other.table.step(1):
-            load(state)
-    assert_unchanged(other, before)
+    before, state = snapshot(cache), cache.state_dict()
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        ({**state, "k": state["k"].float()}, ValueError, r"k must be float64 \[16, 8, 2, 16\], got float32"),
+        ({}, ValueError, "state must have the tensors"),
+        ([1], TypeError, "state must be a mapping of names to tensors, got list"),
+        ({0: 1, "seqlens": 2}, ValueError, r"state must have the tensors .* got \['0', 'seqlens'\]"),
+        *(({**state, name: 1}, TypeError, rf"^{name} must be a torch\.Tensor, got int") for name in state),
+    ]
+    for other, error, message in wrong:
+        with pytest.raises(error, match=message):
+            cache.load_state_dict(other)
+    with pytest.raises(RuntimeError, match="load_state_dict must happen between steps"), cache.table.step(1):
+        cache.load_state_dict(state)
+    assert_unchanged(cache, before)
 
 
 def test_copies_of_layers_have_a_table_of_their_own() -> None:
@@ -854,11 +813,11 @@ def test_compiled_steps_of_two_layers_are_one_graph(name: str) -> None:
             return [nsa_with_cache(cache=layer, **tokens) for layer in layers]
 
     counter = CompileCounterWithBackend("aot_eager")
-    compiled, pairs = (
-        torch.compile(step, fullgraph=True, backend=counter),
-        [two_layers(inputs, config) for _ in range(3)],
-    )
-    for start in range(70):  # the last ones overflow
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    pairs = [two_layers(inputs, config) for _ in range(3)]
+    for pair in pairs:
+        step(pair, tokens_of(inputs, 0, 50), torch.tensor([50, 25], dtype=torch.int32))
+    for start in range(50, 70):  # the last ones overflow
         tokens = tokens_of(inputs, start % 60, start % 60 + 1)
         counts = torch.tensor([1, start % 2], dtype=torch.int32)
         expected = step(pairs[0], tokens, counts)

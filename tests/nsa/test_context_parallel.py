@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dispatch
-from nsa import LinearCompression, NSAConfig
+from nsa import NSAConfig
 from nsa.distributed import ContextParallel, attention
 from nsa.distributed.attention import copy_rows
 from nsa.distributed.layout import Layout, make_layout
 from tests.support import cases as parameters
 from tests.support import context_cases as cases
+from tests.support import fsdp_cases
 from tests.support import headwise_cases as headwise
 from tests.support.helpers import SMALL, make_qkv
 from tests.support.live_memory import PeakBytes
@@ -34,10 +35,36 @@ from tests.support.ranks import Ranks
 SIZES = (2, 3, 4)
 
 
+Run = Callable[..., None]
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     with Ranks(*SIZES) as processes:
         yield processes
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[Ranks]:
+    """Ranks with a GPU each, in groups of all SIZES for which there are GPUs."""
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        pytest.skip("needs two GPUs")
+    with Ranks(*(SIZES if gpus >= max(SIZES) else SIZES[:1]), seconds=300, backend="nccl") as processes:
+        yield processes
+
+
+@pytest.fixture(params=["gloo", pytest.param("nccl", marks=[pytest.mark.cuda, pytest.mark.cuda_extra])])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a case on the first ranks; over NCCL, in fp64, by the reference."""
+    processes = request.getfixturevalue("ranks" if request.param == "gloo" else "nccl")
+
+    def run_case(size: int, case: Callable[..., Any], *arguments: Any) -> None:
+        if size not in processes.sizes:
+            pytest.skip(f"needs {size} GPUs")
+        processes.run(size, *([cases.by_reference] if request.param == "nccl" else []), case, *arguments)
+
+    return run_case
 
 
 @pytest.fixture
@@ -48,18 +75,21 @@ def alone() -> Iterator[cases.MakeCP]:
     dist.destroy_process_group()
 
 
+def assert_all_raise(outcomes: list[tuple[str, Any]], start: str, *words: str) -> None:
+    """Every rank, with a message that begins so and holds these words."""
+    for rank, (kind, message) in enumerate(outcomes):
+        assert kind == "raised", (rank, message)
+        assert message.startswith(start), (rank, message)
+        for word in words:
+            assert word.format(device="cpu", rank=rank) in message, (rank, message)
+
+
 # A group of one
 
 
 def test_alone(alone: cases.MakeCP) -> None:
     cases.equals_whole(alone, SMALL["seed"], (0, 50), ["plain", "learned"], "zigzag")
     cases.packs_equal_whole(alone, SMALL["paper"], [20, 0, 33], 3, ["plain"], "contiguous")
-
-
-def test_layers_alone(alone: cases.MakeCP) -> None:
-    cases.neighborhood_equals_whole(alone, (0, 41), "zigzag")
-    cases.model_equals_whole(alone, SMALL["paper"], 70, "checkpointing")
-    cases.takes_dtensors(alone, SMALL["seed"])
 
 
 def test_a_default_device_is_not_that_of_the_host(alone: cases.MakeCP) -> None:
@@ -69,16 +99,6 @@ def test_a_default_device_is_not_that_of_the_host(alone: cases.MakeCP) -> None:
         assert torch.equal(cp.nsa(x, x, x, config=SMALL["seed"]), expected)
         assert torch.equal(cp.unshard(x), x)
         assert cp.positions(40).device.type == "cpu"
-
-
-def test_what_compresses_is_in_the_graph_of_no_entries(alone: cases.MakeCP) -> None:
-    """Its gradients are 0 there, as of `nsa`, and not None."""
-    pools = tuple(LinearCompression(2, 8, 4) for _ in range(2))
-    config = NSAConfig.paper(compress=pools, compress_block_size=8, compress_stride=4, select_block_size=8)
-    q, k, v = (torch.randn(1, 5, heads, 4) for heads in (4, 2, 2))
-    out = alone(tile=1).nsa(q, k, v, config=config)
-    gradients = torch.autograd.grad(out.sum(), [p for pool in pools for p in pool.parameters()])
-    assert not any(bool(x.any()) for x in gradients)
 
 
 def test_another_backend_is_checked_before_anything_is_sent(
@@ -118,39 +138,6 @@ def test_destroying_the_group_ends_it() -> None:
         cp.nsa(q, q, q, config=SMALL["seed"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"layout": "striped"}, ValueError, "layout must be one of zigzag, contiguous, got 'striped'"),
-        ({"tile": 0}, ValueError, "tile must be at least 1, got 0"),
-        ({"kv_heads_per_pass": 1.5}, TypeError, "kv_heads_per_pass must be an integer, got 1.5"),
-        ({"mesh": "cp"}, TypeError, "mesh must be a DeviceMesh or a process group, got str"),
-    ],
-)
-def test_arguments(alone: cases.MakeCP, arguments: dict[str, object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        ContextParallel(**{"mesh": dist.group.WORLD, **arguments})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("cu_seqlens", "error", "message"),
-    [
-        (torch.tensor([0, 5]), TypeError, "cu_seqlens must be an int32 tensor or None, got int64"),
-        (torch.tensor([[0]]).int(), ValueError, "cu_seqlens must have the shape [B+1], got shape [1, 1]"),
-        (torch.tensor([1, 5]).int(), ValueError, "cu_seqlens must start at 0, got 1"),
-        (torch.tensor([0, 12]).int(), ValueError, "cu_seqlens must end at most at T=9, got 12"),
-    ],
-    ids=["int64", "matrix", "start", "end"],
-)
-def test_bounds(alone: cases.MakeCP, cu_seqlens: Tensor, error: type[Exception], message: str) -> None:
-    cp = alone()
-    with pytest.raises(error, match=re.escape(message)):
-        cp.shard(torch.zeros(9), 0, cu_seqlens=cu_seqlens)
-    q, k, v = make_qkv(9, batch=None)
-    with pytest.raises(error, match=re.escape(message)):
-        cp.nsa(q, k, v, cu_seqlens=cu_seqlens)
-
-
 def test_bounds_made_under_inference_mode(alone: cases.MakeCP) -> None:
     """They have no version counter, and are read again after a change."""
     cp, x = alone(), torch.arange(9)
@@ -162,35 +149,47 @@ def test_bounds_made_under_inference_mode(alone: cases.MakeCP) -> None:
     assert torch.equal(cp.shard(x, 0, cu_seqlens=cu_seqlens), x)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda cp: cp.shard([1, 2]), TypeError, "x must be a torch.Tensor, got list"),
-        (
-            lambda cp: cp.shard(torch.zeros(2).to_sparse(), 0),
-            TypeError,
-            "x must be a dense tensor, got the layout spars",
-        ),
-        (lambda cp: cp.shard(torch.zeros(2, 2), 3), ValueError, "dim must be at most 1, got 3"),
-        (lambda cp: cp.unshard(torch.tensor(1.0), 0), ValueError, "x must have a dimension of tokens, got shape []"),
-        (
-            lambda cp: cp.shard(torch.zeros(9)),
-            ValueError,
-            "x must be [B,N,...], or packed [T,...] with cu_seqlens, unless dim is given, got shape [9]",
-        ),
-        (lambda cp: cp.unshard(torch.zeros(9)), ValueError, "x must be [B,N,...], or packed [T,...] with cu_seqlens"),
-        (lambda cp: cp.shard_labels(torch.arange(3)), ValueError, "input_ids must be [B,N,...], or packed [T,...]"),
-        (lambda cp: cp.shard_labels(torch.zeros(1, 2)), TypeError, "input_ids must have one of the dtypes int64"),
-        (lambda cp: cp.shard_labels(torch.zeros(1, 2).byte()), ValueError, "ignore_index must be at least 0, got -100"),
-        (lambda cp: cp.sum(1.0), TypeError, "x must be a torch.Tensor, got float"),
-        (lambda cp: cp.sum(torch.tensor(True)), TypeError, "x must be numbers, got bool"),
-    ],
-)
-def test_tensors(
-    alone: cases.MakeCP, call: Callable[[ContextParallel], Tensor], error: type[Exception], message: str
-) -> None:
+def bounded(*bounds: int, dtype: torch.dtype = torch.int32) -> dict[str, Tensor]:
+    return {"cu_seqlens": torch.tensor(bounds, dtype=dtype)}
+
+
+X, QKV = torch.zeros(9), make_qkv(9, batch=None)
+LEADING = "x must be [B,N,...], or packed [T,...] with cu_seqlens, unless dim is given, got shape [9]"
+REFUSED: list[tuple[Callable[[cases.MakeCP], Any], type[Exception], str]] = [
+    (lambda make: make(layout="striped"), ValueError, "layout must be one of zigzag, contiguous, got 'striped'"),
+    (lambda make: make(tile=0), ValueError, "tile must be at least 1, got 0"),
+    (lambda make: make(kv_heads_per_pass=1.5), TypeError, "kv_heads_per_pass must be an integer, got 1.5"),
+    (lambda _: ContextParallel("cp"), TypeError, "mesh must be a DeviceMesh or a process group, got str"),  # type: ignore[arg-type]
+    (
+        lambda make: make().shard(X, 0, **bounded(0, 5, dtype=torch.int64)),
+        TypeError,
+        "cu_seqlens must be an int32 tensor or None, got int64",
+    ),
+    (
+        lambda make: make().shard(X, 0, cu_seqlens=torch.tensor([[0]]).int()),
+        ValueError,
+        "cu_seqlens must have the shape [B+1], got shape [1, 1]",
+    ),
+    (lambda make: make().nsa(*QKV, **bounded(1, 5)), ValueError, "cu_seqlens must start at 0, got 1"),
+    (lambda make: make().nsa(*QKV, **bounded(0, 12)), ValueError, "cu_seqlens must end at most at T=9, got 12"),
+    (lambda make: make().shard([1, 2]), TypeError, "x must be a torch.Tensor, got list"),
+    (lambda make: make().shard(X.to_sparse(), 0), TypeError, "x must be a dense tensor, got the layout spars"),
+    (lambda make: make().shard(torch.zeros(2, 2), 3), ValueError, "dim must be at most 1, got 3"),
+    (lambda make: make().unshard(X.sum(), 0), ValueError, "x must have a dimension of tokens, got shape []"),
+    (lambda make: make().shard(X), ValueError, LEADING),
+    (lambda make: make().unshard(X), ValueError, LEADING),
+    (lambda make: make().shard_labels(X), ValueError, "input_ids must be [B,N,...], or packed [T,...]"),
+    (lambda make: make().shard_labels(X[None]), TypeError, "input_ids must have one of the dtypes int64"),
+    (lambda make: make().shard_labels(X[None].byte()), ValueError, "ignore_index must be at least 0, got -100"),
+    (lambda make: make().sum(1.0), TypeError, "x must be a torch.Tensor, got float"),
+    (lambda make: make().sum(torch.tensor(True)), TypeError, "x must be numbers, got bool"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+def test_refusals(alone: cases.MakeCP, call: Callable[..., Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
-        call(alone())
+        call(alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
@@ -212,37 +211,77 @@ def test_positions_and_labels_of_documents(alone: cases.MakeCP) -> None:
 # Several, against one process
 
 
-@pytest.mark.parametrize(("preset", "layout"), parameters.product(["seed", "paper"], ["zigzag", "contiguous"]))
-def test_rows_and_gradients_of_one_process(ranks: Ranks, preset: str, layout: str) -> None:
+ONE_PROCESS: dict[str, tuple[Any, ...]] = {
+    "token mode divided anywhere": (4, cases.equals_whole, SMALL["paper"], (61,), ["plain", "learned"], "zigzag", 1),
+    "data parallelism and sharded parameters": (4, cases.fsdp_equals_whole, SMALL["seed"], 70),
+    "DTensors": (2, cases.takes_dtensors, SMALL["seed"]),
+    "a cache of a layer sharded by heads": (2, headwise.continues_with_a_cache),
+    "backwards in the order of all": (2, cases.backwards_agree),
+}
+"""Number of ranks, case and arguments."""
+ON_GLOO: dict[str, tuple[Any, ...]] = {
+    "tokens in the first dim of packs": (2, cases.divides_along_tokens, True),
+    "tokens in the second dim": (2, cases.divides_along_tokens, False),
+    "sums rounded once and alike in every run, per tile": (3, cases.rounds_once, SMALL["seed"], 300),
+    "sums rounded once and alike in every run, per token": (3, cases.rounds_once, SMALL["paper"], 300),
+    "a model under autocast": (2, cases.model_equals_whole, SMALL["paper"], 70, "autocast"),
+    "DTensors and tensor parallelism over heads": (4, cases.takes_dtensors, SMALL["seed"], True),
+    "heads and sequences divided": (4, headwise.with_divided_sequences),
+    "sharded parameters start": (2, fsdp_cases.starts_as_whole),
+    "sharded parameters train": (2, fsdp_cases.trains_as_whole, torch.float32, SMALL),
+    "sharded parameters train in bf16": (2, fsdp_cases.trains_as_whole, torch.bfloat16, SMALL),
+    "a function that compresses learns": (3, cases.learns_as_alone, "zigzag"),
+    "no entries": (2, cases.weights_have_gradients_without_entries, {"compress": "linear"}, 60, 1),
+    "no tokens": (2, cases.weights_have_gradients_without_entries, {"compress_proj": True}, 200, 256),
+    "labels of int8": (2, cases.losses_add_up, torch.int8),
+    "labels of uint8": (2, cases.losses_add_up, torch.uint8),
+}
+
+
+@pytest.mark.parametrize("case", ONE_PROCESS)
+def test_as_on_one_process(run: Run, case: str) -> None:
+    run(*ONE_PROCESS[case])
+
+
+@pytest.mark.parametrize("case", ON_GLOO)
+def test_as_on_one_process_on_gloo(ranks: Ranks, case: str) -> None:
+    ranks.run(*ON_GLOO[case])
+
+
+@pytest.mark.parametrize(
+    ("preset", "layout", "size", "lengths"),
+    [
+        ("seed", "zigzag", 2, (0, 131)),
+        ("paper", "contiguous", 2, (0, 1, 50, 131)),
+        ("paper", "zigzag", 3, (1, 50)),
+        ("seed", "contiguous", 3, (1, 50)),
+        ("seed", "zigzag", 4, (3, 131)),
+        *parameters.rest(("seed", "contiguous", 2, (0, 131)), ("paper", "zigzag", 2, (0, 131))),
+    ],
+)
+def test_rows_and_gradients_of_one_process(run: Run, preset: str, layout: str, size: int, lengths: Any) -> None:
     """Lengths of no tokens, of fewer tokens than ranks, and that end inside a tile."""
-    for size, lengths in ((2, (0, 131)), (3, (1, 50)), (4, (3, 131))):
-        ranks.run(size, cases.equals_whole, SMALL[preset], lengths, ["plain"], layout)
+    run(size, cases.equals_whole, SMALL[preset], lengths, ["plain"], layout)
 
 
-@pytest.mark.parametrize("preset", ["paper", "seed, sparse compressed"])
-def test_every_argument(ranks: Ranks, preset: str) -> None:
+@pytest.mark.parametrize(("preset", "size"), [("paper", 3), ("seed, sparse compressed", 2)])
+def test_every_argument(run: Run, preset: str, size: int) -> None:
     config = replace(SMALL[preset], num_init_blocks=1, softmax_scale=0.3)
-    ranks.run(3, cases.equals_whole, config, (133,), cases.OPTIONS[1:], "zigzag")
+    run(size, cases.equals_whole, config, (133,), cases.OPTIONS[1:], "zigzag")
 
 
-def test_token_mode_divides_anywhere(ranks: Ranks) -> None:
-    ranks.run(4, cases.equals_whole, SMALL["paper"], (61,), ["plain", "learned"], "zigzag", 1)
-
-
-@pytest.mark.parametrize(("preset", "layout"), parameters.product(["seed", "paper"], ["zigzag", "contiguous"]))
-def test_packs(ranks: Ranks, preset: str, layout: str) -> None:
-    for size, lengths in ((2, [70, 0, 1, 90]), (3, [5, 0, 70, 1, 33, 16]), (4, [3])):
-        ranks.run(size, cases.packs_equal_whole, SMALL[preset], lengths, 3, cases.OPTIONS, layout)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_tokens_are_in_the_first_dim_of_packs(ranks: Ranks, packed: bool) -> None:
-    ranks.run(2, cases.divides_along_tokens, packed)
-
-
-@pytest.mark.parametrize("preset", ["seed", "paper"])
-def test_sums_are_rounded_once_and_alike_in_every_run(ranks: Ranks, preset: str) -> None:
-    ranks.run(3, cases.rounds_once, SMALL[preset], 300)
+@pytest.mark.parametrize(
+    ("preset", "layout", "lengths"),
+    [
+        ("seed", "zigzag", [70, 0, 1, 90]),
+        ("paper", "contiguous", [70, 0, 1, 90]),
+        ("paper", "zigzag", [5, 0, 70, 1, 33, 16]),
+        ("seed", "contiguous", [3]),
+        *parameters.rest(("seed", "contiguous", []), ("seed", "contiguous", [5, 0, 70, 1, 33, 16])),
+    ],
+)
+def test_packs(run: Run, preset: str, layout: str, lengths: list[int]) -> None:
+    run(3 if len(lengths) == 6 else 2, cases.packs_equal_whole, SMALL[preset], lengths, 3, cases.OPTIONS, layout)
 
 
 def test_gathered_keys_take_two_passes(alone: cases.MakeCP) -> None:
@@ -274,46 +313,26 @@ def test_rows_of_a_range_are_freed_before_the_next_one(alone: cases.MakeCP, monk
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_neighborhood_attention(ranks: Ranks, layout: str) -> None:
-    ranks.run(3, cases.neighborhood_equals_whole, (2, 41), layout)
+def test_neighborhood_attention(run: Run, layout: str) -> None:
+    run(3 if layout == "zigzag" else 2, cases.neighborhood_equals_whole, (2, 41), layout)
 
 
-@pytest.mark.parametrize("how", ["plain", "checkpointing", "eager", "autocast", *parameters.rest("aot_eager")])
-def test_models(ranks: Ranks, how: str) -> None:
-    ranks.run(2, cases.model_equals_whole, SMALL["paper"], 70, how)
-
-
-def test_with_data_parallelism_and_sharded_parameters(ranks: Ranks) -> None:
-    ranks.run(4, cases.fsdp_equals_whole, SMALL["seed"], 70)
-
-
-def test_dtensors(ranks: Ranks) -> None:
-    ranks.run(3, cases.takes_dtensors, SMALL["seed"])
-
-
-def test_dtensors_with_tensor_parallelism_over_heads(ranks: Ranks) -> None:
-    ranks.run(4, cases.takes_dtensors, SMALL["seed"], True)
+@pytest.mark.parametrize("how", ["plain", "checkpointing", "eager", *parameters.rest("aot_eager")])
+def test_models(run: Run, how: str) -> None:
+    run(2, cases.model_equals_whole, SMALL["paper"], 70, how)
 
 
 # Heads divided among ranks
 
 
 @pytest.mark.parametrize(("how", "sequence"), parameters.product([*headwise.LAYERS, "neighborhood"], [False, True]))
-def test_layers_sharded_by_heads(ranks: Ranks, how: str, sequence: bool) -> None:
-    ranks.run(2, headwise.sharded_equals_whole, how, sequence)
+def test_layers_sharded_by_heads(run: Run, how: str, sequence: bool) -> None:
+    run(2, headwise.sharded_equals_whole, how, sequence)
 
 
 @pytest.mark.parametrize("how", parameters.rest(*headwise.LAYERS))
 def test_compiled_layers_sharded_by_heads(ranks: Ranks, how: str) -> None:
     ranks.run(2, headwise.sharded_equals_whole, how, True, "aot_eager")
-
-
-def test_a_cache_of_a_layer_sharded_by_heads(ranks: Ranks) -> None:
-    ranks.run(2, headwise.continues_with_a_cache)
-
-
-def test_heads_and_sequences_divided(ranks: Ranks) -> None:
-    ranks.run(4, headwise.with_divided_sequences)
 
 
 @pytest.mark.parametrize(
@@ -326,15 +345,12 @@ def test_heads_and_sequences_divided(ranks: Ranks) -> None:
     ],
 )
 def test_projections_sharded_alone_are_refused(ranks: Ranks, how: str, names: list[str], message: str) -> None:
-    for kind, found in ranks.outcomes(2, headwise.shards_projections_alone, how, names):
-        assert kind == "raised"
-        assert found.startswith(f"ValueError: {message}"), found
+    assert_all_raise(ranks.outcomes(2, headwise.shards_projections_alone, how, names), f"ValueError: {message}")
 
 
 @pytest.mark.parametrize("change", headwise.WRONG)
 def test_layers_that_cannot_be_sharded(ranks: Ranks, change: str) -> None:
-    for kind, message in ranks.outcomes(2, headwise.shards_what_it_cannot, change):
-        assert (kind, message) == ("raised", headwise.WRONG[change])
+    assert_all_raise(ranks.outcomes(2, headwise.shards_what_it_cannot, change), headwise.WRONG[change])
 
 
 # Refusals: on every rank, and the next call works
@@ -347,25 +363,18 @@ ROWS = ("ValueError", ["q must hold [", "tokens on ranks 0 to 2", "of 99", "got 
     ("change", "error", "words"), [(change, *found) for change, found in {**cases.DIFFERENCES, "rows": ROWS}.items()]
 )
 def test_a_rank_that_differs_is_named_on_all(ranks: Ranks, change: str, error: str, words: list[str]) -> None:
-    for rank, (kind, message) in enumerate(ranks.outcomes(3, cases.call_with, change, 1)):
-        assert kind == "raised", (rank, message)
-        assert message.startswith(error), (rank, message)
-        for word in words:
-            assert word.format(device="cpu") in message, (rank, message)
-        if rank != 1 and change != "rows":
-            assert "rank 1" in message, (rank, message)
+    one, wrong, other = ranks.outcomes(3, cases.call_with, change, 1)
+    assert_all_raise([one, wrong, other], error, *words)
+    assert_all_raise([one, other], error, *([] if change == "rows" else ["rank 1"]))
     ranks.run(3, cases.works)
 
 
 @pytest.mark.parametrize("change", cases.WRONG_LOSSES)
 def test_a_wrong_loss_is_refused_on_all(ranks: Ranks, change: str) -> None:
     error, words = cases.WRONG_LOSSES[change]
-    for kind, message in ranks.outcomes(2, cases.loss_with, change, 0):
-        assert kind == "raised", message
-        assert message.startswith(error), message
-        for word in words:
-            assert word.format(device="cpu") in message, message
-    assert "on rank 0" in message
+    wrong, other = ranks.outcomes(2, cases.loss_with, change, 0)
+    assert_all_raise([wrong, other], error, *words)
+    assert "on rank 0" in other[1]
     ranks.run(2, cases.losses_add_up, torch.int64)
 
 
@@ -376,29 +385,9 @@ def test_a_wrong_loss_is_refused_on_all(ranks: Ranks, change: str) -> None:
 def test_a_wrong_compress_is_refused_on_all(ranks: Ranks, kind: str, words: str) -> None:
     """Also on the ranks that have no entries."""
     *others, last = ranks.outcomes(3, cases.compresses_wrongly, kind)
-    assert last[0] == "raised"
-    assert last[1].startswith(f"ValueError: {words}"), last
-    for outcome in others:
-        assert outcome[0] == "raised", outcome
-        assert outcome[1].startswith(f"ValueError: ContextParallel.nsa's compress on rank 2: {words}"), outcome
+    assert_all_raise([last], f"ValueError: {words}")
+    assert_all_raise(others, f"ValueError: ContextParallel.nsa's compress on rank 2: {words}")
     ranks.run(3, cases.works)
-
-
-@pytest.mark.parametrize("layout", ["zigzag", *parameters.rest("contiguous")])
-def test_a_function_that_compresses_learns_as_on_one_process(ranks: Ranks, layout: str) -> None:
-    ranks.run(3, cases.learns_as_alone, layout)
-
-
-@pytest.mark.parametrize(
-    ("how", "tokens", "tile"), [({"compress": "linear"}, 60, 1), ({"compress_proj": True}, 200, 256)]
-)
-def test_weights_have_gradients_without_entries(ranks: Ranks, how: dict[str, Any], tokens: int, tile: int) -> None:
-    ranks.run(2, cases.weights_have_gradients_without_entries, how, tokens, tile)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
-def test_labels_of_any_integer_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
-    ranks.run(2, cases.losses_add_up, dtype)
 
 
 @pytest.mark.parametrize(
@@ -406,84 +395,60 @@ def test_labels_of_any_integer_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
     [("backend", "BackendError", ["runs on CUDA devices"]), ("causal", "ValueError", ["causal must be True"])],
 )
 def test_what_no_rank_can_run(ranks: Ranks, change: str, error: str, words: list[str]) -> None:
-    for kind, message in ranks.outcomes(2, cases.call_with, change, -1):
-        assert kind == "raised"
-        assert message.startswith(error), message
-        assert all(word in message for word in words), message
+    assert_all_raise(ranks.outcomes(2, cases.call_with, change, -1), error, *words)
 
 
 @pytest.mark.cuda_extra
 def test_a_chunk_off_the_stride_is_refused_on_all_ranks(ranks: Ranks) -> None:
     """With tile=1 rank 1 of 2 begins at token 50 of 100, which is no multiple of 16, and rank 0 at token 0."""
-    for kind, message in ranks.outcomes(2, cases.refuses_on_hopper, 100):
-        assert kind == "raised"
-        assert message.startswith("BackendError: takes deterministic=True in backward only on Hopper"), message
-        assert message.endswith("got q_start=50, stride=16"), message
+    start = "BackendError: takes deterministic=True in backward only on Hopper"
+    assert_all_raise(ranks.outcomes(2, cases.refuses_on_hopper, 100), start, "got q_start=50, stride=16")
     ranks.run(2, cases.refuses_on_hopper, 96)
 
 
-def test_a_rank_that_ends_ends_all() -> None:
+@pytest.mark.parametrize(
+    ("case", "failed"), [(cases.ends_in_the_middle, "gather"), (cases.ends_in_backward, "exchange")]
+)
+def test_a_rank_that_ends_ends_all(case: Callable[..., None], failed: str) -> None:
     with Ranks(3, seconds=5) as three:
         began = time.monotonic()
-        *others, last = three.outcomes(3, cases.ends_in_the_middle, 2)
+        *others, last = three.outcomes(3, case, 2)
     assert last[0] == "ended"
-    for rank, (kind, message) in enumerate(others):
-        assert kind == "raised", message
-        assert f"gather failed on rank {rank} of 3" in message, message
-        assert "2" in message.partition("no failure reported by rank")[2], message
+    assert_all_raise(others, "RuntimeError", failed + " failed on rank {rank} of 3")
+    assert all("2" in message.partition("no failure reported by rank")[2] for _, message in others), others
     assert time.monotonic() - began < 30
-
-
-def test_a_rank_that_ends_in_backward_ends_all() -> None:
-    with Ranks(3, seconds=5) as three:
-        *others, last = three.outcomes(3, cases.ends_in_backward, 2)
-    assert last[0] == "ended"
-    for rank, (kind, message) in enumerate(others):
-        assert kind == "raised", message
-        assert f"exchange failed on rank {rank} of 3" in message, message
-        assert "2" in message.partition("no failure reported by rank")[2], message
 
 
 def test_a_rank_that_is_late_ends_all() -> None:
     with Ranks(2, seconds=2) as two:
         outcomes = two.outcomes(2, cases.stays_away, 3.0)
-    assert outcomes[0][0] == "raised"
-    assert "agreement on ContextParallel.nsa, call 1 failed on rank 0 of 2" in outcomes[0][1]
-    assert "no failure reported by rank 1" in outcomes[0][1]
+    words = "agreement on ContextParallel.nsa, call 1 failed on rank 0 of 2", "no failure reported by rank 1"
+    assert_all_raise(outcomes[:1], "RuntimeError", *words)
 
 
 @pytest.mark.parametrize(("op", "how"), cases.DIFFERENT_BACKWARDS)
 def test_backwards_in_another_order_are_refused_on_all(ranks: Ranks, op: str, how: str) -> None:
-    for kind, message in ranks.outcomes(3, cases.backwards_differ, op, how, 1):
-        assert kind == "raised"
-        assert message.startswith(
-            "RuntimeError: context parallelism: ranks must run the same calls and backwards in the same order, got "
-        ), message
-        assert "backward of ContextParallel." in message
-        assert " on rank 1 and " in message
+    assert_all_raise(
+        ranks.outcomes(3, cases.backwards_differ, op, how, 1),
+        "RuntimeError: context parallelism: ranks must run the same calls and backwards in the same order, got ",
+        "backward of ContextParallel.",
+        " on rank 1 and ",
+    )
     ranks.run(3, cases.works)
-
-
-def test_backwards_in_the_order_of_all(ranks: Ranks) -> None:
-    ranks.run(2, cases.backwards_agree)
 
 
 def test_a_rank_that_goes_on_elsewhere_ends_all(ranks: Ranks) -> None:
     """Its collective meets no message of theirs: each ends with the group's timeout."""
-    for rank, (kind, message) in enumerate(ranks.outcomes(max(SIZES), cases.goes_on_elsewhere, 1.0)):
-        assert kind == "raised"
-        if rank < max(SIZES) - 1:
-            assert "agreement on backward of ContextParallel.nsa, call 1 failed on rank" in message, message
-            assert "no failure reported by rank 3" in message, message
+    *others, last = ranks.outcomes(max(SIZES), cases.goes_on_elsewhere, 1.0)
+    assert last[0] == "raised"
+    words = "agreement on backward of ContextParallel.nsa, call 1 failed on rank", "no failure reported by rank 3"
+    assert_all_raise(others, "RuntimeError", *words)
 
 
 def test_all_ranks_make_it(ranks: Ranks) -> None:
     *others, _ = ranks.outcomes(max(SIZES), cases.makes_none, 1.0)
-    for kind, message in others:
-        assert kind == "raised"
-        assert "all ranks of the group must create a ContextParallel, and within 0:00:01 one did not" in message, (
-            message
-        )
+    words = "all ranks of the group must create a ContextParallel, and within 0:00:01 one did not"
+    assert_all_raise(others, "RuntimeError", words)
 
 
 def test_the_timeout_is_that_of_the_group(alone: cases.MakeCP) -> None:

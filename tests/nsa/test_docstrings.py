@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import doctest
 import importlib
 import inspect
 import re
-import textwrap
 from typing import Any
 
 import pytest
@@ -114,33 +112,6 @@ def run_examples(name: str, documented: Any, **names: Any) -> None:
     outcome = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=shown.append)
     assert outcome.attempted > 0
     assert outcome.failed == 0, "".join(shown)
-
-
-def written_parameters(documented: Any) -> dict[str, bool]:
-    """Parameters of a function as its source declares them, which is what static tools read: True if one has a type."""
-    innermost = inspect.unwrap(documented)
-    source = textwrap.dedent(inspect.getsource(innermost))
-    (node,) = ast.parse(source).body
-    assert isinstance(node, ast.FunctionDef)
-    every = node.args
-    assert every.kwarg is None or every.kwarg.arg == inspect.getfullargspec(innermost).varkw
-    written = [*every.posonlyargs, *every.args, *every.kwonlyargs, *filter(None, [every.vararg, every.kwarg])]
-    return {argument.arg: argument.annotation is not None for argument in written}
-
-
-FUNCTIONS = {name: item for name, item in {**PUBLIC, **METHODS}.items() if not inspect.isclass(item)}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_signatures_are_written_with_types(name: str) -> None:
-    """So that the API reference, help(), editors and type checkers show the same."""
-    written = written_parameters(FUNCTIONS[name])
-    bound = inspect.ismethod(FUNCTIONS[name])
-    parameters = inspect.signature(FUNCTIONS[name]).parameters
-    assert list(written)[bound:] == list(parameters)
-    assert [argument for argument, typed in written.items() if not typed] in ([], ["self"], ["cls"])
-    open_ended = {n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD}
-    assert open_ended <= {"others", "changes"}, "keywords of other libraries, and changes of a preset"
 
 
 @pytest.mark.hf_extra

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from nsa import NSAConfig, NSAttention, PageTable
+from nsa import NSAConfig, NSAttention, PageTable, llama_rope, rotary_table
 from nsa.distributed import ContextParallel
 from nsa.integrations.fla import FlaRotary, fla_config, layer_from_fla
-from tests.support.rotary import rotary_table, rotate
+from tests.support.cases import product
 
 DIM, WIDTH = 16, 32
 
@@ -128,8 +128,7 @@ CASES: dict[str, tuple[Sizes, bool, dict[str, Any]]] = {
 """Sizes, whether there are biases, and what layer_from_fla gets."""
 
 
-@pytest.mark.parametrize("oracle", ORACLES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "oracle"), product(CASES, ORACLES), ids=lambda x: getattr(x, "__name__", x))
 @torch.no_grad()
 def test_the_layer_computes_what_fla_does(case: str, oracle: Any) -> None:
     sizes, bias, given = CASES[case]
@@ -162,8 +161,8 @@ def test_positions_are_those_of_packs_caches_and_callers() -> None:
     torch.testing.assert_close(packed, alone)
     torch.testing.assert_close(layer(x, torch.arange(9, 116)), whole)  # only differences count
     torch.testing.assert_close(layer(x, torch.arange(9, 116)[None]), whole)
-    hook = layer_from_fla(state, SMALL.config, rope=rotate)
-    torch.testing.assert_close(hook(x, [table.double() for table in rotary_table(107, DIM)]), whole, atol=1e-5, rtol=0)
+    hook = layer_from_fla(state, SMALL.config, rope=llama_rope)
+    torch.testing.assert_close(hook(x, rotary_table(torch.arange(107), DIM, theta=10000.0)), whole, atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match=r"must be positions \[107\] or \[1, 107\], got shape \[106\]"):
         layer(x, torch.arange(106))
 

@@ -184,25 +184,6 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     return keywords
 
 
-@share(0.32)
-@given(st.data())
-def test_nsa_is_right(outcomes: Outcomes, data: st.DataObject) -> None:
-    keywords = data.draw(calls())
-    with guarded(strided(keywords)):
-        out, aux = nsa_forward_aux(**keywords)
-        assert_right(keywords, out, aux)
-        assert not out.requires_grad
-        if data.draw(st.booleans(), label="other entry"):
-            other = data.draw(st.sampled_from([nsa, nsa_forward, dispatch.nsa]))
-            again = other(**keywords)
-            assert torch.equal(again, out)
-        elif data.draw(st.booleans(), label="gradients"):
-            assert_gradients(keywords, aux, data.draw(st.integers(0, 2**31)))
-            note(outcomes, "right, with gradients")
-            return
-    note(outcomes, "right")
-
-
 def assert_gradients(keywords: dict[str, Any], aux: NSAAux, seed: int) -> None:
     """Finite, of the right shape and dtype, and None only for what no key of any row comes from."""
     names = [name for name in TENSOR_NAMES if name in keywords and name != "cu_seqlens"]
@@ -270,22 +251,24 @@ def changes(draw: st.DrawFn, keywords: dict[str, Any]) -> dict[str, Any]:
     return {name: draw(spoiled(keywords[name]))}
 
 
-@share(0.28)
+@share(0.6)
 @given(st.data())
 def test_nsa_is_right_or_refused(outcomes: Outcomes, data: st.DataObject) -> None:
     keywords = data.draw(calls())
     changed: dict[str, Any] = {}
-    for _ in range(data.draw(st.sampled_from([1, 1, 2]))):
+    for _ in range(data.draw(st.sampled_from([0, 0, 1, 1, 2]))):
         changed |= data.draw(changes(keywords))
     if data.draw(st.integers(0, 19)) == 0:
         changed |= {n: value.to("meta") for n, value in keywords.items() if isinstance(value, Tensor)}
     keywords = {name: value for name, value in (keywords | changed).items() if value is not Odd}
-    function = data.draw(st.sampled_from([nsa, nsa_forward, nsa_forward_aux]))
-    note(outcomes, nsa_outcome(function, keywords, changed))
+    function = data.draw(st.sampled_from([nsa, nsa_forward, nsa_forward_aux, dispatch.nsa]))
+    note(outcomes, nsa_outcome(function, keywords, changed, data.draw(st.none() | st.integers(0, 2**31), label="do")))
 
 
-def nsa_outcome(function: Callable[..., Any], keywords: dict[str, Any], changed: Iterable[str]) -> str:
-    """How a call ended: right, or refused by the names that were changed."""
+def nsa_outcome(
+    function: Callable[..., Any], keywords: dict[str, Any], changed: Iterable[str], seed: int | None = None
+) -> str:
+    """How a call ended: right, or refused by the names that were changed. Args: seed: of do, for gradients."""
     with guarded(strided(keywords)):
         try:
             result = function(**keywords)
@@ -293,11 +276,15 @@ def nsa_outcome(function: Callable[..., Any], keywords: dict[str, Any], changed:
             assert_documented(error, [*changed])
             return f"refused, {type(error).__name__}"
         out, aux = nsa_forward_aux(**keywords)
+        assert not out.requires_grad
         if out.device.type == "meta":  # which has no values
             assert (result if isinstance(result, Tensor) else result[0]).shape == out.shape
             return "right, though changed"
         assert torch.equal(result if isinstance(result, Tensor) else result[0], out)
         assert_right(keywords, out, aux)
+        if seed is not None and not changed:
+            assert_gradients(keywords, aux, seed)
+            return "right, with gradients"
     return "right, though changed" if changed else "right"
 
 

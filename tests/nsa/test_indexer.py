@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -70,12 +69,12 @@ def test_documents_are_sequences(continues: bool) -> None:
 
 
 def test_chunks_change_nothing_and_bound_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    q_idx, k_idx = (torch.randn(1, 2048, heads, 4) for heads in (2, 1))
+    q_idx, k_idx = (torch.randn(1, 1024, heads, 4) for heads in (2, 1))
     whole = top_blocks_by_max(q_idx, k_idx, block_size=64, k=4)
-    monkeypatch.setattr(reference, "CHUNK_BYTES", {"cpu": 1 << 19})
+    monkeypatch.setattr(reference, "CHUNK_BYTES", {"cpu": 1 << 17})
     with PeakBytes() as memory:
         assert torch.equal(top_blocks_by_max(q_idx, k_idx, block_size=64, k=4), whole)
-    assert memory.peak < 2 << 20  # fp32 scores of all pairs: 34 MB
+    assert memory.peak < 1 << 20  # fp32 scores of all pairs: 8 MB
 
 
 def test_scores_that_are_not_numbers_do_not_count() -> None:
@@ -272,34 +271,3 @@ def test_loss_names_bad_arguments() -> None:
         indexer_kl_loss(q_idx[0], k_idx[0], q[0], k[0], blocks[0], block_size=8, cu_seqlens=bounds, q_start=bounds[:1])
     with pytest.raises(ValueError, match="index_scale must be finite and greater than 0, got -1"):
         indexer_kl_loss(q_idx, k_idx, q, k, blocks, block_size=8, index_scale=-1)
-
-
-def test_a_warm_up_over_all_blocks_starts_an_indexer() -> None:
-    """As docs/block_sparse_attention.md says: some queries for each step, every block of theirs as if chosen."""
-    size, tokens, rows, chosen = 8, 128, 32, 3
-    hidden = torch.randn(2, tokens, 16)
-    q, k = (hidden @ torch.randn(16, 16) / 2 for _ in range(2))
-    future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-    probabilities = (q @ k.mT / 4).masked_fill(future, -math.inf).softmax(-1).unflatten(-1, (-1, size)).sum(-1)
-    to_q, to_k = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
-    optimizer = torch.optim.Adam([*to_q.parameters(), *to_k.parameters()], lr=5e-2)
-    every = torch.arange(tokens // size, dtype=torch.int32).expand(2, 1, rows, -1)
-
-    def share() -> float:
-        """Mean probability that attention gives to the blocks that the indexer chooses."""
-        with torch.no_grad():
-            found = top_blocks_by_max(
-                to_q(hidden)[:, :, None], to_k(hidden)[:, :, None], block_size=size, k=chosen, local=0
-            )[:, 0]
-        return float(torch.where(found < 0, 0, probabilities.gather(-1, found.long().clamp(min=0))).sum(-1).mean())
-
-    before, best = share(), float(probabilities.topk(chosen).values.sum(-1).mean())
-    for step in range(12):
-        start = rows * (step % (tokens // rows))
-        q_idx, k_idx = to_q(hidden)[:, start : start + rows, None], to_k(hidden)[:, :, None]
-        own = q[:, start : start + rows, None]
-        loss = indexer_kl_loss(q_idx, k_idx, own, k[:, :, None], every, block_size=size, q_start=start)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert share() - before > (best - before) / 2, (before, share(), best)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from nsa import NeighborhoodAttention, NeighborhoodCache, NSAConfig, NSAttention, PageTable
+from nsa import NeighborhoodAttention, NeighborhoodCache, NSAConfig, NSAttention, PageTable, llama_rope, rotary_table
+from tests.support.cases import product
 from tests.support.helpers import SMALL, dynamically_quantized
-from tests.support.rotary import rotary_table, rotate
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
 CHUNKS = (20, 1, 1, 8, 3, 1, 26)
@@ -23,30 +23,22 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def at(table: tuple[Tensor, Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary tables of these tokens; the tests' tables have a batch dim in front."""
-    cos, sin = (x.reshape(-1, x.shape[-1])[positions] for x in table)
-    return cos, sin
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("name", "kind"), product(SMALL, KINDS))
 @torch.no_grad()
 def test_steps_are_the_rows_of_the_layer(name: str, kind: str) -> None:
     torch.manual_seed(0)
     config = SMALL[name]
-    layer = NSAttention(WIDTH, HEADS, KV_HEADS, config=config, rope=rotate, dtype=torch.float64, **KINDS[kind])
+    layer = NSAttention(WIDTH, HEADS, KV_HEADS, config=config, rope=llama_rope, dtype=torch.float64, **KINDS[kind])
     for parameter in layer.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.1)
-    x, rotary = torch.randn(2, 60, WIDTH, dtype=torch.float64), rotary_table(60, layer.head_dim)
-    rotary = tuple(part.double() for part in rotary)
+    x = torch.randn(2, 60, WIDTH, dtype=torch.float64)
     cache = layer.new_cache(PageTable.empty(2, 60, page_size=16))
     start = 0
     for count in CHUNKS:
-        embeddings = at(rotary, cache.table.positions(count))
+        embeddings = rotary_table(cache.table.positions(count), layer.head_dim)
         out = layer(x[:, start : start + count], embeddings, cache=cache)
         for row in range(start, start + count):
-            prefix = at(rotary, torch.arange(row + 1)[None])
+            prefix = rotary_table(torch.arange(row + 1), layer.head_dim)
             expected = layer(x[:, : row + 1], prefix)[:, -1]
             torch.testing.assert_close(out[:, row - start], expected, rtol=1e-10, atol=1e-10)
         start += count
@@ -74,14 +66,13 @@ def test_refuses_what_does_not_go_together() -> None:
 @torch.no_grad()
 def test_windows_roll(kernel_size: int, dilation: int) -> None:
     options = {"kernel_size": kernel_size, "dilation": dilation, "causal": True}
-    layer = NeighborhoodAttention(WIDTH, HEADS, KV_HEADS, rope=rotate, dtype=torch.float64, **options)  # type: ignore[arg-type]
-    x, rotary = torch.randn(2, 60, WIDTH, dtype=torch.float64), rotary_table(60, layer.head_dim)
-    rotary = tuple(part.double() for part in rotary)
-    whole = layer(x, at(rotary, torch.arange(60)[None]))
+    layer = NeighborhoodAttention(WIDTH, HEADS, KV_HEADS, rope=llama_rope, dtype=torch.float64, **options)  # type: ignore[arg-type]
+    x = torch.randn(2, 60, WIDTH, dtype=torch.float64)
+    whole = layer(x, rotary_table(torch.arange(60), layer.head_dim))
     cache = layer.new_cache(2)
     start, places = 0, set()
     for count in CHUNKS:
-        out = layer(x[:, start : start + count], at(rotary, cache.positions(count)[None]), cache=cache)
+        out = layer(x[:, start : start + count], rotary_table(cache.positions(count), layer.head_dim), cache=cache)
         torch.testing.assert_close(out, whole[:, start : start + count], rtol=1e-12, atol=1e-12)
         start += count
         assert cache.k.shape[1] == cache.v.shape[1] == min(start, (kernel_size - 1) * dilation)
@@ -94,68 +85,56 @@ def test_windows_roll(kernel_size: int, dilation: int) -> None:
     assert torch.equal(cache.k, before[[1, 1]])
 
 
-def test_a_rolling_cache_refuses() -> None:
-    x = torch.randn(2, 3, WIDTH)
-    layer = NeighborhoodAttention(WIDTH, HEADS, kernel_size=5, causal=True)
-    cache = layer.new_cache(2)
-    with pytest.raises(RuntimeError, match="a call with a cache does not support gradients"):
-        layer(x, cache=cache)
-    with torch.no_grad():
-        with pytest.raises(ValueError, match="cache goes with causal=True"):
-            NeighborhoodAttention(WIDTH, HEADS, kernel_size=5)(x, cache=cache)
-        with pytest.raises(ValueError, match="cache must have kernel_size=7, got 5"):
-            NeighborhoodAttention(WIDTH, HEADS, kernel_size=7, causal=True)(x, cache=cache)
-        with pytest.raises(ValueError, match=r"k must have the cache's \[B,N,H_kv,D\] = \[2,N,4,8\]"):
-            layer(x[:1], cache=cache)
-        with pytest.raises(TypeError, match="k must be bfloat16, as the cache is, got float32"):
-            layer(x, cache=layer.new_cache(2, torch.bfloat16))
-        with pytest.raises(TypeError, match="cache must be a NeighborhoodCache"):
-            layer(x, cache=object())
-        with pytest.raises(ValueError, match=r"rows must be \[2\]"):
-            cache.reorder(torch.tensor([0]))
-        with pytest.raises(TypeError, match="rows must be an int32 or int64 tensor, got bool"):
-            cache.reorder(torch.tensor([True, False]))
-        with pytest.raises(ValueError, match="cache goes with causal=True"):
-            NeighborhoodAttention(WIDTH, HEADS, kernel_size=5).new_cache(2)
-    layer.requires_grad_(False)
-    layer.v_proj.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="a call with a cache does not support gradients"):
-        layer(x, cache=cache)
+ROLLING = NeighborhoodAttention(WIDTH, HEADS, kernel_size=5, causal=True)
+OTHER, NOT_CAUSAL = NeighborhoodAttention(WIDTH, HEADS, kernel_size=7, causal=True), NeighborhoodAttention(WIDTH, HEADS)
+X = torch.randn(2, 3, WIDTH)
+REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
+    (lambda cache: NOT_CAUSAL(X, cache=cache), ValueError, "cache goes with causal=True"),
+    (lambda cache: NOT_CAUSAL.new_cache(2), ValueError, "cache goes with causal=True"),
+    (lambda cache: OTHER(X, cache=cache), ValueError, "cache must have kernel_size=7, got 5"),
+    (lambda cache: ROLLING(X[:1], cache=cache), ValueError, r"k must have the cache's \[B,N,H_kv,D\] = \[2,N,4,8\]"),
+    (
+        lambda _: ROLLING(X, cache=ROLLING.new_cache(2, torch.bfloat16)),
+        TypeError,
+        "k must be bfloat16, as the cache is",
+    ),
+    (lambda _: ROLLING(X, cache=object()), TypeError, "cache must be a NeighborhoodCache"),
+    (lambda cache: cache.reorder(torch.tensor([0])), ValueError, r"rows must be \[2\]"),
+    (lambda cache: cache.reorder(torch.tensor([True, False])), TypeError, "rows must be an int32 or int64 .* got bool"),
+    (lambda cache: cache.reorder(torch.tensor([-1, 0])), ValueError, "rows must be from 0 to 1"),
+    (lambda cache: cache.reorder(torch.tensor([0, 2])), ValueError, "rows must be from 0 to 1"),
+    (lambda cache: cache.reorder([1, 0]), TypeError, "rows must be an int32 or int64 tensor, got list"),
+    (lambda _: NeighborhoodCache(1, heads_kv=1, dim=8, kernel_size=0), ValueError, "kernel_size must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
+def test_a_rolling_cache_refuses(call: Callable[[Any], Any], error: type[Exception], message: str) -> None:
+    cache = ROLLING.new_cache(2)
+    with torch.no_grad(), pytest.raises(error, match=message):
+        call(cache)
     assert int(cache.length) == 0
-    with pytest.raises(ValueError, match="kernel_size must be at least 1, got 0"):
-        NeighborhoodCache(1, heads_kv=1, dim=8, kernel_size=0)
 
 
-def test_a_copy_of_a_rolling_cache_goes_on_outside_inference_mode() -> None:
-    x, layer = torch.randn(2, 9, WIDTH), NeighborhoodAttention(WIDTH, HEADS, kernel_size=3, causal=True)
-    with torch.inference_mode():
-        cache = layer.new_cache(2)
-        layer(x[:, :5], cache=cache)
-        copied = copy.deepcopy(cache)
-    with torch.no_grad():
-        for each in (cache, copied):
-            torch.testing.assert_close(layer(x[:, 5:], cache=each), layer(x)[:, 5:])
-
-
-def test_a_rolling_cache_takes_rows_that_exist() -> None:
-    cache = NeighborhoodCache(2, heads_kv=1, dim=8, kernel_size=3)
-    for rows in ([-1, 0], [0, 2]):
-        with pytest.raises(ValueError, match="rows must be from 0 to 1"):
-            cache.reorder(torch.tensor(rows))
-    with pytest.raises(TypeError, match="rows must be an int32 or int64 tensor, got list"):
-        cache.reorder([1, 0])  # type: ignore[arg-type]
+@pytest.mark.parametrize("learns", [*"qkv"])
+def test_a_rolling_cache_refuses_gradients(learns: str) -> None:
+    layer = copy.deepcopy(ROLLING).requires_grad_(False)
+    layer.get_submodule(f"{learns}_proj").requires_grad_(True)
+    with pytest.raises(RuntimeError, match="a call with a cache does not support gradients"):
+        layer(X, cache=layer.new_cache(2))
 
 
 @pytest.mark.parametrize("made_inside", [True, False])
-def test_a_prompt_in_inference_mode_is_gone_on_with_outside(made_inside: bool) -> None:
-    layer = NeighborhoodAttention(32, 4, num_kv_heads=2, kernel_size=3, causal=True)
+def test_a_rolling_cache_and_its_copy_go_on_outside_inference_mode(made_inside: bool) -> None:
+    x = torch.randn(2, 9, WIDTH)
     with torch.inference_mode(made_inside):
-        cache = layer.new_cache(1)
+        cache = ROLLING.new_cache(2)
     with torch.inference_mode():
-        layer(torch.randn(1, 5, 32), cache=cache)
+        ROLLING(x[:, :5], cache=cache)
+        copied = copy.deepcopy(cache)
     with torch.no_grad():
-        layer(torch.randn(1, 1, 32), cache=cache)
-    assert int(cache.length) == 6
+        for each in (cache, copied):
+            torch.testing.assert_close(ROLLING(x[:, 5:], cache=each), ROLLING(x)[:, 5:])
 
 
 @torch.no_grad()

@@ -98,14 +98,3 @@ def test_steps_of_generate_behind_padding(how: dict[str, Any]) -> None:
         at = slice(199 - first, -1)
         theirs, expected = (model(alone).logits[0, at] for model in (low, exact))
         assert_as_close(steps[row], expected, theirs, f"row {row}")
-
-
-@torch.no_grad()
-def test_packs_are_separate_documents() -> None:
-    ours, low, exact = models("takes all")
-    ids, lengths = text(1, 300).cuda(), (130, 1, 169)
-    positions = torch.cat([torch.arange(n) for n in lengths])[None].cuda()
-    packed = ours(ids, position_ids=positions).logits[0]
-    for got, document in zip(packed.split(lengths), ids[0].split(lengths), strict=True):
-        theirs, expected = (model(document[None]).logits[0] for model in (low, exact))
-        assert_as_close(got, expected, theirs, "document")

@@ -156,28 +156,6 @@ def test_bounds_of_documents_are_those_of_positions(models: tuple[Any, Any]) -> 
         models[1](ids, is_causal=False)
 
 
-def test_gradients_through_packs_and_padding(models: tuple[Any, Any]) -> None:
-    ours, ids = models[1], text(1, 30)
-    positions = torch.cat([torch.arange(11), torch.arange(19)])[None]
-    padded = torch.zeros(2, 19, dtype=torch.long)
-    padded[0, 8:], padded[1] = ids[0, :11], ids[0, 11:]
-    mask = (padded > 0).long()
-    at = (mask.cumsum(1) - 1).clamp(min=0)
-    found = []
-    for call in (
-        {"input_ids": ids, "position_ids": positions},
-        {"input_ids": padded, "attention_mask": mask, "position_ids": at},
-    ):
-        ours.zero_grad()
-        logits = ours(**call).logits
-        logits = logits[0] if len(logits) == 1 else torch.cat([logits[0, 8:], logits[1]])
-        logits.square().sum().backward()
-        found.append({name: x.grad for name, x in ours.named_parameters() if x.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    for name, gradient in found[0].items():
-        close(gradient, found[1][name])
-
-
 def test_the_whole_model_reads_an_image_and_writes_what_eager_does() -> None:
     ids = text(1, 30)
     ids[:, 5:9] = IMAGE_TOKEN

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,18 +12,30 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import dispatch
 from ascend_kernels.launch import recording
+from ascend_kernels.neighborhood import algorithms
 from nsa import (
+    AttentionResidual,
+    LinearCompression,
+    NeighborhoodAttention,
     NSAConfig,
+    NSAttention,
     attention_residual,
     block_sparse_attention,
     neighborhood_attention,
     nsa,
     nsa_forward,
+    nsa_forward_aux,
     operators,
     top_blocks_by_max,
 )
+from nsa.common.derivatives import recompute_gradients
+from nsa.common.operators import EagerFunction
+from nsa.inputs import NSAInputs
 from tests.support.helpers import SMALL, make_qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
@@ -39,6 +53,16 @@ def continued(tokens: int, batch: int = 1) -> Arguments:
     start = tokens // 4 // 16 * 16
     q, k, v = make_qkv(tokens, batch=batch)
     return *(x.requires_grad_() for x in (q[:, start : start + tokens // 4].clone(), k, v)), start
+
+
+POOLS = tuple(LinearCompression(2, SMALL["paper"].compress_block_size, 16, dtype=torch.float64) for _ in range(2))
+POOLED = replace(SMALL["paper"], compress=POOLS)
+
+
+def pooled_packs(tokens: int) -> Arguments:
+    """Two documents, and what compresses outside of the operator, so with gradients of its weights."""
+    weights = [torch.nn.init.normal_(weight) for pool in POOLS for weight in pool.parameters()]
+    return *qkv(tokens, batch=None), torch.tensor([0, 30, tokens], dtype=INTS), *weights
 
 
 def blocks_of(tokens: int) -> Arguments:
@@ -64,6 +88,7 @@ COMPILED: dict[str, tuple[Callable[..., Tensor], Callable[[int], Arguments]]] = 
     **{f"nsa, {name}": (partial(nsa, config=config), qkv) for name, config in SMALL.items()},
     "nsa, its config made inside": (lambda q, k, v: nsa(q, k, v, config=NSAConfig.paper(window_size=5)), qkv),
     "nsa, continued": (lambda q, k, v, start: nsa(q, k, v, q_start=start, config=SMALL["paper"]), continued),
+    "nsa, pooled packs": (lambda q, k, v, bounds, *_: nsa(q, k, v, config=POOLED, cu_seqlens=bounds), pooled_packs),
     "neighborhood": (neighborhood_attention, qkv),
     "neighborhood, moved": (
         partial(neighborhood_attention, kernel_size=4, dilation=3, boundary="shift", softmax_scale=0.3),
@@ -138,6 +163,69 @@ def test_compiles_on_a_gpu(case: str) -> None:
     check_compiled(*GPU[case])
 
 
+# Numbers that torch.compile makes symbols of, since they changed from call to call, are numbers to every check
+
+TOKENS = 40
+BLOCKS = torch.tensor([0, -1]).expand(1, 2, TOKENS, 2)
+OPTIONS: Any = {name: value for name, value in vars(SMALL["paper"]).items() if name != "window_size"}
+
+
+def bounds(first: int) -> Tensor:
+    return torch.tensor([0, first, TOKENS], dtype=INTS)
+
+
+CALLS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    "max_seqlen": (
+        lambda q, k, v, n: nsa(q[0], k[0], v[0], cu_seqlens=bounds(n), max_seqlen=n, config=SMALL["paper"]),
+        (21, 33),
+    ),
+    "window_size": (lambda q, k, v, n: nsa(q, k, v, window_size=n, **OPTIONS), (8, 9)),
+    "softmax_scale": (lambda q, k, v, n: nsa(q, k, v, softmax_scale=n / 20), (8, 9)),
+    "q_start": (lambda q, k, v, n: nsa(q[:, n : n + 9], k, v, q_start=n, config=SMALL["paper"]), (8, 9)),
+    "block_size": (lambda q, k, v, n: block_sparse_attention(q, k, v, BLOCKS, block_size=n), (8, 9)),
+    "block_size, k": (
+        lambda q, k, v, n: top_blocks_by_max(q[:, :, :2].contiguous(), k[:, :, :1].contiguous(), block_size=n, k=n - 5),
+        (8, 7),
+    ),
+    "kernel_size, dilation": (
+        lambda q, k, v, n: neighborhood_attention(q, q, q, kernel_size=n, dilation=n - 3, softmax_scale=n / 9),
+        (5, 7),
+    ),
+    "eps": (lambda q, k, v, n: attention_residual([q[0]], k[0, 0, 0], v[0, 0, 0], eps=n / 100), (1, 2)),
+}
+
+
+@pytest.mark.parametrize(("call", "values"), CALLS.values(), ids=list(CALLS))
+def test_arguments_that_change_compile(call: Callable[..., Tensor], values: tuple[int, ...]) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=True)
+    q, k, v = (x.requires_grad_() for x in make_qkv(TOKENS, dtype=torch.float32))
+    for value in values:
+        torch.testing.assert_close(compiled(q, k, v, value), call(q, k, v, value), rtol=1e-5, atol=1e-5)
+
+
+def test_the_longest_document_of_a_layer_is_a_symbol() -> None:
+    """As training on packs with torch.compile has it: automatically dynamic from the second length on."""
+    torch.compiler.reset()
+    layer = NSAttention(64, 4, 2, config=SMALL["paper"])
+    counts = CompileCounterWithBackend("eager")
+    compiled, x = torch.compile(layer, fullgraph=True, backend=counts), torch.randn(TOKENS, 64)
+    for longest in (21, 30, 33):
+        given: Any = {"cu_seqlens": bounds(longest), "max_seqlen": longest}
+        torch.testing.assert_close(compiled(x, **given), layer(x, **given), rtol=1e-5, atol=1e-5)
+    assert counts.frame_count == 2
+
+
+def test_sizes_of_a_gpus_tensors_may_be_symbols() -> None:
+    """Symbols have no hash, so such a call is not remembered."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    tokens = mode.from_tensor(torch.empty(TOKENS)).shape[0]
+    assert isinstance(tokens, torch.SymInt)
+    with mode:
+        block, weight = torch.empty(1, tokens, 8, device="cuda"), torch.empty(8, device="cuda")
+        assert attention_residual([block, block], weight, backend="reference").shape == block.shape
+
+
 # PyTorch's rules
 
 
@@ -162,7 +250,8 @@ def opchecked() -> dict[str, tuple[str, Arguments, dict[str, Any]]]:
     }
     index = torch.zeros(2, 2, 75, 1, dtype=INTS)
     return {
-        **{f"{operator}, {case}": (operator, *x) for operator in ("forward", "saving") for case, x in plain.items()},
+        **{f"saving, {case}": ("saving", *x) for case, x in plain.items()},
+        **{f"forward, {case}": ("forward", *plain[case]) for case in ("plain", "packed, continued")},
         "neighborhood": ("neighborhood_attention", (q, k, v, 5, 2, None, "shift", False, "auto", None, True), {}),
         "blocks": (
             "block_sparse_attention",
@@ -199,3 +288,179 @@ def test_top_blocks_compile() -> None:
         assert torch.equal(
             compiled(q_idx[:, :20], k_idx, **options), top_blocks_by_max(q_idx[:, :20], k_idx, **options)
         )
+
+
+# Training, debugging and routing
+
+
+@pytest.mark.parametrize("extra", [{}, {"cu_seqlens": torch.tensor([0, 30, 75], dtype=torch.int32), "max_seqlen": 45}])
+def test_eager_training_is_what_the_operators_do(extra: dict[str, Any]) -> None:
+    q, k, v = (x.requires_grad_() for x in make_qkv(75, batch=None if extra else 1))
+    weight = torch.randn(4, 3, q.shape[-1]).double().requires_grad_()
+    config, flags = SMALL["seed"], {"deterministic": False, "recompute": True, "backend": None}
+    inputs = NSAInputs(q, k, v, gate_proj_weight=weight, **extra)
+    call = operators.resolve(inputs, config, **flags, needs_grad=True)
+    out = EagerFunction.apply(call, *call.tensors)
+    expected = operators.call_saving(q, k, v, gate_proj_weight=weight, config=config, **extra)
+    assert torch.equal(out, expected)
+    do, wanted = torch.randn_like(q), (q, v, weight)  # not k's
+    got = torch.autograd.grad(out, wanted, do, retain_graph=True)
+    for x, y in zip(got, torch.autograd.grad(expected, wanted, do), strict=True):
+        assert torch.equal(x, y)
+    for need in (True, False):
+        (first,) = torch.autograd.grad(out, q, do.requires_grad_(need), create_graph=True)
+        with pytest.raises(RuntimeError, match="nsa has no second derivative"):
+            first.sum().backward()
+
+
+@pytest.mark.parametrize("below_an_operator", [False, True])
+def test_recomputation_stays_in_its_thread(below_an_operator: bool) -> None:
+    threads = set()
+
+    def cube(x: Tensor) -> Tensor:
+        threads.add(threading.get_ident())
+        return x**3
+
+    def differentiate(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            (gradient,) = recompute_gradients(cube, [x], torch.ones_like(x))
+        return gradient
+
+    run = torch.library.custom_op("nsa_tests::differentiate", differentiate, mutates_args=())
+    x = torch.arange(4.0, requires_grad=True)  # so that the operator's autograd runs, and is off below it
+    assert torch.equal(run(x) if below_an_operator else differentiate(x), 3 * x**2)
+    assert threads == {threading.get_ident()}
+
+
+@pytest.mark.parametrize(("function", "compress"), [(nsa, "mean"), (nsa_forward, partial(torch.amax, dim=-2))])
+def test_debug_reads_what_the_graph_is_given(function: Any, compress: Any) -> None:
+    torch._dynamo.reset()
+    whole = torch.compile(partial(function, debug=True, compress=compress), fullgraph=True, backend="aot_eager")
+    q, k, v = (torch.nn.Parameter(x) for x in make_qkv(75))
+    whole(q, k, v)
+    with torch.no_grad():
+        q[0, 3, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match="q must be finite"):
+        whole(q, k, v)
+
+
+def test_bad_input_is_refused_in_the_graph_too() -> None:
+    torch._dynamo.reset()
+    whole = torch.compile(partial(nsa_forward, gates=torch.ones(3)), fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match="gates must have the shape"):
+        whole(*make_qkv(75))
+
+
+@pytest.mark.parametrize("op", ["nsa", "neighborhood_attention", "block_sparse_attention", "attention_residual"])
+def test_dispatch_knows_whether_gradients_are_needed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled is routed as what is not: no tensor needs a gradient inside of an operator."""
+    q, k, v = make_qkv(20, dtype=torch.float32)
+    blocks = torch.zeros((1, k.shape[2], 20, 1), dtype=torch.int32)
+    call: Any = {
+        "nsa": lambda q: nsa(q, k, v, config=SMALL["paper"]),
+        "neighborhood_attention": lambda q: neighborhood_attention(q, k, v, kernel_size=3),
+        "block_sparse_attention": lambda q: block_sparse_attention(q, k, v, blocks, block_size=8),
+        "attention_residual": lambda q: attention_residual(q, torch.zeros(q.shape[-1])),
+    }[op]
+    asked = []
+    resolved = dispatch.resolve
+
+    def resolve(call: dispatch.Call, *rest: Any, **options: Any) -> dispatch.Impl:
+        asked.append(call.backward)
+        return resolved(call, *rest, **options)
+
+    monkeypatch.setattr(dispatch, "resolve", resolve)
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for run, needs_grad in ((call, True), (call, False), (compiled, True)):
+        with torch.set_grad_enabled(needs_grad):
+            run(q.clone().requires_grad_())
+        assert asked
+        assert set(asked) == {needs_grad}
+        asked.clear()
+
+
+def test_intermediate_results_break_the_graph() -> None:
+    """Dynamo calls `nsa_forward_aux` as it is: tracing the reference would take 25 breaks, again at each length."""
+    counter = CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def branches(q: Tensor) -> Tensor:
+        out, aux = nsa_forward_aux(q * 2, q, q, config=SMALL["paper"])
+        return out + aux.o_win
+
+    graphs = []
+    compiled = torch.compile(branches, backend=counter)
+    for tokens in (20, 33, 47):
+        q = torch.randn(1, tokens, 2, 8)
+        assert torch.equal(compiled(q), branches(q))
+        graphs.append(counter.frame_count)
+    assert graphs == [2, 4, 4], "before and after the call, then once more for all lengths"
+    assert len(torch._dynamo.utils.counters["graph_break"]) == 1
+
+
+def test_other_layers_are_exported_for_all_lengths() -> None:
+    """NSAttention is in docs/usage.md, which tests run, too."""
+    tokens = {1: torch.export.Dim("tokens", min=2, max=4096)}
+    x, longer = torch.randn(1, 40, 16), torch.randn(1, 75, 16)
+    window = NeighborhoodAttention(16, 2, kernel_size=5)
+    exported = torch.export.export(window, (x,), dynamic_shapes=(tokens,)).module()
+    torch.testing.assert_close(exported(longer), window(longer))
+    mix = AttentionResidual(16)
+    exported = torch.export.export(mix, ([x, x + 1],), dynamic_shapes=([tokens] * 2,)).module()
+    torch.testing.assert_close(exported([longer, -longer]), mix([longer, -longer]))
+
+
+class Recorder:
+    """A backend whose backward notes what it is asked for."""
+
+    training, backend = "a module", "cute"
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
+    def load(self) -> Any:
+        return lambda q, k, v, **_: (q.clone(), q.new_empty(0))
+
+    def load_training(self) -> Any:
+        return self
+
+    def kept_like(self, q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return q.new_empty(0)
+
+    def backward(self, do: Any, q: Any, k: Any, v: Any, *_: Any, deterministic: bool, **__: Any) -> Any:
+        self.asked.append(deterministic)
+        return q.clone(), k.clone(), v.clone()
+
+
+@pytest.mark.parametrize(("asked", "compiled"), [(False, False), (True, False), (True, True)])
+def test_determinism_is_what_pytorchs_flag_says_in_forward(
+    asked: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in backward, which may run much later. PyTorch refuses to run with it what was compiled without."""
+    torch._dynamo.reset()
+    recorder = Recorder()
+    monkeypatch.setattr("nsa.neighborhood.operators.find_impl", lambda *_, **__: recorder)
+    function = torch.compile(neighborhood_attention, backend="aot_eager") if compiled else neighborhood_attention
+    q, k, v = make_qkv(8, requires_grad=True)
+    torch.use_deterministic_algorithms(asked)
+    out = function(q, k, v)
+    torch.use_deterministic_algorithms(not asked)
+    out.sum().backward()
+    assert recorder.asked == [asked]
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("case", ON_GPUS)
+def test_kept_like_is_what_is_kept(case: str) -> None:
+    from cute_kernels import neighborhood as cute
+
+    q, k, v = make_qkv(75, dim=64, dtype=torch.bfloat16, device="cuda")
+    window = {"kernel_size": 7, "dilation": 1, "softmax_scale": None, "boundary": "truncate", "causal": False}
+    module = cute if case == "cute" else algorithms
+    options = {**window, **ON_GPUS[case]}
+    kept, like = module.forward(q, k, v, **options)[1], module.kept_like(q, k, v, **options)
+    assert kept is not None
+    assert (kept.shape, kept.dtype, kept.stride()) == (like.shape, like.dtype, like.stride())

@@ -15,43 +15,31 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import nsa.reference as reference
-from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
-from nsa.inputs import ENTRY_NAMES, KEY_NAMES, NSAInputs
-from tests.support.cases import product
-from tests.support.causality import assert_causal
+from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
+from nsa.inputs import KEY_NAMES, NSAInputs
 from tests.support.helpers import SMALL, make_qkv
-from tests.support.loop_oracle import nsa_continued, nsa_packed
+from tests.support.loop_oracle import nsa_continued
 from tests.support.reference_cases import assert_agrees, cases, cuts, documents
 
-CAUSAL = cases(packed=False).filter(lambda case: case[1].causal)
 CAUSAL_BATCHES = cases(packed=False, batches=(1, 2, 3)).filter(lambda case: case[1].causal)
 CAUSAL_PACKS = cases(packed=True).filter(lambda case: case[1].causal)
 
 # The definition
 
 
-@settings(max_examples=25)
-@given(CAUSAL, st.data())
-def test_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
+@settings(max_examples=40)
+@given(CAUSAL_BATCHES, st.booleans(), st.data())
+def test_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig], tensor: bool, data: st.DataObject) -> None:
+    """One start for all sequences, or one for each."""
     whole, config = case
-    inputs = data.draw(cuts(whole, config, tensor=False))
-    inputs.check(config)
-    out, aux = reference.nsa(inputs, config)
-    (document,) = documents(inputs, config, out, aux)
-    assert_agrees(document.out, document.aux, nsa_continued(config=config, **document.tensors), config)
-
-
-@settings(max_examples=25)
-@given(CAUSAL_BATCHES, st.data())
-def test_starts_of_their_own_agree_with_the_loops(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
-    whole, config = case
-    inputs = data.draw(cuts(whole, config, tensor=True))
+    inputs = data.draw(cuts(whole, config, tensor=tensor))
     inputs.check(config)
     out, aux = reference.nsa(inputs, config)
     for document in documents(inputs, config, out, aux):
         assert_agrees(document.out, document.aux, nsa_continued(config=config, **document.tensors), config)
-    assert aux.indices.shape[2] == (inputs.q.shape[1] + 2 * (config.q_tile_size - 1)) // config.q_tile_size
-    assert aux.k_cmp.shape[1] == config.num_compressed(inputs.k.shape[1])
+    if tensor:
+        assert aux.indices.shape[2] == (inputs.q.shape[1] + 2 * (config.q_tile_size - 1)) // config.q_tile_size
+        assert aux.k_cmp.shape[1] == config.num_compressed(inputs.k.shape[1])
 
 
 @settings(max_examples=25)
@@ -62,12 +50,12 @@ def test_packs_agree_with_the_loops(case: tuple[NSAInputs, NSAConfig], tensor: b
     inputs = data.draw(cuts(whole, config, tensor=tensor))
     inputs.check(config)
     out, aux = reference.nsa(inputs, config)
-    loops = nsa_packed(config=config, **inputs.tensors())
-    tiles = 0
-    for loop, document in zip(loops, documents(inputs, config, out, aux), strict=True):
+    tiles = docs = 0
+    for document in documents(inputs, config, out, aux):
+        loop = nsa_continued(config=config, **document.tensors)
         assert_agrees(document.out, document.aux, loop, config)
-        tiles += len(loop.indices[0])
-    rows, docs = inputs.q.shape[0], len(loops)
+        tiles, docs = tiles + len(loop.indices[0]), docs + 1
+    rows = inputs.q.shape[0]
     assert out.shape[0] == rows
     assert aux.indices.shape[1] == (rows + 2 * docs * (config.q_tile_size - 1)) // config.q_tile_size
     assert (aux.indices[:, tiles:] == -1).all()
@@ -78,30 +66,7 @@ def test_packs_agree_with_the_loops(case: tuple[NSAInputs, NSAConfig], tensor: b
 
 
 @settings(max_examples=25)
-@given(CAUSAL, st.data())
-def test_is_the_rows_of_the_prefix(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
-    """Of the call on the tokens up to the last query, in both modes and for any cut: with q_sum inside a tile."""
-    whole, config = case
-    inputs = data.draw(cuts(whole, config, tensor=False))
-    start, stop = inputs.first_token, inputs.first_token + inputs.q.shape[1]
-    out, aux = reference.nsa(inputs, config)
-    expected, expected_aux = reference.nsa(prefix(whole, config, stop), config)
-    assert_rows(start, stop, (out, aux), (expected, expected_aux), config)
-
-
-@settings(max_examples=25)
-@given(CAUSAL, st.data())
-def test_is_the_rows_of_any_longer_call(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
-    """Token mode for any cut, tile mode for cuts at tiles, without q_sum."""
-    whole, config = case
-    tokens, size = whole.q.shape[1], config.q_tile_size
-    start, stop = sorted(data.draw(st.integers(0, tokens // size)) * size for _ in range(2))
-    expected = reference.nsa(whole, config)
-    assert_rows(start, stop, reference.nsa(chunk(whole, start, stop), config), expected, config)
-
-
-@settings(max_examples=25)
-@given(CAUSAL, st.data())
+@given(CAUSAL_BATCHES, st.data())
 def test_gradients_of_chunks_add_up(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
     """dq is the chunks' own, every other gradient the sum of their shares."""
     whole, config = case
@@ -114,13 +79,15 @@ def test_gradients_of_chunks_add_up(case: tuple[NSAInputs, NSAConfig], data: st.
     named = {name: tensor for name, tensor in leaves.tensors().items() if tensor.requires_grad}
     do = torch.randn(*whole.q.shape[:-1], whole.v.shape[-1], dtype=torch.float64)
 
-    def gradients(inputs: NSAInputs, part: Tensor) -> dict[str, Tensor]:
-        out, _ = reference.nsa(inputs, config, aux=False)
-        found = torch.autograd.grad(out, list(named.values()), part, materialize_grads=True)
+    def gradients(start: int, stop: int, **first: int) -> dict[str, Tensor]:
+        """Of queries start ... stop-1 with all keys."""
+        gates = None if leaves.gates is None else leaves.gates[:, start:stop]
+        out, _ = reference.nsa(replace(leaves, q=leaves.q[:, start:stop], gates=gates, **first), config, aux=False)
+        found = torch.autograd.grad(out, list(named.values()), do[:, start:stop], materialize_grads=True)
         return dict(zip(named, found, strict=True))
 
-    expected = gradients(leaves, do)
-    shares = [gradients(chunk(leaves, a, b), do[:, a:b]) for a, b in pairwise(bounds)]
+    expected = gradients(0, tokens)
+    shares = [gradients(a, b, q_start=a) for a, b in pairwise(bounds)]
     for name in named:
         total = sum(share[name] for share in shares)
         torch.testing.assert_close(total, expected[name], rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
@@ -129,33 +96,6 @@ def test_gradients_of_chunks_add_up(case: tuple[NSAInputs, NSAConfig], data: st.
             assert name not in share or not share[name][:, b:].any(), f"{name} behind the last query"
         outside = torch.cat([share["q"][:, :a], share["q"][:, b:]], 1)
         assert not outside.any()
-
-
-def chunk(inputs: NSAInputs, start: int, stop: int) -> NSAInputs:
-    """Queries start ... stop-1 with all keys."""
-    gates = None if inputs.gates is None else inputs.gates[:, start:stop]
-    return replace(inputs, q=inputs.q[:, start:stop], gates=gates, q_start=start)
-
-
-def prefix(inputs: NSAInputs, config: NSAConfig, tokens: int) -> NSAInputs:
-    """The first tokens, as a call without q_start."""
-    rows = dict.fromkeys((*KEY_NAMES, "q", "gates"), tokens)
-    rows |= dict.fromkeys(ENTRY_NAMES, config.num_compressed(tokens))
-    return replace(inputs, **{n: x[:, : rows[n]] for n, x in inputs.tensors().items() if n in rows})
-
-
-def assert_rows(start: int, stop: int, got: tuple[Tensor, Any], whole: tuple[Tensor, Any], config: NSAConfig) -> None:
-    """Rows start ... stop-1 of a call, and the blocks of their tiles that hold a visible token."""
-    torch.testing.assert_close(got[0], whole[0][:, start:stop], rtol=1e-11, atol=1e-11)
-    for name in ("cmp", "slc", "win"):
-        o, lse = f"o_{name}", f"lse_{name}"
-        torch.testing.assert_close(getattr(got[1], o), getattr(whole[1], o)[:, start:stop], rtol=1e-11, atol=1e-11)
-        torch.testing.assert_close(
-            getattr(got[1], lse), getattr(whole[1], lse)[..., start:stop], rtol=1e-11, atol=1e-11
-        )
-    first, size = start // config.q_tile_size, config.q_tile_size
-    tiles = slice(first, -(-stop // size) if stop > start else first)
-    assert torch.equal(got[1].indices, whole[1].indices[:, :, tiles])
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -183,20 +123,6 @@ def test_the_default_aligns_the_last_query_with_the_last_key(name: str) -> None:
     assert torch.equal(nsa(q[:32], k, v, **packed), nsa(q[:32], k, v, **packed, q_start=starts))
 
 
-# Causality
-
-
-@pytest.mark.parametrize(("name", "start"), product(SMALL, [32, 37, 74]))
-def test_nothing_depends_on_later_tokens(name: str, start: int) -> None:
-    config, (q, k, v) = SMALL[name], make_qkv(75)
-    q_sum = None if config.token_mode else q[:, start // config.q_tile_size * config.q_tile_size : start].sum(1)
-
-    def run(q: Tensor, k: Tensor, v: Tensor, **fixed: Tensor | None) -> tuple[Tensor, NSAAux]:
-        return reference.nsa(NSAInputs(q, k, v, q_sum=q_sum), config, **fixed)
-
-    assert_causal(run, (q[:, start:], k, v), config, range(start, 75))
-
-
 # Operators
 
 
@@ -205,8 +131,8 @@ def test_starts_of_any_kind_compile() -> None:
     config, (q, k, v) = SMALL["paper"], make_qkv(200, batch=2)
     torch._dynamo.reset()
     whole = torch.compile(partial(nsa_forward, config=config), fullgraph=True, backend="aot_eager")
-    for keywords in ({"q_start": torch.tensor([16, 48], dtype=torch.int32)}, {}, {"q_start": 0}):
-        part = q[:, 48:] if not keywords else q[:, :100]
+    for keywords in ({"q_start": torch.tensor([16, 48], dtype=torch.int32)}, {}):
+        part = q[:, :100] if keywords else q[:, 48:]
         assert torch.equal(whole(part, k, v, **keywords), nsa_forward(part, k, v, **keywords, config=config))
 
 
@@ -286,15 +212,6 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", ERRORS)
-def test_errors_name_argument_and_value(case: str) -> None:
-    changes, error, pieces = ERRORS[case]
-    with pytest.raises(error) as caught:
-        nsa(**{"q": Q[:, :16], "k": K, "v": V, **changes})
-    for piece in pieces:
-        assert piece in str(caught.value)
-
-
 PACKED: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "integer": ({"q_start": 0}, ValueError, ("q_start", "int32 [B]", "got 0")),
     "keys of other documents": ({"cu_seqlens_k": starts(0, 40)}, ValueError, ("cu_seqlens_k", "[3]", "[2]")),
@@ -314,12 +231,16 @@ PACKED: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", PACKED)
-def test_errors_of_packs(case: str) -> None:
-    changes, error, pieces = PACKED[case]
+ALL_ERRORS = {("sequences", name): x for name, x in ERRORS.items()} | {("packs", name): x for name, x in PACKED.items()}
+
+
+@pytest.mark.parametrize("case", ALL_ERRORS, ids=", ".join)
+def test_errors_name_argument_and_value(case: tuple[str, str]) -> None:
+    changes, error, pieces = ALL_ERRORS[case]
     bounds = {"cu_seqlens": starts(0, 6, 16), "cu_seqlens_k": starts(0, 10, 40), "q_start": starts(0, 0)}
+    packed, sequences = {"q": Q[0, :16], "k": K[0], "v": V[0], **bounds}, {"q": Q[:, :16], "k": K, "v": V}
     with pytest.raises(error) as caught:
-        nsa(**{"q": Q[0, :16], "k": K[0], "v": V[0], **bounds, **changes})
+        nsa(**(packed if case[0] == "packs" else sequences) | changes)
     for piece in pieces:
         assert piece in str(caught.value)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import multiprocessing
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -96,18 +95,8 @@ def test_compiles_once_for_all_lengths(device: str, preset: str, compress: str |
 # Workers that load data
 
 
-@dataclass(frozen=True)
-class Batch:
-    hidden: Tensor
-    bounds: Tensor
-    entries: int
-    """Of all documents, as the config counts them."""
-    mixed: Tensor
-    """What the worker's own layer and config made of some tokens."""
-
-
-class Documents(Dataset[Batch]):
-    """Packs of documents, made in a worker with what it was given: an NSAConfig and an NSAttention."""
+class Documents(Dataset[tuple[Any, ...]]):
+    """Packs of documents, made in a worker by what it was given: an NSAConfig and an NSAttention."""
 
     def __init__(self, layer: NSAttention, times: int) -> None:
         self.layer, self.times = layer, times
@@ -115,7 +104,8 @@ class Documents(Dataset[Batch]):
     def __len__(self) -> int:
         return 4
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        """Hidden states, bounds, the number of entries, what the layer makes of some tokens, True in a worker."""
         lengths = [self.times * length for length in (17, 0, 30 + index, 1)]
         generator = torch.Generator().manual_seed(index)
         hidden = torch.randn(sum(lengths), self.layer.q_proj.in_features, generator=generator)
@@ -123,15 +113,8 @@ class Documents(Dataset[Batch]):
         with torch.no_grad():
             mixed = self.layer(hidden[None, :40]) + nsa_forward(q, q, q, config=SMALL["seed"]).sum()
         bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return Batch(hidden, bounds, sum(map(self.layer.config.num_compressed, lengths)), mixed)
-
-
-class Loaded(Documents):
-    """What only a worker may make."""
-
-    def __getitem__(self, index: int) -> Batch:
-        assert get_worker_info() is not None
-        return super().__getitem__(index)
+        entries = sum(map(self.layer.config.num_compressed, lengths))
+        return hidden, bounds, entries, mixed, get_worker_info() is not None
 
 
 @DEVICES
@@ -144,19 +127,16 @@ def test_workers_load_data(device: str, method: str) -> None:
     on_cpu = copy.deepcopy(layer).cpu()
     on_cpu.zero_grad()
     expected = [Documents(on_cpu, times)[index] for index in range(4)]
-    loader: DataLoader[Batch] = DataLoader(
-        Loaded(on_cpu, times),
+    loader: DataLoader[tuple[Any, ...]] = DataLoader(
+        Documents(on_cpu, times),
         batch_size=None,
         num_workers=2 if method == "fork" else 1,  # others import torch first
         multiprocessing_context=multiprocessing.get_context(method),
         timeout=120,
     )
-    seen = 0
-    for got, wanted in zip(loader, expected, strict=True):
-        assert (got.entries, got.bounds.tolist()) == (wanted.entries, wanted.bounds.tolist())
-        assert torch.equal(got.hidden, wanted.hidden)
-        torch.testing.assert_close(got.mixed, wanted.mixed)  # a worker has one thread
-        results = step(partial(layer, cu_seqlens=got.bounds.to(device)), layer, got.hidden.to(device))
+    for (*got, in_worker), (*wanted, _) in zip(loader, expected, strict=True):
+        assert in_worker
+        torch.testing.assert_close(got, wanted)  # a worker has one thread
+        hidden, bounds, *_ = got
+        results = step(partial(layer, cu_seqlens=bounds.to(device)), layer, hidden.to(device))
         assert all(torch.isfinite(result).all() for result in results)
-        seen += 1
-    assert seen == 4

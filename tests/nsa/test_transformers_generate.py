@@ -82,18 +82,6 @@ def test_chunks_of_padding_alone_begin_a_prompt(how: dict[str, Any]) -> None:
         generate(model, ids, attention_mask=mask, prefill_chunk_size=8, **how)
 
 
-def test_a_dynamic_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nsa.integrations.transformers.cache.ROOM", 1)
-    model, ids = converted_model(), token_ids(1, 60)
-    out = generate(model, ids, return_dict_in_generate=True)
-    table = getattr(out, CACHE_ARGUMENT).layers[0].sequences.table
-    table.check()
-    assert table.capacity == 128
-    with torch.no_grad():
-        again = model(out.sequences, use_cache=False).logits[0, 59:-1].argmax(-1)
-    assert torch.equal(out.sequences[0, 60:], again)
-
-
 @pytest.mark.parametrize("steps", [300, pytest.param(4096, marks=pytest.mark.full)])
 def test_long_texts_are_those_without_a_cache(steps: int) -> None:
     """Row i of a call on the whole text is what generate sees at step i without a cache; near ties may fall otherwise.
@@ -364,7 +352,7 @@ def test_fp64_stays_under_autocast() -> None:
 
 
 @compiles
-@pytest.mark.parametrize("gates", ["learned", "query", *cases.rest("hidden")])
+@pytest.mark.parametrize("gates", ["query", *cases.rest("learned", "hidden")])
 def test_padded_rows_go_on_in_a_cache(gates: str) -> None:
     """Positions count on from each row's tokens, with a mask and without, compiled and not."""
     model = converted_model(gates=gates, num_hidden_layers=1).double()

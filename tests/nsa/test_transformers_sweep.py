@@ -34,10 +34,9 @@ TOLERANCE = 1e-3
 SHARDS = 12
 GOOD = ("equal", "refused", "nothing to attend")
 
-EQUAL = ["LlamaForCausalLM", "BartForCausalLM", "BertLMHeadModel", "GPT2LMHeadModel", "MllamaForCausalLM"]
+EQUAL = ["LlamaForCausalLM", "BartForCausalLM", "GPT2LMHeadModel", "MllamaForCausalLM"]
 """They call the attention interface: with all masks, equal."""
-REFUSED_WHEN_SET = ["BloomForCausalLM", "OpenAIGPTLMHeadModel", "MegatronBertForCausalLM", "ReformerModelWithLMHead"]
-REFUSED_WHEN_SET += ["FSMTForConditionalGeneration", "ProphetNetForCausalLM", "XLMWithLMHeadModel", "CpmAntForCausalLM"]
+REFUSED_WHEN_SET = ["BloomForCausalLM", "MegatronBertForCausalLM", "ReformerModelWithLMHead", "ProphetNetForCausalLM"]
 """Their attention is their own."""
 REFUSED_IN_CALLS = [
     "BartForConditionalGeneration",

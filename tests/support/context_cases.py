@@ -395,51 +395,38 @@ def takes_dtensors(make: MakeCP, config: NSAConfig, over_heads: bool = False) ->
 # Refusals
 
 
+CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "dtype": lambda own: {name: own[name].float() for name in "qkv"},
+    "dtype of k": lambda own: {"k": own["k"].float()},
+    "heads": lambda own: {"q": own["q"][:, :, :2]},
+    "gradient": lambda own: {"k": own["k"].requires_grad_()},
+    "rows": lambda own: {name: own[name][:, :-1] for name in "qkv"},
+    "rows of v": lambda own: {"v": own["v"][:, :-1]},
+    "backend": lambda own: {"backend": "cute"},
+    "q_start": lambda own: {"q_start": 0},
+    "gates": lambda own: {"gates": own["q"].new_ones(*own["q"].shape[:-1], 3)},
+    "no tensor": lambda own: {"q": None},
+    "misspelled": lambda own: {"windowsize": 3},
+    "NaN": lambda own: {"v": own["v"].index_fill(1, torch.tensor(0, device=own["v"].device), math.nan)},
+    "window_size": lambda own: {"config": replace(own["config"], window_size=13)},
+    "causal": lambda own: {"config": replace(own["config"], causal=False)},
+    "q_tile_size": lambda own: {"config": replace(own["config"], q_tile_size=32)},
+}
+"""Arguments that `call_with` changes."""
+
+
 def call_with(make: MakeCP, change: str, wrong: int) -> None:
     """A call that is wrong on one rank, or on all (-1)."""
-    options: dict[str, Any] = {"tile": 16}
     here = wrong in (-1, dist.get_rank())
-    if change == "layout" and here:
-        options["layout"] = "contiguous"
-    cp = make(**options)
-    config = replace(SMALL["seed"], debug=change == "NaN")
+    cp = make(tile=16, layout="contiguous" if change == "layout" and here else "zigzag")
     whole = make_qkv(100, device=str(device_of(cp.group)))
     own: dict[str, Any] = {name: cp.shard(x) for name, x in zip("qkv", whole, strict=True)}
-    if here:
-        config = replace(config, window_size=13) if change == "window_size" else config
-        config = replace(config, causal=False) if change == "causal" else config
-        config = replace(config, q_tile_size=32) if change == "q_tile_size" else config
-        change_tensors(change, own)
+    own["config"] = replace(SMALL["seed"], debug=change == "NaN")
+    if here and change in CHANGES:
+        own |= CHANGES[change](own)
     if change == "another op" and here:
         cp.sum(own["q"].sum())
-    cp.nsa(**own, config=config)
-
-
-def change_tensors(change: str, own: dict[str, Any]) -> None:
-    if change == "dtype":
-        own |= {name: x.float() for name, x in own.items()}
-    elif change == "dtype of k":
-        own["k"] = own["k"].float()
-    elif change == "heads":
-        own["q"] = own["q"][:, :, :2]
-    elif change == "gradient":
-        own["k"] = own["k"].requires_grad_()
-    elif change == "rows":
-        own |= {name: x[:, :-1] for name, x in own.items()}
-    elif change == "rows of v":
-        own["v"] = own["v"][:, :-1]
-    elif change == "backend":
-        own["backend"] = "cute"
-    elif change == "q_start":
-        own["q_start"] = 0
-    elif change == "gates":
-        own["gates"] = own["q"].new_ones(*own["q"].shape[:-1], 3)
-    elif change == "no tensor":
-        own["q"] = None
-    elif change == "misspelled":
-        own["windowsize"] = 3
-    elif change == "NaN":
-        own["v"][0, 0, 0, 0] = math.nan
+    cp.nsa(**own)
 
 
 def weights_have_gradients_without_entries(make: MakeCP, how: dict[str, Any], tokens: int, tile: int) -> None:
@@ -501,27 +488,27 @@ def gradients_of(out: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]
     return {name: x.grad for name, x in leaves.items()}
 
 
+Loss = Callable[[Tensor, Tensor], tuple[Any, Any, int]]
+LOSSES: dict[str, Loss] = {
+    "value": lambda logits, labels: (logits, torch.full_like(labels, 7), -100),
+    "dtype": lambda logits, labels: (logits, labels.double(), -100),
+    "shape": lambda logits, labels: (logits, labels.T, -100),
+    "no tensor": lambda logits, labels: (logits, labels.tolist(), -100),
+    "classes": lambda logits, labels: (torch.cat([logits, logits], -1), labels, -100),
+    "logits": lambda logits, labels: (logits.long(), labels, -100),
+    "ignore_index": lambda logits, labels: (logits, labels.masked_fill(labels == -100, -1), -1),
+}
+"""logits, labels and ignore_index that `loss_with` gives."""
+
+
 def loss_with(make: MakeCP, change: str, wrong: int) -> None:
     """A loss that is wrong on one rank."""
     cp = make(tile=1)
-    logits, ids, options = *make_logits(device_of(cp.group)), {}
-    logits, labels = cp.shard(logits), cp.shard_labels(ids)
+    logits, ids = make_logits(device_of(cp.group))
+    logits, labels, ignored = cp.shard(logits), cp.shard_labels(ids), -100
     if cp.rank == wrong:
-        if change == "value":
-            labels[0, 0] = 7
-        elif change == "dtype":
-            labels = labels.double()
-        elif change == "shape":
-            labels = labels.T
-        elif change == "no tensor":
-            labels = labels.tolist()
-        elif change == "classes":
-            logits = torch.cat([logits, logits], -1)
-        elif change == "logits":
-            logits = logits.long()
-        elif change == "ignore_index":
-            labels[labels == -100] = options["ignore_index"] = -1
-    cp.cross_entropy(logits, labels, **options)
+        logits, labels, ignored = LOSSES[change](logits, labels)
+    cp.cross_entropy(logits, labels, ignore_index=ignored)
 
 
 def losses_add_up(make: MakeCP, dtype: torch.dtype) -> None:

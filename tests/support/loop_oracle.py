@@ -8,9 +8,8 @@ Block scores are exact fractions of the fp64 scores, so that rounding neither ma
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -90,12 +89,8 @@ class Rules:
 
 
 def resolve(config: Any, tokens: int, head_dim: int) -> Rules:
-    """Fill in the defaults of section 3 and refuse what it refuses."""
+    """Fill in the defaults of section 3."""
     compress_block = config.compress_block_size
-    if config.num_init_blocks + config.num_local_blocks > config.num_selected_blocks:
-        raise ValueError("num_init_blocks + num_local_blocks > num_selected_blocks")
-    if config.num_cmp_selected_blocks is not None and config.q_tile_size == 1:
-        raise ValueError("num_cmp_selected_blocks is for tile mode only (q_tile_size > 1)")
     return Rules(
         tokens=tokens,
         compress_block=compress_block,
@@ -161,14 +156,9 @@ def compress(x: Tensor, rules: Rules, how: Any, weight: Tensor | None) -> list[l
 
 def compressors(compress_option: Any) -> tuple[Any, Any]:
     """The ways to compress K and V: None for the mean, else a callable."""
-    if isinstance(compress_option, str):
-        if compress_option != "mean":
-            raise ValueError(f"compress must be 'mean', a callable or a pair of callables, got {compress_option!r}")
+    if compress_option == "mean":
         return None, None
-    if isinstance(compress_option, (tuple, list)):
-        for_k, for_v = compress_option
-        return for_k, for_v
-    return compress_option, compress_option
+    return compress_option if isinstance(compress_option, (tuple, list)) else (compress_option, compress_option)
 
 
 # Step 2, visibility.
@@ -289,8 +279,6 @@ def choose_cmp_blocks(
         # Every scored entry ends at or before e, so these become visible inside the tile.
         if rules.causal and any(rules.end_of_compressed(j) >= rules.first_token(tile) for j in scored):
             forced.add(block)
-    if len(forced) > rules.cmp_selected:
-        raise ValueError(f"tile {tile} forces {len(forced)} blocks, num_cmp_selected_blocks={rules.cmp_selected}")
     return choose(rules.cmp_selected, forced, scores), scores
 
 
@@ -347,7 +335,7 @@ def token_gates(query: Vector, projection: list[Vector] | None, given: Vector | 
     return [1.0 / 3.0] * 3
 
 
-# One document, then a pack of documents.
+# One document.
 
 
 def by_head(x: Tensor) -> list[list[Vector]]:
@@ -357,16 +345,6 @@ def by_head(x: Tensor) -> list[list[Vector]]:
 
 def to_tensor(nested: list, *shape: int) -> Tensor:
     return torch.tensor(nested, dtype=torch.float64).reshape(shape)
-
-
-def check_pairs(k_cmp: Any, v_cmp: Any, w_k_compress: Any, w_v_compress: Any, proj: Any, gates: Any) -> None:
-    """Refuse the combinations that steps 1 and 6 refuse."""
-    if (k_cmp is None) != (v_cmp is None):
-        raise ValueError("k_cmp and v_cmp: give both or neither")
-    if k_cmp is not None and (w_k_compress is not None or w_v_compress is not None):
-        raise ValueError("k_cmp, v_cmp replace compression: w_k_compress and w_v_compress must be None")
-    if proj is not None and gates is not None:
-        raise ValueError("gate_proj_weight and gates: give at most one")
 
 
 @torch.no_grad()
@@ -393,14 +371,12 @@ def nsa_document(
 
     gates [N, H, 3], gate_proj_weight [H, 3, D], w_k_compress [H_kv, D, D], w_v_compress [H_kv, D_v, D_v], k_cmp
     [N_cmp, H_kv, D], v_cmp [N_cmp, H_kv, D_v]; the other keys and values are shaped like k and v. `config` has the
-    attributes of NSAConfig. `indices` and `cmp_indices`, as in LoopResult, stand for the choice of blocks. Raises
-    ValueError for what docs/semantics.md refuses.
+    attributes of NSAConfig. `indices` and `cmp_indices`, as in LoopResult, stand for the choice of blocks.
     """
     tokens, query_heads, head_dim = q.shape
     kv_heads, value_dim = v.shape[1:]
     group = query_heads // kv_heads
     rules = resolve(config, tokens, head_dim)
-    check_pairs(k_cmp, v_cmp, w_k_compress, w_v_compress, gate_proj_weight, gates)
 
     # Step 1, compress.
     compressed = rules.compressed_count
@@ -408,13 +384,14 @@ def nsa_document(
         how_k, how_v = compressors(config.compress)
         k_cmp = to_tensor(compress(k, rules, how_k, w_k_compress), compressed, kv_heads, head_dim)
         v_cmp = to_tensor(compress(v, rules, how_v, w_v_compress), compressed, kv_heads, value_dim)
-    elif k_cmp.shape[0] != compressed or v_cmp.shape[0] != compressed:
-        raise ValueError(f"k_cmp, v_cmp must have N_cmp={compressed} entries, got {len(k_cmp)} and {len(v_cmp)}")
 
     queries = by_head(q)
     cmp_k, cmp_v = by_head(k_cmp), by_head(v_cmp)
-    slc_k, slc_v = by_head(k if k_slc is None else k_slc), by_head(v if v_slc is None else v_slc)
-    win_k, win_v = by_head(k if k_win is None else k_win), by_head(v if v_win is None else v_win)
+    branches = {
+        "cmp": (cmp_k, cmp_v),
+        "slc": (by_head(k if k_slc is None else k_slc), by_head(v if v_slc is None else v_slc)),
+        "win": (by_head(k if k_win is None else k_win), by_head(v if v_win is None else v_win)),
+    }
     given_gates = None if gates is None else by_head(gates)
     projection = None if gate_proj_weight is None else gate_proj_weight.detach().tolist()
 
@@ -448,48 +425,37 @@ def nsa_document(
 
     # Steps 5 and 6, per query head and token.
     out, all_gates = [], []
-    o_cmp, o_slc, o_win = [], [], []
-    lse_cmp, lse_slc, lse_win = [], [], []
+    outs: dict[str, list[Vector]] = {branch: [] for branch in branches}
+    lses: dict[str, list[float]] = {branch: [] for branch in branches}
     for h in range(query_heads):
         kv_head = h // group
         for i in range(tokens):
             tile = i // rules.tile
             query = queries[h][i]
-            chosen = indices[kv_head if rules.shared else h][tile]
-            cmp_chosen = None if cmp_indices is None else cmp_indices[h][tile]
-
-            seen = cmp_keys(i, cmp_chosen, rules)
-            o_c, lse_c = attend(query, cmp_k[kv_head], cmp_v[kv_head], seen, value_dim, rules.scale)
-            seen = slc_keys(i, chosen, rules)
-            o_s, lse_s = attend(query, slc_k[kv_head], slc_v[kv_head], seen, value_dim, rules.scale)
-            seen = win_keys(i, rules)
-            o_w, lse_w = attend(query, win_k[kv_head], win_v[kv_head], seen, value_dim, rules.scale)
-
+            seen = {
+                "cmp": cmp_keys(i, None if cmp_indices is None else cmp_indices[h][tile], rules),
+                "slc": slc_keys(i, indices[kv_head if rules.shared else h][tile], rules),
+                "win": win_keys(i, rules),
+            }
+            for branch, (keys, values) in branches.items():
+                o, lse = attend(query, keys[kv_head], values[kv_head], seen[branch], value_dim, rules.scale)
+                outs[branch].append(o)
+                lses[branch].append(lse)
             g = token_gates(
                 query,
                 None if projection is None else projection[h],
                 None if given_gates is None else given_gates[h][i],
             )
-            out.append([g[0] * c + g[1] * s + g[2] * w for c, s, w in zip(o_c, o_s, o_w, strict=True)])
             all_gates.append(g)
-            o_cmp.append(o_c)
-            o_slc.append(o_s)
-            o_win.append(o_w)
-            lse_cmp.append(lse_c)
-            lse_slc.append(lse_s)
-            lse_win.append(lse_w)
+            out.append([dot(g, list(column)) for column in zip(*(outs[b][-1] for b in branches), strict=True)])
 
     def per_token(nested: list, dim: int) -> Tensor:
         return to_tensor(nested, query_heads, tokens, dim).transpose(0, 1).contiguous()
 
     return LoopResult(
         out=per_token(out, value_dim),
-        o_cmp=per_token(o_cmp, value_dim),
-        o_slc=per_token(o_slc, value_dim),
-        o_win=per_token(o_win, value_dim),
-        lse_cmp=to_tensor(lse_cmp, query_heads, tokens),
-        lse_slc=to_tensor(lse_slc, query_heads, tokens),
-        lse_win=to_tensor(lse_win, query_heads, tokens),
+        **{f"o_{branch}": per_token(nested, value_dim) for branch, nested in outs.items()},
+        **{f"lse_{branch}": to_tensor(nested, query_heads, tokens) for branch, nested in lses.items()},
         k_cmp=k_cmp,
         v_cmp=v_cmp,
         gates=per_token(all_gates, 3),
@@ -503,7 +469,6 @@ def nsa_document(
 # Queries that continue a sequence: rows of the whole.
 
 PER_KEY = ("k_slc", "v_slc", "k_win", "v_win")
-PER_TOKEN = (*PER_KEY, "gates")
 PER_COMPRESSED = ("k_cmp", "v_cmp")
 
 
@@ -541,68 +506,9 @@ def nsa_continued(
         tensors["gates"] = torch.cat([torch.zeros(start, *gates.shape[1:], dtype=gates.dtype), gates])
     whole = nsa_document(torch.cat([earlier, q]), k[:stop], v[:stop], config, **tensors)
     tiles = slice(start // tile, math.ceil(stop / tile) if q.shape[0] else start // tile)
-
-    def of_tiles(heads: list | None) -> list | None:
-        return None if heads is None else [head[tiles] for head in heads]
-
-    return LoopResult(
-        out=whole.out[start:],
-        o_cmp=whole.o_cmp[start:],
-        o_slc=whole.o_slc[start:],
-        o_win=whole.o_win[start:],
-        lse_cmp=whole.lse_cmp[:, start:],
-        lse_slc=whole.lse_slc[:, start:],
-        lse_win=whole.lse_win[:, start:],
-        k_cmp=whole.k_cmp,
-        v_cmp=whole.v_cmp,
-        gates=whole.gates[start:],
-        indices=of_tiles(whole.indices),
-        cmp_indices=of_tiles(whole.cmp_indices),
-        scores=of_tiles(whole.scores),
-        cmp_scores=of_tiles(whole.cmp_scores),
-    )
-
-
-def nsa_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Any,
-    config: Any,
-    *,
-    cu_seqlens_k: Any = None,
-    q_start: Any = None,
-    q_sum: Tensor | None = None,
-    **tensors: Tensor | None,
-) -> list[LoopResult]:
-    """NSA of packed documents, one result each; rows at or past cu_seqlens[-1] belong to none.
-
-    `tensors` are the keyword tensors of nsa_document: per-token ones packed like q and k, k_cmp and v_cmp packed by
-    document. cu_seqlens_k are the bounds of keys where they have their own; q_start [B] and q_sum [B, H, D] as in
-    nsa_continued.
-    """
-    bounds = [int(bound) for bound in cu_seqlens]
-    key_bounds = bounds if cu_seqlens_k is None else [int(bound) for bound in cu_seqlens_k]
-    block = config.compress_block_size
-    stride = block if config.compress_stride is None else config.compress_stride
-    results = []
-    cmp_start = 0
-    for b, ((start, stop), (k_start, k_stop)) in enumerate(zip(pairwise(bounds), pairwise(key_bounds), strict=True)):
-        cmp_stop = cmp_start + compressed_count(k_stop - k_start, block, stride)
-        own: dict[str, Any] = {}
-        for name, tensor in tensors.items():
-            if tensor is None:
-                own[name] = None
-            elif name in PER_KEY:
-                own[name] = tensor[k_start:k_stop]
-            elif name in PER_TOKEN:
-                own[name] = tensor[start:stop]
-            elif name in PER_COMPRESSED:
-                own[name] = tensor[cmp_start:cmp_stop]
-            else:
-                own[name] = tensor
-        own["q_start"] = None if q_start is None else int(q_start[b])
-        own["q_sum"] = None if q_sum is None else q_sum[b]
-        results.append(nsa_continued(q[start:stop], k[k_start:k_stop], v[k_start:k_stop], config, **own))
-        cmp_start = cmp_stop
-    return results
+    own: dict[str, Any] = {name: getattr(whole, name)[start:] for name in ("out", "o_cmp", "o_slc", "o_win", "gates")}
+    own |= {name: getattr(whole, name)[:, start:] for name in ("lse_cmp", "lse_slc", "lse_win")}
+    for name in ("indices", "cmp_indices", "scores", "cmp_scores"):
+        heads = getattr(whole, name)
+        own[name] = None if heads is None else [head[tiles] for head in heads]
+    return replace(whole, **own)

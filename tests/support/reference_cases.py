@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa import NSAConfig
 from nsa.inputs import NSAAux, NSAInputs
-from tests.support.loop_oracle import PER_COMPRESSED, PER_TOKEN, LoopResult
+from tests.support.loop_oracle import PER_COMPRESSED, PER_KEY, LoopResult
 
 
 @st.composite
@@ -136,17 +136,18 @@ def documents(inputs: NSAInputs, config: NSAConfig, out: Tensor, aux: NSAAux) ->
         tensors.pop(name, None)
     batch = inputs.q.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
     starts = inputs.q_start.tolist() if isinstance(inputs.q_start, Tensor) else [inputs.q_start] * batch
-    keys = PER_TOKEN[:-1]
     entry = tile = 0
     for b, start in enumerate(starts):
         if inputs.cu_seqlens is None:
-            own = {n: t[b] if n in ("q", "k", "v", *PER_TOKEN, *PER_COMPRESSED) else t for n, t in tensors.items()}
+            own = {
+                n: t[b] if n in ("q", "k", "v", "gates", *PER_KEY, *PER_COMPRESSED) else t for n, t in tensors.items()
+            }
             one: dict[str, Tensor | None] = {n: None if t is None else t[b] for n, t in aux._asdict().items()}
             own_out, first_tile = out[b], 0
         else:
             rows, key_rows = (slice(*x[b : b + 2].tolist()) for x in (inputs.cu_seqlens, inputs.key_bounds))
             entries = slice(entry, entry := entry + config.num_compressed(key_rows.stop - key_rows.start))
-            parts = dict.fromkeys(("q", "gates"), rows) | dict.fromkeys(("k", "v", *keys), key_rows)
+            parts = dict.fromkeys(("q", "gates"), rows) | dict.fromkeys(("k", "v", *PER_KEY), key_rows)
             parts |= dict.fromkeys(PER_COMPRESSED, entries)
             own = {n: t[parts[n]] if n in parts else t for n, t in tensors.items()}
             one = {n: getattr(aux, n)[rows] for n in ("o_cmp", "o_slc", "o_win", "gates")}
