@@ -15,7 +15,7 @@ from torch import Tensor
 import nsa.module
 from examples import needle as example
 from examples.shared.byte_models import Row
-from examples.shared.nsa_variants import BRANCHES, ablated
+from examples.shared.nsa_variants import BRANCHES, ablated, resolve
 from nsa import nsa_forward_aux
 from tests.support.bench_helpers import assert_documented
 
@@ -27,7 +27,7 @@ TINY = shlex.split(
 
 def trainer(variant: str, *options: str) -> example.Trainer:
     args = example.parse([*TINY, "--variants", variant, *options])
-    assert example.resolve(args) == []
+    assert resolve(args) == []
     return example.Trainer(variant, args)
 
 

@@ -171,9 +171,9 @@ REFUSED: dict[str, dict[str, str]] = {
         "--k=8": "--context must hold more than --k blocks of --block-size, or nothing is left to select",
         "--k=1": "num_init_blocks + num_local_blocks must fit in num_selected_blocks=1",
         "--variants=dense --save-indices=x": "--save-indices needs variant nsa, got ['dense']",
-        "--minutes=0": "--minutes must be greater than 0, got 0.0",
+        "--minutes=0": "argument --minutes: must be a number above 0, got '0'",
         "--cuda-graph": "--cuda-graph needs a CUDA device, got cpu",
-        "--out=/dev/null/x": "--out must name a file that can be written: ",
+        "--out=/dev/null/x": "--out: /dev/null/x.json cannot be written: ",
         "--backend=cute": "cute: runs on CUDA devices, got cpu",
     },
     "examples.needle --device=cpu --context=160 --block-size=8 --w=8 --needles=8 --questions=4 --layers=2": {
@@ -185,7 +185,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "examples.train_residual --device=cpu": {
         "--variants=sum,product": "must be among sum, attention, got 'product'",
         "--width=33 --heads=2": "--width must be a multiple of 2 * --heads, got 33 and 2",
-        "--out=/dev/null/x": "--out must name a file that can be written: ",
+        "--out=/dev/null/x": "--out: /dev/null/x.json cannot be written: ",
         "--backend=abacus": "backend must be one of",
     },
     "examples.generate --device=cpu": {
@@ -195,7 +195,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "examples.convert_llama": {
         "--width=12": "--width must be a multiple of 8, got 12",
         "--context=1": "--context must be at least 2, or no byte is predicted, got 1",
-        "--out=/dev/null/x": "--out must name a file that can be written: ",
+        "--out=/dev/null/x": "--out: /dev/null/x.json cannot be written: ",
     },
     "tools.sanitize": {"--tool=memcheck,leakcheck": "takes memcheck, racecheck, initcheck, synccheck, got leakcheck"},
     "tools.package_links": {
