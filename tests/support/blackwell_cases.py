@@ -31,11 +31,12 @@ from tests.ptx import Launched, Order, Schedule
 from tests.ptx.compiled import Asked
 from tests.support import block_sparse_cases, decode_cases, indexer_cases
 from tests.support.cases import covering
+from tests.support.gpu_calls import Case as Call
 from tests.support.helpers import error_budget, lse_error
 from tests.support.interpreted_gpu import interpreted_gpu
+from tests.support.kernel_classes import every_form, forms
 from tests.support.poison import poison
-from tools.sanitize import FA4, OURS, every_form, forms
-from tools.sanitize import Case as Call
+from tools.sanitize import FA4, OURS
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SLACK = 1e-4
@@ -689,7 +690,7 @@ def execute(case: Case, schedule: str) -> Execution:
 
 
 def forms_of(asked: Asked) -> set[str]:
-    """A kernel of ours as `tools.sanitize.every_form` names it."""
+    """A kernel of ours as `every_form` names it."""
     parameters = inspect.signature(asked.function).parameters
     flags = {name: value for name, value in asked.arguments.items() if parameters[name].annotation == "bool"}
     return forms(f"{asked.function.__module__.removeprefix('cute_kernels.')}.{asked.function.__name__}", flags)

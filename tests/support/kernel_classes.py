@@ -1,8 +1,10 @@
-"""The classes of cute_kernels that hold a kernel, as its sources define them: what must be compiled and launched."""
+"""Kernels of cute_kernels, as its sources define them: what must be compiled and launched."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,6 +18,8 @@ HOPPER_MODULES = (
     "window_dq_combine",
 )
 """Of kernels with WGMMA, which sm_100 does not run."""
+OTHERS = "cute_kernels.fa4"
+"""Module whose kernels are not ours."""
 
 
 def our_kernels(arch: str = "sm_90a") -> set[str]:
@@ -27,3 +31,26 @@ def our_kernels(arch: str = "sm_90a") -> set[str]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ClassDef) and any(getattr(member, "name", "") == "kernel" for member in node.body)
     }
+
+
+@cache
+def every_form() -> set[str]:
+    """Functions of ours that compile a kernel, once for each value of each flag."""
+    found = set()
+    for path in sorted((ROOT / "cute_kernels").rglob("*.py")):
+        package, *module = path.relative_to(ROOT).with_suffix("").parts
+        if ".".join([package, *module]).startswith(OTHERS):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef) or "compiled_once" not in map(ast.unparse, node.decorator_list):
+                continue
+            arguments = (*node.args.args, *node.args.kwonlyargs)
+            flags = [a.arg for a in arguments if a.annotation is not None and ast.unparse(a.annotation) == "bool"]
+            for value in (True, False):
+                found |= forms(".".join([*module, node.name]), dict.fromkeys(flags, value))
+    return found
+
+
+def forms(function: str, flags: Mapping[str, bool]) -> set[str]:
+    """Names of the forms of a kernel with these flags. `function`: of cute_kernels, compiles it."""
+    return {f"{function} {flag}={value}" for flag, value in flags.items()} or {function}
