@@ -60,7 +60,7 @@ def test_a_difference_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "The texts differ: byte 0" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("content", [None, b"", b"text", b"[]"])
+@pytest.mark.parametrize("content", [None, b"text"])
 def test_loads_weights_alone(content: bytes | None, tmp_path: Path) -> None:
     weights = tmp_path / "model.pt"
     if content is not None:

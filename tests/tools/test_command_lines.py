@@ -82,10 +82,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     return found
 
 
-def test_scripts_are_found() -> None:
-    assert {"bench/bench_nsa_stages.py", "examples/needle.py", "tools/bootstrap.py"} <= set(SCRIPTS)
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_helps_and_unknown_options_are_refused(command: str, answers: dict[str, list[dict[str, Any]]]) -> None:
     """And neither does anything else."""
@@ -98,12 +94,6 @@ def test_help_helps_and_unknown_options_are_refused(command: str, answers: dict[
     assert (helped["deeds"], refused["out"], refused["deeds"]) == ([], "", [])
 
 
-@pytest.mark.parametrize("folder", ["examples", "tools"])
-def test_what_is_beside_scripts_is_a_script(folder: str) -> None:
-    """Helpers of examples are in examples/shared, so that nobody runs one and sees nothing."""
-    assert {file for file in FILES if file.startswith(f"{folder}/")} - set(SCRIPTS) <= {f"{folder}/__init__.py"}
-
-
 def test_an_ascii_stdout_ends_no_script() -> None:
     """Importing `bench`, as all that print other characters do, has them printed as "?"."""
     code = "import bench; print('1.2 ± 0.1, N²')"
@@ -112,11 +102,6 @@ def test_an_ascii_stdout_ends_no_script() -> None:
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, "1.2 ? 0.1, N?\n"), done.stderr
-    others = [file for file in SCRIPTS if "\nfrom bench" not in (ROOT / file).read_text(encoding="utf-8")]
-    assert [file for file in others if not file.startswith("tools/")] == [
-        "bench/picture.py",
-        "bench/tables.py",
-    ]  # print paths alone
 
 
 TINY_TEXT = "--device=cpu --heads=2 --kv-heads=1 --width=32 --context=64 --block-size=8 --k=3 --w=8 --q-tile=16"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -49,8 +49,10 @@ def modules(package: str) -> dict[str, Path]:
     return {".".join(p[:-1] if p[-1] == "__init__" else p): path for path, p in parts.items()}
 
 
-def names_imported(package: str) -> Iterator[tuple[str, set[str]]]:
-    """Each module, and the modules and names of modules that it imports; also in functions and for types alone."""
+@cache
+def names_imported(package: str) -> dict[str, frozenset[str]]:
+    """By module, the modules and names of modules that it imports; also in functions and for types alone."""
+    imports = {}
     for module, path in modules(package).items():
         found = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -60,15 +62,16 @@ def names_imported(package: str) -> Iterator[tuple[str, set[str]]]:
                 parent = module.split(".")[: -node.level] if node.level else []
                 base = ".".join([*parent, *filter(None, [node.module])])
                 found |= {f"{base}.{alias.name}" for alias in node.names}
-        yield module, found
+        imports[module] = frozenset(found)
+    return imports
 
 
 def graph(package: str) -> dict[str, set[str]]:
     """Modules of a package that each of them imports."""
-    known = modules(package)
+    imports = names_imported(package)
     return {
-        module: {name if name in known else name.rpartition(".")[0] for name in names} & {*known} - {module}
-        for module, names in names_imported(package)
+        module: {name if name in imports else name.rpartition(".")[0] for name in names} & {*imports} - {module}
+        for module, names in imports.items()
     }
 
 
@@ -95,16 +98,18 @@ OURS = NEVER | set(KNOWS)
 
 @pytest.mark.parametrize("package", KNOWS)
 def test_packages_know_no_more_than_those_below_them(package: str) -> None:
-    for module, names in names_imported(package):
+    for module, names in names_imported(package).items():
         if module == "dispatch":  # the public functions, for type checkers alone
-            names -= {target.replace(":", ".") for target in dispatch.FUNCTIONS.values()}
+            names = names - {target.replace(":", ".") for target in dispatch.FUNCTIONS.values()}
         assert {name.partition(".")[0] for name in names} & OURS <= KNOWS[package] | {package}, module
 
 
 def test_tests_import_no_tests_and_the_ptx_interpreter_nothing_else_of_ours() -> None:
     for module, others in graph("tests").items():
         assert not any(other.rpartition(".")[2].startswith("test_") for other in others), (module, others)
-    of_ptx = dict(names_imported("tests/ptx"))
+    of_ptx = {
+        module: names for module, names in names_imported("tests").items() if f"{module}.".startswith("tests.ptx.")
+    }
     assert {"tests.ptx", "tests.ptx.program", "tests.ptx.test_order"} <= set(of_ptx)
     for module, names in of_ptx.items():
         ours = {name for name in names if name.partition(".")[0] in OURS}
@@ -120,7 +125,7 @@ def test_layers_of_cute_kernels() -> None:
 
 
 def test_flash_attention_is_imported_in_one_place() -> None:
-    for module, names in names_imported("cute_kernels"):
+    for module, names in names_imported("cute_kernels").items():
         imports_it = any(name.partition(".")[0] == "flash_attn" for name in names)
         assert not imports_it or module.startswith("cute_kernels.fa4"), module
 
