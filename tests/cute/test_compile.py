@@ -73,10 +73,9 @@ def test_every_kernel_is_in_the_matrix(arch: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.cuda_extra
 @pytest.mark.parametrize("arch", tool.TARGETS)
-@pytest.mark.parametrize("matrix", ["kernels", "pairwise"])
-def test_every_kernel_has_a_cubin(arch: str, matrix: str) -> None:
+def test_every_kernel_has_a_cubin(arch: str) -> None:
     """Tests that interpret kernels, most of them for sm_90a, compile cubins beside, and fail where that fails."""
-    command = [sys.executable, str(TOOL), "--arch", arch, "--matrix", matrix]
+    command = [sys.executable, str(TOOL), "--arch", arch, "--matrix", "pairwise"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith(f"{arch} ")]
