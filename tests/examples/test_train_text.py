@@ -178,11 +178,13 @@ def test_lookahead_is_that_of_a_tile(corpus: Corpus) -> None:
 # The presets
 
 
-def test_the_papers_preset_is_the_papers_on_a_gpu() -> None:
+def test_defaults_fit_the_device_and_are_the_papers_on_a_gpu() -> None:
     sizes = {name: on_gpus for name, (_, on_gpus) in example.PAPER.items()}
     defaults = {"preset": "paper", "init_blocks": None, "local_blocks": None, **sizes}
     args = argparse.Namespace(**defaults)
     assert make_config(argparse.ArgumentParser(), args) == NSAConfig.paper()
+    on_a_cpu = example.parse(["--device=cpu", "--preset=paper"])
+    assert (on_a_cpu.steps, on_a_cpu.width, on_a_cpu.k, on_a_cpu.lr, on_a_cpu.dtype) == (120, 96, 5, 4e-3, "fp32")
 
 
 def test_learned_compression_begins_as_the_mean_and_trains(corpus: Corpus) -> None:
