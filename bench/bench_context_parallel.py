@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -33,30 +33,30 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
-from bench.bars import Bar, bars_field
-from bench.common import DTYPES, PRESETS, above_zero, add_device, positive, preset_name, with_ending
+from bench.bars import Bar, figure
+from bench.common import PRESETS, add_device, make_parser, positive, preset_name
 from bench.context_shares import (
+    BAR_SIZES,
     PASSES,
     Case,
     ShareOf,
     Whole,
     config_of,
     difference,
-    find_shares,
     kv_heads_per_pass,
     line,
     make_do,
     make_row,
     make_tensors,
     received_keys,
-    share_line,
+    report,
     take,
     tile_of,
 )
 from bench.context_together import BARS, run_together
-from bench.report import LOCAL_RESULTS, command_line, environment, relative
-from bench.results_file import Row, WrongResult, open_results
-from bench.show import show_bars
+from bench.driver import run
+from bench.report import LOCAL_RESULTS, command_line, environment
+from bench.results_file import Row, WrongResult
 from bench.timing import measure
 from nsa.distributed.layout import Layout, make_layout
 
@@ -64,30 +64,24 @@ SIZES, CPU_SIZES = ("per_tile:1M:8/2", "paper:256K:64/4"), ("per_tile:600:2/1", 
 RANKS, CPU_RANKS = (2, 4, 8, 16), (2, 3)
 BALANCE_BAR, SCALING_BAR = 1.05, 1.08
 """The slowest rank over the mean, with zigzag; all shares over the undivided call."""
-BAR_SIZES = {"per_tile": 1 << 20, "paper": 256 << 10}
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    return run_together(args, BAR_SIZES) if args.together else run_alone(args)
+    return run_together(args) if args.together else run_alone(args)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "dim", "dtype", "seconds", "bars", "out", dim=None, seconds=0.5)
+    add_device(parser, "cuda", "cpu")
     add = parser.add_argument
-    add_device(parser)
     add("--sizes", nargs="+", help=f"preset:N:heads; default: {' '.join(SIZES)} (CPU: {' '.join(CPU_SIZES)})")
     add("--ranks", nargs="+", type=positive, help="R, alone; default: 2 4 8 16 (CPU: 2 3)")
     add("--layouts", nargs="+", choices=["zigzag", "contiguous"], default=["zigzag"], help="default: zigzag")
     add("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="default: both")
-    add("--dim", type=positive, help="D; default: 128 (CPU: 16)")
-    add("--dtype", choices=DTYPES, help="default: bf16 (CPU: fp32)")
     add("--kv-heads-per-pass", type=positive, help="default: that of ContextParallel")
-    add("--seconds", type=above_zero, default=0.5, help="of each timing on one device; default: %(default)s")
     add("--repeats", type=positive, default=5, help="of each timing under torchrun; default: %(default)s")
     add("--checked", type=positive, default=16 << 10, help="most tokens of the check under torchrun; default: 16K")
-    add("--bars", action="store_true", help="hold balance, scaling and speed-up against what they have to reach")
-    add("--out", help=f"results, without suffix; default: {LOCAL_RESULTS / 'context-parallel'}, torchrun: -together")
     args = parser.parse_args(argv)
     args.together = "LOCAL_RANK" in os.environ
     on_cpu = args.device == "cpu"
@@ -122,19 +116,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def run_alone(args: argparse.Namespace) -> int:
-    device, out = torch.device(args.device), Path(args.out)
-    with open_results(out, {**environment(device), "command": args.command}) as results:
-        cases = [*dict.fromkeys(case.undivided for case in args.cases), *args.cases]
-        if not results.measure(((case.name, partial(time_shares, case, args, device)) for case in cases), line):
-            return 1
-        shares = find_shares(results.rows, args.kv_heads_per_pass)
-        bars = find_bars(shares) if args.bars else None
-        results.finish(shares=shares, **bars_field(bars))
-    print(*map(share_line, shares), sep="\n")
-    if bars is not None:
-        show_bars(bars)
-    print(relative(with_ending(out, ".json")))
-    return 0
+    device = torch.device(args.device)
+    cases = [*dict.fromkeys(case.undivided for case in args.cases), *args.cases]
+    parts = [(case.name, partial(time_shares, case, args, device)) for case in cases]
+    return run(args, environment(device), lambda _: parts, line, **report(args, find_bars))
 
 
 def time_shares(case: Case, args: argparse.Namespace, device: torch.device) -> tuple[list[Row], list[str]]:
@@ -182,16 +167,13 @@ def check_shares(whole: Whole, layout: Layout, shares: Sequence[ShareOf]) -> str
     return ""
 
 
-def find_bars(shares: Sequence[Row]) -> list[Bar]:
-    bars = []
+def find_bars(shares: Sequence[Row]) -> Iterator[Bar]:
     for preset, ranks, direction in product(BAR_SIZES, RANKS, PASSES):
-        wanted = {"preset": preset, "n": BAR_SIZES[preset], "ranks": ranks, "layout": "zigzag", "pass": direction}
-        own: Row = next((share for share in shares if wanted.items() <= share.items()), {})
+        where = {"preset": preset, "n": BAR_SIZES[preset], "ranks": ranks, "layout": "zigzag", "pass": direction}
         name = f"{preset} {BAR_SIZES[preset] >> 10}K, {ranks} ranks, {direction}"
-        balance, total = own.get("slowest_over_mean"), own.get("sum_over_single")
-        bars.append(Bar(f"{name}, slowest over mean", balance, BALANCE_BAR, at_least=False, unit="x"))
-        bars.append(Bar(f"{name}, all over undivided", total, SCALING_BAR, at_least=False, unit="x"))
-    return bars
+        balance, total = (figure(shares, where, field) for field in ("slowest_over_mean", "sum_over_single"))
+        yield Bar(f"{name}, slowest over mean", balance, BALANCE_BAR, at_least=False, unit="x")
+        yield Bar(f"{name}, all over undivided", total, SCALING_BAR, at_least=False, unit="x")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,19 +59,37 @@ def with_ending(path: Path, ending: str) -> Path:
     return path.with_name(name + ending)
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """--device: cuda or cpu, of which it is the first that is there by default."""
-    usable = [name for name in device_types() if name in ("cuda", "cpu")]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "batch": {"type": positive, "default": 1, "help": "default: %(default)s"},
+    "heads": {"type": positive, "help": "query heads; default: 8 (CPU: 4)"},
+    "kv-heads": {"type": positive, "help": "key/value heads; default: a quarter of the query heads"},
+    "dim": {"type": positive, "help": "head dim; default: 128 (CPU: 64)"},
+    "dtype": {"choices": DTYPES, "help": "default: fp32 on a CPU, else bf16"},
+    "backend": {"help": "default: the one that runs unasked"},
+    "no-peers": {"action": "store_true", "help": "time ours alone"},
+    "seconds": {"type": above_zero, "default": 0.3, "help": "of each timing; default: %(default)s"},
+    "peak-tflops": {"type": above_zero, "help": "TFLOP/s of the floor; default: the GPU's data sheet"},
+    "peak-tbs": {"type": above_zero, "help": "TB/s of the floor; default: the GPU's data sheet"},
+    "bars": {"action": "store_true", "help": "hold the figures against what they have to reach"},
+    "out": {"help": "results, without suffix; default: %(default)s"},
+}
+"""Options that scripts share. Sizes: `resolve_sizes` fills in what is not given."""
+SIZES = ("batch", "heads", "kv-heads", "dim", "dtype")
+
+
+def make_parser(description: str | None, *options: str, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser with the script's docstring, and some of OPTIONS with defaults of the script."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in options:
+        parser.add_argument(f"--{name}", **OPTIONS[name])
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def add_device(parser: argparse.ArgumentParser, *kinds: str) -> None:
+    """--device: one of the kinds, default: of all, whose first that is there is the default."""
+    usable = [name for name in device_types() if not kinds or name in kinds]
     parser.add_argument("--device", choices=usable, default=usable[0], help="default: %(default)s")
-
-
-def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """--batch, --heads, --kv-heads and --dim; `resolve_sizes` fills in what is not given."""
-    parser.add_argument("--batch", type=positive, default=1, help="default: %(default)s")
-    parser.add_argument("--heads", type=positive, help="query heads; default: 8 (CPU: 4)")
-    parser.add_argument("--kv-heads", type=positive, help="key/value heads; default: a quarter of the query heads")
-    parser.add_argument("--dim", type=positive, help="head dim; default: 128 (CPU: 64)")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: fp32 on a CPU, else bf16")
 
 
 def resolve_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench.bars import ratio
+from bench.bars import Bar, ratio
 from bench.common import DTYPES, PRESETS
 from bench.inputs import Sizes, make_problem
 from bench.results_file import Row
@@ -21,6 +21,8 @@ from nsa.distributed.comm import received_rows
 from nsa.distributed.layout import Layout, Range
 
 PASSES = ("fwd", "fwd+bwd")
+BAR_SIZES = {"per_tile": 1 << 20, "paper": 256 << 10}
+"""Tokens of the cases that bars are for."""
 
 # Limits of `cute`, which is not imported on a CPU
 STREAMS = 2
@@ -90,6 +92,27 @@ def share_line(share: Row) -> str:
     return f"{name:<44}{', '.join(texts)}"
 
 
+def report(
+    args: argparse.Namespace,
+    find_bars: Callable[[Sequence[Row]], Iterable[Bar]],
+    show: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Keywords of `driver.run` for files with shares: their fields, bars, and what is printed besides `show`."""
+
+    def shares(rows: Sequence[Row]) -> list[Row]:
+        return find_shares(rows, args.kv_heads_per_pass)
+
+    def show_all(content: dict[str, Any]) -> None:
+        print(*map(share_line, content["shares"]), sep="\n")
+        show(content)
+
+    return {
+        "fields": lambda results: {"shares": shares(results.rows)},
+        "bars": lambda rows: find_bars(shares(rows)),
+        "show": show_all,
+    }
+
+
 def find_shares(rows: Sequence[Row], kv_heads_per_pass: int | None = None) -> list[Row]:
     """Figures that the rows of a case and pass give together; None if something was not measured.
 
@@ -100,34 +123,23 @@ def find_shares(rows: Sequence[Row], kv_heads_per_pass: int | None = None) -> li
     Args:
         kv_heads_per_pass: None: as ContextParallel chooses.
     """
-    shares = []
-    found: dict[tuple[Case, str], dict[str, list[Row]]] = {}
-    for row in rows:
-        found.setdefault((case_of(row), row["pass"]), {}).setdefault(row["mode"], []).append(row)
-    for (case, direction), modes in found.items():
-        if case.ranks == 1:
-            continue
-        alone = [row["ms"] for row in modes["alone"]]
-        single = found[case.undivided, direction]["alone"][0]["ms"] if (case.undivided, direction) in found else None
-        slowest = {mode: max(row["ms"] for row in own) for mode, own in modes.items()}
-        together = slowest.get("together")
-        peaks = [row["peak_gib"] for row in modes.get("together", []) if row["peak_gib"] is not None]
-        shares.append(
-            {
-                "preset": case.preset,
-                "n": case.n,
-                "ranks": case.ranks,
-                "layout": case.layout,
-                "pass": direction,
-                "slowest_over_mean": max(alone) / statistics.mean(alone),
-                "sum_over_single": ratio(sum(alone), single),
-                "speedup": ratio(single, together),
-                "messages_ms": slowest.get("messages"),
-                "not_hidden_ms": None if together is None else together - slowest["alone"],
-                "peak_gib": max(peaks, default=None),
-                "bound_gib": max(bound_gib(row, kv_heads_per_pass) for row in modes["alone"]) if peaks else None,
-            }
-        )
+    shares: list[Row] = []
+    for case, direction in dict.fromkeys((case_of(row), row["pass"]) for row in rows if row["ranks"] > 1):
+        own = [row for row in rows if (case_of(row), row["pass"]) == (case, direction)]
+        undivided = (row["ms"] for row in rows if (case_of(row), row["pass"]) == (case.undivided, direction))
+        single, alone = next(undivided, None), [row for row in own if row["mode"] == "alone"]
+        slowest = {mode: max(row["ms"] for row in own if row["mode"] == mode) for mode in {row["mode"] for row in own}}
+        together, times = slowest.get("together"), [row["ms"] for row in alone]
+        peaks = [row["peak_gib"] for row in own if row["mode"] == "together" and row["peak_gib"] is not None]
+        share = {"preset": case.preset, "n": case.n, "ranks": case.ranks, "layout": case.layout, "pass": direction}
+        share |= {
+            "slowest_over_mean": max(times) / statistics.mean(times),
+            "sum_over_single": ratio(sum(times), single),
+        }
+        share |= {"speedup": ratio(single, together), "messages_ms": slowest.get("messages")}
+        share |= {"not_hidden_ms": None if together is None else together - slowest["alone"]}
+        bound = max(bound_gib(row, kv_heads_per_pass) for row in alone) if peaks else None
+        shares.append({**share, "peak_gib": max(peaks, default=None), "bound_gib": bound})
     return shares
 
 
@@ -186,11 +198,7 @@ def backend_of(device: torch.device) -> str | None:
 
 def make_tensors(case: Case, args: argparse.Namespace, device: torch.device, n: int | None = None) -> dict[str, Tensor]:
     sizes = Sizes(1, n or case.n, case.heads, case.kv_heads, args.dim)
-    problem = make_problem("random", sizes, device=device, dtype=DTYPES[args.dtype])
-    gate = problem.gate_proj_weight
-    if gate is None:
-        raise RuntimeError("the problem has no gates")
-    return {"q": problem.q, "k": problem.k, "v": problem.v, "gate_proj_weight": gate}
+    return make_problem("random", sizes, device=device, dtype=DTYPES[args.dtype]).tensors()
 
 
 def make_do(q: Tensor) -> Tensor:

@@ -104,6 +104,11 @@ def capture(call: Callable[[], Any], device: torch.device) -> Captured:
     return Captured(graph.replay, outs[0], peak_gib)
 
 
+def graph_ms(call: Callable[[], Any], device: torch.device, *, most: int) -> float:
+    """Median GPU time of a warm call: of its graph's replays, so there is no host time in it."""
+    return measure(capture(call, device).replay, device, seconds=0.5, most=most).ms_p50
+
+
 def copy_bandwidth() -> float:
     """TB/s of a copy on the current CUDA device, read and written bytes counted; as a graph's node it would be slower.
 
