@@ -12,6 +12,7 @@ import copy
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
-from bench.common import above_zero, positive, with_ending
+from bench.common import above_zero, make_parser, positive, with_ending
 from bench.extras import needed
 from bench.report import command_line, environment, relative, write_json
 from bench.results_file import replaced_results
@@ -135,14 +136,15 @@ def run(args: argparse.Namespace, corpus: common.Corpus) -> tuple[float, float, 
 
 
 def show(before: float, after: float, rows: list[Row], more: int) -> None:
-    headings = ("after conversion", "jump", f"{more} steps later", "against dense")
-    cells = [("(dense)", f"{before:.3f}", "", f"{after:.3f}", "")]
-    for row in rows:
-        jump, left = row.converted_loss - before, row.trained_loss - after
-        cells.append(
-            (row.start, f"{row.converted_loss:.3f}", f"{jump:+.3f}", f"{row.trained_loss:.3f}", f"{left:+.3f}")
-        )
-    print_table("validation loss in nats per byte", ["gates to start with"], headings, cells)
+    start = "gates to start with"
+    columns: dict[str, Callable[[Row], str]] = {
+        start: lambda row: row.start,
+        "after conversion": lambda row: f"{row.converted_loss:.3f}",
+        "jump": lambda row: f"{row.converted_loss - before:+.3f}" if row.gates else "",
+        f"{more} steps later": lambda row: f"{row.trained_loss:.3f}",
+        "against dense": lambda row: f"{row.trained_loss - after:+.3f}" if row.gates else "",
+    }
+    print_table("validation loss in nats per byte", columns, [Row("(dense)", [], before, after), *rows], left=(start,))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -162,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--device", choices=device_types(), default="cpu", help="default: %(default)s; GPUs do not support NSA in fp32")
     for name, (default, meaning) in OPTIONS.items():

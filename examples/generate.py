@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,11 +181,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     console.print(text.decode("utf-8", "replace"), markup=False, highlight=False)
     slow = results["uncached"]
-    rows = [
-        (way, f"{one.first:.3f}", f"{one.tokens_per_s:,.1f}", f"{one.tokens_per_s / slow.tokens_per_s:.1f}x")
-        for way, one in results.items()
-    ]
-    print_table("", [""], ["prompt, s", "tokens/s", "speed-up"], rows)
+    columns: dict[str, Callable[[str], str]] = {
+        "way": str,
+        "prompt, s": lambda way: f"{results[way].first:.3f}",
+        "tokens/s": lambda way: f"{results[way].tokens_per_s:,.1f}",
+        "speed-up": lambda way: f"{results[way].tokens_per_s / slow.tokens_per_s:.1f}x",
+    }
+    print_table("", columns, [*results], left=("way",))
     found = difference(text, slow.text)
     if found is not None and dtype != torch.float32:
         with torch.no_grad(), in_16_bits:

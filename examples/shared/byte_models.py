@@ -27,13 +27,12 @@ from torch.nn.functional import cross_entropy, pad, silu
 from torch.utils.checkpoint import checkpoint
 
 import dispatch
-from bench.common import DTYPES, Dense, above_zero, positive, with_ending
+from bench.common import DTYPES, Dense, above_zero, add_device, make_parser, positive, with_ending
 from bench.extras import needed
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_json
 from bench.results_file import replaced_results
 from bench.show import console, print_table, saved_figure, say
 from bench.timing import GIB
-from dispatch.device import device_types
 from nsa import LinearCompression, NSACache, NSAttention
 from nsa.distributed import ContextParallel
 
@@ -558,8 +557,8 @@ def add_numbers(group: Any, defaults: Defaults, options: Mapping[str, str]) -> N
 
 def new_parser(doc: str | None, backend: str) -> argparse.ArgumentParser:
     """A parser with --device and --backend. `doc` describes the example, `backend` is its op."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=device_types(), default=device_types()[0], help="default: %(default)s")
+    parser = make_parser(doc)
+    add_device(parser)
     parser.add_argument("--backend", help=f"backend of {backend}; default: the first that supports it")
     return parser
 
@@ -671,14 +670,14 @@ def show_results(
 ) -> None:
     """Print summaries, what they say, and where they are. `columns`: texts of a summary by heading."""
     columns = {
+        "variant": lambda s: s.variant,
         "val loss": lambda s: f"{s.final_val_loss:.4f}",
         **columns,
         "bytes/s": lambda s: "?" if s.tokens_per_s is None else f"{s.tokens_per_s:,.0f}",
-        "peak GiB": lambda s: "?" if s.peak_gib is None else f"{s.peak_gib:.2f}",
+        "peak GiB": lambda s: "" if s.peak_gib is None else f"{s.peak_gib:.2f}",
         "steps": lambda s: str(s.steps),
     }
-    rows = [(s.variant, *(text(s) for text in columns.values())) for s in summaries]
-    print_table("after the last step; loss in nats per byte", ["variant"], [*columns], rows)
+    print_table("after the last step; loss in nats per byte", columns, summaries, left=("variant",))
     console.print(f"What this says: {verdict}")
     shown = [relative(with_ending(out, suffix)) for suffix in (".png", ".json")]
     say(f"Plot: {shown[0]}   everything: {shown[1]}")
