@@ -426,25 +426,35 @@ def plant_fault(tool: str) -> None:
 
 @cache
 def every_form(root: Path = ROOT) -> set[str]:
-    """Functions of cute_kernels that compile a kernel, once for each value of each flag, as the sources define them."""
+    """Kernel classes of cute_kernels as the sources define them, once for each value of each flag of `compile`."""
     found = set()
     sources = root / "cute_kernels"
     for path in sorted(sources.rglob("*.py")):
         module = ".".join(path.relative_to(sources).with_suffix("").parts)
         if f"{sources.name}.{module}".startswith(OTHERS):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        classes = [x for x in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(x, ast.ClassDef)]
+        for kernel, node in [(x.name, member) for x in classes for member in x.body]:
             if not isinstance(node, ast.FunctionDef) or "compiled_once" not in map(ast.unparse, node.decorator_list):
                 continue
             arguments = (*node.args.args, *node.args.kwonlyargs)
             flags = [a.arg for a in arguments if a.annotation is not None and ast.unparse(a.annotation) == "bool"]
             for value in (True, False):
-                found |= forms(f"{module}.{node.name}", dict.fromkeys(flags, value))
+                found |= forms(f"{module}.{kernel}", dict.fromkeys(flags, value))
     return found
 
 
-def forms(function: str, flags: Mapping[str, bool]) -> set[str]:
-    return {f"{function} {flag}={value}" for flag, value in flags.items()} or {function}
+def forms(kernel: str, flags: Mapping[str, bool]) -> set[str]:
+    return {f"{kernel} {flag}={value}" for flag, value in flags.items()} or {kernel}
+
+
+def forms_of(compile_: Callable[..., Any], arguments: Mapping[str, Any]) -> set[str]:
+    """A kernel as `every_form` names it. Args: `compile` of its class, and the arguments, with all defaults."""
+    flags = [
+        flag for flag, parameter in inspect.signature(compile_).parameters.items() if parameter.annotation == "bool"
+    ]
+    name = f"{compile_.__module__.removeprefix('cute_kernels.')}.{compile_.__qualname__.removesuffix('.compile')}"
+    return forms(name, {flag: arguments[flag] for flag in flags})
 
 
 class Launched:
@@ -457,12 +467,9 @@ class Launched:
     def launch(self, kernel: Any, arguments: tuple[Any, ...]) -> None:
         build = getattr(kernel, "build", None)
         if build is not None and not build.__module__.startswith(OTHERS):
-            signature = inspect.signature(build)
-            bound = signature.bind(*kernel.arguments, **kernel.keywords)
+            bound = inspect.signature(build).bind(*kernel.arguments, **kernel.keywords)
             bound.apply_defaults()
-            flags = [flag for flag, parameter in signature.parameters.items() if parameter.annotation == "bool"]
-            name = f"{build.__module__.removeprefix('cute_kernels.')}.{build.__name__}"
-            self.forms |= forms(name, {flag: bound.arguments[flag] for flag in flags})
+            self.forms |= forms_of(build, bound.arguments)
         if not self.dry:
             start_of(kernel)(*arguments)
 

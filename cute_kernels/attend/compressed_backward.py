@@ -58,7 +58,7 @@ from cute_kernels.mma.wgmma import (
     acc_coordinates,
 )
 from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake, fake_heads, fake_stats
 
 MIN_CTAS = 264
 """Minimum CTAs of CompressedDKV, if there is enough work: two for each of 132 multiprocessors, a long and a short one.
@@ -126,6 +126,18 @@ class MaskOfRows(NamedTuple):
 
 class CompressedDQ(BackwardDQ):
     """dQ of the compressed branch. Roles and pipelines: BackwardDQ."""
+
+    @staticmethod
+    @compiled_once
+    def compile(dim: int, dtype: torch.dtype) -> Kernel:
+        return compile_kernel(
+            CompressedDQ(dim, CUTE_DTYPES[dtype]),
+            *fake_heads(dtype, dim, dim, dim, dim),
+            *fake_stats(2),
+            fake(dtype, None, None, None, dim),
+            *[Int32(0)] * 3,
+            Float32(0.0),
+        )
 
     @cute.jit
     def __call__(
@@ -265,6 +277,18 @@ class CompressedDKV(BackwardDKV):
 
     def __init__(self, dim: int, dtype: Any) -> None:
         super().__init__(dim, dtype, key_tiles=CONSUMERS, branches=1)
+
+    @staticmethod
+    @compiled_once
+    def compile(dim: int, dtype: torch.dtype) -> Kernel:
+        return compile_kernel(
+            CompressedDKV(dim, CUTE_DTYPES[dtype]),
+            *fake_heads(dtype, dim, dim, dim, dim),
+            *fake_stats(2),
+            fake(torch.float32, None, 2, None, None, None, dim),
+            *[Int32(0)] * 3,
+            Float32(0.0),
+        )
 
     @cute.jit
     def __call__(
@@ -439,27 +463,6 @@ class CompressedDKV(BackwardDKV):
                 cute.autovec_copy(acc[(None, r, None), 0, 0], tile[(None, r, None), 0, 0])
 
 
-@compiled_once
-def _dq(dim: int, dtype: torch.dtype) -> Kernel:
-    rows = fake(dtype, None, None, None, dim)
-    return compile_kernel(CompressedDQ(dim, CUTE_DTYPES[dtype]), *_fake_inputs(dim, dtype), rows, *_fake_sizes())
-
-
-@compiled_once
-def _dkv(dim: int, dtype: torch.dtype) -> Kernel:
-    partials = fake(torch.float32, None, 2, None, None, None, dim)
-    return compile_kernel(CompressedDKV(dim, CUTE_DTYPES[dtype]), *_fake_inputs(dim, dtype), partials, *_fake_sizes())
-
-
-def _fake_inputs(dim: int, dtype: torch.dtype) -> list[Any]:
-    stats = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
-    return [*[fake(dtype, None, None, None, dim) for _ in range(4)], *stats]
-
-
-def _fake_sizes() -> list[Any]:
-    return [*[Int32(0)] * 3, Float32(0.0)]
-
-
 def num_splits(batch: int, rows: int, entries: int, kv_heads: int, group: int) -> int:
     """Number of splits of the rows of each 128 entries: enough for MIN_CTAS, but at least MIN_STEPS row tiles each.
 
@@ -505,7 +508,7 @@ def compressed_backward(
     sizes = length, stride, first_token, scale
     splits = num_splits(batch, rows, entries, kv_heads, heads // kv_heads)
     partials = torch.empty((splits, 2, *k.shape), dtype=torch.float32, device=q.device)
-    _dkv(dim, q.dtype).run(q, do, k, v, lse, delta, partials, *sizes)
-    _dq(dim, q.dtype).run(q, do, k, v, lse, delta, dq, *sizes)
+    CompressedDKV.compile(dim, q.dtype).run(q, do, k, v, lse, delta, partials, *sizes)
+    CompressedDQ.compile(dim, q.dtype).run(q, do, k, v, lse, delta, dq, *sizes)
     dk, dv = sum_partials(partials).unbind(0)
     return dk, dv

@@ -63,7 +63,7 @@ from cute_kernels.mma.smem import SMEM_CARVEOUT
 from cute_kernels.mma.warp import LANES
 from cute_kernels.pool.documents import PackedBlocks
 from cute_kernels.runtime.device import has_warpgroups
-from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake, fake_heads
 from cute_kernels.runtime.streams import SideStreams
 
 WARPS = 8
@@ -88,6 +88,25 @@ class KVOuterForward(WarpRows):
     def __init__(self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int, warpgroups: bool) -> None:
         super().__init__(dim, v_dim, dtype, group, slots, size, 1, WARPS, warpgroups)
         self.ctas_per_sm = CTAS_PER_SM if size * (dim + v_dim) <= 128 * 128 else 1
+
+    @staticmethod
+    @compiled_once
+    def compile(
+        dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
+    ) -> Kernel:
+        dim, v_dim = dims
+        return compile_kernel(
+            KVOuterForward(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size, warpgroups),
+            *fake_heads(dtype, dim, dim, v_dim),
+            fake_query_rows(),
+            fake_tiles(),
+            fake_tiles(),
+            fake(dtype, None, None, None, group, v_dim),
+            fake(torch.float32, None, None, None, group, aligned=False),
+            *fake_packed(packed),
+            Int32(0),
+            Float32(0.0),
+        )
 
     @cute.jit
     def __call__(
@@ -174,25 +193,6 @@ class KVOuterForward(WarpRows):
             )
 
 
-@compiled_once
-def _compiled(
-    dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
-) -> Kernel:
-    dim, v_dim = dims
-    return compile_kernel(
-        KVOuterForward(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size, warpgroups),
-        *[fake(dtype, None, None, None, columns) for columns in (dim, dim, v_dim)],
-        fake_query_rows(),
-        fake_tiles(),
-        fake_tiles(),
-        fake(dtype, None, None, None, group, v_dim),
-        fake(torch.float32, None, None, None, group, aligned=False),
-        *fake_packed(packed),
-        Int32(0),
-        Float32(0.0),
-    )
-
-
 def kv_outer_forward(
     q: Tensor,
     k: Tensor,
@@ -252,7 +252,7 @@ def kv_outer_forward(
     if has_forced and gating is None and window is None:
         forced_forward(q, k, v, o, lse, first_token=first_token, packed=packed, **forced)
     options = (dim, v_dim), q.dtype, group, slots, size, packed is not None, has_warpgroups(q.device)
-    attend = _compiled(*options).run
+    attend = KVOuterForward.compile(*options).run
     chunks = worklist_chunks(
         indices,
         size=size,

@@ -86,7 +86,17 @@ from cute_kernels.mma.warp import LANES, LOG2_E, probability
 from cute_kernels.pool.documents import PackedBlocks
 from cute_kernels.runtime.device import has_warpgroups, vectorized
 from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import CUTE_DTYPES, FLOATS, VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import (
+    CUTE_DTYPES,
+    FLOATS,
+    VECTOR,
+    Kernel,
+    compile_kernel,
+    compiled_once,
+    fake,
+    fake_heads,
+    fake_stats,
+)
 from cute_kernels.runtime.streams import STREAMS, SideStreams
 
 TILE = 64
@@ -175,6 +185,27 @@ class KVOuterBackward:
         self.dim, self.v_dim, self.dtype, self.group, self.slots, self.size = dim, v_dim, dtype, group, slots, size
         self.block_tiles = size // TILE
         """Key tiles per KV block."""
+
+    @staticmethod
+    @compiled_once
+    def compile(
+        dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
+    ) -> Kernel:
+        dim, v_dim = dims
+        kernel = KVOuterBackwardWGMMA if warpgroups else KVOuterBackward
+        return compile_kernel(
+            kernel(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size),
+            *fake_heads(dtype, dim, v_dim, dim, v_dim),
+            *fake_stats(2),
+            fake_query_rows(),
+            *[fake_tiles() for _ in range(2)],
+            fake(dtype, None, None, None, group, dim),
+            *fake_heads(torch.float32, *dims),
+            *[fake(torch.float32, None, None, None, size, columns) for columns in dims],
+            *fake_packed(packed),
+            Int32(0),
+            Float32(0.0),
+        )
 
     @cute.jit
     def __call__(
@@ -654,6 +685,17 @@ class CombineDKV:
     def __init__(self, dim: int, size: int) -> None:
         self.dim, self.size = dim, size
 
+    @staticmethod
+    @compiled_once
+    def compile(dim: int, size: int, packed: bool) -> Kernel:
+        return compile_kernel(
+            CombineDKV(dim, size),
+            *[fake_tiles() for _ in range(3)],
+            fake(torch.float32, None, None, None, size, dim),
+            fake(torch.float32, None, None, None, dim),
+            fake_packed(packed)[0],
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -711,38 +753,6 @@ class CombineDKV:
         return mPartial[batch, head, first_tile + start + i, key, None]
 
 
-@compiled_once
-def _compiled(
-    dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
-) -> Kernel:
-    dim, v_dim = dims
-    kernel = KVOuterBackwardWGMMA if warpgroups else KVOuterBackward
-    return compile_kernel(
-        kernel(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size),
-        *[fake(dtype, None, None, None, columns) for columns in (dim, v_dim, dim, v_dim)],
-        *[fake(torch.float32, None, None, None, aligned=False) for _ in range(2)],
-        fake_query_rows(),
-        *[fake_tiles() for _ in range(2)],
-        fake(dtype, None, None, None, group, dim),
-        *[fake(torch.float32, None, None, None, columns) for columns in dims],
-        *[fake(torch.float32, None, None, None, size, columns) for columns in dims],
-        *fake_packed(packed),
-        Int32(0),
-        Float32(0.0),
-    )
-
-
-@compiled_once
-def _combine_dkv(dim: int, size: int, packed: bool) -> Kernel:
-    return compile_kernel(
-        CombineDKV(dim, size),
-        *[fake_tiles() for _ in range(3)],
-        fake(torch.float32, None, None, None, size, dim),
-        fake(torch.float32, None, None, None, dim),
-        fake_packed(packed)[0],
-    )
-
-
 def kv_outer_backward(
     q: Tensor,
     k: Tensor,
@@ -795,7 +805,9 @@ def kv_outer_backward(
         for result in into:
             result.zero_()
         return
-    run = _compiled((dim, v_dim), q.dtype, group, slots, size, packed is not None, has_warpgroups(q.device)).run
+    run = KVOuterBackward.compile(
+        (dim, v_dim), q.dtype, group, slots, size, packed is not None, has_warpgroups(q.device)
+    ).run
     dkv_sums: list[list[Tensor]] = []  # fp32, of each stream
     with SideStreams(q.device) as streams:
         for chunk, (worklist, batches, kv_slice) in enumerate(
@@ -842,7 +854,7 @@ def kv_outer_backward(
                 )
                 if split_tiles > 0:
                     for x, x_partial in zip(dkv, dkv_partial, strict=True):
-                        combine = _combine_dkv(x.shape[-1], size, packed is not None).run
+                        combine = CombineDKV.compile(x.shape[-1], size, packed is not None).run
                         bounds, _ = packed_tables(packed)
                         combine(worklist.counts, worklist.cum_counts, worklist.work_tiles, x_partial, x, bounds)
                 rows = batches, tokens_slice, head_slice

@@ -69,7 +69,16 @@ from cute_kernels.mma.wgmma import (
 from cute_kernels.pool.documents import PackedBlocks
 from cute_kernels.runtime.device import has_warpgroups
 from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import (
+    CUTE_DTYPES,
+    VECTOR,
+    Kernel,
+    compile_kernel,
+    compiled_once,
+    fake,
+    fake_heads,
+    fake_stats,
+)
 
 WARP_ROWS = 16
 WARPS = QUERY_OUTER_ROWS // WARP_ROWS
@@ -95,6 +104,23 @@ class QueryOuterForward:
         self.warpgroups = warpgroups
         self.tokens = query_outer_tokens(group)
         self.block_tiles = size // TILE
+
+    @staticmethod
+    @compiled_once
+    def compile(
+        dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
+    ) -> Kernel:
+        dim, v_dim = dims
+        return compile_kernel(
+            QueryOuterForward(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size, warpgroups),
+            *fake_heads(dtype, dim, dim, v_dim),
+            fake_slots(),
+            fake(dtype, None, None, None, v_dim),
+            *fake_stats(1),
+            *fake_packed(packed),
+            Int32(0),
+            Float32(0.0),
+        )
 
     @cute.jit
     def __call__(
@@ -357,23 +383,6 @@ class QueryOuterForward:
             gemm_registers(make_warp_mma(self.dtype, 1), cute.arch.lane_idx(), acc, rP, sColumns, 0, True)
 
 
-@compiled_once
-def _compiled(
-    dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
-) -> Kernel:
-    dim, v_dim = dims
-    return compile_kernel(
-        QueryOuterForward(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size, warpgroups),
-        *[fake(dtype, None, None, None, columns) for columns in (dim, dim, v_dim)],
-        fake_slots(),
-        fake(dtype, None, None, None, v_dim),
-        fake(torch.float32, None, None, None, aligned=False),
-        *fake_packed(packed),
-        Int32(0),
-        Float32(0.0),
-    )
-
-
 def query_outer_forward(
     q: Tensor,
     k: Tensor,
@@ -404,6 +413,8 @@ def query_outer_forward(
         return o.zero_(), lse.fill_(-math.inf)
     if indices.stride(3) != 1:
         indices = indices.clone(memory_format=torch.contiguous_format)
-    attend = _compiled((dim, v_dim), q.dtype, group, slots, size, packed is not None, has_warpgroups(q.device))
+    attend = QueryOuterForward.compile(
+        (dim, v_dim), q.dtype, group, slots, size, packed is not None, has_warpgroups(q.device)
+    )
     attend.run(q, k, v, indices, o, lse, *packed_tables(packed), first_token, scale)
     return o, lse

@@ -83,7 +83,16 @@ from cute_kernels.mma.wgmma import (
 )
 from cute_kernels.pool.documents import fake_rows
 from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import CUTE_DTYPES, FLOATS, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import (
+    CUTE_DTYPES,
+    FLOATS,
+    Kernel,
+    compile_kernel,
+    compiled_once,
+    fake,
+    fake_heads,
+    fake_stats,
+)
 
 CTA_KEYS = CONSUMERS * TILE
 """Keys per CTA of SelectedDKV if l' is a multiple of them."""
@@ -202,6 +211,20 @@ class SelectedDQ(BackwardDQ):
     def __init__(self, dim: int, dtype: Any, keys: Keys, tile: int) -> None:
         super().__init__(dim, dtype)
         self.keys, self.tile = keys, tile
+
+    @staticmethod
+    @compiled_once
+    def compile(dim: int, dtype: torch.dtype, keys: Keys, tile: int, continues: bool, packed: bool) -> Kernel:
+        return compile_kernel(
+            SelectedDQ(dim, CUTE_DTYPES[dtype], keys, tile),
+            *fake_heads(dtype, dim, dim, dim, dim),
+            *fake_stats(2),
+            *fake_lists(),
+            fake(dtype, None, None, None, dim),
+            Float32(0.0),
+            Int32(0) if continues else None,
+            fake_rows() if packed else None,
+        )
 
     @cute.jit
     def __call__(
@@ -372,6 +395,25 @@ class SelectedDKV(BackwardDKV):
         """Number of consumers that alternate between stages."""
         self.steps = tile // TILE
         """Row tiles per query tile."""
+
+    @staticmethod
+    @compiled_once
+    def compile(
+        dim: int, dtype: torch.dtype, keys: Keys, size: int, tile: int, continues: bool, packed: bool
+    ) -> Kernel:
+        return compile_kernel(
+            SelectedDKV(dim, CUTE_DTYPES[dtype], keys, size, tile),
+            *fake_heads(dtype, dim, dim, dim, dim),
+            *fake_stats(2),
+            fake_table(),
+            fake_query_tiles(),
+            fake_table(),
+            *fake_heads(dtype, dim, dim),
+            _fake_partials(dim, size),
+            Float32(0.0),
+            Int32(0) if continues else None,
+            fake_rows() if packed else None,
+        )
 
     @cute.jit
     def __call__(
@@ -716,6 +758,13 @@ class CombineSelectedDKV:
     def __init__(self, dim: int, size: int) -> None:
         self.dim, self.block_tiles = dim, size // TILE
 
+    @staticmethod
+    @compiled_once
+    def compile(dim: int, dtype: torch.dtype, size: int) -> Kernel:
+        tables = [fake_table() for _ in range(3)]
+        outputs = fake_heads(dtype, dim, dim)
+        return compile_kernel(CombineSelectedDKV(dim, size), *tables, _fake_partials(dim, size), *outputs, Float32(0.0))
+
     @cute.jit
     def __call__(
         self,
@@ -781,48 +830,6 @@ class CombineSelectedDKV:
     ) -> cute.Tensor:
         """Row of dK or dV in the partial of split start + i, for the block whose first split is work tile `first`."""
         return mPartials[first + start + i, key_tile, which, key, None]
-
-
-@compiled_once
-def _dq(dim: int, dtype: torch.dtype, keys: Keys, tile: int, continues: bool, packed: bool) -> Kernel:
-    rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
-    stats = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
-    return compile_kernel(
-        SelectedDQ(dim, CUTE_DTYPES[dtype], keys, tile),
-        *rows,
-        *stats,
-        *fake_lists(),
-        fake(dtype, None, None, None, dim),
-        Float32(0.0),
-        Int32(0) if continues else None,
-        fake_rows() if packed else None,
-    )
-
-
-@compiled_once
-def _dkv(dim: int, dtype: torch.dtype, keys: Keys, size: int, tile: int, continues: bool, packed: bool) -> Kernel:
-    rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
-    stats = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
-    return compile_kernel(
-        SelectedDKV(dim, CUTE_DTYPES[dtype], keys, size, tile),
-        *rows,
-        *stats,
-        fake_table(),
-        fake_query_tiles(),
-        fake_table(),
-        *[fake(dtype, None, None, None, dim) for _ in range(2)],
-        _fake_partials(dim, size),
-        Float32(0.0),
-        Int32(0) if continues else None,
-        fake_rows() if packed else None,
-    )
-
-
-@compiled_once
-def _combine(dim: int, dtype: torch.dtype, size: int) -> Kernel:
-    tables = [fake_table() for _ in range(3)]
-    outputs = [fake(dtype, None, None, None, dim) for _ in range(2)]
-    return compile_kernel(CombineSelectedDKV(dim, size), *tables, _fake_partials(dim, size), *outputs, Float32(0.0))
 
 
 def _fake_partials(dim: int, size: int) -> Any:
@@ -914,7 +921,7 @@ def selected_dq(
     dq: Tensor,
 ) -> None:
     """dQ of `selected_backward`, for at least one row and one key."""
-    run = _dq(q.shape[-1], q.dtype, keys, lists.rows, first_token > 0, shifts is not None).run
+    run = SelectedDQ.compile(q.shape[-1], q.dtype, keys, lists.rows, first_token > 0, shifts is not None).run
     run(q, do, k, v, lse, delta, *lists.tensors, dq, scale, first_token or None, shifts)
 
 
@@ -946,8 +953,8 @@ def selected_dkv(
     sizes = worklist_sizes(batch * heads * tiles * selected, group * tiles, blocks, 4 * math.prod(partial_shape))
     worklist = selected_worklist(bits, kv_heads=kv_heads, group=group, tiles=tiles, sizes=sizes)
     partials = torch.empty((max(sizes.split_tiles, 1), *partial_shape), dtype=torch.float32, device=q.device)
-    run = _dkv(dim, q.dtype, keys, size, tile, first_token > 0, shifts is not None).run
+    run = SelectedDKV.compile(dim, q.dtype, keys, size, tile, first_token > 0, shifts is not None).run
     run(q, do, k, v, lse, delta, *worklist[1:], dk, dv, partials, scale, first_token or None, shifts)
     if sizes.split_tiles > 0:
         counts, cum_counts, _, work_tiles = worklist
-        _combine(dim, q.dtype, size).run(counts, cum_counts, work_tiles, partials, dk, dv, scale)
+        CombineSelectedDKV.compile(dim, q.dtype, size).run(counts, cum_counts, work_tiles, partials, dk, dv, scale)

@@ -75,7 +75,7 @@ from cute_kernels.mma.wgmma import (
     tma_store,
 )
 from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake, fake_heads
 
 
 class WindowMask(NamedTuple):
@@ -114,6 +114,19 @@ class WindowDQ(BackwardDQ):
     def __init__(self, dim: int, dtype: Any, has_local: bool) -> None:
         super().__init__(dim, dtype)
         self.has_local = has_local
+
+    @staticmethod
+    @compiled_once
+    def compile(dim: int, dtype: torch.dtype, has_local: bool, continues: bool) -> Kernel:
+        return compile_kernel(
+            WindowDQ(dim, CUTE_DTYPES[dtype], has_local),
+            *fake_heads(dtype, dim, dim, dim, dim),
+            *_fake_stats(has_local),
+            fake(dtype, None, None, None, dim),
+            *[Int32(0)] * 3,
+            Float32(0.0),
+            Int32(0) if continues else None,
+        )
 
     @cute.jit
     def __call__(
@@ -290,6 +303,19 @@ class WindowDKV(BackwardDKV):
     def __init__(self, dim: int, dtype: Any, has_local: bool) -> None:
         super().__init__(dim, dtype, key_tiles=CONSUMERS, branches=STATS_BRANCHES)
         self.has_local = has_local
+
+    @staticmethod
+    @compiled_once
+    def compile(dim: int, dtype: torch.dtype, has_local: bool, continues: bool) -> Kernel:
+        return compile_kernel(
+            WindowDKV(dim, CUTE_DTYPES[dtype], has_local),
+            *fake_heads(dtype, dim, dim, dim, dim),
+            *_fake_stats(has_local),
+            *fake_heads(dtype, dim, dim),
+            *[Int32(0)] * 3,
+            Float32(0.0),
+            Int32(0) if continues else None,
+        )
 
     @cute.jit
     def __call__(
@@ -521,34 +547,6 @@ class LocalSelected(NamedTuple):
     """Number of blocks, including the row's own."""
 
 
-@compiled_once
-def _dq(dim: int, dtype: torch.dtype, has_local: bool, continues: bool) -> Kernel:
-    rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
-    return compile_kernel(
-        WindowDQ(dim, CUTE_DTYPES[dtype], has_local),
-        *rows,
-        *_fake_stats(has_local),
-        fake(dtype, None, None, None, dim),
-        *[Int32(0)] * 3,
-        Float32(0.0),
-        Int32(0) if continues else None,
-    )
-
-
-@compiled_once
-def _dkv(dim: int, dtype: torch.dtype, has_local: bool, continues: bool) -> Kernel:
-    rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
-    return compile_kernel(
-        WindowDKV(dim, CUTE_DTYPES[dtype], has_local),
-        *rows,
-        *_fake_stats(has_local),
-        *[fake(dtype, None, None, None, dim) for _ in range(2)],
-        *[Int32(0)] * 3,
-        Float32(0.0),
-        Int32(0) if continues else None,
-    )
-
-
 def _fake_stats(has_local: bool) -> list[Any]:
     """lse and delta of the window, and of local selected blocks."""
     return [fake(torch.float32, None, None, None, aligned=False) if b < 2 or has_local else None for b in range(4)]
@@ -604,5 +602,5 @@ def window_backward(
     sizes = left, *((TILE, 0) if local is None else local[2:]), scale, first_token or None
     variant = q.shape[-1], q.dtype, local is not None, first_token > 0
     if dq is not None:
-        _dq(*variant).run(q, do, k, v, *stats, dq, *sizes)
-    _dkv(*variant).run(q, do, k, v, *stats, dk, dv, *sizes)
+        WindowDQ.compile(*variant).run(q, do, k, v, *stats, dq, *sizes)
+    WindowDKV.compile(*variant).run(q, do, k, v, *stats, dk, dv, *sizes)

@@ -95,7 +95,7 @@ from cute_kernels.mma.wgmma import (
 )
 from cute_kernels.pool.documents import PackedBlocks, fake_tables
 from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake, fake_heads, fake_stats
 
 STAGES = 5
 """Stages of the ring, two tiles of 64 x D each; there is no room for more with D = 128."""
@@ -181,6 +181,45 @@ class WindowCombine:
         self.lane_slots = -(-slots // QUAD)
         """Number of slots of a row held by one lane of its quad."""
         self.tile_bytes = TILE * dim * dtype.width // 8
+
+    @staticmethod
+    @compiled_once
+    def compile(
+        dim: int,
+        dtype: torch.dtype,
+        group: int,
+        slots: int,
+        size: int,
+        init: int,
+        local: int,
+        gating: tuple[torch.dtype | None, torch.dtype | None] | None,
+        keeps: tuple[bool, bool, bool],
+        packed: bool,
+    ) -> Kernel:
+        """Args: gating: dtypes of weight and gates; None: not gated. keeps: if o, o_win and its lse are written."""
+        lse, win_lse = fake_stats(2)
+        o, o_win, out = fake_heads(dtype, dim, dim, dim)
+        keeps_o, keeps_win, keeps_win_lse = keeps
+        gates: tuple[Any, ...] = (None,) * 4
+        if gating is not None:
+            weight, given, o_cmp, *_ = fake_gating(dim, dtype, *gating, False)
+            gates = out, weight, given, o_cmp
+        return compile_kernel(
+            WindowCombine(dim, CUTE_DTYPES[dtype], group, slots, size, init, local, gated=gating is not None),
+            *fake_heads(dtype, dim, dim, dim),
+            fake_slots(),
+            fake(dtype, None, None, None, group, dim),
+            fake(torch.float32, None, None, None, group, aligned=False),
+            lse,
+            win_lse if keeps_win_lse else None,
+            *gates,
+            o_win if keeps_win else None,
+            o if keeps_o else None,
+            fake_tables()[0] if packed else None,
+            Int32(0),
+            Int32(0),
+            Float32(0.0),
+        )
 
     @cute.jit
     def __call__(
@@ -759,46 +798,6 @@ class WindowBranch(NamedTuple):
         )
 
 
-@compiled_once
-def _compiled(
-    dim: int,
-    dtype: torch.dtype,
-    group: int,
-    slots: int,
-    size: int,
-    init: int,
-    local: int,
-    gating: tuple[torch.dtype | None, torch.dtype | None] | None,
-    keeps: tuple[bool, bool, bool],
-    packed: bool,
-) -> Kernel:
-    """Args: gating: dtypes of weight and gates; None: not gated. keeps: whether o, o_win and its lse are written."""
-    rows = [fake(dtype, None, None, None, dim) for _ in range(3)]
-    lse, win_lse = (fake(torch.float32, None, None, None, aligned=False) for _ in range(2))
-    o, o_win, out = (fake(dtype, None, None, None, dim) for _ in range(3))
-    keeps_o, keeps_win, keeps_win_lse = keeps
-    gates: tuple[Any, ...] = (None,) * 4
-    if gating is not None:
-        weight, given, o_cmp, *_ = fake_gating(dim, dtype, *gating, False)
-        gates = out, weight, given, o_cmp
-    return compile_kernel(
-        WindowCombine(dim, CUTE_DTYPES[dtype], group, slots, size, init, local, gated=gating is not None),
-        *rows,
-        fake_slots(),
-        fake(dtype, None, None, None, group, dim),
-        fake(torch.float32, None, None, None, group, aligned=False),
-        lse,
-        win_lse if keeps_win_lse else None,
-        *gates,
-        o_win if keeps_win else None,
-        o if keeps_o else None,
-        fake_tables()[0] if packed else None,
-        Int32(0),
-        Int32(0),
-        Float32(0.0),
-    )
-
-
 def window_combine(
     q: Tensor,
     k: Tensor,
@@ -835,7 +834,7 @@ def window_combine(
     variant = None
     if gating is not None:
         gates, variant = (gating.out, gating.gate_proj_weight, gating.gates, gating.o_cmp), gating.variant[:2]
-    run = _compiled(
+    run = WindowCombine.compile(
         q.shape[3],
         q.dtype,
         o_partial.shape[3],

@@ -62,7 +62,7 @@ from cute_kernels.mma.wgmma import (
     tma_pipeline,
 )
 from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake, fake_heads, fake_stats
 
 SLOTS_FOR_PRODUCER, SLOTS_FOR_CONSUMERS = 3, 4
 """Named barriers, numbered after those of the epilogue: warp 1 has written which slots have partials."""
@@ -88,6 +88,30 @@ class WindowDQCombine(WindowDQ):
     def __init__(self, dim: int, dtype: Any, group: int, slots: int, *, partials_per_slot: int) -> None:
         super().__init__(dim, dtype, has_local=True)
         self.group, self.slots, self.partials_per_slot = group, slots, partials_per_slot
+
+    @staticmethod
+    @compiled_once
+    def compile(  # type: ignore[override]
+        dim: int,
+        dtype: torch.dtype,
+        group: int,
+        slots: int,
+        partials_per_slot: int,
+        has_cmp: bool,
+        w_dtype: torch.dtype | None,
+    ) -> Kernel:
+        return compile_kernel(
+            WindowDQCombine(dim, CUTE_DTYPES[dtype], group, slots, partials_per_slot=partials_per_slot),
+            *fake_heads(dtype, dim, dim, dim, dim),
+            *fake_stats(4),
+            fake_slots(),
+            fake(dtype, None, None, None, group, dim),
+            *fake_query_terms(dim, dtype, int(has_cmp), 1, w_dtype),
+            fake(dtype, None, None, None, dim),
+            *[Int32(0)] * 3,
+            Float32(0.0),
+            Int32(0),
+        )
 
     @cute.jit
     def __call__(
@@ -381,32 +405,6 @@ class WindowQueries(NamedTuple):
         return WindowQueries(self.lse[batches, heads, rows], self.delta[batches, heads, rows], self.left)
 
 
-@compiled_once
-def _compiled(
-    dim: int,
-    dtype: torch.dtype,
-    group: int,
-    slots: int,
-    partials_per_slot: int,
-    has_cmp: bool,
-    w_dtype: torch.dtype | None,
-) -> Kernel:
-    rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
-    stats = [fake(torch.float32, None, None, None, aligned=False) for _ in range(4)]
-    return compile_kernel(
-        WindowDQCombine(dim, CUTE_DTYPES[dtype], group, slots, partials_per_slot=partials_per_slot),
-        *rows,
-        *stats,
-        fake_slots(),
-        fake(dtype, None, None, None, group, dim),
-        *fake_query_terms(dim, dtype, int(has_cmp), 1, w_dtype),
-        fake(dtype, None, None, None, dim),
-        *[Int32(0)] * 3,
-        Float32(0.0),
-        Int32(0),
-    )
-
-
 def window_dq_combine(
     worklist: Worklist,
     partial: Tensor,
@@ -432,7 +430,7 @@ def window_dq_combine(
     q, do, k, v = attended
     *_, group, dim = partial.shape
     slots, has_cmp = worklist.slot_blocks.shape[3], len(terms.branches) > 0
-    run = _compiled(dim, q.dtype, group, slots, partials_per_slot, has_cmp, terms.w_dtype).run
+    run = WindowDQCombine.compile(dim, q.dtype, group, slots, partials_per_slot, has_cmp, terms.w_dtype).run
     stats = window.lse, window.delta, *local_selected[:2]
     sizes = window.left, *local_selected[2:], scale, worklist.first_token
     run(q, do, k, v, *stats, worklist.slot_blocks, partial, *terms.arguments(1), dq, *sizes)

@@ -97,6 +97,28 @@ class ChooseBlocks:
         self.starts = starts if self.tiles.reach > 0 else 0  # blocks of a chunk that start a tile
         self.head_lanes = min(LANES, THREADS >> (heads - 1).bit_length())  # lanes that sum a head's lse
 
+    @staticmethod
+    @compiled_once
+    def compile(
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        group: int,
+        queries: int,
+        blocks: Blocks,
+        page_size: int,
+        terms: int = 1,  # see ScoreEntries
+        heads: int | None = None,  # None: G
+    ) -> Kernel:
+        score = ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, blocks, page_size, terms=terms)
+        return compile_kernel(
+            ChooseBlocks(score, blocks, heads or group),
+            *fake_lengths(),
+            fake(torch.float32, None, score.cta_rows, aligned=False),
+            fake_scores(group, queries, score.tiles),
+            *fake_parts(blocks),
+            *[Int32(0)] * 2,
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -343,28 +365,6 @@ class ChooseBlocks:
     def _share(self, rHeads: cute.Tensor, lse: cute.Tensor, head: int) -> Float32:
         """Contribution of a head to a block's score."""
         return rHeads[head] if self.by_tile else cute.math.exp2(rHeads[head] - lse[head], fastmath=True)
-
-
-@compiled_once
-def compiled(
-    dims: tuple[int, int],
-    dtype: torch.dtype,
-    group: int,
-    queries: int,
-    blocks: Blocks,
-    page_size: int,
-    terms: int = 1,  # see ScoreEntries
-    heads: int | None = None,  # None: G
-) -> Kernel:
-    score = ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, blocks, page_size, terms=terms)
-    return compile_kernel(
-        ChooseBlocks(score, blocks, heads or group),
-        *fake_lengths(),
-        fake(torch.float32, None, score.cta_rows, aligned=False),
-        fake_scores(group, queries, score.tiles),
-        *fake_parts(blocks),
-        *[Int32(0)] * 2,
-    )
 
 
 def fake_parts(blocks: Blocks) -> tuple[Any, Any]:

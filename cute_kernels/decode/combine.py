@@ -62,6 +62,39 @@ class CombineBranches:
         self.rows = self.threads // self.lanes
         self.v_dim = v_dim
 
+    @staticmethod
+    @compiled_once
+    def compile(
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        group: int,
+        queries: int,
+        blocks: Blocks,
+        page_size: int,
+        w_dtype: torch.dtype | None,
+        g_dtype: torch.dtype | None,
+        shape: Shape = FEW_HEADS,
+        terms: int = 1,  # see ScoreEntries
+        select_heads: int | None = None,  # None: G
+    ) -> Kernel:
+        dim, v_dim = dims
+        score = ScoreEntries(dim, v_dim, CUTE_DTYPES[dtype], group, queries, blocks, page_size, terms=terms)
+        heads = select_heads or group
+        return compile_kernel(
+            CombineBranches(score, dim, v_dim, shape, heads),
+            *fake_lengths(),
+            fake(torch.int8, None, aligned=False),
+            fake(torch.float32, None, score.cta_rows, v_dim),
+            fake(torch.float32, None, score.cta_rows, aligned=False),
+            *fake_block_partials(heads, v_dim),
+            *((None, None) if heads == group else fake_block_partials(group, v_dim)),
+            None if w_dtype is None else fake(dtype, None, None, None, dim),
+            None if w_dtype is None else fake(w_dtype, None, BRANCHES, dim),
+            None if g_dtype is None else fake(g_dtype, None, None, None, BRANCHES, aligned=False),
+            fake(dtype, None, None, None, v_dim),
+            *[Int32(0)] * 2,
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -247,39 +280,6 @@ class CombineBranches:
             rSum.store(rSum.load() + rPart.load() * weight)
         inverse = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
         rO.store(rSum.load() * inverse)
-
-
-@compiled_once
-def compiled(
-    dims: tuple[int, int],
-    dtype: torch.dtype,
-    group: int,
-    queries: int,
-    blocks: Blocks,
-    page_size: int,
-    w_dtype: torch.dtype | None,
-    g_dtype: torch.dtype | None,
-    shape: Shape = FEW_HEADS,
-    terms: int = 1,  # see ScoreEntries
-    select_heads: int | None = None,  # None: G
-) -> Kernel:
-    dim, v_dim = dims
-    score = ScoreEntries(dim, v_dim, CUTE_DTYPES[dtype], group, queries, blocks, page_size, terms=terms)
-    heads = select_heads or group
-    return compile_kernel(
-        CombineBranches(score, dim, v_dim, shape, heads),
-        *fake_lengths(),
-        fake(torch.int8, None, aligned=False),
-        fake(torch.float32, None, score.cta_rows, v_dim),
-        fake(torch.float32, None, score.cta_rows, aligned=False),
-        *fake_block_partials(heads, v_dim),
-        *((None, None) if heads == group else fake_block_partials(group, v_dim)),
-        None if w_dtype is None else fake(dtype, None, None, None, dim),
-        None if w_dtype is None else fake(w_dtype, None, BRANCHES, dim),
-        None if g_dtype is None else fake(g_dtype, None, None, None, BRANCHES, aligned=False),
-        fake(dtype, None, None, None, v_dim),
-        *[Int32(0)] * 2,
-    )
 
 
 def fake_block_partials(heads: int, v_dim: int) -> tuple[Any, Any]:

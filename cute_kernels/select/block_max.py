@@ -71,7 +71,7 @@ from cute_kernels.mma.wgmma import (
 from cute_kernels.pool.documents import LENGTH, QUERY, START, TOKEN, Packed, bounds_of, document_at, fake_tables
 from cute_kernels.runtime.device import has_warpgroups, multiprocessors, vectorizable
 from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake_heads
 from cute_kernels.select.parts import empty_list, fake_parts, merge_parts, store_list
 from cute_kernels.select.topk import Blocks, TopKList
 
@@ -147,6 +147,29 @@ class BlockMaxTopK:
         self.steps_per_turn = STEPS_PER_TURN if self.row_tiles == 2 else 1
         self.steps_per_merge = LANES // self.blocks_per_step
         self.topk = top_k_list(size, count, local)
+
+    @staticmethod
+    @compiled_once
+    def compile(
+        dim: int,
+        dtype: torch.dtype,
+        group: int,
+        size: int,
+        count: int,
+        local: int,
+        packed: bool,
+        in_parts: bool,
+        warpgroups: bool,
+    ) -> Kernel:
+        values, indices = fake_parts() if in_parts else (None, fake_slots())
+        return compile_kernel(
+            BlockMaxTopK(dim, CUTE_DTYPES[dtype], group, size, count, local, warpgroups),
+            *fake_heads(dtype, dim, dim),
+            indices,
+            values,
+            fake_tables()[0] if packed else None,
+            Int32(0),
+        )
 
     @cute.jit
     def __call__(
@@ -488,29 +511,6 @@ class BlockMaxTopK:
             self.topk.merge(sValues, shared.sIndices[row, None], score, block, candidates)
 
 
-@compiled_once
-def _compiled(
-    dim: int,
-    dtype: torch.dtype,
-    group: int,
-    size: int,
-    count: int,
-    local: int,
-    packed: bool,
-    in_parts: bool,
-    warpgroups: bool,
-) -> Kernel:
-    values, indices = fake_parts() if in_parts else (None, fake_slots())
-    return compile_kernel(
-        BlockMaxTopK(dim, CUTE_DTYPES[dtype], group, size, count, local, warpgroups),
-        *[fake(dtype, None, None, None, dim) for _ in range(2)],
-        indices,
-        values,
-        fake_tables()[0] if packed else None,
-        Int32(0),
-    )
-
-
 def num_parts(ctas: int, keys: int, size: int, most: int) -> int:
     """Number of parts of the keys: at least a merge each, and at most `most` CTAs. Args: `ctas`: work tiles."""
     merges = -(-keys // (LANES * size))
@@ -560,10 +560,10 @@ def top_blocks_by_max(
                 torch.empty((*indices.shape[:3], parts, k), dtype=dtype, device=q.device)
                 for dtype in (torch.float32, torch.int32)
             )
-            _compiled(*how).run(q, keys, lists, values, None, first_token)
+            BlockMaxTopK.compile(*how).run(q, keys, lists, values, None, first_token)
             indices = merge_parts(values, lists)
         else:
-            _compiled(*how).run(q, keys, indices, None, bounds, first_token)
+            BlockMaxTopK.compile(*how).run(q, keys, indices, None, bounds, first_token)
     if cu_seqlens is not None:
         return indices[0]
     return indices if packed is None else indices[0].unflatten(1, (-1, tokens)).transpose(0, 1).contiguous()

@@ -102,6 +102,21 @@ class TileTopK:
         self.tile_n = 64 if blocks.per_step(64) > 0 else 128
         self.blocks_per_step = blocks.per_step(self.tile_n)
 
+    @staticmethod
+    @compiled_once
+    def compile(dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: int, packed: bool) -> Kernel:
+        return compile_kernel(
+            TileTopK(dim, CUTE_DTYPES[dtype], blocks, keys, tile),
+            fake(torch.float32, None, None, None, dim),
+            fake(dtype, None, None, None, dim),
+            fake(torch.int32, None, None, None, blocks.count, aligned=False),
+            fake(torch.float32, None, None, None, None, aligned=False),
+            fake_tables()[0] if packed else None,
+            Int32(0),
+            Int32(0),
+            Int32(0),
+        )
+
     def _smem_layout(self, rows: int, copies: int) -> Any:
         columns = next(c for c in (64, 32, 16) if self.dim % c == 0)
         bits = {64: 3, 32: 2, 16: 1}[columns]
@@ -440,21 +455,6 @@ class TileTopK:
         return total, weight
 
 
-@compiled_once
-def _compiled(dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: int, packed: bool) -> Kernel:
-    return compile_kernel(
-        TileTopK(dim, CUTE_DTYPES[dtype], blocks, keys, tile),
-        fake(torch.float32, None, None, None, dim),
-        fake(dtype, None, None, None, dim),
-        fake(torch.int32, None, None, None, blocks.count, aligned=False),
-        fake(torch.float32, None, None, None, None, aligned=False),
-        fake_tables()[0] if packed else None,
-        Int32(0),
-        Int32(0),
-        Int32(0),
-    )
-
-
 def num_parts(ctas: int, entries: int, most: int) -> int:
     """Number of parts of the entries, from measurements.
 
@@ -511,7 +511,7 @@ def tile_topk(
     if parts > 1:
         values = torch.empty(shape, dtype=torch.float32, device=mean_q.device)
     bounds = None if documents is None else documents.bounds
-    run = _compiled(k_cmp.dtype, dim, blocks, keys, tile, packed).run
+    run = TileTopK.compile(k_cmp.dtype, dim, blocks, keys, tile, packed).run
     run(mean_q, k_cmp, lists, values, bounds, parts, tokens, start // tile)
     if parts > 1:
         return merge_parts(*(x.unflatten(2, (tiles, parts)) for x in (values, lists)))

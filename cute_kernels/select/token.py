@@ -59,7 +59,7 @@ from cute_kernels.mma.wgmma import WARPGROUP_THREADS, allocate_tiles, issue_mma,
 from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
 from cute_kernels.runtime.device import has_warpgroups, multiprocessors, vectorizable
 from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake, fake_stats
 from cute_kernels.select.token_tiling import KEY_TILE, MMA_WARPS, choose_tiling, score_layout
 from cute_kernels.select.topk import NUM_VISIBLE, Blocks, TopKList
 
@@ -172,6 +172,22 @@ class TokenTopK:
             fits = (h for h in range(1, group + 1) if group % h == 0 and h * tiling.subtile <= MAX_WGMMA_N)
             self.heads_per_mma = max(fits)
         self.mma_n = self.heads_per_mma * tiling.subtile
+
+    @staticmethod
+    @compiled_once
+    def compile(dtype: torch.dtype, dim: int, group: int, blocks: Blocks, packed: bool, use_wgmma: bool) -> Kernel:
+        bounds, tiles = fake_tables() if packed else (None, None)
+        return compile_kernel(
+            TokenTopK(dim, CUTE_DTYPES[dtype], group, blocks, Keys(blocks.length, blocks.stride), use_wgmma),
+            fake(dtype, None, None, None, dim),
+            fake(dtype, None, None, None, dim),
+            *fake_stats(1),
+            fake(torch.int32, None, None, None, blocks.count, aligned=False),
+            bounds,
+            tiles,
+            Float32(0.0),
+            *[Int32(0)] * 4,
+        )
 
     @cute.jit
     def __call__(
@@ -790,22 +806,6 @@ class TokenTopK:
         cute.arch.barrier_arrive(barrier_id=NamedBarrier.ScoresFull, number_of_threads=THREADS)
 
 
-@compiled_once
-def _compiled(dtype: torch.dtype, dim: int, group: int, blocks: Blocks, packed: bool, use_wgmma: bool) -> Kernel:
-    bounds, tiles = fake_tables() if packed else (None, None)
-    return compile_kernel(
-        TokenTopK(dim, CUTE_DTYPES[dtype], group, blocks, Keys(blocks.length, blocks.stride), use_wgmma),
-        fake(dtype, None, None, None, dim),
-        fake(dtype, None, None, None, dim),
-        fake(torch.float32, None, None, None, aligned=False),
-        fake(torch.int32, None, None, None, blocks.count, aligned=False),
-        bounds,
-        tiles,
-        Float32(0.0),
-        *[Int32(0)] * 4,
-    )
-
-
 def token_topk(
     q: Tensor, k_cmp: Tensor, lse_cmp: Tensor, config: Any, *, start: int = 0, documents: Documents | None = None
 ) -> Tensor:
@@ -837,7 +837,7 @@ def token_topk(
         bounds, tiles, tile = documents.bounds, documents.tiles, documents.tile
     if indices.numel() > 0:
         how = q.dtype, dim, heads // k_cmp.shape[2], blocks, documents is not None, has_warpgroups(q.device)
-        run = _compiled(*how).run
+        run = TokenTopK.compile(*how).run
         lse_cmp = lse_cmp if lse_cmp.stride(-1) == 1 else lse_cmp.contiguous()
         scale = config.scale(dim) * LOG2_E
         max_ctas = multiprocessors(q.device)

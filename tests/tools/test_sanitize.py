@@ -104,17 +104,17 @@ def test_cases_launch_every_kernel(launched: dict[str, set[str]]) -> None:
 @pytest.mark.cuda_extra
 def test_a_case_that_is_dropped_is_missed(launched: dict[str, set[str]]) -> None:
     outcome = tool.Outcome(launched=set().union(*(of for case, of in launched.items() if case != "tiles, many heads")))
-    assert tool.missing(outcome) == ["attend.selected_backward._combine"]
+    assert tool.missing(outcome) == ["attend.selected_backward.CombineSelectedDKV"]
     assert not tool.passes(outcome)
 
 
 def test_forms_of_the_sources(tmp_path: Path) -> None:
-    source = "@compiled_once\ndef _one(dim: int, packed: bool, *, near: bool = False): ...\n"
-    source += "@compiled_once\ndef _two(dim: int): ...\n@lru_cache\ndef _none(packed: bool): ...\n"
+    source = "class One:\n @compiled_once\n def compile(dim: int, packed: bool, *, near: bool = False): ...\n"
+    source += "class Two:\n @compiled_once\n def compile(dim: int): ...\n @lru_cache\n def none(packed: bool): ...\n"
     (tmp_path / "cute_kernels").mkdir()
     (tmp_path / "cute_kernels" / "some.py").write_text(source, encoding="utf-8")
-    flags = [f"some._one {flag}={value}" for flag in ("near", "packed") for value in (False, True)]
-    assert sorted(tool.every_form(tmp_path)) == [*flags, "some._two"]
+    flags = [f"some.One {flag}={value}" for flag in ("near", "packed") for value in (False, True)]
+    assert sorted(tool.every_form(tmp_path)) == [*flags, "some.Two"]
 
 
 # The outcome of a tool
