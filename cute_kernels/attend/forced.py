@@ -39,7 +39,7 @@ from cute_kernels.attend.views import (
     most_token_blocks,
     token_block,
 )
-from cute_kernels.attend.warp_rows import CtaContext, WarpRows
+from cute_kernels.attend.warp_rows import CtaContext, Mmas, WarpRows
 from cute_kernels.gate.forward import Gating, fake_gating
 from cute_kernels.lists.worklist import Worklist, fake_slots
 from cute_kernels.mma.smem import RESERVED_SMEM_BYTES, SM_SMEM_BYTES, SMEM_CARVEOUT
@@ -147,7 +147,7 @@ class ForcedForward(WarpRows):
             mBounds,
             first_token,
             scale,
-            *self._mmas_and_layouts(),
+            self._mmas(),
         ).launch(stream=stream, **self._launch(mQ, mK, mBounds, first_token))
 
     @cute.kernel
@@ -161,13 +161,9 @@ class ForcedForward(WarpRows):
         mBounds: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
-        mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        v_layout: cute.ComposedLayout,
+        mmas: Mmas,
     ):
-        cta = self._set_up(mma_qk, mma_pv, q_layout, k_layout, v_layout)
+        cta = self._set_up(mmas)
         tokens = self._cta_tokens(cta, mQ, mBounds, first_token)
         self._attend_tokens(cta, tokens, mQ, mK, mV, mO, mLse, scale)
 
@@ -299,7 +295,7 @@ class ForcedCombineAndGate(ForcedForward):
             group_heads_first(mSlc, self.group),
             first_token,
             scale,
-            *self._mmas_and_layouts(),
+            self._mmas(),
         ).launch(stream=stream, **self._launch(mQ, mK, None, first_token))
 
     @cute.kernel
@@ -320,13 +316,9 @@ class ForcedCombineAndGate(ForcedForward):
         mSlc: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
-        mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        v_layout: cute.ComposedLayout,
+        mmas: Mmas,
     ):
-        cta = self._set_up(mma_qk, mma_pv, q_layout, k_layout, v_layout)
+        cta = self._set_up(mmas)
         tokens = self._cta_tokens(cta, mQ, None, first_token)
         gWeight = None
         if const_expr(mW is not None):

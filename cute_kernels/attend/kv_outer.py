@@ -45,7 +45,7 @@ from cute_kernels.attend.checks import check_token_attention
 from cute_kernels.attend.combine import combine_and_gate, combine_partials
 from cute_kernels.attend.forced import forced_combine_and_gate, forced_forward
 from cute_kernels.attend.views import block_bounds, group_heads
-from cute_kernels.attend.warp_rows import WarpRows
+from cute_kernels.attend.warp_rows import Mmas, WarpRows
 from cute_kernels.attend.window_combine import WindowBranch, window_combine
 from cute_kernels.gate.forward import Gating
 from cute_kernels.lists.worklist import (
@@ -138,7 +138,7 @@ class KVOuterForward(WarpRows):
             mPositions,
             first_token,
             scale,
-            *self._mmas_and_layouts(),
+            self._mmas(),
         ).launch(
             grid=[mWorkTiles.shape[3], mK.shape[2], mK.shape[0]],
             block=[WARPS * LANES, 1, 1],
@@ -162,13 +162,9 @@ class KVOuterForward(WarpRows):
         mPositions: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
-        mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        v_layout: cute.ComposedLayout,
+        mmas: Mmas,
     ):
-        cta = self._set_up(mma_qk, mma_pv, q_layout, k_layout, v_layout)
+        cta = self._set_up(mmas)
         _, num_tiles = num_work_tiles(mCumCounts[cta.batch, cta.kv_head, None, None])
         if cta.work_idx < num_tiles:
             gWorkTile = mWorkTiles[cta.batch, cta.kv_head, None, cta.work_idx]  # int32 [3]: BLOCK, FIRST, COUNT

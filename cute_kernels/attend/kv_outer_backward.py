@@ -130,6 +130,15 @@ class WorkTile(NamedTuple):
     """Index of the CTA's TILE keys within the KV block."""
 
 
+class KeyGradients(NamedTuple):
+    """Sums of dK and dV of earlier chunks, and partials of blocks that are split."""
+
+    mdK: cute.Tensor  # fp32 [B, N, H_kv, D]
+    mdV: cute.Tensor  # fp32 [B, N, H_kv, D_v]
+    mdKPartial: cute.Tensor  # fp32 [B, H_kv, work tiles of split blocks, l', D]
+    mdVPartial: cute.Tensor  # fp32 [B, H_kv, work tiles of split blocks, l', D_v]
+
+
 class Rows(NamedTuple):
     """Gathered rows of a work tile: row i is head i % G of the (i // G)-th token that selected the block."""
 
@@ -220,10 +229,10 @@ class KVOuterBackward:
         mWorkTiles: cute.Tensor,  # Worklist.work_tiles
         mCumCounts: cute.Tensor,  # Worklist.cum_counts
         mdQPartial: cute.Tensor,  # [B, H_kv, T n block_tiles, G, D]
-        mdK: cute.Tensor,  # fp32 [B, N, H_kv, D]
-        mdV: cute.Tensor,  # fp32 [B, N, H_kv, D_v]
-        mdKPartial: cute.Tensor,  # fp32 [B, H_kv, work tiles of split blocks, l', D]
-        mdVPartial: cute.Tensor,  # fp32 [B, H_kv, work tiles of split blocks, l', D_v]
+        mdK: cute.Tensor,  # KeyGradients
+        mdV: cute.Tensor,
+        mdKPartial: cute.Tensor,
+        mdVPartial: cute.Tensor,
         mBounds: cute.Tensor | None,  # PackedBlocks.bounds and .positions
         mPositions: cute.Tensor | None,
         first_token: Int32,
@@ -241,10 +250,7 @@ class KVOuterBackward:
             mWorkTiles,
             mCumCounts,
             mdQPartial,
-            mdK,
-            mdV,
-            mdKPartial,
-            mdVPartial,
+            KeyGradients(mdK, mdV, mdKPartial, mdVPartial),
             mBounds,
             mPositions,
             first_token,
@@ -270,10 +276,7 @@ class KVOuterBackward:
         mWorkTiles: cute.Tensor,
         mCumCounts: cute.Tensor,
         mdQPartial: cute.Tensor,
-        mdK: cute.Tensor,
-        mdV: cute.Tensor,
-        mdKPartial: cute.Tensor,
-        mdVPartial: cute.Tensor,
+        gradients: KeyGradients,
         mBounds: cute.Tensor | None,
         mPositions: cute.Tensor | None,
         first_token: Int32,
@@ -312,7 +315,7 @@ class KVOuterBackward:
                 load_block(mK[batch, None, kv_head, None], shared.sK, first_key, end, thread, THREADS)
                 load_block(mV[batch, None, kv_head, None], shared.sV, first_key, end, thread, THREADS)
                 self.mainloop(rows, shared, dK, dV, gdQPartial, work, first_key, scale, tile_row, writer)
-            self.epilogue(dK, dV, mdK, mdV, mdKPartial, mdVPartial, work, split_tiles, num_rows, first_key, end, scale)
+            self.epilogue(dK, dV, gradients, work, split_tiles, num_rows, first_key, end, scale)
 
     @cute.jit
     def mainloop(
@@ -527,10 +530,7 @@ class KVOuterBackward:
         self,
         dK: cute.Tensor,
         dV: cute.Tensor,
-        mdK: cute.Tensor,
-        mdV: cute.Tensor,
-        mdKPartial: cute.Tensor,
-        mdVPartial: cute.Tensor,
+        gradients: KeyGradients,
         work: WorkTile,
         split_tiles: Int32,  # work tiles of split blocks, which come first
         num_rows: Int32,
@@ -539,6 +539,7 @@ class KVOuterBackward:
         scale: Float32,
     ):
         """Write dK and dV as partials if the block is split, otherwise add them to the sums of earlier chunks."""
+        mdK, mdV, mdKPartial, mdVPartial = gradients
         batch, kv_head = work.batch, work.kv_head
         keys = cutlass.min(end - first_key, TILE)
         dK.store(dK.load() * scale)

@@ -148,9 +148,6 @@ class QueryOuterForward:
             mPositions,
             first_token,
             scale,
-            swizzled_tiles(self.dtype, self.dim, QUERY_OUTER_ROWS // TILE),
-            swizzled_tiles(self.dtype, self.dim, STAGES),
-            swizzled_tiles(self.dtype, self.v_dim, STAGES),
         ).launch(
             grid=[cute.ceil_div(mIndices.shape[2], self.tokens), mK.shape[2], mK.shape[0]],
             block=[THREADS, 1, 1],
@@ -171,9 +168,6 @@ class QueryOuterForward:
         mPositions: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        v_layout: cute.ComposedLayout,
     ):
         thread, _, _ = cute.arch.thread_idx()
         cta, kv_head, batch = cute.arch.block_idx()
@@ -182,9 +176,9 @@ class QueryOuterForward:
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator()
-        sK = allocate_tiles(smem, self.dtype, k_layout)  # (TILE, D, STAGES)
-        sV = allocate_tiles(smem, self.dtype, v_layout)  # (TILE, D_v, STAGES)
-        sQ = allocate_tiles(smem, self.dtype, q_layout)  # (TILE, D, QUERY_OUTER_ROWS / TILE)
+        sizes = (self.dim, STAGES), (self.v_dim, STAGES), (self.dim, QUERY_OUTER_ROWS // TILE)
+        # (TILE, D, STAGES), (TILE, D_v, STAGES) and (TILE, D, QUERY_OUTER_ROWS / TILE)
+        sK, sV, sQ = (allocate_tiles(smem, self.dtype, swizzled_tiles(self.dtype, *size)) for size in sizes)
         num_slots = const_expr(self.tokens * self.slots)
         # int32 [tokens n] each: per slot of the tile, then per listed block
         sSlotBlock, sSlotBits, sBlock, sBlockBits = (

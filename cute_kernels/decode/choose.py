@@ -183,9 +183,10 @@ class ChooseBlocks:
             self._load(gScores, first, end, cut.tiles, rOwn, rBefore)
             if const_expr(not self.by_tile):
                 head = thread // self.head_lanes
-                group, row = divide(query * self.heads + cutlass.min(head, self.heads - 1), self.score.cta_rows)
+                query_row = query * self.score.group + first_head + cutlass.min(head, self.heads - 1)
+                group, group_row = divide(query_row, self.score.cta_rows)
                 places = self.score.splits.partials(cut, kv_head * self.score.row_groups + group)
-                lse = self._lse(mLse[None, row], places)
+                lse = self._lse(mLse[None, group_row], places)
                 if (thread % self.head_lanes == 0) & (head < padded):
                     sLse[head] = lse if head < self.heads else Float32(0.0)
             cute.arch.sync_threads()  # the row and the heads' lse are written
@@ -331,8 +332,8 @@ class ChooseBlocks:
                 first = i * at_once + place  # index among the blocks that start a tile
                 tile = start // self.tiles.blocks + first
                 if (first < self.starts) & (tile * self.tiles.blocks < end) & (tile > 0):
-                    gBehind = gScores[tile - 1, self.tiles.blocks, None]  # [heads ...]
-                    cute.autovec_copy(cute.local_tile(gBehind, (FLOATS,), (piece,)), rBefore[None, i])
+                    gBefore = gScores[tile - 1, self.tiles.blocks, None]  # [heads ...]
+                    cute.autovec_copy(cute.local_tile(gBefore, (FLOATS,), (piece,)), rBefore[None, i])
 
     @cute.jit
     def _sum_side_by_side(self, rOwn: cute.Tensor, rBefore: cute.Tensor, sLse: cute.Tensor) -> Float32:

@@ -175,9 +175,10 @@ class CombineBranches:
         if is_new:
             # Partials, `rows` at a time
             if branch == 0:
-                group, row_in_group = divide(query * self.group + head_in_group, self.score.cta_rows)
+                query_row = query * self.group + head_in_group
+                group, group_row = divide(query_row, self.score.cta_rows)
                 partials = self.score.splits.partials(cut, kv_head * self.score.row_groups + group)
-                gCmp = mCmpO[None, row_in_group, None], mCmpLse[None, row_in_group]  # fp32 [partials, D_v], [partials]
+                gCmp = mCmpO[None, group_row, None], mCmpLse[None, group_row]  # fp32 [partials, D_v], [partials]
                 self._sum(*gCmp, partials, row, lane, branch, sO, sMax, sSum)
             elif branch == 1:
                 partials = Partials(Int32(0), selected_parts)

@@ -208,8 +208,8 @@ class Documents:
 
     def fill_tail(self, packed: Tensor, dim: int, fill: float) -> Tensor:
         """Replace values after the last document by `fill`."""
-        behind = (self.rows < 0).view(-1, *[1] * (packed.dim() - dim - 1))
-        return packed.masked_fill(behind, fill)
+        tail = (self.rows < 0).view(-1, *[1] * (packed.dim() - dim - 1))
+        return packed.masked_fill(tail, fill)
 
     @property
     def entry_counts(self) -> Tensor:

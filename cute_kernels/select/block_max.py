@@ -193,8 +193,6 @@ class BlockMaxTopK:
             mBounds,
             first_token,
             parts,
-            swizzled_tiles(self.dtype, self.dim, self.rows // TILE),
-            swizzled_tiles(self.dtype, self.dim, STAGES, KEY_TILE),
         ).launch(
             grid=[cute.ceil_div(mQ.shape[1], self.tokens), mK.shape[2], mK.shape[0] * parts],
             block=[THREADS, 1, 1],
@@ -212,8 +210,6 @@ class BlockMaxTopK:
         mBounds: cute.Tensor | None,
         first_token: Int32,
         parts: Int32,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
     ):
         cta, kv_head, batch = cute.arch.block_idx()
         part = Int32(0)
@@ -222,7 +218,7 @@ class BlockMaxTopK:
         tiles, _, _ = cute.arch.grid_dim()
         first = (tiles - 1 - cta) * self.tokens  # later tokens see more keys
         num_tokens = cutlass.min(mQ.shape[1] - first, self.tokens)
-        shared = self.allocate(q_layout, k_layout)
+        shared = self.allocate()
         # [T - first, H - first head, D]
         gQ = cute.domain_offset((first, kv_head * self.group, 0), mQ[batch, None, None, None])
         gK = mK[batch, None, kv_head, None]  # [N, D]
@@ -275,9 +271,10 @@ class BlockMaxTopK:
         return Keyspan(span.first, span.end, span.blocks, part * steps, stop)
 
     @cute.jit
-    def allocate(self, q_layout: cute.ComposedLayout, k_layout: cute.ComposedLayout) -> Shared:
+    def allocate(self) -> Shared:
         smem = SmemAllocator()
-        sK = allocate_tiles(smem, self.dtype, k_layout)
+        q_layout = swizzled_tiles(self.dtype, self.dim, self.rows // TILE)
+        sK = allocate_tiles(smem, self.dtype, swizzled_tiles(self.dtype, self.dim, STAGES, KEY_TILE))
         if const_expr(self.warpgroups):
             sQ = cute.make_tensor(sK.iterator, q_layout.outer)  # (TILE, D, tiles)
         else:

@@ -155,8 +155,6 @@ class TileTopK:
             first_tile,
             group,
             tiled_mma,
-            self._smem_layout(TILE_M, QUERY_TERMS),
-            self._smem_layout(self.tile_n, STAGES),
         ).launch(
             grid=[num_row_tiles, mK.shape[2], mK.shape[0] * parts],
             block=[WARPS * LANES, 1, 1],
@@ -176,8 +174,6 @@ class TileTopK:
         first_tile: Int32,
         group: Int32,
         tiled_mma: cute.TiledMma,
-        layout_q: cute.ComposedLayout,
-        layout_k: cute.ComposedLayout,
     ):
         # Coordinates of the CTA's rows
         thread, _, _ = cute.arch.thread_idx()
@@ -201,8 +197,8 @@ class TileTopK:
 
         # Shared memory
         smem = SmemAllocator()
-        sQ = smem.allocate_tensor(self.dtype, layout_q, 128)  # [TILE_M, D, terms]
-        sK = smem.allocate_tensor(self.dtype, layout_k, 128)  # [tile_n, D, stages]
+        sQ = smem.allocate_tensor(self.dtype, self._smem_layout(TILE_M, QUERY_TERMS), 128)  # [TILE_M, D, terms]
+        sK = smem.allocate_tensor(self.dtype, self._smem_layout(self.tile_n, STAGES), 128)  # [tile_n, D, stages]
         score_stride = self.tile_n + 4  # padded against bank conflicts
         # [TILE_M, tile_n]
         sScore = smem.allocate_tensor(Float32, cute.make_layout((TILE_M, self.tile_n), stride=(score_stride, 1)), 16)

@@ -222,8 +222,6 @@ class TokenTopK:
             tiled_mma = cute.make_tiled_mma(
                 op, (entry_warps, token_warps, 1), permutation_mnk=(16 * entry_warps, 8 * token_warps, 32)
             )
-        num_query_tiles = self.tiling.tokens * self.group // self.mma_n
-        columns, stride = score_layout(self.ratio)
         self.kernel(
             mQ,
             mK,
@@ -236,11 +234,6 @@ class TokenTopK:
             first_token,
             document_tile,
             tiled_mma,
-            swizzled_tiles(self.dtype, self.dim, num_query_tiles, self.mma_n)
-            if const_expr(self.use_wgmma)
-            else smem_tiles(self.mma_n, self.dim, num_query_tiles),
-            cute.select(smem_tiles(KEY_TILE, self.dim, 1), mode=[0, 1]),
-            cute.make_layout((self.tiling.subtile, self.ratio, columns), stride=(stride, columns, 1)),
         ).launch(
             grid=[cutlass.min(self.num_work_tiles(mQ, mK), max_ctas), 1, 1],
             block=[THREADS, 1, 1],
@@ -262,19 +255,21 @@ class TokenTopK:
         first_token: Int32,
         document_tile: Int32,
         tiled_mma: cute.TiledMma,
-        layout_q: cute.ComposedLayout,
-        layout_k: cute.ComposedLayout,
-        layout_score: cute.Layout,
     ):
         smem = SmemAllocator()
         rows, slots = const_expr(self.tiling.tokens), const_expr(self.topk.num_slots)
+        num_query_tiles = const_expr(rows * self.group // self.mma_n)
         # sQ: [heads per MMA * tokens of a subtile, D, (subtile, MMA)]
         if const_expr(self.use_wgmma):
-            sQ = allocate_tiles(smem, self.dtype, layout_q)
+            tiles = swizzled_tiles(self.dtype, self.dim, num_query_tiles, self.mma_n)
+            sQ = allocate_tiles(smem, self.dtype, tiles)
         else:
-            sQ = smem.allocate_tensor(self.dtype, layout_q, 1024)
-        sK = smem.allocate_tensor(self.dtype, layout_k, 128)  # [KEY_TILE, D]
-        sScore = smem.allocate_tensor(Float32, layout_score, 16)  # [tokens of a subtile, l'/d, blocks]
+            sQ = smem.allocate_tensor(self.dtype, smem_tiles(self.mma_n, self.dim, num_query_tiles), 1024)
+        key_tile = cute.select(smem_tiles(KEY_TILE, self.dim, 1), mode=[0, 1])
+        sK = smem.allocate_tensor(self.dtype, key_tile, 128)  # [KEY_TILE, D]
+        columns, stride = score_layout(self.ratio)
+        scores = cute.make_layout((self.tiling.subtile, self.ratio, columns), stride=(stride, columns, 1))
+        sScore = smem.allocate_tensor(Float32, scores, 16)  # [tokens of a subtile, l'/d, blocks]
         # [tokens of the work tile, G]: -lse in base 2
         sLse = smem.allocate_tensor(Float32, cute.make_layout((rows, self.group), stride=(1, rows)), 16)
         # Lists of the tokens: [tokens, slots] each
