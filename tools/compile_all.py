@@ -112,8 +112,7 @@ def all_cases() -> list[Case]:
 
 def case_of(kernel: Any) -> Case:
     """The case of a `jit.Kernel`, by the names of what its function compiles with."""
-    build = inspect.unwrap(kernel.build)
-    bound = inspect.signature(build).bind(*kernel.arguments, **kernel.keywords)
+    bound = inspect.signature(kernel.build).bind(*kernel.arguments, **kernel.keywords)
     bound.apply_defaults()
     values = dict(bound.arguments)
     if form := values.pop("form", None):  # of FlashAttention-4's kernels
@@ -124,17 +123,14 @@ def case_of(kernel: Any) -> Case:
         dim = (values.get("dims") or (values.get("q_dim"),))[0]
     group = values.pop("group", None)
     variant = ",".join(filter(None, (shown(key, value, dim, dtype) for key, value in values.items())))
-    return Case(name_of(build), dim, group, dtype, variant or "-", lambda: kernel.compiled.__cubin__ or b"")
+    return Case(name_of(kernel.build), dim, group, dtype, variant or "-", lambda: kernel.compiled.__cubin__ or b"")
 
 
 def name_of(build: Any) -> str:
-    """The class with a kernel that a function compiles; FlashAttention-4's have the name of the function."""
+    """The class whose `compile` this is; FlashAttention-4's have the name of the function."""
     if build.__module__ == "cute_kernels.fa4.kernels":
         return f"fa4.{build.__name__}"
-    used = (build.__globals__.get(name) for name in build.__code__.co_names)
-    own = (x for x in used if isinstance(x, type) and x.__module__ == build.__module__)
-    (name,) = (x.__name__ for x in own if "kernel" in vars(x))
-    return name
+    return str(build.__qualname__.removesuffix(".compile"))
 
 
 def shown(name: str, value: Any, dim: int | None, dtype: torch.dtype | None) -> str:

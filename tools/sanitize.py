@@ -44,7 +44,7 @@ from torch import Tensor
 from bench.report import RESULTS, environment
 from cute_kernels.runtime.launches import THREAD, start_of
 from tests.support.gpu_calls import CASES
-from tests.support.kernel_classes import OTHERS, every_form, forms
+from tests.support.kernel_classes import OTHERS, every_form, forms_of
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PLAIN, DRY = "plain", "dry"
@@ -101,12 +101,9 @@ class Launched:
     def launch(self, kernel: Any, arguments: tuple[Any, ...]) -> None:
         build = getattr(kernel, "build", None)
         if build is not None and not build.__module__.startswith(OTHERS):
-            signature = inspect.signature(build)
-            bound = signature.bind(*kernel.arguments, **kernel.keywords)
+            bound = inspect.signature(build).bind(*kernel.arguments, **kernel.keywords)
             bound.apply_defaults()
-            flags = [flag for flag, parameter in signature.parameters.items() if parameter.annotation == "bool"]
-            name = f"{build.__module__.removeprefix('cute_kernels.')}.{build.__name__}"
-            self.forms |= forms(name, {flag: bound.arguments[flag] for flag in flags})
+            self.forms |= forms_of(build, bound.arguments)
         if not self.dry:
             start_of(kernel)(*arguments)
 

@@ -12,7 +12,6 @@ decode_cases.py; the budget is the house's: twice the error of the same math wit
 
 from __future__ import annotations
 
-import inspect
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,13 +27,12 @@ from bench import oracles
 from nsa import NSAConfig, top_blocks_by_max
 from nsa.inputs import NSAInputs
 from tests.ptx import Launched, Order, Schedule
-from tests.ptx.compiled import Asked
 from tests.support import block_sparse_cases, decode_cases, indexer_cases
 from tests.support.cases import covering
 from tests.support.gpu_calls import Case as Call
 from tests.support.helpers import error_budget, lse_error
 from tests.support.interpreted_gpu import interpreted_gpu
-from tests.support.kernel_classes import every_form, forms
+from tests.support.kernel_classes import every_form, forms_of
 from tests.support.poison import poison
 from tools.sanitize import FA4, OURS
 
@@ -682,18 +680,11 @@ def execute(case: Case, schedule: str) -> Execution:
         case.run(execution)
     execution.seconds = time.process_time() - start
     execution.kernels = list(dict.fromkeys(kernel_class(of.kernel) for of in launched))
-    execution.forms = list(dict.fromkeys(form for of in launched if of.asked for form in forms_of(of.asked)))
+    execution.forms = list(dict.fromkeys(form for of in launched if of.asked for form in forms_of(*of.asked)))
     execution.findings = list(
         dict.fromkeys(f"{kernel_class(of.kernel)}: {found}" for of in launched for found in of.observer.findings)
     )
     return execution
-
-
-def forms_of(asked: Asked) -> set[str]:
-    """A kernel of ours as `every_form` names it."""
-    parameters = inspect.signature(asked.function).parameters
-    flags = {name: value for name, value in asked.arguments.items() if parameters[name].annotation == "bool"}
-    return forms(f"{asked.function.__module__.removeprefix('cute_kernels.')}.{asked.function.__name__}", flags)
 
 
 def kernel_class(kernel: str) -> str:
