@@ -74,10 +74,13 @@ class Case:
 
         keys = (sum(self.documents) + TAIL,) if self.documents else (self.batch, self.tokens)
         rows = (*keys[:-1], keys[-1] - self.first - sum(self.starts))
+        entries = (*keys[:-1], self.config.num_compressed(keys[-1]))
         k, v = (self.kv_heads, self.dim), (self.kv_heads, self.v_dim)
         shapes: dict[str, tuple[int, ...]] = {
             **{f"k_{branch}": (*keys, *k) for branch in ("slc", "win")},
             **{f"v_{branch}": (*keys, *v) for branch in ("slc", "win")},
+            "k_cmp": (*entries, *k),
+            "v_cmp": (*entries, *v),
             "gates": (*rows, self.heads, 3),
             "gate_proj_weight": (self.heads, 3, self.dim),
             "w_k_compress": (*k, self.dim),
@@ -118,10 +121,10 @@ class Case:
         results = {"out": out, "out alone": alone, **gradients}
         if check:
             indices, cmp_indices = forward.Saved.from_list(saved, inputs, self.config)[2:4]
-            self._check(inputs, do, results, indices, cmp_indices)
+            self.check(inputs, do, results, indices, cmp_indices)
         return results
 
-    def _check(
+    def check(
         self, inputs: NSAInputs, do: Tensor, got: dict[str, Tensor], indices: Tensor, cmp_indices: Tensor | None
     ) -> None:
         """Against fp64 with the kernels' own selections; of packs, for which these cannot be given, that all is finite.
@@ -136,7 +139,7 @@ class Case:
             names = [name for name in leaves.tensors() if name in got]
             of = torch.autograd.grad(out, [getattr(leaves, name) for name in names], do.double())
             expected = {"out": out, "out alone": out, **dict(zip(names, of, strict=True))}
-            wrong += [name for name, x in expected.items() if (got[name] - x).norm() > 2**-5 * x.norm()]
+            wrong += [name for name, x in got.items() if (x - expected[name]).norm() > 2**-5 * expected[name].norm()]
         if wrong:
             raise ArithmeticError(f"{', '.join(wrong)}: not finite, or not what fp64 gives")
 
