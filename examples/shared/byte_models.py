@@ -80,8 +80,8 @@ def load_corpus() -> Corpus:
     Whether a file is held out depends only on its path. Among files with equal content only the first is used, so that
     no validation text is trained on.
     """
-    contents: dict[bool, list[bytes]] = {True: [], False: []}
-    names: dict[bool, list[str]] = {True: [], False: []}
+    training: dict[str, bytes] = {}
+    validation: dict[str, bytes] = {}
     seen: set[bytes] = set()
     folder = Path(sysconfig.get_path("stdlib"))
     for path in sorted(folder.rglob("*.py")):
@@ -89,17 +89,15 @@ def load_corpus() -> Corpus:
         if {"site-packages", "dist-packages"} & set(path.parts) or not path.is_file():
             continue
         content = path.read_bytes().replace(SEPARATOR, b"").strip()
-        if not content or content in seen:
-            continue
-        seen.add(content)
-        held_out = zlib.crc32(name.encode()) % VALIDATION_SHARE == 0
-        contents[held_out].append(content + b"\n" + SEPARATOR)
-        names[held_out].append(name)
-    training, validation = (
-        torch.frombuffer(bytearray(b"".join(contents[held_out]) or SEPARATOR), dtype=torch.uint8)
-        for held_out in (False, True)
-    )
-    return Corpus(training, validation, tuple(names[False]), tuple(names[True]))
+        if content and content not in seen:
+            seen.add(content)
+            held_out = zlib.crc32(name.encode()) % VALIDATION_SHARE == 0
+            (validation if held_out else training)[name] = content + b"\n" + SEPARATOR
+    texts = [
+        torch.frombuffer(bytearray(b"".join(files.values()) or SEPARATOR), dtype=torch.uint8)
+        for files in (training, validation)
+    ]
+    return Corpus(texts[0], texts[1], tuple(training), tuple(validation))
 
 
 def windows_at(text: Tensor, starts: Tensor, length: int) -> Tensor:

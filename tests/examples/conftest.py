@@ -8,6 +8,7 @@ import pytest
 from torch import Tensor
 
 import nsa.module
+from examples.shared import byte_models
 from examples.shared.byte_models import Corpus, load_corpus
 from examples.shared.nsa_variants import BRANCHES
 from nsa import nsa_forward_aux
@@ -16,6 +17,11 @@ from nsa import nsa_forward_aux
 @pytest.fixture(scope="session")
 def corpus() -> Corpus:
     return load_corpus()
+
+
+@pytest.fixture(autouse=True)
+def loaded_once(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(byte_models, "load_corpus", lambda: corpus)
 
 
 @pytest.fixture

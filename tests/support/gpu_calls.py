@@ -265,12 +265,12 @@ ENTRIES = NSAConfig(
     compress_block_size=4, select_block_size=64, num_selected_blocks=3, num_cmp_selected_blocks=2, n_block_size=64
 )
 TOKENS = NSAConfig.paper(num_selected_blocks=6, window_size=200)
-MANY = {"heads": 16, "kv_heads": 1}
+MANY: dict[str, Any] = {"heads": 16, "kv_heads": 1}
 """Heads for which blocks of a few hundred tokens have more query rows than one work tile."""
 MOST: dict[str, Any] = {"heads": 64, "kv_heads": 1, "tokens": 201}
 """Heads for which attend/query_outer.py stands in."""
 
-CASES: dict[str, Case | Neighborhood | Decoding | GivenBlocks] = {
+CASES: dict[str, Any] = {
     "tiles": Case(TILES, tensors=("gate_proj_weight",), deterministic=True),
     "tiles, batch": Case(
         NSAConfig(
