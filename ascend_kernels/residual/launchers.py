@@ -7,6 +7,7 @@ Triton's launches would otherwise exceed the kernels' time for small inputs (`Re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
@@ -279,7 +280,7 @@ def _extent(tensor: Tensor) -> int:
 
 def _aligned_rows(blocks: Tensor | Sequence[Tensor]) -> int:
     """T L rounded up to a multiple of 4, so that rstd starts at a multiple of 16 bytes after the scores."""
-    rows = len(blocks) * _first_block(blocks).shape[-3:-1].numel()
+    rows = len(blocks) * math.prod(_first_block(blocks).shape[-3:-1])  # torch.Size.numel has no symbols
     return -(-rows // 4) * 4
 
 

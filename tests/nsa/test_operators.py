@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from ascend_kernels.launch import recording
 from nsa import (
     NSAConfig,
     attention_residual,
@@ -114,6 +115,20 @@ def check_compiled(function: Callable[..., Tensor], make: Callable[[int], Argume
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiles_whole_and_once_for_all_lengths(case: str) -> None:
     check_compiled(*COMPILED[case])
+
+
+def test_residual_of_triton_compiles_once_for_all_lengths() -> None:
+    """Its launches are only recorded, so that this runs without a GPU: results have no values."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    once = torch.compile(partial(of_list, backend="triton"), fullgraph=True, dynamic=True, backend=counter)
+    graphs = []
+    with recording(run=False) as launches:
+        for tokens in (80, 96, 64):
+            once(*stacked(tokens, torch.float32)).sum().backward()
+            graphs.append(counter.frame_count)
+    assert graphs == graphs[:1] * 3
+    assert len(launches) > 0
 
 
 @pytest.mark.cuda
