@@ -43,6 +43,7 @@ from bench.common import (
     add_device,
     choose_backend,
     choose_dense,
+    comma_list,
     make_parser,
     nsa_facts,
     positive,
@@ -292,20 +293,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_device(parser)
     add = parser.add_argument
     add("--demo", action="store_true", help="real text and sizes that take about a minute on this machine")
-    add("--seqlens", type=_list(positive), metavar="N,N,...", help="tokens per sequence, such as 4096,8192 or 4K,8K,1M")
+    add(
+        "--seqlens",
+        type=comma_list(positive),
+        metavar="N,N,...",
+        help="tokens per sequence, such as 4096,8192 or 4K,8K,1M",
+    )
     add("--input", choices=KINDS, help="default: random; the demo: text")
     add("--backward", action="store_true", help="check and time forward + backward; peak memory is of everything alive")
     add("--recompute", action="store_true", help="with --backward: keep less and compute it again, as in nsa")
     add("--ungated", action="store_true", help="weigh the branches by 1/3 instead of learned gates")
     modes = "see above; queued: then dense attention too; default: eager, on CUDA forward eager,graph"
-    add("--modes", type=_list(_mode), metavar="MODE,...", help=modes)
+    add("--modes", type=comma_list(_mode), metavar="MODE,...", help=modes)
     add("--no-dense-above", type=positive, metavar="N", help="from there on, extrapolate dense attention's time by N^2")
     options = parser.add_argument_group("options of NSA (see NSAConfig); lists make a row for each combination")
     add = options.add_argument
     add("--preset", type=preset_name, choices=PRESETS, default="per_tile", help="of NSAConfig; default: %(default)s")
-    add("--block-sizes", type=_list(positive), metavar="L,...", help="compress_block_size; l' follows")
+    add("--block-sizes", type=comma_list(positive), metavar="L,...", help="compress_block_size; l' follows")
     add("--select-size", type=positive, metavar="L'", help="select_block_size")
-    add("--num-cmp", type=_list(_count_or_none), metavar="C,...", help="num_cmp_selected_blocks, such as none,16")
+    add("--num-cmp", type=comma_list(_count_or_none), metavar="C,...", help="num_cmp_selected_blocks, such as none,16")
     add("--k", type=int, help="num_selected_blocks")
     add("--w", type=int, help="window_size")
     add("--q-tile", type=positive, metavar="T", help="q_tile_size")
@@ -356,15 +362,6 @@ def make_configs(args: argparse.Namespace) -> list[NSAConfig]:
         sizes = [{**size, "select_block_size": args.select_size} for size in sizes]
     chosen = [{}] if args.num_cmp is None else [{"num_cmp_selected_blocks": count} for count in args.num_cmp]
     return [replace(config, **size, **count) for size, count in product(sizes, chosen)]
-
-
-def _list(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Argument type: items with commas between them; what comes twice counts once."""
-
-    def parse_list(text: str) -> list[Any]:
-        return list(dict.fromkeys(item(part.strip()) for part in text.split(",")))
-
-    return parse_list
 
 
 def _mode(text: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,73 +42,58 @@ Missing = tuple[str, str, str]
 S = TypeVar("S", bound=Shape)
 
 
+@dataclass(frozen=True)
 class OpBenchmark(Generic[S]):
-    """Benchmark of an op beside its peers, by shapes; a subclass for each op says what differs."""
+    """Benchmark of an op beside its peers, by shapes."""
 
-    op: ClassVar[str]
-    title: ClassVar[str]
-    form: ClassVar[str]
+    description: str | None
+    op: str
+    title: str
+    form: str
     """Argument of the command line for a shape, such as "L,B,T,D"."""
-    out: ClassVar[str]
-    sets: ClassVar[Mapping[str, list[Any]]]
+    out: str
+    sets: Mapping[str, list[S]]
     """Shapes by name; "tiny" is for CPUs, the others for GPUs."""
-    peers: ClassVar[Mapping[str, Peer]]
-    unit: ClassVar[str]
+    read: Callable[[str], S]
+    """A shape from its text; raises ValueError or TypeError."""
+    shape: Callable[[Row], S]
+    sizes: Callable[[S, argparse.Namespace], Row]
+    """Fields of a row that tell the shape and options."""
+    facts: Callable[[S, argparse.Namespace], dict[str, Any]]
+    """Options of dispatch.Call."""
+    task: Callable[[S, torch.device, torch.dtype], Task]
+    call: Callable[[S, argparse.Namespace, str], Callable[..., Tensor]]
+    """Our op by some backend, of the task's leaves."""
+    moved: Callable[[S, str, int], int]
+    """Bytes that a pass reads and writes at least."""
+    held: Callable[[S, str, int], int]
+    """Bytes of its inputs and outputs."""
+    peers: Mapping[str, Peer]
+    unit: str
     """One of UNITS."""
-    wall: ClassVar[bool] = False
-    calls: ClassVar[int] = 1
+    options: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """Further ones of the command line, with their arguments."""
+    wall: bool = False
+    calls: int = 1
     """As in Plan."""
-
-    def __init__(self, description: str | None) -> None:
-        self.description = description
-
-    # What a subclass says
-
-    def read(self, text: str) -> S:
-        """A shape from its text; raises ValueError or TypeError."""
-        raise NotImplementedError
-
-    def shape(self, row: Row) -> S:
-        raise NotImplementedError
-
-    def sizes(self, shape: S, args: argparse.Namespace) -> Row:
-        """Fields of a row that tell the shape and options."""
-        raise NotImplementedError
-
-    def facts(self, shape: S, args: argparse.Namespace) -> dict[str, Any]:
-        """Options of dispatch.Call."""
-        raise NotImplementedError
-
-    def task(self, shape: S, device: torch.device, dtype: torch.dtype) -> Task:
-        raise NotImplementedError
-
-    def call(self, shape: S, args: argparse.Namespace, backend: str) -> Callable[..., Tensor]:
-        """Our op, of the task's leaves."""
-        raise NotImplementedError
-
-    def bytes(self, shape: S, direction: str, itemsize: int) -> tuple[int, int]:
-        """Bytes that a pass reads and writes at least, and those of its inputs and outputs."""
-        raise NotImplementedError
-
-    def bars(self, rows: Sequence[Row]) -> list[Bar]:
-        raise NotImplementedError
-
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Options besides those of every such benchmark."""
+    floor_tbs: Mapping[str, float] = field(default_factory=dict)
+    """TB/s of the floor by a part of the device's name; others are measured."""
+    bars: Callable[[Sequence[Row]], Iterable[Bar]] | None = None
 
     # The command line
 
     def parse(self, argv: list[str] | None) -> argparse.Namespace:
         """Arguments with defaults of the device, each shape once, and `command`."""
-        shared = "dtype", "backend", "seconds", "peak-tbs", "out"
-        parser = make_parser(self.description, *shared, out=str(LOCAL_RESULTS / self.out), bars=False)
+        shared = "dtype", "backend", "seconds", "peak-tbs", *(["bars"] if self.bars else []), "out"
+        parser = make_parser(self.description, *shared, out=str(LOCAL_RESULTS / self.out))
         add_device(parser)
         modes = [*PASSES, "memory"]
         parser.add_argument("--modes", nargs="+", choices=modes, default=modes, help="default: %(default)s")
         usual = [name for name in self.sets if name != "tiny"]
         names = f"problems, or sets of them: {', '.join(self.sets)}; default: {' '.join(usual)}, on a CPU tiny"
         parser.add_argument("--shapes", nargs="+", type=self._shapes, metavar=self.form, help=names)
-        self.add_options(parser)
+        for name, how in self.options.items():
+            parser.add_argument(name, **how)
         args = parser.parse_args(argv)
         args.command = command_line(argv)
         on_cpu = args.device == "cpu"
@@ -162,8 +148,9 @@ class OpBenchmark(Generic[S]):
         results: Results,
     ) -> Iterator[Measurement]:
         """A part for each shape."""
-        bandwidth = args.peak_tbs or (copy_bandwidth if device.type == "cuda" else None)
-        tbs = results.fact("floor_tbs", bandwidth if callable(bandwidth) else lambda: bandwidth)
+        known = (tbs for part, tbs in self.floor_tbs.items() if part in results.head["device"])
+        given = args.peak_tbs or next(known, None)
+        tbs = results.fact("floor_tbs", lambda: given or (copy_bandwidth() if device.type == "cuda" else None))
         with console.status("") as status:
             for shape, names in backends.items():
                 yield str(shape), partial(self.measure, shape, names, args, plan, device, tbs, status.update)
@@ -208,7 +195,7 @@ class OpBenchmark(Generic[S]):
         tbs: float | None,
     ) -> Row:
         """Args: `tbs`: TB/s of the floor; None: there is none."""
-        moved, held = self.bytes(shape, direction, DTYPES[args.dtype].itemsize)
+        moved, held = (count(shape, direction, DTYPES[args.dtype].itemsize) for count in (self.moved, self.held))
         floor = None if tbs is None else moved / tbs / 1e9
         times = own.timing.fields if own.timing else dict.fromkeys(("ms_p20", "ms_p50", "ms_p80"))
         peers = {name: found if isinstance(found, Measured) else None for name, found in beside.items()}
