@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -139,6 +139,10 @@ def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[lis
     return variants, list(notes)
 
 
+Longest = tuple[int, float, float | None]
+"""Tokens, milliseconds and GiB of dense attention."""
+
+
 @dataclass(frozen=True)
 class Length:
     """One number of tokens: the inputs, checked calls, and dense attention's fields."""
@@ -212,21 +216,41 @@ def sweep(
         for n in args.seqlens:
             every = [(variant, mode) for variant in variants for mode in variant.modes]
             left = [(variant, mode) for variant, mode in every if variant.part(n, mode) not in done]
-            if not left:
-                continue
-            inputs, samples = check_length(args, n, variants, device, status.update)
-            extrapolated = longest is not None and args.no_dense_above is not None and n > args.no_dense_above
-            if longest is None or not (extrapolated or longest[0] == n):
-                status.update(f"N={n}: {dense.name}")
-                call = dense_call(inputs, dense, args.backward)
-                timing = measure(call, device, seconds=args.seconds, host=not is_queued(args))
-                timing = everything(timing, leaves(inputs)[:3]) if args.backward else timing
-                longest = n, timing.ms_p50, timing.peak_gib
-            dense_ms, gib = longest[1] * (n / longest[0]) ** 2, None if extrapolated else longest[2]
-            length = Length(args, n, inputs, samples, dense_fields(dense, dense_ms, gib, extrapolated))
-            for variant, mode in left:
-                status.update(f"N={n} {variant}: NSA, {mode}")
-                yield variant.part(n, mode), partial(length.measure, variant, mode, peaks)
+            if left:
+                longest = yield from sweep_length(args, n, variants, left, dense, device, peaks, longest, status.update)
+
+
+def sweep_length(
+    args: argparse.Namespace,
+    n: int,
+    variants: list[Variant],
+    left: list[tuple[Variant, str]],
+    dense: Dense,
+    device: torch.device,
+    peaks: Peaks | None,
+    longest: Longest | None,
+    update: Callable[[str], None],
+) -> Generator[Measurement, None, Longest]:
+    """The parts that are left of a length, whose tensors are gone afterwards; returns the longest of dense attention.
+
+    Args:
+        longest: so far, from which longer ones are extrapolated.
+    """
+    inputs, samples = check_length(args, n, variants, device, update)
+    extrapolated = longest is not None and args.no_dense_above is not None and n > args.no_dense_above
+    if longest is None or not (extrapolated or longest[0] == n):
+        update(f"N={n}: {dense.name}")
+        call = dense_call(inputs, dense, args.backward)
+        timing = measure(call, device, seconds=args.seconds, host=not is_queued(args))
+        timing = everything(timing, leaves(inputs)[:3]) if args.backward else timing
+        longest = n, timing.ms_p50, timing.peak_gib
+        del call  # and do
+    dense_ms, gib = longest[1] * (n / longest[0]) ** 2, None if extrapolated else longest[2]
+    length = Length(args, n, inputs, samples, dense_fields(dense, dense_ms, gib, extrapolated))
+    for variant, mode in left:
+        update(f"N={n} {variant}: NSA, {mode}")
+        yield variant.part(n, mode), partial(length.measure, variant, mode, peaks)
+    return longest
 
 
 def turns(
