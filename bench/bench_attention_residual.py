@@ -20,7 +20,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,7 +30,6 @@ from torch import Tensor
 
 from bench import oracles
 from bench.bars import Bar, figure
-from bench.common import OPTIONS
 from bench.inputs import Residual
 from bench.pass_report import OpBenchmark
 from bench.passes import SampledTruth, Task
@@ -38,75 +37,40 @@ from bench.peers import EPS, RESIDUAL
 from bench.results_file import Row
 from bench.roofline import residual_bytes, residual_held
 from dispatch import attention_residual
-from dispatch.device import describe_device
 
 SAMPLED = 256
 """Tokens whose results are compared with fp64, evenly spread, the first and the last among them."""
 CHUNK_NUMBERS = 1 << 24
 """Numbers of the blocks that the oracle handles at a time."""
-FLOOR_TBS = {"H200": 4.24}
-"""TB/s of a copy, by a part of the device's name, when the bars were set; other devices are measured."""
+SETS = {
+    "tiny": [Residual(4, 2, 60, 48), Residual(3, 1, 37, 123, listed=True)],
+    # Liger's benchmark (8 blocks, batch 1, D = 4096), then longer, narrower and wider
+    "stacked": [
+        *(Residual(8, 1, tokens, 4096) for tokens in (1024, 2048, 4096, 8192, 65536)),
+        *(Residual(8, 1, tokens, dim) for dim in (1024, 8192) for tokens in (4096, 8192)),
+    ],
+    "lists": [Residual(8, 1, tokens, 4096, listed=True) for tokens in (1024, 8192)],
+}
 
 
-class ResidualBenchmark(OpBenchmark[Residual]):
-    """Attention residual by shape, graphs of ten calls and calls from Python."""
-
-    op, title, form, out = "attention_residual", "Attention residual", "L,B,T,D[,list]", "attnres"
-    peers, unit, wall, calls = RESIDUAL, "mib", True, 10
-    sets: ClassVar = {
-        "tiny": [Residual(4, 2, 60, 48), Residual(3, 1, 37, 123, listed=True)],
-        # Liger's benchmark (8 blocks, batch 1, D = 4096), then longer, narrower and wider
-        "stacked": [
-            *(Residual(8, 1, tokens, 4096) for tokens in (1024, 2048, 4096, 8192, 65536)),
-            *(Residual(8, 1, tokens, dim) for dim in (1024, 8192) for tokens in (4096, 8192)),
-        ],
-        "lists": [Residual(8, 1, tokens, 4096, listed=True) for tokens in (1024, 8192)],
-    }
-
-    def read(self, text: str) -> Residual:
-        return Residual.read(text)
-
-    def shape(self, row: Row) -> Residual:
-        return Residual(row["l"], row["b"], row["t"], row["d"], row["inputs"] == "list")
-
-    def sizes(self, shape: Residual, args: argparse.Namespace) -> Row:
-        row = {"l": shape.blocks, "b": shape.batch, "t": shape.tokens, "d": shape.dim}
-        return {**row, "inputs": "list" if shape.listed else "stacked"}
-
-    def facts(self, shape: Residual, args: argparse.Namespace) -> dict[str, Any]:
-        sizes = shape.batch, shape.tokens, shape.dim
-        return {"blocks": shape.blocks, "stacked": not shape.listed, "shape": sizes}
-
-    def task(self, shape: Residual, device: torch.device, dtype: torch.dtype) -> Task:
-        return make_task(shape, device, dtype)
-
-    def call(self, shape: Residual, args: argparse.Namespace, backend: str) -> Callable[..., Tensor]:
-        def ours(*leaves: Tensor) -> Tensor:
-            *blocks, w_query, w_norm = leaves
-            given = blocks if shape.listed else blocks[0]
-            out: Tensor = attention_residual(given, w_query, w_norm, EPS, backend=backend)
-            return out
-
-        return ours
-
-    def bytes(self, shape: Residual, direction: str, itemsize: int) -> tuple[int, int]:
-        return residual_bytes(shape, direction, itemsize), residual_held(shape, direction, itemsize)
-
-    def bars(self, rows: Sequence[Row]) -> list[Bar]:
-        return bars(rows)
-
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--bars", **OPTIONS["bars"])
-
-    def parse(self, argv: list[str] | None) -> argparse.Namespace:
-        args = super().parse(argv)
-        if args.peak_tbs is None and args.device != "cpu":
-            name = describe_device(args.device)
-            args.peak_tbs = next((tbs for part, tbs in FLOOR_TBS.items() if part in name), None)
-        return args
+def sizes(shape: Residual, args: argparse.Namespace) -> Row:
+    row = {"l": shape.blocks, "b": shape.batch, "t": shape.tokens, "d": shape.dim}
+    return {**row, "inputs": "list" if shape.listed else "stacked"}
 
 
-main = ResidualBenchmark(__doc__).main
+def facts(shape: Residual, args: argparse.Namespace) -> dict[str, Any]:
+    of_block = shape.batch, shape.tokens, shape.dim
+    return {"blocks": shape.blocks, "stacked": not shape.listed, "shape": of_block}
+
+
+def call(shape: Residual, args: argparse.Namespace, backend: str) -> Callable[..., Tensor]:
+    def ours(*leaves: Tensor) -> Tensor:
+        *blocks, w_query, w_norm = leaves
+        given = blocks if shape.listed else blocks[0]
+        out: Tensor = attention_residual(given, w_query, w_norm, EPS, backend=backend)
+        return out
+
+    return ours
 
 
 # Truth
@@ -213,6 +177,30 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
             hold("peak memory", 1024 * thousands, 4096, direction, thousands * per_thousand, " MiB", "peak_mib")
     return found
 
+
+BENCHMARK = OpBenchmark(
+    __doc__,
+    op="attention_residual",
+    title="Attention residual",
+    form="L,B,T,D[,list]",
+    out="attnres",
+    sets=SETS,
+    read=Residual.read,
+    shape=lambda row: Residual(row["l"], row["b"], row["t"], row["d"], row["inputs"] == "list"),
+    sizes=sizes,
+    facts=facts,
+    task=make_task,
+    call=call,
+    moved=residual_bytes,
+    held=residual_held,
+    peers=RESIDUAL,
+    unit="mib",
+    wall=True,
+    calls=10,
+    floor_tbs={"H200": 4.24},  # when the bars were set
+    bars=bars,
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -102,9 +102,23 @@ def measure_case(
         problem = PROBLEMS[case.op](case, args, device)
     except ImportError as absent:
         return [], [f"{case.name} did not run: {absent}"]
-    error = problem.check()
+    error, missing, host = problem.check(), [], device.type == "cpu"
     hold(case.name, error)
-    row, missing = time_case(problem, args, device, peaks)
+    own = measure(problem.call, device, seconds=args.seconds, host=host)
+    others: dict[str, float | None] = dict.fromkeys(PEERS)
+    for name in () if args.no_peers else problem.peers:
+        release(device)
+        try:
+            others[name] = measure(problem.peer(name), device, seconds=args.seconds, host=host).ms_p50
+        except Exception as failure:  # whatever a peer raises is why it has no time
+            missing.append(f"{name} did not run: {str(failure).partition(chr(10))[0]} ({case.name})")
+    floor = None if peaks is None else problem.work().floor_ms(peaks.tbs, peaks.tflops)
+    dense = None if others["dense"] is None else choose_dense(device, problem.dtype).name
+    row = {"op": case.op, "block": case.block, "k": args.count, "pass": case.direction, "backend": problem.backend}
+    row |= {"mode": "eager" if host else "queued", "dtype": args.dtype, "b": args.batch, "n": case.n}
+    row |= {"h": args.heads, "h_kv": args.kv_heads, "d": args.dim, **own.fields, "peak_gib": own.peak_gib}
+    row |= {"floor_ms": floor, "share_of_floor": ratio(floor, own.ms_p50), "dense": dense}
+    row |= {f"{name}_ms": ms for name, ms in others.items()}
     return [{**row, "error": error.error, "error_budget": error.budget, "command": args.command}], missing
 
 
@@ -470,28 +484,6 @@ def draw_blocks(batch: int, heads: int, n: int, size: int, count: int, generator
         best = scores.topk(min(count, blocks), -1)
         parts.append(torch.where(best.values >= 0, best.indices, -1).int())
     return torch.nn.functional.pad(torch.cat(parts, 2), [0, max(0, count - blocks)], value=-1)
-
-
-def time_case(
-    problem: Problem, args: argparse.Namespace, device: torch.device, peaks: Peaks | None
-) -> tuple[Row, list[str]]:
-    """The row, and what did not run."""
-    case, missing, host = problem.case, [], device.type == "cpu"
-    own = measure(problem.call, device, seconds=args.seconds, host=host)
-    others: dict[str, float | None] = dict.fromkeys(PEERS)
-    for name in () if args.no_peers else problem.peers:
-        release(device)
-        try:
-            others[name] = measure(problem.peer(name), device, seconds=args.seconds, host=host).ms_p50
-        except Exception as error:  # whatever a peer raises is why it has no time
-            missing.append(f"{name} did not run: {str(error).partition(chr(10))[0]} ({case.name})")
-    floor = None if peaks is None else problem.work().floor_ms(peaks.tbs, peaks.tflops)
-    dense = None if others["dense"] is None else choose_dense(device, problem.dtype).name
-    row = {"op": case.op, "block": case.block, "k": args.count, "pass": case.direction, "backend": problem.backend}
-    row |= {"mode": "eager" if host else "queued", "dtype": args.dtype, "b": args.batch, "n": case.n}
-    row |= {"h": args.heads, "h_kv": args.kv_heads, "d": args.dim, **own.fields, "peak_gib": own.peak_gib}
-    row |= {"floor_ms": floor, "share_of_floor": ratio(floor, own.ms_p50), "dense": dense}
-    return row | {f"{name}_ms": ms for name, ms in others.items()}, missing
 
 
 # What has to be reached, and what is shown

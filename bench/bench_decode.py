@@ -144,19 +144,6 @@ def main(argv: list[str] | None = None) -> int:
         return run(args, {**facts, "floor_tbs": tbs}, lambda _: parts, line, bars=find_bars, plot=picture, csv=True)
 
 
-def measure_case(
-    case: Case, args: argparse.Namespace, device: torch.device, tbs: float | None
-) -> tuple[list[Row], list[str]]:
-    """Rows of a case, and what did not run."""
-    step = make_step(case, args, device)
-    if isinstance(step, str):
-        return [], [step]
-    with step.cache.table.step(case.n_q):
-        error = check(step)
-        hold(case.name, error)
-        return time_case(step, args, device, tbs, error)
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     shared = "dim", "dtype", "backend", "no-peers", "seconds", "peak-tbs", "bars", "out"
     parser = make_parser(__doc__, *shared, dim=128, dtype="bf16", out=str(LOCAL_RESULTS / "decode"))
@@ -347,35 +334,37 @@ def plain(
 # Timing
 
 
-def time_case(
-    step: Step, args: argparse.Namespace, device: torch.device, tbs: float | None, error: Error
+def measure_case(
+    case: Case, args: argparse.Namespace, device: torch.device, tbs: float | None
 ) -> tuple[list[Row], list[str]]:
     """A row for each mode, and what did not run."""
-    case, missing = step.case, []
-    least = floor_bytes(case, step.config, args.dim)
-    floor = None if tbs is None else least / tbs / 1e9
-    timings = {"eager": measure(step.call, device, seconds=args.seconds)}
-    if device.type == "cuda":
-        copies = [step, *(step.copy() for _ in range(num_copies(least) - 1))]
-        timings = {"graph": time_layers([one.call for one in copies], device, args.seconds), **timings}
-        del copies
-    peers: dict[str, float | None] = {}
-    if not args.no_peers:
+    step = make_step(case, args, device)
+    if isinstance(step, str):
+        return [], [step]
+    with step.cache.table.step(case.n_q):
+        error = check(step)
+        hold(case.name, error)
+        least, missing = floor_bytes(case, step.config, args.dim), []
+        timings = {"eager": measure(step.call, device, seconds=args.seconds)}
+        if device.type == "cuda":
+            copies = [step, *(step.copy() for _ in range(num_copies(least) - 1))]
+            timings = {"graph": time_layers([one.call for one in copies], device, args.seconds), **timings}
+            del copies
+        more: dict[str, float | None] = {"floor": None if tbs is None else least / tbs / 1e9}
         dense_bytes = case.batch * case.kv_heads * case.n * 2 * args.dim * 2
-        for name, make in (("dense", dense_calls), ("fla", fla_calls)):
+        for name, make in () if args.no_peers else (("dense", dense_calls), ("fla", fla_calls)):
             try:
-                peers[name], eagerly = time_peer(partial(make, step), dense_bytes, device, args.seconds)
+                more[name], eagerly = time_peer(partial(make, step), dense_bytes, device, args.seconds)
                 missing += [f"{name} is timed eagerly: {eagerly} ({case.name})"] if eagerly else []
-            except Exception as error_of_peer:  # whatever a peer raises is why it has no time
+            except Exception as failure:  # whatever a peer raises is why it has no time
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)  # raises, from this error, where no kernel runs any more
-                missing.append(f"{name} did not run: {str(error_of_peer).partition(chr(10))[0]} ({case.name})")
-    rows = []
-    for mode, timing in timings.items():
-        host = host_us(step.call, device) if mode == "eager" else None
-        more = {"host": host, "floor": floor, **peers}
-        rows.append(make_row("decode", case, args, step.backend, mode, timing, error, more))
-    return rows, missing
+                missing.append(f"{name} did not run: {str(failure).partition(chr(10))[0]} ({case.name})")
+        rows = []
+        for mode, timing in timings.items():
+            own = more | {"host": host_us(step.call, device) if mode == "eager" else None}
+            rows.append(make_row("decode", case, args, step.backend, mode, timing, error, own))
+        return rows, missing
 
 
 def make_row(

@@ -35,7 +35,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
 from bench.bars import Bar, ratio
-from bench.common import DTYPES, add_device, make_parser, positive
+from bench.common import DTYPES, add_device, comma_list, make_parser, positive
 from bench.driver import run
 from bench.extras import needed
 from bench.report import LOCAL_RESULTS, command_line, environment
@@ -189,9 +189,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_device(parser)
     add = parser.add_argument
 
-    def numbers(text: str) -> list[int]:
-        return [positive(part) for part in text.split(",")]
-
+    numbers = comma_list(positive)
     add("--n", type=numbers, default=[8 << 10, 64 << 10], help="tokens of the prompt; default: 8K,64K")
     add("--batch", type=numbers, default=[1, 16], help="sequences; default: 1,16")
     for name, default in SIZES.items():

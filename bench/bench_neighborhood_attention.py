@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -43,65 +43,47 @@ SEGMENTS, SEGMENT_ROWS = 4, 96
 """Rows whose results are compared with fp64: runs at both ends and between."""
 
 
-class NeighborhoodBenchmark(OpBenchmark[Neighborhood]):
-    """Neighborhood attention by shape and algorithm."""
-
-    op, title, form, out = "neighborhood_attention", "Neighborhood attention", "B,H,S,D,k[,dilation]", "neighborhood"
-    peers, unit = NEIGHBORHOOD, "gib"
-    sets: ClassVar = {
-        "tiny": [Neighborhood(1, 2, 256, 32, 7), Neighborhood(2, 2, 301, 16, 8, 3)],
-        # Liger's benchmark, without its projections; it takes as many tokens as fit its [B,H,N,N]
-        "liger": [
-            Neighborhood(2, 8, 2048, 64, 7),
-            Neighborhood(4, 12, 2048, 64, 7),
-            Neighborhood(2, 16, 2048, 64, 9),
-            Neighborhood(2, 8, 2048, 64, 7, 2),
-        ],
-        "long": [
-            Neighborhood(2, 16, 4096, 64, 7),
-            Neighborhood(4, 32, 8192, 128, 9),
-            Neighborhood(1, 8, 65536, 128, 63),
-            Neighborhood(1, 8, 262144, 128, 15, 8),
-        ],
-    }
-
-    def read(self, text: str) -> Neighborhood:
-        return Neighborhood.read(text)
-
-    def shape(self, row: Row) -> Neighborhood:
-        return Neighborhood(row["b"], row["h"], row["s"], row["d"], row["k"], row["dilation"])
-
-    def sizes(self, shape: Neighborhood, args: argparse.Namespace) -> Row:
-        row = {"algorithm": args.algorithm, "b": shape.batch, "h": shape.heads, "s": shape.tokens, "d": shape.dim}
-        return {**row, "k": shape.kernel_size, "dilation": shape.dilation}
-
-    def facts(self, shape: Neighborhood, args: argparse.Namespace) -> dict[str, Any]:
-        options = {"algorithm": args.algorithm, "boundary": "truncate", "causal": False, "band": False}
-        sizes = shape.batch, shape.tokens, shape.heads, shape.dim
-        return {**window(shape), **options, "softmax_scale": None, "shape": sizes}
-
-    def task(self, shape: Neighborhood, device: torch.device, dtype: torch.dtype) -> Task:
-        inputs = make_problem("random", shape.sizes, device=device, dtype=dtype, gated=False)
-        return make_task(shape, inputs, torch.randn_like(inputs.q))
-
-    def call(self, shape: Neighborhood, args: argparse.Namespace, backend: str) -> Callable[..., Tensor]:
-        return partial(neighborhood_attention, backend=backend, algorithm=args.algorithm, **window(shape))
-
-    def bytes(self, shape: Neighborhood, direction: str, itemsize: int) -> tuple[int, int]:
-        held = "fwd" if direction == "fwd" else "bwd"
-        return neighborhood_bytes(shape, direction, itemsize), neighborhood_bytes(shape, held, itemsize)
-
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        how = "as in neighborhood_attention; default: %(default)s"
-        parser.add_argument("--algorithm", choices=ALGORITHMS, default="auto", help=how)
-
-
-main = NeighborhoodBenchmark(__doc__).main
+SETS = {
+    "tiny": [Neighborhood(1, 2, 256, 32, 7), Neighborhood(2, 2, 301, 16, 8, 3)],
+    # Liger's benchmark, without its projections; it takes as many tokens as fit its [B,H,N,N]
+    "liger": [
+        Neighborhood(2, 8, 2048, 64, 7),
+        Neighborhood(4, 12, 2048, 64, 7),
+        Neighborhood(2, 16, 2048, 64, 9),
+        Neighborhood(2, 8, 2048, 64, 7, 2),
+    ],
+    "long": [
+        Neighborhood(2, 16, 4096, 64, 7),
+        Neighborhood(4, 32, 8192, 128, 9),
+        Neighborhood(1, 8, 65536, 128, 63),
+        Neighborhood(1, 8, 262144, 128, 15, 8),
+    ],
+}
 
 
 def window(shape: Neighborhood) -> dict[str, Any]:
     """Keywords of neighborhood_attention."""
     return {"kernel_size": shape.kernel_size, "dilation": shape.dilation}
+
+
+def sizes(shape: Neighborhood, args: argparse.Namespace) -> Row:
+    row = {"algorithm": args.algorithm, "b": shape.batch, "h": shape.heads, "s": shape.tokens, "d": shape.dim}
+    return {**row, "k": shape.kernel_size, "dilation": shape.dilation}
+
+
+def facts(shape: Neighborhood, args: argparse.Namespace) -> dict[str, Any]:
+    options = {"algorithm": args.algorithm, "boundary": "truncate", "causal": False, "band": False}
+    of_q = shape.batch, shape.tokens, shape.heads, shape.dim
+    return {**window(shape), **options, "softmax_scale": None, "shape": of_q}
+
+
+def call(shape: Neighborhood, args: argparse.Namespace, backend: str) -> Callable[..., Tensor]:
+    return partial(neighborhood_attention, backend=backend, algorithm=args.algorithm, **window(shape))
+
+
+def random_task(shape: Neighborhood, device: torch.device, dtype: torch.dtype) -> Task:
+    inputs = make_problem("random", shape.sizes, device=device, dtype=dtype, gated=False)
+    return make_task(shape, inputs, torch.randn_like(inputs.q))
 
 
 # Truth
@@ -143,6 +125,27 @@ def _results(shape: Neighborhood, tensors: list[Tensor]) -> dict[str, Tensor]:
     out, _ = oracles.neighborhood_attention(*leaves, **window(shape))
     return {"out": out.detach(), **dict(zip(GRADIENTS, torch.autograd.grad(out, leaves, do), strict=True))}
 
+
+BENCHMARK = OpBenchmark(
+    __doc__,
+    op="neighborhood_attention",
+    title="Neighborhood attention",
+    form="B,H,S,D,k[,dilation]",
+    out="neighborhood",
+    sets=SETS,
+    read=Neighborhood.read,
+    shape=lambda row: Neighborhood(row["b"], row["h"], row["s"], row["d"], row["k"], row["dilation"]),
+    sizes=sizes,
+    facts=facts,
+    task=random_task,
+    call=call,
+    moved=neighborhood_bytes,
+    held=lambda shape, direction, *size: neighborhood_bytes(shape, "fwd" if direction == "fwd" else "bwd", *size),
+    peers=NEIGHBORHOOD,
+    unit="gib",
+    options={"--algorithm": {"choices": ALGORITHMS, "default": "auto", "help": "default: %(default)s"}},
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

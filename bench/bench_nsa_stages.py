@@ -31,7 +31,7 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
-from bench.common import make_parser, positive
+from bench.common import comma_list, make_parser, positive
 from bench.driver import run
 from bench.inputs import Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__, "peak-tflops", "out")
     parser.add_argument("--backward", action="store_true", help="the stages of the backward")
     parser.add_argument("--token", action="store_true", help="the stages of token mode")
-    parser.add_argument("--seqlens", help=f"default: {SEQLENS}")
+    parser.add_argument("--seqlens", type=comma_list(positive), help=f"default: {SEQLENS}")
     args = parser.parse_args(argv)
     args.command = command_line(argv)
     which = "-token" * args.token + "-backward" * args.backward
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     if peaks is None:
         parser.error(f"--peak-tflops: not known of {facts['device']}")
     configs = [NSAConfig.paper()] if args.token else [NSAConfig(num_cmp_selected_blocks=count) for count in (None, 16)]
-    lengths = map(positive, (args.seqlens or SEQLENS[which]).split(","))
+    lengths = args.seqlens or comma_list(positive)(SEQLENS[which])
     cases = product(lengths, TOKEN_HEADS if args.token else TILE_HEADS, configs)
 
     def parts(results: Results) -> Iterator[Measurement]:

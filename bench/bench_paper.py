@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"NSA of the paper beside {', '.join([dense.name, *args.peers])}, {args.dtype}, on {facts['device']}")
 
     def measure(one: argparse.Namespace, some: list[Variant]) -> tuple[list[Row], list[str]]:
-        rows = [row for _, part in e2e.sweep(one, some, dense, device, {}, peaks) for row in part()[0]]
+        rows = [row for _, part in e2e.Job(one, some, dense, peaks).sweep({}) for row in part()[0]]
         peers, missing = time_peers(one, device)
         return [row | peers for row in rows], missing
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +43,7 @@ from bench.common import (
     add_device,
     choose_backend,
     choose_dense,
+    comma_list,
     make_parser,
     nsa_facts,
     positive,
@@ -57,7 +58,7 @@ from bench.report import LOCAL_RESULTS, command_line, environment
 from bench.results_file import Measurement, Part, Results, Row, WrongResult
 from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
 from bench.show import console, draw_points, label_lengths, ms_text, print_table, saved_figure, share_text
-from bench.timing import Timing, capture, measure, peak_memory
+from bench.timing import Timing, capture, measure, peak_memory, percentiles
 from bench.turns import NOISY, Spread, one_thread, take_turns, verdict
 from dispatch.device import describe_device
 from nsa import NSAConfig
@@ -100,11 +101,11 @@ def benchmark(args: argparse.Namespace) -> int:
         if drawn := [row for row in results.rows if row.get("faster") != NOISY]:
             plot(drawn, path, facts["device"], None if args.turns else peaks)
 
-    measured = turns if args.turns else partial(sweep, peaks=peaks)
+    job = Job(args, variants, dense, peaks)
     return run(
         args,
         facts,
-        lambda results: measured(args, variants, dense, device, results.parts),
+        lambda results: (job.turns if args.turns else job.sweep)(results.parts),
         None,
         fields=lambda results: said(results.rows),
         plot=draw,
@@ -138,132 +139,141 @@ def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[lis
     return variants, list(notes)
 
 
+Longest = tuple[int, float, float | None]
+"""Tokens, milliseconds and GiB of dense attention."""
+
+
 @dataclass(frozen=True)
-class Length:
-    """One number of tokens: the inputs, checked calls, and dense attention's fields."""
+class Job:
+    """What is measured, and where."""
 
     args: argparse.Namespace
-    n: int
-    inputs: NSAInputs
-    samples: Mapping[Variant, Sample]
-    dense: Row
+    variants: list[Variant]
+    dense: Dense
+    peaks: Peaks | None
 
-    def measure(self, variant: Variant, mode: str, peaks: Peaks | None) -> tuple[list[Row], list[str]]:
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.args.device)
+
+    def check(self, n: int, update: Callable[[str], None]) -> tuple[NSAInputs, dict[Variant, Sample]]:
+        """Inputs of a length, and the checked call of each variant. Raises WrongResult."""
+        args = self.args
+        release(self.device)
+        sizes = Sizes(args.batch, n, args.heads, args.kv_heads, args.dim)
+        options: dict[str, Any] = {"gated": not args.ungated, "requires_grad": args.backward}
+        inputs = make_problem(args.input, sizes, device=self.device, dtype=DTYPES[args.dtype], **options)
+        samples, red = {}, []
+        for variant in self.variants:
+            update(f"N={n} {variant}: error against fp64")
+            samples[variant], wrong = check(inputs, variant)
+            red += [f"N={n} {variant}: {reason}" for reason in wrong]
+        if red:
+            raise WrongResult(*red)
+        return inputs, samples
+
+    def sweep(self, done: Mapping[str, Part]) -> Iterator[Measurement]:
+        """A part for each length, combination of options and mode that is not done. Raises WrongResult."""
+        measured = [row for part in done.values() for row in part.rows if not row["dense_extrapolated"]]
+        longest = (measured[-1]["n"], measured[-1]["dense_ms"], measured[-1]["dense_peak_gib"]) if measured else None
+        with console.status("") as status:
+            for n in self.args.seqlens:
+                every = [(variant, mode) for variant in self.variants for mode in variant.modes]
+                if left := [(variant, mode) for variant, mode in every if variant.part(n, mode) not in done]:
+                    longest = yield from self.length(n, left, longest, status.update)
+
+    def length(
+        self, n: int, left: list[tuple[Variant, str]], longest: Longest | None, update: Callable[[str], None]
+    ) -> Generator[Measurement, None, Longest]:
+        """Parts of a length, whose tensors are gone afterwards; returns the longest of dense attention.
+
+        Args:
+            longest: so far, from which longer ones are extrapolated.
+        """
+        args = self.args
+        inputs, samples = self.check(n, update)
+        extrapolated = longest is not None and args.no_dense_above is not None and n > args.no_dense_above
+        if longest is None or not (extrapolated or longest[0] == n):
+            update(f"N={n}: {self.dense.name}")
+            call = dense_call(inputs, self.dense, args.backward)
+            timing = measure(call, self.device, seconds=args.seconds, host=not is_queued(args))
+            timing = everything(timing, leaves(inputs)[:3]) if args.backward else timing
+            longest = n, timing.ms_p50, timing.peak_gib
+            del call  # and do
+        dense_ms, gib = longest[1] * (n / longest[0]) ** 2, None if extrapolated else longest[2]
+        for variant, mode in left:
+            update(f"N={n} {variant}: NSA, {mode}")
+            row = partial(self.row, n, variant, samples[variant], mode, dense_ms, gib, extrapolated)
+            yield variant.part(n, mode), partial(self.measure, inputs, samples[variant], variant, mode, row)
+        return longest
+
+    def measure(
+        self, inputs: NSAInputs, sample: Sample, variant: Variant, mode: str, make_row: Callable[..., Row]
+    ) -> tuple[list[Row], list[str]]:
         """The row of a mode, and what did not run: nothing. Raises WrongResult."""
-        call, device = nsa_call(self.inputs, variant), self.inputs.q.device
-        timing = measure_mode(mode, call, self.samples[variant], device, self.args.seconds)
+        timing = measure_mode(mode, nsa_call(inputs, variant), sample, self.device, self.args.seconds)
         if timing is None:
-            raise WrongResult(f"N={self.n} {variant}: the replayed graph gives another result than the checked call")
-        timing = everything(timing, leaves(self.inputs)) if self.args.backward else timing
-        row = self.row(variant, mode, timing, self.dense["dense_ms"] / timing.ms_p50)
-        if peaks is not None:
-            itemsize = self.inputs.q.itemsize
-            floor = nsa_floor_ms(sizes_of(row), variant.config, peaks, itemsize, backward=self.args.backward)
+            n = inputs.q.shape[1]
+            raise WrongResult(f"N={n} {variant}: the replayed graph gives another result than the checked call")
+        row = make_row(everything(timing, leaves(inputs)) if self.args.backward else timing)
+        if self.peaks is not None:
+            sizes, itemsize = sizes_of(row), inputs.q.itemsize
+            floor = nsa_floor_ms(sizes, variant.config, self.peaks, itemsize, backward=self.args.backward)
             row |= {"floor_ms": floor, "share_of_floor": floor / timing.ms_p50}
         return [row], []
 
-    def row(self, variant: Variant, mode: str, timing: Timing, speedup: float) -> Row:
+    def turns(self, done: Mapping[str, Part]) -> Iterator[Measurement]:
+        """The demo on a CPU: a part for each length, with a row for each combination of options."""
+        with console.status("") as status:
+            for n in self.args.seqlens:
+                if f"N={n}" not in done:
+                    checked = self.check(n, status.update)
+                    status.update(f"N={n}: dense attention and NSA in turn")
+                    yield f"N={n}", partial(self.turns_of, n, *checked)
+
+    def turns_of(self, n: int, inputs: NSAInputs, samples: Mapping[Variant, Sample]) -> tuple[list[Row], list[str]]:
+        """Rows of a length; `speedup` is the median over turns. Times are CPU time of one thread."""
+        backward = self.args.backward
+        calls = [dense_call(inputs, self.dense, backward), *(nsa_call(inputs, variant) for variant in samples)]
+        peaks = [peak_memory(call, self.device) for call in calls]  # and these calls warm up
+        times = take_turns(calls, self.args.seconds)
+        timings = [Timing(*percentiles(own), peak, len(own)) for own, peak in zip(times, peaks, strict=True)]
+        if backward:
+            given = [leaves(inputs)[:3], *(leaves(inputs) for _ in samples)]
+            timings = [everything(timing, some) for timing, some in zip(timings, given, strict=True)]
+        dense, rows = timings[0], []
+        for (variant, sample), own, timing in zip(samples.items(), times[1:], timings[1:], strict=True):
+            ratio = Spread.of([dense_ms / ms for dense_ms, ms in zip(times[0], own, strict=True)])
+            row = self.row(n, variant, sample, "turns", dense.ms_p50, dense.peak_gib, False, timing)
+            row |= {"speedup": ratio.p50, "turns": timing.repeats, "speedup_p20": ratio.p20, "speedup_p80": ratio.p80}
+            rows.append({**row, "faster": ratio.faster})
+        return rows, []
+
+    def row(
+        self,
+        n: int,
+        variant: Variant,
+        sample: Sample,
+        mode: str,
+        dense_ms: float,
+        dense_gib: float | None,
+        extrapolated: bool,
+        timing: Timing,
+    ) -> Row:
         """Times in ms, memory in GiB: beyond the inputs, for forward + backward all of it. There is no floor yet."""
-        args, config, sample = self.args, variant.config, self.samples[variant]
-        gradient = sample.gradient
-        row = {"op": "nsa", "preset": args.preset, "backend": variant.backend, "mode": mode, "b": args.batch}
-        row |= {"n": self.n, "h": args.heads, "h_kv": args.kv_heads, "d": args.dim, "dtype": args.dtype}
+        args, config, gradient = self.args, variant.config, sample.gradient
+        row = {"op": "nsa", "preset": args.preset, "backend": variant.backend, "mode": mode, "b": args.batch, "n": n}
+        row |= {"h": args.heads, "h_kv": args.kv_heads, "d": args.dim, "dtype": args.dtype}
         row |= {"l": config.compress_block_size, "stride": config.stride, "l_select": config.select_size}
         row |= {"k": config.num_selected_blocks, "w": config.window_size, "q_tile": config.q_tile_size}
         row |= {"num_cmp": config.num_cmp_selected_blocks, "gated": not args.ungated, "recompute": args.recompute}
         row |= {"inputs": args.input, **timing.fields, "peak_gib": timing.peak_gib}
         row |= {"error": sample.worst.error, "error_budget": sample.worst.budget}
         row |= {"gradient_error": gradient and gradient.error, "gradient_budget": gradient and gradient.budget}
-        row |= {**self.dense, "speedup": speedup, "floor_ms": None, "share_of_floor": None}
-        return {**row, "command": args.command, "pass": "fwd+bwd" if args.backward else "fwd"}
-
-
-def check_length(
-    args: argparse.Namespace, n: int, variants: list[Variant], device: torch.device, update: Callable[[str], None]
-) -> tuple[NSAInputs, dict[Variant, Sample]]:
-    """Inputs, and the checked call of each variant. Raises WrongResult."""
-    release(device)
-    sizes = Sizes(args.batch, n, args.heads, args.kv_heads, args.dim)
-    options: dict[str, Any] = {"gated": not args.ungated, "requires_grad": args.backward}
-    inputs = make_problem(args.input, sizes, device=device, dtype=DTYPES[args.dtype], **options)
-    samples, red = {}, []
-    for variant in variants:
-        update(f"N={n} {variant}: error against fp64")
-        samples[variant], wrong = check(inputs, variant)
-        red += [f"N={n} {variant}: {reason}" for reason in wrong]
-    if red:
-        raise WrongResult(*red)
-    return inputs, samples
-
-
-def sweep(
-    args: argparse.Namespace,
-    variants: list[Variant],
-    dense: Dense,
-    device: torch.device,
-    done: Mapping[str, Part],
-    peaks: Peaks | None,
-) -> Iterator[Measurement]:
-    """A part for each length, combination of options and mode that is not done. Raises WrongResult."""
-    measured = [row for part in done.values() for row in part.rows if not row["dense_extrapolated"]]
-    longest = (measured[-1]["n"], measured[-1]["dense_ms"], measured[-1]["dense_peak_gib"]) if measured else None
-    with console.status("") as status:
-        for n in args.seqlens:
-            every = [(variant, mode) for variant in variants for mode in variant.modes]
-            left = [(variant, mode) for variant, mode in every if variant.part(n, mode) not in done]
-            if not left:
-                continue
-            inputs, samples = check_length(args, n, variants, device, status.update)
-            extrapolated = longest is not None and args.no_dense_above is not None and n > args.no_dense_above
-            if longest is None or not (extrapolated or longest[0] == n):
-                status.update(f"N={n}: {dense.name}")
-                call = dense_call(inputs, dense, args.backward)
-                timing = measure(call, device, seconds=args.seconds, host=not is_queued(args))
-                timing = everything(timing, leaves(inputs)[:3]) if args.backward else timing
-                longest = n, timing.ms_p50, timing.peak_gib
-            dense_ms, gib = longest[1] * (n / longest[0]) ** 2, None if extrapolated else longest[2]
-            length = Length(args, n, inputs, samples, dense_fields(dense, dense_ms, gib, extrapolated))
-            for variant, mode in left:
-                status.update(f"N={n} {variant}: NSA, {mode}")
-                yield variant.part(n, mode), partial(length.measure, variant, mode, peaks)
-
-
-def turns(
-    args: argparse.Namespace, variants: list[Variant], dense: Dense, device: torch.device, done: Mapping[str, Part]
-) -> Iterator[Measurement]:
-    """The demo on a CPU: a part for each length, with a row for each combination of options."""
-    with console.status("") as status:
-        for n in args.seqlens:
-            if f"N={n}" not in done:
-                inputs, samples = check_length(args, n, variants, device, status.update)
-                status.update(f"N={n}: dense attention and NSA in turn")
-                yield f"N={n}", partial(turns_of, args, n, dense, inputs, samples)
-
-
-def turns_of(
-    args: argparse.Namespace, n: int, dense: Dense, inputs: NSAInputs, samples: Mapping[Variant, Sample]
-) -> tuple[list[Row], list[str]]:
-    """Rows of a length; `speedup` is the median over turns. Times are CPU time of one thread."""
-    calls = [dense_call(inputs, dense, args.backward), *(nsa_call(inputs, variant) for variant in samples)]
-    peaks = [peak_memory(call, inputs.q.device) for call in calls]  # and these calls warm up
-    times = take_turns(calls, args.seconds)
-    timings = []
-    for i, (peak, own) in enumerate(zip(peaks, times, strict=True)):
-        spread = Spread.of(own)
-        timing = Timing(spread.p20, spread.p50, spread.p80, peak, len(own))
-        timings.append(everything(timing, leaves(inputs)[: None if i else 3]) if args.backward else timing)
-    theirs = dense_fields(dense, timings[0].ms_p50, timings[0].peak_gib)
-    length, rows = Length(args, n, inputs, samples, theirs), []
-    for variant, own, timing in zip(samples, times[1:], timings[1:], strict=True):
-        ratio = Spread.of([dense_ms / ms for dense_ms, ms in zip(times[0], own, strict=True)])
-        row = length.row(variant, "turns", timing, ratio.p50)
-        row |= {"turns": timing.repeats, "speedup_p20": ratio.p20, "speedup_p80": ratio.p80}
-        rows.append({**row, "faster": ratio.faster})
-    return rows, []
-
-
-def dense_fields(dense: Dense, ms: float, gib: float | None, extrapolated: bool = False) -> Row:
-    return {"dense": dense.name, "dense_ms": ms, "dense_extrapolated": extrapolated, "dense_peak_gib": gib}
+        row |= {"dense": self.dense.name, "dense_ms": dense_ms, "dense_extrapolated": extrapolated}
+        row |= {"dense_peak_gib": dense_gib, "speedup": dense_ms / timing.ms_p50, "floor_ms": None}
+        row |= {"share_of_floor": None, "command": args.command}
+        return {**row, "pass": "fwd+bwd" if args.backward else "fwd"}
 
 
 def sizes_of(row: Row) -> Sizes:
@@ -292,20 +302,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_device(parser)
     add = parser.add_argument
     add("--demo", action="store_true", help="real text and sizes that take about a minute on this machine")
-    add("--seqlens", type=_list(positive), metavar="N,N,...", help="tokens per sequence, such as 4096,8192 or 4K,8K,1M")
+    add(
+        "--seqlens",
+        type=comma_list(positive),
+        metavar="N,N,...",
+        help="tokens per sequence, such as 4096,8192 or 4K,8K,1M",
+    )
     add("--input", choices=KINDS, help="default: random; the demo: text")
     add("--backward", action="store_true", help="check and time forward + backward; peak memory is of everything alive")
     add("--recompute", action="store_true", help="with --backward: keep less and compute it again, as in nsa")
     add("--ungated", action="store_true", help="weigh the branches by 1/3 instead of learned gates")
     modes = "see above; queued: then dense attention too; default: eager, on CUDA forward eager,graph"
-    add("--modes", type=_list(_mode), metavar="MODE,...", help=modes)
+    add("--modes", type=comma_list(_mode), metavar="MODE,...", help=modes)
     add("--no-dense-above", type=positive, metavar="N", help="from there on, extrapolate dense attention's time by N^2")
     options = parser.add_argument_group("options of NSA (see NSAConfig); lists make a row for each combination")
     add = options.add_argument
     add("--preset", type=preset_name, choices=PRESETS, default="per_tile", help="of NSAConfig; default: %(default)s")
-    add("--block-sizes", type=_list(positive), metavar="L,...", help="compress_block_size; l' follows")
+    add("--block-sizes", type=comma_list(positive), metavar="L,...", help="compress_block_size; l' follows")
     add("--select-size", type=positive, metavar="L'", help="select_block_size")
-    add("--num-cmp", type=_list(_count_or_none), metavar="C,...", help="num_cmp_selected_blocks, such as none,16")
+    add("--num-cmp", type=comma_list(_count_or_none), metavar="C,...", help="num_cmp_selected_blocks, such as none,16")
     add("--k", type=int, help="num_selected_blocks")
     add("--w", type=int, help="window_size")
     add("--q-tile", type=positive, metavar="T", help="q_tile_size")
@@ -356,15 +371,6 @@ def make_configs(args: argparse.Namespace) -> list[NSAConfig]:
         sizes = [{**size, "select_block_size": args.select_size} for size in sizes]
     chosen = [{}] if args.num_cmp is None else [{"num_cmp_selected_blocks": count} for count in args.num_cmp]
     return [replace(config, **size, **count) for size, count in product(sizes, chosen)]
-
-
-def _list(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Argument type: items with commas between them; what comes twice counts once."""
-
-    def parse_list(text: str) -> list[Any]:
-        return list(dict.fromkeys(item(part.strip()) for part in text.split(",")))
-
-    return parse_list
 
 
 def _mode(text: str) -> str:

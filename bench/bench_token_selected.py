@@ -37,7 +37,7 @@ from torch import Tensor
 
 from bench import selected_branch
 from bench.bars import Bar, figure
-from bench.common import make_parser, positive
+from bench.common import comma_list, make_parser, positive
 from bench.driver import run
 from bench.inputs import Sizes, make_problem
 from bench.passes import PASSES, Plan, Task, measure_peer, release
@@ -64,7 +64,7 @@ DEVICE = torch.device("cuda")
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__, "bars", "peak-tflops", "out", out=str(LOCAL_RESULTS / "token-selected"))
-    parser.add_argument("--seqlens", default="64K", help="default: %(default)s")
+    parser.add_argument("--seqlens", type=comma_list(positive), default="64K", help="default: %(default)s")
     parser.add_argument("--choices", nargs="*", choices=CHOICES, default=list(CHOICES), help="default: all")
     parser.add_argument(
         "--indices", type=Path, metavar="FILE", help="choices to time, too, for as many tokens as they are"
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     if peaks is None:
         parser.error(f"--peak-tflops: not known of {facts['device']}")
     given = None if args.indices is None else load_indices(args.indices)
-    cases = list(product(map(positive, args.seqlens.split(",")), args.choices))
+    cases = list(product(args.seqlens, args.choices))
     cases += [] if given is None else [(given.shape[2], "file")]
     args.command = command_line(argv)
 

@@ -40,6 +40,11 @@ def positive(text: str) -> int:
     return int(number) * unit
 
 
+def comma_list(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Argument type: items with commas between them; what comes twice counts once."""
+    return lambda text: list(dict.fromkeys(item(part.strip()) for part in text.split(",")))
+
+
 def above_zero(text: str) -> float:
     """Argument type: a finite number above 0."""
     try:

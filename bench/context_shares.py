@@ -1,26 +1,34 @@
-"""Parts of the benchmark of context parallelism: cases, rows, and a rank's share without messages."""
+"""Cases and rows of the benchmark of context parallelism, and each rank's share alone, without messages."""
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench.bars import Bar, ratio
+from bench.bars import Bar, figure, ratio
 from bench.common import DTYPES, PRESETS
+from bench.driver import run
 from bench.inputs import Sizes, make_problem
-from bench.results_file import Row
+from bench.report import environment
+from bench.results_file import Row, WrongResult
 from bench.show import ms_text
+from bench.timing import measure
 from nsa import NSAConfig, nsa
 from nsa.distributed.attention import Plan, attend, attend_backward, heads_per_pass
 from nsa.distributed.comm import received_rows
-from nsa.distributed.layout import Layout, Range
+from nsa.distributed.layout import Layout, Range, make_layout
 
 PASSES = ("fwd", "fwd+bwd")
+RANKS = (2, 4, 8, 16)
+BALANCE_BAR, SCALING_BAR = 1.05, 1.08
+"""The slowest rank over the mean, with zigzag; all shares over the undivided call."""
 BAR_SIZES = {"per_tile": 1 << 20, "paper": 256 << 10}
 """Tokens of the cases that bars are for."""
 
@@ -341,3 +349,67 @@ def difference(got: Tensor, want: Tensor, *, exact: bool) -> str:
     eps = max(torch.finfo(want.dtype).eps, 2**-18)  # fp32: sums of some thousand terms
     budget = 4 * eps * float(want.double().abs().max()) if want.numel() else 0.0
     return "" if error <= budget else f"error {error:.2e} is above the budget {budget:.2e}"
+
+
+# Shares alone
+
+
+def run_alone(args: argparse.Namespace) -> int:
+    device = torch.device(args.device)
+    cases = [*dict.fromkeys(case.undivided for case in args.cases), *args.cases]
+    parts = [(case.name, partial(time_shares, case, args, device)) for case in cases]
+    return run(args, environment(device), lambda _: parts, line, **report(args, find_bars))
+
+
+def time_shares(case: Case, args: argparse.Namespace, device: torch.device) -> tuple[list[Row], list[str]]:
+    """Rows of all ranks, and what did not run: nothing. Raises WrongResult."""
+    config, tensors = config_of(case, device), make_tensors(case, args, device)
+    whole = Whole(config, tensors, make_do(tensors["q"]))
+    layout = make_layout(case.n, None, case.ranks, case.layout, tile_of(config, device))
+    shares = [] if case.ranks == 1 else divide(args, whole, layout)
+    if shares and (wrong := check_shares(whole, layout, shares)):
+        raise WrongResult(f"{case.name}: {wrong}")
+    rows = []
+    timed: Sequence[Whole | ShareOf] = shares or [whole]
+    for direction, (rank, share) in product(args.passes, enumerate(timed)):
+        call: Callable[[], Any] = share.forward if direction == "fwd" else share.both
+        timing, tokens = measure(call, device, seconds=args.seconds), layout.lengths[rank]
+        rows.append(make_row(case, args, rank, "alone", direction, timing.ms_p50, timing.peak_gib, tokens))
+    return rows, []
+
+
+def divide(args: argparse.Namespace, whole: Whole, layout: Layout) -> list[ShareOf]:
+    """The shares of all ranks."""
+    k, v = whole.tensors["k"], whole.tensors["v"]
+    shares, received = [], received_keys(layout, k, v, kv_heads_per_pass(args, layout, k))
+    for rank, ranges in enumerate(layout.ranges):
+        own = {n: x if n == "gate_proj_weight" else take(x, ranges) for n, x in whole.tensors.items()}
+        shares.append(ShareOf(args, whole.config, layout, rank, own, take(whole.do, ranges), received))
+    return shares
+
+
+def check_shares(whole: Whole, layout: Layout, shares: Sequence[ShareOf]) -> str:
+    """Description of the first wrong rows or gradients of the ranks; "" if there are none."""
+    expected, dq, *dkv = whole.both()
+    totals: list[Tensor] = []
+    for rank, (ranges, share) in enumerate(zip(layout.ranges, shares, strict=True)):
+        kept: list[Tensor] = []
+        out, gradients = share.both(kept)
+        totals = [a + b for a, b in zip(totals, kept, strict=True)] if totals else kept
+        for name, got, want in (("out", out, expected), ("dq", gradients["q"], dq)):
+            if wrong := difference(got, take(want, ranges), exact=name == "out" and whole.do.is_cuda):
+                return f"{name} of rank {rank}: {wrong}"
+    for i, (name, want) in enumerate(zip(("dk", "dv"), dkv, strict=True)):
+        got = torch.cat(totals[i::2], -2).movedim(0, -3).to(want.dtype)
+        if wrong := difference(got, want, exact=False):
+            return f"{name} of all ranks: {wrong}"
+    return ""
+
+
+def find_bars(shares: Sequence[Row]) -> Iterator[Bar]:
+    for preset, ranks, direction in product(BAR_SIZES, RANKS, PASSES):
+        where = {"preset": preset, "n": BAR_SIZES[preset], "ranks": ranks, "layout": "zigzag", "pass": direction}
+        name = f"{preset} {BAR_SIZES[preset] >> 10}K, {ranks} ranks, {direction}"
+        balance, total = (figure(shares, where, field) for field in ("slowest_over_mean", "sum_over_single"))
+        yield Bar(f"{name}, slowest over mean", balance, BALANCE_BAR, at_least=False, unit="x")
+        yield Bar(f"{name}, all over undivided", total, SCALING_BAR, at_least=False, unit="x")

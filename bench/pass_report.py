@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,73 +43,58 @@ Missing = tuple[str, str, str]
 S = TypeVar("S", bound=Shape)
 
 
+@dataclass(frozen=True)
 class OpBenchmark(Generic[S]):
-    """Benchmark of an op beside its peers, by shapes; a subclass for each op says what differs."""
+    """Benchmark of an op beside its peers, by shapes."""
 
-    op: ClassVar[str]
-    title: ClassVar[str]
-    form: ClassVar[str]
+    description: str | None
+    op: str
+    title: str
+    form: str
     """Argument of the command line for a shape, such as "L,B,T,D"."""
-    out: ClassVar[str]
-    sets: ClassVar[Mapping[str, list[Any]]]
+    out: str
+    sets: Mapping[str, list[S]]
     """Shapes by name; "tiny" is for CPUs, the others for GPUs."""
-    peers: ClassVar[Mapping[str, Peer]]
-    unit: ClassVar[str]
+    read: Callable[[str], S]
+    """A shape from its text; raises ValueError or TypeError."""
+    shape: Callable[[Row], S]
+    sizes: Callable[[S, argparse.Namespace], Row]
+    """Fields of a row that tell the shape and options."""
+    facts: Callable[[S, argparse.Namespace], dict[str, Any]]
+    """Options of dispatch.Call."""
+    task: Callable[[S, torch.device, torch.dtype], Task]
+    call: Callable[[S, argparse.Namespace, str], Callable[..., Tensor]]
+    """Our op by some backend, of the task's leaves."""
+    moved: Callable[[S, str, int], int]
+    """Bytes that a pass reads and writes at least."""
+    held: Callable[[S, str, int], int]
+    """Bytes of its inputs and outputs."""
+    peers: Mapping[str, Peer]
+    unit: str
     """One of UNITS."""
-    wall: ClassVar[bool] = False
-    calls: ClassVar[int] = 1
+    options: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """Further ones of the command line, with their arguments."""
+    wall: bool = False
+    calls: int = 1
     """As in Plan."""
-
-    def __init__(self, description: str | None) -> None:
-        self.description = description
-
-    # What a subclass says
-
-    def read(self, text: str) -> S:
-        """A shape from its text; raises ValueError or TypeError."""
-        raise NotImplementedError
-
-    def shape(self, row: Row) -> S:
-        raise NotImplementedError
-
-    def sizes(self, shape: S, args: argparse.Namespace) -> Row:
-        """Fields of a row that tell the shape and options."""
-        raise NotImplementedError
-
-    def facts(self, shape: S, args: argparse.Namespace) -> dict[str, Any]:
-        """Options of dispatch.Call."""
-        raise NotImplementedError
-
-    def task(self, shape: S, device: torch.device, dtype: torch.dtype) -> Task:
-        raise NotImplementedError
-
-    def call(self, shape: S, args: argparse.Namespace, backend: str) -> Callable[..., Tensor]:
-        """Our op, of the task's leaves."""
-        raise NotImplementedError
-
-    def bytes(self, shape: S, direction: str, itemsize: int) -> tuple[int, int]:
-        """Bytes that a pass reads and writes at least, and those of its inputs and outputs."""
-        raise NotImplementedError
-
-    def bars(self, rows: Sequence[Row]) -> list[Bar]:
-        raise NotImplementedError
-
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Options besides those of every such benchmark."""
+    floor_tbs: Mapping[str, float] = field(default_factory=dict)
+    """TB/s of the floor by a part of the device's name; others are measured."""
+    bars: Callable[[Sequence[Row]], Iterable[Bar]] | None = None
 
     # The command line
 
     def parse(self, argv: list[str] | None) -> argparse.Namespace:
         """Arguments with defaults of the device, each shape once, and `command`."""
-        shared = "dtype", "backend", "seconds", "peak-tbs", "out"
-        parser = make_parser(self.description, *shared, out=str(LOCAL_RESULTS / self.out), bars=False)
+        shared = "dtype", "backend", "seconds", "peak-tbs", *(["bars"] if self.bars else []), "out"
+        parser = make_parser(self.description, *shared, out=str(LOCAL_RESULTS / self.out))
         add_device(parser)
         modes = [*PASSES, "memory"]
         parser.add_argument("--modes", nargs="+", choices=modes, default=modes, help="default: %(default)s")
         usual = [name for name in self.sets if name != "tiny"]
         names = f"problems, or sets of them: {', '.join(self.sets)}; default: {' '.join(usual)}, on a CPU tiny"
         parser.add_argument("--shapes", nargs="+", type=self._shapes, metavar=self.form, help=names)
-        self.add_options(parser)
+        for name, how in self.options.items():
+            parser.add_argument(name, **how)
         args = parser.parse_args(argv)
         args.command = command_line(argv)
         on_cpu = args.device == "cpu"
@@ -143,7 +130,7 @@ class OpBenchmark(Generic[S]):
         return run(
             args,
             facts,
-            lambda results: self.parts(args, backends, plan, device, results),
+            partial(self.parts, args, backends, plan),
             self.line,
             reason="{0[0]} did not run: {0[1]} ({0[2]})".format,
             fields=lambda results: {"missing": tell_missing(results.missing, len(backends) * len(plan.passes))},
@@ -154,70 +141,55 @@ class OpBenchmark(Generic[S]):
         )
 
     def parts(
-        self,
-        args: argparse.Namespace,
-        backends: Mapping[S, list[str]],
-        plan: Plan,
-        device: torch.device,
-        results: Results,
+        self, args: argparse.Namespace, backends: Mapping[S, list[str]], plan: Plan, results: Results
     ) -> Iterator[Measurement]:
         """A part for each shape."""
-        bandwidth = args.peak_tbs or (copy_bandwidth if device.type == "cuda" else None)
-        tbs = results.fact("floor_tbs", bandwidth if callable(bandwidth) else lambda: bandwidth)
+        device, dtype = torch.device(args.device), DTYPES[args.dtype]
+        known = (tbs for part, tbs in self.floor_tbs.items() if part in results.head["device"])
+        given = args.peak_tbs or next(known, None)
+        tbs = results.fact("floor_tbs", lambda: given or (copy_bandwidth() if device.type == "cuda" else None))
+
+        def measure(shape: S, names: list[str]) -> tuple[list[Row], list[Missing]]:
+            ours = [Candidate(name, self.call(shape, args, name)) for name in names]
+            peers = {name: partial(make_peer, peer, shape) for name, peer in self.peers.items()}
+            make = partial(self.task, shape, device, dtype)
+            measured = compare(str(shape), make, ours, peers, plan, status.update)
+            missing = [
+                (name, why, f"{shape} {direction}")
+                for name, direction in product(self.peers, plan.passes)
+                if isinstance(why := measured[name, direction], str)
+            ]
+            found = {key: one for key, one in measured.items() if isinstance(one, Measured)}
+            rows = []
+            for name, direction in product(names, plan.passes):
+                beside = {peer: found.get((peer, direction)) for peer in self.peers}
+                row = {"op": self.op, "pass": direction, "backend": name, "default": name == names[0]}
+                rows.append(row | self.figures(shape, args, direction, found[name, direction], beside, tbs))
+            return rows, missing
+
         with console.status("") as status:
             for shape, names in backends.items():
-                yield str(shape), partial(self.measure, shape, names, args, plan, device, tbs, status.update)
+                yield str(shape), partial(measure, shape, names)
 
-    def measure(
-        self,
-        shape: S,
-        backends: Sequence[str],
-        args: argparse.Namespace,
-        plan: Plan,
-        device: torch.device,
-        tbs: float | None,
-        update: Callable[[str], None],
-    ) -> tuple[list[Row], list[Missing]]:
-        """Rows of a shape, and the peers that did not run. Raises WrongResult."""
-        ours = [Candidate(name, self.call(shape, args, name)) for name in backends]
-        peers = {name: partial(make_peer, peer, shape) for name, peer in self.peers.items()}
-        make = partial(self.task, shape, device, DTYPES[args.dtype])
-        measured = compare(str(shape), make, ours, peers, plan, update)
-        rows, missing = [], []
-        for name in self.peers:
-            for direction in plan.passes:
-                if isinstance(why := measured[name, direction], str):
-                    missing.append((name, why, f"{shape} {direction}"))
-        for i, name in enumerate(backends):
-            for direction in plan.passes:
-                beside = {peer: measured[peer, direction] for peer in self.peers}
-                own = measured[name, direction]
-                if isinstance(own, Measured):
-                    rows.append(self.row(shape, args, direction, name, i == 0, own, beside, tbs))
-        return rows, missing
-
-    def row(
+    def figures(
         self,
         shape: S,
         args: argparse.Namespace,
         direction: str,
-        backend: str,
-        default: bool,
         own: Measured,
-        beside: Mapping[str, Measured | str],
+        peers: Mapping[str, Measured | None],
         tbs: float | None,
     ) -> Row:
-        """Args: `tbs`: TB/s of the floor; None: there is none."""
-        moved, held = self.bytes(shape, direction, DTYPES[args.dtype].itemsize)
+        """Fields of a row besides the op's. Args: `tbs`: TB/s of the floor; None: there is none."""
+        moved, held = (count(shape, direction, DTYPES[args.dtype].itemsize) for count in (self.moved, self.held))
         floor = None if tbs is None else moved / tbs / 1e9
         times = own.timing.fields if own.timing else dict.fromkeys(("ms_p20", "ms_p50", "ms_p80"))
-        peers = {name: found if isinstance(found, Measured) else None for name, found in beside.items()}
 
         def memory(measured: Measured | None) -> float | None:
             return None if measured is None or measured.peak_gib is None else measured.peak_gib * UNITS[self.unit]
 
-        row = {"op": self.op, "pass": direction, "backend": backend, "default": default, "mode": own.mode}
-        row |= {"dtype": args.dtype, **times, "floor_ms": floor, "share_of_floor": ratio(floor, times["ms_p50"])}
+        row = {"mode": own.mode, "dtype": args.dtype, **times}
+        row |= {"floor_ms": floor, "share_of_floor": ratio(floor, times["ms_p50"])}
         row |= {"error": own.error.error, "error_budget": own.error.budget, "command": args.command}
         row |= {f"{name}_ms": None if peer is None else p50(peer.timing) for name, peer in peers.items()}
         row |= self.sizes(shape, args)

@@ -147,6 +147,10 @@ class Settings:
         return "fwd+bwd" if self.backward else "fwd"
 
     @property
+    def where(self) -> tuple[torch.device, torch.dtype]:
+        return torch.device(self.device), DTYPES[self.dtype]
+
+    @property
     def config(self) -> NSAConfig:
         return PRESETS[self.preset or "per_tile"](**self.options)
 
@@ -204,12 +208,10 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
         add(f"--{option.replace('_', '-')}", type=int, metavar="N", help="as in NSAConfig; default: the preset's")
     text = "default: %(default)s; making the text's embeddings takes memory too, which on a CPU counts"
     add("--input", choices=KINDS, default="random", help=text)
-    for option, default, what in (
-        ("--start", 1024, "first length to try; default: %(default)s"),
-        ("--granularity", 1024, "tokens between fits and fails; default: %(default)s"),
-        ("--max-seqlen", None, "longest length to try; default: no end"),
-    ):
-        add(option, type=positive, metavar="N", default=default, help=what)
+    number: dict[str, Any] = {"type": positive, "metavar": "N"}
+    add("--start", **number, default=1024, help="first length to try; default: %(default)s")
+    add("--granularity", **number, default=1024, help="tokens between fits and fails; default: %(default)s")
+    add("--max-seqlen", **number, help="longest length to try; default: no end")
     timeout = "for one trial; a longer one ends the search; default: %(default)g"
     add("--timeout", type=above_zero, default=600.0, metavar="SECONDS", help=timeout)
     limit = "CPU only, such as 2GiB; default: half of what is available"
@@ -237,8 +239,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
         backend, note = backend_for(settings)
     except (TypeError, ValueError, dispatch.BackendError) as error:
         parser.error(str(error))
-    dense = choose_dense(torch.device(settings.device), DTYPES[settings.dtype]).name
-    return arguments, replace(settings, backend=backend, dense=dense if settings.op == "dense" else None), note
+    dense = choose_dense(*settings.where).name if settings.op == "dense" else None
+    return arguments, replace(settings, backend=backend, dense=dense), note
 
 
 def memory_size(text: str) -> int:
@@ -258,15 +260,9 @@ def backend_for(settings: Settings) -> tuple[str | None, str]:
     """
     if settings.op == "dense":
         return None, ""
-    call = nsa_facts(
-        settings.sizes(1),
-        settings.config,
-        torch.device(settings.device),
-        DTYPES[settings.dtype],
-        backward=settings.backward,
-        recompute=settings.recompute,
-    )
-    return choose_backend(call, settings.backend)
+    device, dtype = settings.where
+    passes = {"backward": settings.backward, "recompute": settings.recompute}
+    return choose_backend(nsa_facts(settings.sizes(1), settings.config, device, dtype, **passes), settings.backend)
 
 
 # Trials, and the file that keeps them
@@ -446,7 +442,7 @@ def start_threads() -> None:
 
 def make_inputs(settings: Settings, tokens: int) -> NSAInputs:
     how = {"requires_grad": settings.backward, "gated": settings.op == "nsa", "portable": False}
-    device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
+    device, dtype = settings.where
     return make_problem(settings.input, settings.sizes(tokens), device=device, dtype=dtype, **how)
 
 

@@ -92,6 +92,7 @@ class Results:
                     self.add(name, rows, missing)
                     if line is not None:
                         print(*map(line, rows), *map(reason, missing), sep="\n", flush=True)
+                del run  # with the tensors that it holds
         except WrongResult as wrong:
             self.fail(wrong.args, missing=[])
             print("Wrong results, so no times are reported:", *wrong.args, sep="\n  ")

@@ -6,6 +6,7 @@ import re
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,9 +217,7 @@ def test_graphs_are_for_gpus_and_what_takes_them() -> None:
 # Peers
 
 
-def test_peers_that_fail_are_null(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_peers_that_fail_are_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One runs, one runs out of memory, one is wrong."""
 
     def out_of_memory(*_: Tensor) -> Tensor:
@@ -229,8 +228,7 @@ def test_peers_that_fail_are_null(
         name: peer._replace(make=lambda *_, name=name: Candidate(name, calls[name], name != "fa4"), anywhere=True)
         for name, peer in NEIGHBORHOOD.items()
     }
-    monkeypatch.setattr(neighborhood.NeighborhoodBenchmark, "peers", peers)
-    content = run(neighborhood.main, tmp_path / "run", *SMALL, "--shapes", str(NEAR))
+    content = run(replace(neighborhood.BENCHMARK, peers=peers).main, tmp_path / "run", *SMALL, "--shapes", str(NEAR))
     for row in content["rows"]:
         assert (row["fa4_ms"] > 0, row["fa4_gib"] > 0) == (True, True)
         assert (row["flex_ms"], row["flex_gib"], row["liger_ms"], row["liger_gib"]) == (None,) * 4
@@ -327,7 +325,7 @@ def test_every_bar_is_about_its_figure() -> None:
     stored = {"default": True, "inputs": "stacked", "dtype": "bf16", "ms_p50": 1.0, "wall_ms": 2.0}
     stored |= {"liger_ms": 1.0, "liger_wall_ms": 2.0, "eager_ms": 20.0}
     rows: list[dict[str, Any]] = []
-    for shape in residual.ResidualBenchmark.sets["stacked"]:
+    for shape in residual.SETS["stacked"]:
         for direction, share, memory in (("fwd", 0.8, 72.1), ("fwd+bwd", 0.65, 147.0)):
             sizes = {"l": shape.blocks, "b": shape.batch, "t": shape.tokens, "d": shape.dim, "pass": direction}
             rows.append({**stored, **sizes, "share_of_floor": share, "peak_mib": memory * shape.tokens / 1024})
@@ -348,7 +346,7 @@ def test_every_bar_is_about_its_figure() -> None:
 
 def test_the_documented_model_is_computed() -> None:
     """Figures of an NPU's work."""
-    page, sets = (DOCS / "neighborhood_attention.md").read_text("utf-8"), neighborhood.NeighborhoodBenchmark.sets
+    page, sets = (DOCS / "neighborhood_attention.md").read_text("utf-8"), neighborhood.SETS
     assert neighborhood_table([sets["liger"][1], *sets["long"]]) in page
 
 

@@ -129,13 +129,13 @@ def test_does_not_resume_another_soak(tmp_path: Path, folder: Path) -> None:
     other["results"]["device"] = "another"
     del bare["model"]["embed.weight"]
     state = tmp_path / "soak.pt"
+    damaged = "soak.pt is damaged, or no state of this soak .*; begin anew without --resume, or name another --out"
     for content, words in (
         (None, "There is no soak to go on with in .*soak.pt; begin one without --resume"),
-        (b"", "soak.pt is damaged, or no state of this soak .*; begin anew without --resume, or name another --out"),
-        (whole[: len(whole) // 2], "soak.pt is damaged, or no state of this soak"),
-        (b"[]", "soak.pt is damaged, or no state of this soak"),
-        ({}, r"soak.pt is damaged, or no state of this soak \(KeyError"),
-        (bare, "soak.pt is damaged, or no state of this soak"),
+        (whole[: len(whole) // 2], damaged),
+        (b"[]", damaged),
+        ({}, damaged),
+        (bare, damaged),
         (other, "cannot go on here: device is"),
     ):
         if isinstance(content, bytes):
@@ -208,26 +208,17 @@ def test_bars_fail_by_what_they_hold(bad: dict[str, Any], failing: int | None) -
     assert verdicts(bad) == verdicts(RUN, bad) == verdicts(bad, RUN) == expected
 
 
-def test_sees_what_is_not_finite() -> None:
+def test_sees_what_is_not_finite_and_what_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = iter([5, 5, 5, 7, 7])
+    monkeypatch.setattr(soak, "num_compiled", lambda _: next(compiled))
     watch = soak.Watch(soak.Trainer(torch.device("cpu"), 0), 0.0)
     for result in ([2.0, 1.0], [torch.nan, 1.0], [1.0, torch.inf], [4.0, 1.0]):
         watch.trainer.step += 1
         watch.saw(soak.Work((3,)), torch.tensor(result))
     watch.record()
     assert watch.run("", "")["not_finite"] == 2
-    assert watch.records[-1]["loss"] == 3.0
-
-
-def test_a_step_that_compiles_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = iter([5, 5, 7])
-    monkeypatch.setattr(soak, "num_compiled", lambda _: next(compiled))
-    watch = soak.Watch(soak.Trainer(torch.device("cpu"), 0), 0.0)
-    for step in (1, 2):
-        watch.trainer.step = step
-        watch.saw(soak.Work((3,)), torch.ones(2))
-    assert watch.late == [{"step": 1, "work": {"lengths": (3,), "batch": None, "tail": 0}, "kernels": 2}]
-    watch.record()
-    assert watch.records[-1]["compiled"] == 2
+    assert (watch.records[-1]["loss"], watch.records[-1]["compiled"]) == (3.0, 2)
+    assert watch.late == [{"step": 2, "work": {"lengths": (3,), "batch": None, "tail": 0}, "kernels": 2}]
 
 
 # What steps work on
