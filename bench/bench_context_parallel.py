@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser(__doc__, "dim", "dtype", "seconds", "bars", "out", dim=None, seconds=0.5)
+    parser = make_parser(__doc__, "dtype", "seconds", "bars", seconds=0.5)
     add_device(parser, "cuda", "cpu")
     add = parser.add_argument
     add("--sizes", nargs="+", help=f"preset:N:heads; default: {' '.join(SIZES)} (CPU: {' '.join(CPU_SIZES)})")
@@ -53,6 +53,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--layouts", nargs="+", choices=["zigzag", "contiguous"], default=["zigzag"], help="default: zigzag")
     add("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="default: both")
     add("--kv-heads-per-pass", type=positive, help="default: that of ContextParallel")
+    add("--dim", type=positive, help="D; default: 128 (CPU: 16)")
+    add("--out", help=f"results, without suffix; default: {LOCAL_RESULTS / 'context-parallel'}, torchrun: -together")
     add("--repeats", type=positive, default=5, help="of each timing under torchrun; default: %(default)s")
     add("--checked", type=positive, default=16 << 10, help="most tokens of the check under torchrun; default: 16K")
     args = parser.parse_args(argv)

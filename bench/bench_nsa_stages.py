@@ -66,8 +66,9 @@ DEVICE = torch.device("cuda")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = make_parser(__doc__, "peak-tflops", "out")
+    parser = make_parser(__doc__, "peak-tflops")
     parser.add_argument("--backward", action="store_true", help="the stages of the backward")
+    parser.add_argument("--out", help=f"results, without suffix; default: bench/results/local/stages and {[*SEQLENS]}")
     parser.add_argument("--token", action="store_true", help="the stages of token mode")
     parser.add_argument("--seqlens", type=comma_list(positive), help=f"default: {SEQLENS}")
     args = parser.parse_args(argv)

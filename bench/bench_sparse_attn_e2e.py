@@ -40,6 +40,7 @@ from bench.common import (
     PRESETS,
     SIZES,
     Dense,
+    above_zero,
     add_device,
     choose_backend,
     choose_dense,
@@ -297,8 +298,8 @@ def place(row: Row, *, options: bool) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    shared = (*SIZES, "backend", "seconds", "peak-tflops", "peak-tbs", "out")
-    parser = make_parser(__doc__, *shared, seconds=None, out=str(LOCAL_RESULTS / "e2e"))
+    shared = (*SIZES, "backend", "peak-tflops", "peak-tbs", "out")
+    parser = make_parser(__doc__, *shared, out=str(LOCAL_RESULTS / "e2e"))
     add_device(parser)
     add = parser.add_argument
     add("--demo", action="store_true", help="real text and sizes that take about a minute on this machine")
@@ -309,6 +310,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="tokens per sequence, such as 4096,8192 or 4K,8K,1M",
     )
     add("--input", choices=KINDS, help="default: random; the demo: text")
+    add("--seconds", type=above_zero, help="of each timing; default: 1, the demo on a CPU: 2")
     add("--backward", action="store_true", help="check and time forward + backward; peak memory is of everything alive")
     add("--recompute", action="store_true", help="with --backward: keep less and compute it again, as in nsa")
     add("--ungated", action="store_true", help="weigh the branches by 1/3 instead of learned gates")

@@ -86,8 +86,11 @@ def make_parser(description: str | None, *options: str, **defaults: Any) -> argp
     """A parser with the script's docstring, and some of OPTIONS with defaults of the script."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in options:
-        parser.add_argument(f"--{name}", **OPTIONS[name])
-    parser.set_defaults(**defaults)
+        how = OPTIONS[name]
+        if name in defaults:
+            text = f"{how['help'].partition('default: ')[0]}default: %(default)s"
+            how = {**how, "default": defaults[name], "help": text}
+        parser.add_argument(f"--{name}", **how)
     return parser
 
 
