@@ -146,7 +146,7 @@ Longest = tuple[int, float, float | None]
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured, and where."""
+    """Options, variants and the baseline of a run."""
 
     args: argparse.Namespace
     variants: list[Variant]
