@@ -47,6 +47,7 @@ from bench.common import (
     comma_list,
     make_parser,
     nsa_facts,
+    parse_args,
     positive,
     preset_name,
     resolve_sizes,
@@ -55,7 +56,7 @@ from bench.driver import run
 from bench.inputs import KINDS, Sizes, make_problem
 from bench.nsa_check import SAMPLED_ROWS, Sample, Variant, check, none_text
 from bench.passes import release
-from bench.report import LOCAL_RESULTS, command_line, environment
+from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Part, Results, Row, WrongResult
 from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
 from bench.show import console, draw_points, label_lengths, ms_text, print_table, saved_figure, share_text
@@ -326,9 +327,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--k", type=int, help="num_selected_blocks")
     add("--w", type=int, help="window_size")
     add("--q-tile", type=positive, metavar="T", help="q_tile_size")
-    args = parser.parse_args(argv)
+    args = parse_args(parser, argv)
     args.usual_modes = ["eager", "graph"]
-    args.command = command_line(argv)
     args.turns = args.demo and args.device == "cpu"
     if args.turns:
         args.heads = args.heads or 1
