@@ -42,13 +42,14 @@ from bench.common import (
     check_backend,
     choose_dense,
     make_parser,
+    parse_args,
     positive,
     resolve_sizes,
 )
 from bench.driver import run
 from bench.oracles import Error
 from bench.passes import PEER_SLACK, release
-from bench.report import LOCAL_RESULTS, command_line, environment
+from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Row, hold
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, Work, choose_peaks, mean_keys
 from bench.selected_branch import Branch, checked_rows, visible_keys
@@ -132,7 +133,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     blocks = "tokens of a block; but for block_sparse the first alone; default: 128 64"
     add("--blocks", nargs="+", type=positive, default=[128, 64], help=blocks)
     add("--count", type=positive, default=16, help="k, blocks of a token; default: %(default)s")
-    args = parser.parse_args(argv)
+    args = parse_args(parser, argv)
     check_backend(parser, args.backend, "block_sparse_attention", "top_blocks_by_max")
     on_cpu = args.device == "cpu"
     if not on_cpu:
@@ -145,7 +146,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         for n, direction in product(args.seqlens or usual[op], PASSES)
         if op == "block_sparse" or (block == args.blocks[0] and (op, direction) != ("top_blocks", "fwd+bwd"))
     ]
-    args.command = command_line(argv)
     return args
 
 

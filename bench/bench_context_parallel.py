@@ -29,10 +29,10 @@ if __package__ in (None, ""):
 
 import torch
 
-from bench.common import PRESETS, add_device, make_parser, positive, preset_name
+from bench.common import PRESETS, add_device, make_parser, parse_args, positive, preset_name
 from bench.context_shares import PASSES, RANKS, Case, config_of, run_alone, tile_of
 from bench.context_together import BARS, run_together
-from bench.report import LOCAL_RESULTS, command_line
+from bench.report import LOCAL_RESULTS
 from nsa.distributed.layout import make_layout
 
 SIZES, CPU_SIZES = ("per_tile:1M:8/2", "paper:256K:64/4"), ("per_tile:600:2/1", "paper:300:2/1")
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser(__doc__, "dim", "dtype", "seconds", "bars", "out", dim=None, seconds=0.5)
+    parser = make_parser(__doc__, "dtype", "seconds", "bars", seconds=0.5)
     add_device(parser, "cuda", "cpu")
     add = parser.add_argument
     add("--sizes", nargs="+", help=f"preset:N:heads; default: {' '.join(SIZES)} (CPU: {' '.join(CPU_SIZES)})")
@@ -53,9 +53,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--layouts", nargs="+", choices=["zigzag", "contiguous"], default=["zigzag"], help="default: zigzag")
     add("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="default: both")
     add("--kv-heads-per-pass", type=positive, help="default: that of ContextParallel")
+    add("--dim", type=positive, help="D; default: 128 (CPU: 16)")
+    add("--out", help=f"results, without suffix; default: {LOCAL_RESULTS / 'context-parallel'}, torchrun: -together")
     add("--repeats", type=positive, default=5, help="of each timing under torchrun; default: %(default)s")
     add("--checked", type=positive, default=16 << 10, help="most tokens of the check under torchrun; default: 16K")
-    args = parser.parse_args(argv)
+    args = parse_args(parser, argv)
     args.together = "LOCAL_RANK" in os.environ
     on_cpu = args.device == "cpu"
     args.dim, args.dtype = args.dim or (16 if on_cpu else 128), args.dtype or ("fp32" if on_cpu else "bf16")
@@ -81,7 +83,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         layout = make_layout(case.n, None, case.ranks, case.layout, tile_of(config_of(case, device), device))
         if 0 in layout.lengths:
             parser.error(f"--sizes must give every rank tokens, got {layout.lengths} for {case.name}")
-    args.command = command_line(argv)
     return args
 
 

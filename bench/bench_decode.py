@@ -40,10 +40,10 @@ from torch.nn.functional import scaled_dot_product_attention
 import dispatch
 from bench import oracles
 from bench.bars import Bar, figure, ratio
-from bench.common import DTYPES, PRESETS, add_device, check_backend, make_parser, positive, preset_name
+from bench.common import DTYPES, PRESETS, add_device, check_backend, make_parser, parse_args, positive, preset_name
 from bench.driver import run
 from bench.oracles import Error
-from bench.report import LOCAL_RESULTS, command_line, environment
+from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Results, Row, hold
 from bench.roofline import choose_peaks
 from bench.show import draw_points, floor_text, ms_text, saved_figure
@@ -155,7 +155,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--sizes", nargs="+", type=lengths, help=f"N:batches; default: {' '.join(SIZES)} (CPU: {' '.join(CPU_SIZES)})")
     add("--queries", nargs="+", type=positive, default=[1, 4], help="N_q; default: 1 4")
     add("--prefill", nargs="*", type=lengths, help=f"N:tokens of a chunk; default: {PREFILL} (CPU: {CPU_PREFILL})")
-    args = parser.parse_args(argv)
+    args = parse_args(parser, argv)
     check_backend(parser, args.backend, "nsa_with_cache")
     usual = (CPU_HEADS, CPU_SIZES, CPU_PREFILL) if args.device == "cpu" else (HEADS, SIZES, PREFILL)
     pairs = args.heads or [*map(head_counts, usual[0])]
@@ -167,7 +167,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         for preset, (heads, kv_heads), (n, batch), n_q in product(args.presets, pairs, chain(*sizes), args.queries)
         if n_q <= n
     ]
-    args.command = command_line(argv)
     return args
 
 

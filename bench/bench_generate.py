@@ -35,10 +35,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
 from bench.bars import Bar, ratio
-from bench.common import DTYPES, add_device, comma_list, make_parser, positive
+from bench.common import DTYPES, add_device, comma_list, make_parser, parse_args, positive
 from bench.driver import run
 from bench.extras import needed
-from bench.report import LOCAL_RESULTS, command_line, environment
+from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Results, Row
 from bench.timing import capture, measure
 
@@ -195,9 +195,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name, default in SIZES.items():
         add(f"--{name.replace('_', '-')}", type=positive, default=default, help="of the models; default: %(default)s")
     add("--modes", nargs="+", choices=MODES, help="default: eager, on CUDA all")
-    args = parser.parse_args(argv)
+    args = parse_args(parser, argv)
     args.modes = args.modes or (list(MODES) if args.device == "cuda" else ["eager"])
-    args.command = command_line(argv)
     return args
 
 

@@ -31,10 +31,10 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
-from bench.common import comma_list, make_parser, positive
+from bench.common import comma_list, make_parser, parse_args, positive
 from bench.driver import run
 from bench.inputs import Sizes, make_problem
-from bench.report import LOCAL_RESULTS, command_line, environment
+from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Results, Row
 from bench.roofline import (
     Peaks,
@@ -66,12 +66,12 @@ DEVICE = torch.device("cuda")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = make_parser(__doc__, "peak-tflops", "out")
+    parser = make_parser(__doc__, "peak-tflops")
     parser.add_argument("--backward", action="store_true", help="the stages of the backward")
+    parser.add_argument("--out", help=f"results, without suffix; default: bench/results/local/stages and {[*SEQLENS]}")
     parser.add_argument("--token", action="store_true", help="the stages of token mode")
     parser.add_argument("--seqlens", type=comma_list(positive), help=f"default: {SEQLENS}")
-    args = parser.parse_args(argv)
-    args.command = command_line(argv)
+    args = parse_args(parser, argv)
     which = "-token" * args.token + "-backward" * args.backward
     args.out = args.out or str(LOCAL_RESULTS / f"stages{which}")
     if not torch.cuda.is_available():

@@ -40,12 +40,14 @@ from bench.common import (
     PRESETS,
     SIZES,
     Dense,
+    above_zero,
     add_device,
     choose_backend,
     choose_dense,
     comma_list,
     make_parser,
     nsa_facts,
+    parse_args,
     positive,
     preset_name,
     resolve_sizes,
@@ -54,7 +56,7 @@ from bench.driver import run
 from bench.inputs import KINDS, Sizes, make_problem
 from bench.nsa_check import SAMPLED_ROWS, Sample, Variant, check, none_text
 from bench.passes import release
-from bench.report import LOCAL_RESULTS, command_line, environment
+from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Part, Results, Row, WrongResult
 from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
 from bench.show import console, draw_points, label_lengths, ms_text, print_table, saved_figure, share_text
@@ -145,7 +147,7 @@ Longest = tuple[int, float, float | None]
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured, and where."""
+    """Options, variants and the baseline of a run."""
 
     args: argparse.Namespace
     variants: list[Variant]
@@ -297,8 +299,8 @@ def place(row: Row, *, options: bool) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    shared = (*SIZES, "backend", "seconds", "peak-tflops", "peak-tbs", "out")
-    parser = make_parser(__doc__, *shared, seconds=None, out=str(LOCAL_RESULTS / "e2e"))
+    shared = (*SIZES, "backend", "peak-tflops", "peak-tbs", "out")
+    parser = make_parser(__doc__, *shared, out=str(LOCAL_RESULTS / "e2e"))
     add_device(parser)
     add = parser.add_argument
     add("--demo", action="store_true", help="real text and sizes that take about a minute on this machine")
@@ -309,6 +311,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="tokens per sequence, such as 4096,8192 or 4K,8K,1M",
     )
     add("--input", choices=KINDS, help="default: random; the demo: text")
+    add("--seconds", type=above_zero, help="of each timing; default: 1, the demo on a CPU: 2")
     add("--backward", action="store_true", help="check and time forward + backward; peak memory is of everything alive")
     add("--recompute", action="store_true", help="with --backward: keep less and compute it again, as in nsa")
     add("--ungated", action="store_true", help="weigh the branches by 1/3 instead of learned gates")
@@ -324,9 +327,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--k", type=int, help="num_selected_blocks")
     add("--w", type=int, help="window_size")
     add("--q-tile", type=positive, metavar="T", help="q_tile_size")
-    args = parser.parse_args(argv)
+    args = parse_args(parser, argv)
     args.usual_modes = ["eager", "graph"]
-    args.command = command_line(argv)
     args.turns = args.demo and args.device == "cpu"
     if args.turns:
         args.heads = args.heads or 1

@@ -37,12 +37,12 @@ from torch import Tensor
 
 from bench import selected_branch
 from bench.bars import Bar, figure
-from bench.common import comma_list, make_parser, positive
+from bench.common import comma_list, make_parser, parse_args, positive
 from bench.driver import run
 from bench.inputs import Sizes, make_problem
 from bench.passes import PASSES, Plan, Task, measure_peer, release
 from bench.peers import Finite, selected_peer
-from bench.report import LOCAL_RESULTS, command_line, environment
+from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Results, Row, WrongResult
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Work, choose_peaks
 from bench.selected_branch import Branch
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--indices", type=Path, metavar="FILE", help="choices to time, too, for as many tokens as they are"
     )
-    args = parser.parse_args(argv)
+    args = parse_args(parser, argv)
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
     facts = environment(DEVICE)
@@ -79,7 +79,6 @@ def main(argv: list[str] | None = None) -> int:
     given = None if args.indices is None else load_indices(args.indices)
     cases = list(product(args.seqlens, args.choices))
     cases += [] if given is None else [(given.shape[2], "file")]
-    args.command = command_line(argv)
 
     def parts(results: Results) -> Iterator[Measurement]:
         copy_tbs = results.fact("copy_tbs", copy_bandwidth)

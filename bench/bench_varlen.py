@@ -22,10 +22,10 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
-from bench.common import make_parser, positive
+from bench.common import make_parser, parse_args, positive
 from bench.driver import run
 from bench.inputs import Sizes, make_problem
-from bench.report import LOCAL_RESULTS, command_line, environment
+from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Results, Row, WrongResult
 from bench.timing import measure
 from nsa import NSAConfig, nsa, nsa_forward
@@ -39,8 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__, "out", out=str(LOCAL_RESULTS / "varlen"))
     parser.add_argument("--tokens", type=positive, default=256 << 10, help="of all documents; default: 256K")
     parser.add_argument("--backward", action="store_true", help="forward + backward")
-    args = parser.parse_args(argv)
-    args.command = command_line(argv)
+    args = parse_args(parser, argv)
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
     device, lengths = torch.device("cuda"), draw_lengths(args.tokens)

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
 from bench.inputs import Sizes
+from bench.report import command_line
 from dispatch.device import device_types
 from dispatch.registry import ENVIRONMENT_VARIABLE
 from dispatch.table import ROWS
@@ -86,9 +87,19 @@ def make_parser(description: str | None, *options: str, **defaults: Any) -> argp
     """A parser with the script's docstring, and some of OPTIONS with defaults of the script."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in options:
-        parser.add_argument(f"--{name}", **OPTIONS[name])
-    parser.set_defaults(**defaults)
+        how = OPTIONS[name]
+        if name in defaults:
+            text = f"{how['help'].partition('default: ')[0]}default: %(default)s"
+            how = {**how, "default": defaults[name], "help": text}
+        parser.add_argument(f"--{name}", **how)
     return parser
+
+
+def parse_args(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """Arguments, and the `command` that reproduces the run."""
+    args = parser.parse_args(argv)
+    args.command = command_line(argv)
+    return args
 
 
 def add_device(parser: argparse.ArgumentParser, *kinds: str) -> None:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 import dispatch
 from bench.bars import Bar, ratio
-from bench.common import DTYPES, able_backends, add_device, make_parser
+from bench.common import DTYPES, able_backends, add_device, make_parser, parse_args
 from bench.driver import run
 from bench.inputs import Shape
 from bench.passes import PASSES, Candidate, Measured, Plan, Task, compare
 from bench.peers import Peer, make_peer
-from bench.report import LOCAL_RESULTS, command_line, environment
+from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Results, Row
 from bench.show import (
     PASS_TITLES,
@@ -95,8 +95,7 @@ class OpBenchmark(Generic[S]):
         parser.add_argument("--shapes", nargs="+", type=self._shapes, metavar=self.form, help=names)
         for name, how in self.options.items():
             parser.add_argument(name, **how)
-        args = parser.parse_args(argv)
-        args.command = command_line(argv)
+        args = parse_args(parser, argv)
         on_cpu = args.device == "cpu"
         args.dtype = args.dtype or ("fp32" if on_cpu else "bf16")
         chosen = args.shapes or [self.sets[name] for name in (["tiny"] if on_cpu else usual)]

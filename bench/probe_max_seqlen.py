@@ -319,9 +319,9 @@ def open_state(path: Path, facts: dict[str, Any], settings: Settings, *, restart
     limit = settings.memory_limit
     if settings.device == "cpu" and limit is None:
         limit = proc_bytes("/proc/meminfo", "MemAvailable") // 2
-    anew = State(path, facts, settings, limit, {})
+    fresh = State(path, facts, settings, limit, {})
     if restart or not path.exists():
-        return anew, ""
+        return fresh, ""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         before = {**content["settings"], **{name: content[name] for name in facts}}
@@ -334,7 +334,7 @@ def open_state(path: Path, facts: dict[str, Any], settings: Settings, *, restart
     now = {**asdict(settings), **facts}
     changes = [f"{name} is {now[name]!r}, was {before.get(name)!r}" for name in now if now[name] != before.get(name)]
     if changes:
-        return anew, f"Starting anew, since the trials in {path} differ: {'; '.join(changes)}"
+        return fresh, f"Starting anew, since the trials in {path} differ: {'; '.join(changes)}"
     return State(path, facts, settings, limit, trials), f"Going on from the {len(trials)} trials in {path}"
 
 
@@ -392,7 +392,7 @@ def start_trial(tokens: int, command: list[str], timeout: float) -> Trial:
 
 
 def end_with_the_probe() -> None:
-    """Stop when the probe is killed: a trial left behind would take memory from those of the next probe."""
+    """Stop when the probe is killed: a trial that goes on would take memory from those of the next probe."""
     standard_input = 0
 
     def wait() -> None:

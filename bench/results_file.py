@@ -130,7 +130,7 @@ class Results:
         self.replaced = True
 
     def kept(self) -> str:
-        """What an interrupt leaves, for readers."""
+        """A sentence about the rows that an interrupt leaves."""
         if not self.parts:
             return "No rows yet."
         return f"{relative(self.path)} keeps the {len(self.rows)} rows so far; the same command goes on from there."

@@ -43,9 +43,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, silu
 
 from bench.bars import Bar
-from bench.common import above_zero, add_device, make_parser, positive, with_ending
+from bench.common import above_zero, add_device, make_parser, parse_args, positive, with_ending
 from bench.extras import needed
-from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_json
+from bench.report import LOCAL_RESULTS, environment, relative, replacing, write_json
 from bench.results_file import Row, claimed, read_results
 from bench.show import console, say, show_bars
 from bench.timing import resident
@@ -429,9 +429,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="default: %(default)s")
     add("--resume", action="store_true", help="go on from the files of --out, and add a run to them")
     add("--out", metavar="FILE", help="results, without suffix; default: bench/results/local/soak-<device>")
-    args = parser.parse_args(argv)
+    args = parse_args(parser, argv)
     args.out = args.out or str(LOCAL_RESULTS / f"soak-{args.device}")
-    args.command = command_line(argv)
     return args
 
 

@@ -27,7 +27,7 @@ ALONE = [*SMALL, "--ranks", "2", "--seconds", "0.001"]
 
 ROW = {"h": 8, "h_kv": 2, "d": 128, "dtype": "bf16", "rank": 0, "mode": "alone", "peak_gib": None, "tokens": 1 << 20}
 ROW |= {"preset": "per_tile", "n": 1 << 20, "ranks": 1, "layout": "contiguous", "pass": "fwd", "ms": 100.0}
-"""Of the undivided call."""
+"""A row of the undivided call."""
 
 
 def test_shares_alone(tmp_path: Path) -> None:

@@ -353,7 +353,7 @@ def run_probe(how: list[str], out: Path, *arguments: str) -> tuple[str, dict[str
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 120) -> Any:
-    """What `what` gives as soon as that is true."""
+    """The result of `what` as soon as that is true."""
     deadline = time.monotonic() + seconds
     while not (answer := what()):
         assert time.monotonic() < deadline

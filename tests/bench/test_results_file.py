@@ -208,7 +208,7 @@ SCRIPTS: dict[str, tuple[Any, list[str]]] = {
 
 @pytest.fixture(params=SCRIPTS.values(), ids=SCRIPTS)
 def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
-    """That fails when it measures."""
+    """A script and its options; it fails when it measures."""
     measuring = (e2e, "make_problem"), (pass_report, "compare"), (generate, "make_models"), (probe, "start_trial")
     for module, name in measuring:
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("measured"))
@@ -260,7 +260,7 @@ def test_a_run_that_was_killed_has_no_files(tmp_path: Path) -> None:
         ):
             pytest.fail("both have it")
         first.kill()
-    assert names(tmp_path) == {"run.lock"}, "left behind, but held by none"
+    assert names(tmp_path) == {"run.lock"}, "still there, but held by none"
     with claimed(tmp_path / "run.json"):
         assert (tmp_path / "run.lock").read_text().strip() == str(os.getpid())
     assert names(tmp_path) == set()

@@ -1,4 +1,4 @@
-"""bench/soak.py on the CPU: what a run leaves behind, that a resumed one is the same, and that its bars can fail."""
+"""bench/soak.py on the CPU: the files of a run, that a resumed one is the same, and that its bars can fail."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_kill_between_state_and_results_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_does_not_resume_another_soak(tmp_path: Path, folder: Path) -> None:
-    """What is wrong with the state is told in one line, whatever torch says of it."""
+    """One line says what is wrong with the state, whatever torch says of it."""
     whole = (folder / "whole.pt").read_bytes()
     other, bare = (torch.load(folder / "whole.pt", weights_only=True) for _ in range(2))
     other["results"]["device"] = "another"
@@ -256,10 +256,10 @@ def test_the_first_steps_meet_every_kind() -> None:
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("mode", ["token", *cases.rest("tile")])
 def test_no_size_asks_for_a_kernel_of_its_own(mode: str) -> None:
-    """Behind the first steps. Sizes of what kernels are given change where tokens are multiples of d, and behind."""
+    """After the first steps. Sizes of kernels' arguments change where tokens are multiples of d, and one later."""
     sizes = soak.SIZES["cuda"]
     config: NSAConfig = getattr(sizes, mode)
-    lengths = [n + behind for n in range(0, sizes.tokens, 23 * config.stride) for behind in (0, 1)]
+    lengths = [n + more for n in range(0, sizes.tokens, 23 * config.stride) for more in (0, 1)]
     works = [soak.Work((n,), batch=1) for n in [*lengths, sizes.tokens] if n > 0]
     with noted_keys() as keys:
         for work in soak.every_kind(sizes):
@@ -272,7 +272,7 @@ def test_no_size_asks_for_a_kernel_of_its_own(mode: str) -> None:
 
 
 def train_step(sizes: soak.Sizes, config: NSAConfig, work: soak.Work) -> None:
-    """What the kernels are given in a layer's forward and backward; nothing is computed."""
+    """A layer's forward and backward on meta tensors: kernels are asked for, nothing is computed."""
     from cute_kernels import backward, forward
 
     dim = sizes.width // sizes.heads
