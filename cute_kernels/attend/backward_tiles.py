@@ -31,7 +31,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from cute_kernels.mma.mma_sync import accumulator
+from cute_kernels.mma.mma_sync import accumulator, transpose_view
 from cute_kernels.mma.warp import LANES
 from cute_kernels.mma.warp_specialized import (
     CONSUMER_REGISTERS,
@@ -68,7 +68,6 @@ from cute_kernels.mma.wgmma import (
     tma_loads,
     tma_pipeline,
     tma_store,
-    transpose_view,
     warpgroup_mma,
 )
 from cute_kernels.runtime.dsl import SmemAllocator

@@ -636,10 +636,10 @@ class KVOuterBackwardWGMMA(KVOuterBackward):
         mma_dv = self.make_mma(self.v_dim, wgmma.REGISTERS, wgmma.K, wgmma.MN)
         mma_dq = self.make_mma(self.dim, wgmma.SHARED, wgmma.MN, wgmma.MN)
         thr_s = mma_s.get_slice(thread)
-        tdKrQ = wgmma.smem_operand_b(mma_dk, wgmma.transpose_view(sQK))[None, None, None, stage]  # [D, TILE rows]
-        tdVrdO = wgmma.smem_operand_b(mma_dv, wgmma.transpose_view(sdOV))[None, None, None, stage]  # [D_v, TILE rows]
-        tdQrdS = wgmma.smem_operand_a(mma_dq, wgmma.transpose_view(sdS))[None, None, None, 0]  # [TILE rows, TILE keys]
-        tdQrK = wgmma.smem_operand_b(mma_dq, wgmma.transpose_view(sQK))[None, None, None, STAGES]  # [D, TILE keys]
+        tdKrQ = wgmma.smem_operand_b(mma_dk, transpose_view(sQK))[None, None, None, stage]  # [D, TILE rows]
+        tdVrdO = wgmma.smem_operand_b(mma_dv, transpose_view(sdOV))[None, None, None, stage]  # [D_v, TILE rows]
+        tdQrdS = wgmma.smem_operand_a(mma_dq, transpose_view(sdS))[None, None, None, 0]  # [TILE rows, TILE keys]
+        tdQrK = wgmma.smem_operand_b(mma_dq, transpose_view(sQK))[None, None, None, STAGES]  # [D, TILE keys]
         # (TILE keys, TILE rows): the same value for every key
         every_key = cute.make_layout((TILE, TILE), stride=(0, 1))
         stats = shared.sLse, shared.sDelta, shared.sLastKey

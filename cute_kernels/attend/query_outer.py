@@ -50,6 +50,7 @@ from cute_kernels.mma.mma_sync import (
     online_softmax,
     scale_row,
     store_rows,
+    transpose_view,
 )
 from cute_kernels.mma.warp import LANES, LN_2, LOG2_E
 from cute_kernels.mma.wgmma import (
@@ -63,7 +64,6 @@ from cute_kernels.mma.wgmma import (
     load_operand_a,
     smem_operand_b,
     swizzled_tiles,
-    transpose_view,
     warpgroup_mma,
 )
 from cute_kernels.pool.documents import PackedBlocks

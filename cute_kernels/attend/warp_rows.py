@@ -56,6 +56,7 @@ from cute_kernels.mma.mma_sync import (
     row_max,
     scale_row,
     store_permuted_rows,
+    transpose_view,
     vector_strides,
 )
 from cute_kernels.mma.warp import LANES, LN_2, LOG2_E, divide
@@ -70,7 +71,6 @@ from cute_kernels.mma.wgmma import (
     load_operand_a,
     smem_operand_b,
     swizzled_tiles,
-    transpose_view,
     warpgroup_mma,
 )
 from cute_kernels.runtime.dsl import SmemAllocator

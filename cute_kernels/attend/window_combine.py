@@ -58,6 +58,7 @@ from cute_kernels.mma.mma_sync import (
     online_softmax,
     scale_row,
     store_rows,
+    transpose_view,
     vector_strides,
 )
 from cute_kernels.mma.warp import LN_2, LOG2_E, lowest_bit
@@ -91,7 +92,6 @@ from cute_kernels.mma.wgmma import (
     swizzled_tiles,
     tma_loads,
     tma_pipeline,
-    transpose_view,
     warpgroup_mma,
 )
 from cute_kernels.pool.documents import PackedBlocks, fake_tables

@@ -39,12 +39,6 @@ def allocate_tiles(smem: Any, dtype: Any, layout: Any) -> cute.Tensor:
     return smem.allocate_tensor(dtype, layout.outer, SMEM_ALIGNMENT, swizzle=layout.inner)
 
 
-def transpose_view(tiles: cute.Tensor) -> cute.Tensor:
-    """View tiles of rows x columns as columns x rows."""
-    rows, columns, count = (cute.size(tiles, mode=[i]) for i in range(3))
-    return cute.composition(tiles, cute.make_ordered_layout((columns, rows, count), order=(1, 0, 2)))
-
-
 def warpgroup_mma(dtype: Any, columns: int, source: Any, left: Any, right: Any) -> cute.TiledMma:
     """Tiled MMA of TILE x `columns` by one warpgroup. Args: source: memory of the left operand; major modes of both."""
     return hopper_helpers.make_trivial_tiled_mma(dtype, dtype, left, right, Float32, (1, 1, 1), (TILE, columns), source)

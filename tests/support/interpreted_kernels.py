@@ -58,7 +58,7 @@ class InterpretedKernel:
 def interpret_kernels(
     patch: pytest.MonkeyPatch, modules: Collection[ModuleType], arch: str = "sm_90a", schedule: Schedule = LATE
 ) -> None:
-    """Replaces the `compiled_once` functions that modules of cute_kernels have."""
+    """Replaces the `compiled_once` functions of modules of cute_kernels and of their classes."""
     from cute_kernels.runtime import jit
 
     def interpreted(compiled: Any) -> Any:
