@@ -36,6 +36,7 @@ def ratio(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None else a / b
 
 
-def bars_field(bars: Sequence[Bar] | None) -> dict[str, Any]:
-    """The field of a results file; None if no bars were asked for."""
-    return {} if bars is None else {"bars": [bar.as_json() for bar in bars]}
+def figure(rows: Sequence[dict[str, Any]], where: dict[str, Any], field: str, per: str | None = None) -> float | None:
+    """A field of the first row with the fields `where`, over another field if given; None if it was not measured."""
+    row = next((row for row in rows if where.items() <= row.items()), {})
+    return row.get(field) if per is None else ratio(row.get(field), row.get(per))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -33,31 +33,33 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench import oracles
-from bench.bars import Bar, bars_field, ratio
+from bench import oracles, selected_branch
+from bench.bars import Bar, figure, ratio
 from bench.common import (
     DTYPES,
-    above_zero,
+    SIZES,
     add_device,
-    add_sizes,
     check_backend,
     choose_dense,
+    make_parser,
+    parse_args,
     positive,
     resolve_sizes,
-    with_ending,
 )
+from bench.driver import run
+from bench.oracles import Error
 from bench.passes import PEER_SLACK, release
-from bench.report import LOCAL_RESULTS, command_line, environment, relative
-from bench.results_file import Row, hold, open_results
+from bench.report import LOCAL_RESULTS, environment
+from bench.results_file import Row, hold
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, Work, choose_peaks, mean_keys
-from bench.show import ms_text, show_bars
-from bench.timing import Timing, measure
+from bench.selected_branch import Branch, checked_rows, visible_keys
+from bench.show import floor_text, ms_text
+from bench.timing import measure
 from nsa import block_sparse_attention, top_blocks_by_max
 
 OPS = ("block_sparse", "top_blocks", "m3_layer")
 PASSES = ("fwd", "fwd+bwd")
-CHECKED = 64
-"""Rows that are held against fp64, half of them the last ones."""
+PEERS = ("dense", "mask", "selected", "pairs")
 DRAWN = 1 << 23
 """Scores that are drawn at a time."""
 MOST_PAIRS = 1 << 30
@@ -85,20 +87,11 @@ class Case(NamedTuple):
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    device, out = torch.device(args.device), Path(args.out)
+    device = torch.device(args.device)
     facts = environment(device)
     peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
-    with open_results(out, {**facts, "command": args.command}) as results:
-        if not results.measure(
-            ((case.name, partial(measure_case, case, args, device, peaks)) for case in args.cases), line
-        ):
-            return 1
-        bars = find_bars(results.rows) if args.bars else None
-        results.finish(csv=True, missing=results.missing, **bars_field(bars))
-    if bars is not None:
-        show_bars(bars)
-    print(*(relative(with_ending(out, suffix)) for suffix in (".csv", ".json")), sep="   ")
-    return 0
+    parts = [(case.name, partial(measure_case, case, args, device, peaks)) for case in args.cases]
+    return run(args, facts, lambda _: parts, line, bars=find_bars, csv=True)
 
 
 def measure_case(
@@ -110,49 +103,50 @@ def measure_case(
         problem = PROBLEMS[case.op](case, args, device)
     except ImportError as absent:
         return [], [f"{case.name} did not run: {absent}"]
-    errors = problem.check()
-    hold(case.name, *errors)
-    row, missing = time_case(problem, args, device, peaks, errors)
-    return [row], missing
+    error, missing, host = problem.check(), [], device.type == "cpu"
+    hold(case.name, error)
+    own = measure(problem.call, device, seconds=args.seconds, host=host)
+    others: dict[str, float | None] = dict.fromkeys(PEERS)
+    for name in () if args.no_peers else problem.peers:
+        release(device)
+        try:
+            others[name] = measure(problem.peer(name), device, seconds=args.seconds, host=host).ms_p50
+        except Exception as failure:  # whatever a peer raises is why it has no time
+            missing.append(f"{name} did not run: {str(failure).partition(chr(10))[0]} ({case.name})")
+    floor = None if peaks is None else problem.work().floor_ms(peaks.tbs, peaks.tflops)
+    dense = None if others["dense"] is None else choose_dense(device, problem.dtype).name
+    row = {"op": case.op, "block": case.block, "k": args.count, "pass": case.direction, "backend": problem.backend}
+    row |= {"mode": "eager" if host else "queued", "dtype": args.dtype, "b": args.batch, "n": case.n}
+    row |= {"h": args.heads, "h_kv": args.kv_heads, "d": args.dim, **own.fields, "peak_gib": own.peak_gib}
+    row |= {"floor_ms": floor, "share_of_floor": ratio(floor, own.ms_p50), "dense": dense}
+    row |= {f"{name}_ms": ms for name, ms in others.items()}
+    return [{**row, "error": error.error, "error_budget": error.budget, "command": args.command}], missing
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shared = (*SIZES, "backend", "no-peers", "seconds", "peak-tflops", "peak-tbs", "bars", "out")
+    parser = make_parser(__doc__, *shared, out=str(LOCAL_RESULTS / "block-sparse"))
+    add_device(parser, "cuda", "cpu")
     add = parser.add_argument
-    add_device(parser)
     add("--ops", nargs="+", choices=OPS, default=list(OPS), help="default: all")
     add("--seqlens", nargs="+", type=positive, help="N; default: 8K 64K 128K, m3_layer also 16K 32K (CPU: 512)")
     blocks = "tokens of a block; but for block_sparse the first alone; default: 128 64"
     add("--blocks", nargs="+", type=positive, default=[128, 64], help=blocks)
     add("--count", type=positive, default=16, help="k, blocks of a token; default: %(default)s")
-    add_sizes(parser)
-    add("--backend", help="default: the one that runs unasked; on a CPU the reference")
-    add("--no-peers", action="store_true", help="time these ops alone")
-    add("--seconds", type=above_zero, default=0.3, help="of each timing; default: %(default)s")
-    add("--peak-tflops", type=above_zero, help="TFLOP/s of the floor; default: the GPU's data sheet")
-    add("--peak-tbs", type=above_zero, help="TB/s of the floor; default: the GPU's data sheet")
-    add("--bars", action="store_true", help="hold the figures against what they have to reach")
-    add("--out", default=str(LOCAL_RESULTS / "block-sparse"), help="results, without suffix; default: %(default)s")
-    args = parser.parse_args(argv)
+    args = parse_args(parser, argv)
     check_backend(parser, args.backend, "block_sparse_attention", "top_blocks_by_max")
     on_cpu = args.device == "cpu"
     if not on_cpu:
         args.heads, args.kv_heads = args.heads or 64, args.kv_heads or 4
     resolve_sizes(parser, args)
+    usual = {op: (512,) if on_cpu else LAYER_SEQLENS if op == "m3_layer" else SEQLENS for op in OPS}
     args.cases = [
         Case(op, n, block, direction)
         for op, block in product(args.ops, args.blocks)
-        for n, direction in product(args.seqlens or default_seqlens(op, on_cpu=on_cpu), PASSES)
+        for n, direction in product(args.seqlens or usual[op], PASSES)
         if op == "block_sparse" or (block == args.blocks[0] and (op, direction) != ("top_blocks", "fwd+bwd"))
     ]
-    args.command = command_line(argv)
     return args
-
-
-def default_seqlens(op: str, *, on_cpu: bool) -> tuple[int, ...]:
-    if on_cpu:
-        return (512,)
-    return LAYER_SEQLENS if op == "m3_layer" else SEQLENS
 
 
 # What is timed and checked
@@ -167,22 +161,18 @@ class Problem:
         self.case, self.args, self.device, self.dtype = case, args, device, DTYPES[args.dtype]
         self.generator = torch.Generator(device).manual_seed(0)
         self.backend = args.backend or ("reference" if device.type == "cpu" else "cute")
+        self.backward = case.direction == "fwd+bwd"
+        self.rows = checked_rows(case.n, device)
 
-    def normal(self, heads: int) -> Tensor:
-        shape = self.args.batch, self.case.n, heads, self.args.dim
+    def normal(self, *features: int) -> Tensor:
+        shape = self.args.batch, self.case.n, *features
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
-
-    def rows(self) -> Tensor:
-        """Rows that are checked, ascending: the last ones, and some of the others."""
-        n, last = self.case.n, min(CHECKED // 2, self.case.n)
-        drawn = torch.randperm(n - last, generator=torch.Generator().manual_seed(1))[: CHECKED - last].sort().values
-        return torch.cat([drawn, torch.arange(n - last, n)]).to(self.device)
 
     def call(self) -> Any:
         raise NotImplementedError
 
-    def check(self) -> tuple[float, float]:
-        """The error that takes most of its budget, and that budget."""
+    def check(self) -> Error:
+        """The error that takes most of its budget."""
         raise NotImplementedError
 
     def peer(self, name: str) -> Callable[[], Any]:
@@ -192,6 +182,15 @@ class Problem:
         """The least that the call moves and computes."""
         raise NotImplementedError
 
+    def attention_flops(self) -> float:
+        args, products = self.args, FORWARD_PRODUCTS + BACKWARD_PRODUCTS * self.backward
+        keys = mean_keys(self.case.n, args.count * self.case.block)
+        return float(args.batch * self.case.n * keys * args.heads * 2 * args.dim * products)
+
+    def selection_flops(self) -> float:
+        args, n = self.args, self.case.n
+        return float(args.batch * args.kv_heads * n * (n + 1) * args.dim)
+
 
 class Attention(Problem):
     """block_sparse_attention."""
@@ -200,13 +199,12 @@ class Attention(Problem):
 
     def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
         super().__init__(case, args, device)
-        self.q, self.k, self.v = (self.normal(heads) for heads in (args.heads, args.kv_heads, args.kv_heads))
-        self.do = self.normal(args.heads)
+        q, k, v, self.do = (self.normal(n, args.dim) for n in (args.heads, args.kv_heads, args.kv_heads, args.heads))
+        self.leaves = q, k, v
         self.blocks = draw_blocks(args.batch, args.kv_heads, case.n, case.block, args.count, self.generator)
-        self.backward = case.direction == "fwd+bwd"
         if case.block != args.blocks[0]:
             self.peers = ("selected",)  # what the others take does not depend on it
-        for x in (self.q, self.k, self.v):
+        for x in self.leaves:
             x.requires_grad_(self.backward)
 
     def call(self) -> Any:
@@ -214,65 +212,39 @@ class Attention(Problem):
 
     def ours(self, do: Tensor) -> tuple[Tensor, ...]:
         options: dict[str, Any] = {"block_size": self.case.block, "backend": self.backend}
-        leaves = self.q, self.k, self.v
-        return self.differentiated(lambda q, k, v: block_sparse_attention(q, k, v, self.blocks, **options), leaves, do)
+        return self.run(lambda q, k, v: block_sparse_attention(q, k, v, self.blocks, **options), self.leaves, do)
 
-    def differentiated(
-        self, function: Callable[..., Tensor], leaves: tuple[Tensor, ...], do: Tensor
-    ) -> tuple[Tensor, ...]:
+    def run(self, function: Callable[..., Tensor], leaves: tuple[Tensor, ...], do: Tensor) -> tuple[Tensor, ...]:
         """out, and the gradients of the leaves if they are timed."""
         out = function(*leaves)
         return (out, *(torch.autograd.grad(out, leaves, do) if self.backward else ()))
 
-    def check(self) -> tuple[float, float]:
-        return self.errors(self.ours)
+    def check(self) -> Error:
+        return self.worst(self.ours)
 
-    def errors(self, attend: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[float, float]:
-        """Error of rows of the first key/value head's group, and of the gradients of a do that is 0 elsewhere.
-
-        Args:
-            attend: gives what `differentiated` does, for a do.
-        """
-        group, rows = self.args.heads // self.args.kv_heads, self.rows()
-        do = torch.zeros_like(self.do)
-        do[:1, rows, :group] = self.do[:1, rows, :group]
-        got = attend(do)
-        mine = [got[0].detach()[:1, rows, :group]]
-        if self.backward:
-            mine += [got[1][:1, rows, :group], got[2][:1, :, :1], got[3][:1, :, :1]]
-        visible = visible_keys(self.blocks[:1, :1, rows], rows, self.case)
-        found = []
-        for dtype in (torch.float64, self.dtype):
-            of_head = self.q[:1, rows, :group], self.k[:1, :, :1], self.v[:1, :, :1]
-            leaves = [x.detach().to(oracles.wide(dtype)).requires_grad_() for x in of_head]
-            q, k, v = leaves
-            out, _ = oracles.attention(q, k, v, visible, self.args.dim**-0.5, dtype)
-            of_rows = self.do[:1, rows, :group].to(out.dtype)
-            found.append([out.detach(), *(torch.autograd.grad(out, leaves, of_rows) if self.backward else ())])
-        exact, rough = found
-        return worst_of(mine, exact, rough, self.dtype, self.args.dim)
+    def worst(self, attend: Callable[[Tensor], tuple[Tensor, ...]]) -> Error:
+        return oracles.worst(selected_branch.errors(attend, self.leaves, self.do, self.blocks, self.case.block))
 
     def peer(self, name: str) -> Callable[[], Any]:
         if name == "dense":
             attention = choose_dense(self.device, self.dtype).attention
-            return lambda: self.differentiated(attention, (self.q, self.k, self.v), self.do)
+            return lambda: self.run(attention, self.leaves, self.do)
         if name == "selected":
             return self.kernels()
         masked = partial(self.masked, self.masks())
-        error, budget = self.errors(masked)
-        if not error <= PEER_SLACK * budget:
-            raise RuntimeError(f"error {error:.2e} is above {PEER_SLACK} budgets of {budget:.2e}")
+        found = self.worst(masked)
+        if not found.error <= PEER_SLACK * found.budget:
+            raise RuntimeError(f"error {found.error:.2e} is above {PEER_SLACK} budgets of {found.budget:.2e}")
         return lambda: masked(self.do)
 
     def masked(self, masks: Tensor, do: Tensor) -> tuple[Tensor, ...]:
         """SDPA of one key/value head's group after the other, so that memory holds what one of them saves."""
-        group = self.args.heads // self.args.kv_heads
+        group, (q, k, v) = self.args.heads // self.args.kv_heads, self.leaves
         found = []
         for head in range(self.args.kv_heads):
             some = slice(head * group, (head + 1) * group)
-            leaves = self.q[:, :, some], self.k[:, :, head : head + 1], self.v[:, :, head : head + 1]
-            attend = partial(masked_attention, mask=masks[:, head])
-            found.append(self.differentiated(attend, leaves, do[:, :, some]))
+            leaves = q[:, :, some], k[:, :, head : head + 1], v[:, :, head : head + 1]
+            found.append(self.run(partial(masked_attention, mask=masks[:, head]), leaves, do[:, :, some]))
         return tuple(torch.cat(parts, 2) for parts in zip(*found, strict=True))
 
     def masks(self) -> Tensor:
@@ -286,37 +258,25 @@ class Attention(Problem):
         return masks
 
     def kernels(self) -> Callable[[], Any]:
-        """Token mode's selected branch alone: its kernels, called as cute_kernels/forward.py and backward.py do.
-
-        The op runs the same ones, so the difference is what its wrapper takes.
-        """
+        """Token mode's selected branch alone. The op runs the same kernels, so the difference is its wrapper's."""
         if self.device.type != "cuda":
             raise RuntimeError(f"runs on CUDA devices, got {self.device.type}")
-        from cute_kernels.attend.kv_outer import kv_outer_forward
-        from cute_kernels.attend.kv_outer_backward import kv_outer_backward
+        q, k, v = (x.detach() for x in self.leaves)
+        branch = Branch(q, k, v, self.do, self.blocks, self.case.block)
+        branch.saved  # noqa: B018  # so that it is no part of what is timed
 
-        options: dict[str, Any] = {"size": self.case.block, "scale": self.args.dim**-0.5}
-        tensors = self.q.detach(), self.k.detach(), self.v.detach(), self.blocks
-        out, lse = kv_outer_forward(*tensors, **options)
-        delta = torch.einsum("bnhd,bnhd->bhn", out.float(), self.do.float()).contiguous()
-
-        def run() -> None:
-            kv_outer_forward(*tensors, **options)
+        def both() -> None:
+            branch.forward()
             if self.backward:
-                into = torch.empty_like(tensors[0]), torch.empty_like(tensors[1]), torch.empty_like(tensors[2])
-                kv_outer_backward(*tensors, self.do, lse, delta, into=into, **options)
+                branch.backward()
 
-        return run
+        return both
 
     def work(self) -> Work:
-        args, n = self.args, self.case.n
-        products = FORWARD_PRODUCTS + (BACKWARD_PRODUCTS if self.backward else 0)
-        keys = mean_keys(n, args.count * self.case.block)
-        flops = args.batch * n * keys * args.heads * 2 * args.dim * products
-        rows, key_rows = args.heads * 2, args.kv_heads * 2  # q and out, k and v: read or written once in each direction
-        directions = 3 if self.backward else 1
-        moved = args.batch * n * args.dim * self.q.element_size() * (rows + key_rows) * directions
-        return Work(moved, flops)
+        args, directions = self.args, 3 if self.backward else 1
+        heads = 2 * args.heads + 2 * args.kv_heads  # q and out, k and v: read or written once in each direction
+        moved = args.batch * self.case.n * args.dim * self.do.element_size() * heads * directions
+        return Work(moved, self.attention_flops())
 
 
 class Selection(Problem):
@@ -326,15 +286,15 @@ class Selection(Problem):
 
     def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
         super().__init__(case, args, device)
-        self.q, self.k = self.normal(args.kv_heads), self.normal(1)
+        self.q, self.k = self.normal(args.kv_heads, args.dim), self.normal(1, args.dim)
 
     def call(self) -> Tensor:
         options = {"block_size": self.case.block, "k": self.args.count}
         return top_blocks_by_max(self.q, self.k, **options, backend=self.backend)
 
-    def check(self) -> tuple[float, float]:
+    def check(self) -> Error:
         """By how much a block that was left out beats one that was chosen, over what fp32 sums may hide."""
-        rows, n, size = self.rows(), self.case.n, self.case.block
+        rows, n, size = self.rows, self.case.n, self.case.block
         got = self.call()[0, :, rows].long()
         q, k = self.q[0, rows].double(), self.k[0, :, 0].double()
         scores = torch.einsum("mhd,nd->hmn", q, k)
@@ -343,7 +303,7 @@ class Selection(Problem):
         own = rows // size
         begun = (own + 1).clamp(max=self.args.count)
         if not bool(((got >= 0).sum(-1) == begun).all() and ((got == own[:, None]).sum(-1) == 1).all()):
-            return float("nan"), 0.0
+            return Error("", float("nan"), 0.0)
         scores.scatter_(2, own[None, :, None].expand(len(scores), -1, 1), torch.inf)
         taken = torch.zeros((*scores.shape[:2], scores.shape[2] + 1), dtype=torch.bool, device=self.device)
         taken.scatter_(2, torch.where(got < 0, scores.shape[2], got), True)
@@ -353,7 +313,7 @@ class Selection(Problem):
         allowed = 2 * 2.0**-23 * (self.args.dim / 8 + 4) * q.norm(dim=-1).T * k.norm(dim=-1).max()
         short = (left_out - chosen).nan_to_num(nan=0.0).clamp(min=0.0)
         worst = int((short / allowed).argmax())
-        return float(short.flatten()[worst]), float(allowed.flatten()[worst])
+        return Error("", float(short.flatten()[worst]), float(allowed.flatten()[worst]))
 
     def peer(self, name: str) -> Callable[[], Any]:
         """Scores of all pairs in memory, fp32."""
@@ -370,12 +330,9 @@ class Selection(Problem):
         return pairs
 
     def work(self) -> Work:
-        args, n = self.args, self.case.n
-        flops = args.batch * args.kv_heads * n * (n + 1) * args.dim
-        moved = (
-            args.batch * n * (args.dim * (args.kv_heads + 1) * self.q.element_size() + args.kv_heads * args.count * 4)
-        )
-        return Work(moved, flops)
+        args = self.args
+        numbers = args.dim * (args.kv_heads + 1) * self.q.element_size() + args.kv_heads * args.count * 4
+        return Work(args.batch * self.case.n * numbers, self.selection_flops())
 
 
 class Layer(Problem):
@@ -410,11 +367,7 @@ class Layer(Problem):
         torch.manual_seed(0)
         self.layer = modeling.MiniMaxM3VLAttention(self.config, 0).to(device, self.dtype)
         self.rotary = modeling.MiniMaxM3VLRotaryEmbedding(self.config).to(device)
-        shape = args.batch, case.n, self.config.hidden_size
-        self.hidden, self.do = (
-            torch.randn(shape, generator=self.generator, device=device, dtype=self.dtype) for _ in range(2)
-        )
-        self.backward = case.direction == "fwd+bwd"
+        self.hidden, self.do = (self.normal(self.config.hidden_size) for _ in range(2))
 
     def run(self, implementation: str, hidden: Tensor, do: Tensor) -> tuple[Tensor, ...]:
         """out, and the gradients of hidden states and parameters."""
@@ -434,20 +387,21 @@ class Layer(Problem):
     def call(self) -> Any:
         return self.run(self.ours, self.hidden, self.do)
 
-    def check(self) -> tuple[float, float]:
+    def check(self) -> Error:
         """Error of rows of the first sequence, and of the gradients of a do that is 0 elsewhere.
 
         They attend to the blocks that our indexer chooses in the layer's dtype, or near ties would decide; the choice
         itself is what "top_blocks" checks.
         """
-        rows, hidden = self.rows(), self.hidden[:1]
+        rows, hidden = self.rows, self.hidden[:1]
         do = torch.zeros_like(hidden)
         do[:, rows] = self.do[:1, rows]
         out, *gradients = self.run(self.ours, hidden, do)
-        visible = visible_keys(self.chosen(hidden)[:, :, rows], rows, self.case)
+        visible = visible_keys(self.chosen(hidden)[:, :, rows], rows, self.case.block, self.case.n)
         visible = visible.repeat_interleave(self.args.heads // self.args.kv_heads, 1)
         exact, rough = (self.of_rows(rows, visible, do[:, rows], dtype) for dtype in (torch.float64, self.dtype))
-        return worst_of([out[:, rows], *gradients], exact, rough, self.dtype, self.args.dim)
+        results = zip([out[:, rows], *gradients], exact, rough, strict=True)
+        return oracles.worst(oracles.compare("", *each, self.args.dim) for each in results)
 
     @torch.no_grad()
     def chosen(self, hidden: Tensor) -> Tensor:
@@ -489,13 +443,9 @@ class Layer(Problem):
     def work(self) -> Work:
         """Projections, selection and attention."""
         args, n = self.args, self.case.n
-        products = FORWARD_PRODUCTS + (BACKWARD_PRODUCTS if self.backward else 0)
-        flops = args.batch * n * mean_keys(n, args.count * self.case.block) * args.heads * 2 * args.dim * products
-        flops += args.batch * args.kv_heads * n * (n + 1) * args.dim
-        hidden = self.config.hidden_size
         weights = sum(x.numel() for x in self.layer.parameters()) * 2 * args.batch * n * (3 if self.backward else 1)
-        moved = 2 * args.batch * n * hidden * self.hidden.element_size()
-        return Work(moved, flops + weights)
+        moved = 2 * args.batch * n * self.config.hidden_size * self.hidden.element_size()
+        return Work(moved, self.attention_flops() + self.selection_flops() + weights)
 
 
 PROBLEMS: dict[str, type[Problem]] = {"block_sparse": Attention, "top_blocks": Selection, "m3_layer": Layer}
@@ -522,26 +472,6 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return torch.cat(parts, 2).transpose(1, 2)
 
 
-def visible_keys(blocks: Tensor, rows: Tensor, case: Case) -> Tensor:
-    """Keys up to the rows in their blocks `[1,H_kv,M,k]`, bool `[1,H_kv,M,N]`."""
-    keys = torch.arange(case.n, device=rows.device)
-    return (keys // case.block == blocks[..., None]).any(-2) & (keys <= rows[:, None])
-
-
-def worst_of(
-    mine: Sequence[Tensor], exact: Sequence[Tensor], rough: Sequence[Tensor], dtype: torch.dtype, terms: int
-) -> tuple[float, float]:
-    """The error of the tensor that takes most of its budget, and that budget. Args: `rough`: the yardstick's."""
-    worst = (0.0, 1.0)
-    for x, right, near in zip(mine, exact, rough, strict=True):
-        error = float((x.double() - right).abs().max()) if bool(x.isfinite().all()) else float("nan")
-        own = float((near.to(dtype).double() - right).abs().max())
-        budget = oracles.budget(own, float(right.abs().max()), dtype, terms)
-        if not error / budget <= worst[0] / worst[1]:
-            worst = error, budget
-    return worst
-
-
 def draw_blocks(batch: int, heads: int, n: int, size: int, count: int, generator: torch.Generator) -> Tensor:
     """int32 `[B,H_kv,N,k]`: each token's own block and others before it, at random."""
     device, blocks = generator.device, -(-n // size)
@@ -556,62 +486,27 @@ def draw_blocks(batch: int, heads: int, n: int, size: int, count: int, generator
     return torch.nn.functional.pad(torch.cat(parts, 2), [0, max(0, count - blocks)], value=-1)
 
 
-def time_case(
-    problem: Problem,
-    args: argparse.Namespace,
-    device: torch.device,
-    peaks: Peaks | None,
-    errors: tuple[float, float],
-) -> tuple[Row, list[str]]:
-    """The row, and what did not run."""
-    case, missing, host = problem.case, [], device.type == "cpu"
-
-    def timed(call: Callable[[], Any]) -> Timing:
-        return measure(call, device, seconds=args.seconds, host=host)
-
-    own = timed(problem.call)
-    others: dict[str, float | None] = dict.fromkeys(("dense", "mask", "selected", "pairs"))
-    for name in () if args.no_peers else problem.peers:
-        release(device)
-        try:
-            others[name] = timed(problem.peer(name)).ms_p50
-        except Exception as error:  # whatever a peer raises is why it has no time
-            missing.append(f"{name} did not run: {str(error).partition(chr(10))[0]} ({case.name})")
-    floor = None if peaks is None else problem.work().floor_ms(peaks.tbs, peaks.tflops)
-    dense = None if others["dense"] is None else choose_dense(device, problem.dtype).name
-    row = {"op": case.op, "block": case.block, "k": args.count, "pass": case.direction, "backend": problem.backend}
-    row |= {"mode": "eager" if host else "queued", "dtype": args.dtype, "b": args.batch, "n": case.n}
-    row |= {"h": args.heads, "h_kv": args.kv_heads, "d": args.dim, **own.fields, "peak_gib": own.peak_gib}
-    row |= {"floor_ms": floor, "share_of_floor": ratio(floor, own.ms_p50), "dense": dense}
-    row |= {f"{name}_ms": ms for name, ms in others.items()}
-    return {**row, "error": errors[0], "error_budget": errors[1], "command": args.command}, missing
-
-
 # What has to be reached, and what is shown
 
 
-def find_bars(rows: Sequence[Row]) -> list[Bar]:
-    wanted = {"b": 1, "n": 64 << 10, "h": 64, "h_kv": 4, "d": 128, "k": 16, "dtype": "bf16", "mode": "queued"}
-    of_bars = {(row["op"], row["block"], row["pass"]): row for row in rows if wanted.items() <= row.items()}
-    bars = []
+def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
+    sizes = {"b": 1, "n": 64 << 10, "h": 64, "h_kv": 4, "d": 128, "k": 16, "dtype": "bf16", "mode": "queued"}
     for (op, direction), ms in MS_BARS.items():
-        reached = of_bars.get((op, 128, direction), {}).get("ms_p50")
-        bars.append(Bar(f"{op}, 64K, 16 blocks of 128, {direction}", reached, ms, at_least=False, unit=" ms"))
+        reached = figure(rows, {**sizes, "op": op, "block": 128, "pass": direction}, "ms_p50")
+        yield Bar(f"{op}, 64K, 16 blocks of 128, {direction}", reached, ms, at_least=False, unit=" ms")
     for direction in PASSES:
-        row = of_bars.get(("block_sparse", 64, direction), {}).get
+        where = {**sizes, "op": "block_sparse", "block": 64, "pass": direction}
         what = f"block_sparse, 64K, 16 blocks of 64, {direction}: its kernels, called without the wrapper, take as long"
-        bars.append(Bar(what, ratio(row("selected_ms"), row("ms_p50")), NOISE, at_least=True, unit="x"))
-    return bars
+        yield Bar(what, figure(rows, where, "selected_ms", "ms_p50"), NOISE, at_least=True, unit="x")
 
 
 def line(row: Row) -> str:
     """A row for readers."""
-    share = "" if row["share_of_floor"] is None else f" ({row['share_of_floor']:.0%} of the floor)"
     peak = "" if row["peak_gib"] is None else f" {row['peak_gib']:.2f} GiB"
-    others = {name: row[f"{name}_ms"] for name in ("dense", "mask", "selected", "pairs")}
+    others = {name: row[f"{name}_ms"] for name in PEERS}
     beside = "".join(f"  {name} {ms_text(ms)} ms" for name, ms in others.items() if ms is not None)
     name = Case(row["op"], row["n"], row["block"], row["pass"]).name
-    return f"{name:<44}{ms_text(row['ms_p50'])} ms{share}{peak}{beside}"
+    return f"{name:<44}{ms_text(row['ms_p50'])} ms{floor_text(row)}{peak}{beside}"
 
 
 if __name__ == "__main__":

@@ -21,74 +21,43 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch import Tensor
 
-from bench.bars import Bar, bars_field
-from bench.common import DTYPES, PRESETS, above_zero, add_device, positive, preset_name, with_ending
-from bench.context_shares import (
-    PASSES,
-    Case,
-    ShareOf,
-    Whole,
-    config_of,
-    difference,
-    find_shares,
-    kv_heads_per_pass,
-    line,
-    make_do,
-    make_row,
-    make_tensors,
-    received_keys,
-    share_line,
-    take,
-    tile_of,
-)
+from bench.common import PRESETS, add_device, make_parser, parse_args, positive, preset_name
+from bench.context_shares import PASSES, RANKS, Case, config_of, run_alone, tile_of
 from bench.context_together import BARS, run_together
-from bench.report import LOCAL_RESULTS, command_line, environment, relative
-from bench.results_file import Row, WrongResult, open_results
-from bench.show import show_bars
-from bench.timing import measure
-from nsa.distributed.layout import Layout, make_layout
+from bench.report import LOCAL_RESULTS
+from nsa.distributed.layout import make_layout
 
 SIZES, CPU_SIZES = ("per_tile:1M:8/2", "paper:256K:64/4"), ("per_tile:600:2/1", "paper:300:2/1")
-RANKS, CPU_RANKS = (2, 4, 8, 16), (2, 3)
-BALANCE_BAR, SCALING_BAR = 1.05, 1.08
-"""The slowest rank over the mean, with zigzag; all shares over the undivided call."""
-BAR_SIZES = {"per_tile": 1 << 20, "paper": 256 << 10}
+CPU_RANKS = (2, 3)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    return run_together(args, BAR_SIZES) if args.together else run_alone(args)
+    return run_together(args) if args.together else run_alone(args)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "dtype", "seconds", "bars", seconds=0.5)
+    add_device(parser, "cuda", "cpu")
     add = parser.add_argument
-    add_device(parser)
     add("--sizes", nargs="+", help=f"preset:N:heads; default: {' '.join(SIZES)} (CPU: {' '.join(CPU_SIZES)})")
     add("--ranks", nargs="+", type=positive, help="R, alone; default: 2 4 8 16 (CPU: 2 3)")
     add("--layouts", nargs="+", choices=["zigzag", "contiguous"], default=["zigzag"], help="default: zigzag")
     add("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="default: both")
-    add("--dim", type=positive, help="D; default: 128 (CPU: 16)")
-    add("--dtype", choices=DTYPES, help="default: bf16 (CPU: fp32)")
     add("--kv-heads-per-pass", type=positive, help="default: that of ContextParallel")
-    add("--seconds", type=above_zero, default=0.5, help="of each timing on one device; default: %(default)s")
+    add("--dim", type=positive, help="D; default: 128 (CPU: 16)")
+    add("--out", help=f"results, without suffix; default: {LOCAL_RESULTS / 'context-parallel'}, torchrun: -together")
     add("--repeats", type=positive, default=5, help="of each timing under torchrun; default: %(default)s")
     add("--checked", type=positive, default=16 << 10, help="most tokens of the check under torchrun; default: 16K")
-    add("--bars", action="store_true", help="hold balance, scaling and speed-up against what they have to reach")
-    add("--out", help=f"results, without suffix; default: {LOCAL_RESULTS / 'context-parallel'}, torchrun: -together")
-    args = parser.parse_args(argv)
+    args = parse_args(parser, argv)
     args.together = "LOCAL_RANK" in os.environ
     on_cpu = args.device == "cpu"
     args.dim, args.dtype = args.dim or (16 if on_cpu else 128), args.dtype or ("fp32" if on_cpu else "bf16")
@@ -114,84 +83,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         layout = make_layout(case.n, None, case.ranks, case.layout, tile_of(config_of(case, device), device))
         if 0 in layout.lengths:
             parser.error(f"--sizes must give every rank tokens, got {layout.lengths} for {case.name}")
-    args.command = command_line(argv)
     return args
-
-
-# Shares alone
-
-
-def run_alone(args: argparse.Namespace) -> int:
-    device, out = torch.device(args.device), Path(args.out)
-    with open_results(out, {**environment(device), "command": args.command}) as results:
-        cases = [*dict.fromkeys(case.undivided for case in args.cases), *args.cases]
-        if not results.measure(((case.name, partial(time_shares, case, args, device)) for case in cases), line):
-            return 1
-        shares = find_shares(results.rows, args.kv_heads_per_pass)
-        bars = find_bars(shares) if args.bars else None
-        results.finish(shares=shares, **bars_field(bars))
-    print(*map(share_line, shares), sep="\n")
-    if bars is not None:
-        show_bars(bars)
-    print(relative(with_ending(out, ".json")))
-    return 0
-
-
-def time_shares(case: Case, args: argparse.Namespace, device: torch.device) -> tuple[list[Row], list[str]]:
-    """Rows of all ranks, and what did not run: nothing. Raises WrongResult."""
-    config, tensors = config_of(case, device), make_tensors(case, args, device)
-    whole = Whole(config, tensors, make_do(tensors["q"]))
-    layout = make_layout(case.n, None, case.ranks, case.layout, tile_of(config, device))
-    shares = [] if case.ranks == 1 else divide(args, whole, layout)
-    if shares and (wrong := check_shares(whole, layout, shares)):
-        raise WrongResult(f"{case.name}: {wrong}")
-    rows = []
-    timed: Sequence[Whole | ShareOf] = shares or [whole]
-    for direction, (rank, share) in product(args.passes, enumerate(timed)):
-        call: Callable[[], Any] = share.forward if direction == "fwd" else share.both
-        timing, tokens = measure(call, device, seconds=args.seconds), layout.lengths[rank]
-        rows.append(make_row(case, args, rank, "alone", direction, timing.ms_p50, timing.peak_gib, tokens))
-    return rows, []
-
-
-def divide(args: argparse.Namespace, whole: Whole, layout: Layout) -> list[ShareOf]:
-    """The shares of all ranks."""
-    k, v = whole.tensors["k"], whole.tensors["v"]
-    shares, received = [], received_keys(layout, k, v, kv_heads_per_pass(args, layout, k))
-    for rank, ranges in enumerate(layout.ranges):
-        own = {n: x if n == "gate_proj_weight" else take(x, ranges) for n, x in whole.tensors.items()}
-        shares.append(ShareOf(args, whole.config, layout, rank, own, take(whole.do, ranges), received))
-    return shares
-
-
-def check_shares(whole: Whole, layout: Layout, shares: Sequence[ShareOf]) -> str:
-    """Description of the first wrong rows or gradients of the ranks; "" if there are none."""
-    expected, dq, *dkv = whole.both()
-    totals: list[Tensor] = []
-    for rank, (ranges, share) in enumerate(zip(layout.ranges, shares, strict=True)):
-        kept: list[Tensor] = []
-        out, gradients = share.both(kept)
-        totals = [a + b for a, b in zip(totals, kept, strict=True)] if totals else kept
-        for name, got, want in (("out", out, expected), ("dq", gradients["q"], dq)):
-            if wrong := difference(got, take(want, ranges), exact=name == "out" and whole.do.is_cuda):
-                return f"{name} of rank {rank}: {wrong}"
-    for i, (name, want) in enumerate(zip(("dk", "dv"), dkv, strict=True)):
-        got = torch.cat(totals[i::2], -2).movedim(0, -3).to(want.dtype)
-        if wrong := difference(got, want, exact=False):
-            return f"{name} of all ranks: {wrong}"
-    return ""
-
-
-def find_bars(shares: Sequence[Row]) -> list[Bar]:
-    bars = []
-    for preset, ranks, direction in product(BAR_SIZES, RANKS, PASSES):
-        wanted = {"preset": preset, "n": BAR_SIZES[preset], "ranks": ranks, "layout": "zigzag", "pass": direction}
-        own: Row = next((share for share in shares if wanted.items() <= share.items()), {})
-        name = f"{preset} {BAR_SIZES[preset] >> 10}K, {ranks} ranks, {direction}"
-        balance, total = own.get("slowest_over_mean"), own.get("sum_over_single")
-        bars.append(Bar(f"{name}, slowest over mean", balance, BALANCE_BAR, at_least=False, unit="x"))
-        bars.append(Bar(f"{name}, all over undivided", total, SCALING_BAR, at_least=False, unit="x"))
-    return bars
 
 
 if __name__ == "__main__":

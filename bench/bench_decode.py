@@ -21,15 +21,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 if __package__ in (None, ""):
@@ -40,12 +38,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
-from bench.bars import Bar, bars_field, ratio
-from bench.common import DTYPES, PRESETS, above_zero, add_device, check_backend, positive, preset_name, with_ending
-from bench.report import LOCAL_RESULTS, command_line, environment, relative
-from bench.results_file import Row, hold, open_results
+from bench import oracles
+from bench.bars import Bar, figure, ratio
+from bench.common import DTYPES, PRESETS, add_device, check_backend, make_parser, parse_args, positive, preset_name
+from bench.driver import run
+from bench.oracles import Error
+from bench.report import LOCAL_RESULTS, environment
+from bench.results_file import Measurement, Results, Row, hold
 from bench.roofline import choose_peaks
-from bench.show import draw_points, ms_text, saved_figure, show_bars
+from bench.show import draw_points, floor_text, ms_text, saved_figure
 from bench.timing import BUSY_CYCLES, Timing, capture, measure
 from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
 
@@ -72,7 +73,6 @@ FLA_BAR = 10
 """Times that fla's step takes at 64K."""
 PREFILL_BAR = 1.15
 """Times of the whole call that its chunks may take."""
-PREFILL_OF_BARS = ("prefill", 1 << 20, 8 << 10)
 
 
 class Case(NamedTuple):
@@ -86,6 +86,10 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.preset} {self.heads}/{self.kv_heads} N={self.n} B={self.batch} N_q={self.n_q}"
+
+    def shapes(self, dim: int) -> list[tuple[int, int]]:
+        """Shapes of a token's q, k, v and gates."""
+        return [(self.heads, dim), (self.kv_heads, dim), (self.kv_heads, dim), (self.heads, 3)]
 
 
 class Step(NamedTuple):
@@ -128,73 +132,41 @@ class Step(NamedTuple):
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    device, out, facts = torch.device(args.device), Path(args.out), environment(torch.device(args.device))
+    device = torch.device(args.device)
+    facts = environment(device)
     peaks = choose_peaks(facts["device"], None, args.peak_tbs)
     tbs = args.peak_tbs or (None if peaks is None else peaks.tbs)
-    with open_results(out, {**facts, "floor_tbs": tbs, "command": args.command}) as results, torch.no_grad():
-        parts = [(case.name, partial(measure_case, case, args, device, tbs)) for case in args.cases]
-        for n, chunk in args.prefill:
-            parts.append((f"prefill N={n} in chunks of {chunk}", partial(time_prefill, args, device, n, chunk)))
-        if not results.measure(parts, line):
-            return 1
-        bars = find_bars(results.rows) if args.bars else None
-        plot(results.rows, with_ending(out, ".png"), facts["device"])
-        results.finish(csv=True, missing=results.missing, **bars_field(bars))
-    if bars is not None:
-        show_bars(bars)
-    print(*(relative(with_ending(out, suffix)) for suffix in (".png", ".csv", ".json")), sep="   ")
-    return 0
-
-
-def measure_case(
-    case: Case, args: argparse.Namespace, device: torch.device, tbs: float | None
-) -> tuple[list[Row], list[str]]:
-    """Rows of a case, and what did not run."""
-    step = make_step(case, args, device)
-    if isinstance(step, str):
-        return [], [step]
-    with step.cache.table.step(case.n_q):
-        errors = check(step)
-        hold(case.name, *errors)
-        return time_case(step, args, device, tbs, errors)
+    parts: list[Measurement] = [(case.name, partial(measure_case, case, args, device, tbs)) for case in args.cases]
+    for n, chunk in args.prefill:
+        parts.append((f"prefill N={n} in chunks of {chunk}", partial(time_prefill, args, device, n, chunk)))
+    with torch.no_grad():
+        picture = partial(plot, device=facts["device"])
+        return run(args, {**facts, "floor_tbs": tbs}, lambda _: parts, line, bars=find_bars, plot=picture, csv=True)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shared = "dim", "dtype", "backend", "no-peers", "seconds", "peak-tbs", "bars", "out"
+    parser = make_parser(__doc__, *shared, dim=128, dtype="bf16", out=str(LOCAL_RESULTS / "decode"))
+    add_device(parser, "cuda", "cpu")
     add = parser.add_argument
-    add_device(parser)
     add("--presets", nargs="+", type=preset_name, choices=list(PRESETS), default=["paper", "per_tile"])
-    add(
-        "--heads",
-        nargs="+",
-        type=head_counts,
-        help=f"query/key heads; default: {' '.join(HEADS)} (CPU: {' '.join(CPU_HEADS)})",
-    )
+    help_of_heads = f"query/key heads; default: {' '.join(HEADS)} (CPU: {' '.join(CPU_HEADS)})"
+    add("--heads", nargs="+", type=head_counts, help=help_of_heads)
     add("--sizes", nargs="+", type=lengths, help=f"N:batches; default: {' '.join(SIZES)} (CPU: {' '.join(CPU_SIZES)})")
     add("--queries", nargs="+", type=positive, default=[1, 4], help="N_q; default: 1 4")
     add("--prefill", nargs="*", type=lengths, help=f"N:tokens of a chunk; default: {PREFILL} (CPU: {CPU_PREFILL})")
-    add("--dim", type=positive, default=128, help="D; default: %(default)s")
-    add("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
-    add("--backend", help="default: the one that runs unasked; on a CPU the reference")
-    add("--no-peers", action="store_true", help="time NSA alone")
-    add("--seconds", type=above_zero, default=0.3, help="of each timing; default: %(default)s")
-    add("--peak-tbs", type=above_zero, help="TB/s of the byte floor; default: the GPU's data sheet")
-    add("--bars", action="store_true", help="hold the figures against what they have to reach")
-    add("--out", default=str(LOCAL_RESULTS / "decode"), help="results, without suffix; default: %(default)s")
-    args = parser.parse_args(argv)
+    args = parse_args(parser, argv)
     check_backend(parser, args.backend, "nsa_with_cache")
-    on_cpu = args.device == "cpu"
-    heads = args.heads or [*map(head_counts, CPU_HEADS if on_cpu else HEADS)]
-    sizes = args.sizes or [*map(lengths, CPU_SIZES if on_cpu else SIZES)]
-    args.prefill = [lengths(CPU_PREFILL if on_cpu else PREFILL)] if args.prefill is None else args.prefill
-    args.prefill = [*chain(*args.prefill)]
-    args.prefill_heads = heads[0]
+    usual = (CPU_HEADS, CPU_SIZES, CPU_PREFILL) if args.device == "cpu" else (HEADS, SIZES, PREFILL)
+    pairs = args.heads or [*map(head_counts, usual[0])]
+    sizes = args.sizes or [*map(lengths, usual[1])]
+    args.prefill = [*chain(*([lengths(usual[2])] if args.prefill is None else args.prefill))]
+    args.prefill_heads = pairs[0]
     args.cases = [
-        Case(preset, pair[0], pair[1], n, batch, n_q)
-        for preset, pair, (n, batch), n_q in product(args.presets, heads, chain(*sizes), args.queries)
+        Case(preset, heads, kv_heads, n, batch, n_q)
+        for preset, (heads, kv_heads), (n, batch), n_q in product(args.presets, pairs, chain(*sizes), args.queries)
         if n_q <= n
     ]
-    args.command = command_line(argv)
     return args
 
 
@@ -221,31 +193,30 @@ def lengths(text: str) -> list[tuple[int, int]]:
 # Making and checking
 
 
+def make_table(case: Case, filled: int, generator: torch.Generator) -> PageTable:
+    """Shuffled pages, `filled` tokens of each sequence in use."""
+    device, columns = generator.device, -(-case.n // PAGE_SIZE)
+    pages = torch.randperm(case.batch * columns, generator=generator, device=device).to(torch.int32)
+    seqlens = torch.full((case.batch,), filled, dtype=torch.int32, device=device)
+    return PageTable(pages.view(case.batch, columns), seqlens, page_size=PAGE_SIZE, num_pages=len(pages))
+
+
 def make_step(case: Case, args: argparse.Namespace, device: torch.device) -> Step | str:
     """The case, or why it does not run. Pages are filled with noise, entries with noise of a mean's deviation."""
     config, dtype = PRESETS[case.preset](), DTYPES[args.dtype]
     generator = torch.Generator(device).manual_seed(0)
-    columns = -(-case.n // PAGE_SIZE)
-    pages = case.batch * columns
-    table = PageTable(
-        torch.randperm(pages, generator=generator, device=device).to(torch.int32).view(case.batch, columns),
-        torch.full((case.batch,), case.n - case.n_q, dtype=torch.int32, device=device),
-        page_size=PAGE_SIZE,
-        num_pages=pages,
-    )
+    table = make_table(case, case.n - case.n_q, generator)
     try:
         cache = NSACache(config, table, heads=case.heads, heads_kv=case.kv_heads, dim=args.dim, dtype=dtype)
         for name, memory in cache.pages.items():
             memory.normal_(0, config.compress_block_size**-0.5 if name.endswith("_cmp") else 1, generator=generator)
         if cache.tile_sums is not None:
             cache.tile_sums.normal_(generator=generator)
-        shapes = [(x, args.dim) for x in (case.heads, case.kv_heads, case.kv_heads)] + [(case.heads, 3)]
         q, k, v, gates = (
             torch.randn((case.batch, case.n_q, *shape), generator=generator, device=device).to(dtype)
-            for shape in shapes
+            for shape in case.shapes(args.dim)
         )
-        backend = args.backend or ("reference" if device.type == "cpu" else None)
-        step = Step(case, config, cache, q, k, v, gates, backend or "cute")
+        step = Step(case, config, cache, q, k, v, gates, backend_of(args, device) or "cute")
         with table.step(case.n_q):
             step.call()
     except dispatch.BackendError as refusal:
@@ -255,11 +226,11 @@ def make_step(case: Case, args: argparse.Namespace, device: torch.device) -> Ste
     return step
 
 
-def check(step: Step) -> tuple[float, float]:
-    """The largest error of sampled rows against fp64, and its budget.
+def check(step: Step) -> Error:
+    """The largest error of sampled rows against fp64.
 
-    That is twice the error of plain attention whose probabilities and results are rounded to the dtype, and a rounding.
-    Rows whose selection is a near tie are left out; at least one is none.
+    Its budget is a rounding and twice the error of plain attention whose probabilities and results are rounded to the
+    dtype. Rows whose selection is a near tie are left out; at least one is none.
     """
     case, config = step.case, step.config
     out, got, exact, rough = step.call(), [], [], []
@@ -284,8 +255,7 @@ def check(step: Step) -> tuple[float, float]:
         raise RuntimeError(f"{case.name}: the selection of every sampled row is a near tie")
     result, oracle, naive = torch.stack(got).double(), torch.stack(exact), torch.stack(rough).double()
     budget = 2 * (naive - oracle).abs().max() + torch.finfo(out.dtype).eps * oracle.abs().max()
-    error = (result - oracle).abs().max()
-    return float(error) if bool(result.isfinite().all()) else math.nan, float(budget)
+    return Error("", oracles.deviation(result, oracle), float(budget))
 
 
 def gather(step: Step, row: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -363,34 +333,37 @@ def plain(
 # Timing
 
 
-def time_case(
-    step: Step, args: argparse.Namespace, device: torch.device, tbs: float | None, errors: tuple[float, float]
+def measure_case(
+    case: Case, args: argparse.Namespace, device: torch.device, tbs: float | None
 ) -> tuple[list[Row], list[str]]:
     """A row for each mode, and what did not run."""
-    case, missing = step.case, []
-    least = floor_bytes(case, step.config, args.dim)
-    floor = None if tbs is None else least / tbs / 1e9
-    timings = {"eager": measure(step.call, device, seconds=args.seconds)}
-    if device.type == "cuda":
-        copies = [step, *(step.copy() for _ in range(num_copies(least) - 1))]
-        timings = {"graph": time_layers([one.call for one in copies], device, args.seconds), **timings}
-        del copies
-    peers: dict[str, float | None] = {"dense": None, "fla": None}
-    if not args.no_peers:
+    step = make_step(case, args, device)
+    if isinstance(step, str):
+        return [], [step]
+    with step.cache.table.step(case.n_q):
+        error = check(step)
+        hold(case.name, error)
+        least, missing = floor_bytes(case, step.config, args.dim), []
+        timings = {"eager": measure(step.call, device, seconds=args.seconds)}
+        if device.type == "cuda":
+            copies = [step, *(step.copy() for _ in range(num_copies(least) - 1))]
+            timings = {"graph": time_layers([one.call for one in copies], device, args.seconds), **timings}
+            del copies
+        more: dict[str, float | None] = {"floor": None if tbs is None else least / tbs / 1e9}
         dense_bytes = case.batch * case.kv_heads * case.n * 2 * args.dim * 2
-        for name, make in (("dense", dense_calls), ("fla", fla_calls)):
+        for name, make in () if args.no_peers else (("dense", dense_calls), ("fla", fla_calls)):
             try:
-                peers[name], eagerly = time_peer(partial(make, step), dense_bytes, device, args.seconds)
+                more[name], eagerly = time_peer(partial(make, step), dense_bytes, device, args.seconds)
                 missing += [f"{name} is timed eagerly: {eagerly} ({case.name})"] if eagerly else []
-            except Exception as error:  # whatever a peer raises is why it has no time
+            except Exception as failure:  # whatever a peer raises is why it has no time
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)  # raises, from this error, where no kernel runs any more
-                missing.append(f"{name} did not run: {str(error).partition(chr(10))[0]} ({case.name})")
-    rows = []
-    for mode, timing in timings.items():
-        host = host_us(step.call, device) if mode == "eager" else None
-        rows.append(make_row("decode", case, args, step.backend, mode, timing, errors, host, floor, peers))
-    return rows, missing
+                missing.append(f"{name} did not run: {str(failure).partition(chr(10))[0]} ({case.name})")
+        rows = []
+        for mode, timing in timings.items():
+            own = more | {"host": host_us(step.call, device) if mode == "eager" else None}
+            rows.append(make_row("decode", case, args, step.backend, mode, timing, error, own))
+        return rows, missing
 
 
 def make_row(
@@ -400,16 +373,21 @@ def make_row(
     backend: str,
     mode: str,
     timing: Timing,
-    errors: tuple[float, float],
-    host: float | None = None,
-    floor: float | None = None,
-    peers: Mapping[str, float | None] = MappingProxyType({}),
+    error: Error,
+    more: Mapping[str, float | None],
 ) -> Row:
+    """Args: `more`: host time in microseconds, and milliseconds of the floor and of peers, if there are any."""
+    floor = more.get("floor")
     row = {"op": op, "preset": case.preset, "b": case.batch, "n": case.n, "n_q": case.n_q, "h": case.heads}
     row |= {"h_kv": case.kv_heads, "d": args.dim, "dtype": args.dtype, "backend": backend, "mode": mode}
-    row |= {**timing.fields, "host_us": host, "floor_ms": floor, "share_of_floor": ratio(floor, timing.ms_p50)}
-    row |= {"dense_ms": peers.get("dense"), "fla_ms": peers.get("fla"), "error": errors[0], "error_budget": errors[1]}
-    return {**row, "command": args.command}
+    row |= {**timing.fields, "host_us": more.get("host"), "floor_ms": floor}
+    row |= {"share_of_floor": ratio(floor, timing.ms_p50), "dense_ms": more.get("dense"), "fla_ms": more.get("fla")}
+    return {**row, "error": error.error, "error_budget": error.budget, "command": args.command}
+
+
+def backend_of(args: argparse.Namespace, device: torch.device) -> str | None:
+    """The backend that was asked for; on a CPU the reference."""
+    return args.backend or ("reference" if device.type == "cpu" else None)
 
 
 def time_peer(
@@ -454,18 +432,15 @@ def time_layers(calls: Sequence[Callable[[], Any]], device: torch.device, second
 
 def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: int) -> tuple[list[Row], list[str]]:
     """A prompt of n tokens in chunks with a cache, and as one call without: two rows, with the largest difference."""
-    (heads, kv_heads), dim, dtype = args.prefill_heads, args.dim, DTYPES[args.dtype]
-    case = Case("paper", heads, kv_heads, n, 1, chunk)
+    heads, kv_heads = args.prefill_heads
+    case, dtype = Case("paper", heads, kv_heads, n, 1, chunk), DTYPES[args.dtype]
     config, generator = PRESETS[case.preset](), torch.Generator(device).manual_seed(0)
-    columns = -(-n // PAGE_SIZE)
-    pages = torch.randperm(columns, generator=generator, device=device).to(torch.int32)[None]
-    table = PageTable(pages, torch.zeros(1, dtype=torch.int32, device=device), page_size=PAGE_SIZE, num_pages=columns)
-    cache = NSACache(config, table, heads_kv=kv_heads, dim=dim, dtype=dtype)
+    table = make_table(case, 0, generator)
+    cache = NSACache(config, table, heads_kv=case.kv_heads, dim=args.dim, dtype=dtype)
     q, k, v, gates = (
-        torch.randn((1, n, *shape), generator=generator, device=device, dtype=dtype)
-        for shape in ((heads, dim), (kv_heads, dim), (kv_heads, dim), (heads, 3))
+        torch.randn((1, n, *shape), generator=generator, device=device, dtype=dtype) for shape in case.shapes(args.dim)
     )
-    backend = args.backend or ("reference" if device.type == "cpu" else "cute")
+    backend = backend_of(args, device) or "cute"
     parts = [slice(first, min(first + chunk, n)) for first in range(0, n, chunk)]
 
     def append(part: slice) -> Tensor:
@@ -476,14 +451,13 @@ def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: 
         return nsa_forward(q, k, v, gates=gates, config=config, backend=backend)
 
     expected = whole()
-    error = max(float((append(part) - expected[:, part]).abs().max()) for part in parts)
-    budget = torch.finfo(dtype).eps * float(expected.abs().max())
-    hold(f"prefill N={n} in chunks of {chunk}", error, budget)
+    largest = max(float((append(part) - expected[:, part]).abs().max()) for part in parts)
+    error = Error("", largest, torch.finfo(dtype).eps * float(expected.abs().max()))
+    hold(f"prefill N={n} in chunks of {chunk}", error)
     del expected
     ways: dict[str, Callable[[], Any]] = {"chunks": lambda: [append(part) for part in parts][-1], "whole": whole}
     timings = {mode: measure(call, device, seconds=args.seconds, host=False) for mode, call in ways.items()}
-    errors = error, budget
-    return [make_row("prefill", case, args, backend, mode, timing, errors) for mode, timing in timings.items()], []
+    return [make_row("prefill", case, args, backend, mode, timing, error, {}) for mode, timing in timings.items()], []
 
 
 def floor_bytes(case: Case, config: NSAConfig, dim: int) -> int:
@@ -554,39 +528,35 @@ def fla_calls(step: Step, count: int) -> list[Callable[[], Tensor]]:
 # What has to be reached, and what is shown
 
 
-def find_bars(rows: Sequence[Row]) -> list[Bar]:
-    wanted = {"op": "decode", "preset": "paper", "h": 64, "h_kv": 4, "d": 128, "n_q": 1, "dtype": "bf16"}
-    of_bars = {(row["n"], row["b"], row["mode"]): row for row in rows if wanted.items() <= row.items()}
-    eager, graph = (of_bars.get((64 << 10, 1, mode), {}).get for mode in ("eager", "graph"))
-    prefills = {row["mode"]: row["ms_p50"] for row in rows if (row["op"], row["n"], row["n_q"]) == PREFILL_OF_BARS}
-    bars = []
+def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
+    sizes = {"op": "decode", "preset": "paper", "h": 64, "h_kv": 4, "d": 128, "n_q": 1, "dtype": "bf16"}
     for (n, batch), ms in MS_BARS.items():
-        took = of_bars.get((n, batch, "graph"), {}).get("ms_p50")
-        bars.append(Bar(f"{n >> 10}K, batch {batch}, graph", took, ms, at_least=False, unit=" ms"))
-    slower = ratio(prefills.get("chunks"), prefills.get("whole"))
-    fla = ratio(graph("fla_ms"), graph("ms_p50"))
-    return [
-        *bars,
-        Bar("64K, batch 1, host", eager("host_us"), HOST_US_BAR, at_least=False, unit=" us"),
-        Bar("64K, batch 1, fla takes as long", fla, FLA_BAR, at_least=True, unit="x"),
-        Bar("prefill, 1M in chunks of 8K", slower, PREFILL_BAR, at_least=False, unit=" of the whole call"),
-    ]
+        took = figure(rows, {**sizes, "n": n, "b": batch, "mode": "graph"}, "ms_p50")
+        yield Bar(f"{n >> 10}K, batch {batch}, graph", took, ms, at_least=False, unit=" ms")
+    one = {**sizes, "n": 64 << 10, "b": 1}
+    host = figure(rows, {**one, "mode": "eager"}, "host_us")
+    fla = figure(rows, {**one, "mode": "graph"}, "fla_ms", "ms_p50")
+    prefill = {"op": "prefill", "n": 1 << 20, "n_q": 8 << 10}
+    chunks, whole = (figure(rows, {**prefill, "mode": mode}, "ms_p50") for mode in ("chunks", "whole"))
+    yield Bar("64K, batch 1, host", host, HOST_US_BAR, at_least=False, unit=" us")
+    yield Bar("64K, batch 1, fla takes as long", fla, FLA_BAR, at_least=True, unit="x")
+    times = ratio(chunks, whole)
+    yield Bar("prefill, 1M in chunks of 8K", times, PREFILL_BAR, at_least=False, unit=" of the whole call")
 
 
 def line(row: Row) -> str:
     """A row for readers."""
-    share = "" if row["share_of_floor"] is None else f" ({row['share_of_floor']:.0%} of the floor)"
     host = "" if row["host_us"] is None else f"  host {row['host_us']:.0f} us"
     name = Case(row["preset"], row["h"], row["h_kv"], row["n"], row["b"], row["n_q"]).name
     if row["op"] == "prefill":
         return f"prefill {name:<44}{row['mode']:<6} {ms_text(row['ms_p50'])} ms"
     others = f"  dense {ms_text(row['dense_ms'])} ms  fla {ms_text(row['fla_ms'])} ms"
-    return f"{name:<44}{row['mode']:<6} {ms_text(row['ms_p50'])} ms{share}{host}{others}"
+    return f"{name:<44}{row['mode']:<6} {ms_text(row['ms_p50'])} ms{floor_text(row)}{host}{others}"
 
 
-def plot(rows: Sequence[Row], path: Path, device: str) -> None:
+def plot(results: Results, path: Path, device: str) -> None:
     """Times by batch, a panel for each length: NSA, its floor, dense decoding, fla and bars; one new token."""
-    shown = [row for row in rows if (row["op"], row["n_q"], row["preset"]) == ("decode", 1, "paper")]
+    shown = [row for row in results.rows if (row["op"], row["n_q"], row["preset"]) == ("decode", 1, "paper")]
     lengths = sorted({row["n"] for row in shown}) or [0]
     with saved_figure(path, 1, len(lengths), (5 * len(lengths), 4.5)) as (figure, panels):
         for axes, n in zip(panels[0], lengths, strict=True):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -34,18 +34,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
-from bench.bars import Bar, bars_field, ratio
-from bench.common import DTYPES, positive
+from bench.bars import Bar, ratio
+from bench.common import DTYPES, add_device, comma_list, make_parser, parse_args, positive
+from bench.driver import run
 from bench.extras import needed
-from bench.report import LOCAL_RESULTS, command_line, environment, relative
-from bench.results_file import Row, open_results
-from bench.show import show_bars
+from bench.report import LOCAL_RESULTS, environment
+from bench.results_file import Measurement, Results, Row
 from bench.timing import capture, measure
-from dispatch.device import device_types
 
 MODELS = ("dense", "dense_unmasked", "nsa")
 MODES = ("eager", "graph", "compiled")
-DEFAULT_MODES = {"cuda": list(MODES), "cpu": ["eager"], "npu": ["eager"]}
 UNMASKED = "bench-unmasked"
 """Name of the attention implementation of "dense_unmasked"."""
 CHUNK = 8 << 10
@@ -141,21 +139,21 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     device = torch.device(args.device)
     sizes = {key: getattr(args, key) for key in (*SIZES, "dtype")}
-    head = {**environment(device), "command": command_line(argv), "sizes": sizes}
-    with open_results(Path(args.out), head) as results, torch.no_grad():
+
+    def parts(_: Results) -> Iterator[Measurement]:
         models = make_models(args)
-        parts = [
-            (f"{name}, {mode}, N={n}, B={b}{', padded' if padded else ''}", (name, mode, n, b, padded))
-            for name, mode, n, b, padded in product(models, args.modes, args.n, args.batch, (False, True))
-            if not padded or (b > 1 and name != "dense_unmasked")
-        ]
-        results.measure([(part, partial(measure_case, part, models, device, *case)) for part, case in parts], line)
-        bars = find_bars(results.rows if sizes == {**SIZES, "dtype": "bf16"} else []) if args.bars else None
-        results.finish("unchecked", red=False, missing=results.missing, **bars_field(bars))
-    if bars is not None:
-        show_bars(bars)
-    print(f"Everything: {relative(results.path)}")
-    return 0
+        for name, mode, n, b, padded in product(models, args.modes, args.n, args.batch, (False, True)):
+            part = f"{name}, {mode}, N={n}, B={b}{', padded' if padded else ''}"
+            if not padded or (b > 1 and name != "dense_unmasked"):
+                yield part, partial(measure_case, part, models, device, name, mode, n, b, padded)
+
+    def bars(rows: Sequence[Row]) -> Iterator[Bar]:
+        return find_bars(rows if sizes == {**SIZES, "dtype": "bf16"} else [])
+
+    with torch.no_grad():
+        return run(
+            args, {**environment(device), "sizes": sizes}, parts, line, bars=bars, gate="unchecked", checked=False
+        )
 
 
 def measure_case(
@@ -175,36 +173,30 @@ def line(row: Row) -> str:
     return f"{case:<48} {row['ms_p50']:.3f} ms"
 
 
-def find_bars(rows: Sequence[Row]) -> list[Bar]:
+def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
     """NSA and dense, each in its fastest mode, dense also in its faster model."""
-    bars = []
     for b, padded in ((1, False), (16, False), (16, True)):
         steps = [row for row in rows if (row["b"], row["n"], row["padded"]) == (b, 64 << 10, padded)]
         ours = min((row["ms_p50"] for row in steps if row["model"] == "nsa"), default=None)
         dense = min((row["ms_p50"] for row in steps if row["model"] != "nsa"), default=None)
         what = f"step at 64K, batch {b}{', padded' if padded else ''}: dense takes as long"
-        bars.append(Bar(what, ratio(dense, ours), 1.0, at_least=True, unit="x"))
-    return bars
+        yield Bar(what, ratio(dense, ours), 1.0, at_least=True, unit="x")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = {"dtype": "bf16", "out": str(LOCAL_RESULTS / "generate")}
+    parser = make_parser(__doc__, "dtype", "bars", "out", **defaults)
+    add_device(parser)
     add = parser.add_argument
 
-    def numbers(text: str) -> list[int]:
-        return [positive(part) for part in text.split(",")]
-
+    numbers = comma_list(positive)
     add("--n", type=numbers, default=[8 << 10, 64 << 10], help="tokens of the prompt; default: 8K,64K")
     add("--batch", type=numbers, default=[1, 16], help="sequences; default: 1,16")
     for name, default in SIZES.items():
         add(f"--{name.replace('_', '-')}", type=positive, default=default, help="of the models; default: %(default)s")
     add("--modes", nargs="+", choices=MODES, help="default: eager, on CUDA all")
-    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of weights and cache; default: %(default)s")
-    add("--device", choices=device_types(), default=device_types()[0], help="default: %(default)s")
-    add("--bars", action="store_true", help="hold the figures against what they have to reach")
-    add("--out", default=str(LOCAL_RESULTS / "generate"), help="results, without suffix; default: %(default)s")
-    args = parser.parse_args(argv)
-    args.modes = args.modes or DEFAULT_MODES[torch.device(args.device).type]
+    args = parse_args(parser, argv)
+    args.modes = args.modes or (list(MODES) if args.device == "cuda" else ["eager"])
     return args
 
 

@@ -17,9 +17,8 @@ With --token the stages of the paper's token mode, of its forward or with --back
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -32,10 +31,11 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
-from bench.common import above_zero, positive
+from bench.common import comma_list, make_parser, parse_args, positive
+from bench.driver import run
 from bench.inputs import Sizes, make_problem
-from bench.report import LOCAL_RESULTS, command_line, environment
-from bench.results_file import Row, open_results
+from bench.report import LOCAL_RESULTS, environment
+from bench.results_file import Measurement, Results, Row
 from bench.roofline import (
     Peaks,
     Work,
@@ -46,11 +46,10 @@ from bench.roofline import (
     nsa_floor_ms,
     score_flops,
 )
-from bench.timing import capture, copy_bandwidth, measure
+from bench.timing import copy_bandwidth, graph_ms, measure
 from cute_kernels.fa4.rules import rules as rules_of
 from cute_kernels.plan import has_atomic_free_backward
 from nsa import NSAConfig, nsa_forward
-from nsa.inputs import NSAInputs
 
 # Kernels are imported where they are called: the command line needs no CuTe DSL.
 if TYPE_CHECKING:
@@ -66,16 +65,14 @@ SEQLENS = {"": "8K,32K,128K,1M", "-backward": "32K,128K,512K,1M", "-token": "8K,
 DEVICE = torch.device("cuda")
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser(__doc__, "peak-tflops")
     parser.add_argument("--backward", action="store_true", help="the stages of the backward")
-    parser.add_argument("--token", action="store_true", help="the stages of token mode")
-    parser.add_argument("--seqlens", help=f"default: {SEQLENS}")
-    parser.add_argument("--peak-tflops", type=above_zero, help="of the device; default: known of H100 and H200")
     parser.add_argument("--out", help=f"results, without suffix; default: bench/results/local/stages and {[*SEQLENS]}")
-    args = parser.parse_args(argv)
+    parser.add_argument("--token", action="store_true", help="the stages of token mode")
+    parser.add_argument("--seqlens", type=comma_list(positive), help=f"default: {SEQLENS}")
+    args = parse_args(parser, argv)
     which = "-token" * args.token + "-backward" * args.backward
-    args.seqlens = args.seqlens or SEQLENS[which]
     args.out = args.out or str(LOCAL_RESULTS / f"stages{which}")
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
@@ -84,23 +81,22 @@ def main(argv: list[str] | None = None) -> None:
     if peaks is None:
         parser.error(f"--peak-tflops: not known of {facts['device']}")
     configs = [NSAConfig.paper()] if args.token else [NSAConfig(num_cmp_selected_blocks=count) for count in (None, 16)]
-    lengths, heads = map(positive, args.seqlens.split(",")), TOKEN_HEADS if args.token else TILE_HEADS
-    measured = backward_stages if args.backward else stages
-    head = {**facts, "peak_tflops": peaks.tflops, "command": command_line(argv)}
-    with open_results(Path(args.out), head) as results:
+    lengths = args.seqlens or comma_list(positive)(SEQLENS[which])
+    cases = product(lengths, TOKEN_HEADS if args.token else TILE_HEADS, configs)
+
+    def parts(results: Results) -> Iterator[Measurement]:
         copy_tbs = results.fact("copy_tbs", copy_bandwidth)
         print(f"copy: {copy_tbs:.2f} TB/s", flush=True)
+        for n, heads, config in cases:
+            sizes, here = Sizes(1, n, *heads, DIM), Peaks(peaks.tflops, copy_tbs)
+            yield f"{n} {heads[0]}/{heads[1]} {config.num_cmp_selected_blocks}", partial(part, sizes, config, here)
 
-        def run(n: int, of_each: tuple[int, int], config: NSAConfig) -> tuple[list[Row], list[str]]:
-            return measured(Sizes(1, n, *of_each, DIM), config, copy_tbs, peaks.tflops), []
+    def part(sizes: Sizes, config: NSAConfig, here: Peaks) -> tuple[list[Row], list[str]]:
+        return (backward_stages if args.backward else stages)(sizes, config, here), []
 
-        parts = []
-        for n, of_each, config in product(lengths, heads, configs):
-            name = f"{n} {of_each[0]}/{of_each[1]} {config.num_cmp_selected_blocks}"
-            parts.append((name, partial(run, n, of_each, config)))
-        results.measure(parts, line)
-        split = {"split": takes_atomic_free()} if args.backward and not args.token else {}
-        results.finish("unchecked", **split)
+    split = {"split": takes_atomic_free()} if args.backward and not args.token else {}
+    head = {**facts, "peak_tflops": peaks.tflops}
+    return run(args, head, parts, line, fields=lambda _: split, gate="unchecked")
 
 
 def line(row: Row) -> str:
@@ -111,17 +107,11 @@ def line(row: Row) -> str:
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
-    """Median GPU time of a captured graph's replays: no host time in it."""
     call()
-    return measure(capture(call, DEVICE).replay, DEVICE, seconds=0.5, most=10).ms_p50
+    return graph_ms(call, DEVICE, most=10)
 
 
-def random_inputs(sizes: Sizes) -> NSAInputs:
-    problem = make_problem("random", sizes, device=DEVICE, dtype=torch.bfloat16)
-    return NSAInputs(problem.q, problem.k, problem.v, gate_proj_weight=problem.gate_proj_weight)
-
-
-def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:
+def stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
     """Each stage of the forward, in the order of its run: its time and floor, for one sequence.
 
     In token mode the forward that is timed as a whole gates while it adds the selected branch up; the stages do not.
@@ -132,7 +122,7 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
     from cute_kernels.select.tile import tile_topk
     from cute_kernels.select.token import token_topk
 
-    inputs, n = random_inputs(sizes), sizes.tokens
+    inputs, n = make_problem("random", sizes, device=DEVICE, dtype=torch.bfloat16), sizes.tokens
     q, k, v = inputs.q, inputs.k, inputs.v
     call = prepare(inputs, config)
     k_cmp, v_cmp, entries = call.k_cmp, call.v_cmp, call.k_cmp.shape[1]
@@ -187,12 +177,12 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
         Stage("window", lambda: forward.attend_window(call, q, k, v, 0, False), attention(window_keys)),
         Stage("gate", lambda: forward.gate(call, branches, 0, n), Work(5 * row_bytes)),
     ]
-    timed = [(stage.name, milliseconds(stage.call), stage.work.floor_ms(copy_tbs, tflops)) for stage in run]
+    timed = [(stage.name, milliseconds(stage.call), stage.work.floor_ms(peaks.tbs, peaks.tflops)) for stage in run]
 
     def everything() -> Tensor:
         return nsa_forward(q, k, v, gate_proj_weight=inputs.gate_proj_weight, config=config)
 
-    timed.append(("all", milliseconds(everything), nsa_floor_ms(sizes, config, Peaks(tflops, copy_tbs))))
+    timed.append(("all", milliseconds(everything), nsa_floor_ms(sizes, config, peaks)))
     return [row_of(sizes, config, *stage) for stage in timed]
 
 
@@ -257,14 +247,14 @@ def differentiate_gates(call: Call, branches: forward.BranchOutputs, do: Tensor,
     return gate_gradients(do, branches.outputs, branches.lses, q=call.inputs.q, gates=gates, projected=True)
 
 
-def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:
+def backward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
     """Each stage of the backward; then the forward that saves for it, the backward, and both."""
     from cute_kernels import backward, forward
     from cute_kernels.call import prepare
     from cute_kernels.gate.sums import QueryTerms, key_gradients, query_gradients
     from cute_kernels.lists.kv_to_query import tile_bits
 
-    inputs, n = random_inputs(sizes), sizes.tokens
+    inputs, n = make_problem("random", sizes, device=DEVICE, dtype=torch.bfloat16), sizes.tokens
     _, kept = forward.nsa_saving(inputs, config, recompute=False)
     saved = forward.Saved.from_list(kept, inputs, config)
     if saved.k_cmp is None or saved.v_cmp is None:
@@ -324,9 +314,8 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
         ("key sums", every(sum_keys)),
     ]
     work = backward_work(sizes, config)
-    floors = {name: work[name].floor_ms(copy_tbs, tflops) for name, _ in stages}
-    here = Peaks(tflops, copy_tbs)
-    forward_floor, both = (nsa_floor_ms(sizes, config, here, backward=way) for way in (False, True))
+    floors = {name: work[name].floor_ms(peaks.tbs, peaks.tflops) for name, _ in stages}
+    forward_floor, both = (nsa_floor_ms(sizes, config, peaks, backward=way) for way in (False, True))
     floors |= {"forward, saving": forward_floor, "backward": both - forward_floor, "all": both}
 
     def differentiate(keep: list[Tensor]) -> dict[str, Tensor]:
@@ -392,4 +381,4 @@ def graph_or_eager(call: Callable[[], Any]) -> tuple[float, bool]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

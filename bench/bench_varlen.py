@@ -8,15 +8,13 @@ stopped or killed. peak_gib is beyond the inputs; with --backward it is everythi
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,52 +22,46 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
-from bench.common import positive
-from bench.inputs import Problem, Sizes, make_problem
-from bench.report import LOCAL_RESULTS, command_line, environment
-from bench.results_file import Row, open_results
+from bench.common import make_parser, parse_args, positive
+from bench.driver import run
+from bench.inputs import Sizes, make_problem
+from bench.report import LOCAL_RESULTS, environment
+from bench.results_file import Measurement, Results, Row, WrongResult
 from bench.timing import measure
 from nsa import NSAConfig, nsa, nsa_forward
+from nsa.inputs import NSAInputs
 
 SHORTEST, LONGEST = 256, 32 << 10
 HEADS, KV_HEADS, DIM = 8, 2, 128
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser(__doc__, "out", out=str(LOCAL_RESULTS / "varlen"))
     parser.add_argument("--tokens", type=positive, default=256 << 10, help="of all documents; default: 256K")
     parser.add_argument("--backward", action="store_true", help="forward + backward")
-    parser.add_argument("--out", default=str(LOCAL_RESULTS / "varlen"), help="results, without suffix")
-    args = parser.parse_args(argv)
+    args = parse_args(parser, argv)
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
-    device, config = torch.device("cuda"), NSAConfig()
-    lengths = draw_lengths(args.tokens)
+    device, lengths = torch.device("cuda"), draw_lengths(args.tokens)
     print(f"{len(lengths)} documents, {sum(lengths):,} tokens, from {min(lengths):,} to {max(lengths):,}")
+    facts = {"direction": "fwd+bwd" if args.backward else "fwd", "tokens": sum(lengths), "lengths": lengths}
 
-    head = {
-        **environment(device),
-        "direction": "fwd+bwd" if args.backward else "fwd",
-        "tokens": sum(lengths),
-        "lengths": lengths,
-        "command": command_line(argv),
-    }
-    with open_results(Path(args.out), head) as results:
+    def parts(_: Results) -> Iterator[Measurement]:
         sizes = Sizes(1, sum(lengths), HEADS, KV_HEADS, DIM)
-        problem = make_problem("random", sizes, device=device, dtype=torch.bfloat16, requires_grad=args.backward)
-        packed, padded, one_by_one = make_ways(problem, lengths, config, args.backward)
-        wrong = compare(packed.call(), one_by_one.call(), lengths)
+        inputs = make_problem("random", sizes, device=device, dtype=torch.bfloat16, requires_grad=args.backward)
+        ways = make_ways(inputs, lengths, NSAConfig(), args.backward)
+        wrong = compare(ways["packed"].call(), ways["one by one"].call(), lengths)
         if wrong is not None:
-            results.fail([wrong])
-            raise SystemExit(f"{wrong}: no times")
+            raise WrongResult(wrong)
+        for name, way in ways.items():
+            yield name, partial(measured, name, way)
 
-        def measured(way: Way) -> tuple[list[Row], list[str]]:
-            timing = measure(way.call, device, seconds=0.5).holding(way.given if args.backward else [])
-            row = {"name": way.name, "ms_p50": timing.ms_p50, "peak_gib": timing.peak_gib}
-            return [{**row, "tokens_per_ms": sum(lengths) / timing.ms_p50}], []
+    def measured(name: str, way: Way) -> tuple[list[Row], list[str]]:
+        timing = measure(way.call, device, seconds=0.5).holding(way.given if args.backward else [])
+        row = {"name": name, "ms_p50": timing.ms_p50, "peak_gib": timing.peak_gib}
+        return [{**row, "tokens_per_ms": sum(lengths) / timing.ms_p50}], []
 
-        results.measure(((way.name, partial(measured, way)) for way in (packed, padded, one_by_one)), line)
-        results.finish()
+    return run(args, {**environment(device), **facts}, parts, line, fields=lambda _: {})
 
 
 def line(row: Row) -> str:
@@ -82,50 +74,47 @@ Outputs = dict[str, Tensor]
 """out; with backward also the gradients of q, k, v and the gates' projection."""
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """A way to run the documents."""
 
-    name: str
     call: Callable[[], list[Outputs]]
     """Results of each call of the op that it takes."""
     given: list[Tensor]
     """Tensors that exist before: inputs and do."""
 
 
-def make_ways(problem: Problem, lengths: list[int], config: NSAConfig, backward: bool) -> tuple[Way, Way, Way]:
-    """Packed; padded to the longest; one by one. Args: `problem`, of one sequence as long as all documents."""
-    weight, do = problem.gate_proj_weight, torch.randn_like(problem.q[0])
-    tokens = problem.q[0].detach(), problem.k[0].detach(), problem.v[0].detach()
+def make_ways(inputs: NSAInputs, lengths: list[int], config: NSAConfig, backward: bool) -> dict[str, Way]:
+    """Packed; padded to the longest; one by one. Args: `inputs`, of one sequence as long as all documents."""
+    do = torch.randn_like(inputs.q[0])
     starts = [0, *accumulate(lengths)]
     slices = [slice(start, stop) for start, stop in pairwise(starts)]
     bounds = torch.tensor(starts, dtype=torch.int32, device=do.device)
 
-    def leaves(change: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        return [change(x).requires_grad_(backward) for x in tokens]
+    def leaves(change: Callable[[Tensor], Tensor]) -> NSAInputs:
+        q, k, v = (change(x[0].detach()).requires_grad_(backward) for x in (inputs.q, inputs.k, inputs.v))
+        return NSAInputs(q, k, v, gate_proj_weight=inputs.gate_proj_weight)
 
-    def run(qkv: list[Tensor], do: Tensor, **packed: Tensor) -> Outputs:
-        q, k, v = qkv
-        given: dict[str, Any] = {"gate_proj_weight": weight, "config": config, **packed}
+    def run(some: NSAInputs, do: Tensor, **packed: Tensor) -> Outputs:
+        wanted = some.tensors()
+        given: dict[str, Any] = {**wanted, "config": config, **packed}
         if not backward:
-            return {"out": nsa_forward(q, k, v, **given)}
-        out = nsa(q, k, v, **given)
-        wanted = {"q": q, "k": k, "v": v, **({} if weight is None else {"gate_proj_weight": weight})}
+            return {"out": nsa_forward(**given)}
+        out = nsa(**given)
         gradients = torch.autograd.grad(out, list(wanted.values()), do, materialize_grads=True)
         return {"out": out.detach(), **dict(zip(wanted, gradients, strict=True))}
 
-    packed, padded_do = leaves(Tensor.detach), _padded(do, slices)
+    def given(some: NSAInputs, do: Tensor) -> list[Tensor]:
+        return [some.q, some.k, some.v, do]
+
+    packed, padded_do = leaves(lambda x: x), _padded(do, slices)
     padded = leaves(lambda x: _padded(x, slices))
-    alone = [leaves(lambda x, some=some: x[None, some].detach()) for some in slices]  # type: ignore[misc]
-    return (
-        Way("packed", lambda: [run(packed, do, cu_seqlens=bounds)], [*packed, do]),
-        Way("padded", lambda: [run(padded, padded_do)], [*padded, padded_do]),
-        Way(
-            "one by one",
-            lambda: [run(one, do[None, some]) for one, some in zip(alone, slices, strict=True)],
-            [*packed, do],
-        ),
-    )
+    alone = [leaves(lambda x, some=some: x[None, some]) for some in slices]  # type: ignore[misc]
+    one_by_one = list(zip(alone, (do[None, some] for some in slices), strict=True))
+    return {
+        "packed": Way(lambda: [run(packed, do, cu_seqlens=bounds)], given(packed, do)),
+        "padded": Way(lambda: [run(padded, padded_do)], given(padded, padded_do)),
+        "one by one": Way(lambda: [run(*one) for one in one_by_one], given(packed, do)),
+    }
 
 
 def compare(packed: list[Outputs], alone: list[Outputs], lengths: list[int]) -> str | None:
@@ -174,4 +163,4 @@ def _padded(packed: Tensor, slices: list[slice]) -> Tensor:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -90,7 +90,7 @@ def _read_stamp(root: Path) -> dict[str, Any] | None:
         if not (isinstance(stamp["commit"], str) and isinstance(stamp["files"], dict)):
             raise TypeError("commit must be a text and files a table")
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: remove it, or write it anew with make stamp ({error!r})") from error
+        raise ValueError(f"{path} is damaged: remove it, or write it again with make stamp ({error!r})") from error
     return stamp
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
 from bench.inputs import Sizes
+from bench.report import command_line
 from dispatch.device import device_types
 from dispatch.registry import ENVIRONMENT_VARIABLE
 from dispatch.table import ROWS
@@ -39,6 +41,11 @@ def positive(text: str) -> int:
     return int(number) * unit
 
 
+def comma_list(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Argument type: items with commas between them; what comes twice counts once."""
+    return lambda text: list(dict.fromkeys(item(part.strip()) for part in text.split(",")))
+
+
 def above_zero(text: str) -> float:
     """Argument type: a finite number above 0."""
     try:
@@ -58,19 +65,47 @@ def with_ending(path: Path, ending: str) -> Path:
     return path.with_name(name + ending)
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """--device: cuda or cpu, of which it is the first that is there by default."""
-    usable = [name for name in device_types() if name in ("cuda", "cpu")]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "batch": {"type": positive, "default": 1, "help": "default: %(default)s"},
+    "heads": {"type": positive, "help": "query heads; default: 8 (CPU: 4)"},
+    "kv-heads": {"type": positive, "help": "key/value heads; default: a quarter of the query heads"},
+    "dim": {"type": positive, "help": "head dim; default: 128 (CPU: 64)"},
+    "dtype": {"choices": DTYPES, "help": "default: fp32 on a CPU, else bf16"},
+    "backend": {"help": "default: the one that runs unasked"},
+    "no-peers": {"action": "store_true", "help": "time ours alone"},
+    "seconds": {"type": above_zero, "default": 0.3, "help": "of each timing; default: %(default)s"},
+    "peak-tflops": {"type": above_zero, "help": "TFLOP/s of the floor; default: the GPU's data sheet"},
+    "peak-tbs": {"type": above_zero, "help": "TB/s of the floor; default: the GPU's data sheet"},
+    "bars": {"action": "store_true", "help": "hold the figures against what they have to reach"},
+    "out": {"help": "results, without suffix; default: %(default)s"},
+}
+"""Options that scripts share. Sizes: `resolve_sizes` fills in what is not given."""
+SIZES = ("batch", "heads", "kv-heads", "dim", "dtype")
+
+
+def make_parser(description: str | None, *options: str, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser with the script's docstring, and some of OPTIONS with defaults of the script."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in options:
+        how = OPTIONS[name]
+        if name in defaults:
+            text = f"{how['help'].partition('default: ')[0]}default: %(default)s"
+            how = {**how, "default": defaults[name], "help": text}
+        parser.add_argument(f"--{name}", **how)
+    return parser
+
+
+def parse_args(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """Arguments, and the `command` that reproduces the run."""
+    args = parser.parse_args(argv)
+    args.command = command_line(argv)
+    return args
+
+
+def add_device(parser: argparse.ArgumentParser, *kinds: str) -> None:
+    """--device: one of the kinds, default: of all, whose first that is there is the default."""
+    usable = [name for name in device_types() if not kinds or name in kinds]
     parser.add_argument("--device", choices=usable, default=usable[0], help="default: %(default)s")
-
-
-def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """--batch, --heads, --kv-heads and --dim; `resolve_sizes` fills in what is not given."""
-    parser.add_argument("--batch", type=positive, default=1, help="default: %(default)s")
-    parser.add_argument("--heads", type=positive, help="query heads; default: 8 (CPU: 4)")
-    parser.add_argument("--kv-heads", type=positive, help="key/value heads; default: a quarter of the query heads")
-    parser.add_argument("--dim", type=positive, help="head dim; default: 128 (CPU: 64)")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: fp32 on a CPU, else bf16")
 
 
 def resolve_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -1,26 +1,36 @@
-"""Parts of the benchmark of context parallelism: cases, rows, and a rank's share without messages."""
+"""Cases and rows of the benchmark of context parallelism, and each rank's share alone, without messages."""
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench.bars import ratio
+from bench.bars import Bar, figure, ratio
 from bench.common import DTYPES, PRESETS
+from bench.driver import run
 from bench.inputs import Sizes, make_problem
-from bench.results_file import Row
+from bench.report import environment
+from bench.results_file import Row, WrongResult
 from bench.show import ms_text
+from bench.timing import measure
 from nsa import NSAConfig, nsa
 from nsa.distributed.attention import Plan, attend, attend_backward, heads_per_pass
 from nsa.distributed.comm import received_rows
-from nsa.distributed.layout import Layout, Range
+from nsa.distributed.layout import Layout, Range, make_layout
 
 PASSES = ("fwd", "fwd+bwd")
+RANKS = (2, 4, 8, 16)
+BALANCE_BAR, SCALING_BAR = 1.05, 1.08
+"""The slowest rank over the mean, with zigzag; all shares over the undivided call."""
+BAR_SIZES = {"per_tile": 1 << 20, "paper": 256 << 10}
+"""Tokens of the cases that bars are for."""
 
 # Limits of `cute`, which is not imported on a CPU
 STREAMS = 2
@@ -90,6 +100,27 @@ def share_line(share: Row) -> str:
     return f"{name:<44}{', '.join(texts)}"
 
 
+def report(
+    args: argparse.Namespace,
+    find_bars: Callable[[Sequence[Row]], Iterable[Bar]],
+    show: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Keywords of `driver.run` for files with shares: their fields, bars, and what is printed besides `show`."""
+
+    def shares(rows: Sequence[Row]) -> list[Row]:
+        return find_shares(rows, args.kv_heads_per_pass)
+
+    def show_all(content: dict[str, Any]) -> None:
+        print(*map(share_line, content["shares"]), sep="\n")
+        show(content)
+
+    return {
+        "fields": lambda results: {"shares": shares(results.rows)},
+        "bars": lambda rows: find_bars(shares(rows)),
+        "show": show_all,
+    }
+
+
 def find_shares(rows: Sequence[Row], kv_heads_per_pass: int | None = None) -> list[Row]:
     """Figures that the rows of a case and pass give together; None if something was not measured.
 
@@ -100,34 +131,23 @@ def find_shares(rows: Sequence[Row], kv_heads_per_pass: int | None = None) -> li
     Args:
         kv_heads_per_pass: None: as ContextParallel chooses.
     """
-    shares = []
-    found: dict[tuple[Case, str], dict[str, list[Row]]] = {}
-    for row in rows:
-        found.setdefault((case_of(row), row["pass"]), {}).setdefault(row["mode"], []).append(row)
-    for (case, direction), modes in found.items():
-        if case.ranks == 1:
-            continue
-        alone = [row["ms"] for row in modes["alone"]]
-        single = found[case.undivided, direction]["alone"][0]["ms"] if (case.undivided, direction) in found else None
-        slowest = {mode: max(row["ms"] for row in own) for mode, own in modes.items()}
-        together = slowest.get("together")
-        peaks = [row["peak_gib"] for row in modes.get("together", []) if row["peak_gib"] is not None]
-        shares.append(
-            {
-                "preset": case.preset,
-                "n": case.n,
-                "ranks": case.ranks,
-                "layout": case.layout,
-                "pass": direction,
-                "slowest_over_mean": max(alone) / statistics.mean(alone),
-                "sum_over_single": ratio(sum(alone), single),
-                "speedup": ratio(single, together),
-                "messages_ms": slowest.get("messages"),
-                "not_hidden_ms": None if together is None else together - slowest["alone"],
-                "peak_gib": max(peaks, default=None),
-                "bound_gib": max(bound_gib(row, kv_heads_per_pass) for row in modes["alone"]) if peaks else None,
-            }
-        )
+    shares: list[Row] = []
+    for case, direction in dict.fromkeys((case_of(row), row["pass"]) for row in rows if row["ranks"] > 1):
+        own = [row for row in rows if (case_of(row), row["pass"]) == (case, direction)]
+        undivided = (row["ms"] for row in rows if (case_of(row), row["pass"]) == (case.undivided, direction))
+        single, alone = next(undivided, None), [row for row in own if row["mode"] == "alone"]
+        slowest = {mode: max(row["ms"] for row in own if row["mode"] == mode) for mode in {row["mode"] for row in own}}
+        together, times = slowest.get("together"), [row["ms"] for row in alone]
+        peaks = [row["peak_gib"] for row in own if row["mode"] == "together" and row["peak_gib"] is not None]
+        share = {"preset": case.preset, "n": case.n, "ranks": case.ranks, "layout": case.layout, "pass": direction}
+        share |= {
+            "slowest_over_mean": max(times) / statistics.mean(times),
+            "sum_over_single": ratio(sum(times), single),
+        }
+        share |= {"speedup": ratio(single, together), "messages_ms": slowest.get("messages")}
+        share |= {"not_hidden_ms": None if together is None else together - slowest["alone"]}
+        bound = max(bound_gib(row, kv_heads_per_pass) for row in alone) if peaks else None
+        shares.append({**share, "peak_gib": max(peaks, default=None), "bound_gib": bound})
     return shares
 
 
@@ -186,11 +206,7 @@ def backend_of(device: torch.device) -> str | None:
 
 def make_tensors(case: Case, args: argparse.Namespace, device: torch.device, n: int | None = None) -> dict[str, Tensor]:
     sizes = Sizes(1, n or case.n, case.heads, case.kv_heads, args.dim)
-    problem = make_problem("random", sizes, device=device, dtype=DTYPES[args.dtype])
-    gate = problem.gate_proj_weight
-    if gate is None:
-        raise RuntimeError("the problem has no gates")
-    return {"q": problem.q, "k": problem.k, "v": problem.v, "gate_proj_weight": gate}
+    return make_problem("random", sizes, device=device, dtype=DTYPES[args.dtype]).tensors()
 
 
 def make_do(q: Tensor) -> Tensor:
@@ -333,3 +349,67 @@ def difference(got: Tensor, want: Tensor, *, exact: bool) -> str:
     eps = max(torch.finfo(want.dtype).eps, 2**-18)  # fp32: sums of some thousand terms
     budget = 4 * eps * float(want.double().abs().max()) if want.numel() else 0.0
     return "" if error <= budget else f"error {error:.2e} is above the budget {budget:.2e}"
+
+
+# Shares alone
+
+
+def run_alone(args: argparse.Namespace) -> int:
+    device = torch.device(args.device)
+    cases = [*dict.fromkeys(case.undivided for case in args.cases), *args.cases]
+    parts = [(case.name, partial(time_shares, case, args, device)) for case in cases]
+    return run(args, environment(device), lambda _: parts, line, **report(args, find_bars))
+
+
+def time_shares(case: Case, args: argparse.Namespace, device: torch.device) -> tuple[list[Row], list[str]]:
+    """Rows of all ranks, and what did not run: nothing. Raises WrongResult."""
+    config, tensors = config_of(case, device), make_tensors(case, args, device)
+    whole = Whole(config, tensors, make_do(tensors["q"]))
+    layout = make_layout(case.n, None, case.ranks, case.layout, tile_of(config, device))
+    shares = [] if case.ranks == 1 else divide(args, whole, layout)
+    if shares and (wrong := check_shares(whole, layout, shares)):
+        raise WrongResult(f"{case.name}: {wrong}")
+    rows = []
+    timed: Sequence[Whole | ShareOf] = shares or [whole]
+    for direction, (rank, share) in product(args.passes, enumerate(timed)):
+        call: Callable[[], Any] = share.forward if direction == "fwd" else share.both
+        timing, tokens = measure(call, device, seconds=args.seconds), layout.lengths[rank]
+        rows.append(make_row(case, args, rank, "alone", direction, timing.ms_p50, timing.peak_gib, tokens))
+    return rows, []
+
+
+def divide(args: argparse.Namespace, whole: Whole, layout: Layout) -> list[ShareOf]:
+    """The shares of all ranks."""
+    k, v = whole.tensors["k"], whole.tensors["v"]
+    shares, received = [], received_keys(layout, k, v, kv_heads_per_pass(args, layout, k))
+    for rank, ranges in enumerate(layout.ranges):
+        own = {n: x if n == "gate_proj_weight" else take(x, ranges) for n, x in whole.tensors.items()}
+        shares.append(ShareOf(args, whole.config, layout, rank, own, take(whole.do, ranges), received))
+    return shares
+
+
+def check_shares(whole: Whole, layout: Layout, shares: Sequence[ShareOf]) -> str:
+    """Description of the first wrong rows or gradients of the ranks; "" if there are none."""
+    expected, dq, *dkv = whole.both()
+    totals: list[Tensor] = []
+    for rank, (ranges, share) in enumerate(zip(layout.ranges, shares, strict=True)):
+        kept: list[Tensor] = []
+        out, gradients = share.both(kept)
+        totals = [a + b for a, b in zip(totals, kept, strict=True)] if totals else kept
+        for name, got, want in (("out", out, expected), ("dq", gradients["q"], dq)):
+            if wrong := difference(got, take(want, ranges), exact=name == "out" and whole.do.is_cuda):
+                return f"{name} of rank {rank}: {wrong}"
+    for i, (name, want) in enumerate(zip(("dk", "dv"), dkv, strict=True)):
+        got = torch.cat(totals[i::2], -2).movedim(0, -3).to(want.dtype)
+        if wrong := difference(got, want, exact=False):
+            return f"{name} of all ranks: {wrong}"
+    return ""
+
+
+def find_bars(shares: Sequence[Row]) -> Iterator[Bar]:
+    for preset, ranks, direction in product(BAR_SIZES, RANKS, PASSES):
+        where = {"preset": preset, "n": BAR_SIZES[preset], "ranks": ranks, "layout": "zigzag", "pass": direction}
+        name = f"{preset} {BAR_SIZES[preset] >> 10}K, {ranks} ranks, {direction}"
+        balance, total = (figure(shares, where, field) for field in ("slowest_over_mean", "sum_over_single"))
+        yield Bar(f"{name}, slowest over mean", balance, BALANCE_BAR, at_least=False, unit="x")
+        yield Bar(f"{name}, all over undivided", total, SCALING_BAR, at_least=False, unit="x")

@@ -10,34 +10,33 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bench.bars import Bar, bars_field, ratio
+from bench.bars import Bar, figure
 from bench.context_shares import (
+    BAR_SIZES,
     PASSES,
     Case,
     ShareOf,
     Whole,
     config_of,
     difference,
-    find_shares,
     kv_heads_per_pass,
     line,
     make_do,
     make_row,
     make_tensors,
-    share_line,
+    report,
     tile_of,
 )
-from bench.report import environment, relative
-from bench.results_file import Results, Row, open_results
-from bench.show import show_bars
+from bench.driver import run
+from bench.report import environment
+from bench.results_file import Measurement, Results, Row, WrongResult
 from bench.timing import measure, milliseconds, peak_memory
 from nsa.distributed import ContextParallel
 from nsa.distributed.attention import Plan, gathered_keys
@@ -52,72 +51,57 @@ LINK_CALLS = 10
 """Consecutive calls of a timing, so that ranks' different starts count little."""
 
 
-def run_together(args: argparse.Namespace, bar_sizes: dict[str, int]) -> int:
+def run_together(args: argparse.Namespace) -> int:
     device = torch.device(args.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        if dist.get_rank() > 0:
-            return Together(args, device, None).run(bar_sizes)
-        with open_results(Path(args.out), {**environment(device), "command": args.command}) as results:
-            return Together(args, device, results).run(bar_sizes)
+        return Together(args, device).run()
     finally:
         dist.destroy_process_group()
 
 
 class Together:
-    """The job of a rank.
+    """The job of a rank; that of rank 0 also writes the results."""
 
-    Args:
-        results: of rank 0, else None.
-    """
-
-    def __init__(self, args: argparse.Namespace, device: torch.device, results: Results | None) -> None:
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         group = dist.group.WORLD
         if group is None:
             raise RuntimeError("there is no process group")
-        self.args, self.device, self.results, self.group = args, device, results, group
+        self.args, self.device, self.group = args, device, group
         self.all = ContextParallel(group)  # to start at one time
 
-    def run(self, bar_sizes: dict[str, int]) -> int:
-        done: list[Any] = [list(self.results.parts) if self.results is not None else None]
-        dist.broadcast_object_list(done, src=0)
-        links = self.links()
-        if self.results is not None:
-            self.results.fact("links", lambda: links)
-        undivided = list(dict.fromkeys(case.undivided for case in self.args.cases))
-        for case in [*undivided, *self.args.cases]:
-            if case.name in done[0]:
-                continue
-            if case.ranks == 1:
-                rows, red = self.time_undivided(case), ""
-            else:
-                red = self.check(case)
-                rows = [] if red else self.time(case)
-            if self.results is not None and red:
-                self.results.fail([f"{case.name}: {red}"], shares=[])
-                print("Wrong results, so no times are reported:", red, sep="\n  ")
-            elif self.results is not None:
-                self.results.add(case.name, rows)
-                print(*map(line, rows), sep="\n", flush=True)
-            if red:
-                return 1
-        if self.results is not None:
-            self.finish(self.results, bar_sizes)
+    def run(self) -> int:
+        if dist.get_rank() == 0:
+            hooks = report(self.args, partial(find_bars, dist.get_world_size()), show_links)
+            return run(self.args, environment(self.device), self.parts, line, **hooks)
+        try:
+            for _, measured in self.parts(None):
+                measured()
+        except WrongResult:
+            return 1
         return 0
 
-    def finish(self, results: Results, bar_sizes: dict[str, int]) -> None:
-        shares = find_shares(results.rows, self.args.kv_heads_per_pass)
-        bars = find_bars(shares, dist.get_world_size(), bar_sizes) if self.args.bars else None
-        results.finish(shares=shares, **bars_field(bars))
-        print(*map(share_line, shares), sep="\n")
-        for link in results.facts["links"]:
-            print("{collective}, {ranks} ranks: alpha {alpha_us:.1f} us, beta {beta_gbs:.0f} GB/s".format(**link))
-        if bars is not None:
-            show_bars(bars)
-        print(relative(results.path))
+    def parts(self, results: Results | None) -> Iterator[Measurement]:
+        """A part for each case that is not done yet. Args: `results`: of rank 0, else None."""
+        done: list[Any] = [list(results.parts) if results is not None else None]
+        dist.broadcast_object_list(done, src=0)
+        links = self.links()
+        if results is not None:
+            results.fact("links", lambda: links)
+        for case in [*dict.fromkeys(case.undivided for case in self.args.cases), *self.args.cases]:
+            if case.name not in done[0]:
+                yield case.name, partial(self.measure, case)
+
+    def measure(self, case: Case) -> tuple[list[Row], list[str]]:
+        """Rows of all ranks, and what did not run: nothing. Raises WrongResult on all of them."""
+        if case.ranks == 1:
+            return self.time_undivided(case), []
+        if red := self.check(case):
+            raise WrongResult(f"{case.name}: {red}")
+        return self.time(case), []
 
     # Checks
 
@@ -264,16 +248,17 @@ def fit_link(times: Sequence[tuple[int, float]], ranks: int) -> tuple[float, flo
     return alpha, 1 / inverse_beta
 
 
-def find_bars(shares: Sequence[Row], ranks: int, bar_sizes: dict[str, int]) -> list[Bar]:
-    bars = []
-    for preset, n in bar_sizes.items():
-        wanted = {"preset": preset, "n": n, "ranks": ranks, "layout": "zigzag"}
-        found = {share["pass"]: share for share in shares if wanted.items() <= share.items()}
+def show_links(content: dict[str, Any]) -> None:
+    for link in content["links"]:
+        print("{collective}, {ranks} ranks: alpha {alpha_us:.1f} us, beta {beta_gbs:.0f} GB/s".format(**link))
+
+
+def find_bars(ranks: int, shares: Sequence[Row]) -> Iterator[Bar]:
+    for preset, n in BAR_SIZES.items():
+        where = {"preset": preset, "n": n, "ranks": ranks, "layout": "zigzag"}
         name, both = f"{preset} {n >> 10}K, {ranks} ranks", PASSES[-1]
-        speedup = found.get(both, {}).get("speedup")
-        bars.append(Bar(f"{name}, {both}, speed-up", speedup, BARS[ranks], at_least=True, unit="x"))
+        speedup = figure(shares, {**where, "pass": both}, "speedup")
+        yield Bar(f"{name}, {both}, speed-up", speedup, BARS[ranks], at_least=True, unit="x")
         for direction in PASSES:
-            own = found.get(direction, {}).get
-            memory = ratio(own("peak_gib"), own("bound_gib"))
-            bars.append(Bar(f"{name}, {direction}, peak over bound", memory, 1.0, at_least=False, unit="x"))
-    return bars
+            memory = figure(shares, {**where, "pass": direction}, "peak_gib", "bound_gib")
+            yield Bar(f"{name}, {direction}, peak over bound", memory, 1.0, at_least=False, unit="x")

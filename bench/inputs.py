@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import math
 import sysconfig
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from nsa.inputs import NSAInputs
 
 EMBEDDING = 256
 """Width of the text's embeddings."""
@@ -36,6 +40,13 @@ class Sizes:
     heads: int
     kv_heads: int
     dim: int
+
+
+class Shape(Hashable, Protocol):
+    """Sizes of one problem; `str` of it is an argument of the command line."""
+
+    def label(self) -> str:
+        """Short lines, for the axis of a plot."""
 
 
 @dataclass(frozen=True)
@@ -119,16 +130,6 @@ def _thousands(count: int) -> str:
     return f"{count // 1024}K" if count % 1024 == 0 else str(count)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Tensors of one benchmark call. gate_proj_weight is None when the benchmark runs ungated."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gate_proj_weight: Tensor | None
-
-
 KINDS = ("random", "sink", "text")
 
 
@@ -142,8 +143,8 @@ def make_problem(
     requires_grad: bool = False,
     seed: int = 0,
     portable: bool | None = None,
-) -> Problem:
-    """q, k, v and the gate's weights for `kind`, one of KINDS.
+) -> NSAInputs:
+    """q, k, v and, unless the benchmark runs ungated, the gate's weights for `kind`, one of KINDS.
 
     Args:
         portable: make random numbers on the CPU in float32. False: on the device and in the dtype they are for, which
@@ -169,7 +170,7 @@ def make_problem(
     def place(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype).requires_grad_(requires_grad)
 
-    return Problem(place(q), place(k), place(v), None if gate is None else place(gate))
+    return NSAInputs(place(q), place(k), place(v), gate_proj_weight=None if gate is None else place(gate))
 
 
 def _shapes(sizes: Sizes) -> tuple[tuple[int, ...], ...]:

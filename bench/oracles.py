@@ -11,7 +11,8 @@ arXiv 2307.08691, section 3.1, has the backward of attention.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,45 @@ def budget(error: float, largest: float, dtype: torch.dtype, terms: int) -> floa
         terms: D, of sums in fp32 that may be taken in another order than the yardstick's.
     """
     return 2 * error + (torch.finfo(dtype).eps + terms * torch.finfo(torch.float32).eps) * largest
+
+
+@dataclass(frozen=True)
+class Error:
+    """The largest deviation of one result from the truth, and what may be expected of its dtype."""
+
+    name: str
+    error: float
+    budget: float
+
+    @property
+    def within(self) -> bool:
+        return self.error <= self.budget
+
+    @property
+    def share(self) -> float:
+        """The error over the budget; infinite for NaN, or for an error without a budget."""
+        if not self.within:
+            return self.error / self.budget if self.error > self.budget > 0 else math.inf
+        return self.error / self.budget if self.budget > 0 else 0.0
+
+    def __str__(self) -> str:
+        return f"error {self.error:.2e}{self.name and f' of {self.name}'} is above the budget {self.budget:.2e}"
+
+
+def worst(errors: Iterable[Error]) -> Error:
+    """The error that takes most of its budget."""
+    return max(errors, key=lambda found: found.share)
+
+
+def deviation(x: Tensor, right: Tensor) -> float:
+    """Largest deviation; NaN if there is one anywhere."""
+    return float((x.double() - right).abs().max())
+
+
+def compare(name: str, x: Tensor, right: Tensor, yardstick: Tensor, terms: int) -> Error:
+    """Error of a result in its dtype, to which the yardstick is rounded. Args: `terms`: as in `budget`."""
+    own = deviation(yardstick.to(x.dtype), right)
+    return Error(name, deviation(x, right), budget(own, float(right.abs().max()), x.dtype, terms))
 
 
 # Attention

@@ -1,49 +1,204 @@
-"""Report of a benchmark of passes (bench/passes.py): rows, a table, bars, files (schema: docs/results_files.md)."""
+"""Benchmark of one op's passes (bench/passes.py): options, rows, a table, files (schema: docs/results_files.md)."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
-from bench.bars import Bar, bars_field, ratio
-from bench.common import DTYPES, above_zero, with_ending
-from bench.passes import MODES, Case, Measured, Plan, compare, tell_missing
-from bench.report import LOCAL_RESULTS, command_line, environment, relative
-from bench.results_file import Row, open_results
-from bench.show import PASS_TITLES, console, ms_text, print_table, saved_figure, say, show_bars
-from bench.timing import copy_bandwidth
-from dispatch.device import device_types
+import dispatch
+from bench.bars import Bar, ratio
+from bench.common import DTYPES, able_backends, add_device, make_parser, parse_args
+from bench.driver import run
+from bench.inputs import Shape
+from bench.passes import PASSES, Candidate, Measured, Plan, Task, compare
+from bench.peers import Peer, make_peer
+from bench.report import LOCAL_RESULTS, environment
+from bench.results_file import Measurement, Results, Row
+from bench.show import (
+    PASS_TITLES,
+    console,
+    floor_text,
+    ms_text,
+    print_table,
+    saved_figure,
+    say,
+    share_text,
+)
+from bench.timing import GIB, Timing, copy_bandwidth
 
 OWN_COLORS = ("#1b4f72", "#2e86c1", "#76448a")
+UNITS = {"gib": 1, "mib": 1024}
+"""Units of memory in rows, in a GiB."""
+Missing = tuple[str, str, str]
+"""A peer, why it did not run, and of which shape and pass."""
 
-
-class Shape(Hashable, Protocol):
-    """Sizes of one problem; `str` of it is an argument of the command line."""
-
-    def label(self) -> str:
-        """Short lines, for the axis of a plot."""
-
-
-SomeShape = TypeVar("SomeShape", bound=Shape)
+S = TypeVar("S", bound=Shape)
 
 
 @dataclass(frozen=True)
-class Look:
-    """Presentation of an op's results."""
+class OpBenchmark(Generic[S]):
+    """Benchmark of an op beside its peers, by shapes."""
 
+    description: str | None
     op: str
-    shape_heading: str
-    shape: Callable[[Row], Shape]
-    columns: Mapping[str, Callable[[Row], str]]
-    """Heading and cell of columns besides times; one whose cells are all empty is left out."""
-    peers: Mapping[str, tuple[str, str]]
-    """Labels and colors of peers by name; `NAME_ms` is a field of rows, None if the peer did not run."""
+    title: str
+    form: str
+    """Argument of the command line for a shape, such as "L,B,T,D"."""
+    out: str
+    sets: Mapping[str, list[S]]
+    """Shapes by name; "tiny" is for CPUs, the others for GPUs."""
+    read: Callable[[str], S]
+    """A shape from its text; raises ValueError or TypeError."""
+    shape: Callable[[Row], S]
+    sizes: Callable[[S, argparse.Namespace], Row]
+    """Fields of a row that tell the shape and options."""
+    facts: Callable[[S, argparse.Namespace], dict[str, Any]]
+    """Options of dispatch.Call."""
+    task: Callable[[S, torch.device, torch.dtype], Task]
+    call: Callable[[S, argparse.Namespace, str], Callable[..., Tensor]]
+    """Our op by some backend, of the task's leaves."""
+    moved: Callable[[S, str, int], int]
+    """Bytes that a pass reads and writes at least."""
+    held: Callable[[S, str, int], int]
+    """Bytes of its inputs and outputs."""
+    peers: Mapping[str, Peer]
+    unit: str
+    """One of UNITS."""
+    options: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """Further ones of the command line, with their arguments."""
+    wall: bool = False
+    calls: int = 1
+    """As in Plan."""
+    floor_tbs: Mapping[str, float] = field(default_factory=dict)
+    """TB/s of the floor by a part of the device's name; others are measured."""
+    bars: Callable[[Sequence[Row]], Iterable[Bar]] | None = None
+
+    # The command line
+
+    def parse(self, argv: list[str] | None) -> argparse.Namespace:
+        """Arguments with defaults of the device, each shape once, and `command`."""
+        shared = "dtype", "backend", "seconds", "peak-tbs", *(["bars"] if self.bars else []), "out"
+        parser = make_parser(self.description, *shared, out=str(LOCAL_RESULTS / self.out))
+        add_device(parser)
+        modes = [*PASSES, "memory"]
+        parser.add_argument("--modes", nargs="+", choices=modes, default=modes, help="default: %(default)s")
+        usual = [name for name in self.sets if name != "tiny"]
+        names = f"problems, or sets of them: {', '.join(self.sets)}; default: {' '.join(usual)}, on a CPU tiny"
+        parser.add_argument("--shapes", nargs="+", type=self._shapes, metavar=self.form, help=names)
+        for name, how in self.options.items():
+            parser.add_argument(name, **how)
+        args = parse_args(parser, argv)
+        on_cpu = args.device == "cpu"
+        args.dtype = args.dtype or ("fp32" if on_cpu else "bf16")
+        chosen = args.shapes or [self.sets[name] for name in (["tiny"] if on_cpu else usual)]
+        args.shapes = list(dict.fromkeys(shape for some in chosen for shape in some))
+        return args
+
+    def _shapes(self, text: str) -> list[S]:
+        """Argument type: a shape, or a name of `sets`."""
+        try:
+            return self.sets[text] if text in self.sets else [self.read(text)]
+        except (ValueError, TypeError) as error:
+            raise argparse.ArgumentTypeError(f"must be {', '.join(self.sets)} or {self.form}, got {text!r}") from error
+
+    # A run
+
+    def main(self, argv: list[str] | None = None) -> int:
+        args = self.parse(argv)
+        device, dtype = torch.device(args.device), DTYPES[args.dtype]
+        calls = (dispatch.Call(self.op, device, dtype, backward=True, options=self.facts(x, args)) for x in args.shapes)
+        try:
+            backends = dict(zip(args.shapes, (able_backends(call, args.backend) for call in calls), strict=True))
+        except (ValueError, dispatch.BackendError) as refusal:
+            raise SystemExit(str(refusal)) from refusal
+        facts = environment(device)
+        passes = tuple(PASSES[mode] for mode in PASSES if mode in args.modes)
+        plan = Plan(
+            passes or ("fwd", "fwd+bwd"), bool(passes), "memory" in args.modes, args.seconds, self.wall, self.calls
+        )
+        say(f"{self.title} and its peers: {', '.join(args.modes)}, {args.dtype}, on {facts['device']}", "bold")
+
+        return run(
+            args,
+            facts,
+            partial(self.parts, args, backends, plan),
+            self.line,
+            reason="{0[0]} did not run: {0[1]} ({0[2]})".format,
+            fields=lambda results: {"missing": tell_missing(results.missing, len(backends) * len(plan.passes))},
+            bars=self.bars,
+            plot=partial(self.plot, device=facts["device"]) if plan.timed else None,
+            show=self.show,
+            csv=True,
+        )
+
+    def parts(
+        self, args: argparse.Namespace, backends: Mapping[S, list[str]], plan: Plan, results: Results
+    ) -> Iterator[Measurement]:
+        """A part for each shape."""
+        device, dtype = torch.device(args.device), DTYPES[args.dtype]
+        known = (tbs for part, tbs in self.floor_tbs.items() if part in results.head["device"])
+        given = args.peak_tbs or next(known, None)
+        tbs = results.fact("floor_tbs", lambda: given or (copy_bandwidth() if device.type == "cuda" else None))
+
+        def measure(shape: S, names: list[str]) -> tuple[list[Row], list[Missing]]:
+            ours = [Candidate(name, self.call(shape, args, name)) for name in names]
+            peers = {name: partial(make_peer, peer, shape) for name, peer in self.peers.items()}
+            make = partial(self.task, shape, device, dtype)
+            measured = compare(str(shape), make, ours, peers, plan, status.update)
+            missing = [
+                (name, why, f"{shape} {direction}")
+                for name, direction in product(self.peers, plan.passes)
+                if isinstance(why := measured[name, direction], str)
+            ]
+            found = {key: one for key, one in measured.items() if isinstance(one, Measured)}
+            rows = []
+            for name, direction in product(names, plan.passes):
+                beside = {peer: found.get((peer, direction)) for peer in self.peers}
+                row = {"op": self.op, "pass": direction, "backend": name, "default": name == names[0]}
+                rows.append(row | self.figures(shape, args, direction, found[name, direction], beside, tbs))
+            return rows, missing
+
+        with console.status("") as status:
+            for shape, names in backends.items():
+                yield str(shape), partial(measure, shape, names)
+
+    def figures(
+        self,
+        shape: S,
+        args: argparse.Namespace,
+        direction: str,
+        own: Measured,
+        peers: Mapping[str, Measured | None],
+        tbs: float | None,
+    ) -> Row:
+        """Fields of a row besides the op's. Args: `tbs`: TB/s of the floor; None: there is none."""
+        moved, held = (count(shape, direction, DTYPES[args.dtype].itemsize) for count in (self.moved, self.held))
+        floor = None if tbs is None else moved / tbs / 1e9
+        times = own.timing.fields if own.timing else dict.fromkeys(("ms_p20", "ms_p50", "ms_p80"))
+
+        def memory(measured: Measured | None) -> float | None:
+            return None if measured is None or measured.peak_gib is None else measured.peak_gib * UNITS[self.unit]
+
+        row = {"mode": own.mode, "dtype": args.dtype, **times}
+        row |= {"floor_ms": floor, "share_of_floor": ratio(floor, times["ms_p50"])}
+        row |= {"error": own.error.error, "error_budget": own.error.budget, "command": args.command}
+        row |= {f"{name}_ms": None if peer is None else p50(peer.timing) for name, peer in peers.items()}
+        row |= self.sizes(shape, args)
+        row |= {"wall_ms": p50(own.wall)} if self.wall else {}
+        row |= {f"peak_{self.unit}": memory(own), f"floor_{self.unit}": held / GIB * UNITS[self.unit]}
+        if self.wall:
+            row |= {f"{name}_wall_ms": None if peer is None else p50(peer.wall) for name, peer in peers.items()}
+        return row | {f"{name}_{self.unit}": memory(peer) for name, peer in peers.items()}
+
+    # Presentation
 
     def present(self, rows: Sequence[Row]) -> list[str]:
         """Names of the peers that ran anywhere."""
@@ -51,161 +206,90 @@ class Look:
 
     def line(self, row: Row) -> str:
         """A row that is printed when its shape is done."""
-        share = "" if row["share_of_floor"] is None else f" ({row['share_of_floor']:.0%} of the floor)"
         peers = "".join(f", {name} {ms_text(row[f'{name}_ms'])}" for name in self.peers)
-        return f"{self.shape(row)} {row['pass']}: {row['backend']} {ms_text(row['ms_p50'])} ms{share}{peers}"
+        ours = f"{row['backend']} {ms_text(row['ms_p50'])} ms{floor_text(row)}"
+        return f"{self.shape(row)} {row['pass']}: {ours}{peers}"
 
-
-def pass_fields(
-    op: str,
-    args: argparse.Namespace,
-    direction: str,
-    backend: str,
-    default: bool,
-    measured: Measured,
-    peers: Mapping[str, Measured | None],
-    floor_bytes: int,
-    tbs: float | None,
-) -> Row:
-    """Fields of every such benchmark, and `NAME_ms` of the peers.
-
-    Args:
-        floor_bytes: least number of bytes that the pass reads and writes. tbs: TB/s; None: there is no floor.
-    """
-    times = measured.timing.fields if measured.timing else dict.fromkeys(("ms_p20", "ms_p50", "ms_p80"))
-    floor = None if tbs is None else floor_bytes / tbs / 1e9
-    row = {"op": op, "pass": direction, "backend": backend, "default": default, "mode": measured.mode}
-    row |= {"dtype": args.dtype, **times, "floor_ms": floor, "share_of_floor": ratio(floor, times["ms_p50"])}
-    row |= {"error": measured.error.error, "error_budget": measured.error.budget, "command": args.command}
-    return row | {f"{name}_ms": None if peer is None else p50(peer.timing) for name, peer in peers.items()}
-
-
-def p50(timing: Any) -> float | None:
-    return None if timing is None else timing.ms_p50
-
-
-# The command line
-
-
-def add_options(parser: argparse.ArgumentParser, *, out: str) -> None:
-    """Add the options of every such benchmark; `parse_options` fills in defaults."""
-    add = parser.add_argument
-    add("--device", choices=device_types(), default=device_types()[0], help="default: %(default)s")
-    add("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: %(default)s")
-    add("--dtype", choices=DTYPES, help="default: fp32 on a CPU, else bf16")
-    repeat = "about how long to repeat each measurement; default: %(default)s"
-    add("--seconds", type=above_zero, default=0.3, help=repeat)
-    add("--peak-tbs", type=above_zero, help="TB/s for the floor; default: what a copy reaches on this GPU")
-    add("--out", default=str(LOCAL_RESULTS / out), help="results, without suffix; default: %(default)s")
-
-
-def add_shapes(
-    parser: argparse.ArgumentParser, sets: Mapping[str, list[Any]], form: str, default: str, read: Callable[[str], Any]
-) -> None:
-    """Add --shapes: problems in `form`, such as "L,B,T,D", or names of sets.
-
-    Args:
-        read: a problem from its text; raises ValueError.
-    """
-
-    def shapes(text: str) -> list[Any]:
-        try:
-            return sets[text] if text in sets else [read(text)]
-        except (ValueError, TypeError) as error:
-            raise argparse.ArgumentTypeError(f"must be {', '.join(sets)} or {form}, got {text!r}") from error
-
-    names = f"problems, or sets of them: {', '.join(sets)}; default: {default}, on a CPU tiny"
-    parser.add_argument("--shapes", nargs="+", type=shapes, metavar=form, help=names)
-
-
-def parse_options(
-    parser: argparse.ArgumentParser, argv: list[str] | None, on_cpu: Sequence[Any], elsewhere: Sequence[Any]
-) -> argparse.Namespace:
-    """Arguments with defaults of the device, each shape once, and `command`."""
-    args = parser.parse_args(argv)
-    args.command = command_line(argv)
-    cpu = args.device == "cpu"
-    args.dtype = args.dtype or ("fp32" if cpu else "bf16")
-    chosen = args.shapes or (on_cpu if cpu else elsewhere)
-    args.shapes = list(dict.fromkeys(shape for some in chosen for shape in some))
-    return args
-
-
-# A run
-
-
-def benchmark(
-    args: argparse.Namespace,
-    look: Look,
-    cases: Mapping[SomeShape, Case],
-    plan: Plan,
-    make_row: Callable[[float | None, SomeShape, str, str, bool, Measured, dict[str, Measured | None]], Row],
-    bars: Callable[[Sequence[Row]], list[Bar]] | None = None,
-) -> bool:
-    """Compare and present; files are written after every shape, and hold no rows if a result is wrong.
-
-    Args:
-        make_row: arguments are the floor's TB/s, then those in `compare`.
-        bars: what the rows have to reach, which is shown and becomes a part of the file.
-
-    Returns:
-        True if all results are right.
-    """
-    device, out = torch.device(args.device), Path(args.out)
-    facts = environment(device)
-    say(f"{look.op} and its peers: {', '.join(args.modes)}, {args.dtype}, on {facts['device']}", "bold")
-    with open_results(out, {**facts, "command": args.command}) as results:
-        tbs = results.fact("floor_tbs", lambda: args.peak_tbs or (copy_bandwidth() if device.type == "cuda" else None))
-        with console.status("") as status:
-            parts = [
-                (str(shape), partial(compare, shape, case, plan, partial(make_row, tbs), status.update))
-                for shape, case in cases.items()
-            ]
-            if not results.measure(parts, look.line, "{0[0]} did not run: {0[1]} ({0[2]})".format):
-                return False
-        missing = tell_missing(results.missing, len(cases) * len(plan.passes))
-        for reason in missing:
+    def show(self, content: dict[str, Any]) -> None:
+        rows: list[Row] = content["rows"]
+        for reason in content["missing"]:
             say(reason, "yellow")
-        rows, reached = results.rows, bars(results.rows) if bars else None
-        if plan.timed:
-            plot(rows, with_ending(out, ".png"), look, facts["device"], tbs)
-        results.finish(csv=True, missing=missing, **bars_field(reached))
-    show(rows, out, look, plan)
-    if reached is not None:
-        show_bars(reached)
-    return True
+        peers, digits = self.present(rows), 1 if self.unit == "mib" else 2
+
+        def memory(name: str) -> Callable[[Row], str]:
+            return lambda row: "" if row[f"peak_{self.unit}"] is None else f"{row[f'{name}_{self.unit}']:,.{digits}f}"
+
+        def beside(name: str) -> Callable[[Row], str]:
+            return lambda row: ms_text(row[f"{name}_ms"]) + _times(row, name)
+
+        columns: dict[str, Callable[[Row], str]] = {
+            self.form: lambda row: str(self.shape(row)),
+            "pass": lambda row: row["pass"],
+            "backend": lambda row: row["backend"],
+            "ms": lambda row: "" if row["ms_p50"] is None else f"[bold]{ms_text(row['ms_p50'])}[/]",
+            "of floor": lambda row: share_text(row["share_of_floor"]),
+            **{f"{name} ms": beside(name) for name in peers},
+            "from Python": lambda row: (
+                "" if row["mode"] == "eager" or row.get("wall_ms") is None else ms_text(row["wall_ms"])
+            ),
+            {"gib": "GiB", "mib": "MiB"}[self.unit]: memory("peak"),
+            "least": memory("floor"),
+            "error": lambda row: f"{row['error']:.1e}",
+        }
+        title = "median time per call, and how much longer peers take"
+        print_table(title, columns, rows, left=list(columns)[:3])
+        pairs = [ratio(row["ms_p50"], row[f"{name}_ms"]) for row in rows if row["default"] for name in peers]
+        if measured := [pair for pair in pairs if pair is not None]:
+            slower = sum(pair > 1 for pair in measured)
+            verdict = (
+                f"slower than a peer in {slower} of {len(measured)} cases" if slower else "never slower than a peer"
+            )
+            console.print(f"The default backend is {verdict}.")
+        errors = "Errors are the largest against fp64 on sampled rows, each within its budget, so the figures count."
+        console.print(errors)
+
+    def plot(self, results: Results, path: Path, device: str) -> None:
+        """A panel for each pass, bars of every implementation by shape: share of the byte floor, if known, or ms."""
+        rows, tbs = results.rows, results.facts["floor_tbs"]
+        shapes = list(dict.fromkeys(map(self.shape, rows)))
+        passes, backends = (list(dict.fromkeys(row[field] for row in rows)) for field in ("pass", "backend"))
+        drawn = {name: (f"ours: {name}", color) for name, color in zip(backends, OWN_COLORS, strict=False)}
+        drawn |= {name: (self.peers[name].label, self.peers[name].color) for name in self.present(rows)}
+        width = 0.84 / len(drawn)
+        size = (max(8, 2 * len(shapes)), 2.9 * len(passes) + 0.6)
+        with saved_figure(path, len(passes), 1, size) as (figure, panels):
+            for axes, direction in zip(panels[:, 0], passes, strict=True):
+                own = {(self.shape(row), row["backend"]): row for row in rows if row["pass"] == direction}
+                any_of = {shape: row for (shape, _), row in own.items()}
+                for i, (name, (label, color)) in enumerate(drawn.items()):
+                    bars: list[tuple[float, float]] = []
+                    for place, shape in enumerate(shapes):
+                        row, x = any_of[shape], place - 0.42 + width * (i + 0.5)
+                        ms = row[f"{name}_ms"] if name in self.peers else own.get((shape, name), {}).get("ms_p50")
+                        height = 0.0 if ms is None else ms if tbs is None else 100 * row["floor_ms"] / ms
+                        bars.append((x, height))
+                        text, how = "x" if ms is None else ms_text(ms), {"ha": "center", "fontsize": 7}
+                        axes.annotate(text, (x, height), xytext=(0, 1), textcoords="offset points", **how)
+                    axes.bar(*zip(*bars, strict=True), width * 0.94, color=color, label=label)
+                if tbs is not None:
+                    axes.axhline(100, color="black", linestyle="--", linewidth=1)
+                axes.set(ylabel="ms" if tbs is None else "% of the byte floor", title=PASS_TITLES[direction])
+                axes.margins(y=0.12)
+                axes.set_xticks(range(len(shapes)), [shape.label() for shape in shapes], fontsize=8)
+                axes.grid(axis="y", alpha=0.3)
+                axes.set_axisbelow(True)
+                axes.spines[["top", "right"]].set_visible(False)
+            shown = panels[0, 0].get_legend_handles_labels()
+            figure.legend(*shown, loc="outside lower center", ncols=len(drawn), frameon=False)
+            crosses = ", x did not run" * (len(drawn) > len(backends))
+            lines = [f"{self.title} on {device}, {rows[0]['dtype']}; numbers are ms{crosses}"]
+            if tbs is not None:
+                lines.append(f"floor: every input read once, every result written once, at {tbs:.2f} TB/s")
+            figure.suptitle("\n".join(lines), fontsize=10)
 
 
-# Presentation
-
-
-def show(rows: Sequence[Row], out: Path, look: Look, plan: Plan) -> None:
-    peers = look.present(rows)
-    floors = any(row["share_of_floor"] is not None for row in rows)
-    columns = {name: cell for name, cell in look.columns.items() if any(cell(row) for row in rows)}
-
-    def cells(row: Row) -> list[str]:
-        share = "-" if row["share_of_floor"] is None else f"{row['share_of_floor']:.0%}"
-        return [
-            *(str(look.shape(row)), row["pass"], row["backend"]),
-            *([f"[bold]{ms_text(row['ms_p50'])}[/]"] if plan.timed else []),
-            *([share] if floors else []),
-            *(ms_text(row[f"{name}_ms"]) + _times(row, name) for name in peers),
-            *(cell(row) for cell in columns.values()),
-            f"{row['error']:.1e}",
-        ]
-
-    headings = [*(["ms"] if plan.timed else []), *(["of floor"] if floors else []), *(f"{name} ms" for name in peers)]
-    title, left = "median time per call, and how much longer peers take", [look.shape_heading, "pass", "backend"]
-    print_table(title, left, [*headings, *columns, "error"], map(cells, rows))
-    pairs = [ratio(row["ms_p50"], row[f"{name}_ms"]) for row in rows if row["default"] for name in peers]
-    if measured := [pair for pair in pairs if pair is not None]:
-        slower = sum(pair > 1 for pair in measured)
-        verdict = f"slower than a peer in {slower} of {len(measured)} cases" if slower else "never slower than a peer"
-        console.print(f"The default backend is {verdict}.")
-    console.print("Errors are the largest against fp64 on sampled rows, each within its budget, so the figures count.")
-    suffixes = (".png", ".csv", ".json") if plan.timed else (".csv", ".json")
-    console.print(*(str(relative(with_ending(out, suffix))) for suffix in suffixes), sep="   ", soft_wrap=True)
+def p50(timing: Timing | None) -> float | None:
+    return None if timing is None else timing.ms_p50
 
 
 def _times(row: Row, name: str) -> str:
@@ -213,46 +297,12 @@ def _times(row: Row, name: str) -> str:
     return "" if times is None else f" [{'green' if times >= 1 else 'red'}]{times:.1f}x[/]"
 
 
-def plot(rows: Sequence[Row], path: Path, look: Look, device: str, tbs: float | None) -> None:
-    """A panel for each pass, bars of every implementation by shape: the share of the byte floor, if known, else ms."""
-    shapes = list(dict.fromkeys(map(look.shape, rows)))
-    passes, backends = (list(dict.fromkeys(row[field] for row in rows)) for field in ("pass", "backend"))
-    peers = look.present(rows)
-    colors = {
-        **dict(zip(backends, OWN_COLORS, strict=False)),
-        **{name: color for name, (_, color) in look.peers.items()},
-    }
-    labels = {
-        **{name: f"ours: {name}" for name in backends},
-        **{name: label for name, (label, _) in look.peers.items()},
-    }
-    names, width = [*backends, *peers], 0.84 / (len(backends) + len(peers))
-    size = (max(8, 2 * len(shapes)), 2.9 * len(passes) + 0.6)
-    with saved_figure(path, len(passes), 1, size) as (figure, panels):
-        for axes, direction in zip(panels[:, 0], passes, strict=True):
-            own = {(look.shape(row), row["backend"]): row for row in rows if row["pass"] == direction}
-            any_of = {shape: row for (shape, _), row in own.items()}
-            for i, name in enumerate(names):
-                bars: list[tuple[float, float]] = []
-                for place, shape in enumerate(shapes):
-                    row, x = any_of[shape], place - 0.42 + width * (i + 0.5)
-                    ms = row[f"{name}_ms"] if name in peers else own.get((shape, name), {}).get("ms_p50")
-                    height = 0.0 if ms is None else ms if row["floor_ms"] is None else 100 * row["floor_ms"] / ms
-                    bars.append((x, height))
-                    text = "x" if ms is None else ms_text(ms)
-                    axes.annotate(text, (x, height), xytext=(0, 1), textcoords="offset points", ha="center", fontsize=7)
-                axes.bar(*zip(*bars, strict=True), width * 0.94, color=colors[name], label=labels[name])
-            if tbs is not None:
-                axes.axhline(100, color="black", linestyle="--", linewidth=1)
-            axes.set(ylabel="ms" if tbs is None else "% of the byte floor", title=PASS_TITLES[direction])
-            axes.margins(y=0.12)
-            axes.set_xticks(range(len(shapes)), [shape.label() for shape in shapes], fontsize=8)
-            axes.grid(axis="y", alpha=0.3)
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right"]].set_visible(False)
-        shown = panels[0, 0].get_legend_handles_labels()
-        figure.legend(*shown, loc="outside lower center", ncols=len(names), frameon=False)
-        lines = [f"{look.op} on {device}, {rows[0]['dtype']}; numbers are ms{', x did not run' if peers else ''}"]
-        if tbs is not None:
-            lines.append(f"floor: every input read once, every result written once, at {tbs:.2f} TB/s")
-        figure.suptitle("\n".join(lines), fontsize=10)
+def tell_missing(missing: Iterable[Missing], most: int) -> list[str]:
+    """Why peers did not run, and where: a line for each reason. Args: `most`, how many passes of shapes there are."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for name, reason, where in missing:
+        places.setdefault((name, reason), []).append(where)
+    return [
+        f"{name} did not run: {reason} ({'everywhere' if len(where) == most else '; '.join(where)})"
+        for (name, reason), where in places.items()
+    ]

@@ -10,21 +10,19 @@ On CUDA, what is checked and timed is a CUDA graph, without the time to start it
 from __future__ import annotations
 
 import gc
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from bench.gradient_check import GradientError
-from bench.results_file import Row, WrongResult
+from bench.oracles import Error, worst
+from bench.results_file import WrongResult
 from bench.timing import GIB, Timing, capture, measure, peak_memory, time_calls
 
 PASSES = {"forward": "fwd", "backward": "bwd", "full": "fwd+bwd"}
-MODES = (*PASSES, "memory")
 PEER_SLACK = 4
 """A peer may be off by so many budgets: it computes the same thing, if not as exactly."""
 WALL_TURNS, WALL_SECONDS, WALL_MS = 25, 0.02, 2.0
@@ -32,25 +30,9 @@ WALL_TURNS, WALL_SECONDS, WALL_MS = 25, 0.02, 2.0
 PEER_SECONDS = 1 / 3
 """Share of a measurement's seconds that a peer gets: most slow calls are theirs."""
 
-Shape = TypeVar("Shape")
-
 
 class Unavailable(Exception):
     """A peer cannot run a problem here, for the reason given."""
-
-
-def package(name: str, otherwise: str) -> Any:
-    """A module of a peer; raises Unavailable with the text `otherwise`."""
-    try:
-        return importlib.import_module(name)
-    except Exception as error:  # a broken package can raise anything
-        raise Unavailable(f"{otherwise} ({error})") from error
-
-
-def require_cuda(device: torch.device) -> None:
-    """Raise Unavailable for other devices."""
-    if device.type != "cuda":
-        raise Unavailable(f"runs on CUDA devices, got {device.type}")
 
 
 @dataclass(frozen=True)
@@ -68,7 +50,7 @@ class Candidate:
 class Truth(Protocol):
     """Exact results, and budgets of errors in the dtype."""
 
-    def worst(self, results: dict[str, Tensor], slack: int = 1) -> GradientError:
+    def worst(self, results: dict[str, Tensor], slack: int = 1) -> Error:
         """Error of the result that takes most of `slack` budgets; NaN if a result has one anywhere."""
 
 
@@ -81,13 +63,13 @@ class SampledTruth:
     sample: Callable[[str, Tensor], Tensor]
     """The rows of a result that `exact` has."""
 
-    def worst(self, results: dict[str, Tensor], slack: int = 1) -> GradientError:
+    def worst(self, results: dict[str, Tensor], slack: int = 1) -> Error:
         errors = []
         for name, result in results.items():
             error = (self.sample(name, result) - self.exact[name]).abs().amax().item()
             error = error if bool(result.isfinite().all()) else float("nan")
-            errors.append(GradientError(name, error, slack * self.budgets[name]))
-        return max(errors, key=lambda found: found.share)
+            errors.append(Error(name, error, slack * self.budgets[name]))
+        return worst(errors)
 
 
 @dataclass(frozen=True)
@@ -102,22 +84,13 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Case:
-    """A shape's tensors, our candidates, the default first, and the peers that they are compared with."""
-
-    make: Callable[[], Task]
-    ours: tuple[Candidate, ...]
-    peers: Mapping[str, Callable[[Task], Candidate]]
-
-
-@dataclass(frozen=True)
 class Plan:
     """Measurements of every candidate."""
 
     passes: tuple[str, ...]
-    timed: bool
-    memory: bool
-    seconds: float
+    timed: bool = True
+    memory: bool = False
+    seconds: float = 0.3
     wall: bool = False
     """Besides graphs, also calls as Python makes them."""
     calls: int = 1
@@ -125,19 +98,13 @@ class Plan:
     host: bool = True
     """True if the time of an eager call includes what the host takes to start it on an idle GPU."""
 
-    @classmethod
-    def of(cls, modes: Sequence[str], seconds: float, *, wall: bool = False, calls: int = 1) -> Plan:
-        """Memory alone is that of the forward and of both passes."""
-        passes = tuple(PASSES[mode] for mode in PASSES if mode in modes)
-        return cls(passes or ("fwd", "fwd+bwd"), bool(passes), "memory" in modes, seconds, wall, calls)
-
 
 @dataclass(frozen=True)
 class Measured:
     """One pass of one candidate. What was not asked for or is not known is None."""
 
     mode: str
-    error: GradientError
+    error: Error
     timing: Timing | None
     wall: Timing | None
     """Time of a call as Python makes it, from an idle device to its end; for an eager pass it is `timing`."""
@@ -148,126 +115,99 @@ class Measured:
 # Comparing
 
 
-Missing = tuple[str, str, str]
-"""A peer, why it did not run, and of which shape and pass."""
-
-
 def compare(
-    shape: Shape,
-    case: Case,
+    where: str,
+    make_task: Callable[[], Task],
+    ours: Iterable[Candidate],
+    peers: Mapping[str, Callable[[Task], Candidate]],
     plan: Plan,
-    make_row: Callable[[Shape, str, str, bool, Measured, dict[str, Measured | None]], Row],
     update: Callable[[str], None],
-) -> tuple[list[Row], list[Missing]]:
-    """Rows of a shape, and the peers that did not run.
+) -> dict[tuple[str, str], Measured | str]:
+    """Measurements of each candidate and pass, for a peer perhaps why there is none.
 
     Args:
-        make_row: arguments: shape, pass, backend, True if that is the default, measurements of it and of each peer.
-        update: called with what is measured next.
+        where: the problem, for readers. update: called with what is measured next.
 
     Raises:
         WrongResult: with every error above its budget; after the first one nothing is timed.
     """
-    update(f"{shape}: fp64")
-    task = case.make()
-    measured: dict[tuple[str, str], Measured] = {}
+    update(f"{where}: fp64")
+    task = make_task()
+    measured: dict[tuple[str, str], Measured | str] = {}
     red: list[str] = []
-    for candidate, direction in product(case.ours, plan.passes):
-        update(f"{shape} {direction}: {candidate.name}")
+    candidates = {candidate.name: candidate for candidate in ours}
+    for candidate, direction in product(list(candidates.values()), plan.passes):
+        update(f"{where} {direction}: {candidate.name}")
         one = measure_pass(candidate, direction, task, plan, timed=not red)
         measured[candidate.name, direction] = one
         if not one.error.within:
-            red.append(f"{shape} {direction} {candidate.name}: {_above(one.error)}")
+            red.append(f"{where} {direction} {candidate.name}: {one.error}")
     if red:
         raise WrongResult(*red)
-    of_name = {candidate.name: candidate for candidate in case.ours}
-    missing: list[Missing] = []
-    for name, make_peer in case.peers.items():
-        peer = find_peer(make_peer, task)
-        if isinstance(peer, Candidate):
-            of_name[name] = peer
-        for direction in plan.passes:
-            update(f"{shape} {direction}: {name}")
-            of_peer = measure_peer(peer, direction, task, plan)
-            if isinstance(of_peer, Measured):
-                measured[name, direction] = of_peer
-            else:
-                missing.append((name, of_peer, f"{shape} {direction}"))
+    for name, make_peer in peers.items():
+        update(f"{where}: {name}")
+        peer, of_passes = measure_peer(make_peer, task, plan)
+        if peer is not None:
+            candidates[name] = peer
+        measured |= {(name, direction): found for direction, found in of_passes.items()}
     for direction in plan.passes:
-        take_turns(of_name, direction, task, measured)
-    rows = []
-    for candidate, direction in product(case.ours, plan.passes):
-        of_peers = {peer: measured.get((peer, direction)) for peer in case.peers}
-        name, default = candidate.name, candidate is case.ours[0]
-        rows.append(make_row(shape, direction, name, default, measured[name, direction], of_peers))
-    return rows, missing
-
-
-def tell_missing(missing: Sequence[Missing], most: int) -> list[str]:
-    """Why peers did not run, and where: a line for each reason. Args: `most`, how many passes of shapes there are."""
-    places: dict[tuple[str, str], list[str]] = {}
-    for name, reason, where in missing:
-        places.setdefault((name, reason), []).append(where)
-    return [
-        f"{name} did not run: {reason} ({'everywhere' if len(where) == most else '; '.join(where)})"
-        for (name, reason), where in places.items()
-    ]
+        take_turns(candidates, direction, task, measured)
+    return measured
 
 
 def take_turns(
-    candidates: Mapping[str, Candidate], direction: str, task: Task, measured: dict[tuple[str, str], Measured]
+    candidates: Mapping[str, Candidate], direction: str, task: Task, measured: dict[tuple[str, str], Measured | str]
 ) -> None:
     """Time the short calls from Python again, of all candidates in turn, and keep the fastest turn of each.
 
     A host may be half as fast for seconds, which must not be those of one candidate.
     """
     calls: dict[str, tuple[Callable[[], Any], Any]] = {}
+    walls: dict[str, Timing] = {}
     for name, candidate in candidates.items():
-        found = measured.get((name, direction))
-        if found is None or found.wall is None or found.wall is found.timing or found.wall.ms_p50 > WALL_MS:
-            continue
-        calls[name] = Passes(candidate, task).eager(direction)
-        calls[name][0]()
+        found = measured[name, direction]
+        wall = None if isinstance(found, str) or found.wall is found.timing else found.wall
+        if wall is not None and wall.ms_p50 <= WALL_MS:
+            walls[name] = wall
+            calls[name] = Passes(candidate, task).eager(direction)
+            calls[name][0]()
     for _ in range(WALL_TURNS):
         for name, (call, _keep) in calls.items():
-            found = measured[name, direction]
             again = time_calls(call, task.do.device, seconds=WALL_SECONDS)
-            if found.wall is None or again.ms_p50 < found.wall.ms_p50:
-                measured[name, direction] = replace(found, wall=again)
+            walls[name] = min(walls[name], again, key=lambda timing: timing.ms_p50)
+    for name, wall in walls.items():
+        found = measured[name, direction]
+        if isinstance(found, Measured):
+            measured[name, direction] = replace(found, wall=wall)
     calls.clear()
     release(task.do.device)
 
 
-def find_peer(make_peer: Callable[[Task], Candidate], task: Task) -> Candidate | str:
-    """A peer for a problem, or why there is none: whatever it raises must not end the benchmark."""
+def measure_peer(
+    make_peer: Callable[[Task], Candidate], task: Task, plan: Plan
+) -> tuple[Candidate | None, dict[str, Measured | str]]:
+    """A peer for a problem, and its passes, or why there is none: what it raises must not end the benchmark."""
     try:
-        return make_peer(task)
-    except Unavailable as reason:
-        return str(reason)
+        peer = make_peer(task)
     except Exception as error:
-        return _first_line(error)
+        return None, dict.fromkeys(plan.passes, _reason(error))
+    shorter = replace(plan, seconds=plan.seconds * PEER_SECONDS)
+    found: dict[str, Measured | str] = {}
+    for direction in plan.passes:
+        try:
+            measured = measure_pass(peer, direction, task, shorter, slack=PEER_SLACK)
+            found[direction] = measured if measured.error.within else str(measured.error)
+        except Exception as error:
+            found[direction] = _reason(error)
+    return peer, found
 
 
-def measure_peer(candidate: Candidate | str, direction: str, task: Task, plan: Plan) -> Measured | str:
-    """A peer's pass, or why there is none."""
-    if isinstance(candidate, str):
-        return candidate
-    try:
-        shorter = replace(plan, seconds=plan.seconds * PEER_SECONDS)
-        measured = measure_pass(candidate, direction, task, shorter, slack=PEER_SLACK)
-    except torch.OutOfMemoryError:
+def _reason(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
-    except Exception as error:
-        return _first_line(error)
-    return measured if measured.error.within else _above(measured.error)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def _above(error: GradientError) -> str:
-    return f"error {error.error:.2e} of {error.name} is above the budget {error.budget:.2e}"
+    return (
+        str(error) if isinstance(error, Unavailable) else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    )
 
 
 # Measuring
@@ -303,23 +243,11 @@ def measure_pass(
         del call, keep
         release(device)
         if plan.timed and plan.wall:
-            wall = timing
-            if graph:
-                wall = measure_wall(passes, direction, plan.seconds)
+            wall = passes.measure_wall(direction, plan.seconds) if graph else timing
         if plan.memory:
             peak_gib = peak_memory(passes.forward if direction == "fwd" else passes.full, device)
             peak_gib = None if peak_gib is None else peak_gib + passes.held(direction) / GIB
     return Measured("graph" if graph else "eager", error, timing, wall, peak_gib)
-
-
-def measure_wall(passes: Passes, direction: str, seconds: float) -> Timing:
-    """Time of a pass as Python calls it."""
-    device = passes.do.device
-    call, _keep = passes.eager(direction)
-    timing = measure(call, device, seconds=seconds)
-    del call, _keep
-    release(device)
-    return timing
 
 
 def takes_graphs(candidate: Candidate, device: torch.device) -> bool:
@@ -365,6 +293,14 @@ class Passes:
             return (self.forward if direction == "fwd" else self.full), None
         out = self._differentiable()
         return lambda: torch.autograd.grad(out, self.leaves, self.do, retain_graph=True), out
+
+    def measure_wall(self, direction: str, seconds: float) -> Timing:
+        """Time of a pass as Python calls it."""
+        call, _keep = self.eager(direction)
+        timing = measure(call, self.do.device, seconds=seconds)
+        del call, _keep
+        release(self.do.device)
+        return timing
 
     def captured(self, direction: str, calls: int) -> tuple[Callable[[], tuple[Tensor, ...]], Any]:
         """So many calls of it as a CUDA graph. That of the backward reads what one of the forward left."""

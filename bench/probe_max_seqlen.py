@@ -41,23 +41,24 @@ import dispatch
 from bench.common import (
     DTYPES,
     PRESETS,
-    Dense,
+    SIZES,
     above_zero,
     add_device,
-    add_sizes,
     choose_backend,
     choose_dense,
+    make_parser,
     nsa_facts,
     positive,
     preset_name,
     resolve_sizes,
 )
-from bench.inputs import KINDS, Problem, Sizes, make_problem
+from bench.inputs import KINDS, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
 from bench.results_file import INTERRUPTED, claimed
 from bench.show import console, print_table, say
 from bench.timing import proc_bytes
 from nsa import NSAConfig, nsa, nsa_forward
+from nsa.inputs import NSAInputs
 
 CONFIG_OPTIONS = (
     "compress_block_size",
@@ -146,6 +147,10 @@ class Settings:
         return "fwd+bwd" if self.backward else "fwd"
 
     @property
+    def where(self) -> tuple[torch.device, torch.dtype]:
+        return torch.device(self.device), DTYPES[self.dtype]
+
+    @property
     def config(self) -> NSAConfig:
         return PRESETS[self.preset or "per_tile"](**self.options)
 
@@ -189,57 +194,31 @@ def run_probe(arguments: argparse.Namespace, settings: Settings, backend_note: s
     return 0
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
+    """The arguments, the settings they amount to, and a note when the backend is not one that dispatch would pick."""
+    parser = make_parser(__doc__, *SIZES, "backend")
+    parser.allow_abbrev = False
+    add_device(parser, "cuda", "cpu")
     add = parser.add_argument
-    add_device(parser)
     add("--op", choices=("nsa", "dense"), default="nsa", help="dense: causal FlashAttention-4 or PyTorch SDPA")
     add("--backward", action="store_true", help="probe forward + backward")
     add("--recompute", action="store_true", help="with --backward: keep less and compute it again, as in nsa")
     add("--preset", type=preset_name, choices=PRESETS, help="NSAConfig.per_tile() or .paper(); default: per_tile")
     for option in CONFIG_OPTIONS:
         add(f"--{option.replace('_', '-')}", type=int, metavar="N", help="as in NSAConfig; default: the preset's")
-    add_sizes(parser)
-    add(
-        "--input",
-        choices=KINDS,
-        default="random",
-        help="default: %(default)s; making the text's embeddings takes memory too, which on a CPU counts",
-    )
-    add("--backend", metavar="NAME", help="as in nsa_forward; default: the first that can run")
-    add("--start", type=positive, metavar="N", default=1024, help="first length to try; default: %(default)s")
-    add(
-        "--granularity",
-        type=positive,
-        metavar="N",
-        default=1024,
-        help="tokens between fits and fails; default: %(default)s",
-    )
-    add("--max-seqlen", type=positive, metavar="N", help="longest length to try; default: no end")
-    add(
-        "--timeout",
-        type=above_zero,
-        default=600.0,
-        metavar="SECONDS",
-        help="for one trial; a longer one ends the search; default: %(default)g",
-    )
-    add(
-        "--memory-limit",
-        type=memory_size,
-        metavar="SIZE",
-        help="CPU only, such as 2GiB; default: half of what is available",
-    )
+    text = "default: %(default)s; making the text's embeddings takes memory too, which on a CPU counts"
+    add("--input", choices=KINDS, default="random", help=text)
+    number: dict[str, Any] = {"type": positive, "metavar": "N"}
+    add("--start", **number, default=1024, help="first length to try; default: %(default)s")
+    add("--granularity", **number, default=1024, help="tokens between fits and fails; default: %(default)s")
+    add("--max-seqlen", **number, help="longest length to try; default: no end")
+    timeout = "for one trial; a longer one ends the search; default: %(default)g"
+    add("--timeout", type=above_zero, default=600.0, metavar="SECONDS", help=timeout)
+    limit = "CPU only, such as 2GiB; default: half of what is available"
+    add("--memory-limit", type=memory_size, metavar="SIZE", help=limit)
     add("--out", metavar="FILE", help="results; default: bench/results/local/probe-<device>-<op>-<fwd|fwd+bwd>.json")
     add("--restart", action="store_true", help="ignore the trials in the --out file")
     add("--trial", type=positive, help=argparse.SUPPRESS)
-    return parser
-
-
-def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
-    """The arguments, the settings they amount to, and a note when the backend is not one that dispatch would pick."""
-    parser = make_parser()
     arguments = parser.parse_args(argv)
     on_cpu = arguments.device == "cpu"
     if on_cpu and not Path("/proc/self/status").exists():
@@ -260,7 +239,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
         backend, note = backend_for(settings)
     except (TypeError, ValueError, dispatch.BackendError) as error:
         parser.error(str(error))
-    dense = dense_for(settings).name if settings.op == "dense" else None
+    dense = choose_dense(*settings.where).name if settings.op == "dense" else None
     return arguments, replace(settings, backend=backend, dense=dense), note
 
 
@@ -281,19 +260,9 @@ def backend_for(settings: Settings) -> tuple[str | None, str]:
     """
     if settings.op == "dense":
         return None, ""
-    call = nsa_facts(
-        settings.sizes(1),
-        settings.config,
-        torch.device(settings.device),
-        DTYPES[settings.dtype],
-        backward=settings.backward,
-        recompute=settings.recompute,
-    )
-    return choose_backend(call, settings.backend)
-
-
-def dense_for(settings: Settings) -> Dense:
-    return choose_dense(torch.device(settings.device), DTYPES[settings.dtype])
+    device, dtype = settings.where
+    passes = {"backward": settings.backward, "recompute": settings.recompute}
+    return choose_backend(nsa_facts(settings.sizes(1), settings.config, device, dtype, **passes), settings.backend)
 
 
 # Trials, and the file that keeps them
@@ -350,9 +319,9 @@ def open_state(path: Path, facts: dict[str, Any], settings: Settings, *, restart
     limit = settings.memory_limit
     if settings.device == "cpu" and limit is None:
         limit = proc_bytes("/proc/meminfo", "MemAvailable") // 2
-    anew = State(path, facts, settings, limit, {})
+    fresh = State(path, facts, settings, limit, {})
     if restart or not path.exists():
-        return anew, ""
+        return fresh, ""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         before = {**content["settings"], **{name: content[name] for name in facts}}
@@ -365,7 +334,7 @@ def open_state(path: Path, facts: dict[str, Any], settings: Settings, *, restart
     now = {**asdict(settings), **facts}
     changes = [f"{name} is {now[name]!r}, was {before.get(name)!r}" for name in now if now[name] != before.get(name)]
     if changes:
-        return anew, f"Starting anew, since the trials in {path} differ: {'; '.join(changes)}"
+        return fresh, f"Starting anew, since the trials in {path} differ: {'; '.join(changes)}"
     return State(path, facts, settings, limit, trials), f"Going on from the {len(trials)} trials in {path}"
 
 
@@ -423,7 +392,7 @@ def start_trial(tokens: int, command: list[str], timeout: float) -> Trial:
 
 
 def end_with_the_probe() -> None:
-    """Stop when the probe is killed: a trial left behind would take memory from those of the next probe."""
+    """Stop when the probe is killed: a trial that goes on would take memory from those of the next probe."""
     standard_input = 0
 
     def wait() -> None:
@@ -471,33 +440,22 @@ def start_threads() -> None:
     torch.zeros(torch.get_num_threads() * elements_per_thread).add_(1)
 
 
-def make_inputs(settings: Settings, tokens: int) -> Problem:
-    return make_problem(
-        settings.input,
-        settings.sizes(tokens),
-        device=torch.device(settings.device),
-        dtype=DTYPES[settings.dtype],
-        requires_grad=settings.backward,
-        portable=False,
-    )
+def make_inputs(settings: Settings, tokens: int) -> NSAInputs:
+    how = {"requires_grad": settings.backward, "gated": settings.op == "nsa", "portable": False}
+    device, dtype = settings.where
+    return make_problem(settings.input, settings.sizes(tokens), device=device, dtype=dtype, **how)
 
 
-def run_op(settings: Settings, problem: Problem) -> dict[str, Tensor]:
+def run_op(settings: Settings, inputs: NSAInputs) -> dict[str, Tensor]:
     """The output, and with --backward the gradients."""
-    leaves = {"q": problem.q, "k": problem.k, "v": problem.v}
+    leaves = inputs.tensors()
     if settings.op == "dense":
         with torch.set_grad_enabled(settings.backward):
-            out = dense_for(settings).attention(*leaves.values())
+            out = choose_dense(inputs.q.device, inputs.q.dtype).attention(*leaves.values())
     else:
         attention = partial(nsa, recompute=settings.recompute) if settings.backward else nsa_forward
-        out = attention(
-            *leaves.values(),
-            gate_proj_weight=problem.gate_proj_weight,
-            config=settings.config,
-            backend=settings.backend,
-        )
-        if problem.gate_proj_weight is not None:
-            leaves["gate_proj_weight"] = problem.gate_proj_weight
+        given: dict[str, Any] = {**leaves, "config": settings.config, "backend": settings.backend}
+        out = attention(**given)
     if not settings.backward:
         return {"the output": out}
     gradients = torch.autograd.grad(out, tuple(leaves.values()), torch.randn_like(out))
@@ -600,12 +558,13 @@ def outcome(trial: Trial) -> str:
 
 
 def show(state: State, bracket: Bracket, granularity: int) -> None:
-    rows = []
-    for tokens, trial in sorted(state.trials.items()):
-        peak = "?" if trial.peak_gib is None else f"{trial.peak_gib:.3f}"
-        fits = "yes" if trial.why is None else f"no ({trial.why})"
-        rows.append((f"{tokens:,}", fits, f"{trial.seconds:.2f}", peak))
-    print_table("", [], ("N", "fits", "seconds", "peak GiB"), rows)
+    columns: dict[str, Callable[[Trial], str]] = {
+        "N": lambda trial: f"{trial.n:,}",
+        "fits": lambda trial: "yes" if trial.why is None else f"no ({trial.why})",
+        "seconds": lambda trial: f"{trial.seconds:.2f}",
+        "peak GiB": lambda trial: "?" if trial.peak_gib is None else f"{trial.peak_gib:.3f}",
+    }
+    print_table("", columns, [state.trials[tokens] for tokens in sorted(state.trials)])
     say("One cold run each; memory of everything: inputs, results and temporaries.")
     found = "nothing fits" if bracket.fits is None else f"fits N={bracket.fits:,}"
     if bracket.fails is None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import with_ending
+from bench.oracles import Error
 from bench.report import relative, write_csv, write_json
 
 INTERRUPTED = 130
@@ -25,16 +26,18 @@ INTERRUPTED = 130
 FIELDS = ("gate", "red", "parts", "rows")
 """Fields of the file besides those that all rows share."""
 Row = dict[str, Any]
+Measurement = tuple[str, Callable[[], tuple[list[Row], list[Any]]]]
+"""The name of a part, and a function that returns its rows and what did not run, or raises WrongResult."""
 
 
 class WrongResult(Exception):
     """Results that are not what they must be, a text for each: nothing that was measured counts."""
 
 
-def hold(what: str, error: float, budget: float) -> None:
+def hold(what: str, error: Error) -> None:
     """Raise WrongResult unless the error is within its budget."""
-    if not error <= budget:
-        raise WrongResult(f"{what}: error {error:.2e} is above the budget {budget:.2e}")
+    if not error.within:
+        raise WrongResult(f"{what}: {error}")
 
 
 @dataclass(frozen=True)
@@ -74,28 +77,26 @@ class Results:
         return self.facts[name]
 
     def measure(
-        self,
-        parts: Iterable[tuple[str, Callable[[], tuple[list[Row], list[Any]]]]],
-        line: Callable[[Row], str],
-        reason: Callable[[Any], str] = str,
+        self, parts: Iterable[Measurement], line: Callable[[Row], str] | None, reason: Callable[[Any], str] = str
     ) -> bool:
         """Measure and print the parts that the file lacks; returns False after a wrong result.
 
         Args:
-            parts: names, and functions that return a part's rows and what did not run, or raise WrongResult.
-            line, reason: a row, and why something did not run, for readers.
+            parts: what is iterated over may raise WrongResult, too.
+            line, reason: a row, and why something did not run, for readers. Without `line` nothing is printed.
         """
-        for name, run in parts:
-            if name in self.parts:
-                continue
-            try:
-                rows, missing = run()
-            except WrongResult as wrong:
-                self.fail(wrong.args, missing=[])
-                print("Wrong results, so no times are reported:", *wrong.args, sep="\n  ")
-                return False
-            self.add(name, rows, missing)
-            print(*map(line, rows), *map(reason, missing), sep="\n", flush=True)
+        try:
+            for name, run in parts:
+                if name not in self.parts:
+                    rows, missing = run()
+                    self.add(name, rows, missing)
+                    if line is not None:
+                        print(*map(line, rows), *map(reason, missing), sep="\n", flush=True)
+                del run  # with the tensors that it holds
+        except WrongResult as wrong:
+            self.fail(wrong.args, missing=[])
+            print("Wrong results, so no times are reported:", *wrong.args, sep="\n  ")
+            return False
         return True
 
     def add(self, name: str, rows: Sequence[Row], missing: Sequence[Any] = ()) -> None:
@@ -127,6 +128,12 @@ class Results:
                 with_ending(self.path, suffix).unlink(missing_ok=True)
         write_json(self.path, {**self.head, **self.facts, **fields})
         self.replaced = True
+
+    def kept(self) -> str:
+        """A sentence about the rows that an interrupt leaves."""
+        if not self.parts:
+            return "No rows yet."
+        return f"{relative(self.path)} keeps the {len(self.rows)} rows so far; the same command goes on from there."
 
     def go_on(self) -> str:
         """Take over the parts of the file; returns a note about it.
@@ -181,17 +188,11 @@ def open_results(out: Path, head: dict[str, Any]) -> Iterator[Results]:
     Raises:
         SystemExit: as `claimed`; for a file that holds something else; and after an interrupt, with INTERRUPTED.
     """
-    path = with_ending(out, ".json")
-    with claimed(path, with_ending(out, ".csv"), with_ending(out, ".png")):
-        results = Results(path, head)
+    results = Results(with_ending(out, ".json"), head)
+    with _held(out, (".csv", ".png"), results.kept):
         if note := results.go_on():
             print(note, flush=True)
-        try:
-            yield results
-        except KeyboardInterrupt:
-            kept = f"{relative(path)} keeps the {len(results.rows)} rows so far; the same command goes on from there."
-            print(f"\nInterrupted. {kept if results.parts else 'No rows yet.'}", file=sys.stderr)
-            raise SystemExit(INTERRUPTED) from None
+        yield results
 
 
 @contextmanager
@@ -205,12 +206,19 @@ def replaced_results(out: Path, *endings: str) -> Iterator[None]:
         SystemExit: as `claimed`; for a file that holds something else; and after an interrupt, with INTERRUPTED.
     """
     path = with_ending(out, ".json")
-    with claimed(path, *(with_ending(out, ending) for ending in endings)):
+    with _held(out, endings, lambda: f"{relative(path)} has what was written before, if anything."):
         read_results(path)
+        yield
+
+
+@contextmanager
+def _held(out: Path, endings: Iterable[str], kept: Callable[[], str]) -> Iterator[None]:
+    """Hold OUT.json and the files with other endings. Args: `kept`: what an interrupt leaves, for readers."""
+    with claimed(with_ending(out, ".json"), *(with_ending(out, ending) for ending in endings)):
         try:
             yield
         except KeyboardInterrupt:
-            print(f"\nInterrupted. {relative(path)} has what was written before, if anything.", file=sys.stderr)
+            print(f"\nInterrupted. {kept()}", file=sys.stderr)
             raise SystemExit(INTERRUPTED) from None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,24 +32,45 @@ def ms_text(value: float | None) -> str:
     return "-" if value is None else f"{value:,.{3 if value < 1 else 2 if value < 10 else 1}f}"
 
 
-def print_table(title: str, left: Sequence[str], right: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Args: left, right: headings of columns that are aligned so; the first one is not wrapped."""
+def print_table(
+    title: str, columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any], left: Sequence[str] = ()
+) -> None:
+    """Print a row for each of `rows`, and no column whose cells are all empty.
+
+    Args:
+        columns: functions that give a row's cell, by heading. left: headings of columns that are aligned so.
+    """
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
-    for i, heading in enumerate((*left, *right)):
-        table.add_column(heading, justify="left" if i < len(left) else "right", no_wrap=i == 0)
-    for cells in rows:
-        table.add_row(*cells)
+    cells = {heading: [cell(row) for row in rows] for heading, cell in columns.items()}
+    shown = {heading: texts for heading, texts in cells.items() if any(texts)}
+    for i, heading in enumerate(shown):
+        table.add_column(heading, justify="left" if heading in left else "right", no_wrap=i == 0)
+    for texts in zip(*shown.values(), strict=True):
+        table.add_row(*texts)
     Console(width=max(console.width, TABLE_WIDTH)).print(table)
 
 
 def show_bars(bars: Sequence[Bar]) -> None:
     colors = {"pass": "green", "FAIL": "bold red", "not measured": "yellow"}
-    shown = [(bar.as_json(), bar.verdict) for bar in bars]
-    rows = [(a["bar"], f"[{colors[v]}]{v}[/]", a["wanted"], a["reached"] or "-") for a, v in shown]
-    print_table("bars", ["bar", ""], ["wanted", "reached"], rows)
+    columns: dict[str, Callable[[dict[str, str]], str]] = {
+        "bar": lambda bar: bar["bar"],
+        "verdict": lambda bar: f"[{colors[bar['verdict']]}]{bar['verdict']}[/]",
+        "wanted": lambda bar: bar["wanted"],
+        "reached": lambda bar: bar["reached"] or "-",
+    }
+    print_table("bars", columns, [bar.as_json() for bar in bars], left=("bar", "verdict"))
     counts = Counter(bar.verdict for bar in bars)
     missing = f", {counts['not measured']} not measured" if counts["not measured"] else ""
     console.print(f"{counts['pass']} of {len(bars)} bars are reached{missing}.")
+
+
+def share_text(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def floor_text(row: Mapping[str, Any]) -> str:
+    """The share of the floor beside a time; empty if there is no floor."""
+    return "" if row["share_of_floor"] is None else f" ({row['share_of_floor']:.0%} of the floor)"
 
 
 # Figures

@@ -43,13 +43,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, silu
 
 from bench.bars import Bar
-from bench.common import above_zero, positive, with_ending
+from bench.common import above_zero, add_device, make_parser, parse_args, positive, with_ending
 from bench.extras import needed
-from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_json
+from bench.report import LOCAL_RESULTS, environment, relative, replacing, write_json
 from bench.results_file import Row, claimed, read_results
-from bench.show import console, say
+from bench.show import console, say, show_bars
 from bench.timing import resident
-from dispatch.device import device_types, first_line
+from dispatch.device import first_line
 from nsa import NSAConfig, NSAttention
 
 with needed("rich"):
@@ -331,11 +331,11 @@ class Watch:
     def memory(self) -> dict[str, float | None]:
         """MiB in use on the device, held by its allocator, and of this process; None if they cannot be known."""
         own = round(resident("VmRSS") / MIB, 1) if sys.platform.startswith("linux") else None
-        if self.device.type == "cpu":
-            return {"allocated_mib": None, "reserved_mib": None, "resident_mib": own}
-        torch.cuda.synchronize()
-        allocated, reserved = torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
-        return {"allocated_mib": allocated, "reserved_mib": reserved, "resident_mib": own}
+        held: tuple[float | None, float | None] = None, None
+        if self.device.type != "cpu":
+            torch.cuda.synchronize()
+            held = torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
+        return {"allocated_mib": held[0], "reserved_mib": held[1], "resident_mib": own}
 
     def run(self, command: str, commit: str) -> Row:
         """The part of a soak that this process did; minutes without the first steps, which compile."""
@@ -419,21 +419,18 @@ def run(args: argparse.Namespace, out: Path, begin: float) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser(__doc__)
+    parser.allow_abbrev = False
+    add_device(parser, *SIZES)
     add = parser.add_argument
-    usable = [name for name in device_types() if name in SIZES]
-    add("--device", choices=usable, default=usable[0], help="default: %(default)s")
     add("--minutes", type=above_zero, default=30.0, help="of this run, compiling included; default: %(default)g")
     add("--steps", type=positive, help="end this run after so many steps, if that is earlier")
     add("--every", type=above_zero, default=10.0, metavar="SECONDS", help="between records; default: %(default)g")
     add("--seed", type=int, default=0, help="default: %(default)s")
     add("--resume", action="store_true", help="go on from the files of --out, and add a run to them")
     add("--out", metavar="FILE", help="results, without suffix; default: bench/results/local/soak-<device>")
-    args = parser.parse_args(argv)
+    args = parse_args(parser, argv)
     args.out = args.out or str(LOCAL_RESULTS / f"soak-{args.device}")
-    args.command = command_line(argv)
     return args
 
 
@@ -513,8 +510,7 @@ def show(runs: list[Row], out: Path) -> int:
         for late in run["late"]:
             say(f"  compiled {late['kernels']} kernels at step {late['step']}: {late['work']}")
     found = bars(runs)
-    for bar in map(Bar.as_json, found):
-        say(f"{bar['verdict']:<12} {bar['bar']}: {bar['reached']}, wanted {bar['wanted']}")
+    show_bars(found)
     say(f"Everything: {relative(out)}")
     return int(any(bar.verdict == "FAIL" for bar in found))
 

@@ -7,7 +7,6 @@ each other alike, so each turn gives a ratio, and their median and spread say wh
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from bench.timing import percentiles
 
 FEWEST, MOST = 5, 100
 """Turns."""
@@ -58,8 +59,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        deciles = statistics.quantiles(values, n=10, method="inclusive")
-        return cls(deciles[1], deciles[4], deciles[7])
+        return cls(*percentiles(values))
 
 
 def take_turns(calls: Sequence[Callable[[], Any]], seconds: float) -> list[list[float]]:

@@ -80,7 +80,7 @@ def backward(
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
-def kept_like(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def kept_like(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """An empty tensor like the lse of `forward`, without running anything (sizes may be symbols)."""
     like: Tensor = q.new_empty(math.prod(q.shape[:-1]), dtype=torch.float32)
     return like

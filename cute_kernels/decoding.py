@@ -160,12 +160,12 @@ def plan(
     )
     shape_of_combine = tuning.combine or (combine.FEW_HEADS if few else combine.MANY_HEADS)
     return Plan(
-        append.compiled(dims, dtype, page_size, select.length, select.stride).run,
-        score.compiled(*how, page_size, per_sm, terms).run,
-        choose.compiled(*how, page_size, terms, together).run,
-        blocks.compiled(dims, dtype, together, *attending, apart).run,
-        blocks.compiled(dims, dtype, group, *attending).run if apart > 1 else None,
-        combine.compiled(*how, page_size, *gate_dtypes, shape_of_combine, terms, together).run,
+        append.AppendPages.compile(dims, dtype, page_size, select.length, select.stride).run,
+        score.ScoreEntries.compile(*how, page_size, per_sm, terms).run,
+        choose.ChooseBlocks.compile(*how, page_size, terms, together).run,
+        blocks.AttendBlocks.compile(dims, dtype, together, *attending, apart).run,
+        blocks.AttendBlocks.compile(dims, dtype, group, *attending).run if apart > 1 else None,
+        combine.CombineBranches.compile(*how, page_size, *gate_dtypes, shape_of_combine, terms, together).run,
         shapes,
         tuple(map(math.prod, shapes)),
         (batch, items, parts.window, group) if apart > 1 else None,

@@ -35,7 +35,7 @@ from cute_kernels.runtime.device import vectorizable
 def append_tokens(k: Tensor, v: Tensor, pages: Pages, lengths: LengthTensors, config: Any) -> None:
     """Write new tokens `[B,N_q,H_kv,...]` to pages, and the means of the blocks that they complete."""
     length, stride, page_size = config.compress_block_size, config.stride, pages.k.shape[1]
-    run = append.compiled((k.shape[-1], v.shape[-1]), k.dtype, page_size, length, stride).run
+    run = append.AppendPages.compile((k.shape[-1], v.shape[-1]), k.dtype, page_size, length, stride).run
     run(vectorizable(k), vectorizable(v), *pages[:5], *lengths[:2])
 
 

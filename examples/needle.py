@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -34,36 +35,9 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
-import dispatch
-from bench.common import with_ending
-from bench.extras import needed
-from bench.report import replacing, write_json
-from bench.results_file import replaced_results
-from examples.shared.byte_models import (
-    ByteTrainer,
-    Row,
-    Show,
-    add_run_options,
-    add_training_options,
-    console,
-    cost_texts,
-    introduce,
-    new_table,
-    resolve_options,
-    run_facts,
-    show_results,
-    train_variants,
-)
-from examples.shared.nsa_variants import (
-    VARIANTS,
-    ablated,
-    add_nsa_options,
-    count_parameters,
-    describe,
-    make_config,
-    make_model,
-    resolve,
-)
+from bench.show import saved_figure
+from examples.shared import byte_models as common
+from examples.shared import nsa_variants
 
 CHOSEN = ["dense", "nsa", "no-selected", "window"]
 CLOSED = "nsa-closed"
@@ -85,47 +59,26 @@ RIGHT, WRONG = 0.5, 0.1
 """Share of right answers from which a variant counts as able to look up, and up to which as unable. Guesses are right
 once in 65,536 times."""
 
-SIZES: dict[str, dict[str, int]] = {
-    "cpu": {
-        "steps": 600,
-        "batch": 16,
-        "context": 256,
-        "layers": 2,
-        "width": 64,
-        "heads": 2,
-        "kv_heads": 1,
-        "block_size": 16,
-        "k": 6,
-        "w": 8,
-        "q_tile": 1,
-        "eval_every": 50,
-        "eval_windows": 32,
-        "needles": 12,
-        "questions": 8,
-    },
-    "cuda": {
-        "steps": 6000,
-        "batch": 16,
-        "context": 4096,
-        "layers": 2,
-        "width": 256,
-        "heads": 4,
-        "kv_heads": 1,
-        "block_size": 64,
-        "k": 16,
-        "w": 64,
-        "q_tile": 1,
-        "eval_every": 100,
-        "eval_windows": 64,
-        "needles": 64,
-        "questions": 32,
-    },
+SIZES = {
+    "steps": (600, 6000),
+    "batch": (16, 16),
+    "context": (256, 4096),
+    "layers": (2, 2),
+    "width": (64, 256),
+    "heads": (2, 4),
+    "kv_heads": (1, 1),
+    "block_size": (16, 64),
+    "k": (6, 16),
+    "w": (8, 64),
+    "q_tile": (1, 1),
+    "eval_every": (50, 100),
+    "eval_windows": (32, 64),
+    "needles": (12, 64),
+    "questions": (8, 32),
 }
-"""Defaults by device: a few minutes for NSA on two CPU cores, less for the others; four minutes each on an H200."""
-DEFAULTS = {
-    "paper": SIZES,
-    "per_tile": {"cpu": {**SIZES["cpu"], "q_tile": 16}, "cuda": {**SIZES["cuda"], "q_tile": 128}},
-}
+"""Defaults on CPUs and GPUs: a few minutes for NSA on two CPU cores, less for the others; four minutes each on an
+H200."""
+DEFAULTS = {"paper": SIZES, "per_tile": {**SIZES, "q_tile": (16, 128)}}
 
 
 # The task
@@ -230,7 +183,7 @@ class Summary:
     peak_gib: float | None
 
 
-class Trainer(ByteTrainer):
+class Trainer(common.ByteTrainer):
     """Trainer of a variant with a loss on the answers only."""
 
     def __init__(self, variant: str, args: argparse.Namespace) -> None:
@@ -238,7 +191,7 @@ class Trainer(ByteTrainer):
         held_out = torch.Generator(args.device).manual_seed(args.seed)
         windows, self.distances = self.task.draw(args.eval_windows, held_out)
         self.generator = torch.Generator(args.device).manual_seed(args.seed + 1)
-        super().__init__(variant, make_model(variant, args, rope_base=ROPE_BASE), args, windows)
+        super().__init__(variant, nsa_variants.make_model(variant, args, rope_base=ROPE_BASE), args, windows)
 
     def batch(self, step: int) -> Tensor:
         """Return the next windows: equally many bytes at every length, and the same windows for each variant."""
@@ -280,75 +233,47 @@ class Trainer(ByteTrainer):
             nearest *= 2
         return right.mean().item(), ranges
 
-    def run(self, show: Show) -> tuple[list[Row], list[Summary], list[Accuracy]]:
+    def run(self, show: common.Show) -> common.Results:
         """Train and evaluate; for NSA, add a summary of the same model with its selected branch closed."""
         rows, cost = self.train(show)
-        steps = rows[-1].step
         accuracy, ranges = self.judge(self.variant)
-        summaries = [
-            Summary(self.variant, steps, rows[-1].val_loss, accuracy, cost.tokens_per_s, cost.peak_gib),
-        ]
+        loss = cost.final_val_loss
+        summaries = [Summary(self.variant, cost.steps, loss, accuracy, cost.tokens_per_s, cost.peak_gib)]
         if self.variant == "nsa":
-            with ablated(self.model, "selected"):
+            with nsa_variants.ablated(self.model, "selected"):
                 accuracy, more = self.judge(CLOSED)
-                summaries.append(Summary(CLOSED, steps, self.evaluate(), accuracy, None, None))
+                summaries.append(Summary(CLOSED, cost.steps, self.evaluate(), accuracy, None, None))
             ranges += more
-        return rows, summaries, ranges
+        return {"rows": rows, "summary": summaries, "accuracy": ranges}
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    with replaced_results(Path(args.out), ".png"):
-        return run(args)
+    notes = nsa_variants.resolve(args)
+    task = {**asdict(args.task), "far": FAR, "shorter": SHORTER, "rope_base": ROPE_BASE}
+    facts = nsa_variants.facts(args, task)
+    common.introduce(args, facts, f"{args.needles} needles, dense attention by {args.dense.name}", notes)
 
+    def train(variant: str, show: common.Show) -> common.Results:
+        return Trainer(variant, args).run(show)
 
-def run(args: argparse.Namespace) -> int:
-    try:
-        notes = resolve(args)
-    except (TypeError, ValueError, dispatch.BackendError) as refusal:
-        raise SystemExit(str(refusal)) from refusal
+    def conclude(results: common.Results) -> dict[str, Any]:
+        return {"verdict": verdict(results["summary"])}
 
-    content = run_facts(
-        args, {**asdict(args.task), "far": FAR, "shorter": SHORTER, "rope_base": ROPE_BASE}, count_parameters(args)
-    )
-    content |= {"preset": args.preset, "variants": describe(args)}
-    introduce(args, content, f"{args.needles} needles, dense attention by {args.dense.name}")
-    for note in notes:
-        console.print(note, style="yellow", markup=False)
-    rows: list[Row] = []
-    summaries: list[Summary] = []
-    ranges: list[Accuracy] = []
-    out = Path(args.out)
-
-    def train(variant: str, show: Show) -> None:
-        for results_so_far, new in zip((rows, summaries, ranges), Trainer(variant, args).run(show), strict=True):
-            results_so_far.extend(new)  # type: ignore[attr-defined]
-        results = {
-            "rows": [asdict(row) for row in rows],
-            "summary": [asdict(summary) for summary in summaries],
-            "accuracy": [asdict(accuracy) for accuracy in ranges],
-            "verdict": verdict(summaries),
-        }
-        write_json(with_ending(out, ".json"), {**content, **results})
-        plot(ranges, with_ending(out, ".png"), content["device"])
-
-    train_variants(args, train)
-    table = new_table("variant", "answers right", "val loss", "bytes/s", "peak GiB", "steps")
-    for s in summaries:
-        table.add_row(s.variant, f"{s.accuracy:.1%}", f"{s.final_val_loss:.4f}", *cost_texts(s), str(s.steps))
-    show_results(table, verdict(summaries), out)
+    summaries = common.record_variants(args, facts, train, conclude, plot)["summary"]
+    common.show_results(summaries, {"answers right": lambda s: f"{s.accuracy:.1%}"}, verdict(summaries), args.out)
     return 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_run_options(parser, list(VARIANTS), "needle", "NSA, as in nsa", chosen=CHOSEN)
-    add_nsa_options(parser, DEFAULTS, preset="paper")
-    task_options = (("needles", "keys with values in a sequence"), ("questions", "keys asked for at the end of it"))
-    add_training_options(parser, DEFAULTS["paper"], task_options)
+    parser = common.new_parser(__doc__, "NSA, as in nsa")
+    common.add_variants(parser, list(nsa_variants.VARIANTS), "needle", CHOSEN)
+    nsa_variants.add_nsa_options(parser, DEFAULTS, preset="paper")
+    task = {"needles": "keys with values in a sequence", "questions": "keys asked for at the end of it"}
+    common.add_training_options(parser, DEFAULTS["paper"], **task)
     args = parser.parse_args(argv)
-    resolve_options(parser, args, DEFAULTS[args.preset])
-    args.config = make_config(parser, args)
+    common.resolve_options(parser, args, DEFAULTS[args.preset])
+    args.config = nsa_variants.make_config(parser, args)
     args.task = Task(args.context, args.w, args.needles, args.questions)
     problem = args.task.problem()
     if problem:
@@ -384,30 +309,22 @@ def verdict(summaries: Sequence[Summary]) -> str:
     return " ".join([*sentences, "One seed each."])
 
 
-def plot(ranges: Sequence[Accuracy], path: Path, device: str) -> None:
+def plot(results: common.Results, path: Path, device: str) -> None:
     """Right answers by distance, one line per variant."""
-    with needed("matplotlib"):
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for name in dict.fromkeys(each.variant for each in ranges):
-        own = [each for each in ranges if each.variant == name]
-        style = {"color": "black"} if name == "dense" else {"linestyle": "--"} if name == CLOSED else {}
-        middles = [math.sqrt(each.nearest * each.farthest) for each in own]
-        axes.plot(middles, [100 * each.accuracy for each in own], marker="o", label=name, **style)
-    ticks = sorted({bound for each in ranges for bound in (each.nearest, each.farthest)})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.set(xlabel="distance of the needle in windows", ylabel="answers right, %", ylim=(-3, 103))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.suptitle(f"Looking up values by keys, {device}")
-    with replacing(path) as written:
-        figure.savefig(written, dpi=110)
-    plt.close(figure)
+    ranges: list[Accuracy] = results["accuracy"]
+    with saved_figure(path, 1, 1, (7, 4.5)) as (figure, ((axes,),)):
+        for name in dict.fromkeys(each.variant for each in ranges):
+            own = [each for each in ranges if each.variant == name]
+            style = {"color": "black"} if name == "dense" else {"linestyle": "--"} if name == CLOSED else {}
+            middles = [math.sqrt(each.nearest * each.farthest) for each in own]
+            axes.plot(middles, [100 * each.accuracy for each in own], marker="o", label=name, **style)
+        ticks = sorted({bound for each in ranges for bound in (each.nearest, each.farthest)})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set(xlabel="distance of the needle in windows", ylabel="answers right, %", ylim=(-3, 103))
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.suptitle(f"Looking up values by keys, {device}")
 
 
 if __name__ == "__main__":

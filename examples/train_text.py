@@ -23,8 +23,6 @@ import json
 import math
 import os
 import sys
-import sysconfig
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,87 +35,36 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-import dispatch
-from bench.common import DTYPES, with_ending
-from bench.report import relative, write_json
-from bench.results_file import replaced_results
-from examples.shared.byte_models import (
-    Corpus,
-    Curves,
-    Row,
-    Show,
-    TextTrainer,
-    add_run_options,
-    add_training_options,
-    bits_per_byte,
-    check_length,
-    check_output,
-    console,
-    cost_texts,
-    introduce,
-    load_corpus,
-    new_table,
-    plot,
-    resolve_options,
-    run_facts,
-    show_results,
-    train_variants,
-)
-from examples.shared.nsa_variants import (
-    VARIANTS,
-    add_nsa_options,
-    count_parameters,
-    describe,
-    make_config,
-    make_model,
-    recorded,
-    resolve,
-)
+from bench.common import DTYPES
+from bench.report import relative
+from bench.show import console, say
+from examples.shared import byte_models as common
+from examples.shared import nsa_variants
+from examples.shared.nsa_variants import VARIANTS
 from nsa.distributed import ContextParallel
 
-PER_TILE: dict[str, dict[str, int]] = {
-    "cpu": {
-        "steps": 120,
-        "batch": 4,
-        "context": 512,
-        "layers": 2,
-        "width": 96,
-        "heads": 3,
-        "kv_heads": 1,
-        "block_size": 16,
-        "k": 4,
-        "w": 16,
-        "q_tile": 64,
-        "eval_every": 20,
-        "eval_windows": 16,
-        "cuts": 8,
-    },
-    "cuda": {
-        "steps": 1600,
-        "batch": 4,
-        "context": 8192,
-        "layers": 6,
-        "width": 512,
-        "heads": 8,
-        "kv_heads": 2,
-        "block_size": 64,
-        "k": 8,
-        "w": 128,
-        "q_tile": 256,
-        "eval_every": 100,
-        "eval_windows": 32,
-        "cuts": 32,
-    },
+PER_TILE = {
+    "steps": (120, 1600),
+    "batch": (4, 4),
+    "context": (512, 8192),
+    "layers": (2, 6),
+    "width": (96, 512),
+    "heads": (3, 8),
+    "kv_heads": (1, 2),
+    "block_size": (16, 64),
+    "k": (4, 8),
+    "w": (16, 128),
+    "q_tile": (64, 256),
+    "eval_every": (20, 100),
+    "eval_windows": (16, 32),
+    "cuts": (8, 32),
 }
-"""Defaults by device: 20 seconds of CPU time per variant on one core, a minute on an H200.
+"""Defaults on CPUs and GPUs: 20 seconds of CPU time per variant on one core, a minute on an H200.
 
 1600 steps of 32 KiB read the 10 MB of sources five times; longer training memorises them."""
-PAPER: dict[str, dict[str, int]] = {"cpu": {"k": 5, "q_tile": 1}, "cuda": {"k": 16, "w": 512, "q_tile": 1}}
-"""Other defaults with `--preset paper`; on CUDA the paper's values."""
-DEFAULTS: dict[str, dict[str, dict[str, int]]] = {
-    "per_tile": PER_TILE,
-    "paper": {device: {**PER_TILE[device], **PAPER[device]} for device in PER_TILE},
-}
+PAPER = {**PER_TILE, "k": (5, 16), "w": (16, 512), "q_tile": (1, 1)}
+"""The same with `--preset paper`; on GPUs the paper's values."""
+DEFAULTS = {"per_tile": PER_TILE, "paper": PAPER}
 
 TOLERANCE = 0.02
 """Relative difference from dense attention's loss that counts as equal."""
@@ -143,11 +90,11 @@ class Summary:
     peak_gib: float | None
 
 
-class Trainer(TextTrainer):
+class Trainer(common.TextTrainer):
     """Trainer of a variant that also measures the lookahead of its selection."""
 
-    def __init__(self, variant: str, args: argparse.Namespace, corpus: Corpus) -> None:
-        model = make_model(variant, args, self.context_parallel(args), checkpointing=args.checkpointing)
+    def __init__(self, variant: str, args: argparse.Namespace, corpus: common.Corpus) -> None:
+        model = nsa_variants.make_model(variant, args, self.context_parallel(args), checkpointing=args.checkpointing)
         super().__init__(variant, model, args, corpus)
 
     def context_parallel(self, args: argparse.Namespace) -> ContextParallel | None:
@@ -169,20 +116,19 @@ class Trainer(TextTrainer):
     def looks_ahead(self) -> bool:
         return "selected" in VARIANTS[self.variant] and not self.args.config.token_mode
 
-    def run(self, show: Show) -> tuple[list[Row], Summary]:
-        rows, cost = self.train(show)
+    def run(self, show: common.Show) -> common.Results:
+        rows, summary = self.train(show)
         added = error = None
         if self.looks_ahead():
             generator = torch.Generator().manual_seed(self.args.seed)
             cuts = torch.randperm(self.args.context, generator=generator)[: self.args.cuts].tolist()
             added, error = self.lookahead(cuts)
         if self.variant == "nsa" and self.args.save_indices is not None:
-            with recorded(self.model) as indices:
+            with nsa_variants.recorded(self.model) as indices:
                 self.losses(self.validation[:1])
             torch.save(torch.cat(indices, 1).cpu(), self.args.save_indices)
-        final = rows[-1]
-        losses = (final.val_loss, bits_per_byte(final.val_loss))
-        return rows, Summary(self.variant, final.step, *losses, None, added, error, cost.tokens_per_s, cost.peak_gib)
+        more: dict[str, Any] = {"relative_to_dense": None, "lookahead": added, "lookahead_error": error}
+        return {"rows": rows, "summary": [Summary(**asdict(summary), **more)]}
 
 
 class DividedTrainer(Trainer):
@@ -228,93 +174,71 @@ def relate(summaries: list[Summary]) -> list[Summary]:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.context_parallel is None:
-        with replaced_results(Path(args.out), ".png"):
-            return run(args)
+        return run(args)
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     try:
-        first = dist.get_rank() == 0
-        console.quiet = not first
-        with replaced_results(Path(args.out), ".png") if first else nullcontext():
-            return run(args, first=first)
+        console.quiet = dist.get_rank() > 0
+        return run(args, writes=dist.get_rank() == 0)
     finally:
         dist.destroy_process_group()
 
 
-def run(args: argparse.Namespace, *, first: bool = True) -> int:
-    """Run the example; `first` is True in the process that prints and writes files."""
-    corpus = load_corpus(Path(sysconfig.get_path("stdlib")))
-    check_length(corpus, args.context)
-    try:
-        notes = resolve(args)
-    except (TypeError, ValueError, dispatch.BackendError) as refusal:
-        raise SystemExit(str(refusal)) from refusal
+def run(args: argparse.Namespace, *, writes: bool = True) -> int:
+    """Run the example. Only one process, with `writes`, writes files and prints results."""
+    corpus = common.load_corpus()
+    common.check_length(corpus, args.context)
+    notes = nsa_variants.resolve(args)
+    facts = nsa_variants.facts(args, corpus.facts())
+    facts["training"] |= {"checkpointing": args.checkpointing, "context_parallel": args.context_parallel}
+    earlier = [read_beside(path, facts) for path in args.beside]
+    # A run is short if models see fewer bytes than they have parameters
+    short = args.steps * args.batch * args.context < max(facts["model"]["parameters"].values())
+    common.introduce(args, facts, f"dense attention by {args.dense.name}", notes)
 
-    content = facts(args, corpus)
-    earlier = [read_beside(path, content) for path in args.beside]
-    tolerance = rounding_tolerance(args)
-    beside: list[dict[str, Any]] = []
-    introduce(args, content, f"dense attention by {args.dense.name}")
-    for note in notes:
-        console.print(note, style="yellow", markup=False)
-    rows: list[Row] = []
-    summaries: list[Summary] = []
-    out = Path(args.out)
-
-    def train(variant: str, show: Show) -> None:
+    def train(variant: str, show: common.Show) -> common.Results:
         trainer = Trainer if args.context_parallel is None else DividedTrainer
-        own, summary = trainer(variant, args, corpus).run(show)
-        rows.extend(own)
-        summaries[:] = relate([*summaries, summary])
-        if not first:
-            return
-        results: dict[str, Any] = {
-            "rows": [asdict(row) for row in rows],
-            "summary": [asdict(summary) for summary in summaries],
-            "verdict": verdict(summaries, short=is_short(args)),
-        }
+        return trainer(variant, args, corpus).run(show)
+
+    def conclude(results: common.Results) -> dict[str, Any]:
+        results["summary"] = relate(results["summary"])
+        found: dict[str, Any] = {"verdict": verdict(results["summary"], short=short)}
         if earlier:
-            beside[:] = [differences(run, rows, tolerance) for run in earlier]
-            results["beside"] = beside
-        write_json(with_ending(out, ".json"), {**content, **results})
-        plot(rows, with_ending(out, ".png"), content["device"], CURVES)
+            found["beside"] = [differences(run, results["rows"], rounding_tolerance(args)) for run in earlier]
+        return found
 
-    train_variants(args, train)
-    if first:
-        print_summary(summaries, out, short=is_short(args))
-        for path, one in zip(args.beside, beside, strict=True):
-            print_beside(path, one, rows)
+    if not writes:
+        common.train_variants(args, train)
+        return 0
+    results = common.record_variants(args, facts, train, conclude, CURVES.draw)
+    found = conclude(results)
+    common.show_results(results["summary"], COLUMNS, found["verdict"], args.out)
+    beside = found.get("beside", [])
+    for path, one in zip(args.beside, beside, strict=True):
+        print_beside(path, one, results["rows"])
     return int(any(one["equal"] is False for one in beside))
-
-
-def facts(args: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
-    """The fields of the results file that describe the run."""
-    fields = run_facts(args, corpus.facts(), count_parameters(args))
-    fields["training"]["checkpointing"] = args.checkpointing
-    fields["training"]["context_parallel"] = args.context_parallel
-    return {**fields, "preset": args.preset, "variants": describe(args)}
 
 
 # Earlier runs
 
 
-def read_beside(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+def read_beside(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """Read the results of an earlier run; exit if it had other arguments.
 
     Args:
-        content: the description of this run.
+        facts: the description of this run.
     """
     try:
         run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
+        for name in ("model", "training", "data", "preset"):
+            mine, theirs = ({**x, "training": {**x["training"], "context_parallel": None}}[name] for x in (facts, run))
+            if mine != theirs:
+                raise SystemExit(
+                    f"--beside must name a run with the same {name}, got {theirs} in {path} and {mine} here"
+                )
+    except (OSError, ValueError, KeyError) as problem:
         raise SystemExit(f"--beside must name results of this example, got {path}: {problem}") from problem
-    for name in ("model", "training", "data", "preset"):
-        mine, theirs = (
-            {**x[name], "context_parallel": None} if name == "training" else x.get(name) for x in (content, run)
-        )
-        if mine != theirs:
-            raise SystemExit(f"--beside must name a run with the same {name}, got {theirs} in {path} and {mine} here")
     return run
 
 
@@ -332,7 +256,7 @@ def rounding_tolerance(args: argparse.Namespace) -> float | None:
     return tolerance if tolerance < 0.1 else None
 
 
-def differences(run: dict[str, Any], rows: list[Row], tolerance: float | None) -> dict[str, Any]:
+def differences(run: dict[str, Any], rows: list[common.Row], tolerance: float | None) -> dict[str, Any]:
     """Losses of an earlier run at the steps of this one's rows, the largest differences, and `equal`: True if all are
     at most `tolerance` of their loss, None without a tolerance.
     """
@@ -360,11 +284,11 @@ def differences(run: dict[str, Any], rows: list[Row], tolerance: float | None) -
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_run_options(parser, list(VARIANTS), "train", "NSA, as in nsa")
-    add_nsa_options(parser, DEFAULTS)
-    cuts = ("cuts", "positions per validation sequence at which the lookahead is measured")
-    group = add_training_options(parser, DEFAULTS["per_tile"], [cuts])
+    parser = common.new_parser(__doc__, "NSA, as in nsa")
+    common.add_variants(parser, list(VARIANTS), "train")
+    nsa_variants.add_nsa_options(parser, DEFAULTS)
+    cuts = "positions per validation sequence at which the lookahead is measured"
+    group = common.add_training_options(parser, PER_TILE, cuts=cuts)
     group.add_argument("--checkpointing", action="store_true", help="keep block inputs only, and recompute in backward")
     group.add_argument(
         "--context-parallel",
@@ -394,14 +318,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.variants = args.variants or (every if args.context_parallel is None else ["nsa"])
     if args.context_parallel is not None:
         check_processes(parser, args)
-    resolve_options(parser, args, DEFAULTS[args.preset])
+    common.resolve_options(parser, args, DEFAULTS[args.preset])
     if args.save_indices is not None and "nsa" not in args.variants:
         parser.error(f"--save-indices needs variant nsa, got {args.variants}")
     if args.cuts > args.context:
         parser.error(f"--cuts must be at most --context, got {args.cuts} and {args.context}")
-    args.config = make_config(parser, args)
+    args.config = nsa_variants.make_config(parser, args)
     if args.save_indices is not None:
-        check_output(parser, "--save-indices", args.save_indices)
+        common.check_output(parser, "--save-indices", args.save_indices)
     return args
 
 
@@ -425,11 +349,6 @@ def check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 
 
 # What is shown
-
-
-def is_short(args: argparse.Namespace) -> bool:
-    """True if models saw fewer bytes than they have parameters."""
-    return bool(args.steps * args.batch * args.context < max(count_parameters(args).values()))
 
 
 def verdict(summaries: list[Summary], *, short: bool = False) -> str:
@@ -470,36 +389,29 @@ def verdict(summaries: list[Summary], *, short: bool = False) -> str:
     return " ".join([*sentences, "One seed each: small differences may be noise."])
 
 
-def print_summary(summaries: list[Summary], out: Path, *, short: bool) -> None:
-    table = new_table("variant", "val loss", "bits/byte", "vs dense", "lookahead", "bytes/s", "peak GiB", "steps")
-    for s in summaries:
-        distance = "" if s.relative_to_dense is None else f"{s.relative_to_dense - 1:+.1%}"
-        added = "" if s.lookahead is None else f"{s.lookahead:+.4f} ± {s.lookahead_error:.4f}"
-        losses = (f"{s.final_val_loss:.4f}", f"{s.bits_per_byte:.4f}")
-        table.add_row(s.variant, *losses, distance, added, *cost_texts(s), str(s.steps))
-    show_results(table, verdict(summaries, short=short), out)
+COLUMNS = {
+    "bits/byte": common.bits_per_byte,
+    "vs dense": lambda s: "" if s.relative_to_dense is None else f"{s.relative_to_dense - 1:+.1%}",
+    "lookahead": lambda s: "" if s.lookahead is None else f"{s.lookahead:+.4f} ± {s.lookahead_error:.4f}",
+}
+"""Texts of a summary by heading of the table."""
 
 
-def print_beside(path: Path, found: dict[str, Any], rows: list[Row]) -> None:
+def print_beside(path: Path, found: dict[str, Any], rows: list[common.Row]) -> None:
     """Print the final losses of this run and of an earlier one, and the result of the comparison.
 
     Args:
         found: from `differences`.
     """
-    there = {row["variant"]: row for row in found["rows"]}
+    there = {(row["variant"], row["step"]): row for row in found["rows"]}
     for row in {row.variant: row for row in rows}.values():
-        if (other := there.get(row.variant)) is not None and other["step"] == row.step:
-            console.print(
-                f"{row.variant}, step {row.step}: validation loss {row.val_loss:.6f} here, {other['val_loss']:.6f} "
-                f"in {relative(path)}",
-                soft_wrap=True,
-            )
+        if other := there.get((row.variant, row.step)):
+            losses = f"validation loss {row.val_loss:.6f} here, {other['val_loss']:.6f} in {relative(path)}"
+            say(f"{row.variant}, step {row.step}: {losses}")
     largest = max((x for x in found["differences"].values() if x is not None), default=math.nan)
     verdicts = {True: "equal", False: "NOT equal", None: "more than rounding cannot be told from it in this dtype"}
     tolerance = "" if found["tolerance"] is None else f", {found['tolerance']:.1e} of a loss is rounding"
-    console.print(
-        f"Largest difference of all losses {largest:.1e}{tolerance}: {verdicts[found['equal']]}", soft_wrap=True
-    )
+    say(f"Largest difference of all losses {largest:.1e}{tolerance}: {verdicts[found['equal']]}")
 
 
 def _style(variant: str) -> dict[str, Any]:
@@ -510,7 +422,7 @@ def _style(variant: str) -> dict[str, Any]:
     }
 
 
-CURVES = Curves("dense", "dense attention", _style, band=TOLERANCE)
+CURVES = common.Curves("dense", "dense attention", _style, band=TOLERANCE)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bootstrap import CONSTRAINTS, ROOT, SetUpError, free_disk_gb, run_step
+from bootstrap import CONSTRAINTS, ROOT, SetUpError, free_disk_gb, read_stamp, refuse, run_step, status_of
 
 CACHE = ROOT / ".cache" / "ascend"
 STAMP_NAME = "toolchain.json"
@@ -82,14 +82,6 @@ def preflight() -> list[str]:
 
 def wanted_stamp() -> dict[str, Any]:
     return {"python": [TORCH, TRITON_ASCEND, *SMALL_PACKAGES], "debian": list(DEBIAN_PACKAGES)}
-
-
-def read_stamp() -> dict[str, Any]:
-    try:
-        stamp = json.loads((CACHE / STAMP_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return stamp if isinstance(stamp, dict) else {}
 
 
 # ---------------------------------------------------------------- triton-ascend
@@ -180,24 +172,14 @@ def set_up_mlir() -> dict[str, str]:
         files = sorted(downloads.glob("*.deb"))
         unpack = "; ".join(f"dpkg -x {shlex.quote(str(file))} {shlex.quote(str(mlir))}" for file in files)
         run_step("unpack", ["sh", "-ec", unpack], ROOT, "Is the disk full?")
-        versions = dict(package_version(file) for file in files)
+        # Files are named PACKAGE_VERSION_ARCHITECTURE.deb, with %3a for the colon of an epoch
+        versions = dict(file.name.replace("%3a", ":").split("_")[:2] for file in files)
     keep_only_what_is_used(mlir)
     libraries = ":".join([str(mlir / "usr/lib/llvm-19/lib"), *map(str, (mlir / "usr/lib").glob("*-linux-gnu"))])
     for name in LLVM_TOOLS:
         tool = str(mlir / "usr/lib/llvm-19/bin" / name)
         run_step(name, ["env", f"LD_LIBRARY_PATH={libraries}", tool, "--version"], ROOT, "Report it with these lines.")
     return versions
-
-
-def package_version(file: Path) -> tuple[str, str]:
-    shown = subprocess.run(
-        ["dpkg-deb", "--showformat", "${Package} ${Version}", "--show", str(file)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    name, _, version = shown.stdout.partition(" ")
-    return name, version
 
 
 def keep_only_what_is_used(mlir: Path) -> None:
@@ -213,13 +195,11 @@ def keep_only_what_is_used(mlir: Path) -> None:
 
 
 def set_up() -> None:
-    found, wanted = read_stamp(), wanted_stamp()
+    found, wanted = read_stamp(CACHE / STAMP_NAME), wanted_stamp()
     if {key: found.get(key) for key in wanted} == wanted:
         print("The Ascend toolchain is up to date (.cache/ascend)")
         return
-    problems = preflight()
-    if problems:
-        raise SetUpError("\n".join(["cannot begin.", *(f"  - {problem}" for problem in problems)]))
+    refuse(preflight())
     print("Setting up the Ascend toolchain in .cache/ascend (a minute or more, once)", flush=True)
     CACHE.mkdir(parents=True, exist_ok=True)
     (CACHE / STAMP_NAME).unlink(missing_ok=True)
@@ -231,15 +211,7 @@ def set_up() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args(argv)
-    try:
-        set_up()
-    except SetUpError as error:
-        print(f"Ascend toolchain: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nAscend toolchain: interrupted; the next call begins again.", file=sys.stderr)
-        return 1
-    return 0
+    return status_of("Ascend toolchain", set_up)
 
 
 if __name__ == "__main__":

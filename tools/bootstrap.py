@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,6 +119,12 @@ def preflight(venv: Path, device: Device, *, make_venv: bool, install_torch: boo
     return problems
 
 
+def refuse(problems: Sequence[str]) -> None:
+    """Raise SetUpError if there are problems."""
+    if problems:
+        raise SetUpError("\n".join(["cannot begin.", *(f"  - {problem}" for problem in problems)]))
+
+
 def is_venv_or_empty(path: Path) -> bool:
     return path.is_dir() and ((path / "pyvenv.cfg").exists() or not any(path.iterdir()))
 
@@ -150,9 +156,10 @@ def wanted_stamp(root: Path, device: Device, torch: str, extras: Iterable[str]) 
     }
 
 
-def read_stamp(venv: Path) -> dict[str, Any]:
+def read_stamp(path: Path) -> dict[str, Any]:
+    """What a set-up wrote when it was done; empty unless there is such a file."""
     try:
-        stamp = json.loads((venv / STAMP_NAME).read_text(encoding="utf-8"))
+        stamp = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return stamp if isinstance(stamp, dict) else {}
@@ -254,7 +261,7 @@ def set_up(root: Path, venv: Path, extras: Sequence[str], *, check_only: bool = 
     too_old = python_problem(sys.version_info[:3])
     if too_old:
         raise SetUpError(too_old)
-    found = read_stamp(venv)
+    found = read_stamp(venv / STAMP_NAME)
     device = find_device()
     if device is CPU and found.get("device") == GPU.label:
         device = GPU  # what was set up for a GPU works without one too: a cluster's login node keeps it
@@ -267,9 +274,7 @@ def set_up(root: Path, venv: Path, extras: Sequence[str], *, check_only: bool = 
     if not make_venv and is_up_to_date(found, wanted):
         print(f"{venv.name} is up to date ({device.label}; {', '.join(found['extras']) or 'no extras'})")
         return
-    problems = preflight(venv, device, make_venv=make_venv, install_torch=make_venv or "torch" not in found)
-    if problems:
-        raise SetUpError("\n".join(["cannot begin.", *(f"  - {problem}" for problem in problems)]))
+    refuse(preflight(venv, device, make_venv=make_venv, install_torch=make_venv or "torch" not in found))
     venv_title = f"{venv.name} (made again: {remake})" if remake else venv.name
     if check_only:
         print(f"Ready to set up {venv_title}: Python {wanted['python']}, {device.label}, {torch}")
@@ -299,13 +304,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     for extra in extras:
         if extra not in known:
             parser.error(f"argument --extras: must be of {', '.join(known)}, got {extra!r}")
+    return status_of("Set-up", lambda: set_up(ROOT, ROOT / args.venv, extras, check_only=args.check))
+
+
+def status_of(name: str, set_up: Callable[[], None]) -> int:
+    """Exit status of a set-up, whose failure is printed."""
     try:
-        set_up(ROOT, ROOT / args.venv, extras, check_only=args.check)
+        set_up()
     except SetUpError as error:
-        print(f"Set-up: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nSet-up: interrupted; the next call goes on from here.", file=sys.stderr)
+        print(f"\n{name}: interrupted; the next call goes on from here.", file=sys.stderr)
         return 1
     return 0
 

@@ -47,12 +47,24 @@ class Task(NamedTuple):
     argument: Any
 
 
-def run_case(index: int) -> dict[str, Any]:
-    """A row of the table, in this process."""
-    from tests.support import blackwell_cases as blackwell
+def all_tasks() -> list[Task]:
+    from tests.support import blackwell_cases as blackwell  # which imports compilers
+    from tests.support import deletion_cases
 
+    table = enumerate(blackwell.table())
+    cases = [Task(f"{case.name}, {schedule}", run_case, i) for i, (case, schedule, _) in table]
+    return cases + [Task(f"deletions, {group}", run_deletions, group) for group in deletion_cases.GROUPS]
+
+
+def prepare_process() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+
+
+def run_case(index: int) -> dict[str, Any]:
+    """A row of the table."""
+    from tests.support import blackwell_cases as blackwell
+
     case, schedule, _ = blackwell.table()[index]
     execution = blackwell.execute(case, schedule)
     worst = execution.worst
@@ -72,12 +84,10 @@ def run_case(index: int) -> dict[str, Any]:
 
 
 def run_deletions(group: str) -> list[dict[str, Any]]:
-    """Of the kernels of a group, in this process."""
+    """Of the kernels of a group."""
     from tests.ptx.mutations import delete_each
     from tests.support import deletion_cases
 
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     found = []
     for kernel, case in deletion_cases.named_cases(group).items():
         for of in delete_each(kernel, case):
@@ -94,10 +104,10 @@ class Record:
     def __init__(self, out: Path) -> None:
         content = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"cases": [], "deletions": []}
         self.out = out
-        self.cases = {case_task(row["case"], row["schedule"]): row for row in content["cases"]}
+        self.cases = {f"{row['case']}, {row['schedule']}": row for row in content["cases"]}
         self.deletions: dict[str, list[dict[str, Any]]] = {}
         for row in content["deletions"]:
-            self.deletions.setdefault(deletions_task(row["group"]), []).append(row)
+            self.deletions.setdefault(f"deletions, {row['group']}", []).append(row)
 
     def take(self, task: Task, result: Any) -> None:
         """Of deletions that nothing noticed, reasons that were written by hand are kept."""
@@ -106,12 +116,10 @@ class Record:
             return
         earlier = self.deletions.get(task.name, [])
         reasons = {(row["kernel"], row["instruction"]): row["reason"] for row in earlier if not row["found"]}
-        self.deletions[task.name] = [
-            row
-            if row["found"] or row["reason"]
-            else {**row, "reason": reasons.get((row["kernel"], row["instruction"]), "")}
-            for row in result
-        ]
+        for row in result:
+            if not row["found"]:
+                row["reason"] = row["reason"] or reasons.get((row["kernel"], row["instruction"]), "")
+        self.deletions[task.name] = result
 
     def rows(self, tasks: Sequence[Task]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Of these tasks, in their order: cases, and deletions."""
@@ -124,17 +132,9 @@ class Record:
         write_json(self.out, {**facts, "cases": cases, "deletions": deletions})
 
 
-def case_task(case: str, schedule: str) -> str:
-    return f"{case}, {schedule}"
-
-
-def deletions_task(group: str) -> str:
-    return f"deletions, {group}"
-
-
 def run_all(tasks: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Any]]:
     """Tasks and what they return, or raised, as they are done."""
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), prepare_process) as pool:
         futures = {pool.submit(task.function, task.argument): task for task in tasks}
         for future in as_completed(futures):
             yield futures[future], future.exception() or future.result()
@@ -160,23 +160,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     parser.add_argument("--match", default="", help="only cases and deletions whose name holds this")
     parser.add_argument("--resume", action="store_true", help="run only what OUT does not hold")
-    parser.add_argument("--list", action="store_true", help="name what would run, and run nothing")
     args = parser.parse_args(argv)
-    from tests.support import blackwell_cases as blackwell  # which imports compilers
-    from tests.support import deletion_cases
-
-    table = blackwell.table()
-    tasks = [Task(case_task(case.name, schedule), run_case, i) for i, (case, schedule, _) in enumerate(table)]
-    tasks += [Task(deletions_task(group), run_deletions, group) for group in deletion_cases.GROUPS]
+    tasks = all_tasks()
     chosen = [task for task in tasks if args.match in task.name]
     if not chosen:
-        parser.error(f"--match {args.match!r} fits none of {len(table)} cases, nor deletions")
+        parser.error(f"--match {args.match!r} fits none of {len(tasks)} cases and deletions")
     record = Record(args.out)
     if args.resume:
         chosen = [task for task in chosen if task.name not in {*record.cases, *record.deletions}]
-    if args.list:
-        print(*(task.name for task in chosen), sep="\n")
-        return 0
     problems = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns) as progress:
@@ -191,8 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases, deletions = record.rows(tasks)
     problems += problems_of(cases, deletions)
     if not args.match:
-        missing = blackwell.missing(form for row in cases for form in row["forms"])
-        problems += [f"{form} was not executed" for form in missing]
+        from tests.support import blackwell_cases as blackwell
+
+        problems += [f"{form} was not executed" for form in blackwell.missing(f for row in cases for f in row["forms"])]
     print(*(problems or [f"{len(cases)} cases, each within its budget"]), sep="\n")
     return 1 if problems else 0
 

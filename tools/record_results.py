@@ -37,13 +37,8 @@ class Recorded(NamedTuple):
 
     name: str
     commit: str
+    """With ", unfinished" if the command was stopped, and goes on from what is there."""
     command: list[str]
-    is_finished: bool
-    """False: the command was stopped, and goes on from what is there."""
-
-    def is_of(self, commit: str) -> bool:
-        """Whether nothing is left to record at a commit."""
-        return self.is_finished and self.commit == commit
 
 
 def read(name: str, root: Path = ROOT) -> Recorded:
@@ -52,14 +47,14 @@ def read(name: str, root: Path = ROOT) -> Recorded:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         made_at, command = str(content["commit"]), shlex.split(content["command"] or "")
-        is_finished = content.get("gate") != "unfinished"
+        made_at += ", unfinished" if content.get("gate") == "unfinished" else ""
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{RESULTS / name}.json names no commit and command: {error!r}") from error
     if command[:1] not in (["python"], ["torchrun"]) or not any(
         word.startswith((RESULTS / name).as_posix()) for word in command
     ):
         raise ValueError(f"the command of {RESULTS / name}.json does not write it: {shlex.join(command)}")
-    return Recorded(name, made_at, command, is_finished)
+    return Recorded(name, made_at, command)
 
 
 def show(root: Path = ROOT) -> None:
@@ -69,8 +64,7 @@ def show(root: Path = ROOT) -> None:
             file = read(path.stem, root)
         except ValueError:
             continue
-        made_at = file.commit + ("" if file.is_finished else ", unfinished")
-        print(f"{file.name:<28}{made_at:<26}{shlex.join(file.command)}")
+        print(f"{file.name:<28}{file.commit:<26}{shlex.join(file.command)}")
 
 
 def record(file: Recorded, seconds: float | None, root: Path = ROOT) -> str:
@@ -92,7 +86,7 @@ def record(file: Recorded, seconds: float | None, root: Path = ROOT) -> str:
         return "stopped: the time is over; the same command goes on"
     if status:
         return f"exit status {status}"
-    return "" if read(file.name, root).is_of(commit(root)) else "did not write the file"
+    return "" if read(file.name, root).commit == commit(root) else "did not write the file"
 
 
 def _take_interrupts() -> None:
@@ -118,7 +112,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
     began, wrong = time.monotonic(), {}
     for file in files:
-        if file.is_of(here):
+        if file.commit == here:
             print(f"{file.name}: is of this commit")
             continue
         left = None if args.seconds is None else args.seconds - (time.monotonic() - began)

@@ -14,7 +14,8 @@ Both are warp specialized. Warpgroup 0 is the producer: warp 0 issues TMA, and i
 statistics of the query rows. Warpgroups 1 and 2 are the consumers: they issue WGMMA and write the results. TMA fills
 rows and keys past the end with zeros.
 
-A subclass defines the kernel: which tiles are streamed, what is masked, and how dK and dV are written.
+A subclass defines the kernel: which tiles are streamed, what is masked, and how dK and dV are written. `run_roles`
+has each warp call the methods of its role.
 `add_key_tile` and `add_row_tile` are the products of a tile for one branch of attention; window_backward.py has those
 for two.
 
@@ -30,15 +31,25 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from cute_kernels.mma.mma_sync import accumulator
+from cute_kernels.mma.mma_sync import accumulator, transpose_view
 from cute_kernels.mma.warp import LANES
-from cute_kernels.mma.warp_specialized import CONSUMERS, WARPGROUP_WARPS, Consumer, consumer_state, producer_state
+from cute_kernels.mma.warp_specialized import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+    WARPGROUP_WARPS,
+    Consumer,
+    consumer_of,
+    consumer_state,
+    producer_state,
+)
 from cute_kernels.mma.wgmma import (
     MN,
     REGISTERS,
     SHARED,
     TILE,
     K,
+    TmaTensor,
     acc_as_operand_a,
     allocate_tiles,
     broadcast_over_columns,
@@ -46,7 +57,7 @@ from cute_kernels.mma.wgmma import (
     issue_mma,
     load_operand_a,
     load_row_stats,
-    make_tma_copies,
+    make_tma_tensors,
     producer_acquire,
     score_gradients,
     scores_to_probabilities,
@@ -57,7 +68,6 @@ from cute_kernels.mma.wgmma import (
     tma_loads,
     tma_pipeline,
     tma_store,
-    transpose_view,
     warpgroup_mma,
 )
 from cute_kernels.runtime.dsl import SmemAllocator
@@ -76,9 +86,6 @@ STATS_BRANCHES = 2
 
 Stats = tuple[cute.Tensor | None, cute.Tensor | None]
 """lse and delta of a branch, fp32 [B, H, N]."""
-
-TmaTile = tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]
-"""Copy atom, tiles in shared memory and coordinates, the arguments of `wgmma.tma_loads`."""
 
 
 class WorkTile(NamedTuple):
@@ -104,6 +111,37 @@ def score_coordinates(mma_s: cute.TiledMma, consumer: Consumer) -> cute.Tensor:
     return mma_s.get_slice(consumer.thread).partition_C(cute.make_identity_tensor((TILE, TILE)))
 
 
+class TmaTensors(NamedTuple):
+    """Tensors that TMA loads and stores."""
+
+    q: TmaTensor
+    do: TmaTensor
+    k: TmaTensor
+    v: TmaTensor
+    gradients: tuple[TmaTensor, ...]
+    """dq in BackwardDQ, dk and dv in BackwardDKV; empty if they are stored from registers."""
+
+
+class Mmas(NamedTuple):
+    """Tiled MMAs of a warpgroup."""
+
+    s: cute.TiledMma  # S and dP: [TILE rows, TILE keys], in BackwardDKV transposed
+    gradients: cute.TiledMma  # dQ: [TILE rows, D], or dK and dV: [TILE keys, D]
+
+
+class Inputs(NamedTuple):
+    """Arguments that the kernels of all branches have."""
+
+    tma: TmaTensors
+    branches: tuple[Stats, ...]
+    """Statistics of the attention branches that share S and dP."""
+    num_rows: Int32
+    group: Int32
+    """G, query heads per key/value head."""
+    scale: Float32
+    mma: Mmas
+
+
 class _Backward:
     """Args: dim: head dim. dtype: 16-bit type."""
 
@@ -111,11 +149,11 @@ class _Backward:
         self.dim, self.dtype = dim, dtype
         self.tile_bytes = TILE * dim * dtype.width // 8
 
-    def tma_copies(self, inputs: tuple[cute.Tensor, ...], outputs: tuple[cute.Tensor, ...]) -> list[Any]:
-        """Copy atom and coordinates of each tensor [B, N, H, D], in order."""
+    def tma_tensors(self, *tensors: cute.Tensor) -> TmaTensors:
+        """Args: q, do, k and v, then the gradients that TMA stores, each [B, N, H, D]."""
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        copies = make_tma_copies(load, self.dtype, self.dim, *inputs)
-        return copies + make_tma_copies(store, self.dtype, self.dim, *outputs)
+        q, do, k, v = make_tma_tensors(load, self.dtype, self.dim, *tensors[:4])
+        return TmaTensors(q, do, k, v, tuple(make_tma_tensors(store, self.dtype, self.dim, *tensors[4:])))
 
 
 class KeyTiles(Protocol):
@@ -177,21 +215,17 @@ class OperandsDQ(NamedTuple):
 class BackwardDQ(_Backward):
     """dQ of 128 query rows of a head. Q and dO stay resident, K and V are streamed. Pipelines: `allocate`."""
 
-    def operands(self) -> tuple[Any, ...]:
-        """Tiled MMAs of S and dP and of dQ; shared memory layouts of rows and of keys."""
-        return (
-            warpgroup_mma(self.dtype, TILE, REGISTERS, K, K),
-            warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN),
-            swizzled_tiles(self.dtype, self.dim, CONSUMERS),
-            swizzled_tiles(self.dtype, self.dim, STAGES),
+    def mmas(self) -> Mmas:
+        """S = Q K^T and dP = dO V^T; dQ = dS K."""
+        return Mmas(
+            warpgroup_mma(self.dtype, TILE, REGISTERS, K, K), warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN)
         )
 
-    def allocate(self, row_layout: cute.ComposedLayout, key_layout: cute.ComposedLayout) -> SharedDQ:
+    def allocate(self) -> SharedDQ:
         smem = SmemAllocator()
+        rows, keys = (swizzled_tiles(self.dtype, self.dim, count) for count in (CONSUMERS, STAGES))
         # (TILE, D, CONSUMERS) of Q and dO, (TILE, D, STAGES) of K and V
-        sQ, sdO, sK, sV = (
-            allocate_tiles(smem, self.dtype, layout) for layout in (row_layout, row_layout, key_layout, key_layout)
-        )
+        sQ, sdO, sK, sV = (allocate_tiles(smem, self.dtype, layout) for layout in (rows, rows, keys, keys))
         consumer_warps = CONSUMERS * WARPGROUP_WARPS
         # Full once TMA has written Q and dO of the CTA; filled once
         rows_ready = tma_pipeline(1, consumer_warps, 2 * CONSUMERS * self.tile_bytes, defer_sync=True)
@@ -201,41 +235,46 @@ class BackwardDQ(_Backward):
         return SharedDQ(sQ, sdO, sK, sV, rows_ready, keys_ready)
 
     @cute.jit
-    def load(
-        self,
-        rows: tuple[TmaTile, TmaTile],  # Q and dO
-        keys: tuple[TmaTile, TmaTile],  # K and V
-        shared: SharedDQ,
-        work: WorkTile,
-        group: Int32,
-        key_tiles: KeyTiles,
-    ) -> Any:
+    def run_roles(self, warp: Int32, inputs: Inputs, shared: SharedDQ, work: WorkTile, key_tiles: KeyTiles, seen: Any):
+        """Args: seen: visibility of keys, for the subclass's `mma`."""
+        thread, _, _ = cute.arch.thread_idx()
+        if warp < WARPGROUP_WARPS:  # producer
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                self.load(inputs, shared, work, key_tiles)
+        else:  # consumers
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            consumer = consumer_of(thread, warp)
+            dQ, _ = self.mma(inputs, shared, work, key_tiles, seen, consumer)
+            self.epilogue(dQ, inputs, shared.sQ, work, consumer)
+
+    @cute.jit
+    def load(self, inputs: Inputs, shared: SharedDQ, work: WorkTile, key_tiles: KeyTiles) -> Any:
         """Producer warp 0: load Q and dO once, then K and V of every key tile. Returns the state of keys_ready."""
-        _, _, _, _, rows_ready, keys_ready = shared
-        load_rows, load_keys = tma_loads(*rows), tma_loads(*keys)
+        sQ, sdO, sK, sV, rows_ready, keys_ready = shared
+        tma = inputs.tma
+        load_rows, load_keys = tma_loads((tma.q, sQ), (tma.do, sdO)), tma_loads((tma.k, sK), (tma.v, sV))
         barrier = producer_acquire(rows_ready, producer_state(1))
         for i in range_constexpr(CONSUMERS):
             load_rows((work.tile * CONSUMERS + i, work.head, work.batch), i, barrier)
         state = producer_state(STAGES)
-        kv_head = work.head // group
+        kv_head = work.head // inputs.group
         for i in cutlass.range(key_tiles.num_tiles(), unroll=1):
             load_keys((key_tiles.tile(i), kv_head, work.batch), state.index, producer_acquire(keys_ready, state))
             state.advance()
         return state
 
+    def mma(
+        self, inputs: Inputs, shared: SharedDQ, work: WorkTile, key_tiles: Any, seen: Any, consumer: Consumer
+    ) -> tuple[cute.Tensor, Any]:
+        """Consumer mainloop over the key tiles. Returns the warpgroup's unscaled dQ, and the state of keys_ready."""
+        raise NotImplementedError
+
     @cute.jit
-    def partition(
-        self,
-        mma_s: cute.TiledMma,
-        mma_dq: cute.TiledMma,
-        shared: SharedDQ,
-        branches: tuple[Stats, ...],
-        num_rows: Int32,
-        work: WorkTile,
-        consumer: Consumer,
-    ) -> OperandsDQ:
+    def partition(self, inputs: Inputs, shared: SharedDQ, work: WorkTile, consumer: Consumer) -> OperandsDQ:
         """Load the statistics of the warpgroup's rows, then wait for its Q and dO."""
         _, _, sK, sV, rows_ready, _ = shared
+        (mma_s, mma_dq), branches = inputs.mma, inputs.branches
         first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
         tScS = score_coordinates(mma_s, consumer)
         tSrK, tdPrV = smem_operand_b(mma_s, sK), smem_operand_b(mma_s, sV)  # [TILE keys, D, STAGES]
@@ -246,38 +285,30 @@ class BackwardDQ(_Backward):
             for b in range_constexpr(len(branches)):
                 lse, delta = branches[b]
                 rLse[r, b], rDelta[r, b] = load_row_stats(
-                    lse[work.batch, work.head, None], delta[work.batch, work.head, None], row, num_rows
+                    lse[work.batch, work.head, None], delta[work.batch, work.head, None], row, inputs.num_rows
                 )
         rows_ready.consumer_wait(consumer_state(1))
         # [TILE rows, D], in registers
         tSrQ, tdPrdO = (load_operand_a(mma_s, x[None, None, consumer.warpgroup]) for x in (shared.sQ, shared.sdO))
         return OperandsDQ(tScS, tSrQ, tdPrdO, tSrK, tdPrV, tdQrK, rLse, rDelta)
 
-    def accumulator(self, mma_dq: cute.TiledMma) -> cute.Tensor:
+    def accumulator(self, mma: Mmas) -> cute.Tensor:
         """Zero-initialized dQ."""
-        dQ = accumulator(mma_dq, (TILE, self.dim))  # fp32 [TILE rows, D]
+        dQ = accumulator(mma.gradients, (TILE, self.dim))  # fp32 [TILE rows, D]
         dQ.fill(0.0)
         return dQ
 
     @cute.jit
-    def add_key_tile(
-        self,
-        dQ: cute.Tensor,
-        op: OperandsDQ,
-        stage: Int32,
-        mask: Mask,
-        scale: Float32,
-        mma_s: cute.TiledMma,
-        mma_dq: cute.TiledMma,
-    ):
+    def add_key_tile(self, dQ: cute.Tensor, op: OperandsDQ, stage: Int32, mask: Mask, inputs: Inputs):
         """dQ += dS K of a key tile, for one branch."""
+        mma_s, mma_dq = inputs.mma
         S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))  # fp32 [TILE rows, TILE keys]
         # S = Q K^T, dP = dO V^T
         issue_mma(mma_s, S, op.tSrQ, op.tSrK[None, None, None, stage], False)
         issue_mma(mma_s, dP, op.tdPrdO, op.tdPrV[None, None, None, stage], False)
         # S becomes P while dP is being computed
         warpgroup.wait_group(1)
-        scores_to_probabilities(S, scale, broadcast_over_columns(op.rLse[None, 0]))
+        scores_to_probabilities(S, inputs.scale, broadcast_over_columns(op.rLse[None, 0]))
         mask.apply(S, op.tScS)
         # P becomes dS; dQ += dS K  [TILE rows, D]
         warpgroup.wait_group(0)
@@ -286,28 +317,19 @@ class BackwardDQ(_Backward):
         warpgroup.wait_group(0)
 
     @cute.jit
-    def epilogue(
-        self,
-        mma_dq: cute.TiledMma,
-        dQ: cute.Tensor,
-        tma_dq: cute.CopyAtom,
-        mdQ: cute.Tensor,
-        sQ: cute.Tensor,
-        scale: Float32,
-        work: WorkTile,
-        consumer: Consumer,
-    ):
+    def epilogue(self, dQ: cute.Tensor, inputs: Inputs, sQ: cute.Tensor, work: WorkTile, consumer: Consumer):
         """Scale and round dQ, write it to this warpgroup's part of Q's shared memory, and store it by TMA."""
-        dQ.store(dQ.load() * scale)
+        tma_dq, mma_dq = inputs.tma.gradients[0], inputs.mma.gradients
+        dQ.store(dQ.load() * inputs.scale)
         # Named barrier 1 or 2: the consumer has written its rows of dQ for TMA
         store_acc_for_tma(mma_dq, dQ, sQ[None, None, consumer.warpgroup], consumer.thread, 1 + consumer.warpgroup)
         if consumer.warp % WARPGROUP_WARPS == 0:
             row_tile = work.tile * CONSUMERS + consumer.warpgroup
-            tma_store((row_tile, work.head, work.batch), consumer.warpgroup, (tma_dq, sQ, mdQ))
+            tma_store((row_tile, work.head, work.batch), consumer.warpgroup, (tma_dq, sQ))
 
 
 class SharedDKV(NamedTuple):
-    """Shared memory of BackwardDKV."""
+    """Shared memory and pipelines of BackwardDKV."""
 
     sK: cute.Tensor  # (TILE, D, key tiles)
     sV: cute.Tensor  # (TILE, D, key tiles)
@@ -315,6 +337,16 @@ class SharedDKV(NamedTuple):
     sdO: cute.Tensor  # (TILE, D, STAGES)
     sLse: cute.Tensor  # fp32 (TILE, branches, STAGES), in base 2
     sDelta: cute.Tensor  # fp32 (TILE, branches, STAGES)
+    sRow: cute.Tensor | None  # int32 (STAGES): first row of every stage, if row tiles are listed
+    keys_ready: Any
+    rows_ready: Any
+
+
+class RowTileRange(NamedTuple):
+    """Consecutive row tiles, for each head of the group."""
+
+    first: Int32
+    stop: Int32
 
 
 class OperandsDKV(NamedTuple):
@@ -342,87 +374,110 @@ class BackwardDKV(_Backward):
         key_tiles: if CONSUMERS, each consumer has a key tile of its own and reads every stage; if 1, both share the
             key tile, take stages in turn, and add their sums at the end.
         branches: number of branches whose statistics are kept.
+        listed: row tiles are listed, so `load_stats` also writes where they start.
     """
 
-    def __init__(self, dim: int, dtype: Any, *, key_tiles: int, branches: int) -> None:
+    def __init__(self, dim: int, dtype: Any, *, key_tiles: int, branches: int, listed: bool = False) -> None:
         super().__init__(dim, dtype)
-        self.key_tiles, self.branches = key_tiles, branches
+        self.key_tiles, self.branches, self.listed = key_tiles, branches, listed
 
-    def operands(self) -> tuple[Any, ...]:
-        """Tiled MMAs of S and dP and of dK and dV; shared memory layouts of keys and of rows."""
-        return (
-            warpgroup_mma(self.dtype, TILE, SHARED, K, K),
-            warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN),
-            swizzled_tiles(self.dtype, self.dim, self.key_tiles),
-            swizzled_tiles(self.dtype, self.dim, STAGES),
+    def mmas(self) -> Mmas:
+        """S^T = K Q^T and dP^T = V dO^T; dK = dS^T Q and dV = P^T dO."""
+        return Mmas(
+            warpgroup_mma(self.dtype, TILE, SHARED, K, K), warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN)
         )
 
-    def allocate(self, smem: Any, key_layout: cute.ComposedLayout, row_layout: cute.ComposedLayout) -> SharedDKV:
+    def allocate(self) -> SharedDKV:
+        smem = SmemAllocator()
+        keys, rows = (swizzled_tiles(self.dtype, self.dim, count) for count in (self.key_tiles, STAGES))
         # (TILE, D, key tiles) of K and V, (TILE, D, STAGES) of Q and dO
-        tiles = [
-            allocate_tiles(smem, self.dtype, layout) for layout in (key_layout, key_layout, row_layout, row_layout)
-        ]
+        sK, sV, sQ, sdO = (allocate_tiles(smem, self.dtype, layout) for layout in (keys, keys, rows, rows))
         stats = cute.make_layout((TILE, self.branches, STAGES))
-        return SharedDKV(*tiles, *[smem.allocate_tensor(Float32, stats, 16) for _ in range(2)])
-
-    def pipelines(self) -> tuple[Any, Any]:
-        """keys_ready and rows_ready."""
+        sLse, sDelta = (smem.allocate_tensor(Float32, stats, 16) for _ in range(2))
+        sRow = smem.allocate_tensor(Int32, cute.make_layout(STAGES), 16) if self.listed else None
         keys_bytes, rows_bytes = 2 * self.key_tiles * self.tile_bytes, 2 * self.tile_bytes
         # Full once TMA has written K and V of the CTA; filled once
         keys_ready = tma_pipeline(1, CONSUMERS * WARPGROUP_WARPS, keys_bytes, defer_sync=True)
         # Full once TMA has written a tile of Q and of dO and the 64 threads of the statistics' warps have arrived.
         # Empty once the warps that read the stage, both consumers' or those whose turn it is, have awaited dS^T Q
         rows_ready = tma_pipeline(STAGES, self.key_tiles * WARPGROUP_WARPS, rows_bytes, writers=TILE)
-        return keys_ready, rows_ready
+        return SharedDKV(sK, sV, sQ, sdO, sLse, sDelta, sRow, keys_ready, rows_ready)
 
     @cute.jit
-    def load_group(
+    def run_roles(self, warp: Int32, inputs: Inputs, work: WorkTile, row_tiles: Any, seen: Any, target: Any):
+        """Args: row_tiles, seen, target: row tiles, visibility of keys and memory for dK and dV of the subclass."""
+        thread, _, _ = cute.arch.thread_idx()
+        shared = self.allocate()
+        if warp < WARPGROUP_WARPS:  # producer
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            rows = self.rows_to_load(inputs, row_tiles)
+            if warp == 0:
+                self.load(inputs, shared, work, rows)
+            elif warp <= STATS_WARPS:
+                self.load_stats(inputs, shared, work, rows)
+        else:  # consumers
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            consumer = consumer_of(thread, warp)
+            dK, dV = self.mma(inputs, shared, work, row_tiles, seen, consumer)
+            self.epilogue(dK, dV, inputs, shared, work, target, consumer)
+
+    def rows_to_load(self, inputs: Inputs, row_tiles: Any) -> Any:
+        """Row tiles as `load` and `load_stats` iterate over them."""
+        return row_tiles
+
+    def mma(
+        self, inputs: Inputs, shared: SharedDKV, work: WorkTile, row_tiles: Any, seen: Any, consumer: Consumer
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """Consumer mainloop over the row tiles. Returns the unscaled dK of the warpgroup's keys, and dV."""
+        raise NotImplementedError
+
+    def epilogue(
         self,
-        rows: tuple[TmaTile, TmaTile],  # Q and dO
-        keys: tuple[TmaTile, TmaTile],  # K and V
-        keys_ready: Any,
-        rows_ready: Any,
-        first_tile: Int32,
-        stop_tile: Int32,
-        group: Int32,
+        dK: cute.Tensor,
+        dV: cute.Tensor,
+        inputs: Inputs,
+        shared: SharedDKV,
         work: WorkTile,
-    ):
-        """Producer warp 0: load K and V once, then Q and dO of a range of row tiles, for each head of the group."""
+        target: Any,
+        consumer: Consumer,
+    ) -> None:
+        """Scale dK and store it, and dV."""
+        raise NotImplementedError
+
+    @cute.jit
+    def load(self, inputs: Inputs, shared: SharedDKV, work: WorkTile, row_tiles: RowTileRange):
+        """Producer warp 0: load K and V once, then Q and dO of the row tiles, for each head of the group."""
         state = producer_state(STAGES)
-        load_rows, load_keys = tma_loads(*rows), tma_loads(*keys)
+        load_rows, load_keys = self.tma_loads(inputs.tma, shared)
+        keys_ready, rows_ready, group = shared.keys_ready, shared.rows_ready, inputs.group
         barrier = producer_acquire(keys_ready, producer_state(1))
         for i in range_constexpr(self.key_tiles):
             load_keys((work.tile * self.key_tiles + i, work.head, work.batch), i, barrier)
         for head in cutlass.range(work.head * group, (work.head + 1) * group, unroll=1):
-            for tile in cutlass.range(first_tile, stop_tile, unroll=1):
+            for tile in cutlass.range(row_tiles.first, row_tiles.stop, unroll=1):
                 load_rows((tile, head, work.batch), state.index, producer_acquire(rows_ready, state))
                 state.advance()
 
+    def tma_loads(self, tma: TmaTensors, shared: SharedDKV) -> tuple[Any, Any]:
+        """`wgmma.tma_loads` of Q and dO, and of K and V."""
+        rows, keys = ((tma.q, shared.sQ), (tma.do, shared.sdO)), ((tma.k, shared.sK), (tma.v, shared.sV))
+        return tma_loads(*rows), tma_loads(*keys)
+
     @cute.jit
-    def load_group_stats(
-        self,
-        branches: tuple[Stats, ...],
-        shared: SharedDKV,
-        rows_ready: Any,
-        first_tile: Int32,
-        stop_tile: Int32,
-        group: Int32,
-        num_rows: Int32,
-        work: WorkTile,
-    ):
+    def load_stats(self, inputs: Inputs, shared: SharedDKV, work: WorkTile, row_tiles: RowTileRange):
         """Producer warps 1 and 2: load lse and delta of the same rows, for each branch."""
         thread, _, _ = cute.arch.thread_idx()
-        sLse, sDelta = shared.sLse, shared.sDelta
+        sLse, sDelta, rows_ready, branches = shared.sLse, shared.sDelta, shared.rows_ready, inputs.branches
         state = producer_state(STAGES)
         row = thread - LANES  # within a row tile
         # fp32 (branch)
         rLse, rDelta = cute.make_rmem_tensor(STATS_BRANCHES, Float32), cute.make_rmem_tensor(STATS_BRANCHES, Float32)
-        for head in cutlass.range(work.head * group, (work.head + 1) * group, unroll=1):
-            for tile in cutlass.range(first_tile, stop_tile, unroll=1):
+        for head in cutlass.range(work.head * inputs.group, (work.head + 1) * inputs.group, unroll=1):
+            for tile in cutlass.range(row_tiles.first, row_tiles.stop, unroll=1):
                 for b in range_constexpr(len(branches)):
                     lse, delta = branches[b]
                     rLse[b], rDelta[b] = load_row_stats(
-                        lse[work.batch, head, None], delta[work.batch, head, None], tile * TILE + row, num_rows
+                        lse[work.batch, head, None], delta[work.batch, head, None], tile * TILE + row, inputs.num_rows
                     )
                 stage = state.index
                 rows_ready.sync_object_empty.wait(stage, state.phase)
@@ -431,11 +486,10 @@ class BackwardDKV(_Backward):
                 cute.arch.mbarrier_arrive(rows_ready.producer_get_barrier(state))
                 state.advance()
 
-    def partition(
-        self, mma_s: cute.TiledMma, mma_dkv: cute.TiledMma, shared: SharedDKV, key_tile: Any, consumer: Consumer
-    ) -> OperandsDKV:
+    def partition(self, mma: Mmas, shared: SharedDKV, key_tile: Any, consumer: Consumer) -> OperandsDKV:
         """Partition operands. Args: key_tile: index of the consumer's key tile in shared memory."""
-        sK, sV, sQ, sdO, sLse, sDelta = shared
+        sK, sV, sQ, sdO, sLse, sDelta, *_ = shared
+        mma_s, mma_dkv = mma
         thr_s = mma_s.get_slice(consumer.thread)
         tScS = score_coordinates(mma_s, consumer)
         tSrK, tdPrV = (smem_operand_a(mma_s, tiles)[None, None, None, key_tile] for tiles in (sK, sV))  # [TILE keys, D]
@@ -450,27 +504,17 @@ class BackwardDKV(_Backward):
         )
         return OperandsDKV(tScS, tSrK, tdPrV, tSrQ, tdPrdO, tdKrQ, tdVrdO, tSsLse, tSsDelta)
 
-    def accumulators(self, mma_dkv: cute.TiledMma) -> tuple[cute.Tensor, cute.Tensor]:
+    def accumulators(self, mma: Mmas) -> tuple[cute.Tensor, cute.Tensor]:
         """Zero-initialized dK and dV."""
-        # fp32 [TILE keys, D]
-        dK, dV = accumulator(mma_dkv, (TILE, self.dim)), accumulator(mma_dkv, (TILE, self.dim))
+        dK, dV = (accumulator(mma.gradients, (TILE, self.dim)) for _ in range(2))  # fp32 [TILE keys, D]
         dK.fill(0.0)
         dV.fill(0.0)
         return dK, dV
 
     @cute.jit
-    def add_row_tile(
-        self,
-        dK: cute.Tensor,
-        dV: cute.Tensor,
-        op: OperandsDKV,
-        stage: Int32,
-        mask: Mask,
-        scale: Float32,
-        mma_s: cute.TiledMma,
-        mma_dkv: cute.TiledMma,
-    ):
+    def add_row_tile(self, dK: cute.Tensor, dV: cute.Tensor, op: OperandsDKV, stage: Int32, mask: Mask, inputs: Inputs):
         """dV += P^T dO and dK += dS^T Q of a row tile, for one branch."""
+        mma_s, mma_dkv = inputs.mma
         S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))  # fp32 [TILE keys, TILE rows]
         # S^T = K Q^T, dP^T = V dO^T
         issue_mma(mma_s, S, op.tSrK, op.tSrQ[None, None, None, stage], False)
@@ -478,7 +522,7 @@ class BackwardDKV(_Backward):
         # S becomes P while dP is being computed
         rLse = broadcast_over_rows(op.tSsLse[0][(None, 0, None), 0, 0, stage])  # fp32 (c, r, n)
         warpgroup.wait_group(1)
-        scores_to_probabilities(S, scale, rLse)
+        scores_to_probabilities(S, inputs.scale, rLse)
         mask.apply(S, op.tScS)
         # dV += P^T dO; P becomes dS; dK += dS^T Q  [TILE keys, D]
         issue_mma(mma_dkv, dV, acc_as_operand_a(mma_dkv, S), op.tdVrdO[None, None, None, stage], True)

@@ -38,7 +38,7 @@ from cute_kernels.gate.forward import BRANCHES, Gating, fake_gating, row_gates, 
 from cute_kernels.gate.sums import QueryTerms, add_logit_gradients, add_vector, fake_query_terms
 from cute_kernels.lists.worklist import Worklist, fake_slots
 from cute_kernels.mma.warp import LOG2_E
-from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake, fake_heads, fake_stats
 
 THREADS = 128
 
@@ -74,6 +74,20 @@ class CombinePartials:
         self.vectors, self.group = dim // VECTOR, group
         self.weighted, self.partials_per_slot, self.accumulate = weighted, partials_per_slot, accumulate
         self.rows = THREADS // self.vectors
+
+    @staticmethod
+    @compiled_once
+    def compile(
+        dim: int, dtype: torch.dtype, group: int, *, weighted: bool, partials_per_slot: int, accumulate: bool
+    ) -> Kernel:
+        return compile_kernel(
+            CombinePartials(dim, group, weighted=weighted, partials_per_slot=partials_per_slot, accumulate=accumulate),
+            fake_slots(),
+            fake(dtype, None, None, None, group, dim),
+            fake(torch.float32, None, None, None, group, aligned=False) if weighted else None,
+            fake(dtype, None, None, None, dim),
+            fake(torch.float32, None, None, None, aligned=False) if weighted else None,
+        )
 
     @cute.jit
     def __call__(
@@ -210,6 +224,23 @@ class CombineAndGate(CombinePartials):
     def __init__(self, dim: int, group: int) -> None:
         super().__init__(dim, group, weighted=True, partials_per_slot=1, accumulate=False)
 
+    @staticmethod
+    @compiled_once
+    def compile(  # type: ignore[override]
+        dim: int, dtype: torch.dtype, group: int, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, keeps: bool
+    ) -> Kernel:
+        q, out = fake_heads(dtype, dim, dim)
+        return compile_kernel(
+            CombineAndGate(dim, group),
+            fake_slots(),
+            fake(dtype, None, None, None, group, dim),
+            fake(torch.float32, None, None, None, group, aligned=False),
+            out,
+            *fake_stats(1),
+            None if w_dtype is None else q,
+            *fake_gating(dim, dtype, w_dtype, g_dtype, keeps),
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -285,6 +316,19 @@ class CombineQueryGradients(CombinePartials):
     def __init__(self, dim: int, group: int, *, partials_per_slot: int) -> None:
         super().__init__(dim, group, weighted=False, partials_per_slot=partials_per_slot, accumulate=False)
 
+    @staticmethod
+    @compiled_once
+    def compile(  # type: ignore[override]
+        dim: int, dtype: torch.dtype, group: int, partials_per_slot: int, terms: int, w_dtype: torch.dtype | None
+    ) -> Kernel:
+        return compile_kernel(
+            CombineQueryGradients(dim, group, partials_per_slot=partials_per_slot),
+            fake_slots(),
+            fake(dtype, None, None, None, group, dim),
+            fake(dtype, None, None, None, dim),
+            *fake_query_terms(dim, dtype, terms, BRANCHES - 1, w_dtype),
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -322,50 +366,6 @@ class CombineQueryGradients(CombinePartials):
             self._store(rSum, at.slice(mDq))
 
 
-@compiled_once
-def _combine(
-    dim: int, dtype: torch.dtype, group: int, *, weighted: bool, partials_per_slot: int, accumulate: bool
-) -> Kernel:
-    return compile_kernel(
-        CombinePartials(dim, group, weighted=weighted, partials_per_slot=partials_per_slot, accumulate=accumulate),
-        fake_slots(),
-        fake(dtype, None, None, None, group, dim),
-        fake(torch.float32, None, None, None, group, aligned=False) if weighted else None,
-        fake(dtype, None, None, None, dim),
-        fake(torch.float32, None, None, None, aligned=False) if weighted else None,
-    )
-
-
-@compiled_once
-def _combine_and_gate(
-    dim: int, dtype: torch.dtype, group: int, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, keeps: bool
-) -> Kernel:
-    q, out = (fake(dtype, None, None, None, dim) for _ in range(2))
-    return compile_kernel(
-        CombineAndGate(dim, group),
-        fake_slots(),
-        fake(dtype, None, None, None, group, dim),
-        fake(torch.float32, None, None, None, group, aligned=False),
-        out,
-        fake(torch.float32, None, None, None, aligned=False),
-        None if w_dtype is None else q,
-        *fake_gating(dim, dtype, w_dtype, g_dtype, keeps),
-    )
-
-
-@compiled_once
-def _combine_query_gradients(
-    dim: int, dtype: torch.dtype, group: int, partials_per_slot: int, terms: int, w_dtype: torch.dtype | None
-) -> Kernel:
-    return compile_kernel(
-        CombineQueryGradients(dim, group, partials_per_slot=partials_per_slot),
-        fake_slots(),
-        fake(dtype, None, None, None, group, dim),
-        fake(dtype, None, None, None, dim),
-        *fake_query_terms(dim, dtype, terms, BRANCHES - 1, w_dtype),
-    )
-
-
 def combine_partials(
     worklist: Worklist,
     partial: Tensor,
@@ -384,7 +384,7 @@ def combine_partials(
         lse_partial, lse: fp32 `[B,H_kv,T n,G]` and `[B,H,T]`: weights of the partials, and the combined lse (output).
         accumulate: treat the contents of x and lse as one more slot; x is not read where lse is -inf.
     """
-    run = _combine(
+    run = CombinePartials.compile(
         x.shape[3],
         x.dtype,
         partial.shape[3],
@@ -405,7 +405,7 @@ def combine_and_gate(
         q: `[B,T,H,D]` with D = D_v, read only with `gating.gate_proj_weight`.
     """
     out = gating.out
-    run = _combine_and_gate(out.shape[3], out.dtype, o_partial.shape[3], *gating.variant).run
+    run = CombineAndGate.compile(out.shape[3], out.dtype, o_partial.shape[3], *gating.variant).run
     read_q = None if gating.gate_proj_weight is None else q
     run(worklist.slot_blocks, o_partial, lse_partial, out, lse, read_q, *gating.arguments)
 
@@ -421,5 +421,5 @@ def combine_query_gradients(
         terms: the other terms, for these tokens and heads, from up to two branches.
     """
     group, branches = partial.shape[3], len(terms.branches)
-    run = _combine_query_gradients(dq.shape[3], dq.dtype, group, partials_per_slot, branches, terms.w_dtype).run
+    run = CombineQueryGradients.compile(dq.shape[3], dq.dtype, group, partials_per_slot, branches, terms.w_dtype).run
     run(worklist.slot_blocks, partial, dq, *terms.arguments(BRANCHES - 1))

@@ -33,32 +33,23 @@ from torch import Tensor
 from cute_kernels.attend.backward_tiles import (
     CTA_ROWS,
     STAGES,
-    STATS_WARPS,
     BackwardDKV,
     BackwardDQ,
+    Inputs,
     KeyTileRange,
+    Mmas,
+    RowTileRange,
     SharedDKV,
     SharedDQ,
+    Stats,
+    TmaTensors,
     WorkTile,
     score_coordinates,
 )
 from cute_kernels.gate.partials import sum_partials
-from cute_kernels.mma.warp_specialized import (
-    CONSUMER_REGISTERS,
-    CONSUMERS,
-    PRODUCER_REGISTERS,
-    THREADS,
-    WARPGROUP_WARPS,
-    Consumer,
-    consumer_of,
-    consumer_state,
-)
-from cute_kernels.mma.wgmma import (
-    TILE,
-    acc_coordinates,
-)
-from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.mma.warp_specialized import CONSUMERS, THREADS, Consumer, consumer_state
+from cute_kernels.mma.wgmma import TILE, acc_coordinates
+from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake, fake_heads, fake_stats
 
 MIN_CTAS = 264
 """Minimum CTAs of CompressedDKV, if there is enough work: two for each of 132 multiprocessors, a long and a short one.
@@ -82,8 +73,8 @@ class Entries(NamedTuple):
     @cute.jit
     def seen(self, row: Int32) -> Int32:
         """Number of leading entries visible to a row."""
-        behind = row + self.first_token + 1 - self.length
-        return Int32(0) if behind < 0 else cutlass.min(behind // self.stride + 1, self.num)
+        past_first = row + self.first_token + 1 - self.length  # tokens after the end of entry 0
+        return Int32(0) if past_first < 0 else cutlass.min(past_first // self.stride + 1, self.num)
 
     def first_row(self, entry: Int32) -> Int32:
         """First row that sees an entry, possibly negative; for indices past the last entry, that of the last entry."""
@@ -127,6 +118,18 @@ class MaskOfRows(NamedTuple):
 class CompressedDQ(BackwardDQ):
     """dQ of the compressed branch. Roles and pipelines: BackwardDQ."""
 
+    @staticmethod
+    @compiled_once
+    def compile(dim: int, dtype: torch.dtype) -> Kernel:
+        return compile_kernel(
+            CompressedDQ(dim, CUTE_DTYPES[dtype]),
+            *fake_heads(dtype, dim, dim, dim, dim),
+            *fake_stats(2),
+            fake(dtype, None, None, None, dim),
+            *[Int32(0)] * 3,
+            Float32(0.0),
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -145,9 +148,8 @@ class CompressedDQ(BackwardDQ):
     ):
         batches, rows, heads, _ = mQ.shape
         self.kernel(
-            *self.tma_copies((mQ, mdO, mK, mV), (mdQ,)),
-            mLse,
-            mDelta,
+            self.tma_tensors(mQ, mdO, mK, mV, mdQ),
+            (mLse, mDelta),
             rows,
             mK.shape[1],
             heads,
@@ -157,7 +159,7 @@ class CompressedDQ(BackwardDQ):
             stride,
             first_token,
             scale,
-            *self.operands(),
+            self.mmas(),
         ).launch(
             grid=[cute.ceil_div(rows, CTA_ROWS) * batches * heads, 1, 1],
             block=[THREADS, 1, 1],
@@ -168,18 +170,8 @@ class CompressedDQ(BackwardDQ):
     @cute.kernel
     def kernel(
         self,
-        tma_q: cute.CopyAtom,
-        mQ: cute.Tensor,  # (N, D, H, B), coordinates for TMA
-        tma_do: cute.CopyAtom,
-        mdO: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        mK: cute.Tensor,
-        tma_v: cute.CopyAtom,
-        mV: cute.Tensor,
-        tma_dq: cute.CopyAtom,
-        mdQ: cute.Tensor,
-        mLse: cute.Tensor,
-        mDelta: cute.Tensor,
+        tma: TmaTensors,
+        stats: Stats,
         num_rows: Int32,
         num_entries: Int32,
         heads: Int32,
@@ -189,71 +181,45 @@ class CompressedDQ(BackwardDQ):
         stride: Int32,
         first_token: Int32,
         scale: Float32,
-        mma_s: cute.TiledMma,
-        mma_dq: cute.TiledMma,
-        row_layout: cute.ComposedLayout,
-        key_layout: cute.ComposedLayout,
+        mma: Mmas,
     ):
-        thread, _, _ = cute.arch.thread_idx()
         work_index, _, _ = cute.arch.block_idx()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile = cute.ceil_div(num_rows, CTA_ROWS) - 1 - work_index // (heads * batches)  # rows with most entries first
         work = WorkTile(tile, work_index % heads, work_index // heads % batches)
         entries = Entries(length, stride, num_entries, first_token)
         # A row sees a prefix of the entries: a CTA's range needs no list
         last_row = cutlass.min(tile * CTA_ROWS + CTA_ROWS, num_rows) - 1
         key_tiles = KeyTileRange(Int32(0), cute.ceil_div(entries.seen(last_row), TILE))
-        shared = self.allocate(row_layout, key_layout)
-
-        if warp_index < WARPGROUP_WARPS:  # producer
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp_index == 0:
-                self.load(
-                    ((tma_q, shared.sQ, mQ), (tma_do, shared.sdO, mdO)),
-                    ((tma_k, shared.sK, mK), (tma_v, shared.sV, mV)),
-                    shared,
-                    work,
-                    group,
-                    key_tiles,
-                )
-        else:  # consumers
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            consumer = consumer_of(thread, warp_index)
-            dQ = self.mma(shared, mLse, mDelta, key_tiles, entries, num_rows, scale, mma_s, mma_dq, work, consumer)
-            self.epilogue(mma_dq, dQ, tma_dq, mdQ, shared.sQ, scale, work, consumer)
+        inputs = Inputs(tma, (stats,), num_rows, group, scale, mma)
+        self.run_roles(warp, inputs, self.allocate(), work, key_tiles, entries)
 
     @cute.jit
     def mma(
         self,
+        inputs: Inputs,
         shared: SharedDQ,
-        mLse: cute.Tensor,
-        mDelta: cute.Tensor,
-        key_tiles: KeyTileRange,
-        entries: Entries,
-        num_rows: Int32,
-        scale: Float32,
-        mma_s: cute.TiledMma,
-        mma_dq: cute.TiledMma,
         work: WorkTile,
+        key_tiles: KeyTileRange,
+        seen: Entries,
         consumer: Consumer,
-    ) -> cute.Tensor:
-        """Consumer mainloop over the entries. Returns the unscaled dQ of the warpgroup's rows."""
-        keys_ready = shared.keys_ready
+    ) -> tuple[cute.Tensor, Any]:
+        keys_ready, entries = shared.keys_ready, seen
         first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
-        tScS = score_coordinates(mma_s, consumer)
+        tScS = score_coordinates(inputs.mma.s, consumer)
         # The mask is a step function: a thread compares its elements of every tile with one number per row
         seen_by_all, rSeen = entries.seen(first_row), cute.make_rmem_tensor(2, Int32)  # rSeen: int32 (r)
         for r in range_constexpr(2):
             rSeen[r] = entries.seen(first_row + tScS[(0, r, 0), 0, 0][0])
-        dQ = self.accumulator(mma_dq)  # fp32 [TILE rows, D]
-        op = self.partition(mma_s, mma_dq, shared, ((mLse, mDelta),), num_rows, work, consumer)
+        dQ = self.accumulator(inputs.mma)  # fp32 [TILE rows, D]
+        op = self.partition(inputs, shared, work, consumer)
         state = consumer_state(STAGES)
         for i in cutlass.range(key_tiles.num_tiles(), unroll=1):
             keys_ready.consumer_wait(state)
-            self.add_key_tile(dQ, op, state.index, MaskOfEntries(i * TILE, seen_by_all, rSeen), scale, mma_s, mma_dq)
+            self.add_key_tile(dQ, op, state.index, MaskOfEntries(i * TILE, seen_by_all, rSeen), inputs)
             keys_ready.consumer_release(state)
             state.advance()
-        return dQ
+        return dQ, state
 
 
 class CompressedDKV(BackwardDKV):
@@ -265,6 +231,18 @@ class CompressedDKV(BackwardDKV):
 
     def __init__(self, dim: int, dtype: Any) -> None:
         super().__init__(dim, dtype, key_tiles=CONSUMERS, branches=1)
+
+    @staticmethod
+    @compiled_once
+    def compile(dim: int, dtype: torch.dtype) -> Kernel:
+        return compile_kernel(
+            CompressedDKV(dim, CUTE_DTYPES[dtype]),
+            *fake_heads(dtype, dim, dim, dim, dim),
+            *fake_stats(2),
+            fake(torch.float32, None, 2, None, None, None, dim),
+            *[Int32(0)] * 3,
+            Float32(0.0),
+        )
 
     @cute.jit
     def __call__(
@@ -284,9 +262,8 @@ class CompressedDKV(BackwardDKV):
     ):
         splits, _, batches, num_entries, kv_heads, _ = mPartials.shape
         self.kernel(
-            *self.tma_copies((mQ, mdO, mK, mV), ()),
-            mLse,
-            mDelta,
+            self.tma_tensors(mQ, mdO, mK, mV),
+            (mLse, mDelta),
             mPartials,
             mQ.shape[1],
             mQ.shape[2] // kv_heads,
@@ -294,7 +271,7 @@ class CompressedDKV(BackwardDKV):
             stride,
             first_token,
             scale,
-            *self.operands(),
+            self.mmas(),
         ).launch(
             grid=[cute.ceil_div(num_entries, CTA_ROWS) * splits * batches * kv_heads, 1, 1],
             block=[THREADS, 1, 1],
@@ -305,16 +282,8 @@ class CompressedDKV(BackwardDKV):
     @cute.kernel
     def kernel(
         self,
-        tma_q: cute.CopyAtom,
-        mQ: cute.Tensor,  # (N, D, H, B), coordinates for TMA
-        tma_do: cute.CopyAtom,
-        mdO: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        mK: cute.Tensor,
-        tma_v: cute.CopyAtom,
-        mV: cute.Tensor,
-        mLse: cute.Tensor,
-        mDelta: cute.Tensor,
+        tma: TmaTensors,
+        stats: Stats,
         mPartials: cute.Tensor,
         num_rows: Int32,
         group: Int32,
@@ -322,142 +291,88 @@ class CompressedDKV(BackwardDKV):
         stride: Int32,
         first_token: Int32,
         scale: Float32,
-        mma_s: cute.TiledMma,
-        mma_dkv: cute.TiledMma,
-        key_layout: cute.ComposedLayout,
-        row_layout: cute.ComposedLayout,
+        mma: Mmas,
     ):
-        thread, _, _ = cute.arch.thread_idx()
         work_index, _, _ = cute.arch.block_idx()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         splits, _, batches, num_entries, kv_heads, _ = mPartials.shape
         tile_and_split = work_index // (kv_heads * batches)
         tile, split = tile_and_split // splits, tile_and_split % splits  # entries seen by the most rows go first
         work = WorkTile(tile, work_index % kv_heads, work_index // kv_heads % batches)
         entries = Entries(length, stride, num_entries, first_token)
         # An entry is seen by a suffix of the rows: no list here either
-        first_tile, stop_tile = self.row_tiles(entries, num_rows, tile, split, splits)
-        shared = self.allocate(SmemAllocator(), key_layout, row_layout)
-        keys_ready, rows_ready = self.pipelines()
-
-        if warp_index < WARPGROUP_WARPS:  # producer
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp_index == 0:
-                self.load_group(
-                    ((tma_q, shared.sQ, mQ), (tma_do, shared.sdO, mdO)),
-                    ((tma_k, shared.sK, mK), (tma_v, shared.sV, mV)),
-                    keys_ready,
-                    rows_ready,
-                    first_tile,
-                    stop_tile,
-                    group,
-                    work,
-                )
-            elif warp_index <= STATS_WARPS:
-                self.load_group_stats(
-                    ((mLse, mDelta),), shared, rows_ready, first_tile, stop_tile, group, num_rows, work
-                )
-        else:  # consumers
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            consumer = consumer_of(thread, warp_index)
-            dK, dV = self.mma(
-                shared,
-                keys_ready,
-                rows_ready,
-                first_tile,
-                stop_tile,
-                group,
-                entries,
-                scale,
-                mma_s,
-                mma_dkv,
-                work,
-                consumer,
-            )
-            dK.store(dK.load() * scale)
-            for i in range_constexpr(2):
-                self.store(mma_dkv, (dK, dV)[i], mPartials[split, i, work.batch, None, work.head, None], work, consumer)
+        row_tiles = self.row_tiles(entries, num_rows, tile, split, splits)
+        inputs = Inputs(tma, (stats,), num_rows, group, scale, mma)
+        self.run_roles(warp, inputs, work, row_tiles, entries, (mPartials, split))
 
     @cute.jit
-    def row_tiles(
-        self, entries: Entries, num_rows: Int32, tile: Int32, split: Int32, splits: Int32
-    ) -> tuple[Int32, Int32]:
-        """Half-open range of the row tiles of a split, among those that see some entry of the CTA."""
+    def row_tiles(self, entries: Entries, num_rows: Int32, tile: Int32, split: Int32, splits: Int32) -> RowTileRange:
+        """Row tiles of a split, among those that see some entry of the CTA."""
         first = cutlass.max(entries.first_row(tile * CTA_ROWS), 0) // TILE
         num = cutlass.max(cute.ceil_div(num_rows, TILE) - first, 0)
         each, more = num // splits, num % splits
         start = first + split * each + cutlass.min(split, more)
-        return start, start + each + (Int32(1) if split < more else Int32(0))
+        return RowTileRange(start, start + each + (Int32(1) if split < more else Int32(0)))
 
     @cute.jit
     def mma(
         self,
+        inputs: Inputs,
         shared: SharedDKV,
-        keys_ready: Any,
-        rows_ready: Any,
-        first_tile: Int32,
-        stop_tile: Int32,
-        group: Int32,
-        entries: Entries,
-        scale: Float32,
-        mma_s: cute.TiledMma,
-        mma_dkv: cute.TiledMma,
         work: WorkTile,
+        row_tiles: RowTileRange,
+        seen: Entries,
         consumer: Consumer,
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """Consumer mainloop over the row tiles. Returns the unscaled dK of the warpgroup's entries, and dV."""
+        rows_ready, entries = shared.rows_ready, seen
         first_entry = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
-        op = self.partition(mma_s, mma_dkv, shared, consumer.warpgroup, consumer)
-        dK, dV = self.accumulators(mma_dkv)  # fp32 [TILE entries, D]
+        op = self.partition(inputs.mma, shared, consumer.warpgroup, consumer)
+        dK, dV = self.accumulators(inputs.mma)  # fp32 [TILE entries, D]
         rFirst = cute.make_rmem_tensor(2, Int32)  # int32 (r)
         for r in range_constexpr(2):
             rFirst[r] = entries.first_row(first_entry + op.tScS[(0, r, 0), 0, 0][0])
         seeing_some, seeing_all = entries.first_row(first_entry), entries.first_row(first_entry + TILE - 1)
-        keys_ready.consumer_wait(consumer_state(1))
+        shared.keys_ready.consumer_wait(consumer_state(1))
         state = consumer_state(STAGES)
-        for _ in cutlass.range(group, unroll=1):
-            for tile in cutlass.range(first_tile, stop_tile, unroll=1):
+        for _ in cutlass.range(inputs.group, unroll=1):
+            for tile in cutlass.range(row_tiles.first, row_tiles.stop, unroll=1):
                 first_row = tile * TILE
                 rows_ready.consumer_wait(state)
                 if first_row + TILE > seeing_some:
                     mask = MaskOfRows(first_row, seeing_all, rFirst)
-                    self.add_row_tile(dK, dV, op, state.index, mask, scale, mma_s, mma_dkv)
+                    self.add_row_tile(dK, dV, op, state.index, mask, inputs)
                 rows_ready.consumer_release(state)
                 state.advance()
         return dK, dV
 
     @cute.jit
-    def store(self, mma_dkv: cute.TiledMma, acc: cute.Tensor, gX: cute.Tensor, work: WorkTile, consumer: Consumer):
-        """Epilogue: store the fp32 sums of the warpgroup's existing entries to global memory [entries, D]."""
+    def epilogue(
+        self,
+        dK: cute.Tensor,
+        dV: cute.Tensor,
+        inputs: Inputs,
+        shared: SharedDKV,
+        work: WorkTile,
+        target: tuple[cute.Tensor, Int32],  # partials, and the split
+        consumer: Consumer,
+    ):
+        mPartials, split = target
+        dK.store(dK.load() * inputs.scale)
+        for i in range_constexpr(2):
+            gX = mPartials[split, i, work.batch, None, work.head, None]  # fp32 [entries, D]
+            self.store(inputs.mma, (dK, dV)[i], gX, work, consumer)
+
+    @cute.jit
+    def store(self, mma: Mmas, acc: cute.Tensor, gX: cute.Tensor, work: WorkTile, consumer: Consumer):
+        """Store the fp32 sums of the warpgroup's existing entries to global memory [entries, D]."""
         entry_tile = work.tile * CONSUMERS + consumer.warpgroup
-        one = mma_dkv.get_slice(consumer.thread)
+        one = mma.gradients.get_slice(consumer.thread)
         coordinates = one.partition_C(cute.make_identity_tensor((TILE, self.dim)))  # ((c, r, n), 0, 0): (entry, column)
         # fp32 ((c, r, n), 0, 0) of [TILE entries, D]
         tile = one.partition_C(cute.local_tile(gX, (TILE, self.dim), (entry_tile, 0)))
         for r in range_constexpr(2):
             if entry_tile * TILE + coordinates[(0, r, 0), 0, 0][0] < gX.shape[0]:
                 cute.autovec_copy(acc[(None, r, None), 0, 0], tile[(None, r, None), 0, 0])
-
-
-@compiled_once
-def _dq(dim: int, dtype: torch.dtype) -> Kernel:
-    rows = fake(dtype, None, None, None, dim)
-    return compile_kernel(CompressedDQ(dim, CUTE_DTYPES[dtype]), *_fake_inputs(dim, dtype), rows, *_fake_sizes())
-
-
-@compiled_once
-def _dkv(dim: int, dtype: torch.dtype) -> Kernel:
-    partials = fake(torch.float32, None, 2, None, None, None, dim)
-    return compile_kernel(CompressedDKV(dim, CUTE_DTYPES[dtype]), *_fake_inputs(dim, dtype), partials, *_fake_sizes())
-
-
-def _fake_inputs(dim: int, dtype: torch.dtype) -> list[Any]:
-    stats = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
-    return [*[fake(dtype, None, None, None, dim) for _ in range(4)], *stats]
-
-
-def _fake_sizes() -> list[Any]:
-    return [*[Int32(0)] * 3, Float32(0.0)]
 
 
 def num_splits(batch: int, rows: int, entries: int, kv_heads: int, group: int) -> int:
@@ -505,7 +420,7 @@ def compressed_backward(
     sizes = length, stride, first_token, scale
     splits = num_splits(batch, rows, entries, kv_heads, heads // kv_heads)
     partials = torch.empty((splits, 2, *k.shape), dtype=torch.float32, device=q.device)
-    _dkv(dim, q.dtype).run(q, do, k, v, lse, delta, partials, *sizes)
-    _dq(dim, q.dtype).run(q, do, k, v, lse, delta, dq, *sizes)
+    CompressedDKV.compile(dim, q.dtype).run(q, do, k, v, lse, delta, partials, *sizes)
+    CompressedDQ.compile(dim, q.dtype).run(q, do, k, v, lse, delta, dq, *sizes)
     dk, dv = sum_partials(partials).unbind(0)
     return dk, dv

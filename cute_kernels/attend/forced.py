@@ -39,14 +39,14 @@ from cute_kernels.attend.views import (
     most_token_blocks,
     token_block,
 )
-from cute_kernels.attend.warp_rows import CtaContext, WarpRows
+from cute_kernels.attend.warp_rows import CtaContext, Mmas, WarpRows
 from cute_kernels.gate.forward import Gating, fake_gating
 from cute_kernels.lists.worklist import Worklist, fake_slots
 from cute_kernels.mma.smem import RESERVED_SMEM_BYTES, SM_SMEM_BYTES, SMEM_CARVEOUT
 from cute_kernels.mma.warp import LANES
 from cute_kernels.pool.documents import PackedBlocks, fake_tables
 from cute_kernels.runtime.device import has_warpgroups
-from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake, fake_heads, fake_stats
 
 CTA_ROWS = 512
 """Approximate minimum rows, tokens x G, per CTA of ForcedCombineAndGate."""
@@ -94,6 +94,28 @@ class ForcedForward(WarpRows):
         if self.ctas_per_sm * smem_bytes > SM_SMEM_BYTES:
             self.warps, self.ctas_per_sm = 8, 1
 
+    @staticmethod
+    @compiled_once
+    def compile(
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        group: int,
+        size: int,
+        init: int,
+        local: int,
+        packed: bool,
+        warpgroups: bool,
+    ) -> Kernel:
+        dim, v_dim = dims
+        return compile_kernel(
+            ForcedForward(dim, v_dim, CUTE_DTYPES[dtype], group, size, init, local, warpgroups),
+            *fake_heads(dtype, dim, dim, v_dim, v_dim),
+            *fake_stats(1),
+            fake_tables()[0] if packed else None,
+            Int32(0),
+            Float32(0.0),
+        )
+
     def _launch(self, mQ: cute.Tensor, mK: cute.Tensor, mBounds: cute.Tensor | None, first_token: Int32) -> Any:
         blocks = most_token_blocks(mQ.shape[1], self.size, first_token, mBounds)
         return {
@@ -125,7 +147,7 @@ class ForcedForward(WarpRows):
             mBounds,
             first_token,
             scale,
-            *self._mmas_and_layouts(),
+            self._mmas(),
         ).launch(stream=stream, **self._launch(mQ, mK, mBounds, first_token))
 
     @cute.kernel
@@ -139,13 +161,9 @@ class ForcedForward(WarpRows):
         mBounds: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
-        mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        v_layout: cute.ComposedLayout,
+        mmas: Mmas,
     ):
-        cta = self._set_up(mma_qk, mma_pv, q_layout, k_layout, v_layout)
+        cta = self._set_up(mmas)
         tokens = self._cta_tokens(cta, mQ, mBounds, first_token)
         self._attend_tokens(cta, tokens, mQ, mK, mV, mO, mLse, scale)
 
@@ -211,6 +229,36 @@ class ForcedCombineAndGate(ForcedForward):
         super().__init__(dim, dim, dtype, group, size, init, local, warpgroups)
         self.ctas_per_block = max(1, size * group // CTA_ROWS)
 
+    @staticmethod
+    @compiled_once
+    def compile(  # type: ignore[override]
+        dim: int,
+        dtype: torch.dtype,
+        group: int,
+        size: int,
+        init: int,
+        local: int,
+        w_dtype: torch.dtype | None,
+        g_dtype: torch.dtype | None,
+        keeps: bool,
+        warpgroups: bool,
+    ) -> Kernel:
+        q, k, v, out = fake_heads(dtype, dim, dim, dim, dim)
+        return compile_kernel(
+            ForcedCombineAndGate(dim, CUTE_DTYPES[dtype], group, size, init, local, warpgroups),
+            q,
+            k,
+            v,
+            fake_slots(),
+            fake(dtype, None, None, None, group, dim),
+            fake(torch.float32, None, None, None, group, aligned=False),
+            out,
+            *fake_stats(1),
+            *fake_gating(dim, dtype, w_dtype, g_dtype, keeps),
+            Int32(0),
+            Float32(0.0),
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -247,7 +295,7 @@ class ForcedCombineAndGate(ForcedForward):
             group_heads_first(mSlc, self.group),
             first_token,
             scale,
-            *self._mmas_and_layouts(),
+            self._mmas(),
         ).launch(stream=stream, **self._launch(mQ, mK, None, first_token))
 
     @cute.kernel
@@ -268,13 +316,9 @@ class ForcedCombineAndGate(ForcedForward):
         mSlc: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
-        mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        v_layout: cute.ComposedLayout,
+        mmas: Mmas,
     ):
-        cta = self._set_up(mma_qk, mma_pv, q_layout, k_layout, v_layout)
+        cta = self._set_up(mmas)
         tokens = self._cta_tokens(cta, mQ, None, first_token)
         gWeight = None
         if const_expr(mW is not None):
@@ -293,58 +337,6 @@ class ForcedCombineAndGate(ForcedForward):
             gSlc=gSlc,
         )
         self._attend_tokens(cta, tokens, mQ, mK, mV, mOut, mLse, scale, combine)
-
-
-@compiled_once
-def _forced(
-    dims: tuple[int, int],
-    dtype: torch.dtype,
-    group: int,
-    size: int,
-    init: int,
-    local: int,
-    packed: bool,
-    warpgroups: bool,
-) -> Kernel:
-    dim, v_dim = dims
-    return compile_kernel(
-        ForcedForward(dim, v_dim, CUTE_DTYPES[dtype], group, size, init, local, warpgroups),
-        *[fake(dtype, None, None, None, columns) for columns in (dim, dim, v_dim, v_dim)],
-        fake(torch.float32, None, None, None, aligned=False),
-        fake_tables()[0] if packed else None,
-        Int32(0),
-        Float32(0.0),
-    )
-
-
-@compiled_once
-def _forced_combine_and_gate(
-    dim: int,
-    dtype: torch.dtype,
-    group: int,
-    size: int,
-    init: int,
-    local: int,
-    w_dtype: torch.dtype | None,
-    g_dtype: torch.dtype | None,
-    keeps: bool,
-    warpgroups: bool,
-) -> Kernel:
-    q, k, v, out = (fake(dtype, None, None, None, dim) for _ in range(4))
-    return compile_kernel(
-        ForcedCombineAndGate(dim, CUTE_DTYPES[dtype], group, size, init, local, warpgroups),
-        q,
-        k,
-        v,
-        fake_slots(),
-        fake(dtype, None, None, None, group, dim),
-        fake(torch.float32, None, None, None, group, aligned=False),
-        out,
-        fake(torch.float32, None, None, None, aligned=False),
-        *fake_gating(dim, dtype, w_dtype, g_dtype, keeps),
-        Int32(0),
-        Float32(0.0),
-    )
 
 
 def forced_forward(
@@ -372,7 +364,7 @@ def forced_forward(
     dims, group = (q.shape[3], v.shape[3]), q.shape[2] // k.shape[2]
     options = size, init, local, packed is not None, has_warpgroups(q.device)
     bounds = None if packed is None else packed.bounds
-    _forced(dims, q.dtype, group, *options).run(q, k, v, o, lse, bounds, first_token, scale)
+    ForcedForward.compile(dims, q.dtype, group, *options).run(q, k, v, o, lse, bounds, first_token, scale)
 
 
 def forced_combine_and_gate(
@@ -400,6 +392,6 @@ def forced_combine_and_gate(
         lse: fp32 `[B,H,T]`, output for the lse of the selected branch, natural log.
     """
     options = size, init, local, *gating.variant, has_warpgroups(q.device)
-    run = _forced_combine_and_gate(q.shape[3], q.dtype, o_partial.shape[3], *options).run
+    run = ForcedCombineAndGate.compile(q.shape[3], q.dtype, o_partial.shape[3], *options).run
     partials = worklist.slot_blocks, o_partial, lse_partial
     run(q, k, v, *partials, gating.out, lse, *gating.arguments, worklist.first_token, scale)

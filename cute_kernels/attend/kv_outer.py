@@ -45,7 +45,7 @@ from cute_kernels.attend.checks import check_token_attention
 from cute_kernels.attend.combine import combine_and_gate, combine_partials
 from cute_kernels.attend.forced import forced_combine_and_gate, forced_forward
 from cute_kernels.attend.views import block_bounds, group_heads
-from cute_kernels.attend.warp_rows import WarpRows
+from cute_kernels.attend.warp_rows import Mmas, WarpRows
 from cute_kernels.attend.window_combine import WindowBranch, window_combine
 from cute_kernels.gate.forward import Gating
 from cute_kernels.lists.worklist import (
@@ -63,7 +63,7 @@ from cute_kernels.mma.smem import SMEM_CARVEOUT
 from cute_kernels.mma.warp import LANES
 from cute_kernels.pool.documents import PackedBlocks
 from cute_kernels.runtime.device import has_warpgroups
-from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake, fake_heads
 from cute_kernels.runtime.streams import SideStreams
 
 WARPS = 8
@@ -88,6 +88,25 @@ class KVOuterForward(WarpRows):
     def __init__(self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int, warpgroups: bool) -> None:
         super().__init__(dim, v_dim, dtype, group, slots, size, 1, WARPS, warpgroups)
         self.ctas_per_sm = CTAS_PER_SM if size * (dim + v_dim) <= 128 * 128 else 1
+
+    @staticmethod
+    @compiled_once
+    def compile(
+        dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
+    ) -> Kernel:
+        dim, v_dim = dims
+        return compile_kernel(
+            KVOuterForward(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size, warpgroups),
+            *fake_heads(dtype, dim, dim, v_dim),
+            fake_query_rows(),
+            fake_tiles(),
+            fake_tiles(),
+            fake(dtype, None, None, None, group, v_dim),
+            fake(torch.float32, None, None, None, group, aligned=False),
+            *fake_packed(packed),
+            Int32(0),
+            Float32(0.0),
+        )
 
     @cute.jit
     def __call__(
@@ -119,7 +138,7 @@ class KVOuterForward(WarpRows):
             mPositions,
             first_token,
             scale,
-            *self._mmas_and_layouts(),
+            self._mmas(),
         ).launch(
             grid=[mWorkTiles.shape[3], mK.shape[2], mK.shape[0]],
             block=[WARPS * LANES, 1, 1],
@@ -143,13 +162,9 @@ class KVOuterForward(WarpRows):
         mPositions: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
-        mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        v_layout: cute.ComposedLayout,
+        mmas: Mmas,
     ):
-        cta = self._set_up(mma_qk, mma_pv, q_layout, k_layout, v_layout)
+        cta = self._set_up(mmas)
         _, num_tiles = num_work_tiles(mCumCounts[cta.batch, cta.kv_head, None, None])
         if cta.work_idx < num_tiles:
             gWorkTile = mWorkTiles[cta.batch, cta.kv_head, None, cta.work_idx]  # int32 [3]: BLOCK, FIRST, COUNT
@@ -172,25 +187,6 @@ class KVOuterForward(WarpRows):
                 scale,
                 mPositions=mPositions,
             )
-
-
-@compiled_once
-def _compiled(
-    dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
-) -> Kernel:
-    dim, v_dim = dims
-    return compile_kernel(
-        KVOuterForward(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size, warpgroups),
-        *[fake(dtype, None, None, None, columns) for columns in (dim, dim, v_dim)],
-        fake_query_rows(),
-        fake_tiles(),
-        fake_tiles(),
-        fake(dtype, None, None, None, group, v_dim),
-        fake(torch.float32, None, None, None, group, aligned=False),
-        *fake_packed(packed),
-        Int32(0),
-        Float32(0.0),
-    )
 
 
 def kv_outer_forward(
@@ -252,7 +248,7 @@ def kv_outer_forward(
     if has_forced and gating is None and window is None:
         forced_forward(q, k, v, o, lse, first_token=first_token, packed=packed, **forced)
     options = (dim, v_dim), q.dtype, group, slots, size, packed is not None, has_warpgroups(q.device)
-    attend = _compiled(*options).run
+    attend = KVOuterForward.compile(*options).run
     chunks = worklist_chunks(
         indices,
         size=size,

@@ -86,7 +86,17 @@ from cute_kernels.mma.warp import LANES, LOG2_E, probability
 from cute_kernels.pool.documents import PackedBlocks
 from cute_kernels.runtime.device import has_warpgroups, vectorized
 from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import CUTE_DTYPES, FLOATS, VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import (
+    CUTE_DTYPES,
+    FLOATS,
+    VECTOR,
+    Kernel,
+    compile_kernel,
+    compiled_once,
+    fake,
+    fake_heads,
+    fake_stats,
+)
 from cute_kernels.runtime.streams import STREAMS, SideStreams
 
 TILE = 64
@@ -118,6 +128,15 @@ class WorkTile(NamedTuple):
     batch: Int32
     key_tile: Int32
     """Index of the CTA's TILE keys within the KV block."""
+
+
+class KeyGradients(NamedTuple):
+    """Sums of dK and dV of earlier chunks, and partials of blocks that are split."""
+
+    mdK: cute.Tensor  # fp32 [B, N, H_kv, D]
+    mdV: cute.Tensor  # fp32 [B, N, H_kv, D_v]
+    mdKPartial: cute.Tensor  # fp32 [B, H_kv, work tiles of split blocks, l', D]
+    mdVPartial: cute.Tensor  # fp32 [B, H_kv, work tiles of split blocks, l', D_v]
 
 
 class Rows(NamedTuple):
@@ -176,6 +195,27 @@ class KVOuterBackward:
         self.block_tiles = size // TILE
         """Key tiles per KV block."""
 
+    @staticmethod
+    @compiled_once
+    def compile(
+        dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
+    ) -> Kernel:
+        dim, v_dim = dims
+        kernel = KVOuterBackwardWGMMA if warpgroups else KVOuterBackward
+        return compile_kernel(
+            kernel(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size),
+            *fake_heads(dtype, dim, v_dim, dim, v_dim),
+            *fake_stats(2),
+            fake_query_rows(),
+            *[fake_tiles() for _ in range(2)],
+            fake(dtype, None, None, None, group, dim),
+            *fake_heads(torch.float32, *dims),
+            *[fake(torch.float32, None, None, None, size, columns) for columns in dims],
+            *fake_packed(packed),
+            Int32(0),
+            Float32(0.0),
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -189,10 +229,10 @@ class KVOuterBackward:
         mWorkTiles: cute.Tensor,  # Worklist.work_tiles
         mCumCounts: cute.Tensor,  # Worklist.cum_counts
         mdQPartial: cute.Tensor,  # [B, H_kv, T n block_tiles, G, D]
-        mdK: cute.Tensor,  # fp32 [B, N, H_kv, D]
-        mdV: cute.Tensor,  # fp32 [B, N, H_kv, D_v]
-        mdKPartial: cute.Tensor,  # fp32 [B, H_kv, work tiles of split blocks, l', D]
-        mdVPartial: cute.Tensor,  # fp32 [B, H_kv, work tiles of split blocks, l', D_v]
+        mdK: cute.Tensor,  # KeyGradients
+        mdV: cute.Tensor,
+        mdKPartial: cute.Tensor,
+        mdVPartial: cute.Tensor,
         mBounds: cute.Tensor | None,  # PackedBlocks.bounds and .positions
         mPositions: cute.Tensor | None,
         first_token: Int32,
@@ -210,10 +250,7 @@ class KVOuterBackward:
             mWorkTiles,
             mCumCounts,
             mdQPartial,
-            mdK,
-            mdV,
-            mdKPartial,
-            mdVPartial,
+            KeyGradients(mdK, mdV, mdKPartial, mdVPartial),
             mBounds,
             mPositions,
             first_token,
@@ -239,10 +276,7 @@ class KVOuterBackward:
         mWorkTiles: cute.Tensor,
         mCumCounts: cute.Tensor,
         mdQPartial: cute.Tensor,
-        mdK: cute.Tensor,
-        mdV: cute.Tensor,
-        mdKPartial: cute.Tensor,
-        mdVPartial: cute.Tensor,
+        gradients: KeyGradients,
         mBounds: cute.Tensor | None,
         mPositions: cute.Tensor | None,
         first_token: Int32,
@@ -281,7 +315,7 @@ class KVOuterBackward:
                 load_block(mK[batch, None, kv_head, None], shared.sK, first_key, end, thread, THREADS)
                 load_block(mV[batch, None, kv_head, None], shared.sV, first_key, end, thread, THREADS)
                 self.mainloop(rows, shared, dK, dV, gdQPartial, work, first_key, scale, tile_row, writer)
-            self.epilogue(dK, dV, mdK, mdV, mdKPartial, mdVPartial, work, split_tiles, num_rows, first_key, end, scale)
+            self.epilogue(dK, dV, gradients, work, split_tiles, num_rows, first_key, end, scale)
 
     @cute.jit
     def mainloop(
@@ -496,10 +530,7 @@ class KVOuterBackward:
         self,
         dK: cute.Tensor,
         dV: cute.Tensor,
-        mdK: cute.Tensor,
-        mdV: cute.Tensor,
-        mdKPartial: cute.Tensor,
-        mdVPartial: cute.Tensor,
+        gradients: KeyGradients,
         work: WorkTile,
         split_tiles: Int32,  # work tiles of split blocks, which come first
         num_rows: Int32,
@@ -508,6 +539,7 @@ class KVOuterBackward:
         scale: Float32,
     ):
         """Write dK and dV as partials if the block is split, otherwise add them to the sums of earlier chunks."""
+        mdK, mdV, mdKPartial, mdVPartial = gradients
         batch, kv_head = work.batch, work.kv_head
         keys = cutlass.min(end - first_key, TILE)
         dK.store(dK.load() * scale)
@@ -604,10 +636,10 @@ class KVOuterBackwardWGMMA(KVOuterBackward):
         mma_dv = self.make_mma(self.v_dim, wgmma.REGISTERS, wgmma.K, wgmma.MN)
         mma_dq = self.make_mma(self.dim, wgmma.SHARED, wgmma.MN, wgmma.MN)
         thr_s = mma_s.get_slice(thread)
-        tdKrQ = wgmma.smem_operand_b(mma_dk, wgmma.transpose_view(sQK))[None, None, None, stage]  # [D, TILE rows]
-        tdVrdO = wgmma.smem_operand_b(mma_dv, wgmma.transpose_view(sdOV))[None, None, None, stage]  # [D_v, TILE rows]
-        tdQrdS = wgmma.smem_operand_a(mma_dq, wgmma.transpose_view(sdS))[None, None, None, 0]  # [TILE rows, TILE keys]
-        tdQrK = wgmma.smem_operand_b(mma_dq, wgmma.transpose_view(sQK))[None, None, None, STAGES]  # [D, TILE keys]
+        tdKrQ = wgmma.smem_operand_b(mma_dk, transpose_view(sQK))[None, None, None, stage]  # [D, TILE rows]
+        tdVrdO = wgmma.smem_operand_b(mma_dv, transpose_view(sdOV))[None, None, None, stage]  # [D_v, TILE rows]
+        tdQrdS = wgmma.smem_operand_a(mma_dq, transpose_view(sdS))[None, None, None, 0]  # [TILE rows, TILE keys]
+        tdQrK = wgmma.smem_operand_b(mma_dq, transpose_view(sQK))[None, None, None, STAGES]  # [D, TILE keys]
         # (TILE keys, TILE rows): the same value for every key
         every_key = cute.make_layout((TILE, TILE), stride=(0, 1))
         stats = shared.sLse, shared.sDelta, shared.sLastKey
@@ -653,6 +685,17 @@ class CombineDKV:
 
     def __init__(self, dim: int, size: int) -> None:
         self.dim, self.size = dim, size
+
+    @staticmethod
+    @compiled_once
+    def compile(dim: int, size: int, packed: bool) -> Kernel:
+        return compile_kernel(
+            CombineDKV(dim, size),
+            *[fake_tiles() for _ in range(3)],
+            fake(torch.float32, None, None, None, size, dim),
+            fake(torch.float32, None, None, None, dim),
+            fake_packed(packed)[0],
+        )
 
     @cute.jit
     def __call__(
@@ -711,38 +754,6 @@ class CombineDKV:
         return mPartial[batch, head, first_tile + start + i, key, None]
 
 
-@compiled_once
-def _compiled(
-    dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
-) -> Kernel:
-    dim, v_dim = dims
-    kernel = KVOuterBackwardWGMMA if warpgroups else KVOuterBackward
-    return compile_kernel(
-        kernel(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size),
-        *[fake(dtype, None, None, None, columns) for columns in (dim, v_dim, dim, v_dim)],
-        *[fake(torch.float32, None, None, None, aligned=False) for _ in range(2)],
-        fake_query_rows(),
-        *[fake_tiles() for _ in range(2)],
-        fake(dtype, None, None, None, group, dim),
-        *[fake(torch.float32, None, None, None, columns) for columns in dims],
-        *[fake(torch.float32, None, None, None, size, columns) for columns in dims],
-        *fake_packed(packed),
-        Int32(0),
-        Float32(0.0),
-    )
-
-
-@compiled_once
-def _combine_dkv(dim: int, size: int, packed: bool) -> Kernel:
-    return compile_kernel(
-        CombineDKV(dim, size),
-        *[fake_tiles() for _ in range(3)],
-        fake(torch.float32, None, None, None, size, dim),
-        fake(torch.float32, None, None, None, dim),
-        fake_packed(packed)[0],
-    )
-
-
 def kv_outer_backward(
     q: Tensor,
     k: Tensor,
@@ -795,7 +806,9 @@ def kv_outer_backward(
         for result in into:
             result.zero_()
         return
-    run = _compiled((dim, v_dim), q.dtype, group, slots, size, packed is not None, has_warpgroups(q.device)).run
+    run = KVOuterBackward.compile(
+        (dim, v_dim), q.dtype, group, slots, size, packed is not None, has_warpgroups(q.device)
+    ).run
     dkv_sums: list[list[Tensor]] = []  # fp32, of each stream
     with SideStreams(q.device) as streams:
         for chunk, (worklist, batches, kv_slice) in enumerate(
@@ -842,7 +855,7 @@ def kv_outer_backward(
                 )
                 if split_tiles > 0:
                     for x, x_partial in zip(dkv, dkv_partial, strict=True):
-                        combine = _combine_dkv(x.shape[-1], size, packed is not None).run
+                        combine = CombineDKV.compile(x.shape[-1], size, packed is not None).run
                         bounds, _ = packed_tables(packed)
                         combine(worklist.counts, worklist.cum_counts, worklist.work_tiles, x_partial, x, bounds)
                 rows = batches, tokens_slice, head_slice

@@ -50,6 +50,7 @@ from cute_kernels.mma.mma_sync import (
     online_softmax,
     scale_row,
     store_rows,
+    transpose_view,
 )
 from cute_kernels.mma.warp import LANES, LN_2, LOG2_E
 from cute_kernels.mma.wgmma import (
@@ -63,13 +64,21 @@ from cute_kernels.mma.wgmma import (
     load_operand_a,
     smem_operand_b,
     swizzled_tiles,
-    transpose_view,
     warpgroup_mma,
 )
 from cute_kernels.pool.documents import PackedBlocks
 from cute_kernels.runtime.device import has_warpgroups
 from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import (
+    CUTE_DTYPES,
+    VECTOR,
+    Kernel,
+    compile_kernel,
+    compiled_once,
+    fake,
+    fake_heads,
+    fake_stats,
+)
 
 WARP_ROWS = 16
 WARPS = QUERY_OUTER_ROWS // WARP_ROWS
@@ -95,6 +104,23 @@ class QueryOuterForward:
         self.warpgroups = warpgroups
         self.tokens = query_outer_tokens(group)
         self.block_tiles = size // TILE
+
+    @staticmethod
+    @compiled_once
+    def compile(
+        dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
+    ) -> Kernel:
+        dim, v_dim = dims
+        return compile_kernel(
+            QueryOuterForward(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size, warpgroups),
+            *fake_heads(dtype, dim, dim, v_dim),
+            fake_slots(),
+            fake(dtype, None, None, None, v_dim),
+            *fake_stats(1),
+            *fake_packed(packed),
+            Int32(0),
+            Float32(0.0),
+        )
 
     @cute.jit
     def __call__(
@@ -122,9 +148,6 @@ class QueryOuterForward:
             mPositions,
             first_token,
             scale,
-            swizzled_tiles(self.dtype, self.dim, QUERY_OUTER_ROWS // TILE),
-            swizzled_tiles(self.dtype, self.dim, STAGES),
-            swizzled_tiles(self.dtype, self.v_dim, STAGES),
         ).launch(
             grid=[cute.ceil_div(mIndices.shape[2], self.tokens), mK.shape[2], mK.shape[0]],
             block=[THREADS, 1, 1],
@@ -145,9 +168,6 @@ class QueryOuterForward:
         mPositions: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        v_layout: cute.ComposedLayout,
     ):
         thread, _, _ = cute.arch.thread_idx()
         cta, kv_head, batch = cute.arch.block_idx()
@@ -156,9 +176,9 @@ class QueryOuterForward:
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator()
-        sK = allocate_tiles(smem, self.dtype, k_layout)  # (TILE, D, STAGES)
-        sV = allocate_tiles(smem, self.dtype, v_layout)  # (TILE, D_v, STAGES)
-        sQ = allocate_tiles(smem, self.dtype, q_layout)  # (TILE, D, QUERY_OUTER_ROWS / TILE)
+        sizes = (self.dim, STAGES), (self.v_dim, STAGES), (self.dim, QUERY_OUTER_ROWS // TILE)
+        # (TILE, D, STAGES), (TILE, D_v, STAGES) and (TILE, D, QUERY_OUTER_ROWS / TILE)
+        sK, sV, sQ = (allocate_tiles(smem, self.dtype, swizzled_tiles(self.dtype, *size)) for size in sizes)
         num_slots = const_expr(self.tokens * self.slots)
         # int32 [tokens n] each: per slot of the tile, then per listed block
         sSlotBlock, sSlotBits, sBlock, sBlockBits = (
@@ -357,23 +377,6 @@ class QueryOuterForward:
             gemm_registers(make_warp_mma(self.dtype, 1), cute.arch.lane_idx(), acc, rP, sColumns, 0, True)
 
 
-@compiled_once
-def _compiled(
-    dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
-) -> Kernel:
-    dim, v_dim = dims
-    return compile_kernel(
-        QueryOuterForward(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size, warpgroups),
-        *[fake(dtype, None, None, None, columns) for columns in (dim, dim, v_dim)],
-        fake_slots(),
-        fake(dtype, None, None, None, v_dim),
-        fake(torch.float32, None, None, None, aligned=False),
-        *fake_packed(packed),
-        Int32(0),
-        Float32(0.0),
-    )
-
-
 def query_outer_forward(
     q: Tensor,
     k: Tensor,
@@ -404,6 +407,8 @@ def query_outer_forward(
         return o.zero_(), lse.fill_(-math.inf)
     if indices.stride(3) != 1:
         indices = indices.clone(memory_format=torch.contiguous_format)
-    attend = _compiled((dim, v_dim), q.dtype, group, slots, size, packed is not None, has_warpgroups(q.device))
+    attend = QueryOuterForward.compile(
+        (dim, v_dim), q.dtype, group, slots, size, packed is not None, has_warpgroups(q.device)
+    )
     attend.run(q, k, v, indices, o, lse, *packed_tables(packed), first_token, scale)
     return o, lse

@@ -20,7 +20,7 @@ import torch
 from cutlass import Float32, const_expr, range_constexpr
 from torch import Tensor
 
-from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake_heads, fake_stats
 
 THREADS = 128
 
@@ -32,6 +32,15 @@ class RowDots:
         self.vectors, self.dtype = dim // VECTOR, dtype
         self.rows = THREADS // self.vectors
         """Rows per CTA."""
+
+    @staticmethod
+    @compiled_once
+    def compile(dim: int, dtype: torch.dtype) -> Kernel:
+        return compile_kernel(
+            RowDots(dim, CUTE_DTYPES[dtype]),
+            *fake_heads(dtype, dim, dim),
+            *fake_stats(1),
+        )
 
     @cute.jit
     def __call__(
@@ -67,15 +76,6 @@ class RowDots:
             mDelta[batch, head, token] = total
 
 
-@compiled_once
-def _compiled(dim: int, dtype: torch.dtype) -> Kernel:
-    return compile_kernel(
-        RowDots(dim, CUTE_DTYPES[dtype]),
-        *[fake(dtype, None, None, None, dim) for _ in range(2)],
-        fake(torch.float32, None, None, None, aligned=False),
-    )
-
-
 def row_dots(do: Tensor, o: Tensor) -> Tensor:
     """sum(do * o) of each row, fp32 `[B,H,T]`.
 
@@ -85,5 +85,5 @@ def row_dots(do: Tensor, o: Tensor) -> Tensor:
     batch, tokens, heads, dim = o.shape
     delta = torch.empty((batch, heads, tokens), dtype=torch.float32, device=o.device)
     if delta.numel() > 0:
-        _compiled(dim, o.dtype).run(do, o, delta)
+        RowDots.compile(dim, o.dtype).run(do, o, delta)
     return delta

@@ -20,13 +20,20 @@ from cutlass import Float32
 from torch import Tensor
 
 from cute_kernels.mma.warp import LOG2_E
-from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake, fake_stats
 
 THREADS = 256
 
 
 class RowStatistics:
     """One thread per row of a batch and head, padding included."""
+
+    @staticmethod
+    @compiled_once
+    def compile() -> Kernel:
+        given = [fake(torch.float32, None, None, None, 1, aligned=False) for _ in range(2)]
+        padded = fake_stats(2)
+        return compile_kernel(RowStatistics(), *given, *padded)
 
     @cute.jit
     def __call__(
@@ -57,13 +64,6 @@ class RowStatistics:
             mDeltaOut[batch, head, row] = delta
 
 
-@compiled_once
-def _compiled() -> Kernel:
-    given = [fake(torch.float32, None, None, None, 1, aligned=False) for _ in range(2)]
-    padded = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
-    return compile_kernel(RowStatistics(), *given, *padded)
-
-
 def row_statistics(lse: Tensor, delta: Tensor, log2_lse: Tensor, delta_out: Tensor) -> None:
     """Write log2_lse and delta_out.
 
@@ -72,4 +72,4 @@ def row_statistics(lse: Tensor, delta: Tensor, log2_lse: Tensor, delta_out: Tens
         delta: fp32 `[B,H,rows]`, do . o; not read where lse is not finite.
         log2_lse, delta_out: fp32 `[B,H,padded rows]`, outputs.
     """
-    _compiled().run(lse.unsqueeze(3), delta.unsqueeze(3), log2_lse, delta_out)
+    RowStatistics.compile().run(lse.unsqueeze(3), delta.unsqueeze(3), log2_lse, delta_out)

@@ -46,12 +46,14 @@ from cute_kernels.attend import combine_splits
 from cute_kernels.attend.backward_tiles import (
     CTA_ROWS,
     STAGES,
-    STATS_WARPS,
     BackwardDKV,
     BackwardDQ,
+    Inputs,
+    Mmas,
     SharedDKV,
     SharedDQ,
-    TmaTile,
+    Stats,
+    TmaTensors,
     WorkTile,
     token_of,
 )
@@ -61,13 +63,10 @@ from cute_kernels.lists.selected_worklist import block_coordinates, fake_query_t
 from cute_kernels.lists.worklist import BLOCK, COUNT, FIRST, SPLITS, WorklistSizes, num_work_tiles
 from cute_kernels.mma.warp import LANES
 from cute_kernels.mma.warp_specialized import (
-    CONSUMER_REGISTERS,
     CONSUMERS,
-    PRODUCER_REGISTERS,
     THREADS,
     WARPGROUP_WARPS,
     Consumer,
-    consumer_of,
     consumer_state,
     producer_state,
 )
@@ -78,12 +77,19 @@ from cute_kernels.mma.wgmma import (
     load_row_stats,
     producer_acquire,
     store_acc_for_tma,
-    tma_loads,
     tma_store,
 )
 from cute_kernels.pool.documents import fake_rows
-from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import CUTE_DTYPES, FLOATS, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import (
+    CUTE_DTYPES,
+    FLOATS,
+    Kernel,
+    compile_kernel,
+    compiled_once,
+    fake,
+    fake_heads,
+    fake_stats,
+)
 
 CTA_KEYS = CONSUMERS * TILE
 """Keys per CTA of SelectedDKV if l' is a multiple of them."""
@@ -117,6 +123,23 @@ class ListedKeyTiles(NamedTuple):
         return index
 
 
+class ListedQueryTiles(NamedTuple):
+    """Query tiles of a work tile, of all heads of the group."""
+
+    mQueryTiles: cute.Tensor  # SelectedWorklist
+    first: Int32
+    num: Int32
+
+
+class RowsToLoad(NamedTuple):
+    """ListedQueryTiles as the producer iterates over them."""
+
+    gQueryTiles: cute.Tensor  # int32, those of the work tile first: head within the group times `tiles`, plus the tile
+    num: Int32
+    tiles: Int32
+    """Number of query tiles of a head."""
+
+
 class TokensOfRows(NamedTuple):
     """Maps rows to token indices, in the keys' numbering."""
 
@@ -133,6 +156,26 @@ class TokensOfRows(NamedTuple):
         if const_expr(self.mShifts is not None):
             token += self.mShifts[row // self.tile]
         return token
+
+
+class Seen(NamedTuple):
+    """Visibility of keys to rows."""
+
+    tokens: TokensOfRows
+    num_keys: Int32
+    """Number of keys in the sequence."""
+
+
+class SplitTile(NamedTuple):
+    """Coordinates of a CTA of SelectedDKV in the worklist, and where it writes if its block is split."""
+
+    index: Int32
+    """Index in the worklist."""
+    block_cta: Int32
+    """Index among the CTAs of the block."""
+    num_split: Int32
+    """Number of work tiles of split blocks, which come first."""
+    mPartials: cute.Tensor  # fp32 [work tiles of split blocks, key tiles of a block, 2, TILE, D]: dK and dV
 
 
 class KeyTile(NamedTuple):
@@ -203,6 +246,20 @@ class SelectedDQ(BackwardDQ):
         super().__init__(dim, dtype)
         self.keys, self.tile = keys, tile
 
+    @staticmethod
+    @compiled_once
+    def compile(dim: int, dtype: torch.dtype, keys: Keys, tile: int, continues: bool, packed: bool) -> Kernel:
+        return compile_kernel(
+            SelectedDQ(dim, CUTE_DTYPES[dtype], keys, tile),
+            *fake_heads(dtype, dim, dim, dim, dim),
+            *fake_stats(2),
+            *fake_lists(),
+            fake(dtype, None, None, None, dim),
+            Float32(0.0),
+            Int32(0) if continues else None,
+            fake_rows() if packed else None,
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -223,20 +280,16 @@ class SelectedDQ(BackwardDQ):
         stream: Any,
     ):
         self.kernel(
-            *self.tma_copies((mQ, mdO, mK, mV), (mdQ,)),
-            mLse,
-            mDelta,
-            mMaskCount,
-            mMaskIndex,
-            mFullCount,
-            mFullIndex,
+            self.tma_tensors(mQ, mdO, mK, mV, mdQ),
+            (mLse, mDelta),
+            (mMaskCount, mMaskIndex, mFullCount, mFullIndex),
             mQ.shape[1],
             mK.shape[1],
             mQ.shape[2] // mK.shape[2],
             scale,
             first_token,
             mShifts,
-            *self.operands(),
+            self.mmas(),
         ).launch(
             grid=[cute.ceil_div(mQ.shape[1], CTA_ROWS), mQ.shape[2], mQ.shape[0]],
             block=[THREADS, 1, 1],
@@ -247,111 +300,58 @@ class SelectedDQ(BackwardDQ):
     @cute.kernel
     def kernel(
         self,
-        tma_q: cute.CopyAtom,
-        mQ: cute.Tensor,  # (N, D, H, B), coordinates for TMA
-        tma_do: cute.CopyAtom,
-        mdO: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        mK: cute.Tensor,
-        tma_v: cute.CopyAtom,
-        mV: cute.Tensor,
-        tma_dq: cute.CopyAtom,
-        mdQ: cute.Tensor,
-        mLse: cute.Tensor,
-        mDelta: cute.Tensor,
-        mMaskCount: cute.Tensor,
-        mMaskIndex: cute.Tensor,
-        mFullCount: cute.Tensor,
-        mFullIndex: cute.Tensor,
+        tma: TmaTensors,
+        stats: Stats,
+        lists: tuple[cute.Tensor, ...],  # BlockLists
         num_rows: Int32,
         num_keys: Int32,
         group: Int32,
         scale: Float32,
         first_token: Int32 | None,
         mShifts: cute.Tensor | None,
-        mma_s: cute.TiledMma,
-        mma_dq: cute.TiledMma,
-        row_layout: cute.ComposedLayout,
-        key_layout: cute.ComposedLayout,
+        mma: Mmas,
     ):
-        thread, _, _ = cute.arch.thread_idx()
-        work = WorkTile(*cute.arch.block_idx())
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        work, warp = WorkTile(*cute.arch.block_idx()), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         query_tile = work.tile * CTA_ROWS // self.tile
 
-        shared = self.allocate(row_layout, key_layout)
+        mMaskCount, mMaskIndex, mFullCount, mFullIndex = lists
+        shared = self.allocate()
         key_tiles = ListedKeyTiles(
             mMaskCount[work.batch, work.head, query_tile],
             mFullCount[work.batch, work.head, query_tile],
             mMaskIndex[work.batch, work.head, query_tile, None],
             mFullIndex[work.batch, work.head, query_tile, None],
         )
-
-        if warp_index < WARPGROUP_WARPS:  # producer
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp_index == 0:
-                self.load(
-                    ((tma_q, shared.sQ, mQ), (tma_do, shared.sdO, mdO)),
-                    ((tma_k, shared.sK, mK), (tma_v, shared.sV, mV)),
-                    shared,
-                    work,
-                    group,
-                    key_tiles,
-                )
-        else:  # consumers
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            consumer = consumer_of(thread, warp_index)
-            dQ = self.mma(
-                shared,
-                mLse,
-                mDelta,
-                key_tiles,
-                num_rows,
-                num_keys,
-                scale,
-                first_token,
-                mShifts,
-                mma_s,
-                mma_dq,
-                work,
-                consumer,
-            )
-            self.epilogue(mma_dq, dQ, tma_dq, mdQ, shared.sQ, scale, work, consumer)
+        inputs = Inputs(tma, (stats,), num_rows, group, scale, mma)
+        seen = Seen(TokensOfRows(first_token, mShifts, self.tile), num_keys)
+        self.run_roles(warp, inputs, shared, work, key_tiles, seen)
 
     @cute.jit
     def mma(
         self,
+        inputs: Inputs,
         shared: SharedDQ,
-        mLse: cute.Tensor,
-        mDelta: cute.Tensor,
-        key_tiles: ListedKeyTiles,
-        num_rows: Int32,
-        num_keys: Int32,
-        scale: Float32,
-        first_token: Int32 | None,
-        mShifts: cute.Tensor | None,
-        mma_s: cute.TiledMma,
-        mma_dq: cute.TiledMma,
         work: WorkTile,
+        key_tiles: ListedKeyTiles,
+        seen: Seen,
         consumer: Consumer,
-    ) -> cute.Tensor:
-        """Consumer mainloop over the selected blocks. Returns the unscaled dQ of the warpgroup's rows."""
+    ) -> tuple[cute.Tensor, Any]:
         keys_ready = shared.keys_ready
         first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
-        own_token = TokensOfRows(first_token, mShifts, self.tile).token(first_row)
-        dQ = self.accumulator(mma_dq)  # fp32 [TILE rows, D]
-        op = self.partition(mma_s, mma_dq, shared, ((mLse, mDelta),), num_rows, work, consumer)
+        own_token = seen.tokens.token(first_row)
+        dQ = self.accumulator(inputs.mma)  # fp32 [TILE rows, D]
+        op = self.partition(inputs, shared, work, consumer)
         state = consumer_state(STAGES)
         for i in cutlass.range(key_tiles.num_tiles(), unroll=1):
             masked, first_key = i < key_tiles.masked, Int32(0)
             if masked:
                 first_key = key_tiles.gMask[i] * TILE
             keys_ready.consumer_wait(state)
-            mask = MaskOfKeys(masked, own_token, KeyTile(self.keys, first_key, num_keys))
-            self.add_key_tile(dQ, op, state.index, mask, scale, mma_s, mma_dq)
+            mask = MaskOfKeys(masked, own_token, KeyTile(self.keys, first_key, seen.num_keys))
+            self.add_key_tile(dQ, op, state.index, mask, inputs)
             keys_ready.consumer_release(state)
             state.advance()
-        return dQ
+        return dQ, state
 
 
 class SelectedDKV(BackwardDKV):
@@ -364,7 +364,7 @@ class SelectedDKV(BackwardDKV):
     """
 
     def __init__(self, dim: int, dtype: Any, keys: Keys, size: int, tile: int) -> None:
-        super().__init__(dim, dtype, key_tiles=1 if size % CTA_KEYS else CONSUMERS, branches=1)
+        super().__init__(dim, dtype, key_tiles=1 if size % CTA_KEYS else CONSUMERS, branches=1, listed=True)
         self.keys, self.tile = keys, tile
         self.block_ctas = size // TILE // self.key_tiles
         """CTAs per block, consecutive along its keys."""
@@ -372,6 +372,25 @@ class SelectedDKV(BackwardDKV):
         """Number of consumers that alternate between stages."""
         self.steps = tile // TILE
         """Row tiles per query tile."""
+
+    @staticmethod
+    @compiled_once
+    def compile(
+        dim: int, dtype: torch.dtype, keys: Keys, size: int, tile: int, continues: bool, packed: bool
+    ) -> Kernel:
+        return compile_kernel(
+            SelectedDKV(dim, CUTE_DTYPES[dtype], keys, size, tile),
+            *fake_heads(dtype, dim, dim, dim, dim),
+            *fake_stats(2),
+            fake_table(),
+            fake_query_tiles(),
+            fake_table(),
+            *fake_heads(dtype, dim, dim),
+            _fake_partials(dim, size),
+            Float32(0.0),
+            Int32(0) if continues else None,
+            fake_rows() if packed else None,
+        )
 
     @cute.jit
     def __call__(
@@ -394,9 +413,8 @@ class SelectedDKV(BackwardDKV):
         stream: Any,
     ):
         self.kernel(
-            *self.tma_copies((mQ, mdO, mK, mV), (mdK, mdV)),
-            mLse,
-            mDelta,
+            self.tma_tensors(mQ, mdO, mK, mV, mdK, mdV),
+            (mLse, mDelta),
             mCumCounts,
             mQueryTiles,
             mWorkTiles,
@@ -408,7 +426,7 @@ class SelectedDKV(BackwardDKV):
             scale,
             first_token,
             mShifts,
-            *self.operands(),
+            self.mmas(),
         ).launch(
             grid=[mWorkTiles.shape[1] * self.block_ctas, 1, 1],
             block=[THREADS, 1, 1],
@@ -419,20 +437,8 @@ class SelectedDKV(BackwardDKV):
     @cute.kernel
     def kernel(
         self,
-        tma_q: cute.CopyAtom,
-        mQ: cute.Tensor,  # (N, D, H, B), coordinates for TMA
-        tma_do: cute.CopyAtom,
-        mdO: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        mK: cute.Tensor,
-        tma_v: cute.CopyAtom,
-        mV: cute.Tensor,
-        tma_dk: cute.CopyAtom,
-        mdK: cute.Tensor,
-        tma_dv: cute.CopyAtom,
-        mdV: cute.Tensor,
-        mLse: cute.Tensor,
-        mDelta: cute.Tensor,
+        tma: TmaTensors,
+        stats: Stats,
         mCumCounts: cute.Tensor,
         mQueryTiles: cute.Tensor,
         mWorkTiles: cute.Tensor,
@@ -444,98 +450,44 @@ class SelectedDKV(BackwardDKV):
         scale: Float32,
         first_token: Int32 | None,
         mShifts: cute.Tensor | None,
-        mma_s: cute.TiledMma,
-        mma_dkv: cute.TiledMma,
-        key_layout: cute.ComposedLayout,
-        row_layout: cute.ComposedLayout,
+        mma: Mmas,
     ):
-        thread, _, _ = cute.arch.thread_idx()
         work_index, _, _ = cute.arch.block_idx()
         worklist_index, block_cta = work_index // self.block_ctas, work_index % self.block_ctas
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         num_split_tiles, num_tiles = num_work_tiles(mCumCounts)
         listed_block, first, query_tiles = Int32(0), Int32(0), Int32(0)
         if worklist_index < num_tiles:
             listed_block = mWorkTiles[BLOCK, worklist_index]
             first, query_tiles = mWorkTiles[FIRST, worklist_index], mWorkTiles[COUNT, worklist_index]
-        batch, kv_head, block = block_coordinates(listed_block, kv_heads, mLse)
+        batch, kv_head, block = block_coordinates(listed_block, kv_heads, stats[0])
         work = WorkTile(block * self.block_ctas + block_cta, kv_head, batch)
 
-        smem = SmemAllocator()
-        shared = self.allocate(smem, key_layout, row_layout)
-        sRow = smem.allocate_tensor(Int32, cute.make_layout(STAGES), 16)  # first row of every stage
-
         if (worklist_index < num_tiles) & (work.tile * self.key_tiles * TILE < num_keys):
-            keys_ready, rows_ready = self.pipelines()
-            if warp_index < WARPGROUP_WARPS:  # producer
-                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-                gQueryTiles = cute.domain_offset((first,), mQueryTiles)  # int32: the work tile's come first
-                tiles = cute.ceil_div(num_rows, self.tile)
-                if warp_index == 0:
-                    self.load(
-                        ((tma_q, shared.sQ, mQ), (tma_do, shared.sdO, mdO)),
-                        ((tma_k, shared.sK, mK), (tma_v, shared.sV, mV)),
-                        keys_ready,
-                        rows_ready,
-                        gQueryTiles,
-                        query_tiles,
-                        tiles,
-                        group,
-                        work,
-                    )
-                elif warp_index <= STATS_WARPS:
-                    self.load_stats(
-                        mLse, mDelta, shared, sRow, rows_ready, gQueryTiles, query_tiles, tiles, group, num_rows, work
-                    )
-            else:  # consumers
-                cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-                consumer = consumer_of(thread, warp_index)
-                dK, dV = self.mma(
-                    shared,
-                    sRow,
-                    keys_ready,
-                    rows_ready,
-                    query_tiles,
-                    num_rows,
-                    num_keys,
-                    scale,
-                    first_token,
-                    mShifts,
-                    mma_s,
-                    mma_dkv,
-                    work,
-                    consumer,
-                )
-                if const_expr(self.turns > 1):
-                    self.exchange(dK, dV, shared.sQ, consumer)
-                if worklist_index < num_split_tiles:
-                    self.store_partials(dK, dV, mPartials, worklist_index, block_cta, mma_dkv, consumer)
-                else:
-                    self.epilogue(
-                        dK, dV, (tma_dk, shared.sK, mdK), (tma_dv, shared.sV, mdV), scale, mma_dkv, work, consumer
-                    )
+            self.run_roles(
+                warp,
+                Inputs(tma, (stats,), num_rows, group, scale, mma),
+                work,
+                ListedQueryTiles(mQueryTiles, first, query_tiles),
+                Seen(TokensOfRows(first_token, mShifts, self.tile), num_keys),
+                SplitTile(worklist_index, block_cta, num_split_tiles, mPartials),
+            )
+
+    def rows_to_load(self, inputs: Inputs, row_tiles: ListedQueryTiles) -> RowsToLoad:
+        gQueryTiles = cute.domain_offset((row_tiles.first,), row_tiles.mQueryTiles)
+        return RowsToLoad(gQueryTiles, row_tiles.num, cute.ceil_div(inputs.num_rows, self.tile))
 
     @cute.jit
-    def load(
-        self,
-        rows: tuple[TmaTile, TmaTile],  # Q and dO
-        keys: tuple[TmaTile, TmaTile],  # K and V
-        keys_ready: Any,
-        rows_ready: Any,
-        gQueryTiles: cute.Tensor,
-        query_tiles: Int32,
-        tiles: Int32,
-        group: Int32,
-        work: WorkTile,
-    ):
+    def load(self, inputs: Inputs, shared: SharedDKV, work: WorkTile, rows: RowsToLoad):
         """Producer warp 0: load K and V once, then Q and dO of every query tile, one row tile at a time."""
         state = producer_state(STAGES)
-        load_rows, load_keys = tma_loads(*rows), tma_loads(*keys)
+        load_rows, load_keys = self.tma_loads(inputs.tma, shared)
+        keys_ready, rows_ready, group, tiles = shared.keys_ready, shared.rows_ready, inputs.group, rows.tiles
         barrier = producer_acquire(keys_ready, producer_state(1))
         for i in range_constexpr(self.key_tiles):
             load_keys((work.tile * self.key_tiles + i, work.head, work.batch), i, barrier)
-        for i in cutlass.range(query_tiles, unroll=1):
-            head_and_tile = gQueryTiles[i]
+        for i in cutlass.range(rows.num, unroll=1):
+            head_and_tile = rows.gQueryTiles[i]
             head, tile = work.head * group + head_and_tile // tiles, head_and_tile % tiles
             for step in cutlass.range(self.steps, unroll=1):
                 row_tile = tile * self.steps + step
@@ -543,31 +495,19 @@ class SelectedDKV(BackwardDKV):
                 state.advance()
 
     @cute.jit
-    def load_stats(
-        self,
-        mLse: cute.Tensor,
-        mDelta: cute.Tensor,
-        shared: SharedDKV,
-        sRow: cute.Tensor,
-        rows_ready: Any,
-        gQueryTiles: cute.Tensor,
-        query_tiles: Int32,
-        tiles: Int32,
-        group: Int32,
-        num_rows: Int32,
-        work: WorkTile,
-    ):
+    def load_stats(self, inputs: Inputs, shared: SharedDKV, work: WorkTile, rows: RowsToLoad):
         """Producer warps 1 and 2: load lse and delta of every row, and the first row of every stage.
 
         Statistics of two row tiles are loaded together, before the stage of the first one is empty.
         """
         thread, _, _ = cute.arch.thread_idx()
-        sLse, sDelta = shared.sLse, shared.sDelta
+        sLse, sDelta, rows_ready = shared.sLse, shared.sDelta, shared.rows_ready
+        ((mLse, mDelta),), group, tiles = inputs.branches, inputs.group, rows.tiles
         state = producer_state(STAGES)
         row = thread - LANES  # within a row tile
         rLse, rDelta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)  # fp32 (row tile)
-        for i in cutlass.range(query_tiles, unroll=1):
-            head_and_tile = gQueryTiles[i]
+        for i in cutlass.range(rows.num, unroll=1):
+            head_and_tile = rows.gQueryTiles[i]
             head, tile = work.head * group + head_and_tile // tiles, head_and_tile % tiles
             for step in cutlass.range(0, self.steps, 2, unroll=1):
                 first_row = tile * self.tile + step * TILE
@@ -576,7 +516,7 @@ class SelectedDKV(BackwardDKV):
                         mLse[work.batch, head, None],
                         mDelta[work.batch, head, None],
                         first_row + j * TILE + row,
-                        num_rows,
+                        inputs.num_rows,
                     )
                 for j in range_constexpr(2):
                     stage = state.index
@@ -584,41 +524,33 @@ class SelectedDKV(BackwardDKV):
                     sLse[row, 0, stage] = rLse[j]
                     sDelta[row, 0, stage] = rDelta[j]
                     if row == 0:
-                        sRow[stage] = first_row + j * TILE
+                        shared.sRow[stage] = first_row + j * TILE
                     cute.arch.mbarrier_arrive(rows_ready.producer_get_barrier(state))
                     state.advance()
 
     @cute.jit
     def mma(
         self,
+        inputs: Inputs,
         shared: SharedDKV,
-        sRow: cute.Tensor,
-        keys_ready: Any,
-        rows_ready: Any,
-        query_tiles: Int32,
-        num_rows: Int32,
-        num_keys: Int32,
-        scale: Float32,
-        first_token: Int32 | None,
-        mShifts: cute.Tensor | None,
-        mma_s: cute.TiledMma,
-        mma_dkv: cute.TiledMma,
         work: WorkTile,
+        row_tiles: ListedQueryTiles,
+        seen: Seen,
         consumer: Consumer,
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """Consumer mainloop over its row tiles. Returns the warpgroup's unscaled dK, and dV."""
+        rows_ready = shared.rows_ready
         own_tile = self.own_key_tile(consumer)
         first_key = (work.tile * self.key_tiles + own_tile) * TILE
-        op = self.partition(mma_s, mma_dkv, shared, own_tile, consumer)
-        dK, dV = self.accumulators(mma_dkv)  # fp32 [TILE keys, D]
-        keys_ready.consumer_wait(consumer_state(1))
+        op = self.partition(inputs.mma, shared, own_tile, consumer)
+        dK, dV = self.accumulators(inputs.mma)  # fp32 [TILE keys, D]
+        shared.keys_ready.consumer_wait(consumer_state(1))
         first_stage = consumer.warpgroup if const_expr(self.turns > 1) else Int32(0)
         state = pipeline.PipelineState(STAGES, Int32(0), first_stage, Int32(0))
-        tokens, key_tile = TokensOfRows(first_token, mShifts, self.tile), KeyTile(self.keys, first_key, num_keys)
-        for _ in cutlass.range(query_tiles * (self.steps // self.turns), unroll=1):
+        key_tile = KeyTile(self.keys, first_key, seen.num_keys)
+        for _ in cutlass.range(row_tiles.num * (self.steps // self.turns), unroll=1):
             rows_ready.consumer_wait(state)
-            mask = MaskOfRows(sRow, state.index, num_rows, tokens, key_tile)
-            self.add_row_tile(dK, dV, op, state.index, mask, scale, mma_s, mma_dkv)
+            mask = MaskOfRows(shared.sRow, state.index, inputs.num_rows, seen.tokens, key_tile)
+            self.add_row_tile(dK, dV, op, state.index, mask, inputs)
             rows_ready.consumer_release(state)
             for _ in range_constexpr(self.turns):
                 state.advance()
@@ -658,39 +590,46 @@ class SelectedDKV(BackwardDKV):
             dK.store(dK.load() + cute.make_tensor(other.iterator, dK.layout).load())
 
     @cute.jit
-    def store_partials(
-        self,
-        dK: cute.Tensor,
-        dV: cute.Tensor,
-        mPartials: cute.Tensor,
-        worklist_index: Int32,
-        block_cta: Int32,
-        mma_dkv: cute.TiledMma,
-        consumer: Consumer,
-    ):
-        """Epilogue of a work tile of a split block: store its fp32 partial to global memory."""
-        thr_dkv = mma_dkv.get_slice(consumer.thread)
-        key_tile = block_cta * self.key_tiles + self.own_key_tile(consumer)
-        if (consumer.warpgroup == 0) | (self.key_tiles > 1):
-            cute.autovec_copy(dV, thr_dkv.partition_C(mPartials[worklist_index, key_tile, 1, None, None]))
-        if (consumer.warpgroup == 1) | (self.key_tiles > 1):
-            cute.autovec_copy(dK, thr_dkv.partition_C(mPartials[worklist_index, key_tile, 0, None, None]))
-
-    @cute.jit
     def epilogue(
         self,
         dK: cute.Tensor,
         dV: cute.Tensor,
-        tma_dk: TmaTile,
-        tma_dv: TmaTile,
-        scale: Float32,
-        mma_dkv: cute.TiledMma,
+        inputs: Inputs,
+        shared: SharedDKV,
+        work: WorkTile,
+        target: SplitTile,
+        consumer: Consumer,
+    ):
+        if const_expr(self.turns > 1):
+            self.exchange(dK, dV, shared.sQ, consumer)
+        if target.index < target.num_split:
+            self.store_partials(dK, dV, inputs.mma, target, consumer)
+        else:
+            self.store_block(dK, dV, inputs, shared, work, consumer)
+
+    @cute.jit
+    def store_partials(self, dK: cute.Tensor, dV: cute.Tensor, mma: Mmas, target: SplitTile, consumer: Consumer):
+        """Store the fp32 partial of a work tile of a split block to global memory, unscaled."""
+        thr_dkv = mma.gradients.get_slice(consumer.thread)
+        key_tile = target.block_cta * self.key_tiles + self.own_key_tile(consumer)
+        if (consumer.warpgroup == 0) | (self.key_tiles > 1):
+            cute.autovec_copy(dV, thr_dkv.partition_C(target.mPartials[target.index, key_tile, 1, None, None]))
+        if (consumer.warpgroup == 1) | (self.key_tiles > 1):
+            cute.autovec_copy(dK, thr_dkv.partition_C(target.mPartials[target.index, key_tile, 0, None, None]))
+
+    @cute.jit
+    def store_block(
+        self,
+        dK: cute.Tensor,
+        dV: cute.Tensor,
+        inputs: Inputs,
+        shared: SharedDKV,
         work: WorkTile,
         consumer: Consumer,
     ):
-        """Epilogue of a whole block: round dV and dK into the shared memory of V and K, then store them by TMA."""
-        _, sK, _ = tma_dk
-        _, sV, _ = tma_dv
+        """Round dV and dK of a whole block into the shared memory of V and K, then store them by TMA."""
+        tma_dk, tma_dv = inputs.tma.gradients
+        sK, sV, mma_dkv = shared.sK, shared.sV, inputs.mma.gradients
         own_tile, barrier = self.own_key_tile(consumer), 2 + consumer.warpgroup
         place = work.tile * self.key_tiles + own_tile, work.head, work.batch
         if const_expr(self.turns == 1):  # all warps of the consumer have read its keys
@@ -699,12 +638,12 @@ class SelectedDKV(BackwardDKV):
         if (consumer.warpgroup == 0) | (self.key_tiles > 1):
             store_acc_for_tma(mma_dkv, dV, sV[None, None, own_tile], consumer.thread, barrier)
             if consumer.warp % WARPGROUP_WARPS == 0:
-                tma_store(place, own_tile, tma_dv)
+                tma_store(place, own_tile, (tma_dv, sV))
         if (consumer.warpgroup == 1) | (self.key_tiles > 1):
-            dK.store(dK.load() * scale)
+            dK.store(dK.load() * inputs.scale)
             store_acc_for_tma(mma_dkv, dK, sK[None, None, own_tile], consumer.thread, barrier)
             if consumer.warp % WARPGROUP_WARPS == 0:
-                tma_store(place, own_tile, tma_dk)
+                tma_store(place, own_tile, (tma_dk, sK))
 
 
 class CombineSelectedDKV:
@@ -715,6 +654,13 @@ class CombineSelectedDKV:
 
     def __init__(self, dim: int, size: int) -> None:
         self.dim, self.block_tiles = dim, size // TILE
+
+    @staticmethod
+    @compiled_once
+    def compile(dim: int, dtype: torch.dtype, size: int) -> Kernel:
+        tables = [fake_table() for _ in range(3)]
+        outputs = fake_heads(dtype, dim, dim)
+        return compile_kernel(CombineSelectedDKV(dim, size), *tables, _fake_partials(dim, size), *outputs, Float32(0.0))
 
     @cute.jit
     def __call__(
@@ -781,48 +727,6 @@ class CombineSelectedDKV:
     ) -> cute.Tensor:
         """Row of dK or dV in the partial of split start + i, for the block whose first split is work tile `first`."""
         return mPartials[first + start + i, key_tile, which, key, None]
-
-
-@compiled_once
-def _dq(dim: int, dtype: torch.dtype, keys: Keys, tile: int, continues: bool, packed: bool) -> Kernel:
-    rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
-    stats = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
-    return compile_kernel(
-        SelectedDQ(dim, CUTE_DTYPES[dtype], keys, tile),
-        *rows,
-        *stats,
-        *fake_lists(),
-        fake(dtype, None, None, None, dim),
-        Float32(0.0),
-        Int32(0) if continues else None,
-        fake_rows() if packed else None,
-    )
-
-
-@compiled_once
-def _dkv(dim: int, dtype: torch.dtype, keys: Keys, size: int, tile: int, continues: bool, packed: bool) -> Kernel:
-    rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
-    stats = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
-    return compile_kernel(
-        SelectedDKV(dim, CUTE_DTYPES[dtype], keys, size, tile),
-        *rows,
-        *stats,
-        fake_table(),
-        fake_query_tiles(),
-        fake_table(),
-        *[fake(dtype, None, None, None, dim) for _ in range(2)],
-        _fake_partials(dim, size),
-        Float32(0.0),
-        Int32(0) if continues else None,
-        fake_rows() if packed else None,
-    )
-
-
-@compiled_once
-def _combine(dim: int, dtype: torch.dtype, size: int) -> Kernel:
-    tables = [fake_table() for _ in range(3)]
-    outputs = [fake(dtype, None, None, None, dim) for _ in range(2)]
-    return compile_kernel(CombineSelectedDKV(dim, size), *tables, _fake_partials(dim, size), *outputs, Float32(0.0))
 
 
 def _fake_partials(dim: int, size: int) -> Any:
@@ -914,7 +818,7 @@ def selected_dq(
     dq: Tensor,
 ) -> None:
     """dQ of `selected_backward`, for at least one row and one key."""
-    run = _dq(q.shape[-1], q.dtype, keys, lists.rows, first_token > 0, shifts is not None).run
+    run = SelectedDQ.compile(q.shape[-1], q.dtype, keys, lists.rows, first_token > 0, shifts is not None).run
     run(q, do, k, v, lse, delta, *lists.tensors, dq, scale, first_token or None, shifts)
 
 
@@ -946,8 +850,8 @@ def selected_dkv(
     sizes = worklist_sizes(batch * heads * tiles * selected, group * tiles, blocks, 4 * math.prod(partial_shape))
     worklist = selected_worklist(bits, kv_heads=kv_heads, group=group, tiles=tiles, sizes=sizes)
     partials = torch.empty((max(sizes.split_tiles, 1), *partial_shape), dtype=torch.float32, device=q.device)
-    run = _dkv(dim, q.dtype, keys, size, tile, first_token > 0, shifts is not None).run
+    run = SelectedDKV.compile(dim, q.dtype, keys, size, tile, first_token > 0, shifts is not None).run
     run(q, do, k, v, lse, delta, *worklist[1:], dk, dv, partials, scale, first_token or None, shifts)
     if sizes.split_tiles > 0:
         counts, cum_counts, _, work_tiles = worklist
-        _combine(dim, q.dtype, size).run(counts, cum_counts, work_tiles, partials, dk, dv, scale)
+        CombineSelectedDKV.compile(dim, q.dtype, size).run(counts, cum_counts, work_tiles, partials, dk, dv, scale)

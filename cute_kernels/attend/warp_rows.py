@@ -56,6 +56,7 @@ from cute_kernels.mma.mma_sync import (
     row_max,
     scale_row,
     store_permuted_rows,
+    transpose_view,
     vector_strides,
 )
 from cute_kernels.mma.warp import LANES, LN_2, LOG2_E, divide
@@ -70,7 +71,6 @@ from cute_kernels.mma.wgmma import (
     load_operand_a,
     smem_operand_b,
     swizzled_tiles,
-    transpose_view,
     warpgroup_mma,
 )
 from cute_kernels.runtime.dsl import SmemAllocator
@@ -100,6 +100,10 @@ class CtaContext(NamedTuple):
     """[self.rows, D]: this warp's part of `sQ_mma`."""
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
+
+
+Mmas = tuple[cute.TiledMma, cute.TiledMma]
+"""Q K^T and P V."""
 
 
 class WarpRows:
@@ -134,15 +138,8 @@ class WarpRows:
 
     # Set up
 
-    def _mmas_and_layouts(self) -> tuple[Any, ...]:
-        """Kernel arguments: the MMAs of Q K^T and P V; shared memory layouts of q, keys and values."""
-        return (
-            self._make_mma(self.keys, K),
-            self._make_mma(self.v_dim, MN),
-            swizzled_tiles(self.dtype, self.dim, self.warps // self.mma_warps, self.rows * self.mma_warps),
-            swizzled_tiles(self.dtype, self.dim, 1, self.keys),
-            swizzled_tiles(self.dtype, self.v_dim, 1, self.keys),
-        )
+    def _mmas(self) -> Mmas:
+        return self._make_mma(self.keys, K), self._make_mma(self.v_dim, MN)
 
     def _make_mma(self, columns: int, right: Any) -> cute.TiledMma:
         if self.warpgroups:
@@ -150,21 +147,24 @@ class WarpRows:
         return make_warp_mma(self.dtype, 1)
 
     @cute.jit
-    def _set_up(self, mma_qk: cute.TiledMma, mma_pv: cute.TiledMma, *layouts: cute.ComposedLayout) -> CtaContext:
-        """Allocate shared memory. Args: from `_mmas_and_layouts`."""
-        q_layout, k_layout, v_layout = layouts
+    def _set_up(self, mmas: Mmas) -> CtaContext:
+        """Allocate shared memory."""
         thread, _, _ = cute.arch.thread_idx()
         work_idx, kv_head, batch = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         mma_idx = warp_idx // self.mma_warps
         smem = SmemAllocator()
-        sK = allocate_tiles(smem, self.dtype, k_layout)  # (keys, D, 1)
-        sV = allocate_tiles(smem, self.dtype, v_layout)  # (keys, D_v, 1)
-        sQ_all = allocate_tiles(smem, self.dtype, q_layout)  # (rows of mma_warps, D, warps / mma_warps)
+        sizes = (
+            (self.dim, 1, self.keys),
+            (self.v_dim, 1, self.keys),
+            (self.dim, self.warps // self.mma_warps, self.rows * self.mma_warps),
+        )
+        # (keys, D, 1), (keys, D_v, 1) and (rows of mma_warps, D, warps / mma_warps)
+        sK, sV, sQ_all = (allocate_tiles(smem, self.dtype, swizzled_tiles(self.dtype, *size)) for size in sizes)
         sQ_mma = sQ_all[None, None, mma_idx]  # [rows of mma_warps, D]
         sQ = cute.local_tile(sQ_mma, (self.rows, self.dim), (warp_idx % self.mma_warps, 0))  # [self.rows, D]
-        return CtaContext(thread, work_idx, kv_head, batch, lane, warp_idx, sK, sV, sQ_mma, sQ, mma_qk, mma_pv)
+        return CtaContext(thread, work_idx, kv_head, batch, lane, warp_idx, sK, sV, sQ_mma, sQ, *mmas)
 
     # Mainloop
 

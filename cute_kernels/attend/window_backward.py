@@ -39,27 +39,26 @@ from cute_kernels.attend.backward_tiles import (
     CTA_ROWS,
     STAGES,
     STATS_BRANCHES,
-    STATS_WARPS,
     BackwardDKV,
     BackwardDQ,
+    Inputs,
     KeyTileRange,
+    Mmas,
+    RowTileRange,
     SharedDKV,
     SharedDQ,
     Stats,
-    TmaTile,
+    TmaTensors,
     WorkTile,
     token_of,
 )
 from cute_kernels.mma.mma_sync import accumulator
 from cute_kernels.mma.warp import probability
 from cute_kernels.mma.warp_specialized import (
-    CONSUMER_REGISTERS,
     CONSUMERS,
-    PRODUCER_REGISTERS,
     THREADS,
     WARPGROUP_WARPS,
     Consumer,
-    consumer_of,
     consumer_state,
 )
 from cute_kernels.mma.wgmma import (
@@ -74,8 +73,7 @@ from cute_kernels.mma.wgmma import (
     store_acc_for_tma,
     tma_store,
 )
-from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake, fake_heads
 
 
 class WindowMask(NamedTuple):
@@ -115,6 +113,19 @@ class WindowDQ(BackwardDQ):
         super().__init__(dim, dtype)
         self.has_local = has_local
 
+    @staticmethod
+    @compiled_once
+    def compile(dim: int, dtype: torch.dtype, has_local: bool, continues: bool) -> Kernel:
+        return compile_kernel(
+            WindowDQ(dim, CUTE_DTYPES[dtype], has_local),
+            *fake_heads(dtype, dim, dim, dim, dim),
+            *_fake_stats(has_local),
+            fake(dtype, None, None, None, dim),
+            *[Int32(0)] * 3,
+            Float32(0.0),
+            Int32(0) if continues else None,
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -135,19 +146,14 @@ class WindowDQ(BackwardDQ):
         stream: Any,
     ):
         self.kernel(
-            *self.tma_copies((mQ, mdO, mK, mV), (mdQ,)),
-            mLse,
-            mDelta,
-            mLocalLse,
-            mLocalDelta,
+            self.tma_tensors(mQ, mdO, mK, mV, mdQ),
+            ((mLse, mDelta), (mLocalLse, mLocalDelta)),
             mQ.shape[1],
             mQ.shape[2] // mK.shape[2],
-            left,
-            size,
-            local,
+            WindowMask(left, size, local),
             scale,
             first_token,
-            *self.operands(),
+            self.mmas(),
         ).launch(
             grid=[cute.ceil_div(mQ.shape[1], CTA_ROWS), mQ.shape[2], mQ.shape[0]],
             block=[THREADS, 1, 1],
@@ -158,58 +164,19 @@ class WindowDQ(BackwardDQ):
     @cute.kernel
     def kernel(
         self,
-        tma_q: cute.CopyAtom,
-        mQ: cute.Tensor,  # (N, D, H, B), coordinates for TMA
-        tma_do: cute.CopyAtom,
-        mdO: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        mK: cute.Tensor,
-        tma_v: cute.CopyAtom,
-        mV: cute.Tensor,
-        tma_dq: cute.CopyAtom,
-        mdQ: cute.Tensor,
-        mLse: cute.Tensor,
-        mDelta: cute.Tensor,
-        mLocalLse: cute.Tensor | None,
-        mLocalDelta: cute.Tensor | None,
+        tma: TmaTensors,
+        branches: tuple[Stats, Stats],  # the window, LocalSelected
         num_rows: Int32,
         group: Int32,
-        left: Int32,
-        size: Int32,
-        local: Int32,
+        window: WindowMask,
         scale: Float32,
         first_token: Int32 | None,
-        mma_s: cute.TiledMma,
-        mma_dq: cute.TiledMma,
-        row_layout: cute.ComposedLayout,
-        key_layout: cute.ComposedLayout,
+        mma: Mmas,
     ):
-        thread, _, _ = cute.arch.thread_idx()
-        work = WorkTile(*cute.arch.block_idx())
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        key_tiles = self.key_tiles(work, num_rows, left, first_token)
-        shared = self.allocate(row_layout, key_layout)
-
-        if warp_index < WARPGROUP_WARPS:  # producer
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp_index == 0:
-                self.load(
-                    ((tma_q, shared.sQ, mQ), (tma_do, shared.sdO, mdO)),
-                    ((tma_k, shared.sK, mK), (tma_v, shared.sV, mV)),
-                    shared,
-                    work,
-                    group,
-                    key_tiles,
-                )
-        else:  # consumers
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            consumer = consumer_of(thread, warp_index)
-            branches = ((mLse, mDelta), (mLocalLse, mLocalDelta))[: 1 + self.has_local]
-            window = WindowMask(left, size, local)
-            dQ, _ = self.mma(
-                shared, branches, key_tiles, window, num_rows, scale, first_token, mma_s, mma_dq, work, consumer
-            )
-            self.epilogue(mma_dq, dQ, tma_dq, mdQ, shared.sQ, scale, work, consumer)
+        work, warp = WorkTile(*cute.arch.block_idx()), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        inputs = Inputs(tma, branches[: 1 + self.has_local], num_rows, group, scale, mma)
+        key_tiles = self.key_tiles(work, num_rows, window.left, first_token)
+        self.run_roles(warp, inputs, self.allocate(), work, key_tiles, (window, first_token))
 
     def key_tiles(self, work: WorkTile, num_rows: Int32, left: Int32, first_token: Int32 | None) -> KeyTileRange:
         """Key tiles that some row of the CTA sees."""
@@ -220,29 +187,20 @@ class WindowDQ(BackwardDQ):
     @cute.jit
     def mma(
         self,
+        inputs: Inputs,
         shared: SharedDQ,
-        branches: tuple[Stats, ...],
-        key_tiles: KeyTileRange,
-        window: WindowMask,
-        num_rows: Int32,
-        scale: Float32,
-        first_token: Int32 | None,
-        mma_s: cute.TiledMma,
-        mma_dq: cute.TiledMma,
         work: WorkTile,
+        key_tiles: KeyTileRange,
+        seen: tuple[WindowMask, Int32 | None],
         consumer: Consumer,
     ) -> tuple[cute.Tensor, Any]:
-        """Consumer mainloop over the key tiles of the CTA.
-
-        Returns:
-            Unscaled dQ of the warpgroup's rows; the state of keys_ready.
-        """
-        keys_ready = shared.keys_ready
+        (window, first_token), keys_ready, scale = seen, shared.keys_ready, inputs.scale
+        mma_s, mma_dq = inputs.mma
         first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
         own_token = token_of(first_row, first_token)  # token index of the first row
         first_local = (own_token // window.size - window.local + 1) * window.size  # may be negative
-        dQ = self.accumulator(mma_dq)  # fp32 [TILE rows, D]
-        op = self.partition(mma_s, mma_dq, shared, branches, num_rows, work, consumer)
+        dQ = self.accumulator(inputs.mma)  # fp32 [TILE rows, D]
+        op = self.partition(inputs, shared, work, consumer)
 
         state = consumer_state(STAGES)
         for i in cutlass.range(key_tiles.num_tiles(), unroll=1):
@@ -291,6 +249,19 @@ class WindowDKV(BackwardDKV):
         super().__init__(dim, dtype, key_tiles=CONSUMERS, branches=STATS_BRANCHES)
         self.has_local = has_local
 
+    @staticmethod
+    @compiled_once
+    def compile(dim: int, dtype: torch.dtype, has_local: bool, continues: bool) -> Kernel:
+        return compile_kernel(
+            WindowDKV(dim, CUTE_DTYPES[dtype], has_local),
+            *fake_heads(dtype, dim, dim, dim, dim),
+            *_fake_stats(has_local),
+            *fake_heads(dtype, dim, dim),
+            *[Int32(0)] * 3,
+            Float32(0.0),
+            Int32(0) if continues else None,
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -312,19 +283,14 @@ class WindowDKV(BackwardDKV):
         stream: Any,
     ):
         self.kernel(
-            *self.tma_copies((mQ, mdO, mK, mV), (mdK, mdV)),
-            mLse,
-            mDelta,
-            mLocalLse,
-            mLocalDelta,
+            self.tma_tensors(mQ, mdO, mK, mV, mdK, mdV),
+            ((mLse, mDelta), (mLocalLse, mLocalDelta)),
             mQ.shape[1],
             mQ.shape[2] // mK.shape[2],
-            left,
-            size,
-            local,
+            WindowMask(left, size, local),
             scale,
             first_token,
-            *self.operands(),
+            self.mmas(),
         ).launch(
             grid=[cute.ceil_div(mK.shape[1], CTA_ROWS), mK.shape[2], mK.shape[0]],
             block=[THREADS, 1, 1],
@@ -335,110 +301,46 @@ class WindowDKV(BackwardDKV):
     @cute.kernel
     def kernel(
         self,
-        tma_q: cute.CopyAtom,
-        mQ: cute.Tensor,  # (N, D, H, B), coordinates for TMA
-        tma_do: cute.CopyAtom,
-        mdO: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        mK: cute.Tensor,
-        tma_v: cute.CopyAtom,
-        mV: cute.Tensor,
-        tma_dk: cute.CopyAtom,
-        mdK: cute.Tensor,
-        tma_dv: cute.CopyAtom,
-        mdV: cute.Tensor,
-        mLse: cute.Tensor,
-        mDelta: cute.Tensor,
-        mLocalLse: cute.Tensor | None,
-        mLocalDelta: cute.Tensor | None,
+        tma: TmaTensors,
+        branches: tuple[Stats, Stats],  # the window, LocalSelected
         num_rows: Int32,
-        group: Int32,
-        left: Int32,
-        size: Int32,
-        local: Int32,
-        scale: Float32,
-        first_token: Int32 | None,
-        mma_s: cute.TiledMma,
-        mma_dkv: cute.TiledMma,
-        key_layout: cute.ComposedLayout,
-        row_layout: cute.ComposedLayout,
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        work = WorkTile(*cute.arch.block_idx())
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        first_tile = work.tile * CONSUMERS
-        stop_tile = (
-            cutlass.min(work.tile * CTA_ROWS + CTA_ROWS - 1 + left, token_of(num_rows, first_token) - 1) // TILE + 1
-        )
-        if const_expr(first_token is not None):  # tiles of rows are counted from row 0
-            skipped = first_token // TILE  # type: ignore[operator]
-            first_tile, stop_tile = cutlass.max(first_tile - skipped, 0), stop_tile - skipped
-        shared = self.allocate(SmemAllocator(), key_layout, row_layout)
-        keys_ready, rows_ready = self.pipelines()
-
-        if warp_index < WARPGROUP_WARPS:  # producer
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp_index == 0:
-                self.load_group(
-                    ((tma_q, shared.sQ, mQ), (tma_do, shared.sdO, mdO)),
-                    ((tma_k, shared.sK, mK), (tma_v, shared.sV, mV)),
-                    keys_ready,
-                    rows_ready,
-                    first_tile,
-                    stop_tile,
-                    group,
-                    work,
-                )
-            elif warp_index <= STATS_WARPS:
-                branches = ((mLse, mDelta), (mLocalLse, mLocalDelta))[: 1 + self.has_local]
-                self.load_group_stats(branches, shared, rows_ready, first_tile, stop_tile, group, num_rows, work)
-        else:  # consumers
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            consumer = consumer_of(thread, warp_index)
-            window = WindowMask(left, size, local)
-            dK, dV = self.mma(
-                shared,
-                keys_ready,
-                rows_ready,
-                first_tile,
-                stop_tile,
-                group,
-                window,
-                scale,
-                first_token,
-                mma_s,
-                mma_dkv,
-                work,
-                consumer,
-            )
-            self.epilogue(dK, dV, (tma_dk, shared.sK, mdK), (tma_dv, shared.sV, mdV), scale, mma_dkv, work, consumer)
-
-    @cute.jit
-    def mma(
-        self,
-        shared: SharedDKV,
-        keys_ready: Any,
-        rows_ready: Any,
-        first_tile: Int32,
-        stop_tile: Int32,
         group: Int32,
         window: WindowMask,
         scale: Float32,
         first_token: Int32 | None,
-        mma_s: cute.TiledMma,
-        mma_dkv: cute.TiledMma,
+        mma: Mmas,
+    ):
+        work, warp = WorkTile(*cute.arch.block_idx()), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        first_tile = work.tile * CONSUMERS
+        stop_token = cutlass.min(work.tile * CTA_ROWS + CTA_ROWS - 1 + window.left, token_of(num_rows, first_token) - 1)
+        stop_tile = stop_token // TILE + 1
+        if const_expr(first_token is not None):  # tiles of rows are counted from row 0
+            skipped = first_token // TILE  # type: ignore[operator]
+            first_tile, stop_tile = cutlass.max(first_tile - skipped, 0), stop_tile - skipped
+        inputs = Inputs(tma, branches[: 1 + self.has_local], num_rows, group, scale, mma)
+        row_tiles = RowTileRange(first_tile, stop_tile)
+        self.run_roles(warp, inputs, work, row_tiles, (window, first_token), None)
+
+    @cute.jit
+    def mma(
+        self,
+        inputs: Inputs,
+        shared: SharedDKV,
         work: WorkTile,
+        row_tiles: RowTileRange,
+        seen: tuple[WindowMask, Int32 | None],
         consumer: Consumer,
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """Consumer mainloop over the row tiles. Returns the unscaled dK of the warpgroup's keys, and dV."""
+        (window, first_token), rows_ready, scale = seen, shared.rows_ready, inputs.scale
+        mma_s, mma_dkv = inputs.mma
         first_key = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
-        op = self.partition(mma_s, mma_dkv, shared, consumer.warpgroup, consumer)
-        dK, dV = self.accumulators(mma_dkv)  # fp32 [TILE keys, D]
-        keys_ready.consumer_wait(consumer_state(1))
+        op = self.partition(inputs.mma, shared, consumer.warpgroup, consumer)
+        dK, dV = self.accumulators(inputs.mma)  # fp32 [TILE keys, D]
+        shared.keys_ready.consumer_wait(consumer_state(1))
         state = consumer_state(STAGES)
         stop_local = (first_key // window.size + window.local) * window.size  # end of the rows they are local to
-        for _ in cutlass.range(group, unroll=1):
-            for tile in cutlass.range(first_tile, stop_tile, unroll=1):
+        for _ in cutlass.range(inputs.group, unroll=1):
+            for tile in cutlass.range(row_tiles.first, row_tiles.stop, unroll=1):
                 # fp32 [TILE keys, TILE rows]
                 S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
                 own_token, stage = token_of(tile * TILE, first_token), state.index  # token index of the first row
@@ -485,23 +387,21 @@ class WindowDKV(BackwardDKV):
         self,
         dK: cute.Tensor,
         dV: cute.Tensor,
-        tma_dk: TmaTile,
-        tma_dv: TmaTile,
-        scale: Float32,
-        mma_dkv: cute.TiledMma,
+        inputs: Inputs,
+        shared: SharedDKV,
         work: WorkTile,
+        target: None,
         consumer: Consumer,
     ):
         """Round dK and dV into the shared memory of K and V, read only by this warpgroup, then store them by TMA."""
-        _, sK, _ = tma_dk
-        _, sV, _ = tma_dv
-        group = consumer.warpgroup
-        dK.store(dK.load() * scale)
+        tma_dk, tma_dv = inputs.tma.gradients
+        sK, sV, mma_dkv, group = shared.sK, shared.sV, inputs.mma.gradients, consumer.warpgroup
+        dK.store(dK.load() * inputs.scale)
         # Named barrier 1 or 2, in store_acc_for_tma: the consumer has written its dK, then its dV, for TMA
         store_acc_for_tma(mma_dkv, dK, sK[None, None, group], consumer.thread, 1 + group)
         store_acc_for_tma(mma_dkv, dV, sV[None, None, group], consumer.thread, 1 + group)
         if consumer.warp % WARPGROUP_WARPS == 0:
-            tma_store((work.tile * CONSUMERS + group, work.head, work.batch), group, tma_dk, tma_dv)
+            tma_store((work.tile * CONSUMERS + group, work.head, work.batch), group, (tma_dk, sK), (tma_dv, sV))
 
 
 class LocalSelected(NamedTuple):
@@ -519,34 +419,6 @@ class LocalSelected(NamedTuple):
     """l', keys per block, a multiple of TILE."""
     local: int
     """Number of blocks, including the row's own."""
-
-
-@compiled_once
-def _dq(dim: int, dtype: torch.dtype, has_local: bool, continues: bool) -> Kernel:
-    rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
-    return compile_kernel(
-        WindowDQ(dim, CUTE_DTYPES[dtype], has_local),
-        *rows,
-        *_fake_stats(has_local),
-        fake(dtype, None, None, None, dim),
-        *[Int32(0)] * 3,
-        Float32(0.0),
-        Int32(0) if continues else None,
-    )
-
-
-@compiled_once
-def _dkv(dim: int, dtype: torch.dtype, has_local: bool, continues: bool) -> Kernel:
-    rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
-    return compile_kernel(
-        WindowDKV(dim, CUTE_DTYPES[dtype], has_local),
-        *rows,
-        *_fake_stats(has_local),
-        *[fake(dtype, None, None, None, dim) for _ in range(2)],
-        *[Int32(0)] * 3,
-        Float32(0.0),
-        Int32(0) if continues else None,
-    )
 
 
 def _fake_stats(has_local: bool) -> list[Any]:
@@ -604,5 +476,5 @@ def window_backward(
     sizes = left, *((TILE, 0) if local is None else local[2:]), scale, first_token or None
     variant = q.shape[-1], q.dtype, local is not None, first_token > 0
     if dq is not None:
-        _dq(*variant).run(q, do, k, v, *stats, dq, *sizes)
-    _dkv(*variant).run(q, do, k, v, *stats, dk, dv, *sizes)
+        WindowDQ.compile(*variant).run(q, do, k, v, *stats, dq, *sizes)
+    WindowDKV.compile(*variant).run(q, do, k, v, *stats, dk, dv, *sizes)

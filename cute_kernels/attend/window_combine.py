@@ -58,6 +58,7 @@ from cute_kernels.mma.mma_sync import (
     online_softmax,
     scale_row,
     store_rows,
+    transpose_view,
     vector_strides,
 )
 from cute_kernels.mma.warp import LN_2, LOG2_E, lowest_bit
@@ -79,23 +80,23 @@ from cute_kernels.mma.wgmma import (
     SHARED,
     TILE,
     K,
+    TmaTensor,
     allocate_tiles,
     as_warpgroup_acc,
     issue_mma,
     ldmatrix_copy,
-    make_tma_copies,
+    make_tma_tensors,
     producer_acquire,
     smem_operand_a,
     smem_operand_b,
     swizzled_tiles,
     tma_loads,
     tma_pipeline,
-    transpose_view,
     warpgroup_mma,
 )
 from cute_kernels.pool.documents import PackedBlocks, fake_tables
 from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake, fake_heads, fake_stats
 
 STAGES = 5
 """Stages of the ring, two tiles of 64 x D each; there is no room for more with D = 128."""
@@ -147,16 +148,41 @@ class Shared(NamedTuple):
     ring_ready: Any
 
 
-class Outputs(NamedTuple):
-    """Outputs of a CTA's batch and key/value head; rows are the queries passed to the kernel."""
+class TmaTensors(NamedTuple):
+    """Tensors that TMA loads."""
 
-    gO: cute.Tensor | None  # 16 bits [T, G, D]: o of the selected branch
-    gLse: cute.Tensor  # fp32 [T, G]
-    gWin: cute.Tensor | None  # 16 bits [T, G, D]: o of the window
-    gWinLse: cute.Tensor | None  # fp32 [T, G]
-    gOut: cute.Tensor | None  # 16 bits [T, G, D]: out, with gates
-    gWeight: cute.Tensor | None  # [G, 3, D], see CombineInputs
-    gGates: cute.Tensor | None  # [T, G, 3], see CombineInputs
+    q: TmaTensor  # ((G, T), D, H_kv, B)
+    k: TmaTensor  # (N, D, H_kv, B)
+    v: TmaTensor
+    partials: TmaTensor  # ((G, T), D, n, B H_kv)
+    cmp: TmaTensor | None  # like q
+
+
+class Outputs(NamedTuple):
+    """Outputs and gates of all CTAs, [B, H_kv, ...], or of one without B and H_kv. Rows are those of q."""
+
+    lse: cute.Tensor  # fp32 [..., T, G]
+    win_lse: cute.Tensor | None  # fp32 [..., T, G]
+    out: cute.Tensor | None  # 16 bits [..., T, G, D], with gates
+    weight: cute.Tensor | None  # [H, 3, D] of all CTAs, [G, 3, D] of one, see CombineInputs
+    gates: cute.Tensor | None  # [..., T, G, 3], see CombineInputs
+    o_win: cute.Tensor | None  # 16 bits [..., T, G, D]
+    o_slc: cute.Tensor | None  # 16 bits [..., T, G, D]: o of the selected branch
+
+
+class WorkTile(NamedTuple):
+    """Tokens of a CTA."""
+
+    kv_head: Int32
+    batch: Int32
+    at: TokenBlock
+    first: Int32
+    """First token."""
+    steps: tuple[Int32, Int32]
+    """Range of steps."""
+    left: Int32
+    """Number of keys before its own that a token sees in the window."""
+    gSlotBlocks: cute.Tensor  # int32 [T, n]
 
 
 class WindowCombine:
@@ -182,6 +208,45 @@ class WindowCombine:
         """Number of slots of a row held by one lane of its quad."""
         self.tile_bytes = TILE * dim * dtype.width // 8
 
+    @staticmethod
+    @compiled_once
+    def compile(
+        dim: int,
+        dtype: torch.dtype,
+        group: int,
+        slots: int,
+        size: int,
+        init: int,
+        local: int,
+        gating: tuple[torch.dtype | None, torch.dtype | None] | None,
+        keeps: tuple[bool, bool, bool],
+        packed: bool,
+    ) -> Kernel:
+        """Args: gating: dtypes of weight and gates; None: not gated. keeps: if o, o_win and its lse are written."""
+        lse, win_lse = fake_stats(2)
+        o, o_win, out = fake_heads(dtype, dim, dim, dim)
+        keeps_o, keeps_win, keeps_win_lse = keeps
+        gates: tuple[Any, ...] = (None,) * 4
+        if gating is not None:
+            weight, given, o_cmp, *_ = fake_gating(dim, dtype, *gating, False)
+            gates = out, weight, given, o_cmp
+        return compile_kernel(
+            WindowCombine(dim, CUTE_DTYPES[dtype], group, slots, size, init, local, gated=gating is not None),
+            *fake_heads(dtype, dim, dim, dim),
+            fake_slots(),
+            fake(dtype, None, None, None, group, dim),
+            fake(torch.float32, None, None, None, group, aligned=False),
+            lse,
+            win_lse if keeps_win_lse else None,
+            *gates,
+            o_win if keeps_win else None,
+            o if keeps_o else None,
+            fake_tables()[0] if packed else None,
+            Int32(0),
+            Int32(0),
+            Float32(0.0),
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -205,18 +270,13 @@ class WindowCombine:
         scale: Float32,
         stream: Any,
     ):
-        load, group = cpasync.CopyBulkTensorTileG2SOp(), self.group
-        mQ_rows, mPartials = _group_rows(mQ, group), _partial_rows(mOPartial, self.slots)
-        tmas = make_tma_copies(load, self.dtype, self.dim, mQ_rows, mK, mV, mPartials)
-        tma_cmp: list[Any] = [None, None]
+        group = self.group
+        rows = [_group_rows(mQ, group), mK, mV, _partial_rows(mOPartial, self.slots)]
         if const_expr(mCmp is not None):
-            tma_cmp = make_tma_copies(load, self.dtype, self.dim, _group_rows(mCmp, group))
+            rows.append(_group_rows(mCmp, group))
+        q, k, v, partials, *cmp = make_tma_tensors(cpasync.CopyBulkTensorTileG2SOp(), self.dtype, self.dim, *rows)
         blocks = most_token_blocks(mQ.shape[1], self.size, first_token, mBounds)
-        self.kernel(
-            *tmas,
-            *tma_cmp,
-            mSlotBlocks,
-            mLsePartial,
+        outputs = Outputs(
             group_lse_heads(mLse, group),
             None if const_expr(mWinLse is None) else group_lse_heads(mWinLse, group),
             group_heads_first(mOut, group),
@@ -224,6 +284,12 @@ class WindowCombine:
             group_heads_first(mG, group),
             group_heads_first(mWin, group),
             group_heads_first(mSlc, group),
+        )
+        self.kernel(
+            TmaTensors(q, k, v, partials, None if const_expr(mCmp is None) else cmp[0]),
+            mSlotBlocks,
+            mLsePartial,
+            outputs,
             mBounds,
             mQ.shape[1],
             left,
@@ -231,8 +297,6 @@ class WindowCombine:
             scale,
             warpgroup_mma(self.dtype, TILE, SHARED, K, K),
             warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN),
-            swizzled_tiles(self.dtype, self.dim, CONSUMERS),
-            swizzled_tiles(self.dtype, self.dim, 2 * STAGES),
         ).launch(
             grid=[blocks * (self.size // self.cta_tokens), mK.shape[2], mK.shape[0]],
             block=[THREADS, 1, 1],
@@ -243,25 +307,10 @@ class WindowCombine:
     @cute.kernel
     def kernel(
         self,
-        tma_q: cute.CopyAtom,
-        mQ: cute.Tensor,  # ((G, T), D, H_kv, B), coordinates for TMA
-        tma_k: cute.CopyAtom,
-        mK: cute.Tensor,  # (N, D, H_kv, B)
-        tma_v: cute.CopyAtom,
-        mV: cute.Tensor,
-        tma_partial: cute.CopyAtom,
-        mPartials: cute.Tensor,  # ((G, T), D, n, B H_kv)
-        tma_cmp: cute.CopyAtom | None,
-        mCmp: cute.Tensor | None,  # like mQ
+        tma: TmaTensors,
         mSlotBlocks: cute.Tensor,
         mLsePartial: cute.Tensor,
-        mLse: cute.Tensor,  # [B, H_kv, T, G]
-        mWinLse: cute.Tensor | None,
-        mOut: cute.Tensor | None,  # [B, H_kv, T, G, D]
-        mW: cute.Tensor | None,
-        mG: cute.Tensor | None,  # [B, H_kv, T, G, 3]
-        mWin: cute.Tensor | None,
-        mSlc: cute.Tensor | None,
+        outputs: Outputs,
         mBounds: cute.Tensor | None,
         num_rows: Int32,
         left: Int32,
@@ -269,8 +318,6 @@ class WindowCombine:
         scale: Float32,
         mma_s: cute.TiledMma,
         mma_o: cute.TiledMma,
-        q_layout: cute.ComposedLayout,
-        ring_layout: cute.ComposedLayout,
     ):
         thread, _, _ = cute.arch.thread_idx()
         index, kv_head, batch = cute.arch.block_idx()
@@ -283,57 +330,30 @@ class WindowCombine:
         first_step = cutlass.max(at.start - first, 0) // self.step_tokens
         stop_step = cute.ceil_div(cutlass.min(at.end - first, self.cta_tokens), self.step_tokens)
         steps = (first_step, stop_step if at.end > at.start else first_step)
-        shared = self.allocate(q_layout, ring_layout)
-        gSlotBlocks = mSlotBlocks[batch, kv_head, None, None]  # int32 [T, n]
+        shared = self.allocate()
+        work = WorkTile(kv_head, batch, at, first, steps, left, mSlotBlocks[batch, kv_head, None, None])
 
         if warp_index < WARPGROUP_WARPS:  # producer
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == 0:
-                row = at.first_row + first
-                rows = [
-                    (tma_q, shared.sQ, _rows_from(mQ, row)),
-                    (tma_partial, shared.sRing, _rows_from(mPartials, row)),
-                ]
-                if const_expr(tma_cmp is not None):
-                    rows.append((tma_cmp, shared.sRing, _rows_from(mCmp, row)))
-                keys = [
-                    (atom, shared.sRing, cute.domain_offset((at.first_key, 0, 0, 0), x))
-                    for atom, x in ((tma_k, mK), (tma_v, mV))
-                ]
-                self.load(shared, rows, keys, gSlotBlocks, at, first, steps, left, kv_head, batch, mK.shape[2])
+                self.load(shared, tma, work)
         else:  # consumers
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            heads = kv_head * self.group
-            outputs = Outputs(
-                _of_cta(mSlc, batch, kv_head),
-                mLse[batch, kv_head, None, None],
-                _of_cta(mWin, batch, kv_head),
-                _of_cta(mWinLse, batch, kv_head),
-                _of_cta(mOut, batch, kv_head),
-                None if const_expr(mW is None) else cute.domain_offset((heads, 0, 0), mW),
-                _of_cta(mG, batch, kv_head),
-            )
             gLsePartial = mLsePartial[batch, kv_head, None, None]  # fp32 [T n, G]
-            self.consume(
-                shared,
-                mma_s,
-                mma_o,
-                consumer_of(thread, warp_index),
-                gSlotBlocks,
-                gLsePartial,
-                outputs,
-                at,
-                first,
-                steps,
-                left,
-                scale,
-            )
+            consumer = consumer_of(thread, warp_index)
+            self.consume(shared, mma_s, mma_o, work, gLsePartial, self.of_cta(outputs, work), scale, consumer)
 
-    @cute.jit
-    def allocate(self, q_layout: cute.ComposedLayout, ring_layout: cute.ComposedLayout) -> Shared:
+    def of_cta(self, outputs: Outputs, work: WorkTile) -> Outputs:
+        """Slice for the CTA's batch and key/value head."""
+        slices = [_of_cta(x, work.batch, work.kv_head) for x in outputs._replace(weight=None)]
+        heads, weight = work.kv_head * self.group, outputs.weight
+        return Outputs(*slices)._replace(weight=weight and cute.domain_offset((heads, 0, 0), weight))
+
+    def allocate(self) -> Shared:
         smem = SmemAllocator()
+        layouts = [swizzled_tiles(self.dtype, self.dim, count) for count in (CONSUMERS, 2 * STAGES)]
         # (TILE, D, CONSUMERS) and (TILE, D, 2 STAGES)
-        sQ, sRing = (allocate_tiles(smem, self.dtype, layout) for layout in (q_layout, ring_layout))
+        sQ, sRing = (allocate_tiles(smem, self.dtype, layout) for layout in layouts)
         # Odd row stride in words, so that lanes of different rows read one column without bank conflicts
         weights = cute.make_ordered_layout((STEP_ROWS, self.slots | 1), order=(1, 0))
         sWeights = smem.allocate_tensor(Float32, weights, 16)
@@ -371,28 +391,18 @@ class WindowCombine:
     # Producer
 
     @cute.jit
-    def load(
-        self,
-        shared: Shared,
-        rows: list[Any],  # q, partials and o_cmp: arguments of `tma_loads`
-        keys: list[Any],  # K and V
-        gSlotBlocks: cute.Tensor,
-        at: TokenBlock,
-        first: Int32,
-        steps: tuple[Int32, Int32],
-        left: Int32,
-        kv_head: Int32,
-        batch: Int32,
-        kv_heads: Int32,
-    ):
+    def load(self, shared: Shared, tma: TmaTensors, work: WorkTile):
         """Warp 0: load the operands of all steps of the CTA."""
-        load_q, load_partials = tma_loads(rows[0]), tma_loads(rows[1])
-        load_k, load_v = tma_loads(keys[0]), tma_loads(keys[1])
+        at, kv_head, batch, kv_heads = work.at, work.kv_head, work.batch, tma.k.coordinates.shape[2]
+        first_row, first_key = ((0, at.first_row + work.first), 0, 0, 0), (at.first_key, 0, 0, 0)
+        load_q = tma_loads((_from(tma.q, first_row), shared.sQ))
+        load_partials = tma_loads((_from(tma.partials, first_row), shared.sRing))
+        load_k, load_v = (tma_loads((_from(x, first_key), shared.sRing)) for x in (tma.k, tma.v))
         state, q_state = producer_state(STAGES), producer_state(1)
-        for step in cutlass.range(steps[0], steps[1], unroll=1):
-            first_token = first + step * self.step_tokens
-            tiles = self.key_tiles(first_token, left)
-            slots = self.slots_with_partials(gSlotBlocks, at, first_token)
+        for step in cutlass.range(work.steps[0], work.steps[1], unroll=1):
+            first_token = work.first + step * self.step_tokens
+            tiles = self.key_tiles(first_token, work.left)
+            slots = self.slots_with_partials(work.gSlotBlocks, at, first_token)
             barrier = producer_acquire(shared.q_ready, q_state)
             for i in range_constexpr(CONSUMERS):
                 load_q((step * CONSUMERS + i, kv_head, batch), i, barrier)
@@ -410,7 +420,7 @@ class WindowCombine:
                 state.advance()
                 slots &= slots - 1
             if const_expr(self.gated):
-                load_cmp = tma_loads(rows[2])
+                load_cmp = tma_loads((_from(tma.cmp, first_row), shared.sRing))  # type: ignore[arg-type]
                 barrier = producer_acquire(shared.ring_ready, state)
                 for i in range_constexpr(CONSUMERS):
                     load_cmp((step * CONSUMERS + i, kv_head, batch), 2 * state.index + i, barrier)
@@ -424,16 +434,13 @@ class WindowCombine:
         shared: Shared,
         mma_s: cute.TiledMma,
         mma_o: cute.TiledMma,
-        consumer: Consumer,
-        gSlotBlocks: cute.Tensor,  # [T, n]
+        work: WorkTile,
         gLsePartial: cute.Tensor,  # fp32 [T n, G]
         outputs: Outputs,
-        at: TokenBlock,
-        first: Int32,
-        steps: tuple[Int32, Int32],
-        left: Int32,
         scale: Float32,
+        consumer: Consumer,
     ):
+        at, left, gSlotBlocks = work.at, work.left, work.gSlotBlocks
         state, q_state = consumer_state(STAGES), consumer_state(1)
         sQ, sRing, sWeights, q_ready, ring_ready = shared
         tSrQ = smem_operand_a(mma_s, sQ)[None, None, None, consumer.warpgroup]  # [TILE rows, D]
@@ -448,8 +455,8 @@ class WindowCombine:
         read_rows = ldmatrix_copy(mma_o, self.dtype, consumer.thread)
         tCsRing = read_rows.partition_S(sRing)  # (., ., ., 2 STAGES)
 
-        for step in cutlass.range(steps[0], steps[1], unroll=1):
-            first_token = first + step * self.step_tokens
+        for step in cutlass.range(work.steps[0], work.steps[1], unroll=1):
+            first_token = work.first + step * self.step_tokens
             tiles = self.key_tiles(first_token, left)
             slots = self.slots_with_partials(gSlotBlocks, at, first_token)
             tile_token = first_token + consumer.warpgroup * self.tile_tokens
@@ -485,7 +492,7 @@ class WindowCombine:
             if const_expr(self.gated):
                 for r in range_constexpr(2):
                     sRow = sWarpQ[r * 8 + cute.arch.lane_idx() // QUAD, None]  # [D]
-                    rGates[None, r].store(quad_gates(outputs.gWeight, outputs.gGates, rows[r], sRow).load())
+                    rGates[None, r].store(quad_gates(outputs.weight, outputs.gates, rows[r], sRow).load())
             cute.arch.sync_warp()
             q_ready.consumer_release(q_state)
             q_state.advance()
@@ -512,8 +519,8 @@ class WindowCombine:
                 scale_row(acc_o_mn[None, r, 0, None], rInverse[r])
             rO = cute.make_rmem_tensor_like(forced.acc, self.dtype)  # 16 bits [16, D]
             rO.store(forced.acc.load().to(self.dtype))
-            self.store_rows(rO, outputs.gO, consumer, tile_token, at)
-            self.store_rows(rWin, outputs.gWin, consumer, tile_token, at)
+            self.store_rows(rO, outputs.o_slc, consumer, tile_token, at)
+            self.store_rows(rWin, outputs.o_win, consumer, tile_token, at)
             if const_expr(self.gated):
                 ring_ready.consumer_wait(state)
                 stage = 2 * state.index + consumer.warpgroup
@@ -522,7 +529,7 @@ class WindowCombine:
                 ring_ready.consumer_release(state)
                 state.advance()
                 self.gate((rX, rO, rWin), rGates, rO)
-                self.store_rows(rO, outputs.gOut, consumer, tile_token, at)
+                self.store_rows(rO, outputs.out, consumer, tile_token, at)
 
     @cute.jit
     def row(self, consumer: Consumer, r: cutlass.Constexpr[int], tile_token: Int32, at: TokenBlock) -> Row:
@@ -605,8 +612,8 @@ class WindowCombine:
             total = cute.arch.warp_reduction_sum(window.rSum[r], threads_in_group=QUAD)
             inverse = Float32(0.0) if total == 0.0 else 1.0 / total
             scale_row(acc_mn_view(window.acc)[None, r, 0, None], inverse)
-            if const_expr(outputs.gWinLse is not None):
-                _store_lse(outputs.gWinLse, rows[r], window.rMax[r], total)
+            if const_expr(outputs.win_lse is not None):
+                _store_lse(outputs.win_lse, rows[r], window.rMax[r], total)
         rWin = cute.make_rmem_tensor_like(window.acc, self.dtype)  # 16 bits [16, D]
         rWin.store(window.acc.load().to(self.dtype))
         return rWin
@@ -642,7 +649,7 @@ class WindowCombine:
                     sLaneWeights[8 * r, slot] = Float32(-1.0) if lse == -Float32.inf else weight
                     others += weight
             total = total * rescale + cute.arch.warp_reduction_sum(others, threads_in_group=QUAD)
-            _store_lse(outputs.gLse, rows[r], base, total)
+            _store_lse(outputs.lse, rows[r], base, total)
             rInverse[r] = Float32(0.0) if total == 0.0 else 1.0 / total
         cute.arch.sync_warp()
         return rInverse
@@ -703,9 +710,9 @@ def _partial_rows(mX: cute.Tensor, slots: int) -> cute.Tensor:
     return cute.make_tensor(mX.iterator, layout)
 
 
-def _rows_from(mX: cute.Tensor, row: Int32) -> cute.Tensor:
-    """((G, T), D, ., .) from row `row` of T on, which may be negative: TMA fills with zeros there."""
-    return cute.domain_offset(((0, row), 0, 0, 0), mX)
+def _from(x: TmaTensor, start: Any) -> TmaTensor:
+    """Restrict to rows or keys from a coordinate on, which may be negative: TMA fills with zeros there."""
+    return x._replace(coordinates=cute.domain_offset(start, x.coordinates))
 
 
 def _of_cta(mX: cute.Tensor | None, batch: Int32, kv_head: Int32) -> cute.Tensor | None:
@@ -759,46 +766,6 @@ class WindowBranch(NamedTuple):
         )
 
 
-@compiled_once
-def _compiled(
-    dim: int,
-    dtype: torch.dtype,
-    group: int,
-    slots: int,
-    size: int,
-    init: int,
-    local: int,
-    gating: tuple[torch.dtype | None, torch.dtype | None] | None,
-    keeps: tuple[bool, bool, bool],
-    packed: bool,
-) -> Kernel:
-    """Args: gating: dtypes of weight and gates; None: not gated. keeps: whether o, o_win and its lse are written."""
-    rows = [fake(dtype, None, None, None, dim) for _ in range(3)]
-    lse, win_lse = (fake(torch.float32, None, None, None, aligned=False) for _ in range(2))
-    o, o_win, out = (fake(dtype, None, None, None, dim) for _ in range(3))
-    keeps_o, keeps_win, keeps_win_lse = keeps
-    gates: tuple[Any, ...] = (None,) * 4
-    if gating is not None:
-        weight, given, o_cmp, *_ = fake_gating(dim, dtype, *gating, False)
-        gates = out, weight, given, o_cmp
-    return compile_kernel(
-        WindowCombine(dim, CUTE_DTYPES[dtype], group, slots, size, init, local, gated=gating is not None),
-        *rows,
-        fake_slots(),
-        fake(dtype, None, None, None, group, dim),
-        fake(torch.float32, None, None, None, group, aligned=False),
-        lse,
-        win_lse if keeps_win_lse else None,
-        *gates,
-        o_win if keeps_win else None,
-        o if keeps_o else None,
-        fake_tables()[0] if packed else None,
-        Int32(0),
-        Int32(0),
-        Float32(0.0),
-    )
-
-
 def window_combine(
     q: Tensor,
     k: Tensor,
@@ -835,7 +802,7 @@ def window_combine(
     variant = None
     if gating is not None:
         gates, variant = (gating.out, gating.gate_proj_weight, gating.gates, gating.o_cmp), gating.variant[:2]
-    run = _compiled(
+    run = WindowCombine.compile(
         q.shape[3],
         q.dtype,
         o_partial.shape[3],

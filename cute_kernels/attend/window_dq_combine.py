@@ -29,8 +29,11 @@ from torch import Tensor
 from cute_kernels.attend.backward_tiles import (
     CTA_ROWS,
     STAGES,
+    Inputs,
+    Mmas,
     SharedDQ,
-    TmaTile,
+    Stats,
+    TmaTensors,
     WorkTile,
 )
 from cute_kernels.attend.window_backward import LocalSelected, WindowDQ, WindowMask
@@ -52,17 +55,18 @@ from cute_kernels.mma.warp_specialized import (
 from cute_kernels.mma.wgmma import (
     TILE,
     WARPGROUP_THREADS,
+    TmaTensor,
     acc_coordinates,
     allocate_tiles,
     ldmatrix_copy,
-    make_tma_copies,
+    make_tma_tensors,
     producer_acquire,
     swizzled_tiles,
     tma_loads,
     tma_pipeline,
 )
 from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake, fake_heads, fake_stats
 
 SLOTS_FOR_PRODUCER, SLOTS_FOR_CONSUMERS = 3, 4
 """Named barriers, numbered after those of the epilogue: warp 1 has written which slots have partials."""
@@ -89,6 +93,30 @@ class WindowDQCombine(WindowDQ):
         super().__init__(dim, dtype, has_local=True)
         self.group, self.slots, self.partials_per_slot = group, slots, partials_per_slot
 
+    @staticmethod
+    @compiled_once
+    def compile(  # type: ignore[override]
+        dim: int,
+        dtype: torch.dtype,
+        group: int,
+        slots: int,
+        partials_per_slot: int,
+        has_cmp: bool,
+        w_dtype: torch.dtype | None,
+    ) -> Kernel:
+        return compile_kernel(
+            WindowDQCombine(dim, CUTE_DTYPES[dtype], group, slots, partials_per_slot=partials_per_slot),
+            *fake_heads(dtype, dim, dim, dim, dim),
+            *fake_stats(4),
+            fake_slots(),
+            fake(dtype, None, None, None, group, dim),
+            *fake_query_terms(dim, dtype, int(has_cmp), 1, w_dtype),
+            fake(dtype, None, None, None, dim),
+            *[Int32(0)] * 3,
+            Float32(0.0),
+            Int32(0),
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -113,30 +141,20 @@ class WindowDQCombine(WindowDQ):
         first_token: Int32,  # token index of row 0, a multiple of TILE
         stream: Any,
     ):
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        tma_cmp: list[Any] = [None, None]
-        if const_expr(mCmp is not None):
-            tma_cmp = make_tma_copies(load, self.dtype, self.dim, mCmp)
+        terms = [self.partials_of_rows(mPartial), *([] if const_expr(mCmp is None) else [mCmp])]
         self.kernel(
-            *self.tma_copies((mQ, mdO, mK, mV), (mdQ,)),
-            *make_tma_copies(load, self.dtype, self.dim, self.partials_of_rows(mPartial)),
-            *tma_cmp,
-            mLse,
-            mDelta,
-            mLocalLse,
-            mLocalDelta,
+            self.tma_tensors(mQ, mdO, mK, mV, mdQ),
+            tuple(make_tma_tensors(cpasync.CopyBulkTensorTileG2SOp(), self.dtype, self.dim, *terms)),
+            ((mLse, mDelta), (mLocalLse, mLocalDelta)),
             mSlotBlocks,
             mLogits,
             mW,
             mQ.shape[1],
             mK.shape[2],
-            left,
-            size,
-            local,
+            WindowMask(left, size, local),
             scale,
             first_token,
-            *self.operands()[:3],
-            swizzled_tiles(self.dtype, self.dim, 2 * STAGES),
+            self.mmas(),
         ).launch(
             grid=[cute.ceil_div(mQ.shape[1], CTA_ROWS), mQ.shape[2], mQ.shape[0]],
             block=[THREADS, 1, 1],
@@ -147,73 +165,42 @@ class WindowDQCombine(WindowDQ):
     @cute.kernel
     def kernel(
         self,
-        tma_q: cute.CopyAtom,
-        mQ: cute.Tensor,  # (T, D, H, B), coordinates for TMA
-        tma_do: cute.CopyAtom,
-        mdO: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        mK: cute.Tensor,
-        tma_v: cute.CopyAtom,
-        mV: cute.Tensor,
-        tma_dq: cute.CopyAtom,
-        mdQ: cute.Tensor,
-        tma_partial: cute.CopyAtom,
-        mPartial: cute.Tensor,  # (T, D, (G, n partials_per_slot), B H_kv)
-        tma_cmp: cute.CopyAtom | None,
-        mCmp: cute.Tensor | None,
-        mLse: cute.Tensor,
-        mDelta: cute.Tensor,
-        mLocalLse: cute.Tensor,
-        mLocalDelta: cute.Tensor,
+        tma: TmaTensors,
+        terms: tuple[TmaTensor, ...],  # partials, (T, D, (G, n partials_per_slot), B H_kv), and dq_cmp if any
+        branches: tuple[Stats, Stats],  # the window, LocalSelected
         mSlotBlocks: cute.Tensor,
         mLogits: cute.Tensor | None,
         mW: cute.Tensor | None,
         num_rows: Int32,
         kv_heads: Int32,
-        left: Int32,
-        size: Int32,
-        local: Int32,
+        window: WindowMask,
         scale: Float32,
         first_token: Int32,
-        mma_s: cute.TiledMma,
-        mma_dq: cute.TiledMma,
-        row_layout: cute.ComposedLayout,
-        ring_layout: cute.ComposedLayout,
+        mma: Mmas,
     ):
         thread, _, _ = cute.arch.thread_idx()
         work = WorkTile(*cute.arch.block_idx())
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        key_tiles = self.key_tiles(work, num_rows, left, first_token)
-        shared, ring = self.allocate_ring(row_layout, ring_layout)
+        inputs = Inputs(tma, branches, num_rows, self.group, scale, mma)
+        key_tiles = self.key_tiles(work, num_rows, window.left, first_token)
+        shared, ring = self.allocate_ring()
 
         if warp_index < WARPGROUP_WARPS:  # producer
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == 0:
-                state = self.load(
-                    ((tma_q, shared.sQ, mQ), (tma_do, shared.sdO, mdO)),
-                    ((tma_k, shared.sK, mK), (tma_v, shared.sV, mV)),
-                    shared,
-                    work,
-                    self.group,
-                    key_tiles,
-                )
-                cmp = None if const_expr(tma_cmp is None) else (tma_cmp, ring.sRing, mCmp)
-                self.load_terms((tma_partial, ring.sRing, mPartial), cmp, shared, ring, work, kv_heads, state)
+                state = self.load(inputs, shared, work, key_tiles)
+                self.load_terms(terms, shared, ring, work, kv_heads, state)
             elif warp_index == 1:
                 self.find_slots(mSlotBlocks, ring.sSlots, num_rows, work)
         else:  # consumers
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consumer = consumer_of(thread, warp_index)
-            branches = ((mLse, mDelta), (mLocalLse, mLocalDelta))
-            window = WindowMask(left, size, local)
-            dQ, state = self.mma(
-                shared, branches, key_tiles, window, num_rows, scale, first_token, mma_s, mma_dq, work, consumer
-            )
+            dQ, state = self.mma(inputs, shared, work, key_tiles, (window, first_token), consumer)
             dQ.store(dQ.load() * scale)
-            self.add_terms(dQ, shared, ring, mma_dq, const_expr(tma_cmp is not None), consumer, state)
+            self.add_terms(dQ, shared, ring, mma.gradients, const_expr(len(terms) > 1), consumer, state)
             if const_expr(mLogits is not None):
                 self.add_logits(dQ, mLogits, mW, num_rows, work, consumer)
-            self.epilogue(mma_dq, dQ, tma_dq, mdQ, shared.sQ, Float32(1.0), work, consumer)
+            self.epilogue(dQ, inputs._replace(scale=Float32(1.0)), shared.sQ, work, consumer)
 
     def partials_of_rows(self, mX: cute.Tensor) -> cute.Tensor:
         """View as [B H_kv, T, (G, n partials_per_slot), D]."""
@@ -226,12 +213,11 @@ class WindowDQCombine(WindowDQ):
         )
         return cute.make_tensor(mX.iterator, layout)
 
-    def allocate_ring(
-        self, row_layout: cute.ComposedLayout, ring_layout: cute.ComposedLayout
-    ) -> tuple[SharedDQ, SharedRing]:
+    def allocate_ring(self) -> tuple[SharedDQ, SharedRing]:
         smem = SmemAllocator()
         # (TILE, D, CONSUMERS) of Q and dO, (TILE, D, 2 STAGES)
-        sQ, sdO, sRing = (allocate_tiles(smem, self.dtype, layout) for layout in (row_layout, row_layout, ring_layout))
+        layouts = [swizzled_tiles(self.dtype, self.dim, count) for count in (CONSUMERS, CONSUMERS, 2 * STAGES)]
+        sQ, sdO, sRing = (allocate_tiles(smem, self.dtype, layout) for layout in layouts)
         sSlots = smem.allocate_tensor(Int32, cute.make_layout(CTA_ROWS + 1), 16)
         consumer_warps = CONSUMERS * WARPGROUP_WARPS
         rows_ready = tma_pipeline(1, consumer_warps, 2 * CONSUMERS * self.tile_bytes, defer_sync=True)
@@ -263,8 +249,7 @@ class WindowDQCombine(WindowDQ):
     @cute.jit
     def load_terms(
         self,
-        partial: TmaTile,
-        cmp: TmaTile | None,
+        terms: tuple[TmaTensor, ...],
         shared: SharedDQ,
         ring: SharedRing,
         work: WorkTile,
@@ -272,7 +257,7 @@ class WindowDQCombine(WindowDQ):
         state: Any,
     ):
         """Producer warp 0: load the terms to add to the window's dQ, one tile per consumer."""
-        load_partials, kv_head = tma_loads(partial), work.head // self.group
+        load_partials, kv_head = tma_loads((terms[0], ring.sRing)), work.head // self.group
         cute.arch.barrier(barrier_id=SLOTS_FOR_PRODUCER, number_of_threads=2 * LANES)
         slots = cute.arch.make_warp_uniform(ring.sSlots[CTA_ROWS])
         while slots != 0:
@@ -285,8 +270,8 @@ class WindowDQCombine(WindowDQ):
                     load_partials(place, state.index + i * STAGES, barrier)
                 state.advance()
             slots &= slots - 1
-        if const_expr(cmp is not None):
-            load_cmp = tma_loads(cmp)  # type: ignore[arg-type]
+        if const_expr(len(terms) > 1):
+            load_cmp = tma_loads((terms[1], ring.sRing))
             barrier = producer_acquire(shared.keys_ready, state)
             for i in range_constexpr(CONSUMERS):
                 load_cmp((work.tile * CONSUMERS + i, work.head, work.batch), state.index + i * STAGES, barrier)
@@ -381,32 +366,6 @@ class WindowQueries(NamedTuple):
         return WindowQueries(self.lse[batches, heads, rows], self.delta[batches, heads, rows], self.left)
 
 
-@compiled_once
-def _compiled(
-    dim: int,
-    dtype: torch.dtype,
-    group: int,
-    slots: int,
-    partials_per_slot: int,
-    has_cmp: bool,
-    w_dtype: torch.dtype | None,
-) -> Kernel:
-    rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
-    stats = [fake(torch.float32, None, None, None, aligned=False) for _ in range(4)]
-    return compile_kernel(
-        WindowDQCombine(dim, CUTE_DTYPES[dtype], group, slots, partials_per_slot=partials_per_slot),
-        *rows,
-        *stats,
-        fake_slots(),
-        fake(dtype, None, None, None, group, dim),
-        *fake_query_terms(dim, dtype, int(has_cmp), 1, w_dtype),
-        fake(dtype, None, None, None, dim),
-        *[Int32(0)] * 3,
-        Float32(0.0),
-        Int32(0),
-    )
-
-
 def window_dq_combine(
     worklist: Worklist,
     partial: Tensor,
@@ -432,7 +391,7 @@ def window_dq_combine(
     q, do, k, v = attended
     *_, group, dim = partial.shape
     slots, has_cmp = worklist.slot_blocks.shape[3], len(terms.branches) > 0
-    run = _compiled(dim, q.dtype, group, slots, partials_per_slot, has_cmp, terms.w_dtype).run
+    run = WindowDQCombine.compile(dim, q.dtype, group, slots, partials_per_slot, has_cmp, terms.w_dtype).run
     stats = window.lse, window.delta, *local_selected[:2]
     sizes = window.left, *local_selected[2:], scale, worklist.first_token
     run(q, do, k, v, *stats, worklist.slot_blocks, partial, *terms.arguments(1), dq, *sizes)

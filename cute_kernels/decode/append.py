@@ -24,7 +24,7 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cute_kernels.decode.pages import Lengths, Paging, fake_lengths, fake_pages, fake_table
 from cute_kernels.pool.compress import BATCH, SLICES
 from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake_heads
 
 PART_TOKENS = 64
 """New tokens per CTA; an entry belongs to the CTA of its last token."""
@@ -40,6 +40,18 @@ class AppendPages:
         self.length, self.stride = length, stride
         self.tokens, self.entries = Paging(page_size), Paging.of_entries(page_size, length, stride)
         self.lanes = max(dim, v_dim) // VECTOR
+
+    @staticmethod
+    @compiled_once
+    def compile(dims: tuple[int, int], dtype: torch.dtype, page_size: int, length: int, stride: int) -> Kernel:
+        return compile_kernel(
+            AppendPages(*dims, page_size, length, stride),
+            *fake_heads(dtype, *dims),
+            *[fake_pages(dtype, page_size, dim) for dim in dims],
+            *[fake_pages(dtype, page_size // stride, dim) for dim in dims],
+            fake_table(),
+            *fake_lengths(),
+        )
 
     @cute.jit
     def __call__(
@@ -151,15 +163,3 @@ class AppendPages:
 
     def _vector(self, gX: cute.Tensor, vector: Int32) -> cute.Tensor:
         return cute.local_tile(gX, (VECTOR,), (vector,))
-
-
-@compiled_once
-def compiled(dims: tuple[int, int], dtype: torch.dtype, page_size: int, length: int, stride: int) -> Kernel:
-    return compile_kernel(
-        AppendPages(*dims, page_size, length, stride),
-        *[fake(dtype, None, None, None, dim) for dim in dims],
-        *[fake_pages(dtype, page_size, dim) for dim in dims],
-        *[fake_pages(dtype, page_size // stride, dim) for dim in dims],
-        fake_table(),
-        *fake_lengths(),
-    )

@@ -134,6 +134,32 @@ class AttendBlocks(DecodeTiles):
         self.per_kv_head = per_kv_head
         self.block_tiles = blocks.size // KEYS
 
+    @staticmethod
+    @compiled_once
+    def compile(
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        group: int,
+        queries: int,
+        blocks: Blocks,
+        window: int,
+        page_size: int,
+        per_kv_head: int = 1,
+    ) -> Kernel:
+        kernel = AttendBlocks(*dims, CUTE_DTYPES[dtype], group, queries, blocks, window, page_size, per_kv_head)
+        return compile_kernel(
+            kernel,
+            fake(dtype, None, None, None, dims[0]),
+            *[fake_pages(dtype, page_size, dim) for dim in dims],
+            fake_table(),
+            *fake_lengths(),
+            *fake_parts(blocks),
+            fake(torch.float32, None, None, None, group, dims[1]),
+            fake(torch.float32, None, None, None, group, aligned=False),
+            Float32(0.0),
+            *[Int32(0)] * 4,
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -347,29 +373,3 @@ class AttendBlocks(DecodeTiles):
         if last < self.warp_keys - 1:
             for r in range_constexpr(2):
                 mask_after(S[None, r, 0, None], last)
-
-
-@compiled_once
-def compiled(
-    dims: tuple[int, int],
-    dtype: torch.dtype,
-    group: int,
-    queries: int,
-    blocks: Blocks,
-    window: int,
-    page_size: int,
-    per_kv_head: int = 1,
-) -> Kernel:
-    kernel = AttendBlocks(*dims, CUTE_DTYPES[dtype], group, queries, blocks, window, page_size, per_kv_head)
-    return compile_kernel(
-        kernel,
-        fake(dtype, None, None, None, dims[0]),
-        *[fake_pages(dtype, page_size, dim) for dim in dims],
-        fake_table(),
-        *fake_lengths(),
-        *fake_parts(blocks),
-        fake(torch.float32, None, None, None, group, dims[1]),
-        fake(torch.float32, None, None, None, group, aligned=False),
-        Float32(0.0),
-        *[Int32(0)] * 4,
-    )

@@ -97,6 +97,28 @@ class ChooseBlocks:
         self.starts = starts if self.tiles.reach > 0 else 0  # blocks of a chunk that start a tile
         self.head_lanes = min(LANES, THREADS >> (heads - 1).bit_length())  # lanes that sum a head's lse
 
+    @staticmethod
+    @compiled_once
+    def compile(
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        group: int,
+        queries: int,
+        blocks: Blocks,
+        page_size: int,
+        terms: int = 1,  # see ScoreEntries
+        heads: int | None = None,  # None: G
+    ) -> Kernel:
+        score = ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, blocks, page_size, terms=terms)
+        return compile_kernel(
+            ChooseBlocks(score, blocks, heads or group),
+            *fake_lengths(),
+            fake(torch.float32, None, score.cta_rows, aligned=False),
+            fake_scores(group, queries, score.tiles),
+            *fake_parts(blocks),
+            *[Int32(0)] * 2,
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -161,9 +183,10 @@ class ChooseBlocks:
             self._load(gScores, first, end, cut.tiles, rOwn, rBefore)
             if const_expr(not self.by_tile):
                 head = thread // self.head_lanes
-                group, row = divide(query * self.heads + cutlass.min(head, self.heads - 1), self.score.cta_rows)
+                query_row = query * self.score.group + first_head + cutlass.min(head, self.heads - 1)
+                group, group_row = divide(query_row, self.score.cta_rows)
                 places = self.score.splits.partials(cut, kv_head * self.score.row_groups + group)
-                lse = self._lse(mLse[None, row], places)
+                lse = self._lse(mLse[None, group_row], places)
                 if (thread % self.head_lanes == 0) & (head < padded):
                     sLse[head] = lse if head < self.heads else Float32(0.0)
             cute.arch.sync_threads()  # the row and the heads' lse are written
@@ -309,8 +332,8 @@ class ChooseBlocks:
                 first = i * at_once + place  # index among the blocks that start a tile
                 tile = start // self.tiles.blocks + first
                 if (first < self.starts) & (tile * self.tiles.blocks < end) & (tile > 0):
-                    gBehind = gScores[tile - 1, self.tiles.blocks, None]  # [heads ...]
-                    cute.autovec_copy(cute.local_tile(gBehind, (FLOATS,), (piece,)), rBefore[None, i])
+                    gBefore = gScores[tile - 1, self.tiles.blocks, None]  # [heads ...]
+                    cute.autovec_copy(cute.local_tile(gBefore, (FLOATS,), (piece,)), rBefore[None, i])
 
     @cute.jit
     def _sum_side_by_side(self, rOwn: cute.Tensor, rBefore: cute.Tensor, sLse: cute.Tensor) -> Float32:
@@ -343,28 +366,6 @@ class ChooseBlocks:
     def _share(self, rHeads: cute.Tensor, lse: cute.Tensor, head: int) -> Float32:
         """Contribution of a head to a block's score."""
         return rHeads[head] if self.by_tile else cute.math.exp2(rHeads[head] - lse[head], fastmath=True)
-
-
-@compiled_once
-def compiled(
-    dims: tuple[int, int],
-    dtype: torch.dtype,
-    group: int,
-    queries: int,
-    blocks: Blocks,
-    page_size: int,
-    terms: int = 1,  # see ScoreEntries
-    heads: int | None = None,  # None: G
-) -> Kernel:
-    score = ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, blocks, page_size, terms=terms)
-    return compile_kernel(
-        ChooseBlocks(score, blocks, heads or group),
-        *fake_lengths(),
-        fake(torch.float32, None, score.cta_rows, aligned=False),
-        fake_scores(group, queries, score.tiles),
-        *fake_parts(blocks),
-        *[Int32(0)] * 2,
-    )
 
 
 def fake_parts(blocks: Blocks) -> tuple[Any, Any]:

@@ -62,6 +62,39 @@ class CombineBranches:
         self.rows = self.threads // self.lanes
         self.v_dim = v_dim
 
+    @staticmethod
+    @compiled_once
+    def compile(
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        group: int,
+        queries: int,
+        blocks: Blocks,
+        page_size: int,
+        w_dtype: torch.dtype | None,
+        g_dtype: torch.dtype | None,
+        shape: Shape = FEW_HEADS,
+        terms: int = 1,  # see ScoreEntries
+        select_heads: int | None = None,  # None: G
+    ) -> Kernel:
+        dim, v_dim = dims
+        score = ScoreEntries(dim, v_dim, CUTE_DTYPES[dtype], group, queries, blocks, page_size, terms=terms)
+        heads = select_heads or group
+        return compile_kernel(
+            CombineBranches(score, dim, v_dim, shape, heads),
+            *fake_lengths(),
+            fake(torch.int8, None, aligned=False),
+            fake(torch.float32, None, score.cta_rows, v_dim),
+            fake(torch.float32, None, score.cta_rows, aligned=False),
+            *fake_block_partials(heads, v_dim),
+            *((None, None) if heads == group else fake_block_partials(group, v_dim)),
+            None if w_dtype is None else fake(dtype, None, None, None, dim),
+            None if w_dtype is None else fake(w_dtype, None, BRANCHES, dim),
+            None if g_dtype is None else fake(g_dtype, None, None, None, BRANCHES, aligned=False),
+            fake(dtype, None, None, None, v_dim),
+            *[Int32(0)] * 2,
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -142,9 +175,10 @@ class CombineBranches:
         if is_new:
             # Partials, `rows` at a time
             if branch == 0:
-                group, row_in_group = divide(query * self.group + head_in_group, self.score.cta_rows)
+                query_row = query * self.group + head_in_group
+                group, group_row = divide(query_row, self.score.cta_rows)
                 partials = self.score.splits.partials(cut, kv_head * self.score.row_groups + group)
-                gCmp = mCmpO[None, row_in_group, None], mCmpLse[None, row_in_group]  # fp32 [partials, D_v], [partials]
+                gCmp = mCmpO[None, group_row, None], mCmpLse[None, group_row]  # fp32 [partials, D_v], [partials]
                 self._sum(*gCmp, partials, row, lane, branch, sO, sMax, sSum)
             elif branch == 1:
                 partials = Partials(Int32(0), selected_parts)
@@ -247,39 +281,6 @@ class CombineBranches:
             rSum.store(rSum.load() + rPart.load() * weight)
         inverse = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
         rO.store(rSum.load() * inverse)
-
-
-@compiled_once
-def compiled(
-    dims: tuple[int, int],
-    dtype: torch.dtype,
-    group: int,
-    queries: int,
-    blocks: Blocks,
-    page_size: int,
-    w_dtype: torch.dtype | None,
-    g_dtype: torch.dtype | None,
-    shape: Shape = FEW_HEADS,
-    terms: int = 1,  # see ScoreEntries
-    select_heads: int | None = None,  # None: G
-) -> Kernel:
-    dim, v_dim = dims
-    score = ScoreEntries(dim, v_dim, CUTE_DTYPES[dtype], group, queries, blocks, page_size, terms=terms)
-    heads = select_heads or group
-    return compile_kernel(
-        CombineBranches(score, dim, v_dim, shape, heads),
-        *fake_lengths(),
-        fake(torch.int8, None, aligned=False),
-        fake(torch.float32, None, score.cta_rows, v_dim),
-        fake(torch.float32, None, score.cta_rows, aligned=False),
-        *fake_block_partials(heads, v_dim),
-        *((None, None) if heads == group else fake_block_partials(group, v_dim)),
-        None if w_dtype is None else fake(dtype, None, None, None, dim),
-        None if w_dtype is None else fake(w_dtype, None, BRANCHES, dim),
-        None if g_dtype is None else fake(g_dtype, None, None, None, BRANCHES, aligned=False),
-        fake(dtype, None, None, None, v_dim),
-        *[Int32(0)] * 2,
-    )
 
 
 def fake_block_partials(heads: int, v_dim: int) -> tuple[Any, Any]:

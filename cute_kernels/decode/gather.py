@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cute_kernels.decode.pages import Paging, fake_pages, fake_table
 from cute_kernels.pool.documents import BATCH, COPY_THREADS, document_at
-from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake, fake_heads
 
 ROWS = 16
 """Rows per CTA."""
@@ -37,6 +37,19 @@ class GatherPages:
 
     def __init__(self, paging: Paging) -> None:
         self.paging = paging
+
+    @staticmethod
+    @compiled_once
+    def compile(dims: tuple[int, int], dtype: torch.dtype, slots: int, lag: int) -> Kernel:
+        pages = [fake_pages(dtype, slots, dim) for dim in dims]
+        places = fake(torch.int32, 3, None, aligned=False)
+        return compile_kernel(
+            GatherPages(Paging(slots, lag)),
+            *pages,
+            fake_table(),
+            places,
+            *fake_heads(dtype, *dims),
+        )
 
     @cute.jit
     def __call__(
@@ -96,19 +109,6 @@ class GatherPages:
                     cute.autovec_copy(rX[None, i], cute.local_tile(mX[0, row, head, None], (VECTOR,), (vector,)))
 
 
-@compiled_once
-def _compiled(dims: tuple[int, int], dtype: torch.dtype, slots: int, lag: int) -> Kernel:
-    pages = [fake_pages(dtype, slots, dim) for dim in dims]
-    places = fake(torch.int32, 3, None, aligned=False)
-    return compile_kernel(
-        GatherPages(Paging(slots, lag)),
-        *pages,
-        fake_table(),
-        places,
-        *[fake(dtype, None, None, None, dim) for dim in dims],
-    )
-
-
 def gather_pages(
     k_pages: Tensor, v_pages: Tensor, block_table: Tensor, places: Tensor, rows: int, *, lag: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -122,5 +122,5 @@ def gather_pages(
     slots, dims = k_pages.shape[1], (k_pages.shape[3], v_pages.shape[3])
     k, v = (torch.empty((1, rows, *x.shape[2:]), dtype=x.dtype, device=x.device) for x in (k_pages, v_pages))
     if rows > 0:
-        _compiled(dims, k.dtype, slots, lag).run(k_pages, v_pages, block_table, places, k, v)
+        GatherPages.compile(dims, k.dtype, slots, lag).run(k_pages, v_pages, block_table, places, k, v)
     return k, v

@@ -126,6 +126,33 @@ class ScoreEntries(DecodeTiles):
         self.tiles, self.weights = ScoreTiles.of(blocks), overlap_weights(blocks)
         self.splits = Splits(self.keys, self.tiles.entries)
 
+    @staticmethod
+    @compiled_once
+    def compile(
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        group: int,
+        queries: int,
+        blocks: Blocks,
+        page_size: int,
+        ctas_per_sm: int = 2,
+        terms: int = 1,
+    ) -> Kernel:
+        kernel = ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, blocks, page_size, ctas_per_sm, terms)
+        slots = page_size // blocks.stride
+        return compile_kernel(
+            kernel,
+            fake(dtype, None, None, None, dims[0]),
+            *[fake_pages(dtype, slots, dim) for dim in dims],
+            fake_table(),
+            *fake_lengths(),
+            fake(torch.float32, None, kernel.cta_rows, dims[1]),
+            fake(torch.float32, None, kernel.cta_rows, aligned=False),
+            fake_scores(group, queries, kernel.tiles),
+            Float32(0.0),
+            Int32(0),
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -277,33 +304,6 @@ class ScoreEntries(DecodeTiles):
 
 
 NO_TILE = (1 << 31) - 1
-
-
-@compiled_once
-def compiled(
-    dims: tuple[int, int],
-    dtype: torch.dtype,
-    group: int,
-    queries: int,
-    blocks: Blocks,
-    page_size: int,
-    ctas_per_sm: int = 2,
-    terms: int = 1,
-) -> Kernel:
-    kernel = ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, blocks, page_size, ctas_per_sm, terms)
-    slots = page_size // blocks.stride
-    return compile_kernel(
-        kernel,
-        fake(dtype, None, None, None, dims[0]),
-        *[fake_pages(dtype, slots, dim) for dim in dims],
-        fake_table(),
-        *fake_lengths(),
-        fake(torch.float32, None, kernel.cta_rows, dims[1]),
-        fake(torch.float32, None, kernel.cta_rows, aligned=False),
-        fake_scores(group, queries, kernel.tiles),
-        Float32(0.0),
-        Int32(0),
-    )
 
 
 def fake_scores(group: int, queries: int, tiles: ScoreTiles) -> Any:

@@ -92,9 +92,9 @@ class Splits:
             if start + lane < sequences:
                 tiles = self.tiles(lengths.tokens(start + lane))
             end = seen + prefix_sum(tiles * heads)
-            behind = cute.arch.vote_ballot_sync(end > tile)
-            if (row.tiles == 0) & (behind != 0):
-                source = lowest_bit(behind)
+            past = cute.arch.vote_ballot_sync(end > tile)  # lanes whose sequence ends after the tile
+            if (row.tiles == 0) & (past != 0):
+                source = lowest_bit(past)
                 of_row = cute.arch.shuffle_sync(tiles, source)
                 first = cute.arch.shuffle_sync(end, source) - of_row * heads
                 head = (tile - first) // of_row

@@ -25,7 +25,7 @@ from cute_kernels.decode.pages import Lengths, fake_lengths
 from cute_kernels.decode.score import TERMS
 from cute_kernels.mma.warp import divide
 from cute_kernels.runtime.device import vectorizable
-from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake, fake_heads
 from cute_kernels.select.tile import TermScales
 
 THREADS = 128
@@ -46,6 +46,14 @@ class SumQueries:
     def __init__(self, dim: int, dtype: Any, tile: int) -> None:
         self.vectors, self.tile = dim // VECTOR, tile
         self.term_scale = TermScales.of(dtype).later
+
+    @staticmethod
+    @compiled_once
+    def compile(dim: int, dtype: torch.dtype, tile: int) -> Kernel:
+        queries, rows = fake_heads(dtype, dim, dim)
+        return compile_kernel(
+            SumQueries(dim, CUTE_DTYPES[dtype], tile), queries, fake_sums(dim), *fake_lengths(), rows, fake_sums(dim)
+        )
 
     @cute.jit
     def __call__(
@@ -103,6 +111,11 @@ class KeepSums:
     def __init__(self, dim: int, tile: int) -> None:
         self.vectors, self.tile = dim // VECTOR, tile
 
+    @staticmethod
+    @compiled_once
+    def compile(dim: int, tile: int) -> Kernel:
+        return compile_kernel(KeepSums(dim, tile), fake_sums(dim), fake_sums(dim), *fake_lengths())
+
     @cute.jit
     def __call__(
         self,
@@ -132,19 +145,6 @@ class KeepSums:
                 cute.autovec_copy(rSum, cute.local_tile(mKept[batch, inside, head, None], (VECTOR,), (vector,)))
 
 
-@compiled_once
-def sum_kernel(dim: int, dtype: torch.dtype, tile: int) -> Kernel:
-    queries, rows = (fake(dtype, None, None, None, dim) for _ in range(2))
-    return compile_kernel(
-        SumQueries(dim, CUTE_DTYPES[dtype], tile), queries, fake_sums(dim), *fake_lengths(), rows, fake_sums(dim)
-    )
-
-
-@compiled_once
-def keep_kernel(dim: int, tile: int) -> Kernel:
-    return compile_kernel(KeepSums(dim, tile), fake_sums(dim), fake_sums(dim), *fake_lengths())
-
-
 def fake_sums(dim: int) -> Any:
     return fake(torch.float32, None, None, None, dim)
 
@@ -154,11 +154,11 @@ def sum_queries(q: Tensor, kept: Tensor, lengths: LengthTensors, tile: int) -> S
     batch, queries, heads, dim = q.shape
     rows = q.new_empty((batch, queries, heads * TERMS, dim))
     sums = q.new_empty(q.shape, dtype=torch.float32)
-    keep_kernel(dim, tile)  # compile before any sum of the step is stored
-    sum_kernel(dim, q.dtype, tile).run(vectorizable(q), kept, *lengths[:2], rows, sums)
+    KeepSums.compile(dim, tile).compile_ahead()  # before any sum of the step is stored
+    SumQueries.compile(dim, q.dtype, tile).run(vectorizable(q), kept, *lengths[:2], rows, sums)
     return Sums(rows, sums)
 
 
 def keep_sums(sums: Tensor, kept: Tensor, lengths: LengthTensors, tile: int) -> None:
     """Write a step's sums `[B,N_q,H,D]` to the cache's; lengths are those before the step."""
-    keep_kernel(sums.shape[-1], tile).run(sums, kept, *lengths[:2])
+    KeepSums.compile(sums.shape[-1], tile).run(sums, kept, *lengths[:2])

@@ -33,7 +33,7 @@ from torch import Tensor
 from cute_kernels.gate.forward import BRANCHES, THREADS, lanes_per_row, partial_dot
 from cute_kernels.gate.partials import sum_partials
 from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake, fake_heads, fake_stats
 
 CHUNK = 256
 """Rows per chunk are a multiple of this."""
@@ -52,6 +52,29 @@ class GateGradients:
         self.dim, self.vectors, self.v_vectors = dim, dim // VECTOR, v_dim // VECTOR
         self.lanes = lanes_per_row(self.vectors, self.v_vectors)
         self.rows = THREADS // self.lanes
+
+    @staticmethod
+    @compiled_once
+    def compile(
+        dim: int, v_dim: int, dtype: torch.dtype, g_dtype: torch.dtype | None, projected: bool, packed: bool
+    ) -> Kernel:
+        def gates(gate_dtype: torch.dtype | None) -> Any:
+            return None if gate_dtype is None else fake(gate_dtype, None, None, None, 3, aligned=False)
+
+        given = g_dtype is not None and not projected
+        return compile_kernel(
+            GateGradients(dim, v_dim),
+            fake(dtype, None, None, None, dim) if projected else None,
+            gates(g_dtype),
+            fake(torch.int32, None, aligned=False) if packed else None,
+            *fake_heads(dtype, v_dim, v_dim, v_dim, v_dim),
+            *fake_stats(3),
+            *[fake(torch.float32, 3, None, None, None, aligned=False) for _ in range(2)],
+            gates(torch.float32 if projected else g_dtype),
+            fake(torch.float32, None, None, 3, dim, aligned=False) if projected else None,
+            *(fake_heads(dtype, v_dim, v_dim, v_dim) if given else [None] * 3),
+            Int32(0),
+        )
 
     @cute.jit
     def __call__(
@@ -240,35 +263,6 @@ class GateResults:
     """fp32 `[H,3,D]`, gradient of the projection."""
 
 
-@compiled_once
-def _compiled(
-    dim: int, v_dim: int, dtype: torch.dtype, g_dtype: torch.dtype | None, projected: bool, packed: bool
-) -> Kernel:
-    def values() -> Any:
-        return fake(dtype, None, None, None, v_dim)
-
-    def stats() -> Any:
-        return fake(torch.float32, None, None, None, aligned=False)
-
-    def gates(gate_dtype: torch.dtype | None) -> Any:
-        return None if gate_dtype is None else fake(gate_dtype, None, None, None, 3, aligned=False)
-
-    given = g_dtype is not None and not projected
-    return compile_kernel(
-        GateGradients(dim, v_dim),
-        fake(dtype, None, None, None, dim) if projected else None,
-        gates(g_dtype),
-        fake(torch.int32, None, aligned=False) if packed else None,
-        *[values() for _ in range(4)],
-        *[stats() for _ in range(3)],
-        *[fake(torch.float32, 3, None, None, None, aligned=False) for _ in range(2)],
-        gates(torch.float32 if projected else g_dtype),
-        fake(torch.float32, None, None, 3, dim, aligned=False) if projected else None,
-        *[values() if given else None for _ in range(3)],
-        Int32(0),
-    )
-
-
 def gate_gradients(
     do: Tensor,
     outputs: Sequence[Tensor],
@@ -314,7 +308,7 @@ def gate_gradients(
         partial = torch.empty(shape, dtype=torch.float32, device=device)
     if do.numel() > 0:
         g_dtype = None if gates is None else gates.dtype
-        run = _compiled(dim, v_dim, do.dtype, g_dtype, projected, rows is not None).run
+        run = GateGradients.compile(dim, v_dim, do.dtype, g_dtype, projected, rows is not None).run
         run(
             q if projected else None,
             gates,

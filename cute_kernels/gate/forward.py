@@ -30,7 +30,7 @@ from cutlass import Boolean, Float32, const_expr, range_constexpr
 from torch import Tensor
 
 from cute_kernels.mma.warp import LOG2_E
-from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake, fake_heads
 
 THREADS = 128
 
@@ -84,7 +84,7 @@ def fake_gating(
     """`Gating.arguments` to compile with. Args: dim, dtype: of the rows. The rest is `Gating.variant`."""
     weight = None if w_dtype is None else fake(w_dtype, None, 3, dim)
     gates = None if g_dtype is None else fake(g_dtype, None, None, None, 3, aligned=False)
-    o_cmp, o_win, o_slc = (fake(dtype, None, None, None, dim) for _ in range(3))
+    o_cmp, o_win, o_slc = fake_heads(dtype, dim, dim, dim)
     return weight, gates, o_cmp, o_win, o_slc if keeps else None
 
 
@@ -149,6 +149,18 @@ class GatedSum:
         self.vectors, self.v_vectors = dim // VECTOR, v_dim // VECTOR
         self.lanes = lanes_per_row(self.vectors, self.v_vectors)
         self.rows = THREADS // self.lanes
+
+    @staticmethod
+    @compiled_once
+    def compile(
+        dim: int, v_dim: int, dtype: torch.dtype, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, packed: bool
+    ) -> Kernel:
+        q = fake(dtype, None, None, None, dim) if w_dtype is not None else None
+        w = fake(w_dtype, None, 3, dim) if w_dtype is not None else None
+        gates = fake(g_dtype, None, None, None, 3, aligned=False) if g_dtype is not None else None
+        rows = fake(torch.int32, None, aligned=False) if packed else None
+        outputs = fake_heads(dtype, v_dim, v_dim, v_dim, v_dim)
+        return compile_kernel(GatedSum(dim, v_dim), q, w, gates, rows, *outputs)
 
     @cute.jit
     def __call__(
@@ -233,18 +245,6 @@ class GatedSum:
             cute.autovec_copy(weighted_sum(rO, rG), cute.local_tile(mOut[batch, token, head, None], (VECTOR,), (lane,)))
 
 
-@compiled_once
-def _compiled(
-    dim: int, v_dim: int, dtype: torch.dtype, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, packed: bool
-) -> Kernel:
-    q = fake(dtype, None, None, None, dim) if w_dtype is not None else None
-    w = fake(w_dtype, None, 3, dim) if w_dtype is not None else None
-    gates = fake(g_dtype, None, None, None, 3, aligned=False) if g_dtype is not None else None
-    rows = fake(torch.int32, None, aligned=False) if packed else None
-    outputs = [fake(dtype, None, None, None, v_dim) for _ in range(4)]
-    return compile_kernel(GatedSum(dim, v_dim), q, w, gates, rows, *outputs)
-
-
 def gated_sum(
     o_cmp: Tensor,
     o_slc: Tensor,
@@ -270,7 +270,7 @@ def gated_sum(
     if gate_proj_weight is not None:
         gates = torch.empty((*q.shape[:-1], 3), dtype=torch.float32, device=q.device)
     if out.numel() > 0:
-        run = _compiled(
+        run = GatedSum.compile(
             q.shape[-1],
             out.shape[-1],
             out.dtype,

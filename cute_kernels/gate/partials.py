@@ -34,6 +34,11 @@ UNROLLED = 4
 class AddPartials:
     """Sum of 128 elements per CTA."""
 
+    @staticmethod
+    @compiled_once
+    def compile() -> Kernel:
+        return compile_kernel(AddPartials(), fake(torch.float32, None, None), fake(torch.float32, None))
+
     @cute.jit
     def __call__(
         self,
@@ -69,16 +74,11 @@ class AddPartials:
             cute.autovec_copy(rSum, cute.local_tile(mSum, (FLOATS,), (column,)))
 
 
-@compiled_once
-def _compiled() -> Kernel:
-    return compile_kernel(AddPartials(), fake(torch.float32, None, None), fake(torch.float32, None))
-
-
 def sum_partials(partials: Tensor) -> Tensor:
     """Sum fp32 partials `[partials,...]` over the first dimension; each contiguous, with at least one element."""
     if len(partials) == 1:
         return partials[0]
     rows = partials.flatten(1)
     total = torch.empty((rows.shape[1],), dtype=torch.float32, device=partials.device)
-    _compiled().run(rows, total)
+    AddPartials.compile().run(rows, total)
     return total.view(partials.shape[1:])

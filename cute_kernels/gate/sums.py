@@ -66,6 +66,16 @@ class QueryGradients:
         self.lanes = lanes_per_row(self.vectors)
         self.rows = THREADS // self.lanes
 
+    @staticmethod
+    @compiled_once
+    def compile(dim: int, dtype: torch.dtype, terms: int, w_dtype: torch.dtype | None, packed: bool) -> Kernel:
+        return compile_kernel(
+            QueryGradients(dim),
+            fake(dtype, None, None, None, dim),
+            *fake_query_terms(dim, dtype, terms, BRANCHES, w_dtype),
+            fake_rows() if packed else None,
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -129,6 +139,24 @@ class KeyGradients:
         self.vectors, self.v_vectors, self.keys = dim // VECTOR, v_dim // VECTOR, keys
         self.lanes = lanes_per_row(self.vectors, self.v_vectors)
         self.rows = THREADS // self.lanes
+
+    @staticmethod
+    @compiled_once
+    def compile(
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        terms: int,
+        keys: Keys | None,
+        packed: bool,
+        out_dtype: torch.dtype | None = None,
+    ) -> Kernel:
+        tensors: list[Any] = []
+        for dim in dims:
+            entries = None if keys is None else fake(torch.float32, None, None, None, dim)
+            out = fake(out_dtype or dtype, None, None, None, dim)
+            tensors += [out, *_fake_terms(terms, TOKEN_BRANCHES, dtype, dim), entries]
+        tables = (fake_rows(), fake_tables()[0]) if packed else (None, None)
+        return compile_kernel(KeyGradients(*dims, keys or Keys()), *tensors, *tables)
 
     @cute.jit
     def __call__(
@@ -223,34 +251,6 @@ class KeyGradients:
             cute.autovec_copy(rDx, cute.local_tile(mDx[batch, token, head, None], (VECTOR,), (lane,)))
 
 
-@compiled_once
-def _queries(dim: int, dtype: torch.dtype, terms: int, w_dtype: torch.dtype | None, packed: bool) -> Kernel:
-    return compile_kernel(
-        QueryGradients(dim),
-        fake(dtype, None, None, None, dim),
-        *fake_query_terms(dim, dtype, terms, BRANCHES, w_dtype),
-        fake_rows() if packed else None,
-    )
-
-
-@compiled_once
-def _keys(
-    dims: tuple[int, int],
-    dtype: torch.dtype,
-    terms: int,
-    keys: Keys | None,
-    packed: bool,
-    out_dtype: torch.dtype | None = None,
-) -> Kernel:
-    tensors: list[Any] = []
-    for dim in dims:
-        entries = None if keys is None else fake(torch.float32, None, None, None, dim)
-        out = fake(out_dtype or dtype, None, None, None, dim)
-        tensors += [out, *_fake_terms(terms, TOKEN_BRANCHES, dtype, dim), entries]
-    tables = (fake_rows(), fake_tables()[0]) if packed else (None, None)
-    return compile_kernel(KeyGradients(*dims, keys or Keys()), *tensors, *tables)
-
-
 def _fake_terms(terms: int, parameters: int, dtype: torch.dtype, dim: int) -> tuple[Any, ...]:
     """Terms to compile with, and None for the kernel's other parameters."""
     return tuple(fake(dtype, None, None, None, dim) if i < terms else None for i in range(parameters))
@@ -307,7 +307,9 @@ def query_gradients(dq: Tensor, terms: QueryTerms, *, documents: Documents | Non
     """
     if dq.numel() > 0:
         rows = None if documents is None else documents.rows
-        run = _queries(dq.shape[-1], dq.dtype, len(terms.branches), terms.w_dtype, documents is not None).run
+        run = QueryGradients.compile(
+            dq.shape[-1], dq.dtype, len(terms.branches), terms.w_dtype, documents is not None
+        ).run
         run(dq, *terms.arguments(BRANCHES), rows)
 
 
@@ -336,6 +338,6 @@ def key_gradients(
         dtype = k_terms[0].dtype if k_terms else dk.dtype
         summed = None if entries is None else keys
         out_dtype = None if dk.dtype == dtype else dk.dtype
-        run = _keys(dims, dtype, len(k_terms), summed, documents is not None, out_dtype).run
+        run = KeyGradients.compile(dims, dtype, len(k_terms), summed, documents is not None, out_dtype).run
         dk_cmp, dv_cmp = entries or (None, None)
         run(dk, *_pad(k_terms, TOKEN_BRANCHES), dk_cmp, dv, *_pad(v_terms, TOKEN_BRANCHES), dv_cmp, *tables)

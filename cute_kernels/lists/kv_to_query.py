@@ -55,6 +55,12 @@ class TileBits:
     def __init__(self, size: int, *, entries: bool) -> None:
         self.size, self.entries = size, entries
 
+    @staticmethod
+    @compiled_once
+    def compile(size: int, *, entries: bool, packed: bool) -> Kernel:
+        tensors = [fake(torch.int32, None, None, None, None, aligned=False) for _ in range(2)]
+        return compile_kernel(TileBits(size, entries=entries), *tensors, *(fake_tables() if packed else (None, None)))
+
     @cute.jit
     def __call__(
         self,
@@ -113,6 +119,13 @@ class TransposedLists:
     def __init__(self, keys: Keys, size: int, width: int, rows: int) -> None:
         self.keys, self.size, self.width, self.rows = keys, size, width, rows
         self.exact = size % width == 0
+
+    @staticmethod
+    @compiled_once
+    def compile(keys: Keys, size: int, width: int, rows: int, *, shifted: bool) -> Kernel:
+        bits = fake(torch.int32, None, None, None, None, aligned=False)
+        shifts = fake_rows() if shifted else None
+        return compile_kernel(TransposedLists(keys, size, width, rows), bits, *fake_lists(), shifts, *[Int32(0)] * 4)
 
     @cute.jit
     def __call__(
@@ -226,6 +239,12 @@ class TransposedPrefixLists:
     def __init__(self, keys: Keys, width: int, rows: int) -> None:
         self.keys, self.width, self.rows = keys, width, rows
 
+    @staticmethod
+    @compiled_once
+    def compile(keys: Keys, width: int, rows: int, *, packed: bool) -> Kernel:
+        bounds = fake_tables()[0] if packed else None
+        return compile_kernel(TransposedPrefixLists(keys, width, rows), *fake_lists(), bounds, *[Int32(0)] * 2)
+
     @cute.jit
     def __call__(
         self,
@@ -281,25 +300,6 @@ class TransposedPrefixLists:
                 mFullCount[0, 0, block] = fulls
 
 
-@compiled_once
-def _bits(size: int, *, entries: bool, packed: bool) -> Kernel:
-    tensors = [fake(torch.int32, None, None, None, None, aligned=False) for _ in range(2)]
-    return compile_kernel(TileBits(size, entries=entries), *tensors, *(fake_tables() if packed else (None, None)))
-
-
-@compiled_once
-def _transposed(keys: Keys, size: int, width: int, rows: int, *, shifted: bool) -> Kernel:
-    bits = fake(torch.int32, None, None, None, None, aligned=False)
-    shifts = fake_rows() if shifted else None
-    return compile_kernel(TransposedLists(keys, size, width, rows), bits, *fake_lists(), shifts, *[Int32(0)] * 4)
-
-
-@compiled_once
-def _prefix(keys: Keys, width: int, rows: int, *, packed: bool) -> Kernel:
-    bounds = fake_tables()[0] if packed else None
-    return compile_kernel(TransposedPrefixLists(keys, width, rows), *fake_lists(), bounds, *[Int32(0)] * 2)
-
-
 def tile_bits(
     indices: Tensor, *, size: int, num_keys: int, entries: bool, documents: Documents | None = None
 ) -> Tensor:
@@ -318,7 +318,7 @@ def tile_bits(
     bits = torch.zeros(shape, dtype=torch.int32, device=indices.device)
     if indices.numel() > 0:
         tables: tuple[Any, Any] = (None, None) if documents is None else (documents.bounds, documents.tiles)
-        _bits(size, entries=entries, packed=documents is not None).run(indices, bits, *tables)
+        TileBits.compile(size, entries=entries, packed=documents is not None).run(indices, bits, *tables)
     return bits
 
 
@@ -365,7 +365,7 @@ def transposed_lists(
     if mask_count.numel() > 0:
         if first_row > 0:
             shifts = torch.full((tiles + first_tile,), first_row, dtype=torch.int32, device=bits.device)
-        run = _transposed(keys, size, width, rows, shifted=shifts is not None).run
+        run = TransposedLists.compile(keys, size, width, rows, shifted=shifts is not None).run
         run(bits, mask_count, mask_index, full_count, full_index, shifts, num_keys, num_rows, blocks.start, first_tile)
     return BlockLists(
         mask_count, mask_index, full_count, full_index, rows, width, None if exact else bits, 0 if exact else size
@@ -400,7 +400,7 @@ def transposed_prefix_lists(
     mask_count, full_count, mask_index, full_index = _lists(device, (1, 1, blocks), crossing, tiles)
     if batch * heads * tiles * blocks > 0:
         bounds = None if documents is None else documents.bounds
-        run = _prefix(keys, width, rows, packed=documents is not None).run
+        run = TransposedPrefixLists.compile(keys, width, rows, packed=documents is not None).run
         run(mask_count, mask_index, full_count, full_index, bounds, num_keys, num_rows)
     return _for_all_heads((mask_count, mask_index, full_count, full_index), batch, heads, rows, width)
 

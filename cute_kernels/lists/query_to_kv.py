@@ -93,6 +93,18 @@ class ChosenLists:
         self.keys, self.width, self.rows, self.entries = keys, width, rows, entries
         self.parts = size // width  # listed blocks per selected block
 
+    @staticmethod
+    @compiled_once
+    def compile(keys: Keys, size: int, width: int, rows: int, *, entries: bool, packed: bool) -> Kernel:
+        indices = fake(torch.int32, None, None, None, None, aligned=False)
+        return compile_kernel(
+            ChosenLists(keys, size, width, rows, entries=entries),
+            indices,
+            *fake_lists(),
+            *(fake_tables() if packed else (None, None)),
+            *[Int32(0)] * 3,
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -182,6 +194,16 @@ class PrefixLists:
     def __init__(self, keys: Keys, width: int, rows: int, tile: int | None) -> None:
         self.keys, self.width, self.rows, self.tile = keys, width, rows, tile
 
+    @staticmethod
+    @compiled_once
+    def compile(keys: Keys, width: int, rows: int, tile: int | None) -> Kernel:
+        return compile_kernel(
+            PrefixLists(keys, width, rows, tile),
+            *fake_lists(),
+            *((None, None) if tile is None else fake_tables()),
+            *[Int32(0)] * 3,
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -249,28 +271,6 @@ def fake_lists() -> list[Any]:
     return [fake(torch.int32, *[None] * dims, aligned=False) for dims in (3, 4, 3, 4)]
 
 
-@compiled_once
-def _chosen(keys: Keys, size: int, width: int, rows: int, *, entries: bool, packed: bool) -> Kernel:
-    indices = fake(torch.int32, None, None, None, None, aligned=False)
-    return compile_kernel(
-        ChosenLists(keys, size, width, rows, entries=entries),
-        indices,
-        *fake_lists(),
-        *(fake_tables() if packed else (None, None)),
-        *[Int32(0)] * 3,
-    )
-
-
-@compiled_once
-def _prefix(keys: Keys, width: int, rows: int, tile: int | None) -> Kernel:
-    return compile_kernel(
-        PrefixLists(keys, width, rows, tile),
-        *fake_lists(),
-        *((None, None) if tile is None else fake_tables()),
-        *[Int32(0)] * 3,
-    )
-
-
 def chosen_lists(
     indices: Tensor,
     heads: int,
@@ -304,7 +304,7 @@ def chosen_lists(
     listed = ((batch, heads, tiles, places), (heads * tiles * places, tiles * places, places, 1), counts[2] * places)
     mask_count, full_count, mask_index, full_index = int32_tensors(indices.device, counts, counts, listed, listed)
     if mask_count.numel() > 0:
-        run = _chosen(keys, size, width, rows, entries=entries, packed=documents is not None).run
+        run = ChosenLists.compile(keys, size, width, rows, entries=entries, packed=documents is not None).run
         tables: tuple[Any, Any] = (None, None) if documents is None else (documents.bounds, documents.tiles)
         run(indices, mask_count, mask_index, full_count, full_index, *tables, num_keys, rows_from, rows_to)
     return BlockLists(mask_count, mask_index, full_count, full_index, rows, width)
@@ -341,7 +341,7 @@ def prefix_lists(
     mask_count, full_count, mask_index, full_index = int32_tensors(device, counts, counts, mask, full)
     if mask_count.numel() > 0 and blocks > 0:
         tables: tuple[Any, Any] = (None, None) if documents is None else (documents.bounds, documents.tiles)
-        run = _prefix(keys, width, rows, None if documents is None else documents.tile).run
+        run = PrefixLists.compile(keys, width, rows, None if documents is None else documents.tile).run
         run(mask_count, mask_index, full_count, full_index, *tables, num_keys, rows_from, rows_to)
     return BlockLists(mask_count, mask_index, full_count, full_index, rows, width)
 

@@ -43,6 +43,11 @@ def block_coordinates(block: Int32, kv_heads: Int32, mX: cute.Tensor) -> tuple[I
 class CountQueryTiles:
     """Count the (head of the group, query tile) pairs that selected each block. One warp per block."""
 
+    @staticmethod
+    @compiled_once
+    def compile() -> Kernel:
+        return compile_kernel(CountQueryTiles(), _fake_bits(), fake_table(), *[Int32(0)] * 3)
+
     @cute.jit
     def __call__(
         self,
@@ -76,6 +81,14 @@ class CountQueryTiles:
 
 class ListQueryTiles:
     """List the (head of the group, query tile) pairs that selected each block, and its work tiles. One warp each."""
+
+    @staticmethod
+    @compiled_once
+    def compile() -> Kernel:
+        tables = [fake_table() for _ in range(3)]
+        return compile_kernel(
+            ListQueryTiles(), _fake_bits(), *tables[:2], fake_query_tiles(), tables[2], *[Int32(0)] * 3
+        )
 
     @cute.jit
     def __call__(
@@ -150,17 +163,6 @@ def _fake_bits() -> Any:
     return fake(torch.int32, None, None, None, None, aligned=False)
 
 
-@compiled_once
-def _count() -> Kernel:
-    return compile_kernel(CountQueryTiles(), _fake_bits(), fake_table(), *[Int32(0)] * 3)
-
-
-@compiled_once
-def _list() -> Kernel:
-    tables = [fake_table() for _ in range(3)]
-    return compile_kernel(ListQueryTiles(), _fake_bits(), *tables[:2], fake_query_tiles(), tables[2], *[Int32(0)] * 3)
-
-
 class SelectedWorklist(NamedTuple):
     """Query tiles of all blocks, and work tiles of the CTAs. Elements past the ends are uninitialized."""
 
@@ -190,7 +192,7 @@ def selected_worklist(bits: Tensor, *, kv_heads: int, group: int, tiles: int, si
 
     counts, cum_counts = (table(3, bits.shape[0] * kv_heads * bits.shape[2]) for _ in range(2))
     query_tiles, work_tiles = table(sizes.rows), table(3, sizes.tiles)
-    _count().run(bits, counts, kv_heads, group, sizes.min_rows)
+    CountQueryTiles.compile().run(bits, counts, kv_heads, group, sizes.min_rows)
     torch.cumsum(counts, 1, out=cum_counts)
-    _list().run(bits, counts, cum_counts, query_tiles, work_tiles, kv_heads, group, tiles)
+    ListQueryTiles.compile().run(bits, counts, cum_counts, query_tiles, work_tiles, kv_heads, group, tiles)
     return SelectedWorklist(counts, cum_counts, query_tiles, work_tiles)

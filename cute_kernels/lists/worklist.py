@@ -212,6 +212,12 @@ class MarkRows:
     def __init__(self, size: int, init: int, local: int) -> None:
         self.size, self.init, self.local = size, init, local
 
+    @staticmethod
+    @compiled_once
+    def compile(size: int, packed: bool, init: int = 0, local: int = 0) -> Kernel:
+        tables = [fake_slots() for _ in range(3)]
+        return compile_kernel(MarkRows(size, init, local), *tables, *fake_packed(packed), Int32(0))
+
     @cute.jit
     def __call__(
         self,
@@ -257,6 +263,11 @@ class MarkRows:
 class CountRows:
     """One warp per block."""
 
+    @staticmethod
+    @compiled_once
+    def compile() -> Kernel:
+        return compile_kernel(CountRows(), fake_slots(), fake_slots(), fake_tiles(), Int32(0))
+
     @cute.jit
     def __call__(
         self,
@@ -294,6 +305,12 @@ class CountRows:
 
 class ListRows:
     """One thread per slot."""
+
+    @staticmethod
+    @compiled_once
+    def compile() -> Kernel:
+        tables = [fake_slots() for _ in range(3)]
+        return compile_kernel(ListRows(), *tables, fake_tiles(), fake_tiles(), fake_query_rows())
 
     @cute.jit
     def __call__(
@@ -338,6 +355,11 @@ class ListRows:
 
 class CutWorkTiles:
     """One warp per block."""
+
+    @staticmethod
+    @compiled_once
+    def compile() -> Kernel:
+        return compile_kernel(CutWorkTiles(), *[fake_tiles() for _ in range(3)])
 
     @cute.jit
     def __call__(
@@ -389,28 +411,6 @@ def fake_packed(packed: bool) -> tuple[Any, Any]:
     return (fake_tables()[0], fake_rows()) if packed else (None, None)
 
 
-@compiled_once
-def _mark(size: int, packed: bool, init: int = 0, local: int = 0) -> Kernel:
-    tables = [fake_slots() for _ in range(3)]
-    return compile_kernel(MarkRows(size, init, local), *tables, *fake_packed(packed), Int32(0))
-
-
-@compiled_once
-def _count() -> Kernel:
-    return compile_kernel(CountRows(), fake_slots(), fake_slots(), fake_tiles(), Int32(0))
-
-
-@compiled_once
-def _list() -> Kernel:
-    tables = [fake_slots() for _ in range(3)]
-    return compile_kernel(ListRows(), *tables, fake_tiles(), fake_tiles(), fake_query_rows())
-
-
-@compiled_once
-def _cut() -> Kernel:
-    return compile_kernel(CutWorkTiles(), *[fake_tiles() for _ in range(3)])
-
-
 # ---------------------------------------------------------------- launch
 
 
@@ -446,11 +446,11 @@ def build_worklist(
     counts, cum_counts = table(3, blocks), table(3, blocks)
     query_rows, work_tiles = table(sizes.rows), table(3, sizes.tiles)
     tables = packed_tables(packed)
-    _mark(size, packed is not None, init, local).run(indices, slot_blocks, bits, *tables, first_token)
-    _count().run(bits, before, counts, min_rows)
+    MarkRows.compile(size, packed is not None, init, local).run(indices, slot_blocks, bits, *tables, first_token)
+    CountRows.compile().run(bits, before, counts, min_rows)
     torch.cumsum(counts, 3, out=cum_counts)
-    _list().run(slot_blocks, bits, before, counts, cum_counts, query_rows)
-    _cut().run(counts, cum_counts, work_tiles)
+    ListRows.compile().run(slot_blocks, bits, before, counts, cum_counts, query_rows)
+    CutWorkTiles.compile().run(counts, cum_counts, work_tiles)
     return Worklist(slot_blocks, query_rows, work_tiles, counts, cum_counts, sizes, first_token)
 
 

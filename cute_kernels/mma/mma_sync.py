@@ -34,10 +34,11 @@ def smem_tiles(rows: int, dim: int, count: int) -> Any:
     return cute.tile_to_shape(atom, (rows, dim, count), (0, 1, 2))
 
 
-def transpose_view(tile: cute.Tensor) -> cute.Tensor:
-    """View a tile of rows x columns as columns x rows."""
-    rows, columns = (cute.size(tile, mode=[i]) for i in range(2))
-    return cute.composition(tile, cute.make_ordered_layout((columns, rows), order=(1, 0)))
+def transpose_view(tiles: cute.Tensor) -> cute.Tensor:
+    """View a tile of rows x columns, or several (the last mode), as columns x rows."""
+    rows, columns, *count = (cute.size(tiles, mode=[i]) for i in range(cute.rank(tiles)))
+    order = (1, 0, *range(2, cute.rank(tiles)))
+    return cute.composition(tiles, cute.make_ordered_layout((columns, rows, *count), order=order))
 
 
 def make_warp_mma(dtype: Any, warps: int) -> cute.TiledMma:

@@ -7,7 +7,7 @@ In a 64 x columns accumulator, lane 4 i + j of warp w holds columns 2 j and 2 j 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -37,12 +37,6 @@ def swizzled_tiles(dtype: Any, dim: int, count: int, rows: int = TILE) -> Any:
 def allocate_tiles(smem: Any, dtype: Any, layout: Any) -> cute.Tensor:
     """Allocate shared memory for tiles in the layout of `swizzled_tiles`."""
     return smem.allocate_tensor(dtype, layout.outer, SMEM_ALIGNMENT, swizzle=layout.inner)
-
-
-def transpose_view(tiles: cute.Tensor) -> cute.Tensor:
-    """View tiles of rows x columns as columns x rows."""
-    rows, columns, count = (cute.size(tiles, mode=[i]) for i in range(3))
-    return cute.composition(tiles, cute.make_ordered_layout((columns, rows, count), order=(1, 0, 2)))
 
 
 def warpgroup_mma(dtype: Any, columns: int, source: Any, left: Any, right: Any) -> cute.TiledMma:
@@ -139,16 +133,26 @@ def _rows_first(x: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0]))
 
 
-def make_tma_copies(op: Any, dtype: Any, dim: int, *tensors: cute.Tensor) -> list[Any]:
-    """Copy atom and coordinates of each tensor in turn, for copies of tiles between it and shared memory.
+class TmaTensor(NamedTuple):
+    """Tensor whose tiles TMA copies."""
+
+    atom: cute.CopyAtom
+    coordinates: cute.Tensor  # (N, D, H, B), or ((G, N), D, ., .)
+
+
+TmaTiles = tuple[TmaTensor, cute.Tensor]
+"""Tensor, and tiles in shared memory that are copied to or from it."""
+
+
+def make_tma_tensors(op: Any, dtype: Any, dim: int, *tensors: cute.Tensor) -> list[TmaTensor]:
+    """Tensors for copies of tiles between them and shared memory.
 
     Args:
         tensors: [B, N, H, D]; or ((G, N), D, ., .), whose tiles have G heads of TILE / G tokens.
     """
     layout = cute.select(swizzled_tiles(dtype, dim, 1), mode=[0, 1])
     rows = [x if isinstance(x.shape[0], tuple) else _rows_first(x) for x in tensors]
-    copies = [cpasync.make_tiled_tma_atom(op, x, layout, (_tile_rows(x), dim)) for x in rows]
-    return [part for copy in copies for part in copy]
+    return [TmaTensor(*cpasync.make_tiled_tma_atom(op, x, layout, (_tile_rows(x), dim))) for x in rows]
 
 
 def _tile_rows(x: cute.Tensor) -> Any:
@@ -157,24 +161,24 @@ def _tile_rows(x: cute.Tensor) -> Any:
     return (rows[0], TILE // rows[0]) if isinstance(rows, tuple) else TILE
 
 
-def _tma_tiles(atom: cute.CopyAtom, tiles: cute.Tensor, x: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+def _tma_tiles(x: TmaTensor, tiles: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
     """(., tile in shared memory) and (., (tile of rows, head, batch)) for cute.copy."""
-    gX = cute.flat_divide(x, (_tile_rows(x), cute.size(tiles, mode=[1])))[None, None, None, 0, None, None]
+    shape = _tile_rows(x.coordinates), cute.size(tiles, mode=[1])
+    gX = cute.flat_divide(x.coordinates, shape)[None, None, None, 0, None, None]
     sX, tiled = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(gX, 0, 2)
+        x.atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(gX, 0, 2)
     )
     return sX, cute.group_modes(tiled, 1, 4)
 
 
-def tma_loads(*sources: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]) -> Callable[..., None]:
+def tma_loads(*sources: TmaTiles) -> Callable[..., None]:
     """Function by which a thread starts loading tiles that arrive together: load(place, index, barrier).
 
     Args:
-        sources: for each, its atom, tiles in shared memory and coordinates (`make_tma_copies`).
         place: (tile of rows, head, batch), in the order of the coordinates.
         index: index of the tile in shared memory.
     """
-    copies = [(atom, *_tma_tiles(atom, tiles, x), isinstance(x.shape[0], tuple)) for atom, tiles, x in sources]
+    copies = [(x.atom, *_tma_tiles(x, tiles), isinstance(x.coordinates.shape[0], tuple)) for x, tiles in sources]
 
     def load(place: tuple[Any, Any, Any], index: Any, barrier: Any) -> None:
         for atom, sX, gX, is_grouped in copies:
@@ -185,13 +189,11 @@ def tma_loads(*sources: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]) -> Calla
     return load
 
 
-def tma_store(
-    place: tuple[Any, Any, Any], index: Any, *targets: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]
-) -> None:
+def tma_store(place: tuple[Any, Any, Any], index: Any, *targets: TmaTiles) -> None:
     """Copy tiles from shared memory, using one warp, and wait until they have been read. Args: see `tma_loads`."""
-    for atom, tiles, x in targets:
-        sX, gX = _tma_tiles(atom, tiles, x)
-        cute.copy(atom, sX[None, index], gX[None, place])
+    for x, tiles in targets:
+        sX, gX = _tma_tiles(x, tiles)
+        cute.copy(x.atom, sX[None, index], gX[None, place])
     cute.arch.cp_async_bulk_commit_group()
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 

@@ -47,6 +47,26 @@ class BlockMean:
     def __init__(self, length: int, stride: int, *, ragged: bool) -> None:
         self.length, self.stride, self.ragged = length, stride, ragged
 
+    @staticmethod
+    @compiled_once
+    def compile(
+        kernel: tuple[int, int, bool],
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        dim: int,
+        dim2: int | None,
+        packed: bool,
+    ) -> Kernel:
+        length, stride, ragged = kernel
+        pairs: list[Any] = []
+        for size in (dim, dim2):
+            if size is None:
+                pairs += [None, None]
+            else:
+                pairs += [fake(dtype, None, None, None, size), fake(out_dtype, None, None, None, size)]
+        bounds = fake_tables()[0] if packed else None
+        return compile_kernel(BlockMean(length, stride, ragged=ragged), *pairs, bounds)
+
     @cute.jit
     def __call__(
         self,
@@ -149,26 +169,6 @@ class BlockMean:
             cute.autovec_copy(rO, cute.local_tile(mO[batch, block, head, None], (VECTOR,), (vector,)))
 
 
-@compiled_once
-def _compiled(
-    kernel: tuple[int, int, bool],
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    dim: int,
-    dim2: int | None,
-    packed: bool,
-) -> Kernel:
-    length, stride, ragged = kernel
-    pairs: list[Any] = []
-    for size in (dim, dim2):
-        if size is None:
-            pairs += [None, None]
-        else:
-            pairs += [fake(dtype, None, None, None, size), fake(out_dtype, None, None, None, size)]
-    bounds = fake_tables()[0] if packed else None
-    return compile_kernel(BlockMean(length, stride, ragged=ragged), *pairs, bounds)
-
-
 def block_means(
     k: Tensor, v: Tensor, length: int, stride: int, dtype: torch.dtype, documents: Documents | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -179,7 +179,9 @@ def block_means(
     entries = max(0, (k.shape[1] - length) // stride + 1) if documents is None else documents.num_entries
     pooled = [torch.empty((x.shape[0], entries, *x.shape[2:]), dtype=dtype, device=x.device) for x in (k, v)]
     if pooled[0].numel() > 0:
-        run = _compiled((length, stride, False), k.dtype, dtype, k.shape[-1], v.shape[-1], documents is not None).run
+        run = BlockMean.compile(
+            (length, stride, False), k.dtype, dtype, k.shape[-1], v.shape[-1], documents is not None
+        ).run
         run(k, pooled[0], v, pooled[1], None if documents is None else documents.bounds)
     return pooled[0], pooled[1]
 
@@ -217,6 +219,6 @@ def tile_means(q: Tensor, tile: int, documents: Documents | None = None) -> Tens
     tiles = -(-tokens // tile) if documents is None else documents.num_tiles
     means = torch.empty((batch, tiles, heads, dim), dtype=torch.float32, device=q.device)
     if means.numel() > 0:
-        run = _compiled((tile, tile, True), q.dtype, torch.float32, dim, None, documents is not None).run
+        run = BlockMean.compile((tile, tile, True), q.dtype, torch.float32, dim, None, documents is not None).run
         run(q, means, None, None, None if documents is None else documents.bounds)
     return means

@@ -208,8 +208,8 @@ class Documents:
 
     def fill_tail(self, packed: Tensor, dim: int, fill: float) -> Tensor:
         """Replace values after the last document by `fill`."""
-        behind = (self.rows < 0).view(-1, *[1] * (packed.dim() - dim - 1))
-        return packed.masked_fill(behind, fill)
+        tail = (self.rows < 0).view(-1, *[1] * (packed.dim() - dim - 1))
+        return packed.masked_fill(tail, fill)
 
     @property
     def entry_counts(self) -> Tensor:
@@ -265,6 +265,12 @@ class DocumentBounds:
 
     def __init__(self, tile: int, step: int, length: int, stride: int) -> None:
         self.tile, self.step, self.length, self.stride = tile, step, length, stride
+
+    @staticmethod
+    @compiled_once
+    def compile(tile: int, step: int, length: int, stride: int, starts: bool, counted: bool) -> Kernel:
+        given = [fake_rows() if has else None for has in (True, True, starts, counted)]
+        return compile_kernel(DocumentBounds(tile, step, length, stride), *given, fake_tables()[0])
 
     @cute.jit
     def __call__(
@@ -366,6 +372,26 @@ class AlignRows:
 
     def __init__(self, tile: int, stride: int) -> None:
         self.tile, self.stride = tile, stride
+
+    @staticmethod
+    @compiled_once
+    def compile(
+        tile: int,
+        stride: int,
+        dtype: torch.dtype,
+        dims: tuple[int, int] | None,
+        q_dim: int | None,
+        records: tuple[bool, bool],
+    ) -> Kernel:
+        """Args: dims: D and D_v of keys. q_dim: D of queries. records: record at all; record keys separately."""
+        record, apart = records
+        tables = (fake_tables()[1], fake_rows(), fake_rows() if apart else None, fake_rows()) if record else (None,) * 4
+        pairs = [
+            fake(dtype, None, None, None, dim) if dim else None
+            for dim in (*(dims or (None, None)), q_dim)
+            for _ in range(2)
+        ]
+        return compile_kernel(AlignRows(tile, stride), fake_tables()[0], *tables, *pairs)
 
     @cute.jit
     def __call__(
@@ -517,32 +543,6 @@ def fake_rows() -> Any:
     return fake(torch.int32, None, aligned=False)
 
 
-@compiled_once
-def _bounds(tile: int, step: int, length: int, stride: int, starts: bool, counted: bool) -> Kernel:
-    given = [fake_rows() if has else None for has in (True, True, starts, counted)]
-    return compile_kernel(DocumentBounds(tile, step, length, stride), *given, fake_tables()[0])
-
-
-@compiled_once
-def _align(
-    tile: int,
-    stride: int,
-    dtype: torch.dtype,
-    dims: tuple[int, int] | None,
-    q_dim: int | None,
-    records: tuple[bool, bool],
-) -> Kernel:
-    """Args: dims: D and D_v of keys. q_dim: D of queries. records: record at all; record keys separately."""
-    record, apart = records
-    tables = (fake_tables()[1], fake_rows(), fake_rows() if apart else None, fake_rows()) if record else (None,) * 4
-    pairs = [
-        fake(dtype, None, None, None, dim) if dim else None
-        for dim in (*(dims or (None, None)), q_dim)
-        for _ in range(2)
-    ]
-    return compile_kernel(AlignRows(tile, stride), fake_tables()[0], *tables, *pairs)
-
-
 def sizes(tokens: int, docs: int, tile: int, stride: int) -> tuple[int, int]:
     """Numbers of tiles and aligned entries, enough for any lengths of the documents."""
     entries = tokens // stride + docs * (ENTRY_ALIGNMENT - 1)
@@ -578,7 +578,9 @@ def _align_rows(
         dims = None if k is None or v is None else (k.shape[-1], v.shape[-1])
         q_dim = None if q is None else q.shape[-1]
         pairs = [x for pair in zip((k, v, q), aligned, strict=True) for x in pair]
-        run = _align(documents.tile, documents.stride, given.dtype, dims, q_dim, (record, record and apart)).run
+        run = AlignRows.compile(
+            documents.tile, documents.stride, given.dtype, dims, q_dim, (record, record and apart)
+        ).run
         run(documents.bounds, *tables, *pairs)
     return [x for x in aligned if x is not None]
 
@@ -589,7 +591,9 @@ def bounds_of(packed: Packed, *, tile: int, step: int, length: int, stride: int)
     bounds = torch.empty((NUM_BOUNDS, first.shape[0]), dtype=torch.int32, device=first.device)
     keys = first if packed.cu_seqlens_k is None else packed.cu_seqlens_k
     given = [None if x is None else x.contiguous() for x in packed._replace(cu_seqlens_k=keys)]
-    _bounds(tile, step, length, stride, packed.start is not None, packed.counts is not None).run(*given, bounds)
+    DocumentBounds.compile(tile, step, length, stride, packed.start is not None, packed.counts is not None).run(
+        *given, bounds
+    )
     return bounds
 
 

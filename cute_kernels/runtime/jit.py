@@ -130,10 +130,11 @@ def compile_kernel(kernel: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def compiled_once(build: Callable[P, Any]) -> Callable[P, Kernel]:
-    """Decorate a function that compiles a kernel to return it as a `Kernel`, the same one for the same arguments.
+    """Decorate `compile` of a kernel's class to return a `Kernel`, the same one for the same arguments.
 
-    It is compiled once per process, whichever threads launch it, and stored on disk unless disk_cache.py is off. The
-    arguments must differ in `repr`. A compilation that raises is not cached: the next launch tries again.
+    It is compiled when it is first launched, once per process, whichever threads launch it, and stored on disk unless
+    disk_cache.py is off. The arguments must differ in `repr`. A compilation that raises is not cached: the next launch
+    tries again.
     """
 
     @cache
@@ -163,3 +164,13 @@ def fake(dtype: torch.dtype, *shape: Any, aligned: bool = True) -> Any:
     sizes = tuple(cute.sym_int() if size is None else size for size in shape)
     strides = (*(cute.sym_int64(divisibility=divisor) for _ in shape[1:]), 1)
     return cute.runtime.make_fake_tensor(element, sizes, stride=strides, assumed_align=divisor * element.width // 8)
+
+
+def fake_heads(dtype: torch.dtype, *dims: int) -> list[Any]:
+    """Tensors [B, N, H, D] to compile with, one for each D of `dims`."""
+    return [fake(dtype, None, None, None, dim) for dim in dims]
+
+
+def fake_stats(count: int) -> list[Any]:
+    """fp32 tensors [B, H, N] to compile with, such as lse and delta."""
+    return [fake(torch.float32, None, None, None, aligned=False) for _ in range(count)]

@@ -71,7 +71,7 @@ from cute_kernels.mma.wgmma import (
 from cute_kernels.pool.documents import LENGTH, QUERY, START, TOKEN, Packed, bounds_of, document_at, fake_tables
 from cute_kernels.runtime.device import has_warpgroups, multiprocessors, vectorizable
 from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake_heads
 from cute_kernels.select.parts import empty_list, fake_parts, merge_parts, store_list
 from cute_kernels.select.topk import Blocks, TopKList
 
@@ -148,6 +148,29 @@ class BlockMaxTopK:
         self.steps_per_merge = LANES // self.blocks_per_step
         self.topk = top_k_list(size, count, local)
 
+    @staticmethod
+    @compiled_once
+    def compile(
+        dim: int,
+        dtype: torch.dtype,
+        group: int,
+        size: int,
+        count: int,
+        local: int,
+        packed: bool,
+        in_parts: bool,
+        warpgroups: bool,
+    ) -> Kernel:
+        values, indices = fake_parts() if in_parts else (None, fake_slots())
+        return compile_kernel(
+            BlockMaxTopK(dim, CUTE_DTYPES[dtype], group, size, count, local, warpgroups),
+            *fake_heads(dtype, dim, dim),
+            indices,
+            values,
+            fake_tables()[0] if packed else None,
+            Int32(0),
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -170,8 +193,6 @@ class BlockMaxTopK:
             mBounds,
             first_token,
             parts,
-            swizzled_tiles(self.dtype, self.dim, self.rows // TILE),
-            swizzled_tiles(self.dtype, self.dim, STAGES, KEY_TILE),
         ).launch(
             grid=[cute.ceil_div(mQ.shape[1], self.tokens), mK.shape[2], mK.shape[0] * parts],
             block=[THREADS, 1, 1],
@@ -189,8 +210,6 @@ class BlockMaxTopK:
         mBounds: cute.Tensor | None,
         first_token: Int32,
         parts: Int32,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
     ):
         cta, kv_head, batch = cute.arch.block_idx()
         part = Int32(0)
@@ -199,7 +218,7 @@ class BlockMaxTopK:
         tiles, _, _ = cute.arch.grid_dim()
         first = (tiles - 1 - cta) * self.tokens  # later tokens see more keys
         num_tokens = cutlass.min(mQ.shape[1] - first, self.tokens)
-        shared = self.allocate(q_layout, k_layout)
+        shared = self.allocate()
         # [T - first, H - first head, D]
         gQ = cute.domain_offset((first, kv_head * self.group, 0), mQ[batch, None, None, None])
         gK = mK[batch, None, kv_head, None]  # [N, D]
@@ -252,9 +271,10 @@ class BlockMaxTopK:
         return Keyspan(span.first, span.end, span.blocks, part * steps, stop)
 
     @cute.jit
-    def allocate(self, q_layout: cute.ComposedLayout, k_layout: cute.ComposedLayout) -> Shared:
+    def allocate(self) -> Shared:
         smem = SmemAllocator()
-        sK = allocate_tiles(smem, self.dtype, k_layout)
+        q_layout = swizzled_tiles(self.dtype, self.dim, self.rows // TILE)
+        sK = allocate_tiles(smem, self.dtype, swizzled_tiles(self.dtype, self.dim, STAGES, KEY_TILE))
         if const_expr(self.warpgroups):
             sQ = cute.make_tensor(sK.iterator, q_layout.outer)  # (TILE, D, tiles)
         else:
@@ -488,29 +508,6 @@ class BlockMaxTopK:
             self.topk.merge(sValues, shared.sIndices[row, None], score, block, candidates)
 
 
-@compiled_once
-def _compiled(
-    dim: int,
-    dtype: torch.dtype,
-    group: int,
-    size: int,
-    count: int,
-    local: int,
-    packed: bool,
-    in_parts: bool,
-    warpgroups: bool,
-) -> Kernel:
-    values, indices = fake_parts() if in_parts else (None, fake_slots())
-    return compile_kernel(
-        BlockMaxTopK(dim, CUTE_DTYPES[dtype], group, size, count, local, warpgroups),
-        *[fake(dtype, None, None, None, dim) for _ in range(2)],
-        indices,
-        values,
-        fake_tables()[0] if packed else None,
-        Int32(0),
-    )
-
-
 def num_parts(ctas: int, keys: int, size: int, most: int) -> int:
     """Number of parts of the keys: at least a merge each, and at most `most` CTAs. Args: `ctas`: work tiles."""
     merges = -(-keys // (LANES * size))
@@ -560,10 +557,10 @@ def top_blocks_by_max(
                 torch.empty((*indices.shape[:3], parts, k), dtype=dtype, device=q.device)
                 for dtype in (torch.float32, torch.int32)
             )
-            _compiled(*how).run(q, keys, lists, values, None, first_token)
+            BlockMaxTopK.compile(*how).run(q, keys, lists, values, None, first_token)
             indices = merge_parts(values, lists)
         else:
-            _compiled(*how).run(q, keys, indices, None, bounds, first_token)
+            BlockMaxTopK.compile(*how).run(q, keys, indices, None, bounds, first_token)
     if cu_seqlens is not None:
         return indices[0]
     return indices if packed is None else indices[0].unflatten(1, (-1, tokens)).transpose(0, 1).contiguous()

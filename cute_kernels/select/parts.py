@@ -57,6 +57,11 @@ class MergeParts:
     def __init__(self, count: int) -> None:
         self.topk = TopKList(Blocks(1, 1, 1, count), Keys(), tile=1)
 
+    @staticmethod
+    @compiled_once
+    def compile(count: int) -> Kernel:
+        return compile_kernel(MergeParts(count), *fake_parts(), fake_slots())
+
     @cute.jit
     def __call__(
         self,
@@ -94,11 +99,6 @@ def fake_parts() -> tuple[Any, Any]:
     return values, lists
 
 
-@compiled_once
-def _merge(count: int) -> Kernel:
-    return compile_kernel(MergeParts(count), *fake_parts(), fake_slots())
-
-
 def merge_parts(values: Tensor, lists: Tensor) -> Tensor:
     """Merge lists into selected blocks, int32 `[B,H,T,k]`, ascending, padded with -1.
 
@@ -106,10 +106,10 @@ def merge_parts(values: Tensor, lists: Tensor) -> Tensor:
     """
     *rows, _, count = lists.shape
     indices = lists.new_empty((*rows, count))
-    _merge(count).run(values, lists, indices)
+    MergeParts.compile(count).run(values, lists, indices)
     return indices
 
 
 def compile_merge(count: int) -> None:
     """Precompile the merge so that later multi-part calls don't stall."""
-    _merge(count).compile_ahead()
+    MergeParts.compile(count).compile_ahead()

@@ -102,6 +102,21 @@ class TileTopK:
         self.tile_n = 64 if blocks.per_step(64) > 0 else 128
         self.blocks_per_step = blocks.per_step(self.tile_n)
 
+    @staticmethod
+    @compiled_once
+    def compile(dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: int, packed: bool) -> Kernel:
+        return compile_kernel(
+            TileTopK(dim, CUTE_DTYPES[dtype], blocks, keys, tile),
+            fake(torch.float32, None, None, None, dim),
+            fake(dtype, None, None, None, dim),
+            fake(torch.int32, None, None, None, blocks.count, aligned=False),
+            fake(torch.float32, None, None, None, None, aligned=False),
+            fake_tables()[0] if packed else None,
+            Int32(0),
+            Int32(0),
+            Int32(0),
+        )
+
     def _smem_layout(self, rows: int, copies: int) -> Any:
         columns = next(c for c in (64, 32, 16) if self.dim % c == 0)
         bits = {64: 3, 32: 2, 16: 1}[columns]
@@ -140,8 +155,6 @@ class TileTopK:
             first_tile,
             group,
             tiled_mma,
-            self._smem_layout(TILE_M, QUERY_TERMS),
-            self._smem_layout(self.tile_n, STAGES),
         ).launch(
             grid=[num_row_tiles, mK.shape[2], mK.shape[0] * parts],
             block=[WARPS * LANES, 1, 1],
@@ -161,8 +174,6 @@ class TileTopK:
         first_tile: Int32,
         group: Int32,
         tiled_mma: cute.TiledMma,
-        layout_q: cute.ComposedLayout,
-        layout_k: cute.ComposedLayout,
     ):
         # Coordinates of the CTA's rows
         thread, _, _ = cute.arch.thread_idx()
@@ -186,8 +197,8 @@ class TileTopK:
 
         # Shared memory
         smem = SmemAllocator()
-        sQ = smem.allocate_tensor(self.dtype, layout_q, 128)  # [TILE_M, D, terms]
-        sK = smem.allocate_tensor(self.dtype, layout_k, 128)  # [tile_n, D, stages]
+        sQ = smem.allocate_tensor(self.dtype, self._smem_layout(TILE_M, QUERY_TERMS), 128)  # [TILE_M, D, terms]
+        sK = smem.allocate_tensor(self.dtype, self._smem_layout(self.tile_n, STAGES), 128)  # [tile_n, D, stages]
         score_stride = self.tile_n + 4  # padded against bank conflicts
         # [TILE_M, tile_n]
         sScore = smem.allocate_tensor(Float32, cute.make_layout((TILE_M, self.tile_n), stride=(score_stride, 1)), 16)
@@ -440,21 +451,6 @@ class TileTopK:
         return total, weight
 
 
-@compiled_once
-def _compiled(dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: int, packed: bool) -> Kernel:
-    return compile_kernel(
-        TileTopK(dim, CUTE_DTYPES[dtype], blocks, keys, tile),
-        fake(torch.float32, None, None, None, dim),
-        fake(dtype, None, None, None, dim),
-        fake(torch.int32, None, None, None, blocks.count, aligned=False),
-        fake(torch.float32, None, None, None, None, aligned=False),
-        fake_tables()[0] if packed else None,
-        Int32(0),
-        Int32(0),
-        Int32(0),
-    )
-
-
 def num_parts(ctas: int, entries: int, most: int) -> int:
     """Number of parts of the entries, from measurements.
 
@@ -511,7 +507,7 @@ def tile_topk(
     if parts > 1:
         values = torch.empty(shape, dtype=torch.float32, device=mean_q.device)
     bounds = None if documents is None else documents.bounds
-    run = _compiled(k_cmp.dtype, dim, blocks, keys, tile, packed).run
+    run = TileTopK.compile(k_cmp.dtype, dim, blocks, keys, tile, packed).run
     run(mean_q, k_cmp, lists, values, bounds, parts, tokens, start // tile)
     if parts > 1:
         return merge_parts(*(x.unflatten(2, (tiles, parts)) for x in (values, lists)))

@@ -59,7 +59,7 @@ from cute_kernels.mma.wgmma import WARPGROUP_THREADS, allocate_tiles, issue_mma,
 from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
 from cute_kernels.runtime.device import has_warpgroups, multiprocessors, vectorizable
 from cute_kernels.runtime.dsl import SmemAllocator
-from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake, fake_stats
 from cute_kernels.select.token_tiling import KEY_TILE, MMA_WARPS, choose_tiling, score_layout
 from cute_kernels.select.topk import NUM_VISIBLE, Blocks, TopKList
 
@@ -173,6 +173,22 @@ class TokenTopK:
             self.heads_per_mma = max(fits)
         self.mma_n = self.heads_per_mma * tiling.subtile
 
+    @staticmethod
+    @compiled_once
+    def compile(dtype: torch.dtype, dim: int, group: int, blocks: Blocks, packed: bool, use_wgmma: bool) -> Kernel:
+        bounds, tiles = fake_tables() if packed else (None, None)
+        return compile_kernel(
+            TokenTopK(dim, CUTE_DTYPES[dtype], group, blocks, Keys(blocks.length, blocks.stride), use_wgmma),
+            fake(dtype, None, None, None, dim),
+            fake(dtype, None, None, None, dim),
+            *fake_stats(1),
+            fake(torch.int32, None, None, None, blocks.count, aligned=False),
+            bounds,
+            tiles,
+            Float32(0.0),
+            *[Int32(0)] * 4,
+        )
+
     @cute.jit
     def __call__(
         self,
@@ -206,8 +222,6 @@ class TokenTopK:
             tiled_mma = cute.make_tiled_mma(
                 op, (entry_warps, token_warps, 1), permutation_mnk=(16 * entry_warps, 8 * token_warps, 32)
             )
-        num_query_tiles = self.tiling.tokens * self.group // self.mma_n
-        columns, stride = score_layout(self.ratio)
         self.kernel(
             mQ,
             mK,
@@ -220,11 +234,6 @@ class TokenTopK:
             first_token,
             document_tile,
             tiled_mma,
-            swizzled_tiles(self.dtype, self.dim, num_query_tiles, self.mma_n)
-            if const_expr(self.use_wgmma)
-            else smem_tiles(self.mma_n, self.dim, num_query_tiles),
-            cute.select(smem_tiles(KEY_TILE, self.dim, 1), mode=[0, 1]),
-            cute.make_layout((self.tiling.subtile, self.ratio, columns), stride=(stride, columns, 1)),
         ).launch(
             grid=[cutlass.min(self.num_work_tiles(mQ, mK), max_ctas), 1, 1],
             block=[THREADS, 1, 1],
@@ -246,19 +255,21 @@ class TokenTopK:
         first_token: Int32,
         document_tile: Int32,
         tiled_mma: cute.TiledMma,
-        layout_q: cute.ComposedLayout,
-        layout_k: cute.ComposedLayout,
-        layout_score: cute.Layout,
     ):
         smem = SmemAllocator()
         rows, slots = const_expr(self.tiling.tokens), const_expr(self.topk.num_slots)
+        num_query_tiles = const_expr(rows * self.group // self.mma_n)
         # sQ: [heads per MMA * tokens of a subtile, D, (subtile, MMA)]
         if const_expr(self.use_wgmma):
-            sQ = allocate_tiles(smem, self.dtype, layout_q)
+            tiles = swizzled_tiles(self.dtype, self.dim, num_query_tiles, self.mma_n)
+            sQ = allocate_tiles(smem, self.dtype, tiles)
         else:
-            sQ = smem.allocate_tensor(self.dtype, layout_q, 1024)
-        sK = smem.allocate_tensor(self.dtype, layout_k, 128)  # [KEY_TILE, D]
-        sScore = smem.allocate_tensor(Float32, layout_score, 16)  # [tokens of a subtile, l'/d, blocks]
+            sQ = smem.allocate_tensor(self.dtype, smem_tiles(self.mma_n, self.dim, num_query_tiles), 1024)
+        key_tile = cute.select(smem_tiles(KEY_TILE, self.dim, 1), mode=[0, 1])
+        sK = smem.allocate_tensor(self.dtype, key_tile, 128)  # [KEY_TILE, D]
+        columns, stride = score_layout(self.ratio)
+        scores = cute.make_layout((self.tiling.subtile, self.ratio, columns), stride=(stride, columns, 1))
+        sScore = smem.allocate_tensor(Float32, scores, 16)  # [tokens of a subtile, l'/d, blocks]
         # [tokens of the work tile, G]: -lse in base 2
         sLse = smem.allocate_tensor(Float32, cute.make_layout((rows, self.group), stride=(1, rows)), 16)
         # Lists of the tokens: [tokens, slots] each
@@ -790,22 +801,6 @@ class TokenTopK:
         cute.arch.barrier_arrive(barrier_id=NamedBarrier.ScoresFull, number_of_threads=THREADS)
 
 
-@compiled_once
-def _compiled(dtype: torch.dtype, dim: int, group: int, blocks: Blocks, packed: bool, use_wgmma: bool) -> Kernel:
-    bounds, tiles = fake_tables() if packed else (None, None)
-    return compile_kernel(
-        TokenTopK(dim, CUTE_DTYPES[dtype], group, blocks, Keys(blocks.length, blocks.stride), use_wgmma),
-        fake(dtype, None, None, None, dim),
-        fake(dtype, None, None, None, dim),
-        fake(torch.float32, None, None, None, aligned=False),
-        fake(torch.int32, None, None, None, blocks.count, aligned=False),
-        bounds,
-        tiles,
-        Float32(0.0),
-        *[Int32(0)] * 4,
-    )
-
-
 def token_topk(
     q: Tensor, k_cmp: Tensor, lse_cmp: Tensor, config: Any, *, start: int = 0, documents: Documents | None = None
 ) -> Tensor:
@@ -837,7 +832,7 @@ def token_topk(
         bounds, tiles, tile = documents.bounds, documents.tiles, documents.tile
     if indices.numel() > 0:
         how = q.dtype, dim, heads // k_cmp.shape[2], blocks, documents is not None, has_warpgroups(q.device)
-        run = _compiled(*how).run
+        run = TokenTopK.compile(*how).run
         lse_cmp = lse_cmp if lse_cmp.stride(-1) == 1 else lse_cmp.contiguous()
         scale = config.scale(dim) * LOG2_E
         max_ctas = multiprocessors(q.device)

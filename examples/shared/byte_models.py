@@ -10,12 +10,14 @@ import argparse
 import gc
 import hashlib
 import math
+import sysconfig
 import tempfile
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +26,18 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad, silu
 from torch.utils.checkpoint import checkpoint
 
-from bench.common import DTYPES, Dense, positive, with_ending
+import dispatch
+from bench.common import DTYPES, Dense, above_zero, add_device, make_parser, positive, with_ending
 from bench.extras import needed
-from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing
+from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_json
+from bench.results_file import replaced_results
+from bench.show import console, print_table, saved_figure, say
 from bench.timing import GIB
-from dispatch.device import device_types
 from nsa import LinearCompression, NSACache, NSAttention
 from nsa.distributed import ContextParallel
 
 with needed("rich"):
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.table import Table
 
 VOCABULARY = 256
 SEPARATOR = b"\0"
@@ -48,9 +49,6 @@ NGRAM = 4
 ROPE_BASE = 10_000.0
 WARM_STEPS = 3
 """Number of first steps, which compile and are not timed."""
-TABLE_WIDTH = 100
-"""Minimum width of a table in columns, even on narrower terminals."""
-console = Console()
 
 
 # The text
@@ -76,31 +74,30 @@ class Corpus:
         }
 
 
-def load_corpus(folder: Path) -> Corpus:
-    """Load all Python sources below `folder`, without installed packages, in the order of their paths.
+def load_corpus() -> Corpus:
+    """Load all sources of the standard library, without installed packages, in the order of their paths.
 
     Whether a file is held out depends only on its path. Among files with equal content only the first is used, so that
     no validation text is trained on.
     """
-    contents: dict[bool, list[bytes]] = {True: [], False: []}
-    names: dict[bool, list[str]] = {True: [], False: []}
+    training: dict[str, bytes] = {}
+    validation: dict[str, bytes] = {}
     seen: set[bytes] = set()
+    folder = Path(sysconfig.get_path("stdlib"))
     for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(folder).as_posix()
         if {"site-packages", "dist-packages"} & set(path.parts) or not path.is_file():
             continue
         content = path.read_bytes().replace(SEPARATOR, b"").strip()
-        if not content or content in seen:
-            continue
-        seen.add(content)
-        held_out = zlib.crc32(name.encode()) % VALIDATION_SHARE == 0
-        contents[held_out].append(content + b"\n" + SEPARATOR)
-        names[held_out].append(name)
-    training, validation = (
-        torch.frombuffer(bytearray(b"".join(contents[held_out]) or SEPARATOR), dtype=torch.uint8)
-        for held_out in (False, True)
-    )
-    return Corpus(training, validation, tuple(names[False]), tuple(names[True]))
+        if content and content not in seen:
+            seen.add(content)
+            held_out = zlib.crc32(name.encode()) % VALIDATION_SHARE == 0
+            (validation if held_out else training)[name] = content + b"\n" + SEPARATOR
+    texts = [
+        torch.frombuffer(bytearray(b"".join(files.values()) or SEPARATOR), dtype=torch.uint8)
+        for files in (training, validation)
+    ]
+    return Corpus(texts[0], texts[1], tuple(training), tuple(validation))
 
 
 def windows_at(text: Tensor, starts: Tensor, length: int) -> Tensor:
@@ -298,9 +295,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Bytes per second, without warm-up steps and evaluation, and peak memory; None where not measured."""
+class Summary:
+    """Results of a variant. Bytes per second are without warm-up steps and evaluation; None where not measured."""
 
+    variant: str
+    steps: int
+    final_val_loss: float
+    bits_per_byte: float
     tokens_per_s: float | None
     peak_gib: float | None
 
@@ -418,7 +419,7 @@ class ByteTrainer(ABC):
         losses = torch.cat([self.losses(part) for part in self.validation.split(self.args.batch)])
         return float(losses.mean())
 
-    def train(self, show: Show) -> tuple[list[Row], Cost]:
+    def train(self, show: Show) -> tuple[list[Row], Summary]:
         """Run all steps, or as many as `--minutes` allow, and evaluate every `--eval-every` steps and after the
         last.
         """
@@ -443,7 +444,8 @@ class ByteTrainer(ABC):
             if last:
                 break
         peak_gib = torch.cuda.max_memory_allocated(self.device) / GIB if self.device.type == "cuda" else None
-        return rows, Cost(speed, peak_gib)
+        loss = rows[-1].val_loss
+        return rows, Summary(self.variant, step, loss, loss / math.log(2), speed, peak_gib)
 
 
 class TextTrainer(ByteTrainer):
@@ -459,7 +461,7 @@ class TextTrainer(ByteTrainer):
         return windows_at(self.training, self.starts[step], self.args.context + 1)
 
 
-def train_variants(args: argparse.Namespace, train: Callable[[str, Show], None]) -> None:
+def train_variants(args: argparse.Namespace, train: Callable[[str, Show], object]) -> None:
     """Train `args.variants` sequentially, with a progress bar each; exit if one diverges."""
     columns = ("{task.description}", "loss {task.fields[loss]}", "{task.fields[speed]} bytes/s")
     name, loss_column, speed_column = (TextColumn(column) for column in columns)
@@ -479,53 +481,95 @@ def train_variants(args: argparse.Namespace, train: Callable[[str, Show], None])
                 raise SystemExit(f"{failure}: a smaller --lr may help") from failure
 
 
-def bits_per_byte(nats: float) -> float:
-    return nats / math.log(2)
+Results = dict[str, list[Any]]
+"""Lists of dataclasses by field of the results file: "rows" of Row, "summary" of Summary, and an example's own."""
+
+
+def record_variants(
+    args: argparse.Namespace,
+    facts: Mapping[str, Any],
+    train: Callable[[str, Show], Results],
+    conclude: Callable[[Results], dict[str, Any]],
+    draw: Callable[[Results, Path, str], None],
+) -> Results:
+    """Train `args.variants` and write OUT.json and OUT.png after each.
+
+    Args:
+        facts: fields of OUT.json that describe the run.
+        train: trains a variant and returns its results.
+        conclude: further fields of OUT.json, such as "verdict", from all results so far.
+        draw: writes OUT.png, given its path and the name of the device.
+    """
+    results: Results = {}
+    out = args.out
+
+    def train_and_write(variant: str, show: Show) -> None:
+        for field, new in train(variant, show).items():
+            results.setdefault(field, []).extend(new)
+        conclusion = conclude(results)
+        lists = {field: [asdict(each) for each in found] for field, found in results.items()}
+        write_json(with_ending(out, ".json"), {**facts, **lists, **conclusion})
+        draw(results, with_ending(out, ".png"), facts["device"])
+
+    with replaced_results(out, ".png"):
+        train_variants(args, train_and_write)
+    return results
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Context that ends the program with the message of an error about its options."""
+    try:
+        yield
+    except (TypeError, ValueError, dispatch.BackendError) as refusal:
+        raise SystemExit(str(refusal)) from refusal
 
 
 # The command line
 
-Defaults = Mapping[str, Mapping[str, int]]
-"""Default integers by device ("cpu", "cuda") and option, for a few seconds or a minute per variant."""
+Defaults = Mapping[str, tuple[int, int]]
+"""Default integers by option, on the CPU and on GPUs, for a few seconds or a minute per variant."""
 
-MODEL_OPTIONS = (
-    ("layers", "transformer blocks"),
-    ("width", "width of the residual stream"),
-    ("heads", "query heads"),
-    ("kv-heads", "key/value heads"),
-    ("context", "bytes per sequence, such as 8192 or 8K"),
-)
-TRAINING_OPTIONS = (
-    ("steps", "training steps of each variant"),
-    ("batch", "sequences per step"),
-    ("eval-every", "steps between two evaluations"),
-    ("eval-windows", "validation sequences, the same each time"),
-)
-
-
-def add_numbers(group: Any, defaults: Defaults, options: Sequence[tuple[str, str]]) -> None:
-    """Add options that are positive integers, with defaults by device."""
-    for name, meaning in options:
-        key = name.replace("-", "_")
-        shown = f"{meaning}; default: {defaults['cuda'][key]} (CPU: {defaults['cpu'][key]})"
-        group.add_argument(f"--{name}", type=positive, help=shown)
+MODEL_OPTIONS = {
+    "layers": "transformer blocks",
+    "width": "width of the residual stream",
+    "heads": "query heads",
+    "kv_heads": "key/value heads",
+    "context": "bytes per sequence, such as 8192 or 8K",
+}
+TRAINING_OPTIONS = {
+    "steps": "training steps of each variant",
+    "batch": "sequences per step",
+    "eval_every": "steps between two evaluations",
+    "eval_windows": "validation sequences, the same each time",
+}
 
 
-def add_run_options(
-    parser: argparse.ArgumentParser,
-    variants: Sequence[str],
-    out: str,
-    backend: str,
-    chosen: Sequence[str] | None = None,
+def add_numbers(group: Any, defaults: Defaults, options: Mapping[str, str]) -> None:
+    """Add options that are positive integers, with defaults by device. `options`: meanings by name."""
+    for name, meaning in options.items():
+        cpu, gpu = defaults[name]
+        shown = f"{meaning}; default: {gpu} (CPU: {cpu})"
+        group.add_argument(f"--{name.replace('_', '-')}", type=positive, help=shown)
+
+
+def new_parser(doc: str | None, backend: str) -> argparse.ArgumentParser:
+    """A parser with --device and --backend. `doc` describes the example, `backend` is its op."""
+    parser = make_parser(doc)
+    add_device(parser)
+    parser.add_argument("--backend", help=f"backend of {backend}; default: the first that supports it")
+    return parser
+
+
+def add_variants(
+    parser: argparse.ArgumentParser, variants: Sequence[str], out: str, chosen: Sequence[str] | None = None
 ) -> None:
-    """Add --variants, --device, --backend and --out.
+    """Add --variants and --out.
 
     Args:
         out: default name of the results.
-        backend: name of the op for the help of --backend.
         chosen: default variants. None: all.
     """
-    chosen = list(variants if chosen is None else chosen)
 
     def names(text: str) -> list[str]:
         named = list(dict.fromkeys(part.strip() for part in text.split(",")))
@@ -534,22 +578,22 @@ def add_run_options(
                 raise argparse.ArgumentTypeError(f"must be among {', '.join(variants)}, got {name!r}")
         return named
 
-    add = parser.add_argument
-    shown = f"among {', '.join(variants)}; default: {'all' if chosen == list(variants) else ', '.join(chosen)}"
-    add("--variants", type=names, default=chosen, metavar="NAME,...", help=shown)
-    add("--device", choices=device_types(), default=device_types()[0], help="default: %(default)s")
-    add("--backend", help=f"backend of {backend}; default: the first that supports it")
-    add("--out", default=str(LOCAL_RESULTS / out), help="results, without suffix; default: %(default)s")
+    shown = f"among {', '.join(variants)}; default: {'all' if chosen is None else ', '.join(chosen)}"
+    parser.add_argument("--variants", type=names, default=list(chosen or variants), metavar="NAME,...", help=shown)
+    add_out(parser, out)
 
 
-def add_training_options(
-    parser: argparse.ArgumentParser, defaults: Defaults, more: Sequence[tuple[str, str]] = ()
-) -> Any:
-    """Add options of training and return their group. `more`: additional integer options."""
+def add_out(parser: argparse.ArgumentParser, name: str) -> None:
+    shown = "results, without suffix; default: %(default)s"
+    parser.add_argument("--out", type=Path, default=LOCAL_RESULTS / name, help=shown)
+
+
+def add_training_options(parser: argparse.ArgumentParser, defaults: Defaults, **more: str) -> Any:
+    """Add options of training and return their group. `more`: meanings of additional integer options."""
     group = parser.add_argument_group("training")
-    add_numbers(group, defaults, (*TRAINING_OPTIONS, *more))
-    group.add_argument("--minutes", type=float, help="stop training a variant after this time; default: never")
-    group.add_argument("--lr", type=float, help="peak learning rate; default: 1e-3 (CPU: 4e-3)")
+    add_numbers(group, defaults, {**TRAINING_OPTIONS, **more})
+    group.add_argument("--minutes", type=above_zero, help="stop training a variant after this time; default: never")
+    group.add_argument("--lr", type=above_zero, help="peak learning rate; default: 1e-3 (CPU: 4e-3)")
     group.add_argument("--dtype", choices=("bf16", "fp32"), help="dtype of autocast; default: bf16 (CPU: fp32)")
     group.add_argument("--seed", type=int, default=0, help="seed of weights and batches; default: %(default)s")
     group.add_argument("--compile", action="store_true", help="torch.compile the feed-forward layers")
@@ -560,40 +604,28 @@ def add_training_options(
 def resolve_options(parser: argparse.ArgumentParser, args: argparse.Namespace, defaults: Defaults) -> None:
     """Set defaults that depend on the device; exit if arguments are invalid."""
     on_cpu = args.device == "cpu"
-    for name, value in defaults["cpu" if on_cpu else "cuda"].items():
-        setattr(args, name, getattr(args, name) or value)
+    for name, (cpu, gpu) in defaults.items():
+        setattr(args, name, getattr(args, name) or (cpu if on_cpu else gpu))
     if args.cuda_graph and on_cpu:
         parser.error("--cuda-graph needs a CUDA device, got cpu")
-    args.lr = (4e-3 if on_cpu else 1e-3) if args.lr is None else args.lr
+    args.lr = args.lr or (4e-3 if on_cpu else 1e-3)
     args.dtype = args.dtype or ("fp32" if on_cpu else "bf16")
     if args.width % args.heads or args.width // args.heads % 2:
         parser.error(f"--width must be a multiple of 2 * --heads, got {args.width} and {args.heads}")
     if args.heads % args.kv_heads:
         parser.error(f"--heads must be a multiple of --kv-heads, got {args.heads} and {args.kv_heads}")
-    for name in ("lr", "minutes"):
-        value = getattr(args, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            parser.error(f"--{name} must be greater than 0, got {value}")
-    if "out" in args:
-        check_out(parser, args, ".json", ".png")
 
 
-def check_output(parser: argparse.ArgumentParser, option: str, *files: Path) -> None:
-    """Create the folders of an option's files; exit if a file cannot be written."""
-    for file in files:
-        try:
-            if file.is_dir():
-                raise IsADirectoryError(f"{file} is a folder")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=file.parent):
-                pass
-        except OSError as problem:
-            parser.error(f"{option} must name a file that can be written: {problem}")
-
-
-def check_out(parser: argparse.ArgumentParser, args: argparse.Namespace, *endings: str) -> None:
-    """`check_output` for the files of --out."""
-    check_output(parser, "--out", *(with_ending(Path(args.out), ending) for ending in endings))
+def check_output(parser: argparse.ArgumentParser, option: str, file: Path) -> None:
+    """Create the folder of an option's file; exit if the file cannot be written."""
+    try:
+        if file.is_dir():
+            raise IsADirectoryError(f"{file} is a folder")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as problem:
+        parser.error(f"{option} must name a file that can be written: {problem}")
 
 
 def check_length(corpus: Corpus, length: int, option: str = "--context") -> None:
@@ -603,52 +635,54 @@ def check_length(corpus: Corpus, length: int, option: str = "--context") -> None
         raise SystemExit(f"{option} must be less than the {shortest:,} bytes of text here, got {length:,}")
 
 
-def run_facts(args: argparse.Namespace, data: dict[str, Any], parameters: dict[str, int]) -> dict[str, Any]:
-    """The fields of a results file that describe the run."""
+def run_facts(args: argparse.Namespace, data: dict[str, Any], models: Mapping[str, ByteModel]) -> dict[str, Any]:
+    """The fields of a results file that describe the run. `models`: by variant, on the meta device."""
     training = ("steps", "batch", "lr", "dtype", "seed", "minutes", "eval_windows", "compile", "cuda_graph")
-    model = {name: getattr(args, name) for name in ("layers", "width", "heads", "kv_heads", "context")}
+    parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     return {
         **environment(torch.device(args.device)),
         "command": command_line(),
-        "model": {**model, "parameters": parameters},
+        "model": {**{name: getattr(args, name) for name in MODEL_OPTIONS}, "parameters": parameters},
         "training": {name: getattr(args, name) for name in training},
         "data": data,
     }
 
 
-def introduce(args: argparse.Namespace, facts: Mapping[str, Any], more: str) -> None:
+def introduce(args: argparse.Namespace, facts: Mapping[str, Any], more: str, notes: Iterable[str]) -> None:
     """Print what is about to run."""
-    console.print(
-        f"[bold]A byte-level language model[/bold] of {max(facts['model']['parameters'].values()) / 1e6:.1f} M "
-        f"parameters ({args.layers} layers, width {args.width}, {args.heads} heads over {args.kv_heads}), context "
+    say(
+        f"A byte-level language model of {max(facts['model']['parameters'].values()) / 1e6:.1f} M parameters "
+        f"({args.layers} layers, width {args.width}, {args.heads} heads over {args.kv_heads}), context "
         f"{args.context:,}, {args.steps} steps of {args.batch * args.context:,} bytes, {args.dtype}, {more}, "
-        f"on {facts['device']}",
-        soft_wrap=True,
+        f"on {facts['device']}"
     )
+    for note in notes:
+        say(note, style="yellow")
 
 
 # What is shown
 
 
-def new_table(first: str, *figures: str) -> Table:
-    table = Table(title="after the last step; loss in nats per byte", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column(first)
-    for heading in figures:
-        table.add_column(heading, justify="right")
-    return table
-
-
-def cost_texts(cost: Any) -> tuple[str, str]:
-    """Bytes per second and peak GiB of a Cost, or of a summary with its fields."""
-    speed = "?" if cost.tokens_per_s is None else f"{cost.tokens_per_s:,.0f}"
-    return speed, "?" if cost.peak_gib is None else f"{cost.peak_gib:.2f}"
-
-
-def show_results(table: Table, verdict: str, out: Path) -> None:
-    Console(width=max(console.width, TABLE_WIDTH)).print(table)
+def show_results(
+    summaries: Sequence[Any], columns: Mapping[str, Callable[[Any], str]], verdict: str, out: Path
+) -> None:
+    """Print summaries, what they say, and where they are. `columns`: texts of a summary by heading."""
+    columns = {
+        "variant": lambda s: s.variant,
+        "val loss": lambda s: f"{s.final_val_loss:.4f}",
+        **columns,
+        "bytes/s": lambda s: "?" if s.tokens_per_s is None else f"{s.tokens_per_s:,.0f}",
+        "peak GiB": lambda s: "" if s.peak_gib is None else f"{s.peak_gib:.2f}",
+        "steps": lambda s: str(s.steps),
+    }
+    print_table("after the last step; loss in nats per byte", columns, summaries, left=("variant",))
     console.print(f"What this says: {verdict}")
     shown = [relative(with_ending(out, suffix)) for suffix in (".png", ".json")]
-    console.print(f"Plot: {shown[0]}   everything: {shown[1]}", soft_wrap=True)
+    say(f"Plot: {shown[0]}   everything: {shown[1]}")
+
+
+def bits_per_byte(summary: Any) -> str:
+    return f"{summary.bits_per_byte:.4f}"
 
 
 @dataclass(frozen=True)
@@ -663,44 +697,33 @@ class Curves:
     band: float = 0
     """Relative difference from the baseline's loss that counts as equal."""
 
-
-def plot(rows: Sequence[Row], path: Path, device: str, curves: Curves) -> None:
-    """Plot validation loss by bytes seen and, if the baseline was trained, the difference from it at each step."""
-    with needed("matplotlib"):
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot as plt
-
-    by_name = {
-        name: [row for row in rows if row.variant == name] for name in dict.fromkeys(row.variant for row in rows)
-    }
-    baseline = {row.step: row.val_loss for row in by_name.get(curves.baseline, [])}
-    panels = 2 if baseline else 1
-    figure, panel = plt.subplots(1, panels, figsize=(6 * panels, 5), layout="constrained", squeeze=False)
-    for name, curve in sorted(by_name.items(), key=lambda item: item[1][-1].val_loss, reverse=True):
-        label, style = f"{name}  {curve[-1].val_loss:.3f}", curves.style(name)
-        panel[0, 0].plot([row.tokens / 1e6 for row in curve], [row.val_loss for row in curve], label=label, **style)
-        shared = [row for row in curve if row.step in baseline]
-        if shared:
-            distances = [100 * (row.val_loss / baseline[row.step] - 1) for row in shared]
-            panel[0, 1].plot([row.tokens / 1e6 for row in shared], distances, **style)
-    # Without the steep first points, which would flatten the differences between variants
-    finals = [curve[-1].val_loss for curve in by_name.values()]
-    early = [curve[min(2, len(curve) - 1)].val_loss for curve in by_name.values()]
-    panel[0, 0].set_ylim(min(finals) * 0.97, max(early) * 1.03)
-    panel[0, 0].set(title="validation loss", ylabel="nats per byte")
-    panel[0, 0].legend(title="variant, final loss")
-    if baseline:
-        within = ""
-        if curves.band:
-            within = f" (band: within {curves.band:.0%})"
-            panel[0, 1].axhspan(-100 * curves.band, 100 * curves.band, color="black", alpha=0.06)
-        panel[0, 1].set(title=f"against {curves.baseline_words}{within}", ylabel="%, above 0 is worse")
-    for axes in panel[0]:
-        axes.set_xlabel("million bytes seen")
-        axes.grid(alpha=0.3)
-    figure.suptitle(f"Language models on the sources of the Python standard library, {device}")
-    with replacing(path) as written:
-        figure.savefig(written, dpi=110)
-    plt.close(figure)
+    def draw(self, results: Results, path: Path, device: str) -> None:
+        """Plot validation loss by bytes seen and, if the baseline was trained, the difference from it at each step."""
+        by_name: dict[str, list[Row]] = {}
+        for row in results["rows"]:
+            by_name.setdefault(row.variant, []).append(row)
+        baseline = {row.step: row.val_loss for row in by_name.get(self.baseline, [])}
+        panels = 2 if baseline else 1
+        with saved_figure(path, 1, panels, (6 * panels, 5)) as (figure, (panel,)):
+            for name, curve in sorted(by_name.items(), key=lambda item: item[1][-1].val_loss, reverse=True):
+                label, style = f"{name}  {curve[-1].val_loss:.3f}", self.style(name)
+                panel[0].plot(
+                    [row.tokens / 1e6 for row in curve], [row.val_loss for row in curve], label=label, **style
+                )
+                if shared := [row for row in curve if row.step in baseline]:
+                    distances = [100 * (row.val_loss / baseline[row.step] - 1) for row in shared]
+                    panel[1].plot([row.tokens / 1e6 for row in shared], distances, **style)
+            # Without the steep first points, which would flatten the differences between variants
+            finals = [curve[-1].val_loss for curve in by_name.values()]
+            early = [curve[min(2, len(curve) - 1)].val_loss for curve in by_name.values()]
+            panel[0].set_ylim(min(finals) * 0.97, max(early) * 1.03)
+            panel[0].set(title="validation loss", ylabel="nats per byte")
+            panel[0].legend(title="variant, final loss")
+            if baseline:
+                within = f" (band: within {self.band:.0%})" if self.band else ""
+                panel[1].axhspan(-100 * self.band, 100 * self.band, color="black", alpha=0.06)
+                panel[1].set(title=f"against {self.baseline_words}{within}", ylabel="%, above 0 is worse")
+            for axes in panel:
+                axes.set_xlabel("million bytes seen")
+                axes.grid(alpha=0.3)
+            figure.suptitle(f"Language models on the sources of the Python standard library, {device}")

@@ -22,7 +22,16 @@ from torch import Tensor, nn
 
 from bench.common import DTYPES, PRESETS, SDPA, choose_backend, choose_dense, nsa_facts, preset_name
 from bench.inputs import Sizes
-from examples.shared.byte_models import MODEL_OPTIONS, ByteModel, Defaults, DenseAttention, add_numbers, rotate
+from examples.shared.byte_models import (
+    MODEL_OPTIONS,
+    ByteModel,
+    Defaults,
+    DenseAttention,
+    add_numbers,
+    refusals,
+    rotate,
+    run_facts,
+)
 from nsa import NSAConfig, NSAttention
 from nsa.distributed import ContextParallel
 
@@ -37,15 +46,12 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 """Branches of NSA in each variant."""
 
-NSA_OPTIONS = (
-    (
-        "block-size",
-        "select_block_size; compressed blocks are as long, with --preset paper half as long and overlapping",
-    ),
-    ("k", "num_selected_blocks"),
-    ("w", "window_size"),
-    ("q-tile", "q_tile_size"),
-)
+NSA_OPTIONS = {
+    "block_size": "select_block_size; compressed blocks are as long, with --preset paper half as long and overlapping",
+    "k": "num_selected_blocks",
+    "w": "window_size",
+    "q_tile": "q_tile_size",
+}
 FORCED_BLOCKS = {"per_tile": (1, 1), "paper": (1, 2)}
 """num_init_blocks and num_local_blocks of each preset."""
 
@@ -107,46 +113,37 @@ def variant_config(variant: str, config: NSAConfig) -> NSAConfig:
     return config if "window" in VARIANTS[variant] else replace(config, window_size=0)
 
 
-def make_attention(
-    variant: str, args: argparse.Namespace, context_parallel: ContextParallel | None = None
-) -> NSAttention:
-    """The attention layer of a variant. Only NSA supports divided sequences."""
-    sizes = (args.width, args.heads, args.kv_heads)
-    if variant == "dense":
-        return DenseAttention(*sizes, args.dense)
-    attention = NSAttention(
-        *sizes,
-        config=variant_config(variant, args.config),
-        gate="x",
-        compress="linear" if args.compress == "linear" else None,
-        rope=rotate,
-        context_parallel=context_parallel,
-        backend=args.backends[variant],
-    )
-    if "compressed" not in VARIANTS[variant] and attention.gate_proj is not None:
-        attention.gate_proj.register_forward_hook(ClosedGate("compressed"))
-    return attention
-
-
 def make_model(
     variant: str, args: argparse.Namespace, context_parallel: ContextParallel | None = None, **options: Any
 ) -> ByteModel:
-    """The model of a variant; `ByteModel.initialise` sets its weights. `options` are those of ByteModel."""
+    """The model of a variant; `ByteModel.initialise` sets its weights. Only NSA supports divided sequences.
+
+    Args:
+        options: those of ByteModel.
+    """
+    sizes = (args.width, args.heads, args.kv_heads)
 
     def attention() -> NSAttention:
-        return make_attention(variant, args, context_parallel)
+        if variant == "dense":
+            return DenseAttention(*sizes, args.dense)
+        made = NSAttention(
+            *sizes,
+            config=variant_config(variant, args.config),
+            gate="x",
+            compress="linear" if args.compress == "linear" else None,
+            rope=rotate,
+            context_parallel=context_parallel,
+            backend=args.backends[variant],
+        )
+        if "compressed" not in VARIANTS[variant] and made.gate_proj is not None:
+            made.gate_proj.register_forward_hook(ClosedGate("compressed"))
+        return made
 
     return ByteModel(args.layers, args.width, attention, context_parallel=context_parallel, **options)
 
 
-def count_parameters(args: argparse.Namespace) -> dict[str, int]:
-    """Number of parameters of each of `args.variants`."""
-    with torch.device("meta"):  # shapes without memory
-        return {name: sum(p.numel() for p in make_model(name, args).parameters()) for name in args.variants}
-
-
-def describe(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Entries of a results file for `args.variants`."""
+def facts(args: argparse.Namespace, data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a results file that describe the run and `args.variants`."""
     described: dict[str, dict[str, Any]] = {}
     for variant in args.variants:
         if variant == "dense":
@@ -159,7 +156,9 @@ def describe(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             "backend": args.backends[variant],
             "config": {**asdict(variant_config(variant, args.config)), "compress": args.compress},
         }
-    return described
+    with torch.device("meta"):  # shapes without memory
+        models = {variant: make_model(variant, args) for variant in args.variants}
+    return {**run_facts(args, data, models), "preset": args.preset, "variants": described}
 
 
 # The command line
@@ -235,7 +234,7 @@ def resolve(args: argparse.Namespace) -> list[str]:
         Notes on variants that run on the reference because no kernel supports them.
 
     Raises:
-        ValueError, dispatch.BackendError: for a named backend that cannot run a variant.
+        SystemExit: for a named backend that cannot run a variant.
     """
     device, dtype = torch.device(args.device), DTYPES[args.dtype]
     args.dense = choose_dense(device, dtype) if args.flash else SDPA
@@ -245,8 +244,9 @@ def resolve(args: argparse.Namespace) -> list[str]:
     for variant in args.variants:
         if variant == "dense":
             continue
-        call = nsa_facts(sizes, variant_config(variant, args.config), device, dtype, backward=True)
-        args.backends[variant], note = choose_backend(call, args.backend)
+        with refusals():
+            call = nsa_facts(sizes, variant_config(variant, args.config), device, dtype, backward=True)
+            args.backends[variant], note = choose_backend(call, args.backend)
         if note:
             notes[note] = None
     return list(notes)

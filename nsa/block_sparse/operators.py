@@ -88,10 +88,6 @@ class BlockSparseCall(ResolvedCall):
 
     op = "block_sparse_attention"
 
-    def empty_saved(self, training: Any) -> Tensor:
-        like: Tensor = training.kept_like(*self.sources)
-        return like
-
 
 def resolve(
     inputs: NSAInputs,

@@ -105,11 +105,8 @@ class ResolvedCall:
     def empty(self) -> tuple[Tensor, list[Tensor]]:
         """Tensors like those of `saving`, made without running anything."""
         training = self.impl.load_training()
-        return empty_out(*self.tensors), [] if training is None else [self.empty_saved(training)]
-
-    def empty_saved(self, training: Any) -> Tensor:
-        like: Tensor = training.kept_like(*self.sources, **self.forward_options)
-        return like
+        saved = [] if training is None else [training.kept_like(*self.sources, **self.forward_options)]
+        return empty_out(*self.tensors), saved
 
     def empty_gradients(self) -> list[Tensor]:
         return [x.new_empty(x.shape) for x in self.sources]

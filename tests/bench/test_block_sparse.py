@@ -1,9 +1,8 @@
-"""bench/bench_block_sparse.py on a CPU: rows as documented, wrong results, going on, bars."""
+"""bench_block_sparse.py and bench_token_selected.py on a CPU: rows as documented, wrong results, choices, bars."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,34 +12,25 @@ import torch
 from torch import Tensor
 
 from bench import bench_block_sparse as bench
-from tests.support.bench_helpers import documented_fields
+from bench import bench_token_selected as token
+from bench import results_file, selected_branch
+from tests.support import cases, step_twins
+from tests.support.bench_helpers import run, verdicts
 
 SMALL = ["--device", "cpu", "--seqlens", "100", "--heads", "2", "--kv-heads", "1", "--dim", "16", "--blocks", "16"]
 SMALL += ["--count", "3", "--seconds", "0.001"]
-
-
-OPS = ["block_sparse", "top_blocks"]
-
-
-def run(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    ops = [] if "--ops" in options else ["--ops", *OPS]
-    status = bench.main([*SMALL, *ops, *options, "--out", str(folder / "run-0.5")])
-    return status, json.loads((folder / "run-0.5.json").read_text())
+PASSES = ("fwd", "fwd+bwd")
 
 
 def test_rows_and_bars(tmp_path: Path) -> None:
-    status, content = run(tmp_path, "--bars", "--peak-tflops", "1", "--peak-tbs", "1")
-    assert (status, content["gate"]) == (0, "green")
-    names = [("block_sparse", "fwd"), ("block_sparse", "fwd+bwd"), ("top_blocks", "fwd")]
+    options = ["--ops", "block_sparse", "top_blocks", "--bars", "--peak-tflops", "1", "--peak-tbs", "1"]
+    content = run(bench.main, tmp_path / "run-0.5", *SMALL, *options, script="bench_block_sparse.py")
+    names = [*(("block_sparse", direction) for direction in PASSES), ("top_blocks", "fwd")]
     assert [(row["op"], row["pass"]) for row in content["rows"]] == names
     for row in content["rows"]:
-        assert set(row) == documented_fields("bench_block_sparse.py")
-        assert 0 <= row["error"] <= row["error_budget"]
-        assert row["floor_ms"] > 0
         sparse = row["op"] == "block_sparse"
-        assert [row[f"{name}_ms"] is not None for name in ("dense", "mask", "selected", "pairs")] == (
-            [True, True, False, False] if sparse else [False, False, False, True]
-        )
+        assert [row[f"{name}_ms"] is not None for name in bench.PEERS] == [sparse, sparse, False, not sparse]
+        assert row["floor_ms"] > 0
     assert len(content["missing"]) == 2, "the kernels alone"
     assert {bar["verdict"] for bar in content["bars"]} == {"not measured"}
     # Two products forward, of 16 numbers, two heads and 48 keys but for the first 48 rows' half
@@ -91,21 +81,19 @@ def wrong_blocks(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return changed
 
 
-@pytest.mark.parametrize(
-    ("name", "make", "op"),
-    [
-        ("block_sparse_attention", wrong_result, "block_sparse"),
-        ("block_sparse_attention", wrong_gradient, "block_sparse"),
-        ("top_blocks_by_max", wrong_blocks, "top_blocks"),
-    ],
-)
+WRONG = [
+    ("block_sparse", "block_sparse_attention", wrong_result),
+    ("block_sparse", "block_sparse_attention", wrong_gradient),
+    ("top_blocks", "top_blocks_by_max", wrong_blocks),
+]
+
+
+@pytest.mark.parametrize(("op", "name", "make"), WRONG)
 def test_wrong_results_make_it_red(
-    name: str, make: Callable[..., Any], op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    op: str, name: str, make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, name, make(getattr(bench, name)))
-    status, content = run(tmp_path, "--ops", op, "--no-peers")
-    assert (status, content["gate"], content["rows"]) == (1, "red", [])
-    assert len(content["red"]) == 1
+    assert len(run(bench.main, tmp_path / "run", *SMALL, "--ops", op, "--no-peers", status=1)["red"]) == 1
 
 
 @pytest.mark.parametrize("make", [wrong_result, wrong_gradient])
@@ -113,39 +101,153 @@ def test_a_masked_peer_with_wrong_results_has_no_time(
     make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "masked_attention", make(bench.masked_attention))
-    status, content = run(tmp_path, "--ops", "block_sparse")
-    assert (status, content["gate"]) == (0, "green")
+    content = run(bench.main, tmp_path / "run", *SMALL, "--ops", "block_sparse")
     wrong = [row["pass"] for row in content["rows"] if row["mask_ms"] is None]
-    assert wrong == (["fwd", "fwd+bwd"] if make is wrong_result else ["fwd+bwd"])
+    assert wrong == [*PASSES][0 if make is wrong_result else 1 :]
     reasons = [reason for reason in content["missing"] if reason.startswith("mask did not run: error ")]
     assert len(reasons) == len(wrong)
 
 
 def test_a_layer_of_minimax_m3(tmp_path: Path) -> None:
     """Beside transformers' own, or told why not."""
-    status, content = run(tmp_path, "--ops", "m3_layer", "--peak-tflops", "1")
-    assert (status, content["gate"]) == (0, "green")
+    content = run(bench.main, tmp_path / "run", *SMALL, "--ops", "m3_layer", "--peak-tflops", "1")
     if importlib.util.find_spec("transformers") is None:
-        assert content["rows"] == []
-        assert content["missing"] == [
-            f"m3_layer N=100 block=16 {direction} did not run: No module named 'transformers'"
-            for direction in ("fwd", "fwd+bwd")
-        ]
+        why = "did not run: No module named 'transformers'"
+        assert content["missing"] == [f"m3_layer N=100 block=16 {direction} {why}" for direction in PASSES]
         return
-    assert [row["pass"] for row in content["rows"]] == ["fwd", "fwd+bwd"]
+    assert [row["pass"] for row in content["rows"]] == [*PASSES]
     for row in content["rows"]:
         assert 0 < row["error"] <= row["error_budget"]
         assert min(row["mask_ms"], row["pairs_ms"], row["floor_ms"]) > 0
 
 
-def test_bars_are_of_the_sizes_that_they_name(tmp_path: Path) -> None:
-    _, content = run(tmp_path, "--no-peers")
-    row: dict[str, Any] = content["rows"][0]
-    row |= {"n": 64 << 10, "h": 64, "h_kv": 4, "d": 128, "k": 16, "block": 128, "dtype": "bf16", "mode": "queued"}
+def test_bars_are_of_the_sizes_that_they_name() -> None:
+    row = {"op": "block_sparse", "pass": "fwd", "b": 1, "n": 64 << 10, "h": 64, "h_kv": 4, "d": 128, "k": 16}
+    row |= {"block": 128, "dtype": "bf16", "mode": "queued", "selected_ms": None}
     rows = [
         row | {"ms_p50": 22.0},
         row | {"ms_p50": 66.0, "pass": "fwd+bwd"},
         row | {"ms_p50": 10.0, "selected_ms": 9.9, "block": 64},
     ]
-    verdicts = [bar.verdict for bar in bench.find_bars(rows)]
-    assert verdicts == ["pass", "FAIL", "not measured", "pass", "not measured"]
+    found = [*verdicts(bench.find_bars(rows)).values()]
+    assert found == ["pass", "FAIL", "not measured", "pass", "not measured"]
+
+
+# The selected branch alone
+
+
+@pytest.fixture
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention by PyTorch in place of the kernels."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+        how.pop("packed", None)
+        o, lse = step_twins.token_attention(q, k, v, indices, first_token=0, **how)
+        return o.to(q.dtype), lse.float()
+
+    def backward(*tensors: Tensor, **how: Any) -> None:
+        step_twins.kv_outer_backward(*tensors, local=0, **how)
+
+    monkeypatch.setattr("cute_kernels.attend.kv_outer.kv_outer_forward", forward)
+    monkeypatch.setattr("cute_kernels.attend.query_outer.query_outer_forward", forward)
+    monkeypatch.setattr("cute_kernels.attend.kv_outer_backward.kv_outer_backward", backward)
+    monkeypatch.setattr(token, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(token, "SLOTS", 3)
+
+
+@pytest.mark.usefixtures("_on_cpu")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("choice", ["random", *cases.rest("local", "text")])
+def test_sees_wrong_results(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token, "CHUNK", 128)
+    branch = token.make_branch(300, 4, 2, choice)
+    chosen = branch.blocks[0, :, 280]
+    assert (chosen.diff(dim=1) > 0).all()
+    assert choice == "random" or chosen.tolist() == [[0, 3, 4]] * 2
+    assert token.errors(branch) == []
+    backward, query_outer = selected_branch.Branch.backward, selected_branch.Branch.query_outer
+    wrong = {
+        "out": ("saved", (1.1 * branch.saved[0], *branch.saved[1:])),
+        "dq": ("backward", lambda do: (1.1 * backward(branch, do)[0], *backward(branch, do)[1:])),
+        "dk": ("backward", lambda do: (backward(branch, do)[0], 1.1 * branch.k, backward(branch, do)[2])),
+        "dv": ("backward", lambda do: (*backward(branch, do)[:2], branch.v)),
+        "query-outer": ("query_outer", lambda: [1.1 * x for x in query_outer(branch)]),
+    }
+    for name, (what, value) in wrong.items():
+        with monkeypatch.context() as patch:
+            patch.setitem(vars(branch), what, value)
+            assert any(name in text for text in token.errors(branch)), name
+
+
+@pytest.mark.usefixtures("_on_cpu")
+@pytest.mark.filterwarnings("default")
+def test_reads_choices(tmp_path: Path) -> None:
+    """Choices of a model with one key/value head serve two; what is no choice is refused."""
+    saved = token.choose(200, 1, "local", torch.Generator())
+    torch.save(saved, tmp_path / "chosen.pt")
+    branch = token.make_branch(200, 4, 2, "file", token.load_indices(tmp_path / "chosen.pt"))
+    assert torch.equal(branch.blocks, saved.expand(1, 2, 200, 3))
+    assert token.errors(branch) == []
+    late, twice = saved.clone(), saved.clone()
+    late[0, 0, 0, 2], twice[0, 0, 150, 1] = 1, 0
+    for wrong, reason in (
+        (saved.long(), "an int32 tensor, got torch.int64"),
+        (saved[..., :2], "got \\[1, 1, 200, 2\\]"),
+        (late, "up to each token's own"),
+        (twice, "ascending"),
+    ):
+        torch.save(wrong, tmp_path / "chosen.pt")
+        with pytest.raises(ValueError, match=reason):
+            token.load_indices(tmp_path / "chosen.pt")
+
+
+@pytest.mark.usefixtures("_on_cpu")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("wrong", [False, True])
+def test_writes_as_it_goes(wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for each choice and stage, and why fla has none; no rows once a result is wrong."""
+
+    def lists(indices: Tensor, **how: Any) -> Any:
+        assert set(how) == {"size", "min_rows", "token_bytes", "max_bytes", "packed"}
+        yield indices
+
+    def graph_ms(call: Callable[[], Any], *_: Any, **__: Any) -> float:
+        call()
+        return 2.0
+
+    for name, value in {
+        "HEADS": ((4, 2),),
+        "CHOICES": ("random", "text"),
+        "BAR_TOKENS": 80,
+        "BARS": {(4, 2): {"forward": 1e9, "both": 0.0}},
+        "graph_ms": graph_ms,
+        "copy_bandwidth": lambda: 4.0,
+        "environment": lambda _: {"device": "NVIDIA H200", "versions": {}, "commit": ""},
+    }.items():
+        monkeypatch.setattr(token, name, value)
+    monkeypatch.setattr("cute_kernels.lists.worklist.worklist_chunks", lists)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    torch.save(token.choose(100, 1, "local", torch.Generator()), tmp_path / "chosen.pt")
+    options = ["--seqlens", "80", "--choices", "random", "text", "--indices", str(tmp_path / "chosen.pt"), "--bars"]
+    right, written, write = token.errors, [], results_file.write_json
+
+    def record(path: Path, content: dict[str, Any]) -> None:
+        written.append((content["gate"], len(content["rows"])))
+        write(path, content)
+
+    monkeypatch.setattr(token, "errors", lambda branch: ["o"] * (wrong and len(written) == 1) or right(branch))
+    monkeypatch.setattr(results_file, "write_json", record)
+    content = run(token.main, tmp_path / "run", *options, status=int(wrong))
+    if wrong:
+        assert content["red"] == ["      80   4/2 text    o"]
+        assert written == [("unfinished", 5), ("red", 0)]
+        return
+    assert written == [("unfinished", 5), ("unfinished", 10), ("unfinished", 15), ("green", 15)]
+    rows = content["rows"]
+    stages = ["lists", "forward", "tiles", "backward", "both"]
+    choices = [(80, "random"), (80, "text"), (100, "file")]
+    assert [(row["n"], row["choice"], row["stage"]) for row in rows] == [(*one, of) for one in choices for of in stages]
+    assert {(row["ms"], row["fla_ms"]) for row in rows} == {(2.0, None)}
+    assert len(content["missing"]) == 6
+    assert all("takes groups of 16" in reason for reason in content["missing"])
+    assert [bar["verdict"] for bar in content["bars"]] == ["pass", "FAIL"]

@@ -1,4 +1,4 @@
-"""Which commit results name: git's, or in a copy without git that of a stamp whose files are all as they were."""
+"""The commit that results name: git's, or in a copy without git that of a stamp whose files are all unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _looked_up_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Of a commit with a source, a result, and what git ignores."""
+    """A checkout with a source, a result, and a file that git ignores."""
     folder = tmp_path / "checkout"
     (folder / "bench" / "results").mkdir(parents=True)
     (folder / "source.py").write_text("one\n")
@@ -102,5 +102,5 @@ def test_a_checkout_with_changes_gets_no_stamp(checkout: Path) -> None:
 @pytest.mark.parametrize("content", ["{", "[]", '{"commit": 1, "files": {}}'])
 def test_a_damaged_stamp_is_named(content: str, checkout: Path) -> None:
     (checkout / STAMP_NAME).write_text(content)
-    with pytest.raises(ValueError, match=r"\.commit\.json is damaged: remove it, or write it anew with make stamp"):
+    with pytest.raises(ValueError, match=r"\.commit\.json is damaged: remove it, or write it again with make stamp"):
         looked_up(checkout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,10 +16,9 @@ from torch import Tensor
 
 from bench import bench_context_parallel as bench
 from bench import context_shares, context_together
-from bench.results_file import open_results
 from nsa.distributed import ContextParallel
 from tests.support import cases
-from tests.support.bench_helpers import Changed, documented_fields
+from tests.support.bench_helpers import Changed, run, verdicts
 from tests.support.ranks import Ranks
 
 SMALL = ["--device", "cpu", "--sizes", "per_tile:140:2/1", "paper:40:2/1", "--dim", "4"]
@@ -28,42 +27,20 @@ ALONE = [*SMALL, "--ranks", "2", "--seconds", "0.001"]
 
 ROW = {"h": 8, "h_kv": 2, "d": 128, "dtype": "bf16", "rank": 0, "mode": "alone", "peak_gib": None, "tokens": 1 << 20}
 ROW |= {"preset": "per_tile", "n": 1 << 20, "ranks": 1, "layout": "contiguous", "pass": "fwd", "ms": 100.0}
-"""Of the undivided call."""
+"""A row of the undivided call."""
 
 
-def test_shares_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "alone"
-    assert bench.main([*ALONE, "--out", str(out)]) == 0
-    content = json.loads(out.with_suffix(".json").read_text())
-    assert content["gate"] == "green"
+def test_shares_alone(tmp_path: Path) -> None:
+    content = run(bench.main, tmp_path / "alone", *ALONE, script="bench_context_parallel.py")
     assert len(content["rows"]) == 2 * 2 * (1 + 2)
-    assert all(set(row) == documented_fields("bench_context_parallel.py") for row in content["rows"])
-    for preset, n in (("per_tile", 140), ("paper", 40)):
-        for direction in bench.PASSES:
-            own = [r for r in content["rows"] if (r["preset"], r["pass"]) == (preset, direction)]
-            assert [(r["ranks"], r["rank"]) for r in own] == [(1, 0), (2, 0), (2, 1)]
-            assert sum(r["tokens"] for r in own[1:]) == n
-            share = next(s for s in content["shares"] if (s["preset"], s["pass"]) == (preset, direction))
-            times = [r["ms"] for r in own]
-            assert share["slowest_over_mean"] == pytest.approx(max(times[1:]) / (sum(times[1:]) / 2))
-            assert share["sum_over_single"] == pytest.approx(sum(times[1:]) / times[0])
-
-    # Where it was stopped after the undivided calls, these are not timed again
-    rows = [r for r in content["rows"] if r["ranks"] == 1]
-    parts = [{"part": name, "rows": 2, "missing": []} for name in dict.fromkeys(_name(r) for r in rows)]
-    unfinished = {name: x for name, x in content.items() if name not in ("shares", "rows", "gate", "red")}
-    unfinished |= {"gate": "unfinished", "red": [], "parts": parts, "rows": rows}
-    out.with_suffix(".json").write_text(json.dumps(unfinished))
-    timed = []
-    real = bench.time_shares
-    monkeypatch.setattr(bench, "time_shares", lambda case, *others: timed.append(case.ranks) or real(case, *others))
-    assert bench.main([*ALONE, "--out", str(out)]) == 0
-    assert timed == [2, 2]
-    assert json.loads(out.with_suffix(".json").read_text())["rows"][: len(rows)] == rows
-
-
-def _name(row: dict[str, object]) -> str:
-    return bench.Case(*(row[name] for name in ("preset", "n", "h", "h_kv", "ranks", "layout"))).name  # type: ignore[arg-type]
+    for (preset, n), direction in product((("per_tile", 140), ("paper", 40)), bench.PASSES):
+        own = [row for row in content["rows"] if (row["preset"], row["pass"]) == (preset, direction)]
+        assert [(row["ranks"], row["rank"]) for row in own] == [(1, 0), (2, 0), (2, 1)]
+        assert sum(row["tokens"] for row in own[1:]) == n
+        share = next(one for one in content["shares"] if (one["preset"], one["pass"]) == (preset, direction))
+        times = [row["ms"] for row in own]
+        assert share["slowest_over_mean"] == pytest.approx(max(times[1:]) / (sum(times[1:]) / 2))
+        assert share["sum_over_single"] == pytest.approx(sum(times[1:]) / times[0])
 
 
 @pytest.mark.parametrize("wrong", ["out", "dk"])
@@ -83,10 +60,7 @@ def test_one_wrong_value_makes_it_red(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(context_shares, "attend", attend)
     monkeypatch.setattr(context_shares.Alone, "add_shares", add_shares)
-    out = tmp_path / "alone"
-    assert bench.main([*ALONE, "--sizes", "paper:40:2/1", "--out", str(out)]) == 1
-    content = json.loads(out.with_suffix(".json").read_text())
-    assert (content["gate"], content["rows"]) == ("red", [])
+    content = run(bench.main, tmp_path / "alone", *ALONE, "--sizes", "paper:40:2/1", status=1)
     assert f"{wrong} of " in content["red"][0]
 
 
@@ -105,10 +79,7 @@ def run_with_one_wrong_value(_: Any, out: str, wrong: str) -> int:
     argv = [*SMALL, "--sizes", "paper:40:2/1", "--repeats", "1", "--out", out]
     environment = {"LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     with mock.patch.dict(os.environ, environment), mock.patch.object(ContextParallel, "nsa", changed):
-        args = bench.parse(argv)
-        head = {"device": "", "versions": {}, "commit": "", "command": ""}
-        with open_results(Path(out), head) if dist.get_rank() == 0 else nullcontext() as results:
-            return context_together.Together(args, torch.device("cpu"), results).run(bench.BAR_SIZES)
+        return context_together.Together(bench.parse(argv), torch.device("cpu")).run()
 
 
 @pytest.mark.parametrize(
@@ -137,11 +108,10 @@ def test_bars_of_ranks_together() -> None:
         rows.append(divided | {"rank": rank, "ms": alone})
         rows.append(divided | {"rank": rank, "mode": "together", "ms": together, "peak_gib": 9.0 + rank})
     rows.append(divided | {"mode": "messages", "ms": 8.0})
-    (share,) = bench.find_shares(rows)
+    (share,) = context_shares.find_shares(rows)
     assert (share["speedup"], share["not_hidden_ms"], share["messages_ms"]) == (280 / 150, 10.0, 8.0)
     assert (share["peak_gib"], share["bound_gib"]) == (10.0, context_shares.bound_gib(divided))
-    verdicts = {bar.what: bar.verdict for bar in context_together.find_bars([share], 2, bench.BAR_SIZES)}
-    assert verdicts == {
+    assert verdicts(context_together.find_bars(2, [share])) == {
         "per_tile 1024K, 2 ranks, fwd+bwd, speed-up": "pass",
         "per_tile 1024K, 2 ranks, fwd, peak over bound": "not measured",
         "per_tile 1024K, 2 ranks, fwd+bwd, peak over bound": "pass",
@@ -150,7 +120,7 @@ def test_bars_of_ranks_together() -> None:
         "paper 256K, 2 ranks, fwd+bwd, peak over bound": "not measured",
     }
     worse = share | {"speedup": 1.84, "peak_gib": context_shares.bound_gib(divided) + 0.1}
-    slow, _, large, *_ = context_together.find_bars([worse], 2, bench.BAR_SIZES)
+    slow, _, large, *_ = context_together.find_bars(2, [worse])
     assert (slow.verdict, large.verdict) == ("FAIL", "FAIL")
 
 
@@ -190,11 +160,12 @@ def test_limits_of_the_bound_are_those_of_the_kernels() -> None:
 
 
 def test_bars() -> None:
-    divided = [ROW | {"ranks": 2, "rank": rank, "layout": "zigzag", "ms": ms} for rank, ms in enumerate((52.0, 58.0))]
-    verdicts = {bar.what: bar.verdict for bar in bench.find_bars(bench.find_shares([ROW, *divided]))}
-    assert verdicts["per_tile 1024K, 2 ranks, fwd, slowest over mean"] == "FAIL"  # 58 over 55
-    assert verdicts["per_tile 1024K, 2 ranks, fwd, all over undivided"] == "FAIL"  # 110 over 100
-    assert verdicts["paper 256K, 2 ranks, fwd, slowest over mean"] == "not measured"
-    even = [one | {"ms": 53.0} for one in divided]
-    verdicts = {bar.what: bar.verdict for bar in bench.find_bars(bench.find_shares([ROW, *even]))}
-    assert verdicts["per_tile 1024K, 2 ranks, fwd, all over undivided"] == "pass"
+    def found(*ms: float) -> dict[str, str]:
+        divided = [ROW | {"ranks": 2, "rank": rank, "layout": "zigzag", "ms": one} for rank, one in enumerate(ms)]
+        return verdicts(bench.find_bars(context_shares.find_shares([ROW, *divided])))
+
+    uneven, even = found(52.0, 58.0), found(53.0, 53.0)
+    assert uneven["per_tile 1024K, 2 ranks, fwd, slowest over mean"] == "FAIL"  # 58 over 55
+    assert uneven["per_tile 1024K, 2 ranks, fwd, all over undivided"] == "FAIL"  # 110 over 100
+    assert uneven["paper 256K, 2 ranks, fwd, slowest over mean"] == "not measured"
+    assert even["per_tile 1024K, 2 ranks, fwd, all over undivided"] == "pass"

@@ -1,29 +1,42 @@
-"""The end-to-end benchmark: its files, its gate, its command line; and the inputs it is fed."""
+"""The end-to-end benchmark and that of the paper: files, gates, peers, bars, and the demo on a CPU."""
 
 from __future__ import annotations
 
-import csv
-import json
+import re
 import sys
 import types
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from bench import bench_paper as paper
 from bench import bench_sparse_attn_e2e as e2e
 from bench import bench_varlen as varlen
+from bench import nsa_check, passes, peers, results_file, turns
+from bench.bars import Bar
 from bench.common import choose_dense
 from bench.inputs import Sizes, make_problem
+from bench.nsa_check import Variant
+from bench.passes import Candidate, Unavailable
 from bench.roofline import Peaks, backward_work, dense_floor_ms, nsa_floor_ms
 from bench.timing import GIB, measure, peak_memory
+from bench.turns import FEWEST, MOST, Spread, take_turns, verdict
 from nsa import NSAConfig
-from tests.support.bench_helpers import documented_fields
+from nsa.inputs import NSAInputs
+from tests.support.bench_helpers import DOCS, has_picture, run, verdicts
 
 CPU = torch.device("cpu")
 SMALL = ["--device", "cpu", "--heads", "2", "--dim", "16", "--seconds", "1e-9"]
+SCRIPT = "bench_sparse_attn_e2e.py"
+
+
+def make(n: int, *, dtype: torch.dtype = torch.float32, backward: bool = False) -> NSAInputs:
+    return make_problem("random", Sizes(1, n, 2, 1, 16), device=CPU, dtype=dtype, requires_grad=backward)
 
 
 @pytest.mark.parametrize(
@@ -36,202 +49,115 @@ SMALL = ["--device", "cpu", "--heads", "2", "--dim", "16", "--seconds", "1e-9"]
     ids=["forward of the paper's on text", "backward in bf16", "backward of some, ungated"],
 )
 def test_writes_what_it_promises(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert e2e.main([*SMALL, *options, "--out", str(tmp_path / "run")]) == 0
-    content = json.loads((tmp_path / "run.json").read_text())
-    assert content["gate"] == "green"
-    assert {"device", "versions", "commit"} <= set(content)
+    content = run(e2e.main, tmp_path / "run", *SMALL, *options, script=SCRIPT)
     for row in content["rows"]:
-        assert set(row) == documented_fields("bench_sparse_attn_e2e.py")
-        assert 0 <= row["error"] <= row["error_budget"] < 0.1
         assert row["recompute"] == ("--recompute" in options)
         if row["pass"] == "fwd+bwd":
             assert 0 < row["gradient_error"] <= row["gradient_budget"] < 5
             assert row["peak_gib"] >= 2 * row["n"] * 3 * 16 * (2 if row["dtype"] == "bf16" else 4) / GIB
         else:
             assert (row["gradient_error"], row["gradient_budget"]) == (None, None)
-        assert 0 < row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"]
         assert row["speedup"] == pytest.approx(row["dense_ms"] / row["ms_p50"])
         assert (row["dense"], row["dense_extrapolated"], row["mode"]) == ("PyTorch SDPA", False, "eager")
         assert (row["floor_ms"], row["share_of_floor"]) == (None, None)
-    with (tmp_path / "run.csv").open() as file:
-        assert [int(row["n"]) for row in csv.DictReader(file)] == [row["n"] for row in content["rows"]]
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "run.csv").exists()
+    assert has_picture(tmp_path / "run")
     shown = capsys.readouterr().out
     assert shown.startswith("Sparse (NSA) against dense attention")
     assert "What this says" in shown
-    assert "Plot:" in shown
 
 
-def test_no_speed_on_a_red_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong kernel: its error is above the budget, nothing is timed, the status is 1."""
-    right = e2e.nsa_forward_aux
+# The gate
 
-    def wrong(*args: Any, **keywords: Any) -> Any:
-        out, aux = right(*args, **keywords)
+
+class Larger(torch.autograd.Function):
+    """A tensor whose gradient is a hundredth too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 1.01
+
+
+def far_off(right: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(**given: Any) -> Any:
+        out, aux = right(**given)
         return out + 0.01, aux
 
-    monkeypatch.setattr(e2e, "nsa_forward_aux", wrong)
+    return wrong
+
+
+def wrong_gradient(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return lambda right: lambda **given: right(**{**given, name: Larger.apply(given[name])})
+
+
+def next_number(right: Callable[..., Any]) -> Callable[..., Any]:
+    """One unit of rounding in one of the sampled rows."""
+
+    def other(**given: Any) -> Tensor:
+        out: Tensor = right(**given)
+        changed = out.detach().clone()
+        changed[0, -1, 0, 0] = torch.nextafter(changed[0, -1, 0, 0], out.new_tensor(9.0))
+        return out + (changed - out.detach())
+
+    return other
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "options", "message"),
+    [
+        ("nsa_forward_aux", far_off, ["--seqlens=64"], "N=64 l=64 num_cmp=none: error 1.0"),
+        ("nsa", wrong_gradient("k"), ["--seqlens=600", "--backward"], "of the gradient of k is above the budget"),
+        ("nsa", wrong_gradient("gate_proj_weight"), ["--seqlens=600", "--backward"], "of gate_proj_weight is above"),
+        ("nsa_forward", next_number, ["--seqlens=64"], "another result than the checked one"),
+        ("nsa", next_number, ["--seqlens=64", "--backward"], "another result than the checked one"),
+    ],
+)
+def test_no_speed_on_a_red_gate(
+    name: str, wrong: Any, options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong result, gradient, or timed call that is not the checked one: nothing is timed, the status is 1."""
+    monkeypatch.setattr(nsa_check, name, wrong(getattr(nsa_check, name)))
     monkeypatch.setattr(e2e, "measure", lambda *_, **__: pytest.fail("timed a wrong result"))
-    assert e2e.main([*SMALL, "--seqlens", "64", "--out", str(tmp_path / "run")]) == 1
-    content = json.loads((tmp_path / "run.json").read_text())
-    assert content["gate"] == "red"
-    assert content["rows"] == []
-    assert content["red"][0].startswith("N=64 l=64 num_cmp=none: error 1.0")
-    assert not (tmp_path / "run.csv").exists()
+    red = run(e2e.main, tmp_path / "run", *SMALL, *options, status=1)["red"]
+    assert message in red[0]
+    assert len(red) == (2 if name == "nsa_forward_aux" else 1), "the timed call is right, and so another one"
 
 
 @pytest.mark.parametrize("value", [0.015, float("nan")])
 def test_late_rows_are_held_against_their_own_size(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """One budget for all rows, which the first ones make 0.03 here, would let half of a late row's values pass."""
-    problem = make_problem("random", Sizes(1, 2000, 2, 1, 16), device=CPU, dtype=torch.bfloat16)
-    variant = e2e.Variant(NSAConfig.paper(), "reference", ("eager",))
-    right = e2e.nsa_forward_aux
+    inputs, variant = make(2000, dtype=torch.bfloat16), Variant(NSAConfig.paper(), "reference", ("eager",))
+    right = nsa_check.nsa_forward_aux
 
-    def wrong(*args: Any, **keywords: Any) -> Any:
-        out, aux = right(*args, **keywords)
+    def wrong(**given: Any) -> Any:
+        out, aux = right(**given)
         out[0, -1, 0, 0] += value
         return out, aux
 
-    sample = e2e.sampled_error(problem, variant)
-    assert sample.error <= sample.budget
-    monkeypatch.setattr(e2e, "nsa_forward_aux", wrong)
-    sample = e2e.sampled_error(problem, variant)
-    assert not sample.error <= sample.budget
-
-
-@pytest.mark.parametrize("name", ["k", "gate_proj_weight"])
-def test_no_speed_on_a_wrong_gradient(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output is right, and one gradient by a hundredth too large."""
-    right = e2e.nsa
-
-    def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        tensors = {"q": q, "k": k, "v": v, "gate_proj_weight": keywords.pop("gate_proj_weight")}
-        tensors[name] = Larger.apply(tensors[name])
-        return right(**tensors, **keywords)
-
-    monkeypatch.setattr(e2e, "nsa", wrong)
-    monkeypatch.setattr(e2e, "measure", lambda *_, **__: pytest.fail("timed a wrong result"))
-    assert e2e.main([*SMALL, "--seqlens", "600", "--backward", "--out", str(tmp_path / "run")]) == 1
-    content = json.loads((tmp_path / "run.json").read_text())
-    assert content["rows"] == []
-    (red,) = content["red"]
-    assert f"of the gradient of {name} is above the budget" in red
-
-
-class Larger(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 1.01
+    assert nsa_check.sampled_error(inputs, variant).worst.within
+    monkeypatch.setattr(nsa_check, "nsa_forward_aux", wrong)
+    assert not nsa_check.sampled_error(inputs, variant).worst.within
 
 
 @pytest.mark.parametrize(("row", "value"), [(300, 1.0), (-1, float("nan"))])
 def test_every_row_of_dq_is_checked(row: int, value: float) -> None:
     """Also those of tiles that are not sampled, whose gradient is zero."""
-    problem = make_problem("random", Sizes(1, 1500, 2, 1, 16), device=CPU, dtype=torch.float32, requires_grad=True)
-    variant = e2e.Variant(NSAConfig(), "reference", ("eager",), backward=True)
-    sample, wrong = e2e.check(problem, variant)
-    assert wrong == []
-    assert (300 in sample.positions.tolist()) is False
-    problem.q.register_hook(lambda gradient: gradient.index_fill(1, torch.tensor([row % 1500]), value))
-    _, wrong = e2e.check(problem, variant)
-    assert len(wrong) == 1
-    assert "of the gradient of q is above the budget" in wrong[0]
-
-
-def test_recompute_reaches_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, given = e2e.nsa, []
-
-    def recording(*args: Any, **keywords: Any) -> torch.Tensor:
-        given.append(keywords["recompute"])
-        return right(*args, **keywords)
-
-    monkeypatch.setattr(e2e, "nsa", recording)
-    for options in ([], ["--recompute"]):
-        assert e2e.main([*SMALL, "--seqlens", "64", "--backward", *options, "--out", str(tmp_path / "run")]) == 0
-        assert set(given) == {bool(options)}
-        given.clear()
-
-
-@pytest.mark.parametrize("backward", [[], ["--backward"]])
-def test_the_timed_call_must_be_the_checked_one(
-    backward: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One unit of rounding in one of the sampled rows is enough."""
-    timed = "nsa" if backward else "nsa_forward"
-    right = getattr(e2e, timed)
-
-    def other(*args: Any, **keywords: Any) -> torch.Tensor:
-        out = right(*args, **keywords)
-        other = out.detach().clone()
-        other[0, -1, 0, 0] = torch.nextafter(other[0, -1, 0, 0], out.new_tensor(9.0))
-        return out + (other - out.detach())
-
-    monkeypatch.setattr(e2e, timed, other)
-    monkeypatch.setattr(e2e, "measure", lambda *_, **__: pytest.fail("timed another call"))
-    assert e2e.main([*SMALL, "--seqlens", "64", *backward, "--out", str(tmp_path / "run")]) == 1
-    red = json.loads((tmp_path / "run.json").read_text())["red"]
-    assert len(red) == 1
-    assert "the timed call gives another result than the checked one" in red[0]
-
-
-def test_a_row_for_each_combination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dense = choose_dense(CPU, torch.float32)
-    lengths: list[int] = []
-
-    def counting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        lengths.append(q.shape[1])
-        return dense.attention(q, k, v)
-
-    monkeypatch.setattr(e2e, "choose_dense", lambda *_: replace(dense, attention=counting))
-    options = ["--num-cmp", "none,2,none", "--block-sizes", "16,32", "--k", "3", "--w", "40", "--q-tile", "128"]
-    sizes = ["--seqlens", "256,128", "--peak-tflops", "0.5"]
-    assert e2e.main([*SMALL, *sizes, *options, "--out", str(tmp_path / "run")]) == 0
-    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
-    combinations = [(n, l, c) for n in (128, 256) for l in (16, 32) for c in (None, 2)]  # noqa: E741
-    assert [(row["n"], row["l"], row["num_cmp"]) for row in rows] == combinations
-    assert lengths == 4 * [128] + 4 * [256], "dense attention is measured once for each length"
-    for row in rows:
-        assert (row["l_select"], row["k"], row["w"], row["q_tile"]) == (row["l"], 3, 40, 128)
-        assert row["dense_ms"] == next(other["dense_ms"] for other in rows if other["n"] == row["n"])
-        config = NSAConfig(
-            compress_block_size=row["l"],
-            num_cmp_selected_blocks=row["num_cmp"],
-            num_selected_blocks=3,
-            window_size=40,
-            q_tile_size=128,
-        )
-        assert row["floor_ms"] == nsa_floor_ms(Sizes(1, row["n"], 2, 1, 16), config, Peaks(0.5, 4.8), itemsize=4)
-        assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms_p50"])
-
-
-def test_long_dense_attention_is_extrapolated_and_marked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    dense = choose_dense(CPU, torch.float32)
-
-    def short(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        assert q.shape[1] <= 128
-        return dense.attention(q, k, v)
-
-    monkeypatch.setattr(e2e, "choose_dense", lambda *_: replace(dense, attention=short))
-    options = ["--seqlens", "64,128,256,384", "--no-dense-above", "200"]
-    assert e2e.main([*SMALL, *options, "--out", str(tmp_path / "run")]) == 0
-    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
-    assert [row["dense_extrapolated"] for row in rows] == [False, False, True, True]
-    assert rows[2]["dense_ms"] == pytest.approx(4 * rows[1]["dense_ms"])
-    assert rows[3]["dense_ms"] == pytest.approx(9 * rows[1]["dense_ms"])
-    assert [row["dense_peak_gib"] is None for row in rows] == [False, False, True, True]
-    assert "~ is not measured" in capsys.readouterr().out
+    inputs, variant = make(1500, backward=True), Variant(NSAConfig(), "reference", ("eager",), backward=True)
+    sample, wrong = nsa_check.check(inputs, variant)
+    assert (wrong, 300 in sample.positions.tolist()) == ([], False)
+    inputs.q.register_hook(lambda gradient: gradient.index_fill(1, torch.tensor([row % 1500]), value))
+    (message,) = nsa_check.check(inputs, variant)[1]
+    assert "of the gradient of q is above the budget" in message
 
 
 def test_a_wrong_graph_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay that leaves a row unwritten. Graphs stand in here for themselves: a replay calls again."""
 
-    def fake_capture(call: Any, device: torch.device, *, missing: int) -> types.SimpleNamespace:
+    def fake_capture(call: Any, *, missing: int) -> types.SimpleNamespace:
         out = call()
 
         def replay() -> None:
@@ -239,56 +165,306 @@ def test_a_wrong_graph_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
         return types.SimpleNamespace(out=out, replay=replay, peak_gib=0.25)
 
-    sizes = Sizes(1, 64, 2, 1, 16)
-    problem = make_problem("random", sizes, device=CPU, dtype=torch.float32)
-    variant = e2e.Variant(NSAConfig(), "reference", ("graph",))
-    sample, wrong = e2e.check(problem, variant)
+    inputs, variant = make(64), Variant(NSAConfig(), "reference", ("graph",))
+    sample, wrong = nsa_check.check(inputs, variant)
     assert wrong == []
-    call = e2e.nsa_call(problem, variant)
-    monkeypatch.setattr(e2e, "capture", lambda *args: fake_capture(*args, missing=0))
-    timing = e2e.measure_mode("graph", call, sample, CPU, 0)
-    assert timing is not None
-    assert (timing.repeats, timing.peak_gib) == (3, 0.25)
-    monkeypatch.setattr(e2e, "capture", lambda *args: fake_capture(*args, missing=1))
-    assert e2e.measure_mode("graph", call, sample, CPU, 0) is None
+    call = e2e.nsa_call(inputs, variant)
+    found = []
+    for missing in (0, 1):
+        monkeypatch.setattr(e2e, "capture", lambda call, _, missing=missing: fake_capture(call, missing=missing))
+        found.append(e2e.measure_mode("graph", call, sample, CPU, 0))
+    assert found[0] is not None
+    assert (found[0].repeats, found[0].peak_gib, found[1]) == (3, 0.25, None)
     monkeypatch.setattr(e2e, "measure_mode", lambda *_: None)
-    assert e2e.main([*SMALL, "--seqlens", "64", "--out", str(tmp_path / "run")]) == 1
-    red = json.loads((tmp_path / "run.json").read_text())["red"]
+    red = run(e2e.main, tmp_path / "run", *SMALL, "--seqlens", "64", status=1)["red"]
     assert red == ["N=64 l=64 num_cmp=none: the replayed graph gives another result than the checked call"]
+
+
+# Rows
+
+
+def test_a_row_for_each_combination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, lengths = choose_dense(CPU, torch.float32), []
+
+    def counting(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        lengths.append(q.shape[1])
+        return dense.attention(q, k, v)
+
+    monkeypatch.setattr(e2e, "choose_dense", lambda *_: replace(dense, attention=counting))
+    options = ["--num-cmp", "none,2,none", "--block-sizes", "16,32", "--k", "3", "--w", "40", "--q-tile", "128"]
+    sizes = ["--seqlens", "384,256,128", "--peak-tflops", "0.5", "--no-dense-above", "256"]
+    rows = run(e2e.main, tmp_path / "run", *SMALL, *sizes, *options)["rows"]
+    combinations = [(n, l, c) for n in (128, 256, 384) for l in (16, 32) for c in (None, 2)]  # noqa: E741
+    assert [(row["n"], row["l"], row["num_cmp"]) for row in rows] == combinations
+    assert lengths == 4 * [128] + 4 * [256], "dense attention is measured once for each length, and extrapolated"
+    for row in rows:
+        assert (row["l_select"], row["k"], row["w"], row["q_tile"]) == (row["l"], 3, 40, 128)
+        long = row["n"] == 384
+        assert (row["dense_extrapolated"], row["dense_peak_gib"] is None) == (long, long)
+        assert row["dense_ms"] == pytest.approx(rows[4]["dense_ms"] * 2.25) if long else row["dense_ms"] > 0
+        own = {"compress_block_size": row["l"], "num_cmp_selected_blocks": row["num_cmp"]}
+        config = NSAConfig(**own, num_selected_blocks=3, window_size=40, q_tile_size=128)
+        assert row["floor_ms"] == nsa_floor_ms(Sizes(1, row["n"], 2, 1, 16), config, Peaks(0.5, 4.8), itemsize=4)
+        assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms_p50"])
+
+
+def test_recompute_reaches_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, given = nsa_check.nsa, []
+    monkeypatch.setattr(nsa_check, "nsa", lambda **how: given.append(how["recompute"]) or right(**how))
+    for options in ([], ["--recompute"]):
+        run(e2e.main, tmp_path / "run", *SMALL, "--seqlens", "64", "--backward", *options)
+        assert set(given) == {bool(options)}
+        given.clear()
 
 
 def test_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention-4 where it is installed and takes the dtype; stood in for by attention that marks its results."""
-    sdpa = choose_dense(CPU, torch.bfloat16)
-    assert sdpa.name == "PyTorch SDPA"
+    sdpa, gpu = choose_dense(CPU, torch.bfloat16), torch.device("cuda")
 
-    def flash_attn_func(q: Any, k: Any, v: Any, *, causal: bool) -> tuple[torch.Tensor, None]:
+    def flash_attn_func(q: Any, k: Any, v: Any, *, causal: bool) -> tuple[Tensor, None]:
         assert causal
         return sdpa.attention(q, k, v) + 1, None
 
-    package, module = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.cute")
-    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
-    gpu = torch.device("cuda")
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", types.SimpleNamespace(flash_attn_func=flash_attn_func))
     flash = choose_dense(gpu, torch.bfloat16)
     assert flash.name == choose_dense(gpu, torch.float16).name == "FlashAttention-4"
-    assert choose_dense(gpu, torch.float32).name == choose_dense(CPU, torch.bfloat16).name == "PyTorch SDPA"
-    problem = make_problem("random", Sizes(1, 8, 4, 2, 8), device=CPU, dtype=torch.float32)
+    assert choose_dense(gpu, torch.float32).name == sdpa.name == "PyTorch SDPA"
+    problem = make_problem("random", Sizes(2, 9, 4, 2, 8), device=CPU, dtype=torch.float64)
     ours, theirs = (dense.attention(problem.q, problem.k, problem.v) for dense in (flash, sdpa))
     assert torch.equal(ours, theirs + 1)
+    q, k, v = problem.q, problem.k.repeat_interleave(2, dim=2), problem.v.repeat_interleave(2, dim=2)
+    logits = torch.einsum("bihd,bjhd->bhij", q, k) / 8**0.5
+    logits = logits.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
+    torch.testing.assert_close(theirs, torch.einsum("bhij,bjhd->bihd", logits.softmax(-1), v))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
     assert choose_dense(gpu, torch.bfloat16).name == "PyTorch SDPA"
 
 
-def test_the_baseline_is_causal_attention_with_shared_keys() -> None:
-    problem = make_problem("random", Sizes(2, 9, 4, 2, 8), device=CPU, dtype=torch.float64)
-    q, k, v = problem.q, problem.k.repeat_interleave(2, dim=2), problem.v.repeat_interleave(2, dim=2)
-    logits = torch.einsum("bihd,bjhd->bhij", q, k) / 8**0.5
-    logits = logits.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
-    expected = torch.einsum("bhij,bjhd->bihd", logits.softmax(-1), v)
-    got = choose_dense(CPU, torch.float64).attention(problem.q, problem.k, problem.v)
-    torch.testing.assert_close(got, expected)
+# The paper's
+
+
+def weigh(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
+    """Stands in for a peer."""
+    return q + (k + v).mean((1, 2), keepdim=True) * torch.stack(gates).sum(0)[..., None]
+
+
+def test_paper_writes_what_it_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[list[str]] = []
+    right = results_file.write_json
+
+    def recording(path: Path, content: dict[str, Any]) -> None:
+        written.append([f"{row['n']} {row['pass']}" for row in content["rows"]])
+        right(path, content)
+
+    monkeypatch.setattr(results_file, "write_json", recording)
+    monkeypatch.setattr(paper, "make_peer", lambda *_: Candidate("fla", weigh, graphs=False))
+    fields = ("fla_ms", "fla_gib", "fla_computes")
+    options = ["--kv-heads", "1", "--seqlens", "40,70", "--bars"]
+    content = run(paper.main, tmp_path / "run", *SMALL, *options, script=SCRIPT, also=fields)
+    assert content["missing"] == []
+    order = [f"{n} {direction}" for n in (40, 70) for direction in ("fwd", "fwd+bwd")]
+    assert written == [order[: i + 1] for i in range(4)] + [order], "after every length and pass"
+    for row in content["rows"]:
+        assert (row["preset"], row["l"], row["stride"], row["q_tile"], row["mode"]) == ("paper", 32, 16, 1, "eager")
+        assert (row["gradient_error"] is None) == (row["pass"] == "fwd")
+        assert min(row["fla_ms"], row["dense_ms"]) > 0
+        assert row["fla_computes"].startswith("other results")
+    assert {bar["verdict"] for bar in content["bars"]} == {"not measured"}, "of other sizes"
+    assert (tmp_path / "run.csv").exists()
+    assert has_picture(tmp_path / "run")
+    shown = capsys.readouterr().out
+    assert "fwd+bwd eager   NSA" in shown
+    assert "0 of 26 bars are reached" in shown
+
+
+def test_a_wrong_gradient_of_the_paper_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the forward was written: its times go, too."""
+    right = nsa_check.nsa
+    monkeypatch.setattr(nsa_check, "nsa", lambda q, **how: right(q, **how) + (q - q.detach()))
+    options = ["--kv-heads", "1", "--seqlens", "40", "--peers"]
+    (red,) = run(paper.main, tmp_path / "run", *SMALL, *options, status=1)["red"]
+    assert "of the gradient of q is above the budget" in red
+
+
+def test_peers_get_gates_and_need_only_be_finite() -> None:
+    problem = make_problem("random", Sizes(1, 9, 4, 2, 8), device=CPU, dtype=torch.float32, requires_grad=True)
+    task = peers.nsa_task(problem)
+    assert problem.gate_proj_weight is not None
+    expected = torch.einsum("bnhd,hgd->bnhg", problem.q, problem.gate_proj_weight).sigmoid()
+    for branch, gate in enumerate(task.leaves[3:]):
+        torch.testing.assert_close(gate, expected[..., branch])
+    assert not any(leaf.requires_grad for leaf in task.leaves)
+    third = peers.nsa_task(replace(problem, gate_proj_weight=None)).leaves[-1]
+    assert third.shape == (1, 9, 4)
+    assert (third == 1 / 3).all()
+    candidate, plan = Candidate("peer", weigh, graphs=False), passes.Plan(("fwd+bwd",), seconds=0.0)
+    assert passes.measure_pass(candidate, "fwd+bwd", task, plan).timing is not None
+    q = task.leaves[0].clone()
+    q[0, -1, -1, -1] = float("inf")
+    assert task.truth.worst({"out": task.leaves[0]}).within
+    assert not task.truth.worst({"out": task.leaves[0], "dq": q}).within
+
+
+def test_fla_is_called_as_it_is_meant_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the package: FlashAttention-4's window is handed in, and the options arrive."""
+    given: dict[str, Any] = {}
+
+    def parallel_nsa(
+        q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor, g_slc: Tensor, g_swa: Tensor, **how: Any
+    ) -> Tensor:
+        given.update(how, gates=(g_cmp, g_slc, g_swa))
+        return module.flash_attn_func(q, k, v, causal=True, window_size=(how["window_size"] - 1, 0))
+
+    def fa4(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, None]:
+        given["window"] = how
+        return 2 * q, None
+
+    module = types.SimpleNamespace(parallel_nsa=parallel_nsa, flash_attn_func=None)
+    monkeypatch.setitem(sys.modules, "fla.ops.nsa", types.SimpleNamespace(parallel=module))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", types.SimpleNamespace(flash_attn_func=fa4))
+    task = peers.nsa_task(make(9))
+    attention = peers.NSA["fla"].make(NSAConfig.paper(), task).call
+    q, k, v, *gates = (torch.full((1,), float(i)) for i in range(1, 7))
+    assert attention(q, k, v, *gates) == 2 * q
+    assert [float(gate) for gate in given.pop("gates")] == [4, 5, 6]
+    assert given.pop("window") == {"causal": True, "window_size": (511, 0)}
+    assert given == {"block_counts": 16, "block_size": 64, "window_size": 512, "scale": None}
+
+    monkeypatch.setitem(sys.modules, "fla.ops.nsa", None)
+    with pytest.raises(Unavailable, match=r"not installed: pip install fla-core==0\.6\.0"):
+        peers.NSA["fla"].make(NSAConfig.paper(), task)
+
+
+def row_of(n: int, direction: str, ms: float, **changes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {"b": 1, "h": 64, "h_kv": 4, "d": 128, "dtype": "bf16", "l": 32, "stride": 16}
+    values |= {"l_select": 64, "k": 16, "w": 512, "q_tile": 1, "mode": "queued", "gated": True, "inputs": "random"}
+    return {**values, "fla_ms": 60.0, "n": n, "pass": direction, "ms_p50": ms, **changes}
+
+
+def test_bars_are_the_issues() -> None:
+    rows = [row_of(64 << 10, "fwd", 25.0), row_of(64 << 10, "fwd+bwd", 70.0, peak_gib=11.0)]
+    others = [row_of(64 << 10, "fwd", 1.0, mode="eager"), row_of(64 << 10, "fwd", 1.0, h_kv=8)]
+    bars: dict[str, Bar] = {bar.what: bar for bar in paper.find_bars([*rows, *others])}
+    assert bars["64K fwd"].as_json() == {"bar": "64K fwd", "wanted": "<= 27 ms", "reached": "25 ms", "verdict": "pass"}
+    measured = {what: said for what, said in verdicts(bars.values()).items() if said != "not measured"}
+    assert measured == {
+        "64K fwd": "pass",
+        "64K fwd, stretch": "FAIL",
+        "64K fwd, fla takes as long or longer": "pass",
+        "64K fwd+bwd": "pass",
+        "64K fwd+bwd, stretch": "pass",
+        "64K fwd+bwd, fla takes as long or longer": "FAIL",
+        "64K fwd+bwd, peak memory": "pass",
+        "64K fwd+bwd, peak memory, stretch": "FAIL",
+    }
+    wanted = {"8K fwd": 2.4, "8K fwd+bwd": 7, "32K fwd": 11, "32K fwd+bwd": 33, "64K fwd+bwd": 82, "128K fwd": 78}
+    assert {what: bars[what].wanted for what in wanted} == wanted
+    assert bars["128K fwd+bwd"].wanted == 225
+    assert bars["128K fwd+bwd, stretch"].verdict == "not measured"
+
+
+# The demo on a CPU
+
+DEMO = ["--demo", "--device", "cpu", "--dim", "16", "--seconds", "1e-9"]
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0, FEWEST), (0.012 * 9.5, 10), (1e9, MOST)])
+def test_every_second_turn_goes_the_other_way(seconds: float, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls of 4 and 8 ms by a clock of the test's own."""
+    now, log = [0.0], []
+
+    def call(name: str, ms: float) -> Callable[[], None]:
+        def run() -> None:
+            log.append(name)
+            now[0] += ms / 1e3
+
+        return run
+
+    monkeypatch.setattr(turns.time, "thread_time", lambda: now[0])
+    times = take_turns([call("a", 4), call("b", 8)], seconds)
+    assert "".join(log) == ("abba" * expected)[: 2 * expected]
+    assert times == [pytest.approx([4.0] * expected), pytest.approx([8.0] * expected)]
+
+
+@pytest.mark.parametrize(
+    ("spread", "faster", "times"),
+    [
+        (Spread(1.01, 1.1, 1.2), "NSA", 1.1),
+        (Spread(1.6, 2.0, 2.4), "NSA", 2.0),
+        (Spread(0.4, 0.45, 0.49), "dense", 1 / 0.45),
+        (Spread(1.0, 1.1, 1.2), "neither", 1.1),
+        (Spread(1.6, 2.0, 2.41), "too noisy", 2.0),
+        (Spread(0.21, 0.9, 1.1), "too noisy", 1 / 0.9),
+    ],
+)
+def test_what_a_spread_says(spread: Spread, faster: str, times: float) -> None:
+    assert (spread.faster, spread.times) == (faster, pytest.approx(times))
+
+
+DENSE, NSA, EVEN, NOISY = Spread(0.48, 0.5, 0.52), Spread(1.9, 2.0, 2.1), Spread(0.9, 1.0, 1.1), Spread(0.2, 2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ([DENSE, NSA], "Dense attention is faster at 0 (2.0 times). NSA is faster at 1 (2.0 times)."),
+        ([NSA, NSA, NSA], "NSA is faster at 0 (2.0 times), 1 (2.0 times) and 2 (2.0 times)."),
+        ([EVEN, EVEN], "At 0 and 1 neither is: it is the one in some turns and the other in others."),
+        (
+            [NSA, NOISY],
+            "NSA is faster at 0 (2.0 times). Nothing is known of 1: the ratio varied by more than 1.5 times between "
+            "turns (20th to 80th percentile). Run it again when less else runs.",
+        ),
+    ],
+)
+def test_verdicts(found: Sequence[Spread], said: str) -> None:
+    assert verdict([(str(i), ratio) for i, ratio in enumerate(found)]) == said
+
+
+def test_demo_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "results_files.md").read_text(encoding="utf-8")
+    match = re.search(r"a row also has `(.*?)`", page, re.DOTALL)
+    assert match is not None
+    more = set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", match[1])))
+    options = ["--seqlens", "64,128", "--num-cmp", "none,1"]
+    content = run(e2e.main, tmp_path / "run", *DEMO, *options, script=SCRIPT, also=more)
+    assert content["device"].endswith(", 1 thread")
+    for row in content["rows"]:
+        assert (row["mode"], row["turns"], row["h"], row["inputs"]) == ("turns", FEWEST, 1, "text")
+        assert 0 < row["speedup_p20"] <= row["speedup"] <= row["speedup_p80"]
+        assert row["faster"] == Spread(row["speedup_p20"], row["speedup"], row["speedup_p80"]).faster
+    assert [(row["n"], row["num_cmp"]) for row in content["rows"]] == [(n, c) for n in (64, 128) for c in (None, 1)]
+    assert "N = 128 with l=64 num_cmp=1" in content["verdict"]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert content["verdict"] in shown
+
+
+@pytest.mark.parametrize("noisy", [[True, False], [True, True]])
+def test_noisy_rows_are_marked_and_not_drawn(
+    noisy: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steady, load = [[20.0] * FEWEST, [10.0] * FEWEST], [[20.0] * FEWEST, [10.0, 10.0, 95.0, 10.0, 95.0]]
+    answers = iter([load if one else steady for one in noisy])
+    drawn: list[int] = []
+    right = e2e.plot
+
+    def plot(rows: Any, *more: Any) -> None:
+        drawn.extend(row["n"] for row in rows)
+        right(rows, *more)
+
+    monkeypatch.setattr(e2e, "take_turns", lambda *_: next(answers))
+    monkeypatch.setattr(e2e, "plot", plot)
+    rows = run(e2e.main, tmp_path / "run", *DEMO, "--seqlens", "64,128")["rows"]
+    assert [row["faster"] for row in rows] == ["too noisy" if one else "NSA" for one in noisy]
+    assert drawn == [n for n, one in zip((64, 128), noisy, strict=True) if not one]
+    assert (tmp_path / "run.png").exists() == (not all(noisy))
+    shown = capsys.readouterr().out
+    assert "?2.00x" in shown
+    assert ("NSA is faster at" in shown) == (not all(noisy))
+    assert "Nothing is known of N = 64" in " ".join(shown.split())
 
 
 # The roofline
@@ -324,7 +500,41 @@ def test_floor_by_hand() -> None:
     assert nsa_floor_ms(sizes, every, peaks) == nsa_floor_ms(sizes, config, peaks)
 
 
-# On a GPU, and packed documents
+# Packed documents, and memory
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_ways_to_run_documents_agree(backward: bool) -> None:
+    """On the CPU, where the reference runs each; wrong results are found."""
+    lengths = [40, 1, 25]
+    sizes = Sizes(1, sum(lengths), 4, 2, 8)
+    problem = make_problem("random", sizes, device=CPU, dtype=torch.float32, requires_grad=backward)
+    config = NSAConfig(compress_block_size=4, num_selected_blocks=3, window_size=8, q_tile_size=16)
+    ways = varlen.make_ways(problem, lengths, config, backward)
+    (whole,), (padded,), alone = (ways[name].call() for name in ("packed", "padded", "one by one"))
+    assert padded["out"].shape == (3, 40, 4, 8)
+    torch.testing.assert_close(padded["out"][0, :32], whole["out"][:32])  # whole tiles do not see the padding
+    assert set(whole) == set(padded) == {"out", *(("q", "k", "v", "gate_proj_weight") if backward else ())}
+    assert varlen.compare([whole], alone, lengths) is None
+    for name, tensor in whole.items():
+        changed = tensor.clone()
+        changed[0] += 1e-2 * tensor.abs().max()
+        wrong = varlen.compare([{**whole, name: changed}], alone, lengths)
+        assert wrong is not None
+        assert ("0 to 40" in wrong) == (name != "gate_proj_weight")
+
+
+def test_peak_memory_sees_temporaries() -> None:
+    def call() -> Tensor:
+        return (torch.ones(64, 2**20) + 1).sum()  # two tensors of 256 MiB at once
+
+    peak = peak_memory(call, CPU)
+    assert peak is not None
+    assert 0.45 < peak < 0.6
+    assert measure(call, CPU, seconds=0).repeats == 3
+
+
+# On a GPU
 
 
 @pytest.mark.cuda
@@ -332,9 +542,8 @@ def test_floor_by_hand() -> None:
 @pytest.mark.parametrize("kind", ["random", "sink"])
 def test_on_a_gpu_graphs_and_the_baseline(kind: str, tmp_path: Path) -> None:
     options = ["--device", "cuda", "--heads", "4", "--dim", "64", "--seqlens", "2048", "--num-cmp", "none,1"]
-    files = ["--input", kind, "--seconds", "1e-9", "--out", str(tmp_path / "run")]
-    assert e2e.main([*options, *files]) == 0
-    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    files = ["--input", kind, "--seconds", "1e-9"]
+    rows = run(e2e.main, tmp_path / "run", *options, *files)["rows"]
     assert [(row["num_cmp"], row["mode"]) for row in rows] == [
         (count, mode) for count in (None, 1) for mode in ("eager", "graph")
     ]
@@ -350,10 +559,9 @@ def test_on_a_gpu_graphs_and_the_baseline(kind: str, tmp_path: Path) -> None:
 )
 def test_on_a_gpu_heads_are_checked_in_turn(preset: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of long sequences are: the timed call of all heads gives the same bits."""
-    monkeypatch.setattr(e2e, "CHECKED_BYTES", 1)
+    monkeypatch.setattr(nsa_check, "CHECKED_BYTES", 1)
     sizes = ["--device", "cuda", "--heads", "32", "--kv-heads", "2", "--dim", "128", "--seqlens", "8K,20000"]
-    assert e2e.main([*sizes, *preset, "--seconds", "1e-9", "--out", str(tmp_path / "run")]) == 0
-    assert json.loads((tmp_path / "run.json").read_text())["gate"] == "green"
+    run(e2e.main, tmp_path / "run", *sizes, *preset, "--seconds", "1e-9")
 
 
 @pytest.mark.cuda
@@ -361,10 +569,8 @@ def test_on_a_gpu_heads_are_checked_in_turn(preset: list[str], tmp_path: Path, m
 def test_on_a_gpu_forward_and_backward(tmp_path: Path) -> None:
     sizes = ["--device", "cuda", "--heads", "4", "--dim", "64", "--seqlens", "2500"]
     options = [*sizes, "--backward", "--backend", "cute"]
-    files = ["--seconds", "1e-9", "--out", str(tmp_path / "run")]
     for more in ([], ["--recompute", "--num-cmp", "1", "--block-sizes", "16", "--select-size", "64"]):
-        assert e2e.main([*options, *more, *files]) == 0
-        (row,) = json.loads((tmp_path / "run.json").read_text())["rows"]
+        (row,) = run(e2e.main, tmp_path / "run", *options, *more, "--seconds", "1e-9")["rows"]
         assert (row["pass"], row["mode"], row["dense"]) == ("fwd+bwd", "eager", "FlashAttention-4")
         assert 0 < row["gradient_error"] <= row["gradient_budget"]
         # q, out, do, dq, and k, v and their gradients of one head instead of four
@@ -388,38 +594,19 @@ def test_on_a_gpu_stages_of_the_backward(num_cmp: int | None, monkeypatch: pytes
         names = [name for name in names if "split" not in name]
     for most in (backward.TEMPORARY_BYTES, 1):
         monkeypatch.setattr(backward, "TEMPORARY_BYTES", most)
-        rows = bench_nsa_stages.backward_stages(sizes, config, 4.0, 900.0)
+        rows = bench_nsa_stages.backward_stages(sizes, config, Peaks(900.0, 4.0))
         assert [row["stage"] for row in rows] == names
         assert all(row["floor_ms"] > 0 and 0 < row["share"] < 1.5 for row in rows)
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_ways_to_run_documents_agree(backward: bool) -> None:
-    """On the CPU, where the reference runs each; wrong results are found."""
-    lengths = [40, 1, 25]
-    sizes = Sizes(1, sum(lengths), 4, 2, 8)
-    problem = make_problem("random", sizes, device=CPU, dtype=torch.float32, requires_grad=backward)
-    config = NSAConfig(compress_block_size=4, num_selected_blocks=3, window_size=8, q_tile_size=16)
-    packed, padded, one_by_one = varlen.make_ways(problem, lengths, config, backward)
-    assert [way.name for way in (packed, padded, one_by_one)] == ["packed", "padded", "one by one"]
-    (whole,), (behind,), alone = packed.call(), padded.call(), one_by_one.call()
-    assert behind["out"].shape == (3, 40, 4, 8)
-    torch.testing.assert_close(behind["out"][0, :32], whole["out"][:32])  # whole tiles do not see the padding
-    assert set(whole) == set(behind) == {"out", *(("q", "k", "v", "gate_proj_weight") if backward else ())}
-    assert varlen.compare([whole], alone, lengths) is None
-    for name, tensor in whole.items():
-        changed = tensor.clone()
-        changed[0] += 1e-2 * tensor.abs().max()
-        wrong = varlen.compare([{**whole, name: changed}], alone, lengths)
-        assert wrong is not None
-        assert ("0 to 40" in wrong) == (name != "gate_proj_weight")
-
-
-def test_peak_memory_sees_temporaries() -> None:
-    def call() -> torch.Tensor:
-        return (torch.ones(64, 2**20) + 1).sum()  # two tensors of 256 MiB at once
-
-    peak = peak_memory(call, CPU)
-    assert peak is not None
-    assert 0.45 < peak < 0.6
-    assert measure(call, CPU, seconds=0).repeats == 3
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+def test_on_a_gpu_the_paper(tmp_path: Path) -> None:
+    """Both passes and modes; a peer is there or its reason is."""
+    sizes = ["--device", "cuda", "--heads", "32", "--kv-heads", "2", "--seqlens", "2048", "--seconds", "1e-9"]
+    content = run(paper.main, tmp_path / "run", *sizes)
+    rows = content["rows"]
+    modes = {"fwd": ["queued", "eager", "graph"], "fwd+bwd": ["queued", "eager"]}
+    assert [(row["pass"], row["mode"]) for row in rows] == [(of, mode) for of in modes for mode in modes[of]]
+    assert {(row["backend"], row["dense"]) for row in rows} == {("cute", "FlashAttention-4")}
+    assert all((row["fla_ms"] is None) == bool(content["missing"]) for row in rows)

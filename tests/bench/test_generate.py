@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import bench_generate
-from tests.support.bench_helpers import assert_documented
+from tests.support.bench_helpers import assert_documented, run
 
 pytestmark = pytest.mark.hf_extra
 
@@ -26,9 +25,7 @@ def test_all_models_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(bench_generate, "time_step", failing)
     monkeypatch.setattr(bench_generate, "STEPS", 12)
-    out = tmp_path / "generate"
-    assert bench_generate.main([*TINY, "--n=40", "--batch=2,3", "--bars", f"--out={out}"]) == 0
-    content = json.loads(out.with_suffix(".json").read_text())
+    content = run(bench_generate.main, tmp_path / "generate", *TINY, "--n=40", "--batch=2,3", "--bars")
     assert {bar["verdict"] for bar in content.pop("bars")} == {"not measured"}
     assert_documented("bench/bench_generate.py", content)
     models = [("dense", False), ("dense", True), ("dense_unmasked", False), ("nsa", False), ("nsa", True)]

@@ -47,34 +47,37 @@ class Memory:
 lengths = st.integers(1, 2**24)
 
 
-@given(room=st.integers(0, 2**24), start=lengths, granularity=lengths, maximum=st.none() | lengths)
-def test_search_brackets_the_limit(room: int, start: int, granularity: int, maximum: int | None) -> None:
-    """Within the granularity, by logarithmically many different trials, none above the maximum."""
-    memory = Memory(room)
+@given(
+    room=st.integers(0, 2**24),
+    slow=st.none() | lengths,
+    start=lengths,
+    granularity=lengths,
+    maximum=st.none() | lengths,
+)
+def test_search_brackets_the_limit(
+    room: int, slow: int | None, start: int, granularity: int, maximum: int | None
+) -> None:
+    """Within the granularity, by logarithmically many different trials, none above the maximum; a timeout ends it."""
+    memory = Memory(room, math.inf if slow is None else slow)
     bracket = probe.search(memory, start, granularity, maximum)
-    if maximum is not None and room >= maximum:
+    timeouts = [tokens for tokens in memory.tried if tokens >= memory.slow]
+    fits, fails = bracket.fits or 0, bracket.fails
+    assert fits <= room
+    assert fits < memory.slow
+    if timeouts:
+        assert timeouts == memory.tried[-1:]
+        assert (bracket.why, fails) == ("timeout", timeouts[0])
+    elif maximum is not None and room >= maximum:
         assert bracket == probe.Bracket(maximum, None, "max-seqlen")
     else:
-        fits, fails = bracket.fits or 0, bracket.fails
-        assert (bracket.why, fails is None) == ("oom", False)
+        assert bracket.why == "oom"
         assert fails is not None
-        assert fits <= room < fails <= fits + granularity
+        assert room < fails <= fits + granularity
         assert {fails, fits} <= {*memory.tried, 0}
     doublings = max(0, math.ceil(math.log2(max(room, 1) / start))) + 2
     halvings = math.ceil(math.log2(max(start, 2 * room) / granularity + 1)) + 1
     assert len(set(memory.tried)) == len(memory.tried) <= doublings + halvings
     assert 0 < min(memory.tried) <= max(memory.tried) <= (maximum or max(memory.tried))
-
-
-@given(room=st.integers(0, 2**24), slow=lengths, start=lengths, granularity=lengths)
-def test_search_stops_at_a_timeout(room: int, slow: int, start: int, granularity: int) -> None:
-    memory = Memory(room, slow)
-    bracket = probe.search(memory, start, granularity, None)
-    timeouts = [tokens for tokens in memory.tried if tokens >= slow]
-    if timeouts:
-        assert timeouts == memory.tried[-1:]
-        assert (bracket.why, bracket.fails) == ("timeout", timeouts[0])
-    assert bracket.fits is None or bracket.fits <= min(room, slow - 1)
 
 
 # Arguments
@@ -168,28 +171,24 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_a_killed_trial_is_out_of_memory() -> None:
-    trial = probe.start_trial(4096, python("import os; os.kill(os.getpid(), 9)"), timeout=60)
-    assert (trial.n, trial.fits, trial.why) == (4096, False, "oom")
-    assert "SIGKILL" in str(trial.reason)
-
-
 @pytest.mark.parametrize(
-    ("code", "message"),
+    ("code", "timeout", "why", "text"),
     [
-        ("raise ValueError('q must be nice')", "ValueError: q must be nice"),
-        ("import sys; sys.exit('wrong arguments')", "wrong arguments"),
-        ("import os; os.kill(os.getpid(), 15)", "status -15"),
+        ("import os; os.kill(os.getpid(), 9)", 60, "oom", "SIGKILL"),
+        ("import time; time.sleep(60)", 0.1, "timeout", "no result after 0.1 s"),
+        ("raise ValueError('q must be nice')", 60, None, "ValueError: q must be nice"),
+        ("import os; os.kill(os.getpid(), 15)", 60, None, "status -15"),
     ],
 )
-def test_any_other_failure_ends_the_probe_with_its_text(code: str, message: str) -> None:
-    with pytest.raises(probe.TrialError, match=message):
-        probe.start_trial(4096, python(code), timeout=60)
-
-
-def test_a_slow_trial_is_neither() -> None:
-    trial = probe.start_trial(4096, python("import time; time.sleep(60)"), timeout=0.1)
-    assert (trial.fits, trial.why, trial.seconds) == (False, "timeout", 0.1)
+def test_how_a_trial_ends(code: str, timeout: float, why: str | None, text: str) -> None:
+    """A killed one is out of memory, a slow one is neither; any other failure ends the probe with its text."""
+    if why is None:
+        with pytest.raises(probe.TrialError, match=text):
+            probe.start_trial(4096, python(code), timeout)
+    else:
+        trial = probe.start_trial(4096, python(code), timeout)
+        assert (trial.n, trial.fits, trial.why) == (4096, False, why)
+        assert text in str(trial.reason)
 
 
 def test_a_result_that_is_not_finite_is_an_error() -> None:
@@ -261,51 +260,43 @@ def run_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return run
 
 
-def test_results_hold_everything(run_main: Any) -> None:
-    status, printed, state = run_main(Trials(room=5000))
-    assert status == 0
-    assert state["bracket"] == {"fits": 4096, "fails": 5120, "why": "oom"}
-    assert [trial["n"] for trial in state["trials"]] == [1024, 2048, 4096, 5120, 6144, 8192]
-    assert {"n", "fits", "seconds", "peak_gib", "reason"} <= state["trials"][0].keys()
-    assert {"device", "versions", "commit", "command", "settings"} <= state.keys()
-    assert state["settings"]["backend"] == "reference"
+def test_results_hold_everything_and_no_trial_is_repeated(run_main: Any) -> None:
+    status, printed, first = run_main(Trials(room=5000))
+    assert (status, first["bracket"]) == (0, {"fits": 4096, "fails": 5120, "why": "oom"})
+    assert [trial["n"] for trial in first["trials"]] == [1024, 2048, 4096, 5120, 6144, 8192]
+    assert {"n", "fits", "seconds", "peak_gib", "reason"} <= first["trials"][0].keys()
+    assert {"device", "versions", "commit", "command", "settings"} <= first.keys()
+    assert first["settings"]["backend"] == "reference"
     assert printed.startswith("Longest sequence for nsa forward on ")
     assert "fits N=4,096, does not fit N'=5,120 (granularity 1,024)" in printed
 
-
-def test_a_second_run_repeats_no_trial(run_main: Any) -> None:
-    _, _, first = run_main(Trials(room=5000))
-    again = Trials(room=5000)
+    again, finer = Trials(room=5000), Trials(room=5000)
     _, printed, second = run_main(again)
     assert again.tried == []
     assert "Going on from the 6 trials" in printed
     assert (second["trials"], second["bracket"]) == (first["trials"], first["bracket"])
-
-    finer = Trials(room=5000)
     _, _, third = run_main(finer, "--granularity", "256")
     assert finer.tried == [4608, 4864]  # 5120 is known
     assert third["bracket"] == {"fits": 4864, "fails": 5120, "why": "oom"}
 
 
-@pytest.mark.parametrize("change", [["--dim", "32"], ["--backward"], ["--memory-limit", "61MiB"], ["--restart"]])
-def test_other_settings_start_anew_and_say_so(run_main: Any, change: list[str]) -> None:
+@pytest.mark.parametrize(
+    "change", [["--dim", "32"], ["--backward"], ["--memory-limit", "61MiB"], ["--restart"], ["another torch"]]
+)
+def test_other_settings_start_again_and_say_so(
+    run_main: Any, change: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_main(Trials(room=5000))
-    anew = Trials(room=2000)
-    _, printed, state = run_main(anew, *change)
-    assert anew.tried == [1024, 2048]
+    if change == ["another torch"]:
+        facts = environment(torch.device("cpu"))
+        newer = {**facts, "versions": {**facts["versions"], "torch": "99.0"}}
+        monkeypatch.setattr(probe, "environment", lambda device: newer)
+        change = []
+    again = Trials(room=2000)
+    _, printed, state = run_main(again, *change)
+    assert again.tried == [1024, 2048]
     assert ("Starting anew, since the trials in " in printed) == (change != ["--restart"])
     assert state["bracket"] == {"fits": 1024, "fails": 2048, "why": "oom"}
-
-
-def test_another_torch_starts_anew(run_main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_main(Trials(room=5000))
-    facts = environment(torch.device("cpu"))
-    newer = {**facts, "versions": {**facts["versions"], "torch": "99.0"}}
-    monkeypatch.setattr(probe, "environment", lambda device: newer)
-    anew = Trials(room=2000)
-    _, printed, _ = run_main(anew)
-    assert anew.tried == [1024, 2048]
-    assert "'torch': '99.0'" in printed
 
 
 def test_an_interrupted_probe_goes_on_where_it_was(run_main: Any) -> None:
@@ -362,7 +353,7 @@ def run_probe(how: list[str], out: Path, *arguments: str) -> tuple[str, dict[str
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 120) -> Any:
-    """What `what` gives as soon as that is true."""
+    """The result of `what` as soon as that is true."""
     deadline = time.monotonic() + seconds
     while not (answer := what()):
         assert time.monotonic() < deadline

@@ -19,8 +19,10 @@ from bench import bench_sparse_attn_e2e as e2e
 from bench import pass_report
 from bench import probe_max_seqlen as probe
 from bench.common import with_ending
+from bench.oracles import Error
 from bench.report import replacing, write_json
 from bench.results_file import claimed, hold, open_results, replaced_results
+from tests.support.bench_helpers import run
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--device", "cpu", "--heads", "2", "--dim", "16", "--seconds", "1e-9"]
@@ -37,7 +39,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-# Each benchmark, interrupted in its process at the second part
+# Interrupted
 
 
 def stop_at(call: Callable[..., Any], count: int) -> Callable[..., Any]:
@@ -54,39 +56,19 @@ def stop_at(call: Callable[..., Any], count: int) -> Callable[..., Any]:
     return interrupted
 
 
-def go_on(module: Any, options: list[str], name: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """Interrupt at the second call of `name`, and run again: what the file had, and what it has. Counts the calls."""
-    right = getattr(module, name)
-    with monkeypatch.context() as patch:
-        patch.setattr(module, name, stop_at(right, 2))
-        with pytest.raises(SystemExit, match="130"):
-            module.main([*options, "--out", str(out)])
-    before = read(with_ending(out, ".json"))
-    assert before["gate"] == "unfinished"
-    assert before["rows"]
-    calls: list[None] = []
-
-    def counting(*arguments: Any, **keywords: Any) -> Any:
-        calls.append(None)
-        return right(*arguments, **keywords)
-
-    monkeypatch.setattr(module, name, counting)
-    module.main([*options, "--out", str(out)])
-    after = read(with_ending(out, ".json"))
-    assert after["rows"][: len(before["rows"])] == before["rows"]
-    assert len(after["rows"]) > len(before["rows"])
-    assert "parts" not in after
-    monkeypatch.setattr(module, name, right)
-    return after, len(calls)
-
-
 def test_end_to_end_goes_on_within_a_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dense attention's time is that of the first run; errors of the length are looked at again."""
+    """Interrupted at its second row: dense attention's time stays, errors of the length are looked at again."""
     options = [*SMALL, "--seqlens", "64,128,256", "--num-cmp", "none,2,1", "--no-dense-above", "128"]
-    after, calls = go_on(e2e, options, "measure_mode", tmp_path / "run-0.5", monkeypatch)
-    assert calls == 8
-    assert after["gate"] == "green"
+    out, right, calls = tmp_path / "run-0.5", e2e.measure_mode, []
+    monkeypatch.setattr(e2e, "measure_mode", stop_at(right, 2))
+    with pytest.raises(SystemExit, match="130"):
+        e2e.main([*options, "--out", str(out)])
+    before = read(with_ending(out, ".json"))
+    assert (before["gate"], len(before["rows"])) == ("unfinished", 1)
+    monkeypatch.setattr(e2e, "measure_mode", lambda *given: calls.append(None) or right(*given))
+    after = run(e2e.main, out, *options)
     rows = after["rows"]
+    assert (rows[0], len(calls), "parts" in after) == (before["rows"][0], 8, False)
     assert [(row["n"], row["num_cmp"]) for row in rows] == [(n, c) for n in (64, 128, 256) for c in (None, 2, 1)]
     assert len({(row["n"], row["dense_ms"]) for row in rows}) == 3
     assert rows[-1]["dense_ms"] == pytest.approx(4 * rows[3]["dense_ms"])
@@ -118,33 +100,33 @@ def test_the_floor_stays_that_of_the_first_run(tmp_path: Path, monkeypatch: pyte
 def test_parts_are_measured_once_up_to_a_wrong_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The loop of all benchmarks of parts; a wrong part empties the file, and what follows is not measured."""
 
-    def run(wrong: str, *, stop: str = "") -> list[str]:
-        measured: list[str] = []
+    def measured(wrong: str, *, stop: str = "") -> list[str]:
+        seen: list[str] = []
 
         def measure(name: str) -> tuple[list[dict[str, Any]], list[str]]:
             if name == stop:
                 raise KeyboardInterrupt
-            measured.append(name)
-            hold(name, 2.0 if name == wrong else float("nan") if wrong == "nan" else 1.0, 1.0)
+            seen.append(name)
+            hold(name, Error("", 2.0 if name == wrong else float("nan") if wrong == "nan" else 1.0, 1.0))
             return [{"name": name}], [f"{name} lacks"]
 
         with open_results(tmp_path / "run", HEAD) as results:
             parts = [(name, functools.partial(measure, name)) for name in "abc"]
             if results.measure(parts, lambda row: f"row {row['name']}"):
                 results.finish(missing=results.missing)
-        return measured
+        return seen
 
     with pytest.raises(SystemExit, match="130"):
-        run("", stop="b")
-    assert run("") == ["b", "c"]
+        measured("", stop="b")
+    assert measured("") == ["b", "c"]
     assert read(tmp_path / "run.json")["rows"] == [{"name": name} for name in "abc"]
     assert read(tmp_path / "run.json")["missing"] == [f"{name} lacks" for name in "abc"]
     assert "row a\na lacks\n" in capsys.readouterr().out
-    assert run("b") == ["a", "b"]
+    assert measured("b") == ["a", "b"]
     red = "b: error 2.00e+00 is above the budget 1.00e+00"
     assert read(tmp_path / "run.json") == {**HEAD, "gate": "red", "red": [red], "missing": [], "rows": []}
     assert "no times are reported" in capsys.readouterr().out
-    assert run("nan") == ["a"]
+    assert measured("nan") == ["a"]
 
 
 def write_some(out: Path, head: dict[str, Any], *parts: str) -> None:
@@ -186,20 +168,19 @@ def test_finished_results_are_made_anew(out: str, name: str, tmp_path: Path) -> 
 
 
 def test_a_red_gate_after_green_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is red as soon as that is seen, not when the other lengths have been looked at."""
+    """Rows that were written go, and later lengths are not looked at."""
     right, seen = e2e.check, []
 
-    def wrong_at_128(problem: Any, variant: Any) -> Any:
-        sample, wrong = right(problem, variant)
-        n = problem.q.shape[1]
+    def wrong_at_128(inputs: Any, variant: Any) -> Any:
+        sample, wrong = right(inputs, variant)
+        n = inputs.q.shape[1]
         seen.append((n, read(tmp_path / "run.json")["gate"] if n > 64 else None))
         return sample, ["by far"] if n == 128 else wrong
 
     monkeypatch.setattr(e2e, "check", wrong_at_128)
-    assert e2e.main([*SMALL, "--seqlens", "64,128,256", "--out", str(tmp_path / "run")]) == 1
-    assert seen == [(64, None), (128, "unfinished"), (256, "red")]
-    content = read(tmp_path / "run.json")
-    assert (content["gate"], content["red"], content["rows"]) == ("red", ["N=128 l=64 num_cmp=none: by far"], [])
+    content = run(e2e.main, tmp_path / "run", *SMALL, "--seqlens", "64,128,256", status=1)
+    assert seen == [(64, None), (128, "unfinished")]
+    assert content["red"] == ["N=128 l=64 num_cmp=none: by far"]
     assert names(tmp_path) == {"run.json"}
 
 
@@ -227,7 +208,7 @@ SCRIPTS: dict[str, tuple[Any, list[str]]] = {
 
 @pytest.fixture(params=SCRIPTS.values(), ids=SCRIPTS)
 def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
-    """That fails when it measures."""
+    """A script and its options; it fails when it measures."""
     measuring = (e2e, "make_problem"), (pass_report, "compare"), (generate, "make_models"), (probe, "start_trial")
     for module, name in measuring:
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("measured"))
@@ -251,6 +232,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from bench.results_file import claimed
+from tests.support.bench_helpers import run
 
 with claimed(Path(sys.argv[1])):
     print(flush=True)
@@ -278,7 +260,7 @@ def test_a_run_that_was_killed_has_no_files(tmp_path: Path) -> None:
         ):
             pytest.fail("both have it")
         first.kill()
-    assert names(tmp_path) == {"run.lock"}, "left behind, but held by none"
+    assert names(tmp_path) == {"run.lock"}, "still there, but held by none"
     with claimed(tmp_path / "run.json"):
         assert (tmp_path / "run.lock").read_text().strip() == str(os.getpid())
     assert names(tmp_path) == set()

@@ -108,7 +108,7 @@ def test_ci_executes_every_value() -> None:
 
 def test_a_kernel_that_no_case_launches_is_missed() -> None:
     missing = blackwell.missing([])
-    assert "attend.query_outer._compiled packed=True" in missing
+    assert "attend.query_outer.QueryOuterForward packed=True" in missing
     assert not any("warpgroups=True" in form or "selected_backward" in form for form in missing)
     assert blackwell.missing(missing) == []
 

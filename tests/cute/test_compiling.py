@@ -36,10 +36,10 @@ def window(dim):
     return kernel
 
 kernels = [
-    partial(kv_to_query._bits, 64, entries=False, packed=False),
+    partial(kv_to_query.TileBits.compile, 64, entries=False, packed=False),
     partial(window, 64),
-    partial(compress._compiled, (32, 16, False), BF16, BF16, 64, 64, False),
-    partial(kv_to_query._bits, 64, entries=False, packed=False),
+    partial(compress.BlockMean.compile, (32, 16, False), BF16, BF16, 64, 64, False),
+    partial(kv_to_query.TileBits.compile, 64, entries=False, packed=False),
     partial(window, 64),
 ]
 results = {}

@@ -131,7 +131,7 @@ def test_copies_have_cache_policies_where_ptxas_assembles_them(
 ) -> None:
     monkeypatch.setattr(pages, "ASSEMBLES_CACHE_POLICIES", assembles)
     with compiling("sm_90a", lambda make: make()):
-        made = inspect.unwrap(score.compiled)((64, 64), torch.bfloat16, 1, 1, Blocks.of(PAPER), 64)
+        made = inspect.unwrap(score.ScoreEntries.compile)((64, 64), torch.bfloat16, 1, 1, Blocks.of(PAPER), 64)
     assert ("L2::cache_hint" in made.ptx) == assembles
 
 

@@ -27,12 +27,12 @@ pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is
 LOOK = """
 from cute_kernels.lists import kv_to_query
 from cute_kernels.runtime import jit
-kernel = kv_to_query._bits(64, entries=False, packed=False)
+kernel = kv_to_query.TileBits.compile(64, entries=False, packed=False)
 try:
     kernel.run(1)
 except TypeError as error:
     assert "mIndices" in str(error), error
-assert kv_to_query._bits(64, entries=False, packed=False) is kernel
+assert kv_to_query.TileBits.compile(64, entries=False, packed=False) is kernel
 assert jit.num_compiled() == 1
 print(len(jit.COMPILED))
 """

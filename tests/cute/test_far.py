@@ -1,11 +1,10 @@
 """Every CUDA kernel of ours with offsets past 2^31 elements, forward and backward: the same results as without.
 
-Cases are those of tools/sanitize.py. Compact results are held against fp64, far ones against the compact ones.
+Cases are those of tests/support/gpu_calls.py. Compact results are held against fp64, far ones against the compact ones.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,9 +19,11 @@ from cute_kernels.decode.gather import gather_pages
 from cute_kernels.decode.tile_sums import keep_sums, sum_queries
 from cute_kernels.decoding import decode
 from nsa import NSAConfig
+from tests.support import gpu_calls
 from tests.support.far_rows import FAR, FarMemory, span
 from tests.support.hardware import DETERMINISTIC
-from tools import sanitize as tool
+from tests.support.kernel_classes import every_form
+from tools.sanitize import leave_fa4_out
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
 
@@ -82,11 +83,15 @@ class Gathering:
         return dict(zip(("k", "v"), got, strict=True))
 
 
-CASES: dict[str, tool.Case | tool.GivenBlocks | Decoding | Gathering] = {
-    **{name: case for name, case in tool.CASES.items() if isinstance(case, (tool.Case, tool.GivenBlocks))},
+CASES: dict[str, gpu_calls.Case | gpu_calls.GivenBlocks | Decoding | Gathering] = {
+    **{
+        name: case
+        for name, case in gpu_calls.CASES.items()
+        if isinstance(case, (gpu_calls.Case, gpu_calls.GivenBlocks))
+    },
     "gathering": Gathering(),
     "decoding": Decoding(NSAConfig.paper(num_selected_blocks=6, window_size=200), (0, 31, 1300), queries=2),
-    "decoding, tiles": Decoding(tool.TILES, (0, 31, 1300), queries=2),
+    "decoding, tiles": Decoding(gpu_calls.TILES, (0, 31, 1300), queries=2),
 }
 MOST_BYTES = 24 << 30
 
@@ -105,7 +110,7 @@ def far(grid: FarMemory, monkeypatch: pytest.MonkeyPatch) -> FarMemory:
 
 
 def needs_sm_90(case: object) -> bool:
-    return isinstance(case, tool.Case) and case.deterministic
+    return isinstance(case, gpu_calls.Case) and case.deterministic
 
 
 @pytest.mark.cuda
@@ -138,7 +143,7 @@ def assert_same(got: Tensor, expected: Tensor, name: str, *, exact: bool) -> Non
 
 @pytest.fixture
 def far_arguments(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """By function that compiles a kernel: elements that its arguments span, at most. Nothing is compiled."""
+    """By class with a kernel: elements that its arguments span, at most. Nothing is compiled."""
     from cute_kernels.fa4 import interface as fa4
     from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability
 
@@ -154,18 +159,17 @@ def far_arguments(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
         return lambda *_, **__: SimpleNamespace(run=run, compile_ahead=lambda: None)
 
-    for name in functions():
-        module, _, function = name.rpartition(".")
-        monkeypatch.setattr(importlib.import_module(f"cute_kernels.{module}"), function, noting(name))
+    for name in kernels():
+        monkeypatch.setattr(f"cute_kernels.{name}.compile", noting(name))
     monkeypatch.setattr(fa4, "attend", fa4.attend)  # put back what the tool replaces
     monkeypatch.setattr(fa4, "differentiate", fa4.differentiate)
-    tool.leave_fa4_out()
+    leave_fa4_out()
     yield spans
     compute_capability.cache_clear()
 
 
-def functions() -> set[str]:
-    return {form.partition(" ")[0] for form in tool.every_form()}
+def kernels() -> set[str]:
+    return {form.partition(" ")[0] for form in every_form()}
 
 
 @pytest.mark.cuda_extra
@@ -175,6 +179,6 @@ def test_every_kernel_is_given_far_rows(far_arguments: dict[str, int]) -> None:
         memory.clear()
         with memory.allocations():
             case.run("meta", check=False, place=memory.put)
-    assert set(far_arguments) == functions()
+    assert set(far_arguments) == kernels()
     near = {name for name, most in far_arguments.items() if most <= FAR}
-    assert near == {"decode.choose.compiled"}, "it works on temporary memory alone, parts of one allocation"
+    assert near == {"decode.choose.ChooseBlocks"}, "it works on temporary memory alone, parts of one allocation"

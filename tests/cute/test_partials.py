@@ -68,7 +68,7 @@ def test_partials_of_split_blocks() -> None:
     for x in written:
         x.normal_()
     gradients = [torch.empty((1, num_keys, 1, dim), dtype=torch.bfloat16) for _ in range(2)]
-    combine = interpret(selected_backward._combine, dim, torch.bfloat16, 128)
+    combine = interpret(selected_backward.CombineSelectedDKV.compile, dim, torch.bfloat16, 128)
     combine(counts, cum_counts, work_tiles, partials, *gradients, scale)
     totals = torch.cat([x.sum(0).transpose(0, 1).flatten(1, 2) for x in written], 1)[:, :num_keys]
     for got, total, factor in zip(gradients, totals, (scale, 1.0), strict=True):

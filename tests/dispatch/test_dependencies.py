@@ -71,53 +71,40 @@ def pretend(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], error: Ba
 
 
 @pytest.mark.parametrize(
-    ("module", "versions", "problem"),
+    ("module", "distribution", "version", "problem"),
     [
-        ("cutlass.cute", {}, f"needs nvidia-cutlass-dsl, not installed: {CUDA_FIX}"),
-        ("flash_attn.cute", {}, f"needs flash-attn-4, not installed: {CUDA_FIX}"),
-        ("triton", {}, f"needs triton, not installed: {TRITON_FIX}"),
-        ("torch_npu", {}, f"needs torch-npu, not installed: {NPU_FIX}"),
-        (
-            "cutlass.cute",
-            {"nvidia-cutlass-dsl": "4.6.1"},
-            f"needs nvidia-cutlass-dsl, 4.6.1 is installed, not {DSL_NEEDS}: {DSL_PIN}",
+        ("cutlass.cute", "nvidia-cutlass-dsl", None, f"not installed: {CUDA_FIX}"),
+        ("flash_attn.cute", "flash-attn-4", None, f"not installed: {CUDA_FIX}"),
+        ("triton", "triton", None, f"not installed: {TRITON_FIX}"),
+        ("torch_npu", "torch-npu", None, f"not installed: {NPU_FIX}"),
+        *(
+            ("cutlass.cute", "nvidia-cutlass-dsl", version, f"{{}}, not {DSL_NEEDS}: {DSL_PIN}")
+            for version in ("4.6.1", "5.0.0")
         ),
-        (
-            "cutlass.cute",
-            {"nvidia-cutlass-dsl": "5.0.0"},
-            f"needs nvidia-cutlass-dsl, 5.0.0 is installed, not {DSL_NEEDS}: {DSL_PIN}",
+        *(
+            ("flash_attn.cute", "flash-attn-4", version, f"{{}}, not ==4.0.0b36: {FA4_PIN}")
+            for version in ("4.0.0b35", "4.0.0")
         ),
-        (
-            "flash_attn.cute",
-            {"flash-attn-4": "4.0.0b35"},
-            f"needs flash-attn-4, 4.0.0b35 is installed, not ==4.0.0b36: {FA4_PIN}",
+        ("triton", "triton", "3.1.0", f"{{}}, not >=3.2: {TRITON_FIX}"),
+        *(
+            ("torch_npu", "torch-npu", version, f"{{}}, not ==2.7.1.*: {TORCH_NPU_PIN}")
+            for version in ("2.6.0", "2.8.0")
         ),
-        (
-            "flash_attn.cute",
-            {"flash-attn-4": "4.0.0"},
-            f"needs flash-attn-4, 4.0.0 is installed, not ==4.0.0b36: {FA4_PIN}",
-        ),
-        ("triton", {"triton": "3.1.0"}, f"needs triton, 3.1.0 is installed, not >=3.2: {TRITON_FIX}"),
-        ("torch_npu", {"torch-npu": "2.6.0"}, f"needs torch-npu, 2.6.0 is installed, not ==2.7.1.*: {TORCH_NPU_PIN}"),
-        ("torch_npu", {"torch-npu": "2.8.0"}, f"needs torch-npu, 2.8.0 is installed, not ==2.7.1.*: {TORCH_NPU_PIN}"),
-        *(("cutlass.cute", {"nvidia-cutlass-dsl": version}, None) for version in ("4.6.2", "4.7.1", "4.8.1")),
-        ("triton", {"triton": "99.0"}, None),
-        (
-            "triton",
-            {"triton-ascend": "3.1.0"},
-            f"needs triton-ascend, 3.1.0 is installed, not ==3.2.0: {TRITON_ASCEND_PIN}",
-        ),
-        ("triton", {"triton-ascend": "3.2.0"}, None),
-        ("torch_npu", {"torch-npu": "2.7.1.post2"}, None),
+        ("triton", "triton-ascend", "3.1.0", f"{{}}, not ==3.2.0: {TRITON_ASCEND_PIN}"),
+        *(("cutlass.cute", "nvidia-cutlass-dsl", version, None) for version in ("4.6.2", "4.7.1", "4.8.1")),
+        ("triton", "triton", "99.0", None),
+        ("triton", "triton-ascend", "3.2.0", None),
+        ("torch_npu", "torch-npu", "2.7.1.post2", None),
     ],
 )
 def test_absent_old_and_new(
-    module: str, versions: dict[str, str], problem: str | None, monkeypatch: pytest.MonkeyPatch
+    module: str, distribution: str, version: str | None, problem: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of another version is not imported, which could take the process down."""
-    misfit = AssertionError("was imported") if "is installed, not" in str(problem) else None
-    pretend(monkeypatch, versions, misfit)
-    assert package_problem(module, "npu" if "triton-ascend" in versions else "cuda") == problem
+    misfit = AssertionError("was imported") if version and problem else None
+    pretend(monkeypatch, {distribution: version} if version else {}, misfit)
+    expected = problem and f"needs {distribution}, {problem.format(f'{version} is installed')}"
+    assert package_problem(module, "npu" if distribution == "triton-ascend" else "cuda") == expected
 
 
 def test_an_npu_needs_its_own_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,11 +113,11 @@ def test_an_npu_needs_its_own_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REINSTALLS = {
-    "nvidia-cutlass-dsl": f'--force-reinstall "nvidia-cutlass-dsl[cu13]{DSL_NEEDS}"',
-    "flash-attn-4": '--force-reinstall --no-deps "flash-attn-4==4.0.0b36"',
-    "triton": f'--force-reinstall "triton=={TRITON_TESTED}"',
-    "torch-npu": '--force-reinstall "torch-npu==2.7.1.*"',
-    "triton-ascend": '--force-reinstall "triton-ascend==3.2.0"',
+    "nvidia-cutlass-dsl": f'"nvidia-cutlass-dsl[cu13]{DSL_NEEDS}"',
+    "flash-attn-4": '--no-deps "flash-attn-4==4.0.0b36"',
+    "triton": f'"triton=={TRITON_TESTED}"',
+    "torch-npu": '"torch-npu==2.7.1.*"',
+    "triton-ascend": '"triton-ascend==3.2.0"',
 }
 
 
@@ -139,7 +126,7 @@ REINSTALLS = {
 )
 def test_raising_at_import(known: Package, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, {known.distribution: newest_that_fits(known)}, error)
-    fix = f"pip install {REINSTALLS[known.distribution]}"
+    fix = f"pip install --force-reinstall {REINSTALLS[known.distribution]}"
     assert package_problem(known.module, "npu" if known is TRITON_ASCEND else "cuda") == (
         f"needs {known.distribution}, broken: {type(error).__name__}: no libcuda: {fix}"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sysconfig
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,6 @@ TINY = shlex.split(
 )
 
 
-@pytest.fixture(scope="module")
-def corpus() -> byte_models.Corpus:
-    return byte_models.load_corpus(Path(sysconfig.get_path("stdlib")))
-
-
 def trainer(variant: str, corpus: byte_models.Corpus, *options: str) -> byte_models.TextTrainer:
     args = example.parse([*TINY, *options])
     args.mixing_backend, note = example.resolve(args)
@@ -37,7 +31,7 @@ def trainer(variant: str, corpus: byte_models.Corpus, *options: str) -> byte_mod
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main([*TINY, "--out", str(tmp_path / "run-0.5")]) == 0
     content = json.loads((tmp_path / "run-0.5.json").read_text())
-    assert_documented("examples/train_residual.py", content, {"rows": byte_models.Row, "summary": example.Summary})
+    assert_documented("examples/train_residual.py", content, {"rows": byte_models.Row, "summary": byte_models.Summary})
     assert (content["backend"], [row["variant"] for row in content["summary"]]) == ("reference", ["sum", "attention"])
     for summary in content["summary"]:
         own = [row for row in content["rows"] if row["variant"] == summary["variant"]]
@@ -91,7 +85,7 @@ def test_every_layer_attends_to_all_before_it(corpus: byte_models.Corpus, monkey
 
 
 def test_the_verdict() -> None:
-    plain = example.Summary("sum", 10, 2.0, 2.9, 100.0, None)
+    plain = byte_models.Summary("sum", 10, 2.0, 2.9, 100.0, None)
     attending = replace(plain, variant="attention", final_val_loss=1.9)
     text = example.verdict([plain, attending])
     assert "is 5.0% below that with sums. One seed each" in text

@@ -9,7 +9,6 @@ import os
 import shlex
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import nsa.module
 from examples import train_text as example
-from examples.shared import byte_models
-from examples.shared.nsa_variants import BRANCHES, make_config
-from nsa import LinearCompression, NSAConfig, nsa_forward_aux
+from examples.shared.byte_models import SEPARATOR, Corpus, Row, load_corpus
+from examples.shared.nsa_variants import VARIANTS, make_config, resolve
+from nsa import LinearCompression, NSAConfig
 from tests.support.bench_helpers import assert_documented
 from tests.support.cases import product
 from tests.support.train_text_losses import train
@@ -33,22 +31,17 @@ TINY = shlex.split(
     "--w=8 --q-tile=16 --steps=12 --batch=4 --eval-every=4 --eval-windows=6 --cuts=3 --lr=0.01"
 )
 PRESETS = {"per_tile": [], "paper": ["--preset=paper", "--q-tile=1", "--k=4"]}
-NSA_VARIANTS = [name for name in example.VARIANTS if name != "dense"]
+NSA_VARIANTS = [name for name in VARIANTS if name != "dense"]
 
 
-@pytest.fixture(scope="module")
-def corpus() -> example.Corpus:
-    return example.load_corpus(Path(sysconfig.get_path("stdlib")))
-
-
-def trainer(variant: str, corpus: example.Corpus, *options: str) -> example.Trainer:
+def trainer(variant: str, corpus: Corpus, *options: str) -> example.Trainer:
     args = example.parse([*TINY, "--variants", variant, *options])
-    assert example.resolve(args) == []
+    assert resolve(args) == []
     return example.Trainer(variant, args, corpus)
 
 
-def run(trainer: example.Trainer) -> tuple[list[example.Row], example.Summary]:
-    return trainer.run(lambda *_: None)
+def run(trainer: example.Trainer) -> list[Row]:
+    return trainer.run(lambda *_: None)["rows"]
 
 
 # A run
@@ -57,9 +50,9 @@ def run(trainer: example.Trainer) -> tuple[list[example.Row], example.Summary]:
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main([*TINY, "--out", str(tmp_path / "run-0.5")]) == 0
     content = json.loads((tmp_path / "run-0.5.json").read_text())
-    assert_documented("examples/train_text.py", content, {"rows": example.Row, "summary": example.Summary})
+    assert_documented("examples/train_text.py", content, {"rows": Row, "summary": example.Summary})
 
-    assert [row["variant"] for row in content["summary"]] == list(content["variants"]) == list(example.VARIANTS)
+    assert [row["variant"] for row in content["summary"]] == list(content["variants"]) == list(VARIANTS)
     assert content["variants"]["nsa"]["backend"] == "reference"
     assert content["data"]["validation"]["files"] > 10
     for summary in content["summary"]:
@@ -80,7 +73,7 @@ def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert " ".join(content["verdict"].split()) in " ".join(shown.split())
 
 
-def test_saves_what_layers_select(tmp_path: Path, corpus: example.Corpus) -> None:
+def test_saves_what_layers_select(tmp_path: Path, corpus: Corpus) -> None:
     """As bench_token_selected.py reads it: of every layer and key/value head, for each token, ascending, then -1."""
     saved = tmp_path / "new" / "chosen.pt"
     options = [*PRESETS["paper"], "--layers=2", "--kv-heads=2", "--save-indices", str(saved)]
@@ -93,14 +86,8 @@ def test_saves_what_layers_select(tmp_path: Path, corpus: example.Corpus) -> Non
     assert not torch.equal(indices[:, :2], indices[:, 2:])
 
 
-def test_a_seed_fixes_all_numbers(corpus: example.Corpus) -> None:
-    first, second, other = (run(trainer("nsa", corpus, "--seed", seed))[0] for seed in ("1", "1", "2"))
-    assert first == second
-    assert first[-1] != other[-1]
-
-
-def test_variants_share_weights_and_batches(corpus: example.Corpus) -> None:
-    made = {variant: trainer(variant, corpus) for variant in example.VARIANTS}
+def test_variants_share_weights_and_batches(corpus: Corpus) -> None:
+    made = {variant: trainer(variant, corpus) for variant in VARIANTS}
     nsa = made["nsa"].model.state_dict()
     gates = {name for name in nsa if "gate_proj" in name}
     for variant, other in made.items():
@@ -112,14 +99,14 @@ def test_variants_share_weights_and_batches(corpus: example.Corpus) -> None:
             assert torch.equal(value, nsa[name]), name
 
 
-def test_checkpointing_changes_no_loss(corpus: example.Corpus) -> None:
+def test_checkpointing_changes_no_loss(corpus: Corpus) -> None:
     kept, recomputed = (trainer("nsa", corpus, *options) for options in ([], ["--checkpointing"]))
     assert [kept.step(i) for i in range(3)] == pytest.approx([recomputed.step(i) for i in range(3)], rel=1e-6)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_graph_trains_as_its_calls_do(preset: str, corpus: example.Corpus) -> None:
+def test_a_graph_trains_as_its_calls_do(preset: str, corpus: Corpus) -> None:
     """On other batches than the captured one, with weights that change; sums with atomics differ in their order."""
     sizes = shlex.split("--device=cuda --width=256 --context=1024 --block-size=64 --w=64 --q-tile=256")
     sizes += PRESETS[preset]
@@ -149,20 +136,10 @@ def test_a_diverged_run_keeps_the_variants_before_it(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize(("variant", "preset"), product(NSA_VARIANTS, PRESETS))
 def test_only_a_variants_branches_contribute(
-    variant: str, preset: str, corpus: example.Corpus, monkeypatch: pytest.MonkeyPatch
+    variant: str, preset: str, corpus: Corpus, contributions: dict[str, float]
 ) -> None:
-    contributions: dict[str, float] = {}
-
-    def record(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
-        out, aux = nsa_forward_aux(q, k, v, **keywords)
-        outputs = dict(zip(BRANCHES, (aux.o_cmp, aux.o_slc, aux.o_win), strict=True))
-        for index, (branch, output) in enumerate(outputs.items()):
-            contributions[branch] = (aux.gates[..., index, None] * output).abs().sum().item()
-        return out
-
-    monkeypatch.setattr(nsa.module, "nsa", record)
     trainer(variant, corpus, *PRESETS[preset]).evaluate()
-    assert {branch for branch, size in contributions.items() if size > 0} == set(example.VARIANTS[variant])
+    assert {branch for branch, size in contributions.items() if size > 0} == set(VARIANTS[variant])
 
 
 def rows_that_see(model: Callable[[Tensor], Tensor], tokens: Tensor, position: int) -> list[int]:
@@ -174,7 +151,7 @@ def rows_that_see(model: Callable[[Tensor], Tensor], tokens: Tensor, position: i
     return differs.nonzero().flatten().tolist()
 
 
-def test_reach(corpus: example.Corpus) -> None:
+def test_reach(corpus: Corpus) -> None:
     """Each layer of the window carries 7 positions further, the embedding 3; dense attention and NSA reach the end."""
     made = {name: trainer(name, corpus, "--layers=2") for name in ("dense", "window", "nsa", "no-selected")}
     tokens = made["nsa"].validation[:, :-1]
@@ -186,7 +163,7 @@ def test_reach(corpus: example.Corpus) -> None:
         assert seen["nsa"][-1] == seen["no-selected"][-1] == 63
 
 
-def test_lookahead_is_that_of_a_tile(corpus: example.Corpus) -> None:
+def test_lookahead_is_that_of_a_tile(corpus: Corpus) -> None:
     """Nothing lies behind the last byte of a tile in its tile; behind others, what selection gains from is cut off."""
     made = trainer("nsa", corpus)
     ends, _ = made.lookahead([15, 31, 63])
@@ -201,19 +178,22 @@ def test_lookahead_is_that_of_a_tile(corpus: example.Corpus) -> None:
 # The presets
 
 
-def test_the_papers_preset_is_the_papers_on_a_gpu() -> None:
-    defaults = {"preset": "paper", "init_blocks": None, "local_blocks": None, **example.DEFAULTS["paper"]["cuda"]}
+def test_defaults_fit_the_device_and_are_the_papers_on_a_gpu() -> None:
+    sizes = {name: on_gpus for name, (_, on_gpus) in example.PAPER.items()}
+    defaults = {"preset": "paper", "init_blocks": None, "local_blocks": None, **sizes}
     args = argparse.Namespace(**defaults)
     assert make_config(argparse.ArgumentParser(), args) == NSAConfig.paper()
+    on_a_cpu = example.parse(["--device=cpu", "--preset=paper"])
+    assert (on_a_cpu.steps, on_a_cpu.width, on_a_cpu.k, on_a_cpu.lr, on_a_cpu.dtype) == (120, 96, 5, 4e-3, "fp32")
 
 
-def test_learned_compression_begins_as_the_mean_and_trains(corpus: example.Corpus) -> None:
+def test_learned_compression_begins_as_the_mean_and_trains(corpus: Corpus) -> None:
     options = [*PRESETS["paper"], "--compress"]
     mean, learned = (trainer("nsa", corpus, *options, compress) for compress in ("mean", "linear"))
     assert learned.evaluate() == pytest.approx(mean.evaluate(), rel=1e-5)
     before = {name: value.clone() for name, value in learned.model.state_dict().items() if ".compress." in name}
     assert len(before) == 4, "of keys and values: weights and places"
-    rows, _ = run(learned)
+    rows = run(learned)
     assert rows[-1].val_loss < rows[0].val_loss
     assert all(not torch.equal(learned.model.state_dict()[name], value) for name, value in before.items())
     assert not any(isinstance(module, LinearCompression) for module in mean.model.modules())
@@ -222,13 +202,12 @@ def test_learned_compression_begins_as_the_mean_and_trains(corpus: example.Corpu
 # The text
 
 
-def test_the_split_is_by_file_and_without_leaks(corpus: example.Corpus) -> None:
-    again = example.load_corpus(Path(sysconfig.get_path("stdlib")))
-    assert corpus.facts() == again.facts()
+def test_the_split_is_by_file_and_without_leaks(corpus: Corpus) -> None:
+    assert corpus.facts() == load_corpus().facts()
     assert not set(corpus.training_files) & set(corpus.validation_files)
     assert 0.02 < len(corpus.validation_files) / len(corpus.training_files) < 0.1
-    trained = set(bytes(corpus.training.numpy()).split(byte_models.SEPARATOR))
-    held_out = bytes(corpus.validation.numpy()).split(byte_models.SEPARATOR)
+    trained = set(bytes(corpus.training.numpy()).split(SEPARATOR))
+    held_out = bytes(corpus.validation.numpy()).split(SEPARATOR)
     assert held_out.pop() == b""
     assert len(held_out) == len(corpus.validation_files)
     assert not trained & set(held_out)
@@ -263,13 +242,13 @@ def test_the_verdict(losses: tuple[float, ...], sentences: list[str]) -> None:
     assert "So short a run" not in text
 
 
-def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch, corpus: example.Corpus) -> None:
-    monkeypatch.setattr(example, "load_corpus", lambda _: replace(corpus, validation=corpus.validation[:64]))
+def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch, corpus: Corpus) -> None:
+    monkeypatch.setattr(example.common, "load_corpus", lambda: replace(corpus, validation=corpus.validation[:64]))
     with pytest.raises(SystemExit, match="--context must be less than the 64 bytes of text here, got 64"):
         example.main(TINY)
 
 
-def test_only_the_same_run_goes_beside(tmp_path: Path, corpus: example.Corpus) -> None:
+def test_only_the_same_run_goes_beside(tmp_path: Path, corpus: Corpus) -> None:
     assert example.main([*TINY, "--variants=nsa", "--steps=1", "--out", str(tmp_path / "one")]) == 0
     with pytest.raises(SystemExit, match=r"--beside must name a run with the same training, got .*'steps': 1"):
         example.main([*TINY, "--variants=nsa", "--steps=2", "--beside", str(tmp_path / "one.json")])

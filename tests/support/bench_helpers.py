@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from bench.common import with_ending
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -29,6 +33,47 @@ def assert_documented(script: str, content: Mapping[str, Any], lists: Iterable[s
     listed = {name: re.findall(r"\w+", names) for name, names in re.findall(r"(\w+): \[(.*?)\]", match[1], re.DOTALL)}
     assert set(content) == set(re.findall(r"\w+", re.sub(r"\[.*?\]", "", match[1], flags=re.DOTALL)))
     assert listed == {name: list(content[name][0]) for name in lists}
+
+
+def run(
+    main: Callable[[list[str]], int],
+    out: Path,
+    *options: str,
+    status: int = 0,
+    script: str = "",
+    also: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Results of a benchmark that ends with a status: green or unchecked with right rows if that is 0, else red.
+
+    Args:
+        script: whose fields rows have in docs/results_files.md. also: fields beside them.
+    """
+    assert main([*options, "--out", str(out)]) == status
+    content: dict[str, Any] = json.loads(with_ending(out, ".json").read_text())
+    rows = content["rows"]
+    if status:
+        assert (content["gate"], rows, with_ending(out, ".csv").exists()) == ("red", [], False)
+        assert content["red"]
+        return content
+    assert {"device", "versions", "commit", "command"} <= set(content)
+    assert content["gate"] in ("green", "unchecked")
+    for row in rows if script else ():
+        assert set(row) == documented_fields(script) | set(also)
+        if "error" in row:
+            assert 0 <= row["error"] <= row["error_budget"] < 0.1
+            assert 0 < row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"]
+    if with_ending(out, ".csv").exists():
+        with with_ending(out, ".csv").open() as file:
+            assert [list(row) for row in csv.DictReader(file)] == [list(row) for row in rows]
+    return content
+
+
+def has_picture(out: Path) -> bool:
+    return with_ending(out, ".png").read_bytes().startswith(b"\x89PNG")
+
+
+def verdicts(bars: Iterable[Any]) -> dict[str, str]:
+    return {bar.what: bar.verdict for bar in bars}
 
 
 class Changed(torch.autograd.Function):

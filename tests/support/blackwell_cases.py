@@ -12,7 +12,6 @@ decode_cases.py; the budget is the house's: twice the error of the same math wit
 
 from __future__ import annotations
 
-import inspect
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,14 +27,15 @@ from bench import oracles
 from nsa import NSAConfig, top_blocks_by_max
 from nsa.inputs import NSAInputs
 from tests.ptx import Launched, Order, Schedule
-from tests.ptx.compiled import Asked
 from tests.support import block_sparse_cases, decode_cases, indexer_cases
 from tests.support.cases import covering
+from tests.support.gpu_calls import CASES, MANY, TILES, TOKENS
+from tests.support.gpu_calls import Case as Call
 from tests.support.helpers import error_budget, lse_error
 from tests.support.interpreted_gpu import interpreted_gpu
+from tests.support.kernel_classes import every_form, forms_of
 from tests.support.poison import poison
-from tools.sanitize import FA4, OURS, every_form, forms
-from tools.sanitize import Case as Call
+from tools.sanitize import FA4, OURS
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SLACK = 1e-4
@@ -248,8 +248,6 @@ class Attention:
 
 # All of NSA
 
-TILES = NSAConfig(num_selected_blocks=3, window_size=100)
-TOKENS = NSAConfig.paper(num_selected_blocks=6, window_size=200)
 SELECTED = NSAConfig.paper(compress_block_size=256, compress_stride=64, num_selected_blocks=6, window_size=0)
 """Below 256 tokens nothing but the selected branch, with its forced blocks."""
 ENTRIES = NSAConfig(
@@ -261,8 +259,6 @@ ENTRIES = NSAConfig(
     n_block_size=128,
 )
 LENGTHS = (0, 131, 1, 64)
-MANY: dict[str, Any] = {"heads": 16, "kv_heads": 1}
-"""Heads for which blocks of a few hundred tokens have more query rows than one work tile."""
 OWN_KEYS = ("k_slc", "v_slc", "k_win", "v_win")
 """So that dk and dv of each branch are told apart."""
 PRESET = "paper preset"
@@ -270,48 +266,20 @@ PRESET = "paper preset"
 CALLS: dict[str, Call] = {
     PRESET: Call(NSAConfig.paper(), 200, heads=4, kv_heads=1, dim=128, v_dim=128, tensors=("gate_proj_weight",)),
     "tiles": Call(TILES, tensors=("gate_proj_weight", *OWN_KEYS)),
-    "tiles, batch, overlapping blocks": Call(
-        NSAConfig(
-            compress_block_size=32,
-            compress_stride=16,
-            select_block_size=64,
-            num_selected_blocks=4,
-            num_init_blocks=1,
-            num_local_blocks=2,
-        ),
-        batch=2,
-        dim=128,
-        v_dim=128,
-        dtype=FP16,
-        tensors=("gates",),
-    ),
+    "tiles, batch, overlapping blocks": CASES["tiles, batch"],
     "tiles, chosen entries, learned compression": Call(
         ENTRIES, tokens=393, tensors=("w_k_compress", "w_v_compress"), recompute=True
     ),
     "tiles, D_v": Call(TILES, v_dim=128, tensors=("gate_proj_weight",)),
-    "tiles, not causal, shared selection": Call(replace(TILES, causal=False, share_heads_in_group=True)),
+    "tiles, not causal, shared selection": CASES["tiles, not causal"],
     "tiles, documents": Call(TILES, documents=LENGTHS, tensors=("gate_proj_weight", *OWN_KEYS)),
     "tiles, documents, chosen entries": Call(ENTRIES, documents=LENGTHS, tensors=("gates",)),
     "tiles, one token": Call(TILES, 1, heads=2, kv_heads=1),
     "tokens": Call(TOKENS, 201, tensors=("gate_proj_weight",), **MANY),
     "tokens, own keys": Call(TOKENS, 193, tensors=("gates", *OWN_KEYS), dim=128, v_dim=128),
-    "tokens, nothing forced": Call(
-        NSAConfig.paper(
-            select_block_size=256, num_selected_blocks=2, num_init_blocks=0, num_local_blocks=0, window_size=100
-        ),
-        tokens=577,
-        dim=128,
-        v_dim=64,
-        dtype=FP16,
-        tensors=("gates",),
-    ),
-    "tokens, nothing forced, batch": Call(
-        NSAConfig.paper(num_selected_blocks=3, num_init_blocks=0, num_local_blocks=0, window_size=100),
-        tokens=201,
-        batch=2,
-        tensors=("gates",),
-    ),
-    "tokens, documents": Call(TOKENS, documents=LENGTHS, recompute=True, **MANY),
+    "tokens, nothing forced": replace(CASES["tokens, nothing forced"], tokens=577),
+    "tokens, nothing forced, batch": CASES["tokens, nothing forced, batch"],
+    "tokens, documents": replace(CASES["tokens, documents"], documents=LENGTHS),
     "tokens, 64 heads": Call(SELECTED, 130, heads=64, kv_heads=1),
     "tokens, D_v": Call(TOKENS, 130, v_dim=128),
     "tokens, query-outer": Call(TOKENS, 130),
@@ -681,18 +649,11 @@ def execute(case: Case, schedule: str) -> Execution:
         case.run(execution)
     execution.seconds = time.process_time() - start
     execution.kernels = list(dict.fromkeys(kernel_class(of.kernel) for of in launched))
-    execution.forms = list(dict.fromkeys(form for of in launched if of.asked for form in forms_of(of.asked)))
+    execution.forms = list(dict.fromkeys(form for of in launched if of.asked for form in forms_of(*of.asked)))
     execution.findings = list(
         dict.fromkeys(f"{kernel_class(of.kernel)}: {found}" for of in launched for found in of.observer.findings)
     )
     return execution
-
-
-def forms_of(asked: Asked) -> set[str]:
-    """A kernel of ours as `tools.sanitize.every_form` names it."""
-    parameters = inspect.signature(asked.function).parameters
-    flags = {name: value for name, value in asked.arguments.items() if parameters[name].annotation == "bool"}
-    return forms(f"{asked.function.__module__.removeprefix('cute_kernels.')}.{asked.function.__name__}", flags)
 
 
 def kernel_class(kernel: str) -> str:

@@ -7,8 +7,8 @@ interpret_kernels   all kernels that modules of cute_kernels compile
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable, Collection
+from functools import cache, reduce
 from types import ModuleType
 from typing import Any
 
@@ -56,9 +56,9 @@ class InterpretedKernel:
 
 
 def interpret_kernels(
-    patch: pytest.MonkeyPatch, modules: Iterable[ModuleType], arch: str = "sm_90a", schedule: Schedule = LATE
+    patch: pytest.MonkeyPatch, modules: Collection[ModuleType], arch: str = "sm_90a", schedule: Schedule = LATE
 ) -> None:
-    """Replaces the `compiled_once` functions that modules of cute_kernels have."""
+    """Replaces the `compiled_once` functions of modules of cute_kernels and of their classes."""
     from cute_kernels.runtime import jit
 
     def interpreted(compiled: Any) -> Any:
@@ -67,7 +67,8 @@ def interpret_kernels(
 
         return cache(get)
 
-    for module in modules:
-        for name, value in [*vars(module).items()]:
-            if any(value is compiled for compiled in jit.REMEMBERING):
-                patch.setattr(module, name, interpreted(value))
+    for compiled in jit.REMEMBERING:
+        module = inspect.getmodule(compiled)
+        if module in modules:
+            *owner, name = compiled.__qualname__.split(".")
+            patch.setattr(reduce(getattr, owner, module), name, interpreted(compiled))

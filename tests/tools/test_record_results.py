@@ -34,11 +34,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def add(root: Path, name: str, made_at: str = BEFORE, status: int = 0, seconds: float = 0, after: str = HERE) -> Path:
+def add(
+    root: Path, name: str, made_at: str = BEFORE, status: int = 0, seconds: float = 0, after: str = HERE, **facts: str
+) -> Path:
     """A file of results, and what its command will do."""
     path = root / "bench" / "results" / f"{name}.json"
     command = f"python bench/one.py {name} {status} {seconds} '{after}' --out bench/results/{name}"
-    path.write_text(json.dumps({"commit": made_at, "command": command}), encoding="utf-8")
+    path.write_text(json.dumps({"commit": made_at, "command": command, **facts}), encoding="utf-8")
     return path
 
 
@@ -48,12 +50,16 @@ def commit_of(path: Path) -> str:
 
 def test_files_of_other_commits_are_recorded(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = add(root, "old"), add(root, "new", HERE, status=1)
+    add(root, "stopped", HERE, gate="unfinished")
     assert tool.main([], root) == 0
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["new", HERE], ["old", BEFORE]]
+    shown = [line.partition(" python")[0].split() for line in capsys.readouterr().out.splitlines()]
+    assert shown == [["new", HERE], ["old", BEFORE], ["stopped", f"{HERE},", "unfinished"]]
     assert commit_of(old) == BEFORE
-    assert tool.main(["old", "new"], root) == 0
+    assert tool.main(["old", "new", "stopped"], root) == 0
     assert (commit_of(old), commit_of(new)) == (HERE, HERE)
-    assert "new: is of this commit" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "new: is of this commit" in told
+    assert "stopped: recorded" in told
 
 
 def test_what_fails_is_named_and_others_go_on(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kernel_classes import our_kernels
+from tests.support.gpu_calls import CASES
+from tests.support.kernel_classes import every_form, our_kernels
 from tools import sanitize as tool
 
-ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "sanitize.py"
-
-
+TOOL = Path(tool.__file__)
 GATE = "kernel_cutlass_kernel_cute_kernelsgateGatedSum_object_at__tensorptrbf16_gmem_align16_o_64i64_div81_0"
 LISTS = "kernel_cutlass_kernel_cute_kernelstransposed_listsTileBits_object_at__tensorptri32gmemo3i64i64i641_0"
 FA4 = "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensorptrbf16_0"
@@ -78,43 +76,17 @@ def test_races() -> None:
     assert brief(tool.parse(RACECHECK)) == [("TileBits", True, "Error: Race reported between Write access")]
 
 
-# Coverage
-
-
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """What each case launches, in a process of its own, where no module of kernels was imported before."""
-    folder = tmp_path_factory.mktemp("dry")
-    environ = {**tool.kept_apart(None), "CUTE_DSL_ARCH": "sm_90a"}
-    command = [sys.executable, str(TOOL), "--child", "dry", "--results", str(folder / "results")]
+@pytest.mark.full
+@pytest.mark.cuda_extra
+def test_cases_launch_every_kernel(tmp_path: Path) -> None:
+    """In a process of their own, where no module of kernels was imported before."""
+    environ = {**tool.kept_apart(tmp_path / "cache"), "CUTE_DSL_ARCH": "sm_90a"}
+    command = [sys.executable, str(TOOL), "--child", "dry", "--results", str(tmp_path / "results")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    cases = map(json.loads, (folder / "results").read_text(encoding="utf-8").splitlines())
-    return {case["case"]: set(case["launched"]) for case in cases}
-
-
-@pytest.mark.full
-@pytest.mark.cuda_extra
-def test_cases_launch_every_kernel(launched: dict[str, set[str]]) -> None:
-    assert list(launched) == list(tool.CASES)
-    assert set().union(*launched.values()) == tool.every_form()
-
-
-@pytest.mark.full
-@pytest.mark.cuda_extra
-def test_a_case_that_is_dropped_is_missed(launched: dict[str, set[str]]) -> None:
-    outcome = tool.Outcome(launched=set().union(*(of for case, of in launched.items() if case != "tiles, many heads")))
-    assert tool.missing(outcome) == ["attend.selected_backward._combine"]
-    assert not tool.passes(outcome)
-
-
-def test_forms_of_the_sources(tmp_path: Path) -> None:
-    source = "@compiled_once\ndef _one(dim: int, packed: bool, *, near: bool = False): ...\n"
-    source += "@compiled_once\ndef _two(dim: int): ...\n@lru_cache\ndef _none(packed: bool): ...\n"
-    (tmp_path / "cute_kernels").mkdir()
-    (tmp_path / "cute_kernels" / "some.py").write_text(source, encoding="utf-8")
-    flags = [f"some._one {flag}={value}" for flag in ("near", "packed") for value in (False, True)]
-    assert sorted(tool.every_form(tmp_path)) == [*flags, "some._two"]
+    launched = [json.loads(line) for line in (tmp_path / "results").read_text(encoding="utf-8").splitlines()]
+    assert [case["case"] for case in launched] == [*CASES]
+    assert {form for case in launched for form in case["launched"]} == every_form()
 
 
 # The outcome of a tool
@@ -123,7 +95,7 @@ def test_forms_of_the_sources(tmp_path: Path) -> None:
 def outcome_of(tmp_path: Path, text: str, *, error: str = "", done: bool = True) -> tool.Outcome:
     """Of one child that launched everything."""
     results, outcome = tmp_path / "results.json", tool.Outcome()
-    line = {"case": "tiles", "seconds": 1.0, "launched": sorted(tool.every_form()), "error": error}
+    line = {"case": "tiles", "seconds": 1.0, "launched": sorted(every_form()), "error": error}
     results.write_text(json.dumps(line) + "\n" if done else "", encoding="utf-8")
     outcome.add(["tiles"], results, "what the child printed", tool.parse(text))
     return outcome

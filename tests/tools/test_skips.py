@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,17 +51,3 @@ def test_required_it_fails(tmp_path: Path) -> None:
     assert (
         "1 failed, 1 passed, " + ("2 errors" if sys.version_info >= (3, 11) else "1 skipped, 1 error")
     ) in done.stdout
-
-
-def test_make_requires_it_where_it_exists() -> None:
-    """And on a GPU, where tests that skip would look as if they had run."""
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    on_linux, elsewhere = makefile.partition("Linux x86_64)")[2].partition("endif")[0].split("\nelse\n")
-    required, of_hf = REQUIRED
-    assert "TEST_EXTRAS := dev,bench,cuda,hf\n" in on_linux
-    assert f"TEST_SCOPE := {required} {of_hf}" in on_linux
-    assert required not in elsewhere
-    assert of_hf in elsewhere
-    of_gpus = re.findall(r"^\t.*-m pytest .*-m cuda(?:.*\\\n)?.*$", makefile, re.MULTILINE)
-    assert len(of_gpus) == 3
-    assert all(required in command for command in of_gpus)
