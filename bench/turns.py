@@ -80,31 +80,24 @@ def take_turns(calls: Sequence[Callable[[], Any]], seconds: float) -> list[list[
     return times
 
 
+SENTENCES = {
+    DENSE: "Dense attention is faster at {}.",
+    NSA: "NSA is faster at {}.",
+    NEITHER: "At {} neither is: it is the one in some turns and the other in others.",
+    NOISY: f"Nothing is known of {{}}: the ratio varied by more than {NOISE:g} times between turns (20th to 80th "
+    "percentile). Run it again when less else runs.",
+}
+
+
 def verdict(speedups: Sequence[tuple[str, Spread]]) -> str:
     """Summary of speed-ups of NSA over dense attention: a sentence for each outcome.
 
     Args:
         speedups: each with where it was found, such as "N = 8,192".
     """
-    found: dict[str, list[tuple[str, Spread]]] = {}
-    for place, ratio in speedups:
-        found.setdefault(ratio.faster, []).append((place, ratio))
     sentences = []
-    for faster, name in ((DENSE, "Dense attention"), (NSA, "NSA")):
-        if faster in found:
-            texts = [f"{place} ({ratio.times:.1f} times)" for place, ratio in found[faster]]
-            sentences.append(f"{name} is faster at {_listed(texts)}.")
-    if NEITHER in found:
-        places = _listed([place for place, _ in found[NEITHER]])
-        sentences.append(f"At {places} neither is: it is the one in some turns and the other in others.")
-    if NOISY in found:
-        places = _listed([place for place, _ in found[NOISY]])
-        sentences.append(
-            f"Nothing is known of {places}: the ratio varied by more than {NOISE:g} times between turns (20th to 80th "
-            f"percentile). Run it again when less else runs."
-        )
+    for faster, sentence in SENTENCES.items():
+        times = " ({0.times:.1f} times)" if faster in (DENSE, NSA) else ""
+        if texts := [place + times.format(ratio) for place, ratio in speedups if ratio.faster == faster]:
+            sentences.append(sentence.format(" and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))))
     return " ".join(sentences)
-
-
-def _listed(texts: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))

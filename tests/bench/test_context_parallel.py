@@ -162,7 +162,7 @@ def test_limits_of_the_bound_are_those_of_the_kernels() -> None:
 def test_bars() -> None:
     def found(*ms: float) -> dict[str, str]:
         divided = [ROW | {"ranks": 2, "rank": rank, "layout": "zigzag", "ms": one} for rank, one in enumerate(ms)]
-        return verdicts(bench.find_bars(context_shares.find_shares([ROW, *divided])))
+        return verdicts(context_shares.find_bars(context_shares.find_shares([ROW, *divided])))
 
     uneven, even = found(52.0, 58.0), found(53.0, 53.0)
     assert uneven["per_tile 1024K, 2 ranks, fwd, slowest over mean"] == "FAIL"  # 58 over 55

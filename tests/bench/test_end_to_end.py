@@ -280,15 +280,6 @@ def test_paper_writes_what_it_promises(
     assert "0 of 26 bars are reached" in shown
 
 
-def test_a_wrong_gradient_of_the_paper_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the forward was written: its times go, too."""
-    right = nsa_check.nsa
-    monkeypatch.setattr(nsa_check, "nsa", lambda q, **how: right(q, **how) + (q - q.detach()))
-    options = ["--kv-heads", "1", "--seqlens", "40", "--peers"]
-    (red,) = run(paper.main, tmp_path / "run", *SMALL, *options, status=1)["red"]
-    assert "of the gradient of q is above the budget" in red
-
-
 def test_peers_get_gates_and_need_only_be_finite() -> None:
     problem = make_problem("random", Sizes(1, 9, 4, 2, 8), device=CPU, dtype=torch.float32, requires_grad=True)
     task = peers.nsa_task(problem)
