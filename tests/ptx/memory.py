@@ -261,7 +261,7 @@ def copy(program: Program, of: Instruction) -> Run:
         at = to.of(threads)
         check_aligned(at, size)
         place = offset_in_own(cta, at, size)
-        cta.observer.starts(threads, Operation(threads, "cp.async", [], [Region(cta, "shared", place, size)]))
+        cta.observer.starts(threads, Operation("cp.async", [], [Region(cta, "shared", place, size)]))
         address = source.of(threads)
         check_aligned(address, size)
         memory, where = in_tensors(cta, address, size)
@@ -307,7 +307,7 @@ def wait_for_copies(program: Program, of: Instruction) -> Run:
             for to, data in copies[thread].wait(most):
                 if cta.cluster.late:
                     cta.shared[to : to + len(data)] = data
-        cta.observer.waits_group(threads, "cp.async", most, False)
+        cta.observer.waits_group(threads, "cp.async", most)
 
     return run
 

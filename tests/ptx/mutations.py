@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from tests.ptx.clocks import COLUMNS, Key
-from tests.ptx.observer import Operation
+from tests.ptx.observer import Operation, Place
 from tests.ptx.order import Order, RaceError
 from tests.ptx.program import Code, Program, storages_of
 
@@ -307,21 +307,20 @@ class Effects(Order):
         self._tell(threads.cta.pc, ALIGNED if self._apart.isdisjoint(warps) else "")
         self._apart -= warps
 
-    def arrives(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
+    def arrives(self, threads: Threads, barrier: Place, phase: int) -> None:
         super().arrives(threads, barrier, phase)
-        self._event(threads, "arrival", (self._key(barrier), phase))
+        self._event(threads, "arrival", (barrier, phase))
 
-    def commits(self, threads: Threads, barriers: list[tuple[Cta, int]]) -> None:
+    def commits(self, threads: Threads, barriers: list[Place]) -> None:
         super().commits(threads, barriers)
         self._event(threads, "use of mbarriers")
         for barrier in barriers:  # in order; one completes a phase
-            key = self._key(barrier)
-            self._event(threads, "arrival", (key, self._count(key)))
+            self._event(threads, "arrival", (barrier, self._count(barrier)))
 
-    def waits(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
+    def waits(self, threads: Threads, barrier: Place, phase: int) -> None:
         with self._learning(threads, FIRST if phase < 0 else KNOWN):
             super().waits(threads, barrier, phase)
-        self._event(threads, "wait", (self._key(barrier), phase))
+        self._event(threads, "wait", (barrier, phase))
 
     def arrives_at(self, threads: Threads, number: int) -> None:
         super().arrives_at(threads, number)
@@ -341,9 +340,9 @@ class Effects(Order):
         key = kind, *self._warps(threads)
         self._event(threads, "arrival", (key, self._count(key)))
 
-    def waits_group(self, threads: Threads, kind: str, most: int, reads: bool) -> None:
+    def waits_group(self, threads: Threads, kind: str, most: int) -> None:
         with self._learning(threads):
-            super().waits_group(threads, kind, most, reads)
+            super().waits_group(threads, kind, most)
         if kind == "cp.async":
             self._apart.update(self._warps(threads))
         key = kind, *self._warps(threads)

@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.ptx.clocks import ADVICE, COLUMNS, LANES, SHARED_CELL, Clocks, Finding, Key
 from tests.ptx.listing import names
-from tests.ptx.observer import Observer, Operation, Region
+from tests.ptx.observer import Observer, Operation, Place, Region
 
 if TYPE_CHECKING:
     from tests.ptx.cta import Cta
@@ -98,10 +98,6 @@ class Order(Observer):
             return region.places
         return shared_cells(region.places, region.size)
 
-    @staticmethod
-    def _key(barrier: tuple[Cta, int]) -> tuple[int, int]:
-        return barrier[0].rank, barrier[1]
-
     # Accesses of threads
 
     def shared(self, threads: Threads, kind: str, places: Any, size: int) -> None:
@@ -151,9 +147,11 @@ class Order(Observer):
         for warp in self._warps(threads):
             if kind == "tcgen05.mma":
                 self._multiply(warp, operation)
-            elif kind in ("tensor load", "bulk load"):
-                self._load(warp, operation)
-            elif kind in ("tensor store", "bulk store", "bulk reduce"):
+            elif kind == "load":
+                for regions, writing in ((operation.reads, False), (operation.writes, True)):
+                    for region in regions:
+                        clocks.bulk_load(warp, operation.barrier, self._cells(region), region.cta.rank, writing)
+            elif kind == "store":
                 for region in operation.reads:
                     clocks.bulk_store(warp, self._cells(region), region.cta.rank)
             elif kind == "cp.async":
@@ -170,15 +168,6 @@ class Order(Observer):
         of = self.program.instructions[threads.cta.pc]
         return [x for operand in of.operands[:2] if operand[0] == "{" for x in names(operand)]
 
-    def _load(self, warp: int, operation: Operation) -> None:
-        if operation.barrier is None:
-            raise ValueError(f"{operation.kind} without an mbarrier")
-        key = self._key(operation.barrier)
-        for region in operation.reads:
-            self.clocks.bulk_load(warp, key, self._cells(region), region.cta.rank, writes=False)
-        for region in operation.writes:
-            self.clocks.bulk_load(warp, key, self._cells(region), region.cta.rank)
-
     def _multiply(self, warp: int, operation: Operation) -> None:
         result = operation.writes[0]
         accumulator = int(result.places.flat[0]), result.places.shape
@@ -188,9 +177,9 @@ class Order(Observer):
         writes = [(self.clocks.tmem[x.cta.rank], self._cells(x)) for x in operation.writes]
         self.clocks.mma(warp, reads, writes, accumulator)
 
-    def commits(self, threads: Threads, barriers: list[tuple[Cta, int]]) -> None:
+    def commits(self, threads: Threads, barriers: list[Place]) -> None:
         for warp in self._warps(threads):
-            self.clocks.commit_mma(warp, [self._key(barrier) for barrier in barriers])
+            self.clocks.commit_mma(warp, barriers)
 
     def commits_group(self, threads: Threads, kind: str) -> None:
         if kind == "wgmma":
@@ -202,7 +191,7 @@ class Order(Observer):
         for warp in self._warps(threads):
             (self.clocks.commit_copies if kind == "cp.async" else self.clocks.commit_bulk)(warp)
 
-    def waits_group(self, threads: Threads, kind: str, most: int, reads: bool) -> None:
+    def waits_group(self, threads: Threads, kind: str, most: int) -> None:
         if kind == "wgmma":
             for group, warps in self._groups(threads):
                 self.clocks.wait_products(group, warps, most)
@@ -219,27 +208,27 @@ class Order(Observer):
     def _is_relaxed(self, threads: Threads) -> bool:
         return ".relaxed" in self.program.instructions[threads.cta.pc].name
 
-    def initializes(self, threads: Threads, barrier: tuple[Cta, int], count: int) -> None:
+    def initializes(self, threads: Threads, barrier: Place) -> None:
         for warp in self._warps(threads):
-            self.clocks.init(warp, self._key(barrier))
+            self.clocks.init(warp, barrier)
 
-    def arrives(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
+    def arrives(self, threads: Threads, barrier: Place, phase: int) -> None:
         for warp, own in zip(self._warps(threads), threads.warps, strict=True):
             by_all = bool((threads.warp_of == own).sum() == LANES_OF_WARP)
-            self.clocks.arrive_at(warp, self._key(barrier), self._is_relaxed(threads), by_all)
+            self.clocks.arrive_at(warp, barrier, self._is_relaxed(threads), by_all)
 
-    def committed(self, barrier: tuple[Cta, int], phase: int, operations: list[Operation]) -> None:
-        self.clocks.arrive_committed(self._key(barrier))
+    def committed(self, barrier: Place) -> None:
+        self.clocks.arrive_committed(barrier)
 
-    def completes(self, operation: Operation, phase: int) -> None:
-        self.clocks.point = operation.pc
+    def completes(self, at: int) -> None:
+        self.clocks.point = at
 
-    def finishes_phase(self, barrier: tuple[Cta, int], phase: int) -> None:
-        self.clocks.complete(self._key(barrier))
+    def finishes_phase(self, barrier: Place) -> None:
+        self.clocks.complete(barrier)
 
-    def waits(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
+    def waits(self, threads: Threads, barrier: Place, phase: int) -> None:
         for warp in self._warps(threads):
-            self.clocks.wait_for(warp, self._key(barrier), self._is_relaxed(threads))
+            self.clocks.wait_for(warp, barrier, self._is_relaxed(threads))
 
     # Barriers of threads
 

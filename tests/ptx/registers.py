@@ -176,6 +176,10 @@ class Threads:
         bits = sum(1 << thread for thread in self.numbers[chosen].tolist())
         return self.cta.threads(bits)  # type: ignore[return-value]
 
+    def each(self) -> list[Threads]:
+        """One by one."""
+        return [self.cta.threads(1 << thread) for thread in self.numbers.tolist()]  # type: ignore[misc]
+
     def one(self, what: str) -> int:
         """The thread that alone starts something."""
         if self.count != 1:

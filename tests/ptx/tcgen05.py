@@ -17,7 +17,7 @@ from tests.ptx.cta import NAN, TENSOR_COLUMNS, TENSOR_LANES
 from tests.ptx.decode import Run, opcode, unsupported
 from tests.ptx.listing import Instruction, names
 from tests.ptx.matrices import K, Layout, places
-from tests.ptx.mbarrier import Barrier, barrier_of
+from tests.ptx.mbarrier import barrier_of, current
 from tests.ptx.memory import RANK_BIT, address_of, check_aligned, offset_in_own
 from tests.ptx.observer import Operation, Region
 from tests.ptx.registers import LANES
@@ -114,7 +114,6 @@ class Write(NamedTuple):
     column: int
     data: Any
     """(thread, column)."""
-    operation: Operation
 
 
 @opcode(r"tcgen05\.(ld|st)\.sync\.aligned\.32x32b\.x(\d+)\.b32")
@@ -149,8 +148,7 @@ def access(program: Program, of: Instruction, what: str, many: str) -> Run:
                 threads.put(key, value)
             return
         data = np.stack([threads.take(key) for key in keys], 1)
-        region = Region(cta, "tensor", lanes[:, None] * TENSOR_COLUMNS + np.arange(column, column + count), 4)
-        write = Write(threads, lanes, column, data, Operation(threads, "tcgen05.st", [], [region]))
+        write = Write(threads, lanes, column, data)
         cta.observer.tensor_memory(threads, "write", column, count)
         if cta.cluster.late:
             writes_of(cta).append(write)
@@ -281,13 +279,6 @@ class Factor(NamedTuple):
         return Region(self.cta, "shared", self.shared, 2)
 
 
-class Started:
-    """What a thread has started and not committed."""
-
-    def __init__(self) -> None:
-        self.products: dict[int, list[Operation]] = {}
-
-
 @opcode(r"tcgen05\.mma\.cta_group::([12])\.kind::f16" + COLLECTOR)
 def multiply(program: Program, of: Instruction, group: str) -> Run:
     pair, in_tensor = group == "2", of.operands[1][0] == "["
@@ -301,7 +292,7 @@ def multiply(program: Program, of: Instruction, group: str) -> Run:
     add_key = program.key(of.operands[-1], "?")
 
     def run(threads: Threads) -> None:
-        thread = threads.one(of.name)
+        threads.one(of.name)
         cta = threads.cta
         if any(threads.views[key][0] for key in left_out):
             raise NotImplementedError("tcgen05.mma that leaves lanes out")
@@ -328,9 +319,7 @@ def multiply(program: Program, of: Instruction, group: str) -> Run:
         written = sums.lanes[:, None] * TENSOR_COLUMNS + np.arange(column, column + sums.columns)
         writes = [Region(each, "tensor", written, 4) for each in ctas]
         reads = [factor.region for factor in (*lefts, *rights)] + (writes if add else [])
-        operation = Operation(threads, "tcgen05.mma", reads, writes)
-        cta.observer.starts(threads, operation)
-        products_of(cta).setdefault(thread, []).append(operation)
+        cta.observer.starts(threads, Operation("tcgen05.mma", reads, writes))
 
         def end() -> None:
             right = np.concatenate([factor.values() for factor in rights])
@@ -339,7 +328,6 @@ def multiply(program: Program, of: Instruction, group: str) -> Run:
                 total = sums.stored(left.values() @ right.T)
                 before = target[sums.lanes] if add else 0
                 target[sums.lanes] = before + total
-            cta.observer.ends(operation)
 
         cta.cluster.later(end)
 
@@ -354,11 +342,6 @@ def pair_of(cta: Cta) -> list[Cta]:
     return ctas[cta.rank & ~1 : (cta.rank & ~1) + 2]
 
 
-def products_of(cta: Cta) -> dict[int, list[Operation]]:
-    """That threads have started since they last committed."""
-    return cta.state_of("tcgen05.mma", dict)
-
-
 @opcode(r"tcgen05\.commit\.cta_group::([12])\.mbarrier::arrive::one\.shared::cluster(\.multicast::cluster)?\.b64")
 def commit(program: Program, of: Instruction, group: str, multicast: str | None) -> Run:
     """One arrival, when all products that the thread has started have ended; multicast to several CTAs."""
@@ -366,7 +349,7 @@ def commit(program: Program, of: Instruction, group: str, multicast: str | None)
     mask = program.key(of.operands[1], "u2") if multicast else None
 
     def run(threads: Threads) -> None:
-        thread = threads.one(of.name)
+        threads.one(of.name)
         cta = threads.cta
         at = int(address.of(threads)[0])
         if mask is None:
@@ -375,19 +358,13 @@ def commit(program: Program, of: Instruction, group: str, multicast: str | None)
             ranks = [r for r in range(16) if int(threads.views[mask][0]) >> r & 1]
             offset = at & (1 << RANK_BIT) - 1
             barriers = [barrier_of(cta, r << RANK_BIT | offset, True) for r in ranks]
-        operations = products_of(cta).pop(thread, [])
-        cta.observer.commits(threads, [(x.cta, x.offset) for x in barriers])
+        cta.observer.commits(threads, [x.place for x in barriers])
 
         def end() -> None:
-            for barrier in barriers:
-                arrive(cta, barrier, operations)
+            for barrier in map(current, barriers):
+                cta.observer.committed(barrier.place)
+                barrier.arrive()
 
         cta.cluster.later(end)
 
     return run
-
-
-def arrive(cta: Cta, barrier: Barrier, operations: list[Operation]) -> None:
-    current = barrier_of(cta, barrier.cta.rank << RANK_BIT | barrier.offset, True)
-    cta.observer.committed((current.cta, current.offset), current.phase, operations)
-    current.arrive()

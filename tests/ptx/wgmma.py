@@ -33,7 +33,6 @@ class Product(NamedTuple):
     right: Any
     kind: str
     add: bool
-    operation: Operation
 
 
 class Warpgroup:
@@ -91,12 +90,11 @@ def wait(program: Program, of: Instruction) -> Run:
             for ended in group.products.wait(most):
                 if not cta.cluster.late:
                     add_product(each, group, ended)
-                cta.observer.ends(ended.operation)
             unfinished = [*group.products.groups, group.products.started]
             waiting = {x for products in unfinished for started in products for x in started.sums}
             for x in group.sums.keys() - waiting:
                 each.put(x, group.sums.pop(x))
-        cta.observer.waits_group(threads, "wgmma", most, False)
+        cta.observer.waits_group(threads, "wgmma", most)
 
     return run
 
@@ -120,13 +118,12 @@ def multiply(program: Program, of: Instruction, columns: str, kind: str) -> Run:
             right = places(of_right, int(columns), transposed[1])
             tile = places(of_left[0], 64, transposed[0]) if of_left else left
             reads = [Region(cta, "shared", x, 2) for x in ([tile, right] if of_left else [right])]
-            operation = Operation(each, "wgmma", reads, [])
-            started = Product(sums, tile, right, kind, bool(each.agree(add, "the sums")), operation)
+            started = Product(sums, tile, right, kind, bool(each.agree(add, "the sums")))
             for x in sums:
                 group.sums.setdefault(x, each.take(x).copy())
                 each.views[x].view("u4")[:] = NAN
             group.products.started.append(started)
-            cta.observer.starts(each, operation)
+            cta.observer.starts(each, Operation("wgmma", reads, []))
             if cta.cluster.late:
                 add_product(each, group, started)
 
