@@ -144,6 +144,7 @@ SEVERAL = 32
 PENDING = 1 << 30
 """The epoch of a copy that is not waited for."""
 LANE_BITS, WARP_BIT = 6, 40
+LANE_MASK = (1 << LANE_BITS) - 1
 """A stamp holds a warp, its epoch, and a lane, from the highest bit on."""
 
 
@@ -374,14 +375,15 @@ class Clocks:
         for writes in (True, False) if access.writes else (True,):
             last = memory.lanes[writes].take(cells)
             wrong = since(last, warp, epoch)
-            if wrong.any() and (wrong := wrong & (last % (1 << LANE_BITS) != lanes)).any():
+            if wrong.any() and (wrong := wrong & (last & LANE_MASK != lanes)).any():
                 place = int(np.argmax(wrong))
                 self._found_between_lanes(warp, memory, int(cells[place]), int(lanes[place]), access, writes)
         stamps = memory.lanes[access.writes]
         last = stamps.take(cells)
         own = stamp_of(warp, epoch if access.is_generic and access.agent == warp else PENDING)
-        stamps[cells] = own + lanes
-        several = (stamps.take(cells) != own + lanes) | since(last, warp, epoch) & (last % (1 << LANE_BITS) != lanes)
+        made = own + lanes
+        stamps[cells] = made
+        several = (stamps.take(cells) != made) | since(last, warp, epoch) & (last & LANE_MASK != lanes)
         if several.any():
             stamps[cells[several]] = own + SEVERAL
 
@@ -403,8 +405,8 @@ class Clocks:
             self.clock[warp, TOGETHER, warp] = self._now(warp)
             self._tick(warp)
 
-    def adds(self, warp: int, cells: Any, cta: int = 0) -> None:
-        """atom, red: in any order with each other."""
+    def adds(self, warp: int, cells: Any, cta: int = 0, lanes: Any = None) -> None:
+        """atom, red: in any order with each other, of whatever lanes."""
         self._access(self.shared[cta], cells, self._generic(warp, True)._replace(detail=ATOMIC), self.clock[warp])
 
     # Proxies
@@ -673,7 +675,7 @@ class Clocks:
         use = Access(warp, 0, self.point, True, False, "multiplies")
         if touched is None:
             self._found(REGISTER_FENCE, use._replace(detail="starts without"), use, "all registers")
-        else:
+        elif touched:
             for register in registers:
                 if register in touched:
                     self._found(REGISTER_FENCE, Access(warp, 0, touched[register], True, True, "uses"), use, register)

@@ -290,7 +290,7 @@ class Effects(Order):
         if operation.kind == "cp.async":
             self._wrote.update(self._warps(threads))
         if operation.kind == "wgmma":
-            self._event(threads, "multiply", self._registers(threads))
+            self._event(threads, "multiply", self._registers(threads.cta.pc))
         if operation.barrier is not None:
             self._event(threads, "use of mbarriers")
 

@@ -92,6 +92,13 @@ class Order(Observer):
         groups = sorted({warp // WARPS_OF_GROUP for warp in warps})
         return [(group, [warp for warp in warps if warp // WARPS_OF_GROUP == group]) for group in groups]
 
+    def _cells_of_warps(self, threads: Threads, places: Any, size: int) -> Iterator[tuple[int, Any, Any]]:
+        """Of each warp: the cells that its threads access, and which lane does."""
+        cells = shared_cells(places, size)
+        lanes = np.repeat(threads.lanes, cells.shape[1]).reshape(cells.shape)
+        for warp, own in zip(self._warps(threads), threads.by_warp, strict=True):
+            yield warp, cells[own].reshape(-1), lanes[own].reshape(-1)
+
     @staticmethod
     def _cells(region: Region) -> Any:
         if region.space == "tensor":
@@ -102,15 +109,9 @@ class Order(Observer):
 
     def shared(self, threads: Threads, kind: str, places: Any, size: int) -> None:
         clocks, cta = self.clocks, threads.cta.rank
-        places, lanes = np.asarray(places), threads.lanes
-        for warp, own in zip(self._warps(threads), threads.warps, strict=True):
-            of_warp = threads.warp_of == own
-            cells = shared_cells(places[of_warp], size)
-            if kind == "atomic":
-                clocks.adds(warp, cells, cta)
-            else:
-                access = clocks.reads if kind == "read" else clocks.writes
-                access(warp, cells, cta, np.repeat(lanes[of_warp], len(cells) // len(lanes[of_warp])))
+        access = {"read": clocks.reads, "write": clocks.writes, "atomic": clocks.adds}[kind]
+        for warp, cells, lanes in self._cells_of_warps(threads, places, size):
+            access(warp, cells, cta, lanes)
 
     def tensor_memory(self, threads: Threads, kind: str, column: int, count: int) -> None:
         of = self.program.instructions[threads.cta.pc]
@@ -138,11 +139,17 @@ class Order(Observer):
     def starts(self, threads: Threads, operation: Operation) -> None:
         clocks, kind = self.clocks, operation.kind
         if kind == "wgmma":
+            registers = self._registers(threads.cta.pc)
             for group, warps in self._groups(threads):
                 for warp in warps:
-                    clocks.multiply_registers(warp, self._registers(threads))
+                    clocks.multiply_registers(warp, registers)
                 for region in operation.reads:
                     clocks.multiply(group, warps, self._cells(region), region.cta.rank)
+            return
+        if kind == "cp.async":
+            for region in operation.writes:
+                for warp, cells, lanes in self._cells_of_warps(threads, region.places, region.size):
+                    clocks.copy(warp, cells, region.cta.rank, lanes)
             return
         for warp in self._warps(threads):
             if kind == "tcgen05.mma":
@@ -154,18 +161,12 @@ class Order(Observer):
             elif kind == "store":
                 for region in operation.reads:
                     clocks.bulk_store(warp, self._cells(region), region.cta.rank)
-            elif kind == "cp.async":
-                for region in operation.writes:
-                    of_warp = threads.warp_of == warp % self.warps
-                    cells = shared_cells(np.asarray(region.places)[of_warp], region.size)
-                    lanes = threads.lanes[of_warp]
-                    clocks.copy(warp, cells, region.cta.rank, np.repeat(lanes, len(cells) // len(lanes)))
             else:
                 raise NotImplementedError(f"races with {kind}")
 
-    def _registers(self, threads: Threads) -> list[str]:
+    def _registers(self, at: int) -> list[str]:
         """Of a product: sums, and a left operand that is there."""
-        of = self.program.instructions[threads.cta.pc]
+        of = self.program.instructions[at]
         return [x for operand in of.operands[:2] if operand[0] == "{" for x in names(operand)]
 
     def _multiply(self, warp: int, operation: Operation) -> None:
@@ -213,8 +214,8 @@ class Order(Observer):
             self.clocks.init(warp, barrier)
 
     def arrives(self, threads: Threads, barrier: Place, phase: int) -> None:
-        for warp, own in zip(self._warps(threads), threads.warps, strict=True):
-            by_all = bool((threads.warp_of == own).sum() == LANES_OF_WARP)
+        for warp, own in zip(self._warps(threads), threads.by_warp, strict=True):
+            by_all = own.stop - own.start == LANES_OF_WARP
             self.clocks.arrive_at(warp, barrier, self._is_relaxed(threads), by_all)
 
     def committed(self, barrier: Place) -> None:
@@ -269,6 +270,5 @@ class Order(Observer):
 
 
 def shared_cells(places: Any, size: int) -> Any:
-    """Args: first bytes, and how many from each."""
-    first = np.asarray(places)[..., None] // SHARED_CELL
-    return (first + np.arange(max(1, size // SHARED_CELL))).reshape(-1)
+    """(place, cell). Args: first bytes, and how many from each."""
+    return places.reshape(-1, 1) // SHARED_CELL + np.arange(max(1, size // SHARED_CELL))

@@ -7,6 +7,7 @@ all from the first to the last thread, and `mask` tells which of them it has.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -146,7 +147,10 @@ class Threads:
         self.lanes = self.numbers % LANES
         self.warp_of = self.numbers // LANES
         """Of each thread."""
-        self.warps: list[int] = np.unique(self.warp_of).tolist()
+        warps, starts = np.unique(self.warp_of, return_index=True)
+        self.warps: list[int] = warps.tolist()
+        self.by_warp = [slice(*ends) for ends in pairwise([*starts.tolist(), self.count])]
+        """Which of these threads are of each warp."""
         self._splits: dict[bytes, tuple[Threads | None, Threads | None]] = {}
 
     def take(self, key: int) -> Any:

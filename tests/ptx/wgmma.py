@@ -120,7 +120,8 @@ def multiply(program: Program, of: Instruction, columns: str, kind: str) -> Run:
             reads = [Region(cta, "shared", x, 2) for x in ([tile, right] if of_left else [right])]
             started = Product(sums, tile, right, kind, bool(each.agree(add, "the sums")))
             for x in sums:
-                group.sums.setdefault(x, each.take(x).copy())
+                if x not in group.sums:
+                    group.sums[x] = each.take(x).copy()
                 each.views[x].view("u4")[:] = NAN
             group.products.started.append(started)
             cta.observer.starts(each, Operation("wgmma", reads, []))
