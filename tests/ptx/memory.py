@@ -88,7 +88,7 @@ def cta_of(cta: Cta, address: int, size: int) -> tuple[Cta, int]:
 
 
 def check_aligned(address: Any, size: int) -> None:
-    if (address % size).any() if isinstance(address, np.ndarray) else address % size:
+    if np.any(address & size - 1):
         raise MemoryError(f"misaligned access to {size} bytes")
 
 

@@ -2,7 +2,7 @@
 
 test_<op>.py               launches of public calls, executed against fp64 and gated
 test_specialisations.py    every specialisation that the planner can choose is among them
-test_harness.py            the harness itself, on demo.py, and on the planted defects of defects.py
+test_harness.py            the harness itself, on demo.py, and on its planted defects
 
 proof.py                   the interface: lower, execute, interpret, compile_ptx
 gates.py, liveness.py      what a plan, a grid and Linalg must satisfy; neighborhood_gates.py applies them

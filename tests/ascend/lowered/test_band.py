@@ -48,5 +48,4 @@ def test_compiles_for_sm_90(dtype: torch.dtype, dim: int) -> None:
             band_attention.backward(q, q, k, v, band, kernel_size=9, softmax_scale=None, fused=fused, **window)
         band_attention.expand_band(band, **window)
     assert {one.kernel for one in launches} == set(band_attention.KERNELS.values())
-    for one in launches:
-        assert proof.compile_ptx(one).shared_bytes <= 227 << 10
+    proof.assert_compiles(launches)
