@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from tests.ptx.decode import Run, opcode, unsupported
 from tests.ptx.groups import Groups
 from tests.ptx.matrices import swizzled
 from tests.ptx.mbarrier import Barrier, barrier_of, current
-from tests.ptx.memory import OFFSET, RANK_BIT, address_of, check_aligned, cta_of, in_tensors, offset_in_own, words
+from tests.ptx.memory import address_of, check_aligned, cta_of, in_tensors, offset_in_own, words
 from tests.ptx.observer import Operation, Region
 from tests.ptx.registers import PARAMETERS
 from tests.ptx.tensor_map import TensorMap, number_of
@@ -150,15 +150,12 @@ def coordinates(program: Program, of: Instruction, operand: str, rank: str) -> t
 
 @opcode(
     r"cp\.async\.bulk\.tensor\.(\d)d\.shared::(cluster|cta)\.global(?:\.tile)?\.mbarrier::complete_tx::bytes"
-    r"(\.multicast::cluster)?(\.L2::cache_hint)?(\.cta_group::[12])?"
+    r"(?:\.L2::cache_hint)?(?:\.cta_group::([12]))?"
 )
-def load_tensor(
-    program: Program, of: Instruction, rank: str, space: str, multicast: str | None, hint: str | None, pair: str | None
-) -> Run:
+def load_tensor(program: Program, of: Instruction, rank: str, space: str, group: str | None) -> Run:
     """With cta_group::2, the mbarrier may be the other CTA's of the pair."""
     address, barrier_address = address_of(program, of.operands[0]), address_of(program, of.operands[2])
     pointer, corner = coordinates(program, of, of.operands[1], rank)
-    mask = program.key(of.operands[3], "u2") if multicast else None
     remote = space == "cluster"
 
     def run(threads: Threads) -> None:
@@ -170,22 +167,13 @@ def load_tensor(
         at = [int(threads.take(key)[0]) for key in corner]
         to, at_barrier = int(address.of(threads)[0]), int(barrier_address.of(threads)[0])
         size = int(np.prod(box.box)) * box.item
-        if mask is None:
-            owner, offset = cta_of(cta, to, size) if remote else (cta, offset_in_own(cta, to, size))
-            barriers = [barrier_of(cta, at_barrier, remote)]
-            if owner is not barriers[0].cta and pair != ".cta_group::2":
-                raise RuntimeError("a load by TMA into one CTA that reports to another")
-            targets = [owner]
-        else:
-            _, offset = cta_of(cta, to, size)
-            ranks = [r for r in range(16) if int(threads.take(mask)[0]) >> r & 1]
-            targets = [cta.cluster.ctas[r] for r in ranks]
-            reports = [r & ~1 | at_barrier >> RANK_BIT & 1 if pair == ".cta_group::2" else r for r in ranks]
-            barriers = [barrier_of(cta, r << RANK_BIT | at_barrier & OFFSET, True) for r in reports]
+        owner, offset = cta_of(cta, to, size) if remote else (cta, offset_in_own(cta, to, size))
+        barrier = barrier_of(cta, at_barrier, remote)
+        if owner is not barrier.cta and group != "2":
+            raise RuntimeError("a load by TMA into one CTA that reports to another")
         chunks = box_chunks(offset, box)
-        for target, barrier in zip(targets, barriers, strict=True):
-            region = Region(target, "shared", chunks * CHUNK, CHUNK)
-            report_later(threads, [], region, barrier, size, partial(load_box, cta, box, at, target, chunks))
+        region = Region(owner, "shared", chunks * CHUNK, CHUNK)
+        report_later(threads, [], region, barrier, size, lambda: load_box(cta, box, at, owner, chunks))
 
     return run
 

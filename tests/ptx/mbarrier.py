@@ -120,20 +120,6 @@ def initialize(program: Program, of: Instruction) -> Run:
     return run
 
 
-@opcode(r"mbarrier\.inval\.shared(?:::cta)?\.b64")
-def invalidate(program: Program, of: Instruction) -> Run:
-    address = address_of(program, of.operands[0])
-
-    def run(threads: Threads) -> None:
-        for where, _ in by_address(threads, address):
-            barrier = barrier_of(threads.cta, where, False)
-            if barrier.waiting:
-                raise RuntimeError(f"threads wait for {barrier}, which is invalidated")
-            del threads.cta.barriers[barrier.offset]
-
-    return run
-
-
 @opcode(
     r"mbarrier\.arrive(?:\.(?:release|relaxed)\.(?:cta|cluster))?(\.expect_tx)?\.(shared|shared::cta|shared::cluster)\.b64"
 )
@@ -154,18 +140,6 @@ def arrive(program: Program, of: Instruction, expects: str | None, space: str) -
             if expects:
                 barrier.expect(total)
             barrier.arrive(int(by.sum()) if expects else total)
-
-    return run
-
-
-@opcode(r"mbarrier\.expect_tx(?:\.relaxed\.(?:cta|cluster))?\.(shared|shared::cta|shared::cluster)\.b64")
-def expect(program: Program, of: Instruction, space: str) -> Run:
-    address, count = address_of(program, of.operands[0]), program.key(of.operands[1], "u4")
-
-    def run(threads: Threads) -> None:
-        given = threads.take(count)
-        for where, by in by_address(threads, address):
-            barrier_of(threads.cta, where, space == "shared::cluster").expect(int(given[by].sum()))
 
     return run
 

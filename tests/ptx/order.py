@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,13 @@ QUARTER = LANES // 4
 """Of the lanes of TMEM, that a warp reaches."""
 TEXT = 120
 """Most characters of an instruction in a message."""
+FENCES = {
+    "fence.proxy.async": Clocks.fence_proxy,
+    "fence.mbarrier_init": Clocks.fence_init,
+    "wgmma.fence": Clocks.fence_registers,
+    "tcgen05.fence::before": Clocks.fence_tmem_before,
+    "tcgen05.fence::after": Clocks.fence_tmem_after,
+}
 IN_REGISTERS = ("tcgen05.ld.", "wgmma.mma_async.")
 """What writes registers after the instruction has been executed."""
 
@@ -86,11 +94,14 @@ class Order(Observer):
         self.clocks.point = threads.cta.pc
         return (threads.cta.rank * self.warps + warp for warp in threads.warps)
 
-    def _groups(self, threads: Threads) -> list[tuple[int, list[int]]]:
-        """Warpgroups, and their warps."""
-        warps = [*self._warps(threads)]
-        groups = sorted({warp // WARPS_OF_GROUP for warp in warps})
-        return [(group, [warp for warp in warps if warp // WARPS_OF_GROUP == group]) for group in groups]
+    def _each(self, threads: Threads, tell: Callable[..., object], *what: Any) -> None:
+        for warp in self._warps(threads):
+            tell(warp, *what)
+
+    def _owners(self, threads: Threads, kind: str) -> list[tuple[int, list[int]]]:
+        """Who has groups of a kind: warpgroups, or warps; and their warps."""
+        warps, size = [*self._warps(threads)], WARPS_OF_GROUP if kind == "wgmma" else 1
+        return [(of, [warp for warp in warps if warp // size == of]) for of in sorted({x // size for x in warps})]
 
     def _cells_of_warps(self, threads: Threads, places: Any, size: int) -> Iterator[tuple[int, Any, Any]]:
         """Of each warp: the cells that its threads access, and which lane does."""
@@ -127,12 +138,10 @@ class Order(Observer):
         cells = np.arange(LANES)[:, None] * COLUMNS + np.arange(column, column + count)
         rank, name = threads.cta.rank, self.program.instructions[threads.cta.pc].name
         pair = rank // 2 if name.startswith("tcgen05.alloc.cta_group::2") else None
-        for warp in self._warps(threads):
-            self.clocks.own_tmem(warp, cells, rank, pair)
+        self._each(threads, self.clocks.own_tmem, cells, rank, pair)
 
     def uses(self, threads: Threads) -> None:
-        for warp in self._warps(threads):
-            self.clocks.use(warp, self._watched[threads.cta.pc])
+        self._each(threads, self.clocks.use, self._watched[threads.cta.pc])
 
     # Asynchronous operations
 
@@ -140,7 +149,7 @@ class Order(Observer):
         clocks, kind = self.clocks, operation.kind
         if kind == "wgmma":
             registers = self._registers(threads.cta.pc)
-            for group, warps in self._groups(threads):
+            for group, warps in self._owners(threads, kind):
                 for warp in warps:
                     clocks.multiply_registers(warp, registers)
                 for region in operation.reads:
@@ -179,30 +188,20 @@ class Order(Observer):
         self.clocks.mma(warp, reads, writes, accumulator)
 
     def commits(self, threads: Threads, barriers: list[Place]) -> None:
-        for warp in self._warps(threads):
-            self.clocks.commit_mma(warp, barriers)
+        self._each(threads, self.clocks.commit_mma, barriers)
 
     def commits_group(self, threads: Threads, kind: str) -> None:
-        if kind == "wgmma":
-            for group, _ in self._groups(threads):
-                self.clocks.commit_products(group)
-            return
         if kind == "cp.async":
             threads.whole_warps("cp.async.commit_group")  # whose lanes have as many groups
-        for warp in self._warps(threads):
-            (self.clocks.commit_copies if kind == "cp.async" else self.clocks.commit_bulk)(warp)
+        for of, _ in self._owners(threads, kind):
+            self.clocks.commit_group(kind, of)
 
     def waits_group(self, threads: Threads, kind: str, most: int) -> None:
-        if kind == "wgmma":
-            for group, warps in self._groups(threads):
-                self.clocks.wait_products(group, warps, most)
-            return
-        for warp in self._warps(threads):
-            (self.clocks.wait_copies if kind == "cp.async" else self.clocks.wait_bulk)(warp, most)
+        for of, warps in self._owners(threads, kind):
+            self.clocks.wait_group(kind, of, warps, most)
 
     def waits_tensor_memory(self, threads: Threads, kind: str) -> None:
-        for warp in self._warps(threads):
-            (self.clocks.wait_loads if kind == "ld" else self.clocks.wait_stores)(warp)
+        self._each(threads, self.clocks.wait_tmem, kind)
 
     # mbarriers
 
@@ -210,8 +209,7 @@ class Order(Observer):
         return ".relaxed" in self.program.instructions[threads.cta.pc].name
 
     def initializes(self, threads: Threads, barrier: Place) -> None:
-        for warp in self._warps(threads):
-            self.clocks.init(warp, barrier)
+        self._each(threads, self.clocks.init, barrier)
 
     def arrives(self, threads: Threads, barrier: Place, phase: int) -> None:
         for warp, own in zip(self._warps(threads), threads.by_warp, strict=True):
@@ -228,8 +226,7 @@ class Order(Observer):
         self.clocks.complete(barrier)
 
     def waits(self, threads: Threads, barrier: Place, phase: int) -> None:
-        for warp in self._warps(threads):
-            self.clocks.wait_for(warp, barrier, self._is_relaxed(threads))
+        self._each(threads, self.clocks.wait_for, barrier, self._is_relaxed(threads))
 
     # Barriers of threads
 
@@ -256,17 +253,9 @@ class Order(Observer):
 
     def fences(self, threads: Threads, kind: str) -> None:
         """Of memory (fence.acq_rel and the like): nothing, for barriers release and acquire as well."""
-        for warp in self._warps(threads):
-            if kind.startswith("fence.proxy.async"):
-                self.clocks.fence_proxy(warp)
-            elif kind.startswith("fence.mbarrier_init"):
-                self.clocks.fence_init(warp)
-            elif kind == "wgmma.fence":
-                self.clocks.fence_registers(warp)
-            elif kind.startswith("tcgen05.fence::before"):
-                self.clocks.fence_tmem_before(warp)
-            elif kind.startswith("tcgen05.fence::after"):
-                self.clocks.fence_tmem_after(warp)
+        for start, fence in FENCES.items():
+            if kind.startswith(start):
+                self._each(threads, partial(fence, self.clocks))
 
 
 def shared_cells(places: Any, size: int) -> Any:

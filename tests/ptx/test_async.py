@@ -95,7 +95,6 @@ def test_who_waits_for_what(parity: int) -> None:
         ("mbarrier.arrive.shared.b64 %rd5, [%r10];", "32 arrive where 31 are pending"),
         ("@%p15 mbarrier.arrive.shared.b64 %rd5, [%r10+8];", "no mbarrier"),
         ("@%p15 mbarrier.arrive.shared.b64 %rd5, [%r10+4];", "misaligned"),
-        ("@%p15 mbarrier.inval.shared.b64 [%r10]; @%p15 mbarrier.arrive.shared.b64 %rd5, [%r10];", "no mbarrier"),
         ("@%p15 mbarrier.init.shared.b64 [%r10], 0;", "of 0 arrivals"),
     ],
 )
@@ -333,24 +332,6 @@ def test_shared_memory_of_others_takes_cluster_addresses() -> None:
         run(body + "barrier.cluster.arrive; barrier.cluster.wait;", cluster=2)
     with pytest.raises(MemoryError, match="mapa to CTA 1 in a cluster of 1"):
         run(body)
-
-
-@LATE
-def test_a_load_may_go_to_several_ctas(late: bool) -> None:
-    x = torch.arange(32).float().view(4, 8)
-    body = f"""
-        {BARRIER.format(count=1)}
-        @%p15 mbarrier.arrive.expect_tx.shared.b64 %rd5, [%r10], 128;
-        barrier.cluster.arrive; barrier.cluster.wait;
-        mov.b64 %rd7, kernel_param_1;
-        mov.b16 %rs0, 3;
-        setp.eq.s32 %p0, %r3, 0;
-        @%p0 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster
-            [%r2], [%rd7, {{0, 0}}], [%r10], %rs0;
-        {wait(0)} {READ}
-    """
-    got = run(body, Mapped(x, (8, 4)), cluster=2, late=late)
-    assert torch.equal(got.view(torch.float32).view(2, 4, 8), x.expand(2, 4, 8))
 
 
 def test_nan_is_what_nobody_wrote() -> None:

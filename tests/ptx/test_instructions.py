@@ -204,9 +204,7 @@ def test_shuffles(how: str, source: Callable[[int], int]) -> None:
     assert got.tolist() == [source(i) for i in range(32)]
 
 
-@pytest.mark.parametrize(
-    "text", ["elect.sync _|%p1, -1;", "shfl.sync.bfly.b32 %r9, %r0, 31, 31, -1;", "match.any.sync.b32 %r9, %r0, -1;"]
-)
+@pytest.mark.parametrize("text", ["elect.sync _|%p1, -1;", "shfl.sync.bfly.b32 %r9, %r0, 31, 31, -1;"])
 def test_a_part_of_a_warp_is_refused(text: str) -> None:
     with pytest.raises(RuntimeError, match="take part"):
         run(f"setp.lt.s32 %p0, %r0, 5; @%p0 {text}")

@@ -92,7 +92,7 @@ def loads(warp: int, key: tuple[int, int] = FULL) -> Step:
 
 def copies(at: int = 0) -> Step:
     """A group of cp.async."""
-    return all_of(do(Clocks.copy, 0, HERE + at), do(Clocks.commit_copies, 0))
+    return all_of(do(Clocks.copy, 0, HERE + at), do(Clocks.commit_group, "cp.async", 0))
 
 
 def multiplies(warp: int, to: int = 0) -> Step:
@@ -112,8 +112,8 @@ def ends(warp: int, key: tuple[int, int]) -> Step:
 meets = all_of(arrives(0, 1), releases(0, 1))
 fills = all_of(arrives_at(0, FULL), loads(0))
 together = do(Clocks.sync, [0])
-waits_for_copies = do(Clocks.wait_copies, 0, 0)
-copies_by_lane_1 = all_of(by_lanes(Clocks.copy, 1), do(Clocks.commit_copies, 0))
+waits_for_copies = do(Clocks.wait_group, "cp.async", 0, [0], 0)
+copies_by_lane_1 = all_of(by_lanes(Clocks.copy, 1), do(Clocks.commit_group, "cp.async", 0))
 HANDS_ON_TMEM = all_of(
     do(Clocks.fence_tmem_before, 0),
     do(Clocks.arrive_at, 0, FULL, True),
@@ -223,9 +223,16 @@ RULES = {
     ),
     "reads of threads before a copy": Rule([begins(FULL), reads(1), fences(1), meets, loads(0)], {2: (REUSE, 1, 4)}),
     "writes of threads before a copy": Rule([begins(FULL), writes(1), fences(1), meets, loads(0)], {2: (PROXY, 1, 4)}),
-    "groups of cp.async end in order": Rule([copies(0), copies(64), do(Clocks.wait_copies, 0, 1), reads(0)], {}),
+    "groups of cp.async end in order": Rule(
+        [copies(0), copies(64), do(Clocks.wait_group, "cp.async", 0, [0], 1), reads(0)], {}
+    ),
     "a CTA ends after bulk stores have read shared memory": Rule(
-        [do(Clocks.bulk_store, 0, HERE), do(Clocks.commit_bulk, 0), do(Clocks.wait_bulk, 0, 0), Clocks.finish],
+        [
+            do(Clocks.bulk_store, 0, HERE),
+            do(Clocks.commit_group, "bulk", 0),
+            do(Clocks.wait_group, "bulk", 0, [0], 0),
+            Clocks.finish,
+        ],
         {1: (END, 0, 0), 2: (END, 0, 0)},
     ),
     # Warpgroups
@@ -250,7 +257,7 @@ RULES = {
         f"what is loaded from TMEM by {len(used)} is overwritten by {warp}": Rule(
             [
                 do(Clocks.load_tmem, 0, HERE, ("%r1", "%r2")),
-                do(Clocks.wait_loads, 0),
+                do(Clocks.wait_tmem, 0, "ld"),
                 do(Clocks.use, 0, used),
                 meets,
                 do(Clocks.store_tmem, warp, HERE),
@@ -302,7 +309,7 @@ WRONG: list[tuple[list[Step], Key]] = [
     *(([writes(0), meets, fences(who), step], (PROXY, 0, 3)) for who in (0, 1) for step in BY_PROXY.values()),
     ([fences(0), writes(0), meets, multiplies(1)], (PROXY, 1, 3)),  # written after the fence
     ([copies(), fences(0), waits_for_copies, meets, multiplies(1)], (PROXY, 0, 4)),
-    ([copies(64), copies(0), do(Clocks.wait_copies, 0, 1), reads(0)], (RACE, 1, 3)),
+    ([copies(64), copies(0), do(Clocks.wait_group, "cp.async", 0, [0], 1), reads(0)], (RACE, 1, 3)),
     (
         [writes(0), fences(0), all_of(arrives(0, 1), releases(1)), do(Clocks.multiply, 0, [1, 2], HERE)],
         (RACE, 0, 3),

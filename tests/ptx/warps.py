@@ -84,35 +84,6 @@ def vote(program: Program, of: Instruction, how: str, kind: str) -> Run:
     return run
 
 
-@opcode(r"redux\.sync\.(add|min|max|and|or|xor)\.([bsu]32)")
-def reduce(program: Program, of: Instruction, how: str, kind: str) -> Run:
-    from tests.ptx.arithmetic import BINARY
-    from tests.ptx.values import TYPES
-
-    to, x = (program.key(operand, TYPES[kind]) for operand in of.operands[:2])
-    function: Any = BINARY[how]
-
-    def run(threads: Threads) -> None:
-        threads.whole_warps(of.name)
-        of_warps = function.reduce(threads.take(x).reshape(-1, LANES), axis=1)
-        threads.put(to, np.repeat(of_warps, LANES))
-
-    return run
-
-
-@opcode(r"match\.any\.sync\.b32")
-def match(program: Program, of: Instruction) -> Run:
-    to, x = (program.key(operand, "u4") for operand in of.operands[:2])
-
-    def run(threads: Threads) -> None:
-        threads.whole_warps(of.name)
-        values = threads.take(x).reshape(-1, LANES)
-        same = values[:, :, None] == values[:, None, :]
-        threads.put(to, (same.astype("u4") << np.arange(LANES, dtype="u4")).sum(2, dtype="u4").reshape(-1))
-
-    return run
-
-
 @opcode(r"elect\.sync")
 def elect(program: Program, of: Instruction) -> Run:
     """The first lane."""
@@ -128,11 +99,6 @@ def elect(program: Program, of: Instruction) -> Run:
             threads.put(number, 0)
 
     return run
-
-
-@opcode(r"activemask\.b32")
-def active_mask(program: Program, of: Instruction) -> Run:
-    raise unsupported(of, "a mask that depends on the schedule")
 
 
 # Where threads go
@@ -202,24 +168,12 @@ def cluster_barrier(program: Program, of: Instruction, what: str) -> Run:
     return arrive if what == "arrive" else wait
 
 
-@opcode(r"(?:fence|membar)\..*")
+@opcode(
+    r"fence\.(?:proxy\.async(?:\.global|\.shared::c(?:ta|luster))?|mbarrier_init\.release\.cluster"
+    r"|acq_rel\.(?:cta|cluster|gpu)|sc\.gpu)|membar\.(?:cta|gl)"
+)
 def fence(program: Program, of: Instruction) -> Run:
     """Execution is in order: fences are for the observer alone."""
-    known = (
-        "fence.proxy.async",
-        "fence.proxy.async.shared::cta",
-        "fence.proxy.async.global",
-        "fence.mbarrier_init.release.cluster",
-        "fence.acq_rel.gpu",
-        "fence.acq_rel.cta",
-        "fence.acq_rel.cluster",
-        "fence.sc.gpu",
-        "membar.gl",
-        "membar.cta",
-        "fence.proxy.async.shared::cluster",
-    )
-    if of.name not in known:
-        raise unsupported(of, "a fence")
     return lambda threads: threads.cta.observer.fences(threads, of.name)
 
 
