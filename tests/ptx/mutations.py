@@ -31,7 +31,7 @@ import pytest
 from tests.ptx.clocks import COLUMNS, Key
 from tests.ptx.observer import Operation, Place
 from tests.ptx.order import Order, RaceError
-from tests.ptx.program import Code, Program, storages_of
+from tests.ptx.program import Program, storages_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,8 +140,7 @@ def without(program: Program, at: int) -> Program:
     """A wait succeeds at once, and anything else does nothing."""
     of = program.instructions[at]
     mutant = copy.copy(program)
-    mutant.code = Code(mutant)
-    mutant.code.update(program.code)
+    mutant.code = copy.copy(program.code)
     if "_wait." in of.name:
         if of.predicate:
             raise NotImplementedError(f"a wait under a predicate: {of.text}")
