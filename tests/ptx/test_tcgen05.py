@@ -12,15 +12,16 @@ from tests.ptx.assembly import run
 
 LATE = pytest.mark.parametrize("late", [True, False])
 COLUMNS = 128
-START = """
+ALLOC = "@%p14 tcgen05.alloc.cta_group::{group}.sync.aligned.shared::cta.b32 [%r10+16], {columns};"
+START = f"""
     setp.eq.s32 %p15, %r0, 0;
     add.s32 %r10, %r2, 196608;
     shr.u32 %r11, %r0, 5;
     setp.eq.s32 %p14, %r11, 0;
     @%p15 mbarrier.init.shared.b64 [%r10], 1;
     @%p15 mbarrier.init.shared.b64 [%r10+8], 1;
-    @%p14 tcgen05.alloc.cta_group::{group}.sync.aligned.shared::cta.b32 [%r10+16], {columns};
-    @%p14 tcgen05.relinquish_alloc_permit.cta_group::{group}.sync.aligned;
+    {ALLOC}
+    @%p14 tcgen05.relinquish_alloc_permit.cta_group::{{group}}.sync.aligned;
     bar.sync 0;
     ld.shared.b32 %r12, [%r10+16];
     and.b32 %r13, %r11, 3;
@@ -81,31 +82,22 @@ def test_a_lane_of_tmem_for_each_thread(late: bool, waits: bool) -> None:
     assert torch.equal(got, torch.cat([written if waits or not late else nan, nan], 1).int())
 
 
-def test_a_warp_reaches_its_quarter_alone() -> None:
-    with pytest.raises(RuntimeError, match="not their quarter"):
-        run(whole(f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {registers(32, 16)}, [%r12];"), threads=128)
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         (f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {registers(32, 16)}, [%r13+120];", "are allocated"),
         (f"@%p15 tcgen05.ld.sync.aligned.32x32b.x16.b32 {registers(32, 16)}, [%r13];", "take part"),
-        ("@%p14 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r10+16], 32;", "permit"),
+        (ALLOC.format(group=1, columns=32), "permit"),
         ("@%p14 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r12, 64;", "dealloc of 64 columns"),
         ("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r12, 128;", "takes one"),
         ("ret;", "returns without tcgen05.dealloc"),
+        (f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {registers(32, 16)}, [%r12];", "not their quarter"),
+        *((ALLOC.format(group=1, columns=n), f"alloc of {n} columns") for n in (16, 48, 1024)),
     ],
 )
 def test_wrong_use_of_tmem(body: str, message: str) -> None:
     with pytest.raises((RuntimeError, MemoryError), match=message):
         run(whole(body), threads=128)
-
-
-@pytest.mark.parametrize("columns", [16, 48, 1024])
-def test_columns_that_no_allocation_may_have(columns: int) -> None:
-    with pytest.raises(RuntimeError, match=f"alloc of {columns} columns"):
-        run(whole("", columns=columns), threads=128)
 
 
 # Products
