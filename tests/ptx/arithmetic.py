@@ -297,26 +297,21 @@ def elementwise(program: Program, of: Instruction, function: Function, to: str, 
     if in_place and len(keys) > function.nin:  # type: ignore[attr-defined]
         return elementwise(program, of, lambda *x: reduce(function, x), to, *sources)
 
+    a, b, c, d = (*keys, 0, 0, 0)[:4]  # for no operand
+    ways: dict[tuple[int, bool], Callable[[Any, Any], object]] = {
+        (1, True): lambda v, where: function(v[a], v[target], where=where, casting="unsafe"),
+        (2, True): lambda v, where: function(v[a], v[b], v[target], where=where, casting="unsafe"),
+        (1, False): lambda v, where: np.copyto(v[target], function(v[a]), "unsafe", where),
+        (2, False): lambda v, where: np.copyto(v[target], function(v[a], v[b]), "unsafe", where),
+        (3, False): lambda v, where: np.copyto(v[target], function(v[a], v[b], v[c]), "unsafe", where),
+        (4, False): lambda v, where: np.copyto(v[target], function(v[a], v[b], v[c], v[d]), "unsafe", where),
+    }
+    way = ways[len(keys), in_place]
+
     def run(threads: Threads) -> None:
-        v, where = threads.views, threads.where_pairs if pairs else threads.where
-        if in_place:
-            function(*[v[key] for key in keys], v[target], where=where, casting="unsafe")
-        else:
-            np.copyto(v[target], function(*[v[key] for key in keys]), where=where, casting="unsafe")
+        way(threads.views, threads.where_pairs if pairs else threads.where)
 
-    x, y, z = (*keys, 0, 0)[:3]
-
-    def run_two(threads: Threads) -> None:
-        v = threads.views
-        function(v[x], v[y], v[target], where=threads.where, casting="unsafe")
-
-    def run_three(threads: Threads) -> None:
-        v = threads.views
-        np.copyto(v[target], function(v[x], v[y], v[z]), where=threads.where, casting="unsafe")
-
-    if pairs or len(keys) != 3 - in_place:
-        return run
-    return run_two if in_place else run_three  # most instructions, twice as fast
+    return run
 
 
 def register(pattern: str, specify: Callable[..., tuple[Any, ...]]) -> None:
