@@ -88,7 +88,9 @@ def cta_of(cta: Cta, address: int, size: int) -> tuple[Cta, int]:
 
 
 def check_aligned(address: Any, size: int) -> None:
-    if np.any(address & size - 1):
+    """Args: an array of addresses, or one; a power of two."""
+    wrong = address & size - 1
+    if wrong.any() if isinstance(wrong, np.ndarray) else wrong:
         raise MemoryError(f"misaligned access to {size} bytes")
 
 
