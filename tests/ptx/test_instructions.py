@@ -75,7 +75,7 @@ ONE_RESULT = [
     ("setp.ltu.f32 %p0, 0f7FFFFFFF, 0f00000000; selp.b32 %r9, 1, 0, %p0;", 1),
     ("setp.lt.s32 %p0, -1, 0; selp.b32 %r9, 1, 0, %p0;", 1),
     ("setp.lt.u32 %p0, -1, 0; selp.b32 %r9, 1, 0, %p0;", 0),
-    # Once: fp32 would round the second one to a tie of bf16, and 257 is one
+    # The second one is a tie of bf16
     ("mov.b32 %r4, 0x43803F80; mov.b32 %r5, 0x3B803F80; add.bf16x2 %r9, %r4, %r5;", 0x43804000),
     ("mov.b32 %r4, 0x43800000; mov.b32 %r5, 0x3F800000; add.bf16x2 %r9, %r4, %r5;", 0x43800000),
     (f"mov.b16 %rs0, 0x3F81; fma.rn.f32.bf16 %r9, %rs0, %rs0, {f32_text(-1)};", f32((1 + 2**-7) ** 2 - 1)),
