@@ -7,14 +7,13 @@ their group is waited for, or when the CTA has returned (`late`), or at once.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tests.ptx.decode import Run, opcode, unsupported
-from tests.ptx.groups import Groups
+from tests.ptx.groups import groups_of
 from tests.ptx.matrices import swizzled
 from tests.ptx.mbarrier import Barrier, barrier_of, current
 from tests.ptx.memory import address_of, check_aligned, cta_of, in_tensors, offset_in_own, words
@@ -35,16 +34,10 @@ CHUNK = 16
 SMALLEST_ALIGNMENT = 128
 
 
-def stores_of(threads: Threads) -> list[Groups]:
-    """Of each thread: functions that end what it has started."""
-    stores = threads.cta.state_of("bulk", lambda: defaultdict(Groups))
-    return [stores[thread] for thread in threads.numbers.tolist()]
-
-
 @opcode(r"cp\.async\.bulk\.commit_group")
 def commit(program: Program, of: Instruction) -> Run:
     def run(threads: Threads) -> None:
-        for stores in stores_of(threads):
+        for stores in groups_of(threads, "bulk"):
             stores.commit()
         threads.cta.observer.commits_group(threads, "bulk")
 
@@ -56,7 +49,7 @@ def wait(program: Program, of: Instruction) -> Run:
     most = int(of.operands[0])
 
     def run(threads: Threads) -> None:
-        for stores in stores_of(threads):
+        for stores in groups_of(threads, "bulk"):
             for end in stores.wait(most):
                 end()
         threads.cta.observer.waits_group(threads, "bulk", most)
@@ -68,7 +61,7 @@ def start(threads: Threads, read: Region, move: Callable[[], None]) -> None:
     """A store or an addition, which ends once."""
     end = cache(move)
     threads.cta.observer.starts(threads, Operation("store", [read], []))
-    for stores in stores_of(threads):
+    for stores in groups_of(threads, "bulk"):
         stores.started.append(end)
     if threads.cta.cluster.late:
         threads.cta.cluster.at_end.append(end)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tests.ptx.decode import Run, opcode, unsupported
-from tests.ptx.groups import Groups
+from tests.ptx.groups import groups_of
 from tests.ptx.listing import Instruction, names
 from tests.ptx.observer import Operation, Region
 from tests.ptx.registers import LANES
@@ -246,10 +246,6 @@ def map_address(program: Program, of: Instruction) -> Run:
 # cp.async
 
 
-def copies_of(cta: Cta) -> list[Groups]:
-    return cta.state_of("cp.async", lambda: [Groups() for _ in range(cta.threads_of_all)])
-
-
 @opcode(r"cp\.async\.(?:ca|cg)\.shared\.global(?:\.L2::\w+)*")
 def copy(program: Program, of: Instruction) -> Run:
     to, source = (address_of(program, x) for x in of.operands[:2])
@@ -271,9 +267,8 @@ def copy(program: Program, of: Instruction) -> Run:
         check_written(data)
         if not cta.cluster.late:
             words(cta.shared, size)[place // size] = data
-        copies = copies_of(cta)
-        for thread, start, row in zip(threads.numbers, place.tolist(), data, strict=True):
-            copies[thread].started.append((start, row))
+        for copies, start, row in zip(groups_of(threads, "cp.async"), place.tolist(), data, strict=True):
+            copies.started.append((start, row))
 
     return run
 
@@ -288,9 +283,8 @@ def create_policy(program: Program, of: Instruction) -> Run:
 @opcode(r"cp\.async\.commit_group")
 def commit_copies(program: Program, of: Instruction) -> Run:
     def run(threads: Threads) -> None:
-        copies = copies_of(threads.cta)
-        for thread in threads.numbers:
-            copies[thread].commit()
+        for copies in groups_of(threads, "cp.async"):
+            copies.commit()
         threads.cta.observer.commits_group(threads, "cp.async")
 
     return run
@@ -302,11 +296,10 @@ def wait_for_copies(program: Program, of: Instruction) -> Run:
 
     def run(threads: Threads) -> None:
         cta = threads.cta
-        copies = copies_of(cta)
-        for thread in threads.numbers.tolist():
+        for copies in groups_of(threads, "cp.async"):
             if not of.operands:
-                copies[thread].commit()
-            for to, data in copies[thread].wait(most):
+                copies.commit()
+            for to, data in copies.wait(most):
                 if cta.cluster.late:
                     cta.shared[to : to + len(data)] = data
         cta.observer.waits_group(threads, "cp.async", most)

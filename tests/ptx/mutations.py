@@ -261,18 +261,20 @@ class Effects(Order):
         """Args: why nothing was done this time; empty: something was."""
         self._did[at] = why and self._did.get(at, why)
 
-    def shared(self, threads: Threads, kind: str, places: Any, size: int) -> None:
-        super().shared(threads, kind, places, size)
+    def _accesses(self, threads: Threads) -> None:
         self._event(threads, "access")
         self._apart.update(self._warps(threads))
+
+    def shared(self, threads: Threads, kind: str, places: Any, size: int) -> None:
+        super().shared(threads, kind, places, size)
+        self._accesses(threads)
         if kind != "read":
             self._wrote.update(self._warps(threads))
 
     def tensor_memory(self, threads: Threads, kind: str, column: int, count: int) -> None:
         super().tensor_memory(threads, kind, column, count)
-        self._event(threads, "access")
+        self._accesses(threads)
         self._event(threads, f"{kind} TMEM", (threads.cta.rank, range(column, column + count)))
-        self._apart.update(self._warps(threads))
 
     def owns_tensor_memory(self, threads: Threads, column: int, count: int) -> None:
         super().owns_tensor_memory(threads, column, count)

@@ -16,7 +16,7 @@ import numpy as np
 from tests.ptx.cta import NAN, TENSOR_COLUMNS, TENSOR_LANES
 from tests.ptx.decode import Run, opcode, unsupported
 from tests.ptx.listing import Instruction, names
-from tests.ptx.matrices import K, Layout, places
+from tests.ptx.matrices import K, Layout, layout_of, places
 from tests.ptx.mbarrier import barrier_of, current
 from tests.ptx.memory import RANK_BIT, address_of, check_aligned, offset_in_own
 from tests.ptx.observer import Operation, Region
@@ -222,13 +222,12 @@ class Shape(NamedTuple):
         return cls(rows, columns, left, right, (bool(descriptor >> 15 & 1), bool(descriptor >> 16 & 1)))
 
 
-def layout_of(descriptor: int) -> Layout:
-    start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+def layout(descriptor: int) -> Layout:
     swizzle = descriptor >> 61
     # Version 1, no base offset, leading as a byte offset
     if descriptor >> 46 & 0x7FFF != 1 or swizzle not in SWIZZLES:
         raise NotImplementedError(f"a matrix descriptor of tcgen05 {descriptor:#x}")
-    return Layout(start, leading, stride, SWIZZLES[swizzle])
+    return layout_of(descriptor, SWIZZLES[swizzle])
 
 
 class Sums(NamedTuple):
@@ -304,7 +303,7 @@ def multiply(program: Program, of: Instruction, group: str) -> Run:
         first, column = to >> 16, to & 0xFFFF
         if first:
             raise NotImplementedError(f"tcgen05.mma into lanes from {first} on")
-        right_at = places(layout_of(int(threads.views[right_key][0])), columns, shape.transposed[1])
+        right_at = places(layout(int(threads.views[right_key][0])), columns, shape.transposed[1])
         rights = [Factor(each, shape.right_kind, right_at) for each in ctas]
         if left_tensor is not None:
             at = int(left_tensor.of(threads)[0])
@@ -312,7 +311,7 @@ def multiply(program: Program, of: Instruction, group: str) -> Run:
                 raise NotImplementedError("tcgen05.mma of a left operand in TMEM, but rows of k from lane 0 on")
             lefts = [Factor(each, shape.kind, None, sums.lanes, at & 0xFFFF) for each in ctas]
         else:
-            left_at = places(layout_of(int(threads.views[left_key][0])), rows, shape.transposed[0])
+            left_at = places(layout(int(threads.views[left_key][0])), rows, shape.transposed[0])
             lefts = [Factor(each, shape.kind, left_at) for each in ctas]
         for each in ctas:
             check_allocated(each, column, sums.columns)

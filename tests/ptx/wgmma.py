@@ -13,7 +13,7 @@ from tests.ptx.cta import NAN
 from tests.ptx.decode import Run, opcode, unsupported
 from tests.ptx.groups import Groups
 from tests.ptx.listing import Instruction, names
-from tests.ptx.matrices import Layout, places
+from tests.ptx.matrices import Layout, layout_of, places
 from tests.ptx.observer import Operation, Region
 from tests.ptx.registers import GROUP, LANES, Threads
 from tests.ptx.values import numbers, product
@@ -58,11 +58,10 @@ def warpgroups(threads: Threads) -> list[tuple[Threads, Warpgroup]]:
     return found
 
 
-def layout_of(descriptor: int) -> Layout:
-    start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+def layout(descriptor: int) -> Layout:
     if descriptor >> 46 & 0xFFFF:
         raise NotImplementedError(f"a matrix descriptor of WGMMA {descriptor:#x}")
-    return Layout(start, leading, stride, SWIZZLES[descriptor >> 62])
+    return layout_of(descriptor, SWIZZLES[descriptor >> 62])
 
 
 @opcode(r"wgmma\.fence\.sync\.aligned")
@@ -114,7 +113,7 @@ def multiply(program: Program, of: Instruction, columns: str, kind: str) -> Run:
     def run(threads: Threads) -> None:
         for each, group in warpgroups(threads):
             cta = each.cta
-            *of_left, of_right = (layout_of(each.agree(key, "a descriptor")) for key in descriptors)
+            *of_left, of_right = (layout(each.agree(key, "a descriptor")) for key in descriptors)
             right = places(of_right, int(columns), transposed[1])
             tile = places(of_left[0], 64, transposed[0]) if of_left else left
             reads = [Region(cta, "shared", x, 2) for x in ([tile, right] if of_left else [right])]
