@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.ptx.decode import Run, opcode, unsupported
+from tests.ptx.decode import Run, action, opcode, unsupported
 from tests.ptx.groups import groups_of
 from tests.ptx.matrices import swizzled
 from tests.ptx.mbarrier import Barrier, barrier_of, current
@@ -34,27 +34,20 @@ CHUNK = 16
 SMALLEST_ALIGNMENT = 128
 
 
-@opcode(r"cp\.async\.bulk\.commit_group")
-def commit(program: Program, of: Instruction) -> Run:
-    def run(threads: Threads) -> None:
-        for stores in groups_of(threads, "bulk"):
-            stores.commit()
-        threads.cta.observer.commits_group(threads, "bulk")
-
-    return run
+@action(r"cp\.async\.bulk\.commit_group")
+def commit(threads: Threads, of: Instruction) -> None:
+    for stores in groups_of(threads, "bulk"):
+        stores.commit()
+    threads.cta.observer.commits_group(threads, "bulk")
 
 
-@opcode(r"cp\.async\.bulk\.wait_group(?:\.read)?")
-def wait(program: Program, of: Instruction) -> Run:
+@action(r"cp\.async\.bulk\.wait_group(?:\.read)?")
+def wait(threads: Threads, of: Instruction) -> None:
     most = int(of.operands[0])
-
-    def run(threads: Threads) -> None:
-        for stores in groups_of(threads, "bulk"):
-            for end in stores.wait(most):
-                end()
-        threads.cta.observer.waits_group(threads, "bulk", most)
-
-    return run
+    for stores in groups_of(threads, "bulk"):
+        for end in stores.wait(most):
+            end()
+    threads.cta.observer.waits_group(threads, "bulk", most)
 
 
 def start(threads: Threads, read: Region, move: Callable[[], None]) -> None:

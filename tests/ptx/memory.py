@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tests.ptx.decode import Run, opcode, unsupported
+from tests.ptx.decode import Run, action, opcode, unsupported
 from tests.ptx.groups import groups_of
 from tests.ptx.listing import Instruction, names
 from tests.ptx.observer import Operation, Region
@@ -280,31 +280,24 @@ def create_policy(program: Program, of: Instruction) -> Run:
     return lambda threads: threads.put(to, np.zeros(threads.count, np.uint64))
 
 
-@opcode(r"cp\.async\.commit_group")
-def commit_copies(program: Program, of: Instruction) -> Run:
-    def run(threads: Threads) -> None:
-        for copies in groups_of(threads, "cp.async"):
-            copies.commit()
-        threads.cta.observer.commits_group(threads, "cp.async")
-
-    return run
+@action(r"cp\.async\.commit_group")
+def commit_copies(threads: Threads, of: Instruction) -> None:
+    for copies in groups_of(threads, "cp.async"):
+        copies.commit()
+    threads.cta.observer.commits_group(threads, "cp.async")
 
 
-@opcode(r"cp\.async\.(?:wait_group|wait_all)")
-def wait_for_copies(program: Program, of: Instruction) -> Run:
+@action(r"cp\.async\.(?:wait_group|wait_all)")
+def wait_for_copies(threads: Threads, of: Instruction) -> None:
     most = int(of.operands[0]) if of.operands else 0
-
-    def run(threads: Threads) -> None:
-        cta = threads.cta
-        for copies in groups_of(threads, "cp.async"):
-            if not of.operands:
-                copies.commit()
-            for to, data in copies.wait(most):
-                if cta.cluster.late:
-                    cta.shared[to : to + len(data)] = data
-        cta.observer.waits_group(threads, "cp.async", most)
-
-    return run
+    cta = threads.cta
+    for copies in groups_of(threads, "cp.async"):
+        if not of.operands:
+            copies.commit()
+        for to, data in copies.wait(most):
+            if cta.cluster.late:
+                cta.shared[to : to + len(data)] = data
+    cta.observer.waits_group(threads, "cp.async", most)
 
 
 # ldmatrix and stmatrix

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tests.ptx.cta import NAN, TENSOR_COLUMNS, TENSOR_LANES
-from tests.ptx.decode import Run, opcode, unsupported
+from tests.ptx.decode import Run, action, opcode, unsupported
 from tests.ptx.listing import Instruction, names
 from tests.ptx.matrices import K, Layout, layout_of, places
 from tests.ptx.mbarrier import barrier_of, current
@@ -84,13 +84,10 @@ def deallocate(program: Program, of: Instruction, group: str) -> Run:
     return run
 
 
-@opcode(r"tcgen05\.relinquish_alloc_permit\.cta_group::([12])\.sync\.aligned")
-def give_back(program: Program, of: Instruction, group: str) -> Run:
-    def run(threads: Threads) -> None:
-        one_warp(threads, of)
-        threads.cta.may_allocate = False
-
-    return run
+@action(r"tcgen05\.relinquish_alloc_permit\.cta_group::([12])\.sync\.aligned")
+def give_back(threads: Threads, of: Instruction, group: str) -> None:
+    one_warp(threads, of)
+    threads.cta.may_allocate = False
 
 
 def one_warp(threads: Threads, of: Instruction) -> None:
@@ -166,16 +163,13 @@ def put(cta: Cta, of: Write) -> None:
     cta.tensor[of.lanes, of.column : of.column + of.data.shape[1]] = of.data
 
 
-@opcode(r"tcgen05\.wait::(ld|st)\.sync\.aligned")
-def wait(program: Program, of: Instruction, what: str) -> Run:
-    def run(threads: Threads) -> None:
-        cta = threads.cta
-        threads.whole_warps(of.name)
-        if what == "st":
-            end_writes(cta, threads.bits)
-        cta.observer.waits_tensor_memory(threads, what)
-
-    return run
+@action(r"tcgen05\.wait::(ld|st)\.sync\.aligned")
+def wait(threads: Threads, of: Instruction, what: str) -> None:
+    cta = threads.cta
+    threads.whole_warps(of.name)
+    if what == "st":
+        end_writes(cta, threads.bits)
+    cta.observer.waits_tensor_memory(threads, what)
 
 
 def end_writes(cta: Cta, bits: int) -> None:
@@ -192,9 +186,9 @@ def end_writes(cta: Cta, bits: int) -> None:
     writes[:] = [of for of in writes if of is not None]
 
 
-@opcode(r"tcgen05\.fence::(before|after)_thread_sync")
-def fence(program: Program, of: Instruction, when: str) -> Run:
-    return lambda threads: threads.cta.observer.fences(threads, of.name)
+@action(r"tcgen05\.fence::(before|after)_thread_sync")
+def fence(threads: Threads, of: Instruction, when: str) -> None:
+    threads.cta.observer.fences(threads, of.name)
 
 
 # Products

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.ptx.cta import NAN
-from tests.ptx.decode import Run, opcode, unsupported
+from tests.ptx.decode import Run, action, opcode, unsupported
 from tests.ptx.groups import Groups
 from tests.ptx.listing import Instruction, names
 from tests.ptx.matrices import Layout, layout_of, places
@@ -64,38 +64,31 @@ def layout(descriptor: int) -> Layout:
     return layout_of(descriptor, SWIZZLES[descriptor >> 62])
 
 
-@opcode(r"wgmma\.fence\.sync\.aligned")
-def fence(program: Program, of: Instruction) -> Run:
-    return lambda threads: threads.cta.observer.fences(threads, "wgmma.fence")
+@action(r"wgmma\.fence\.sync\.aligned")
+def fence(threads: Threads, of: Instruction) -> None:
+    threads.cta.observer.fences(threads, "wgmma.fence")
 
 
-@opcode(r"wgmma\.commit_group\.sync\.aligned")
-def commit(program: Program, of: Instruction) -> Run:
-    def run(threads: Threads) -> None:
-        for _, group in warpgroups(threads):
-            group.products.commit()
-        threads.cta.observer.commits_group(threads, "wgmma")
-
-    return run
+@action(r"wgmma\.commit_group\.sync\.aligned")
+def commit(threads: Threads, of: Instruction) -> None:
+    for _, group in warpgroups(threads):
+        group.products.commit()
+    threads.cta.observer.commits_group(threads, "wgmma")
 
 
-@opcode(r"wgmma\.wait_group\.sync\.aligned")
-def wait(program: Program, of: Instruction) -> Run:
+@action(r"wgmma\.wait_group\.sync\.aligned")
+def wait(threads: Threads, of: Instruction) -> None:
     most = int(of.operands[0])
-
-    def run(threads: Threads) -> None:
-        cta = threads.cta
-        for each, group in warpgroups(threads):
-            for ended in group.products.wait(most):
-                if not cta.cluster.late:
-                    add_product(each, group, ended)
-            unfinished = [*group.products.groups, group.products.started]
-            waiting = {x for products in unfinished for started in products for x in started.sums}
-            for x in group.sums.keys() - waiting:
-                each.put(x, group.sums.pop(x))
-        cta.observer.waits_group(threads, "wgmma", most)
-
-    return run
+    cta = threads.cta
+    for each, group in warpgroups(threads):
+        for ended in group.products.wait(most):
+            if not cta.cluster.late:
+                add_product(each, group, ended)
+        unfinished = [*group.products.groups, group.products.started]
+        waiting = {x for products in unfinished for started in products for x in started.sums}
+        for x in group.sums.keys() - waiting:
+            each.put(x, group.sums.pop(x))
+    cta.observer.waits_group(threads, "wgmma", most)
 
 
 @opcode(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.(?:bf16|f16)")
