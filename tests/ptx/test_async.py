@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from tests.ptx.assembly import Mapped, run
+from tests.ptx.assembly import Mapped, run, wait
 
 LATE = pytest.mark.parametrize("late", [True, False])
 BARRIER = """
@@ -17,20 +17,6 @@ BARRIER = """
     bar.sync 0;
 """
 """%p15: the first thread; %r10: an mbarrier."""
-WAIT = """
-    {{
-        .reg .pred P1;
-        LAB_WAIT:
-        mbarrier.try_wait.parity.shared.b64 P1, [%r10{at}], {parity}, 10000000;
-        @P1 bra.uni DONE;
-        bra.uni LAB_WAIT;
-        DONE:
-    }}
-"""
-
-
-def wait(parity: int, at: str = "") -> str:
-    return WAIT.format(parity=parity, at=at)
 
 
 def test_phases_end_by_arrivals() -> None:

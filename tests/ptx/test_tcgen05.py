@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ptx.assembly import run
+from tests.ptx.assembly import run, wait
 
 LATE = pytest.mark.parametrize("late", [True, False])
 COLUMNS = 128
@@ -32,16 +32,6 @@ START = f"""
 END = """
     bar.sync 0;
     @%p14 tcgen05.dealloc.cta_group::{group}.sync.aligned.b32 %r12, {columns};
-"""
-WAIT = """
-    {{
-        .reg .pred P1;
-        LAB_WAIT:
-        mbarrier.try_wait.parity.shared.b64 P1, [%r10{at}], 0;
-        @P1 bra.uni DONE;
-        bra.uni LAB_WAIT;
-        DONE:
-    }}
 """
 
 
@@ -154,9 +144,7 @@ LOAD = """
 def load(left: Tensor, right: Tensor) -> str:
     """Of one CTA."""
     sizes = [x.numel() * 2 for x in (left, right)]
-    return LOAD.format(left_of_cta=0, right_of_cta=0, bytes=sum(sizes), left=sizes[0], right=sizes[1]) + WAIT.format(
-        at=""
-    )
+    return LOAD.format(left_of_cta=0, right_of_cta=0, bytes=sum(sizes), left=sizes[0], right=sizes[1]) + wait(0)
 
 
 def product(group: int, left: str, right: int, of: int, add: int = 0, to: int = 0, who: str = "%p15") -> str:
@@ -166,7 +154,7 @@ def product(group: int, left: str, right: int, of: int, add: int = 0, to: int = 
     """
 
 
-COMMIT = "@%p15 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r10+8];" + WAIT.format(at="+8")
+COMMIT = "@%p15 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r10+8];" + wait(0, "+8")
 
 
 def numbers(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -269,15 +257,13 @@ def test_pairs_of_ctas_multiply_together(rows: int, late: bool) -> None:
     bytes_a, bytes_b = (x[0].numel() * 2 for x in (a, b))
     body = f"cvt.u64.u32 %rd20, %r1; mul.lo.s64 %rd21, %rd20, {bytes_a}; mul.lo.s64 %rd22, %rd20, {bytes_b};"
     body += LOAD.format(left_of_cta="%rd21", right_of_cta="%rd22", bytes=bytes_a + bytes_b, left=bytes_a, right=bytes_b)
-    body += (
-        WAIT.format(at="") + "barrier.cluster.arrive; barrier.cluster.wait; setp.eq.s32 %p2, %r3, 0; mov.b16 %rs0, 3;"
-    )
+    body += wait(0) + "barrier.cluster.arrive; barrier.cluster.wait; setp.eq.s32 %p2, %r3, 0; mov.b16 %rs0, 3;"
     body += f"mov.b64 %rd12, {descriptor(0, *halves[0][1:], 32)};"
     right_at = descriptor(RIGHT_AT, *halves[2][1:], 32)
     body += product(2, "%rd12", right_at, shape(rows, columns, torch.bfloat16), who="%p2")
     body += """
         @%p2 tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r10+8], %rs0;
-    """ + WAIT.format(at="+8")
+    """ + wait(0, "+8")
     body += read_columns(64) + "barrier.cluster.arrive; barrier.cluster.wait;"
     got = run(whole(body, 2), a, b, threads=128, columns=64, cluster=2, late=late)
     if rows == 256:
