@@ -8,7 +8,7 @@
     lowered/               the kernels lowered by triton-ascend and executed as Linalg, marked `ascend`
                            (docs/ascend_proof.md)
 
-tests/nsa/test_neighborhood_attention.py starts interpreted_flash.py, tests/nsa/test_attention_residual.py
-interpreted_residual.py, and tests/nsa/test_neighborhood_module.py interpreted_training.py. Cases and oracles that these
-share are in tests/support: neighborhood_cases, band_cases, backward_cases, residual_cases.
+tests/nsa/test_neighborhood_attention.py starts interpreted_flash.py, and tests/nsa/test_attention_residual.py
+interpreted_residual.py. Cases and oracles that these share are in tests/support: neighborhood_cases, band_cases,
+backward_cases, residual_cases.
 """

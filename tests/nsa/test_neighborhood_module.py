@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dispatch import neighborhood_attention
 from nsa import NeighborhoodAttention, NeighborhoodAttentionLayer
-from tests.support.helpers import assert_passes_interpreted, assert_within_budget
+from tests.support.helpers import assert_within_budget
 from tests.support.layer_cases import check_autocast
 from tests.support.neighborhood_training import WINDOWS, assert_same_curve, eager
 from tests.support.rotary import rotary_table, rotate
@@ -92,11 +92,6 @@ def test_bad_arguments_are_named(error: type[Exception], message: str, changes: 
 def test_trains_like_plain_pytorch(window: dict[str, Any]) -> None:
     curve = assert_same_curve("reference", **window)
     assert curve[-1] < 0.05 * curve[0]
-
-
-@pytest.mark.full
-def test_trains_like_plain_pytorch_in_the_interpreter() -> None:
-    assert_passes_interpreted("tests/ascend/interpreted_training.py")
 
 
 @pytest.mark.cuda
