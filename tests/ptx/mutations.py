@@ -3,19 +3,7 @@
     recorded launch -> its candidates -> for each: the program without it -> run, late and early -> Deletion
 
 What is executed and not noticed must change nothing. Why, is told by what the instruction did in the unchanged kernel
-(`Effects`), where that is one of:
-
-    FIRST       a wait for the phase before an mbarrier's first: nobody has used its stage yet
-    KNOWN       a wait for what its warps knew already
-    WRITTEN     a proxy fence behind which its warps have written nothing
-    COVERED     a fence of mbarrier.init, a barrier of threads or tcgen05.wait::ld before another one of the same
-                warps, and nothing between them that it is for
-    LAST        a wait behind which its warps access nothing, nor hand on to who does
-    UNHEARD     an arrival for which nobody waits who accesses anything then
-    ALIGNED     bar.warp.sync where the warp has done nothing since it last was together
-    UNTOUCHED   wgmma.fence where registers of the products behind it were not used since another one
-
-Others are for a reader to explain.
+(`Effects`), where that is one of eight reasons, FIRST to UNTOUCHED. Others are for a reader to explain.
 """
 
 from __future__ import annotations
@@ -46,12 +34,17 @@ ORDERS = re.compile(
     r"|fence\..*|(bar|barrier)\..*|cp\.async\.(bulk\.)?(commit_group|wait_group|wait_all|mbarrier)\b.*|griddepcontrol\..*"
 )
 """Names of instructions that order others."""
+# Of a wait
 FIRST = "nobody has used its stage before"
 KNOWN = "what it waits for is known to its warps already"
-WRITTEN = "its warps have written nothing since their last proxy fence"
-COVERED = "the next one of the same warps orders as much, and nothing between them needs it"
 LAST = "behind it its warps access nothing, nor hand on to a warp that does"
+# Of an arrival
 UNHEARD = "nobody waits for it who accesses anything then"
+# Of a proxy fence
+WRITTEN = "its warps have written nothing since their last proxy fence"
+# Of a fence of mbarrier.init, a barrier of threads, tcgen05.wait::ld
+COVERED = "the next one of the same warps orders as much, and nothing between them needs it"
+# Of bar.warp.sync, and of wgmma.fence
 ALIGNED = "its warp has done nothing since it last was together"
 UNTOUCHED = "the registers of products behind it have not been used since another one"
 CLOSE = 1e-3
