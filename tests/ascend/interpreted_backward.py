@@ -17,12 +17,8 @@ from ascend_kernels.neighborhood import dense_backward, tiling
 from dispatch import neighborhood_attention_backward
 from tests.support import backward_cases, cases
 from tests.support.backward_cases import check
+from tests.support.neighborhood_cases import WINDOWS
 
-WINDOWS: dict[str, dict[str, Any]] = {
-    "truncate": {},
-    "shift": {"boundary": "shift"},
-    "causal": {"boundary": "shift", "causal": True},
-}
 SMALL = tiling.Tiles(16, 16, 16)
 OWN_TILES = tiling.DENSE_TILES
 

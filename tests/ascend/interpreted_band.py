@@ -21,12 +21,7 @@ from nsa.neighborhood.api import neighborhood_attention_forward
 from tests.support import cases, neighborhood_cases
 from tests.support.band_cases import check
 from tests.support.helpers import make_qkv
-
-WINDOWS: dict[str, dict[str, Any]] = {
-    "truncate": {},
-    "shift": {"boundary": "shift"},
-    "causal": {"boundary": "shift", "causal": True},
-}
+from tests.support.neighborhood_cases import WINDOWS
 
 
 def run(function: Callable[[], Any]) -> Any:

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,16 +22,6 @@ from tests.support.helpers import make_qkv
 from tests.support.neighborhood_cases import LARGE_LOGITS, WINDOWS, check
 
 
-@contextmanager
-def small_tiles(monkeypatch: pytest.MonkeyPatch, cores: int = 3) -> Iterator[None]:
-    """Tiles of 16 rows on few cores: borders everywhere, several steps of the inner loop and over the work."""
-    few = {name: replace(listed, cores=cores) for name, listed in device.DEVICES.items()}
-    with monkeypatch.context() as patch:
-        patch.setattr(tiling, "ascend_tiles", lambda *a: tiling.Tiles(16, 16, tiling.block_d_for(a[2])))
-        patch.setattr(device, "DEVICES", few)
-        yield
-
-
 @pytest.mark.parametrize(("window", "dtype"), cases.product(WINDOWS, [torch.float32, torch.float16]))
 def test_short_lengths(window: str, dtype: torch.dtype) -> None:
     """A sample of N = 1 ... 70 for each window and dtype; tests/ascend executes every one of them, once lowered."""
@@ -48,8 +36,11 @@ BORDERS = zip(WINDOWS, itertools.cycle([2, 17, 40]), strict=False)
 
 @pytest.mark.parametrize(("window", "kernel_size"), cases.some(BORDERS, WINDOWS, [1, 2, 17, 18, 33, 40]))
 def test_borders_of_tiles(window: str, kernel_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with small_tiles(monkeypatch):
-        check("ascend", 49, heads=1, kernel_size=kernel_size, **WINDOWS[window])
+    """Tiles of 16 rows on few cores: borders everywhere, several steps of the inner loop and over the work."""
+    few = {name: replace(listed, cores=3) for name, listed in device.DEVICES.items()}
+    monkeypatch.setattr(tiling, "ascend_tiles", lambda *a: tiling.Tiles(16, 16, tiling.block_d_for(a[2])))
+    monkeypatch.setattr(device, "DEVICES", few)
+    check("ascend", 49, heads=1, kernel_size=kernel_size, **WINDOWS[window])
 
 
 @pytest.fixture

@@ -38,7 +38,22 @@ KERNEL = """
 }}
 """
 """%r0 is the thread, %r1 the CTA, %r2 shared memory, %rd2 the thread's row of the result."""
+WAIT = """
+    {{
+        .reg .pred P1;
+        LAB_WAIT:
+        mbarrier.try_wait.parity.shared.b64 P1, [%r10{at}], {parity}, 10000000;
+        @P1 bra.uni DONE;
+        bra.uni LAB_WAIT;
+        DONE:
+    }}
+"""
 KINDS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+
+
+def wait(parity: int, at: str = "") -> str:
+    """For a phase of the mbarrier at %r10."""
+    return WAIT.format(parity=parity, at=at)
 
 
 class Mapped(NamedTuple):

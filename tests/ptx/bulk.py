@@ -7,15 +7,16 @@ their group is waited for, or when the CTA has returned (`late`), or at once.
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.ptx.decode import Run, opcode, unsupported
-from tests.ptx.groups import Groups
+from tests.ptx.decode import Run, action, opcode, unsupported
+from tests.ptx.groups import groups_of
 from tests.ptx.matrices import swizzled
-from tests.ptx.mbarrier import barrier_of
-from tests.ptx.memory import address_of, check_aligned, cta_of, in_tensors, offset_in_own
+from tests.ptx.mbarrier import Barrier, barrier_of, current
+from tests.ptx.memory import address_of, check_aligned, cta_of, in_tensors, offset_in_own, words
 from tests.ptx.observer import Operation, Region
 from tests.ptx.registers import PARAMETERS
 from tests.ptx.tensor_map import TensorMap, number_of
@@ -33,46 +34,41 @@ CHUNK = 16
 SMALLEST_ALIGNMENT = 128
 
 
-class Store:
-    """A store or an addition that some thread has started."""
-
-    def __init__(self, operation: Operation, move: Callable[[], None]) -> None:
-        self.operation, self.move = operation, move
-        self.has_ended = False
-
-    def end(self) -> None:
-        if not self.has_ended:
-            self.has_ended = True
-            self.move()
-            self.operation.cta.observer.ends(self.operation)
+@action(r"cp\.async\.bulk\.commit_group")
+def commit(threads: Threads, of: Instruction) -> None:
+    for stores in groups_of(threads, "bulk"):
+        stores.commit()
+    threads.cta.observer.commits_group(threads, "bulk")
 
 
-def stores_of(cta: Cta) -> dict[int, Groups]:
-    """Of each thread that has started any."""
-    return cta.state_of("bulk", dict)
-
-
-@opcode(r"cp\.async\.bulk\.commit_group")
-def commit(program: Program, of: Instruction) -> Run:
-    def run(threads: Threads) -> None:
-        for thread in threads.numbers.tolist():
-            stores_of(threads.cta).setdefault(thread, Groups()).commit()
-        threads.cta.observer.commits_group(threads, "bulk")
-
-    return run
-
-
-@opcode(r"cp\.async\.bulk\.wait_group(\.read)?")
-def wait(program: Program, of: Instruction, reads: str | None) -> Run:
+@action(r"cp\.async\.bulk\.wait_group(?:\.read)?")
+def wait(threads: Threads, of: Instruction) -> None:
     most = int(of.operands[0])
+    for stores in groups_of(threads, "bulk"):
+        for end in stores.wait(most):
+            end()
+    threads.cta.observer.waits_group(threads, "bulk", most)
 
-    def run(threads: Threads) -> None:
-        for thread in threads.numbers.tolist():
-            for store in stores_of(threads.cta).setdefault(thread, Groups()).wait(most):
-                store.end()
-        threads.cta.observer.waits_group(threads, "bulk", most, reads is not None)
 
-    return run
+def start(threads: Threads, read: Region, move: Callable[[], None]) -> None:
+    """A store or an addition, which ends once."""
+    end = cache(move)
+    threads.cta.observer.starts(threads, Operation("store", [read], []))
+    for stores in groups_of(threads, "bulk"):
+        stores.started.append(end)
+    if threads.cta.cluster.late:
+        threads.cta.cluster.at_end.append(end)
+    else:
+        end()
+
+
+def put(part: Any, data: Any, adds: str | None) -> None:
+    """Stores into memory, or adds to it in fp32."""
+    if adds:
+        numbers = part.view("f4")
+        numbers += data.view("f4")
+    else:
+        part[...] = data
 
 
 # Boxes of tensors
@@ -109,22 +105,14 @@ def load_box(source: Cta, of: TensorMap, corner: list[int], target: Cta, chunks:
     if found := inside(of, corner):
         slices, shape, first = found
         box[slices] = tensor_part(source, of, shape, first)
-    target.shared[: len(target.shared) // CHUNK * CHUNK].view("u8").reshape(-1, 2)[chunks] = box.view("u8").reshape(
-        -1, 2
-    )
+    words(target.shared, CHUNK)[chunks] = box.view("u1").reshape(-1, CHUNK)
 
 
-def store_box(cta: Cta, of: TensorMap, corner: list[int], chunks: Any, add: bool) -> None:
-    data = cta.shared[: len(cta.shared) // CHUNK * CHUNK].view("u8").reshape(-1, 2)[chunks]
-    box = data.view(f"u{of.item}").reshape(of.box[::-1])
+def store_box(cta: Cta, of: TensorMap, corner: list[int], chunks: Any, adds: str | None) -> None:
+    box = words(cta.shared, CHUNK)[chunks].view(f"u{of.item}").reshape(of.box[::-1])
     if found := inside(of, corner):
         slices, shape, first = found
-        part = tensor_part(cta, of, shape, first)
-        if add:
-            numbers = part.view("f4")
-            numbers += box[slices].view("f4")
-        else:
-            part[...] = box[slices]
+        put(tensor_part(cta, of, shape, first), box[slices], adds)
 
 
 def tensor_map(cta: Cta, pointer: int) -> TensorMap:
@@ -148,15 +136,12 @@ def coordinates(program: Program, of: Instruction, operand: str, rank: str) -> t
 
 @opcode(
     r"cp\.async\.bulk\.tensor\.(\d)d\.shared::(cluster|cta)\.global(?:\.tile)?\.mbarrier::complete_tx::bytes"
-    r"(\.multicast::cluster)?(\.L2::cache_hint)?(\.cta_group::[12])?"
+    r"(?:\.L2::cache_hint)?(?:\.cta_group::([12]))?"
 )
-def load_tensor(
-    program: Program, of: Instruction, rank: str, space: str, multicast: str | None, hint: str | None, pair: str | None
-) -> Run:
+def load_tensor(program: Program, of: Instruction, rank: str, space: str, group: str | None) -> Run:
     """With cta_group::2, the mbarrier may be the other CTA's of the pair."""
     address, barrier_address = address_of(program, of.operands[0]), address_of(program, of.operands[2])
     pointer, corner = coordinates(program, of, of.operands[1], rank)
-    mask = program.key(of.operands[3], "u2") if multicast else None
     remote = space == "cluster"
 
     def run(threads: Threads) -> None:
@@ -168,39 +153,29 @@ def load_tensor(
         at = [int(threads.take(key)[0]) for key in corner]
         to, at_barrier = int(address.of(threads)[0]), int(barrier_address.of(threads)[0])
         size = int(np.prod(box.box)) * box.item
-        if mask is None:
-            owner, offset = cta_of(cta, to, size) if remote else (cta, offset_in_own(cta, to, size))
-            barriers = [barrier_of(cta, at_barrier, remote)]
-            if owner is not barriers[0].cta and pair != ".cta_group::2":
-                raise RuntimeError("a load by TMA into one CTA that reports to another")
-            targets = [owner]
-        else:
-            _, offset = cta_of(cta, to, size)
-            ranks = [r for r in range(16) if int(threads.take(mask)[0]) >> r & 1]
-            targets = [cta.cluster.ctas[r] for r in ranks]
-            low = at_barrier & 0xFFFFFF
-            reports = [r & ~1 | at_barrier >> 24 & 1 if pair == ".cta_group::2" else r for r in ranks]
-            barriers = [barrier_of(cta, r << 24 | low, True) for r in reports]
+        owner, offset = cta_of(cta, to, size) if remote else (cta, offset_in_own(cta, to, size))
+        barrier = barrier_of(cta, at_barrier, remote)
+        if owner is not barrier.cta and group != "2":
+            raise RuntimeError("a load by TMA into one CTA that reports to another")
         chunks = box_chunks(offset, box)
-        for target, barrier in zip(targets, barriers, strict=True):
-            operation = Operation(threads, "tensor load", [], [Region(target, "shared", chunks * CHUNK, CHUNK)])
-            report_later(threads, operation, barrier, size, lambda t=target: load_box(cta, box, at, t, chunks))
+        region = Region(owner, "shared", chunks * CHUNK, CHUNK)
+        report_later(threads, [], region, barrier, size, lambda: load_box(cta, box, at, owner, chunks))
 
     return run
 
 
-def report_later(threads: Threads, operation: Operation, barrier: Any, size: int, move: Callable[[], None]) -> None:
+def report_later(
+    threads: Threads, reads: list[Region], writes: Region, barrier: Barrier, size: int, move: Callable[[], None]
+) -> None:
     """Moves bytes, and tells an mbarrier."""
-    cta = threads.cta
-    operation.barrier, operation.bytes = (barrier.cta, barrier.offset), size
-    cta.observer.starts(threads, operation)
+    cta, at = threads.cta, threads.cta.pc
+    cta.observer.starts(threads, Operation("load", reads, [writes], barrier.place))
 
     def end() -> None:
         move()
-        cta.observer.ends(operation)
-        current = barrier_of(cta, barrier.cta.rank << 24 | barrier.offset, True)
-        cta.observer.completes(operation, current.phase)
-        current.complete(size)
+        now = current(barrier)
+        cta.observer.completes(at)
+        now.complete(size)
 
     cta.cluster.later(end)
 
@@ -233,29 +208,16 @@ def store_tensor(program: Program, of: Instruction, reduces: str | None, rank: s
         if len(box.box) != int(rank) or (reduces and box.kind != "f32"):
             raise RuntimeError(f"a tensor map {box} for {of.name}")
         chunks = box_chunks(offset_in_own(cta, shared, int(np.prod(box.box)) * box.item), box)
-        region = Region(cta, "shared", chunks * CHUNK, CHUNK)
-        operation = Operation(threads, "tensor store", [region], [])
-        start(threads, Store(operation, lambda: store_box(cta, box, at, chunks, adds is not None)))
+        start(threads, Region(cta, "shared", chunks * CHUNK, CHUNK), lambda: store_box(cta, box, at, chunks, adds))
 
     return run
-
-
-def start(threads: Threads, store: Store) -> None:
-    threads.cta.observer.starts(threads, store.operation)
-    for thread in threads.numbers.tolist():
-        stores_of(threads.cta).setdefault(thread, Groups()).started.append(store)
-    if threads.cta.cluster.late:
-        threads.cta.cluster.at_end.append(store.end)
-    else:
-        store.end()
 
 
 # Bytes in a row
 
 
-def check_row(*sizes: int) -> None:
-    for x in sizes:
-        check_aligned(x, CHUNK)
+def row(cta: Cta, first: int, count: int) -> Region:
+    return Region(cta, "shared", np.arange(first, first + count, CHUNK), CHUNK)
 
 
 @opcode(
@@ -267,16 +229,14 @@ def load_row(program: Program, of: Instruction, target: str, source: str, hint: 
     size = program.key(of.operands[2], "u4")
 
     def run(threads: Threads) -> None:
-        for thread in threads.numbers.tolist():
-            one = threads.cta.threads(1 << thread)
-            if one is not None:
-                load(one)
+        for one in threads.each():
+            load(one)
 
     def load(threads: Threads) -> None:
         cta = threads.cta
         count = int(threads.take(size)[0])
         where, source_at, at_barrier = (int(x.of(threads)[0]) for x in (to, at, barrier_address) if x is not None)
-        check_row(count, where, source_at)
+        check_aligned(count | where | source_at, CHUNK)
         owner, offset = cta_of(cta, where, count)
         reads = []
         if source == "global":
@@ -284,8 +244,7 @@ def load_row(program: Program, of: Instruction, target: str, source: str, hint: 
             first = int(places[0])
         else:
             memory, first = cta.shared, offset_in_own(cta, source_at, count)
-            reads.append(Region(cta, "shared", np.arange(first, first + count, CHUNK), CHUNK))
-        writes = [Region(owner, "shared", np.arange(offset, offset + count, CHUNK), CHUNK)]
+            reads.append(row(cta, first, count))
         barrier = barrier_of(cta, at_barrier, True)
         if barrier.cta is not owner:
             raise RuntimeError("a bulk copy into one CTA that reports to another")
@@ -293,7 +252,7 @@ def load_row(program: Program, of: Instruction, target: str, source: str, hint: 
         def move() -> None:
             owner.shared[offset : offset + count] = memory[first : first + count]
 
-        report_later(threads, Operation(threads, "bulk load", reads, writes), barrier, count, move)
+        report_later(threads, reads, row(owner, offset, count), barrier, count, move)
 
     return run
 
@@ -308,29 +267,16 @@ def store_row(program: Program, of: Instruction, reduces: str | None, adds: str 
     def run(threads: Threads) -> None:
         if threads.count != len(threads.warps):
             raise RuntimeError(f"several threads of a warp start {of.name}: it takes one")
-        for thread in threads.numbers.tolist():
-            one = threads.cta.threads(1 << thread)
-            if one is not None:
-                store(one)
+        for one in threads.each():
+            store(one)
 
     def store(threads: Threads) -> None:
         cta = threads.cta
         count, target, source = int(threads.take(size)[0]), int(to.of(threads)[0]), int(at.of(threads)[0])
-        check_row(count, target, source)
+        check_aligned(count | target | source, CHUNK)
         memory, places = in_tensors(cta, np.array([target]), count)
         part = memory[int(places[0]) : int(places[0]) + count]
         offset = offset_in_own(cta, source, count)
-
-        def move() -> None:
-            data = cta.shared[offset : offset + count]
-            if adds:
-                numbers = part.view("f4")
-                numbers += data.view("f4")
-            else:
-                part[:] = data
-
-        region = Region(cta, "shared", np.arange(offset, offset + count, CHUNK), CHUNK)
-        kind = "bulk reduce" if adds else "bulk store"
-        start(threads, Store(Operation(threads, kind, [region], []), move))
+        start(threads, row(cta, offset, count), lambda: put(part, cta.shared[offset : offset + count], adds))
 
     return run

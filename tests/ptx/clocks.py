@@ -63,6 +63,10 @@ ORDERED, FENCED, CONSUMED, TOGETHER = ROWS = range(4)
 registers of tcgen05.ld, once used, tell that it has read; and what is before if one lane hands on only what its warp
 had done when its lanes last were together."""
 
+GROUPS = {"cp.async": "copies of warp", "bulk": "bulk stores of warp", "wgmma": "products of warpgroup"}
+TMEM = {"mma": "tensor pipe of warp", "ld": "TMEM loads of warp", "st": "TMEM stores of warp"}
+"""Agents, by kind of instruction."""
+
 RACE = "nothing orders"
 PROXY = "no proxy fence between"
 INIT = "no fence of mbarrier.init between"
@@ -144,6 +148,7 @@ SEVERAL = 32
 PENDING = 1 << 30
 """The epoch of a copy that is not waited for."""
 LANE_BITS, WARP_BIT = 6, 40
+LANE_MASK = (1 << LANE_BITS) - 1
 """A stamp holds a warp, its epoch, and a lane, from the highest bit on."""
 
 
@@ -276,7 +281,7 @@ class Clocks:
                 raise NotImplementedError(f"more than {AGENTS} agents")
             self._agents[key] = len(self.names)
             self.names.append(f"{what} {of}")
-            if what in ("tensor pipe of warp", "TMEM loads of warp", "TMEM stores of warp"):
+            if what in TMEM.values():
                 self._of_tmem[self._agents[key]] = True
         return self._agents[key]
 
@@ -374,14 +379,15 @@ class Clocks:
         for writes in (True, False) if access.writes else (True,):
             last = memory.lanes[writes].take(cells)
             wrong = since(last, warp, epoch)
-            if wrong.any() and (wrong := wrong & (last % (1 << LANE_BITS) != lanes)).any():
+            if wrong.any() and (wrong := wrong & (last & LANE_MASK != lanes)).any():
                 place = int(np.argmax(wrong))
                 self._found_between_lanes(warp, memory, int(cells[place]), int(lanes[place]), access, writes)
         stamps = memory.lanes[access.writes]
         last = stamps.take(cells)
         own = stamp_of(warp, epoch if access.is_generic and access.agent == warp else PENDING)
-        stamps[cells] = own + lanes
-        several = (stamps.take(cells) != own + lanes) | since(last, warp, epoch) & (last % (1 << LANE_BITS) != lanes)
+        made = own + lanes
+        stamps[cells] = made
+        several = (stamps.take(cells) != made) | since(last, warp, epoch) & (last & LANE_MASK != lanes)
         if several.any():
             stamps[cells[several]] = own + SEVERAL
 
@@ -403,15 +409,15 @@ class Clocks:
             self.clock[warp, TOGETHER, warp] = self._now(warp)
             self._tick(warp)
 
-    def adds(self, warp: int, cells: Any, cta: int = 0) -> None:
-        """atom, red: in any order with each other."""
+    def adds(self, warp: int, cells: Any, cta: int = 0, lanes: Any = None) -> None:
+        """atom, red: in any order with each other, of whatever lanes."""
         self._access(self.shared[cta], cells, self._generic(warp, True)._replace(detail=ATOMIC), self.clock[warp])
 
     # Proxies
 
     def fence_proxy(self, warp: int) -> None:
         """fence.proxy.async: what the warp wrote, itself or by cp.async that it has waited for."""
-        for what in ("warp", "copies of warp"):
+        for what in ("warp", GROUPS["cp.async"]):
             if (agent := self._agents.get((what, warp))) is not None:
                 self._learns(warp, agent, int(self.clock[warp, ORDERED, agent]), [FENCED])
         self.fence_init(warp)
@@ -525,23 +531,25 @@ class Clocks:
 
     def copy(self, warp: int, cells: Any, cta: int = 0, lanes: Any = None) -> None:
         """cp.async: the generic proxy writes shared memory. Args: as those of `writes`."""
-        groups, memory = self._of("copies of warp", warp), self.shared[cta]
+        groups, memory = self._of(GROUPS["cp.async"], warp), self.shared[cta]
         if lanes is not None:
             access = Access(groups.agent, groups.committed + 1, self.point, True, True)
             self._compare_lanes(warp, memory, cells, access, lanes)
             groups.pending.append((groups.committed + 1, memory, cells))
         self._start(groups, memory, cells, self.clock[warp], True, True)
 
-    def commit_copies(self, warp: int) -> None:
-        self._of("copies of warp", warp).committed += 1
+    def commit_group(self, kind: str, of: int) -> None:
+        """Args: one of GROUPS, and a warp or, of wgmma, a warpgroup."""
+        self._of(GROUPS[kind], of).committed += 1
 
-    def wait_copies(self, warp: int, most: int) -> None:
-        groups = self._of("copies of warp", warp)
-        self._wait(groups, [warp], most)
+    def wait_group(self, kind: str, of: int, warps: Iterable[int], most: int) -> None:
+        """Of the warpgroup, or the warp itself. Bulk stores have read shared memory then, and it may be written."""
+        groups = self._of(GROUPS[kind], of)
+        self._wait(groups, warps, most)
         while groups.pending and groups.pending[0][0] <= groups.committed - most:
             _, memory, cells = groups.pending.popleft()
             stamps = memory.lanes[True].take(cells)
-            ended = np.where(since(stamps, warp, PENDING), stamps - (PENDING - self._epochs[warp] << LANE_BITS), stamps)
+            ended = np.where(since(stamps, of, PENDING), stamps - (PENDING - self._epochs[of] << LANE_BITS), stamps)
             memory.lanes[True][cells] = ended
 
     def bulk_load(self, warp: int, key: Hashable, cells: Any, cta: int = 0, writes: bool = True) -> None:
@@ -554,35 +562,22 @@ class Clocks:
 
     def bulk_store(self, warp: int, cells: Any, cta: int = 0) -> None:
         """cp.async.bulk, or cp.reduce.async.bulk, out of shared memory, in a bulk group."""
-        groups = self._of("bulk stores of warp", warp)
+        groups = self._of(GROUPS["bulk"], warp)
         self._start(groups, self.shared[cta], cells, self.clock[warp], False, False)
         groups.last_read = Access(groups.agent, groups.last, self.point, False, False)
-
-    def commit_bulk(self, warp: int) -> None:
-        self._of("bulk stores of warp", warp).committed += 1
-
-    def wait_bulk(self, warp: int, most: int) -> None:
-        """cp.async.bulk.wait_group, or .read: shared memory may be written."""
-        self._wait(self._of("bulk stores of warp", warp), [warp], most)
 
     # Products of warpgroups
 
     def multiply(self, group: Hashable, warps: Sequence[int], cells: Any, cta: int = 0) -> None:
         """wgmma: reads shared memory, ordered behind what all its warps know."""
         clock = self.clock[warps].min(0)
-        self._start(self._of("products of warpgroup", group), self.shared[cta], cells, clock, False, False)
-
-    def commit_products(self, group: Hashable) -> None:
-        self._of("products of warpgroup", group).committed += 1
-
-    def wait_products(self, group: Hashable, warps: Sequence[int], most: int) -> None:
-        self._wait(self._of("products of warpgroup", group), warps, most)
+        self._start(self._of(GROUPS["wgmma"], group), self.shared[cta], cells, clock, False, False)
 
     # Tensor memory
 
     def mma(self, warp: int, reads: Cells, writes: Cells, accumulator: Hashable) -> None:
         """tcgen05.mma: the memories that it reads and writes, and which cells. Args: `accumulator` has a shape, too."""
-        access = self._start_in_order("tensor pipe of warp", warp, False)._replace(detail=accumulator)
+        access = self._start_in_order(TMEM["mma"], warp, False)._replace(detail=accumulator)
         for memory, cells in reads:
             self._access(memory, cells, access, self.clock[warp])
         for memory, cells in writes:
@@ -590,7 +585,7 @@ class Clocks:
 
     def commit_mma(self, warp: int, keys: Iterable[Hashable]) -> None:
         """tcgen05.commit: `arrive_committed` follows at each, when all products of the warp so far are done."""
-        pipe = self._of("tensor pipe of warp", warp)
+        pipe = self._of(TMEM["mma"], warp)
         clock = self.clock[warp].copy()
         clock[[ORDERED, CONSUMED], pipe.agent] = pipe.last
         for key in keys:
@@ -607,13 +602,13 @@ class Clocks:
     def load_tmem(self, warp: int, cells: Any, registers: Sequence[str] = (), cta: int = 0) -> None:
         """tcgen05.ld."""
         self.use(warp, registers)
-        access = self._start_in_order("TMEM loads of warp", warp, False)
+        access = self._start_in_order(TMEM["ld"], warp, False)
         self._access(self.tmem[cta], cells, access, self.clock[warp])
         self._unused.setdefault(warp, deque()).append(Unused(access.time, {*registers}))
 
     def store_tmem(self, warp: int, cells: Any, cta: int = 0) -> None:
         """tcgen05.st."""
-        self._access(self.tmem[cta], cells, self._start_in_order("TMEM stores of warp", warp, True), self.clock[warp])
+        self._access(self.tmem[cta], cells, self._start_in_order(TMEM["st"], warp, True), self.clock[warp])
 
     def _start_in_order(self, what: str, warp: int, writes: bool) -> Access:
         """What tcgen05.commit or .wait waits for: all until then."""
@@ -621,11 +616,9 @@ class Clocks:
         groups.committed = groups.last = groups.last + 1
         return Access(groups.agent, groups.last, self.point, writes, False)
 
-    def wait_loads(self, warp: int) -> None:
-        self._wait(self._of("TMEM loads of warp", warp), [warp], 0)
-
-    def wait_stores(self, warp: int) -> None:
-        self._wait(self._of("TMEM stores of warp", warp), [warp], 0)
+    def wait_tmem(self, warp: int, kind: str) -> None:
+        """Args: ld or st."""
+        self._wait(self._of(TMEM[kind], warp), [warp], 0)
 
     def own_tmem(self, warp: int, cells: Any, cta: int = 0, pair: Hashable = None) -> None:
         """tcgen05.alloc or .dealloc: all others' accesses are behind the one, and before the other.
@@ -658,7 +651,7 @@ class Clocks:
             for load in loads:
                 load.registers.difference_update(registers)
             while loads and not loads[0].registers:
-                self._learns(warp, self._agent("TMEM loads of warp", warp), loads.popleft().time, [CONSUMED])
+                self._learns(warp, self._agent(TMEM["ld"], warp), loads.popleft().time, [CONSUMED])
         touched = self._touched.setdefault(warp, None)
         if touched is not None:
             touched.update(dict.fromkeys(registers, self.point))
@@ -673,7 +666,7 @@ class Clocks:
         use = Access(warp, 0, self.point, True, False, "multiplies")
         if touched is None:
             self._found(REGISTER_FENCE, use._replace(detail="starts without"), use, "all registers")
-        else:
+        elif touched:
             for register in registers:
                 if register in touched:
                     self._found(REGISTER_FENCE, Access(warp, 0, touched[register], True, True, "uses"), use, register)

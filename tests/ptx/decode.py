@@ -37,6 +37,16 @@ def opcode(pattern: str) -> Callable[[Decoder], Decoder]:
     return register
 
 
+def action(pattern: str) -> Callable[[Callable[..., Flow | None]], Callable[..., Flow | None]]:
+    """For a function of the threads, the instruction and the groups, of which nothing is decoded ahead."""
+
+    def register(act: Callable[..., Flow | None]) -> Callable[..., Flow | None]:
+        opcode(pattern)(lambda program, of, *groups: lambda threads: act(threads, of, *groups))
+        return act
+
+    return register
+
+
 @lru_cache(4096)
 def find(name: str) -> tuple[Decoder, tuple[Any, ...]]:
     for pattern, decoder in DECODERS:

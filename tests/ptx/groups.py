@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.ptx.registers import Threads
 
 
 class Groups:
@@ -22,3 +26,9 @@ class Groups:
         done = [x for group in self.groups[:ended] for x in group]
         del self.groups[:ended]
         return done
+
+
+def groups_of(threads: Threads, kind: str) -> list[Groups]:
+    """What each of the threads has started of a kind."""
+    groups = threads.cta.state_of(kind, lambda: defaultdict(Groups))
+    return [groups[thread] for thread in threads.numbers.tolist()]

@@ -83,7 +83,16 @@ class Configuration:
 
     def __init__(self, block: Any, grid: Any, shared_bytes: int) -> None:
         self.block, self.grid, self.shared_bytes = block, grid, shared_bytes
-        self.cluster = (1, 1, 1)
+        self.cluster: Any = (1, 1, 1)
+
+    def in_clusters(self, of: list[int]) -> list[Any]:
+        self.cluster = tuple(of)
+        return []
+
+    def cooperative(self, value: int) -> list[Any]:
+        if value != 0:
+            raise NotImplementedError("a cooperative launch")
+        return []
 
 
 class Host:
@@ -197,11 +206,6 @@ def _configure(host: Host, operation: Operation, values: list[Any]) -> list[Any]
     return [Configuration(named("blockDim"), named("gridDim"), named("dynamicSmemBytes"))]
 
 
-def _cluster(host: Host, operation: Operation, values: list[Any]) -> list[Any]:
-    values[0].cluster = tuple(values[1:])
-    return []
-
-
 def _launch(host: Host, operation: Operation, values: list[Any]) -> list[Any]:
     """cuda.launch_ex."""
     kernel = re.match(r"@kernels::@(\w+)<", operation.text)
@@ -216,34 +220,25 @@ def _launch(host: Host, operation: Operation, values: list[Any]) -> list[Any]:
     return [0]
 
 
-def _shared(host: Host, operation: Operation, values: list[Any]) -> list[Any]:
-    """cute.kernel_smem_size."""
-    return [host.module.shared_bytes(operation.text.rpartition("@")[2].strip())]
-
-
 def _print(host: Host, operation: Operation, values: list[Any]) -> list[Any]:
     if "Error" in operation.text:
         raise ValueError(f"the host says {operation.text.strip()} with {values}")
     raise NotImplementedError(f"cute.print{operation.text}")
 
 
-def _cooperative(host: Host, operation: Operation, values: list[Any]) -> list[Any]:
-    if values[1] != 0:
-        raise NotImplementedError("a cooperative launch")
-    return []
-
-
 CONTROL: dict[str, Callable[[Host, Operation, list[Any]], list[Any]]] = {
     "scf.if": _if,
     "scf.for": _for,
     "cuda.launch_cfg.create": _configure,
-    "cuda.launch_cfg.cluster_dim": _cluster,
-    "cuda.launch_cfg.cooperative": _cooperative,
+    "cuda.launch_cfg.cluster_dim": lambda host, operation, values: values[0].in_clusters(values[1:]),
+    "cuda.launch_cfg.cooperative": lambda host, operation, values: values[0].cooperative(values[1]),
     # Whether it may begin before the launch in front of it has ended; it need not
     "cuda.launch_cfg.programmatic_stream_serialization_allowed": lambda host, operation, values: [],
     "cuda.launch_ex": _launch,
     "cuda.return_if_error": lambda host, operation, values: [],
-    "cute.kernel_smem_size": _shared,
+    "cute.kernel_smem_size": lambda host, operation, values: [
+        host.module.shared_bytes(operation.text.rpartition("@")[2].strip())
+    ],
     "cute.print": _print,
 }
 
@@ -260,13 +255,6 @@ def _filled(operation: Operation, *values: Any) -> Any:
     if wanted != len(numbers):
         raise ValueError(f"{operation.name}{operation.text} : {operation.types} of {values}")
     return fill(pattern, iter(numbers))
-
-
-def _make_layout(operation: Operation, shape: Any, stride: Any = None) -> Any:
-    if stride is None:
-        raise NotImplementedError(f"cute.make_layout without strides: {operation.types}")
-    layout = Layout(shape, stride)
-    return layout
 
 
 def _select(operation: Operation, x: Any) -> Any:
@@ -318,23 +306,6 @@ def _offset(operation: Operation, at: Any, layout: Layout) -> int:
     return sum((i or 0) * stride for i, stride in zip(at, layout.stride, strict=True))
 
 
-def _make_view(operation: Operation, first: Any, layout: Layout) -> Any:
-    return (Coordinates if operation.types.startswith("!cute.coord_tensor") else View)(first, layout)
-
-
-def _first(operation: Operation, x: Any) -> Any:
-    """cute.get_iter."""
-    return x.first if isinstance(x, Coordinates) else x.address
-
-
-def _scalars(operation: Operation, x: Any) -> list[Any]:
-    return [number for number, _ in dynamic(template(operation.types), x)]
-
-
-def _layout(operation: Operation, x: Any) -> Any:
-    return x.layout
-
-
 def _ceil_div(operation: Operation, x: Any, by: Any) -> Any:
     if isinstance(x, tuple):
         return tuple(_ceil_div(operation, *parts) for parts in zip(x, by, strict=True))
@@ -364,12 +335,6 @@ def _natural(compute: Callable[[int, int], int]) -> Callable[[int, int], int]:
 def _size(operation: Operation, x: Any) -> int:
     x = x.layout if isinstance(x, (View, Coordinates)) else x
     return math.prod(leaves(x.shape if isinstance(x, Layout) else x))
-
-
-def _identity(operation: Operation, shape: Any) -> Layout:
-    """cute.make_identity_layout, whose strides are static."""
-    pattern = template(operation.result_types[0])
-    return Layout(shape, pattern.stride)
 
 
 def _copy_atom(operation: Operation, view: View, shared: Any, tiles: Any) -> list[Any]:
@@ -466,18 +431,6 @@ def _compare(operation: Operation, x: int, y: int) -> int:
     return int(compare[which[-2:]])
 
 
-def _choose(operation: Operation, which: int, x: Any, y: Any) -> Any:
-    return x if which else y
-
-
-def _same(operation: Operation, x: Any) -> Any:
-    return x
-
-
-def _atom(operation: Operation, *values: Any) -> Atom:
-    return Atom(values, tuple(operation.operand_types))
-
-
 def _shift_pointer(operation: Operation, address: int, by: Any) -> int:
     item = re.match(r"!cute\.ptr<(\w+), gmem", operation.result_types[0])
     if item is None or not isinstance(by, int):
@@ -485,7 +438,11 @@ def _shift_pointer(operation: Operation, address: int, by: Any) -> int:
     return address + by * ITEMS[item[1]].itemsize
 
 
+SAME = ("cuda.cast", "cute.assume", "cute.to_int_tuple", "cute.make_tiled_copy", "cute.make_tiled_mma")
+FILLED = ("int_tuple", "shape", "stride", "coord", "tile")
 OPERATIONS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys((*SAME, "cute.fast_divmod.create_divisor"), lambda operation, x: x),
+    **dict.fromkeys((f"cute.make_{x}" for x in FILLED), _filled),
     "arith.constant": _constant,
     "arith.addi": _integers(lambda x, y: x + y),
     "arith.subi": _integers(lambda x, y: x - y),
@@ -504,34 +461,25 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "arith.trunci": _integers(lambda x: x),
     "arith.extui": lambda operation, x: _bits(x, operation.types.split(" to ")[0]),
     "arith.cmpi": _compare,
-    "arith.select": _choose,
+    "arith.select": lambda operation, which, x, y: x if which else y,
     "arith.mulf": _floats(np.multiply),
     "arith.addf": _floats(np.add),
     "arith.subf": _floats(np.subtract),
     "arith.divf": _floats(np.divide),
-    "cuda.cast": _same,
-    "cute.assume": _same,
-    "cute.to_int_tuple": _same,
-    "cute.make_tiled_copy": _same,
-    "cute.make_tiled_mma": _same,
-    "cute.make_atom": _atom,
-    "cute.make_int_tuple": _filled,
-    "cute.make_shape": _filled,
-    "cute.make_stride": _filled,
-    "cute.make_coord": _filled,
-    "cute.make_tile": _filled,
-    "cute.make_layout": _make_layout,
-    "cute.make_identity_layout": _identity,
-    "cute.make_view": _make_view,
-    "cute.get_iter": _first,
+    "cute.make_atom": lambda operation, *values: Atom(values, operation.operand_types),
+    "cute.make_layout": lambda operation, shape, stride: Layout(shape, stride),
+    # Whose strides are static
+    "cute.make_identity_layout": lambda operation, shape: template(operation.result_types[0])._replace(shape=shape),
+    "cute.make_view": lambda operation, *x: (Coordinates if operation.types.startswith("!cute.coord") else View)(*x),
+    "cute.get_iter": lambda operation, x: x[0],
     "cute.group_modes": _group,
     "cute.crd2idx": _offset,
     "cute.add_offset": _shift_pointer,
-    "cute.get_layout": _layout,
+    "cute.get_layout": lambda operation, x: x.layout,
     "cute.get_shape": lambda operation, layout: layout.shape,
     "cute.get_stride": lambda operation, layout: layout.stride,
     "cute.get_leaves": lambda operation, x: [*leaves(x)],
-    "cute.get_scalars": _scalars,
+    "cute.get_scalars": lambda operation, x: [number for number, _ in dynamic(template(operation.types), x)],
     "cute.get": _get,
     "cute.select": _select,
     "cute.slice": _slice,
@@ -542,7 +490,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "cute.tuple_mul": _elementwise(lambda x, y: x * y),
     "cute.tuple_div": _elementwise(_natural(lambda x, y: x // y)),
     "cute.tuple_mod": _elementwise(_natural(lambda x, y: x % y)),
-    "cute.fast_divmod.create_divisor": _same,
     "cute_nvgpu.atom.make_non_exec_tiled_tma_load": _copy_atom,
     "cute_nvgpu.atom.make_non_exec_tiled_tma_store": _copy_atom,
 }

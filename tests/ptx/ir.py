@@ -237,14 +237,8 @@ class Operation:
         return self.name.startswith("cute.") and bool(types) and all(map(is_fixed, types))
 
 
-def parse(text: str) -> list[Operation]:
-    """Operations of a function's body."""
-    lines = iter(text.splitlines())
-    return _block(lines)
-
-
-def _block(lines: Iterator[str]) -> list[Operation]:
-    """Up to the closing brace; raises StopIteration's meaning by returning at the end."""
+def parse(lines: Iterator[str]) -> list[Operation]:
+    """Operations of a function's body, or of a region: up to its closing brace."""
     operations: list[Operation] = []
     for line in lines:
         line = line.strip()
@@ -258,7 +252,7 @@ def _block(lines: Iterator[str]) -> list[Operation]:
         opens = line.endswith("{")
         operation = _operation(line[:-1] if opens else line)
         while opens:
-            region = _block(lines)
+            region = parse(lines)
             opens = bool(region) and region[-1].name == "else"
             operation.regions.append(region[:-1] if opens else region)
         operations.append(operation)
@@ -325,7 +319,7 @@ class Module:
         self.arguments = [
             (name.strip(), self.resolved(of)) for name, of in (split(x, ": ") for x in split(signature, ","))
         ]
-        self.operations = parse(self.resolved(body))
+        self.operations = parse(iter(self.resolved(body).splitlines()))
         self.kernels = {
             kernel.partition("(")[0]: kernel for kernel in re.split(r"^ *cuda\.kernel @", ir[:start], flags=re.M)[1:]
         }

@@ -29,9 +29,11 @@ class Scope:
     def __init__(self, number: int, outer: Scope | None) -> None:
         self.number, self.outer = number, outer
         self.names: dict[str, str] = {}
+        self.renames = False
 
     def declare(self, name: str) -> str:
         self.names[name] = name if name[0] in "%$" else f"{name}@{self.number}"
+        self.renames |= self.names[name] != name
         return self.names[name]
 
     def find(self, name: str) -> str:
@@ -119,7 +121,7 @@ class Listing:
         if found is None:
             raise NotImplementedError(f"PTX: {statement}")
         negated, predicate, name, rest = found.groups()
-        if name not in ("bra", "bra.uni"):
+        if (scope.outer or scope.renames) and name not in ("bra", "bra.uni"):
             rest = NAME.sub(lambda found: scope.find(found[0]), rest)
         return Instruction(statement, scope.find(predicate or ""), negated == "!", name, operands_of(rest))
 

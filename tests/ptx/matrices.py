@@ -20,6 +20,11 @@ class Layout(NamedTuple):
     """Bytes of a row of the pattern, 16: none."""
 
 
+def layout_of(descriptor: int, swizzle: int) -> Layout:
+    start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+    return Layout(start, leading, stride, swizzle)
+
+
 def swizzled(place: Any, swizzle: int) -> Any:
     """Bytes in shared memory: bits 4 to 6 of an address by exclusive or with bits 7 to 9, 1, 2 or 3 of them."""
     return place ^ (place >> 7 & max(swizzle // 16, 1) - 1) << 4

@@ -23,6 +23,7 @@ class Barrier:
 
     def __init__(self, cta: Cta, offset: int, count: int) -> None:
         self.cta, self.offset, self.count = cta, offset, count
+        self.place = cta.rank, offset
         self.pending, self.bytes, self.phase = count, 0, 0
         """Arrivals and bytes that this phase waits for, and its number."""
         self.waiting: list[tuple[int, int]] = []
@@ -50,7 +51,7 @@ class Barrier:
     def _finish(self) -> None:
         if self.pending or self.bytes:
             return
-        self.cta.observer.finishes_phase((self.cta, self.offset), self.phase)
+        self.cta.observer.finishes_phase(self.place)
         self.phase += 1
         self.pending = self.count
         waiting, self.waiting = self.waiting, []
@@ -86,9 +87,12 @@ def barrier_at(cta: Cta, offset: int) -> Barrier:
 def barrier_of(cta: Cta, address: int, remote: bool) -> Barrier:
     """Args: `remote`, whether it is a shared::cluster address, which other CTAs of the cluster may own."""
     owner, offset = cta_of(cta, address, 8) if remote else (cta, offset_in_own(cta, address, 8))
-    if owner.has_ended and owner is not cta:
-        cta.observer.reaches_returned(cta, (owner, offset))
     return barrier_at(owner, offset)
+
+
+def current(barrier: Barrier) -> Barrier:
+    """The mbarrier that is at its place now."""
+    return barrier_at(barrier.cta, barrier.offset)
 
 
 def by_address(threads: Threads, address: Address) -> list[tuple[int, Any]]:
@@ -111,21 +115,7 @@ def initialize(program: Program, of: Instruction) -> Run:
             if offset in cta.barriers and cta.barriers[offset].waiting:
                 raise RuntimeError(f"threads wait for {cta.barriers[offset]}, which is initialized again")
             cta.barriers[offset] = Barrier(cta, offset, arrivals)
-            cta.observer.initializes(threads.some(by), (cta, offset), arrivals)
-
-    return run
-
-
-@opcode(r"mbarrier\.inval\.shared(?:::cta)?\.b64")
-def invalidate(program: Program, of: Instruction) -> Run:
-    address = address_of(program, of.operands[0])
-
-    def run(threads: Threads) -> None:
-        for where, _ in by_address(threads, address):
-            barrier = barrier_of(threads.cta, where, False)
-            if barrier.waiting:
-                raise RuntimeError(f"threads wait for {barrier}, which is invalidated")
-            del threads.cta.barriers[barrier.offset]
+            cta.observer.initializes(threads.some(by), (cta.rank, offset))
 
     return run
 
@@ -145,23 +135,11 @@ def arrive(program: Program, of: Instruction, expects: str | None, space: str) -
         given = threads.take(more) if more is not None else np.ones(threads.count, "u4")
         for where, by in by_address(threads, address):
             barrier = barrier_of(cta, where, space == "shared::cluster")
-            cta.observer.arrives(threads.some(by), (barrier.cta, barrier.offset), barrier.phase)
+            cta.observer.arrives(threads.some(by), barrier.place, barrier.phase)
             total = int(given[by].sum())
             if expects:
                 barrier.expect(total)
             barrier.arrive(int(by.sum()) if expects else total)
-
-    return run
-
-
-@opcode(r"mbarrier\.expect_tx(?:\.relaxed\.(?:cta|cluster))?\.(shared|shared::cta|shared::cluster)\.b64")
-def expect(program: Program, of: Instruction, space: str) -> Run:
-    address, count = address_of(program, of.operands[0]), program.key(of.operands[1], "u4")
-
-    def run(threads: Threads) -> None:
-        given = threads.take(count)
-        for where, by in by_address(threads, address):
-            barrier_of(threads.cta, where, space == "shared::cluster").expect(int(given[by].sum()))
 
     return run
 
@@ -185,7 +163,7 @@ def wait(program: Program, of: Instruction, what: str) -> Run:
             barrier = barrier_of(cta, at, False)
             over = barrier.is_over(which)
             if over:
-                cta.observer.waits(some, (cta, barrier.offset), barrier.phase - 1)
+                cta.observer.waits(some, barrier.place, barrier.phase - 1)
             if over or what == "test_wait":
                 some.put(to, over)
                 continue

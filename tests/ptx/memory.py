@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tests.ptx.decode import Run, opcode, unsupported
-from tests.ptx.groups import Groups
+from tests.ptx.decode import Run, action, opcode, unsupported
+from tests.ptx.groups import groups_of
 from tests.ptx.listing import Instruction, names
 from tests.ptx.observer import Operation, Region
 from tests.ptx.registers import LANES
@@ -88,7 +88,9 @@ def cta_of(cta: Cta, address: int, size: int) -> tuple[Cta, int]:
 
 
 def check_aligned(address: Any, size: int) -> None:
-    if (address % size).any() if isinstance(address, np.ndarray) else address % size:
+    """Args: an array of addresses, or one; a power of two."""
+    wrong = address & size - 1
+    if wrong.any() if isinstance(wrong, np.ndarray) else wrong:
         raise MemoryError(f"misaligned access to {size} bytes")
 
 
@@ -244,10 +246,6 @@ def map_address(program: Program, of: Instruction) -> Run:
 # cp.async
 
 
-def copies_of(cta: Cta) -> list[Groups]:
-    return cta.state_of("cp.async", lambda: [Groups() for _ in range(cta.threads_of_all)])
-
-
 @opcode(r"cp\.async\.(?:ca|cg)\.shared\.global(?:\.L2::\w+)*")
 def copy(program: Program, of: Instruction) -> Run:
     to, source = (address_of(program, x) for x in of.operands[:2])
@@ -261,7 +259,7 @@ def copy(program: Program, of: Instruction) -> Run:
         at = to.of(threads)
         check_aligned(at, size)
         place = offset_in_own(cta, at, size)
-        cta.observer.starts(threads, Operation(threads, "cp.async", [], [Region(cta, "shared", place, size)]))
+        cta.observer.starts(threads, Operation("cp.async", [], [Region(cta, "shared", place, size)]))
         address = source.of(threads)
         check_aligned(address, size)
         memory, where = in_tensors(cta, address, size)
@@ -269,9 +267,8 @@ def copy(program: Program, of: Instruction) -> Run:
         check_written(data)
         if not cta.cluster.late:
             words(cta.shared, size)[place // size] = data
-        copies = copies_of(cta)
-        for thread, start, row in zip(threads.numbers, place.tolist(), data, strict=True):
-            copies[thread].started.append((start, row))
+        for copies, start, row in zip(groups_of(threads, "cp.async"), place.tolist(), data, strict=True):
+            copies.started.append((start, row))
 
     return run
 
@@ -283,33 +280,24 @@ def create_policy(program: Program, of: Instruction) -> Run:
     return lambda threads: threads.put(to, np.zeros(threads.count, np.uint64))
 
 
-@opcode(r"cp\.async\.commit_group")
-def commit_copies(program: Program, of: Instruction) -> Run:
-    def run(threads: Threads) -> None:
-        copies = copies_of(threads.cta)
-        for thread in threads.numbers:
-            copies[thread].commit()
-        threads.cta.observer.commits_group(threads, "cp.async")
-
-    return run
+@action(r"cp\.async\.commit_group")
+def commit_copies(threads: Threads, of: Instruction) -> None:
+    for copies in groups_of(threads, "cp.async"):
+        copies.commit()
+    threads.cta.observer.commits_group(threads, "cp.async")
 
 
-@opcode(r"cp\.async\.(?:wait_group|wait_all)")
-def wait_for_copies(program: Program, of: Instruction) -> Run:
+@action(r"cp\.async\.(?:wait_group|wait_all)")
+def wait_for_copies(threads: Threads, of: Instruction) -> None:
     most = int(of.operands[0]) if of.operands else 0
-
-    def run(threads: Threads) -> None:
-        cta = threads.cta
-        copies = copies_of(cta)
-        for thread in threads.numbers.tolist():
-            if not of.operands:
-                copies[thread].commit()
-            for to, data in copies[thread].wait(most):
-                if cta.cluster.late:
-                    cta.shared[to : to + len(data)] = data
-        cta.observer.waits_group(threads, "cp.async", most, False)
-
-    return run
+    cta = threads.cta
+    for copies in groups_of(threads, "cp.async"):
+        if not of.operands:
+            copies.commit()
+        for to, data in copies.wait(most):
+            if cta.cluster.late:
+                cta.shared[to : to + len(data)] = data
+    cta.observer.waits_group(threads, "cp.async", most)
 
 
 # ldmatrix and stmatrix

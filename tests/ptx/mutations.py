@@ -3,19 +3,7 @@
     recorded launch -> its candidates -> for each: the program without it -> run, late and early -> Deletion
 
 What is executed and not noticed must change nothing. Why, is told by what the instruction did in the unchanged kernel
-(`Effects`), where that is one of:
-
-    FIRST       a wait for the phase before an mbarrier's first: nobody has used its stage yet
-    KNOWN       a wait for what its warps knew already
-    WRITTEN     a proxy fence behind which its warps have written nothing
-    COVERED     a fence of mbarrier.init, a barrier of threads or tcgen05.wait::ld before another one of the same
-                warps, and nothing between them that it is for
-    LAST        a wait behind which its warps access nothing, nor hand on to who does
-    UNHEARD     an arrival for which nobody waits who accesses anything then
-    ALIGNED     bar.warp.sync where the warp has done nothing since it last was together
-    UNTOUCHED   wgmma.fence where registers of the products behind it were not used since another one
-
-Others are for a reader to explain.
+(`Effects`), where that is one of eight reasons, FIRST to UNTOUCHED. Others are for a reader to explain.
 """
 
 from __future__ import annotations
@@ -29,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from tests.ptx.clocks import COLUMNS, Key
-from tests.ptx.observer import Operation
+from tests.ptx.observer import Operation, Place
 from tests.ptx.order import Order, RaceError
-from tests.ptx.program import Code, Program, storages_of
+from tests.ptx.program import Program, storages_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,12 +34,17 @@ ORDERS = re.compile(
     r"|fence\..*|(bar|barrier)\..*|cp\.async\.(bulk\.)?(commit_group|wait_group|wait_all|mbarrier)\b.*|griddepcontrol\..*"
 )
 """Names of instructions that order others."""
+# Of a wait
 FIRST = "nobody has used its stage before"
 KNOWN = "what it waits for is known to its warps already"
-WRITTEN = "its warps have written nothing since their last proxy fence"
-COVERED = "the next one of the same warps orders as much, and nothing between them needs it"
 LAST = "behind it its warps access nothing, nor hand on to a warp that does"
+# Of an arrival
 UNHEARD = "nobody waits for it who accesses anything then"
+# Of a proxy fence
+WRITTEN = "its warps have written nothing since their last proxy fence"
+# Of a fence of mbarrier.init, a barrier of threads, tcgen05.wait::ld
+COVERED = "the next one of the same warps orders as much, and nothing between them needs it"
+# Of bar.warp.sync, and of wgmma.fence
 ALIGNED = "its warp has done nothing since it last was together"
 UNTOUCHED = "the registers of products behind it have not been used since another one"
 CLOSE = 1e-3
@@ -140,8 +133,7 @@ def without(program: Program, at: int) -> Program:
     """A wait succeeds at once, and anything else does nothing."""
     of = program.instructions[at]
     mutant = copy.copy(program)
-    mutant.code = Code(mutant)
-    mutant.code.update(program.code)
+    mutant.code = copy.copy(program.code)
     if "_wait." in of.name:
         if of.predicate:
             raise NotImplementedError(f"a wait under a predicate: {of.text}")
@@ -262,18 +254,20 @@ class Effects(Order):
         """Args: why nothing was done this time; empty: something was."""
         self._did[at] = why and self._did.get(at, why)
 
-    def shared(self, threads: Threads, kind: str, places: Any, size: int) -> None:
-        super().shared(threads, kind, places, size)
+    def _accesses(self, threads: Threads) -> None:
         self._event(threads, "access")
         self._apart.update(self._warps(threads))
+
+    def shared(self, threads: Threads, kind: str, places: Any, size: int) -> None:
+        super().shared(threads, kind, places, size)
+        self._accesses(threads)
         if kind != "read":
             self._wrote.update(self._warps(threads))
 
     def tensor_memory(self, threads: Threads, kind: str, column: int, count: int) -> None:
         super().tensor_memory(threads, kind, column, count)
-        self._event(threads, "access")
+        self._accesses(threads)
         self._event(threads, f"{kind} TMEM", (threads.cta.rank, range(column, column + count)))
-        self._apart.update(self._warps(threads))
 
     def owns_tensor_memory(self, threads: Threads, column: int, count: int) -> None:
         super().owns_tensor_memory(threads, column, count)
@@ -290,7 +284,7 @@ class Effects(Order):
         if operation.kind == "cp.async":
             self._wrote.update(self._warps(threads))
         if operation.kind == "wgmma":
-            self._event(threads, "multiply", self._registers(threads))
+            self._event(threads, "multiply", self._registers(threads.cta.pc))
         if operation.barrier is not None:
             self._event(threads, "use of mbarriers")
 
@@ -307,21 +301,20 @@ class Effects(Order):
         self._tell(threads.cta.pc, ALIGNED if self._apart.isdisjoint(warps) else "")
         self._apart -= warps
 
-    def arrives(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
+    def arrives(self, threads: Threads, barrier: Place, phase: int) -> None:
         super().arrives(threads, barrier, phase)
-        self._event(threads, "arrival", (self._key(barrier), phase))
+        self._event(threads, "arrival", (barrier, phase))
 
-    def commits(self, threads: Threads, barriers: list[tuple[Cta, int]]) -> None:
+    def commits(self, threads: Threads, barriers: list[Place]) -> None:
         super().commits(threads, barriers)
         self._event(threads, "use of mbarriers")
         for barrier in barriers:  # in order; one completes a phase
-            key = self._key(barrier)
-            self._event(threads, "arrival", (key, self._count(key)))
+            self._event(threads, "arrival", (barrier, self._count(barrier)))
 
-    def waits(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
+    def waits(self, threads: Threads, barrier: Place, phase: int) -> None:
         with self._learning(threads, FIRST if phase < 0 else KNOWN):
             super().waits(threads, barrier, phase)
-        self._event(threads, "wait", (self._key(barrier), phase))
+        self._event(threads, "wait", (barrier, phase))
 
     def arrives_at(self, threads: Threads, number: int) -> None:
         super().arrives_at(threads, number)
@@ -341,9 +334,9 @@ class Effects(Order):
         key = kind, *self._warps(threads)
         self._event(threads, "arrival", (key, self._count(key)))
 
-    def waits_group(self, threads: Threads, kind: str, most: int, reads: bool) -> None:
+    def waits_group(self, threads: Threads, kind: str, most: int) -> None:
         with self._learning(threads):
-            super().waits_group(threads, kind, most, reads)
+            super().waits_group(threads, kind, most)
         if kind == "cp.async":
             self._apart.update(self._warps(threads))
         key = kind, *self._warps(threads)

@@ -25,19 +25,19 @@ class Region(NamedTuple):
     size: int
 
 
-class Operation:
+Place = tuple[int, int]
+"""Of an mbarrier: the rank of its CTA, and the byte of shared memory."""
+
+
+class Operation(NamedTuple):
     """An asynchronous operation: a copy, a reduction, or a product."""
 
-    def __init__(self, threads: Threads, kind: str, reads: list[Region], writes: list[Region]) -> None:
-        self.cta, self.warp, self.pc = threads.cta, threads.warps[0], threads.cta.pc
-        self.thread = threads.first
-        """Of who started it."""
-        self.kind = kind
-        """cp.async, wgmma, tcgen05.mma, tensor load, tensor store, bulk load, bulk store, bulk reduce, tcgen05.st."""
-        self.reads, self.writes = reads, writes
-        self.barrier: tuple[Cta, int] | None = None
-        """The mbarrier to which it reports its bytes, and `bytes` how many."""
-        self.bytes = 0
+    kind: str
+    """cp.async, wgmma, tcgen05.mma, load, or store (of TMA)."""
+    reads: list[Region]
+    writes: list[Region]
+    barrier: Place | None = None
+    """The mbarrier to which it reports its bytes."""
 
 
 class Observer:
@@ -70,41 +70,35 @@ class Observer:
 
     def starts(self, threads: Threads, operation: Operation) -> None: ...
 
-    def ends(self, operation: Operation) -> None:
-        """Its writes can be seen by whoever is told so; its reads are over."""
-
-    def commits(self, threads: Threads, barriers: list[tuple[Cta, int]]) -> None:
+    def commits(self, threads: Threads, barriers: list[Place]) -> None:
         """tcgen05.commit: these mbarriers will be told of all products that the thread has started."""
 
     def commits_group(self, threads: Threads, kind: str) -> None:
         """Args: cp.async, bulk or wgmma: what each thread has started since the last group is one."""
 
-    def waits_group(self, threads: Threads, kind: str, most: int, reads: bool) -> None:
-        """All but the last `most` groups have ended, or, with `reads`, have read."""
+    def waits_group(self, threads: Threads, kind: str, most: int) -> None:
+        """All but the last `most` groups have ended, or stores of TMA have read."""
 
     def waits_tensor_memory(self, threads: Threads, kind: str) -> None:
         """tcgen05.wait: ld or st."""
 
     # mbarriers; phases count from 0
 
-    def initializes(self, threads: Threads, barrier: tuple[Cta, int], count: int) -> None: ...
+    def initializes(self, threads: Threads, barrier: Place) -> None: ...
 
-    def arrives(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
+    def arrives(self, threads: Threads, barrier: Place, phase: int) -> None:
         """By threads."""
 
-    def committed(self, barrier: tuple[Cta, int], phase: int, operations: list[Operation]) -> None:
-        """By tcgen05.commit: these products have ended, those since the thread's last commit, and all before."""
+    def committed(self, barrier: Place) -> None:
+        """By tcgen05.commit: all products have ended that the thread had started before it."""
 
-    def completes(self, operation: Operation, phase: int) -> None:
-        """An operation reports its bytes to its mbarrier."""
+    def completes(self, at: int) -> None:
+        """The operation that an instruction has started reports its bytes to its mbarrier."""
 
-    def finishes_phase(self, barrier: tuple[Cta, int], phase: int) -> None: ...
+    def finishes_phase(self, barrier: Place) -> None: ...
 
-    def waits(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
+    def waits(self, threads: Threads, barrier: Place, phase: int) -> None:
         """With success: the threads know that this phase is over."""
-
-    def reaches_returned(self, cta: Cta, barrier: tuple[Cta, int]) -> None:
-        """A thread or an operation of a CTA reaches an mbarrier of another one, all of whose threads have returned."""
 
     # Barriers of threads
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tests.ptx.clocks import ADVICE, COLUMNS, LANES, SHARED_CELL, Clocks, Finding, Key
 from tests.ptx.listing import names
-from tests.ptx.observer import Observer, Operation, Region
+from tests.ptx.observer import Observer, Operation, Place, Region
 
 if TYPE_CHECKING:
     from tests.ptx.cta import Cta
@@ -22,6 +23,13 @@ QUARTER = LANES // 4
 """Of the lanes of TMEM, that a warp reaches."""
 TEXT = 120
 """Most characters of an instruction in a message."""
+FENCES = {
+    "fence.proxy.async": Clocks.fence_proxy,
+    "fence.mbarrier_init": Clocks.fence_init,
+    "wgmma.fence": Clocks.fence_registers,
+    "tcgen05.fence::before": Clocks.fence_tmem_before,
+    "tcgen05.fence::after": Clocks.fence_tmem_after,
+}
 IN_REGISTERS = ("tcgen05.ld.", "wgmma.mma_async.")
 """What writes registers after the instruction has been executed."""
 
@@ -86,11 +94,21 @@ class Order(Observer):
         self.clocks.point = threads.cta.pc
         return (threads.cta.rank * self.warps + warp for warp in threads.warps)
 
-    def _groups(self, threads: Threads) -> list[tuple[int, list[int]]]:
-        """Warpgroups, and their warps."""
-        warps = [*self._warps(threads)]
-        groups = sorted({warp // WARPS_OF_GROUP for warp in warps})
-        return [(group, [warp for warp in warps if warp // WARPS_OF_GROUP == group]) for group in groups]
+    def _each(self, threads: Threads, tell: Callable[..., object], *what: Any) -> None:
+        for warp in self._warps(threads):
+            tell(warp, *what)
+
+    def _owners(self, threads: Threads, kind: str) -> list[tuple[int, list[int]]]:
+        """Who has groups of a kind: warpgroups, or warps; and their warps."""
+        warps, size = [*self._warps(threads)], WARPS_OF_GROUP if kind == "wgmma" else 1
+        return [(of, [warp for warp in warps if warp // size == of]) for of in sorted({x // size for x in warps})]
+
+    def _cells_of_warps(self, threads: Threads, places: Any, size: int) -> Iterator[tuple[int, Any, Any]]:
+        """Of each warp: the cells that its threads access, and which lane does."""
+        cells = shared_cells(places, size)
+        lanes = np.repeat(threads.lanes, cells.shape[1]).reshape(cells.shape)
+        for warp, own in zip(self._warps(threads), threads.by_warp, strict=True):
+            yield warp, cells[own].reshape(-1), lanes[own].reshape(-1)
 
     @staticmethod
     def _cells(region: Region) -> Any:
@@ -98,23 +116,13 @@ class Order(Observer):
             return region.places
         return shared_cells(region.places, region.size)
 
-    @staticmethod
-    def _key(barrier: tuple[Cta, int]) -> tuple[int, int]:
-        return barrier[0].rank, barrier[1]
-
     # Accesses of threads
 
     def shared(self, threads: Threads, kind: str, places: Any, size: int) -> None:
         clocks, cta = self.clocks, threads.cta.rank
-        places, lanes = np.asarray(places), threads.lanes
-        for warp, own in zip(self._warps(threads), threads.warps, strict=True):
-            of_warp = threads.warp_of == own
-            cells = shared_cells(places[of_warp], size)
-            if kind == "atomic":
-                clocks.adds(warp, cells, cta)
-            else:
-                access = clocks.reads if kind == "read" else clocks.writes
-                access(warp, cells, cta, np.repeat(lanes[of_warp], len(cells) // len(lanes[of_warp])))
+        access = {"read": clocks.reads, "write": clocks.writes, "atomic": clocks.adds}[kind]
+        for warp, cells, lanes in self._cells_of_warps(threads, places, size):
+            access(warp, cells, cta, lanes)
 
     def tensor_memory(self, threads: Threads, kind: str, column: int, count: int) -> None:
         of = self.program.instructions[threads.cta.pc]
@@ -130,54 +138,45 @@ class Order(Observer):
         cells = np.arange(LANES)[:, None] * COLUMNS + np.arange(column, column + count)
         rank, name = threads.cta.rank, self.program.instructions[threads.cta.pc].name
         pair = rank // 2 if name.startswith("tcgen05.alloc.cta_group::2") else None
-        for warp in self._warps(threads):
-            self.clocks.own_tmem(warp, cells, rank, pair)
+        self._each(threads, self.clocks.own_tmem, cells, rank, pair)
 
     def uses(self, threads: Threads) -> None:
-        for warp in self._warps(threads):
-            self.clocks.use(warp, self._watched[threads.cta.pc])
+        self._each(threads, self.clocks.use, self._watched[threads.cta.pc])
 
     # Asynchronous operations
 
     def starts(self, threads: Threads, operation: Operation) -> None:
         clocks, kind = self.clocks, operation.kind
         if kind == "wgmma":
-            for group, warps in self._groups(threads):
+            registers = self._registers(threads.cta.pc)
+            for group, warps in self._owners(threads, kind):
                 for warp in warps:
-                    clocks.multiply_registers(warp, self._registers(threads))
+                    clocks.multiply_registers(warp, registers)
                 for region in operation.reads:
                     clocks.multiply(group, warps, self._cells(region), region.cta.rank)
+            return
+        if kind == "cp.async":
+            for region in operation.writes:
+                for warp, cells, lanes in self._cells_of_warps(threads, region.places, region.size):
+                    clocks.copy(warp, cells, region.cta.rank, lanes)
             return
         for warp in self._warps(threads):
             if kind == "tcgen05.mma":
                 self._multiply(warp, operation)
-            elif kind in ("tensor load", "bulk load"):
-                self._load(warp, operation)
-            elif kind in ("tensor store", "bulk store", "bulk reduce"):
+            elif kind == "load":
+                for regions, writing in ((operation.reads, False), (operation.writes, True)):
+                    for region in regions:
+                        clocks.bulk_load(warp, operation.barrier, self._cells(region), region.cta.rank, writing)
+            elif kind == "store":
                 for region in operation.reads:
                     clocks.bulk_store(warp, self._cells(region), region.cta.rank)
-            elif kind == "cp.async":
-                for region in operation.writes:
-                    of_warp = threads.warp_of == warp % self.warps
-                    cells = shared_cells(np.asarray(region.places)[of_warp], region.size)
-                    lanes = threads.lanes[of_warp]
-                    clocks.copy(warp, cells, region.cta.rank, np.repeat(lanes, len(cells) // len(lanes)))
             else:
                 raise NotImplementedError(f"races with {kind}")
 
-    def _registers(self, threads: Threads) -> list[str]:
+    def _registers(self, at: int) -> list[str]:
         """Of a product: sums, and a left operand that is there."""
-        of = self.program.instructions[threads.cta.pc]
+        of = self.program.instructions[at]
         return [x for operand in of.operands[:2] if operand[0] == "{" for x in names(operand)]
-
-    def _load(self, warp: int, operation: Operation) -> None:
-        if operation.barrier is None:
-            raise ValueError(f"{operation.kind} without an mbarrier")
-        key = self._key(operation.barrier)
-        for region in operation.reads:
-            self.clocks.bulk_load(warp, key, self._cells(region), region.cta.rank, writes=False)
-        for region in operation.writes:
-            self.clocks.bulk_load(warp, key, self._cells(region), region.cta.rank)
 
     def _multiply(self, warp: int, operation: Operation) -> None:
         result = operation.writes[0]
@@ -188,58 +187,46 @@ class Order(Observer):
         writes = [(self.clocks.tmem[x.cta.rank], self._cells(x)) for x in operation.writes]
         self.clocks.mma(warp, reads, writes, accumulator)
 
-    def commits(self, threads: Threads, barriers: list[tuple[Cta, int]]) -> None:
-        for warp in self._warps(threads):
-            self.clocks.commit_mma(warp, [self._key(barrier) for barrier in barriers])
+    def commits(self, threads: Threads, barriers: list[Place]) -> None:
+        self._each(threads, self.clocks.commit_mma, barriers)
 
     def commits_group(self, threads: Threads, kind: str) -> None:
-        if kind == "wgmma":
-            for group, _ in self._groups(threads):
-                self.clocks.commit_products(group)
-            return
         if kind == "cp.async":
             threads.whole_warps("cp.async.commit_group")  # whose lanes have as many groups
-        for warp in self._warps(threads):
-            (self.clocks.commit_copies if kind == "cp.async" else self.clocks.commit_bulk)(warp)
+        for of, _ in self._owners(threads, kind):
+            self.clocks.commit_group(kind, of)
 
-    def waits_group(self, threads: Threads, kind: str, most: int, reads: bool) -> None:
-        if kind == "wgmma":
-            for group, warps in self._groups(threads):
-                self.clocks.wait_products(group, warps, most)
-            return
-        for warp in self._warps(threads):
-            (self.clocks.wait_copies if kind == "cp.async" else self.clocks.wait_bulk)(warp, most)
+    def waits_group(self, threads: Threads, kind: str, most: int) -> None:
+        for of, warps in self._owners(threads, kind):
+            self.clocks.wait_group(kind, of, warps, most)
 
     def waits_tensor_memory(self, threads: Threads, kind: str) -> None:
-        for warp in self._warps(threads):
-            (self.clocks.wait_loads if kind == "ld" else self.clocks.wait_stores)(warp)
+        self._each(threads, self.clocks.wait_tmem, kind)
 
     # mbarriers
 
     def _is_relaxed(self, threads: Threads) -> bool:
         return ".relaxed" in self.program.instructions[threads.cta.pc].name
 
-    def initializes(self, threads: Threads, barrier: tuple[Cta, int], count: int) -> None:
-        for warp in self._warps(threads):
-            self.clocks.init(warp, self._key(barrier))
+    def initializes(self, threads: Threads, barrier: Place) -> None:
+        self._each(threads, self.clocks.init, barrier)
 
-    def arrives(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
-        for warp, own in zip(self._warps(threads), threads.warps, strict=True):
-            by_all = bool((threads.warp_of == own).sum() == LANES_OF_WARP)
-            self.clocks.arrive_at(warp, self._key(barrier), self._is_relaxed(threads), by_all)
+    def arrives(self, threads: Threads, barrier: Place, phase: int) -> None:
+        for warp, own in zip(self._warps(threads), threads.by_warp, strict=True):
+            by_all = own.stop - own.start == LANES_OF_WARP
+            self.clocks.arrive_at(warp, barrier, self._is_relaxed(threads), by_all)
 
-    def committed(self, barrier: tuple[Cta, int], phase: int, operations: list[Operation]) -> None:
-        self.clocks.arrive_committed(self._key(barrier))
+    def committed(self, barrier: Place) -> None:
+        self.clocks.arrive_committed(barrier)
 
-    def completes(self, operation: Operation, phase: int) -> None:
-        self.clocks.point = operation.pc
+    def completes(self, at: int) -> None:
+        self.clocks.point = at
 
-    def finishes_phase(self, barrier: tuple[Cta, int], phase: int) -> None:
-        self.clocks.complete(self._key(barrier))
+    def finishes_phase(self, barrier: Place) -> None:
+        self.clocks.complete(barrier)
 
-    def waits(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
-        for warp in self._warps(threads):
-            self.clocks.wait_for(warp, self._key(barrier), self._is_relaxed(threads))
+    def waits(self, threads: Threads, barrier: Place, phase: int) -> None:
+        self._each(threads, self.clocks.wait_for, barrier, self._is_relaxed(threads))
 
     # Barriers of threads
 
@@ -266,20 +253,11 @@ class Order(Observer):
 
     def fences(self, threads: Threads, kind: str) -> None:
         """Of memory (fence.acq_rel and the like): nothing, for barriers release and acquire as well."""
-        for warp in self._warps(threads):
-            if kind.startswith("fence.proxy.async"):
-                self.clocks.fence_proxy(warp)
-            elif kind.startswith("fence.mbarrier_init"):
-                self.clocks.fence_init(warp)
-            elif kind == "wgmma.fence":
-                self.clocks.fence_registers(warp)
-            elif kind.startswith("tcgen05.fence::before"):
-                self.clocks.fence_tmem_before(warp)
-            elif kind.startswith("tcgen05.fence::after"):
-                self.clocks.fence_tmem_after(warp)
+        for start, fence in FENCES.items():
+            if kind.startswith(start):
+                self._each(threads, partial(fence, self.clocks))
 
 
 def shared_cells(places: Any, size: int) -> Any:
-    """Args: first bytes, and how many from each."""
-    first = np.asarray(places)[..., None] // SHARED_CELL
-    return (first + np.arange(max(1, size // SHARED_CELL))).reshape(-1)
+    """(place, cell). Args: first bytes, and how many from each."""
+    return places.reshape(-1, 1) // SHARED_CELL + np.arange(max(1, size // SHARED_CELL))

@@ -16,20 +16,9 @@ from tests.ptx.launch import Launch
 from tests.ptx.listing import Listing
 from tests.ptx.memory import Storage
 from tests.ptx.observer import Observer
+from tests.ptx.registers import Made
 
 SHARED_BYTES = 227 << 10
-
-
-class Code(dict[int, Run]):
-    def __init__(self, program: Program) -> None:
-        self.program = program
-
-    def __missing__(self, at: int) -> Run:
-        instructions = self.program.instructions
-        if at >= len(instructions):
-            raise RuntimeError("threads run past the last instruction")
-        self[at] = decode(self.program, instructions[at])
-        return self[at]
 
 
 class Program(Listing):
@@ -39,7 +28,13 @@ class Program(Listing):
         super().__init__(ptx)
         self.keys: list[tuple[str, str]] = []
         self._keys: dict[tuple[str, str], int] = {}
-        self.code = Code(self)
+        self.code = Made(self._decode)
+        """By index, what runs an instruction."""
+
+    def _decode(self, at: int) -> Run:
+        if at >= len(self.instructions):
+            raise RuntimeError("threads run past the last instruction")
+        return decode(self, self.instructions[at])
 
     def key(self, operand: str, kind: str) -> int:
         """The number by which threads find an operand, seen as a type (`Registers.keys`)."""

@@ -7,6 +7,8 @@ all from the first to the last thread, and `mask` tells which of them it has.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +30,17 @@ def bits_of_literal(text: str) -> int:
     return int(text[2:], 16) if text[:2] in ("0f", "0d") else int(text, 0)
 
 
+class Made(dict[int, Any]):
+    """Values that are made when they are first asked for."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self.make = make
+
+    def __missing__(self, key: int) -> Any:
+        self[key] = self.make(key)
+        return self[key]
+
+
 class Registers:
     """Those of one CTA. Keys are numbers of `Program.key`: pairs of an operand and the type it is seen as."""
 
@@ -40,7 +53,9 @@ class Registers:
         self.constants: dict[tuple[str, str], Any] = {}
         self.special: dict[str, Any] = {}
         """Of %tid.x and the like: a number, or one for each thread."""
-        self._views: dict[tuple[int, int], Views] = {}
+        self._whole = Made(self._seen_as)
+        """Of all threads, by key."""
+        self._views: dict[tuple[int, int], Made] = {}
 
     def reset(self, special: dict[str, Any]) -> None:
         """For another CTA: 0xAB in each byte that nothing has written, no predicate holds."""
@@ -51,15 +66,15 @@ class Registers:
             if operand in special:
                 constant[:] = special[operand]
 
-    def views(self, start: int, end: int) -> Views:
+    def views(self, start: int, end: int) -> Made:
+        """By key, what the threads from one to another have."""
         if (start, end) not in self._views:
             if len(self._views) > MOST_SETS:
                 self._views.clear()
-            self._views[start, end] = Views(self, slice(start, end))
+            self._views[start, end] = Made(lambda key: self._whole[key][start:end])
         return self._views[start, end]
 
-    def whole(self, key: int) -> Any:
-        """All threads' values."""
+    def _seen_as(self, key: int) -> Any:
         operand, kind = self.keys[key]
         if operand in self.special:
             return self._constant(operand, kind, self.special[operand])
@@ -110,17 +125,6 @@ class Registers:
         return seen[int(part or 0) :: count] if count > 1 else seen
 
 
-class Views(dict[int, Any]):
-    """Of the registers that some threads have used."""
-
-    def __init__(self, registers: Registers, span: slice) -> None:
-        self.registers, self.span = registers, span
-
-    def __missing__(self, key: int) -> Any:
-        self[key] = self.registers.whole(key)[self.span]
-        return self[key]
-
-
 class Threads:
     """Threads of one CTA, as bits of a number; they share a program counter."""
 
@@ -146,7 +150,10 @@ class Threads:
         self.lanes = self.numbers % LANES
         self.warp_of = self.numbers // LANES
         """Of each thread."""
-        self.warps: list[int] = np.unique(self.warp_of).tolist()
+        warps, starts = np.unique(self.warp_of, return_index=True)
+        self.warps: list[int] = warps.tolist()
+        self.by_warp = [slice(*ends) for ends in pairwise([*starts.tolist(), self.count])]
+        """Which of these threads are of each warp."""
         self._splits: dict[bytes, tuple[Threads | None, Threads | None]] = {}
 
     def take(self, key: int) -> Any:
@@ -175,6 +182,10 @@ class Threads:
         """Args: a boolean for each of these threads, in order, some of them true."""
         bits = sum(1 << thread for thread in self.numbers[chosen].tolist())
         return self.cta.threads(bits)  # type: ignore[return-value]
+
+    def each(self) -> list[Threads]:
+        """One by one."""
+        return [self.cta.threads(1 << thread) for thread in self.numbers.tolist()]  # type: ignore[misc]
 
     def one(self, what: str) -> int:
         """The thread that alone starts something."""

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tests.ptx.cta import NAN, TENSOR_COLUMNS, TENSOR_LANES
-from tests.ptx.decode import Run, opcode, unsupported
+from tests.ptx.decode import Run, action, opcode, unsupported
 from tests.ptx.listing import Instruction, names
-from tests.ptx.matrices import K, Layout, places
-from tests.ptx.mbarrier import Barrier, barrier_of
+from tests.ptx.matrices import K, Layout, layout_of, places
+from tests.ptx.mbarrier import barrier_of, current
 from tests.ptx.memory import RANK_BIT, address_of, check_aligned, offset_in_own
 from tests.ptx.observer import Operation, Region
 from tests.ptx.registers import LANES
@@ -84,13 +84,10 @@ def deallocate(program: Program, of: Instruction, group: str) -> Run:
     return run
 
 
-@opcode(r"tcgen05\.relinquish_alloc_permit\.cta_group::([12])\.sync\.aligned")
-def give_back(program: Program, of: Instruction, group: str) -> Run:
-    def run(threads: Threads) -> None:
-        one_warp(threads, of)
-        threads.cta.may_allocate = False
-
-    return run
+@action(r"tcgen05\.relinquish_alloc_permit\.cta_group::([12])\.sync\.aligned")
+def give_back(threads: Threads, of: Instruction, group: str) -> None:
+    one_warp(threads, of)
+    threads.cta.may_allocate = False
 
 
 def one_warp(threads: Threads, of: Instruction) -> None:
@@ -114,7 +111,6 @@ class Write(NamedTuple):
     column: int
     data: Any
     """(thread, column)."""
-    operation: Operation
 
 
 @opcode(r"tcgen05\.(ld|st)\.sync\.aligned\.32x32b\.x(\d+)\.b32")
@@ -149,8 +145,7 @@ def access(program: Program, of: Instruction, what: str, many: str) -> Run:
                 threads.put(key, value)
             return
         data = np.stack([threads.take(key) for key in keys], 1)
-        region = Region(cta, "tensor", lanes[:, None] * TENSOR_COLUMNS + np.arange(column, column + count), 4)
-        write = Write(threads, lanes, column, data, Operation(threads, "tcgen05.st", [], [region]))
+        write = Write(threads, lanes, column, data)
         cta.observer.tensor_memory(threads, "write", column, count)
         if cta.cluster.late:
             writes_of(cta).append(write)
@@ -168,16 +163,13 @@ def put(cta: Cta, of: Write) -> None:
     cta.tensor[of.lanes, of.column : of.column + of.data.shape[1]] = of.data
 
 
-@opcode(r"tcgen05\.wait::(ld|st)\.sync\.aligned")
-def wait(program: Program, of: Instruction, what: str) -> Run:
-    def run(threads: Threads) -> None:
-        cta = threads.cta
-        threads.whole_warps(of.name)
-        if what == "st":
-            end_writes(cta, threads.bits)
-        cta.observer.waits_tensor_memory(threads, what)
-
-    return run
+@action(r"tcgen05\.wait::(ld|st)\.sync\.aligned")
+def wait(threads: Threads, of: Instruction, what: str) -> None:
+    cta = threads.cta
+    threads.whole_warps(of.name)
+    if what == "st":
+        end_writes(cta, threads.bits)
+    cta.observer.waits_tensor_memory(threads, what)
 
 
 def end_writes(cta: Cta, bits: int) -> None:
@@ -194,9 +186,9 @@ def end_writes(cta: Cta, bits: int) -> None:
     writes[:] = [of for of in writes if of is not None]
 
 
-@opcode(r"tcgen05\.fence::(before|after)_thread_sync")
-def fence(program: Program, of: Instruction, when: str) -> Run:
-    return lambda threads: threads.cta.observer.fences(threads, of.name)
+@action(r"tcgen05\.fence::(before|after)_thread_sync")
+def fence(threads: Threads, of: Instruction, when: str) -> None:
+    threads.cta.observer.fences(threads, of.name)
 
 
 # Products
@@ -224,13 +216,12 @@ class Shape(NamedTuple):
         return cls(rows, columns, left, right, (bool(descriptor >> 15 & 1), bool(descriptor >> 16 & 1)))
 
 
-def layout_of(descriptor: int) -> Layout:
-    start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+def layout(descriptor: int) -> Layout:
     swizzle = descriptor >> 61
     # Version 1, no base offset, leading as a byte offset
     if descriptor >> 46 & 0x7FFF != 1 or swizzle not in SWIZZLES:
         raise NotImplementedError(f"a matrix descriptor of tcgen05 {descriptor:#x}")
-    return Layout(start, leading, stride, SWIZZLES[swizzle])
+    return layout_of(descriptor, SWIZZLES[swizzle])
 
 
 class Sums(NamedTuple):
@@ -281,13 +272,6 @@ class Factor(NamedTuple):
         return Region(self.cta, "shared", self.shared, 2)
 
 
-class Started:
-    """What a thread has started and not committed."""
-
-    def __init__(self) -> None:
-        self.products: dict[int, list[Operation]] = {}
-
-
 @opcode(r"tcgen05\.mma\.cta_group::([12])\.kind::f16" + COLLECTOR)
 def multiply(program: Program, of: Instruction, group: str) -> Run:
     pair, in_tensor = group == "2", of.operands[1][0] == "["
@@ -301,7 +285,7 @@ def multiply(program: Program, of: Instruction, group: str) -> Run:
     add_key = program.key(of.operands[-1], "?")
 
     def run(threads: Threads) -> None:
-        thread = threads.one(of.name)
+        threads.one(of.name)
         cta = threads.cta
         if any(threads.views[key][0] for key in left_out):
             raise NotImplementedError("tcgen05.mma that leaves lanes out")
@@ -313,7 +297,7 @@ def multiply(program: Program, of: Instruction, group: str) -> Run:
         first, column = to >> 16, to & 0xFFFF
         if first:
             raise NotImplementedError(f"tcgen05.mma into lanes from {first} on")
-        right_at = places(layout_of(int(threads.views[right_key][0])), columns, shape.transposed[1])
+        right_at = places(layout(int(threads.views[right_key][0])), columns, shape.transposed[1])
         rights = [Factor(each, shape.right_kind, right_at) for each in ctas]
         if left_tensor is not None:
             at = int(left_tensor.of(threads)[0])
@@ -321,16 +305,14 @@ def multiply(program: Program, of: Instruction, group: str) -> Run:
                 raise NotImplementedError("tcgen05.mma of a left operand in TMEM, but rows of k from lane 0 on")
             lefts = [Factor(each, shape.kind, None, sums.lanes, at & 0xFFFF) for each in ctas]
         else:
-            left_at = places(layout_of(int(threads.views[left_key][0])), rows, shape.transposed[0])
+            left_at = places(layout(int(threads.views[left_key][0])), rows, shape.transposed[0])
             lefts = [Factor(each, shape.kind, left_at) for each in ctas]
         for each in ctas:
             check_allocated(each, column, sums.columns)
         written = sums.lanes[:, None] * TENSOR_COLUMNS + np.arange(column, column + sums.columns)
         writes = [Region(each, "tensor", written, 4) for each in ctas]
         reads = [factor.region for factor in (*lefts, *rights)] + (writes if add else [])
-        operation = Operation(threads, "tcgen05.mma", reads, writes)
-        cta.observer.starts(threads, operation)
-        products_of(cta).setdefault(thread, []).append(operation)
+        cta.observer.starts(threads, Operation("tcgen05.mma", reads, writes))
 
         def end() -> None:
             right = np.concatenate([factor.values() for factor in rights])
@@ -339,7 +321,6 @@ def multiply(program: Program, of: Instruction, group: str) -> Run:
                 total = sums.stored(left.values() @ right.T)
                 before = target[sums.lanes] if add else 0
                 target[sums.lanes] = before + total
-            cta.observer.ends(operation)
 
         cta.cluster.later(end)
 
@@ -354,11 +335,6 @@ def pair_of(cta: Cta) -> list[Cta]:
     return ctas[cta.rank & ~1 : (cta.rank & ~1) + 2]
 
 
-def products_of(cta: Cta) -> dict[int, list[Operation]]:
-    """That threads have started since they last committed."""
-    return cta.state_of("tcgen05.mma", dict)
-
-
 @opcode(r"tcgen05\.commit\.cta_group::([12])\.mbarrier::arrive::one\.shared::cluster(\.multicast::cluster)?\.b64")
 def commit(program: Program, of: Instruction, group: str, multicast: str | None) -> Run:
     """One arrival, when all products that the thread has started have ended; multicast to several CTAs."""
@@ -366,7 +342,7 @@ def commit(program: Program, of: Instruction, group: str, multicast: str | None)
     mask = program.key(of.operands[1], "u2") if multicast else None
 
     def run(threads: Threads) -> None:
-        thread = threads.one(of.name)
+        threads.one(of.name)
         cta = threads.cta
         at = int(address.of(threads)[0])
         if mask is None:
@@ -375,19 +351,13 @@ def commit(program: Program, of: Instruction, group: str, multicast: str | None)
             ranks = [r for r in range(16) if int(threads.views[mask][0]) >> r & 1]
             offset = at & (1 << RANK_BIT) - 1
             barriers = [barrier_of(cta, r << RANK_BIT | offset, True) for r in ranks]
-        operations = products_of(cta).pop(thread, [])
-        cta.observer.commits(threads, [(x.cta, x.offset) for x in barriers])
+        cta.observer.commits(threads, [x.place for x in barriers])
 
         def end() -> None:
-            for barrier in barriers:
-                arrive(cta, barrier, operations)
+            for barrier in map(current, barriers):
+                cta.observer.committed(barrier.place)
+                barrier.arrive()
 
         cta.cluster.later(end)
 
     return run
-
-
-def arrive(cta: Cta, barrier: Barrier, operations: list[Operation]) -> None:
-    current = barrier_of(cta, barrier.cta.rank << RANK_BIT | barrier.offset, True)
-    cta.observer.committed((current.cta, current.offset), current.phase, operations)
-    current.arrive()

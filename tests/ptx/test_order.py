@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,469 +25,341 @@ from tests.ptx.clocks import (
     REGISTERS,
     REUSE,
     Clocks,
+    Key,
 )
 from tests.ptx.order import Order, RaceError
 
-Step = Callable[[Clocks], None]
-HERE = np.arange(64)
+Step = Callable[[Clocks], object]
+HERE, RESULT = np.arange(64), np.arange(128, 192)
 """Cells that are accessed."""
 FULL, EMPTY = (0, 0x10), (0, 0x18)
 """mbarriers."""
 
 
-def run(*steps: Step | None, warps: int = 2, ctas: int = 1) -> list[tuple[str, int, int]]:
-    """Kinds of findings, and between which of the steps. None: a step that is left out."""
+def do(method: Callable[..., object], *arguments: Any, **named: Any) -> Step:
+    return lambda of: method(of, *arguments, **named)
+
+
+def all_of(*steps: Step) -> Step:
+    return lambda of: [step(of) for step in steps]
+
+
+def reads(warp: int, cells: Any = HERE, cta: int = 0) -> Step:
+    return do(Clocks.reads, warp, cells, cta)
+
+
+def writes(warp: int, cells: Any = HERE) -> Step:
+    return do(Clocks.writes, warp, cells)
+
+
+def by_lanes(method: Callable[..., object], *lanes: int) -> Step:
+    """Each of the cells by each of these lanes of warp 0."""
+    return do(method, 0, np.repeat(HERE, len(lanes)), 0, np.tile(np.array(lanes), len(HERE)))
+
+
+def arrives(*warps: int, at: object = 1) -> Step:
+    return do(Clocks.arrive, at, warps)
+
+
+def releases(*warps: int, at: object = 1) -> Step:
+    return do(Clocks.release, at, warps)
+
+
+def fences(warp: int) -> Step:
+    return do(Clocks.fence_proxy, warp)
+
+
+def begins(*keys: tuple[int, int]) -> Step:
+    """mbarriers that warp 0 has initialized, in all the ways that anyone may ask for."""
+    return all_of(*(do(Clocks.init, 0, key) for key in keys), do(Clocks.fence_init, 0), meets)
+
+
+def arrives_at(warp: int, key: tuple[int, int]) -> Step:
+    return do(Clocks.arrive_at, warp, key)
+
+
+def completes(key: tuple[int, int]) -> Step:
+    return do(Clocks.complete, key)
+
+
+def waits(warp: int, key: tuple[int, int]) -> Step:
+    return do(Clocks.wait_for, warp, key)
+
+
+def loads(warp: int, key: tuple[int, int] = FULL) -> Step:
+    return do(Clocks.bulk_load, warp, key, HERE)
+
+
+def copies(at: int = 0) -> Step:
+    """A group of cp.async."""
+    return all_of(do(Clocks.copy, 0, HERE + at), do(Clocks.commit_group, "cp.async", 0))
+
+
+def multiplies(warp: int, to: int = 0) -> Step:
+    """tcgen05.mma: reads `HERE` of shared memory, and writes other columns from `to` on."""
+    return lambda of: of.mma(warp, [(of.shared[0], HERE)], [(of.tmem[0], RESULT + to)], (to, (64, 1)))
+
+
+def commits(warp: int, key: tuple[int, int] = FULL) -> Step:
+    return all_of(do(Clocks.commit_mma, warp, [key]), do(Clocks.arrive_committed, key), completes(key))
+
+
+def ends(warp: int, key: tuple[int, int]) -> Step:
+    """Of an mbarrier for which one warp arrives."""
+    return all_of(arrives_at(warp, key), completes(key))
+
+
+meets = all_of(arrives(0, 1), releases(0, 1))
+fills = all_of(arrives_at(0, FULL), loads(0))
+together = do(Clocks.sync, [0])
+waits_for_copies = do(Clocks.wait_group, "cp.async", 0, [0], 0)
+copies_by_lane_1 = all_of(by_lanes(Clocks.copy, 1), do(Clocks.commit_group, "cp.async", 0))
+HANDS_ON_TMEM = all_of(
+    do(Clocks.fence_tmem_before, 0),
+    do(Clocks.arrive_at, 0, FULL, True),
+    completes(FULL),
+    do(Clocks.wait_for, 1, FULL, True),
+    do(Clocks.fence_tmem_after, 1),
+)
+"""By a relaxed arrival and wait."""
+BY_PROXY = {
+    "store": do(Clocks.bulk_store, 1, HERE),
+    "product": multiplies(1),
+    "wgmma": do(Clocks.multiply, 0, [1], HERE),
+}
+
+
+class Rule(NamedTuple):
+    steps: list[Step]
+    """Nothing is wrong with them."""
+    without: dict[int, Key | list[Key]]
+    """What is found if one of them is left out: the kind, and between which of the steps."""
+    warps: int = 2
+    ctas: int = 1
+
+
+RULES = {
+    # Threads
+    "writes, then reads": Rule([writes(0), meets, reads(1)], {1: (RACE, 0, 2)}),
+    "writes, then writes": Rule([writes(0), meets, writes(1)], {1: (RACE, 0, 2)}),
+    "reads, then writes": Rule([reads(0), meets, writes(1)], {1: (RACE, 0, 2)}),
+    "reads are in any order": Rule([reads(0), reads(1)], {}),
+    "a warp's own are in order": Rule([writes(0), reads(0), writes(0)], {}),
+    "who only arrives has handed on": Rule([writes(0), arrives(0), arrives(1), releases(1), writes(1)], {}),
+    "order is handed on": Rule(
+        [writes(0), all_of(arrives(0, 1), releases(1)), all_of(arrives(1, 2, at=2), releases(2, at=2)), writes(2)],
+        {1: (RACE, 0, 3), 2: (RACE, 0, 3)},
+        warps=3,
+    ),
+    **{
+        f"lanes {before.__name__} by {first}, {after.__name__} by 2": Rule(
+            [by_lanes(before, *first), together, by_lanes(after, 2)], {1: (LANES_RACE, 0, 2)}
+        )
+        for before, first, after in [
+            (Clocks.writes, (1,), Clocks.reads),
+            (Clocks.writes, (1,), Clocks.writes),
+            (Clocks.reads, (1,), Clocks.writes),
+            (Clocks.reads, (1, 2), Clocks.writes),
+        ]
+    },
+    "a barrier is between lanes as well": Rule(
+        [by_lanes(Clocks.writes, 1), all_of(together, meets), by_lanes(Clocks.reads, 2)], {}
+    ),
+    "a lane's own are in order": Rule([by_lanes(of, 1) for of in (Clocks.writes, Clocks.reads, Clocks.writes)], {}),
+    "lanes read in any order": Rule([by_lanes(Clocks.reads, 1), by_lanes(Clocks.reads, 2)], {}),
+    "what a lane has copied others know after its wait and a barrier": Rule(
+        [copies_by_lane_1, waits_for_copies, together, by_lanes(Clocks.reads, 2)], {2: (LANES_RACE, 0, 3)}
+    ),
+    "a lane knows its own copy after its wait": Rule(
+        [copies_by_lane_1, waits_for_copies, by_lanes(Clocks.reads, 1)], {}
+    ),
+    "a lane copies what others have read": Rule(
+        [by_lanes(Clocks.reads, 2), together, copies_by_lane_1], {1: (LANES_RACE, 0, 2)}
+    ),
+    "atomics are in any order": Rule([do(Clocks.adds, 0, HERE), do(Clocks.adds, 1, HERE)], {}),
+    "cells are told apart": Rule([writes(0, np.array([1, 3])), writes(1, np.array([2, 4]))], {}),
+    # mbarriers
+    **{
+        f"an mbarrier is used after it was made known, by {fence.__name__} before a {use}": Rule(
+            [do(Clocks.init, 0, FULL), do(fence, 0), meets, step], {1: (INIT, 0, 3)}
+        )
+        for fence, (use, step) in product(
+            (Clocks.fence_init, Clocks.fence_proxy), (("load", loads(1)), ("commit", commits(1)))
+        )
+    },
+    "an mbarrier is used after it was initialized": Rule(
+        [do(Clocks.init, 0, FULL), do(Clocks.fence_init, 0), meets, arrives_at(1, FULL)], {1: [], 2: (RACE, 0, 3)}
+    ),
+    "a wait takes what all arrivals hand on": Rule(
+        [begins(FULL), writes(0), arrives_at(0, FULL), completes(FULL), waits(1, FULL), reads(1)],
+        {2: (RACE, 1, 5), 3: (RACE, 1, 5), 4: (RACE, 1, 5)},  # 3: for the phase before the first
+    ),
+    "a stage is overwritten after it was released": Rule(  # a ring of one: filled by warp 0, read by warp 1
+        [
+            begins(FULL, EMPTY),
+            fills,
+            completes(FULL),
+            waits(1, FULL),
+            all_of(reads(1), fences(1)),
+            ends(1, EMPTY),
+            waits(0, EMPTY),
+            fills,
+        ],
+        {6: [(RACE, 4, 7), (RACE, 1, 7)]},
+    ),
+    "a phase may not pass by who waits": Rule(  # both have its parity once the next one completes
+        [begins(FULL, EMPTY), ends(0, FULL), waits(1, FULL), ends(1, EMPTY), waits(0, EMPTY), ends(0, FULL)],
+        {4: (PHASE, 2, 5)},
+    ),
+    # The async proxy
+    **{
+        f"what threads wrote needs a proxy fence of the writer before a {name}": Rule(
+            [writes(0), fences(0), meets, step], {1: (PROXY, 0, 3)}
+        )
+        for name, step in BY_PROXY.items()
+    },
+    "what cp.async wrote needs a wait and then a fence": Rule(
+        [copies(), waits_for_copies, fences(0), meets, multiplies(1)], {2: (PROXY, 0, 4)}
+    ),
+    "reads of threads before a copy": Rule([begins(FULL), reads(1), fences(1), meets, loads(0)], {2: (REUSE, 1, 4)}),
+    "writes of threads before a copy": Rule([begins(FULL), writes(1), fences(1), meets, loads(0)], {2: (PROXY, 1, 4)}),
+    "groups of cp.async end in order": Rule(
+        [copies(0), copies(64), do(Clocks.wait_group, "cp.async", 0, [0], 1), reads(0)], {}
+    ),
+    "a CTA ends after bulk stores have read shared memory": Rule(
+        [
+            do(Clocks.bulk_store, 0, HERE),
+            do(Clocks.commit_group, "bulk", 0),
+            do(Clocks.wait_group, "bulk", 0, [0], 0),
+            Clocks.finish,
+        ],
+        {1: (END, 0, 0), 2: (END, 0, 0)},
+    ),
+    # Warpgroups
+    "wgmma reads what all its warps know": Rule(
+        [writes(0), fences(0), all_of(arrives(0, 1, 2), releases(1, 2)), do(Clocks.multiply, 0, [1, 2], HERE)],
+        {},
+        warps=3,
+    ),
+    # Tensor memory
+    "products are done when their commit has arrived": Rule(
+        [begins(FULL), multiplies(0), commits(0), waits(1, FULL), do(Clocks.load_tmem, 1, RESULT)],
+        {2: (RACE, 1, 4), 3: (RACE, 1, 4)},
+    ),
+    **{
+        f"operands of products are free when their commit has arrived, {i}": Rule(
+            [begins(FULL, EMPTY), multiplies(0), commits(0), waits(1, FULL), overwrites], {3: (RACE, 1, 4)}
+        )
+        for i, overwrites in enumerate((writes(1), loads(1, EMPTY)))
+    },
+    "products into one accumulator are in order": Rule([multiplies(0), multiplies(0)], {}),
+    **{
+        f"what is loaded from TMEM by {len(used)} is overwritten by {warp}": Rule(
+            [
+                do(Clocks.load_tmem, 0, HERE, ("%r1", "%r2")),
+                do(Clocks.wait_tmem, 0, "ld"),
+                do(Clocks.use, 0, used),
+                meets,
+                do(Clocks.store_tmem, warp, HERE),
+            ],
+            {1: (REGISTERS if len(used) == 2 else RACE, 0, 4)},
+        )
+        for used, warp in product((("%r1", "%r2"), ("%r2",)), (0, 1))
+    },
+    "TMEM is used after it was allocated": Rule(
+        [do(Clocks.own_tmem, 1, np.arange(512)), meets, do(Clocks.store_tmem, 0, HERE)], {1: (RACE, 0, 2)}
+    ),
+    # CTAs
+    "CTAs of a cluster have memories of their own": Rule([writes(0), reads(1, cta=1)], {}, ctas=2),
+    "a barrier of the cluster orders its CTAs": Rule(
+        [
+            writes(0),
+            all_of(arrives(0, 1, at="cluster"), do(Clocks.meet, "cluster"), do(Clocks.learn, "cluster", [1])),
+            reads(1, cta=0),
+        ],
+        {1: (RACE, 0, 2)},
+        ctas=2,
+    ),
+    **{
+        f"a CTA ends after what reaches it, {i}": Rule(  # by warp 1 of CTA 1, or the CTA's own copy
+            [begins(FULL), all_of(step, completes(FULL)), waits(0, FULL), Clocks.finish], {2: (END, 1, 1)}, ctas=2
+        )
+        for i, step in enumerate(
+            (
+                do(Clocks.arrive_at, 1, FULL),
+                all_of(
+                    lambda of: of.mma(1, [], [(of.tmem[1], RESULT)], 0),
+                    do(Clocks.commit_mma, 1, [FULL]),
+                    do(Clocks.arrive_committed, FULL),
+                ),
+                loads(0),
+            )
+        )
+    },
+}
+
+WRONG: list[tuple[list[Step], Key]] = [
+    ([writes(0), arrives(0), arrives(1), releases(1), writes(1), reads(0)], (RACE, 4, 5)),  # who arrives does not wait
+    ([arrives(0), writes(0), arrives(1), releases(1), writes(1)], (RACE, 1, 4)),  # written after the arrival
+    ([copies_by_lane_1, together, waits_for_copies, by_lanes(Clocks.reads, 2)], (LANES_RACE, 0, 3)),
+    ([do(Clocks.adds, 0, HERE), reads(1)], (RACE, 0, 1)),
+    ([writes(0), do(Clocks.adds, 1, HERE)], (RACE, 0, 1)),
+    ([writes(0, np.array([1, 3])), writes(1, np.array([2, 3]))], (RACE, 0, 1)),
+    ([begins(FULL), loads(0), loads(0)], (RACE, 1, 2)),  # copies of one phase are in no order
+    *(([writes(0), meets, fences(who), step], (PROXY, 0, 3)) for who in (0, 1) for step in BY_PROXY.values()),
+    ([fences(0), writes(0), meets, multiplies(1)], (PROXY, 1, 3)),  # written after the fence
+    ([copies(), fences(0), waits_for_copies, meets, multiplies(1)], (PROXY, 0, 4)),
+    ([copies(64), copies(0), do(Clocks.wait_group, "cp.async", 0, [0], 1), reads(0)], (RACE, 1, 3)),
+    (
+        [writes(0), fences(0), all_of(arrives(0, 1), releases(1)), do(Clocks.multiply, 0, [1, 2], HERE)],
+        (RACE, 0, 3),
+    ),
+    (  # a product after the commit
+        [begins(FULL), commits(0), multiplies(0), waits(1, FULL), do(Clocks.load_tmem, 1, RESULT)],
+        (RACE, 2, 4),
+    ),
+    ([begins(FULL), multiplies(0), meets, do(Clocks.load_tmem, 0, RESULT)], (RACE, 1, 3)),  # nor for who started it
+    ([multiplies(0), multiplies(0, to=1)], (PIPELINE, 0, 1)),
+    ([multiplies(0), meets, multiplies(1)], (RACE, 0, 2)),  # another warp's pipe
+    (  # relaxed barriers do not order shared memory
+        [begins(FULL), writes(0), HANDS_ON_TMEM, reads(1)],
+        (RACE, 1, 3),
+    ),
+]
+
+
+def found_by(steps: list[Step], left_out: int | None = None, warps: int = 3, ctas: int = 1) -> list[Key]:
     of = Clocks(warps, ctas)
     for point, step in enumerate(steps):
-        if step is not None:
+        if point != left_out:
             of.point = point
             step(of)
     return [*of.findings]
 
 
-def only(kind: str, first: int, second: int) -> list[tuple[str, int, int]]:
-    return [(kind, first, second)]
+@pytest.mark.parametrize("name", RULES)
+def test_rules(name: str) -> None:
+    rule = RULES[name]
+    assert not found_by(rule.steps, None, rule.warps, rule.ctas)
+    for left_out, found in rule.without.items():
+        expected = found if isinstance(found, list) else [found]
+        assert found_by(rule.steps, left_out, rule.warps, rule.ctas) == expected
 
 
-def reads(warp: int) -> Step:
-    return lambda of: of.reads(warp, HERE)
+@pytest.mark.parametrize(("steps", "found"), WRONG)
+def test_steps_that_are_wrong(steps: list[Step], found: Key) -> None:
+    assert found_by(steps) == [found]
 
 
-def writes(warp: int) -> Step:
-    return lambda of: of.writes(warp, HERE)
-
-
-def meets(of: Clocks) -> None:
-    of.arrive(1, [0, 1])
-    of.release(1, [0, 1])
-
-
-def arrives(warp: int) -> Step:
-    return lambda of: of.arrive(1, [warp])
-
-
-def releases(warp: int) -> Step:
-    return lambda of: of.release(1, [warp])
-
-
-def fences(warp: int) -> Step:
-    return lambda of: of.fence_proxy(warp)
-
-
-def begins(*keys: tuple[int, int]) -> Step:
-    """mbarriers that warp 0 has initialized, in all the ways that anyone may ask for."""
-
-    def step(of: Clocks) -> None:
-        for key in keys:
-            of.init(0, key)
-        of.fence_init(0)
-        meets(of)
-
-    return step
-
-
-def arrives_at(warp: int, key: tuple[int, int], relaxed: bool = False) -> Step:
-    return lambda of: of.arrive_at(warp, key, relaxed)
-
-
-def completes(key: tuple[int, int]) -> Step:
-    return lambda of: of.complete(key)
-
-
-def waits(warp: int, key: tuple[int, int], relaxed: bool = False) -> Step:
-    return lambda of: of.wait_for(warp, key, relaxed)
-
-
-def loads(warp: int, key: tuple[int, int] = FULL) -> Step:
-    return lambda of: of.bulk_load(warp, key, HERE)
-
-
-def multiplies(warp: int, left: str = "shared", to: int = 0) -> Step:
-    """tcgen05.mma: reads `HERE` of shared memory or TMEM, and writes other columns from `to` on."""
-
-    def step(of: Clocks) -> None:
-        memory = of.shared[0] if left == "shared" else of.tmem[0]
-        of.mma(warp, [(memory, HERE)], [(of.tmem[0], np.arange(128 + to, 192 + to))], (to, (64, 1)))
-
-    return step
-
-
-def commits(warp: int, key: tuple[int, int] = FULL) -> Step:
-    def step(of: Clocks) -> None:
-        of.commit_mma(warp, [key])
-        of.arrive_committed(key)
-        of.complete(key)
-
-    return step
-
-
-RESULT = np.arange(128, 192)
-
-
-def loads_result(warp: int, registers: tuple[str, ...] = ()) -> Step:
-    return lambda of: of.load_tmem(warp, RESULT, registers)
-
-
-# Threads
-
-
-@pytest.mark.parametrize("first", [reads, writes])
-@pytest.mark.parametrize("second", [reads, writes])
-def test_accesses_need_a_barrier_between_them(first: Callable[[int], Step], second: Callable[[int], Step]) -> None:
-    assert not run(first(0), meets, second(1))
-    assert not run(first(0), second(0))  # a warp's own are in order
-    assert run(first(0), None, second(1)) == ([] if first is second is reads else only(RACE, 0, 2))
-
-
-def test_who_only_arrives_waits_for_nobody() -> None:
-    assert not run(writes(0), arrives(0), arrives(1), releases(1), writes(1))
-    assert run(writes(0), arrives(0), arrives(1), releases(1), writes(1), reads(0)) == only(RACE, 4, 5)
-
-
-def test_what_is_written_behind_an_arrival_is_not_known() -> None:
-    assert run(arrives(0), writes(0), arrives(1), releases(1), writes(1)) == only(RACE, 1, 4)
-
-
-def test_order_is_handed_on() -> None:
-    """From warp 0 to warp 1 at one barrier, and on to warp 2 at another."""
-
-    def hands_on(barrier: int, one: int, other: int) -> Step:
-        def step(of: Clocks) -> None:
-            of.arrive(barrier, [one, other])
-            of.release(barrier, [other])
-
-        return step
-
-    steps = [writes(0), hands_on(1, 0, 1), hands_on(2, 1, 2), writes(2)]
-    assert not run(*steps, warps=3)
-    for left_out in (1, 2):
-        assert run(*[None if i == left_out else step for i, step in enumerate(steps)], warps=3) == only(RACE, 0, 3)
-
-
-@pytest.mark.parametrize("between", ["nothing", "bar.warp.sync", "barrier"])
-def test_lanes_of_a_warp_need_a_barrier_between_their_accesses(between: str) -> None:
-    def access(writes: bool, *lanes: int) -> Step:
-        cells, of = np.repeat(HERE, len(lanes)), np.tile(np.array(lanes), len(HERE))
-        return lambda clocks: (clocks.writes if writes else clocks.reads)(0, cells, 0, of)
-
-    def meets_here(of: Clocks) -> None:
-        of.sync([0])
-        if between == "barrier":
-            meets(of)
-
-    step = None if between == "nothing" else meets_here
-    found = only(LANES_RACE, 0, 2) if step is None else []
-    assert run(access(True, 1), step, access(False, 2)) == found
-    assert run(access(True, 1), step, access(True, 2)) == found
-    assert run(access(False, 1), step, access(True, 2)) == found
-    assert run(access(False, 1, 2), step, access(True, 2)) == found
-    assert not run(access(True, 1), step, access(False, 1), access(True, 1))
-    assert not run(access(False, 1), step, access(False, 2))
-
-
-def test_what_a_lane_has_copied_others_know_after_its_wait_and_a_barrier() -> None:
-    def copies(of: Clocks) -> None:
-        of.copy(0, HERE, 0, np.full(len(HERE), 1))
-        of.commit_copies(0)
-
-    def waits_for(of: Clocks) -> None:
-        of.wait_copies(0, 0)
-
-    def together(of: Clocks) -> None:
-        of.sync([0])
-
-    def reads_by(lane: int) -> Step:
-        return lambda of: of.reads(0, HERE, 0, np.full(len(HERE), lane))
-
-    assert not run(copies, waits_for, together, reads_by(2))
-    assert not run(copies, waits_for, reads_by(1))
-    assert run(copies, waits_for, None, reads_by(2)) == only(LANES_RACE, 0, 3)
-    assert run(copies, together, waits_for, reads_by(2)) == only(LANES_RACE, 0, 3)
-    assert run(reads_by(2), None, copies) == only(LANES_RACE, 0, 2)
-    assert not run(reads_by(2), together, copies)
-
-
-def test_atomics_are_in_any_order_with_each_other_alone() -> None:
-    def adds(warp: int) -> Step:
-        return lambda of: of.adds(warp, HERE)
-
-    assert not run(adds(0), adds(1))
-    assert run(adds(0), reads(1)) == only(RACE, 0, 1)
-    assert run(writes(0), adds(1)) == only(RACE, 0, 1)
-
-
-def test_cells_are_told_apart() -> None:
-    def writes_cells(warp: int, *cells: int) -> Step:
-        return lambda of: of.writes(warp, np.array(cells))
-
-    assert not run(writes_cells(0, 1, 3), writes_cells(1, 2, 4))
-    assert run(writes_cells(0, 1, 3), writes_cells(1, 2, 3)) == only(RACE, 0, 1)
+def test_findings_name_the_place() -> None:
     found = Clocks(2)
     found.writes(0, np.array([6, 7]))
     found.reads(1, np.array([4, 5, 7]))
     assert "shared memory of CTA 0, byte 0xe" in found.findings[RACE, -1, -1].text
 
 
-# mbarriers
-
-
-def test_an_mbarrier_is_used_after_it_was_made_known() -> None:
-    def begins_here(of: Clocks) -> None:
-        of.init(0, FULL)
-
-    def fence(of: Clocks) -> None:
-        of.fence_init(0)
-
-    for fenced in (fence, fences(0)):
-        assert not run(begins_here, fenced, meets, arrives_at(1, FULL), loads(1))
-    assert run(begins_here, fence, None, arrives_at(1, FULL)) == only(RACE, 0, 3)
-    assert run(begins_here, None, meets, arrives_at(1, FULL), loads(1)) == only(INIT, 0, 4)
-    assert run(begins_here, None, meets, commits(1)) == only(INIT, 0, 3)
-
-
-def test_a_wait_takes_what_all_arrivals_hand_on() -> None:
-    steps = [begins(FULL), writes(0), arrives_at(0, FULL), completes(FULL), waits(1, FULL), reads(1)]
-    assert not run(*steps)
-    assert run(*steps[:4], None, steps[5]) == only(RACE, 1, 5)
-    assert run(*steps[:2], None, *steps[3:]) == only(RACE, 1, 5)
-    assert run(*steps[:3], None, *steps[4:]) == only(RACE, 1, 5)  # the phase before the first
-
-
-def test_copies_of_one_phase_are_in_no_order() -> None:
-    assert run(begins(FULL), loads(0), loads(0)) == only(RACE, 1, 2)
-
-
-@pytest.mark.parametrize("released", [True, False])
-def test_a_stage_is_overwritten_after_it_was_released(released: bool) -> None:
-    """A ring of one stage: filled by warp 0, read by warp 1, filled again."""
-    found = run(
-        begins(FULL, EMPTY),
-        arrives_at(0, FULL),
-        loads(0),
-        completes(FULL),
-        waits(1, FULL),
-        reads(1),
-        fences(1),
-        arrives_at(1, EMPTY),
-        completes(EMPTY),
-        waits(0, EMPTY) if released else None,
-        arrives_at(0, FULL),
-        loads(0),
-    )
-    assert found == ([] if released else [(RACE, 5, 11), (RACE, 2, 11)])
-
-
-@pytest.mark.parametrize("released", [True, False])
-def test_a_phase_may_not_pass_by_who_waits(released: bool) -> None:
-    """Who waits for phase 0 must have done so before phase 1 completes, as both have its parity afterwards."""
-    found = run(
-        begins(FULL, EMPTY),
-        arrives_at(0, FULL),
-        completes(FULL),
-        waits(1, FULL),
-        arrives_at(1, EMPTY),
-        completes(EMPTY),
-        waits(0, EMPTY) if released else None,
-        arrives_at(0, FULL),
-        completes(FULL),
-    )
-    assert found == ([] if released else only(PHASE, 3, 8))
-
-
-# The async proxy
-
-
-@pytest.mark.parametrize("read", ["store", "product", "wgmma"])
-@pytest.mark.parametrize("fenced", ["before the barrier", "by the reader", "behind the barrier", "never"])
-def test_what_threads_wrote_needs_a_proxy_fence_of_the_writer(read: str, fenced: str) -> None:
-    by_proxy: dict[str, Step] = {
-        "store": lambda of: of.bulk_store(1, HERE),
-        "product": multiplies(1),
-        "wgmma": lambda of: of.multiply(0, [1], HERE),
-    }
-    found = run(
-        writes(0),
-        fences(0) if fenced == "before the barrier" else None,
-        meets,
-        {"by the reader": fences(1), "behind the barrier": fences(0)}.get(fenced),
-        by_proxy[read],
-    )
-    assert found == ([] if fenced == "before the barrier" else only(PROXY, 0, 4))
-
-
-def test_what_is_written_behind_a_fence_needs_another() -> None:
-    assert run(fences(0), writes(0), meets, multiplies(1)) == only(PROXY, 1, 3)
-
-
-def test_what_cp_async_wrote_needs_a_wait_and_then_a_fence() -> None:
-    def copies(of: Clocks) -> None:
-        of.copy(0, HERE)
-        of.commit_copies(0)
-
-    def waits_for(of: Clocks) -> None:
-        of.wait_copies(0, 0)
-
-    assert not run(copies, waits_for, fences(0), meets, multiplies(1))
-    assert run(copies, waits_for, None, meets, multiplies(1)) == only(PROXY, 0, 4)
-    assert run(copies, fences(0), waits_for, meets, multiplies(1)) == only(PROXY, 0, 4)
-
-
-def test_reads_of_threads_before_a_copy_are_advice_without_a_fence() -> None:
-    assert not run(begins(FULL), reads(1), fences(1), meets, loads(0))
-    assert run(begins(FULL), reads(1), None, meets, loads(0)) == only(REUSE, 1, 4)
-    assert REUSE in clocks.ADVICE
-    assert run(begins(FULL), writes(1), None, meets, loads(0)) == only(PROXY, 1, 4)
-
-
-def test_groups_of_cp_async_end_in_order() -> None:
-    def copies(at: int) -> Step:
-        def step(of: Clocks) -> None:
-            of.copy(0, HERE + at)
-            of.commit_copies(0)
-
-        return step
-
-    def waits_for_all_but(most: int) -> Step:
-        return lambda of: of.wait_copies(0, most)
-
-    assert not run(copies(0), copies(64), waits_for_all_but(1), reads(0))
-    assert run(copies(64), copies(0), waits_for_all_but(1), reads(0)) == only(RACE, 1, 3)
-
-
-def test_a_cta_ends_after_bulk_stores_have_read_shared_memory() -> None:
-    steps: list[Step] = [lambda of: of.bulk_store(0, HERE), lambda of: of.commit_bulk(0), lambda of: of.wait_bulk(0, 0)]
-    assert not run(*steps, Clocks.finish)
-    for left_out in (1, 2):
-        some = [None if i == left_out else step for i, step in enumerate(steps)]
-        assert run(*some, Clocks.finish) == only(END, 0, 0)
-
-
-# Warpgroups
-
-
-def test_wgmma_reads_behind_what_all_its_warps_know() -> None:
-    def some(*warps: int) -> Step:
-        def step(of: Clocks) -> None:
-            of.arrive(2, [0, *warps])
-            of.release(2, warps)
-
-        return step
-
-    def multiplies_here(of: Clocks) -> None:
-        of.multiply(0, [1, 2], HERE)
-
-    assert not run(writes(0), fences(0), some(1, 2), multiplies_here, warps=3)
-    assert run(writes(0), fences(0), some(1), multiplies_here, warps=3) == only(RACE, 0, 3)
-
-
-# Tensor memory
-
-
-def test_products_are_done_when_their_commit_has_arrived() -> None:
-    steps = [begins(FULL), multiplies(0), commits(0), waits(1, FULL), loads_result(1)]
-    assert not run(*steps)
-    assert run(*steps[:3], None, steps[4]) == only(RACE, 1, 4)
-    assert run(*steps[:2], None, *steps[3:]) == only(RACE, 1, 4)
-    assert run(steps[0], steps[2], steps[1], *steps[3:]) == only(RACE, 2, 4)  # behind the commit
-    assert run(*steps[:2], None, meets, loads_result(0)) == only(RACE, 1, 4)  # not in order for who started them
-
-
-def test_operands_of_products_are_free_when_their_commit_has_arrived() -> None:
-    steps = [begins(FULL), multiplies(0), commits(0), waits(1, FULL)]
-    for overwrites in (writes(1), loads(1, EMPTY)):
-        start = begins(FULL, EMPTY)
-        assert not run(start, *steps[1:], overwrites)
-        assert run(start, *steps[1:3], None, overwrites) == only(RACE, 1, 4)
-
-
-def test_products_into_one_accumulator_are_in_order() -> None:
-    assert not run(multiplies(0), multiplies(0))
-    assert run(multiplies(0), multiplies(0, to=1)) == only(PIPELINE, 0, 1)
-    assert PIPELINE in clocks.ADVICE
-    assert run(multiplies(0), meets, multiplies(1)) == only(RACE, 0, 2)  # another warp's pipe
-
-
-def stores_tmem(warp: int) -> Step:
-    return lambda of: of.store_tmem(warp, HERE)
-
-
-def waits_for_loads(of: Clocks) -> None:
-    of.wait_loads(0)
-
-
-@pytest.mark.parametrize("used", [("%r1", "%r2"), ("%r2",)])
-def test_what_is_loaded_from_tmem_may_be_overwritten_after_a_wait(used: tuple[str, ...]) -> None:
-    """Where all registers were used, advice."""
-
-    def loads_here(of: Clocks) -> None:
-        of.load_tmem(0, HERE, ("%r1", "%r2"))
-
-    def uses(of: Clocks) -> None:
-        of.use(0, used)
-
-    for next_access in (stores_tmem(0), stores_tmem(1)):
-        assert not run(loads_here, waits_for_loads, uses, meets, next_access)
-        kind = REGISTERS if len(used) == 2 else RACE
-        assert run(loads_here, None, uses, meets, next_access) == only(kind, 0, 4)
-    assert REGISTERS in clocks.ADVICE
-
-
-def test_tmem_is_used_after_it_was_allocated() -> None:
-    def owns(of: Clocks) -> None:
-        of.own_tmem(1, np.arange(512))
-
-    assert not run(owns, meets, stores_tmem(0))
-    assert run(owns, None, stores_tmem(0)) == only(RACE, 0, 2)
-
-
-def test_relaxed_barriers_do_not_order_shared_memory() -> None:
-    steps: list[Step] = [
-        lambda of: of.fence_tmem_before(0),
-        arrives_at(0, FULL, relaxed=True),
-        completes(FULL),
-        waits(1, FULL, relaxed=True),
-        lambda of: of.fence_tmem_after(1),
-    ]
-    assert run(begins(FULL), writes(0), *steps, reads(1)) == only(RACE, 1, 7)
-
-
-# CTAs
-
-
-def test_ctas_of_a_cluster_have_memories_of_their_own() -> None:
-    def of_clocks(meet: bool, cta: int) -> Iterator[tuple[str, int, int]]:
-        of = Clocks(2, ctas=2)
-        of.writes(0, HERE, cta=0)
-        if meet:
-            of.arrive("cluster", [0, 1])
-            of.meet("cluster")
-            of.learn("cluster", [1])
-        of.reads(1, HERE, cta=cta)
-        yield from of.findings
-
-    assert not [*of_clocks(False, 1)]
-    assert not [*of_clocks(True, 0)]
-    assert [kind for kind, *_ in of_clocks(False, 0)] == [RACE]
-
-
-@pytest.mark.parametrize("what", ["arrives", "commits", "loads"])
-@pytest.mark.parametrize("waited", [True, False])
-def test_a_cta_ends_after_what_reaches_it(what: str, waited: bool) -> None:
-    """Warp 1 of CTA 1 arrives at an mbarrier of CTA 0, or the CTA's own copy does."""
-
-    def step(of: Clocks) -> None:
-        if what == "arrives":
-            of.arrive_at(1, FULL)
-        elif what == "commits":
-            of.mma(1, [], [(of.tmem[1], RESULT)], 0)
-            of.commit_mma(1, [FULL])
-            of.arrive_committed(FULL)
-        else:
-            of.bulk_load(0, FULL, HERE)
-        of.complete(FULL)
-
-    steps = [begins(FULL), step, waits(0, FULL) if waited else None, Clocks.finish]
-    assert run(*steps, ctas=2) == ([] if waited else only(END, 1, 1))
+def test_what_relies_on_more_than_the_isa_says_is_advice() -> None:
+    assert {ELECTED, PIPELINE, REGISTERS, REUSE} == clocks.ADVICE
 
 
 # Programs, of which one line is left out

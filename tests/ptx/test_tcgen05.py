@@ -8,19 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ptx.assembly import run
+from tests.ptx.assembly import run, wait
 
 LATE = pytest.mark.parametrize("late", [True, False])
 COLUMNS = 128
-START = """
+ALLOC = "@%p14 tcgen05.alloc.cta_group::{group}.sync.aligned.shared::cta.b32 [%r10+16], {columns};"
+START = f"""
     setp.eq.s32 %p15, %r0, 0;
     add.s32 %r10, %r2, 196608;
     shr.u32 %r11, %r0, 5;
     setp.eq.s32 %p14, %r11, 0;
     @%p15 mbarrier.init.shared.b64 [%r10], 1;
     @%p15 mbarrier.init.shared.b64 [%r10+8], 1;
-    @%p14 tcgen05.alloc.cta_group::{group}.sync.aligned.shared::cta.b32 [%r10+16], {columns};
-    @%p14 tcgen05.relinquish_alloc_permit.cta_group::{group}.sync.aligned;
+    {ALLOC}
+    @%p14 tcgen05.relinquish_alloc_permit.cta_group::{{group}}.sync.aligned;
     bar.sync 0;
     ld.shared.b32 %r12, [%r10+16];
     and.b32 %r13, %r11, 3;
@@ -31,16 +32,6 @@ START = """
 END = """
     bar.sync 0;
     @%p14 tcgen05.dealloc.cta_group::{group}.sync.aligned.b32 %r12, {columns};
-"""
-WAIT = """
-    {{
-        .reg .pred P1;
-        LAB_WAIT:
-        mbarrier.try_wait.parity.shared.b64 P1, [%r10{at}], 0;
-        @P1 bra.uni DONE;
-        bra.uni LAB_WAIT;
-        DONE:
-    }}
 """
 
 
@@ -81,31 +72,22 @@ def test_a_lane_of_tmem_for_each_thread(late: bool, waits: bool) -> None:
     assert torch.equal(got, torch.cat([written if waits or not late else nan, nan], 1).int())
 
 
-def test_a_warp_reaches_its_quarter_alone() -> None:
-    with pytest.raises(RuntimeError, match="not their quarter"):
-        run(whole(f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {registers(32, 16)}, [%r12];"), threads=128)
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         (f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {registers(32, 16)}, [%r13+120];", "are allocated"),
         (f"@%p15 tcgen05.ld.sync.aligned.32x32b.x16.b32 {registers(32, 16)}, [%r13];", "take part"),
-        ("@%p14 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r10+16], 32;", "permit"),
+        (ALLOC.format(group=1, columns=32), "permit"),
         ("@%p14 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r12, 64;", "dealloc of 64 columns"),
         ("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r12, 128;", "takes one"),
         ("ret;", "returns without tcgen05.dealloc"),
+        (f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {registers(32, 16)}, [%r12];", "not their quarter"),
+        *((ALLOC.format(group=1, columns=n), f"alloc of {n} columns") for n in (16, 48, 1024)),
     ],
 )
 def test_wrong_use_of_tmem(body: str, message: str) -> None:
     with pytest.raises((RuntimeError, MemoryError), match=message):
         run(whole(body), threads=128)
-
-
-@pytest.mark.parametrize("columns", [16, 48, 1024])
-def test_columns_that_no_allocation_may_have(columns: int) -> None:
-    with pytest.raises(RuntimeError, match=f"alloc of {columns} columns"):
-        run(whole("", columns=columns), threads=128)
 
 
 # Products
@@ -162,9 +144,7 @@ LOAD = """
 def load(left: Tensor, right: Tensor) -> str:
     """Of one CTA."""
     sizes = [x.numel() * 2 for x in (left, right)]
-    return LOAD.format(left_of_cta=0, right_of_cta=0, bytes=sum(sizes), left=sizes[0], right=sizes[1]) + WAIT.format(
-        at=""
-    )
+    return LOAD.format(left_of_cta=0, right_of_cta=0, bytes=sum(sizes), left=sizes[0], right=sizes[1]) + wait(0)
 
 
 def product(group: int, left: str, right: int, of: int, add: int = 0, to: int = 0, who: str = "%p15") -> str:
@@ -174,7 +154,7 @@ def product(group: int, left: str, right: int, of: int, add: int = 0, to: int = 
     """
 
 
-COMMIT = "@%p15 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r10+8];" + WAIT.format(at="+8")
+COMMIT = "@%p15 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r10+8];" + wait(0, "+8")
 
 
 def numbers(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -277,15 +257,13 @@ def test_pairs_of_ctas_multiply_together(rows: int, late: bool) -> None:
     bytes_a, bytes_b = (x[0].numel() * 2 for x in (a, b))
     body = f"cvt.u64.u32 %rd20, %r1; mul.lo.s64 %rd21, %rd20, {bytes_a}; mul.lo.s64 %rd22, %rd20, {bytes_b};"
     body += LOAD.format(left_of_cta="%rd21", right_of_cta="%rd22", bytes=bytes_a + bytes_b, left=bytes_a, right=bytes_b)
-    body += (
-        WAIT.format(at="") + "barrier.cluster.arrive; barrier.cluster.wait; setp.eq.s32 %p2, %r3, 0; mov.b16 %rs0, 3;"
-    )
+    body += wait(0) + "barrier.cluster.arrive; barrier.cluster.wait; setp.eq.s32 %p2, %r3, 0; mov.b16 %rs0, 3;"
     body += f"mov.b64 %rd12, {descriptor(0, *halves[0][1:], 32)};"
     right_at = descriptor(RIGHT_AT, *halves[2][1:], 32)
     body += product(2, "%rd12", right_at, shape(rows, columns, torch.bfloat16), who="%p2")
     body += """
         @%p2 tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r10+8], %rs0;
-    """ + WAIT.format(at="+8")
+    """ + wait(0, "+8")
     body += read_columns(64) + "barrier.cluster.arrive; barrier.cluster.wait;"
     got = run(whole(body, 2), a, b, threads=128, columns=64, cluster=2, late=late)
     if rows == 256:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.ptx.decode import Flow, Run, opcode, unsupported
+from tests.ptx.decode import Flow, Run, action, opcode, unsupported
 from tests.ptx.listing import Instruction
 from tests.ptx.registers import LANES
 
@@ -84,35 +84,6 @@ def vote(program: Program, of: Instruction, how: str, kind: str) -> Run:
     return run
 
 
-@opcode(r"redux\.sync\.(add|min|max|and|or|xor)\.([bsu]32)")
-def reduce(program: Program, of: Instruction, how: str, kind: str) -> Run:
-    from tests.ptx.arithmetic import BINARY
-    from tests.ptx.values import TYPES
-
-    to, x = (program.key(operand, TYPES[kind]) for operand in of.operands[:2])
-    function: Any = BINARY[how]
-
-    def run(threads: Threads) -> None:
-        threads.whole_warps(of.name)
-        of_warps = function.reduce(threads.take(x).reshape(-1, LANES), axis=1)
-        threads.put(to, np.repeat(of_warps, LANES))
-
-    return run
-
-
-@opcode(r"match\.any\.sync\.b32")
-def match(program: Program, of: Instruction) -> Run:
-    to, x = (program.key(operand, "u4") for operand in of.operands[:2])
-
-    def run(threads: Threads) -> None:
-        threads.whole_warps(of.name)
-        values = threads.take(x).reshape(-1, LANES)
-        same = values[:, :, None] == values[:, None, :]
-        threads.put(to, (same.astype("u4") << np.arange(LANES, dtype="u4")).sum(2, dtype="u4").reshape(-1))
-
-    return run
-
-
 @opcode(r"elect\.sync")
 def elect(program: Program, of: Instruction) -> Run:
     """The first lane."""
@@ -130,11 +101,6 @@ def elect(program: Program, of: Instruction) -> Run:
     return run
 
 
-@opcode(r"activemask\.b32")
-def active_mask(program: Program, of: Instruction) -> Run:
-    raise unsupported(of, "a mask that depends on the schedule")
-
-
 # Where threads go
 
 
@@ -144,14 +110,11 @@ def branch(program: Program, of: Instruction) -> Run:
     return lambda threads: Flow(target, threads)
 
 
-@opcode(r"(?:ret|exit)")
-def leave(program: Program, of: Instruction) -> Run:
-    def run(threads: Threads) -> Flow:
-        threads.cta.exit(threads)
-        threads.cta.cluster.check_arrivals()
-        return Flow(0, None)
-
-    return run
+@action(r"(?:ret|exit)")
+def leave(threads: Threads, of: Instruction) -> Flow:
+    threads.cta.exit(threads)
+    threads.cta.cluster.check_arrivals()
+    return Flow(0, None)
 
 
 @opcode(r"(?:bar|barrier)(?:\.cta)?\.(sync|arrive)(?:\.aligned)?")
@@ -172,15 +135,11 @@ def barrier(program: Program, of: Instruction, what: str) -> Run:
     return run
 
 
-@opcode(r"bar\.warp\.sync")
-def sync_warp(program: Program, of: Instruction) -> Run:
+@action(r"bar\.warp\.sync")
+def sync_warp(threads: Threads, of: Instruction) -> None:
     """Threads with one program counter run together: lanes that come later do not meet here."""
-
-    def run(threads: Threads) -> None:
-        check_members(threads, of, of.operands[0])
-        threads.cta.observer.syncs_warps(threads)
-
-    return run
+    check_members(threads, of, of.operands[0])
+    threads.cta.observer.syncs_warps(threads)
 
 
 @opcode(r"barrier\.cluster\.(arrive|wait)(?:\.relaxed|\.release|\.acquire)?(?:\.aligned)?")
@@ -202,25 +161,13 @@ def cluster_barrier(program: Program, of: Instruction, what: str) -> Run:
     return arrive if what == "arrive" else wait
 
 
-@opcode(r"(?:fence|membar)\..*")
-def fence(program: Program, of: Instruction) -> Run:
+@action(
+    r"fence\.(?:proxy\.async(?:\.global|\.shared::c(?:ta|luster))?|mbarrier_init\.release\.cluster"
+    r"|acq_rel\.(?:cta|cluster|gpu)|sc\.gpu)|membar\.(?:cta|gl)"
+)
+def fence(threads: Threads, of: Instruction) -> None:
     """Execution is in order: fences are for the observer alone."""
-    known = (
-        "fence.proxy.async",
-        "fence.proxy.async.shared::cta",
-        "fence.proxy.async.global",
-        "fence.mbarrier_init.release.cluster",
-        "fence.acq_rel.gpu",
-        "fence.acq_rel.cta",
-        "fence.acq_rel.cluster",
-        "fence.sc.gpu",
-        "membar.gl",
-        "membar.cta",
-        "fence.proxy.async.shared::cluster",
-    )
-    if of.name not in known:
-        raise unsupported(of, "a fence")
-    return lambda threads: threads.cta.observer.fences(threads, of.name)
+    threads.cta.observer.fences(threads, of.name)
 
 
 @opcode(r"griddepcontrol\.(wait|launch_dependents)")
@@ -229,29 +176,25 @@ def dependent_grids(program: Program, of: Instruction, what: str) -> Run:
     return lambda threads: None
 
 
-@opcode(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32")
-def set_registers(program: Program, of: Instruction, what: str) -> Run:
+@action(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32")
+def set_registers(threads: Threads, of: Instruction, what: str) -> Flow | None:
     """Waits, as the GPU does, until the register file of the SM has them."""
     count = int(of.operands[0])
     if count % 8 or not 24 <= count <= 256:
         raise unsupported(of, "a count of registers")
-
-    def run(threads: Threads) -> Flow | None:
-        cta = threads.cta
-        before = list(cta.register_limits)
-        for warp in threads.whole_warps(of.name):
-            if (count - cta.register_limits[warp]) * (1 if what == "inc" else -1) < 0:
-                raise RuntimeError(f"{of.text} of warp {warp}, which has {cta.register_limits[warp]}")
-            cta.register_limits[warp] = count
-        if what == "inc" and not cta.registers_fit():
-            cta.register_limits = before
-            cta.waiting_for_registers.append((cta.pc, threads.bits))
-            cta.block(cta.pc, threads, f"{count} registers")
-            return Flow(0, None)
-        if what == "dec":
-            for at, bits in cta.waiting_for_registers:
-                cta.unblock(at, bits)
-            cta.waiting_for_registers = []
-        return None
-
-    return run
+    cta = threads.cta
+    before = list(cta.register_limits)
+    for warp in threads.whole_warps(of.name):
+        if (count - cta.register_limits[warp]) * (1 if what == "inc" else -1) < 0:
+            raise RuntimeError(f"{of.text} of warp {warp}, which has {cta.register_limits[warp]}")
+        cta.register_limits[warp] = count
+    if what == "inc" and not cta.registers_fit():
+        cta.register_limits = before
+        cta.waiting_for_registers.append((cta.pc, threads.bits))
+        cta.block(cta.pc, threads, f"{count} registers")
+        return Flow(0, None)
+    if what == "dec":
+        for at, bits in cta.waiting_for_registers:
+            cta.unblock(at, bits)
+        cta.waiting_for_registers = []
+    return None

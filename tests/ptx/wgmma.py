@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.ptx.cta import NAN
-from tests.ptx.decode import Run, opcode, unsupported
+from tests.ptx.decode import Run, action, opcode, unsupported
 from tests.ptx.groups import Groups
 from tests.ptx.listing import Instruction, names
-from tests.ptx.matrices import Layout, places
+from tests.ptx.matrices import Layout, layout_of, places
 from tests.ptx.observer import Operation, Region
 from tests.ptx.registers import GROUP, LANES, Threads
 from tests.ptx.values import numbers, product
@@ -33,7 +33,6 @@ class Product(NamedTuple):
     right: Any
     kind: str
     add: bool
-    operation: Operation
 
 
 class Warpgroup:
@@ -59,46 +58,37 @@ def warpgroups(threads: Threads) -> list[tuple[Threads, Warpgroup]]:
     return found
 
 
-def layout_of(descriptor: int) -> Layout:
-    start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+def layout(descriptor: int) -> Layout:
     if descriptor >> 46 & 0xFFFF:
         raise NotImplementedError(f"a matrix descriptor of WGMMA {descriptor:#x}")
-    return Layout(start, leading, stride, SWIZZLES[descriptor >> 62])
+    return layout_of(descriptor, SWIZZLES[descriptor >> 62])
 
 
-@opcode(r"wgmma\.fence\.sync\.aligned")
-def fence(program: Program, of: Instruction) -> Run:
-    return lambda threads: threads.cta.observer.fences(threads, "wgmma.fence")
+@action(r"wgmma\.fence\.sync\.aligned")
+def fence(threads: Threads, of: Instruction) -> None:
+    threads.cta.observer.fences(threads, "wgmma.fence")
 
 
-@opcode(r"wgmma\.commit_group\.sync\.aligned")
-def commit(program: Program, of: Instruction) -> Run:
-    def run(threads: Threads) -> None:
-        for _, group in warpgroups(threads):
-            group.products.commit()
-        threads.cta.observer.commits_group(threads, "wgmma")
-
-    return run
+@action(r"wgmma\.commit_group\.sync\.aligned")
+def commit(threads: Threads, of: Instruction) -> None:
+    for _, group in warpgroups(threads):
+        group.products.commit()
+    threads.cta.observer.commits_group(threads, "wgmma")
 
 
-@opcode(r"wgmma\.wait_group\.sync\.aligned")
-def wait(program: Program, of: Instruction) -> Run:
+@action(r"wgmma\.wait_group\.sync\.aligned")
+def wait(threads: Threads, of: Instruction) -> None:
     most = int(of.operands[0])
-
-    def run(threads: Threads) -> None:
-        cta = threads.cta
-        for each, group in warpgroups(threads):
-            for ended in group.products.wait(most):
-                if not cta.cluster.late:
-                    add_product(each, group, ended)
-                cta.observer.ends(ended.operation)
-            unfinished = [*group.products.groups, group.products.started]
-            waiting = {x for products in unfinished for started in products for x in started.sums}
-            for x in group.sums.keys() - waiting:
-                each.put(x, group.sums.pop(x))
-        cta.observer.waits_group(threads, "wgmma", most, False)
-
-    return run
+    cta = threads.cta
+    for each, group in warpgroups(threads):
+        for ended in group.products.wait(most):
+            if not cta.cluster.late:
+                add_product(each, group, ended)
+        unfinished = [*group.products.groups, group.products.started]
+        waiting = {x for products in unfinished for started in products for x in started.sums}
+        for x in group.sums.keys() - waiting:
+            each.put(x, group.sums.pop(x))
+    cta.observer.waits_group(threads, "wgmma", most)
 
 
 @opcode(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.(?:bf16|f16)")
@@ -116,17 +106,17 @@ def multiply(program: Program, of: Instruction, columns: str, kind: str) -> Run:
     def run(threads: Threads) -> None:
         for each, group in warpgroups(threads):
             cta = each.cta
-            *of_left, of_right = (layout_of(each.agree(key, "a descriptor")) for key in descriptors)
+            *of_left, of_right = (layout(each.agree(key, "a descriptor")) for key in descriptors)
             right = places(of_right, int(columns), transposed[1])
             tile = places(of_left[0], 64, transposed[0]) if of_left else left
             reads = [Region(cta, "shared", x, 2) for x in ([tile, right] if of_left else [right])]
-            operation = Operation(each, "wgmma", reads, [])
-            started = Product(sums, tile, right, kind, bool(each.agree(add, "the sums")), operation)
+            started = Product(sums, tile, right, kind, bool(each.agree(add, "the sums")))
             for x in sums:
-                group.sums.setdefault(x, each.take(x).copy())
+                if x not in group.sums:
+                    group.sums[x] = each.take(x).copy()
                 each.views[x].view("u4")[:] = NAN
             group.products.started.append(started)
-            cta.observer.starts(each, operation)
+            cta.observer.starts(each, Operation("wgmma", reads, []))
             if cta.cluster.late:
                 add_product(each, group, started)
 

@@ -139,10 +139,5 @@ def upstream() -> Child:
     return Child(sys.executable, str(SCRIPT), TRITON_INTERPRET="0")
 
 
-@functools.cache
-def interpreter() -> Child:
-    return Child(sys.executable, str(SCRIPT), TRITON_INTERPRET="1")
-
-
 def guarded() -> Child:
     return Child(sys.executable, "-I", str(GUARDED_SCRIPT))

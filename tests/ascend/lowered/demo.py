@@ -1,6 +1,6 @@
-"""Three small ops that the harness is tried on: rows with block copies, a bf16 `tl.dot`, a grid-stride reduction.
+"""An op that the harness is tried on, softmax of rows, and its defects, which the harness must catch.
 
-Each is written as an op of the package is: a kernel, a planner, a launcher that goes through `ascend_kernels.launch`.
+It is written as an op of the package is: a kernel, a planner, a launcher that goes through `ascend_kernels.launch`.
 """
 
 from __future__ import annotations
@@ -43,22 +43,42 @@ def plan_rows(rows: int, columns: int) -> RowPlan:
 
 
 @triton.jit
-def softmax_kernel(p_x, p_out, rows, columns, x_stride, out_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def softmax_kernel(
+    p_x,
+    p_out,
+    rows,
+    columns,
+    x_stride,
+    out_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEFECT: tl.constexpr = "",
+):
     o_column = tl.arange(0, COLUMNS)
     for i_tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         o_row = i_tile * ROWS + tl.arange(0, ROWS)
         mask = (o_row < rows)[:, None] & (o_column < columns)[None, :]
-        b_x = tl.load(p_x + o_row[:, None] * x_stride + o_column[None, :], mask=mask, other=-float("inf")).to(
-            tl.float32
-        )
+        if DEFECT == "a row too many":
+            loaded = (o_row <= rows)[:, None] & (o_column < columns)[None, :]
+        else:
+            loaded = mask
+        if DEFECT == "clamped":  # right, but no block can be copied
+            inside = tl.minimum(o_row, rows - 1)[:, None] * x_stride + tl.minimum(o_column, columns - 1)[None, :]
+            b_x = tl.where(mask, tl.load(p_x + inside).to(tl.float32), -float("inf"))
+        else:
+            p_row = p_x + o_row[:, None] * x_stride + o_column[None, :]
+            b_x = tl.load(p_row, mask=loaded, other=-float("inf")).to(tl.float32)
         b_exp = tl.exp(b_x - tl.max(b_x, 1)[:, None])
         b_out = b_exp / tl.sum(b_exp, 1)[:, None]
-        p_tile = p_out + o_row[:, None] * out_stride + o_column[None, :]
+        if DEFECT == "a row too early":
+            p_tile = p_out + (o_row[:, None] - (columns > 0)) * out_stride + o_column[None, :]
+        else:
+            p_tile = p_out + o_row[:, None] * out_stride + o_column[None, :]
         tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=mask)
 
 
-def softmax(x: Tensor, *, kernel: Any = softmax_kernel, plan: RowPlan | None = None, **changed: Any) -> Tensor:
-    """Softmax over the last dim of `[rows, columns]`; kernel, plan and arguments can be exchanged for broken ones."""
+def softmax(x: Tensor, *, defect: str = "", plan: RowPlan | None = None, **changed: Any) -> Tensor:
+    """Softmax over the last dim of `[rows, columns]`; plan and arguments can be exchanged for broken ones."""
     rows, columns = x.shape
     plan = plan or plan_rows(rows, columns)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -70,55 +90,25 @@ def softmax(x: Tensor, *, kernel: Any = softmax_kernel, plan: RowPlan | None = N
         "x_stride": x.stride(0),
         "out_stride": out.stride(0),
     }
-    launch(kernel, plan.grid, {**arguments, **changed}, {"ROWS": plan.rows, "COLUMNS": plan.columns}, num_warps=4)
+    constants = {"ROWS": plan.rows, "COLUMNS": plan.columns, "DEFECT": defect}
+    launch(softmax_kernel, plan.grid, {**arguments, **changed}, constants, num_warps=4)
     return out
 
 
 @triton.jit
-def matmul_kernel(p_a, p_b, p_out, m, n, k, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    o_m = tl.program_id(0) * M + tl.arange(0, M)
-    o_n = tl.program_id(1) * N + tl.arange(0, N)
-    b_out = tl.zeros((M, N), dtype=tl.float32)
-    for start in range(0, k, K):
-        o_k = start + tl.arange(0, K)
-        b_a = tl.load(p_a + o_m[:, None] * k + o_k[None, :], mask=(o_m < m)[:, None] & (o_k < k)[None, :], other=0.0)
-        b_b = tl.load(p_b + o_k[:, None] * n + o_n[None, :], mask=(o_k < k)[:, None] & (o_n < n)[None, :], other=0.0)
-        b_out += tl.dot(b_a, b_b)
-    p_tile = p_out + o_m[:, None] * n + o_n[None, :]
-    tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=(o_m < m)[:, None] & (o_n < n)[None, :])
-
-
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`[m, k] @ [k, n]`, contiguous."""
-    (m, k), n = a.shape, b.shape[1]
-    out = torch.empty(m, n, dtype=a.dtype, device=a.device)
-    grid = (triton.cdiv(m, 32), triton.cdiv(n, 32))
-    arguments = {"p_a": a, "p_b": b, "p_out": out, "m": m, "n": n, "k": k}
-    launch(matmul_kernel, grid, arguments, {"M": 32, "N": 32, "K": 16}, num_warps=4)
-    return out
+def upcast_matmul(p_a, p_b, p_out, m, n, k, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    """One tile, with operands that leave bf16 before the `tl.dot`."""
+    o_m, o_n, o_k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    b_a = tl.load(p_a + o_m[:, None] * k + o_k[None, :], mask=(o_m < m)[:, None] & (o_k < k)[None, :], other=0.0)
+    b_b = tl.load(p_b + o_k[:, None] * n + o_n[None, :], mask=(o_k < k)[:, None] & (o_n < n)[None, :], other=0.0)
+    b_out = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32))
+    tl.store(p_out + o_m[:, None] * n + o_n[None, :], b_out, mask=(o_m < m)[:, None] & (o_n < n)[None, :])
 
 
 @triton.jit
-def partial_sums_kernel(p_x, p_partial, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    o_column = tl.arange(0, COLUMNS)
-    b_sum = tl.zeros((COLUMNS,), dtype=tl.float32)
-    for i_tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        o_row = i_tile * ROWS + tl.arange(0, ROWS)
-        mask = (o_row < rows)[:, None] & (o_column < columns)[None, :]
-        b_x = tl.load(p_x + o_row[:, None] * columns + o_column[None, :], mask=mask, other=0.0).to(tl.float32)
-        b_sum += tl.sum(b_x, 0)
-    tl.store(p_partial + tl.program_id(0) * columns + o_column, b_sum, mask=o_column < columns)
-
-
-def column_sums(x: Tensor) -> Tensor:
-    """Sum over the rows of contiguous `[rows, columns]`, fp32: partial sums of each program, then their sum."""
-    rows, columns = x.shape
-    plan = plan_rows(rows, columns)
-    partial = torch.empty(plan.grid[0], columns, dtype=torch.float32, device=x.device)
-    out = torch.empty(1, columns, dtype=torch.float32, device=x.device)
-    constants = {"ROWS": plan.rows, "COLUMNS": plan.columns}
-    sizes = {"rows": rows, "columns": columns}
-    launch(partial_sums_kernel, plan.grid, {"p_x": x, "p_partial": partial, **sizes}, constants)
-    sizes = {"rows": plan.grid[0], "columns": columns}
-    launch(partial_sums_kernel, (1,), {"p_x": partial, "p_partial": out, **sizes}, constants)
-    return out[0]
+def writes_between_rows(p_x, p_out, rows, columns, x_stride, out_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Fills `out_stride` columns of all rows but the last, so what lies between the rows too."""
+    o_row, o_column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    mask = (o_row < rows - 1)[:, None] & (o_column < out_stride)[None, :]
+    p_tile = p_out + o_row[:, None] * out_stride + o_column[None, :]
+    tl.store(p_tile, tl.zeros((ROWS, COLUMNS), dtype=p_out.dtype.element_ty), mask=mask)

@@ -148,7 +148,6 @@ def test_compiles_for_sm_90(dtype: torch.dtype, size: tuple[int, str]) -> None:
     with recording(run=False) as launches:
         through_the_public_op(case, "triton")
     assert len(launches) == 3
+    proof.assert_compiles(launches)
     for one in launches:
-        compiled = proof.compile_ptx(one)
-        assert compiled.shared_bytes <= 227 << 10
-        assert ("cp.async" in compiled.ptx) == (one.constants.get("STAGES", 1) > 1)
+        assert ("cp.async" in proof.compile_ptx(one).ptx) == (one.constants.get("STAGES", 1) > 1)

@@ -1,4 +1,4 @@
-"""A child process that holds one Triton: triton-ascend, upstream, or upstream's interpreter. Started by children.py.
+"""A child process that holds one Triton, triton-ascend or upstream. Started by children.py.
 
 Each line of stdin is a request in JSON, each line of stdout its answer. Kernels come from their own source file.
 """
@@ -128,23 +128,7 @@ def compile_ptx(request: dict[str, Any]) -> dict[str, Any]:
     return {"ptx": compiled.asm["ptx"], "shared_bytes": compiled.metadata.shared}
 
 
-def interpret(request: dict[str, Any]) -> dict[str, Any]:
-    """Run the launches of a file, in order, through the package's launcher; write their tensors back."""
-    from ascend_kernels.launch import launch
-
-    path = Path(request["path"])
-    launches = torch.load(path, weights_only=True)
-    for one in launches:
-        launch(import_kernel(one), one["grid"], one["arguments"], one["constants"], **one["options"])
-    torch.save([one["arguments"] for one in launches], path)
-    return {}
-
-
-TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "lower": lower,
-    "ptx": compile_ptx,
-    "interpret": interpret,
-}
+TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"lower": lower, "ptx": compile_ptx}
 
 
 def main() -> None:
