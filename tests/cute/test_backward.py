@@ -1,4 +1,7 @@
-"""Gradients of NSA on an NVIDIA GPU against fp64 autograd of the oracle, with Hopper's tiles and with Blackwell's."""
+"""Training with NSA on an NVIDIA GPU: other ways to the same gradients, packs, what users build around a call.
+
+Gradients of all sizes and options are in test_nsa.py.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,7 @@ from nsa import LinearCompression, NSAConfig, NSAttention, nsa, nsa_forward, nsa
 from nsa.inputs import NSAInputs
 from tests.support import cases
 from tests.support.cute_cases import (
-    BACKWARD_OPTIONS,
     BF16,
-    FP16,
-    SIZES,
     SLACK,
     SOME,
     captured,
@@ -38,105 +38,7 @@ from tests.support.helpers import assert_as_alone, assert_within_budget
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 
 
-# Against the oracle
-
-
-@pytest.mark.parametrize(("tokens", "strategy"), cases.product(SIZES, STRATEGIES, cover=2), indirect=["strategy"])
-@pytest.mark.usefixtures("strategy")
-def test_sizes(tokens: int) -> None:
-    check_gradients(NSAInputs(*on_gpu(tokens), gate_proj_weight=gate_weight()), SOME)
-
-
-@pytest.mark.parametrize(
-    ("group", "dim", "strategy"),
-    cases.product([1, 2, 4, 8, 16], [64, 128], STRATEGIES, cover=2),
-    indirect=["strategy"],
-)
-@pytest.mark.usefixtures("strategy")
-def test_groups(group: int, dim: int) -> None:
-    check_gradients(NSAInputs(*on_gpu(700, 2 * group, 2, dim, batch=2)), SOME)
-
-
-@pytest.mark.parametrize(("dim", "v_dim"), [(64, 128), (128, 64)])
-def test_dims_of_values(dim: int, v_dim: int, strategy: str) -> None:
-    q, k, _ = on_gpu(600, dim=dim)
-    check_gradients(NSAInputs(q, k, on_gpu(600, dim=v_dim)[2]), SOME)
-
-
-def test_fp16(strategy: str) -> None:
-    check_gradients(NSAInputs(*on_gpu(900, dtype=FP16), gate_proj_weight=gate_weight(dtype=FP16)), SOME)
-
-
-@pytest.mark.parametrize(
-    ("changes", "batch", "strategy"),
-    cases.product(BACKWARD_OPTIONS, [1, 2], STRATEGIES, cover=2),
-    indirect=["strategy"],
-    ids=str,
-)
-@pytest.mark.usefixtures("strategy")
-def test_options(changes: dict[str, Any], batch: int) -> None:
-    check_gradients(NSAInputs(*on_gpu(3001, batch=batch), gate_proj_weight=gate_weight()), replace(SOME, **changes))
-
-
-def extras(inputs: NSAInputs, names: tuple[str, ...], dtype: torch.dtype = BF16) -> NSAInputs:
-    batch, tokens, heads, dim = inputs.q.shape
-    kv_heads, v_dim = inputs.v.shape[2:]
-    entries = SOME.num_compressed(tokens)
-    made = {
-        "w_k_compress": like(kv_heads, dim, dim, scale=dim**-0.5),
-        "w_v_compress": like(kv_heads, v_dim, v_dim, scale=v_dim**-0.5),
-        "gate_proj_weight": gate_weight(heads, dim, dtype),
-        "gates": like(batch, tokens, heads, 3, dtype=dtype),
-        "k_cmp": like(batch, entries, kv_heads, dim),
-        "v_cmp": like(batch, entries, kv_heads, v_dim, seed=8),
-    }
-    for seed, branch in enumerate(("slc", "win")):
-        made[f"k_{branch}"] = like(batch, tokens, kv_heads, dim, seed=10 + seed)
-        made[f"v_{branch}"] = like(batch, tokens, kv_heads, v_dim, seed=20 + seed)
-    return replace(inputs, **{name: made[name] for name in names})
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize("names", [("gates",), ("gate_proj_weight",)], ids="+".join)
-def test_gates(names: tuple[str, ...], dtype: torch.dtype) -> None:
-    """Gates that are given may be negative."""
-    check_gradients(extras(NSAInputs(*on_gpu(1000, batch=2)), names, dtype), SOME)
-
-
-OPTIONAL = [
-    ("w_k_compress",),
-    ("w_k_compress", "w_v_compress", "gate_proj_weight"),
-    ("k_cmp", "v_cmp"),
-    ("k_slc", "v_slc"),
-    ("k_slc", "v_slc", "k_win", "v_win", "gates"),
-]
-
-
-@pytest.mark.parametrize(
-    ("names", "strategy"), cases.product(OPTIONAL, STRATEGIES, cover=2), indirect=["strategy"], ids=str
-)
-@pytest.mark.usefixtures("strategy")
-def test_optional_tensors(names: tuple[str, ...]) -> None:
-    check_gradients(extras(NSAInputs(*on_gpu(1000)), names), SOME)
-
-
-@pytest.mark.parametrize(
-    "config", [SOME, NSAConfig.paper(num_selected_blocks=4, window_size=100)], ids=["tile", "token"]
-)
-def test_given_gates_and_one_key(config: NSAConfig) -> None:
-    """dq is 0: do weighted by a gate is rounded once, and its product with o is that of what was rounded."""
-    q, k, v = on_gpu(1, batch=16)
-    inputs = NSAInputs(q, k, v, gates=like(16, 1, 8, 3, seed=2, scale=3.0))
-    assert check_gradients(inputs, config)["q"].abs().max() < SLACK
-
-
-def test_gates_of_any_stride() -> None:
-    inputs = NSAInputs(*on_gpu(500))
-    gates = like(1, 500, 3, 8).transpose(-1, -2)
-    assert torch.equal(
-        nsa_forward(**inputs.tensors(), gates=gates), nsa_forward(**inputs.tensors(), gates=gates.clone())
-    )
-    check_gradients(replace(inputs, gates=gates), SOME)
+# Ways of computing the same
 
 
 def test_learned_compression() -> None:
@@ -160,9 +62,6 @@ def test_learned_compression() -> None:
     )
     for pool, gradient in zip(pools, expected, strict=True):
         torch.testing.assert_close(pool.weight.grad, gradient, rtol=0.05, atol=1e-2 * float(gradient.abs().max()))
-
-
-# Ways of computing the same
 
 
 @pytest.mark.parametrize("config", [SOME, replace(SOME, num_cmp_selected_blocks=2, compress_block_size=4,
@@ -212,17 +111,6 @@ def test_any_strides() -> None:
     torch.testing.assert_close(leaf.grad, together, rtol=2e-2, atol=2e-2 * float(together.abs().max()))
 
 
-@pytest.mark.parametrize(("shape", "recompute"), cases.product([(0, 256), (1, 0)], [True, False]))
-def test_empty(shape: tuple[int, int], recompute: bool) -> None:
-    q, k, v = (torch.ones(*shape, heads, 64, device="cuda", dtype=BF16, requires_grad=True) for heads in (4, 2, 2))
-    weight = gate_weight(4, 64).requires_grad_()
-    nsa(q, k, v, gate_proj_weight=weight, recompute=recompute).sum().backward()
-    assert q.grad is not None
-    assert q.grad.shape == q.shape
-    assert weight.grad is not None
-    assert not weight.grad.any()
-
-
 # Packed documents
 
 LENGTHS = (1, 0, 700, 64, 65, 1500, 3, 256)
@@ -232,6 +120,7 @@ PACKED = {
     "seed": SOME,
     "short blocks": replace(SOME, compress_block_size=16, select_block_size=64),
     "some": replace(SOME, num_cmp_selected_blocks=2, compress_block_size=4, select_block_size=64),
+    "per token": NSAConfig.paper(num_selected_blocks=6, window_size=200),
 }
 
 
