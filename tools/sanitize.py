@@ -138,10 +138,13 @@ class Case:
 
         keys = (sum(self.documents) + TAIL,) if self.documents else (self.batch, self.tokens)
         rows = (*keys[:-1], keys[-1] - self.first - sum(self.starts))
+        entries = (*keys[:-1], self.config.num_compressed(keys[-1]))
         k, v = (self.kv_heads, self.dim), (self.kv_heads, self.v_dim)
         shapes: dict[str, tuple[int, ...]] = {
             **{f"k_{branch}": (*keys, *k) for branch in ("slc", "win")},
             **{f"v_{branch}": (*keys, *v) for branch in ("slc", "win")},
+            "k_cmp": (*entries, *k),
+            "v_cmp": (*entries, *v),
             "gates": (*rows, self.heads, 3),
             "gate_proj_weight": (self.heads, 3, self.dim),
             "w_k_compress": (*k, self.dim),

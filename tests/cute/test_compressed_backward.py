@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -186,35 +187,28 @@ def test_causality() -> None:
 # On a GPU
 
 
-@pytest.mark.cuda
-@ATOMIC_FREE
-@pytest.mark.parametrize("rows", [32, 63, 64, 65, 127, 129, 1000, 2063, 5000])
-def test_sizes(rows: int) -> None:
-    make(rows).check()
+ON_GPU: list[tuple[int, dict[str, Any]]] = [
+    *((rows, {}) for rows in (32, 63, 64, 65, 127, 129, 1000, 2063, 5000)),
+    *(
+        (2100, {"length": length, "stride": stride})
+        for length, stride in ((1, 1), (4, 4), (32, 32), (64, 64), (64, 16), (48, 20))
+    ),
+    *(
+        (rows, {"first_token": first, "batch": 2})
+        for rows, first in ((1, 31), (1, 4000), (70, 333), (1000, 1), (2000, 2048))
+    ),
+    *(
+        (1500, {"heads": max(group, 2), "kv_heads": max(group, 2) // group, "dim": dim, "dtype": dtype, "batch": 2})
+        for group, dim, dtype in itertools.product((1, 4, 8, 16), (64, 128), (BF16, FP16))
+    ),
+]
 
 
 @pytest.mark.cuda
 @ATOMIC_FREE
-@pytest.mark.parametrize(("length", "stride"), [(1, 1), (4, 4), (32, 32), (64, 64), (64, 16), (48, 20)])
-def test_entries(length: int, stride: int) -> None:
-    make(2100, length=length, stride=stride).check()
-
-
-@pytest.mark.cuda
-@ATOMIC_FREE
-@pytest.mark.parametrize(
-    ("group", "dim", "dtype"), cases.product([1, 4, 8, 16], [64, 128], [BF16, FP16], cover=2), ids=str
-)
-def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
-    heads = max(group, 2)
-    make(1500, heads, heads // group, dim, dtype=dtype, batch=2).check()
-
-
-@pytest.mark.cuda
-@ATOMIC_FREE
-@pytest.mark.parametrize(("rows", "first_token"), [(1, 31), (1, 4000), (70, 333), (1000, 1), (2000, 2048)])
-def test_last_rows(rows: int, first_token: int) -> None:
-    make(rows, first_token=first_token, batch=2).check()
+@pytest.mark.parametrize(("rows", "options"), ON_GPU, ids=str)
+def test_on_a_gpu(rows: int, options: dict[str, Any]) -> None:
+    make(rows, **options).check()
 
 
 @pytest.mark.cuda

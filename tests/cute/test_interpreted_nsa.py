@@ -1,8 +1,8 @@
 """NSA as on NVIDIA GPUs, step by step on a CPU: Python, lists, launches, PTX; forward and backward against fp64.
 
-Every kernel that a call takes runs interpreted (tests/support/interpreted_gpu.py), FlashAttention-4's among them. All
-of it in `make test-full`: CI has a whole call on sm_100 (test_blackwell.py), and `make test` kernels on sm_90 one by
-one.
+Every kernel that a call takes runs interpreted (tests/support/interpreted_gpu.py), FlashAttention-4's among them.
+Branches by themselves, and a whole call through dispatch, are in test_blackwell.py; packed documents that continue in
+test_continued_packs.py.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tests.ptx import Schedule
 from tests.support.cute_cases import SLACK, assert_agrees_with_oracle, gradients
 from tests.support.helpers import assert_within_budget, make_qkv
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
+from tools.sanitize import Case as Call
 
 pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
 
@@ -88,6 +89,56 @@ def assert_gradients(got: dict[str, Tensor], inputs: NSAInputs, config: NSAConfi
     assert got.keys() == expected.keys()
     for name, gradient in got.items():
         assert_within_budget(gradient, expected[name], naive[name], f"gradient of {name}", slack=SLACK)
+
+
+SMALL = NSAConfig(
+    compress_block_size=16, compress_stride=8, select_block_size=64, num_selected_blocks=2, window_size=50
+)
+PIECES: dict[str, Any] = {"call.CHUNK_BYTES": 1, "backward.TEMPORARY_BYTES": 1}
+"""Limits with which the forward takes a tile of queries at a time, and the backward a key/value head."""
+RANGES = {"backward.LIST_BYTES": 1}
+"""Lists of a block of keys at a time."""
+PROJECTED = ("gate_proj_weight", "w_k_compress", "w_v_compress")
+ON_BLACKWELL: dict[str, Any] = {"warpgroups": False, "strategy": "sm_100"}
+STEPS: dict[str, tuple[str, Call, dict[str, Any]]] = {
+    "last queries": ("sm_90", Call(SMALL, tokens=530, first=256, tensors=PROJECTED), PIECES),
+    "own keys and entries": (
+        "sm_90",
+        Call(SMALL, tokens=140, tensors=("gates", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")),
+        PIECES,
+    ),
+    "ranges of keys": (
+        "sm_100",
+        Call(NSAConfig.per_tile(), tokens=300, heads=2, dim=128, v_dim=128, **ON_BLACKWELL),
+        {**PIECES, **RANGES},
+    ),
+    "ranges of keys, last queries": (
+        "sm_100",
+        Call(NSAConfig.per_tile(), tokens=530, first=256, heads=2, dim=128, v_dim=128, **ON_BLACKWELL),
+        {**PIECES, **RANGES},
+    ),
+    "tokens, last queries": (
+        "sm_90",
+        Call(NSAConfig.paper(num_selected_blocks=4, window_size=130), 250, first=100, heads=16),
+        PIECES,
+    ),
+    "nothing selected, no window": (
+        "sm_90",
+        Call(NSAConfig.per_tile(num_selected_blocks=0, window_size=0), 140, tensors=("gates",)),
+        {},
+    ),
+}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", [*STEPS])
+def test_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies between kernels: chunks of queries and heads, ranges of keys, later queries, sums of gradients."""
+    arch, call, limits = STEPS[name]
+    for limit, value in limits.items():
+        monkeypatch.setattr(f"cute_kernels.{limit}", value)
+    with interpreted_gpu(arch):
+        call.run("cpu", check=True)
 
 
 @pytest.mark.parametrize("first_key", [0, 37, 69], ids="window from {}".format)

@@ -13,12 +13,14 @@ from torch import Tensor
 
 import dispatch
 from ascend_kernels.neighborhood import reference
+from bench import oracles
 from cute_kernels import neighborhood as cute
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.fa4 import rules as fa4_rules
 from cute_kernels.runtime import device
 from dispatch import neighborhood_attention
-from tests.support import cases, step_twins
+from tests.support import cases
+from tests.support.attention_gradients import Branch, gradients
 from tests.support.cute_cases import SLACK, captured
 from tests.support.hardware import NEIGHBORHOOD
 from tests.support.helpers import make_qkv
@@ -35,16 +37,31 @@ class Twin:
     def __init__(self) -> None:
         self.calls: list[tuple[Tensor, ...]] = []
 
-    def window(self, q: Tensor, k: Tensor, v: Tensor, *, into: tuple[Tensor, Tensor], **options: Any) -> None:
+    def window(
+        self, q: Tensor, k: Tensor, v: Tensor, *, into: tuple[Tensor, Tensor], scale: float, **reach: int
+    ) -> None:
         assert all(map(device.vectorized, (q, k, v, *into)))
         self.calls.append((q, k, v, into[0]))
-        for target, x in zip(into, step_twins.window(q, k, v, lse=True, **options), strict=True):
+        for target, x in zip(into, oracles.attention(q, k, v, seen(q, k, **reach), scale, q.dtype), strict=True):
             target.copy_(x)
 
-    def window_backward(self, gradients: fa4.Gradients, **options: Any) -> None:
-        assert all(map(device.vectorized, vars(gradients).values()))
-        self.calls.append((gradients.q, gradients.k, gradients.v, gradients.o))
-        step_twins.window_backward(gradients, **options)
+    def window_backward(self, of: fa4.Gradients, *, scale: float, deterministic: bool = False, **reach: int) -> None:
+        assert all(map(device.vectorized, vars(of).values()))
+        self.calls.append((of.q, of.k, of.v, of.o))
+        visible, delta = seen(of.q, of.k, **reach), (of.o * of.do).sum(-1).transpose(1, 2)
+        assert bool(visible.any(0).all()), "FlashAttention-4 may not write dk and dv of a tile of keys that no row sees"
+        branch = Branch(visible, of.lse, delta)
+        for target, x in zip(
+            (of.dq, of.dk, of.dv), gradients(of.q, of.k, of.v, of.do, [branch], scale, low=False), strict=True
+        ):
+            target.copy_(x)
+
+
+def seen(q: Tensor, k: Tensor, *, left: int, right: int) -> Tensor:
+    """Keys in the window of each row, bool `[N,N_k]`."""
+    assert max(left, right) + max(q.shape[1], k.shape[1]) < 2**31, "FlashAttention-4 adds them in int32"
+    row, key = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1], torch.arange(k.shape[1])
+    return (key >= row - left) & (key <= row + right)
 
 
 @pytest.fixture
