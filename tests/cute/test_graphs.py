@@ -9,7 +9,6 @@ import itertools
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -149,28 +148,6 @@ def test_launches_that_cannot_be_captured_are_launched(monkeypatch: pytest.Monke
     assert call("a") == "plain", "without another attempt, or another warning"
     monkeypatch.setattr(FakeGraph, "__init__", captures)
     assert [call(key) for key in "abb"] == ["plain", "plain", "graph"]
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_the_tensors_device_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose current stream may be captured, and gets the graph."""
-    current = [0]
-
-    @contextmanager
-    def made_current(device: torch.device) -> Iterator[None]:
-        current.append(device.index)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "device", made_current)
-    seen: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: seen.append(current[-1]))
-    monkeypatch.setattr(FakeGraph, "launch", lambda _: seen.append(current[-1]))
-    for _ in range(3):
-        graphs.launch("a", torch.device("cuda", 1), lambda: iter(()))
-    assert seen == [1] * 5, "three calls, two graphs"
-    assert current == [0]
 
 
 # Recorded calls

@@ -108,15 +108,6 @@ def test_given_gates_keys_and_entries(config: NSAConfig) -> None:
         assert torch.equal(call(nsa_forward, chunk(inputs, start, stop), config), whole[:, start:stop])
 
 
-@pytest.mark.parametrize("config", [PAPER, SOME, TILE_MODE["sparse compressed"]], ids=["token", "tile", "sparse"])
-def test_chunks_of_chunks(config: NSAConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = NSAInputs(*on_gpu(TOKENS, batch=2))
-    expected = call(nsa_forward, chunk(inputs, 768, TOKENS), config)
-    assert torch.equal(expected, call(nsa_forward, inputs, config)[:, 768:])
-    monkeypatch.setattr("cute_kernels.call.CHUNK_BYTES", 1 << 20)
-    assert torch.equal(call(nsa_forward, chunk(inputs, 768, TOKENS), config), expected)
-
-
 @pytest.mark.parametrize(
     ("at", "name", "strategy"),
     cases.product(

@@ -283,21 +283,6 @@ def test_many_documents(docs: int) -> None:
         assert all(torch.equal(tensor, expected[key]) for key, tensor in part_of(aux, document).items())
 
 
-@with_strategies(
-    "name lengths tail", ["seed", "sparse compressed"], [(0,), (0, 0, 0), (1,), (5000,)], [0, 3, 300], cover=2
-)
-def test_few_tokens(name: str, lengths: tuple[int, ...], tail: int) -> None:
-    case = CASES[name]
-    inputs = pack(case, lengths, tail)
-    out, aux = run(inputs, case.config)
-    assert out.shape[0] == sum(lengths) + tail
-    assert not out[sum(lengths) :].any()
-    for document in alone_documents(inputs, case.config, lengths):
-        alone_out, _ = run(document.inputs, case.config)
-        assert torch.equal(out[document.tokens], alone_out[0])
-    assert aux.indices.shape[1] == (out.shape[0] + len(lengths) * (T - 1)) // T
-
-
 @with_strategies("name", ["seed", "sparse compressed", "own keys"], cover=2)
 def test_a_graph_follows_the_bounds(name: str) -> None:
     case = CASES[name]
@@ -315,12 +300,3 @@ def test_a_graph_follows_the_bounds(name: str) -> None:
         inputs.cu_seqlens.copy_(bounds)
         graph.replay()
         assert torch.equal(out, call())
-
-
-@with_strategies("")
-def test_max_seqlen_changes_nothing() -> None:
-    case = CASES["seed"]
-    inputs = pack(case)
-    plain = nsa_forward(**inputs.tensors(), config=case.config, backend="cute")  # type: ignore[arg-type]
-    hinted = nsa_forward(**inputs.tensors(), max_seqlen=4000, config=case.config, backend="cute")  # type: ignore[arg-type]
-    assert torch.equal(plain, hinted)
