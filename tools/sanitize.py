@@ -185,10 +185,10 @@ class Case:
         results = {"out": out, "out alone": alone, **gradients}
         if check:
             indices, cmp_indices = forward.Saved.from_list(saved, inputs, self.config)[2:4]
-            self._check(inputs, do, results, indices, cmp_indices)
+            self.check(inputs, do, results, indices, cmp_indices)
         return results
 
-    def _check(
+    def check(
         self, inputs: NSAInputs, do: Tensor, got: dict[str, Tensor], indices: Tensor, cmp_indices: Tensor | None
     ) -> None:
         """Against fp64 with the kernels' own selections; of packs, for which these cannot be given, that all is finite.
@@ -203,7 +203,7 @@ class Case:
             names = [name for name in leaves.tensors() if name in got]
             of = torch.autograd.grad(out, [getattr(leaves, name) for name in names], do.double())
             expected = {"out": out, "out alone": out, **dict(zip(names, of, strict=True))}
-            wrong += [name for name, x in expected.items() if (got[name] - x).norm() > 2**-5 * x.norm()]
+            wrong += [name for name, x in got.items() if (x - expected[name]).norm() > 2**-5 * expected[name].norm()]
         if wrong:
             raise ArithmeticError(f"{', '.join(wrong)}: not finite, or not what fp64 gives")
 

@@ -108,7 +108,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "two tiles of entries": (331, {"length": 4, "stride": 2, "dim": 64, "heads": 2, "kv_heads": 1}),
     "no phases, batch": (100, {"length": 7, "stride": 5, "dim": 64, "heads": 2, "batch": 2}),
     "last rows": (70, {"length": 32, "stride": 16, "dim": 64, "heads": 2, "first_token": 333}),
-    "one row": (1, {"length": 8, "stride": 8, "heads": 8, "kv_heads": 1, "first_token": 1030, "dtype": FP16}),
+    "one row": (1, {"length": 8, "stride": 8, "heads": 8, "kv_heads": 1, "first_token": 1030}),
 }
 
 

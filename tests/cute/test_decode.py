@@ -172,18 +172,21 @@ def test_steps_of_a_cache_are_the_references(prefill: bool, own: bool, entries: 
     changed = {"by a callable": replace(SMALL_BLOCKS, compress=last_of_block), "tile mode": TILES}
     config = changed.get(entries, SMALL_BLOCKS)
     weights = {"w_k_compress": torch.randn(1, 64, 64).bfloat16() / 8} if entries == "projected" else {}
-    sizes = {"heads": 4, "heads_kv": 1, "dim": 64, "dtype": torch.bfloat16, "separate_kv": own}
+    # As "ragged" and "tile mode" above, so that they share kernels
+    heads, dtype = (2, torch.float16) if entries == "tile mode" else (4, torch.bfloat16)
+    sizes = {"heads": heads, "heads_kv": 1, "dim": 64, "dtype": dtype, "separate_kv": own}
     caches = [NSACache.empty(config, 2, max_tokens=520, **sizes) for _ in range(2)]
     steps = [(300, (300, 70)), (9, (9, 5)), (1, None)]
     if entries == "tile mode":  # several are no other than with means
-        steps[1:2] = [(1, (1, 0)), (1, None)]
+        steps[1:] = [(4, (4, 0)), (4, None)]
     if prefill:
         steps.insert(-1, (70, (3, 70)))
     for tokens, counts in steps:
-        inputs = NSAInputs(*[torch.randn(2, tokens, heads, 64).bfloat16() for heads in (4, 1, 1)], **weights)
+        qkv = [torch.randn(2, tokens, n, 64).to(dtype) for n in (heads, 1, 1)]
+        inputs = NSAInputs(*qkv, gates=torch.rand(2, tokens, heads, 3), **weights)
         if own:
             names = ("k_slc", "v_slc", "k_win", "v_win")
-            inputs = replace(inputs, **{name: torch.randn(2, tokens, 1, 64).bfloat16() for name in names})
+            inputs = replace(inputs, **{name: torch.randn(2, tokens, 1, 64).to(dtype) for name in names})
         new = None if counts is None else torch.tensor(counts, dtype=torch.int32)
         outs = []
         for run, cache in zip((reference.nsa_with_cache, decoding.nsa_with_cache), caches, strict=True):

@@ -8,6 +8,7 @@ test_continued_packs.py.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -96,49 +97,46 @@ SMALL = NSAConfig(
 )
 PIECES: dict[str, Any] = {"call.CHUNK_BYTES": 1, "backward.TEMPORARY_BYTES": 1}
 """Limits with which the forward takes a tile of queries at a time, and the backward a key/value head."""
-RANGES = {"backward.LIST_BYTES": 1}
-"""Lists of a block of keys at a time."""
 PROJECTED = ("gate_proj_weight", "w_k_compress", "w_v_compress")
-ON_BLACKWELL: dict[str, Any] = {"warpgroups": False, "strategy": "sm_100"}
+OWN = ("gates", "k_cmp", "v_cmp", "k_slc", "v_slc")
+PAPER = NSAConfig.paper(num_selected_blocks=4, window_size=130)
 STEPS: dict[str, tuple[str, Call, dict[str, Any]]] = {
     "last queries": ("sm_90", Call(SMALL, tokens=530, first=256, tensors=PROJECTED), PIECES),
-    "own keys and entries": (
-        "sm_90",
-        Call(SMALL, tokens=140, tensors=("gates", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")),
-        PIECES,
-    ),
-    "ranges of keys": (
+    "own keys and entries": ("sm_90", Call(SMALL, tokens=140, tensors=OWN), PIECES),
+    "lists for each block of keys": (
         "sm_100",
-        Call(NSAConfig.per_tile(), tokens=300, heads=2, dim=128, v_dim=128, **ON_BLACKWELL),
-        {**PIECES, **RANGES},
+        Call(NSAConfig.per_tile(), tokens=300, heads=1, kv_heads=1, dim=128, v_dim=128, strategy="sm_100"),
+        {"backward.LIST_BYTES": 1},
     ),
-    "ranges of keys, last queries": (
-        "sm_100",
-        Call(NSAConfig.per_tile(), tokens=530, first=256, heads=2, dim=128, v_dim=128, **ON_BLACKWELL),
-        {**PIECES, **RANGES},
-    ),
-    "tokens, last queries": (
-        "sm_90",
-        Call(NSAConfig.paper(num_selected_blocks=4, window_size=130), 250, first=100, heads=16),
-        PIECES,
-    ),
-    "nothing selected, no window": (
-        "sm_90",
-        Call(NSAConfig.per_tile(num_selected_blocks=0, window_size=0), 140, tensors=("gates",)),
-        {},
-    ),
+    "tokens, last queries": ("sm_90", Call(PAPER, 250, first=100, heads=16, kv_heads=1), PIECES),
 }
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("name", [*STEPS])
+@pytest.mark.parametrize("name", STEPS)
 def test_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies between kernels: chunks of queries and heads, ranges of keys, later queries, sums of gradients."""
     arch, call, limits = STEPS[name]
     for limit, value in limits.items():
         monkeypatch.setattr(f"cute_kernels.{limit}", value)
+    inputs = call.inputs("cpu")
+    do = torch.randn(*inputs.q.shape[:-1], call.v_dim).bfloat16()
     with interpreted_gpu(arch):
-        call.run("cpu", check=True)
+        out, saved = forward.nsa_saving(inputs, call.config, recompute=False)
+        gradients = backward.nsa_backward(inputs, call.config, saved, do)
+    kept = forward.Saved.from_list(saved, inputs, call.config)
+    call.check(inputs, do, {"out": out, **gradients}, kept.indices, kept.cmp_indices)
+
+
+@pytest.mark.interpreted
+def test_queries_from_inside_a_tile() -> None:
+    """With the sum of the tile's earlier queries, whose rows are left out, a tile selects what it selects with them."""
+    inputs = Call(SMALL, tokens=300).inputs("cpu")
+    later = replace(inputs, q=inputs.q[:, 200:], q_sum=inputs.q[:, :200].float().sum(1))
+    with interpreted_gpu("sm_90"):
+        expected, _ = forward.nsa(inputs, SMALL, aux=False)
+        got, _ = forward.nsa(later, SMALL, aux=False)
+    assert torch.equal(got, expected[:, 200:])
 
 
 @pytest.mark.parametrize("first_key", [0, 37, 69], ids="window from {}".format)

@@ -107,7 +107,7 @@ def test_query_outer_interpreted(case: str) -> None:
 
 FORCED: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
     "one token": (1, {"group": 1, "forced": (1, 2)}, ()),
-    "early and late blocks": (330, {"group": 1, "kv_heads": 1, "forced": (1, 2)}, ()),
+    "early and late blocks": (330, {"group": 2, "kv_heads": 1, "forced": (1, 2)}, ()),
     "first and own": (201, {"group": 4, "kv_heads": 1, "forced": (1, 1), "dim": 128, "v_dim": 64}, ()),
     "local alone": (201, {"group": 4, "kv_heads": 1, "forced": (0, 2), "v_dim": 128, "dtype": torch.float16}, ()),
     "own alone": (130, {"group": 2, "kv_heads": 1, "forced": (0, 1)}, ()),
