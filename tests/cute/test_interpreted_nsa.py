@@ -9,87 +9,20 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from bench import oracles
 from cute_kernels import backward, forward
 from cute_kernels.gate.sums import key_gradients
 from cute_kernels.lists.query_to_kv import Keys
-from nsa import NSAAux, NSAConfig, reference
-from nsa.inputs import NSAInputs
-from tests.ptx import Schedule
-from tests.support.cute_cases import SLACK, assert_agrees_with_oracle, gradients
-from tests.support.helpers import assert_within_budget, make_qkv
-from tests.support.interpreted_gpu import GPUS, interpreted_gpu
+from nsa import NSAConfig
+from tests.support import blackwell_cases as blackwell
+from tests.support.interpreted_gpu import interpreted_gpu
 from tools.sanitize import Case as Call
 
 pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
-
-
-class Case(NamedTuple):
-    tokens: int
-    config: NSAConfig
-    heads: int = 2
-    kv_heads: int = 1
-    dim: int = 64
-    logits: float = 1.0
-    """Their standard deviation."""
-
-    @property
-    def inputs(self) -> NSAInputs:
-        weight = torch.randn(self.heads, 3, self.dim) * self.dim**-0.5
-        q, k, v = make_qkv(self.tokens, self.heads, self.kv_heads, self.dim, dtype=torch.bfloat16)
-        return NSAInputs(q * self.logits, k, v, gate_proj_weight=(weight / self.logits).bfloat16())
-
-
-CASES = {
-    # Every token selects: blocks of 64 tokens by overlapping entries of 16, some forced
-    "tokens": Case(
-        250, NSAConfig.paper(compress_block_size=16, compress_stride=8, num_selected_blocks=4, window_size=30)
-    ),
-    # The window, which local blocks lie in, is the last kernel's on sm_90
-    "tokens, wide window": Case(
-        250,
-        NSAConfig.paper(compress_block_size=16, compress_stride=8, num_selected_blocks=4, window_size=130),
-        heads=8,
-    ),
-    # Tiles of 256 select 2 of 5 blocks
-    "tiles": Case(300, NSAConfig(compress_block_size=16, select_block_size=64, num_selected_blocks=2, window_size=50)),
-}
-CASES |= {f"{name}, logits in the hundreds": CASES[name]._replace(logits=100.0) for name in ("tokens", "tiles")}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("case", "late", "arch"), [*itertools.product(CASES, [True, False], GPUS)])
-def test_forward_and_backward(arch: str, case: str, late: bool) -> None:
-    """Of the same selections."""
-    inputs, config = CASES[case].inputs, CASES[case].config
-    do = torch.randn_like(inputs.q)
-    with interpreted_gpu(arch, Schedule(late=late)):
-        out, given = forward.nsa(inputs, config)
-        saved_out, saved = forward.nsa_saving(inputs, config, recompute=False)
-        got = backward.nsa_backward(inputs, config, saved, do)
-    assert given is not None
-    aux = NSAAux(*given)
-    assert_agrees_with_oracle(inputs, config, out, aux, capability=GPUS[arch].capability)
-    assert torch.equal(out, saved_out)
-    assert_gradients(got, inputs, config, aux, do)
-
-
-def assert_gradients(got: dict[str, Tensor], inputs: NSAInputs, config: NSAConfig, aux: NSAAux, do: Tensor) -> None:
-    """Each within the budget of helpers.py."""
-    fixed: dict[str, Any] = {"indices": aux.indices.long()}
-    fixed["cmp_indices"] = None if aux.cmp_indices is None else aux.cmp_indices.long()
-    doubled = inputs.map(Tensor.double)
-    expected = gradients(lambda leaves: reference.nsa(leaves, config, **fixed)[0], doubled, do.double())
-    naive = gradients(lambda leaves: oracles.nsa(leaves, config, **fixed)[0], inputs, do)
-    assert got.keys() == expected.keys()
-    for name, gradient in got.items():
-        assert_within_budget(gradient, expected[name], naive[name], f"gradient of {name}", slack=SLACK)
 
 
 SMALL = NSAConfig(
@@ -126,6 +59,17 @@ def test_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         gradients = backward.nsa_backward(inputs, call.config, saved, do)
     kept = forward.Saved.from_list(saved, inputs, call.config)
     call.check(inputs, do, {"out": out, **gradients}, kept.indices, kept.cmp_indices)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "schedule"), [*zip(blackwell.CALLS, itertools.cycle(blackwell.SCHEDULES), strict=False)]
+)
+def test_whole_calls_on_hopper(name: str, schedule: str) -> None:
+    """Those of the table of Blackwell, for which test_blackwell.py has them, within budgets and without races."""
+    execution = blackwell.execute(blackwell.Whole(name), schedule, "sm_90")
+    assert not execution.beyond_budgets
+    assert not execution.findings
 
 
 @pytest.mark.interpreted

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.call import window_reach
 from cute_kernels.plan import Plan, plan, refusal
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
@@ -159,6 +160,29 @@ def test_rules(name: str) -> None:
     inputs, config, expected = RULES[name]
     made = plan(inputs, config, training=True)
     assert {field: getattr(made, field) for field in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("arch", "batch", "rows", "expected"),
+    [
+        ("sm_90a", 1, 131_072, "split"),
+        ("sm_90a", 1, 131_073, "phases"),
+        ("sm_100a", 1, 300, "phases"),
+        ("sm_100a", 2, 16_383, "fa4"),
+        ("sm_100a", 2, 16_384, "phases"),
+    ],
+    indirect=["arch"],
+)
+def test_compressed_backward_by_length(batch: int, rows: int, expected: str) -> None:
+    config = replace(TILE, compress_block_size=64)
+    inputs = inputs_of(rows, group=4).map(lambda x: x.expand(batch, *x.shape[1:]) if x.dim() == 4 else x)
+    assert plan(inputs, config, training=True).compressed_backward == expected
+
+
+def test_windows_reach_no_farther_than_tokens() -> None:
+    """FlashAttention-4 adds rows and reach in int32."""
+    reaches = [window_reach(size, causal, 100) for size in (7, 2**31 - 1) for causal in (True, False)]
+    assert reaches == [(6, 0), (3, 3), (100, 0), (100, 100)]
 
 
 def test_without_our_backwards() -> None:

@@ -70,6 +70,13 @@ class Execution:
     """CPU time, kernels' compilation included where PTX_CACHE did not have them."""
 
     @property
+    def beyond_budgets(self) -> list[Result]:
+        """Results that are wrong; it raises if there are none at all."""
+        if not self.results:
+            raise ValueError("nothing was compared")
+        return [of for of in self.results if not of.error <= of.budget]
+
+    @property
     def worst(self) -> Result:
         """The result that takes most of its budget."""
         return max(self.results, key=lambda of: of.error / of.budget if of.budget else float(of.error > 0))
@@ -670,13 +677,13 @@ def unknown(findings: Iterable[str]) -> list[str]:
 # Running them
 
 
-def execute(case: Case, schedule: str) -> Execution:
-    """Run a case as on sm_100 and compare its results; what the race checker finds is collected."""
+def execute(case: Case, schedule: str, arch: str = "sm_100") -> Execution:
+    """Run a case as on a GPU and compare its results; what the race checker finds is collected."""
     execution = Execution()
     launched: list[Launched] = []
     how = SCHEDULES[schedule]._replace(observer=lambda: Order(keep_going=True), launched=launched.append)
     start = time.process_time()
-    with poisoned(), interpreted_gpu("sm_100", how):
+    with poisoned(), interpreted_gpu(arch, how):
         case.run(execution)
     execution.seconds = time.process_time() - start
     execution.kernels = list(dict.fromkeys(kernel_class(of.kernel) for of in launched))

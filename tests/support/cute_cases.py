@@ -94,19 +94,10 @@ def check_forward(inputs: NSAInputs, config: NSAConfig) -> NSAAux:
     return aux
 
 
-def assert_agrees_with_oracle(
-    inputs: NSAInputs, config: NSAConfig, out: Tensor, aux: NSAAux, *, capability: int | None = None
-) -> None:
-    """The results of a call without documents against fp64, for the blocks that the kernels chose.
-
-    Args:
-        capability: of the GPU, 90 or 100; None: of the one that holds the inputs, 90 for those on a CPU.
-    """
-    if capability is None and not inputs.q.is_cuda:
-        capability = 90
-    if capability is None:
-        major, minor = compute_capability(inputs.q.device.index or 0)
-        capability = 10 * major + minor
+def assert_agrees_with_oracle(inputs: NSAInputs, config: NSAConfig, out: Tensor, aux: NSAAux) -> None:
+    """The results of a call without documents against fp64, for the blocks that the kernels chose."""
+    major, minor = compute_capability(inputs.q.device.index or 0) if inputs.q.is_cuda else (9, 0)
+    capability = 10 * major + minor
     fixed = {"indices": aux.indices.long(), "cmp_indices": None if aux.cmp_indices is None else aux.cmp_indices.long()}
     oracle_out, oracle = reference.nsa(inputs.map(Tensor.double), config, **fixed)
     naive_out, naive = oracles.nsa(inputs, config, **fixed)
