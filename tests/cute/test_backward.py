@@ -8,17 +8,14 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from bench import oracles
-from cute_kernels.runtime import replay
-from nsa import LinearCompression, NSAConfig, NSAttention, nsa, nsa_forward, nsa_forward_aux, operators, reference
+from nsa import NSAConfig, NSAttention, nsa, nsa_forward, nsa_forward_aux, operators, reference
 from nsa.inputs import NSAInputs
 from tests.support import cases
 from tests.support.cute_cases import (
@@ -33,35 +30,12 @@ from tests.support.cute_cases import (
     on_gpu,
 )
 from tests.support.hardware import ATOMIC_FREE, DETERMINISTIC, STRATEGIES
-from tests.support.helpers import assert_as_alone, assert_within_budget
+from tests.support.helpers import assert_within_budget
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 
 
 # Ways of computing the same
-
-
-def test_learned_compression() -> None:
-    """What `compress` holds learns through k_cmp and v_cmp."""
-
-    class Pool(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(like(64, dtype=torch.float32).softmax(0).bfloat16())
-
-        def forward(self, blocks: Tensor) -> Tensor:
-            return torch.einsum("bnhld,l->bnhd", blocks, self.weight)
-
-    pools = Pool(), Pool()
-    q, k, v = (x.requires_grad_() for x in on_gpu(1000))
-    config = replace(SOME, compress=pools)
-    nsa(q, k, v, config=config).float().square().sum().backward()
-    k_cmp, v_cmp = (pool(x.unfold(1, 64, 64).transpose(-1, -2)) for pool, x in zip(pools, (k, v), strict=True))
-    expected = torch.autograd.grad(
-        nsa(q, k, v, k_cmp=k_cmp, v_cmp=v_cmp, config=SOME).float().square().sum(), [p.weight for p in pools]
-    )
-    for pool, gradient in zip(pools, expected, strict=True):
-        torch.testing.assert_close(pool.weight.grad, gradient, rtol=0.05, atol=1e-2 * float(gradient.abs().max()))
 
 
 @pytest.mark.parametrize("config", [SOME, replace(SOME, num_cmp_selected_blocks=2, compress_block_size=4,
@@ -173,45 +147,6 @@ def test_packed_documents(name: str, recompute: bool) -> None:
     assert_within_budget(got["gate_proj_weight"], weights["expected"], weights["low"], "gradient of gate_proj_weight")
 
 
-@pytest.mark.parametrize("config", [SOME, replace(SOME, compress_block_size=64, compress_stride=32)],
-                         ids=["apart", "overlapping"])  # fmt: skip
-def test_learned_compression_of_packed_documents(config: NSAConfig) -> None:
-    """The gradients of a pack are those of its documents; the pools' are their sum."""
-    dtype = {"device": "cuda", "dtype": BF16}
-    tokens = sum(LENGTHS) + 10
-    bounds = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
-    qkv = [x[0] for x in on_gpu(tokens)]
-    do = like(tokens, 8, 128)
-    pools = [LinearCompression(2, config.compress_block_size, 128, **dtype) for _ in "kv"]
-    with torch.no_grad():
-        for seed, parameter in enumerate(p for pool in pools for p in pool.parameters()):
-            parameter += like(*parameter.shape, seed=seed) / 64
-    learned = replace(config, compress=tuple(pools))
-    parameters = [p for pool in pools for p in pool.parameters()]
-
-    def gradients_of(do: Tensor, *qkv: Tensor, **keywords: Any) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in qkv]
-        out = nsa(*leaves, config=learned, **keywords)
-        # A document without a whole block has no entries, and nothing to do with the pools
-        return list(torch.autograd.grad(out, [*leaves, *parameters], do, materialize_grads=True))
-
-    got = gradients_of(do, *qkv, cu_seqlens=bounds)
-    sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-    for start, stop in pairwise(bounds.tolist()):
-        if start == stop:
-            continue
-        alone = gradients_of(do[None, start:stop], *(x[None, start:stop] for x in qkv))
-        for name, whole, part in zip("qkv", got[:3], alone[:3], strict=True):
-            # k and v have a gradient of attention, one through the pools, and autograd's sum of both
-            assert_as_alone(whole[None, start:stop], part, f"{name}, {stop - start} long", roundings=3)
-        for total, part in zip(sums, alone[3:], strict=True):
-            total += part
-    # The same added to all keys changes no softmax: the gradient of the keys' places is 0, up to roundings of what its
-    # weights' gradient adds up too
-    for whole, total, like_it in zip(got[3:], sums, [sums[0], sums[0], *sums[2:]], strict=True):
-        torch.testing.assert_close(whole.float(), total, rtol=0, atol=float(like_it.abs().max()) * 2**-6)
-
-
 # What users build around a call
 
 
@@ -296,64 +231,11 @@ def test_layer_as_graphed_callables() -> None:
             assert torch.equal(got, expected)
 
 
-@ATOMIC_FREE
-def test_replayed_steps() -> None:
-    """From the third call on a step is replayed (runtime/replay.py): the bits of calls that are not, on any stream."""
-
-    def step(seed: int) -> tuple[Tensor, ...]:
-        q, k, v = (x.requires_grad_() for x in on_gpu(1000, 4, 2, 64, seed=seed))
-        weight = gate_weight(heads=4, dim=64).requires_grad_()
-        out = nsa(q, k, v, gate_proj_weight=weight, config=SOME)
-        do = on_gpu(1000, 4, 2, 64, seed=seed + 50)[0]
-        return (out, *torch.autograd.grad(out, (q, k, v, weight), do))
-
-    replayed = [step(seed) for seed in range(6)]
-    assert any(isinstance(known, replay.Recording) for known in replay._KNOWN.values())
-    with torch.cuda.stream(torch.cuda.Stream()):
-        replayed.append(step(5))
-        torch.cuda.current_stream().synchronize()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "DEVICES", set())
-        plain = [step(seed) for seed in (*range(6), 5)]
-    for got, expected in zip(replayed, plain, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
-
-
-def test_checkpointing_and_autocast() -> None:
-    torch.manual_seed(3)
-    project = torch.nn.Linear(256, 12 * 128, device="cuda")
-    gate = torch.nn.Parameter(gate_weight(dtype=torch.float32))
-    x = like(1, 1000, 256, dtype=torch.float32).requires_grad_()
-
-    def layer(x: Tensor) -> Tensor:
-        q, k, v = project(x).unflatten(-1, (12, 128)).split((8, 2, 2), dim=2)
-        return nsa(q, k, v, gate_proj_weight=gate, config=SOME)
-
-    with torch.autocast("cuda", BF16):
-        plain = layer(x)
-        kept = checkpoint(layer, x, use_reentrant=False)
-    assert plain.dtype == BF16
-    assert torch.equal(plain, kept)
-    do = like(*plain.shape)
-    wanted = (x, gate, project.weight)
-    for got, expected in zip(
-        torch.autograd.grad(kept, wanted, do), torch.autograd.grad(plain, wanted, do), strict=True
-    ):
-        torch.testing.assert_close(got, expected, rtol=0, atol=float(expected.abs().max()) * 2**-6)
-
-
 def test_same_forward_with_and_without_a_graph() -> None:
     qkv = on_gpu(3000)
     for recompute in (True, False):
         out = nsa(*(x.requires_grad_() for x in qkv), gate_proj_weight=gate_weight(), config=SOME, recompute=recompute)
         assert torch.equal(out, nsa_forward(*qkv, gate_proj_weight=gate_weight(), config=SOME))
-
-
-def test_refusals() -> None:
-    q, k, v = (x.requires_grad_() for x in on_gpu(300))
-    (first,) = torch.autograd.grad(nsa(q, k, v, config=SOME).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        first.sum().backward()
 
 
 @DETERMINISTIC

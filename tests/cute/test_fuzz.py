@@ -107,7 +107,6 @@ CASES = {
 NO_DOCUMENTS = ("not causal",)
 """Refused with cu_seqlens; tests/cute/test_varlen.py."""
 PARTS = [(name, packed) for name in CASES for packed in (False, True) if not (packed and name in NO_DOCUMENTS)]
-EACH = pytest.mark.parametrize(("name", "packed"), PARTS, ids=[f"{n}, packed" if p else n for n, p in PARTS])
 
 
 # Calls that fit
@@ -415,20 +414,3 @@ def draw_in_batches(example: Callable[[st.DataObject], None], most: int, seconds
 def test_the_same_draws_on_a_cpu(what: str, data: st.DataObject) -> None:
     """With references in the kernels' place: that the draws fit, and what is asserted is so of them."""
     EXAMPLES_OF[what]("cpu", data)
-
-
-@EACH
-def test_kernels_take_every_case(name: str, packed: bool, hopper: None) -> None:
-    case = CASES[name]
-    meta = {"dtype": case.dtype, "device": "meta"}
-    q, k, v = (
-        torch.empty((1, 1, heads, dim), **meta)
-        for heads, dim in ((KV_HEADS * case.group, case.dim), (KV_HEADS, case.dim), (KV_HEADS, case.v_dim))
-    )
-    inputs = NSAInputs(q, k, v)
-    if packed:
-        bounds = torch.empty(3, dtype=torch.int32, device="meta")
-        inputs = replace(inputs.map(lambda x: x[0]), cu_seqlens=bounds)
-    options = {"inputs": inputs, "config": case.config, "deterministic": False, "recompute": False}
-    call = dispatch.Call("nsa", torch.device("cuda"), case.dtype, backward=True, options=options)
-    assert dispatch.resolve(call).backend == "cute"

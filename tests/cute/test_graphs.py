@@ -18,7 +18,7 @@ from torch import Tensor
 from cute_kernels.runtime import graphs, replay
 from cute_kernels.runtime.launches import launch
 from cute_kernels.runtime.replay import replayed
-from tests.support.fake_graphs import FakeGraph
+from tests.support.fake_graphs import FakeGraph, scale
 from tests.support.hardware import ATOMIC_FREE
 from tests.support.helpers import in_threads
 
@@ -38,12 +38,6 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(FakeGraph, "launched", 0)
     yield
     graphs.forget()
-
-
-def scale(x: Tensor, out: Tensor, factor: float) -> None:
-    """A kernel: as many elements of x as out has, over and over."""
-    numbers = torch.arange(out.numel()) % x.numel()
-    out.copy_(x.flatten()[numbers].reshape(out.shape) * factor)
 
 
 # Which calls become graphs

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from cute_kernels.plan import per_token
-from cute_kernels.pool.documents import PackedBlocks
 from tests.support import cases
 from tests.support.hardware import ATOMIC_FREE
 from tests.support.interpreted_kernels import interpret_kernels
@@ -353,60 +352,3 @@ def test_which_calls_are_query_outer() -> None:
     assert query_outer(1, 16, True)
     assert not query_outer(129, 16, True)
     assert not query_outer(64, 16, False)
-
-
-@pytest.mark.parametrize(
-    ("group", "slots", "message"), [(129, 1, "at most 128 heads"), (64, 2049, "at most 2048 slots for 64 heads")]
-)
-def test_what_query_outer_refuses(group: int, slots: int, message: str) -> None:
-    indices = torch.zeros((1, 1, 3, slots), dtype=torch.int32)
-    with pytest.raises(ValueError, match=message):
-        make(3, group, 1, indices=indices, device="cpu").forward(query_outer=True)
-
-
-A_PACK = PackedBlocks(torch.zeros((9, 2)), torch.zeros(20), 1)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"size": 96}, "size must be in"),
-        ({"scale": 0.0}, "scale must be finite"),
-        ({"indices": torch.zeros((1, 2, 20, 4), dtype=torch.int64)}, "indices must be int32"),
-        ({"k": torch.zeros((1, 21, 2, 64), dtype=BF16)}, "k and v must be"),
-        ({"v": torch.zeros((1, 20, 2, 32), dtype=BF16)}, "D and D_v must be in"),
-        ({"q": torch.zeros((1, 20, 7, 64), dtype=BF16)}, "H must be a multiple"),
-        ({"q": torch.zeros((1, 20, 8, 64))}, "must all be bf16"),
-        ({"packed": PackedBlocks(torch.zeros((9, 2)), torch.zeros(19), 1)}, r"positions must be \[20\]"),
-    ],
-)
-def test_refusals(change: dict[str, Any], message: str) -> None:
-    inputs = make(20, device="cpu")
-    for run in (
-        replace(inputs, **change).forward,
-        lambda: replace(inputs, **change).backward(inputs.shift, inputs.shift),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run()
-
-
-@pytest.mark.parametrize(
-    ("count", "size", "branches", "left", "message"),
-    [
-        (0, 64, 0, None, "0 other branches with n = 0"),
-        (0, 64, 0, 63, "0 other branches beside a window with n = 0"),
-        (4, 64, 3, None, "3 other branches with n = 4"),
-        (4, 64, 2, 63, "2 other branches beside a window with n = 4"),
-    ],
-)
-def test_terms_that_dq_cannot_hold_are_refused(
-    count: int, size: int, branches: int, left: int | None, message: str
-) -> None:
-    from cute_kernels.attend.window_dq_combine import WindowQueries
-    from cute_kernels.gate.sums import QueryTerms
-
-    x = make(20, count=count, size=size, device="cpu")
-    terms = QueryTerms((x.q,) * branches)
-    window = None if left is None else WindowQueries(x.shift, x.shift, left)
-    with pytest.raises(ValueError, match=message):
-        x.backward(x.shift, x.shift, terms=terms, window=window)

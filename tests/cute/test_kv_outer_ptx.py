@@ -129,13 +129,6 @@ def test_forced_blocks_interpreted(case: str) -> None:
     make(tokens, device="cpu", count=None, **options).check_forced(*rows)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("interpreted", ["warpgroups, early", "warps, early"], indirect=True)
-@pytest.mark.usefixtures("interpreted")
-def test_forced_blocks_interpreted_early() -> None:
-    make(301, 4, 1, 128, count=None, forced=(1, 2), device="cpu").check_forced(190, 263)
-
-
 BESIDE: list[tuple[Any, tuple[int, int]]] = [(330, (1, 2)), (330, (0, 2)), (330, (2, 3)), ([70, 0, 330], (1, 2))]
 
 
@@ -212,26 +205,6 @@ def test_gated_in_chunks(gates: str, forced: tuple[int, int], monkeypatch: pytes
     chosen[..., 66:, 9] = 1  # nothing before, and nothing in the first slots that are loaded together
     inputs = make(70, 2, 2, indices=chosen, device="cpu")
     replace(inputs, forced=forced).check_gated(gates)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
-@pytest.mark.parametrize(("gates", "forced"), [("projected", (1, 2)), ("given fp32", (0, 0))])
-@pytest.mark.usefixtures("interpreted")
-def test_gated_in_chunks_that_begin_inside_of_blocks(
-    gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CTAs share the rows of a block."""
-    small_chunks(monkeypatch, 40, 1, 40)
-    make(110, 16, 1, count=sum(forced) + 10, forced=forced, device="cpu").check_gated(gates)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("interpreted", LATE, indirect=True)
-@pytest.mark.usefixtures("interpreted")
-def test_forced_blocks_gated_late() -> None:
-    make(140, 3, 2, 128, count=4, forced=(0, 2), device="cpu").check_gated("projected")
-    make(140, 2, 1, count=2, size=64, forced=(0, 1), device="cpu").check_gated("given fp32")
 
 
 @pytest.mark.blas
