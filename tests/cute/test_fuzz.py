@@ -409,7 +409,7 @@ def draw_in_batches(example: Callable[[st.DataObject], None], most: int, seconds
 
 
 @pytest.mark.parametrize("what", EXAMPLES_OF)
-@settings(max_examples=5, derandomize=True)
+@settings(max_examples=3, derandomize=True)
 @given(data=st.data())
 def test_the_same_draws_on_a_cpu(what: str, data: st.DataObject) -> None:
     """With references in the kernels' place: that the draws fit, and what is asserted is so of them."""

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import dispatch
-from cute_kernels import plan, support
+from cute_kernels import support
 from cute_kernels.fa4 import rules as fa4
 from cute_kernels.runtime import device
 from nsa import NSACache, NSAConfig, PageTable
 from nsa.inputs import NSAInputs
-from tests.support import hardware
-from tests.support.cute_cases import OPTIONS, SOME
 from tests.support.helpers import make_qkv
 from tools import compile_all
 
-TESTS = Path(__file__).resolve().parents[1]
 BOUNDS = torch.tensor([0, 100, 300], dtype=torch.int32)
 
 
@@ -204,57 +198,6 @@ def test_deterministic_neighborhoods(target: str, backward: bool, monkeypatch: p
     reason = support.check_neighborhood_attention(replace(call, options={"deterministic": True})) or ""
     refused = "takes torch.use_deterministic_algorithms(True) in backward only on Hopper"
     assert reason.startswith(refused) == (backward and target == "sm_100a")
-
-
-# What tests on a GPU ask, of a Hopper GPU and of Blackwell's
-
-
-@pytest.fixture(params=["sm_90", "sm_100"])
-def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(device.TARGET_VARIABLE, f"{request.param}a")
-    device.compute_capability.cache_clear()
-    return str(request.param)
-
-
-def marks_of_sm_90() -> dict[str, pytest.Mark]:
-    """Each mark `sm_90` of a test or of one of its parameters, by module, test and number."""
-    found = {}
-    for path in sorted(TESTS.rglob("test_*.py")):
-        if not re.search(r"tests\.support\.hardware|mark\.sm_90", path.read_text("utf-8")):
-            continue
-        module = importlib.import_module(".".join(path.relative_to(TESTS.parent).with_suffix("").parts))
-        for name, test in vars(module).items():
-            marks = getattr(test, "pytestmark", []) if name.startswith("test_") else []
-            values = [value for mark in marks if mark.name == "parametrize" for value in mark.args[1]]
-            of_values = [mark for value in values for mark in getattr(value, "marks", ())]
-            needed = [mark for mark in (*marks, *of_values) if mark.name == "sm_90"]
-            found |= {f"{module.__name__}.{name} {i}": mark for i, mark in enumerate(needed)}
-    return found
-
-
-@pytest.mark.cuda_extra  # modules of tests import CuTe DSL
-def test_what_needs_hopper_is_refused_on_blackwell_alone(arch: str) -> None:
-    """Else a mark leaves out of a run on a B200 what would run there."""
-    marks, presets = marks_of_sm_90(), (NSAConfig.per_tile(), NSAConfig.paper())
-    assert {mark.args[0] for mark in marks.values() if mark.args} == {
-        mark.args[0] for mark in (hardware.ATOMIC_FREE, hardware.NEIGHBORHOOD)
-    }
-    rules = fa4.rules(torch.device("cuda:0"))
-    assert rules is not None
-    assert plan.has_atomic_free_backward(rules, 64, 64) == (arch == "sm_90")
-    of_options = {name: dict(mark.kwargs) for name, mark in marks.items() if not mark.args}
-    assert len(of_options) > 20
-    for name, options in of_options.items():
-        deterministic = options.pop("deterministic", False)
-        for preset in presets if deterministic else presets[:1]:
-            reason = ask(backward=deterministic, deterministic=deterministic, **{**vars(preset), **options})
-            assert (reason is None) == (arch == "sm_90"), (name, reason)
-
-
-def test_what_other_tests_ask_is_taken(arch: str) -> None:
-    """Of docs/blackwell.md's second command."""
-    for options in OPTIONS.values():
-        assert ask(backward=True, **{**vars(SOME), **options}) is None, options
 
 
 @pytest.mark.parametrize(

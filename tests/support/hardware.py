@@ -1,8 +1,8 @@
 """Marks of tests that need a Hopper GPU: what Blackwell's rules refuse, or its kernels do otherwise.
 
-Arguments of the mark `sm_90` are the reason in words, or options of a call that cute_kernels.support refuses on sm_100,
-which tests/cute/test_support.py asks it. On a Hopper GPU with NSA_KERNELS_FA4_STRATEGY=sm_100 these tests are skipped,
-too, so `make test-gpu` shows there whether one lacks its mark.
+Arguments of the mark `sm_90` are the reason in words, or options of a call that cute_kernels.support refuses on sm_100.
+On a Hopper GPU with NSA_KERNELS_FA4_STRATEGY=sm_100 these tests are skipped, too, so `make test-gpu` shows there
+whether one lacks its mark.
 """
 
 from __future__ import annotations
