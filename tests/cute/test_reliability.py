@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -278,45 +276,6 @@ def test_first_calls_from_threads(what: Callable[[], None]) -> None:
     )
     environment = {**os.environ, "NSA_KERNELS_JIT_CACHE": "0", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
     run_child(call, environment)
-
-
-WORK = """
-import hashlib, json, warnings
-warnings.simplefilter("ignore")
-import torch
-from cute_kernels.runtime import jit
-from tests.cute.test_reliability import on_gpu, training_step
-digest = hashlib.sha256()
-for result in training_step("tile", on_gpu(1000))():
-    digest.update(result.contiguous().view(torch.uint8).cpu().numpy().data)
-print(json.dumps([len(jit.COMPILED), digest.hexdigest()]))
-"""
-"""A training step: how many kernels were compiled for it, and what came out."""
-
-
-def work(where: Path | None) -> tuple[int, str]:
-    """Of a new process that keeps compiled kernels in a folder, or not."""
-    environment = {**os.environ, "NSA_KERNELS_JIT_CACHE": "0" if where is None else str(where)}
-    compiled, digest = json.loads(run_child(WORK, environment).splitlines()[-1])
-    return compiled, digest
-
-
-@DETERMINISTIC
-def test_processes_share_compiled_kernels(tmp_path: Path) -> None:
-    """Each is compiled by one of the processes that want it at once, and by another only where its entry is damaged."""
-    where = tmp_path / "cache"
-    with ThreadPoolExecutor(4) as pool:
-        alone, *sharing = pool.map(work, [None, where, where, where])
-    entries = sorted(where.glob("*.o"))
-    assert len(entries) > 5
-    assert sum(compiled for compiled, _ in sharing) == len(entries) == alone[0]
-    assert {digest for _, digest in sharing} == {alone[1]}
-
-    content = bytearray(entries[0].read_bytes())
-    content[len(content) // 2] ^= 1
-    entries[0].write_bytes(content)
-    assert work(where) == (1, alone[1])
-    assert len(list(where.glob("*.o"))) == len(entries)
 
 
 # Memory
