@@ -43,20 +43,9 @@ class Inputs:
         from cute_kernels.attend.compressed_backward import compressed_backward
 
         dq = torch.full_like(self.q, math.nan)
-        dk, dv = compressed_backward(
-            self.q,
-            self.k,
-            self.v,
-            self.do,
-            self.branch.lse,
-            self.branch.delta,
-            length=self.length,
-            stride=self.stride,
-            scale=self.scale,
-            dq=dq,
-            first_token=self.first_token,
-        )
-        return [dq, dk, dv]
+        how: dict[str, Any] = {name: getattr(self, name) for name in ("length", "stride", "scale", "first_token")}
+        tensors = self.q, self.k, self.v, self.do, self.branch.lse, self.branch.delta
+        return [dq, *compressed_backward(*tensors, dq=dq, **how)]
 
     def check(self) -> list[Tensor]:
         got = self.run()

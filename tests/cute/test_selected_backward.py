@@ -81,19 +81,10 @@ class Inputs:
 
         rows, num_keys = self.q.shape[1], self.k.shape[1]
         keys = Keys(self.length, self.stride, self.causal)
-        lists = chosen_lists(
-            self.indices,
-            self.q.shape[2],
-            keys,
-            size=self.size,
-            width=TILE,
-            rows=self.tile,
-            num_keys=num_keys,
-            rows_from=0,
-            rows_to=rows,
-            entries=self.length > 1,
-        )
-        bits = tile_bits(self.indices, size=self.size, num_keys=num_keys, entries=self.length > 1)
+        of_keys: dict[str, Any] = {"size": self.size, "num_keys": num_keys, "entries": self.length > 1}
+        of_rows = {"width": TILE, "rows": self.tile, "rows_from": 0, "rows_to": rows}
+        lists = chosen_lists(self.indices, self.q.shape[2], keys, **of_rows, **of_keys)
+        bits = tile_bits(self.indices, **of_keys)
         tensors = self.q, self.k, self.v, self.do, self.branch.lse, self.branch.delta
         into = into or (torch.empty_like(self.q), torch.empty_like(self.k), torch.empty_like(self.v))
         selected_backward(*tensors, lists, bits, size=self.size, keys=keys, scale=self.scale, into=into)

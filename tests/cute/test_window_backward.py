@@ -43,18 +43,8 @@ class Inputs:
         if self.local is not None:
             local_selected = LocalSelected(others[0].lse, others[0].delta, *self.local)
         into = [torch.full_like(x, math.nan) for x in (self.q, self.k, self.v)]
-        window_backward(
-            self.q,
-            self.k,
-            self.v,
-            self.do,
-            window.lse,
-            window.delta,
-            left=self.left,
-            scale=self.scale,
-            into=(into[0], into[1], into[2]),
-            local_selected=local_selected,
-        )
+        how: dict[str, Any] = {"left": self.left, "scale": self.scale, "local_selected": local_selected}
+        window_backward(self.q, self.k, self.v, self.do, window.lse, window.delta, into=(*into,), **how)
         return into
 
     def check(self) -> list[Tensor]:

@@ -60,20 +60,9 @@ class Case:
         q = inputs.q[:, self.first :]
         sums = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan, device=q.device)
         window = WindowBranch(self.window - 1, torch.full_like(q, math.nan), sums)
-        o, lse = kv_outer_forward(
-            q,
-            inputs.k,
-            inputs.v,
-            inputs.indices[:, :, self.first :],
-            size=self.size,
-            scale=inputs.scale,
-            first_token=self.first,
-            packed=inputs.packed,
-            init=self.forced[0],
-            local=self.forced[1],
-            gating=gating,
-            window=window,
-        )
+        how: dict[str, Any] = {"size": self.size, "scale": inputs.scale, "packed": inputs.packed, "gating": gating}
+        how |= {"first_token": self.first, "init": self.forced[0], "local": self.forced[1], "window": window}
+        o, lse = kv_outer_forward(q, inputs.k, inputs.v, inputs.indices[:, :, self.first :], **how)
         assert window.o is not None
         return o, lse, window.o, sums
 
