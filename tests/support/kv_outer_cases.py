@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -216,36 +217,7 @@ class Inputs:
         assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=SUM_ERROR)
 
     def check_gated(self, gates: str) -> None:
-        """What the selected branch writes beside lse: bitwise what gating its o gives. Args: `gates`, of GATES."""
-        from cute_kernels.gate.forward import Gating, gated_sum
-
-        generator = torch.Generator().manual_seed(2)
-        batch, tokens, heads, dim = self.q.shape
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(self.q.device, GATES[gates] or self.q.dtype)
-
-        # Rows of some later queries' chunk, amid what must not be touched
-        o_cmp, o_win = (normal(batch, tokens, heads, dim).to(self.q.dtype) for _ in range(2))
-        around = torch.full((batch, tokens + 2, heads, dim), math.nan, dtype=self.q.dtype, device=self.q.device)
-        out, kept = around[:, 1:-1], around.clone()
-        weight = normal(heads, 3, dim) if gates.startswith("projected") else None
-        given = normal(batch, tokens, heads, 4)[..., 1:] if gates.startswith("given") else None
-        o, lse = self.forward()
-        used = gated_sum(o_cmp, o, o_win, kept[:, 1:-1], q=self.q, gate_proj_weight=weight, gates=given)
-        for keeps in (False, True):
-            around.fill_(math.nan)
-            o_slc, gates_used = (torch.full_like(o, math.nan) if keeps else None), given
-            if weight is not None:
-                gates_used = torch.full_like(used, math.nan) if keeps else None
-            got, got_lse = self.forward(gating=Gating(o_cmp, o_win, out, weight, gates_used, o_slc))
-            assert out.isfinite().all()
-            assert torch.equal(around.nan_to_num(9e3), kept.nan_to_num(9e3))
-            assert torch.equal(got_lse, lse)
-            assert got is o_slc
-            if keeps:
-                assert torch.equal(got, o)
-                assert weight is None or torch.equal(gates_used, used)
+        check_gated(self.q, gates, lambda gating: self.forward(gating=gating))
 
     def attend_forced(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Of some rows, o and lse of the forced blocks alone; NaN where nothing was written."""
@@ -345,6 +317,47 @@ def make(
     shift = 2 * torch.rand((batch, heads, n), generator=generator).to(device)
     tensors = q, k, v, do, indices.to(device), visible.to(device)
     return Inputs(*tensors, size, dim**-0.5, blocks, shift, forced)
+
+
+def check_gated(q: Tensor, gates: str, run: Callable[[Any], tuple[Tensor, ...]]) -> None:
+    """What the selected branch writes beside its results: bitwise what gating its o gives.
+
+    Args:
+        gates: of GATES.
+        run: gives o, lse and, if it attends to the window itself, o and lse of the window. Is given a Gating or None.
+    """
+    from cute_kernels.gate.forward import Gating, gated_sum
+
+    generator = torch.Generator().manual_seed(2)
+    batch, tokens, heads, dim = q.shape
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(q.device, GATES[gates] or q.dtype)
+
+    # Rows of some later queries' chunk, amid what must not be touched
+    o_cmp, o_win = (normal(batch, tokens, heads, dim).to(q.dtype) for _ in range(2))
+    around = torch.full((batch, tokens + 2, heads, dim), math.nan, dtype=q.dtype, device=q.device)
+    out, kept = around[:, 1:-1], around.clone()
+    weight = normal(heads, 3, dim) if gates.startswith("projected") else None
+    given = normal(batch, tokens, heads, 4)[..., 1:] if gates.startswith("given") else None
+    o, *others = run(None)
+    attends = len(others) > 1
+    used = gated_sum(
+        o_cmp, o, others[1] if attends else o_win, kept[:, 1:-1], q=q, gate_proj_weight=weight, gates=given
+    )
+    for keeps in (False, True):
+        around.fill_(math.nan)
+        o_slc, gates_used = (torch.full_like(o, math.nan) if keeps else None), given
+        if weight is not None:
+            gates_used = torch.full_like(used, math.nan) if keeps else None
+        got, *got_others = run(Gating(o_cmp, None if attends else o_win, out, weight, gates_used, o_slc))
+        assert out.isfinite().all()
+        assert torch.equal(around.nan_to_num(9e3), kept.nan_to_num(9e3))
+        assert all(torch.equal(x, y) for x, y in zip(got_others, others, strict=True))
+        assert got is o_slc
+        if keeps:
+            assert torch.equal(got, o)
+            assert weight is None or torch.equal(gates_used, used)
 
 
 def forward_from(inputs: Inputs, first: int) -> tuple[Tensor, Tensor]:
