@@ -11,8 +11,6 @@ from torch import Tensor
 from cute_kernels import backward, forward
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward_aux
 from nsa.inputs import NSAInputs
-from tests.ptx import Launched, Order, Schedule
-from tests.support import blackwell_cases as blackwell
 from tests.support.cases import product, rest
 from tests.support.continued_packs import PACKS, Pack, assert_each_as_alone, assert_gradients
 from tests.support.hardware import STRATEGIES
@@ -58,23 +56,6 @@ def test_training_from_inside_a_tile(arch: str) -> None:
         do = torch.randn_like(out)
         got = backward.nsa_backward(document.inputs, pack.config, saved, do)
     assert_gradients(pack, aux, do, got)
-
-
-@pytest.mark.slow
-@pytest.mark.cuda_extra
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(("arch", "name"), rest(("sm_90", "token"), ("sm_100", "token"), ("sm_90", "inside a tile")))
-def test_races(arch: str, name: str) -> None:
-    """But for what FlashAttention-4's own kernels for Blackwell do, which is understood (docs/blackwell.md)."""
-    inputs, config = PACKS[name].inputs, PACKS[name].config
-    launched: list[Launched] = []
-    how = Schedule(observer=lambda: Order(keep_going=True), launched=launched.append)
-    with interpreted_gpu(arch, how):
-        out, saved = forward.nsa_saving(inputs, config, recompute=False)
-        backward.nsa_backward(inputs, config, saved, torch.randn_like(out))
-    assert len(launched) > 10
-    found = [f"{blackwell.kernel_class(of.kernel)}: {finding}" for of in launched for finding in of.observer.findings]
-    assert blackwell.unknown(found) == []
 
 
 # On a GPU

@@ -41,7 +41,7 @@ STEPS: dict[str, tuple[str, Call, dict[str, Any]]] = {
         Call(NSAConfig.per_tile(), tokens=300, heads=1, kv_heads=1, dim=128, v_dim=128, strategy="sm_100"),
         {"backward.LIST_BYTES": 1},
     ),
-    "tokens, last queries": ("sm_90", Call(PAPER, 250, first=100, heads=16, kv_heads=1), PIECES),
+    "tokens, last queries": ("sm_90", Call(PAPER, 250, first=128, heads=16, kv_heads=1), PIECES),
 }
 
 

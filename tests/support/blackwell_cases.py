@@ -598,7 +598,7 @@ HERE: dict[str, tuple[Any, ...]] = {
     "compressed, causal by lists both ways": (64, FP16, 4, 1, "early"),
     "compressed, not causal": (128, BF16, 1, 1, "early"),
     "compressed, chosen blocks": (64, FP16, 4, 0, "late"),
-    "selected, blocks of 64": (128, BF16, 4, 0, "early"),
+    "selected, blocks of 64": (128, BF16, 1, 1, "early"),
     "selected, blocks of 128": (64, FP16, 4, 0, "late"),
     "selected, D and D_v": (64, BF16, 4, 1, "early"),
     "window": (128, BF16, 1, 0, "late"),
