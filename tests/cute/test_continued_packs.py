@@ -1,4 +1,4 @@
-"""Packs whose documents continue, with the compiler's PTX interpreted on a CPU, and on a GPU: each as it is alone."""
+"""Packs, most of whose documents continue, interpreted on a CPU and on a GPU: each document as it is alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cute_kernels import backward, forward
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward_aux
 from nsa.inputs import NSAInputs
 from tests.support.cases import product, rest
-from tests.support.continued_packs import PACKS, Pack, assert_each_as_alone, assert_gradients
+from tests.support.continued_packs import PACKS, TAIL, Pack, assert_each_as_alone, assert_gradients
 from tests.support.hardware import STRATEGIES
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 
@@ -73,6 +73,17 @@ ON_GPU = {
     "inside a tile": (((700, 300, 0), (0, 1, 9), (5000, 3000, 50)), NSAConfig(num_selected_blocks=4, window_size=200)),
     "sequences": (((700, 300, 0), (0, 300, 700), (123, 300, 577)), NSAConfig.paper(num_selected_blocks=6)),
     "sequences, inside a tile": (((700, 300, 0), (0, 300, 700), (123, 300, 577)), NSAConfig(num_selected_blocks=4)),
+    **{
+        f"documents, {name}": (tuple((0, tokens, 0) for tokens in (1, 0, 700, 64, 65, 1500, 3, 256)), config)
+        for name, config in {
+            "token": NSAConfig.paper(num_selected_blocks=6, window_size=200),
+            "tile": NSAConfig(num_selected_blocks=3, window_size=100),
+            "short blocks": NSAConfig(compress_block_size=16, select_block_size=64, num_selected_blocks=3),
+            "selected entries": NSAConfig(
+                compress_block_size=4, select_block_size=64, num_selected_blocks=3, num_cmp_selected_blocks=2
+            ),
+        }.items()
+    },
 }
 
 
@@ -99,5 +110,7 @@ def test_on_a_gpu(name: str, heads: tuple[int, int, int]) -> None:
         trained = nsa(**replace(inputs, **leaves).tensors(), config=config, backend="cute", recompute=recompute)
         assert torch.equal(trained.detach(), out)
         do = torch.randn_like(out)
+        if not pack.continues:
+            do[-TAIL:] = torch.nan  # of no document
         got = torch.autograd.grad(trained, list(leaves.values()), do)
         assert_gradients(pack, aux, do, dict(zip(leaves, got, strict=True)))
