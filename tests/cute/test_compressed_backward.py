@@ -17,7 +17,7 @@ from tests.support.attention_gradients import Branch, check_gradients, gated_bra
 from tests.support.hardware import ATOMIC_FREE
 from tests.support.interpreted_kernels import interpret, interpret_kernels
 
-pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
+pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -102,7 +102,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.interpreted
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("interpreted", "case"),
     [*cases.product(["late"], CASES), ("early", "two tiles of entries")],
@@ -115,7 +114,6 @@ def test_interpreted(case: str) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["late, races"], indirect=True)
 @pytest.mark.usefixtures("interpreted")
 def test_barriers_put_shared_memory_in_order() -> None:
@@ -130,8 +128,6 @@ def test_barriers_put_shared_memory_in_order() -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.cuda_extra
-@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_row_statistics(arch: str) -> None:
     """What FlashAttention-4's backward reads where its preprocess does not run, of phases: rows are far apart."""
@@ -152,7 +148,6 @@ def test_row_statistics(arch: str) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["late"], indirect=True)
 @pytest.mark.usefixtures("interpreted")
 def test_causality() -> None:

@@ -16,6 +16,8 @@ from tests.support.continued_packs import PACKS, TAIL, Pack, assert_each_as_alon
 from tests.support.hardware import STRATEGIES
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 
+pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
+
 
 def run(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, NSAAux]:
     out, aux = forward.nsa(inputs, config)
@@ -23,9 +25,6 @@ def run(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, NSAAux]:
     return out, NSAAux(*aux)
 
 
-@pytest.mark.slow
-@pytest.mark.cuda_extra
-@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("arch", "name"), rest(*[(arch, name) for name in PACKS for arch in GPUS]))
 def test_interpreted(arch: str, name: str) -> None:
     pack = PACKS[name]
@@ -41,9 +40,6 @@ def test_interpreted(arch: str, name: str) -> None:
     assert_gradients(pack, aux, do, got)
 
 
-@pytest.mark.slow
-@pytest.mark.cuda_extra
-@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("arch", rest(*GPUS))
 def test_training_from_inside_a_tile(arch: str) -> None:
     """With a start that the host knows: rows are those of the forward alone, which takes other steps."""
