@@ -11,9 +11,9 @@ from torch import Tensor
 from cute_kernels import backward, forward
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward_aux
 from nsa.inputs import NSAInputs
-from tests.support.cases import product, rest
+from tests.support.cases import rest
 from tests.support.continued_packs import PACKS, TAIL, Pack, assert_each_as_alone, assert_gradients
-from tests.support.hardware import STRATEGIES
+from tests.support.hardware import with_strategies
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 
 pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
@@ -84,13 +84,7 @@ ON_GPU = {
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(
-    ("name", "heads", "strategy"),
-    product(ON_GPU, [(16, 1, 64), (8, 2, 128), (4, 4, 128)], STRATEGIES, cover=2),
-    indirect=["strategy"],
-    ids=str,
-)
-@pytest.mark.usefixtures("strategy")
+@with_strategies("name heads", ON_GPU, [(16, 1, 64), (8, 2, 128), (4, 4, 128)])
 def test_on_a_gpu(name: str, heads: tuple[int, int, int]) -> None:
     documents, config = ON_GPU[name]
     sizes = dict(zip(("heads", "kv_heads", "dim"), heads, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +28,7 @@ from tests.support.cute_cases import (
     like,
     on_gpu,
 )
-from tests.support.hardware import STRATEGIES
+from tests.support.hardware import with_strategies
 from tests.support.kv_outer_cases import small_chunks
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
@@ -50,12 +49,6 @@ TOKEN_OPTIONS: dict[str, dict[str, Any]] = {
 MODES = pytest.mark.parametrize("config", [SOME, PAPER], ids=["tile", "token"])
 
 
-def with_strategies(names: str, *axes: Sequence[Any]) -> Any:
-    """Parameters of a test, every two values of which come together, and the strategy as one more."""
-    values = cases.product(*axes, STRATEGIES, cover=2)
-    return pytest.mark.parametrize((*names.split(), "strategy"), values, indirect=["strategy"], ids=str)
-
-
 def check(inputs: NSAInputs, config: NSAConfig = SOME, *, recompute: bool = False) -> NSAAux:
     aux = check_forward(inputs, config)
     check_gradients(inputs, config, recompute=recompute)
@@ -66,7 +59,6 @@ def check(inputs: NSAInputs, config: NSAConfig = SOME, *, recompute: bool = Fals
 
 
 @with_strategies("tokens", SIZES)
-@pytest.mark.usefixtures("strategy")
 def test_sizes(tokens: int) -> None:
     aux = check(NSAInputs(*on_gpu(tokens), gate_proj_weight=gate_weight()))
     if tokens > 512:  # the selection left something out
@@ -87,7 +79,6 @@ def check_groups(group: int, dim: int, dtype: torch.dtype, config: NSAConfig, *,
 
 
 @with_strategies("group dim dtype", [1, 2, 4, 8, 16], [64, 128], [BF16, FP16])
-@pytest.mark.usefixtures("strategy")
 def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
     check_groups(group, dim, dtype, SOME)
 
@@ -109,7 +100,6 @@ def test_dims_of_values(dims: tuple[int, int], config: NSAConfig, strategy: str)
 
 
 @with_strategies("name batch", OPTIONS, [1, 2])
-@pytest.mark.usefixtures("strategy")
 def test_options(name: str, batch: int) -> None:
     check(NSAInputs(*on_gpu(3001, batch=batch), gate_proj_weight=gate_weight()), replace(SOME, **OPTIONS[name]))
 
@@ -134,7 +124,6 @@ def test_options_of_hopper(changes: dict[str, Any]) -> None:
 
 
 @with_strategies("entries select", [(16, 16), (32, 32), (64, 64), (128, 128), (32, 16), (20, 7)], [64, 128])
-@pytest.mark.usefixtures("strategy")
 def test_blocks(entries: tuple[int, int], select: int) -> None:
     """Entries by their length and stride."""
     length, stride = entries
@@ -194,7 +183,6 @@ def extras(inputs: NSAInputs, names: tuple[str, ...], config: NSAConfig) -> NSAI
 
 
 @with_strategies("names", OPTIONAL)
-@pytest.mark.usefixtures("strategy")
 def test_optional_tensors(names: tuple[str, ...]) -> None:
     check(extras(NSAInputs(*on_gpu(1000)), names, SOME))
 

@@ -18,7 +18,7 @@ from nsa.inputs import KEY_NAMES, NSAInputs
 from tests.support import cases
 from tests.support.causality import BRANCHES, LSES
 from tests.support.cute_cases import SLACK, SOME, block_scores, gate_weight, gradients, like, on_gpu
-from tests.support.hardware import STRATEGIES
+from tests.support.hardware import with_strategies
 from tests.support.helpers import error_budget, make_qkv
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
@@ -74,13 +74,7 @@ def assert_rows(
     assert torch.equal(aux.indices, whole_aux.indices[:, :, tiles]), "indices"
 
 
-@pytest.mark.parametrize(
-    ("name", "heads", "strategy"),
-    cases.product(CASES, [(8, 2, 128), (16, 1, 64), (4, 4, 128)], STRATEGIES, cover=2),
-    indirect=["strategy"],
-    ids=str,
-)
-@pytest.mark.usefixtures("strategy")
+@with_strategies("name heads", CASES, [(8, 2, 128), (16, 1, 64), (4, 4, 128)])
 def test_rows_are_those_of_the_whole(name: str, heads: tuple[int, int, int]) -> None:
     """Token mode for any cut, tile mode for cuts at tiles; a row alone among them. With and without aux."""
     config, cuts = CASES[name]
@@ -108,17 +102,11 @@ def test_given_gates_keys_and_entries(config: NSAConfig) -> None:
         assert torch.equal(call(nsa_forward, chunk(inputs, start, stop), config), whole[:, start:stop])
 
 
-@pytest.mark.parametrize(
-    ("at", "name", "strategy"),
-    cases.product(
-        [(100, 2900), (300, 310), (2815, 2816), (2817, 3000)],
-        ["plain", "shared in the group", "sparse compressed"],
-        STRATEGIES,
-        cover=2,
-    ),
-    indirect=["strategy"],
+@with_strategies(
+    "at name",
+    [(100, 2900), (300, 310), (2815, 2816), (2817, 3000)],
+    ["plain", "shared in the group", "sparse compressed"],
 )
-@pytest.mark.usefixtures("strategy")
 def test_inside_a_tile_with_its_sum(at: tuple[int, int], name: str) -> None:
     """Rows of the call on the prefix: bit for bit where the same blocks are selected, all others are near ties."""
     start, stop = at
@@ -173,12 +161,7 @@ def test_few_queries(config: NSAConfig) -> None:
 # Gradients
 
 
-@pytest.mark.parametrize(
-    ("name", "recompute", "strategy"),
-    cases.product(CASES, [False, True], STRATEGIES, cover=2),
-    indirect=["strategy"],
-)
-@pytest.mark.usefixtures("strategy")
+@with_strategies("name recompute", CASES, [False, True])
 def test_gradients_of_chunks_add_up(name: str, recompute: bool) -> None:
     """To those of the whole in fp64, each share rounded once; dq is the chunk's own."""
     config, cuts = CASES[name]
