@@ -1,19 +1,17 @@
 """Context parallelism on GPUs against one process: ranks that share a GPU, over gloo, and with a GPU each, over NCCL.
 
-Over NCCL the cases of tests/nsa/test_context_parallel.py run too, in fp64 by the reference: what is sent is the same.
+Over NCCL some cases of tests/nsa/test_context_parallel.py run too, in fp64 by the reference: what is sent is the same.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.support import context_cases as cases
-from tests.support import headwise_cases as headwise
 from tests.support.hardware import DETERMINISTIC
 from tests.support.helpers import LARGE, SMALL
 from tests.support.ranks import Ranks
@@ -105,18 +103,6 @@ def test_rows_and_gradients_over_nccl(nccl: Ranks, preset: str, layout: str) -> 
         nccl.run(size, cases.by_reference, cases.equals_whole, SMALL[preset], (0, 1, 50, 131), ["plain"], layout)
 
 
-def test_every_argument_over_nccl(nccl: Ranks) -> None:
-    config = replace(SMALL["seed"], num_init_blocks=1, softmax_scale=0.3)
-    nccl.run(2, cases.by_reference, cases.equals_whole, config, (2, 133), cases.OPTIONS[1:], "zigzag")
-
-
-@pytest.mark.parametrize("preset", ["seed", "paper"])
-def test_packs_over_nccl(nccl: Ranks, preset: str) -> None:
-    options = ["plain", "learned"]
-    nccl.run(2, cases.by_reference, cases.packs_equal_whole, SMALL[preset], [70, 0, 1, 90], 3, options, "zigzag")
-    nccl.run(2, cases.by_reference, cases.packs_equal_whole, SMALL[preset], [], 3, options, "contiguous")
-
-
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_halos_over_nccl(nccl: Ranks, layout: str) -> None:
     nccl.run(2, cases.by_reference, cases.neighborhood_equals_whole, (0, 2, 41), layout)
@@ -131,20 +117,6 @@ def test_models_over_nccl(nccl: Ranks, how: str) -> None:
 def test_sharded_parameters_over_nccl(nccl: Ranks) -> None:
     """FSDP2 on a mesh of data and context parallelism, of all ranks."""
     nccl.run(max(nccl.sizes), cases.by_reference, cases.fsdp_equals_whole, SMALL["seed"], 70)
-
-
-def test_dtensors_over_nccl(nccl: Ranks) -> None:
-    nccl.run(2, cases.by_reference, cases.takes_dtensors, SMALL["seed"])
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("how", [*headwise.LAYERS, "neighborhood"])
-def test_layers_sharded_by_heads_over_nccl(nccl: Ranks, how: str, sequence: bool) -> None:
-    nccl.run(2, cases.by_reference, headwise.sharded_equals_whole, how, sequence)
-
-
-def test_a_cache_of_a_layer_sharded_by_heads_over_nccl(nccl: Ranks) -> None:
-    nccl.run(2, cases.by_reference, headwise.continues_with_a_cache)
 
 
 # Refusals
