@@ -13,6 +13,7 @@ decode_cases.py; the budget is the house's: twice the error of the same math wit
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -621,17 +622,10 @@ def table() -> list[tuple[Case, str, bool]]:
     for places in sorted(pairs | triples):
         form, *values, schedule = (axis[i] for axis, i in zip(AXES, places, strict=True))
         rows.append((Attention(form, *values), schedule, HERE.get(form) == (*values, schedule)))
-    rows += [(Whole(name), schedule, False) for name in CALLS for schedule in SCHEDULES]
-    rows += [
-        (Neighborhood(name), schedule, (name, schedule) == (DILATED, "late"))
-        for name in WINDOWS
-        for schedule in SCHEDULES
-    ]
-    rows += [
-        (Decoding(name), schedule, (name, schedule) == (DECODING, "late")) for name in DECODED for schedule in SCHEDULES
-    ]
-    rows += [(GivenBlocks(name), schedule, False) for name in GIVEN for schedule in SCHEDULES]
-    rows += [(Indexer(name), schedule, False) for name in INDEXED for schedule in SCHEDULES]
+    others = (Whole, CALLS), (Neighborhood, WINDOWS), (Decoding, DECODED), (GivenBlocks, GIVEN), (Indexer, INDEXED)
+    for kind, names in others:
+        for name, schedule in itertools.product(names, SCHEDULES):
+            rows.append((kind(name), schedule, name in (DILATED, DECODING) and schedule == "late"))
     return rows
 
 
