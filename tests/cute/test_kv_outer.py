@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,34 +53,6 @@ def test_forced_blocks_are_left_out(forced: tuple[int, int], device: str) -> Non
     assert (rest >= 0).any()
     how: dict[str, Any] = {"size": 64, "blocks": blocks, "min_rows": 20, "init": init, "local": local}
     check_worklist(build_worklist(indices.to(device), **how), rest, 20)
-
-
-@pytest.mark.parametrize(("forced", "expected"), [(True, {"init": 1, "local": 2}), (False, {"init": 0, "local": 0})])
-def test_indices_of_callers_need_not_hold_forced_blocks(
-    forced: bool, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from cute_kernels import forward
-    from nsa.config import NSAConfig
-
-    inputs, passed = make(200, device="cpu"), []
-
-    def attend(q: Tensor, *_: Any, **how: Any) -> tuple[Tensor, Tensor]:
-        passed.append({name: value for name, value in how.items() if name in ("init", "local")})
-        return q, inputs.shift
-
-    monkeypatch.setattr(forward, "kv_outer_forward", attend)
-    config = NSAConfig(
-        causal=True,
-        q_tile_size=1,
-        num_selected_blocks=4,
-        select_block_size=64,
-        num_init_blocks=1,
-        num_local_blocks=2,
-    )
-    planned = SimpleNamespace(selected="kv_outer", forced=(1, 2))
-    call: Any = SimpleNamespace(config=config, documents=None, scale=1.0, plan=planned)
-    forward.attend_selected(call, inputs.q, inputs.k, inputs.v, inputs.indices, 0, True, holds_forced=forced)
-    assert passed == [expected]
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,13 @@ KERNELS: dict[str, Callable[[Plan], bool]] = {
 """Whether a plan launches it."""
 
 
+def names_of(call: Callable[[], Any]) -> set[str]:
+    """Functions that compile the kernels that a call launches."""
+    from cute_kernels.runtime.launches import launches_of
+
+    return {str(getattr(launch.kernel, "name", "")).partition(" ")[0] for launch in launches_of(call)}
+
+
 @pytest.mark.parametrize(
     ("name", "arch", "atomic_free"),
     cases.product(RULES, ["sm_90a", "sm_100a"], [True, False], cover=2),
@@ -225,7 +232,6 @@ KERNELS: dict[str, Callable[[Plan], bool]] = {
 )
 def test_launches_are_those_of_the_plan(name: str, atomic_free: bool) -> None:
     from cute_kernels import backward, forward
-    from cute_kernels.runtime.launches import launches_of
 
     inputs, config, _ = RULES[name]
     assert refusal(inputs, config, training=True) is None
@@ -234,7 +240,17 @@ def test_launches_are_those_of_the_plan(name: str, atomic_free: bool) -> None:
         out, saved = forward.nsa_saving(inputs, config, recompute=False)
         backward.nsa_backward(inputs, config, saved, torch.empty_like(out), atomic_free=atomic_free)
 
-    launched = {str(getattr(launch.kernel, "name", "")).partition(" ")[0] for launch in launches_of(call)}
+    launched = names_of(call)
     made = plan(inputs, config, training=True, atomic_free=atomic_free)
     for kernel, chosen in KERNELS.items():
         assert (f"cute_kernels.{kernel}" in launched) == chosen(made), kernel
+
+
+def test_indices_of_callers_need_not_hold_forced_blocks() -> None:
+    from cute_kernels import forward
+
+    inputs, forced = inputs_of(), "cute_kernels.attend.window_combine._compiled"
+    indices = torch.empty((1, 2, 3000, TOKEN.num_selected_blocks), dtype=torch.int32, device="meta")
+    assert forced in names_of(lambda: forward.nsa(inputs, TOKEN))
+    of_given = names_of(lambda: forward.nsa(inputs, TOKEN, indices=indices))
+    assert not any(name.startswith(("cute_kernels.attend.forced", forced)) for name in of_given)
