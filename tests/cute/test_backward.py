@@ -1,4 +1,4 @@
-"""Training with NSA on an NVIDIA GPU: other ways to the same gradients, packs, what users build around a call.
+"""Training with NSA on an NVIDIA GPU: other ways to the same gradients, and what users build around a call.
 
 Gradients of all sizes and options are in test_nsa.py.
 """

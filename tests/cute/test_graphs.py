@@ -44,10 +44,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Calls:
-    """Calls at addresses, and how each was launched."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
+    """Calls at addresses; says how each was launched."""
 
     def __call__(self, key: object, *, fails: bool = False) -> str:
         def kernel(ran: list[str]) -> None:
