@@ -32,7 +32,7 @@ PIECES: dict[str, Any] = {"call.CHUNK_BYTES": 1, "backward.TEMPORARY_BYTES": 1}
 """Limits with which the forward takes a tile of queries at a time, and the backward a key/value head."""
 PROJECTED = ("gate_proj_weight", "w_k_compress", "w_v_compress")
 OWN = ("gates", "k_cmp", "v_cmp", "k_slc", "v_slc")
-PAPER = NSAConfig.paper(num_selected_blocks=4, window_size=130)
+PAPER = NSAConfig.paper(compress_block_size=16, compress_stride=8, num_selected_blocks=4, window_size=130)
 STEPS: dict[str, tuple[str, Call, dict[str, Any]]] = {
     "last queries": ("sm_90", Call(SMALL, tokens=530, first=256, tensors=PROJECTED), PIECES),
     "own keys and entries": ("sm_90", Call(SMALL, tokens=140, tensors=OWN), PIECES),
@@ -41,7 +41,7 @@ STEPS: dict[str, tuple[str, Call, dict[str, Any]]] = {
         Call(NSAConfig.per_tile(), tokens=300, heads=1, kv_heads=1, dim=128, v_dim=128, strategy="sm_100"),
         {"backward.LIST_BYTES": 1},
     ),
-    "tokens, last queries": ("sm_90", Call(PAPER, 250, first=128, heads=16, kv_heads=1), PIECES),
+    "tokens, last queries": ("sm_90", Call(PAPER, 250, first=128, tensors=("gate_proj_weight",)), PIECES),
 }
 
 
