@@ -65,7 +65,7 @@ def test_keys_behind_the_last_query_are_not_read() -> None:
 @pytest.mark.parametrize("arch", ["sm_90", *cases.rest("sm_100")])
 def test_barriers_put_shared_memory_in_order(arch: str) -> None:
     with interpreted_gpu(arch, Schedule(observer=Order)):
-        make(replace(BF16, queries=90, size=128)).check(backend="cute")
+        make(replace(BF16, queries=90, size=128, dim=128)).check(backend="cute")
 
 
 # Which calls are taken

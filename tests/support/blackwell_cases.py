@@ -606,9 +606,9 @@ HERE: dict[str, tuple[Any, ...]] = {
     "window, not causal": (128, BF16, 1, 0, "late"),
     "window, one tile": (128, BF16, 1, 0, "late"),
 }
-"""The rows that CI executes, by form. A kernel takes seconds to compile, so forms that can have one in common do: the
-backward of windows, of lists of blocks of 64 and of blocks of 128, and the forward of a window, causal or not. Left out
-are two forms whose every part another one has: selected blocks without causality, and windows with another D_v."""
+"""The rows that CI executes, by form. A kernel takes seconds to compile, so rows take those of others where they can,
+or of a whole call through dispatch. Left out are two forms whose every part another one has: selected blocks without
+causality, and windows with another D_v."""
 
 
 def table() -> list[tuple[Case, str, bool]]:
