@@ -13,8 +13,9 @@ from torch import Tensor
 
 from bench import bench_block_sparse as bench
 from bench import bench_token_selected as token
-from bench import results_file, selected_branch
-from tests.support import cases, step_twins
+from bench import oracles, results_file, selected_branch
+from tests.support import cases
+from tests.support.attention_gradients import Branch, gradients
 from tests.support.bench_helpers import run, verdicts
 
 SMALL = ["--device", "cpu", "--seqlens", "100", "--heads", "2", "--kv-heads", "1", "--dim", "16", "--blocks", "16"]
@@ -140,13 +141,31 @@ def test_bars_are_of_the_sizes_that_they_name() -> None:
 def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention by PyTorch in place of the kernels."""
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
-        how.pop("packed", None)
-        o, lse = step_twins.token_attention(q, k, v, indices, first_token=0, **how)
+    def visible(q: Tensor, indices: Tensor, size: int) -> Tensor:
+        token = torch.arange(q.shape[1])
+        chosen = (indices[..., None, :] == (token // size)[:, None]).any(-1) & (token <= token[:, None])
+        return chosen.repeat_interleave(q.shape[2] // indices.shape[1], 1)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, size: int, scale: float, **_: Any) -> Any:
+        exact = q.double(), k.double(), v.double()
+        o, lse = oracles.attention(*exact, visible(q, indices, size), scale, torch.float64)
         return o.to(q.dtype), lse.float()
 
-    def backward(*tensors: Tensor, **how: Any) -> None:
-        step_twins.kv_outer_backward(*tensors, local=0, **how)
+    def backward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        indices: Tensor,
+        do: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        *,
+        into: Any,
+        **how: Any,
+    ) -> None:
+        branch = Branch(visible(q, indices, how["size"]), lse, delta)
+        for to, gradient in zip(into, gradients(q, k, v, do, [branch], how["scale"], low=False), strict=True):
+            to.copy_(gradient)
 
     monkeypatch.setattr("cute_kernels.attend.kv_outer.kv_outer_forward", forward)
     monkeypatch.setattr("cute_kernels.attend.query_outer.query_outer_forward", forward)

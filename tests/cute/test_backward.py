@@ -1,29 +1,24 @@
-"""Gradients of NSA on an NVIDIA GPU against fp64 autograd of the oracle, with Hopper's tiles and with Blackwell's."""
+"""Training with NSA on an NVIDIA GPU: other ways to the same gradients, and what users build around a call.
+
+Gradients of all sizes and options are in test_nsa.py.
+"""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from bench import oracles
-from cute_kernels.runtime import replay
-from nsa import LinearCompression, NSAConfig, NSAttention, nsa, nsa_forward, nsa_forward_aux, operators, reference
+from nsa import NSAConfig, NSAttention, nsa, nsa_forward, operators
 from nsa.inputs import NSAInputs
 from tests.support import cases
 from tests.support.cute_cases import (
-    BACKWARD_OPTIONS,
     BF16,
-    FP16,
-    SIZES,
-    SLACK,
     SOME,
     captured,
     check_gradients,
@@ -32,134 +27,9 @@ from tests.support.cute_cases import (
     like,
     on_gpu,
 )
-from tests.support.hardware import ATOMIC_FREE, DETERMINISTIC, STRATEGIES
-from tests.support.helpers import assert_as_alone, assert_within_budget
+from tests.support.hardware import ATOMIC_FREE, DETERMINISTIC
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
-
-
-# Against the oracle
-
-
-@pytest.mark.parametrize(("tokens", "strategy"), cases.product(SIZES, STRATEGIES, cover=2), indirect=["strategy"])
-@pytest.mark.usefixtures("strategy")
-def test_sizes(tokens: int) -> None:
-    check_gradients(NSAInputs(*on_gpu(tokens), gate_proj_weight=gate_weight()), SOME)
-
-
-@pytest.mark.parametrize(
-    ("group", "dim", "strategy"),
-    cases.product([1, 2, 4, 8, 16], [64, 128], STRATEGIES, cover=2),
-    indirect=["strategy"],
-)
-@pytest.mark.usefixtures("strategy")
-def test_groups(group: int, dim: int) -> None:
-    check_gradients(NSAInputs(*on_gpu(700, 2 * group, 2, dim, batch=2)), SOME)
-
-
-@pytest.mark.parametrize(("dim", "v_dim"), [(64, 128), (128, 64)])
-def test_dims_of_values(dim: int, v_dim: int, strategy: str) -> None:
-    q, k, _ = on_gpu(600, dim=dim)
-    check_gradients(NSAInputs(q, k, on_gpu(600, dim=v_dim)[2]), SOME)
-
-
-def test_fp16(strategy: str) -> None:
-    check_gradients(NSAInputs(*on_gpu(900, dtype=FP16), gate_proj_weight=gate_weight(dtype=FP16)), SOME)
-
-
-@pytest.mark.parametrize(
-    ("changes", "batch", "strategy"),
-    cases.product(BACKWARD_OPTIONS, [1, 2], STRATEGIES, cover=2),
-    indirect=["strategy"],
-    ids=str,
-)
-@pytest.mark.usefixtures("strategy")
-def test_options(changes: dict[str, Any], batch: int) -> None:
-    check_gradients(NSAInputs(*on_gpu(3001, batch=batch), gate_proj_weight=gate_weight()), replace(SOME, **changes))
-
-
-def extras(inputs: NSAInputs, names: tuple[str, ...], dtype: torch.dtype = BF16) -> NSAInputs:
-    batch, tokens, heads, dim = inputs.q.shape
-    kv_heads, v_dim = inputs.v.shape[2:]
-    entries = SOME.num_compressed(tokens)
-    made = {
-        "w_k_compress": like(kv_heads, dim, dim, scale=dim**-0.5),
-        "w_v_compress": like(kv_heads, v_dim, v_dim, scale=v_dim**-0.5),
-        "gate_proj_weight": gate_weight(heads, dim, dtype),
-        "gates": like(batch, tokens, heads, 3, dtype=dtype),
-        "k_cmp": like(batch, entries, kv_heads, dim),
-        "v_cmp": like(batch, entries, kv_heads, v_dim, seed=8),
-    }
-    for seed, branch in enumerate(("slc", "win")):
-        made[f"k_{branch}"] = like(batch, tokens, kv_heads, dim, seed=10 + seed)
-        made[f"v_{branch}"] = like(batch, tokens, kv_heads, v_dim, seed=20 + seed)
-    return replace(inputs, **{name: made[name] for name in names})
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize("names", [("gates",), ("gate_proj_weight",)], ids="+".join)
-def test_gates(names: tuple[str, ...], dtype: torch.dtype) -> None:
-    """Gates that are given may be negative."""
-    check_gradients(extras(NSAInputs(*on_gpu(1000, batch=2)), names, dtype), SOME)
-
-
-OPTIONAL = [
-    ("w_k_compress",),
-    ("w_k_compress", "w_v_compress", "gate_proj_weight"),
-    ("k_cmp", "v_cmp"),
-    ("k_slc", "v_slc"),
-    ("k_slc", "v_slc", "k_win", "v_win", "gates"),
-]
-
-
-@pytest.mark.parametrize(
-    ("names", "strategy"), cases.product(OPTIONAL, STRATEGIES, cover=2), indirect=["strategy"], ids=str
-)
-@pytest.mark.usefixtures("strategy")
-def test_optional_tensors(names: tuple[str, ...]) -> None:
-    check_gradients(extras(NSAInputs(*on_gpu(1000)), names), SOME)
-
-
-@pytest.mark.parametrize(
-    "config", [SOME, NSAConfig.paper(num_selected_blocks=4, window_size=100)], ids=["tile", "token"]
-)
-def test_given_gates_and_one_key(config: NSAConfig) -> None:
-    """dq is 0: do weighted by a gate is rounded once, and its product with o is that of what was rounded."""
-    q, k, v = on_gpu(1, batch=16)
-    inputs = NSAInputs(q, k, v, gates=like(16, 1, 8, 3, seed=2, scale=3.0))
-    assert check_gradients(inputs, config)["q"].abs().max() < SLACK
-
-
-def test_gates_of_any_stride() -> None:
-    inputs = NSAInputs(*on_gpu(500))
-    gates = like(1, 500, 3, 8).transpose(-1, -2)
-    assert torch.equal(
-        nsa_forward(**inputs.tensors(), gates=gates), nsa_forward(**inputs.tensors(), gates=gates.clone())
-    )
-    check_gradients(replace(inputs, gates=gates), SOME)
-
-
-def test_learned_compression() -> None:
-    """What `compress` holds learns through k_cmp and v_cmp."""
-
-    class Pool(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(like(64, dtype=torch.float32).softmax(0).bfloat16())
-
-        def forward(self, blocks: Tensor) -> Tensor:
-            return torch.einsum("bnhld,l->bnhd", blocks, self.weight)
-
-    pools = Pool(), Pool()
-    q, k, v = (x.requires_grad_() for x in on_gpu(1000))
-    config = replace(SOME, compress=pools)
-    nsa(q, k, v, config=config).float().square().sum().backward()
-    k_cmp, v_cmp = (pool(x.unfold(1, 64, 64).transpose(-1, -2)) for pool, x in zip(pools, (k, v), strict=True))
-    expected = torch.autograd.grad(
-        nsa(q, k, v, k_cmp=k_cmp, v_cmp=v_cmp, config=SOME).float().square().sum(), [p.weight for p in pools]
-    )
-    for pool, gradient in zip(pools, expected, strict=True):
-        torch.testing.assert_close(pool.weight.grad, gradient, rtol=0.05, atol=1e-2 * float(gradient.abs().max()))
 
 
 # Ways of computing the same
@@ -210,117 +80,6 @@ def test_any_strides() -> None:
     out.backward(like(*out.shape))
     together = torch.cat([expected[name] for name in ("q", "k", "v")], 2)
     torch.testing.assert_close(leaf.grad, together, rtol=2e-2, atol=2e-2 * float(together.abs().max()))
-
-
-@pytest.mark.parametrize(("shape", "recompute"), cases.product([(0, 256), (1, 0)], [True, False]))
-def test_empty(shape: tuple[int, int], recompute: bool) -> None:
-    q, k, v = (torch.ones(*shape, heads, 64, device="cuda", dtype=BF16, requires_grad=True) for heads in (4, 2, 2))
-    weight = gate_weight(4, 64).requires_grad_()
-    nsa(q, k, v, gate_proj_weight=weight, recompute=recompute).sum().backward()
-    assert q.grad is not None
-    assert q.grad.shape == q.shape
-    assert weight.grad is not None
-    assert not weight.grad.any()
-
-
-# Packed documents
-
-LENGTHS = (1, 0, 700, 64, 65, 1500, 3, 256)
-
-
-PACKED = {
-    "seed": SOME,
-    "short blocks": replace(SOME, compress_block_size=16, select_block_size=64),
-    "some": replace(SOME, num_cmp_selected_blocks=2, compress_block_size=4, select_block_size=64),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "recompute", "strategy"),
-    cases.product(PACKED, [True, False], STRATEGIES, cover=2),
-    indirect=["strategy"],
-)
-@pytest.mark.usefixtures("strategy")
-def test_packed_documents(name: str, recompute: bool) -> None:
-    """Each document's gradients against fp64, and the projection's against the sum over documents."""
-    config = PACKED[name]
-    tokens = sum(LENGTHS) + 10
-    bounds = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
-    weight = gate_weight()
-    q, k, v = (x[0] for x in on_gpu(tokens))
-    do = like(tokens, 8, 128)
-    do[sum(LENGTHS) :] = torch.nan  # belongs to no document
-    inputs = NSAInputs(q, k, v, gate_proj_weight=weight, cu_seqlens=bounds)
-
-    def packed(leaves: NSAInputs) -> Tensor:
-        return nsa(**leaves.tensors(), config=config, recompute=recompute)
-
-    got = gradients(packed, inputs, do)
-    for name in ("q", "k", "v"):
-        assert not got[name][sum(LENGTHS) :].any(), f"gradient of {name} behind the last document"
-    weights = {"expected": torch.zeros_like(weight, dtype=torch.float64), "low": torch.zeros_like(weight)}
-    start = 0
-    for length in LENGTHS:
-        if length == 0:
-            continue
-        here = slice(start, start + length)
-        start += length
-        alone = NSAInputs(*(x[None, here] for x in (q, k, v)), gate_proj_weight=weight)
-        _, aux = nsa_forward_aux(**alone.tensors(), config=config)
-        fixed = {
-            "indices": aux.indices.long(),
-            "cmp_indices": None if aux.cmp_indices is None else aux.cmp_indices.long(),
-        }
-        of_document = do[None, here]
-        expected = gradients(
-            lambda x, f=fixed: reference.nsa(x, config, **f)[0], alone.map(Tensor.double), of_document.double()
-        )
-        low = gradients(lambda x, f=fixed: oracles.nsa(x, config, **f)[0], alone, of_document)
-        for name in ("q", "k", "v"):
-            title = f"gradient of {name}, {length} long"
-            assert_within_budget(got[name][None, here], expected[name], low[name], title, slack=SLACK)
-        weights["expected"] += expected["gate_proj_weight"]
-        weights["low"] += low["gate_proj_weight"]
-    assert_within_budget(got["gate_proj_weight"], weights["expected"], weights["low"], "gradient of gate_proj_weight")
-
-
-@pytest.mark.parametrize("config", [SOME, replace(SOME, compress_block_size=64, compress_stride=32)],
-                         ids=["apart", "overlapping"])  # fmt: skip
-def test_learned_compression_of_packed_documents(config: NSAConfig) -> None:
-    """The gradients of a pack are those of its documents; the pools' are their sum."""
-    dtype = {"device": "cuda", "dtype": BF16}
-    tokens = sum(LENGTHS) + 10
-    bounds = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
-    qkv = [x[0] for x in on_gpu(tokens)]
-    do = like(tokens, 8, 128)
-    pools = [LinearCompression(2, config.compress_block_size, 128, **dtype) for _ in "kv"]
-    with torch.no_grad():
-        for seed, parameter in enumerate(p for pool in pools for p in pool.parameters()):
-            parameter += like(*parameter.shape, seed=seed) / 64
-    learned = replace(config, compress=tuple(pools))
-    parameters = [p for pool in pools for p in pool.parameters()]
-
-    def gradients_of(do: Tensor, *qkv: Tensor, **keywords: Any) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in qkv]
-        out = nsa(*leaves, config=learned, **keywords)
-        # A document without a whole block has no entries, and nothing to do with the pools
-        return list(torch.autograd.grad(out, [*leaves, *parameters], do, materialize_grads=True))
-
-    got = gradients_of(do, *qkv, cu_seqlens=bounds)
-    sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-    for start, stop in pairwise(bounds.tolist()):
-        if start == stop:
-            continue
-        alone = gradients_of(do[None, start:stop], *(x[None, start:stop] for x in qkv))
-        for name, whole, part in zip("qkv", got[:3], alone[:3], strict=True):
-            # k and v have a gradient of attention, one through the pools, and autograd's sum of both
-            assert_as_alone(whole[None, start:stop], part, f"{name}, {stop - start} long", roundings=3)
-        for total, part in zip(sums, alone[3:], strict=True):
-            total += part
-    # The same added to all keys changes no softmax: the gradient of the keys' places is 0, up to roundings of what its
-    # weights' gradient adds up too
-    for whole, total, like_it in zip(got[3:], sums, [sums[0], sums[0], *sums[2:]], strict=True):
-        torch.testing.assert_close(whole.float(), total, rtol=0, atol=float(like_it.abs().max()) * 2**-6)
 
 
 # What users build around a call
@@ -407,64 +166,11 @@ def test_layer_as_graphed_callables() -> None:
             assert torch.equal(got, expected)
 
 
-@ATOMIC_FREE
-def test_replayed_steps() -> None:
-    """From the third call on a step is replayed (runtime/replay.py): the bits of calls that are not, on any stream."""
-
-    def step(seed: int) -> tuple[Tensor, ...]:
-        q, k, v = (x.requires_grad_() for x in on_gpu(1000, 4, 2, 64, seed=seed))
-        weight = gate_weight(heads=4, dim=64).requires_grad_()
-        out = nsa(q, k, v, gate_proj_weight=weight, config=SOME)
-        do = on_gpu(1000, 4, 2, 64, seed=seed + 50)[0]
-        return (out, *torch.autograd.grad(out, (q, k, v, weight), do))
-
-    replayed = [step(seed) for seed in range(6)]
-    assert any(isinstance(known, replay.Recording) for known in replay._KNOWN.values())
-    with torch.cuda.stream(torch.cuda.Stream()):
-        replayed.append(step(5))
-        torch.cuda.current_stream().synchronize()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "DEVICES", set())
-        plain = [step(seed) for seed in (*range(6), 5)]
-    for got, expected in zip(replayed, plain, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
-
-
-def test_checkpointing_and_autocast() -> None:
-    torch.manual_seed(3)
-    project = torch.nn.Linear(256, 12 * 128, device="cuda")
-    gate = torch.nn.Parameter(gate_weight(dtype=torch.float32))
-    x = like(1, 1000, 256, dtype=torch.float32).requires_grad_()
-
-    def layer(x: Tensor) -> Tensor:
-        q, k, v = project(x).unflatten(-1, (12, 128)).split((8, 2, 2), dim=2)
-        return nsa(q, k, v, gate_proj_weight=gate, config=SOME)
-
-    with torch.autocast("cuda", BF16):
-        plain = layer(x)
-        kept = checkpoint(layer, x, use_reentrant=False)
-    assert plain.dtype == BF16
-    assert torch.equal(plain, kept)
-    do = like(*plain.shape)
-    wanted = (x, gate, project.weight)
-    for got, expected in zip(
-        torch.autograd.grad(kept, wanted, do), torch.autograd.grad(plain, wanted, do), strict=True
-    ):
-        torch.testing.assert_close(got, expected, rtol=0, atol=float(expected.abs().max()) * 2**-6)
-
-
 def test_same_forward_with_and_without_a_graph() -> None:
     qkv = on_gpu(3000)
     for recompute in (True, False):
         out = nsa(*(x.requires_grad_() for x in qkv), gate_proj_weight=gate_weight(), config=SOME, recompute=recompute)
         assert torch.equal(out, nsa_forward(*qkv, gate_proj_weight=gate_weight(), config=SOME))
-
-
-def test_refusals() -> None:
-    q, k, v = (x.requires_grad_() for x in on_gpu(300))
-    (first,) = torch.autograd.grad(nsa(q, k, v, config=SOME).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        first.sum().backward()
 
 
 @DETERMINISTIC

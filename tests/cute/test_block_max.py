@@ -14,6 +14,8 @@ from tests.support import cases
 from tests.support.indexer_cases import assert_selects
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 
+pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -97,9 +99,6 @@ HERE = [
 
 
 @pytest.mark.interpreted
-@pytest.mark.slow
-@pytest.mark.cuda_extra
-@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("late", [True, *cases.rest(False)])
 @pytest.mark.parametrize(("arch", "case"), cases.some(HERE, GPUS, CASES))
 def test_interpreted(arch: str, case: str, late: bool) -> None:
@@ -108,9 +107,6 @@ def test_interpreted(arch: str, case: str, late: bool) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.slow
-@pytest.mark.cuda_extra
-@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("arch", ["sm_90", *cases.rest("sm_100")])
 def test_barriers_put_shared_memory_in_order(arch: str) -> None:
     """Six steps of keys, of two documents: stages are used twice, and lists merged within a document and at its end."""

@@ -18,6 +18,8 @@ from tests.support import cases
 from tests.support.block_sparse_cases import Case, make
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 
+pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
+
 BF16 = Case(150, count=2, group=2, kv_heads=1, dim=64, dtype=torch.bfloat16, indices=torch.int32)
 
 CASES = {
@@ -42,9 +44,6 @@ HERE = [("sm_90", True, "blocks of 128, int64"), ("sm_90", True, "documents that
 
 
 @pytest.mark.interpreted
-@pytest.mark.slow
-@pytest.mark.cuda_extra
-@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("arch", "late", "case"), cases.some(HERE, GPUS, (True, False), CASES))
 def test_interpreted(arch: str, late: bool, case: str) -> None:
     with interpreted_gpu(arch, Schedule(late=late)):
@@ -52,9 +51,6 @@ def test_interpreted(arch: str, late: bool, case: str) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.slow
-@pytest.mark.cuda_extra
-@pytest.mark.filterwarnings("default")
 def test_keys_behind_the_last_query_are_not_read() -> None:
     made = make(replace(BF16, queries=2, keys=70, start=(3, 60), batch=2))
     with interpreted_gpu("sm_90"):
@@ -66,13 +62,10 @@ def test_keys_behind_the_last_query_are_not_read() -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.slow
-@pytest.mark.cuda_extra
-@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("arch", ["sm_90", *cases.rest("sm_100")])
 def test_barriers_put_shared_memory_in_order(arch: str) -> None:
     with interpreted_gpu(arch, Schedule(observer=Order)):
-        make(replace(BF16, queries=90, size=128)).check(backend="cute")
+        make(replace(BF16, queries=90, size=128, dim=128)).check(backend="cute")
 
 
 # Which calls are taken

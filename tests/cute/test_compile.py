@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -168,20 +167,3 @@ def test_log_is_compared_with_an_earlier_one(
     *_, counts, changed = run({"a": b"1", "b": b"2", "c": b"3"}, "--against", str(log)).splitlines()
     assert counts == "against the earlier log: 1 the same, 1 other code, 1 new"
     assert (changed.split()[0], changed.split()[-1]) == ("sm_90a", "b")
-
-
-def test_broken_process_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tool.sys, "executable", shutil.which("false"))
-    (result,) = tool.compile_for("sm_90a", "full", None)
-    assert result.error == "its process ended with exit status 1 after 0 cases"
-
-
-def test_pairwise_keeps_every_value_and_pair() -> None:
-    cases = [case(variant, group) for variant in ("a", "b", "c") for group in (1, 4, 8)]
-    cases += [old._replace(dim=128) for old in cases]
-    few = tool.pairwise(cases)
-    assert len(few) < len(cases) / 2
-    for fields in (("variant",), ("dim", "group")):
-        assert {tuple(getattr(c, f) for f in fields) for c in few} == {
-            tuple(getattr(c, f) for f in fields) for c in cases
-        }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from tests.support.attention_gradients import Branch, check_gradients, gated_bra
 from tests.support.hardware import ATOMIC_FREE
 from tests.support.interpreted_kernels import interpret, interpret_kernels
 
-pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
+pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -42,20 +43,9 @@ class Inputs:
         from cute_kernels.attend.compressed_backward import compressed_backward
 
         dq = torch.full_like(self.q, math.nan)
-        dk, dv = compressed_backward(
-            self.q,
-            self.k,
-            self.v,
-            self.do,
-            self.branch.lse,
-            self.branch.delta,
-            length=self.length,
-            stride=self.stride,
-            scale=self.scale,
-            dq=dq,
-            first_token=self.first_token,
-        )
-        return [dq, dk, dv]
+        how: dict[str, Any] = {name: getattr(self, name) for name in ("length", "stride", "scale", "first_token")}
+        tensors = self.q, self.k, self.v, self.do, self.branch.lse, self.branch.delta
+        return [dq, *compressed_backward(*tensors, dq=dq, **how)]
 
     def check(self) -> list[Tensor]:
         got = self.run()
@@ -107,12 +97,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "two tiles of entries": (331, {"length": 4, "stride": 2, "dim": 64, "heads": 2, "kv_heads": 1}),
     "no phases, batch": (100, {"length": 7, "stride": 5, "dim": 64, "heads": 2, "batch": 2}),
     "last rows": (70, {"length": 32, "stride": 16, "dim": 64, "heads": 2, "first_token": 333}),
-    "one row": (1, {"length": 8, "stride": 8, "heads": 8, "kv_heads": 1, "first_token": 1030, "dtype": FP16}),
+    "one row": (1, {"length": 8, "stride": 8, "heads": 8, "kv_heads": 1, "first_token": 1030}),
 }
 
 
 @pytest.mark.interpreted
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("interpreted", "case"),
     [*cases.product(["late"], CASES), ("early", "two tiles of entries")],
@@ -125,7 +114,6 @@ def test_interpreted(case: str) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["late, races"], indirect=True)
 @pytest.mark.usefixtures("interpreted")
 def test_barriers_put_shared_memory_in_order() -> None:
@@ -140,8 +128,6 @@ def test_barriers_put_shared_memory_in_order() -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.cuda_extra
-@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_row_statistics(arch: str) -> None:
     """What FlashAttention-4's backward reads where its preprocess does not run, of phases: rows are far apart."""
@@ -162,7 +148,6 @@ def test_row_statistics(arch: str) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["late"], indirect=True)
 @pytest.mark.usefixtures("interpreted")
 def test_causality() -> None:
@@ -186,35 +171,28 @@ def test_causality() -> None:
 # On a GPU
 
 
-@pytest.mark.cuda
-@ATOMIC_FREE
-@pytest.mark.parametrize("rows", [32, 63, 64, 65, 127, 129, 1000, 2063, 5000])
-def test_sizes(rows: int) -> None:
-    make(rows).check()
+ON_GPU: list[tuple[int, dict[str, Any]]] = [
+    *((rows, {}) for rows in (32, 63, 64, 65, 127, 129, 1000, 2063, 5000)),
+    *(
+        (2100, {"length": length, "stride": stride})
+        for length, stride in ((1, 1), (4, 4), (32, 32), (64, 64), (64, 16), (48, 20))
+    ),
+    *(
+        (rows, {"first_token": first, "batch": 2})
+        for rows, first in ((1, 31), (1, 4000), (70, 333), (1000, 1), (2000, 2048))
+    ),
+    *(
+        (1500, {"heads": max(group, 2), "kv_heads": max(group, 2) // group, "dim": dim, "dtype": dtype, "batch": 2})
+        for group, dim, dtype in itertools.product((1, 4, 8, 16), (64, 128), (BF16, FP16))
+    ),
+]
 
 
 @pytest.mark.cuda
 @ATOMIC_FREE
-@pytest.mark.parametrize(("length", "stride"), [(1, 1), (4, 4), (32, 32), (64, 64), (64, 16), (48, 20)])
-def test_entries(length: int, stride: int) -> None:
-    make(2100, length=length, stride=stride).check()
-
-
-@pytest.mark.cuda
-@ATOMIC_FREE
-@pytest.mark.parametrize(
-    ("group", "dim", "dtype"), cases.product([1, 4, 8, 16], [64, 128], [BF16, FP16], cover=2), ids=str
-)
-def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
-    heads = max(group, 2)
-    make(1500, heads, heads // group, dim, dtype=dtype, batch=2).check()
-
-
-@pytest.mark.cuda
-@ATOMIC_FREE
-@pytest.mark.parametrize(("rows", "first_token"), [(1, 31), (1, 4000), (70, 333), (1000, 1), (2000, 2048)])
-def test_last_rows(rows: int, first_token: int) -> None:
-    make(rows, first_token=first_token, batch=2).check()
+@pytest.mark.parametrize(("rows", "options"), ON_GPU, ids=str)
+def test_on_a_gpu(rows: int, options: dict[str, Any]) -> None:
+    make(rows, **options).check()
 
 
 @pytest.mark.cuda

@@ -127,13 +127,6 @@ def test_without_a_home_kernels_are_not_kept(value: str | None, monkeypatch: pyt
     assert disk_cache.folder() is None  # said once
 
 
-def test_kept_and_loaded(tmp_path: Path, loaded: list[str]) -> None:
-    assert isinstance(keep(tmp_path / "cache"), Compiled)
-    assert isinstance(keep(tmp_path / "cache", "b"), Compiled)
-    assert keep(tmp_path / "cache") == "loaded"
-    assert loaded == [f"a-{disk_cache._hash(b'kernel')}.o"]
-
-
 def test_threads_may_note_the_same_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where, both, told = tmp_path / "cache", threading.Barrier(2), []
 
@@ -265,24 +258,6 @@ def test_changed_entries_are_not_loaded(content: bytes, tmp_path: Path, loaded: 
     assert isinstance(keep(where), Compiled)
     assert not loaded
     assert entry.read_bytes() == b"kernel"
-
-
-def test_threads_compile_an_entry_once(tmp_path: Path, loaded: list[str]) -> None:
-    start, made = threading.Barrier(4), []
-
-    def work(_: int) -> Any:
-        def make() -> Compiled:
-            time.sleep(0.05)
-            made.append(Compiled())
-            return made[-1]
-
-        start.wait()
-        return disk_cache.load_or_make(tmp_path / "cache", "a", make)
-
-    with ThreadPoolExecutor(4) as pool:
-        got = list(pool.map(work, range(4)))
-    assert len(made) == 1
-    assert sorted(map(str, got)) == sorted(map(str, [made[0], "loaded", "loaded", "loaded"]))
 
 
 def test_a_forked_child_holds_no_lock(tmp_path: Path, loaded: list[str]) -> None:

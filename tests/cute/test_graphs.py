@@ -10,7 +10,6 @@ import itertools
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from torch import Tensor
 from cute_kernels.runtime import graphs, replay
 from cute_kernels.runtime.launches import launch
 from cute_kernels.runtime.replay import replayed
-from tests.support.fake_graphs import FakeGraph
+from tests.support.fake_graphs import FakeGraph, scale
 from tests.support.hardware import ATOMIC_FREE
 from tests.support.helpers import in_threads
 
@@ -42,20 +41,11 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     graphs.forget()
 
 
-def scale(x: Tensor, out: Tensor, factor: float) -> None:
-    """A kernel: as many elements of x as out has, over and over."""
-    numbers = torch.arange(out.numel()) % x.numel()
-    out.copy_(x.flatten()[numbers].reshape(out.shape) * factor)
-
-
 # Which calls become graphs
 
 
 class Calls:
-    """Calls at addresses, and how each was launched."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
+    """Calls at addresses; says how each was launched."""
 
     def __call__(self, key: object, *, fails: bool = False) -> str:
         def kernel(ran: list[str]) -> None:
@@ -150,28 +140,6 @@ def test_launches_that_cannot_be_captured_are_launched(monkeypatch: pytest.Monke
     assert call("a") == "plain", "without another attempt, or another warning"
     monkeypatch.setattr(FakeGraph, "__init__", captures)
     assert [call(key) for key in "abb"] == ["plain", "plain", "graph"]
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_the_tensors_device_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose current stream may be captured, and gets the graph."""
-    current = [0]
-
-    @contextmanager
-    def made_current(device: torch.device) -> Iterator[None]:
-        current.append(device.index)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "device", made_current)
-    seen: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: seen.append(current[-1]))
-    monkeypatch.setattr(FakeGraph, "launch", lambda _: seen.append(current[-1]))
-    for _ in range(3):
-        graphs.launch("a", torch.device("cuda", 1), lambda: iter(()))
-    assert seen == [1] * 5, "three calls, two graphs"
-    assert current == [0]
 
 
 # Recorded calls

@@ -107,7 +107,7 @@ def test_query_outer_interpreted(case: str) -> None:
 
 FORCED: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
     "one token": (1, {"group": 1, "forced": (1, 2)}, ()),
-    "early and late blocks": (330, {"group": 1, "kv_heads": 1, "forced": (1, 2)}, ()),
+    "early and late blocks": (330, {"group": 2, "kv_heads": 1, "forced": (1, 2)}, ()),
     "first and own": (201, {"group": 4, "kv_heads": 1, "forced": (1, 1), "dim": 128, "v_dim": 64}, ()),
     "local alone": (201, {"group": 4, "kv_heads": 1, "forced": (0, 2), "v_dim": 128, "dtype": torch.float16}, ()),
     "own alone": (130, {"group": 2, "kv_heads": 1, "forced": (0, 1)}, ()),
@@ -127,13 +127,6 @@ FORCED_HERE = [("warpgroups, late", "early and late blocks"), ("warps, late", "d
 def test_forced_blocks_interpreted(case: str) -> None:
     tokens, options, rows = FORCED[case]
     make(tokens, device="cpu", count=None, **options).check_forced(*rows)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("interpreted", ["warpgroups, early", "warps, early"], indirect=True)
-@pytest.mark.usefixtures("interpreted")
-def test_forced_blocks_interpreted_early() -> None:
-    make(301, 4, 1, 128, count=None, forced=(1, 2), device="cpu").check_forced(190, 263)
 
 
 BESIDE: list[tuple[Any, tuple[int, int]]] = [(330, (1, 2)), (330, (0, 2)), (330, (2, 3)), ([70, 0, 330], (1, 2))]
@@ -212,26 +205,6 @@ def test_gated_in_chunks(gates: str, forced: tuple[int, int], monkeypatch: pytes
     chosen[..., 66:, 9] = 1  # nothing before, and nothing in the first slots that are loaded together
     inputs = make(70, 2, 2, indices=chosen, device="cpu")
     replace(inputs, forced=forced).check_gated(gates)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
-@pytest.mark.parametrize(("gates", "forced"), [("projected", (1, 2)), ("given fp32", (0, 0))])
-@pytest.mark.usefixtures("interpreted")
-def test_gated_in_chunks_that_begin_inside_of_blocks(
-    gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CTAs share the rows of a block."""
-    small_chunks(monkeypatch, 40, 1, 40)
-    make(110, 16, 1, count=sum(forced) + 10, forced=forced, device="cpu").check_gated(gates)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("interpreted", LATE, indirect=True)
-@pytest.mark.usefixtures("interpreted")
-def test_forced_blocks_gated_late() -> None:
-    make(140, 3, 2, 128, count=4, forced=(0, 2), device="cpu").check_gated("projected")
-    make(140, 2, 1, count=2, size=64, forced=(0, 1), device="cpu").check_gated("given fp32")
 
 
 @pytest.mark.blas

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -242,17 +243,9 @@ def check_gradients(tokens: int, config: NSAConfig, starts: list[int]) -> None:
         _, _, blocks, chosen = selections(inputs, config, start)
         for head in group:
             q = inputs.q[0, start : start + rows, head].double().requires_grad_()
-            result = tile_in_fp64(
-                q,
-                k,
-                v,
-                k_cmp,
-                v_cmp,
-                inputs.gate_proj_weight[head],
-                start=start,
-                blocks=blocks[head],
-                cmp_blocks=None if chosen is None else chosen[head],
-            )
+            cmp_blocks = None if chosen is None else chosen[head]
+            chose: dict[str, Any] = {"start": start, "blocks": blocks[head], "cmp_blocks": cmp_blocks}
+            result = tile_in_fp64(q, k, v, k_cmp, v_cmp, inputs.gate_proj_weight[head], **chose)
             result.backward(do[0, start : start + rows, head].double())
             assert_close(dq[0, start : start + rows, head], q.grad, f"dq at {start}, head {head}")
     assert not dq[0, :TILE].any()

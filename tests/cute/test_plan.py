@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.call import window_reach
 from cute_kernels.plan import Plan, plan, refusal
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
@@ -161,6 +162,29 @@ def test_rules(name: str) -> None:
     assert {field: getattr(made, field) for field in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("arch", "batch", "rows", "expected"),
+    [
+        ("sm_90a", 1, 131_072, "split"),
+        ("sm_90a", 1, 131_073, "phases"),
+        ("sm_100a", 1, 300, "phases"),
+        ("sm_100a", 2, 16_383, "fa4"),
+        ("sm_100a", 2, 16_384, "phases"),
+    ],
+    indirect=["arch"],
+)
+def test_compressed_backward_by_length(batch: int, rows: int, expected: str) -> None:
+    config = replace(TILE, compress_block_size=64)
+    inputs = inputs_of(rows, group=4).map(lambda x: x.expand(batch, *x.shape[1:]) if x.dim() == 4 else x)
+    assert plan(inputs, config, training=True).compressed_backward == expected
+
+
+def test_windows_reach_no_farther_than_tokens() -> None:
+    """FlashAttention-4 adds rows and reach in int32."""
+    reaches = [window_reach(size, causal, 100) for size in (7, 2**31 - 1) for causal in (True, False)]
+    assert reaches == [(6, 0), (3, 3), (100, 0), (100, 100)]
+
+
 def test_without_our_backwards() -> None:
     """FlashAttention-4's, for comparisons; and where a deterministic one has no other."""
     made = plan(inputs_of(), TILE, training=True, atomic_free=False)
@@ -196,6 +220,13 @@ KERNELS: dict[str, Callable[[Plan], bool]] = {
 """Whether a plan launches it."""
 
 
+def names_of(call: Callable[[], Any]) -> set[str]:
+    """Functions that compile the kernels that a call launches."""
+    from cute_kernels.runtime.launches import launches_of
+
+    return {str(getattr(launch.kernel, "name", "")).partition(" ")[0] for launch in launches_of(call)}
+
+
 @pytest.mark.parametrize(
     ("name", "arch", "atomic_free"),
     cases.product(RULES, ["sm_90a", "sm_100a"], [True, False], cover=2),
@@ -203,7 +234,6 @@ KERNELS: dict[str, Callable[[Plan], bool]] = {
 )
 def test_launches_are_those_of_the_plan(name: str, atomic_free: bool) -> None:
     from cute_kernels import backward, forward
-    from cute_kernels.runtime.launches import launches_of
 
     inputs, config, _ = RULES[name]
     assert refusal(inputs, config, training=True) is None
@@ -212,7 +242,17 @@ def test_launches_are_those_of_the_plan(name: str, atomic_free: bool) -> None:
         out, saved = forward.nsa_saving(inputs, config, recompute=False)
         backward.nsa_backward(inputs, config, saved, torch.empty_like(out), atomic_free=atomic_free)
 
-    launched = {str(getattr(launch.kernel, "name", "")).partition(" ")[0] for launch in launches_of(call)}
+    launched = names_of(call)
     made = plan(inputs, config, training=True, atomic_free=atomic_free)
     for kernel, chosen in KERNELS.items():
         assert (f"cute_kernels.{kernel}.compile" in launched) == chosen(made), kernel
+
+
+def test_indices_of_callers_need_not_hold_forced_blocks() -> None:
+    from cute_kernels import forward
+
+    inputs, forced = inputs_of(), "cute_kernels.attend.window_combine.WindowCombine.compile"
+    indices = torch.empty((1, 2, 3000, TOKEN.num_selected_blocks), dtype=torch.int32, device="meta")
+    assert forced in names_of(lambda: forward.nsa(inputs, TOKEN))
+    of_given = names_of(lambda: forward.nsa(inputs, TOKEN, indices=indices))
+    assert not any(name.startswith(("cute_kernels.attend.forced", forced)) for name in of_given)

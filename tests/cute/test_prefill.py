@@ -15,6 +15,8 @@ from tests.support.decode_cases import Case, Step, expected, without_near_ties
 from tests.support.helpers import assert_within_budget
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 
+pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
+
 CONFIG = NSAConfig.paper(compress_block_size=16, compress_stride=8, num_selected_blocks=4, window_size=30)
 # One that begins, one of one token, one without new tokens, one without room; pages in no order
 RAGGED = Case(
@@ -56,19 +58,13 @@ def run(case: Case) -> None:
     assert_within_budget(out[~full], oracle[~full], naive[~full].to(case.dtype), "out")
 
 
-@pytest.mark.slow
 @pytest.mark.interpreted
-@pytest.mark.cuda_extra
-@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("arch", "case"), [HERE, *rest(*[(a, c) for a in GPUS for c in CASES if (a, c) != HERE])])
 def test_interpreted(arch: str, case: str) -> None:
     with interpreted_gpu(arch):
         run(CASES[case])
 
 
-@pytest.mark.slow
-@pytest.mark.cuda_extra
-@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("arch", [*rest(*GPUS)])
 def test_races(arch: str) -> None:
     with interpreted_gpu(arch, Schedule(observer=Order)):

@@ -16,9 +16,9 @@ from dispatch import neighborhood_attention
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
 from nsa.inputs import KEY_NAMES, NSAInputs
 from tests.support import cases
-from tests.support.causality import BRANCHES, LSES, assert_causal
+from tests.support.causality import BRANCHES, LSES
 from tests.support.cute_cases import SLACK, SOME, block_scores, gate_weight, gradients, like, on_gpu
-from tests.support.hardware import DETERMINISTIC, STRATEGIES
+from tests.support.hardware import with_strategies
 from tests.support.helpers import error_budget, make_qkv
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
@@ -74,13 +74,7 @@ def assert_rows(
     assert torch.equal(aux.indices, whole_aux.indices[:, :, tiles]), "indices"
 
 
-@pytest.mark.parametrize(
-    ("name", "heads", "strategy"),
-    cases.product(CASES, [(8, 2, 128), (16, 1, 64), (4, 4, 128)], STRATEGIES, cover=2),
-    indirect=["strategy"],
-    ids=str,
-)
-@pytest.mark.usefixtures("strategy")
+@with_strategies("name heads", CASES, [(8, 2, 128), (16, 1, 64), (4, 4, 128)])
 def test_rows_are_those_of_the_whole(name: str, heads: tuple[int, int, int]) -> None:
     """Token mode for any cut, tile mode for cuts at tiles; a row alone among them. With and without aux."""
     config, cuts = CASES[name]
@@ -108,26 +102,11 @@ def test_given_gates_keys_and_entries(config: NSAConfig) -> None:
         assert torch.equal(call(nsa_forward, chunk(inputs, start, stop), config), whole[:, start:stop])
 
 
-@pytest.mark.parametrize("config", [PAPER, SOME, TILE_MODE["sparse compressed"]], ids=["token", "tile", "sparse"])
-def test_chunks_of_chunks(config: NSAConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = NSAInputs(*on_gpu(TOKENS, batch=2))
-    expected = call(nsa_forward, chunk(inputs, 768, TOKENS), config)
-    assert torch.equal(expected, call(nsa_forward, inputs, config)[:, 768:])
-    monkeypatch.setattr("cute_kernels.call.CHUNK_BYTES", 1 << 20)
-    assert torch.equal(call(nsa_forward, chunk(inputs, 768, TOKENS), config), expected)
-
-
-@pytest.mark.parametrize(
-    ("at", "name", "strategy"),
-    cases.product(
-        [(100, 2900), (300, 310), (2815, 2816), (2817, 3000)],
-        ["plain", "shared in the group", "sparse compressed"],
-        STRATEGIES,
-        cover=2,
-    ),
-    indirect=["strategy"],
+@with_strategies(
+    "at name",
+    [(100, 2900), (300, 310), (2815, 2816), (2817, 3000)],
+    ["plain", "shared in the group", "sparse compressed"],
 )
-@pytest.mark.usefixtures("strategy")
 def test_inside_a_tile_with_its_sum(at: tuple[int, int], name: str) -> None:
     """Rows of the call on the prefix: bit for bit where the same blocks are selected, all others are near ties."""
     start, stop = at
@@ -182,12 +161,7 @@ def test_few_queries(config: NSAConfig) -> None:
 # Gradients
 
 
-@pytest.mark.parametrize(
-    ("name", "recompute", "strategy"),
-    cases.product(CASES, [False, True], STRATEGIES, cover=2),
-    indirect=["strategy"],
-)
-@pytest.mark.usefixtures("strategy")
+@with_strategies("name recompute", CASES, [False, True])
 def test_gradients_of_chunks_add_up(name: str, recompute: bool) -> None:
     """To those of the whole in fp64, each share rounded once; dq is the chunk's own."""
     config, cuts = CASES[name]
@@ -216,45 +190,6 @@ def test_gradients_of_chunks_add_up(name: str, recompute: bool) -> None:
         allowed = error_budget(exact[name], low[name], inputs.q.dtype) + roundings[name] + SLACK
         error = float((total - exact[name]).abs().max())
         assert error <= allowed, f"{name}: {error:.3e} is above {allowed:.3e}"
-
-
-@DETERMINISTIC
-@pytest.mark.parametrize(
-    ("config", "start"), [(PAPER, 1024), (PAPER, 1040), (SOME, 1024)], ids=["token", "token, off tiles", "tile"]
-)
-def test_deterministic_gradients(config: NSAConfig, start: int) -> None:
-    """The same bits twice; keys before the chunk included."""
-    inputs = chunk(NSAInputs(*on_gpu(TOKENS, batch=2)), start, TOKENS)
-    do = like(*inputs.q.shape)
-
-    def run(leaves: NSAInputs) -> Tensor:
-        out: Tensor = call(nsa, leaves, config, deterministic=True)
-        return out
-
-    expected = gradients(run, inputs, do)
-    assert expected["k"][:, :start].any()
-    for _ in range(5):
-        for name, got in gradients(run, inputs, do).items():
-            assert torch.equal(got, expected[name]), name
-
-
-# Causality, and far keys
-
-
-@pytest.mark.parametrize("config", [PAPER, SOME, TILE_MODE["overlapping"]], ids=["token", "tile", "overlapping"])
-def test_nothing_depends_on_later_tokens(config: NSAConfig, strategy: str) -> None:
-    q, k, v = on_gpu(1300, 4, 2, 64)
-
-    def run(q: Tensor, k: Tensor, v: Tensor, **fixed: Tensor | None) -> tuple[Tensor, NSAAux]:
-        if not fixed:
-            return call(nsa_forward_aux, NSAInputs(q, k, v), config)
-        forward = dispatch.resolve(dispatch.Call("nsa", q.device, q.dtype), "cute").load()
-        out, aux = forward(NSAInputs(q, k, v), config, **fixed)
-        return out, NSAAux(*aux)
-
-    assert_causal(run, (q[:, 512:], k, v), config, [512, 513, 639, 640, 767, 768, 1000, 1279, 1299])
-    if config.token_mode:
-        assert_causal(run, (q[:, 777:], k, v), config, [777, 778, 832, 1000, 1299])
 
 
 # Neighborhood attention

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -51,6 +50,11 @@ def training_step(
     return step
 
 
+def forward(mode: str, qkv: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    weight = gate_weight(qkv[0].shape[2])
+    return lambda: [nsa_forward(*qkv, gate_proj_weight=weight, config=CONFIGS[mode])]
+
+
 def assert_same(got: list[Tensor], expected: list[Tensor], where: str = "") -> None:
     for i, (x, y) in enumerate(zip(got, expected, strict=True)):
         assert torch.equal(x, y), f"{where} result {i}"
@@ -59,46 +63,39 @@ def assert_same(got: list[Tensor], expected: list[Tensor], where: str = "") -> N
 # Equal bits
 
 
-@MODES
-def test_forward_repeats(mode: str) -> None:
-    qkv, weight = on_gpu(TOKENS), gate_weight()
-    first = nsa_forward(*qkv, gate_proj_weight=weight, config=CONFIGS[mode])
-    for i in range(REPEATS):
-        assert_same([nsa_forward(*qkv, gate_proj_weight=weight, config=CONFIGS[mode])], [first], f"repeat {i}")
-
-
-@DETERMINISTIC
-@MODES
-def test_deterministic_backward_repeats(mode: str) -> None:
-    step = training_step(mode, on_gpu(TOKENS))
-    first = step()
-    for i in range(REPEATS):
-        assert_same(step(), first, f"repeat {i}")
-
-
-@pytest.mark.parametrize("kernel_size", [48, 256])
-def test_neighborhood_attention_repeats(kernel_size: int) -> None:
-    leaves = [x.requires_grad_() for x in on_gpu(2000)]
-    do = like(*leaves[0].shape)
+def steps_of(function: Callable[..., Tensor], *inputs: Tensor, gradients: bool) -> Callable[[], list[Tensor]]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
 
     def step() -> list[Tensor]:
-        out = neighborhood_attention(*leaves, kernel_size=kernel_size, dilation=2)
-        return [out.detach()] if kernel_size > 96 else [out.detach(), *torch.autograd.grad(out, leaves, do)]
+        out = function(*leaves)
+        return [out.detach(), *(torch.autograd.grad(out, leaves, torch.ones_like(out)) if gradients else ())]
 
-    first = step()
-    for i in range(REPEATS):
-        assert_same(step(), first, f"repeat {i}")
+    return step
 
 
-def test_attention_residual_repeats() -> None:
-    leaves = [like(8, 2, 1000, 1024), like(1024, seed=8), like(1024, seed=9)]
-    leaves = [x.requires_grad_() for x in leaves]
-    do = like(2, 1000, 1024)
+def windows(kernel_size: int) -> Callable[[], list[Tensor]]:
+    attend = partial(neighborhood_attention, kernel_size=kernel_size, dilation=2)
+    return steps_of(attend, *on_gpu(2000), gradients=kernel_size <= 96)
 
-    def step() -> list[Tensor]:
-        out = attention_residual(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, do)]
 
+STEPS: dict[str, Callable[[], Callable[[], list[Tensor]]]] = {
+    "forward per tile": lambda: forward("tile", on_gpu(TOKENS)),
+    "forward per token": lambda: forward("token", on_gpu(TOKENS)),
+    "training per tile": lambda: training_step("tile", on_gpu(TOKENS)),
+    "training per token": lambda: training_step("token", on_gpu(TOKENS)),
+    "narrow windows": lambda: windows(48),
+    "wide windows": lambda: windows(256),
+    "residual": lambda: steps_of(
+        attention_residual, like(8, 2, 1000, 1024), like(1024, seed=8), like(1024, seed=9), gradients=True
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(name, marks=DETERMINISTIC if name.startswith("training") else ()) for name in STEPS]
+)
+def test_repeats(what: str) -> None:
+    step = STEPS[what]()
     first = step()
     for i in range(REPEATS):
         assert_same(step(), first, f"repeat {i}")
@@ -137,25 +134,6 @@ def test_threads_on_streams_of_their_own(mode: str) -> None:
     with ThreadPoolExecutor(4) as pool:
         for i, results in enumerate(pool.map(work, range(40))):
             assert_same(results, expected[i % 4], f"call {i}")
-
-
-@DETERMINISTIC
-@MODES
-def test_two_streams_at_once(mode: str) -> None:
-    steps = [training_step(mode, on_gpu(2000, seed=i)) for i in range(2)]
-    expected = [step() for step in steps]
-    streams = [torch.cuda.Stream() for _ in steps]
-    for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream())
-    results: list[list[list[Tensor]]] = [[], []]
-    for _ in range(10):
-        for stream, step, mine in zip(streams, steps, results, strict=True):
-            with torch.cuda.stream(stream):
-                mine.append(step())
-    torch.cuda.synchronize()
-    for mine, wanted in zip(results, expected, strict=True):
-        for got in mine:
-            assert_same(got, wanted)
 
 
 @MODES
@@ -300,45 +278,6 @@ def test_first_calls_from_threads(what: Callable[[], None]) -> None:
     run_child(call, environment)
 
 
-WORK = """
-import hashlib, json, warnings
-warnings.simplefilter("ignore")
-import torch
-from cute_kernels.runtime import jit
-from tests.cute.test_reliability import on_gpu, training_step
-digest = hashlib.sha256()
-for result in training_step("tile", on_gpu(1000))():
-    digest.update(result.contiguous().view(torch.uint8).cpu().numpy().data)
-print(json.dumps([len(jit.COMPILED), digest.hexdigest()]))
-"""
-"""A training step: how many kernels were compiled for it, and what came out."""
-
-
-def work(where: Path | None) -> tuple[int, str]:
-    """Of a new process that keeps compiled kernels in a folder, or not."""
-    environment = {**os.environ, "NSA_KERNELS_JIT_CACHE": "0" if where is None else str(where)}
-    compiled, digest = json.loads(run_child(WORK, environment).splitlines()[-1])
-    return compiled, digest
-
-
-@DETERMINISTIC
-def test_processes_share_compiled_kernels(tmp_path: Path) -> None:
-    """Each is compiled by one of the processes that want it at once, and by another only where its entry is damaged."""
-    where = tmp_path / "cache"
-    with ThreadPoolExecutor(4) as pool:
-        alone, *sharing = pool.map(work, [None, where, where, where])
-    entries = sorted(where.glob("*.o"))
-    assert len(entries) > 5
-    assert sum(compiled for compiled, _ in sharing) == len(entries) == alone[0]
-    assert {digest for _, digest in sharing} == {alone[1]}
-
-    content = bytearray(entries[0].read_bytes())
-    content[len(content) // 2] ^= 1
-    entries[0].write_bytes(content)
-    assert work(where) == (1, alone[1])
-    assert len(list(where.glob("*.o"))) == len(entries)
-
-
 # Memory
 
 
@@ -359,12 +298,8 @@ def scarce() -> Iterator[Callable[[int], None]]:
 @pytest.mark.parametrize("backward", [False, pytest.param(True, marks=DETERMINISTIC)], ids=["forward", "training"])
 def test_running_out_of_memory(mode: str, backward: bool, scarce: Callable[[int], None]) -> None:
     """Wherever an allocation fails, the error is PyTorch's, what the call took comes back, and the next call works."""
-    qkv, weight = on_gpu(16384, 16, 2), gate_weight(16)
-
-    def forward() -> list[Tensor]:
-        return [nsa_forward(*qkv, gate_proj_weight=weight, config=CONFIGS[mode])]
-
-    step = training_step(mode, qkv, weight) if backward else forward
+    qkv = on_gpu(16384, 16, 2)
+    step = training_step(mode, qkv, gate_weight(16)) if backward else forward(mode, qkv)
     step()
     gc.collect()
     before = torch.cuda.memory_allocated()
@@ -398,21 +333,3 @@ def comes_down_to(limit: int) -> bool:
     while torch.cuda.memory_allocated() > limit and time.monotonic() < end:
         time.sleep(0.01)
     return torch.cuda.memory_allocated() <= limit
-
-
-@DETERMINISTIC
-@MODES
-def test_memory_stays_flat(mode: str) -> None:
-    """Of training steps with another length each time."""
-    steps = [training_step(mode, on_gpu(500 + 37 * i, seed=i)) for i in range(20)]
-    for step in steps:
-        step()
-    gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    for _ in range(5):
-        for step in steps:
-            step()
-    gc.collect()
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() <= before + MIB

@@ -21,6 +21,8 @@ from tests.support.compile_keys import noted_keys
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 from tests.support.select_cases import expected_list
 
+pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
+
 TILE = 256
 
 
@@ -116,7 +118,6 @@ def test_number_of_parts(ctas: int, entries: int, parts: int) -> None:
     assert num_parts(ctas, entries, 528) == parts
 
 
-@pytest.mark.filterwarnings("default")
 def test_no_number_of_parts_waits_for_a_kernel_of_its_own() -> None:
     """A longer sequence than the first ones, of the same options, finds its kernels compiled."""
     q, k = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((1, 3, 2, 64), (1, 999, 1, 64)))
@@ -140,9 +141,6 @@ def test_no_blocks_take_no_kernel(parts: int | None) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.slow
-@pytest.mark.cuda_extra
-@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("arch", "name"), cases.some(HERE, GPUS, CASES))
 def test_interpreted(arch: str, name: str) -> None:
     expected = CASES[name].expected()
@@ -164,9 +162,6 @@ def check_means_out_of_fp16s_range(device: str) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.slow
-@pytest.mark.cuda_extra
-@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("arch", ["sm_90", *cases.rest("sm_100")])
 def test_means_out_of_fp16s_range(arch: str) -> None:
     with interpreted_gpu(arch):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.pool import documents
 from cute_kernels.pool.documents import DOCUMENT, ENTRY, ROW, TILE, Packed
 from cute_kernels.select.token import MMA_THREADS, THREADS
 from cute_kernels.select.token_tiling import choose_tiling
@@ -20,7 +21,6 @@ from tests.support import cases
 from tests.support.helpers import make_qkv
 from tests.support.interpreted_kernels import interpret_kernels
 from tests.support.select_cases import check_chosen, compressed
-from tests.support.step_twins import bounds_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.interpreted, pytest.mark.filterwarnings("default")]
 
@@ -42,7 +42,7 @@ def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     late = copies == "late"
     # Select warps go ahead and overwrite as early as they can, or load as late as they can for the MMA warps
     schedule = Schedule(late, slice(MMA_THREADS) if late else slice(MMA_THREADS, THREADS))
-    interpret_kernels(monkeypatch, [token], schedule=schedule)
+    interpret_kernels(monkeypatch, [token, documents], schedule=schedule)
     monkeypatch.setattr(token, "has_warpgroups", lambda _: instruction == "wgmma")
 
     def by_ctas(*arguments: Any, ctas: int, **keywords: Any) -> Tensor:
@@ -113,7 +113,7 @@ def test_interpreted_documents(choose: Callable[..., Tensor], pack: tuple[int, i
     tile = 2 * tiling.tokens
     first = torch.tensor([0, *lengths]).cumsum(0).int()
     sizes = {"length": CONFIG.compress_block_size, "stride": CONFIG.stride}
-    bounds = bounds_of(Packed(first), tile=tile, step=1, **sizes)
+    bounds = documents.bounds_of(Packed(first), tile=tile, step=1, **sizes)
     tiles = torch.full((3, int(bounds[TILE, -1]) + 1), -1, dtype=torch.int32)
     q = torch.empty((1, tiles.shape[1] * tile, group, dim), dtype=torch.bfloat16)
     k_cmp, lse = q.new_empty((1, int(bounds[ENTRY, -1]), 1, dim)), torch.empty((1, group, q.shape[1]))
@@ -126,8 +126,8 @@ def test_interpreted_documents(choose: Callable[..., Tensor], pack: tuple[int, i
         q[:, row : row + n], lse[:, :, row : row + n] = inputs.q, own_lse
         k_cmp[:, entry : entry + own_k_cmp.shape[1]] = own_k_cmp
         alone.append((slice(row, row + n), expected, inputs, own_k_cmp, own_lse))
-    documents = SimpleNamespace(bounds=bounds, tiles=tiles, tile=tile)
-    got = choose(q, k_cmp, lse, CONFIG, documents=documents, ctas=ctas)
+    pack_of = SimpleNamespace(bounds=bounds, tiles=tiles, tile=tile)
+    got = choose(q, k_cmp, lse, CONFIG, documents=pack_of, ctas=ctas)
     for rows, expected, inputs, own_k_cmp, own_lse in alone:
         different = check_chosen(got[:, :, rows], expected, inputs, CONFIG, own_k_cmp, own_lse)
         assert different <= 0.05 * expected[..., 0].numel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,11 +17,8 @@ from tests.support.attention_gradients import Branch, check_gradients, gated_bra
 from tests.support.hardware import ATOMIC_FREE
 from tests.support.interpreted_kernels import interpret_kernels
 
-NOISY = pytest.mark.filterwarnings("default")
-"""CuTe DSL warns while it is imported and while it compiles."""
+pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
 BF16, FP16 = torch.bfloat16, torch.float16
-CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-SIZES = (1, 63, 64, 65, 255, 256, 257, 1000, 4096)
 
 
 def random_indices(
@@ -83,19 +81,10 @@ class Inputs:
 
         rows, num_keys = self.q.shape[1], self.k.shape[1]
         keys = Keys(self.length, self.stride, self.causal)
-        lists = chosen_lists(
-            self.indices,
-            self.q.shape[2],
-            keys,
-            size=self.size,
-            width=TILE,
-            rows=self.tile,
-            num_keys=num_keys,
-            rows_from=0,
-            rows_to=rows,
-            entries=self.length > 1,
-        )
-        bits = tile_bits(self.indices, size=self.size, num_keys=num_keys, entries=self.length > 1)
+        of_keys: dict[str, Any] = {"size": self.size, "num_keys": num_keys, "entries": self.length > 1}
+        of_rows = {"width": TILE, "rows": self.tile, "rows_from": 0, "rows_to": rows}
+        lists = chosen_lists(self.indices, self.q.shape[2], keys, **of_rows, **of_keys)
+        bits = tile_bits(self.indices, **of_keys)
         tensors = self.q, self.k, self.v, self.do, self.branch.lse, self.branch.delta
         into = into or (torch.empty_like(self.q), torch.empty_like(self.k), torch.empty_like(self.v))
         selected_backward(*tensors, lists, bits, size=self.size, keys=keys, scale=self.scale, into=into)
@@ -149,63 +138,42 @@ def make(
 # ---------------------------------------------------------------- gradients
 
 
-@pytest.mark.cuda
-@ATOMIC_FREE
-@NOISY
-@CAUSAL
-@pytest.mark.parametrize("tokens", SIZES)
-def test_sizes(tokens: int, causal: bool) -> None:
-    make(tokens, causal=causal).check()
+ON_GPU: list[tuple[int, dict[str, Any]]] = [
+    *(
+        (tokens, {"causal": causal})
+        for tokens in (1, 63, 64, 65, 255, 256, 257, 1000, 4096)
+        for causal in (True, False)
+    ),
+    *(
+        (1000, {"heads": max(group, 2), "kv_heads": max(group, 2) // group, "dim": dim, "dtype": dtype, "batch": 2})
+        for group, dim, dtype in itertools.product((1, 2, 4, 8), (64, 128), (BF16, FP16))
+    ),
+    *(
+        (1100, {"heads": 8, "dim": 64, "size": size, "shared": shared, "causal": causal})
+        for size, shared, causal in itertools.product((64, 128, 192), (False, True), (True, False))
+    ),
+    *((1500, {"tile": tile}) for tile in (128, 256, 384, 1024)),
+    *((500, {"keys": keys, "causal": False, "count": 8}) for keys in (65, 777, 3000)),
+    *(
+        (tokens, {"heads": 8, "size": size, "causal": causal, "length": length, "stride": stride, "count": 3})
+        for tokens, (length, stride), size, causal in (
+            (33, (32, 16), 64, True),
+            (33, (4, 4), 128, False),
+            (1000, (7, 5), 64, False),
+            (1000, (32, 16), 128, True),
+            (5000, (4, 4), 64, True),
+            (5000, (7, 5), 128, True),
+            (5000, (32, 16), 64, False),
+        )
+    ),
+]
 
 
 @pytest.mark.cuda
 @ATOMIC_FREE
-@NOISY
-@pytest.mark.parametrize(
-    ("group", "dim", "dtype"), cases.product([1, 2, 4, 8], [64, 128], [BF16, FP16], cover=2), ids=str
-)
-def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
-    heads = max(group, 2)
-    make(1000, heads, heads // group, dim, dtype=dtype, batch=2).check()
-
-
-@pytest.mark.cuda
-@ATOMIC_FREE
-@NOISY
-@pytest.mark.parametrize(
-    ("size", "shared", "causal"), cases.product([64, 128, 192], [False, True], [True, False], cover=2)
-)
-def test_blocks(size: int, shared: bool, causal: bool) -> None:
-    make(1100, 8, 2, 64, size=size, shared=shared, causal=causal).check()
-
-
-@pytest.mark.cuda
-@ATOMIC_FREE
-@NOISY
-@pytest.mark.parametrize("tile", [128, 256, 384, 1024])
-def test_tiles(tile: int) -> None:
-    make(1500, tile=tile).check()
-
-
-@pytest.mark.cuda
-@ATOMIC_FREE
-@NOISY
-@pytest.mark.parametrize("keys", [65, 777, 3000])
-def test_other_number_of_keys(keys: int) -> None:
-    make(500, keys=keys, causal=False, count=8).check()
-
-
-@pytest.mark.cuda
-@ATOMIC_FREE
-@NOISY
-@pytest.mark.parametrize(
-    ("tokens", "entries", "size", "causal"),
-    cases.product([33, 1000, 5000], [(32, 16), (4, 4), (7, 5)], [64, 128], [True, False], cover=2),
-)
-def test_entries(tokens: int, entries: tuple[int, int], size: int, causal: bool) -> None:
-    """Entries by their length and stride."""
-    length, stride = entries
-    make(tokens, 8, 2, size=size, causal=causal, length=length, stride=stride, count=3).check()
+@pytest.mark.parametrize(("tokens", "options"), ON_GPU, ids=str)
+def test_on_a_gpu(tokens: int, options: dict[str, Any]) -> None:
+    make(tokens, **options).check()
 
 
 INTERPRETED: dict[str, dict[str, Any]] = {
@@ -217,10 +185,9 @@ INTERPRETED: dict[str, dict[str, Any]] = {
 }
 
 
-HERE = [*((True, case) for case in INTERPRETED), (False, "tokens")]
+HERE = [*((True, case) for case in INTERPRETED if case != "entries, blocks of 128"), (False, "tokens")]
 
 
-@NOISY
 @pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize(("late", "case"), cases.some(HERE, [True, False], INTERPRETED))
@@ -238,7 +205,6 @@ def test_interpreted(late: bool, case: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.cuda
 @ATOMIC_FREE
-@NOISY
 def test_rows_without_keys_and_keys_without_rows() -> None:
     chosen = torch.full((1, 4, 6, 2), -1, dtype=torch.int32)
     chosen[:, :, 1, 0] = 5  # rows 256 ... 319 of the tile see none of it
@@ -260,7 +226,6 @@ def test_rows_without_keys_and_keys_without_rows() -> None:
 
 @pytest.mark.cuda
 @ATOMIC_FREE
-@NOISY
 def test_nothing_chosen() -> None:
     for x in make(300, indices=torch.full((1, 4, 2, 3), -1, dtype=torch.int32)).check():
         assert not x.any()
@@ -268,7 +233,6 @@ def test_nothing_chosen() -> None:
 
 @pytest.mark.cuda
 @ATOMIC_FREE
-@NOISY
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
 def test_sink_is_split(size: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +253,6 @@ def test_sink_is_split(size: int, shared: bool, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.cuda
 @ATOMIC_FREE
-@NOISY
 def test_slices_of_heads_amid_nan() -> None:
     """Inputs and outputs are parts of larger tensors whose other elements are NaN, and stay untouched."""
     inputs = make(777, 8, 2, batch=2)
@@ -318,7 +281,6 @@ def test_slices_of_heads_amid_nan() -> None:
 
 
 @pytest.mark.cuda_extra
-@NOISY
 @pytest.mark.parametrize("tokens", [1 << 12, 1 << 17, 1 << 20, 1 << 22, 1 << 24])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_memory_is_bounded(tokens: int, dim: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,6 @@ from tests.support.hardware import ATOMIC_FREE
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
 BF16, FP16 = torch.bfloat16, torch.float16
-LOCAL_BLOCKS = [None, (64, 2)]
-LOCAL = pytest.mark.parametrize("local", LOCAL_BLOCKS, ids=["window", "local-selected"])
 
 
 @dataclass(frozen=True)
@@ -44,18 +43,8 @@ class Inputs:
         if self.local is not None:
             local_selected = LocalSelected(others[0].lse, others[0].delta, *self.local)
         into = [torch.full_like(x, math.nan) for x in (self.q, self.k, self.v)]
-        window_backward(
-            self.q,
-            self.k,
-            self.v,
-            self.do,
-            window.lse,
-            window.delta,
-            left=self.left,
-            scale=self.scale,
-            into=(into[0], into[1], into[2]),
-            local_selected=local_selected,
-        )
+        how: dict[str, Any] = {"left": self.left, "scale": self.scale, "local_selected": local_selected}
+        window_backward(self.q, self.k, self.v, self.do, window.lse, window.delta, into=(*into,), **how)
         return into
 
     def check(self) -> list[Tensor]:
@@ -89,45 +78,26 @@ def make(
     return Inputs(*tensors, branches, left, local)
 
 
-@pytest.mark.cuda
-@ATOMIC_FREE
-@pytest.mark.parametrize(
-    ("tokens", "local"),
-    cases.product([1, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000, 2049], LOCAL_BLOCKS, cover=2),
-    ids=str,
-)
-def test_sizes(tokens: int, local: tuple[int, int] | None) -> None:
-    make(tokens, local=local).check()
+LOCAL_BLOCKS = [None, (64, 2)]
+CASES: list[tuple[int, dict[str, Any]]] = [
+    *(
+        (tokens, {"local": local})
+        for tokens in (1, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000, 2049)
+        for local in LOCAL_BLOCKS
+    ),
+    *((1100, {"left": left, "local": local}) for left in (127, 128, 190, 191, 192, 4000) for local in LOCAL_BLOCKS),
+    *((700, {"left": left}) for left in (0, 1, 62, 63, 64, 65)),
+    *((1500, {"local": local}) for local in [(64, 1), (64, 8), (128, 1), (128, 3), (192, 2), (256, 2)]),
+    # Callers pass no wider windows than the sequence; local blocks may be wider
+    *((tokens, {"left": tokens - 1, "local": (64, 2)}) for tokens in (1, 100, 128)),
+]
 
 
 @pytest.mark.cuda
 @ATOMIC_FREE
-@LOCAL
-@pytest.mark.parametrize("left", [127, 128, 190, 191, 192, 4000])
-def test_windows(left: int, local: tuple[int, int] | None) -> None:
-    make(1100, left=left, local=local).check()
-
-
-@pytest.mark.cuda
-@ATOMIC_FREE
-@pytest.mark.parametrize("left", [0, 1, 62, 63, 64, 65])
-def test_narrow_windows(left: int) -> None:
-    make(700, left=left).check()
-
-
-@pytest.mark.cuda
-@ATOMIC_FREE
-@pytest.mark.parametrize("local", [(64, 1), (64, 8), (128, 1), (128, 3), (192, 2), (256, 2)], ids=str)
-def test_local_blocks(local: tuple[int, int]) -> None:
-    make(1500, local=local).check()
-
-
-@pytest.mark.cuda
-@ATOMIC_FREE
-@pytest.mark.parametrize("tokens", [1, 100, 128])
-def test_windows_as_long_as_the_sequence(tokens: int) -> None:
-    """Callers pass no wider ones; local blocks may be wider."""
-    make(tokens, left=tokens - 1, local=(64, 2)).check()
+@pytest.mark.parametrize(("tokens", "options"), CASES, ids=str)
+def test_gradients(tokens: int, options: dict[str, Any]) -> None:
+    make(tokens, **options).check()
 
 
 @pytest.mark.cuda
@@ -144,7 +114,7 @@ def test_groups(group: int, dim: int, dtype: torch.dtype, local: tuple[int, int]
 
 @pytest.mark.cuda
 @ATOMIC_FREE
-@LOCAL
+@pytest.mark.parametrize("local", LOCAL_BLOCKS, ids=str)
 def test_rows_without_statistics(local: tuple[int, int] | None) -> None:
     inputs = make(600, local=local)
     branches = []

@@ -40,7 +40,7 @@ CASES = {
     "documents": Case([70, 0, 1, 137], kv_heads=2, behind=3),
     "documents, 128 tokens a block": Case([140, 270], size=128, forced=(1, 1), window=150),
 }
-HERE = [("late", "early and late blocks"), ("early", "from inside of a tile of rows"), ("late", "documents")]
+HERE = [("late", "early and late blocks"), ("early", "first blocks in the window"), ("late", "documents")]
 """Interpreted in every run."""
 
 
@@ -96,7 +96,7 @@ class TestInterpreted:
 
     @pytest.mark.parametrize("interpreted", ["late"], indirect=True)
     def test_queries_from_any_token_on(self) -> None:
-        case = Case(150, window=100, forced=(1, 1))
+        case = Case(150, window=140)
         inputs = case.inputs("cpu")
         whole = case.run(inputs)
         for first in (67, 149):
@@ -107,7 +107,7 @@ class TestInterpreted:
     @pytest.mark.parametrize("token", [66, *cases.rest(5, 63, 64, 130)])
     def test_future_changes_nothing(self, token: int) -> None:
         """Nor what later tokens of the same step select: in the first blocks some slots are theirs alone."""
-        case = Case(150, window=140, forced=(1, 1))
+        case = Case(150, window=140)
         inputs = case.inputs("cpu")
         indices = inputs.indices.clone()
         indices[:, :, token + 1 :, -1] = -1

@@ -1,4 +1,4 @@
-"""Packed documents, and sequences of one length, whose queries continue them from starts that only the device knows.
+"""Packs, and sequences of one length, whose queries may continue them from starts that only the device knows.
 
 A call is bit for bit what one call for each document is, with an integer `q_start`; interpreted and on a GPU.
 """
@@ -51,6 +51,11 @@ class Pack:
     """As sequences of one length, in place of packed documents; all have as many queries, and as many keys."""
     device: str = "cpu"
 
+    @property
+    def continues(self) -> bool:
+        """False for plain packed documents, whose queries and keys are the same tokens."""
+        return self.sequences or any(start > 0 or later > 0 for start, _, later in self.documents)
+
     def _tensors(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
         tokens = sum(self.documents[i])
         q, k, v = make_qkv(tokens, self.heads, self.kv_heads, self.dim, batch=1, dtype=torch.bfloat16, seed=i)
@@ -89,13 +94,15 @@ class Pack:
         queries = [q[:, s : s + n] for (q, _, _), s, n in zip(parts, starts, counts, strict=True)]
         q, k, v = (torch.cat(x, 0 if self.sequences else 1) for x in (queries, *list(zip(*parts, strict=True))[1:]))
         given: dict[str, Any] = {"gate_proj_weight": self.weight, "q_start": self._int32(starts)}
-        if not self.config.token_mode:
+        if self.continues and not self.config.token_mode:
             given["q_sum"] = torch.cat([self._sums(x, s) for (x, _, _), s in zip(parts, starts, strict=True)])
         if self.sequences:
             return NSAInputs(q, k, v, **given)
         q, k, v = (torch.cat([x[0], x.new_full((TAIL, *x.shape[2:]), torch.nan)]) for x in (q, k, v))
         tokens = [sum(document) for document in self.documents]
-        bounds = {"cu_seqlens": self._int32([0, *counts]), "cu_seqlens_k": self._int32([0, *tokens])}
+        bounds = {"cu_seqlens": self._int32([0, *counts])}
+        if self.continues:
+            bounds["cu_seqlens_k"] = self._int32([0, *tokens])
         if not any(later):
             del given["q_start"]  # queries end with the keys
         return NSAInputs(q, k, v, **given, **{name: x.cumsum(0).int() for name, x in bounds.items()})
@@ -151,10 +158,13 @@ def assert_gradients(pack: Pack, aux: NSAAux, do: Tensor, got: dict[str, Tensor]
         rows = whole.q.shape[1] - document.inputs.q.shape[1]
         own = part(do, document, of, document.rows)
         wanted = torch.cat([own.new_zeros((1, rows, *own.shape[2:])), own], 1)
-        indices = reference.nsa(whole.map(Tensor.double), pack.config)[1].indices
-        chosen = part(aux.indices, document, of, document.tiles, 1).long()
-        indices[:, :, indices.shape[2] - chosen.shape[2] :] = chosen[..., : indices.shape[3]]
-        fixed: dict[str, Any] = {"indices": indices.long(), "cmp_indices": None}
+        selected = reference.nsa(whole.map(Tensor.double), pack.config)[1]._asdict()
+        fixed: dict[str, Any] = {}
+        for name in ("indices", "cmp_indices"):
+            if (blocks := selected[name]) is not None:
+                chosen = part(getattr(aux, name), document, of, document.tiles, 1)
+                blocks[:, :, blocks.shape[2] - chosen.shape[2] :] = chosen[..., : blocks.shape[3]]
+                fixed[name] = blocks.long()
 
         def exact(x: NSAInputs, fixed: dict[str, Any] = fixed) -> Tensor:
             return reference.nsa(x, pack.config, **fixed)[0]

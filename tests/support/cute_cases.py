@@ -31,40 +31,27 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tiles of 512": {"q_tile_size": 512},
     "many blocks": {"num_selected_blocks": 40},
     "more blocks than there are": {"num_selected_blocks": 100},
+    "forced": {"num_init_blocks": 1, "num_local_blocks": 1},
     "only forced": {"num_init_blocks": 1, "num_local_blocks": 2},
+    "blocks of 128": {"select_block_size": 128},
     "blocks of 192": {"select_block_size": 192, "q_tile_size": 768},
+    "short entries": {"compress_block_size": 16, "select_block_size": 64},
+    "long entries": {"compress_block_size": 128},
+    "overlapping": {"compress_block_size": 32, "compress_stride": 16, "select_block_size": 64},
+    "no phases": {"compress_block_size": 32, "compress_stride": 12, "select_block_size": 64},
     "no blocks": {"num_selected_blocks": 0},
     "no window": {"window_size": 0},
     "window of one": {"window_size": 1},
     "scale": {"softmax_scale": 0.5},
-    "sparse compressed": {"num_cmp_selected_blocks": 2, "compress_block_size": 16, "select_block_size": 64},
+    "sparse compressed": {"num_cmp_selected_blocks": 2, "compress_block_size": 4, "select_block_size": 64},
     "sparse compressed, not causal": {
         "num_cmp_selected_blocks": 1,
-        "compress_block_size": 16,
+        "compress_block_size": 4,
         "select_block_size": 64,
         "causal": False,
     },
     "sparse compressed, all fit": {"num_cmp_selected_blocks": 8},
 }
-BACKWARD_OPTIONS: list[dict[str, Any]] = [
-    {"compress_block_size": 16, "select_block_size": 64},
-    {"compress_block_size": 32, "compress_stride": 16, "select_block_size": 64},
-    {"compress_block_size": 32, "compress_stride": 12, "select_block_size": 64},
-    {"compress_block_size": 128},
-    {"select_block_size": 128},
-    {"select_block_size": 192},
-    {"causal": False},
-    {"share_heads_in_group": True},
-    {"num_cmp_selected_blocks": 2, "compress_block_size": 4, "select_block_size": 64},
-    {"num_cmp_selected_blocks": 2, "compress_block_size": 4, "select_block_size": 64, "causal": False},
-    {"num_selected_blocks": 0},
-    {"num_selected_blocks": 100},
-    {"window_size": 0},
-    {"window_size": 1},
-    {"softmax_scale": 0.2},
-    {"q_tile_size": 512},
-    {"num_init_blocks": 1, "num_local_blocks": 1},
-]
 
 
 def on_gpu(tokens: int, heads: int = 8, kv_heads: int = 2, dim: int = 128, **keywords: Any) -> tuple[Tensor, ...]:
@@ -107,19 +94,10 @@ def check_forward(inputs: NSAInputs, config: NSAConfig) -> NSAAux:
     return aux
 
 
-def assert_agrees_with_oracle(
-    inputs: NSAInputs, config: NSAConfig, out: Tensor, aux: NSAAux, *, capability: int | None = None
-) -> None:
-    """The results of a call without documents against fp64, for the blocks that the kernels chose.
-
-    Args:
-        capability: of the GPU, 90 or 100; None: of the one that holds the inputs, 90 for those on a CPU.
-    """
-    if capability is None and not inputs.q.is_cuda:
-        capability = 90
-    if capability is None:
-        major, minor = compute_capability(inputs.q.device.index or 0)
-        capability = 10 * major + minor
+def assert_agrees_with_oracle(inputs: NSAInputs, config: NSAConfig, out: Tensor, aux: NSAAux) -> None:
+    """The results of a call without documents against fp64, for the blocks that the kernels chose."""
+    major, minor = compute_capability(inputs.q.device.index or 0) if inputs.q.is_cuda else (9, 0)
+    capability = 10 * major + minor
     fixed = {"indices": aux.indices.long(), "cmp_indices": None if aux.cmp_indices is None else aux.cmp_indices.long()}
     oracle_out, oracle = reference.nsa(inputs.map(Tensor.double), config, **fixed)
     naive_out, naive = oracles.nsa(inputs, config, **fixed)

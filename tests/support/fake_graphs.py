@@ -51,3 +51,9 @@ class FakeGraph:
         FakeGraph.launched += 1
         for function, arguments in self.nodes:
             function(*from_memory(arguments))
+
+
+def scale(x: Tensor, out: Tensor, factor: float) -> None:
+    """A kernel: as many elements of x as out has, over and over."""
+    numbers = torch.arange(out.numel()) % x.numel()
+    out.copy_(x.flatten()[numbers].reshape(out.shape) * factor)

@@ -95,18 +95,6 @@ def assert_within_budget(
     assert error <= allowed, f"{name}: error {error:.3e} is above the budget {allowed:.3e}"
 
 
-def assert_as_alone(whole: Tensor, part: Tensor, what: str, *, roundings: int = 1) -> None:
-    """A document's gradient in a pack is what it is alone.
-
-    dq of a document of one token is nothing but the difference of two sums in fp32.
-
-    Args:
-        roundings: to bf16 that a number went through, each of which may fall one way here and the other way there.
-    """
-    allowed = roundings * float(part.float().abs().max()) * 2**-7 + 1e-4
-    torch.testing.assert_close(whole, part, rtol=0, atol=allowed, msg=lambda found: f"{what}: {found}")
-
-
 def assert_rounded_once(got: Tensor, exact: Tensor, name: str) -> None:
     """The RMS error is that of rounding exact results to 16 bits, but for the sums in fp32 before, 2^-10 of it."""
     once, error = ((x.double() - exact).square().mean().sqrt().item() for x in (exact.to(got.dtype), got))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,9 +120,8 @@ class Inputs:
         kv_outer_backward(self.q, self.k, self.v, self.indices, self.do, lse, delta, into=into, **how)
         return into
 
-    def check_terms(self, *, branches: int, w_dtype: torch.dtype | None) -> None:
-        """dq that holds other branches and the logits' term: the fp32 sum rounded once, whatever else is there."""
-        from cute_kernels.attend.kv_outer_backward import kv_outer_backward
+    def _terms(self, branches: int, w_dtype: torch.dtype | None) -> tuple[Any, Tensor, list[Tensor]]:
+        """Terms that dq is to hold beside the selected branch's, a place for it amid NaN, and the terms in fp64."""
         from cute_kernels.gate.sums import QueryTerms
 
         generator = torch.Generator().manual_seed(3)
@@ -137,18 +137,26 @@ class Inputs:
         if weight is not None:
             exact.append(torch.einsum("bthg,hgd->bthd", logits.double(), weight.double()))
         around = torch.full((batch, tokens + 2, heads, dim), math.nan, dtype=self.q.dtype, device=self.q.device)
-        dq = around[:, 1:-1]
         if others:  # the first term and the result, in one place
-            dq.copy_(others[0])
-            others[0] = dq
-        lse, delta = self.statistics()
-        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "packed": self.packed}
-        inputs = self.q, self.k, self.v, self.indices, self.do, lse, delta
-        alone, *keys = self.backward(lse, delta)
-        results = dq, torch.empty_like(self.k), torch.empty_like(self.v)
-        kv_outer_backward(*inputs, into=results, terms=QueryTerms((*others,), logits, weight), **how)
+            others[0] = around[:, 1:-1].copy_(others[0])
+        return QueryTerms((*others,), logits, weight), around, exact
+
+    def _with_terms(self, around: Tensor, keys: Sequence[Tensor], **how: Any) -> Tensor:
+        """dq, in its place; dk and dv must be those that there are without other terms."""
+        from cute_kernels.attend.kv_outer_backward import kv_outer_backward
+
+        results = around[:, 1:-1], torch.empty_like(self.k), torch.empty_like(self.v)
+        inputs = self.q, self.k, self.v, self.indices, self.do, *self.statistics()
+        kv_outer_backward(*inputs, size=self.size, scale=self.scale, packed=self.packed, into=results, **how)
         assert all(torch.equal(got, expected) for got, expected in zip(results[1:], keys, strict=True))
         assert around[:, [0, -1]].isnan().all()
+        return results[0]
+
+    def check_terms(self, *, branches: int, w_dtype: torch.dtype | None) -> None:
+        """dq that holds other branches and the logits' term: the fp32 sum rounded once, whatever else is there."""
+        terms, around, exact = self._terms(branches, w_dtype)
+        alone, *keys = self.backward()
+        dq = self._with_terms(around, keys, terms=terms)
         expected = sum(exact, alone.double())
         # Both results are rounded to half a unit in the last place; sums of n + 5 terms in fp32 in between
         magnitude = sum((x.abs() for x in exact), alone.double().abs())
@@ -157,44 +165,25 @@ class Inputs:
             1.01 * unit * (alone.double().abs() + expected.abs()) + 2 * (self.indices.shape[3] + 5) * fp32 * magnitude
         )
         assert ((dq.double() - expected).abs() <= budget).all()
-        if not others and weight is None:
+        if not exact:
             assert torch.equal(dq, alone)
 
     def check_window(self, left: int, *, w_dtype: torch.dtype | None, has_cmp: bool) -> None:
         """dq with the window's and local blocks' in it, the compressed branch's and the logits' term, against fp64."""
-        from cute_kernels.attend.kv_outer_backward import kv_outer_backward
         from cute_kernels.attend.window_dq_combine import WindowQueries
-        from cute_kernels.gate.sums import QueryTerms
 
-        generator = torch.Generator(self.q.device).manual_seed(4)
-        batch, tokens, heads, dim = self.q.shape
-        row, key = torch.arange(tokens, device=self.q.device)[:, None], torch.arange(tokens, device=self.q.device)
-        seen = ((key <= row) & (key >= row - left)).expand(batch, heads, -1, -1)
+        row = torch.arange(self.q.shape[1], device=self.q.device)[:, None]
+        seen = ((row >= row.T) & (row - left <= row.T)).expand(self.q.shape[0], self.q.shape[2], -1, -1)
         tensors = self.q, self.k, self.v, self.do
-        window = gated_branch(*tensors, seen, generator)
+        window = gated_branch(*tensors, seen, torch.Generator(self.q.device).manual_seed(4))
         window.lse[:, :, 5::7] = window.delta[:, :, 5::7] = math.inf  # as with a gate of 0
-        lse, delta = self.statistics()
-        around = torch.full((batch, tokens + 2, heads, dim), math.nan, dtype=self.q.dtype, device=self.q.device)
-        dq = around[:, 1:-1]
-        dq.copy_(torch.randn(dq.shape, generator=generator, device=dq.device))
-        weight = torch.randn((heads, 3, dim), generator=generator, device=dq.device)
-        logits = torch.randn((batch, tokens, heads, 4), generator=generator, device=dq.device)[..., 1:]
-        w = None if w_dtype is None else weight.to(w_dtype)
-        added = dq.double() if has_cmp else torch.zeros_like(dq, dtype=torch.float64)
-        if w is not None:
-            added = added + torch.einsum("bthg,hgd->bthd", logits.double(), w.double())
-        terms = QueryTerms((dq,) if has_cmp else (), logits, w)
-        results = dq, torch.empty_like(self.k), torch.empty_like(self.v)
-        inputs = self.q, self.k, self.v, self.indices, self.do, lse, delta
-        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "local": self.forced[1]}
+        terms, around, exact = self._terms(int(has_cmp), w_dtype)
+        _, *keys = self.backward(local=self.forced[1])
         queries = WindowQueries(window.lse, window.delta, left)
-        kv_outer_backward(*inputs, **how, into=results, terms=terms, window=queries)
-        _, *keys = self.backward(lse, delta, local=self.forced[1])
-        assert all(torch.equal(got, expected) for got, expected in zip(results[1:], keys, strict=True))
-        assert around[:, [0, -1]].isnan().all()
-        branches = [Branch(self._visible_to_heads(), lse, delta), window]
-        exact, naive = (gradients(*tensors, branches, self.scale, low=low)[0] + added for low in (False, True))
-        assert_within_budget(dq, exact, naive.to(dq.dtype), "dq", slack=1e-4)
+        dq = self._with_terms(around, keys, terms=terms, window=queries, local=self.forced[1])
+        branches = [Branch(self._visible_to_heads(), *self.statistics()), window]
+        oracle, naive = (sum(exact, gradients(*tensors, branches, self.scale, low=low)[0]) for low in (False, True))
+        assert_within_budget(dq, oracle, naive.to(dq.dtype), "dq", slack=1e-4)
 
     def other_after(self, token: int) -> Inputs:
         """The same with other queries, keys and values behind a token."""
@@ -216,36 +205,7 @@ class Inputs:
         assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=SUM_ERROR)
 
     def check_gated(self, gates: str) -> None:
-        """What the selected branch writes beside lse: bitwise what gating its o gives. Args: `gates`, of GATES."""
-        from cute_kernels.gate.forward import Gating, gated_sum
-
-        generator = torch.Generator().manual_seed(2)
-        batch, tokens, heads, dim = self.q.shape
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(self.q.device, GATES[gates] or self.q.dtype)
-
-        # Rows of some later queries' chunk, amid what must not be touched
-        o_cmp, o_win = (normal(batch, tokens, heads, dim).to(self.q.dtype) for _ in range(2))
-        around = torch.full((batch, tokens + 2, heads, dim), math.nan, dtype=self.q.dtype, device=self.q.device)
-        out, kept = around[:, 1:-1], around.clone()
-        weight = normal(heads, 3, dim) if gates.startswith("projected") else None
-        given = normal(batch, tokens, heads, 4)[..., 1:] if gates.startswith("given") else None
-        o, lse = self.forward()
-        used = gated_sum(o_cmp, o, o_win, kept[:, 1:-1], q=self.q, gate_proj_weight=weight, gates=given)
-        for keeps in (False, True):
-            around.fill_(math.nan)
-            o_slc, gates_used = (torch.full_like(o, math.nan) if keeps else None), given
-            if weight is not None:
-                gates_used = torch.full_like(used, math.nan) if keeps else None
-            got, got_lse = self.forward(gating=Gating(o_cmp, o_win, out, weight, gates_used, o_slc))
-            assert out.isfinite().all()
-            assert torch.equal(around.nan_to_num(9e3), kept.nan_to_num(9e3))
-            assert torch.equal(got_lse, lse)
-            assert got is o_slc
-            if keeps:
-                assert torch.equal(got, o)
-                assert weight is None or torch.equal(gates_used, used)
+        check_gated(self.q, gates, lambda gating: self.forward(gating=gating))
 
     def attend_forced(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Of some rows, o and lse of the forced blocks alone; NaN where nothing was written."""
@@ -345,6 +305,47 @@ def make(
     shift = 2 * torch.rand((batch, heads, n), generator=generator).to(device)
     tensors = q, k, v, do, indices.to(device), visible.to(device)
     return Inputs(*tensors, size, dim**-0.5, blocks, shift, forced)
+
+
+def check_gated(q: Tensor, gates: str, run: Callable[[Any], tuple[Tensor, ...]]) -> None:
+    """What the selected branch writes beside its results: bitwise what gating its o gives.
+
+    Args:
+        gates: of GATES.
+        run: gives o, lse and, if it attends to the window itself, o and lse of the window. Is given a Gating or None.
+    """
+    from cute_kernels.gate.forward import Gating, gated_sum
+
+    generator = torch.Generator().manual_seed(2)
+    batch, tokens, heads, dim = q.shape
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(q.device, GATES[gates] or q.dtype)
+
+    # Rows of some later queries' chunk, amid what must not be touched
+    o_cmp, o_win = (normal(batch, tokens, heads, dim).to(q.dtype) for _ in range(2))
+    around = torch.full((batch, tokens + 2, heads, dim), math.nan, dtype=q.dtype, device=q.device)
+    out, kept = around[:, 1:-1], around.clone()
+    weight = normal(heads, 3, dim) if gates.startswith("projected") else None
+    given = normal(batch, tokens, heads, 4)[..., 1:] if gates.startswith("given") else None
+    o, *others = run(None)
+    attends = len(others) > 1
+    used = gated_sum(
+        o_cmp, o, others[1] if attends else o_win, kept[:, 1:-1], q=q, gate_proj_weight=weight, gates=given
+    )
+    for keeps in (False, True):
+        around.fill_(math.nan)
+        o_slc, gates_used = (torch.full_like(o, math.nan) if keeps else None), given
+        if weight is not None:
+            gates_used = torch.full_like(used, math.nan) if keeps else None
+        got, *got_others = run(Gating(o_cmp, None if attends else o_win, out, weight, gates_used, o_slc))
+        assert out.isfinite().all()
+        assert torch.equal(around.nan_to_num(9e3), kept.nan_to_num(9e3))
+        assert all(torch.equal(x, y) for x, y in zip(got_others, others, strict=True))
+        assert got is o_slc
+        if keeps:
+            assert torch.equal(got, o)
+            assert weight is None or torch.equal(gates_used, used)
 
 
 def forward_from(inputs: Inputs, first: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.helpers import SUM_ERROR, assert_within_budget
-from tests.support.kv_outer_cases import GATES, Inputs, make
+from tests.support.kv_outer_cases import Inputs, check_gated, make
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,9 @@ class Case:
         q = inputs.q[:, self.first :]
         sums = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan, device=q.device)
         window = WindowBranch(self.window - 1, torch.full_like(q, math.nan), sums)
-        o, lse = kv_outer_forward(
-            q,
-            inputs.k,
-            inputs.v,
-            inputs.indices[:, :, self.first :],
-            size=self.size,
-            scale=inputs.scale,
-            first_token=self.first,
-            packed=inputs.packed,
-            init=self.forced[0],
-            local=self.forced[1],
-            gating=gating,
-            window=window,
-        )
+        how: dict[str, Any] = {"size": self.size, "scale": inputs.scale, "packed": inputs.packed, "gating": gating}
+        how |= {"first_token": self.first, "init": self.forced[0], "local": self.forced[1], "window": window}
+        o, lse = kv_outer_forward(q, inputs.k, inputs.v, inputs.indices[:, :, self.first :], **how)
         assert window.o is not None
         return o, lse, window.o, sums
 
@@ -93,31 +82,5 @@ class Case:
             assert_within_budget(sums[rows], expected[rows], low[rows], f"lse of {name}", slack=SUM_ERROR)
 
     def check_gated(self, gates: str, device: str) -> None:
-        """out, and what else is kept. Args: gates: of GATES."""
-        from cute_kernels.gate.forward import Gating, gated_sum
-
         inputs = self.inputs(device)
-        q = inputs.q[:, self.first :]
-        generator = torch.Generator().manual_seed(3)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, GATES[gates] or q.dtype)
-
-        weight = normal(q.shape[2], 3, q.shape[3]) if gates.startswith("projected") else None
-        given = normal(*q.shape[:3], 4)[..., 1:] if gates.startswith("given") else None
-        o_cmp = normal(*q.shape).to(q.dtype)
-        o, lse, o_win, lse_win = self.run(inputs)
-        expected = torch.full_like(q, math.nan)
-        used = gated_sum(o_cmp, o, o_win, expected, q=q, gate_proj_weight=weight, gates=given)
-        for keeps in (False, True):
-            out, o_slc = torch.full_like(q, math.nan), torch.full_like(q, math.nan) if keeps else None
-            projected = None if weight is None or not keeps else torch.full_like(used, math.nan)
-            gating = Gating(o_cmp, None, out, weight, projected if given is None else given, o_slc)
-            got, got_lse, got_win, got_win_lse = self.run(inputs, gating)
-            assert torch.equal(out, expected)
-            assert torch.equal(got_lse, lse)
-            assert torch.equal(got_win, o_win)
-            assert torch.equal(got_win_lse, lse_win)
-            assert got is o_slc
-            assert o_slc is None or torch.equal(o_slc, o)
-            assert projected is None or torch.equal(projected, used)
+        check_gated(inputs.q[:, self.first :], gates, lambda gating: self.run(inputs, gating))

@@ -28,7 +28,7 @@ class Hidden:
 sys.meta_path.insert(0, Hidden())
 """
 NEED_IT = {
-    "at import": "tests/cute/test_steps.py",
+    "at import": "tests/cute/test_interpreted_nsa.py",
     "in a test": "tests/cute/test_window_backward.py::test_nothing_to_do",
     "transformers": "tests/nsa/test_transformers_models.py",
 }
