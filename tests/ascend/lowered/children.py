@@ -136,7 +136,8 @@ def triton_ascend() -> Child:
 
 @functools.cache
 def upstream() -> Child:
-    return Child(sys.executable, str(SCRIPT), TRITON_INTERPRET="0")
+    """Debug sections are not the code of a kernel."""
+    return Child(sys.executable, str(SCRIPT), TRITON_INTERPRET="0", TRITON_DISABLE_LINE_INFO="1")
 
 
 def guarded() -> Child:

@@ -50,6 +50,8 @@ class Lowered:
 class Ptx:
     ptx: str
     shared_bytes: int
+    signature: dict[str, str]
+    """Kinds of the parameters, in order."""
 
 
 def name_of(launch: Launch) -> str:

@@ -71,6 +71,8 @@ def warm_up(request: dict[str, Any], target: Any) -> Any:
     if list(sources(kernel)) != request["sources"]:
         raise RuntimeError(f"{request['file']} has another {request['kernel']} than was launched")
     driver.set_active(StandInDriver(target))
+    if target.backend == "cuda":
+        kernel.device_caches.clear()  # kept by device, and so for another capability
     arguments = {
         name: StandIn(**value) if "dtype" in value else value["value"] for name, value in request["arguments"].items()
     }
@@ -125,7 +127,8 @@ def compile_ptx(request: dict[str, Any]) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
 
     compiled = warm_up(request, GPUTarget("cuda", request["capability"], 32))
-    return {"ptx": compiled.asm["ptx"], "shared_bytes": compiled.metadata.shared}
+    signature = {name: kind for name, kind in compiled.src.signature.items() if kind != "constexpr"}
+    return {"ptx": compiled.asm["ptx"], "shared_bytes": compiled.metadata.shared, "signature": signature}
 
 
 TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"lower": lower, "ptx": compile_ptx}

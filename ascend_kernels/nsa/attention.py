@@ -1,0 +1,80 @@
+"""One step of attention on tiles of rows and keys, forward and backward, in kernels that differ in which keys a row sees.
+
+    s = scale * q k^T        p = exp(s - lse)        o = p v        lse = log(sum(exp(s)))
+    dp = do v^T        ds = p * (dp - delta), delta = sum(o * do)
+    dq = scale * gate * ds k        dk = scale * (gate * ds)^T q        dv = (gate * p)^T do
+
+`gate` weighs the branch in each row; do is the gradient of the gated sum. Scores, probabilities and sums are fp32,
+operands of products in the inputs' dtype. Rows without keys have o = 0, lse = -inf, and no gradient.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_tile(p_rows, o_rows, row_stride, o_dim, end_row, dim, WHOLE: tl.constexpr):
+    """Rows below end_row, `[rows,D]`, else 0. WHOLE: BLOCK_D is D."""
+    if WHOLE:
+        mask = (o_rows < end_row)[:, None]
+    else:
+        mask = (o_rows < end_row)[:, None] & (o_dim < dim)[None, :]
+    return tl.load(p_rows + o_rows.to(tl.int64)[:, None] * row_stride + o_dim[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def add_keys(b_o, b_max, b_sum, b_s, b_v, log2_scale):
+    """One step of the online softmax. b_s: unscaled scores `[M,N]`; b_max `[M]` is unscaled, too."""
+    b_new = tl.maximum(b_max, tl.max(b_s, 1))
+    b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)  # of rows that have seen no key yet
+    b_p = tl.exp2(b_s * log2_scale - (b_finite * log2_scale)[:, None])  # [M,N]
+    b_keep = tl.exp2((b_max - b_finite) * log2_scale)
+    b_sum = b_sum * b_keep + tl.sum(b_p, 1)
+    b_o = b_o * b_keep[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")  # [M,D_v]
+    return b_o, b_new, b_sum
+
+
+@triton.jit
+def finish(b_o, b_max, b_sum, log2_scale):
+    """o and natural lse of sums; 0 and -inf without keys."""
+    b_div = tl.where(b_sum > 0.0, b_sum, 1.0)
+    return b_o / b_div[:, None], (b_max * log2_scale + tl.log2(b_sum)) * LN_2
+
+
+@triton.jit
+def load_lse(p_lse, o_rows, row_stride, end_row):
+    """Base-2 log-sum-exp of rows, with which p is 0 in rows without keys and from end_row on."""
+    b_lse = tl.load(p_lse + o_rows * row_stride, mask=o_rows < end_row, other=float("inf")) * LOG2_E
+    return tl.where(b_lse == float("-inf"), float("inf"), b_lse)
+
+
+@triton.jit
+def add_dq(b_dq, b_q, b_do, b_lse, b_delta, b_k, b_v, b_seen, log2_scale):
+    """Add one tile of keys to dq `[M,D]`, still without scale and gate. b_seen: `[M,N]`."""
+    b_p = tl.exp2(tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * log2_scale - b_lse[:, None])  # [M,N]
+    b_p = tl.where(b_seen, b_p, 0.0)
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee")  # [M,N]
+    b_ds = (b_p * (b_dp - b_delta[:, None])).to(b_k.dtype)
+    return b_dq + tl.dot(b_ds, b_k, input_precision="ieee")
+
+
+@triton.jit
+def add_dkdv(b_dk, b_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_gate, b_seen, log2_scale):
+    """Add one tile of rows to dk `[N,D]`, still without scale, and dv `[N,D_v]`. b_seen: `[N,M]`.
+
+    Returns:
+        dk, dv, and gate * ds `[N,M]` in the inputs' dtype.
+    """
+    b_p = tl.exp2(tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * log2_scale - b_lse[None, :])  # [N,M]
+    b_p = tl.where(b_seen, b_p, 0.0)
+    b_p *= b_gate[None, :]
+    b_dv += tl.dot(b_p.to(b_do.dtype), b_do, input_precision="ieee")
+    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")  # [N,M]
+    b_ds = (b_p * (b_dp - b_delta[None, :])).to(b_q.dtype)
+    b_dk += tl.dot(b_ds, b_q, input_precision="ieee")
+    return b_dk, b_dv, b_ds

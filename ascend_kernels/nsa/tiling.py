@@ -1,0 +1,150 @@
+"""Tile sizes, warps and stages of the kernels, by dtype, head dim and the shared memory of the device.
+
+Fixed tables and no autotuning: the same call runs the same code, with the same bits, on every start. Tiles of class S
+fit the 99 KiB of compute capability 8.6, 8.9 and 12.x, and so every device; classes M (8.0, 163 KiB) and L (9.0 and
+10.x, 227 KiB) differ only where that was measured to be faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ascend_kernels.launch import gpu_options as gpu_options
+
+MAX_DIM = 256
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows that a program keeps, keys (or rows) per step, and compiler options."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        return gpu_options(num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+def block_of(size: int, least: int = 16) -> int:
+    """Smallest power of two that holds `size`, at least `least`."""
+    return max(least, 1 << max(size - 1, 0).bit_length())
+
+
+@cache
+def memory_class(device: torch.device) -> str:
+    """S, M or L."""
+    if device.type != "cuda":
+        return "S"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major in (9, 10):
+        return "L"
+    return "M" if (major, minor) == (8, 0) else "S"
+
+
+def interval_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.device) -> Tiles:
+    """Of interval.forward_kernel."""
+    wide = block_of(max(dim, dim_v))
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 1)
+    if wide > 128:
+        return Tiles(64, 32, 8, 2)
+    return Tiles(128, 64, 8, 3 if memory_class(device) == "L" else 2)
+
+
+def token_score_tiles(dtype: torch.dtype, dim: int, group: int, device: torch.device) -> Tiles:
+    """Of scores.token_kernel: tokens, whose heads together are 128 rows if possible, and entries."""
+    wide, rows = block_of(dim), block_of(group, 1)
+    if dtype == torch.float32 or wide > 128:
+        return Tiles(max(1, 32 // rows), 32, 4, 1)
+    return Tiles(max(1, 128 // rows), 64, 4, 3 if memory_class(device) == "L" else 2)
+
+
+def score_tiles(dtype: torch.dtype, dim: int) -> Tiles:
+    """Of the other kernels of scores.py: rows, and entries or keys."""
+    if dtype == torch.float32:
+        return Tiles(16, 32, 4, 1)
+    return Tiles(128, 64, 8, 2) if block_of(dim) <= 128 else Tiles(64, 32, 8, 1)
+
+
+def selected_tiles(
+    dtype: torch.dtype, dim: int, dim_v: int, rows: int, size: int, *, token: bool, backward: bool = False
+) -> Tiles:
+    """Of selected.forward_kernel and dq_kernel: rows that share a list, and keys.
+
+    Args:
+        rows: of a list. size: tokens of a block.
+    """
+    wide = block_of(max(dim, dim_v))
+    keys = min(64 if wide <= 128 and dtype.itemsize == 2 else 32, block_of(size))
+    if token:
+        return Tiles(block_of(rows), keys, 4 if rows > 16 or wide > 128 else 2, 2)
+    if dtype == torch.float32:
+        return Tiles(min(32, block_of(rows)), keys, 4, 1)
+    return Tiles(min(128 if wide <= 128 and not backward else 64, block_of(rows)), keys, 8, 2)
+
+
+def dq_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.device) -> Tiles:
+    """Of interval_backward.dq_kernel: rows and keys."""
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 1)
+    if block_of(max(dim, dim_v)) > 128:
+        return Tiles(64, 32, 8, 1)
+    return Tiles(128, 64, 8, 3 if memory_class(device) == "L" else 2)
+
+
+def dkdv_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.device) -> Tiles:
+    """Of interval_backward.dkdv_kernel: rows and keys."""
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 1)
+    if block_of(max(dim, dim_v)) > 128:
+        return Tiles(32, 32, 8, 1)
+    return Tiles(32, 64, 4, 3) if memory_class(device) == "L" else Tiles(32, 64, 8, 2)
+
+
+def kv_outer_tiles(dtype: torch.dtype, dim: int, dim_v: int, group: int, size: int, device: torch.device) -> Tiles:
+    """Of kv_outer.forward_kernel: pairs, whose heads together are 64 or more rows, and keys."""
+    wide, heads = block_of(max(dim, dim_v)), block_of(group, 1)
+    if dtype == torch.float32:
+        return Tiles(max(1, 16 // heads), min(32, block_of(size)), 4, 1)
+    if wide > 128:
+        return Tiles(max(1, 64 // heads), min(32, block_of(size)), 8, 1)
+    if memory_class(device) == "L":
+        return Tiles(max(1, 128 // heads), min(128, block_of(size)), 4 if size <= 64 else 8, 2)
+    return Tiles(max(1, 64 // heads), min(64, block_of(size)), 4, 2)
+
+
+def kv_outer_backward_tiles(
+    dtype: torch.dtype, dim: int, dim_v: int, rows: int, size: int, device: torch.device, *, token: bool
+) -> Tiles:
+    """Of kv_outer.token_backward_kernel, whose first number counts pairs, and of tile_backward_kernel.
+
+    Args:
+        rows: heads of a token, or rows of a tile.
+    """
+    wide, large = block_of(max(dim, dim_v)), memory_class(device) == "L"
+    most, keys, warps, stages = (64, 64, 4, 1) if large and token else (32, 64, 4, 3) if large else (32, 64, 8, 2)
+    if wide > 128:
+        most, keys, warps, stages = 32, 32, 8, 1
+    if dtype == torch.float32:
+        most, keys, warps, stages = 16 if token else 32, 32, 4, 1
+    kept = max(1, most // block_of(rows, 1)) if token else min(most, block_of(rows))
+    return Tiles(kept, min(keys, block_of(size)), warps, stages)
+
+
+QUERY_OUTER_FROM = {"S": 12, "M": 24, "L": 32}
+"""Heads of a group from which token mode goes through each token's blocks (selected.py), by class.
+
+Below, it goes through each block's tokens (kv_outer.py), which reads keys once but writes partial results. The bounds
+follow from the ratio of L2 to HBM bandwidth.
+"""
+
+
+def attends_by_block(group: int, device: torch.device) -> bool:
+    """True if token mode attends KV-outer: by shape and device alone, so that bits depend on nothing else."""
+    return group < QUERY_OUTER_FROM[memory_class(device)]

@@ -1,0 +1,206 @@
+"""NSA's Triton kernels, compiled for GPUs that are not there and executed instruction by instruction (compiled.py)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from ascend_kernels.launch import recording
+from ascend_kernels.nsa import backward, block_sparse, forward, indexer, tiling
+from nsa import NSAConfig, block_sparse_attention, reference, top_blocks_by_max
+from nsa.inputs import NSAAux, NSAInputs
+from tests.ascend import compiled
+from tests.ascend.lowered import description
+from tests.support import cases
+
+EXECUTED = (80, 89, 120)
+"""Compute capabilities whose code tests/ptx executes."""
+BUDGETS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Error relative to the largest value: a few roundings of results and of probabilities."""
+
+BLOCKS: dict[str, Any] = {
+    "compress_block_size": 8, "compress_stride": 4, "select_block_size": 16, "num_selected_blocks": 2,
+    "window_size": 12,
+}  # fmt: skip
+PAPER = NSAConfig.paper(**BLOCKS, num_init_blocks=0, num_local_blocks=1)
+PER_TILE = NSAConfig.per_tile(**BLOCKS, q_tile_size=16)
+
+
+class Case(NamedTuple):
+    """A call of NSA; 4 heads over 2."""
+
+    config: NSAConfig
+    dtype: torch.dtype = torch.bfloat16
+    dim: int = 16
+    dim_v: int = 16
+    tokens: int = 40
+    bounds: tuple[int, ...] | None = None
+    """Of packed documents; rows after the last one are NaN."""
+    keys: tuple[int, ...] | None = None
+    """Bounds of their keys, if they differ."""
+    more: tuple[str, ...] = ("gate_proj_weight",)
+    """Tensors besides q, k and v."""
+    recompute: bool = False
+    query_outer: bool = False
+
+
+CASES: dict[str, Case] = {
+    "per token": Case(PAPER),
+    "per tile": Case(PER_TILE),
+    "per token, packed": Case(PAPER, torch.float16, tokens=48, bounds=(0, 5, 5, 30, 44)),
+    "per token, query-outer, continued": Case(
+        PAPER, tokens=24, bounds=(0, 5, 9, 22), keys=(0, 20, 30, 46), query_outer=True, recompute=True
+    ),
+    "per tile, shared, given gates, own keys, fp32": Case(
+        NSAConfig.per_tile(**BLOCKS, q_tile_size=32, share_heads_in_group=True, num_init_blocks=1),
+        torch.float32, dim=24, dim_v=8, more=("gates", "k_slc", "v_slc", "k_win", "v_win"), recompute=True,
+    ),
+    "per tile, not causal, learned, no gates": Case(
+        NSAConfig.per_tile(**BLOCKS, q_tile_size=32, causal=False, num_local_blocks=1),
+        more=("w_k_compress", "w_v_compress"),
+    ),
+    "per tile, packed": Case(PER_TILE, tokens=48, bounds=(0, 5, 5, 30, 44)),
+    "given entries, 128 features": Case(PAPER, dim=128, dim_v=128, more=("k_cmp", "v_cmp")),
+}  # fmt: skip
+
+
+def inputs_of(case: Case) -> NSAInputs:
+    generator = torch.Generator().manual_seed(0)
+    keys = case.tokens if case.keys is None else case.keys[-1] + 4
+    lead = (1,) if case.bounds is None else ()
+    entries = case.config.num_compressed(keys)
+    shapes = {
+        "q": (case.tokens, 4, case.dim), "k": (keys, 2, case.dim), "v": (keys, 2, case.dim_v),
+        "gates": (case.tokens, 4, 3), "k_cmp": (entries, 2, case.dim), "v_cmp": (entries, 2, case.dim_v),
+        "k_slc": (keys, 2, case.dim), "v_slc": (keys, 2, case.dim_v), "k_win": (keys, 2, case.dim),
+        "v_win": (keys, 2, case.dim_v), "gate_proj_weight": (4, 3, case.dim), "w_k_compress": (2, case.dim, case.dim),
+        "w_v_compress": (2, case.dim_v, case.dim_v),
+    }  # fmt: skip
+
+    def tensor(name: str) -> Tensor:
+        shape = shapes[name] if "weight" in name or "w_" in name[:2] else (*lead, *shapes[name])
+        return torch.randn(shape, generator=generator).to(case.dtype)
+
+    def bounds(of: tuple[int, ...] | None) -> Tensor | None:
+        return None if of is None else torch.tensor(of, dtype=torch.int32)
+
+    tensors: dict[str, Any] = {name: tensor(name) for name in ("q", "k", "v", *case.more)}
+    if case.bounds is not None:
+        tensors["q"][case.bounds[-1] :] = torch.nan
+        for name in "kv":
+            tensors[name][(case.keys or case.bounds)[-1] :] = torch.nan
+    return NSAInputs(**tensors, cu_seqlens=bounds(case.bounds), cu_seqlens_k=bounds(case.keys))
+
+
+def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> None:
+    error = (got.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-3)
+    assert error <= BUDGETS[dtype], f"{what}: {error:.1e}"
+
+
+@pytest.fixture
+def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A compute capability, for whose class tiles are chosen."""
+    found: int = request.param
+    monkeypatch.setattr(tiling, "memory_class", lambda _: compiled.CLASSES[found])
+    return found
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("case", "capability"),
+    cases.some([("per token", 80), ("per tile", 120)], CASES, EXECUTED),
+    indirect=["capability"],
+)
+def test_nsa(case: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All results and gradients, against the reference in fp64."""
+    of = CASES[case]
+    config, inputs = of.config, inputs_of(of)
+    if of.query_outer:
+        monkeypatch.setattr(tiling, "QUERY_OUTER_FROM", dict.fromkeys("SML", 1))
+    with compiled.executing(capability):
+        out, saved = backward.nsa_saving(inputs, config, recompute=of.recompute)
+        do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+        gradients = backward.nsa_backward(inputs, config, saved, do)
+        same_out, aux = forward.nsa(inputs, config)
+    assert torch.equal(same_out, out)
+
+    exact = inputs.map(lambda x: x.double().nan_to_num(0.0).requires_grad_())
+    expected, expected_aux = reference.nsa(exact, config)
+    assert_close(out, expected, of.dtype, "out")
+    assert expected_aux is not None
+    assert aux is not None
+    for name, got, wanted in zip(NSAAux._fields, aux, expected_aux, strict=True):
+        if got is None or wanted is None:
+            assert got is wanted
+        elif name == "indices":
+            assert torch.equal(got, wanted)
+        else:
+            assert torch.equal(got.isinf(), wanted.isinf()), name
+            assert_close(got.nan_to_num(neginf=0.0), wanted.nan_to_num(neginf=0.0), of.dtype, name)
+    leaves = {name: x for name, x in exact.tensors().items() if x.requires_grad}
+    wanted = torch.autograd.grad(expected, [*leaves.values()], do.double())
+    for name, gradient in zip(leaves, wanted, strict=True):
+        assert_close(gradients[name], gradient, of.dtype, f"gradient of {name}")
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("by_block", "causal", "capability"),
+    cases.some([(True, True, 89)], [True, False], [True, False], EXECUTED),
+    indirect=["capability"],
+)
+def test_blocks(by_block: bool, causal: bool, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given blocks, in any order; those of an indexer."""
+    monkeypatch.setattr(tiling, "QUERY_OUTER_FROM", dict.fromkeys("SML", 12 if by_block else 1))
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    queries = 24 if causal else 40
+    q, k, v, q_idx, k_idx = normal(2, queries, 4, 16), normal(2, 40, 2, 16), normal(2, 40, 2, 8), *(
+        normal(2, n, h, 16) for n, h in ((queries, 2), (40, 1))
+    )  # fmt: skip
+    how: dict[str, Any] = {"block_size": 16, "causal": causal, "softmax_scale": 0.3}
+    with compiled.executing(capability):
+        if causal:
+            blocks = indexer.top_blocks_by_max(q_idx, k_idx, None, None, None, block_size=16, k=2, local=1)
+            exact = top_blocks_by_max(q_idx.double(), k_idx.double(), block_size=16, k=2, local=1)
+            assert torch.equal(blocks, exact)
+        else:
+            blocks = torch.tensor([2, 0]).expand(2, 2, queries, 2)
+        blocks = blocks.flip(-1)
+        given = q, k, v, blocks, None, None, None
+        out, lse = block_sparse.forward(*given, **how)
+        do = normal(*out.shape)
+        gradients = block_sparse.backward(do, *given, out, lse, **how)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = block_sparse_attention(*leaves, blocks, **how, backend="reference")
+    assert_close(out, expected, torch.bfloat16, "out")
+    for name, got, wanted in zip("qkv", gradients, torch.autograd.grad(expected, leaves, do.double()), strict=True):
+        assert_close(got, wanted, torch.bfloat16, f"d{name}")
+
+
+SPILLS = {"forward_kernel": 128, "dq_kernel": 64, "dkdv_kernel": 256, "token_backward_kernel": 256}
+"""Most bytes of registers that a thread of a kernel stores to memory; others store none."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", compiled.CLASSES, indirect=True)
+@pytest.mark.parametrize("heads", [(64, 4), (8, 8)], ids=str)
+@pytest.mark.parametrize("config", [NSAConfig.paper(), NSAConfig.per_tile()], ids=["per token", "per tile"])
+def test_shared_memory_and_spills(config: NSAConfig, heads: tuple[int, int], capability: int) -> None:
+    """Kernels of a training step with 128 features in bf16, assembled for each GPU."""
+    q, k, v = (torch.zeros(1, 1024, h, 128, dtype=torch.bfloat16) for h in (heads[0], heads[1], heads[1]))
+    inputs = NSAInputs(q, k, v, gate_proj_weight=torch.zeros(heads[0], 3, 128, dtype=torch.bfloat16))
+    with recording(run=False) as launches:
+        out, saved = backward.nsa_saving(inputs, config, recompute=False)
+        backward.nsa_backward(inputs, config, saved, torch.zeros_like(out))
+    for launch in {description.key_of(launch): launch for launch in launches}.values():
+        ptx = compiled.compile_ptx(launch, capability)
+        compiled.check_shared(launch, ptx, capability)
+        name = launch.kernel.fn.__name__
+        assert compiled.spilled_bytes(ptx, capability) <= SPILLS.get(name, 0), name
