@@ -60,6 +60,10 @@ class Impl:
         implementation: Callable[..., Any] = _attribute(self.target)
         return implementation
 
+    def supports(self, call: Call) -> bool:
+        """True if the row supports the call where its packages are installed."""
+        return _attribute(self.check)(call) is None
+
     def refusal(self, call: Call) -> str | None:
         """Reason why this row does not support the call, or None."""
         reason: str | None = _attribute(self.check)(call)

@@ -2,14 +2,16 @@
 
 `backend=` takes precedence over the environment variable NSA_KERNELS_BACKEND, and both over the first row that supports
 the call. A named backend never falls back to another; if no row supports the call, BackendError gives the reason of
-every row.
+every row. A call that a better row supports, but for packages that are missing or of another version, warns once.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -112,11 +114,25 @@ def resolve(call: Call, backend: str | None = None, rows: Sequence[Impl] | None 
     candidates = _rows_of(call.op, rows)
     name, _ = _requested(backend, candidates)
     call = replace(call, named=True) if name is not None else call
-    for impl in candidates:
+    for i, impl in enumerate(candidates):
         if name in (None, impl.backend) and impl.refusal(call) is None:
+            if name is None:
+                _warn_of_better(call, candidates[:i], impl)
             return impl
     listing = "\n".join(f"  {v.impl.label}: {v.reason}" for v in explain(call, backend, rows))
     raise BackendError(f"no backend can run {call.op} on {call.device} in {short_name(call.dtype)}:\n{listing}")
+
+
+def _warn_of_better(call: Call, rows: Sequence[Impl], chosen: Impl) -> None:
+    """Warn once if a better row than the chosen one lacks only its packages."""
+    for impl in rows:
+        if impl.backend != chosen.backend and impl.supports(call):
+            _warn_once(f"{call.op} runs on {chosen.label}, not on {impl.label}: {impl.refusal(call)}")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _rows_of(op: str, rows: Sequence[Impl] | None) -> list[Impl]:

@@ -16,6 +16,14 @@ ROWS: tuple[Impl, ...] = (
         packages=CUTE,
         training="cute_kernels.backward",
     ),
+    Impl(
+        "nsa",
+        "triton",
+        target="ascend_kernels.nsa.forward:nsa",
+        check="ascend_kernels.nsa.support:check",
+        packages=TRITON,
+        training="ascend_kernels.nsa.backward",
+    ),
     Impl("nsa", "reference", target="nsa.reference:nsa", check="nsa.reference:check"),
     Impl(
         "nsa_with_cache",
@@ -40,6 +48,14 @@ ROWS: tuple[Impl, ...] = (
     ),
     Impl(
         "block_sparse_attention",
+        "triton",
+        target="ascend_kernels.nsa.block_sparse:forward",
+        check="ascend_kernels.nsa.support:check_block_sparse_attention",
+        packages=TRITON,
+        training="ascend_kernels.nsa.block_sparse",
+    ),
+    Impl(
+        "block_sparse_attention",
         "reference",
         target="nsa.block_sparse.reference:block_sparse_attention",
         check="nsa.block_sparse.reference:check",
@@ -50,6 +66,13 @@ ROWS: tuple[Impl, ...] = (
         target="cute_kernels.select.block_max:top_blocks_by_max",
         check="cute_kernels.support:check_top_blocks_by_max",
         packages=CUTE[:1],
+    ),
+    Impl(
+        "top_blocks_by_max",
+        "triton",
+        target="ascend_kernels.nsa.indexer:top_blocks_by_max",
+        check="ascend_kernels.nsa.support:check_top_blocks_by_max",
+        packages=TRITON,
     ),
     Impl(
         "top_blocks_by_max",

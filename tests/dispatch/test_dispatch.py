@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 
 import dispatch
 import nsa
-from dispatch import BackendError, Call, Impl, explain, resolve
+from dispatch import BackendError, Call, Impl, explain, registry, resolve
 from dispatch.__main__ import main, summary
 from dispatch.device import PACKAGES, absence, describe_device, device_types, package_states, triton_clash
 from dispatch.table import ROWS
@@ -57,8 +58,10 @@ def call(device: torch.device = CPU) -> Call:
 
 
 def test_first_row_that_can_run_wins() -> None:
+    registry._warn_once.cache_clear()
     assert resolve(call(CUDA), rows=MADE_UP).load()() == "fast"
-    assert resolve(call(CPU), rows=MADE_UP).backend == "slow"  # past one refused and one that cannot be imported
+    with pytest.warns(RuntimeWarning, match="op runs on slow, not on broken"):
+        assert resolve(call(CPU), rows=MADE_UP).backend == "slow"  # past one refused and one that cannot be imported
 
 
 def test_every_refusal_has_a_reason() -> None:
@@ -68,6 +71,16 @@ def test_every_refusal_has_a_reason() -> None:
         "broken": "importing no_such_module_here failed: ModuleNotFoundError: No module named 'no_such_module_here'",
         "slow": None,
     }
+
+
+def test_missing_packages_of_a_better_row_are_told_once() -> None:
+    broken = MADE_UP[1:]
+    registry._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="op runs on slow, not on broken: importing no_such_module_here failed") as told:
+        for _ in range(2):
+            assert resolve(replace(call(), named=True), rows=broken).backend == "slow"
+    assert len(told) == 1
+    assert resolve(call(CPU), "slow", MADE_UP).backend == "slow"  # a backend that is named says nothing
 
 
 @pytest.mark.parametrize("by_environment", [False, True], ids=["argument", "environment"])
