@@ -1,4 +1,4 @@
-"""One step of attention on tiles of rows and keys, forward and backward, in kernels that differ in which keys a row sees.
+"""One step of attention on tiles of rows and keys, forward and backward; kernels differ in which keys a row sees.
 
     s = scale * q k^T        p = exp(s - lse)        o = p v        lse = log(sum(exp(s)))
     dp = do v^T        ds = p * (dp - delta), delta = sum(o * do)
@@ -10,11 +10,36 @@ operands of products in the inputs' dtype. Rows without keys have o = 0, lse = -
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+class RowStatistics(NamedTuple):
+    """What the backward of a branch needs of each row, fp32 `[H,rows]`, with the same strides."""
+
+    lse: Tensor
+    delta: Tensor
+    gate: Tensor
+
+    def of_heads(self, heads: slice) -> RowStatistics:
+        """Those of a range of query heads."""
+        return RowStatistics(*(x[heads] for x in self))
+
+    def by_token(self) -> RowStatistics:
+        """The same with the heads of a token next to each other in memory."""
+        return RowStatistics(*(x.t().contiguous().t() for x in self))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of kernels."""
+        pointers = {f"p_{name}": x for name, x in self._asdict().items()}
+        return {**pointers, "stat_row": self.lse.stride(1), "stat_head": self.lse.stride(0)}
 
 
 @triton.jit

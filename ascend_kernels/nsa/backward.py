@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ascend_kernels.nsa import gate, interval_backward, kv_outer, selected
+from ascend_kernels.nsa.attention import RowStatistics
 from ascend_kernels.nsa.forward import (
     Branch,
     attend_compressed,
@@ -54,8 +55,8 @@ class Saved(NamedTuple):
         if inputs.k_cmp is None:
             entries = rest[-2], rest[-1]
             rest = rest[:-2]
-        branches = [Branch(*rest[i : i + 2]) for i in range(0, len(rest), 2)] or [None] * 3
-        return cls(indices, *branches, entries)
+        cmp, slc, win = [Branch(*rest[i : i + 2]) for i in range(0, len(rest), 2)] or (None, None, None)
+        return cls(indices, cmp, slc, win, entries)
 
 
 def nsa_saving(inputs: Any, config: Any, *, recompute: bool) -> tuple[Tensor, list[Tensor]]:
@@ -65,8 +66,8 @@ def nsa_saving(inputs: Any, config: Any, *, recompute: bool) -> tuple[Tensor, li
         recompute: save the selections, but not the branches' outputs, which backward computes again.
     """
     found = forward(inputs, config, prepare(inputs, config))
-    branches = (None, None, None) if recompute else (found.cmp, found.slc, found.win)
-    saved = Saved(found.indices, *branches, (found.k_cmp, found.v_cmp) if inputs.k_cmp is None else None)
+    cmp, slc, win = (None, None, None) if recompute else (found.cmp, found.slc, found.win)
+    saved = Saved(found.indices, cmp, slc, win, (found.k_cmp, found.v_cmp) if inputs.k_cmp is None else None)
     return found.out.view(*inputs.q.shape[:-1], found.out.shape[-1]), saved.to_list()
 
 
@@ -174,24 +175,21 @@ def _backward_of_heads(
 
     scale, causal, size = config.scale(q.shape[-1]), config.causal, config.select_size
     dq_cmp, dq_slc, dq_win = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
-    of_branch = [(stats.delta[i], stats.gate[i]) for i in range(3)]
-    interval = Interval.compressed(config.compress_block_size, config.stride, causal)
-    dk_cmp, dv_cmp = interval_backward.backward(
-        q, k_cmp, v_cmp, do, cmp.lse, *of_branch[0], dq_cmp, pack, interval, scale
+    rows_cmp, rows_slc, rows_win = (
+        RowStatistics(branch.lse, stats.delta[i], stats.gate[i]) for i, branch in enumerate((cmp, slc, win))
     )
+    interval = Interval.compressed(config.compress_block_size, config.stride, causal)
+    dk_cmp, dv_cmp = interval_backward.backward(q, k_cmp, v_cmp, do, rows_cmp, dq_cmp, pack, interval, scale)
     how: dict[str, Any] = {"size": size, "scale": scale, "causal": causal}
     by_block = config.token_mode and attends_by_block(group, q.device)
-    statistics = slc.lse, *of_branch[1]
-    if config.token_mode:  # the heads of a token are read together
-        statistics = tuple(x.t().contiguous().t() for x in statistics)
-    given = q, k_slc, v_slc, do, *statistics, indices
+    if config.token_mode:  # which reads the heads of a token together
+        rows_slc = rows_slc.by_token()
+    given = q, k_slc, v_slc, do, rows_slc, indices
     if not by_block:
         selected.dq(*given, dq_slc, pack, **how)
     dk_slc, dv_slc = kv_outer.backward(*given, dq_slc if by_block else None, pack, **how)
     interval = Interval.window(config.window_size, causal)
-    dk_win, dv_win = interval_backward.backward(
-        q, k_win, v_win, do, win.lse, *of_branch[2], dq_win, pack, interval, scale
-    )
+    dk_win, dv_win = interval_backward.backward(q, k_win, v_win, do, rows_win, dq_win, pack, interval, scale)
     dq = results.by_name["q"].view(-1, *inputs.q.shape[-2:])[:, heads]
     gate.sum_dq((dq_cmp, dq_slc, dq_win), stats.dlogits, weight, dq, pack)
     _add_key_gradients(

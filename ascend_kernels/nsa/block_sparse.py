@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ascend_kernels.launch import launch
 from ascend_kernels.nsa import kv_outer, selected
+from ascend_kernels.nsa.attention import RowStatistics
 from ascend_kernels.nsa.layout import Pack, pack_of, rows_of, strided
 from ascend_kernels.nsa.tiling import attends_by_block, block_of, gpu_options
 
@@ -43,7 +44,7 @@ def forward(
     """
     pack = _pack(q, k, cu_seqlens, cu_seqlens_k, q_start, block_size, causal)
     attend = kv_outer.forward if attends_by_block(q.shape[-2] // k.shape[-2], q.device) else selected.forward
-    how = {"size": block_size, "scale": softmax_scale, "causal": causal}
+    how: dict[str, Any] = {"size": block_size, "scale": softmax_scale, "causal": causal}
     out, lse = attend(rows_of(q), rows_of(k), rows_of(v), _lists(block_indices), pack, **how)
     return out.view(*q.shape[:-1], v.shape[-1]), lse.flatten()
 
@@ -68,8 +69,9 @@ def backward(
     pack = _pack(q, k, cu_seqlens, cu_seqlens_k, q_start, block_size, causal)
     heads = q.shape[-2]
     lse, delta = lse.view(heads, -1).t().contiguous().t(), row_dots(rows_of(do), rows_of(out))
+    statistics = RowStatistics(lse, delta, torch.ones_like(delta))
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    given = rows_of(q), rows_of(k), rows_of(v), rows_of(do), lse, delta, torch.ones_like(lse), _lists(block_indices)
+    given = rows_of(q), rows_of(k), rows_of(v), rows_of(do), statistics, _lists(block_indices)
     how: dict[str, Any] = {"size": block_size, "scale": softmax_scale, "causal": causal}
     by_block = attends_by_block(heads // k.shape[-2], q.device)
     if not by_block:

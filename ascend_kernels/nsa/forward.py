@@ -176,7 +176,7 @@ def _aux(inputs: Any, config: Any, found: Results) -> tuple[Tensor | None, ...]:
         *map(by_head, lses),
         by_row(found.k_cmp),
         by_row(found.v_cmp),
-        by_row(found.gates),
+        None if found.gates is None else by_row(found.gates),
         indices,
         None,
     )

@@ -2,7 +2,7 @@
 
 Gates are projected, g = sigmoid(w q) with w `[H,3,D]`, given, or 1/3 each. Rows past the last document get 0.
 
-    delta_b = sum(do * o_b), which is dg_b        dlogit_b = dg_b g_b (1 - g_b)        dw_b = sum over rows of dlogit_b q
+    delta_b = dg_b = sum(do * o_b)        dlogit_b = dg_b g_b (1 - g_b)        dw_b = sum over rows of dlogit_b q
     dq = dq_cmp + dq_slc + dq_win + sum over b of dlogit_b w_b
 
 Floor: forward, three outputs and, for projected gates, q read, out written; backward, do besides.
@@ -67,6 +67,12 @@ def load_weights(p_weight, i_head, o_d, dim):
     return b_cmp, b_slc, b_win
 
 
+@triton.jit
+def weighted(b_gate, p_o, o_row, row_stride, o_dv, end, dim_v, WHOLE: tl.constexpr):
+    """Rows of o, fp32 `[M,D_v]`, times their gates."""
+    return b_gate[:, None] * load_tile(p_o, o_row, row_stride, o_dv, end, dim_v, WHOLE).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=("num_docs", "num_rows", "num_heads"))
 def forward_kernel(
     p_q, q_row, q_head, p_weight, p_gates, gate_row, gate_head, p_cmp, p_slc, p_win, p_out, p_kept,
@@ -91,11 +97,17 @@ def forward_kernel(
             tl.store(p_own + 1, tl.where(exists, b_slc, 0.0), mask=o_row < num_rows)
             tl.store(p_own + 2, tl.where(exists, b_win, 0.0), mask=o_row < num_rows)
         stride = num_heads * dim_v
-        b_o = b_cmp[:, None] * load_tile(p_cmp + i_head * dim_v, o_row, stride, o_dv, end, dim_v, WHOLE).to(tl.float32)
-        b_o += b_slc[:, None] * load_tile(p_slc + i_head * dim_v, o_row, stride, o_dv, end, dim_v, WHOLE).to(tl.float32)
-        b_o += b_win[:, None] * load_tile(p_win + i_head * dim_v, o_row, stride, o_dv, end, dim_v, WHOLE).to(tl.float32)
+        b_o = weighted(b_cmp, p_cmp + i_head * dim_v, o_row, stride, o_dv, end, dim_v, WHOLE)  # [M,D_v]
+        b_o += weighted(b_slc, p_slc + i_head * dim_v, o_row, stride, o_dv, end, dim_v, WHOLE)
+        b_o += weighted(b_win, p_win + i_head * dim_v, o_row, stride, o_dv, end, dim_v, WHOLE)
         p_rows = p_out + o_row[:, None] * stride + i_head * dim_v + o_dv[None, :]
         tl.store(p_rows, b_o.to(p_out.dtype.element_ty), mask=(o_row < num_rows)[:, None] & (o_dv < dim_v)[None, :])
+
+
+@triton.jit
+def dots(b_do, p_o, o_row, row_stride, o_dv, end, dim_v, WHOLE: tl.constexpr):
+    """Dot products of do `[M,D_v]` with rows of o."""
+    return tl.sum(b_do * load_tile(p_o, o_row, row_stride, o_dv, end, dim_v, WHOLE).to(tl.float32), 1)
 
 
 @triton.jit
@@ -130,23 +142,17 @@ def backward_kernel(
         )  # fmt: skip
         b_do = load_tile(p_do + i_head * do_head, o_row, do_row, o_dv, end, dim_v, WHOLE).to(tl.float32)  # [M,D_v]
         i_o = i_head * o_head
-        b_delta_cmp = tl.sum(
-            b_do * load_tile(p_cmp + i_o, o_row, o_row_stride, o_dv, end, dim_v, WHOLE).to(tl.float32), 1
-        )
-        b_delta_slc = tl.sum(
-            b_do * load_tile(p_slc + i_o, o_row, o_row_stride, o_dv, end, dim_v, WHOLE).to(tl.float32), 1
-        )
-        b_delta_win = tl.sum(
-            b_do * load_tile(p_win + i_o, o_row, o_row_stride, o_dv, end, dim_v, WHOLE).to(tl.float32), 1
-        )
+        b_delta_cmp = dots(b_do, p_cmp + i_o, o_row, o_row_stride, o_dv, end, dim_v, WHOLE)
+        b_delta_slc = dots(b_do, p_slc + i_o, o_row, o_row_stride, o_dv, end, dim_v, WHOLE)
+        b_delta_win = dots(b_do, p_win + i_o, o_row, o_row_stride, o_dv, end, dim_v, WHOLE)
         mask, i_at = o_row < num_rows, i_head * num_rows + o_row
         store_statistics(p_delta, p_gate, b_delta_cmp, b_cmp, 0, i_at, mask, num_heads, num_rows)
         store_statistics(p_delta, p_gate, b_delta_slc, b_slc, 1, i_at, mask, num_heads, num_rows)
         store_statistics(p_delta, p_gate, b_delta_win, b_win, 2, i_at, mask, num_heads, num_rows)
         if GATES == "projected":
-            b_dcmp, b_dslc, b_dwin = (
-                b_delta_cmp * b_cmp * (1.0 - b_cmp), b_delta_slc * b_slc * (1.0 - b_slc), b_delta_win * b_win * (1.0 - b_win)
-            )  # fmt: skip
+            b_dcmp = b_delta_cmp * b_cmp * (1.0 - b_cmp)
+            b_dslc = b_delta_slc * b_slc * (1.0 - b_slc)
+            b_dwin = b_delta_win * b_win * (1.0 - b_win)
             tl.store(p_dlogits + i_at, b_dcmp, mask=mask)
             tl.store(p_dlogits + i_at + num_heads * num_rows, b_dslc, mask=mask)
             tl.store(p_dlogits + i_at + 2 * num_heads * num_rows, b_dwin, mask=mask)
@@ -208,7 +214,8 @@ def forward(
             {
                 **strided("q", q), **_given(q, weight, gates),
                 "p_cmp": branches[0], "p_slc": branches[1], "p_win": branches[2], "p_out": out,
-                "p_kept": out if kept is None else kept, "p_docs": pack.docs, "num_docs": pack.num_docs, "num_rows": rows, "num_heads": heads,
+                "p_kept": out if kept is None else kept, "p_docs": pack.docs, "num_docs": pack.num_docs,
+                "num_rows": rows, "num_heads": heads,
                 "dim": dim, "dim_v": dim_v,
             },
             {

@@ -33,4 +33,5 @@ def top_blocks_by_max(
     if cu_seqlens is not None:
         return found
     batch, tokens = q_idx.shape[:2]
-    return found.unflatten(1, (batch, tokens)).transpose(0, 1).contiguous()
+    by_sequence: Tensor = found.unflatten(1, (batch, tokens)).transpose(0, 1).contiguous()
+    return by_sequence

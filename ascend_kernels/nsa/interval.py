@@ -140,7 +140,7 @@ def forward_kernel(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pack: Pack, interval: Interval, scale: float, tiles: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """o `[rows,H,D_v]` and natural lse fp32 `[H,rows]`; rows in no document are left as they are allocated, 0 and -inf.
+    """o `[rows,H,D_v]` and natural lse fp32 `[H,rows]`; 0 and -inf in rows of no document.
 
     Args:
         q: `[rows,H,D]`. k, v: `[keys,H_kv,D]`, `[keys,H_kv,D_v]`, or compressed entries.
@@ -158,7 +158,8 @@ def forward(
             forward_kernel,
             (work,),
             {
-                **strided("q", q), **strided("k", k), **strided("v", v), "p_o": o, "p_lse": lse, "p_docs": pack.docs, "p_tiles": tiles,
+                **strided("q", q), **strided("k", k), **strided("v", v), "p_o": o, "p_lse": lse,
+                "p_docs": pack.docs, "p_tiles": tiles,
                 "log2_scale": scale * math.log2(math.e), "num_work": work, "num_rows": rows, "num_heads": heads,
                 "group_size": heads // k.shape[1], **interval.arguments, "dim": dim, "dim_v": dim_v,
             },

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ascend_kernels.device import gpu_cores
 from ascend_kernels.launch import launch
-from ascend_kernels.nsa.attention import LN_2, add_dkdv, add_dq, load_lse, load_tile
+from ascend_kernels.nsa.attention import LN_2, RowStatistics, add_dkdv, add_dq, load_lse, load_tile
 from ascend_kernels.nsa.interval import SIZES, Interval
 from ascend_kernels.nsa.layout import (
     E_ROW,
@@ -150,22 +150,22 @@ def dkdv_kernel(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, gate: Tensor, dq: Tensor,
-    pack: Pack, interval: Interval, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, statistics: RowStatistics, dq: Tensor, pack: Pack,
+    interval: Interval, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write dq `[rows,H,D]`; return dk and dv, fp32 `[keys,H_kv,D]`, 0 where no row sees a key.
 
     Args:
         do: gradient of the gated sum, `[rows,H,D_v]`.
-        lse, delta, gate: fp32 `[H,rows]`, contiguous; delta = sum(o * do).
+        statistics: contiguous; delta = sum(o * do).
     """
     rows, heads, dim = q.shape
     keys, kv_heads, dim_v = v.shape
     group = heads // kv_heads
     shared: dict[str, Any] = {
-        **strided("q", q), **strided("k", k), **strided("v", v), **strided("do", do), "p_lse": lse, "p_delta": delta,
-        "p_gate": gate, "p_docs": pack.docs, "log2_scale": scale * math.log2(math.e), "num_rows": rows,
-        "group_size": group, **interval.arguments, "dim": dim, "dim_v": dim_v,
+        **strided("q", q), **strided("k", k), **strided("v", v), **strided("do", do), "p_lse": statistics.lse,
+        "p_delta": statistics.delta, "p_gate": statistics.gate, "p_docs": pack.docs,
+        "log2_scale": scale * math.log2(math.e), "num_rows": rows, "group_size": group, **interval.arguments, "dim": dim, "dim_v": dim_v,
     }  # fmt: skip
     constants = {
         "KEY_COLUMN": (E_ROW if interval.entries else K_ROW).value, "BLOCK_D": block_of(dim),

@@ -1,9 +1,9 @@
 """Attention to selected blocks, KV-outer: a program keeps the keys of one block, and the rows that selected it pass by.
 
-Token mode: forward and backward. For each pair (a token and a slot of its list) the G heads of the token are G rows;
+Token mode: forward and backward. For each pair, a token and a slot of its list, the heads of the token are rows;
 UNITS pairs are gathered at a time. The forward leaves o in 16 bits and lse of each pair, and `combine` merges the pairs
-of a token in the order of its slots. The backward sums dk and dv of a work tile in registers and leaves dq of each pair.
-Chunks of tokens and one key/value head at a time bound the memory of these partial results.
+of a token in the order of its slots. The backward sums dk and dv of a work tile in registers, and leaves dq of each
+pair. Chunks of tokens and one key/value head at a time bound the memory of these partial results.
 
 Tile mode: dk and dv alone; T rows of a head, BLOCK_M at a time, for each pair.
 
@@ -15,6 +15,7 @@ Floor: forward 4 D, backward 10 D FLOP per row and selected key; partial o writt
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -22,10 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ascend_kernels.launch import launch
-from ascend_kernels.nsa.attention import LN_2, LOG2_E, add_dkdv, add_keys, load_lse, load_tile
+from ascend_kernels.nsa.attention import LN_2, LOG2_E, RowStatistics, add_dkdv, add_keys, load_lse, load_tile
 from ascend_kernels.nsa.layout import K_LEN, K_ROW, Q_LEN, Q_ROW, START, T_ROW, Pack, field, row_field, strided
-from ascend_kernels.nsa.lists import BlockLists, block_base, block_lists, visible_blocks
-from ascend_kernels.nsa.selected import row_statistics
+from ascend_kernels.nsa.lists import block_base, block_lists, visible_blocks
 from ascend_kernels.nsa.tiling import block_of, gpu_options, kv_outer_backward_tiles, kv_outer_tiles
 
 PARTIAL_BYTES = 512 << 20
@@ -169,7 +169,7 @@ def forward(
     found = block_lists(index, pack, kv_heads, size=size, causal=causal, chunk=chunk)
     part = torch.empty((together, chunk * slots * group, dim_v), dtype=q.dtype, device=q.device)
     part_lse = torch.empty(part.shape[:2], dtype=torch.float32, device=q.device)
-    sizes = {"num_lists": lists, "group_size": group, "slots": slots, "size": size, "dim_v": dim_v}
+    sizes: dict[str, Any] = {"num_lists": lists, "group_size": group, "slots": slots, "size": size, "dim_v": dim_v}
     sizes |= {"part_head": part.shape[1], "p_docs": pack.docs, "p_tiles": pack.rows}
     for head in range(0, kv_heads, together):
         kv, own = slice(head, head + together), slice(head * group, (head + together) * group)
@@ -392,8 +392,8 @@ def dq_kernel(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, gate: Tensor, index: Tensor,
-    dq: Tensor | None, pack: Pack, *, size: int, scale: float, causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, statistics: RowStatistics, index: Tensor, dq: Tensor | None,
+    pack: Pack, *, size: int, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk and dv, fp32 `[keys,H_kv,D]`; dq too into `dq` `[rows,H,D]`, if given, in token mode.
 
@@ -434,7 +434,7 @@ def backward(
             work, first = found.work[kv, i_chunk], i_chunk * chunk
             arguments = {
                 **strided("q", q[:, own]), **strided("k", k[:, kv]), **strided("v", v[:, kv]),
-                **strided("do", do[:, own]), **row_statistics(lse[own], delta[own], gate[own]),
+                **strided("do", do[:, own]), **statistics.of_heads(own).arguments,
                 "p_pairs": found.pairs[kv], "p_work": work, "p_docs": pack.docs, "p_tiles": tiles,
                 "p_dk": part_dk, "p_dv": part_dv, "log2_scale": scale * math.log2(math.e), **sizes,
                 "pair_head": found.pairs.stride(0), "work_head": work.stride(0), "dim": dim, "dim_v": dim_v,

@@ -78,7 +78,11 @@ class BlockLists:
 
 
 def block_lists(index: Tensor, pack: Pack, kv_heads: int, *, size: int, causal: bool, chunk: int) -> BlockLists:
-    """Sort the pairs of all lists. Args: index: int32 `[S,lists,k]`. size: tokens of a block. chunk: lists per chunk."""
+    """Sort the pairs of all lists.
+
+    Args:
+        index: int32 `[S,lists,k]`. size: tokens of a block. chunk: lists per chunk.
+    """
     selects, num_lists, slots = index.shape
     num_blocks = (pack.num_keys + pack.num_docs * (size - 1)) // size
     num_chunks = max(1, -(-num_lists // chunk))

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ascend_kernels.launch import launch
-from ascend_kernels.nsa.attention import LN_2, add_dq, add_keys, finish, load_lse, load_tile
+from ascend_kernels.nsa.attention import LN_2, RowStatistics, add_dq, add_keys, finish, load_lse, load_tile
 from ascend_kernels.nsa.layout import (
     K_LEN,
     K_ROW,
@@ -148,11 +148,6 @@ def _launch(
     launch(kernel, (work,), arguments, constants, **chosen.options)
 
 
-def row_statistics(lse: Tensor, delta: Tensor, gate: Tensor) -> dict[str, Any]:
-    """Arguments for statistics of rows, `[H,rows]` with the same strides."""
-    return {"p_lse": lse, "p_delta": delta, "p_gate": gate, "stat_row": lse.stride(1), "stat_head": lse.stride(0)}
-
-
 def rows_per_list(q: Tensor, v: Tensor, pack: Pack) -> int:
     """Rows that share a list: the heads of a group in token mode, else those of a tile."""
     return q.shape[1] // v.shape[1] if pack.tile == 1 else pack.tile
@@ -172,7 +167,7 @@ def forward(
     o = pack.empty((rows, heads, v.shape[2]), q.dtype, 0.0)
     lse = pack.empty((heads, rows), torch.float32, -math.inf)
     chosen = selected_tiles(q.dtype, dim, v.shape[2], rows_per_list(q, v, pack), size, token=pack.tile == 1)
-    how = {"size": size, "scale": scale, "causal": causal}
+    how: dict[str, Any] = {"size": size, "scale": scale, "causal": causal}
     _launch(forward_kernel, chosen, q, k, v, index, pack, {"p_o": o, "p_lse": lse}, **how)
     return o, lse
 
@@ -227,11 +222,11 @@ def dq_kernel(
 
 
 def dq(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, gate: Tensor, index: Tensor,
-    out: Tensor, pack: Pack, *, size: int, scale: float, causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, statistics: RowStatistics, index: Tensor, out: Tensor, pack: Pack,
+    *, size: int, scale: float, causal: bool,
 ) -> None:  # fmt: skip
     """dq into `out` `[rows,H,D]`. Arguments as in interval_backward.backward, and as in `forward`."""
     rows = rows_per_list(q, v, pack)
     chosen = selected_tiles(q.dtype, q.shape[2], v.shape[2], rows, size, token=pack.tile == 1, backward=True)
-    more = {**strided("do", do), **strided("dq", out), **row_statistics(lse, delta, gate)}
+    more = {**strided("do", do), **strided("dq", out), **statistics.arguments}
     _launch(dq_kernel, chosen, q, k, v, index, pack, more, size=size, scale=scale, causal=causal)

@@ -1,8 +1,8 @@
 """Selection: the k best blocks of each row, by scores of compressed entries or of blocks (docs/semantics.md 3 and 4).
 
-A row's blocks are scored BLOCK at a time from the chunk's scores (scores.py): the entries that overlap a block, in their
-order, weighted by tokens of overlap. The k best of these blocks are taken one after the other, the lower of equal ones
-first, and merged into the list of the best blocks so far. Forced blocks score +inf. Lists are written in ascending
+A row's blocks are scored BLOCK at a time from the chunk's scores (scores.py): the entries that overlap a block, in
+their order, weighted by tokens of overlap. The k best of these blocks are taken one after the other, the lower of equal
+ones first, and merged into the list of the best blocks so far. Forced blocks score +inf. Lists are written in ascending
 order, padded with -1. Reductions and comparisons only: no sort, gather, atomics.
 
 Floor: scores are read once, from L2; k maxima over the blocks of a row.
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ascend_kernels.launch import launch
-from ascend_kernels.nsa.layout import E_LEN, K_LEN, Q_LEN, START, T_ROW, Pack, field, row_field, visible_until
+from ascend_kernels.nsa.layout import E_LEN, K_LEN, Q_LEN, START, T_ROW, Pack, field, visible_until
 from ascend_kernels.nsa.scores import Scores
 from ascend_kernels.nsa.tiling import block_of, gpu_options
 

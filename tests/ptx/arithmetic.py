@@ -162,6 +162,10 @@ def mixed_fma(kind: str) -> Function:
     return lambda x, y, z: fused(numbers(x, kind), numbers(y, kind), z)
 
 
+def mixed(what: str, kind: str) -> Function:
+    return lambda x, y: FLOAT[what](numbers(x, kind), y)
+
+
 def bf16_pairs(what: str) -> Function:
     """Rounded twice, as if once: fp32 has more than twice the bits of bf16 (Figueroa, SIGNUM 30, 1995)."""
     return lambda x, y: bf16_bits(FLOAT[what](bf16_numbers(x), bf16_numbers(y)))
@@ -251,6 +255,7 @@ ELEMENTWISE: dict[str, Callable[..., tuple[Any, ...]]] = {
     r"(div)(?:\.rn|\.approx|\.full)(?:\.ftz)?\.f32": lambda what: (FLOAT[what], "f32", "f32"),
     r"fma\.rn(?:\.ftz)?\.(f32|f32x2)": lambda kind: (fused, kind, kind),
     r"fma\.rn\.f32\.(bf16|f16)": lambda kind: (mixed_fma(kind), "f32", "b16", "b16", "f32"),
+    r"(add|sub)(?:\.rn)?\.f32\.(bf16|f16)": lambda what, kind: (mixed(what, kind), "f32", "b16", "f32"),
     r"(add|sub)(?:\.rn)?\.bf16x2": lambda what: (bf16_pairs(what), "b16x2", "b16x2"),
     r"add\.rm(?:\.ftz)?\.f32x2": lambda: (sum_rounded_down, "f32x2", "f32x2"),
     # Comparison and selection

@@ -45,6 +45,10 @@ class Scope:
         return name
 
 
+PARAMETER = r"\.param (?:\.align \d+ )?\.(\w+) (?:\.ptr (?:\.\w+ )?(?:\.align \d+ )?)?(\w+)(?:\[(\d+)\])?"
+"""Kind, name and, for bytes, number; a pointer may say what it points to."""
+
+
 class Listing:
     """The one kernel of a PTX module."""
 
@@ -55,9 +59,10 @@ class Listing:
         (self.name,) = entries
         head, _, body = ptx.partition(".reqntid")
         block, _, _ = body.partition("\n")
-        self.block = tuple(int(x) for x in block.split(","))
+        sizes = [*(int(x) for x in block.split(",")), 1, 1]
+        self.block = sizes[0], sizes[1], sizes[2]
         self.threads = self.block[0] * self.block[1] * self.block[2]
-        declared = re.findall(r"\.param (?:\.align \d+ )?\.(\w+) (\w+)(?:\[(\d+)\])?", head)
+        declared = re.findall(PARAMETER, head)
         self.parameters = [name for _, name, _ in declared]
         self.parameter_sizes = [int(count or 1) * int(KINDS[kind][1:]) for kind, _, count in declared]
         """Bytes."""

@@ -248,11 +248,13 @@ def map_address(program: Program, of: Instruction) -> Run:
 
 @opcode(r"cp\.async\.(?:ca|cg)\.shared\.global(?:\.L2::\w+)*")
 def copy(program: Program, of: Instruction) -> Run:
+    """With a size of the source, 0 or the whole, that many bytes are read, and zeros take the place of the others."""
     to, source = (address_of(program, x) for x in of.operands[:2])
     sizes = of.operands[2:-1] if "cache_hint" in of.name else of.operands[2:]
-    if {*sizes} - {"16", "8", "4"} or len({*sizes}) != 1:
-        raise unsupported(of, "cp.async that fills with zeros")
-    size = int(of.operands[2])
+    size = int(sizes[0], 0)
+    if size not in (16, 8, 4) or (len(sizes) > 1 and sizes[1][0] != "%" and int(sizes[1], 0) != size):
+        raise unsupported(of, "cp.async of parts")
+    read = program.key(sizes[1], "u4") if len(sizes) > 1 and sizes[1][0] == "%" else None
 
     def run(threads: Threads) -> None:
         cta = threads.cta
@@ -261,10 +263,13 @@ def copy(program: Program, of: Instruction) -> Run:
         place = offset_in_own(cta, at, size)
         cta.observer.starts(threads, Operation("cp.async", [], [Region(cta, "shared", place, size)]))
         address = source.of(threads)
-        check_aligned(address, size)
-        memory, where = in_tensors(cta, address, size)
-        data = words(memory, size)[where // size]
-        check_written(data)
+        data = np.zeros((len(address), size), np.uint8)
+        reads = slice(None) if read is None else threads.take(read) > 0
+        if read is None or reads.any():
+            check_aligned(address[reads], size)
+            memory, where = in_tensors(cta, address[reads], size)
+            data[reads] = words(memory, size)[where // size]
+            check_written(data[reads])
         if not cta.cluster.late:
             words(cta.shared, size)[place // size] = data
         for copies, start, row in zip(groups_of(threads, "cp.async"), place.tolist(), data, strict=True):

@@ -9,6 +9,7 @@ import numpy as np
 from tests.ptx.decode import Flow, Run, action, opcode, unsupported
 from tests.ptx.listing import Instruction
 from tests.ptx.registers import LANES
+from tests.ptx.values import TYPES
 
 if TYPE_CHECKING:
     from tests.ptx.program import Program
@@ -79,6 +80,23 @@ def vote(program: Program, of: Instruction, how: str, kind: str) -> Run:
         else:
             held, count = lanes.sum(1), over_all(threads, np.ones(threads.count, "i8")).sum(1)
             found = {"any": held > 0, "all": held == count, "uni": (held == 0) | (held == count)}[how]
+        threads.put(to, found[threads.warp_of - threads.warps[0]])
+
+    return run
+
+
+REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
+
+
+@opcode(r"redux\.sync\.(add|min|max)\.([su]32)")
+def reduce(program: Program, of: Instruction, how: str, kind: str) -> Run:
+    of_type = TYPES[kind]
+    to, x = program.key(of.operands[0], of_type), program.key(of.operands[1], of_type)
+
+    def run(threads: Threads) -> None:
+        threads.whole_warps("redux.sync")
+        lanes = over_all(threads, threads.take(x))
+        found = REDUCTIONS[how].reduce(lanes, 1, dtype=lanes.dtype)
         threads.put(to, found[threads.warp_of - threads.warps[0]])
 
     return run
