@@ -165,7 +165,8 @@ def backward(
     shared: dict[str, Any] = {
         **strided("q", q), **strided("k", k), **strided("v", v), **strided("do", do), "p_lse": statistics.lse,
         "p_delta": statistics.delta, "p_gate": statistics.gate, "p_docs": pack.docs,
-        "log2_scale": scale * math.log2(math.e), "num_rows": rows, "group_size": group, **interval.arguments, "dim": dim, "dim_v": dim_v,
+        "log2_scale": scale * math.log2(math.e), "num_rows": rows, "group_size": group, **interval.arguments,
+        "dim": dim, "dim_v": dim_v,
     }  # fmt: skip
     constants = {
         "KEY_COLUMN": (E_ROW if interval.entries else K_ROW).value, "BLOCK_D": block_of(dim),
