@@ -10,6 +10,7 @@ All return None, or the reason for the refusal in words that follow the backend'
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from ascend_kernels.nsa.tiling import MAX_DIM
 from ascend_kernels.support import gpu_refusal
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MIN_CAPABILITY = (8, 0)
 MAX_GROUP = 128
 MAX_TOKENS = 1 << 29
@@ -77,7 +79,7 @@ def _machine_refusal(call: Any) -> str | None:
     reason = gpu_refusal(call)
     if reason is not None:
         return reason
-    if call.device_type == "cpu" and call.dtype == torch.bfloat16:
+    if INTERPRETED and call.dtype == torch.bfloat16:  # which multiplies its bits
         return "supports float16 and float32 in Triton's interpreter, got bfloat16"
     if call.device_type == "cuda" and torch.version.hip is not None:
         return "runs on NVIDIA GPUs, this build of PyTorch is for AMD GPUs"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+import dispatch
 from ascend_kernels.launch import recording
-from ascend_kernels.nsa import backward, block_sparse, forward, indexer, tiling
-from nsa import NSAConfig, block_sparse_attention, reference, top_blocks_by_max
+from ascend_kernels.nsa import backward, tiling
+from nsa import NSAConfig, block_sparse_attention, nsa, nsa_forward_aux, reference, top_blocks_by_max
 from nsa.inputs import NSAAux, NSAInputs
 from tests.ascend import compiled
 from tests.ascend.lowered import description
@@ -120,18 +122,19 @@ def test_nsa(case: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> Non
     config, inputs = of.config, inputs_of(of)
     if of.query_outer:
         monkeypatch.setattr(tiling, "QUERY_OUTER_FROM", dict.fromkeys("SML", 1))
+    own = inputs.map(lambda x: x.detach().clone().requires_grad_())
+    leaves = {name: x for name, x in own.tensors().items() if x.requires_grad}
     with compiled.executing(capability):
-        out, saved = backward.nsa_saving(inputs, config, recompute=of.recompute)
+        out = nsa(**own.tensors(), config=config, recompute=of.recompute, backend="triton")
         do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
-        gradients = backward.nsa_backward(inputs, config, saved, do)
-        same_out, aux = forward.nsa(inputs, config)
+        gradients = torch.autograd.grad(out, [*leaves.values()], do)
+        same_out, aux = nsa_forward_aux(**inputs.tensors(), config=config, backend="triton")
     assert torch.equal(same_out, out)
 
     exact = inputs.map(lambda x: x.double().nan_to_num(0.0).requires_grad_())
     expected, expected_aux = reference.nsa(exact, config)
     assert_close(out, expected, of.dtype, "out")
     assert expected_aux is not None
-    assert aux is not None
     for name, got, wanted in zip(NSAAux._fields, aux, expected_aux, strict=True):
         if got is None or wanted is None:
             assert got is wanted
@@ -140,10 +143,10 @@ def test_nsa(case: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> Non
         else:
             assert torch.equal(got.isinf(), wanted.isinf()), name
             assert_close(got.nan_to_num(neginf=0.0), wanted.nan_to_num(neginf=0.0), of.dtype, name)
-    leaves = {name: x for name, x in exact.tensors().items() if x.requires_grad}
-    wanted = torch.autograd.grad(expected, [*leaves.values()], do.double())
-    for name, gradient in zip(leaves, wanted, strict=True):
-        assert_close(gradients[name], gradient, of.dtype, f"gradient of {name}")
+    exact_leaves = [x for x in exact.tensors().values() if x.requires_grad]
+    wanted = torch.autograd.grad(expected, exact_leaves, do.double())
+    for name, got, gradient in zip(leaves, gradients, wanted, strict=True):
+        assert_close(got, gradient, of.dtype, f"gradient of {name}")
 
 
 @pytest.mark.interpreted
@@ -167,21 +170,45 @@ def test_blocks(by_block: bool, causal: bool, capability: int, monkeypatch: pyte
     how: dict[str, Any] = {"block_size": 16, "causal": causal, "softmax_scale": 0.3}
     with compiled.executing(capability):
         if causal:
-            blocks = indexer.top_blocks_by_max(q_idx, k_idx, None, None, None, block_size=16, k=2, local=1)
+            blocks = top_blocks_by_max(q_idx, k_idx, block_size=16, k=2, local=1, backend="triton")
             exact = top_blocks_by_max(q_idx.double(), k_idx.double(), block_size=16, k=2, local=1)
             assert torch.equal(blocks, exact)
         else:
             blocks = torch.tensor([2, 0]).expand(2, 2, queries, 2)
         blocks = blocks.flip(-1)
-        given = q, k, v, blocks, None, None, None
-        out, lse = block_sparse.forward(*given, **how)
+        own = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = block_sparse_attention(*own, blocks, **how, backend="triton")
         do = normal(*out.shape)
-        gradients = block_sparse.backward(do, *given, out, lse, **how)
+        gradients = torch.autograd.grad(out, own, do)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     expected = block_sparse_attention(*leaves, blocks, **how, backend="reference")
     assert_close(out, expected, torch.bfloat16, "out")
     for name, got, wanted in zip("qkv", gradients, torch.autograd.grad(expected, leaves, do.double()), strict=True):
         assert_close(got, wanted, torch.bfloat16, f"d{name}")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "supports num_cmp_selected_blocks=None only, got 2": ({}, {"num_cmp_selected_blocks": 2}),
+    "supports a compress_stride that divides l and l', got 3, 8 and 16": ({}, {"compress_stride": 3}),
+    "supports a q_tile_size of 1 or a multiple of 16, got 24": ({}, {"q_tile_size": 24}),
+    "supports a select_block_size that is a multiple of 16 up to 256, got 8": ({}, {"select_block_size": 8}),
+    "supports a select_block_size that is a multiple of 16 up to 256, got 512": ({}, {"select_block_size": 512}),
+    "supports num_selected_blocks up to 64, got 65": ({}, {"num_selected_blocks": 65}),
+    "supports D and D_v up to 256, got 264 and 264": ({"dim": 264}, {}),
+    "supports up to 128 query heads per key/value head, got 129": ({"heads": 129}, {}),
+    "supports selection per token with causal=True only": ({}, {"q_tile_size": 1, "causal": False}),
+    "supports float16, bfloat16 and float32, got float64": ({"dtype": torch.float64}, {}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals(message: str) -> None:
+    sizes, options = {"heads": 1, "dim": 8, "dtype": torch.float32} | REFUSED[message][0], REFUSED[message][1]
+    q, k, v = (torch.zeros(1, 32, h, sizes["dim"], dtype=sizes["dtype"]) for h in (sizes["heads"], 1, 1))
+    config = NSAConfig.per_tile(**BLOCKS | {"q_tile_size": 16} | options)
+    with recording(run=False) as launches, pytest.raises(dispatch.BackendError, match=re.escape(f"triton: {message}")):
+        nsa(q, k, v, config=config, backend="triton")
+    assert not launches
 
 
 SPILLS = {"forward_kernel": 128, "dq_kernel": 64, "dkdv_kernel": 256, "token_backward_kernel": 256}
