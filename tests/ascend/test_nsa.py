@@ -187,6 +187,17 @@ def test_blocks(by_block: bool, causal: bool, capability: int, monkeypatch: pyte
         assert_close(got, wanted, torch.bfloat16, f"d{name}")
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_saved_tensors_are_known_before(case: str, recompute: bool) -> None:
+    """Shapes and dtypes for the meta device and torch.compile."""
+    inputs, config = inputs_of(CASES[case]), CASES[case].config
+    with recording(run=False):
+        _, saved = backward.nsa_saving(inputs, config, recompute=recompute)
+    like = backward.nsa_saved_like(inputs.map(lambda x: x.to("meta")), config, recompute=recompute)
+    assert [(x.shape, x.dtype) for x in like] == [(x.shape, x.dtype) for x in saved]
+
+
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "supports num_cmp_selected_blocks=None only, got 2": ({}, {"num_cmp_selected_blocks": 2}),
     "supports a compress_stride that divides l and l', got 3, 8 and 16": ({}, {"compress_stride": 3}),
