@@ -27,7 +27,7 @@ BLOCK = 64
 
 
 def bits_of_literal(text: str) -> int:
-    return int(text[2:], 16) if text[:2] in ("0f", "0d") else int(text, 0)
+    return int(text[2:], 16) if text[:2] in ("0f", "0d") else int(text.rstrip("U"), 0)
 
 
 class Made(dict[int, Any]):
