@@ -4,7 +4,7 @@
     block_sparse.py, indexer.py attention to given blocks, and the choice of blocks by an indexer
     layout.py                   every call as a pack of documents, in small tables on the device
     pool.py                     compressed entries, mean queries of tiles
-    interval.py                 attention to an interval of keys: compressed branch, window, dense
+    interval.py                 attention to an interval of keys: compressed branch, window
     scores.py, topk.py          selection of blocks
     selected.py, kv_outer.py    attention to selected blocks, by rows or by blocks (lists.py)
     gate.py                     gated sum of the branches

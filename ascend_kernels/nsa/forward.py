@@ -1,7 +1,7 @@
 """NSA's forward in Triton: pool, attend to entries, select, attend to blocks and to the window, gate.
 
-    nsa           the forward, for inference and for tests
-    nsa_saving    the forward of training: out, and what backward.py needs
+    nsa        the forward of a call, for inference and for tests
+    forward    its steps, from which backward.py saves what it needs
 
 Every call is a pack of documents (layout.py), in rows `[rows,heads,D]`. Everything is asynchronous; no device value is
 read.

@@ -1,10 +1,9 @@
-"""Attention in which each row sees one interval of keys: the compressed branch, the window, and dense attention.
+"""Attention in which each row sees one interval of keys: the compressed branch and the window.
 
 Row t (token index in its document) sees the keys j with t - left <= j, and j * step + first <= t:
 
     window        first = 0,      step = 1, left = w - 1        (not causal: first = -(w // 2), left = w // 2)
     compressed    first = l - 1,  step = d, left unbounded      (not causal: first far below 0)
-    dense         first = 0,      step = 1, left unbounded
 
     s = scale * q k^T    o = softmax(s) v    lse = log(sum(exp(s)))
 
@@ -54,10 +53,6 @@ class Interval:
     @classmethod
     def compressed(cls, length: int, stride: int, causal: bool) -> Interval:
         return cls(length - 1 if causal else -FAR, stride, FAR, entries=True)
-
-    @classmethod
-    def dense(cls, causal: bool) -> Interval:
-        return cls(0 if causal else -FAR, 1, FAR)
 
     @property
     def arguments(self) -> dict[str, int]:
