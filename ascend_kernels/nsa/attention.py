@@ -21,7 +21,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class RowStatistics(NamedTuple):
-    """What the backward of a branch needs of each row, fp32 `[H,rows]`, with the same strides."""
+    """Statistics of rows for the backward of a branch, fp32 `[H,rows]`, with the same strides."""
 
     lse: Tensor
     delta: Tensor

@@ -162,21 +162,22 @@ def _aux(inputs: Any, config: Any, found: Results) -> tuple[Tensor | None, ...]:
 
     if inputs.packed:
         return *outputs, *lses, found.k_cmp, found.v_cmp, found.gates, padded(found.indices), None
-    batch = inputs.q.shape[0]
+    batch, tokens = inputs.q.shape[:2]
 
-    def by_row(x: Tensor) -> Tensor:
-        return x.unflatten(0, (batch, x.shape[0] // batch)) if batch else x[None][:0]
+    def by_row(x: Tensor, rows: int) -> Tensor:
+        return x.view(batch, rows, *x.shape[1:])
 
-    def by_head(x: Tensor) -> Tensor:
-        return x.unflatten(1, (batch, x.shape[1] // batch)).transpose(0, 1) if batch else x[None][:0]
+    def by_head(x: Tensor, rows: int) -> Tensor:
+        return x.view(x.shape[0], batch, rows, *x.shape[2:]).transpose(0, 1)
 
-    indices = padded(by_head(found.indices))
+    entries = config.num_compressed(inputs.k.shape[1])
+    indices = padded(by_head(found.indices, -(-tokens // config.q_tile_size)))
     return (
-        *map(by_row, outputs),
-        *map(by_head, lses),
-        by_row(found.k_cmp),
-        by_row(found.v_cmp),
-        None if found.gates is None else by_row(found.gates),
+        *(by_row(x, tokens) for x in outputs),
+        *(by_head(x, tokens) for x in lses),
+        by_row(found.k_cmp, entries),
+        by_row(found.v_cmp, entries),
+        None if found.gates is None else by_row(found.gates, tokens),
         indices,
         None,
     )

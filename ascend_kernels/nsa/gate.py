@@ -240,7 +240,7 @@ def _given(q: Tensor, weight: Tensor | None, gates: Tensor | None) -> dict[str, 
 
 
 class Statistics(NamedTuple):
-    """What the backward of the branches needs, fp32 `[3,H,rows]`, and gradients of the gates."""
+    """Statistics of rows for the branches' backward, fp32 `[3,H,rows]`, and gradients of the gates."""
 
     delta: Tensor
     gate: Tensor

@@ -160,9 +160,7 @@ def forward(
     group = heads // kv_heads
     o = pack.empty((rows, heads, dim_v), q.dtype, 0.0)
     lse = pack.empty((heads, rows), torch.float32, -math.inf)
-    if o.numel() == 0:
-        return o, lse
-    if slots == 0 or k.shape[0] == 0:
+    if 0 in (lists, slots, k.shape[0]):
         return o.zero_(), lse.fill_(-math.inf)
     chosen = kv_outer_tiles(q.dtype, dim, dim_v, group, size, q.device)
     chunk, together = chunk_of(lists, kv_heads, slots * group * (dim_v * q.element_size() + 4))
@@ -397,14 +395,14 @@ def backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk and dv, fp32 `[keys,H_kv,D]`; dq too into `dq` `[rows,H,D]`, if given, in token mode.
 
-    Args: as in interval_backward.backward, and as in selected.forward.
+    Args: those of interval_backward.backward and selected.forward.
     """
-    rows, heads, dim = q.shape
+    heads, dim = q.shape[1:]
     keys, kv_heads, dim_v = v.shape
     selects, lists, slots = index.shape
     group = heads // kv_heads
     dk, dv = (torch.zeros((keys, kv_heads, x), dtype=torch.float32, device=q.device) for x in (dim, dim_v))
-    if rows == 0 or slots == 0 or keys == 0:
+    if 0 in (lists, slots, keys):
         if dq is not None:
             dq.zero_()
         return dk, dv

@@ -200,7 +200,7 @@ class Pack:
     def _bound(self, size: int, total: int, most: int) -> int:
         if self.equal:
             return self.num_docs * -(-most // size)
-        return (total + self.num_docs * (size - 1)) // size
+        return (total + self.num_docs * (size - 1)) // size if self.num_docs > 0 else 0
 
     def _tiles(self, column: int, size: int, total: int, most: int) -> Tensor:
         bound = self._bound(size, total, most)

@@ -48,7 +48,7 @@ def memory_class(device: torch.device) -> str:
 
 
 def interval_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.device) -> Tiles:
-    """Of interval.forward_kernel."""
+    """Rows and keys of interval.forward_kernel."""
     wide = block_of(max(dim, dim_v))
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 1)
@@ -58,7 +58,7 @@ def interval_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.devic
 
 
 def token_score_tiles(dtype: torch.dtype, dim: int, group: int, device: torch.device) -> Tiles:
-    """Of scores.token_kernel: tokens, whose heads together are 128 rows if possible, and entries."""
+    """Tokens, whose heads together are 128 rows if possible, and entries of scores.token_kernel."""
     wide, rows = block_of(dim), block_of(group, 1)
     if dtype == torch.float32 or wide > 128:
         return Tiles(max(1, 32 // rows), 32, 4, 1)
@@ -66,7 +66,7 @@ def token_score_tiles(dtype: torch.dtype, dim: int, group: int, device: torch.de
 
 
 def score_tiles(dtype: torch.dtype, dim: int) -> Tiles:
-    """Of the other kernels of scores.py: rows, and entries or keys."""
+    """Rows, and entries or keys of the other kernels of scores.py."""
     if dtype == torch.float32:
         return Tiles(16, 32, 4, 1)
     return Tiles(128, 64, 8, 2) if block_of(dim) <= 128 else Tiles(64, 32, 8, 1)
@@ -75,7 +75,7 @@ def score_tiles(dtype: torch.dtype, dim: int) -> Tiles:
 def selected_tiles(
     dtype: torch.dtype, dim: int, dim_v: int, rows: int, size: int, *, token: bool, backward: bool = False
 ) -> Tiles:
-    """Of selected.forward_kernel and dq_kernel: rows that share a list, and keys.
+    """Rows that share a list, and keys, of selected.forward_kernel and dq_kernel.
 
     Args:
         rows: of a list. size: tokens of a block.
@@ -90,7 +90,7 @@ def selected_tiles(
 
 
 def dq_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.device) -> Tiles:
-    """Of interval_backward.dq_kernel: rows and keys."""
+    """Rows and keys of interval_backward.dq_kernel."""
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 1)
     if block_of(max(dim, dim_v)) > 128:
@@ -99,7 +99,7 @@ def dq_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.device) -> 
 
 
 def dkdv_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.device) -> Tiles:
-    """Of interval_backward.dkdv_kernel: rows and keys."""
+    """Rows and keys of interval_backward.dkdv_kernel."""
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 1)
     if block_of(max(dim, dim_v)) > 128:
@@ -108,7 +108,7 @@ def dkdv_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.device) -
 
 
 def kv_outer_tiles(dtype: torch.dtype, dim: int, dim_v: int, group: int, size: int, device: torch.device) -> Tiles:
-    """Of kv_outer.forward_kernel: pairs, whose heads together are 64 or more rows, and keys."""
+    """Pairs, whose heads together are 64 or more rows, and keys of kv_outer.forward_kernel."""
     wide, heads = block_of(max(dim, dim_v)), block_of(group, 1)
     if dtype == torch.float32:
         return Tiles(max(1, 16 // heads), min(32, block_of(size)), 4, 1)
@@ -122,7 +122,7 @@ def kv_outer_tiles(dtype: torch.dtype, dim: int, dim_v: int, group: int, size: i
 def kv_outer_backward_tiles(
     dtype: torch.dtype, dim: int, dim_v: int, rows: int, size: int, device: torch.device, *, token: bool
 ) -> Tiles:
-    """Of kv_outer.token_backward_kernel, whose first number counts pairs, and of tile_backward_kernel.
+    """Pairs or rows, and keys, of kv_outer.token_backward_kernel and tile_backward_kernel.
 
     Args:
         rows: heads of a token, or rows of a tile.

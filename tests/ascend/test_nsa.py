@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -185,6 +186,33 @@ def test_blocks(by_block: bool, causal: bool, capability: int, monkeypatch: pyte
     assert_close(out, expected, torch.bfloat16, "out")
     for name, got, wanted in zip("qkv", gradients, torch.autograd.grad(expected, leaves, do.double()), strict=True):
         assert_close(got, wanted, torch.bfloat16, f"d{name}")
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "config", [PAPER, PER_TILE, replace(PAPER, num_selected_blocks=0, num_local_blocks=0, window_size=0)]
+)
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (2, 3)], ids=str)
+def test_few_or_no_keys(config: NSAConfig, shape: tuple[int, int]) -> None:
+    """No sequences, no tokens, no entries, no blocks."""
+    q, k, v = (torch.randn(*shape, h, 16, requires_grad=True) for h in (4, 2, 2))
+    with compiled.executing(89):
+        out, aux = nsa_forward_aux(q, k, v, config=config, backend="triton")
+        grads = torch.autograd.grad(nsa(q, k, v, config=config, backend="triton").sum(), (q, k, v))
+    expected, expected_aux = nsa_forward_aux(q, k, v, config=config, backend="reference")
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(aux.indices, expected_aux.indices)
+    assert [x.shape for x in aux if x is not None] == [x.shape for x in expected_aux if x is not None]
+    wanted = torch.autograd.grad(nsa(q, k, v, config=config, backend="reference").sum(), (q, k, v))
+    torch.testing.assert_close(grads, wanted)
+
+
+@pytest.mark.interpreted
+def test_no_documents() -> None:
+    q, k, v = (torch.full((5, h, 16), torch.nan) for h in (4, 2, 2))
+    with compiled.executing(89):
+        out = nsa(q, k, v, config=PAPER, cu_seqlens=torch.zeros(1, dtype=torch.int32), backend="triton")
+    assert not out.any()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
