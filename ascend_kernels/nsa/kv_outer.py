@@ -9,7 +9,8 @@ Tile mode: dk and dv alone; T rows of a head, BLOCK_M at a time, for each pair.
 
 dk and dv of the work tiles of a block are added in order, so results repeat bit for bit.
 
-Floor: forward 4 D, backward 10 D FLOP per row and selected key; partial o, and in the backward dq, written and read once.
+Floor: forward 4 D, backward 10 D FLOP per row and selected key; partial o, and dq in the backward, written and read
+once.
 """
 
 from __future__ import annotations
