@@ -1,4 +1,6 @@
-"""NSA's Triton kernels, compiled for GPUs that are not there and executed instruction by instruction (compiled.py)."""
+"""NSA's Triton kernels: compiled for GPUs that are not there and executed instruction by instruction (compiled.py), and
+on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from torch import Tensor
 import dispatch
 from ascend_kernels.launch import recording
 from ascend_kernels.nsa import backward, tiling
-from nsa import NSAConfig, block_sparse_attention, nsa, nsa_forward_aux, reference, top_blocks_by_max
+from nsa import NSAConfig, block_sparse_attention, nsa, nsa_forward, nsa_forward_aux, reference, top_blocks_by_max
 from nsa.inputs import NSAAux, NSAInputs
 from tests.ascend import compiled
 from tests.ascend.lowered import description
@@ -24,6 +26,8 @@ EXECUTED = (80, 89, 120)
 BUDGETS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Error relative to the largest value: a few roundings of results and of probabilities."""
 
+WEIGHTS = ("gate_proj_weight", "w_k_compress", "w_v_compress")
+
 BLOCKS: dict[str, Any] = {
     "compress_block_size": 8, "compress_stride": 4, "select_block_size": 16, "num_selected_blocks": 2,
     "window_size": 12,
@@ -33,13 +37,14 @@ PER_TILE = NSAConfig.per_tile(**BLOCKS, q_tile_size=16)
 
 
 class Case(NamedTuple):
-    """A call of NSA; 4 heads over 2."""
+    """A call of NSA."""
 
     config: NSAConfig
     dtype: torch.dtype = torch.bfloat16
     dim: int = 16
     dim_v: int = 16
     tokens: int = 40
+    heads: tuple[int, int] = (4, 2)
     bounds: tuple[int, ...] | None = None
     """Of packed documents; rows after the last one are NaN."""
     keys: tuple[int, ...] | None = None
@@ -69,22 +74,42 @@ CASES: dict[str, Case] = {
     "given entries, 128 features": Case(PAPER, dim=128, dim_v=128, more=("k_cmp", "v_cmp")),
 }  # fmt: skip
 
+FEW = {"num_selected_blocks": 4, "window_size": 100}
+ON_GPUS: dict[str, Case] = {
+    "paper": Case(NSAConfig.paper(**FEW), dim=128, dim_v=128, tokens=700, heads=(32, 2)),
+    "paper, 192 and 128 features": Case(NSAConfig.paper(**FEW), dim=192, dim_v=128, tokens=500, heads=(16, 1)),
+    "paper, fp32": Case(NSAConfig.paper(**FEW), torch.float32, dim=64, dim_v=64, tokens=300),
+    "paper, groups of 1": Case(NSAConfig.paper(**FEW), dim=64, dim_v=64, tokens=700, heads=(2, 2)),
+    "paper, groups of 6": Case(NSAConfig.paper(**FEW), dim=40, dim_v=24, tokens=700, heads=(12, 2)),
+    "paper, groups of 40": Case(NSAConfig.paper(**FEW), dim=64, dim_v=64, tokens=700, heads=(40, 1)),
+    "paper, blocks of 128": Case(
+        NSAConfig.paper(**FEW, select_block_size=128), dim=128, dim_v=128, tokens=700, recompute=True
+    ),
+    "paper, blocks of 48, 256 features": Case(
+        NSAConfig.paper(**FEW, select_block_size=48), dim=256, dim_v=256, tokens=500
+    ),
+    "per tile": Case(NSAConfig.per_tile(**FEW), dim=128, dim_v=128, tokens=900),
+    "per tile of 48": Case(NSAConfig.per_tile(**FEW, q_tile_size=48), torch.float16, 64, 64, tokens=900),
+    "per tile, shared": Case(NSAConfig.per_tile(**FEW, share_heads_in_group=True), dim=64, dim_v=64, tokens=900),
+}
+
 
 def inputs_of(case: Case) -> NSAInputs:
     generator = torch.Generator().manual_seed(0)
     keys = case.tokens if case.keys is None else case.keys[-1] + 4
     lead = (1,) if case.bounds is None else ()
-    entries = case.config.num_compressed(keys)
+    entries, (heads, kv_heads) = case.config.num_compressed(keys), case.heads
     shapes = {
-        "q": (case.tokens, 4, case.dim), "k": (keys, 2, case.dim), "v": (keys, 2, case.dim_v),
-        "gates": (case.tokens, 4, 3), "k_cmp": (entries, 2, case.dim), "v_cmp": (entries, 2, case.dim_v),
-        "k_slc": (keys, 2, case.dim), "v_slc": (keys, 2, case.dim_v), "k_win": (keys, 2, case.dim),
-        "v_win": (keys, 2, case.dim_v), "gate_proj_weight": (4, 3, case.dim), "w_k_compress": (2, case.dim, case.dim),
-        "w_v_compress": (2, case.dim_v, case.dim_v),
+        "q": (case.tokens, heads, case.dim), "k": (keys, kv_heads, case.dim), "v": (keys, kv_heads, case.dim_v),
+        "gates": (case.tokens, heads, 3), "k_cmp": (entries, kv_heads, case.dim),
+        "v_cmp": (entries, kv_heads, case.dim_v), "k_slc": (keys, kv_heads, case.dim),
+        "v_slc": (keys, kv_heads, case.dim_v), "k_win": (keys, kv_heads, case.dim),
+        "v_win": (keys, kv_heads, case.dim_v), "gate_proj_weight": (heads, 3, case.dim),
+        "w_k_compress": (kv_heads, case.dim, case.dim), "w_v_compress": (kv_heads, case.dim_v, case.dim_v),
     }  # fmt: skip
 
     def tensor(name: str) -> Tensor:
-        shape = shapes[name] if "weight" in name or "w_" in name[:2] else (*lead, *shapes[name])
+        shape = shapes[name] if name in WEIGHTS else (*lead, *shapes[name])
         return torch.randn(shape, generator=generator).to(case.dtype)
 
     def bounds(of: tuple[int, ...] | None) -> Tensor | None:
@@ -103,6 +128,43 @@ def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -
     assert error <= BUDGETS[dtype], f"{what}: {error:.1e}"
 
 
+def check(of: Case, device: str = "cpu") -> None:
+    """All results and gradients against the reference in fp64. Selections must be its own, but for near ties."""
+    config, inputs = of.config, inputs_of(of).map(lambda x: x.to(device))
+    inputs = replace(inputs, **{name: x.to(device) for name, x in inputs.tensors().items()})
+    own = inputs.map(lambda x: x.detach().clone().requires_grad_())
+    leaves = {name: x for name, x in own.tensors().items() if x.requires_grad}
+    out = nsa(**own.tensors(), config=config, recompute=of.recompute, backend="triton")
+    do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    gradients = torch.autograd.grad(out, [*leaves.values()], do, retain_graph=True)
+    if device != "cpu":
+        assert all(map(torch.equal, gradients, torch.autograd.grad(out, [*leaves.values()], do)))
+    same_out, aux = nsa_forward_aux(**inputs.tensors(), config=config, backend="triton")
+    assert torch.equal(same_out, out)
+
+    exact = inputs.map(lambda x: x.double().nan_to_num(0.0).requires_grad_())
+    _, free = reference.nsa(exact, config)
+    assert free is not None
+    given: dict[str, Any] = {}
+    if not torch.equal(aux.indices, free.indices):
+        assert of.bounds is None, "packed documents differ"
+        assert (aux.indices != free.indices).any(-1).float().mean() < 0.03, "more than near ties"
+        given["indices"] = aux.indices.long()
+    expected, expected_aux = reference.nsa(exact, config, **given)
+    assert_close(out, expected, of.dtype, "out")
+    assert expected_aux is not None
+    for name, got, wanted in zip(NSAAux._fields, aux, expected_aux, strict=True):
+        if got is None or wanted is None:
+            assert got is wanted
+        elif name != "indices":
+            assert torch.equal(got.isinf(), wanted.isinf()), name
+            assert_close(got.nan_to_num(neginf=0.0), wanted.nan_to_num(neginf=0.0), of.dtype, name)
+    exact_leaves = [x for x in exact.tensors().values() if x.requires_grad]
+    wanted = torch.autograd.grad(expected, exact_leaves, do.double())
+    for name, got, gradient in zip(leaves, gradients, wanted, strict=True):
+        assert_close(got, gradient, of.dtype, f"gradient of {name}")
+
+
 @pytest.fixture
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """A compute capability, for whose class tiles are chosen."""
@@ -118,36 +180,48 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     indirect=["capability"],
 )
 def test_nsa(case: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All results and gradients, against the reference in fp64."""
-    of = CASES[case]
-    config, inputs = of.config, inputs_of(of)
+    if CASES[case].query_outer:
+        monkeypatch.setattr(tiling, "QUERY_OUTER_FROM", dict.fromkeys("SML", 1))
+    with compiled.executing(capability):
+        check(CASES[case])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", [*CASES, *(f"large: {name}" for name in ON_GPUS)])
+def test_on_a_gpu(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = CASES[case] if case in CASES else ON_GPUS[case.removeprefix("large: ")]
     if of.query_outer:
         monkeypatch.setattr(tiling, "QUERY_OUTER_FROM", dict.fromkeys("SML", 1))
-    own = inputs.map(lambda x: x.detach().clone().requires_grad_())
-    leaves = {name: x for name, x in own.tensors().items() if x.requires_grad}
-    with compiled.executing(capability):
-        out = nsa(**own.tensors(), config=config, recompute=of.recompute, backend="triton")
-        do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
-        gradients = torch.autograd.grad(out, [*leaves.values()], do)
-        same_out, aux = nsa_forward_aux(**inputs.tensors(), config=config, backend="triton")
-    assert torch.equal(same_out, out)
+    check(of, "cuda")
 
-    exact = inputs.map(lambda x: x.double().nan_to_num(0.0).requires_grad_())
-    expected, expected_aux = reference.nsa(exact, config)
-    assert_close(out, expected, of.dtype, "out")
-    assert expected_aux is not None
-    for name, got, wanted in zip(NSAAux._fields, aux, expected_aux, strict=True):
-        if got is None or wanted is None:
-            assert got is wanted
-        elif name == "indices":
-            assert torch.equal(got, wanted)
-        else:
-            assert torch.equal(got.isinf(), wanted.isinf()), name
-            assert_close(got.nan_to_num(neginf=0.0), wanted.nan_to_num(neginf=0.0), of.dtype, name)
-    exact_leaves = [x for x in exact.tensors().values() if x.requires_grad]
-    wanted = torch.autograd.grad(expected, exact_leaves, do.double())
-    for name, got, gradient in zip(leaves, gradients, wanted, strict=True):
-        assert_close(got, gradient, of.dtype, f"gradient of {name}")
+
+def check_rows(config: NSAConfig, tokens: int, start: int, stop: int, heads: int, dim: int, device: str) -> None:
+    """Rows start ... stop - 1 of a call are those of shorter calls, and do not depend on later tokens, bit for bit."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, tokens, h, dim, device=device).bfloat16() for h in (heads, 2, 2))
+    whole = nsa_forward(q, k, v, config=config, backend="triton")
+    later = [x[:, :stop].clone() for x in (q, k, v)]
+    assert torch.equal(nsa_forward(*later, config=config, backend="triton"), whole[:, :stop])
+    part = nsa_forward(q[:, start:stop], *later[1:], config=config, backend="triton")
+    assert torch.equal(part, whole[:, start:stop])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("config", "start", "stop"), [(PAPER, 9, 27), (PER_TILE, 16, 32)], ids=["token", "tile"])
+def test_rows_of_shorter_calls(config: NSAConfig, start: int, stop: int) -> None:
+    with compiled.executing(89):
+        check_rows(config, 40, start, stop, 4, 16, "cpu")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("heads", [4, 32, 80])
+@pytest.mark.parametrize(
+    ("config", "start", "stop"),
+    [(NSAConfig.paper(**FEW), 333, 777), (NSAConfig.per_tile(**FEW), 512, 768)],
+    ids=["token", "tile"],
+)
+def test_rows_of_shorter_calls_on_a_gpu(config: NSAConfig, start: int, stop: int, heads: int) -> None:
+    check_rows(config, 1000, start, stop, heads, 128, "cuda")
 
 
 @pytest.mark.interpreted
