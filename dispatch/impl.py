@@ -61,7 +61,14 @@ class Impl:
         return implementation
 
     def supports(self, call: Call) -> bool:
-        """True if the row supports the call where its packages are installed."""
+        """Check the call alone.
+
+        Args:
+            call: the op and properties of the call.
+
+        Returns:
+            True if the row supports the call where its packages are installed.
+        """
         return _attribute(self.check)(call) is None
 
     def refusal(self, call: Call) -> str | None:

@@ -47,7 +47,7 @@ class Verdict:
         >>> import torch
         >>> import dispatch
         >>> [verdict.reason is None for verdict in dispatch.explain(dispatch.Call("nsa", "cpu", torch.float32))]
-        [False, True]
+        [False, False, True]
     """
 
     impl: Impl
@@ -76,6 +76,7 @@ def explain(call: Call, backend: str | None = None, rows: Sequence[Impl] | None 
         >>> for verdict in dispatch.explain(dispatch.Call("nsa", "cpu", torch.float32)):
         ...     print(verdict.impl.backend, verdict.reason)
         cute runs on CUDA devices, got cpu
+        triton runs on CUDA devices, and on the CPU when named, with TRITON_INTERPRET=1, got cpu
         reference None
     """
     candidates = _rows_of(call.op, rows)

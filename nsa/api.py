@@ -230,8 +230,8 @@ def nsa(  # type: ignore[empty-body]
         recompute: save less for backward and recompute it. The reference always does. Default: False.
         config: all options as one NSAConfig; other options must not be passed then. Default: None, which means the
             keywords.
-        backend: "cute" or "reference". Default: None, which means NSA_KERNELS_BACKEND if set, else the first backend
-            that supports the call.
+        backend: "cute", "triton" or "reference". Default: None, which means NSA_KERNELS_BACKEND if set, else the first
+            backend that supports the call.
 
     Returns:
         `[B,N,H,D_v]` in q's dtype; packed `[T,H,D_v]`. A branch in which a row has no keys contributes 0.

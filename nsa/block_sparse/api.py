@@ -55,8 +55,8 @@ def block_sparse_attention(
         softmax_scale: factor of the logits, greater than 0. Default: None, which means 1/sqrt(D).
         debug: also check values, which synchronizes with the device: inputs are finite, `cu_seqlens` and `q_start`
             consistent, blocks in range and distinct. Default: False.
-        backend: "cute" or "reference". Default: None, which means NSA_KERNELS_BACKEND if set, else the first that
-            supports the call.
+        backend: "cute", "triton" or "reference". Default: None, which means NSA_KERNELS_BACKEND if set, else the first
+            that supports the call.
 
     Returns:
         `[B,N_q,H,D_v]` in q's dtype, packed `[T,H,D_v]`. Rows without keys are 0.

@@ -40,8 +40,8 @@ def top_blocks_by_max(
         q_start: as in `block_sparse_attention`. Default: None, which means N_k - N_q.
         cu_seqlens: int32 `[B+1]`, bounds of packed documents. Default: None.
         cu_seqlens_k: int32 `[B+1]`, bounds of their keys. Default: None, which means `cu_seqlens`.
-        backend: "cute" or "reference". Default: None, which means NSA_KERNELS_BACKEND if set, else the first that
-            supports the call.
+        backend: "cute", "triton" or "reference". Default: None, which means NSA_KERNELS_BACKEND if set, else the first
+            that supports the call.
 
     Returns:
         int32 `[B,H_i,N_q,k]`, packed `[H_i,T,k]`: blocks counted from the first key of the sequence or document,

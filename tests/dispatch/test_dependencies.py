@@ -242,6 +242,7 @@ assert nsa_forward(q, k, k).shape == q.shape
 assert dispatch.neighborhood_attention(q, k, k, kernel_size=9).shape == q.shape
 assert dispatch.attention_residual([q[0], q[0]], torch.randn(16)).shape == q[0].shape
 torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda *_: (9, 0)
 for op in ("nsa", "neighborhood_attention", "attention_residual"):
     for verdict in dispatch.explain(dispatch.Call(op, "cuda", torch.bfloat16)):
         print(op, verdict.impl.backend, verdict.reason)

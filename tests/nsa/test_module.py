@@ -176,5 +176,5 @@ def test_under_autocast_only_the_projections_lose_precision(make: Any, target: s
 
 
 def test_backend_reaches_the_dispatcher() -> None:
-    with pytest.raises(ValueError, match="backend must be one of cute, reference for nsa, got 'cudnn'"):
+    with pytest.raises(ValueError, match="backend must be one of cute, triton, reference for nsa, got 'cudnn'"):
         NSAttention(WIDTH, HEADS, backend="cudnn")(torch.randn(1, 8, WIDTH))

@@ -115,7 +115,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "--recompute": "--recompute goes with --backward",
         "--w=-1": "window_size must be at least 0, got -1",
         "--seqlens=256 --no-dense-above=128": "must leave a length to measure, at least 256, got 128",
-        "--backend=abacus": "backend must be one of cute, reference",
+        "--backend=abacus": "backend must be one of cute, triton, reference",
         "--backend=cute": "cute: runs on CUDA devices, got cpu",
         "--demo --modes=eager": "--modes is not for --demo on a CPU",
     },
