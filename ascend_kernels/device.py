@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -75,6 +76,19 @@ def gpu_cores(device: torch.device) -> int:
     if device.type != "cuda":
         return GPU_CORES
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def memory_class(device: torch.device) -> str:
+    """Shared memory that a program may use on a GPU: S, 99 KiB (compute capability 8.6, 8.9 and 12.x, and CPU tensors);
+    M, 163 KiB (8.0); L, 227 KiB (9.0 and 10.x).
+    """
+    if device.type != "cuda":
+        return "S"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major in (9, 10):
+        return "L"
+    return "M" if (major, minor) == (8, 0) else "S"
 
 
 def memory_of(device: torch.device) -> int:

@@ -51,6 +51,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ascend_kernels import device as devices
 from ascend_kernels.device import gpu_cores, npu_of
 from ascend_kernels.launch import accepted_by, launch
 from ascend_kernels.layout import empty_contiguous, readable, without_padding
@@ -499,7 +500,8 @@ def _launch(
     if on_npu:
         plan = tiling.ascend_plan(*call, **work, device=npu_of(q.device))
     else:
-        plan = tiling.gpu_plan(*call, **work, cores=gpu_cores(q.device), bounded=bounded)
+        cores, memory = gpu_cores(q.device), devices.memory_class(q.device)
+        plan = tiling.gpu_plan(*call, **work, cores=cores, memory=memory, bounded=bounded)
     tiles = plan.tiles
     kernel = KERNELS[kernel_name]
     pointers = {f"p_{name}": tensor for name, tensor in tensors.items()} | per_row

@@ -220,6 +220,7 @@ def gpu_plan(
     sequences: int,
     rows: int,
     cores: int,
+    memory: str,
     bounded: bool,
 ) -> Plan:
     """Tiles, and a program per work tile or, for some kernels of one pass, a few persistent ones per multiprocessor,
@@ -228,17 +229,19 @@ def gpu_plan(
 
     Args:
         window: keys that a row sees. sequences, rows: as in `ascend_plan`. cores: multiprocessors.
+        memory: device.memory_class.
         bounded: whether rows see, or for dkdv are seen by, window + BLOCK_M - 1 rows of one head at most.
     """
     block_d = block_d_for(dim)
     options, programs = {"num_warps": 4, "num_stages": 1}, None
     if dtype == torch.float32:
-        tiles = Tiles(32, 32, block_d)
+        rows = 32 if block_d < 128 or memory == "L" else 16
+        tiles = Tiles(rows, rows, block_d)
         options["num_warps"] = 8 if block_d == 256 else 4
     elif block_d == 256:
         tiles = Tiles(64 if kernel == "forward" else 32, 32, block_d)
         options["num_stages"] = 2
-    elif bounded and window <= GPU_ONE_PASS[kernel]:
+    elif bounded and window <= GPU_ONE_PASS[kernel] and (memory == "L" or block_d < 128 or kernel == "forward"):
         small = kernel == "dkdv" and block_d < 128 and window <= 17
         tiles = Tiles(*((16, 32) if small else (32, 64) if kernel == "dkdv" else (64, 64)), block_d, one_pass=True)
         if kernel != "forward":

@@ -1,17 +1,16 @@
 """Tile sizes, warps and stages of the kernels, by dtype, head dim and the shared memory of the device.
 
 Fixed tables and no autotuning: the same call runs the same code, with the same bits, on every start. Tiles of class S
-fit the 99 KiB of compute capability 8.6, 8.9 and 12.x, and so every device; classes M (8.0, 163 KiB) and L (9.0 and
-10.x, 227 KiB) differ only where that was measured to be faster.
+(device.memory_class) fit every device; classes M and L differ only where that was measured to be faster.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
+from ascend_kernels import device as devices
 from ascend_kernels.launch import gpu_options as gpu_options
 
 MAX_DIM = 256
@@ -36,17 +35,6 @@ def block_of(size: int, least: int = 16) -> int:
     return max(least, 1 << max(size - 1, 0).bit_length())
 
 
-@cache
-def memory_class(device: torch.device) -> str:
-    """S, M or L."""
-    if device.type != "cuda":
-        return "S"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major in (9, 10):
-        return "L"
-    return "M" if (major, minor) == (8, 0) else "S"
-
-
 def interval_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.device) -> Tiles:
     """Rows and keys of interval.forward_kernel."""
     wide = block_of(max(dim, dim_v))
@@ -54,7 +42,7 @@ def interval_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.devic
         return Tiles(32, 32, 4, 1)
     if wide > 128:
         return Tiles(64, 32, 8, 2)
-    return Tiles(128, 64, 8, 3 if memory_class(device) == "L" else 2)
+    return Tiles(128, 64, 8, 3 if devices.memory_class(device) == "L" else 2)
 
 
 def token_score_tiles(dtype: torch.dtype, dim: int, group: int, device: torch.device) -> Tiles:
@@ -62,7 +50,7 @@ def token_score_tiles(dtype: torch.dtype, dim: int, group: int, device: torch.de
     wide, rows = block_of(dim), block_of(group, 1)
     if dtype == torch.float32 or wide > 128:
         return Tiles(max(1, 32 // rows), 32, 4, 1)
-    return Tiles(max(1, 128 // rows), 64, 4, 3 if memory_class(device) == "L" else 2)
+    return Tiles(max(1, 128 // rows), 64, 4, 3 if devices.memory_class(device) == "L" else 2)
 
 
 def score_tiles(dtype: torch.dtype, dim: int) -> Tiles:
@@ -95,7 +83,7 @@ def dq_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.device) -> 
         return Tiles(32, 32, 4, 1)
     if block_of(max(dim, dim_v)) > 128:
         return Tiles(64, 32, 8, 1)
-    return Tiles(128, 64, 8, 3 if memory_class(device) == "L" else 2)
+    return Tiles(128, 64, 8, 3 if devices.memory_class(device) == "L" else 2)
 
 
 def dkdv_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.device) -> Tiles:
@@ -104,7 +92,7 @@ def dkdv_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.device) -
         return Tiles(32, 32, 4, 1)
     if block_of(max(dim, dim_v)) > 128:
         return Tiles(32, 32, 8, 1)
-    return Tiles(32, 64, 4, 3) if memory_class(device) == "L" else Tiles(32, 64, 8, 2)
+    return Tiles(32, 64, 4, 3) if devices.memory_class(device) == "L" else Tiles(32, 64, 8, 2)
 
 
 def kv_outer_tiles(dtype: torch.dtype, dim: int, dim_v: int, group: int, size: int, device: torch.device) -> Tiles:
@@ -114,7 +102,7 @@ def kv_outer_tiles(dtype: torch.dtype, dim: int, dim_v: int, group: int, size: i
         return Tiles(max(1, 16 // heads), min(32, block_of(size)), 4, 1)
     if wide > 128:
         return Tiles(max(1, 64 // heads), min(32, block_of(size)), 8, 1)
-    if memory_class(device) == "L":
+    if devices.memory_class(device) == "L":
         return Tiles(max(1, 128 // heads), min(128, block_of(size)), 4 if size <= 64 else 8, 2)
     return Tiles(max(1, 64 // heads), min(64, block_of(size)), 4, 2)
 
@@ -127,7 +115,7 @@ def kv_outer_backward_tiles(
     Args:
         rows: heads of a token, or rows of a tile.
     """
-    wide, large = block_of(max(dim, dim_v)), memory_class(device) == "L"
+    wide, large = block_of(max(dim, dim_v)), devices.memory_class(device) == "L"
     most, keys, warps, stages = (64, 64, 4, 1) if large and token else (32, 64, 4, 3) if large else (32, 64, 8, 2)
     if wide > 128:
         most, keys, warps, stages = 32, 32, 8, 1
@@ -147,4 +135,4 @@ follow from the ratio of L2 to HBM bandwidth.
 
 def attends_by_block(group: int, device: torch.device) -> bool:
     """True if token mode attends KV-outer: by shape and device alone, so that bits depend on nothing else."""
-    return group < QUERY_OUTER_FROM[memory_class(device)]
+    return group < QUERY_OUTER_FROM[devices.memory_class(device)]

@@ -29,7 +29,7 @@ SHARED_LIMITS = {"S": 99 << 10, "M": 163 << 10, "L": 227 << 10}
 """Bytes of shared memory that a block may use, by class of GPUs."""
 
 CLASSES = {80: "M", 86: "S", 89: "S", 90: "L", 100: "L", 103: "L", 120: "S"}
-"""ascend_kernels.nsa.tiling.memory_class of each."""
+"""ascend_kernels.device.memory_class of each."""
 
 FORMATS = {"i32": "<i", "i64": "<q", "fp32": "<f", "u1": "<?"}
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ascend_kernels import device
 from ascend_kernels.launch import recording
 from nsa import attention_residual, neighborhood_attention
 from tests.ascend import compiled
@@ -72,15 +73,20 @@ def test_attention_residual(blocks: int, dim: int, capability: int) -> None:
         assert relative(got, wanted) < 2**-6
 
 
-SPILLS = {80: 160, 86: 160, 89: 160, 120: 160}
-"""Most bytes of registers that a thread of these kernels stores to memory, by compute capability; others store none."""
+SPILLS = {torch.bfloat16: 160, torch.float32: 3600}
+"""Most bytes of registers that a thread stores to memory; kernels in fp32 multiply without tensor cores."""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("capability", compiled.CLASSES)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_shared_memory_and_spills_of_neighborhoods(dim: int, capability: int) -> None:
-    q, k, v = (torch.zeros(1, 512, h, dim, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
+@pytest.mark.parametrize("dtype", SPILLS, ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_shared_memory_and_spills_of_neighborhoods(
+    kv_heads: int, dtype: torch.dtype, dim: int, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "memory_class", lambda _: compiled.CLASSES[capability])
+    q, k, v = (torch.zeros(1, 512, h, dim, dtype=dtype, requires_grad=True) for h in (4, kv_heads, kv_heads))
     with recording(run=False) as launches:
         for window in WINDOWS.values():
             out = neighborhood_attention(q, k, v, **window, backend="triton")
@@ -89,4 +95,4 @@ def test_shared_memory_and_spills_of_neighborhoods(dim: int, capability: int) ->
         ptx = compiled.compile_ptx(launch, capability)
         compiled.check_shared(launch, ptx, capability)
         spilled = compiled.spilled_bytes(ptx, capability)
-        assert spilled <= SPILLS.get(capability, 0), f"{launch.kernel.fn.__name__}: {spilled}"
+        assert spilled <= SPILLS[dtype], f"{launch.kernel.fn.__name__}: {spilled}"

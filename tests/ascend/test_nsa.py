@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import dispatch
+from ascend_kernels import device
 from ascend_kernels.launch import recording
 from ascend_kernels.nsa import backward, tiling
 from nsa import NSAConfig, block_sparse_attention, nsa, nsa_forward, nsa_forward_aux, reference, top_blocks_by_max
@@ -128,16 +129,16 @@ def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -
     assert error <= BUDGETS[dtype], f"{what}: {error:.1e}"
 
 
-def check(of: Case, device: str = "cpu") -> None:
+def check(of: Case, place: str = "cpu") -> None:
     """All results and gradients against the reference in fp64. Selections must be its own, but for near ties."""
-    config, inputs = of.config, inputs_of(of).map(lambda x: x.to(device))
-    inputs = replace(inputs, **{name: x.to(device) for name, x in inputs.tensors().items()})
+    config, inputs = of.config, inputs_of(of).map(lambda x: x.to(place))
+    inputs = replace(inputs, **{name: x.to(place) for name, x in inputs.tensors().items()})
     own = inputs.map(lambda x: x.detach().clone().requires_grad_())
     leaves = {name: x for name, x in own.tensors().items() if x.requires_grad}
     out = nsa(**own.tensors(), config=config, recompute=of.recompute, backend="triton")
     do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     gradients = torch.autograd.grad(out, [*leaves.values()], do, retain_graph=True)
-    if device != "cpu":
+    if place != "cpu":
         assert all(map(torch.equal, gradients, torch.autograd.grad(out, [*leaves.values()], do)))
     same_out, aux = nsa_forward_aux(**inputs.tensors(), config=config, backend="triton")
     assert torch.equal(same_out, out)
@@ -169,7 +170,7 @@ def check(of: Case, device: str = "cpu") -> None:
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """A compute capability, for whose class tiles are chosen."""
     found: int = request.param
-    monkeypatch.setattr(tiling, "memory_class", lambda _: compiled.CLASSES[found])
+    monkeypatch.setattr(device, "memory_class", lambda _: compiled.CLASSES[found])
     return found
 
 
@@ -195,10 +196,10 @@ def test_on_a_gpu(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(of, "cuda")
 
 
-def check_rows(config: NSAConfig, tokens: int, start: int, stop: int, heads: int, dim: int, device: str) -> None:
+def check_rows(config: NSAConfig, tokens: int, start: int, stop: int, heads: int, dim: int, place: str) -> None:
     """Rows start ... stop - 1 of a call are those of shorter calls, and do not depend on later tokens, bit for bit."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, tokens, h, dim, device=device).bfloat16() for h in (heads, 2, 2))
+    q, k, v = (torch.randn(1, tokens, h, dim, device=place).bfloat16() for h in (heads, 2, 2))
     whole = nsa_forward(q, k, v, config=config, backend="triton")
     later = [x[:, :stop].clone() for x in (q, k, v)]
     assert torch.equal(nsa_forward(*later, config=config, backend="triton"), whole[:, :stop])

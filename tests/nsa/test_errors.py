@@ -253,7 +253,9 @@ def test_nested_tensors_are_named(layout: torch.layout) -> None:
 @pytest.mark.usefixtures("remembered")
 def test_environment_names_an_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_KERNELS_BACKEND", "cudnn")
-    with pytest.raises(ValueError, match="NSA_KERNELS_BACKEND must be one of cute, triton, reference for nsa, got 'cudnn'"):
+    with pytest.raises(
+        ValueError, match="NSA_KERNELS_BACKEND must be one of cute, triton, reference for nsa, got 'cudnn'"
+    ):
         nsa(**good())
 
 

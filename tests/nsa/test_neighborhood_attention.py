@@ -284,7 +284,7 @@ def test_planner_on_random_shapes() -> None:
 )
 def test_plans_for_gpus(kernel: str, dtype: torch.dtype, dim: int, window: int, rows: int, bounded: bool) -> None:
     """One pass is taken only where a tile holds all that its rows see, and keeps half of the tile's rows at least."""
-    plan = tiling.gpu_plan(kernel, dtype, dim, window, sequences=3, rows=rows, cores=132, bounded=bounded)
+    plan = tiling.gpu_plan(kernel, dtype, dim, window, sequences=3, rows=rows, cores=132, memory="L", bounded=bounded)
     tiles = plan.tiles
     kept = tiles.rows_per_tile(window)
     assert tiles.block_d >= dim
