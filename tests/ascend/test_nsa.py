@@ -15,7 +15,7 @@ from torch import Tensor
 import dispatch
 from ascend_kernels import device
 from ascend_kernels.launch import recording
-from ascend_kernels.nsa import backward, tiling
+from ascend_kernels.nsa import backward, kv_outer, layout, lists, tiling, topk
 from nsa import NSAConfig, block_sparse_attention, nsa, nsa_forward, nsa_forward_aux, reference, top_blocks_by_max
 from nsa.inputs import NSAAux, NSAInputs
 from tests.ascend import compiled
@@ -168,8 +168,13 @@ def check(of: Case, place: str = "cpu") -> None:
 
 @pytest.fixture
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A compute capability, for whose class tiles are chosen."""
+    """A compute capability, for whose class tiles are chosen; limits so small that all work comes in chunks."""
     found: int = request.param
+    for module, name, value in (
+        (backward, "TEMPORARY_BYTES", 1), (kv_outer, "PARTIAL_BYTES", 1 << 14), (layout, "DOCS", 2), (lists, "PAIRS", 8),
+        (topk, "WORKSPACE_BYTES", 1 << 10), (topk, "BLOCK", 2),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(device, "memory_class", lambda _: compiled.CLASSES[found])
     return found
 
