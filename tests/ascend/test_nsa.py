@@ -168,7 +168,7 @@ def check(of: Case, place: str = "cpu") -> None:
 
 @pytest.fixture
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A compute capability, for whose class tiles are chosen; limits so small that all work comes in chunks."""
+    """A compute capability, for whose class tiles are chosen. Limits are so small that all work comes in chunks."""
     found: int = request.param
     for module, name, value in (
         (backward, "TEMPORARY_BYTES", 1), (kv_outer, "PARTIAL_BYTES", 1 << 14), (layout, "DOCS", 2), (lists, "PAIRS", 8),
