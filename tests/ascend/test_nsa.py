@@ -171,8 +171,8 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """A compute capability, for whose class tiles are chosen. Limits are so small that all work comes in chunks."""
     found: int = request.param
     for module, name, value in (
-        (backward, "TEMPORARY_BYTES", 1), (kv_outer, "PARTIAL_BYTES", 1 << 14), (layout, "DOCS", 2), (lists, "PAIRS", 8),
-        (topk, "WORKSPACE_BYTES", 1 << 10), (topk, "BLOCK", 2),
+        (backward, "TEMPORARY_BYTES", 1), (kv_outer, "PARTIAL_BYTES", 1 << 14), (layout, "DOCS", 2),
+        (lists, "PAIRS", 8), (topk, "WORKSPACE_BYTES", 1 << 10), (topk, "BLOCK", 2),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(device, "memory_class", lambda _: compiled.CLASSES[found])
