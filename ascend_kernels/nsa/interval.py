@@ -132,19 +132,16 @@ def forward_kernel(
             tl.store(p_lse + i_head * num_rows + q_first + o_row, b_lse, mask=in_rows)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, pack: Pack, interval: Interval, scale: float, tiles: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, pack: Pack, interval: Interval, scale: float) -> tuple[Tensor, Tensor]:
     """o `[rows,H,D_v]` and natural lse fp32 `[H,rows]`; 0 and -inf in rows of no document.
 
     Args:
         q: `[rows,H,D]`. k, v: `[keys,H_kv,D]`, `[keys,H_kv,D_v]`, or compressed entries.
-        tiles: pack.row_tiles of the kernel's rows, if other calls use the same.
     """
     rows, heads, dim = q.shape
     dim_v = v.shape[-1]
     chosen = interval_tiles(q.dtype, dim, dim_v, q.device)
-    tiles = pack.row_tiles(chosen.block_m) if tiles is None else tiles
+    tiles = pack.row_tiles(chosen.block_m)
     o = pack.empty((rows, heads, dim_v), q.dtype, 0.0)
     lse = pack.empty((heads, rows), torch.float32, -math.inf)
     work = tiles.shape[0] * heads

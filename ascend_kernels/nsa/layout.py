@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from dataclasses import field as field_of
 from functools import cached_property
 from typing import Any
 
@@ -164,6 +165,8 @@ class Pack:
     most_entries: int
     equal: bool
     tile: int
+    _tables: dict[tuple[int, int], Tensor] = field_of(default_factory=dict)
+    """Work tiles by column of `docs` and size: kernels of a call share them."""
 
     @property
     def num_docs(self) -> int:
@@ -187,7 +190,7 @@ class Pack:
         """Work tiles of so many compressed entries."""
         return self._tiles(5, entries, self.num_entries, self.most_entries)
 
-    @cached_property
+    @property
     def rows(self) -> Tensor:
         """Document, and row inside of it, of each query row."""
         return self.row_tiles(1)
@@ -203,6 +206,8 @@ class Pack:
         return (total + self.num_docs * (size - 1)) // size if self.num_docs > 0 else 0
 
     def _tiles(self, column: int, size: int, total: int, most: int) -> Tensor:
+        if (column, size) in self._tables:
+            return self._tables[column, size]
         bound = self._bound(size, total, most)
         tiles = torch.empty((bound, 2), dtype=torch.int32, device=self.docs.device)
         if bound > 0:
@@ -213,6 +218,7 @@ class Pack:
                 {"p_docs": self.docs, "p_tiles": tiles, **sizes},
                 {"COLUMN": column, "BLOCK": DOCS},
             )
+        self._tables[column, size] = tiles
         return tiles
 
 

@@ -101,7 +101,7 @@ def tile_means(q: Tensor, pack: Pack) -> Tensor:
     return means(q, pack, tiles, out, length=pack.tile, stride=pack.tile, of_tiles=True)
 
 
-@triton.jit(do_not_specialize=("num_work", "num_heads", "length", "stride", "num_entries_bound"))
+@triton.jit(do_not_specialize=("num_work", "num_heads", "length", "stride"))
 def unpool_kernel(
     p_mean, p_x, p_docs, p_tiles, num_work, num_heads, length, stride, dim,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,

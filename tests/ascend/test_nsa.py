@@ -47,7 +47,7 @@ class Case(NamedTuple):
     tokens: int = 40
     heads: tuple[int, int] = (4, 2)
     bounds: tuple[int, ...] | None = None
-    """Of packed documents; rows after the last one are NaN."""
+    """Bounds of packed documents; rows after the last one are NaN."""
     keys: tuple[int, ...] | None = None
     """Bounds of their keys, if they differ."""
     more: tuple[str, ...] = ("gate_proj_weight",)

@@ -67,7 +67,7 @@ SECONDS_PER_CALL = 600
 
 @dataclass(frozen=True)
 class Case:
-    """What kernels are compiled for."""
+    """Properties that kernels are compiled for."""
 
     config: NSAConfig
     group: int = 2

@@ -48,7 +48,7 @@ STEPS: dict[str, tuple[str, Call, dict[str, Any]]] = {
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies between kernels: chunks of queries and heads, ranges of keys, later queries, sums of gradients."""
+    """Steps between kernels: chunks of queries and heads, ranges of keys, later queries, sums of gradients."""
     arch, call, limits = STEPS[name]
     for limit, value in limits.items():
         monkeypatch.setattr(f"cute_kernels.{limit}", value)

@@ -80,7 +80,7 @@ def executing() -> Iterator[list[Launch]]:
 
 
 def executed(function: Callable[[], Any]) -> Any:
-    """What a function gives, executed so."""
+    """Result of a function whose launches are executed."""
     with executing():
         return function()
 
