@@ -60,6 +60,14 @@ class Interval:
 
 
 @triton.jit
+def visible_keys(o_token, first_token, last_token, first, step, left, k_len, BLOCK_N: tl.constexpr):
+    """Half-open ranges of keys: those that each token sees, and those that any sees, from a multiple of BLOCK_N on."""
+    begin = tl.maximum(first_token - left, 0) // BLOCK_N * BLOCK_N
+    end = visible_until(last_token, first, step, k_len)
+    return o_token - left, visible_until(o_token, first, step, k_len), begin, end
+
+
+@triton.jit
 def attend(
     b_o, b_max, b_sum, b_q, p_k, k_row, p_v, v_row, o_begin, o_end, first_key, stop_key, end_key,
     log2_scale, o_n, o_d, o_dv, dim, dim_v, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, MASKED: tl.constexpr,
@@ -98,11 +106,10 @@ def forward_kernel(
             p_k_head = p_k + k_first * k_row + (i_head // group_size) * k_head
             p_v_head = p_v + k_first * v_row + (i_head // group_size) * v_head
             o_row = i_row + o_m
-            o_token = start + o_row
-            o_begin, o_end = o_token - left, visible_until(o_token, first, step, k_len)  # half-open
             last_token = start + tl.minimum(i_row + BLOCK_M, q_len) - 1
-            begin = tl.maximum(start + i_row - left, 0) // BLOCK_N * BLOCK_N
-            end = visible_until(last_token, first, step, k_len)
+            o_begin, o_end, begin, end = visible_keys(
+                start + o_row, start + i_row, last_token, first, step, left, k_len, BLOCK_N
+            )
             # Keys that all rows see, in whole tiles
             middle = tl.cdiv(tl.maximum(last_token - left, 0), BLOCK_N) * BLOCK_N
             middle_end = visible_until(start + i_row, first, step, k_len) // BLOCK_N * BLOCK_N

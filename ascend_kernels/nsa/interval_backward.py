@@ -24,7 +24,7 @@ from torch import Tensor
 from ascend_kernels.device import gpu_cores
 from ascend_kernels.launch import launch
 from ascend_kernels.nsa.attention import LN_2, RowStatistics, add_dkdv, add_dq, load_lse, load_tile
-from ascend_kernels.nsa.interval import SIZES, Interval
+from ascend_kernels.nsa.interval import SIZES, Interval, visible_keys
 from ascend_kernels.nsa.layout import (
     E_ROW,
     K_ROW,
@@ -35,7 +35,6 @@ from ascend_kernels.nsa.layout import (
     field,
     row_field,
     strided,
-    visible_until,
 )
 from ascend_kernels.nsa.tiling import block_of, dkdv_tiles, dq_tiles
 
@@ -61,11 +60,10 @@ def dq_kernel(
             p_k_head = p_k + k_first * k_row + (i_head // group_size) * k_head
             p_v_head = p_v + k_first * v_row + (i_head // group_size) * v_head
             o_row = i_row + o_m
-            o_token = start + o_row
-            o_begin, o_end = o_token - left, visible_until(o_token, first, step, k_len)
             last_token = start + tl.minimum(i_row + BLOCK_M, q_len) - 1
-            begin = tl.maximum(start + i_row - left, 0) // BLOCK_N * BLOCK_N
-            end = visible_until(last_token, first, step, k_len)
+            o_begin, o_end, begin, end = visible_keys(
+                start + o_row, start + i_row, last_token, first, step, left, k_len, BLOCK_N
+            )
 
             b_q = load_tile(p_q + q_first * q_row + i_head * q_head, o_row, q_row, o_d, q_len, dim, WHOLE)  # [M,D]
             b_do = load_tile(p_do + q_first * do_row + i_head * do_head, o_row, do_row, o_dv, q_len, dim_v, WHOLE)
