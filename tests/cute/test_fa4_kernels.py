@@ -9,9 +9,10 @@ So another version of FA4 that chooses or launches otherwise is noticed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +21,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels.fa4 import interface as fa4
-from cute_kernels.fa4.masks import Mask, MaskMod
+from cute_kernels.fa4.masks import Mask
 from cute_kernels.fa4.rules import NARROW, ONE_TILE, WINDOW_TILE, packs_gqa, window_tile_n
 from cute_kernels.runtime.device import SMS_VARIABLE, TARGET_VARIABLE, compute_capability, multiprocessors
 from cute_kernels.runtime.launches import launches_of
-from tests.support import cases
-from tests.support.cases import covering
+from tests.support import cases, kernel_calls
 from tests.support.helpers import run_child
 
 pytestmark = [pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
@@ -167,182 +167,62 @@ def differentiate(
         _flash_attn_bwd(*inputs, softmax_scale=scale, deterministic=deterministic, **results, **options_of(mask))
 
 
-@cache
-def behind(distance: int) -> Callable[..., Any]:
-    """A mask_mod: keys so far behind their row, or farther."""
-
-    def visible(batch: Any, head: Any, row: Any, key: Any, info: Any, aux: Any) -> Any:
-        return key + distance <= row
-
-    return visible
-
-
-class Call(NamedTuple):
-    batch: int = 2
-    rows: int = 1024
-    keys: int = 1024
-    heads: int = 4
-    kv_heads: int = 2
-    dim: int = 128
-    v_dim: int = 128
-    dtype: torch.dtype = torch.bfloat16
-    expanded: str = ""
-    """Of these of q, k, v and do all batches are one."""
-    seen: dict[str, Any] = {}  # noqa: RUF012
-    lists: tuple[int, int] | None = None
-    """Rows and keys of listed tiles."""
-    one_list: bool = False
-    """For all heads."""
-    documents: int | None = None
-    tables: int | None = None
-    """Dimensions of a tensor for the mask."""
-    lse: bool = True
-    into: bool = False
-    """Results are written to memory of the caller."""
-    scale: float = 0.1
-    deterministic: bool = False
-
-    def tensor(self, name: str, tokens: int, heads: int, dim: int) -> Tensor:
-        """Of strides that no other tensor has, so that it can be told from others of its shape."""
-        batch = () if self.documents else (1 if name in self.expanded else self.batch,)
-        more = 1 + ["q", "k", "v", "o", "do", "dq", "dk", "dv"].index(name)
-        made = torch.empty((*batch, tokens, heads + more, dim), dtype=self.dtype, device="meta")[..., :heads, :]
-        return made.expand(self.batch, -1, -1, -1) if name in self.expanded else made
-
-    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
-        return (
-            self.tensor("q", self.rows, self.heads, self.dim),
-            self.tensor("k", self.keys, self.kv_heads, self.dim),
-            self.tensor("v", self.keys, self.kv_heads, self.v_dim),
-        )
-
-    def visible(self, backward: bool) -> Any:
-        from cute_kernels.lists.query_to_kv import BlockLists
-        from cute_kernels.pool.documents import Varlen
-
-        def int32(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int32, device="meta")
-
-        more: dict[str, Any] = {}
-        if self.lists is not None:
-            rows, width = self.lists
-            here, there = -(-self.rows // rows), -(-self.keys // width)
-            if backward:
-                here, there = there, here
-            heads = 1 if self.one_list else self.heads
-            count, index = int32(self.batch, heads, here), int32(self.batch, heads, here, there)
-            parts = [x.expand(-1, self.heads, *x.shape[2:]) for x in (count, index, count, index)]
-            more["lists"] = BlockLists(*parts, rows, width)
-        if self.documents is not None:
-            first = int32(self.documents + 1)
-            more["documents"] = Varlen(first, int32(self.documents + 1), *(int32(self.documents) for _ in range(2)))
-        if self.tables is not None:
-            more["tensors"] = [int32(*[8] * self.tables)]
-        return Mask(**more, **self.seen)
-
-    def results(self) -> tuple[Tensor, Tensor] | None:
-        """The caller's memory for o and lse."""
-        if not self.into:
-            return None
-        lse = torch.empty((self.batch, self.heads, self.rows), dtype=torch.float32, device="meta")
-        return self.tensor("o", self.rows, self.heads, self.v_dim), lse
-
-    def gradients(self) -> fa4.Gradients:
-        q, k, v = self.qkv()
-        o, do = (self.tensor(name, self.rows, self.heads, self.v_dim) for name in ("o", "do"))
-        shape = (self.heads, self.rows) if self.documents else (self.batch, self.heads, self.rows)
-        lse = torch.empty(shape, dtype=torch.float32, device="meta")
-        results = (self.tensor(name, *x.shape[-3:]) for name, x in (("dq", q), ("dk", k), ("dv", v)))
-        given = fa4.Gradients(q, k, v, o, do, lse, *results)
-        return given if self.dim == self.v_dim else given.to_one_dim()  # as differentiate does
+def expanded(name: str) -> None:
+    """Windows forward and backward, where all sequences of a tensor are one."""
+    q, k, v = kernel_calls.heads_of((2, 300), (2, 300), 2, (64, 64), torch.bfloat16)
+    given = {"q": q, "k": k, "v": v, "o": torch.empty_like(q), "do": torch.empty_like(q)}
+    given[name] = given[name][:1].expand_as(given[name])
+    _, lse = fa4.window(given["q"], given["k"], given["v"], left=100, right=0, scale=0.1)
+    gradients = fa4.Gradients(**given, lse=lse, **{f"d{x}": torch.empty_like(given[x]) for x in "qkv"})
+    fa4.window_backward(gradients, left=100, right=0, scale=0.1)
 
 
-def compared(backward: bool, by_fa4: list[Launched], **changes: Any) -> tuple[list[Any], list[Any]]:
-    """Keys of FA4's kernels, and names of ours, in order, of a call that gives both the same arguments."""
-    call = Call(**changes)
-    mask = call.visible(backward)
-    by_fa4.clear()
-    how: dict[str, Any]
-    if backward:
-        gradients, how = call.gradients(), {"scale": call.scale, "deterministic": call.deterministic}
-        differentiate(gradients, mask, **how)
-        ours = launches_of(lambda: fa4.differentiate(gradients, mask, **how))
-    else:
-        how = {"scale": call.scale, "lse": call.lse, "into": call.results()}
-        attend(*call.qkv(), mask, **how)
-        ours = launches_of(lambda: fa4.attend(*call.qkv(), mask, **how))
-    theirs = [*by_fa4]
-    if len(theirs) > 2 and theirs[-2].stage == "count_tiles":  # which FA4 counts for dk and for dv
-        del theirs[-2]
-    arguments = [(x.kernel.build.__name__, shown(x.arguments)) for x in ours]
-    assert arguments == [(x.stage, x.arguments) for x in theirs]
-    return [(x.stage, x.key) for x in theirs], [x.kernel.name for x in ours]
+def called() -> Iterator[Callable[[], None]]:
+    """What the kernels are called with: every option, and some of them with every length."""
+    for sizes in itertools.product(kernel_calls.DIMS, (1, 4, 16), kernel_calls.DTYPES):
+        yield from kernel_calls.calls(*sizes)
+    how: dict[str, Any] = {"dim": 64, "group": 4, "dtype": torch.float16}
+    options: list[dict[str, Any]] = [{}, {"documents": 3}, {"causal": False}, kernel_calls.ENTRIES]
+    for tokens in (1, 60, 128, 129, 256, 257, 300, 1024):
+        for more in options:
+            yield partial(kernel_calls.nsa, kernel_calls.TILES, **how, **{**more, "tokens": tokens})
+        for more in options[:2]:
+            yield partial(kernel_calls.nsa, kernel_calls.PAPER, **how, **more, tokens=tokens)
+        if tokens % 100 == 0:
+            yield partial(kernel_calls.nsa, kernel_calls.TILES, **how, tokens=tokens, batch=3)
+    yield from (partial(expanded, name) for name in ("q", "k", "v", "do"))
 
 
-WINDOW = {"seen": {"window": (100, 0)}}
-CAUSAL = {"seen": {"causal": True}}
-LISTED = {"lists": (128, 128)}
-MASKED = {**LISTED, "seen": {"mask_mod": MaskMod(behind, (0,))}}
-
-
-def fitting(changes: dict[str, Any], backward: bool) -> dict[str, Any]:
-    """The call with listed tiles that the architecture takes: on sm_100 twice as many rows, in backward keys too."""
-    if "lists" not in changes or compute_capability(0)[0] != 10:
-        return changes
-    rows, width = changes["lists"]
-    return {**changes, "lists": (2 * rows, 2 * width if backward else width)}
-
-
-SIZES = [1, 60, 128, 129, 256, 257, 300, 1024]
-SEEN: list[dict[str, Any]] = [
-    {},
-    {"dtype": torch.float16},
-    CAUSAL,
-    WINDOW,
-    *({"expanded": name} for name in ("q", "k", "v")),
-    LISTED,
-    {**LISTED, **CAUSAL},
-    {**LISTED, "one_list": True},
-    {"lists": (128, 64)},
-    {"lists": (128, 64), "seen": {"mask_mod": MaskMod(behind, (0,))}},
-    MASKED,
-    {**LISTED, "seen": {"mask_mod": MaskMod(behind, (1,))}},
-    {**MASKED, "tables": 1},
-    {**MASKED, "tables": 4},
-    {**CAUSAL, "documents": 3},
-    {**WINDOW, "documents": 3},
-    {**WINDOW, "documents": 300},
-]
-"""Calls that FA4 compiles different kernels for."""
-SEEN_FORWARD = [{"lse": False}, {**WINDOW, "into": True}, {"lists": (256, 128)}]
-SEEN_BACKWARD = [{"expanded": "do"}, {"deterministic": True}, {**WINDOW, "deterministic": True}]
-HEADS = [(4, 4), (4, 2), (16, 1), (12, 1)]
-DIMS = [(64, 64), (128, 128), (128, 64)]
-AXES = (SIZES, SIZES, HEADS, DIMS)
-
-
-@cache
-def shapes() -> list[Any]:
-    """Rows, keys, heads and dims: every three of them together."""
-    places = sorted(covering([len(axis) for axis in AXES], 3))
-    return [[axis[place] for axis, place in zip(AXES, one, strict=True)] for one in places]
-
-
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_arguments_and_keys(backward: bool, by_fa4: list[Launched]) -> None:
-    """Of calls of all sizes: what is given to kernels, and that calls which share ours share FA4's."""
+def test_arguments_and_keys(by_fa4: list[Launched], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given to kernels, and that calls which share ours share FA4's."""
     known: dict[str, Any] = {}
-    for seen in SEEN + (SEEN_BACKWARD if backward else SEEN_FORWARD):
-        for rows, keys, (heads, kv_heads), (dim, v_dim) in shapes():
-            if "documents" in seen and rows != keys:
-                continue
-            changes = fitting({"batch": 1 + rows % 2, "lse": keys % 2 == 0, **seen}, backward)
-            sizes = {"rows": rows, "keys": keys, "heads": heads, "kv_heads": kv_heads, "dim": dim, "v_dim": v_dim}
-            theirs, ours = compared(backward, by_fa4, **changes, **sizes)
-            assert len(ours) == len(theirs) > 0
-            for key, name in zip(theirs, ours, strict=True):
-                assert known.setdefault(name, key) == key, (seen, sizes)
-    assert len({*known.values()}) > len(SEEN) * len(DIMS)
+    stages: set[str] = set()
+
+    def beside(theirs: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **how: Any) -> Any:
+            both = [x.to_one_dim() if isinstance(x, fa4.Gradients) and x.q.shape != x.o.shape else x for x in given]
+            by_fa4.clear()
+            theirs(*both, **how)
+            ours = launches_of(lambda: own(*both, **{name: x for name, x in how.items() if name != "statistics"}))
+            if len(by_fa4) > 2 and by_fa4[-2].stage == "count_tiles":  # which FA4 counts for dk and for dv
+                del by_fa4[-2]
+            if how.get("statistics") is not None:  # in place of the preprocess
+                del by_fa4[0], ours[0]
+            arguments = [(x.kernel.build.__name__, shown(x.arguments)) for x in ours]
+            assert arguments == [(x.stage, x.arguments) for x in by_fa4]
+            for launched, x in zip(by_fa4, ours, strict=True):
+                stages.add(launched.stage)
+                assert known.setdefault(x.kernel.name, launched.key) == launched.key
+            return own(*given, **how)
+
+        return run
+
+    monkeypatch.setattr(fa4, "attend", beside(attend, fa4.attend))
+    monkeypatch.setattr(fa4, "differentiate", beside(differentiate, fa4.differentiate))
+    for call in called():
+        launches_of(call)
+    assert stages == {*STAGES.values()}
+    assert len({*known.values()}) > 100
 
 
 # Machine code
