@@ -12,19 +12,14 @@ from torch import Tensor
 
 from cute_kernels.plan import per_token
 from tests.support import cases
-from tests.support.hardware import ATOMIC_FREE
 from tests.support.interpreted_kernels import interpret_kernels
-from tests.support.kv_outer_cases import BF16, FP16, GATES, forward_from, make, random_indices, small_chunks
+from tests.support.kv_outer_cases import BF16, FP16, forward_from, make, random_indices
 
 NOISY = pytest.mark.filterwarnings("default")
 """CuTe DSL warns while it is imported and while it compiles."""
 CUDA = pytest.mark.cuda
 
 pytestmark = NOISY
-
-
-TERMS = [(2, torch.bfloat16), (1, torch.float32), (1, None), (0, torch.bfloat16), (0, None)]
-"""Other branches whose dq is added up with the selected one's, and of which type the weight of gates is."""
 
 
 # ---------------------------------------------------------------- worklists
@@ -116,148 +111,79 @@ def check_worklist(worklist: Any, indices: Tensor, min_rows: int) -> None:
 
 # ---------------------------------------------------------------- kernels
 
+NO_KEYS = torch.full((1, 2, 900, 3), -1, dtype=torch.int32)
+FEW_KEYS = NO_KEYS.clone()
+FEW_KEYS[:, 0, 100:, 1], FEW_KEYS[:, 0, :64, 2] = 1, 2
+DOCUMENTS: dict[str, Any] = {"tokens": [500, 0, 1, 129, 64, 77], "behind": 9}
+FORCED = [(1, 2), (0, 2), (1, 1), (2, 0), (2, 3)]
+HEADS = [(1, 64, 64), (4, 128, 64), (16, 128, 128), (3, 64, 128)]
+"""G, D and D_v."""
 
-SHAPES: dict[str, tuple[int | list[int], dict[str, Any]]] = {
-    **{f"{tokens} tokens": (tokens, {"count": 8}) for tokens in (1, 2, 15, 63, 64, 65, 127, 200, 1000, 2047, 4096)},
-    **{f"{count} slots": (1500, {"group": 2, "count": count}) for count in (1, 3, 16, 17, 40)},
+SHAPES: dict[str, dict[str, Any]] = {
+    **{f"{tokens} tokens": {"tokens": tokens, "count": 8} for tokens in (1, 2, 15, 63, 64, 65, 127, 2047, 4096)},
+    **{f"{count} slots": {"tokens": 1500, "group": 2, "count": count} for count in (1, 3, 16, 17, 40)},
     **{
-        f"blocks of {size}, D={dim}{name}": (tokens, {"dim": dim, "size": size})
+        f"blocks of {size}, D={dim}{name}": {"tokens": tokens, "dim": dim, "size": size}
         for size, dim in itertools.product([64, 128, 192, 256], [64, 128])
         for name, tokens in (("", 1100), (", documents", [500, 77, 300]))
     },
-    "documents": ([700, 0, 1, 129, 64, 333], {"group": 16, "dim": 128, "behind": 9}),
-    "documents of a block": ([64] * 9, {}),
+    **{
+        f"G={group}, D={dim}, D_v={v_dim}": {
+            "tokens": 517,
+            "group": group,
+            "dim": dim,
+            "v_dim": v_dim,
+            "batch": 1 if group == 64 else 2,
+            "dtype": FP16 if group % 3 == (dim == v_dim) else BF16,
+        }
+        for group, dim, v_dim in itertools.product([1, 2, 3, 4, 8, 16, 64], [64, 128], [64, 128])
+    },
+    **{
+        f"{of}, forced {forced}": {"group": group, "dim": dim, "v_dim": v_dim, "count": 8, "forced": forced, **sizes}
+        for of, sizes in (("sequences", {"tokens": 733, "batch": 2}), ("documents", DOCUMENTS))
+        for (group, dim, v_dim), forced in zip(HEADS * 2, FORCED, strict=False)
+    },
+    **{
+        f"blocks of {size}, forced {forced}": {"tokens": tokens, "dim": 128, "size": size, "forced": forced}
+        for size, forced in itertools.product([128, 192, 256], [(1, 1), (0, 2), (0, 1)])
+        for tokens in (1700, [1100, 77, 300])
+    },
+    "documents of 16 heads": {"tokens": [700, 0, 1, 129, 64, 333], "group": 16, "dim": 128, "behind": 9},
+    "documents of a block": {"tokens": [64] * 9},
+    "rows without keys": {"tokens": 900, "indices": FEW_KEYS},
+    "no keys": {"tokens": 900, "indices": NO_KEYS},
 }
 
 
 @CUDA
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name: str) -> None:
-    tokens, options = SHAPES[name]
-    make(tokens, **options).check_both()
+    make(**SHAPES[name]).check_both()
 
 
 @CUDA
-@pytest.mark.parametrize(
-    ("group", "dims", "dtype"),
-    cases.product([1, 2, 3, 4, 8, 16, 64], [(64, 64), (128, 128), (128, 64), (64, 128)], [BF16, FP16], cover=2),
-    ids=str,
-)
-def test_groups(group: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
-    make(517, group, 2, *dims, dtype=dtype, batch=1 if group == 64 else 2, count=5).check_both()
-    if group == 64:  # as many heads as a key/value head may have, query-outer
-        make(517, 128, 2, dims[0], count=5).check_forward(query_outer=True)
-
-
-FORCED = [(1, 2), (0, 2), (1, 1), (2, 0), (2, 3)]
-HEADS = [(1, 64, 64), (4, 128, 64), (16, 128, 128), (3, 64, 128)]
-"""G, D and D_v."""
-PAPER = ((16, 128, 128), (1, 2))
+@pytest.mark.parametrize("group", [1, 3, 16, 64])
+def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs other than Hopper's."""
+    for module in ("kv_outer", "kv_outer_backward", "forced", "query_outer"):
+        monkeypatch.setattr(f"cute_kernels.attend.{module}.has_warpgroups", lambda _: False)
+    make(517, group, 2, 128, count=5).check_both()
+    make([300, 1, 216], group, 1, 64, 128, count=5, size=128).check_both()
+    make([300, 1, 216], group, 1, 128, count=5, forced=(1, 2)).check()
+    make(517, group, 2, 128, count=14, forced=(1, 2)).check_gated("projected")
 
 
 @CUDA
-@pytest.mark.parametrize(
-    ("heads", "forced"), cases.some([PAPER, *zip(HEADS * 2, FORCED[::-1], strict=False)], HEADS, FORCED)
-)
+def test_as_many_heads_as_query_outer_takes() -> None:
+    for dim in (64, 128):
+        make(517, 128, 2, dim, count=5).check_forward(query_outer=True)
+
+
+@CUDA
+@pytest.mark.parametrize(("heads", "forced"), cases.product(HEADS, FORCED[:-1]))
 def test_forced_blocks(heads: tuple[int, int, int], forced: tuple[int, int]) -> None:
-    """Heads by the size of a group, D and D_v."""
     group, dim, v_dim = heads
-    make(733, group, 2, dim, v_dim, batch=2, count=8, forced=forced).check()
-    make([500, 0, 1, 129, 64, 77], group, 2, dim, v_dim, behind=9, count=8, forced=forced).check()
-    if forced != (2, 3):
-        make(733, group, 2, dim, v_dim, count=None, forced=forced).check_forced(200, 700)
-
-
-@CUDA
-@pytest.mark.parametrize(("size", "forced"), cases.product([128, 192, 256], [(1, 1), (0, 2), (0, 1)]))
-def test_forced_blocks_of_sizes(size: int, forced: tuple[int, int]) -> None:
-    make(1700, 4, 2, 128, size=size, forced=forced).check_forward()
-    make([1100, 77, 300], 4, 2, 128, size=size, forced=forced).check_forward()
-
-
-@CUDA
-@pytest.mark.parametrize(
-    ("gates", "forced", "dtype"), cases.product(GATES, [(0, 0), (1, 2)], [BF16, FP16], cover=2), ids=str
-)
-def test_gated_on_the_way(
-    gates: str, forced: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for group, dim in ((1, 64), (3, 128), (16, 128)):
-        make(733, group, 2, dim, batch=2, dtype=dtype, count=8, forced=forced).check_gated(gates)
-    chosen = torch.full((1, 2, 900, 3), -1, dtype=torch.int32)
-    chosen[:, 0, 100:, 1] = 1
-    make(900, 4, dtype=dtype, indices=chosen).check_gated(gates)
-    if sum(forced) > 0:
-        for size, others in ((64, (2, 2)), (128, (1, 1)), (256, (0, 1)), (64, (0, 1))):
-            make(1100, 16, 2, 128, dtype=dtype, count=12, size=size, forced=others).check_gated(gates)
-    small_chunks(monkeypatch, 256, 1, 100)
-    make(1500, 6, 3, batch=2, dtype=dtype, count=8, forced=forced).check_gated(gates)
-    small_chunks(monkeypatch, 40, 1, 100)  # that begin inside of blocks
-    make(700, 16, 2, dtype=dtype, count=8, forced=forced).check_gated(gates)
-
-
-@CUDA
-def test_rows_without_keys() -> None:
-    chosen = torch.full((1, 2, 900, 3), -1, dtype=torch.int32)
-    chosen[:, 0, 100:, 1] = 1
-    chosen[:, 0, :64, 2] = 2
-    make(900, 4, indices=chosen).check_both()
-    make(300, indices=torch.full((1, 2, 300, 3), -1, dtype=torch.int32)).check_both()
-
-
-@CUDA
-@pytest.mark.parametrize("rows", [1, 100, 1000])
-@pytest.mark.parametrize("chunk_bytes", [1, 1 << 22])
-def test_chunks_and_work_tiles(rows: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = make(1500, 6, 3, batch=2, forced=(1, 2) if rows == 100 else (0, 0))
-    whole = inputs.forward()
-    small_chunks(monkeypatch, 256, chunk_bytes, rows)
-    inputs.check()
-    for got, expected in zip(inputs.forward(), whole, strict=True):
-        assert torch.equal(got, expected), "chunks and work tiles must not change the forward"
-    make([900, 300], 6, 3).check()
-
-
-@CUDA
-@pytest.mark.parametrize(("terms", "dim"), cases.product(TERMS, [64, 128]), ids=str)
-def test_dq_with_other_terms(terms: tuple[int, torch.dtype | None], dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    branches, w_dtype = terms
-    for size, group in ((64, 16), (128, 3)):
-        inputs = make(1500, group, 2, dim, batch=2, size=size)
-        inputs.check_terms(branches=branches, w_dtype=w_dtype)
-    small_chunks(monkeypatch, 256, 1 << 22, 100)
-    inputs.check_terms(branches=branches, w_dtype=w_dtype)
-
-
-@CUDA
-@ATOMIC_FREE
-@pytest.mark.parametrize("chunk_bytes", [1, 1 << 30], ids=["many chunks", "one chunk"])
-@pytest.mark.parametrize(
-    ("group", "dim", "size", "local", "left", "count", "dtype"),
-    [
-        (16, 128, 64, 2, 511, 16, BF16),
-        (1, 64, 64, 1, 63, 3, FP16),
-        (3, 64, 128, 2, 300, 5, BF16),
-        (8, 128, 64, 4, 255, 32, FP16),
-        (4, 128, 256, 1, 1000, 4, BF16),
-    ],
-)
-def test_dq_with_the_window(
-    group: int,
-    dim: int,
-    size: int,
-    local: int,
-    left: int,
-    count: int,
-    dtype: torch.dtype,
-    chunk_bytes: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    small_chunks(monkeypatch, 256, chunk_bytes, 1000)
-    for tokens in (1, 65, 1500):
-        inputs = make(tokens, group, 2, dim, batch=2, size=size, count=count, forced=(1, local), dtype=dtype)
-        inputs.check_window(left, w_dtype=dtype, has_cmp=True)
-        inputs.check_window(left, w_dtype=None, has_cmp=False)
+    make(733, group, 2, dim, v_dim, batch=2, count=None, forced=forced).check_forced(200, 700)
 
 
 @CUDA
@@ -294,18 +220,6 @@ def test_query_outer_for_some_tokens_repeats_the_whole() -> None:
         o, lse = query_outer_forward(*tensors, size=inputs.size, scale=inputs.scale, first_token=start)
         assert torch.equal(o, whole[0][:, start:stop])
         assert torch.equal(lse, whole[1][..., start:stop])
-
-
-@CUDA
-@pytest.mark.parametrize("group", [1, 3, 16, 64])
-def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs other than Hopper's."""
-    for module in ("kv_outer", "kv_outer_backward", "forced", "query_outer"):
-        monkeypatch.setattr(f"cute_kernels.attend.{module}.has_warpgroups", lambda _: False)
-    make(517, group, 2, 128, count=5).check_both()
-    make([300, 1, 216], group, 1, 64, 128, count=5, size=128).check_both()
-    make([300, 1, 216], group, 1, 128, count=5, forced=(1, 2)).check()
-    make(517, group, 2, 128, count=14, forced=(1, 2)).check_gated("projected")
 
 
 # ---------------------------------------------------------------- rule and refusals
