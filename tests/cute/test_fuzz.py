@@ -31,14 +31,8 @@ from bench import oracles
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
 from nsa.inputs import TENSOR_NAMES, NSAInputs
 from tests.support import neighborhood_cases, residual_cases
-from tests.support.cute_cases import (
-    SLACK,
-    alone_documents,
-    assert_agrees_with_oracle,
-    check_selection,
-    gradients,
-    part_of,
-)
+from tests.support.cute_cases import SLACK, assert_agrees_with_oracle, check_selection, gradients
+from tests.support.documents import documents, of_document
 from tests.support.fuzzing import (
     EXAMPLES,
     LAYOUTS,
@@ -166,23 +160,16 @@ def calls(draw: st.DrawFn, case: Case, packed: bool, device: str) -> dict[str, A
 # What is right
 
 
-def bounds_of(inputs: NSAInputs) -> tuple[int, ...] | None:
-    """Lengths of documents."""
-    return None if inputs.cu_seqlens is None else tuple(inputs.cu_seqlens.diff().tolist())
-
-
 def assert_right(keywords: dict[str, Any], out: Tensor, aux: NSAAux) -> None:
     inputs, config = of_call(keywords)
-    inputs, lengths = inputs.map(Tensor.detach), bounds_of(inputs)
+    inputs = inputs.map(Tensor.detach)
     assert (out.dtype, out.shape) == (inputs.q.dtype, (*inputs.q.shape[:-1], inputs.v.shape[-1]))
-    if lengths is None:
+    if inputs.cu_seqlens is None:
         assert_one_right(inputs, config, out, aux)
         return
-    for document in alone_documents(inputs, config, lengths):
-        part = {name: tensor[None] for name, tensor in part_of(aux, document).items()}
-        alone = NSAAux(**{name: part.get(name) for name in NSAAux._fields})
-        assert_one_right(document.inputs, config, out[None, document.tokens], alone)
-    assert not out[sum(lengths) :].any(), "rows behind the last document"
+    for document in documents(inputs, config):
+        assert_one_right(document.inputs, config, document.part("out", out), of_document(aux, document))
+    assert not out[int(inputs.cu_seqlens[-1]) :].any(), "rows behind the last document"
 
 
 def assert_one_right(inputs: NSAInputs, config: NSAConfig, out: Tensor, aux: NSAAux) -> None:
@@ -196,7 +183,7 @@ def assert_one_right(inputs: NSAInputs, config: NSAConfig, out: Tensor, aux: NSA
 
 def assert_gradients_right(keywords: dict[str, Any], aux: NSAAux, seed: int, flags: dict[str, bool]) -> None:
     inputs, config = of_call(keywords)
-    inputs, lengths = inputs.map(Tensor.detach), bounds_of(inputs)
+    inputs = inputs.map(Tensor.detach)
     dtype, device = inputs.q.dtype, inputs.q.device
     shape = (*inputs.q.shape[:-1], inputs.v.shape[-1])
     do = torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device).to(dtype)
@@ -205,18 +192,17 @@ def assert_gradients_right(keywords: dict[str, Any], aux: NSAAux, seed: int, fla
         return nsa(**leaves.tensors(), config=config, backend=keywords["backend"], **flags)
 
     def by_documents(leaves: NSAInputs, run: Callable[..., Any]) -> Tensor:
-        if lengths is None:
-            out: Tensor = run(leaves, config, **chosen(aux._asdict()))[0]
+        if leaves.cu_seqlens is None:
+            out: Tensor = run(leaves, config, **chosen(aux))[0]
             return out
-        rows = [leaves.q.new_zeros(0, *do.shape[1:])]
-        for document in alone_documents(leaves, config, lengths):
-            fixed = chosen({name: tensor[None] for name, tensor in part_of(aux, document).items()})
-            rows.append(run(document.inputs, config, **fixed)[0][0])
-        rows.append(leaves.q.new_zeros(do.shape[0] - sum(lengths), *do.shape[1:]))
-        return torch.cat(rows)
+        rows = [
+            run(document.inputs, config, **chosen(of_document(aux, document)))[0][0]
+            for document in documents(leaves, config)
+        ]
+        return torch.cat([*rows, leaves.q.new_zeros(do.shape[0] - sum(map(len, rows)), *do.shape[1:])])
 
     got = gradients(kernels, inputs, do)
-    if do.numel() == 0 or (lengths is not None and sum(lengths) == 0):
+    if do.numel() == 0 or (inputs.cu_seqlens is not None and inputs.cu_seqlens[-1] == 0):
         assert not any(gradient.any() for gradient in got.values())
         return
     # Branches with keys of their own, to know how large the gradients are that add up to that of k or v
@@ -233,8 +219,8 @@ def assert_gradients_right(keywords: dict[str, Any], aux: NSAAux, seed: int, fla
         assert_within_budget(gradient, sum(parts), low[name], of_name, slack=SLACK + rounding)
 
 
-def chosen(aux: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    return {n: found.long() for n in ("indices", "cmp_indices") if (found := aux.get(n)) is not None}
+def chosen(aux: NSAAux) -> dict[str, Tensor]:
+    return {n: found.long() for n in ("indices", "cmp_indices") if (found := getattr(aux, n)) is not None}
 
 
 # The drawn calls

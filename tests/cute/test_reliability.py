@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import threading
@@ -17,9 +18,9 @@ from torch.nn.parallel import parallel_apply
 
 from cute_kernels.runtime import streams
 from dispatch import attention_residual, neighborhood_attention
-from nsa import NSAConfig, nsa, nsa_forward
+from nsa import NSAConfig, NSAttention, nsa, nsa_forward
 from tests.support.cute_cases import gate_weight, like, on_gpu
-from tests.support.hardware import DETERMINISTIC
+from tests.support.hardware import ATOMIC_FREE, DETERMINISTIC
 from tests.support.helpers import run_child
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
@@ -186,6 +187,30 @@ def test_a_capture_beside_calls(mode: str) -> None:
             done.set()
         calling.result()
     assert calls > captures
+
+
+@ATOMIC_FREE
+@pytest.mark.parametrize("options", [{}, {"num_cmp_selected_blocks": 2, "compress_block_size": 4}], ids=["all", "some"])
+def test_layer_as_graphed_callables(options: dict[str, int]) -> None:
+    """torch.cuda.make_graphed_callables captures forward and backward of a layer: outputs and gradients of plain calls.
+
+    Bit for bit: two heads share keys, and all compressed entries that are seen are one block of keys or chosen blocks,
+    so that a sum of FlashAttention-4's atomics has two terms at most, whose order does not matter.
+    """
+    torch.manual_seed(5)
+    config = NSAConfig(num_selected_blocks=3, window_size=100, select_block_size=64, **options)
+    layer = NSAttention(256, 4, 2, head_dim=64, config=config, device="cuda", dtype=torch.bfloat16)
+    sample = like(1, 3000, 256).requires_grad_()
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(layer), (sample,))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, do = (torch.randn_like(sample).requires_grad_() for _ in range(2))
+        results = []
+        for call in (layer, graphed):
+            out = call(x)
+            gradients = torch.autograd.grad(out, (x, *call.parameters()), do)
+            results.append([result.clone() for result in (out, *gradients)])  # a graph writes into the same memory
+        assert_same(results[1], results[0])
 
 
 @DETERMINISTIC

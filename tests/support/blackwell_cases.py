@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from nsa.inputs import NSAInputs
 from tests.ptx import Launched, Order, Schedule
 from tests.support import block_sparse_cases, decode_cases, indexer_cases
 from tests.support.cases import covering
+from tests.support.documents import documents
 from tests.support.gpu_calls import CASES, MANY, TILES, TOKENS
 from tests.support.gpu_calls import Case as Call
 from tests.support.helpers import error_budget, lse_error
@@ -348,11 +348,11 @@ def check_nsa(
     expected = []
     for dtype in (torch.float64, inputs.q.dtype):
         leaves = inputs.map(lambda x, dtype=dtype: x.to(dtype).requires_grad_())
-        parts = [
-            oracles.nsa(part, config, indices=indices.long(), cmp_indices=None if cmp is None else cmp.long())[0]
-            for part, indices, cmp in _documents(leaves, config, selections)
-        ]
-        out = parts[0] if inputs.cu_seqlens is None else torch.cat([part.flatten(0, 1) for part in parts])
+        parts = []
+        for document in documents(leaves, config):
+            fixed = [None if x is None else document.part("indices", x).long() for x in selections]
+            parts.append(oracles.nsa(document.inputs, config, indices=fixed[0], cmp_indices=fixed[1])[0])
+        out = torch.cat(parts) if inputs.cu_seqlens is None else torch.cat(parts, 1)[0]
         names = [name for name in leaves.tensors() if name in got]
         expected.append({"out": out.detach()})
         if do is not None:
@@ -368,28 +368,6 @@ def check_nsa(
         execution.compare(
             "out" if name == "out" else f"gradient of {name}", x[:rows], exact[name][:rows], low[name][:rows], slack
         )
-
-
-def _documents(
-    inputs: NSAInputs, config: NSAConfig, selections: tuple[Tensor, Tensor | None]
-) -> Iterator[tuple[NSAInputs, Tensor, Tensor | None]]:
-    """Each document as a batch of one, with its part of what was selected."""
-    indices, cmp_indices = selections
-    if inputs.cu_seqlens is None:
-        yield inputs, indices, cmp_indices
-        return
-    tile = 0
-    for start, stop in pairwise(inputs.cu_seqlens.tolist()):
-        tiles = slice(tile, tile := tile - (start - stop) // config.q_tile_size)
-        if start == stop:
-            continue
-        own = {
-            name: x[start:stop][None]
-            for name, x in inputs.tensors().items()
-            if x.shape[0] == inputs.q.shape[0] and name != "cu_seqlens"
-        }
-        part = replace(inputs, **own, cu_seqlens=None, max_seqlen=None)
-        yield part, indices[None, :, tiles], None if cmp_indices is None else cmp_indices[None, :, tiles]
 
 
 def _selections(aux: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:

@@ -5,38 +5,27 @@ A call is bit for bit what one call for each document is, with an integer `q_sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench import oracles
 from nsa import NSAAux, NSAConfig, reference
-from nsa.inputs import NSAInputs
-from tests.support.causality import BRANCHES, LSES
+from nsa.inputs import ENTRY_NAMES, KEY_NAMES, QUERY_NAMES, NSAInputs
 from tests.support.cute_cases import SLACK, gradients
-from tests.support.helpers import assert_within_budget, make_qkv
+from tests.support.documents import documents
+from tests.support.gpu_calls import WEIGHTS, Case
+from tests.support.helpers import assert_within_budget
 
 TAIL = 3
 """Queries and keys behind the last document, which hold NaN."""
 
 Run = Callable[[NSAInputs, NSAConfig], tuple[Tensor, NSAAux]]
-
-
-class Document(NamedTuple):
-    """A document by itself, and where it lies in the call's tensors."""
-
-    whole: NSAInputs
-    """Its tokens up to the last query, as an ordinary call."""
-    inputs: NSAInputs
-    """Its queries, with the keys up to the last one: N_k - N_q is the start."""
-    row: int
-    """The sequence, of a call without documents; else 0."""
-    rows: slice
-    keys: slice
-    tiles: slice
 
 
 @dataclass(frozen=True)
@@ -47,6 +36,9 @@ class Pack:
     heads: int = 2
     kv_heads: int = 1
     dim: int = 64
+    v_dim: int = 64
+    tensors: tuple[str, ...] = ("gate_proj_weight",)
+    """Optional inputs to give."""
     sequences: bool = False
     """As sequences of one length, in place of packed documents; all have as many queries, and as many keys."""
     device: str = "cpu"
@@ -56,113 +48,100 @@ class Pack:
         """False for plain packed documents, whose queries and keys are the same tokens."""
         return self.sequences or any(start > 0 or later > 0 for start, _, later in self.documents)
 
-    def _tensors(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        tokens = sum(self.documents[i])
-        q, k, v = make_qkv(tokens, self.heads, self.kv_heads, self.dim, batch=1, dtype=torch.bfloat16, seed=i)
-        return q.to(self.device), k.to(self.device), v.to(self.device)
+    def place(self, i: int) -> tuple[int, int]:
+        """Where a document begins in `tokens_of`: sequence and row."""
+        return (i, 0) if self.sequences else (0, sum(map(sum, self.documents[:i])))
 
-    @property
-    def weight(self) -> Tensor:
-        generator = torch.Generator().manual_seed(1)
-        weight = torch.randn((self.heads, 3, self.dim), generator=generator) * self.dim**-0.5
-        return weight.to(self.device, torch.bfloat16)
-
-    def _sums(self, q: Tensor, start: int) -> Tensor:
-        """q_sum of a document."""
-        return q[:, start // self.config.q_tile_size * self.config.q_tile_size : start].float().sum(1)
-
-    def each(self) -> Iterator[Document]:
-        """Documents that have queries."""
-        row, key, tile, size = 0, 0, 0, self.config.q_tile_size
-        for i, (start, count, later) in enumerate(self.documents):
-            q, k, v = self._tensors(i)
-            stop = start + count
-            tiles = -(-stop // size) - start // size if count > 0 else 0
-            whole = NSAInputs(q[:, :stop], k[:, :stop], v[:, :stop], gate_proj_weight=self.weight)
-            inside = self._sums(q, start) if start % size else None
-            where = slice(row, row + count), slice(key, key + stop), slice(tile, tile + tiles)
-            if self.sequences:
-                where = slice(count), slice(stop), slice(tiles)
-            if count > 0:
-                yield Document(whole, replace(whole, q=whole.q[:, start:], q_sum=inside), i, *where)
-            row, key, tile = row + count, key + stop + later, tile + tiles
+    def whole(self, i: int) -> NSAInputs:
+        """A document's tokens up to its last query, as an ordinary call."""
+        b, first = self.place(i)
+        there = slice(first, first + sum(self.documents[i][:2]))
+        tensors = tokens_of(self).tensors().items()
+        return NSAInputs(**{n: x[b : b + 1, there] if n in QUERY_NAMES + KEY_NAMES else x for n, x in tensors})
 
     @property
     def inputs(self) -> NSAInputs:
-        parts = [self._tensors(i) for i in range(len(self.documents))]
+        def queries(x: Tensor) -> Tensor:
+            places = [(*self.place(i), start, count) for i, (start, count, _) in enumerate(self.documents)]
+            parts = [x[b, first + start : first + start + count] for b, first, start, count in places]
+            return torch.stack(parts) if self.sequences else padded(torch.cat(parts))
+
+        def keys(x: Tensor) -> Tensor:
+            return x if self.sequences else padded(x[0])
+
+        def padded(x: Tensor) -> Tensor:
+            return torch.cat([x, x.new_full((TAIL, *x.shape[1:]), math.nan)])
+
+        cut = dict.fromkeys(QUERY_NAMES, queries) | dict.fromkeys(KEY_NAMES, keys)
+        given: dict[str, Any] = {name: cut.get(name, torch.clone)(x) for name, x in tokens_of(self).tensors().items()}
         starts, counts, later = zip(*self.documents, strict=True)
-        queries = [q[:, s : s + n] for (q, _, _), s, n in zip(parts, starts, counts, strict=True)]
-        q, k, v = (torch.cat(x, 0 if self.sequences else 1) for x in (queries, *list(zip(*parts, strict=True))[1:]))
-        given: dict[str, Any] = {"gate_proj_weight": self.weight, "q_start": self._int32(starts)}
+        if self.sequences or any(later):  # else queries end with the keys
+            given["q_start"] = self._int32(starts)
         if self.continues and not self.config.token_mode:
-            given["q_sum"] = torch.cat([self._sums(x, s) for (x, _, _), s in zip(parts, starts, strict=True)])
-        if self.sequences:
-            return NSAInputs(q, k, v, **given)
-        q, k, v = (torch.cat([x[0], x.new_full((TAIL, *x.shape[2:]), torch.nan)]) for x in (q, k, v))
-        tokens = [sum(document) for document in self.documents]
-        bounds = {"cu_seqlens": self._int32([0, *counts])}
-        if self.continues:
-            bounds["cu_seqlens_k"] = self._int32([0, *tokens])
-        if not any(later):
-            del given["q_start"]  # queries end with the keys
-        return NSAInputs(q, k, v, **given, **{name: x.cumsum(0).int() for name, x in bounds.items()})
+            given["q_sum"] = torch.cat([self._sums(i) for i in range(len(starts))])
+        if not self.sequences:
+            given["cu_seqlens"] = self._int32([0, *counts]).cumsum(0).int()
+            if self.continues:
+                given["cu_seqlens_k"] = self._int32([0, *map(sum, self.documents)]).cumsum(0).int()
+        return NSAInputs(**given)
+
+    def _sums(self, i: int) -> Tensor:
+        """q_sum of a document."""
+        (b, first), start, size = self.place(i), self.documents[i][0], self.config.q_tile_size
+        return tokens_of(self).q[b : b + 1, first + start // size * size : first + start].float().sum(1)
 
     def _int32(self, values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
 
-def part(x: Tensor, document: Document, sequences: bool, at: slice, dim: int = 0) -> Tensor:
-    """What belongs to a document, with a batch dimension of 1."""
-    if sequences:
-        x = x[document.row]
-    return x.movedim(dim, 0)[at].movedim(0, dim)[None]
+@lru_cache(maxsize=1)
+def tokens_of(pack: Pack) -> NSAInputs:
+    """Tensors of all tokens, each with a query; packed documents one behind the other, as one sequence."""
+    lengths = [sum(document) for document in pack.documents]
+    tokens, batch = (lengths[0], len(lengths)) if pack.sequences else (sum(lengths), 1)
+    sizes = {"heads": pack.heads, "kv_heads": pack.kv_heads, "dim": pack.dim, "v_dim": pack.v_dim}
+    return Case(pack.config, tokens, batch=batch, tensors=pack.tensors, **sizes).inputs(pack.device)
 
 
 def assert_each_as_alone(pack: Pack, run: Run) -> tuple[Tensor, NSAAux]:
-    """Bit for bit: out, branches, their LSE, selections, entries; nothing behind the documents."""
-    out, aux = run(pack.inputs, pack.config)
-    config, entry = pack.config, 0
-    for i, document in enumerate(pack.each()):
-        where, of = f"document {i}", pack.sequences
-        alone, alone_aux = run(document.inputs, config)
-        indices = part(aux.indices, document, of, document.tiles, 1)
-        assert torch.equal(indices, alone_aux.indices), f"{where}: another selection"
-        assert torch.equal(part(out, document, of, document.rows), alone), where
-        for name in BRANCHES:
-            got = part(getattr(aux, name), document, of, document.rows)
-            assert torch.equal(got, getattr(alone_aux, name)), f"{where}: {name}"
-        for name in LSES:
-            got = part(getattr(aux, name), document, of, document.rows, 1)
-            assert torch.equal(got, getattr(alone_aux, name)), f"{where}: {name}"
-        if of:
-            entries = alone_aux.k_cmp.shape[1]
-            assert torch.equal(aux.k_cmp[document.row : document.row + 1, :entries], alone_aux.k_cmp), where
-            assert not aux.k_cmp[document.row, entries:].any(), f"{where}: entries behind the last query"
-    if not pack.sequences:
-        for start, count, later in pack.documents:
-            own, all_of_them = config.num_compressed(start + count), config.num_compressed(start + count + later)
-            assert bool(aux.k_cmp[entry : entry + own].any()) == (own > 0)
-            assert not aux.k_cmp[entry + own : entry + all_of_them].any(), "entries behind the last query"
-            entry += all_of_them
-        assert not out[-TAIL:].any()
-        assert not aux.k_cmp[entry:].any()
+    """Bit for bit all results; those that belong to no document hold 0, indices -1, LSE -inf."""
+    inputs, config = pack.inputs, pack.config
+    out, aux = run(inputs, config)
+    results = {"out": out, **{name: x for name, x in aux._asdict().items() if x is not None}}
+    assert aux.indices.shape[-2] == inputs.num_tiles(config)
+    assert aux.k_cmp.shape[-3] == inputs.num_entries(config)
+    rest = {name: x.clone() for name, x in results.items()}
+    fills = {name: -math.inf if name.startswith("lse") else -1 if name.endswith("indices") else 0 for name in rest}
+    for document in documents(inputs, config, empty=True):
+        for name in ENTRY_NAMES:  # also those of documents without queries
+            document.part(name, rest[name]).fill_(0)
+        if document.inputs.q.shape[1] == 0:
+            continue
+        alone_out, alone = run(document.inputs, config)
+        expected = {"out": alone_out, **{name: x for name, x in alone._asdict().items() if x is not None}}
+        assert results.keys() == expected.keys()
+        for name, x in expected.items():
+            assert torch.equal(document.part(name, results[name]), x), f"{name} of rows {document.rows}"
+            document.part(name, rest[name]).fill_(fills[name])
+    for name, x in rest.items():
+        assert bool((x == fills[name]).all()), f"{name} of no document"
     return out, aux
 
 
 def assert_gradients(pack: Pack, aux: NSAAux, do: Tensor, got: dict[str, Tensor]) -> None:
     """Each document's shares are those of its whole call, of rows from the start on, in fp64."""
-    weight = torch.zeros(pack.weight.shape, dtype=torch.float64, device=pack.device)
-    naive_weight = torch.zeros_like(weight)
-    for document in pack.each():
-        whole, of = document.whole, pack.sequences
-        rows = whole.q.shape[1] - document.inputs.q.shape[1]
-        own = part(do, document, of, document.rows)
-        wanted = torch.cat([own.new_zeros((1, rows, *own.shape[2:])), own], 1)
+    rest = {name: x.clone() for name, x in got.items()}
+    weights: dict[str, list[Tensor]] = {}
+    with_queries = [i for i, (_, count, _) in enumerate(pack.documents) if count > 0]
+    for i, document in zip(with_queries, documents(pack.inputs, pack.config), strict=True):
+        whole, first = pack.whole(i), pack.documents[i][0]
+        own = document.part("out", do)
+        wanted = torch.cat([own.new_zeros((1, first, *own.shape[2:])), own], 1)
         selected = reference.nsa(whole.map(Tensor.double), pack.config)[1]._asdict()
         fixed: dict[str, Any] = {}
         for name in ("indices", "cmp_indices"):
             if (blocks := selected[name]) is not None:
-                chosen = part(getattr(aux, name), document, of, document.tiles, 1)
+                chosen = document.part(name, getattr(aux, name))
                 blocks[:, :, blocks.shape[2] - chosen.shape[2] :] = chosen[..., : blocks.shape[3]]
                 fixed[name] = blocks.long()
 
@@ -174,20 +153,20 @@ def assert_gradients(pack: Pack, aux: NSAAux, do: Tensor, got: dict[str, Tensor]
 
         expected = gradients(exact, whole.map(Tensor.double), wanted.double())
         naive = gradients(low, whole, wanted)
-        for name, at in (("q", document.rows), ("k", document.keys), ("v", document.keys)):
-            mine = part(got[name], document, of, at)
-            theirs = [x[name][:, rows:] if name == "q" else x[name] for x in (expected, naive)]
-            assert_within_budget(mine, *theirs, f"gradient of {name}", slack=SLACK)
-            got[name].view(-1, *got[name].shape[-2:])  # contiguous
-        weight += expected["gate_proj_weight"]
-        naive_weight += naive["gate_proj_weight"].double()
-    assert_within_budget(got["gate_proj_weight"], weight, naive_weight, "gradient of gate_proj_weight", slack=SLACK)
-    for name in ("q", "k", "v"):
-        rest = got[name].clone()
-        for document in pack.each():
-            at = document.rows if name == "q" else document.keys
-            (rest[document.row] if pack.sequences else rest)[at] = 0
-        assert not rest.any(), f"gradient of {name} of what no document has"
+        for name, (theirs, rounded) in {name: (expected[name], naive[name].double()) for name in expected}.items():
+            if name in WEIGHTS:
+                sums = weights.get(name, [torch.zeros_like(theirs)] * 2)
+                weights[name] = [sums[0] + theirs, sums[1] + rounded]
+                continue
+            skipped = first if name in QUERY_NAMES else 0
+            mine = document.part(name, got[name])
+            assert_within_budget(mine, theirs[:, skipped:], rounded[:, skipped:], f"gradient of {name}", slack=SLACK)
+            document.part(name, rest[name]).fill_(0)
+    for name, x in rest.items():
+        if name in weights:
+            assert_within_budget(x, *weights[name], f"gradient of {name}", slack=SLACK)
+        else:
+            assert not x.any(), f"gradient of {name} of what no document has"
 
 
 TOKEN = NSAConfig.paper(compress_block_size=16, compress_stride=8, num_selected_blocks=4, window_size=30)

@@ -1,10 +1,8 @@
-"""Inputs, oracles and budgets that tests of cute_kernels on a GPU share: forward, gradients, packed documents."""
+"""Inputs, oracles and budgets that tests of cute_kernels on a GPU share: forward and gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,37 +19,8 @@ from tests.support.select_cases import check_chosen
 BF16, FP16 = torch.bfloat16, torch.float16
 SOME = NSAConfig(num_selected_blocks=3, window_size=100)
 """A selection that selects from a few hundred tokens on."""
-SIZES = (1, 63, 64, 65, 255, 256, 257, 1000, 4096, 8191)
 SLACK = 1e-4
 """A row with one key has dS = P (do . v - do . o) = 0, but the two products are summed in different orders."""
-OPTIONS: dict[str, dict[str, Any]] = {
-    "not causal": {"causal": False},
-    "not causal, forced": {"causal": False, "num_init_blocks": 1, "num_local_blocks": 2},
-    "shared in the group": {"share_heads_in_group": True},
-    "tiles of 512": {"q_tile_size": 512},
-    "many blocks": {"num_selected_blocks": 40},
-    "more blocks than there are": {"num_selected_blocks": 100},
-    "forced": {"num_init_blocks": 1, "num_local_blocks": 1},
-    "only forced": {"num_init_blocks": 1, "num_local_blocks": 2},
-    "blocks of 128": {"select_block_size": 128},
-    "blocks of 192": {"select_block_size": 192, "q_tile_size": 768},
-    "short entries": {"compress_block_size": 16, "select_block_size": 64},
-    "long entries": {"compress_block_size": 128},
-    "overlapping": {"compress_block_size": 32, "compress_stride": 16, "select_block_size": 64},
-    "no phases": {"compress_block_size": 32, "compress_stride": 12, "select_block_size": 64},
-    "no blocks": {"num_selected_blocks": 0},
-    "no window": {"window_size": 0},
-    "window of one": {"window_size": 1},
-    "scale": {"softmax_scale": 0.5},
-    "sparse compressed": {"num_cmp_selected_blocks": 2, "compress_block_size": 4, "select_block_size": 64},
-    "sparse compressed, not causal": {
-        "num_cmp_selected_blocks": 1,
-        "compress_block_size": 4,
-        "select_block_size": 64,
-        "causal": False,
-    },
-    "sparse compressed, all fit": {"num_cmp_selected_blocks": 8},
-}
 
 
 def on_gpu(tokens: int, heads: int = 8, kv_heads: int = 2, dim: int = 128, **keywords: Any) -> tuple[Tensor, ...]:
@@ -65,20 +34,6 @@ def like(*shape: int, seed: int = 7, dtype: torch.dtype = BF16, scale: float = 1
 
 def gate_weight(heads: int = 8, dim: int = 128, dtype: torch.dtype = BF16) -> Tensor:
     return like(heads, 3, dim, seed=1, dtype=dtype, scale=dim**-0.5)
-
-
-def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of a call, made after the call has run on a side stream, and the results that replays write anew."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call()
-    return graph, results
 
 
 # Forward
@@ -191,43 +146,3 @@ def check_gradients(inputs: NSAInputs, config: NSAConfig, **keywords: Any) -> di
         assert gradient.dtype == getattr(inputs, name).dtype
         assert_within_budget(gradient, expected[name], low[name], f"gradient of {name}", slack=SLACK)
     return got
-
-
-# Packed documents
-
-
-@dataclass(frozen=True)
-class Alone:
-    """A document without the others, and where in the pack it and what belongs to it lie."""
-
-    inputs: NSAInputs
-    tokens: slice
-    tiles: slice
-    entries: slice
-
-
-def alone_documents(inputs: NSAInputs, config: NSAConfig, lengths: tuple[int, ...]) -> Iterator[Alone]:
-    tile, entry = 0, 0
-    for start, stop in pairwise([0, *accumulate(lengths)]):
-        tokens = slice(start, stop)
-        tiles = slice(tile, tile := tile - (start - stop) // config.q_tile_size)
-        entries = slice(entry, entry := entry + config.num_compressed(stop - start))
-        if start < stop:
-            yield Alone(reference._slice_document(inputs, tokens, tokens, entries), tokens, tiles, entries)
-
-
-def part_of(aux: NSAAux, document: Alone) -> dict[str, Tensor]:
-    """What of a pack's NSAAux belongs to a document."""
-    part: dict[str, Tensor] = {}
-    for name, tensor in aux._asdict().items():
-        if tensor is None:
-            continue
-        if name in ("k_cmp", "v_cmp"):
-            part[name] = tensor[document.entries]
-        elif name.endswith("indices"):
-            part[name] = tensor[:, document.tiles]
-        elif name.startswith("lse"):
-            part[name] = tensor[:, document.tokens]
-        else:
-            part[name] = tensor[document.tokens]
-    return part
