@@ -1,16 +1,15 @@
-"""Who waits for whom on side streams, with stand-ins for CUDA's streams and events."""
+"""Which side streams a call has, and who waits for whom, with stand-ins for CUDA's streams and events."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -23,22 +22,36 @@ from cute_kernels.runtime.streams import STREAMS, SideStreams
 
 DEVICE = torch.device("cuda:1")
 
+# Which streams
+
+
+class Stream:
+    """As CUDA has it: who waits for a stream that is captured becomes part of the capture, unless that cannot be."""
+
+    capture: object = None
+
+    def record_event(self) -> Stream:
+        return self
+
+    def wait_stream(self, stream: Stream) -> None:
+        assert stream.capture is self.capture or self.capture is None, "cudaErrorStreamCaptureIsolation"
+        self.capture = stream.capture
+
+    wait_event = wait_stream
+
 
 class Streams:
-    """What was launched and waited for, what is captured, and the current stream of each thread and the device."""
+    """Streams of threads, and what is captured."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.log: list[str] = []
-        self.local = threading.local()
-        self.main = Stream(self, "main")
-        self.device = 0
-        self.made = itertools.count()
+        self.local, self.made = threading.local(), list[Stream]()
+        self.main = Stream()
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
-        patch.setattr(torch.cuda, "device", self.guard)
-        patch.setattr(torch.cuda, "current_stream", lambda device: self.current)
-        patch.setattr(torch.cuda, "set_stream", self.set_stream)
+        patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "current_stream", lambda _: self.current)
+        patch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self.local, "current", stream))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.current.capture is not None)
-        patch.setattr(side_streams, "new_streams", lambda device, _: [self.new() for _ in range(STREAMS)])
+        patch.setattr(side_streams, "new_streams", lambda *_: [self.new() for _ in range(STREAMS)])
         patch.setattr(side_streams, "is_captured", lambda stream: stream.capture is not None)
         patch.setattr(side_streams, "_SHARED", {})
         patch.setattr(side_streams, "_LENT", {})
@@ -48,126 +61,34 @@ class Streams:
         return getattr(self.local, "current", self.main)
 
     def new(self) -> Stream:
-        return Stream(self, f"side {next(self.made)}")
-
-    @contextmanager
-    def guard(self, device: torch.device) -> Iterator[None]:
-        before, self.device = self.device, device.index
-        try:
-            yield
-        finally:
-            self.device = before
-
-    def set_stream(self, stream: Stream) -> None:
-        self.local.current = stream
-
-    def launch(self, name: str) -> None:
-        self.log.append(f"{self.current.name}: {name}")
+        self.made.append(Stream())
+        return self.made[-1]
 
     @contextmanager
     def capture(self, stream: Stream) -> Iterator[None]:
         """On a stream that is current meanwhile; ends for all streams that have become part of it."""
-        before = self.current
-        stream.capture = Capture([stream])
-        self.set_stream(stream)
-        try:
-            yield
-        finally:
-            self.set_stream(before)
-            for part in stream.capture.streams:
+        before, capture = self.current, object()
+        stream.capture = capture
+        torch.cuda.set_stream(stream)  # type: ignore[arg-type]
+        yield
+        torch.cuda.set_stream(before)  # type: ignore[arg-type]
+        for part in (stream, *self.made):
+            if part.capture is capture:
                 part.capture = None
 
+    def used(self) -> set[int]:
+        """Numbers of the side streams that a call of as many chunks runs on, by when they were made."""
+        numbers = set()
+        with SideStreams(DEVICE) as side:
+            for _ in range(STREAMS):
+                side.begin()
+                with side.run():
+                    numbers.add(self.made.index(self.current))
+        return numbers
 
-class Capture:
-    def __init__(self, streams: list[Stream]) -> None:
-        self.streams = streams
-
-
-class Event(NamedTuple):
-    after: str
-    capture: Capture | None
-
-
-class Stream:
-    """As CUDA has it: who waits for a captured event becomes part of the capture, unless that cannot be."""
-
-    def __init__(self, streams: Streams, name: str) -> None:
-        self.streams, self.name = streams, name
-        self.capture: Capture | None = None
-
-    def record_event(self) -> Event:
-        return Event((self.streams.log or [""])[-1].partition(": ")[2], self.capture)
-
-    def wait_event(self, event: Event) -> None:
-        if event.capture is not self.capture:
-            assert self.capture is None, "cudaErrorStreamCaptureIsolation"
-            assert event.capture is not None
-            self.capture = event.capture
-            event.capture.streams.append(self)
-        self.streams.log.append(f"{self.name} waits for {event.after}")
-
-    def wait_stream(self, stream: Stream) -> None:
-        self.wait_event(stream.record_event())
-
-
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    return Streams(monkeypatch)
-
-
-def three_chunks(streams: Streams, fails: bool = False) -> None:
-    with SideStreams(DEVICE) as side:
-        assert streams.device == 1
-        for number in range(3):
-            side.begin()
-            streams.launch(f"lists {number}")
-            with side.run(object()):
-                streams.launch(f"chunk {number}")
-                if fails and number == 1:
-                    raise ValueError("in a chunk")
-            assert streams.current is streams.main
-
-
-def test_each_waits_for_what_it_reads(streams: Streams) -> None:
-    three_chunks(streams)
-    assert streams.log == [
-        "main: lists 0",
-        "side 0 waits for lists 0",
-        "side 0: chunk 0",
-        "main: lists 1",
-        "side 1 waits for lists 1",
-        "side 1: chunk 1",
-        "main waits for chunk 0",  # whose memory the third chunk may take
-        "main: lists 2",
-        "side 0 waits for lists 2",
-        "side 0: chunk 2",
-        "main waits for chunk 1",
-        "main waits for chunk 2",
-    ]
-    assert streams.current is streams.main
-    assert streams.device == 0
-
-
-def test_an_exception_leaves_the_current_stream_waiting(streams: Streams) -> None:
-    with pytest.raises(ValueError, match="in a chunk"):
-        three_chunks(streams, fails=True)
-    assert streams.log[-2:] == ["main waits for chunk 0", "main waits for chunk 1"]
-    assert streams.current is streams.main
-    assert streams.device == 0
-
-
-# Which streams
-
-
-def used(streams: Streams) -> set[str]:
-    """Names of those that a call of two chunks runs on."""
-    names = set()
-    with SideStreams(DEVICE) as side:
-        for _ in range(STREAMS):
-            side.begin()
-            with side.run():
-                names.add(streams.current.name)
-    return names
+    def used_in_capture(self) -> set[int]:
+        with self.capture(Stream()):
+            return self.used()
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
@@ -175,44 +96,23 @@ def in_thread(function: Callable[[], Any]) -> Any:
         return pool.submit(function).result()
 
 
-def test_calls_of_all_threads_and_streams_share_them(streams: Streams) -> None:
-    expected = {"side 0", "side 1"}
-    assert used(streams) == expected
+def test_calls_share_streams_and_captures_have_their_own_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, capturing = Streams(monkeypatch), Stream()
+    with streams.capture(capturing):
+        assert streams.used() == {0, 1}
+        assert in_thread(streams.used) == {2, 3}  # not captured
+        assert streams.used() == {0, 1}  # of the same graph
+        assert in_thread(streams.used_in_capture) == {4, 5}
     for _ in range(100):
-        assert in_thread(lambda: used(streams)) == expected
-    streams.set_stream(Stream(streams, "another"))
-    assert used(streams) == expected
+        assert in_thread(streams.used) == {2, 3}
+    torch.cuda.set_stream(Stream())  # type: ignore[arg-type]
+    assert streams.used() == {2, 3}
+    with streams.capture(capturing), SideStreams(DEVICE):  # which has not yet launched anything on its streams
+        assert in_thread(streams.used_in_capture) == {4, 5}
+        assert streams.used() == {0, 1}
 
 
-def test_a_capture_has_its_own_until_it_ends(streams: Streams) -> None:
-    capturing = Stream(streams, "capturing")
-    with streams.capture(capturing):
-        assert used(streams) == {"side 0", "side 1"}
-        assert in_thread(lambda: used(streams)) == {"side 2", "side 3"}  # not captured
-        assert used(streams) == {"side 0", "side 1"}  # of the same graph
-
-        def capture_too() -> set[str]:
-            with streams.capture(Stream(streams, "another")):
-                return used(streams)
-
-        assert in_thread(capture_too) == {"side 4", "side 5"}
-    assert used(streams) == {"side 2", "side 3"}
-    with streams.capture(capturing):
-        assert used(streams) == {"side 0", "side 1"}
-
-
-def test_a_capture_s_are_taken_before_its_first_pass(streams: Streams) -> None:
-    """Also while its thread has not yet come to launch anything on them."""
-    with streams.capture(Stream(streams, "capturing")), SideStreams(DEVICE):
-
-        def capture_too() -> set[str]:
-            with streams.capture(Stream(streams, "another")):
-                return used(streams)
-
-        assert in_thread(capture_too) == {"side 2", "side 3"}
-
-
-# Recorded calls
+# Who waits for whom
 
 
 class LateStream:
@@ -261,6 +161,24 @@ class Late:
         self.launches.clear()
         for stream in (self.main, *self.sides):
             stream.after = set()
+
+
+def test_an_exception_leaves_the_current_stream_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Late(monkeypatch)
+
+    def two_chunks() -> None:
+        with SideStreams(DEVICE) as side:
+            for number in range(2):
+                side.begin()
+                with side.run():
+                    late.launch(lambda: None)
+                    if number == 1:
+                        raise ValueError("in a chunk")
+
+    with pytest.raises(ValueError, match="in a chunk"):
+        two_chunks()
+    assert late.current is late.main
+    assert late.main.after == {0, 1}
 
 
 @pytest.mark.parametrize("seed", range(20))
