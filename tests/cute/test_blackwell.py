@@ -100,38 +100,9 @@ def test_ci_executes_every_value() -> None:
     assert [{*values} for values in zip(*branches, strict=True)] == [{*blackwell.HERE}, *map(set, blackwell.AXES[1:])]
 
 
-def test_a_kernel_that_no_case_launches_is_missed() -> None:
-    missing = blackwell.missing([])
-    assert "attend.query_outer.QueryOuterForward packed=True" in missing
-    assert not any("warpgroups=True" in form or "selected_backward" in form for form in missing)
-    assert blackwell.missing(missing) == []
-
-
 def test_error_of_lse_is_that_of_the_polynomial() -> None:
     from flash_attn.cute.utils import POLY_EX2
 
     x = np.linspace(0, 1, 1 << 20)
     worst = np.abs(np.polyval(POLY_EX2[3][::-1], x) / 2**x - 1).max()
     assert 0.9 * EXP2_ERROR < worst < EXP2_ERROR
-
-
-STORE = "[7: cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%rd1], [%r1], %r2]"
-STORED = f"""FlashAttentionBackwardSm100: the CTA ends during {STORE} where bulk stores of warp 4 reads and {STORE} \
-where bulk stores of warp 4 is not waited for: shared memory"""
-COMMIT = "[7: tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r9], %rs8]"
-COMMITTED = f"""FlashAttentionForwardSm100: the CTA ends during {COMMIT} where mbarrier 1:0x10 arrives and {COMMIT} \
-where mbarrier 1:0x10 is not waited for: mbarrier (1, 16)"""
-
-
-def test_known_findings_are_of_one_place() -> None:
-    assert (blackwell.known(STORED), blackwell.known(COMMITTED)) == ("last stage", "pair")
-    others = [
-        "FlashAttentionForwardSm100: nothing orders [1: st] and [2: ld]",
-        STORED.replace("warp 4", "warp 0"),
-        STORED.replace("Backward", "Forward"),
-        STORED.replace("and [7:", "and [8:"),
-        COMMITTED.replace("1:0x10", "1:0x18"),
-        COMMITTED.replace("Forward", "Backward"),
-        COMMITTED.replace("::2", "::1"),
-    ]
-    assert blackwell.unknown([STORED, *others, COMMITTED]) == others

@@ -7,69 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from cute_kernels.runtime.compiling import COMPILING, once
-from tests.support.helpers import run_child
 
 THREADS = 8
-
-COLD = """
-import threading
-from functools import partial
-
-import torch
-
-from cute_kernels.fa4 import interface as fa4
-from cute_kernels.lists import kv_to_query
-from cute_kernels.pool import compress
-from cute_kernels.runtime import jit
-from cute_kernels.runtime.launches import launches_of
-
-BF16 = torch.bfloat16
-
-def window(dim):
-    q = torch.empty(1, 256, 2, dim, dtype=BF16, device="meta")
-    ((kernel, _),) = launches_of(lambda: fa4.window(q, q, q, left=63, right=0, scale=1.0, lse=False))
-    return kernel
-
-kernels = [
-    partial(kv_to_query.TileBits.compile, 64, entries=False, packed=False),
-    partial(window, 64),
-    partial(compress.BlockMean.compile, (32, 16, False), BF16, BF16, 64, 64, False),
-    partial(kv_to_query.TileBits.compile, 64, entries=False, packed=False),
-    partial(window, 64),
-]
-results = {}
-
-def work(number, start):
-    start.wait()
-    results[number] = kernels[number]().compiled
-
-for _ in range(2):  # threads made anew for each forward, as nn.DataParallel does
-    start = threading.Barrier(len(kernels))
-    threads = [threading.Thread(target=work, args=(number, start)) for number in range(len(kernels))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == len(kernels), sorted(results)
-    assert results[0] is results[3]
-    assert results[1] is results[4]
-    print(sorted(jit.COMPILED), jit.num_compiled())
-"""
-"""Five threads compile two kernels of ours and one of FlashAttention-4's at once, and say what there is then."""
-
-
-@pytest.mark.cuda_extra
-@pytest.mark.slow
-def test_threads_that_compile_at_once(tmp_path: Path) -> None:
-    from tools.compile_all import child_environment
-
-    printed = run_child(COLD, child_environment("sm_90a", str(tmp_path)))
-    assert printed.splitlines()[-2:] == ["['BlockMean', 'FlashAttentionForwardSm90', 'TileBits'] 3"] * 2
 
 
 def at_once(function: Callable[[int], object]) -> list[object]:

@@ -319,23 +319,6 @@ def on_gpu(tokens: int, **keywords: Any) -> list[Tensor]:
 
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
-def test_q_k_and_v_projected_together_on_a_gpu() -> None:
-    """Views of one tensor whose classes are no heads."""
-    joint = torch.randn(2, 1001, 12, 128, device="cuda", dtype=BF16)
-    q, k, v = (x.requires_grad_() for x in joint.split((8, 2, 2), 2))
-    do = torch.randn(q.shape, device="cuda", dtype=BF16)
-    window = {"kernel_size": 65, "dilation": 2, "backend": "cute"}
-    out = neighborhood_attention(q, k, v, **window)
-    apart = [x.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for x in (q, k, v)]
-    expected = neighborhood_attention(*apart, **window)
-    assert torch.equal(out, expected)
-    gradients = torch.autograd.grad(out, (q, k, v), do), torch.autograd.grad(expected, apart, do)
-    for got, wanted in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=float(wanted.abs().max()) * 2**-7)
-
-
-@pytest.mark.cuda
-@pytest.mark.filterwarnings("default")
 @NEIGHBORHOOD
 def test_deterministic_where_pytorch_is_asked_for_it() -> None:
     qkv = on_gpu(4001)

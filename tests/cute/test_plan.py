@@ -116,6 +116,11 @@ RULES: dict[str, tuple[NSAInputs, NSAConfig, dict[str, Any]]] = {
         replace(TOKEN, window_size=127),
         {"forced": (1, 2), "window": "fa4", "local_with_window": False},
     ),
+    "a window of 128": (inputs_of(), replace(TOKEN, window_size=128), {"window": "combine"}),
+    "a window of 2048": (inputs_of(), replace(TOKEN, window_size=2048), {"window": "combine"}),
+    "a window of 2049": (inputs_of(), replace(TOKEN, window_size=2049), {"window": "fa4"}),
+    "many slots": (inputs_of(), replace(TOKEN, num_selected_blocks=33), {"window": "fa4"}),
+    "nothing local": (inputs_of(), replace(TOKEN, num_local_blocks=0), {"window": "fa4"}),
     "two partials a slot": (inputs_of(), replace(TOKEN, select_block_size=128), {"window_dq": "combine"}),
     "too many partials": (
         inputs_of(),

@@ -10,11 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_kernels import plan
-from cute_kernels.fa4 import rules
-from cute_kernels.runtime import device
-from nsa import NSAConfig
-from nsa.inputs import NSAInputs
 from tests.ptx import Observer, Order, Schedule
 from tests.support import cases
 from tests.support.hardware import WINDOW_COMBINE
@@ -115,23 +110,6 @@ class TestInterpreted:
         for got, other, tokens in zip(case.run(inputs), others, (1, 2, 1, 2), strict=True):
             assert torch.equal(got.narrow(tokens, 0, token + 1), other.narrow(tokens, 0, token + 1))
             assert not torch.equal(got.select(tokens, token + 1), other.select(tokens, token + 1))
-
-
-# Which windows
-
-
-def test_which_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def window(*, v_dim: int = 128, group: int = 16, own_keys: bool = False, arch: int = 9, **options: int) -> str:
-        q, k = (torch.empty((1, 300, heads, 128), dtype=torch.bfloat16, device="meta") for heads in (group, 1))
-        inputs = NSAInputs(q, k, k[..., :v_dim], k_win=k if own_keys else None, v_win=k if own_keys else None)
-        monkeypatch.setattr(device, "compute_capability", lambda _: (arch, 0))
-        monkeypatch.setattr(rules, "compute_capability", lambda _: (arch, 0))
-        return plan.plan(inputs, replace(NSAConfig.paper(), **options)).window
-
-    assert window() == window(window_size=128) == window(window_size=2048) == "combine"
-    assert window(v_dim=64) == window(group=4) == window(own_keys=True) == window(arch=10) == "fa4"
-    assert window(num_selected_blocks=33) == window(num_local_blocks=0) == "fa4"
-    assert window(window_size=127) == window(window_size=2049) == "fa4"
 
 
 def test_other_windows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ class Step:
         lengths = [torch.tensor(x, dtype=torch.int32) for x in (case.cached, new)]
         self.lengths = LengthTensors(*[x.to(self.device) for x in (*lengths, flags)])
         given = {
-            "gates": {"gates": normal(batch, case.queries, heads, 3, dtype=torch.float32)},
+            "gates": {"gates": normal(batch, case.queries, heads, 4, dtype=torch.float32)[..., 1:]},
             "projected": {"gate_proj_weight": normal(heads, 3, case.dim) * case.dim**-0.5},
             "thirds": {},
         }

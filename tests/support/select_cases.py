@@ -1,4 +1,4 @@
-"""What tests of selection share: blocks of given scores, the oracle's selection, selected blocks up to near ties."""
+"""What tests of selection share: lists of given scores, the oracle's selection, selected blocks up to near ties."""
 
 from __future__ import annotations
 
@@ -10,20 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.select.topk import Blocks
 from nsa import NSAConfig, reference
 from nsa.inputs import NSAInputs
-
-
-def blocks_of(config: NSAConfig) -> Blocks:
-    return Blocks(
-        config.compress_block_size,
-        config.stride,
-        config.select_size,
-        config.num_selected_blocks,
-        init=config.num_init_blocks,
-        local=config.num_local_blocks,
-    )
 
 
 def expected_list(scores: np.ndarray[Any, Any], forced: set[int], count: int) -> list[int]:
