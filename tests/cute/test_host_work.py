@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels.runtime import graphs, replay
 from nsa import NSACache, NSAConfig, PageTable, nsa_with_cache
-from nsa.inputs import NSAInputs
+from tests.support import kernel_calls
 from tests.support.compile_keys import noted_keys
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported
@@ -51,12 +51,8 @@ def steps() -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     """Forward and backward of 8K tokens, 8 heads over 2, D = 128, the defaults. To be called inside `noted_keys`."""
     from cute_kernels import backward, forward
 
-    q, k, weight = (
-        torch.empty(shape, dtype=torch.bfloat16, device="meta")
-        for shape in ((1, 8192, 8, 128), (1, 8192, 2, 128), (8, 3, 128))
-    )
-    inputs, config = NSAInputs(q, k, torch.empty_like(k), gate_proj_weight=weight), NSAConfig()
-    do = torch.empty_like(q)
+    inputs, config = kernel_calls.inputs_of(dim=128, group=4, dtype=torch.bfloat16, tokens=8192), NSAConfig()
+    do = torch.empty_like(inputs.q)
     return (
         lambda: forward.nsa_saving(inputs, config, recompute=False)[1],
         lambda saved: backward.nsa_backward(inputs, config, saved, do),
@@ -85,21 +81,6 @@ def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     graphs.forget()
 
 
-def test_operators_beside_our_kernels(mode: str) -> None:
-    with noted_keys(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        forward, backward = steps()
-        for _ in range(4):  # launches go by FlashAttention-4's interface at first
-            backward(forward())
-        with Operators() as ahead:
-            saved = forward()
-        with Operators() as back:
-            backward(saved)
-    expected = {"plain": ((0, 22), (3, 64)), "replayed": ((0, 25), (3, 48)), "graphs": ((0, 12), (0, 5))}[mode]
-    assert (ahead.kernels, sum(ahead.counts.values())) == expected[0], ahead.counts
-    assert (back.kernels, sum(back.counts.values())) == expected[1], back.counts
-
-
 def calls_made(function: Callable[[], object]) -> int:
     """Calls of Python functions and of C functions inside `function`."""
     count = 0
@@ -119,15 +100,22 @@ def calls_made(function: Callable[[], object]) -> int:
     return count
 
 
-def test_calls_of_a_forward(mode: str) -> None:
+def test_work_beside_our_kernels(mode: str) -> None:
+    """Operators of forward and backward, and calls of functions in a forward."""
     with noted_keys(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        forward, _ = steps()
-        for _ in range(4):
-            forward()
+        forward, backward = steps()
+        for _ in range(4):  # the first calls import FlashAttention-4, record, and make graphs
+            backward(forward())
+        with Operators() as ahead:
+            saved = forward()
+        with Operators() as back:
+            backward(saved)
         calls = calls_made(forward)
-    most = {"plain": 480, "replayed": 180, "graphs": 115}[mode]  # Pythons differ a little
-    assert calls <= most, calls
+    expected = {"plain": ((0, 22), (3, 64)), "replayed": ((0, 25), (3, 48)), "graphs": ((0, 12), (0, 5))}[mode]
+    assert (ahead.kernels, sum(ahead.counts.values())) == expected[0], ahead.counts
+    assert (back.kernels, sum(back.counts.values())) == expected[1], back.counts
+    assert calls <= {"plain": 480, "replayed": 180, "graphs": 115}[mode], calls  # Pythons differ a little
 
 
 @torch.no_grad()

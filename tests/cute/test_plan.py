@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from cute_kernels.call import window_reach
 from cute_kernels.plan import Plan, plan, refusal
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
-from tests.support import cases
+from tests.support import cases, kernel_calls
 from tests.support.compile_keys import meta_gpu
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported
@@ -29,37 +29,7 @@ def arch(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def inputs_of(
-    tokens: int = 3000,
-    *,
-    group: int = 16,
-    dims: tuple[int, int] = (128, 128),
-    first: int = 0,
-    gates: str = "projected",
-    own_keys: str = "",
-    documents: bool = False,
-) -> NSAInputs:
-    """Tensors without data. Args: first: token of the first query. gates: "projected", "given" or "third".
-
-    own_keys: "slc" or "win".
-    """
-
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    batch = () if documents else (1,)
-    q = empty(*batch, tokens - first, 2 * group, dims[0])
-    k, v = (empty(*batch, tokens, 2, dim) for dim in dims)
-    more: dict[str, Any] = {}
-    if gates == "projected":
-        more["gate_proj_weight"] = empty(2 * group, 3, dims[0])
-    elif gates == "given":
-        more["gates"] = empty(*q.shape[:-1], 3)
-    if own_keys:
-        more |= {f"k_{own_keys}": torch.empty_like(k), f"v_{own_keys}": torch.empty_like(v)}
-    if documents:
-        more |= {"cu_seqlens": empty(4, dtype=torch.int32), "max_seqlen": tokens}
-    return NSAInputs(q, k, v, **more)
+inputs_of = partial(kernel_calls.inputs_of, dim=128, group=16, dtype=torch.bfloat16, tokens=3000)
 
 
 # Rules, by what differs from the paper's configuration (or the one per tile) on a Hopper GPU
@@ -96,11 +66,15 @@ RULES: dict[str, tuple[NSAInputs, NSAConfig, dict[str, Any]]] = {
     ),
     "64 heads a group": (inputs_of(group=64), TOKEN, {"selected": "query_outer", "window": "fa4", "gate": "kernel"}),
     "4 heads a group": (inputs_of(group=4), TOKEN, {"selected": "kv_outer", "window": "fa4", "gate": "combine"}),
-    "own window": (inputs_of(own_keys="win"), TOKEN, {"window": "fa4", "gate": "combine", "local_with_window": False}),
-    "own selected": (inputs_of(own_keys="slc"), TOKEN, {"window": "fa4", "local_with_window": False}),
-    "given gates": (inputs_of(gates="given"), TOKEN, {"gate": "combine", "local_with_window": False}),
-    "D_v": (inputs_of(dims=(128, 64)), TOKEN, {"window": "fa4", "gate": "kernel", "window_backward": "fa4"}),
-    "documents": (inputs_of(documents=True), TOKEN, {"window": "combine", "gate": "kernel", "window_backward": "fa4"}),
+    "own window": (
+        inputs_of(tensors=("k_win", "v_win")),
+        TOKEN,
+        {"window": "fa4", "gate": "combine", "local_with_window": False},
+    ),
+    "own selected": (inputs_of(tensors=("k_slc", "v_slc")), TOKEN, {"window": "fa4", "local_with_window": False}),
+    "given gates": (inputs_of(gates="gates"), TOKEN, {"gate": "combine", "local_with_window": False}),
+    "D_v": (inputs_of(other_v_dim=True), TOKEN, {"window": "fa4", "gate": "kernel", "window_backward": "fa4"}),
+    "documents": (inputs_of(documents=3), TOKEN, {"window": "combine", "gate": "kernel", "window_backward": "fa4"}),
     "no room for forced blocks": (
         inputs_of(group=4),
         replace(TOKEN, num_init_blocks=2, num_local_blocks=3),
@@ -180,7 +154,7 @@ def test_rules(name: str) -> None:
 )
 def test_compressed_backward_by_length(batch: int, rows: int, expected: str) -> None:
     config = replace(TILE, compress_block_size=64)
-    inputs = inputs_of(rows, group=4).map(lambda x: x.expand(batch, *x.shape[1:]) if x.dim() == 4 else x)
+    inputs = inputs_of(tokens=rows, group=4).map(lambda x: x.expand(batch, *x.shape[1:]) if x.dim() == 4 else x)
     assert plan(inputs, config, training=True).compressed_backward == expected
 
 

@@ -149,13 +149,11 @@ def gating(q: Tensor, name: str | None, fp32: bool) -> dict[str, Any]:
     return {} if name is None else {name: empty(*shapes[name], dtype=torch.float32 if fp32 else q.dtype)}
 
 
-def nsa(
-    config: NSAConfig,
+def inputs_of(
     *,
     dim: int,
     group: int,
     dtype: torch.dtype,
-    inference: bool = False,
     tokens: int = 4096,
     first: int = 0,
     batch: int = 1,
@@ -165,19 +163,13 @@ def nsa(
     gates: str | None = "gate_proj_weight",
     fp32: bool = False,
     other_v_dim: bool = False,
-    deterministic: bool = False,
-    share_dtype: torch.dtype | None = None,
-    atomic_free: bool = True,
-    **changes: Any,
-) -> None:
-    """A step of training.
+) -> NSAInputs:
+    """Tensors of a call of NSA.
 
     Args:
-        inference: do that as well. first: token of the first query. starts: it is known on the device alone.
-        tensors: optional ones to give. gates: name of one more, fp32 or in `dtype`. changes: of the configuration.
+        first: token of the first query. starts: it is known on the device alone.
+        tensors: optional ones to give. gates: name of one more, fp32 or in `dtype`.
     """
-    from cute_kernels import backward, forward
-
     lead, v_dim = () if documents else (batch,), 192 - dim if other_v_dim else dim
     q, k, v = heads_of((*lead, tokens - first), (*lead, tokens), group, (dim, v_dim), dtype)
     shapes = {"k": k.shape, "v": v.shape, "w_k_compress": (2, dim, dim), "w_v_compress": (2, v_dim, v_dim)}
@@ -186,7 +178,27 @@ def nsa(
         more |= {"cu_seqlens": empty(documents + 1), "max_seqlen": tokens}
     if starts:
         more |= {"q_start": empty(documents or batch)} | ({"cu_seqlens_k": empty(documents + 1)} if documents else {})
-    inputs, config = NSAInputs(q, k, v, **gating(q, gates, fp32), **more), replace(config, **changes)
+    return NSAInputs(q, k, v, **gating(q, gates, fp32), **more)
+
+
+def nsa(
+    config: NSAConfig,
+    *,
+    inference: bool = False,
+    deterministic: bool = False,
+    share_dtype: torch.dtype | None = None,
+    atomic_free: bool = True,
+    **options: Any,
+) -> None:
+    """A step of training.
+
+    Args:
+        inference: do that as well. options: changes of the configuration; others are those of `inputs_of`.
+    """
+    from cute_kernels import backward, forward
+
+    changes = {name: options.pop(name) for name in [*options] if hasattr(config, name)}
+    inputs, config = inputs_of(**options), replace(config, **changes)
     refused = refusal(inputs, config, training=True, deterministic=deterministic)
     if refused is not None:
         raise ValueError(refused)
