@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from cute_kernels.runtime import replay
+from tests.ptx import Observer, Order, Schedule
+from tests.support.gpu_calls import as_asked
 from tests.support.hardware import STRATEGIES
+from tests.support.interpreted_gpu import interpreted_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -32,3 +35,15 @@ def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Tiles and lists of an architecture; Blackwell's run on Hopper, too."""
     monkeypatch.setenv("NSA_KERNELS_FA4_STRATEGY", request.param)
     return str(request.param)
+
+
+@pytest.fixture
+def interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Kernels run as the compiler's PTX, interpreted on a CPU, as on a Hopper GPU.
+
+    Parameter: of these words some: "warps", without WGMMA; "late", else copies arrive at once; "races" are looked for.
+    """
+    words = request.param.split(", ")
+    schedule = Schedule(late="late" in words, observer=Order if "races" in words else Observer)
+    with interpreted_gpu("sm_90", schedule), as_asked(warpgroups="warps" not in words):
+        yield

@@ -10,7 +10,6 @@ import torch
 
 import dispatch
 from cute_kernels import block_sparse, support
-from cute_kernels.attend.row_dots import row_dots
 from nsa import NSAConfig, block_sparse_attention
 from nsa.inputs import NSAInputs
 from tests.ptx import Order, Schedule
@@ -180,25 +179,3 @@ def test_the_same_bits_each_time_and_in_a_graph() -> None:
         captured = made.run()
     graph.replay()
     assert torch.equal(captured, first[0])
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("case", ["blocks of 64", "documents"])
-def test_operator_keeps_pytorchs_rules(case: str) -> None:
-    made = make(CASES[case], device="cuda")
-    qkv = [x.requires_grad_() for x in (made.q, made.k, made.v)]
-    where = made.keywords.get("cu_seqlens"), None, None
-    options = (made.case.size, True, None, False, "cute", True)
-    operator = torch.ops.nsa_kernels.block_sparse_attention.default
-    torch.library.opcheck(operator, (*qkv, made.block_indices, *where, *options))
-
-
-@pytest.mark.cuda
-def test_row_dots() -> None:
-    do, o = (torch.randn(2, 333, 5, 128, device="cuda").bfloat16() for _ in range(2))
-    expected = (do.double() * o.double()).sum(-1).transpose(1, 2)
-    # Sums of 128 terms in fp32, in any order
-    allowed = 128 * 2**-24 * (do.double() * o.double()).abs().sum(-1).amax()
-    assert (row_dots(do, o) - expected).abs().max() <= allowed
-    assert row_dots(do[:, ::2], o[:, ::2]).shape == (2, 5, 167)
-    assert row_dots(do[:, :0], o[:, :0]).shape == (2, 5, 0)

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ptx import Observer, Order, Schedule
 from tests.support import cases
 from tests.support.attention_gradients import Branch, check_gradients, gated_branch, normal_inputs
 from tests.support.hardware import ATOMIC_FREE
-from tests.support.interpreted_kernels import interpret, interpret_kernels
+from tests.support.interpreted_kernels import interpret
 
 pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -78,17 +77,6 @@ def make(
 
 
 # Interpreted
-
-
-@pytest.fixture
-def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run as the compiler's PTX, on a CPU. Parameter: when copies arrive, and whether races are looked for."""
-    from cute_kernels.attend import compressed_backward
-    from cute_kernels.gate import partials
-
-    copies, *races = request.param.split(", ")
-    schedule = Schedule(late=copies == "late", observer=Order if races else Observer)
-    interpret_kernels(monkeypatch, (compressed_backward, partials), schedule=schedule)
 
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -193,14 +181,3 @@ ON_GPU: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("rows", "options"), ON_GPU, ids=str)
 def test_on_a_gpu(rows: int, options: dict[str, Any]) -> None:
     make(rows, **options).check()
-
-
-@pytest.mark.cuda
-@ATOMIC_FREE
-@pytest.mark.parametrize("splits", [1, 2, 3, 7, 50])
-def test_splits(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also more of them than the last entries have tiles of rows."""
-    from cute_kernels.attend import compressed_backward
-
-    monkeypatch.setattr(compressed_backward, "num_splits", lambda *_: splits)
-    make(2500, 4, 2).check()

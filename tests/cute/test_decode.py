@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,16 +10,12 @@ import pytest
 import torch
 
 from cute_kernels import decoding
-from cute_kernels.decode import pages, score
-from cute_kernels.decode.choose import ChoiceParts
 from cute_kernels.decode.combine import MANY_HEADS
 from cute_kernels.pool.compress import block_means
-from cute_kernels.select.topk import Blocks
 from nsa import NSACache, NSAConfig, nsa_forward, nsa_with_cache
 from nsa.decoding import reference
 from nsa.inputs import NSAInputs
 from tests.ptx import Order, Schedule
-from tests.ptx.compiled import compiling
 from tests.support import cases
 from tests.support.decode_cases import SMALL_BLOCKS, Case, NearTieError, check, selected, without_near_ties
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
@@ -127,17 +122,6 @@ def test_interpreted(arch: str, copies: str, case: str) -> None:
         check(CASES[case])
 
 
-@pytest.mark.interpreted
-@pytest.mark.parametrize("assembles", [False, *cases.rest(True)])
-def test_copies_have_cache_policies_where_ptxas_assembles_them(
-    assembles: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pages, "ASSEMBLES_CACHE_POLICIES", assembles)
-    with compiling("sm_90a", lambda make: make()):
-        made = inspect.unwrap(score.ScoreEntries.compile)((64, 64), torch.bfloat16, 1, 1, Blocks.of(PAPER), 64)
-    assert ("L2::cache_hint" in made.ptx) == assembles
-
-
 RACES = [*itertools.product(["sm_90", "sm_100"], ("ragged", "four queries", "row groups", "tile mode"))]
 
 
@@ -146,18 +130,6 @@ RACES = [*itertools.product(["sm_90", "sm_100"], ("ragged", "four queries", "row
 def test_barriers_put_shared_memory_in_order(arch: str, case: str) -> None:
     with interpreted_gpu(arch, Schedule(observer=Order)):
         check(CASES[case])
-
-
-@pytest.mark.parametrize("blocks", [1, 512, 513, 1024, 16384, 1 << 20])
-@pytest.mark.parametrize("items", [1, 4, 32, 256, 5000])
-@pytest.mark.parametrize(("count", "most"), [(16, 32), (32, 32), (33, 16), (256, 16)])
-def test_parts_of_the_choice(blocks: int, items: int, count: int, most: int) -> None:
-    parts = ChoiceParts.of(blocks, count, items, 132)
-    assert parts.lists * parts.blocks >= blocks > (parts.lists - 1) * parts.blocks
-    assert 1 <= parts.lists <= most
-    assert parts.lists == 1 or parts.lists * items <= 264, "CTAs that run at a time"
-    smaller = ChoiceParts.of(blocks, count, items * 2, 132)
-    assert smaller.lists <= parts.lists
 
 
 @torch.no_grad()

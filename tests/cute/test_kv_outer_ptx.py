@@ -9,30 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ptx import Observer, Order, Schedule
 from tests.support import cases
 from tests.support.helpers import assert_rounded_once
-from tests.support.interpreted_kernels import interpret_kernels
 from tests.support.kv_outer_cases import GATES, forward_from, make, small_chunks
 
 pytestmark = [pytest.mark.slow, pytest.mark.interpreted, pytest.mark.filterwarnings("default")]
-
-
-@pytest.fixture
-def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run interpreted. Parameter: what multiplies, when copies arrive, and whether races are looked for."""
-    from cute_kernels.attend import combine, forced, kv_outer, kv_outer_backward, query_outer, window_dq_combine
-    from cute_kernels.gate import forward as gate
-    from cute_kernels.lists import worklist
-    from cute_kernels.pool import documents
-
-    by, copies, *races = request.param.split(", ")
-    for module in (kv_outer, kv_outer_backward, query_outer, forced):
-        monkeypatch.setattr(module, "has_warpgroups", lambda _: by == "warpgroups")
-    attention = kv_outer, combine, kv_outer_backward, query_outer, forced, window_dq_combine
-    modules = worklist, *attention, gate, documents
-    schedule = Schedule(late=copies == "late", observer=Order if races else Observer)
-    interpret_kernels(monkeypatch, modules, schedule=schedule)
 
 
 NO_KEYS = torch.full((1, 1, 70, 2), -1, dtype=torch.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -72,11 +73,15 @@ def check(run: Run, *tensors: Tensor) -> None:
             assert torch.equal(got, want)
 
 
-def with_gradients(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+def with_gradients(function: Callable[..., Tensor]) -> Run:
     """out and all gradients; the last tensor is the gradient of out."""
-    *leaves, do = (x.detach() for x in tensors)
-    out = function(*(x.requires_grad_() for x in leaves))
-    return [out.detach(), *torch.autograd.grad(out, leaves, do)]
+
+    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        *leaves, do = (x.detach() for x in tensors)
+        out = function(*(x.requires_grad_() for x in leaves))
+        return [out.detach(), *torch.autograd.grad(out, leaves, do)]
+
+    return run
 
 
 def on_other(tokens: int, heads: int = 8, seed: int = 0) -> list[Tensor]:
@@ -91,7 +96,7 @@ def test_nsa(preset: str) -> None:
         return nsa(q, k, v, gate_proj_weight=weight, config=LARGE[preset], deterministic=True)
 
     weight, do = on_other(3, seed=1)[0][0].transpose(0, 1) / 8, on_other(3000, seed=2)[0]
-    check(lambda tensors: with_gradients(call, tensors), *on_other(3000), weight.contiguous(), do)
+    check(with_gradients(call), *on_other(3000), weight.contiguous(), do)
 
 
 @pytest.mark.parametrize("preset", LARGE)
@@ -99,38 +104,26 @@ def test_step_with_a_cache(preset: str) -> None:
     """After a prompt."""
 
     def call(tensors: Sequence[Tensor]) -> list[Tensor]:
-        cache = NSACache.empty(
-            LARGE[preset], 1, 600, heads=8, heads_kv=2, dim=64, dtype=torch.bfloat16, device=str(OTHER)
-        )
+        sizes = {"heads": 8, "heads_kv": 2, "dim": 64, "dtype": torch.bfloat16}
+        cache = NSACache.empty(LARGE[preset], 1, 600, **sizes, device=str(OTHER))
         chunks = [slice(0, 500), *(slice(i, i + 1) for i in range(500, 505))]
         return [nsa_with_cache(*(x[:, tokens] for x in tensors), cache) for tokens in chunks]
 
     check(call, *on_other(505))
 
 
-def test_block_sparse_attention() -> None:
-    made = make(Case(700, count=4, group=4, kv_heads=2, dim=64, dtype=torch.bfloat16), device=str(OTHER))
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return block_sparse_attention(q, k, v, made.block_indices, **made.keywords)
-
-    check(lambda tensors: with_gradients(call, tensors), made.q, made.k, made.v, made.do)
-
-
-def test_top_blocks() -> None:
+def test_blocks() -> None:
     q, k, _ = on_other(700)
     check(lambda tensors: [top_blocks_by_max(*tensors, block_size=64, k=3)], q[:, :, :2], k[:, :, :1])
+    made = make(Case(700, count=4, group=4, kv_heads=2, dim=64, dtype=torch.bfloat16), device=str(OTHER))
+    attend = partial(block_sparse_attention, block_indices=made.block_indices, **made.keywords)
+    check(with_gradients(attend), made.q, made.k, made.v, made.do)
 
 
-@pytest.mark.parametrize("options", [{"kernel_size": 9}, {"kernel_size": 8, "dilation": 2, "causal": True}])
-def test_neighborhood_attention(options: dict[str, int]) -> None:
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return neighborhood_attention(q, k, v, backend="triton", **options)
-
-    check(lambda tensors: with_gradients(call, tensors), *on_other(2000), on_other(2000, seed=1)[0])
-
-
-def test_neighborhood_attention_by_flash_attention() -> None:
+def test_neighborhood_attention() -> None:
+    for options in ({"kernel_size": 9}, {"kernel_size": 8, "dilation": 2, "causal": True}):
+        attend = partial(neighborhood_attention, backend="triton", **options)
+        check(with_gradients(attend), *on_other(2000), on_other(2000, seed=1)[0])
     check(lambda tensors: [neighborhood_attention(*tensors, kernel_size=65, backend="cute")], *on_other(2000))
 
 
@@ -138,7 +131,7 @@ def test_attention_residual() -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = (5, 2, 300, 512), (512,), (512,), (2, 300, 512)
     tensors = (torch.randn(shape, generator=generator).to(OTHER, torch.bfloat16) for shape in shapes)
-    check(lambda given: with_gradients(attention_residual, given), *tensors)
+    check(with_gradients(attention_residual), *tensors)
 
 
 @pytest.mark.parametrize("preset", LARGE)

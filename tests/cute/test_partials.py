@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.far_rows import far_apart
-from tests.support.interpreted_kernels import interpret, interpret_kernels
+from tests.support.interpreted_kernels import interpret
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported
 
@@ -41,11 +41,10 @@ def test_partials_behind_two_billion_elements() -> None:
     assert torch.equal(sum_partials(*far_apart((partials,), 0)), sum_partials(partials))
 
 
+@pytest.mark.parametrize("interpreted", ["late"], indirect=True)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_interpreted(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_kernels.gate import partials
-
-    interpret_kernels(monkeypatch, [partials])
+@pytest.mark.usefixtures("interpreted")
+def test_interpreted(shape: tuple[int, ...]) -> None:
     check(shape, "cpu")
 
 

@@ -191,14 +191,6 @@ class Pack(NamedTuple):
 LENGTHS = (13, 0, 1, 8, 30, 16, 3)
 
 
-def test_listed_blocks_that_do_not_divide_chosen_ones_are_refused() -> None:
-    from cute_kernels.lists.query_to_kv import chosen_lists
-
-    indices, sizes = torch.zeros(1, 1, 1, 1, dtype=torch.int32), {"num_keys": 8, "rows_from": 0, "rows_to": 8}
-    with pytest.raises(ValueError, match="must divide chosen ones, got 4 and 6 keys"):
-        chosen_lists(indices, 1, Sees().keys, size=6, width=4, rows=ROWS, entries=False, **sizes)
-
-
 @pytest.mark.parametrize("size", [4, 8, 12], ids=lambda size: f"blocks of {size}")
 def test_chosen_blocks_of_documents(size: int, device: str) -> None:
     from cute_kernels.lists.query_to_kv import chosen_lists

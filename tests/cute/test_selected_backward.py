@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ptx import Order, Schedule
 from tests.support import cases
 from tests.support.attention_gradients import Branch, check_gradients, gated_branch, normal_inputs
 from tests.support.hardware import ATOMIC_FREE
-from tests.support.interpreted_kernels import interpret_kernels
+from tests.support.kv_outer_cases import drawn_blocks
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -32,21 +31,13 @@ def random_indices(
     causal: bool,
     length: int = 1,
     stride: int = 1,
-    seed: int = 0,
 ) -> Tensor:
-    """Some of the blocks that begin before a tile's end, often the newest; ascending, padded with -1."""
-    generator = torch.Generator().manual_seed(seed)
+    """Some of the blocks that begin before a tile's end."""
     begun = torch.full((tiles,), blocks)
     if causal:
         seen = (torch.arange(1, tiles + 1) * tile - length) // stride + 1
         begun = (-(-seen // size)).clamp(0, blocks)
-    place = torch.arange(blocks)
-    scores = torch.rand((*shape, tiles, blocks), generator=generator) + 0.5 * (place == begun[:, None] - 1)
-    chosen = torch.full((*shape, tiles, count), blocks)
-    order = scores.masked_fill(place >= begun[:, None], -1).argsort(-1, descending=True)[..., :count]
-    chosen[..., : order.shape[-1]] = order.where(order < begun[:, None], blocks)
-    chosen = chosen.sort(-1).values
-    return torch.where(chosen < blocks, chosen, -1).int()
+    return drawn_blocks(shape, begun, blocks, count)
 
 
 def tiles_of_blocks(indices: Tensor, blocks: int) -> Tensor:
@@ -185,20 +176,24 @@ INTERPRETED: dict[str, dict[str, Any]] = {
 }
 
 
-HERE = [*((True, case) for case in INTERPRETED if case != "entries, blocks of 128"), (False, "tokens")]
+HERE = [("late, races", case) for case in INTERPRETED if case != "entries, blocks of 128"] + [
+    ("early, races", "tokens")
+]
 
 
 @pytest.mark.interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize(("late", "case"), cases.some(HERE, [True, False], INTERPRETED))
-def test_interpreted(late: bool, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("interpreted", "case"),
+    cases.some(HERE, ["late, races", "early, races"], INTERPRETED),
+    indirect=["interpreted"],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_interpreted(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 128 rows, blocks that need a mask and such that need none, a last block that is cut; no races."""
     from cute_kernels.attend import selected_backward
-    from cute_kernels.lists import kv_to_query, query_to_kv, selected_worklist
 
     monkeypatch.setattr(selected_backward, "MIN_QUERY_TILES", 2)
-    modules = selected_backward, kv_to_query, query_to_kv, selected_worklist
-    interpret_kernels(monkeypatch, modules, schedule=Schedule(late=late, observer=Order))
     how = {"heads": 2, "count": 2, **INTERPRETED[case]}
     make(300, kv_heads=1, dim=64, tile=128, device="cpu", **how).check()
 

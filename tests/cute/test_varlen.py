@@ -120,6 +120,8 @@ ON_GPU = {
         TOKEN, (700, 300, 0), (0, 1, 9), (5000, 1, 0), (0, 0, 70), (64, 2000, 100), heads=8, kv_heads=2
     ),
     "continued per tile": continued(SEED, (512, 300, 0), (0, 700, 5), (1024, 1, 0)),
+    "continued, overlapping": continued(OVERLAPPING, (512, 300, 0), (0, 700, 5), (300, 90, 9), tensors=OWN),
+    "continued, sparse compressed": continued(SPARSE, (1280, 300, 0), (300, 700, 5), kv_heads=2),
     "continued inside a tile": continued(SEED, (700, 300, 0), (0, 1, 9), (5000, 3000, 50), heads=8, kv_heads=2),
     "continued sequences": continued(
         TOKEN, (700, 300, 0), (0, 300, 700), (123, 300, 577), heads=16, dim=64, v_dim=64, sequences=True

@@ -10,10 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.ptx import Observer, Order, Schedule
 from tests.support import cases
 from tests.support.hardware import WINDOW_COMBINE
-from tests.support.interpreted_kernels import interpret_kernels
 from tests.support.kv_outer_cases import GATES, small_chunks
 from tests.support.window_combine_cases import Case
 
@@ -37,20 +35,6 @@ CASES = {
 }
 HERE = [("late", "early and late blocks"), ("early", "first blocks in the window"), ("late", "documents")]
 """Interpreted in every run."""
-
-
-@pytest.fixture
-def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run interpreted. Parameter: when copies arrive, and whether races are looked for."""
-    from cute_kernels.attend import kv_outer, window_combine
-    from cute_kernels.gate import forward as gate
-    from cute_kernels.lists import worklist
-    from cute_kernels.pool import documents
-
-    copies, *races = request.param.split(", ")
-    monkeypatch.setattr(kv_outer, "has_warpgroups", lambda _: True)
-    schedule = Schedule(late=copies == "late", observer=Order if races else Observer)
-    interpret_kernels(monkeypatch, (worklist, kv_outer, window_combine, gate, documents), schedule=schedule)
 
 
 WHEN = ["late", "early"]
@@ -110,16 +94,6 @@ class TestInterpreted:
         for got, other, tokens in zip(case.run(inputs), others, (1, 2, 1, 2), strict=True):
             assert torch.equal(got.narrow(tokens, 0, token + 1), other.narrow(tokens, 0, token + 1))
             assert not torch.equal(got.select(tokens, token + 1), other.select(tokens, token + 1))
-
-
-def test_other_windows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_kernels.attend import kv_outer
-    from cute_kernels.gate.forward import Gating
-
-    monkeypatch.setattr(kv_outer, "has_warpgroups", lambda _: True)
-    inputs = Case(70).inputs("cpu")
-    with pytest.raises(ValueError, match=r"gating\.o_win or window"):
-        Case(70).run(inputs, Gating(inputs.q, inputs.q, inputs.q, None, None))
 
 
 # On a GPU

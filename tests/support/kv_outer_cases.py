@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench import oracles
 from cute_kernels.plan import forced_in_one_pass
 from tests.support.attention_gradients import Branch, check_gradients, gated_branch, gradients
 from tests.support.helpers import SUM_ERROR, assert_within_budget
@@ -28,21 +29,27 @@ def random_indices(
     seed: int = 0,
     forced: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """Some blocks that begin at or before each token, block 0 and its own often among them: ascending, then -1.
+    """Some blocks of each token of documents of these lengths (`drawn_blocks`). Args: blocks: the most looked at."""
+    begun = torch.cat([torch.arange(n) // size + 1 for n in lengths])
+    return drawn_blocks(shape, begun, blocks, count, seed=seed, forced=forced)
+
+
+def drawn_blocks(
+    shape: tuple[int, int], begun: Tensor, blocks: int, count: int, *, seed: int = 0, forced: tuple[int, int] = (0, 0)
+) -> Tensor:
+    """Some of the blocks that have begun, the first and the last one often among them: ascending, then -1.
 
     Args:
-        lengths: of documents, one behind the other. blocks: the most that is looked at.
-        forced: blocks at the beginning and at the token that are there wherever they exist.
+        begun: how many have, for each row.
+        forced: blocks at the beginning and at the end that are there wherever they exist.
     """
     generator = torch.Generator().manual_seed(seed)
-    tokens = sum(lengths)
-    begun = torch.cat([torch.arange(n) // size + 1 for n in lengths])[:, None]
-    block = torch.arange(blocks)
-    scores = torch.rand((*shape, tokens, blocks), generator=generator)
+    begun, block = begun[:, None], torch.arange(blocks)
+    scores = torch.rand((*shape, len(begun), blocks), generator=generator)
     scores = scores + 0.7 * (block == begun - 1) + 0.7 * (block == 0)
     scores = scores + 3 * ((block < forced[0]) | (block >= begun - forced[1]))
     order = scores.masked_fill(block >= begun, -1).argsort(-1, descending=True)[..., :count]
-    chosen = torch.full((*shape, tokens, count), blocks)
+    chosen = torch.full((*shape, len(begun), count), blocks)
     chosen[..., : order.shape[-1]] = order.where(order < begun, blocks)
     chosen = chosen.sort(-1).values
     return torch.where(chosen < blocks, chosen, -1).int()
@@ -73,18 +80,9 @@ class Inputs:
 
     def attend(self, *, low: bool) -> tuple[Tensor, Tensor]:
         """o and lse in fp64; with `low` in fp32 with P and o rounded."""
-        dtype, group = torch.float32 if low else torch.float64, self.q.shape[2] // self.k.shape[2]
-
-        def rounded(x: Tensor) -> Tensor:
-            return x.to(self.q.dtype).to(dtype) if low else x
-
-        q, k, v = (x.to(dtype) for x in (self.q, self.k, self.v))
-        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-        logits = torch.einsum("bihd,bjhd->bhij", q, k) * self.scale
-        logits = logits.masked_fill(~self._visible_to_heads(), -math.inf)
-        lse = logits.logsumexp(-1)
-        p = rounded((logits - lse[..., None].nan_to_num(0, 0, 0)).exp())
-        return rounded(torch.einsum("bhij,bjhd->bihd", p, v)), lse
+        dtype = self.q.dtype if low else torch.float64
+        q, k, v = (x.to(oracles.wide(dtype)) for x in (self.q, self.k, self.v))
+        return oracles.attention(q, k, v, self._visible_to_heads(), self.scale, dtype)
 
     def _visible_to_heads(self) -> Tensor:
         """bool `[B,H,N,N]`."""
@@ -194,15 +192,21 @@ class Inputs:
             changed[name] = x
         return replace(self, **changed)
 
+    def assert_attends(self, o: Tensor, lse: Tensor, name: str = "o", first: int = 0) -> Tensor:
+        """Rows from `first` on that see keys, against fp64. Returns which do, bool `[B,H,rows]`."""
+        rows = slice(first, first + o.shape[1])
+        (oracle, expected), (naive, low) = (self.attend(low=low) for low in (False, True))
+        there = expected[..., rows].isfinite()
+        assert_within_budget(*(x.transpose(1, 2)[there] for x in (o, oracle[:, rows], naive[:, rows])), name)
+        sums = (x[there] for x in (lse, expected[..., rows], low[..., rows]))
+        assert_within_budget(*sums, f"lse of {name}", slack=SUM_ERROR)
+        return there
+
     def check_forward(self, *, query_outer: bool = False) -> None:
         o, lse = self.forward(query_outer=query_outer)
-        oracle, expected = self.attend(low=False)
-        naive, naive_lse = self.attend(low=True)
-        assert_within_budget(o, oracle, naive, "o")
-        there = expected.isfinite()
-        assert torch.equal(lse == -math.inf, ~there)
+        there = self.assert_attends(o, lse)
+        assert (lse[~there] == -math.inf).all()
         assert not o.transpose(1, 2)[~there].any()
-        assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=SUM_ERROR)
 
     def check_gated(self, gates: str) -> None:
         check_gated(self.q, gates, lambda gating: self.forward(gating=gating))
@@ -221,16 +225,10 @@ class Inputs:
 
     def check_forced(self, first: int = 0, stop: int | None = None) -> None:
         """Of indices that hold the forced blocks alone. Args: the rows."""
-        rows = slice(first, self.q.shape[1] if stop is None else stop)
-        o, lse = self.attend_forced(rows)
-        (oracle, expected), (naive, naive_lse) = (self.attend(low=low) for low in (False, True))
-        oracle, naive, o = (x.transpose(1, 2) for x in (oracle[:, rows], naive[:, rows], o))
-        expected, naive_lse = expected[..., rows], naive_lse[..., rows]
-        there = expected.isfinite()
-        assert o[~there].isnan().all()
+        o, lse = self.attend_forced(slice(first, self.q.shape[1] if stop is None else stop))
+        there = self.assert_attends(o, lse, first=first)
+        assert o.transpose(1, 2)[~there].isnan().all()
         assert lse[~there].isnan().all()
-        assert_within_budget(o[there], oracle[there], naive[there], "o")
-        assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=SUM_ERROR)
 
     def check_both(self) -> None:
         """Forward and backward by work tiles of blocks, and the forward that goes from token to token."""
