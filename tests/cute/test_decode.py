@@ -35,6 +35,7 @@ TIES = replace(
 )
 """The first entry covers blocks 0 to 2 alone, the first two blocks 1 and 2."""
 
+PLAIN = replace(SMALL_BLOCKS, compress_block_size=64, compress_stride=64)
 TILES = NSAConfig(compress_block_size=32, select_block_size=64, num_selected_blocks=3, window_size=70, q_tile_size=3)
 
 CASES = {
@@ -55,7 +56,7 @@ CASES = {
     "no window": Case((400,), replace(SMALL_BLOCKS, window_size=0), group=8),
     "whole window": Case((400, 20), replace(SMALL_BLOCKS, window_size=(1 << 31) - 1), capacity=2000),
     "long entries": Case((1900, 600), replace(SMALL_BLOCKS, compress_block_size=192, compress_stride=64)),
-    "plain blocks": Case((1900, 600), replace(SMALL_BLOCKS, compress_block_size=64, compress_stride=64)),
+    "plain blocks": Case((1900, 600), PLAIN),
     "l' 192": Case(
         (1500, 191, 192),
         replace(SMALL_BLOCKS, select_block_size=192, compress_block_size=24, compress_stride=12),
@@ -67,15 +68,9 @@ CASES = {
     "many choices": Case((500, 760), queries=8, group=1, kv_heads=4),
     # 64 entries, a tile, overlap two blocks behind the tile's
     "behind the last tile": Case((4230, 0), replace(TIES, num_selected_blocks=80), group=1, kv_heads=1),
-    "parts of the choice": Case(
-        (34000, 300), replace(SMALL_BLOCKS, compress_block_size=64, compress_stride=64), group=1, kv_heads=1
-    ),
-    "many parts of the choice": Case(
-        (325_000, 300), replace(SMALL_BLOCKS, compress_block_size=64, compress_stride=64), group=4, kv_heads=1
-    ),
-    "long lists in parts": Case(
-        (34000, 300), replace(SMALL_BLOCKS, compress_block_size=64, compress_stride=64, num_selected_blocks=40), group=1
-    ),
+    "parts of the choice": Case((34000, 300), PLAIN, group=1, kv_heads=1),
+    "many parts of the choice": Case((325_000, 300), PLAIN, group=4, kv_heads=1),
+    "long lists in parts": Case((34000, 300), replace(PLAIN, num_selected_blocks=40), group=1),
     "tuned for batches": Case(
         (2100, 30),
         PAPER,
@@ -188,23 +183,10 @@ def test_on_a_gpu(case: str) -> None:
     check(CASES[case], "cuda")
 
 
-@CUDA
-@pytest.mark.parametrize(
-    ("dim", "group", "queries", "dtype"),
-    cases.product([64, 128], [1, 4, 16], [1, 4], [BF16, torch.float16], cover=2),
-    ids=str,
-)
-def test_sizes(dim: int, group: int, queries: int, dtype: torch.dtype) -> None:
-    """The empty sequence, bounds of blocks and pages, and one 1000 times longer than another."""
-    cached = (0, 1, 15, 16, 30, 31, 63, 64, 5000)
-    check(without_near_ties(Case(cached, PRESET, queries, group=group, kv_heads=2, dim=dim, dtype=dtype)), "cuda")
-
-
 PER_TILE = NSAConfig(num_selected_blocks=4, window_size=100)
-
-
-TILE_MODE = {
-    "default": PER_TILE,
+CONFIGS = {
+    "token": PRESET,
+    "tile": PER_TILE,
     "overlapping, small tiles": replace(
         PER_TILE, q_tile_size=3, compress_block_size=32, compress_stride=16, select_block_size=64
     ),
@@ -214,13 +196,15 @@ TILE_MODE = {
 
 @CUDA
 @pytest.mark.parametrize(
-    ("name", "dim", "group", "queries"), cases.product(TILE_MODE, [64, 128], [1, 4, 16], [1, 8], cover=2)
+    ("name", "dim", "group", "queries", "dtype"),
+    cases.product(CONFIGS, [64, 128], [1, 4, 16], [1, 8], [BF16, torch.float16], cover=2),
+    ids=str,
 )
-def test_sizes_in_tile_mode(name: str, dim: int, group: int, queries: int) -> None:
-    """Steps that begin, cross and end at bounds of tiles, blocks and pages."""
-    config = TILE_MODE[name]
-    cached = (0, 1, 63, 64, 250, 255, 256, 3000)
-    check(without_near_ties(Case(cached, config, queries, group=group, kv_heads=2, dim=dim)), "cuda")
+def test_sizes(name: str, dim: int, group: int, queries: int, dtype: torch.dtype) -> None:
+    """Steps that begin, cross and end at bounds of tiles, blocks and pages; the empty sequence, and a long one."""
+    cached = (0, 1, 31, 63, 64, 255, 256, 3000)
+    case = Case(cached, CONFIGS[name], queries, group=group, kv_heads=2, dim=dim, dtype=dtype)
+    check(without_near_ties(case), "cuda")
 
 
 def make_cache(batch: int, tokens: int, config: NSAConfig = PRESET) -> NSACache:

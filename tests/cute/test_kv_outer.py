@@ -1,8 +1,10 @@
-"""Attention of each token to its own blocks of keys, KV-outer and query-outer, on a GPU, against fp64; worklists."""
+"""Attention of each token to its own blocks of keys, KV-outer and query-outer, on a GPU; worklists.
+
+Shapes are held against fp64 in test_block_sparse.py and test_nsa.py, and interpreted in test_kv_outer_ptx.py.
+"""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +15,11 @@ from torch import Tensor
 from cute_kernels.plan import per_token
 from tests.support import cases
 from tests.support.interpreted_kernels import interpret_kernels
-from tests.support.kv_outer_cases import BF16, FP16, forward_from, make, random_indices
+from tests.support.kv_outer_cases import forward_from, make, random_indices
 
-NOISY = pytest.mark.filterwarnings("default")
-"""CuTe DSL warns while it is imported and while it compiles."""
+pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
+
 CUDA = pytest.mark.cuda
-
-pytestmark = NOISY
 
 
 # ---------------------------------------------------------------- worklists
@@ -111,55 +111,6 @@ def check_worklist(worklist: Any, indices: Tensor, min_rows: int) -> None:
 
 # ---------------------------------------------------------------- kernels
 
-NO_KEYS = torch.full((1, 2, 900, 3), -1, dtype=torch.int32)
-FEW_KEYS = NO_KEYS.clone()
-FEW_KEYS[:, 0, 100:, 1], FEW_KEYS[:, 0, :64, 2] = 1, 2
-DOCUMENTS: dict[str, Any] = {"tokens": [500, 0, 1, 129, 64, 77], "behind": 9}
-FORCED = [(1, 2), (0, 2), (1, 1), (2, 0), (2, 3)]
-HEADS = [(1, 64, 64), (4, 128, 64), (16, 128, 128), (3, 64, 128)]
-"""G, D and D_v."""
-
-SHAPES: dict[str, dict[str, Any]] = {
-    **{f"{tokens} tokens": {"tokens": tokens, "count": 8} for tokens in (1, 2, 15, 63, 64, 65, 127, 2047, 4096)},
-    **{f"{count} slots": {"tokens": 1500, "group": 2, "count": count} for count in (1, 3, 16, 17, 40)},
-    **{
-        f"blocks of {size}, D={dim}{name}": {"tokens": tokens, "dim": dim, "size": size}
-        for size, dim in itertools.product([64, 128, 192, 256], [64, 128])
-        for name, tokens in (("", 1100), (", documents", [500, 77, 300]))
-    },
-    **{
-        f"G={group}, D={dim}, D_v={v_dim}": {
-            "tokens": 517,
-            "group": group,
-            "dim": dim,
-            "v_dim": v_dim,
-            "batch": 1 if group == 64 else 2,
-            "dtype": FP16 if group % 3 == (dim == v_dim) else BF16,
-        }
-        for group, dim, v_dim in itertools.product([1, 2, 3, 4, 8, 16, 64], [64, 128], [64, 128])
-    },
-    **{
-        f"{of}, forced {forced}": {"group": group, "dim": dim, "v_dim": v_dim, "count": 8, "forced": forced, **sizes}
-        for of, sizes in (("sequences", {"tokens": 733, "batch": 2}), ("documents", DOCUMENTS))
-        for (group, dim, v_dim), forced in zip(HEADS * 2, FORCED, strict=False)
-    },
-    **{
-        f"blocks of {size}, forced {forced}": {"tokens": tokens, "dim": 128, "size": size, "forced": forced}
-        for size, forced in itertools.product([128, 192, 256], [(1, 1), (0, 2), (0, 1)])
-        for tokens in (1700, [1100, 77, 300])
-    },
-    "documents of 16 heads": {"tokens": [700, 0, 1, 129, 64, 333], "group": 16, "dim": 128, "behind": 9},
-    "documents of a block": {"tokens": [64] * 9},
-    "rows without keys": {"tokens": 900, "indices": FEW_KEYS},
-    "no keys": {"tokens": 900, "indices": NO_KEYS},
-}
-
-
-@CUDA
-@pytest.mark.parametrize("name", SHAPES)
-def test_shapes(name: str) -> None:
-    make(**SHAPES[name]).check_both()
-
 
 @CUDA
 @pytest.mark.parametrize("group", [1, 3, 16, 64])
@@ -171,19 +122,6 @@ def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     make([300, 1, 216], group, 1, 64, 128, count=5, size=128).check_both()
     make([300, 1, 216], group, 1, 128, count=5, forced=(1, 2)).check()
     make(517, group, 2, 128, count=14, forced=(1, 2)).check_gated("projected")
-
-
-@CUDA
-def test_as_many_heads_as_query_outer_takes() -> None:
-    for dim in (64, 128):
-        make(517, 128, 2, dim, count=5).check_forward(query_outer=True)
-
-
-@CUDA
-@pytest.mark.parametrize(("heads", "forced"), cases.product(HEADS, FORCED[:-1]))
-def test_forced_blocks(heads: tuple[int, int, int], forced: tuple[int, int]) -> None:
-    group, dim, v_dim = heads
-    make(733, group, 2, dim, v_dim, batch=2, count=None, forced=forced).check_forced(200, 700)
 
 
 @CUDA

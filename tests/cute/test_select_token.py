@@ -14,7 +14,6 @@ from cute_kernels.select.token_tiling import TILINGS, choose_tiling
 from cute_kernels.select.topk import Blocks
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
-from tests.support import cases
 from tests.support.helpers import make_qkv
 from tests.support.select_cases import check_chosen, compressed
 
@@ -98,19 +97,12 @@ def on_cuda(test: Any) -> Any:
 
 
 @on_cuda
-@pytest.mark.parametrize(
-    ("group", "dim", "dtype"),
-    cases.product([1, 2, 3, 4, 8, 16, 17, 48, 64], [64, 128], [BF16, FP16], cover=2),
-    ids=str,
-)
-def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
-    check_kernel(on_gpu(1500, 2 * group, 2, dim, dtype=dtype, batch=2))
-
-
-@on_cuda
-@pytest.mark.parametrize("group", [1, 3, 16, 64])
-def test_groups_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cute_kernels.select.token.has_warpgroups", lambda _: False)
+@pytest.mark.parametrize("group", [1, 3, 17, 48, 64])
+@pytest.mark.parametrize("warpgroups", [True, False])
+def test_groups(group: int, warpgroups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others, with WGMMA, are those of whole calls."""
+    if not warpgroups:
+        monkeypatch.setattr("cute_kernels.select.token.has_warpgroups", lambda _: False)
     check_kernel(on_gpu(1500, 2 * group, 2, batch=2))
     check_kernel(on_gpu(9000, 2 * group, 2, 64))  # entries of several steps
 

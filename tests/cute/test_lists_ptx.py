@@ -1,4 +1,4 @@
-"""The kernels of query_to_kv.py against the definition: as the compiler's PTX, interpreted on a CPU, and on a GPU.
+"""The kernels of lists, of keys for rows and of rows for keys, against the definition: interpreted, and on a GPU.
 
 Tiles of few rows and blocks of few keys, so that every length ends and begins somewhere else in them.
 """
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.pool.documents import DOCUMENT, ENTRY, ENTRY_ALIGNMENT, KEY, LENGTH, NUM_BOUNDS, ROW
+from tests.support import cases
 from tests.support.interpreted_kernels import interpret_kernels
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -28,10 +29,10 @@ UNWRITTEN = torch.iinfo(torch.int32).max
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    from cute_kernels.lists import query_to_kv
+    from cute_kernels.lists import kv_to_query, query_to_kv
 
     if request.param == "cpu":
-        interpret_kernels(monkeypatch, [query_to_kv])
+        interpret_kernels(monkeypatch, [kv_to_query, query_to_kv])
     return str(request.param)
 
 
@@ -55,21 +56,24 @@ class Sees(NamedTuple):
         return Keys(*self)
 
 
+def status(rows: range, members: range, wanted: Callable[[int], bool], sees: Sees) -> str:
+    """Of a tile of rows and a block of keys: "full" if all see all, and all are wanted; "mask" if any; else ""."""
+    seen = [sees(i, j) for i in rows for j in members]
+    if not any(seen) or not any(map(wanted, members)):
+        return ""
+    return "full" if all(seen) and all(map(wanted, members)) else "mask"
+
+
 def expected_lists(
     rows: range, keys: range, wanted: Callable[[int], bool], sees: Sees, width: int
 ) -> tuple[list[int], list[int]]:
-    """Masked blocks and full blocks: each holds a wanted key and one that a row sees; full ones hold nothing else."""
-    mask, full = [], []
+    """Masked blocks and full blocks of a tile; a block that is cut off is masked."""
+    found: dict[str, list[int]] = {"mask": [], "full": [], "": []}
     for block in range(-(-len(keys) // width)):
-        members = range(block * width, (block + 1) * width)
-        if not any(wanted(j) for j in members if j in keys):
-            continue
-        seen = [sees(i, j) for i in rows for j in members if j in keys]
-        if len(seen) == len(rows) * width and all(seen) and all(map(wanted, members)):
-            full.append(block)
-        elif any(seen):
-            mask.append(block)
-    return mask, full
+        members = range(block * width, min((block + 1) * width, len(keys)))
+        of = status(rows, members, wanted, sees)
+        found["mask" if of and len(members) < width else of].append(block)
+    return found["mask"], found["full"]
 
 
 def on_cpu(lists: Any) -> Any:
@@ -248,3 +252,100 @@ def test_entries_of_documents(sees: Sees, device: str) -> None:
         mask, full = expected(t * tile, tile, partial(lambda t, j: j // WIDTH in chosen[t], t))
         assert listed(some.mask_count, some.mask_index, (0, 0, t)) == mask
         assert listed(some.full_count, some.full_index, (0, 0, t)) == full
+
+
+# Tiles of rows for each block of keys, which the backward reads
+
+
+def assert_lists(
+    got: Any,
+    wanted: Callable[[int, int, int, int], bool],
+    *,
+    sees: Sees,
+    num_keys: int,
+    positions: range,
+    blocks: range,
+    first_tile: int = 0,
+) -> None:
+    """Ascending tiles of each block of keys, by their status.
+
+    Args:
+        wanted: whether tile t of batch b and head h chose key j, given (b, h, t, j).
+        positions: where rows stand among the tokens of the keys.
+        first_tile: is listed as 0.
+    """
+    numbers = [x.cpu() for x in got.tensors]
+    tiles = -(-len(positions) // ROWS)
+    assert numbers[0].shape[2] == len(blocks)
+    for place in torch.cartesian_prod(*map(torch.arange, numbers[0].shape)).tolist():
+        b, h, at = place
+        members = range(blocks[at] * WIDTH, min((blocks[at] + 1) * WIDTH, num_keys))
+        of_tiles = [
+            status(positions[t * ROWS : (t + 1) * ROWS], members, partial(wanted, b, h, t), sees) for t in range(tiles)
+        ]
+        listed = [[t - first_tile for t in range(tiles) if of_tiles[t] == kind] for kind in ("mask", "full")]
+        if got.bits is not None:  # which the attention reads instead
+            listed = [sorted(listed[0] + listed[1]), []]
+        for (count, index), expected in zip((numbers[:2], numbers[2:]), listed, strict=True):
+            assert index[b, h, at, : int(count[b, h, at])].tolist() == expected, place
+
+
+@pytest.mark.parametrize(
+    ("compression", "rows"),
+    cases.product([(6, 3), (4, 4), (9, 2)], [(0, 41), (8, 40), (13, 1), (24, 300), (40, 256), (7, 257)]),
+)
+def test_tiles_that_see_entries(compression: tuple[int, int], rows: tuple[int, int], device: str) -> None:
+    """Every word of tiles whole, ragged, and none of a word behind the last tile."""
+    from cute_kernels.lists import kv_to_query
+
+    sees, (first_row, num_rows) = Sees(*compression), rows
+    entries = sees.entries(first_row + num_rows)
+    sizes: dict[str, Any] = {"width": WIDTH, "rows": ROWS, "num_keys": entries, "num_rows": num_rows}
+    where = {"device": torch.device(device), "first_row": first_row}
+    got = kv_to_query.transposed_prefix_lists(2, 3, sees.keys, **sizes, **where)
+    where = {"positions": range(first_row, first_row + num_rows), "blocks": range(-(-entries // WIDTH))}
+    assert_lists(got, lambda *_: True, sees=sees, num_keys=entries, **where)
+
+
+def chosen_blocks(tiles: int, blocks: int, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(blocks)
+    order = torch.rand(1, 1, tiles, blocks, generator=generator).argsort(-1)[..., :count].sort(-1).values.int()
+    return torch.nn.functional.pad(order, [0, count - order.shape[-1]], value=-1)
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "sees"),
+    cases.product(
+        [2 * WIDTH, WIDTH, WIDTH // 2],
+        [(0, 43), (16, 300), (32, 256)],
+        [Sees(), Sees(causal=False), Sees(5, 3)],
+        cover=2,
+    ),
+)
+def test_tiles_that_chose_blocks(size: int, rows: tuple[int, int], sees: Sees, device: str) -> None:
+    """Listed blocks that are a part of a chosen one, one, and several; of tokens and of entries; ranges of blocks."""
+    from cute_kernels.lists import kv_to_query
+
+    first_row, num_rows = rows
+    num_keys = sees.entries(first_row + num_rows)
+    indices = chosen_blocks(-(-num_rows // ROWS), -(-num_keys // size), 3)
+    bits = kv_to_query.tile_bits(indices.to(device), size=size, num_keys=num_keys, entries=sees.length > 1)
+    for b, s, block in torch.cartesian_prod(*map(torch.arange, bits.shape[:3])).tolist():
+        tiles = [t for t in range(indices.shape[2]) if block in indices[b, s, t]]
+        words = bits[b, s, block].tolist()
+        assert [t for t in range(32 * len(words)) if words[t // 32] >> t % 32 & 1] == tiles
+
+    def wanted(b: int, h: int, tile: int, key: int) -> bool:
+        return key // size in chosen[b][h // 2][tile]
+
+    chosen = indices.tolist()
+    sizes: dict[str, Any] = {"size": size, "rows": ROWS, "num_keys": num_keys, "num_rows": num_rows}
+    every = -(-num_keys // WIDTH)
+    for blocks in (range(every), range(min(first_row // WIDTH + 2, every), every)):
+        ends = blocks.start * WIDTH * sees.stride + sees.length - 1
+        first_tile = max(0, ends - first_row) // ROWS if sees.causal else 0
+        where = {"blocks": blocks, "first_tile": first_tile}
+        got = kv_to_query.transposed_lists(bits, 2, sees.keys, width=WIDTH, first_row=first_row, **sizes, **where)
+        assert (got.bits is None) == (size % WIDTH == 0)
+        positions = range(first_row, first_row + num_rows)
+        assert_lists(got, wanted, sees=sees, num_keys=num_keys, positions=positions, **where)
