@@ -5,17 +5,15 @@ Shapes are held against fp64 in test_block_sparse.py and test_nsa.py, and interp
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.plan import per_token
 from tests.support import cases
 from tests.support.interpreted_kernels import interpret_kernels
-from tests.support.kv_outer_cases import forward_from, make, random_indices
+from tests.support.kv_outer_cases import make, random_indices
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
 
@@ -125,28 +123,6 @@ def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @CUDA
-@pytest.mark.parametrize("token", [0, 63, 64, 500, 997])
-@pytest.mark.parametrize(("forced", "query_outer"), [((0, 0), False), ((1, 2), False), ((0, 0), True)])
-def test_future_changes_nothing(token: int, forced: tuple[int, int], query_outer: bool) -> None:
-    """Tokens behind `token`, and what they choose, are others: o and lse up to it are bitwise the same.
-
-    So are those of the later queries by themselves.
-    """
-    inputs = make(999, 16, 2, 128, count=8, forced=forced)
-    o, lse = inputs.forward(query_outer=query_outer)
-    indices = inputs.indices.clone()
-    chosen = random_indices((1, 2), [999], 16, 8, size=64, seed=5, forced=forced)
-    indices[:, :, token + 1 :] = chosen[:, :, token + 1 :].cuda()
-    other, other_lse = replace(inputs.other_after(token), indices=indices).forward(query_outer=query_outer)
-    assert torch.equal(o[:, : token + 1], other[:, : token + 1])
-    assert torch.equal(lse[..., : token + 1], other_lse[..., : token + 1])
-    if not query_outer:
-        some, some_lse = forward_from(inputs, token + 1)
-        assert torch.equal(some, o[:, token + 1 :])
-        assert torch.equal(some_lse, lse[..., token + 1 :])
-
-
-@CUDA
 def test_query_outer_for_some_tokens_repeats_the_whole() -> None:
     """From any token that begins a tile the same bits; and the same bits each time."""
     from cute_kernels.attend.query_outer import query_outer_forward
@@ -158,20 +134,3 @@ def test_query_outer_for_some_tokens_repeats_the_whole() -> None:
         o, lse = query_outer_forward(*tensors, size=inputs.size, scale=inputs.scale, first_token=start)
         assert torch.equal(o, whole[0][:, start:stop])
         assert torch.equal(lse, whole[1][..., start:stop])
-
-
-# ---------------------------------------------------------------- rule and refusals
-
-
-def test_which_calls_are_query_outer() -> None:
-    """By shapes alone, unless told otherwise; never for what the kernel refuses."""
-
-    def query_outer(group: int, slots: int, override: bool | None = None) -> bool:
-        return per_token(group, slots, override) == "query_outer"
-
-    groups = (1, 16, 32, 63, 64, 128, 129)
-    assert [query_outer(group, 16) for group in groups] == 4 * [False] + [True, True, False]
-    assert not query_outer(64, 2049)
-    assert query_outer(1, 16, True)
-    assert not query_outer(129, 16, True)
-    assert not query_outer(64, 16, False)

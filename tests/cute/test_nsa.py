@@ -198,11 +198,15 @@ def test_expanded_keys() -> None:
 # Selection
 
 
-@pytest.mark.parametrize("name", ["plain", "sparse compressed", "overlapping", "shared in the group", "per token"])
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "sparse compressed", "overlapping", "shared in the group", "per token", "per token, 64 heads a group"],
+)
 def test_nothing_depends_on_later_tokens(name: str, strategy: str) -> None:
     overlapping = {**OVERLAPPING, "num_local_blocks": 1}
-    config = replace(SOME, **{**OPTIONS, "plain": {}, "per token": {}, "overlapping": overlapping}[name])
-    config = PAPER if name == "per token" else config
+    changes = {**OPTIONS, "overlapping": overlapping}.get(name, {})
+    config = PAPER if name.startswith("per token") else replace(SOME, **changes)
+    heads = (64, 1) if name.endswith("64 heads a group") else (8, 2)
     tokens = 2600 if name == "sparse compressed" else 1100
 
     def run(q: Tensor, k: Tensor, v: Tensor, **fixed: Tensor | None) -> tuple[Tensor, NSAAux]:
@@ -213,7 +217,7 @@ def test_nothing_depends_on_later_tokens(name: str, strategy: str) -> None:
         return out, NSAAux(*aux)
 
     positions = {0, 30, 31, 46, 47, 62, 63, 64, 127, 128, 255, 256, 300, 511, 767, 1000, tokens - 300, tokens - 1}
-    assert_causal(run, on_gpu(tokens, 8, 2, 64), config, sorted(positions))
+    assert_causal(run, on_gpu(tokens, *heads, 64), config, sorted(positions))
 
 
 # Chunks, and few tokens

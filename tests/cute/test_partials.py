@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.far_rows import far_apart
 from tests.support.interpreted_kernels import interpret
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported
@@ -30,15 +29,6 @@ def check(shape: tuple[int, ...], device: str) -> None:
 @pytest.mark.parametrize("shape", [*SHAPES, (2048, 8, 3, 128), (300, 2, 1, 511, 2, 128)])
 def test_on_a_gpu(shape: tuple[int, ...]) -> None:
     check(shape, "cuda")
-
-
-@pytest.mark.cuda
-def test_partials_behind_two_billion_elements() -> None:
-    from cute_kernels.gate.partials import sum_partials
-
-    torch.manual_seed(0)
-    partials = torch.randn(3, 260, device="cuda")
-    assert torch.equal(sum_partials(*far_apart((partials,), 0)), sum_partials(partials))
 
 
 @pytest.mark.parametrize("interpreted", ["late"], indirect=True)

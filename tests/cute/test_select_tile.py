@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.lists.query_to_kv import Keys
-from cute_kernels.select.tile import MAX_PARTS, num_parts, tile_topk
+from cute_kernels.select.tile import MAX_PARTS, tile_topk
 from cute_kernels.select.topk import Blocks
 from tests.support import cases
 from tests.support.compile_keys import noted_keys
@@ -107,15 +107,6 @@ HERE = [
     ("sm_100", "overlapping entries"),
 ]
 """Interpreted in every run."""
-
-
-@pytest.mark.parametrize(
-    ("ctas", "entries", "parts"),
-    [(16, 16384, 16), (16, 4096, 8), (16, 1024, 4), (16, 128, 1), (128, 4096, 4), (600, 9999, 1)],
-)
-def test_number_of_parts(ctas: int, entries: int, parts: int) -> None:
-    """As many as there is room for, and fewer where they would be short."""
-    assert num_parts(ctas, entries, 528) == parts
 
 
 def test_no_number_of_parts_waits_for_a_kernel_of_its_own() -> None:

@@ -221,13 +221,6 @@ def test_rows_without_keys_and_keys_without_rows() -> None:
 
 @pytest.mark.cuda
 @ATOMIC_FREE
-def test_nothing_chosen() -> None:
-    for x in make(300, indices=torch.full((1, 4, 2, 3), -1, dtype=torch.int32)).check():
-        assert not x.any()
-
-
-@pytest.mark.cuda
-@ATOMIC_FREE
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
 def test_sink_is_split(size: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:

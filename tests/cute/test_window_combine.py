@@ -13,7 +13,7 @@ import torch
 from tests.support import cases
 from tests.support.hardware import WINDOW_COMBINE
 from tests.support.kv_outer_cases import GATES, small_chunks
-from tests.support.window_combine_cases import Case
+from tests.support.kv_outer_cases import WindowCase as Case
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
 

@@ -13,8 +13,7 @@ import torch
 from tests.ptx.mutations import Case, recorded
 from tests.support.interpreted_gpu import interpreted_gpu
 from tests.support.interpreted_kernels import interpret_kernels
-from tests.support.kv_outer_cases import make
-from tests.support.window_combine_cases import Case as WindowCase
+from tests.support.kv_outer_cases import WindowCase, make
 
 if TYPE_CHECKING:
     from cute_kernels.fa4.interface import Gradients
