@@ -11,8 +11,7 @@ from nsa import NSACache, NSAConfig, nsa_forward, nsa_with_cache
 from tests.ptx import Order, Schedule
 from tests.support.cases import rest
 from tests.support.cute_cases import gate_weight, on_gpu
-from tests.support.decode_cases import Case, Step, expected, without_near_ties
-from tests.support.helpers import assert_within_budget
+from tests.support.decode_cases import Case, check, without_near_ties
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 
 pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
@@ -45,30 +44,17 @@ HERE = ("sm_90", "ragged")
 """What CI runs."""
 
 
-def run(case: Case) -> None:
-    """out against the definition, of every sequence; on a GPU it is compared bit for bit with whole calls."""
-    step = Step(without_near_ties(case), "cpu")
-    out = step.run(prefilled=True)
-    oracle, naive = (expected(step, dtype) for dtype in (torch.float64, case.dtype))
-    full = torch.zeros(len(out), dtype=torch.bool)
-    full[[*case.overflowed]] = True
-    assert bool(out[full].isnan().all())
-    for row, count in enumerate(step.lengths.new.tolist()):
-        assert full[row] or not out[row, count:].any(), "rows of no token"
-    assert_within_budget(out[~full], oracle[~full], naive[~full].to(case.dtype), "out")
-
-
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("arch", "case"), [HERE, *rest(*[(a, c) for a in GPUS for c in CASES if (a, c) != HERE])])
 def test_interpreted(arch: str, case: str) -> None:
     with interpreted_gpu(arch):
-        run(CASES[case])
+        check(without_near_ties(CASES[case]), prefilled=True)
 
 
 @pytest.mark.parametrize("arch", [*rest(*GPUS)])
 def test_races(arch: str) -> None:
     with interpreted_gpu(arch, Schedule(observer=Order)):
-        run(CASES["before the first entry"])
+        check(without_near_ties(CASES["before the first entry"]), prefilled=True)
 
 
 # On a GPU

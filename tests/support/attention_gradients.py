@@ -22,27 +22,6 @@ class Branch:
     delta: Tensor
 
 
-def normal_inputs(
-    rows: int,
-    keys: int,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    *,
-    batch: int,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-) -> list[Tensor]:
-    """Normal q, k, v and do on the generator's device: `[batch,rows,heads,dim]`, k, v `[batch,keys,kv_heads,dim]`."""
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(batch, *shape, dim, generator=generator, device=generator.device).to(dtype)
-
-    q, do = (normal(rows, heads) for _ in range(2))
-    k, v = (normal(keys, kv_heads) for _ in range(2))
-    return [q, k, v, do]
-
-
 def gated_branch(
     q: Tensor,
     k: Tensor,
