@@ -13,7 +13,7 @@ from cute_kernels import block_sparse, support
 from nsa import NSAConfig, block_sparse_attention
 from nsa.inputs import NSAInputs
 from tests.ptx import Order, Schedule
-from tests.support import cases
+from tests.support import cases, kv_outer_cases
 from tests.support.block_sparse_cases import Case, make
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 
@@ -179,3 +179,29 @@ def test_the_same_bits_each_time_and_in_a_graph() -> None:
         captured = made.run()
     graph.replay()
     assert torch.equal(captured, first[0])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("group", [1, 3, 16, 64])
+def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs other than Hopper's."""
+    for module in ("kv_outer", "kv_outer_backward", "forced", "query_outer"):
+        monkeypatch.setattr(f"cute_kernels.attend.{module}.has_warpgroups", lambda _: False)
+    kv_outer_cases.make(517, group, 2, 128, count=5).check_both()
+    kv_outer_cases.make([300, 1, 216], group, 1, 64, 128, count=5, size=128).check_both()
+    kv_outer_cases.make([300, 1, 216], group, 1, 128, count=5, forced=(1, 2)).check()
+    kv_outer_cases.make(517, group, 2, 128, count=14, forced=(1, 2)).check_gated("projected")
+
+
+@pytest.mark.cuda
+def test_query_outer_for_some_tokens_repeats_the_whole() -> None:
+    """From any token that begins a tile the same bits; and the same bits each time."""
+    from cute_kernels.attend.query_outer import query_outer_forward
+
+    inputs = kv_outer_cases.make(1000, 16, 2, 128, count=8)
+    whole = inputs.forward(query_outer=True)
+    for start, stop in ((0, 1000), (8, 704), (640, 1000)):
+        tensors = inputs.q[:, start:stop], inputs.k[:, :stop], inputs.v[:, :stop], inputs.indices[:, :, start:stop]
+        o, lse = query_outer_forward(*tensors, size=inputs.size, scale=inputs.scale, first_token=start)
+        assert torch.equal(o, whole[0][:, start:stop])
+        assert torch.equal(lse, whole[1][..., start:stop])

@@ -1,136 +1,219 @@
-"""Attention of each token to its own blocks of keys, KV-outer and query-outer, on a GPU; worklists.
+"""Attention of each token to its own blocks of keys, KV-outer and query-outer, interpreted, against fp64.
 
-Shapes are held against fp64 in test_block_sparse.py and test_nsa.py, and interpreted in test_kv_outer_ptx.py.
+For a GPU see test_block_sparse.py and test_nsa.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support import cases
-from tests.support.interpreted_kernels import interpret_kernels
-from tests.support.kv_outer_cases import make, random_indices
+from tests.support.helpers import assert_rounded_once
+from tests.support.kv_outer_cases import GATES, forward_from, make, small_chunks
 
-pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
-
-CUDA = pytest.mark.cuda
+pytestmark = [pytest.mark.slow, pytest.mark.interpreted, pytest.mark.filterwarnings("default")]
 
 
-# ---------------------------------------------------------------- worklists
+NO_KEYS = torch.full((1, 1, 70, 2), -1, dtype=torch.int32)
+"""Blocks of tokens that choose none, one that begins behind them, and from token 40 on some that they see."""
+NO_KEYS[:, :, 20:40, 1], NO_KEYS[:, :, 40:, 0], NO_KEYS[:, :, 64:, 1] = 1, 0, 1
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "one token": (1, {"group": 1}),
+    "odd group": (70, {"group": 3, "kv_heads": 1, "count": 2}),
+    "rows without keys": (70, {"group": 3, "kv_heads": 1, "indices": NO_KEYS}),
+    "many rows": (80, {"group": 16, "kv_heads": 1, "dim": 128, "count": 2}),
+    "D_v, fp16": (70, {"group": 4, "kv_heads": 1, "dim": 128, "v_dim": 64, "count": 2, "dtype": torch.float16}),
+    "documents": ([70, 0, 1, 66], {"group": 2, "kv_heads": 1, "count": 2, "behind": 3}),
+    "128 tokens": (200, {"group": 2, "kv_heads": 1, "v_dim": 128, "count": 2, "size": 128}),
+}
 
 
-@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=CUDA)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the kernels of worklists run, on a CPU interpreted."""
-    from cute_kernels.lists import worklist
+QUERY_OUTER = [case for case in CASES if case not in ("odd group", "rows without keys")]
+QUERY_OUTER_HERE = [("warps, late", "documents")]
+LATE = ["warpgroups, late", "warps, late"]
+HERE = [("warps, late", "rows without keys")]
+EARLY = [
+    ("warpgroups, early", "documents"),
+    *cases.rest(
+        ("warps, early", "D_v, fp16"),
+        ("warps, early", "many rows"),
+        ("warpgroups, early", "many rows"),
+        ("warpgroups, early", "D_v, fp16"),
+    ),
+]
+LATE_IF_FULL = [LATE[0], *cases.rest(LATE[1])]
+RACES = ["warps, late, races", "warpgroups, late, races"]
 
-    if request.param == "cpu":
-        interpret_kernels(monkeypatch, [worklist])
-    return str(request.param)
+
+@pytest.mark.parametrize(("interpreted", "case"), [*cases.some(HERE, LATE, CASES), *EARLY], indirect=["interpreted"])
+@pytest.mark.usefixtures("interpreted")
+def test_interpreted(case: str) -> None:
+    tokens, options = CASES[case]
+    make(tokens, device="cpu", **options).check()
 
 
-@pytest.mark.parametrize("forced", [(1, 2), *cases.rest(((0, 2),), ((2, 0),))])
-def test_forced_blocks_are_left_out(forced: tuple[int, int], device: str) -> None:
-    """The worklist holds what is not forced, and all of it."""
-    from cute_kernels.lists.worklist import build_worklist
+ORDERED: dict[str, Callable[[], None]] = {
+    "forward and backward": lambda: make(90, 3, 1, 64, count=2, device="cpu").check(),
+    "query-outer": lambda: make(90, 3, 1, 64, count=2, device="cpu").check_forward(query_outer=True),
+    "forced": lambda: make(140, 3, 1, count=4, forced=(0, 2), device="cpu").check_forward(),
+}
 
-    (init, local), blocks = forced, 7
-    indices = random_indices((2, 2), [400], blocks, 5, size=64, forced=forced)
-    own = torch.arange(400)[:, None] // 64
-    rest = indices.where((indices >= init) & (indices <= own - local), -1)
-    assert (rest != indices).any()
-    assert (rest >= 0).any()
-    how: dict[str, Any] = {"size": 64, "blocks": blocks, "min_rows": 20, "init": init, "local": local}
-    check_worklist(build_worklist(indices.to(device), **how), rest, 20)
+
+@pytest.mark.parametrize("interpreted", RACES, indirect=True)
+@pytest.mark.parametrize("what", ORDERED)
+@pytest.mark.usefixtures("interpreted")
+def test_barriers_put_shared_memory_in_order(what: str) -> None:
+    """Some blocks have three tiles of rows and more: one is read while the next but one arrives."""
+    ORDERED[what]()
+
+
+@pytest.mark.parametrize("interpreted", LATE_IF_FULL, indirect=True)
+@pytest.mark.usefixtures("interpreted")
+def test_interpreted_in_chunks_and_work_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_chunks(monkeypatch, 64, 1 << 17, 5)
+    make([90, 66], 2, 2, count=2, device="cpu").check()
 
 
 @pytest.mark.parametrize(
-    ("tokens", "min_rows"), [(1, 1), (100, 3), (500, 32), *cases.rest((5000, 32), (5000, 1 << 20))]
+    ("interpreted", "case"), cases.some(QUERY_OUTER_HERE, LATE, QUERY_OUTER), indirect=["interpreted"]
 )
-def test_worklist(tokens: int, min_rows: int, device: str) -> None:
-    from cute_kernels.lists.worklist import build_worklist
-
-    blocks = -(-tokens // 64)
-    indices = random_indices((2, 3), [tokens], blocks, 7, size=64)
-    check_worklist(build_worklist(indices.to(device), size=64, blocks=blocks, min_rows=min_rows), indices, min_rows)
+@pytest.mark.usefixtures("interpreted")
+def test_query_outer_interpreted(case: str) -> None:
+    tokens, options = CASES[case]
+    make(tokens, device="cpu", **options).check_forward(query_outer=True)
 
 
-@pytest.mark.parametrize("max_bytes", [1, 300, 1 << 20])
-@pytest.mark.parametrize("bitmap_bytes", [1, 500, 1 << 20])
-def test_chunks_hold_every_slot_once(bitmap_bytes: int, max_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worklists of one head at a time, of some, and of all; and partials of as many."""
-    from cute_kernels.lists import worklist
-
-    made = []
-
-    def build(indices: Tensor, *, first_token: int, **how: Any) -> Any:
-        assert how["blocks"] == -(-(first_token + indices.shape[2]) // 64)
-        made.append(indices[..., 0].numel())
-        return worklist.Worklist(*[indices] * 5, worklist.WorklistSizes(0, 0, 0, 0), first_token)
-
-    for name, value in {"BITMAP_BYTES": bitmap_bytes, "CHUNK_ALIGNMENT": 64, "build_worklist": build}.items():
-        monkeypatch.setattr(worklist, name, value)
-    indices, found = torch.arange(2 * 3 * 150).int().view(2, 3, 150, 1), []
-    for chunk, batches, heads in worklist.worklist_chunks(
-        indices, size=64, min_rows=1, token_bytes=1, max_bytes=max_bytes, first_token=20
-    ):
-        assert torch.equal(chunk.slot_blocks, indices[batches, heads, chunk.tokens(20)])
-        assert chunk.slot_blocks.numel() <= max(64, max_bytes)
-        found.append(chunk.slot_blocks.flatten())
-    assert torch.equal(torch.cat(found).sort().values, indices.flatten())
-    assert max(made) <= max(64, bitmap_bytes)
-    assert (len(made) == 1) == (bitmap_bytes > 1000 and max_bytes > 200)
+FORCED: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
+    "one token": (1, {"group": 1, "forced": (1, 2)}, ()),
+    "early and late blocks": (330, {"group": 2, "kv_heads": 1, "forced": (1, 2)}, ()),
+    "first and own": (201, {"group": 4, "kv_heads": 1, "forced": (1, 1), "dim": 128, "v_dim": 64}, ()),
+    "local alone": (201, {"group": 4, "kv_heads": 1, "forced": (0, 2), "v_dim": 128, "dtype": torch.float16}, ()),
+    "own alone": (130, {"group": 2, "kv_heads": 1, "forced": (0, 1)}, ()),
+    "first alone": (201, {"group": 1, "kv_heads": 2, "forced": (2, 0)}, ()),
+    "from mid-block": (301, {"group": 16, "kv_heads": 1, "forced": (1, 2), "dim": 128}, (250, 263)),
+    "odd group": (301, {"group": 3, "kv_heads": 2, "forced": (1, 2)}, (63, 130)),
+    "documents": ([70, 0, 1, 266], {"group": 2, "kv_heads": 1, "forced": (1, 2), "behind": 3}, ()),
+    "128 tokens": (401, {"group": 4, "kv_heads": 1, "forced": (1, 1), "size": 128}, (200, 290)),
+    "128 tokens, wide": (401, {"group": 4, "kv_heads": 1, "forced": (0, 2), "size": 128, "dim": 128}, (380, 401)),
+    "128 tokens, documents": ([140, 270], {"group": 1, "kv_heads": 1, "forced": (1, 1), "size": 128}, ()),
+}
+FORCED_HERE = [("warpgroups, late", "early and late blocks"), ("warps, late", "documents")]
 
 
-def check_worklist(worklist: Any, indices: Tensor, min_rows: int) -> None:
-    """Each block has its query rows, tokens ascending, in adjacent work tiles, those of split blocks first."""
-    assert torch.equal(worklist.slot_blocks.cpu(), indices.cpu())
-    slots = indices.shape[3]
-    for b in range(indices.shape[0]):
-        for h in range(indices.shape[1]):
-            _, splits, whole = worklist.cum_counts[b, h, :, -1].tolist()
-            found: dict[int, list[int]] = {}
-            tiles = worklist.work_tiles[b, h, :, : splits + whole].T.tolist()
-            for i, (block, first, count) in enumerate(tiles):
-                found.setdefault(block, []).extend(worklist.query_rows[b, h, first : first + count].tolist())
-                assert count < 2 * min_rows
-                assert count >= min_rows or i >= splits
-            assert sorted(found) == list(range(worklist.counts.shape[3]))
-            for block, query_rows in found.items():
-                chosen = (indices[b, h].cpu() == block).flatten().nonzero().flatten().tolist()
-                assert query_rows == chosen
-                tokens = [slot_idx // slots for slot_idx in query_rows]
-                assert tokens == sorted(set(tokens))
+@pytest.mark.parametrize(("interpreted", "case"), cases.some(FORCED_HERE, LATE, FORCED), indirect=["interpreted"])
+@pytest.mark.usefixtures("interpreted")
+def test_forced_blocks_interpreted(case: str) -> None:
+    tokens, options, rows = FORCED[case]
+    make(tokens, device="cpu", count=None, **options).check_forced(*rows)
 
 
-# ---------------------------------------------------------------- kernels
+BESIDE: list[tuple[Any, tuple[int, int]]] = [(330, (1, 2)), (330, (0, 2)), (330, (2, 3)), ([70, 0, 330], (1, 2))]
 
 
-@CUDA
-@pytest.mark.parametrize("group", [1, 3, 16, 64])
-def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs other than Hopper's."""
-    for module in ("kv_outer", "kv_outer_backward", "forced", "query_outer"):
-        monkeypatch.setattr(f"cute_kernels.attend.{module}.has_warpgroups", lambda _: False)
-    make(517, group, 2, 128, count=5).check_both()
-    make([300, 1, 216], group, 1, 64, 128, count=5, size=128).check_both()
-    make([300, 1, 216], group, 1, 128, count=5, forced=(1, 2)).check()
-    make(517, group, 2, 128, count=14, forced=(1, 2)).check_gated("projected")
+@pytest.mark.parametrize(
+    ("interpreted", "beside"),
+    cases.some([("warps, late", BESIDE[3])], LATE, BESIDE),
+    indirect=["interpreted"],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_forced_beside_selected(beside: tuple[Any, tuple[int, int]]) -> None:
+    """All of the forward: forced blocks, the other blocks, and the combine; there is no room for (2, 3)."""
+    tokens, forced = beside
+    behind = 0 if isinstance(tokens, int) else 5
+    inputs = make(tokens, 2, 1, count=sum(forced) + 2, forced=forced, behind=behind, device="cpu")
+    inputs.check_forward()
 
 
-@CUDA
-def test_query_outer_for_some_tokens_repeats_the_whole() -> None:
-    """From any token that begins a tile the same bits; and the same bits each time."""
-    from cute_kernels.attend.query_outer import query_outer_forward
+GATED = [("warpgroups, early", "given fp32", (0, 0))]
 
-    inputs = make(1000, 16, 2, 128, count=8)
-    whole = inputs.forward(query_outer=True)
-    for start, stop in ((0, 1000), (8, 704), (640, 1000)):
-        tensors = inputs.q[:, start:stop], inputs.k[:, :stop], inputs.v[:, :stop], inputs.indices[:, :, start:stop]
-        o, lse = query_outer_forward(*tensors, size=inputs.size, scale=inputs.scale, first_token=start)
-        assert torch.equal(o, whole[0][:, start:stop])
-        assert torch.equal(lse, whole[1][..., start:stop])
+
+@pytest.mark.parametrize(
+    ("interpreted", "gates", "forced"),
+    cases.some(GATED, ["warpgroups, late", "warpgroups, early"], GATES, [(1, 2), (0, 0)]),
+    indirect=["interpreted"],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_gated_on_the_way(gates: str, forced: tuple[int, int]) -> None:
+    """Some of a warp's rows are behind the last token."""
+    make(201, 3, 1, batch=2, count=sum(forced) + 1, forced=forced, device="cpu").check_gated(gates)
+
+
+@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
+@pytest.mark.parametrize("projected", [True, False])
+@pytest.mark.usefixtures("interpreted")
+def test_gated_sums_are_rounded_once(projected: bool) -> None:
+    from cute_kernels.gate.forward import gated_sum
+
+    q, *branches, out = torch.randn(5, 1, 100, 3, 64).bfloat16()
+    weight, given = torch.randn(3, 3, 64).bfloat16(), torch.rand(1, 100, 3, 4)[..., 1:]
+    gates = torch.einsum("bnhd,hcd->bnhc", q.double(), weight.double()).sigmoid() if projected else given.double()
+    gated_sum(*branches, out, q=q, **({"gate_proj_weight": weight} if projected else {"gates": given}))
+    exact = sum(gates[..., i, None] * branch.double() for i, branch in enumerate(branches))
+    assert_rounded_once(out, exact, "out")
+
+
+@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
+@pytest.mark.parametrize(
+    ("branches", "w_dtype"), [(2, torch.bfloat16), *cases.rest((1, torch.float32), (0, None))], ids=str
+)
+@pytest.mark.usefixtures("interpreted")
+def test_dq_with_other_terms(branches: int, w_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of heads and tokens."""
+    small_chunks(monkeypatch, 64, 1, 40)
+    make(70, 2, 2, count=2, device="cpu").check_terms(branches=branches, w_dtype=w_dtype)
+
+
+@pytest.mark.parametrize("interpreted", ["warpgroups, late, races", *cases.rest("warpgroups, early")], indirect=True)
+@pytest.mark.usefixtures("interpreted")
+def test_dq_with_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of tokens, the second of them with a CTA's rows alone; slots without partials; gates or none."""
+    small_chunks(monkeypatch, 128, 1, 40)
+    inputs = make(300, 2, 1, count=4, forced=(1, 2), device="cpu")
+    inputs.check_window(140, w_dtype=torch.bfloat16, has_cmp=True)
+    inputs.check_window(127, w_dtype=None, has_cmp=False)
+
+
+@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
+@pytest.mark.parametrize(("gates", "forced"), [("projected", (1, 2)), *cases.rest(("given fp32", (0, 0)))])
+@pytest.mark.usefixtures("interpreted")
+def test_gated_in_chunks(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of heads and tokens, with gates that the kernels compute and with given ones."""
+    small_chunks(monkeypatch, 64, 1, 40)
+    chosen = torch.full((1, 2, 70, 10), -1, dtype=torch.int32)
+    chosen[..., 66:, 9] = 1  # nothing before, and nothing in the first slots that are loaded together
+    inputs = make(70, 2, 2, indices=chosen, device="cpu")
+    replace(inputs, forced=forced).check_gated(gates)
+
+
+@pytest.mark.blas
+@pytest.mark.parametrize("interpreted", LATE_IF_FULL, indirect=True)
+@pytest.mark.usefixtures("interpreted")
+def test_forced_blocks_of_later_queries() -> None:
+    """Queries from any token on: bitwise those of all."""
+    inputs = make(300, 2, 1, count=4, forced=(1, 2), device="cpu")
+    o, lse = inputs.forward()
+    for first in (70, 250):
+        some, some_lse = forward_from(inputs, first)
+        assert torch.equal(some, o[:, first:])
+        assert torch.equal(some_lse, lse[..., first:])
+
+
+@pytest.mark.parametrize(
+    ("interpreted", "token"),
+    cases.some([(LATE[0], 64)], LATE, [5, 63, 64, 280]),
+    indirect=["interpreted"],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_future_changes_nothing_of_forced_blocks(token: int) -> None:
+    inputs = make(300, 2, 1, count=None, forced=(1, 2), device="cpu")
+    o, lse = inputs.attend_forced(slice(0, 300))
+    other, other_lse = inputs.other_after(token).attend_forced(slice(0, 300))
+    assert torch.equal(o[:, : token + 1], other[:, : token + 1])
+    assert torch.equal(lse[..., : token + 1], other_lse[..., : token + 1])
+    assert not torch.equal(o[:, token + 1], other[:, token + 1])
