@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,68 +11,10 @@ import torch
 from nsa import top_blocks_by_max
 from tests.ptx import Order, Schedule
 from tests.support import cases
-from tests.support.indexer_cases import assert_selects
+from tests.support.indexer_cases import Case
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 
 pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
-
-
-@dataclass(frozen=True)
-class Case:
-    """Of q_idx `[batch,queries,heads,dim]` and as many keys, or more; or of documents of so many tokens, and keys.
-
-    Args:
-        starts: q_start as a tensor. behind: rows behind the last document.
-    """
-
-    queries: int | tuple[int, ...]
-    keys: int | tuple[int, ...] | None = None
-    starts: tuple[int, ...] | None = None
-    heads: int = 2
-    shared: bool = True
-    dim: int = 64
-    size: int = 64
-    k: int = 2
-    local: int = 1
-    batch: int = 1
-    dtype: torch.dtype = torch.bfloat16
-    behind: int = 0
-    whole: bool = False
-    """Small integers: scores are exact, and many are equal."""
-
-    def check(self, device: str = "cpu", **options: Any) -> None:
-        generator = torch.Generator().manual_seed(0)
-        queries, keys = (torch.tensor(x) for x in (self.queries, self.queries if self.keys is None else self.keys))
-        packed, heads = queries.dim() == 1, (self.heads, 1 if self.shared else self.heads)
-        lead = () if packed else (self.batch,)
-        shapes = [
-            (*lead, int(n.sum()) + self.behind, of, self.dim) for n, of in zip((queries, keys), heads, strict=True)
-        ]
-        if self.whole:
-            made = [torch.randint(-1, 2, shape, generator=generator) for shape in shapes]
-        else:
-            made = [torch.randn(shape, generator=generator) for shape in shapes]
-        q_idx, k_idx = (x.to(device, self.dtype) for x in made)
-        options |= {"block_size": self.size, "k": self.k, "local": self.local}
-        if self.starts is not None:
-            options["q_start"] = torch.tensor(self.starts, dtype=torch.int32, device=device)
-        if packed:
-            bounds = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).int() for n in (queries, keys)]
-            options["cu_seqlens"] = bounds[0].to(device)
-            if self.keys is not None:
-                options["cu_seqlens_k"] = bounds[1].to(device)
-        got, q_idx, k_idx = top_blocks_by_max(q_idx, k_idx, **options).cpu(), q_idx.cpu(), k_idx.cpu()
-        where: dict[str, Any] = {"size": self.size, "k": self.k, "local": self.local}
-        where["error"] = 0.0 if self.whole else 2**-23 * (self.dim / 8 + 4)
-        if packed:
-            rows, of_keys = [*queries.tolist(), self.behind], [*keys.tolist(), self.behind]
-            *parts, (behind, _, _) = zip(got.split(rows, 1), q_idx.split(rows), k_idx.split(of_keys), strict=True)
-            assert bool((behind == -1).all())
-        else:
-            parts = list(zip(got, q_idx, k_idx, strict=True))
-        for i, (own, q, k) in enumerate(parts):
-            start = len(k) - len(q) if self.starts is None else self.starts[i]
-            assert_selects(own, q, k[: start + len(q)], start=start, **where)
 
 
 CASES = {

@@ -25,7 +25,6 @@ from cute_kernels.runtime.launches import launch
 from cute_kernels.runtime.replay import Recording, replayed
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
-from tests.support.hardware import ATOMIC_FREE
 from tests.support.helpers import in_threads, make_qkv
 from tests.support.interpreted_gpu import interpreted_gpu
 
@@ -549,44 +548,6 @@ def step(leaves: list[Tensor], do: Tensor) -> list[Tensor]:
     q, k, v, weight = leaves
     out = nsa(q, k, v, gate_proj_weight=weight)
     return [out.detach(), *torch.autograd.grad(out, leaves, do)]
-
-
-@CUDA
-@ATOMIC_FREE
-def test_bits_of_training_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As graphs and launched one by one; also on another stream, inside a caller's graph, and of several layers."""
-    graphs.forget()
-    replay.forget()
-    leaves, do = training_step()
-    with monkeypatch.context() as patch:
-        patch.setattr(graphs, "DEVICES", set())
-        expected = step(leaves, do)
-
-    def check(got: list[Tensor]) -> None:
-        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
-
-    for _ in range(8):
-        check(step(leaves, do))
-    made = [graph for graph in graphs._KNOWN.values() if isinstance(graph, graphs.Graph)]
-    assert len(made) >= 2, "forward and backward"
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(4):
-            got = step(leaves, do)
-    torch.cuda.current_stream().wait_stream(side)
-    check(got)
-    capture = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(capture):
-        got = step(leaves, do)
-    for x in got:
-        x.zero_()
-    capture.replay()
-    check(got)
-    for _ in range(4):  # calls whose memory lives at once
-        layers = [step(leaves, do) for _ in range(3)]
-        for got in layers:
-            check(got)
 
 
 @CUDA
