@@ -1,4 +1,4 @@
-"""A step of decoding with paged keys, interpreted on a CPU and on a GPU: against fp64, the whole call, as a graph."""
+"""Steps and prompts with paged keys, interpreted on a CPU and on a GPU: against fp64, the whole call, as a graph."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from nsa.decoding import reference
 from nsa.inputs import NSAInputs
 from tests.ptx import Order, Schedule
 from tests.support import cases
+from tests.support.cute_cases import gate_weight, on_gpu
 from tests.support.decode_cases import SMALL_BLOCKS, Case, NearTieError, check, selected, without_near_ties
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 
@@ -99,6 +100,15 @@ CASES |= {
     "tile mode, logits in the hundreds": Case((510, 31), TILES, group=2, dtype=torch.float16, size=100.0),
     "tile mode, row groups": Case((700,), replace(TILES, window_size=0), queries=3, group=12, kv_heads=1),
 }
+PROMPTS = NSAConfig.paper(compress_block_size=16, compress_stride=8, num_selected_blocks=4, window_size=30)
+PREFILL = Case((70, 0), PROMPTS, 40, (40, 9), group=2, kv_heads=1, gating="projected", capacity=300, prefilled=True)
+CASES |= {
+    # One that begins, one of one token, one without new tokens, one without room; pages in no order
+    "prefill": replace(PREFILL, cached=(70, 0, 130, 3, 7), queries=20, new=(20, 17, 1, 0, 0), overflowed=(4,)),
+    "prefill, tiles of 96 keys": replace(PREFILL, cached=(150, 20), dim=128, gating="gates"),
+    "prefill, no window": replace(PREFILL, config=replace(PROMPTS, window_size=0)),
+    "prefill before the first entry": replace(PREFILL, cached=(3, 0), new=(11, 9), queries=20, page_size=16),
+}
 LATE, EARLY = "late", "early"
 
 
@@ -106,7 +116,7 @@ def last_of_block(blocks: torch.Tensor) -> torch.Tensor:
     return blocks[..., -1, :]
 
 
-HERE = [("sm_90", LATE, case) for case in ("ragged", "many parts of the choice", "tile mode")]
+HERE = [("sm_90", LATE, case) for case in ("ragged", "many parts of the choice", "tile mode", "prefill")]
 """Each case costs the compilation of four kernels and more."""
 
 
@@ -117,7 +127,8 @@ def test_interpreted(arch: str, copies: str, case: str) -> None:
         check(CASES[case])
 
 
-RACES = [*itertools.product(["sm_90", "sm_100"], ("ragged", "four queries", "row groups", "tile mode"))]
+ORDERED = ("ragged", "four queries", "row groups", "tile mode", "prefill before the first entry")
+RACES = [*itertools.product(GPUS, ORDERED)]
 
 
 @pytest.mark.interpreted
@@ -326,3 +337,49 @@ def test_a_million_tokens() -> None:
     """1M cached tokens beside 1000."""
     config = replace(PRESET, window_size=64, num_selected_blocks=4)
     check(Case((1 << 20, 1000), config, group=2, kv_heads=1, dim=64), "cuda")
+
+
+# A prompt's chunks
+
+
+@CUDA
+@pytest.mark.parametrize("heads", [(16, 1, 64), (8, 2, 128), (64, 4, 128)], ids=str)
+@torch.no_grad()
+def test_chunks_are_the_whole_call(heads: tuple[int, int, int]) -> None:
+    """Bit for bit, chunks of any size, in a cache with more room; and steps after them go on."""
+    config, tokens = NSAConfig.paper(), 9000
+    q, k, v = on_gpu(tokens, *heads, batch=2)
+    gates = {"gate_proj_weight": gate_weight(heads[0], heads[2])}
+    expected = nsa_forward(q, k, v, config=config, backend="cute", **gates)
+    cache = NSACache.empty(config, 2, max_tokens=20000, heads_kv=heads[1], dim=heads[2], dtype=BF16, device="cuda")
+    first = 0
+    for count in (4096, 64, 1000, 100, 3731, 9):
+        part = slice(first, first + count)
+        out = nsa_with_cache(q[:, part], k[:, part], v[:, part], cache, backend="cute", **gates)
+        if count >= 64:
+            assert torch.equal(out, expected[:, part])
+        first += count
+    cache.check()
+
+
+@CUDA
+@torch.no_grad()
+def test_captured_once() -> None:
+    """A graph of a chunk is replayed over growing lengths."""
+    config, chunk = NSAConfig.paper(), 256
+    q, k, v = on_gpu(8 * chunk)
+    expected = nsa_forward(q, k, v, config=config, backend="cute")
+    cache = NSACache.empty(config, 1, max_tokens=8 * chunk, heads_kv=2, dim=128, dtype=BF16, device="cuda")
+    given = [x[:, :chunk].clone() for x in (q, k, v)]
+    nsa_with_cache(*given, cache, backend="cute")  # compiles
+    cache.reset()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = nsa_with_cache(*given, cache, backend="cute")
+    cache.reset()
+    for i in range(8):
+        part = slice(i * chunk, (i + 1) * chunk)
+        for to, x in zip(given, (q, k, v), strict=True):
+            to.copy_(x[:, part])
+        graph.replay()
+        assert torch.equal(out, expected[:, part]), f"chunk {i}"

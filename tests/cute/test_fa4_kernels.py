@@ -23,9 +23,10 @@ from torch import Tensor
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.fa4.masks import Mask
 from cute_kernels.fa4.rules import NARROW, ONE_TILE, WINDOW_TILE, packs_gqa, window_tile_n
-from cute_kernels.runtime.device import SMS_VARIABLE, TARGET_VARIABLE, compute_capability, multiprocessors
+from cute_kernels.runtime.device import compute_capability, multiprocessors
 from cute_kernels.runtime.launches import launches_of
 from tests.support import cases, kernel_calls
+from tests.support.compile_keys import meta_gpu
 from tests.support.helpers import run_child
 
 pytestmark = [pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
@@ -87,18 +88,11 @@ def by_fa4(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     log: list[Launched] = []
     for function in STAGES:
         monkeypatch.setattr(getattr(interface, function), "compile_cache", Cache(function, request.param, log))
-    target, sms = ARCHS[request.param]
     monkeypatch.setattr(interface, "_get_device_arch", lambda: request.param)
     monkeypatch.setattr(interface, "USE_BLOCKS_TO_BATCH", False)  # tables of documents are enough
-    monkeypatch.setenv(TARGET_VARIABLE, target)
-    monkeypatch.setenv(SMS_VARIABLE, sms)
     monkeypatch.setattr(Tensor, "is_cuda", True)  # as FA4 wants it, also of meta tensors
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # there is none
-    for function in (compute_capability, multiprocessors):
-        function.cache_clear()
-    yield log
-    for function in (compute_capability, multiprocessors):
-        function.cache_clear()
+    with meta_gpu(*ARCHS[request.param]):
+        yield log
 
 
 # Calls of FA4's interface with what fa4/interface.py is given

@@ -20,6 +20,7 @@ from cute_kernels.decode.tile_sums import keep_sums, sum_queries
 from cute_kernels.decoding import decode
 from nsa import NSAConfig
 from tests.support import gpu_calls
+from tests.support.compile_keys import meta_gpu
 from tests.support.far_rows import FAR, FarMemory, span
 from tests.support.hardware import DETERMINISTIC
 from tests.support.kernel_classes import every_form
@@ -145,11 +146,7 @@ def assert_same(got: Tensor, expected: Tensor, name: str, *, exact: bool) -> Non
 def far_arguments(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """By class with a kernel: elements that its arguments span, at most. Nothing is compiled."""
     from cute_kernels.fa4 import interface as fa4
-    from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability
 
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    monkeypatch.setenv(TARGET_VARIABLE, "sm_90a")
-    compute_capability.cache_clear()
     spans: dict[str, int] = {}
 
     def noting(name: str) -> Any:
@@ -164,8 +161,8 @@ def far_arguments(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     monkeypatch.setattr(fa4, "attend", fa4.attend)  # put back what the tool replaces
     monkeypatch.setattr(fa4, "differentiate", fa4.differentiate)
     leave_fa4_out()
-    yield spans
-    compute_capability.cache_clear()
+    with meta_gpu():
+        yield spans
 
 
 def kernels() -> set[str]:

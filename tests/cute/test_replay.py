@@ -507,7 +507,7 @@ def test_nsa_interpreted(as_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> No
     if as_graphs:
         monkeypatch.setattr(graphs, "DEVICES", {"cpu"})
         monkeypatch.setattr(graphs, "launch", launch_as_graph)
-    # Entries as of test_prefill.py: kernels that both take are compiled once
+    # Entries as of prompts in test_decode.py: kernels that both take are compiled once
     pools = {"compress_block_size": 16, "compress_stride": 8}
     config = NSAConfig(**pools, select_block_size=64, num_selected_blocks=2, window_size=50)
 

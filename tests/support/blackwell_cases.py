@@ -34,17 +34,14 @@ from tests.support.gpu_calls import CASES, MANY, TILES, TOKENS
 from tests.support.gpu_calls import Case as Call
 from tests.support.helpers import error_budget, lse_error
 from tests.support.interpreted_gpu import interpreted_gpu
-from tests.support.kernel_classes import every_form, forms_of
+from tests.support.kernel_classes import HOPPER_MODULES, every_form, forms_of
 from tests.support.poison import poison
 from tools.sanitize import FA4, OURS
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SLACK = 1e-4
 """Of a gradient: dS of a row with one key is nothing but the difference of two sums in fp32."""
-HOPPER_ONLY = re.compile(
-    r"attend\.((compressed|selected|window)_backward|window_combine|window_dq_combine)\.|lists\.selected_worklist\."
-    r"|.*(use_wgmma|warpgroups)=True"
-)
+HOPPER_ONLY = re.compile(rf"\w+\.({'|'.join(HOPPER_MODULES)})\.|.*(use_wgmma|warpgroups)=True")
 """Forms of kernels that no sm_100 GPU runs."""
 SCHEDULES = {"late": Schedule(late=True), "early": Schedule(late=False)}
 """When asynchronous operations end: as late as they may, or at once."""
@@ -431,20 +428,20 @@ class Decoding:
     def run(self, execution: Execution) -> None:
         case = DECODED[self.name]
         step = decode_cases.Step(case, "cpu")
-        out = step.run(prefilled=self.name == PREFILL)
-        if self.name != PREFILL:
+        out = step.run()
+        if not case.prefilled:
             step.check_choice()
         exact, low = (decode_cases.expected(step, dtype) for dtype in (torch.float64, case.dtype))
         execution.compare("out", out, exact, low.to(case.dtype))
 
 
-DECODING, PREFILL = "decoding, four queries", "prefill"
+DECODING = "decoding, four queries"
 DECODED = {
     "decoding, tile mode": decode_cases.Case(
         (700, 62), NSAConfig(num_selected_blocks=3, window_size=70, q_tile_size=3), queries=3, group=4, kv_heads=1
     ),
     DECODING: decode_cases.Case((1100, 62), queries=4, kv_heads=1),
-    PREFILL: decode_cases.Case((150, 20), queries=20, kv_heads=1),
+    "prefill": decode_cases.Case((150, 20), queries=20, kv_heads=1, prefilled=True),
 }
 
 

@@ -16,11 +16,12 @@ from cute_kernels.runtime.device import SMS_VARIABLE, TARGET_VARIABLE, compute_c
 
 
 @contextmanager
-def meta_gpu(target: str = "sm_90a") -> Iterator[None]:
-    """Meta tensors stand for those of a GPU of this architecture, with as many multiprocessors as an H100."""
+def meta_gpu(target: str = "sm_90a", sms: str = "132") -> Iterator[None]:
+    """Meta tensors stand for those of a GPU of this architecture, with as many multiprocessors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(TARGET_VARIABLE, target)
-        patch.setenv(SMS_VARIABLE, "132")
+        patch.setenv(SMS_VARIABLE, sms)
+        patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # there is none
         compute_capability.cache_clear()
         multiprocessors.cache_clear()
         yield
@@ -45,5 +46,4 @@ def noted_keys() -> Iterator[set[Any]]:
 
     with meta_gpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit.Kernel, "start", property(start))
-        patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # there is none
         yield keys

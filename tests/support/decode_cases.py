@@ -56,6 +56,8 @@ class Case:
     size: float = 1.0
     """Standard deviation of queries."""
     tuning: decoding.Tuning = decoding.DEFAULT
+    prefilled: bool = False
+    """By prefill.py; then no choice is noted, and the seed is the first that leaves no choice to rounding."""
 
 
 @dataclass
@@ -136,17 +138,13 @@ class Step:
             rows[table[at // size], at % size] = x[row][at]
             entries[table[last // size], last % size // stride] = x[row][blocks].double().mean(1).to(x[row].dtype)
 
-    def run(self, *, prefilled: bool = False) -> Tensor:
-        """out, after a check that the pages hold the new tokens and entries, and nothing else has changed.
-
-        Args:
-            prefilled: by prefill.py; then no choice is noted.
-        """
+    def run(self) -> Tensor:
+        """out, after a check that the pages hold the new tokens and entries, and nothing else has changed."""
         new = [torch.full_like(self.q[..., :1, :1], torch.nan).expand(-1, -1, *x[0].shape[1:]).clone() for x in self.kv]
         for to, x in zip(new, self.kv, strict=True):
             for row, count in enumerate(self.lengths.new.tolist()):
                 to[row, :count] = x[row][len(x[row]) - count :]
-        if prefilled:
+        if self.case.prefilled:
             append_tokens(*new, self.pages, self.lengths, self.case.config)
             inputs = NSAInputs(self.q, *new, **self.gates)
             out = prefill(inputs, self.case.config, self.pages, self.lengths)
@@ -382,11 +380,11 @@ def expected(step: Step, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def check(case: Case, device: str = "cpu", *, prefilled: bool = False) -> None:
+def check(case: Case, device: str = "cpu") -> None:
     """Run a step, and hold it against the definition."""
-    step = Step(case, device)
-    out = step.run(prefilled=prefilled)
-    if not prefilled:
+    step = Step(without_near_ties(case) if case.prefilled else case, device)
+    out = step.run()
+    if not case.prefilled:
         step.check_choice()
     oracle = expected(step, torch.float64)
     naive = expected(step, case.dtype).to(case.dtype)
