@@ -17,8 +17,8 @@ class Document:
 
     inputs: NSAInputs
     """Keys end with the last query, so that the first query is token N_k - N_q."""
-    batch: int
-    """Index of the sequence; 0 in a pack."""
+    number: int
+    """Index of the document, or sequence."""
     packed: bool
     rows: slice
     keys: slice
@@ -27,7 +27,7 @@ class Document:
 
     def part(self, name: str, x: Tensor) -> Tensor:
         """View of the document's part, with a batch of one, of an input, its gradient, or a field of NSAAux."""
-        x = x[None] if self.packed else x[self.batch : self.batch + 1]
+        x = x[None] if self.packed else x[self.number : self.number + 1]
         if name.endswith("indices"):
             return x[:, :, self.tiles]
         if name.startswith("lse"):

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa import NSAConfig
-from nsa.inputs import NSAAux, NSAInputs
-from tests.support.loop_oracle import PER_COMPRESSED, PER_KEY, LoopResult
+from nsa.inputs import ENTRY_NAMES, KEY_NAMES, QUERY_NAMES, NSAAux, NSAInputs
+from tests.support.documents import documents as one_by_one
+from tests.support.loop_oracle import LoopResult
 
 
 @st.composite
@@ -130,44 +131,20 @@ class Document:
 
 
 def documents(inputs: NSAInputs, config: NSAConfig, out: Tensor, aux: NSAAux) -> Iterator[Document]:
-    """The documents of a call and what it gave for them."""
-    tensors = inputs.tensors()
-    for name in ("cu_seqlens", "cu_seqlens_k", "q_start", "q_sum"):
-        tensors.pop(name, None)
-    batch = inputs.q.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
-    starts = inputs.q_start.tolist() if isinstance(inputs.q_start, Tensor) else [inputs.q_start] * batch
-    entry = tile = 0
-    for b, start in enumerate(starts):
-        if inputs.cu_seqlens is None:
-            own = {
-                n: t[b] if n in ("q", "k", "v", "gates", *PER_KEY, *PER_COMPRESSED) else t for n, t in tensors.items()
-            }
-            one: dict[str, Tensor | None] = {n: None if t is None else t[b] for n, t in aux._asdict().items()}
-            own_out, first_tile = out[b], 0
-        else:
-            rows, key_rows = (slice(*x[b : b + 2].tolist()) for x in (inputs.cu_seqlens, inputs.key_bounds))
-            entries = slice(entry, entry := entry + config.num_compressed(key_rows.stop - key_rows.start))
-            parts = dict.fromkeys(("q", "gates"), rows) | dict.fromkeys(("k", "v", *PER_KEY), key_rows)
-            parts |= dict.fromkeys(PER_COMPRESSED, entries)
-            own = {n: t[parts[n]] if n in parts else t for n, t in tensors.items()}
-            one = {n: getattr(aux, n)[rows] for n in ("o_cmp", "o_slc", "o_win", "gates")}
-            one |= {n: getattr(aux, n)[:, rows] for n in ("lse_cmp", "lse_slc", "lse_win")}
-            one |= {n: getattr(aux, n)[entries] for n in PER_COMPRESSED}
-            one |= {n: getattr(aux, n) for n in ("indices", "cmp_indices")}
-            own_out, first_tile = out[rows], tile
-        first = len(own["k"]) - len(own["q"]) if start is None else start
-        stop, size = first + len(own["q"]), config.q_tile_size
-        tile = first_tile + (-(-stop // size) - first // size if len(own["q"]) else 0)
-        for name in ("indices", "cmp_indices"):
-            one[name] = None if (blocks := one[name]) is None else blocks[:, first_tile:tile]
-        for name in PER_COMPRESSED:  # behind the last query there are none
-            given = one[name]
-            assert given is not None
-            assert not given[config.num_compressed(stop) :].any()
-            one[name] = given[: config.num_compressed(stop)]
+    """The documents of a call and what it gave for them; no other entries are but 0."""
+    others = aux.k_cmp.clone()
+    for one in one_by_one(inputs, config, empty=True):
+        own: dict[str, Any] = {
+            n: x[0] if n in QUERY_NAMES + KEY_NAMES + ENTRY_NAMES else x for n, x in one.inputs.tensors().items()
+        }
+        own.pop("q_sum", None)
         if inputs.continues:
-            own |= {"q_start": start, "q_sum": None if inputs.q_sum is None else inputs.q_sum[b]}
-        yield Document(own, own_out, one)
+            q_sum = None if inputs.q_sum is None else inputs.q_sum[one.number]
+            own |= {"q_start": len(own["k"]) - len(own["q"]), "q_sum": q_sum}
+        parts = {n: None if x is None else one.part(n, x)[0] for n, x in aux._asdict().items()}
+        one.part("k_cmp", others).zero_()
+        yield Document(own, one.part("out", out)[0], parts)
+    assert not others.any()
 
 
 @st.composite
