@@ -1,4 +1,4 @@
-"""Block-sparse attention on NVIDIA GPUs: every kernel of a call interpreted on a CPU against fp64, and on a GPU."""
+"""Block-sparse attention, and choices of blocks, on NVIDIA GPUs: interpreted on a CPU against fp64, and on a GPU."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 
 import dispatch
 from cute_kernels import block_sparse, support
-from nsa import NSAConfig, block_sparse_attention
+from nsa import NSAConfig, block_sparse_attention, top_blocks_by_max
 from nsa.inputs import NSAInputs
 from tests.ptx import Order, Schedule
 from tests.support import cases, kv_outer_cases
 from tests.support.block_sparse_cases import Case, make
+from tests.support.indexer_cases import Case as Choice
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 
 pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
@@ -205,3 +206,66 @@ def test_query_outer_for_some_tokens_repeats_the_whole() -> None:
         o, lse = query_outer_forward(*tensors, size=inputs.size, scale=inputs.scale, first_token=start)
         assert torch.equal(o, whole[0][:, start:stop])
         assert torch.equal(lse, whole[1][..., start:stop])
+
+
+# Choices of blocks by the best score of a block's keys, against loops
+
+
+CHOICES = {
+    "one token": Choice(1, 70, heads=1),
+    "two row tiles": Choice(300, heads=4, k=3, dim=128, size=128),
+    "many blocks": Choice(3, 2300, heads=1),
+    "more than a chunk of 128": Choice(2, 4400, heads=1, k=3, size=128),
+    "equal scores in parts": Choice(2, 6200, heads=2, k=3, whole=True),
+    "whole numbers": Choice(260, heads=4, k=2, whole=True),
+    "own keys, fp16": Choice(70, heads=2, shared=False, batch=2, local=2, dtype=torch.float16),
+    "long lists": Choice(4, 2500, heads=2, k=37, local=0),
+    "documents": Choice((70, 0, 1, 130, 5), heads=3, k=2, behind=3),
+    "documents across tiles": Choice((33, 200, 40), heads=16, size=128, dim=128),
+    "documents that continue": Choice((70, 0, 2, 130), (200, 90, 2, 131), heads=1, behind=3),
+    "starts in documents": Choice((2, 30), (200, 150), (170, 0), heads=16, size=128, dim=128),
+    "starts": Choice(3, 300, (0, 290), batch=2, k=3, dtype=torch.float16),
+}
+CHOICES_HERE = [
+    ("sm_90", "documents that continue"),
+    ("sm_90", "many blocks"),
+    ("sm_100", "whole numbers"),
+]
+"""Of them "many blocks" in two parts. It and documents take the kernels in which races are looked for."""
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("late", [True, *cases.rest(False)])
+@pytest.mark.parametrize(("arch", "case"), cases.some(CHOICES_HERE, GPUS, CHOICES))
+def test_choices_interpreted(arch: str, case: str, late: bool) -> None:
+    with interpreted_gpu(arch, Schedule(late=late)):
+        CHOICES[case].check(backend="cute")
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("arch", ["sm_90", *cases.rest("sm_100")])
+def test_barriers_put_lists_in_order(arch: str) -> None:
+    """Six steps of keys, of two documents: stages are used twice, and lists merged within a document and at its end."""
+    with interpreted_gpu(arch, Schedule(observer=Order)):
+        Choice((500, 130), heads=1, size=64).check(backend="cute")
+        Choice(1, 2300, heads=1).check(backend="cute")  # in two parts
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", CHOICES)
+def test_choices_on_a_gpu(case: str) -> None:
+    CHOICES[case].check("cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("change", [{}, {"size": 128, "k": 16, "dim": 128}, {"k": 64}], ids=str)
+def test_long_choices_on_a_gpu(change: dict[str, Any]) -> None:
+    replace(Choice(500, 20000, heads=4), **change).check("cuda")
+    replace(Choice((1000, 1, 0, 700), heads=4, behind=9), **change).check("cuda")
+
+
+@pytest.mark.cuda
+def test_the_same_choices_each_time() -> None:
+    q_idx, k_idx = (torch.randn(1, 9000, heads, 128, device="cuda").bfloat16() for heads in (4, 1))
+    first, *others = (top_blocks_by_max(q_idx, k_idx, block_size=128, k=16) for _ in range(3))
+    assert all(torch.equal(first, other) for other in others)

