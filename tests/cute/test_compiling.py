@@ -7,12 +7,25 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from cute_kernels.runtime import jit
 from cute_kernels.runtime.compiling import COMPILING, once
 
+pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported
+
 THREADS = 8
+
+
+def as_kernels(build: Callable[[int], object]) -> Callable[[int], object]:
+    """As kernels are compiled."""
+    kernel = jit.compiled_once(build)
+    return lambda number: kernel(number).compiled
+
+
+EITHER = pytest.mark.parametrize("remember", [once, as_kernels])
 
 
 def at_once(function: Callable[[int], object]) -> list[object]:
@@ -27,10 +40,11 @@ def at_once(function: Callable[[int], object]) -> list[object]:
         return list(pool.map(work, range(THREADS)))
 
 
-def test_one_thread_builds_for_all() -> None:
+@EITHER
+def test_one_thread_builds_for_all(remember: Any) -> None:
     running, built = threading.Lock(), []
 
-    @once
+    @remember
     def build(kind: int) -> object:
         assert running.acquire(blocking=False), "two threads build at once"
         time.sleep(0.01)
@@ -44,18 +58,19 @@ def test_one_thread_builds_for_all() -> None:
     assert results[::2] == [build(0)] * (THREADS // 2)
 
 
-def test_a_failure_is_not_remembered() -> None:
+@EITHER
+def test_a_failure_is_not_remembered(remember: Any) -> None:
     fails = iter([True, False])
 
-    @once
-    def build() -> int:
+    @remember
+    def build(number: int) -> int:
         if next(fails):
             raise ValueError("does not compile")
-        return 3
+        return number
 
     with pytest.raises(ValueError, match="does not compile"):
-        build()
-    assert [build(), build()] == [3, 3]
+        build(3)
+    assert [build(3), build(3)] == [3, 3]
 
 
 def test_a_build_may_need_others() -> None:
