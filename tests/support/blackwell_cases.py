@@ -573,7 +573,7 @@ KNOWN = {
         r"mbarrier \(1, \d+\)"
     ),
 }
-"""Findings in unchanged kernels, by names that docs/blackwell.md explains."""
+"""Each known finding, in unchanged kernels, by a name that docs/blackwell.md explains."""
 
 
 def known(finding: str) -> str | None:

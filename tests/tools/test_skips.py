@@ -29,7 +29,7 @@ sys.meta_path.insert(0, Hidden())
 """
 NEED_IT = {
     "at import": "tests/cute/test_interpreted_nsa.py",
-    "in a test": "tests/cute/test_window_backward.py::test_nothing_to_do",
+    "in a test": "tests/cute/test_split_backwards.py::test_nothing_to_do",
     "transformers": "tests/nsa/test_transformers_models.py",
 }
 REQUIRED = ("--require-cuda-extra", "--require-hf-extra")
