@@ -18,7 +18,7 @@ from ascend_kernels.launch import launch
 from ascend_kernels.nsa.layout import K_LEN, K_ROW, Q_LEN, START, Pack, field
 from ascend_kernels.nsa.tiling import block_of, gpu_options
 
-PAIRS = 1024
+PAIRS = 512
 """Maximum pairs of a work tile."""
 
 UNSEEN = 2**31 - 1
@@ -65,7 +65,7 @@ class BlockLists:
     """Pairs by block, for each key/value head.
 
     Args:
-        pairs: int64 `[H_kv,n]`, sorted.
+        pairs: int32 `[H_kv,n]`, sorted.
         work: int32 `[H_kv,chunks,W,3]`: block, first of the sorted pairs, and number of pairs of each work tile.
         ends: int32 `[H_kv,chunks,blocks]`: work tiles up to the end of each block.
         chunk: lists per chunk.
@@ -118,4 +118,4 @@ def block_lists(index: Tensor, pack: Pack, kv_heads: int, *, size: int, causal: 
     count = (counts.gather(2, block) - share * PAIRS).clamp(max=PAIRS)
     first = firsts.gather(2, block) + share * PAIRS
     table = torch.stack([block.int(), *(torch.where(exists, x, 0) for x in (first, count))], -1)
-    return BlockLists(pairs, table.contiguous(), ends, chunk)
+    return BlockLists(pairs.int(), table.contiguous(), ends, chunk)
