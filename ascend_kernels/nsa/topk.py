@@ -5,7 +5,7 @@ their order, weighted by tokens of overlap. Those that beat the k-th best block 
 the lower of equal ones first, at most k, and merged into the list of the best. Forced blocks score +inf. Lists are
 written in ascending order, padded with -1. Reductions and comparisons only: no sort, gather, atomics.
 
-Floor: scores are read once, from L2; k maxima over the blocks of a row.
+Floor: scores are read once; k maxima over the blocks of a row.
 """
 
 from __future__ import annotations
