@@ -2,9 +2,10 @@
 
 NSA and dense attention are checked and timed as in bench_sparse_attn_e2e.py, with NSAConfig.paper() and 64 query heads
 over 4, D = 128: errors against fp64 come first; if one is above its budget, nothing more is timed and the status is 1.
-A peer (bench/peers.py) computes a little less than NSA here and need only return finite numbers; if it does not
-run, it has null, and the reason is printed. Dense attention and peers are timed once for each length and pass, as eager
+A peer (bench/peers.py) computes a little less than NSA here and need only return finite numbers; if it does not run,
+it has null, and the reason is printed. Dense attention and peers are timed once for each length and pass, as eager
 calls; on CUDA without the time to start them on an idle GPU, as in NSA's mode "queued" and unlike mode "eager".
+--backends gives rows of each backend.
 
 Writes OUT.json after every length and pass (schema: docs/results_files.md); at the end OUT.csv and OUT.png. The same
 command goes on where it was stopped or killed. With --bars also what the rows have to reach on one H200, and whether
@@ -136,8 +137,8 @@ def time_peers(args: argparse.Namespace, device: torch.device) -> tuple[Row, lis
 
 # Bars, and presentation
 
-OF_BARS = {"b": 1, "h": 64, "h_kv": 4, "d": 128, "dtype": "bf16", "l": 32, "stride": 16, "l_select": 64, "k": 16}
-OF_BARS |= {"w": 512, "q_tile": 1, "mode": "queued", "gated": True, "inputs": "random"}
+OF_BARS: Row = {"b": 1, "h": 64, "h_kv": 4, "d": 128, "dtype": "bf16", "l": 32, "stride": 16, "l_select": 64, "k": 16}
+OF_BARS |= {"w": 512, "q_tile": 1, "mode": "queued", "gated": True, "inputs": "random", "backend": "cute"}
 """Sizes and options that the bars are for."""
 
 
@@ -160,7 +161,8 @@ def line(row: Row) -> str:
     others = {"dense": (row["dense_ms"], row["dense_peak_gib"])}
     others |= {name: (row[f"{name}_ms"], row[f"{name}_gib"]) for name in NSA}
     ours = (
-        f"{row['n']:>8} {row['pass']:<8}{row['mode']:<7} NSA {_cost(row['ms_p50'], row['peak_gib'])}{floor_text(row)}"
+        f"{row['n']:>8} {row['pass']:<8}{row['mode']:<7} NSA ({row['backend']}) "
+        f"{_cost(row['ms_p50'], row['peak_gib'])}{floor_text(row)}"
     )
     return "  ".join([ours, *(f"{name} {_cost(*cost)}" for name, cost in others.items())])
 
@@ -170,22 +172,23 @@ def _cost(ms: float | None, gib: float | None) -> str:
 
 
 def plot(results: Results, path: Path, device: str) -> None:
-    """A panel for each pass: times by N of NSA, dense attention and peers, NSA's floor and bars."""
+    """A panel for each pass: times by N of NSA's backends, dense attention and peers, NSA's floor and bars."""
     rows = results.rows
     passes = list(dict.fromkeys(row["pass"] for row in rows))
     with saved_figure(path, 1, len(passes), (6 * len(passes), 5)) as (figure, panels):
         for axes, direction in zip(panels[0], passes, strict=True):
-            first_of_each = {row["n"]: row for row in reversed(rows) if row["pass"] == direction}
-            own = [first_of_each[n] for n in sorted(first_of_each)]
-            shown = {"dense_ms": own[0]["dense"], **{f"{name}_ms": name for name in NSA}}
-            shown |= {"ms_p50": f"NSA ({own[0]['backend']})", "floor_ms": "NSA's floor at peak rates"}
-            for field, label in shown.items():
-                points = [(row["n"], row[field]) for row in own]
-                draw_points(axes, points, "--" if field == "floor_ms" else "o-", label=label)
-            of_bars = {n: MS_BARS[n][direction][0] for n in MS_BARS.keys() & first_of_each.keys()}
-            bars = [(n, ms) for n, ms in of_bars.items() if OF_BARS.items() <= first_of_each[n].items()]
-            draw_points(axes, bars, "v", color="black", label="bar")
-            label_lengths(axes, first_of_each, ylabel="ms per call", title=PASS_TITLES[direction])
+            own = [row for row in reversed(rows) if row["pass"] == direction]  # of several modes, the first is drawn
+            lines: dict[str, dict[int, float | None]] = {}
+            for row in own:
+                shown = {row["dense"]: row["dense_ms"], **{name: row[f"{name}_ms"] for name in NSA}}
+                shown |= {f"NSA ({row['backend']})": row["ms_p50"], "NSA's floor at peak rates": row["floor_ms"]}
+                for label, ms in shown.items():
+                    lines.setdefault(label, {})[row["n"]] = ms
+            for label, points in lines.items():
+                draw_points(axes, sorted(points.items()), "--" if "floor" in label else "o-", label=label)
+            of_bars = {row["n"] for row in own if OF_BARS.items() <= row.items()} & MS_BARS.keys()
+            draw_points(axes, [(n, MS_BARS[n][direction][0]) for n in of_bars], "v", color="black", label="bar")
+            label_lengths(axes, {row["n"] for row in own}, ylabel="ms per call", title=PASS_TITLES[direction])
         figure.suptitle(f"NSA of the paper, {rows[0]['h']} heads over {rows[0]['h_kv']} of {rows[0]['d']}, on {device}")
 
 

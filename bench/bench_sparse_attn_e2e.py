@@ -96,7 +96,7 @@ def benchmark(args: argparse.Namespace) -> int:
     def said(rows: Sequence[Row]) -> dict[str, Any]:
         if not args.turns:
             return {}
-        several = len({options_of(row) for row in rows}) > 1
+        several = len(set(map(options_of, rows))) > 1
         return {"verdict": verdict([(place(row, options=several), spread_of(row)) for row in rows])}
 
     def draw(results: Results, path: Path) -> None:
@@ -117,7 +117,7 @@ def benchmark(args: argparse.Namespace) -> int:
 
 
 def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[list[Variant], list[str]]:
-    """Every combination of options with its backend, and what to say of them.
+    """Every combination of options and backend, and what to say of them.
 
     Raises:
         TypeError, ValueError, dispatch.BackendError: for one that cannot run as it was asked for.
@@ -125,9 +125,9 @@ def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[lis
     variants: list[Variant] = []
     notes: dict[str, None] = {}
     sizes = Sizes(args.batch, 1, args.heads, args.kv_heads, args.dim)
-    for config in args.configs:
+    for config, named in product(args.configs, dict.fromkeys(args.backends or [None])):
         call = nsa_facts(sizes, config, device, DTYPES[args.dtype], backward=args.backward, recompute=args.recompute)
-        backend, note = choose_backend(call, args.backend)
+        backend, note = choose_backend(call, named)
         modes = modes_of(args)
         if backend == "reference" and "graph" in modes:
             reason = "the reference reads values on the host, which a CUDA graph cannot hold"
@@ -282,8 +282,9 @@ def sizes_of(row: Row) -> Sizes:
     return Sizes(row["b"], row["n"], row["h"], row["h_kv"], row["d"])
 
 
-def options_of(row: Row) -> tuple[int, int | None]:
-    return row["l"], row["num_cmp"]
+def options_of(row: Row) -> str:
+    """The line of a plot that a row belongs to, but for its mode."""
+    return f"{row['backend']} l={row['l']} num_cmp={none_text(row['num_cmp'])}"
 
 
 def spread_of(row: Row) -> Spread:
@@ -292,14 +293,14 @@ def spread_of(row: Row) -> Spread:
 
 def place(row: Row, *, options: bool) -> str:
     """Args: `options`: name them, as there are several."""
-    return f"N = {row['n']:,}" + (f" with l={row['l']} num_cmp={none_text(row['num_cmp'])}" if options else "")
+    return f"N = {row['n']:,}" + (f" with {options_of(row)}" if options else "")
 
 
 # The command line
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    shared = (*SIZES, "backend", "peak-tflops", "peak-tbs", "out")
+    shared = (*SIZES, "peak-tflops", "peak-tbs", "out")
     parser = make_parser(__doc__, *shared, out=str(LOCAL_RESULTS / "e2e"))
     add_device(parser)
     add = parser.add_argument
@@ -309,6 +310,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         type=comma_list(positive),
         metavar="N,N,...",
         help="tokens per sequence, such as 4096,8192 or 4K,8K,1M",
+    )
+    add(
+        "--backends", "--backend", nargs="+", metavar="BACKEND", help="rows of each; default: the one that runs unasked"
     )
     add("--input", choices=KINDS, help="default: random; the demo: text")
     add("--seconds", type=above_zero, help="of each timing; default: 1, the demo on a CPU: 2")
@@ -451,7 +455,7 @@ def measure_mode(
 def show(rows: list[Row], said: str) -> None:
     """Args: `said`: the verdict of the demo; "" for other runs."""
     backward, turned = rows[0]["pass"] == "fwd+bwd", "turns" in rows[0]
-    varying = [name for name in ("l", "num_cmp", "mode") if len({row[name] for row in rows}) > 1]
+    varying = [name for name in ("backend", "l", "num_cmp", "mode") if len({row[name] for row in rows}) > 1]
 
     def color(row: Row) -> str:
         if turned:
@@ -496,22 +500,23 @@ def show(rows: list[Row], said: str) -> None:
         in_which_rows = " in at least one row each" if varying else ""
         crossover = f"at N = {', '.join(f'{n:,}' for n in faster)}{in_which_rows}" if faster else "at none of these N"
         said = f"NSA is faster {crossover}; best: {best['speedup']:.2f}x at N = {best['n']:,}."
-    console.print(f"What this says: {costs(rows[-1])} {said} {errors}")
+    console.print(f"What this says: {costs(rows)} {said} {errors}")
     if any(row["dense_extrapolated"] for row in rows):
         console.print("~ is not measured: the time at the largest measured N, times the square of the ratio of N.")
 
 
-def costs(row: Row) -> str:
+def costs(rows: Sequence[Row]) -> str:
     """A sentence about what NSA saves."""
+    row, backends = rows[-1], " and ".join(dict.fromkeys(row["backend"] for row in rows))
     entries = f"N/{row['stride']}" if row["num_cmp"] is None else f"{row['num_cmp']} blocks of"
     return (
-        f"dense attention's time grows with N squared; NSA ({row['backend']} backend) reads per query {entries} "
+        f"dense attention's time grows with N squared; NSA ({backends} backend) reads per query {entries} "
         f"compressed entries, {row['k']} selected blocks of {row['l_select']} and a window of {row['w']}."
     )
 
 
 def plot(rows: Sequence[Row], path: Path, device: str, peaks: Peaks | None) -> None:
-    """Times and speed-ups by N: a line for each block size, number of compressed blocks and mode."""
+    """Times and speed-ups by N: a line for each backend, block size, number of compressed blocks and mode."""
     lengths, dense_name = [row["n"] for row in rows], rows[0]["dense"]
     dense = sorted({(row["n"], row["dense_ms"], row["dense_extrapolated"]) for row in rows})
     options = list(dict.fromkeys(map(options_of, rows)))
@@ -531,21 +536,19 @@ def plot(rows: Sequence[Row], path: Path, device: str, peaks: Peaks | None) -> N
             draw_points(times, points, "o", color="tab:gray", markerfacecolor=face, label=label)
         for of_line in dict.fromkeys((options_of(row), row["mode"]) for row in rows):
             own = [row for row in rows if (options_of(row), row["mode"]) == of_line]
-            (length, count), mode = of_line
-            label = f"NSA ({own[0]['backend']}) l={length} num_cmp={none_text(count)}, {mode}"
-            drawn = {**styles[mode], "linestyle": "-", "color": f"C{options.index(of_line[0])}", "label": label}
+            name, mode = of_line
+            label = f"NSA, {name}, {mode}"
+            drawn = {**styles[mode], "linestyle": "-", "color": f"C{options.index(name)}", "label": label}
             draw_points(times, [(row["n"], row["ms_p50"]) for row in own], **drawn)
             draw_points(speed, [(row["n"], row["speedup"]) for row in own], **drawn)
-        for i, (length, count) in enumerate(options):
-            if peaks is None:
-                break
-            own = [row for row in rows if options_of(row) == (length, count)]
-            backward = rows[0]["pass"] == "fwd+bwd"
-            floors = [(row, dense_floor_ms(sizes_of(row), peaks, backward=backward)) for row in own]
-            bounds = {row["n"]: ms / row["floor_ms"] for row, ms in floors}
-            label = f"roofline l={length} num_cmp={none_text(count)}"
-            draw_points(speed, bounds.items(), "--", color=f"C{i}", label=label)
-            speeds += bounds.values()
+        bounds: dict[str, dict[int, float]] = {}
+        for row in rows:
+            if peaks is not None:
+                floor = dense_floor_ms(sizes_of(row), peaks, backward=row["pass"] == "fwd+bwd")
+                bounds.setdefault(options_of(row), {})[row["n"]] = floor / row["floor_ms"]
+        for name, bound in bounds.items():
+            draw_points(speed, bound.items(), "--", color=f"C{options.index(name)}", label=f"roofline, {name}")
+            speeds += bound.values()
         speed.axhline(1, color="tab:gray", linewidth=1)
         low, high = min(1.0, *speeds) / 2, max(1.0, *speeds) * 2
         ticks = [tick for e in range(-3, 4) for m in (1, 2, 5) if low <= (tick := m * 10.0**e) <= high]

@@ -39,7 +39,8 @@ class Variant:
     recompute: bool = False
 
     def __str__(self) -> str:
-        return f"l={self.config.compress_block_size} num_cmp={none_text(self.config.num_cmp_selected_blocks)}"
+        config = self.config
+        return f"{self.backend} l={config.compress_block_size} num_cmp={none_text(config.num_cmp_selected_blocks)}"
 
     def part(self, n: int, mode: str) -> str:
         """Name of a row in the file of results."""

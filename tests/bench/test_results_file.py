@@ -180,7 +180,7 @@ def test_a_red_gate_after_green_lengths(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(e2e, "check", wrong_at_128)
     content = run(e2e.main, tmp_path / "run", *SMALL, "--seqlens", "64,128,256", status=1)
     assert seen == [(64, None), (128, "unfinished")]
-    assert content["red"] == ["N=128 l=64 num_cmp=none: by far"]
+    assert content["red"] == ["N=128 reference l=64 num_cmp=none: by far"]
     assert names(tmp_path) == {"run.json"}
 
 
