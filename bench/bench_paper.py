@@ -129,7 +129,7 @@ def time_peers(args: argparse.Namespace, device: torch.device) -> tuple[Row, lis
         if isinstance(measured, str):
             missing.append(f"{name} did not run: {measured} (N={n} {direction})")
         elif measured.timing is not None:
-            timing = e2e.everything(measured.timing, task.leaves) if args.backward else measured.timing
+            timing = e2e.everything(measured.timing, task.leaves, args.backward)
             ran = {"ms": timing.ms_p50, "gib": timing.peak_gib, "computes": COMPUTES[name]}
             fields |= {f"{name}_{what}": figure for what, figure in ran.items()}
     return fields, missing

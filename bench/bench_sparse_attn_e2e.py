@@ -1,18 +1,13 @@
-"""Dense attention against NSA, end to end, over sequence lengths and options.
+"""Dense attention against NSA, end to end, over sequence lengths, options and backends.
 
-For each N and each combination of options: the error of the whole op against fp64 on sampled rows, with --backward also
-of the gradients that these rows give; then time, peak memory and speed-up, with times beside what the device's peak
-rates allow. Errors come first: where one is above its budget, or a timed call gives another result than the checked
-one, there are no times and the script ends with status 1 (a red gate). Dense attention is timed once for each N, always
-eagerly.
+For each N and each combination: the error of the whole op against fp64 on sampled rows, with --backward also of the
+gradients that these rows give; then time, peak memory and speed-up, beside what the device's peak rates allow. Where an
+error is above its budget, or a timed call gives another result than the checked one, there are no times and the script
+ends with status 1 (a red gate). Dense attention is timed once for each N, always eagerly.
 
-Mode "graph" times replays of a CUDA graph of the whole call, "eager" the call as Python makes it. The peak memory of a
-graph is that of its capture. Memory is counted beyond the inputs for the forward; with --backward it is everything
-alive: inputs, out, do, gradients and temporaries.
-
-Writes OUT.json (schema: docs/results_files.md) after every row; at the end OUT.csv and OUT.png. The same command goes
-on where it was stopped or killed. `--demo` picks sizes for this machine; on a CPU dense attention and NSA then take
-turns on one thread (bench/turns.py).
+Writes OUT.json (schema and modes: docs/results_files.md) after every row; at the end OUT.csv and OUT.png. The same
+command goes on where it was stopped or killed. `--demo` picks sizes for this machine; on a CPU dense attention and NSA
+then take turns on one thread (bench/turns.py).
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -93,11 +88,13 @@ def benchmark(args: argparse.Namespace) -> int:
     for note in notes:
         console.print(note, style="yellow", markup=False)
 
-    def said(rows: Sequence[Row]) -> dict[str, Any]:
+    def said(results: Results) -> dict[str, Any]:
         if not args.turns:
             return {}
-        several = len(set(map(options_of, rows))) > 1
-        return {"verdict": verdict([(place(row, options=several), spread_of(row)) for row in rows])}
+        several = len(set(map(options_of, results.rows))) > 1
+        places = [f"N = {row['n']:,}" + f" with {options_of(row)}" * several for row in results.rows]
+        spreads = [Spread(row["speedup_p20"], row["speedup"], row["speedup_p80"]) for row in results.rows]
+        return {"verdict": verdict(list(zip(places, spreads, strict=True)))}
 
     def draw(results: Results, path: Path) -> None:
         if drawn := [row for row in results.rows if row.get("faster") != NOISY]:
@@ -109,7 +106,7 @@ def benchmark(args: argparse.Namespace) -> int:
         facts,
         lambda results: (job.turns if args.turns else job.sweep)(results.parts),
         None,
-        fields=lambda results: said(results.rows),
+        fields=said,
         plot=draw,
         show=lambda content: show(content["rows"], content.get("verdict", "")),
         csv=True,
@@ -139,10 +136,6 @@ def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[lis
             notes[note] = None
         variants.append(Variant(config, backend, tuple(modes), args.backward, args.recompute))
     return variants, list(notes)
-
-
-Longest = tuple[int, float, float | None]
-"""Tokens, milliseconds and GiB of dense attention."""
 
 
 @dataclass(frozen=True)
@@ -176,51 +169,49 @@ class Job:
 
     def sweep(self, done: Mapping[str, Part]) -> Iterator[Measurement]:
         """A part for each length, combination of options and mode that is not done. Raises WrongResult."""
-        measured = [row for part in done.values() for row in part.rows if not row["dense_extrapolated"]]
-        longest = (measured[-1]["n"], measured[-1]["dense_ms"], measured[-1]["dense_peak_gib"]) if measured else None
+        rows = [row for part in done.values() for row in part.rows if not row["dense_extrapolated"]]
+        timed = {row["n"]: (row["dense_ms"], row["dense_peak_gib"]) for row in rows}
         with console.status("") as status:
             for n in self.args.seqlens:
                 every = [(variant, mode) for variant in self.variants for mode in variant.modes]
                 if left := [(variant, mode) for variant, mode in every if variant.part(n, mode) not in done]:
-                    longest = yield from self.length(n, left, longest, status.update)
+                    inputs, samples = self.check(n, status.update)
+                    status.update(f"N={n}: {self.dense.name}")
+                    dense = self.time_dense(inputs, timed)
+                    for variant, mode in left:
+                        status.update(f"N={n} {variant}: NSA, {mode}")
+                        given = inputs, variant, samples[variant], mode, dense
+                        yield variant.part(n, mode), partial(self.measure, *given)
+                        del given
+                    del inputs, samples  # before those of the next length are made
 
-    def length(
-        self, n: int, left: list[tuple[Variant, str]], longest: Longest | None, update: Callable[[str], None]
-    ) -> Generator[Measurement, None, Longest]:
-        """Parts of a length, whose tensors are gone afterwards; returns the longest of dense attention.
-
-        Args:
-            longest: so far, from which longer ones are extrapolated.
-        """
-        args = self.args
-        inputs, samples = self.check(n, update)
-        extrapolated = longest is not None and args.no_dense_above is not None and n > args.no_dense_above
-        if longest is None or not (extrapolated or longest[0] == n):
-            update(f"N={n}: {self.dense.name}")
-            call = dense_call(inputs, self.dense, args.backward)
-            timing = measure(call, self.device, seconds=args.seconds, host=not is_queued(args))
-            timing = everything(timing, leaves(inputs)[:3]) if args.backward else timing
-            longest = n, timing.ms_p50, timing.peak_gib
-            del call  # and do
-        dense_ms, gib = longest[1] * (n / longest[0]) ** 2, None if extrapolated else longest[2]
-        for variant, mode in left:
-            update(f"N={n} {variant}: NSA, {mode}")
-            row = partial(self.row, n, variant, samples[variant], mode, dense_ms, gib, extrapolated)
-            yield variant.part(n, mode), partial(self.measure, inputs, samples[variant], variant, mode, row)
-        return longest
+    def time_dense(self, inputs: NSAInputs, timed: dict[int, tuple[float, float | None]]) -> Row:
+        """Fields of dense attention. Args: `timed`: milliseconds and GiB by length so far, and then of this one."""
+        args, n = self.args, inputs.q.shape[1]
+        if extrapolated := bool(timed) and args.no_dense_above is not None and n > args.no_dense_above:
+            longest = max(timed)
+            ms, gib = timed[longest][0] * (n / longest) ** 2, None
+        else:
+            if n not in timed:
+                call = dense_call(inputs, self.dense, args.backward)
+                timing = measure(call, self.device, seconds=args.seconds, host=not is_queued(args))
+                timing = everything(timing, leaves(inputs)[:3], args.backward)
+                timed[n] = timing.ms_p50, timing.peak_gib
+            ms, gib = timed[n]
+        return dense_fields(self.dense, ms, gib, extrapolated)
 
     def measure(
-        self, inputs: NSAInputs, sample: Sample, variant: Variant, mode: str, make_row: Callable[..., Row]
+        self, inputs: NSAInputs, variant: Variant, sample: Sample, mode: str, dense: Row
     ) -> tuple[list[Row], list[str]]:
         """The row of a mode, and what did not run: nothing. Raises WrongResult."""
+        n = inputs.q.shape[1]
         timing = measure_mode(mode, nsa_call(inputs, variant), sample, self.device, self.args.seconds)
         if timing is None:
-            n = inputs.q.shape[1]
             raise WrongResult(f"N={n} {variant}: the replayed graph gives another result than the checked call")
-        row = make_row(everything(timing, leaves(inputs)) if self.args.backward else timing)
+        row = self.row(n, variant, sample, mode, everything(timing, leaves(inputs), self.args.backward), dense)
         if self.peaks is not None:
-            sizes, itemsize = sizes_of(row), inputs.q.itemsize
-            floor = nsa_floor_ms(sizes, variant.config, self.peaks, itemsize, backward=self.args.backward)
+            itemsize, backward = inputs.q.itemsize, self.args.backward
+            floor = nsa_floor_ms(sizes_of(row), variant.config, self.peaks, itemsize, backward=backward)
             row |= {"floor_ms": floor, "share_of_floor": floor / timing.ms_p50}
         return [row], []
 
@@ -239,29 +230,19 @@ class Job:
         calls = [dense_call(inputs, self.dense, backward), *(nsa_call(inputs, variant) for variant in samples)]
         peaks = [peak_memory(call, self.device) for call in calls]  # and these calls warm up
         times = take_turns(calls, self.args.seconds)
-        timings = [Timing(*percentiles(own), peak, len(own)) for own, peak in zip(times, peaks, strict=True)]
-        if backward:
-            given = [leaves(inputs)[:3], *(leaves(inputs) for _ in samples)]
-            timings = [everything(timing, some) for timing, some in zip(timings, given, strict=True)]
-        dense, rows = timings[0], []
+        given = [leaves(inputs)[:3], *(leaves(inputs) for _ in samples)]
+        timings = [
+            everything(Timing(*percentiles(own), peak, len(own)), some, backward)
+            for own, peak, some in zip(times, peaks, given, strict=True)
+        ]
+        dense, rows = dense_fields(self.dense, timings[0].ms_p50, timings[0].peak_gib, False), []
         for (variant, sample), own, timing in zip(samples.items(), times[1:], timings[1:], strict=True):
             ratio = Spread.of([dense_ms / ms for dense_ms, ms in zip(times[0], own, strict=True)])
-            row = self.row(n, variant, sample, "turns", dense.ms_p50, dense.peak_gib, False, timing)
-            row |= {"speedup": ratio.p50, "turns": timing.repeats, "speedup_p20": ratio.p20, "speedup_p80": ratio.p80}
-            rows.append({**row, "faster": ratio.faster})
+            row = self.row(n, variant, sample, "turns", timing, dense) | {"speedup": ratio.p50, "turns": timing.repeats}
+            rows.append({**row, "speedup_p20": ratio.p20, "speedup_p80": ratio.p80, "faster": ratio.faster})
         return rows, []
 
-    def row(
-        self,
-        n: int,
-        variant: Variant,
-        sample: Sample,
-        mode: str,
-        dense_ms: float,
-        dense_gib: float | None,
-        extrapolated: bool,
-        timing: Timing,
-    ) -> Row:
+    def row(self, n: int, variant: Variant, sample: Sample, mode: str, timing: Timing, dense: Row) -> Row:
         """Times in ms, memory in GiB: beyond the inputs, for forward + backward all of it. There is no floor yet."""
         args, config, gradient = self.args, variant.config, sample.gradient
         row = {"op": "nsa", "preset": args.preset, "backend": variant.backend, "mode": mode, "b": args.batch, "n": n}
@@ -272,9 +253,8 @@ class Job:
         row |= {"inputs": args.input, **timing.fields, "peak_gib": timing.peak_gib}
         row |= {"error": sample.worst.error, "error_budget": sample.worst.budget}
         row |= {"gradient_error": gradient and gradient.error, "gradient_budget": gradient and gradient.budget}
-        row |= {"dense": self.dense.name, "dense_ms": dense_ms, "dense_extrapolated": extrapolated}
-        row |= {"dense_peak_gib": dense_gib, "speedup": dense_ms / timing.ms_p50, "floor_ms": None}
-        row |= {"share_of_floor": None, "command": args.command}
+        row |= {**dense, "speedup": dense["dense_ms"] / timing.ms_p50, "floor_ms": None, "share_of_floor": None}
+        row |= {"command": args.command}
         return {**row, "pass": "fwd+bwd" if args.backward else "fwd"}
 
 
@@ -287,13 +267,8 @@ def options_of(row: Row) -> str:
     return f"{row['backend']} l={row['l']} num_cmp={none_text(row['num_cmp'])}"
 
 
-def spread_of(row: Row) -> Spread:
-    return Spread(row["speedup_p20"], row["speedup"], row["speedup_p80"])
-
-
-def place(row: Row, *, options: bool) -> str:
-    """Args: `options`: name them, as there are several."""
-    return f"N = {row['n']:,}" + (f" with {options_of(row)}" if options else "")
+def dense_fields(dense: Dense, ms: float, gib: float | None, extrapolated: bool) -> Row:
+    return {"dense": dense.name, "dense_ms": ms, "dense_extrapolated": extrapolated, "dense_peak_gib": gib}
 
 
 # The command line
@@ -429,9 +404,9 @@ def is_queued(args: argparse.Namespace) -> bool:
     return "queued" in modes_of(args)
 
 
-def everything(timing: Timing, given: Sequence[Tensor]) -> Timing:
+def everything(timing: Timing, given: Sequence[Tensor], backward: bool) -> Timing:
     """With all that is alive in forward + backward: also the inputs, and do, which is like the first of them."""
-    return timing.holding([given[0], *given])
+    return timing.holding([given[0], *given]) if backward else timing
 
 
 def measure_mode(
@@ -500,19 +475,15 @@ def show(rows: list[Row], said: str) -> None:
         in_which_rows = " in at least one row each" if varying else ""
         crossover = f"at N = {', '.join(f'{n:,}' for n in faster)}{in_which_rows}" if faster else "at none of these N"
         said = f"NSA is faster {crossover}; best: {best['speedup']:.2f}x at N = {best['n']:,}."
-    console.print(f"What this says: {costs(rows)} {said} {errors}")
-    if any(row["dense_extrapolated"] for row in rows):
-        console.print("~ is not measured: the time at the largest measured N, times the square of the ratio of N.")
-
-
-def costs(rows: Sequence[Row]) -> str:
-    """A sentence about what NSA saves."""
     row, backends = rows[-1], " and ".join(dict.fromkeys(row["backend"] for row in rows))
     entries = f"N/{row['stride']}" if row["num_cmp"] is None else f"{row['num_cmp']} blocks of"
-    return (
-        f"dense attention's time grows with N squared; NSA ({backends} backend) reads per query {entries} "
-        f"compressed entries, {row['k']} selected blocks of {row['l_select']} and a window of {row['w']}."
+    costs = (
+        f"dense attention's time grows with N squared; NSA ({backends} backend) reads per query {entries} compressed "
+        f"entries, {row['k']} selected blocks of {row['l_select']} and a window of {row['w']}."
     )
+    console.print(f"What this says: {costs} {said} {errors}")
+    if any(row["dense_extrapolated"] for row in rows):
+        console.print("~ is not measured: the time at the largest measured N, times the square of the ratio of N.")
 
 
 def plot(rows: Sequence[Row], path: Path, device: str, peaks: Peaks | None) -> None:
