@@ -38,20 +38,8 @@ import torch
 from torch import Tensor
 
 import dispatch
-from bench.common import (
-    DTYPES,
-    PRESETS,
-    SIZES,
-    above_zero,
-    add_device,
-    choose_backend,
-    choose_dense,
-    make_parser,
-    nsa_facts,
-    positive,
-    preset_name,
-    resolve_sizes,
-)
+from bench import common
+from bench.common import DTYPES, PRESETS, above_zero, choose_dense, positive
 from bench.inputs import KINDS, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
 from bench.results_file import INTERRUPTED, claimed
@@ -60,15 +48,7 @@ from bench.timing import proc_bytes
 from nsa import NSAConfig, nsa, nsa_forward
 from nsa.inputs import NSAInputs
 
-CONFIG_OPTIONS = (
-    "compress_block_size",
-    "compress_stride",
-    "select_block_size",
-    "num_selected_blocks",
-    "window_size",
-    "q_tile_size",
-    "num_cmp_selected_blocks",
-)
+CONFIG_OPTIONS = [field.name for field in fields(NSAConfig) if field.type in ("int", "int | None")]
 """Options of NSAConfig that can be given one by one, on top of the preset."""
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SAMPLED_TOKENS = 256
@@ -120,7 +100,11 @@ def search(try_length: Callable[[int], Failure | None], start: int, granularity:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides whether a length fits, but for the machine and the code."""
+    """Everything that decides whether a length fits, but for the machine and the code.
+
+    `options` are changes to the preset, `backend` is NSA's, `dense` the name of the baseline of --op dense, and
+    `memory_limit` in bytes; None: half of what was available at the first trial (CPU), or the device's memory.
+    """
 
     op: str
     device: str
@@ -134,13 +118,9 @@ class Settings:
     input: str
     preset: str | None
     options: dict[str, int]
-    """Changes to the preset."""
     backend: str | None
-    """Backend of NSA."""
     dense: str | None
-    """Name of the baseline, for --op dense."""
     memory_limit: int | None
-    """Bytes; None: half of what was available at the first trial (CPU), or the device's memory."""
 
     @property
     def direction(self) -> str:
@@ -166,10 +146,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     with claimed(Path(arguments.out)):
-        return run_probe(arguments, settings, backend_note, argv)
+        return run_probe(arguments, settings, backend_note, sys.argv[1:] if argv is None else argv)
 
 
-def run_probe(arguments: argparse.Namespace, settings: Settings, backend_note: str, argv: list[str] | None) -> int:
+def run_probe(arguments: argparse.Namespace, settings: Settings, backend_note: str, argv: list[str]) -> int:
     """Search, with the --out file in hand; the status of the script."""
     facts = environment(torch.device(settings.device))
     try:
@@ -178,7 +158,7 @@ def run_probe(arguments: argparse.Namespace, settings: Settings, backend_note: s
         print(error, file=sys.stderr)
         return 2
     announce(settings, state.memory_limit, facts["device"], [backend_note, start_note])
-    command = trial_command(sys.argv[1:] if argv is None else argv, settings, state.memory_limit)
+    command = trial_command(argv, settings, state.memory_limit)
     probe = partial(probe_length, state=state, command=command, timeout=arguments.timeout)
     try:
         bracket = search(probe, arguments.start, arguments.granularity, arguments.max_seqlen)
@@ -196,14 +176,16 @@ def run_probe(arguments: argparse.Namespace, settings: Settings, backend_note: s
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
     """The arguments, the settings they amount to, and a note when the backend is not one that dispatch would pick."""
-    parser = make_parser(__doc__, *SIZES, "backend")
+    parser = common.make_parser(__doc__, *common.SIZES, "backend")
     parser.allow_abbrev = False
-    add_device(parser, "cuda", "cpu")
+    common.add_device(parser, "cuda", "cpu")
     add = parser.add_argument
     add("--op", choices=("nsa", "dense"), default="nsa", help="dense: causal FlashAttention-4 or PyTorch SDPA")
     add("--backward", action="store_true", help="probe forward + backward")
     add("--recompute", action="store_true", help="with --backward: keep less and compute it again, as in nsa")
-    add("--preset", type=preset_name, choices=PRESETS, help="NSAConfig.per_tile() or .paper(); default: per_tile")
+    add(
+        "--preset", type=common.preset_name, choices=PRESETS, help="NSAConfig.per_tile() or .paper(); default: per_tile"
+    )
     for option in CONFIG_OPTIONS:
         add(f"--{option.replace('_', '-')}", type=int, metavar="N", help="as in NSAConfig; default: the preset's")
     text = "default: %(default)s; making the text's embeddings takes memory too, which on a CPU counts"
@@ -230,17 +212,18 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
         parser.error("--preset, --backend and the options of NSAConfig go with --op nsa, got --op dense")
     if arguments.recompute and not (arguments.backward and arguments.op == "nsa"):
         parser.error("--recompute goes with --op nsa and --backward")
-    resolve_sizes(parser, arguments)
+    common.resolve_sizes(parser, arguments)
     arguments.options, arguments.dense = options, None
     arguments.preset = (arguments.preset or "per_tile") if arguments.op == "nsa" else None
     settings = Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})
     arguments.out = arguments.out or LOCAL_RESULTS / f"probe-{settings.device}-{settings.op}-{settings.direction}.json"
+    if settings.op == "dense":
+        return arguments, replace(settings, dense=choose_dense(*settings.where).name), ""
     try:
         backend, note = backend_for(settings)
     except (TypeError, ValueError, dispatch.BackendError) as error:
         parser.error(str(error))
-    dense = choose_dense(*settings.where).name if settings.op == "dense" else None
-    return arguments, replace(settings, backend=backend, dense=dense), note
+    return arguments, replace(settings, backend=backend), note
 
 
 def memory_size(text: str) -> int:
@@ -251,18 +234,17 @@ def memory_size(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def backend_for(settings: Settings) -> tuple[str | None, str]:
+def backend_for(settings: Settings) -> tuple[str, str]:
     """The backend to probe, and a note when that is the reference for want of a kernel.
 
     Raises:
         TypeError, ValueError: for settings that NSA does not support.
         dispatch.BackendError: when the backend asked for cannot run them.
     """
-    if settings.op == "dense":
-        return None, ""
     device, dtype = settings.where
     passes = {"backward": settings.backward, "recompute": settings.recompute}
-    return choose_backend(nsa_facts(settings.sizes(1), settings.config, device, dtype, **passes), settings.backend)
+    call = common.nsa_facts(settings.sizes(1), settings.config, device, dtype, **passes)
+    return common.choose_backend(call, settings.backend)
 
 
 # Trials, and the file that keeps them
@@ -270,18 +252,19 @@ def backend_for(settings: Settings) -> tuple[str | None, str]:
 
 @dataclass(frozen=True)
 class Trial:
-    """Outcome of one length."""
+    """Outcome of one length.
+
+    `seconds` are the op's alone, in a process that runs it for the first time. `peak_gib` is of everything: inputs,
+    out, with --backward do and gradients, temporaries (on a CPU also library code that was read from disk); None if
+    the process did not report it. `reason` is the message of a failure.
+    """
 
     n: int
     fits: bool
     seconds: float
-    """The op alone, in a process that runs it for the first time."""
     peak_gib: float | None
-    """Peak of everything: inputs, out, with --backward do and gradients, temporaries (on a CPU also library code that
-    was read from disk); None if the process did not report it."""
     why: Failure | None = None
     reason: str | None = None
-    """Message of the failure."""
 
 
 class TrialError(RuntimeError):
@@ -477,20 +460,29 @@ def check_finite(name: str, tensor: Tensor) -> None:
 # Memory
 
 
-def is_out_of_memory(error: Exception, device: torch.device) -> bool:
-    """True if the memory of this device ran out, by the messages of PyTorch and its libraries."""
-    if device.type == "cuda":
-        kind: type[Exception] = torch.OutOfMemoryError
-        carrier: type[Exception] = Exception  # CuTe DSL has errors of its own; the last text is theirs
-        texts = ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA_ERROR_OUT_OF_MEMORY"]
-    else:
-        kind, carrier = MemoryError, RuntimeError
-        # The last is oneDNN's, whole; what oneDNN cannot do at all fails before, creating "a primitive descriptor".
-        texts = [
+OUT_OF_MEMORY: dict[str, tuple[type[Exception], type[Exception], list[str]]] = {
+    # CuTe DSL has errors of its own; the last text is theirs
+    "cuda": (
+        torch.OutOfMemoryError,
+        Exception,
+        ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA_ERROR_OUT_OF_MEMORY"],
+    ),
+    # The last is oneDNN's, whole; what oneDNN cannot do at all fails before, creating "a primitive descriptor"
+    "cpu": (
+        MemoryError,
+        RuntimeError,
+        [
             r"DefaultCPUAllocator: (can't allocate|not enough) memory",
             r"std::bad_alloc",
             r"^could not create a primitive$",
-        ]
+        ],
+    ),
+}
+"""By device: errors that say so by their class, and those that say so by their text, of PyTorch and its libraries."""
+
+
+def is_out_of_memory(error: Exception, device: torch.device) -> bool:
+    kind, carrier, texts = OUT_OF_MEMORY[device.type]
     return isinstance(error, kind) or (
         isinstance(error, carrier) and re.search("|".join(texts), str(error)) is not None
     )
