@@ -308,11 +308,7 @@ def backward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
         stages += [("selected, lists", every(transposed)), ("selected, FA4", every(selected_through_fa4))]
         if call.plan.selected_backward == "split":
             stages += [("selected, split", every(selected)), *atomic_free_halves(call, chunks, bits)]
-    stages += [
-        ("window", every(window)),
-        ("query sums", every(sum_queries)),
-        ("key sums", every(sum_keys)),
-    ]
+    stages += [("window", every(window)), ("query sums", every(sum_queries)), ("key sums", every(sum_keys))]
     work = backward_work(sizes, config)
     floors = {name: work[name].floor_ms(peaks.tbs, peaks.tflops) for name, _ in stages}
     forward_floor, both = (nsa_floor_ms(sizes, config, peaks, backward=way) for way in (False, True))

@@ -22,16 +22,7 @@ from bench.passes import PASSES, Candidate, Measured, Plan, Task, compare
 from bench.peers import Peer, make_peer
 from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Results, Row
-from bench.show import (
-    PASS_TITLES,
-    console,
-    floor_text,
-    ms_text,
-    print_table,
-    saved_figure,
-    say,
-    share_text,
-)
+from bench.show import PASS_TITLES, console, floor_text, ms_text, print_table, saved_figure, say, share_text
 from bench.timing import GIB, Timing, copy_bandwidth
 
 OWN_COLORS = ("#1b4f72", "#2e86c1", "#76448a")
