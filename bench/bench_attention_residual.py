@@ -1,17 +1,12 @@
 """Attention residual beside its peers, in one process: Liger's op, the formula compiled and in eager PyTorch.
 
 For each shape, backend and pass: the error of what is timed against fp64, then time and peak memory beside the byte
-floor, then the same for every peer (bench/peers.py). A backend's error above its budget is a red gate: no
-times at all, and status 1. A peer that is missing, runs out of memory or computes something else has null, and the
-reason is printed. A shape that ends with ",list" gives the blocks as tensors of their own, which peers have to stack.
+floor, then the same for every peer (bench/peers.py). A backend's error above its budget is a red gate: no times at all,
+and status 1. On CUDA a CUDA graph of ten calls is checked and timed: starting it takes a seventh of the shortest of
+them; `wall_ms` is a call as Python makes it. A shape that ends with ",list" gives the blocks as tensors of their own.
 
-On CUDA, what is checked and timed is a CUDA graph of CALLS calls, one after the other, divided by as many: starting a
-graph takes a seventh of the shortest of them. Beside it stands the wall time of a call as Python makes it, from an idle
-GPU to its end. Elsewhere the two are one. Mode "memory" adds the peak of everything alive, inputs and outputs included;
-backward has that of both passes.
-
-With --bars the figures are held against what they have to reach. Writes OUT.json (schema: docs/results_files.md) after
-every shape; at the end OUT.csv and OUT.png. The same command resumes where it was stopped or killed.
+Writes OUT.json (schema: docs/results_files.md) after every shape; at the end OUT.csv and OUT.png. The same command
+resumes where it was stopped or killed.
 """
 
 from __future__ import annotations

@@ -3,16 +3,11 @@
 Sizes are MiniMax-M3's: 64 query heads over 4, D = 128, 16 blocks of 128 a token; an indexer of 4 heads of 128 over one
 head of keys. Blocks are drawn at random, each token's own among them. Sampled rows, and the gradients that come from
 them, are held against fp64 before anything is timed: where one is above its budget, nothing is reported and the status
-is 1. On CUDA calls are timed after other work ("queued"), on a CPU from Python ("eager").
-
-Beside them: dense attention; PyTorch's SDPA with a mask of all pairs for each key/value head, whose sampled rows are
-checked, too; the kernels alone, as token mode's selected branch launches them, which shows what the wrapper takes; for
-top_blocks the scores of all pairs in PyTorch, as transformers has them. "m3_layer" is one sparse attention layer of
-transformers' model with its projections, which needs transformers; beside it the same layer with transformers' sdpa (a
-mask of all pairs) and eager (all pairs). What does not run has null, and the reason is printed.
+is 1. Peers are dense attention, SDPA with a mask of all pairs, the kernels without their wrapper, and scores of all
+pairs; of "m3_layer", which needs transformers, the same layer with transformers' sdpa and eager.
 
 Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv. The same command goes on where it
-was stopped. With --bars also what the rows have to reach on one H200, and whether they do.
+was stopped.
 """
 
 from __future__ import annotations
@@ -46,11 +41,10 @@ from bench.common import (
     positive,
     resolve_sizes,
 )
-from bench.driver import run
 from bench.oracles import Error
 from bench.passes import PEER_SLACK, release
 from bench.report import LOCAL_RESULTS, environment
-from bench.results_file import Row, hold
+from bench.results_file import Row, hold, run
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, Work, choose_peaks, mean_keys
 from bench.selected_branch import Branch, checked_rows, visible_keys
 from bench.show import floor_text, ms_text

@@ -4,16 +4,9 @@
     torchrun --nproc-per-node 2 bench/bench_context_parallel.py --bars  a GPU for each rank: speed-up, messages, links
 
 Alone, one rank after the other runs what nsa/distributed does for its tokens, with the keys of all ranks there already:
-messages are neither sent nor added up. `shares` says how far the slowest rank is above the mean and how much longer all
-shares take than the undivided call; with --bars also what both have to reach on an H200. Under torchrun the ranks call
-together (bench/context_together.py), and `shares` says besides how much faster they are than one GPU, what messages
-take, and how much of it is not hidden.
-
-Before a case is timed its rows are held against the undivided call (together: of at most `--checked` tokens), on CUDA
-bit for bit, and gradients but for roundings (alone: the sum of all ranks' shares of dk; together: with the same bits in
-two deterministic runs); where they differ, nothing is reported and the status is 1.
-
-Writes OUT.json after every case (schema: docs/results_files.md). The same command goes on where it was stopped.
+messages are neither sent nor added up. Before a case is timed its rows are held against the undivided call (together:
+of at most `--checked` tokens), and gradients but for roundings; where they differ, nothing is reported and the status
+is 1. Writes OUT.json (schema: docs/results_files.md) after every case. The same command goes on where it was stopped.
 """
 
 from __future__ import annotations

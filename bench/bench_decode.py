@@ -2,19 +2,16 @@
 
 Each case is an `nsa_with_cache` of N_q new tokens for a batch of sequences that have N, pages shuffled. It is timed as
 one of eight layers in a CUDA graph, as its peers are, and eagerly from an idle GPU. Layers have keys of their own, or
-the next one would find them in L2. `host_us` is what Python takes to start an eager call. The layers' common part of a
-step (pages, lengths) is outside. Sampled rows are held against fp64 before anything is timed: where one is above its
-budget, nothing is reported and the status is 1.
-
-A prompt is appended in chunks, too, beside one call of `nsa_forward` on all of it: rows of op "prefill", whose modes
-are "chunks" and "whole". Both must agree to a rounding.
+the next one would find them in L2. The layers' common part of a step (pages, lengths) is outside. Sampled rows are held
+against fp64 before anything is timed: where one is above its budget, nothing is reported and the status is 1. A prompt
+is appended in chunks, too, beside one call of `nsa_forward` on all of it: rows of op "prefill".
 
 Dense decoding is PyTorch's SDPA with grouped heads over contiguous keys: of N_q tokens each sees all keys. fla's is
-parallel_nsa of the last tokens over all keys, which it pools again, without its window, which is flash-attn's. Neither
-has a cache to append to. What no graph can hold is timed eagerly, after other work, and `missing` says so.
+parallel_nsa of the last tokens over all keys, which it pools again, without its window, which is flash-attn's. What no
+graph can hold is timed eagerly, after other work, and `missing` says so.
 
-Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv and OUT.png. The same command goes
-on where it was stopped. With --bars also what the rows have to reach on one H200, and whether they do.
+Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv. The same command goes on where it
+was stopped.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ import copy
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -41,12 +38,11 @@ import dispatch
 from bench import oracles
 from bench.bars import Bar, figure, ratio
 from bench.common import DTYPES, PRESETS, add_device, check_backend, make_parser, parse_args, positive, preset_name
-from bench.driver import run
 from bench.oracles import Error
 from bench.report import LOCAL_RESULTS, environment
-from bench.results_file import Measurement, Results, Row, hold
+from bench.results_file import Measurement, Row, hold, run
 from bench.roofline import choose_peaks
-from bench.show import draw_points, floor_text, ms_text, saved_figure
+from bench.show import floor_text, ms_text
 from bench.timing import BUSY_CYCLES, Timing, capture, measure
 from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
 
@@ -140,8 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     for n, chunk in args.prefill:
         parts.append((f"prefill N={n} in chunks of {chunk}", partial(time_prefill, args, device, n, chunk)))
     with torch.no_grad():
-        picture = partial(plot, device=facts["device"])
-        return run(args, {**facts, "floor_tbs": tbs}, lambda _: parts, line, bars=find_bars, plot=picture, csv=True)
+        return run(args, {**facts, "floor_tbs": tbs}, lambda _: parts, line, bars=find_bars, csv=True)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -349,40 +344,33 @@ def measure_case(
             copies = [step, *(step.copy() for _ in range(num_copies(least) - 1))]
             timings = {"graph": time_layers([one.call for one in copies], device, args.seconds), **timings}
             del copies
-        more: dict[str, float | None] = {"floor": None if tbs is None else least / tbs / 1e9}
+        beside: Row = {"floor_ms": None if tbs is None else least / tbs / 1e9, "dense_ms": None, "fla_ms": None}
         dense_bytes = case.batch * case.kv_heads * case.n * 2 * args.dim * 2
         for name, make in () if args.no_peers else (("dense", dense_calls), ("fla", fla_calls)):
             try:
-                more[name], eagerly = time_peer(partial(make, step), dense_bytes, device, args.seconds)
+                beside[f"{name}_ms"], eagerly = time_peer(partial(make, step), dense_bytes, device, args.seconds)
                 missing += [f"{name} is timed eagerly: {eagerly} ({case.name})"] if eagerly else []
             except Exception as failure:  # whatever a peer raises is why it has no time
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)  # raises, from this error, where no kernel runs any more
                 missing.append(f"{name} did not run: {str(failure).partition(chr(10))[0]} ({case.name})")
-        rows = []
-        for mode, timing in timings.items():
-            own = more | {"host": host_us(step.call, device) if mode == "eager" else None}
-            rows.append(make_row("decode", case, args, step.backend, mode, timing, error, own))
-        return rows, missing
+        of_case = case_fields("decode", case, args, step.backend, error) | beside
+        host = {"eager": host_us(step.call, device)}
+        return [
+            of_case | time_fields(mode, x, beside["floor_ms"], host.get(mode)) for mode, x in timings.items()
+        ], missing
 
 
-def make_row(
-    op: str,
-    case: Case,
-    args: argparse.Namespace,
-    backend: str,
-    mode: str,
-    timing: Timing,
-    error: Error,
-    more: Mapping[str, float | None],
-) -> Row:
-    """Args: `more`: host time in microseconds, and milliseconds of the floor and of peers, if there are any."""
-    floor = more.get("floor")
+def case_fields(op: str, case: Case, args: argparse.Namespace, backend: str, error: Error) -> Row:
     row = {"op": op, "preset": case.preset, "b": case.batch, "n": case.n, "n_q": case.n_q, "h": case.heads}
-    row |= {"h_kv": case.kv_heads, "d": args.dim, "dtype": args.dtype, "backend": backend, "mode": mode}
-    row |= {**timing.fields, "host_us": more.get("host"), "floor_ms": floor}
-    row |= {"share_of_floor": ratio(floor, timing.ms_p50), "dense_ms": more.get("dense"), "fla_ms": more.get("fla")}
+    row |= {"h_kv": case.kv_heads, "d": args.dim, "dtype": args.dtype, "backend": backend}
     return {**row, "error": error.error, "error_budget": error.budget, "command": args.command}
+
+
+def time_fields(mode: str, timing: Timing, floor_ms: float | None = None, host: float | None = None) -> Row:
+    """Args: `host`: microseconds of the host."""
+    share = ratio(floor_ms, timing.ms_p50)
+    return {"mode": mode, **timing.fields, "host_us": host, "share_of_floor": share}
 
 
 def backend_of(args: argparse.Namespace, device: torch.device) -> str | None:
@@ -457,7 +445,8 @@ def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: 
     del expected
     ways: dict[str, Callable[[], Any]] = {"chunks": lambda: [append(part) for part in parts][-1], "whole": whole}
     timings = {mode: measure(call, device, seconds=args.seconds, host=False) for mode, call in ways.items()}
-    return [make_row("prefill", case, args, backend, mode, timing, error, {}) for mode, timing in timings.items()], []
+    of_case = case_fields("prefill", case, args, backend, error) | {"floor_ms": None, "dense_ms": None, "fla_ms": None}
+    return [of_case | time_fields(mode, timing) for mode, timing in timings.items()], []
 
 
 def floor_bytes(case: Case, config: NSAConfig, dim: int) -> int:
@@ -552,29 +541,6 @@ def line(row: Row) -> str:
         return f"prefill {name:<44}{row['mode']:<6} {ms_text(row['ms_p50'])} ms"
     others = f"  dense {ms_text(row['dense_ms'])} ms  fla {ms_text(row['fla_ms'])} ms"
     return f"{name:<44}{row['mode']:<6} {ms_text(row['ms_p50'])} ms{floor_text(row)}{host}{others}"
-
-
-def plot(results: Results, path: Path, device: str) -> None:
-    """Times by batch, a panel for each length: NSA, its floor, dense decoding, fla and bars; one new token."""
-    shown = [row for row in results.rows if (row["op"], row["n_q"], row["preset"]) == ("decode", 1, "paper")]
-    lengths = sorted({row["n"] for row in shown}) or [0]
-    with saved_figure(path, 1, len(lengths), (5 * len(lengths), 4.5)) as (figure, panels):
-        for axes, n in zip(panels[0], lengths, strict=True):
-            for h, h_kv in dict.fromkeys((row["h"], row["h_kv"]) for row in shown):
-                own = [row for row in shown if (row["n"], row["h"], row["h_kv"]) == (n, h, h_kv)]
-                for mode in dict.fromkeys(row["mode"] for row in own):
-                    points = sorted((row["b"], row["ms_p50"]) for row in own if row["mode"] == mode)
-                    draw_points(axes, points, "o-", label=f"NSA {h}/{h_kv}, {mode}")
-                for label in ("floor", "dense", "fla"):
-                    points = list(dict.fromkeys((row["b"], row[f"{label}_ms"]) for row in own))
-                    draw_points(axes, points, "--", label=f"{label} {h}/{h_kv}")
-            wanted = [(batch, ms) for (length, batch), ms in MS_BARS.items() if length == n]
-            draw_points(axes, wanted, "v", color="black", label="bar, 64/4, graph")
-            axes.set(xlabel="sequences", ylabel="ms per layer and step", title=f"{n / 1024:g}K tokens")
-            axes.grid(alpha=0.3)
-            if shown:
-                axes.legend(fontsize="x-small")
-        figure.suptitle(f"Decoding a token with NSA of the paper, on {device}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
 """Neighborhood attention beside its peers, in one process: FlashAttention-4's window, flex_attention, Liger's op.
 
 For each shape, backend and pass: the error of what is timed against fp64 on sampled rows, then GPU time and peak memory
-beside the byte floor, then the same for every peer (bench/peers.py). A backend's error above its budget is
-a red gate: no times at all, and status 1. A peer that is missing, runs out of memory or computes something else has
-null, and the reason is printed. Windows are truncated at the borders, as all peers do it.
-
-On CUDA, what is checked and timed is a CUDA graph, without the time to start it; elsewhere a call as Python makes it.
-Mode "memory" adds the peak of everything alive, inputs and outputs included; backward has that of both passes.
+beside the byte floor, then the same for every peer (bench/peers.py). A backend's error above its budget is a red gate:
+no times at all, and status 1. Windows are truncated at the borders, as all peers do it. On CUDA a CUDA graph is checked
+and timed, without the time to start it; elsewhere a call as Python makes it.
 
 Writes OUT.json (schema: docs/results_files.md) after every shape; at the end OUT.csv and OUT.png. The same command goes
 on where it was stopped or killed.

@@ -1,18 +1,13 @@
-"""Time of each stage of NSA on an NVIDIA GPU, beside its floor.
+"""Time of each stage of NSA on an NVIDIA GPU, beside its floor; --token: of the paper's token mode.
 
 A stage's floor is the larger of its bytes over the copy bandwidth measured here and its operations over the peak; that
-of a whole forward, backward or both is the end-to-end benchmark's (bench/roofline.py), with this bandwidth.
-Writes OUT.json (schema: docs/results_files.md) after every length, heads and option; the same command resumes where it
-was stopped or killed. Nothing is checked here: the gate of the file is "unchecked".
+of a whole forward, backward or both is the end-to-end benchmark's (bench/roofline.py), with this bandwidth. With
+--backward the selected branch is timed both through FlashAttention-4 and, on Hopper, through the kernels without
+atomics ("split"), each with its lists; "selected, lists" are those of FlashAttention-4 alone, "split, ..." kernels
+without lists. A stage that no CUDA graph can hold is timed eagerly, and so named.
 
-With --backward the stages of the backward, over the same chunks of heads as there. The selected branch is timed both
-through FlashAttention-4 and, on Hopper, through the kernels without atomics ("split"), each with its lists; "selected,
-lists" are those of FlashAttention-4 alone, "split, ..." kernels without lists. `split` in the file tells whether
-"backward" and "all" take the kernels without atomics. A stage that no CUDA graph can hold is timed eagerly, and so
-named.
-
-With --token the stages of the paper's token mode, of its forward or with --backward of its backward, for 64 heads over
-4 and 32 over 8. bench_token_selected.py shows how the selected branch depends on the chosen blocks.
+Nothing is checked here. Writes OUT.json (schema: docs/results_files.md) after every length, heads and option; the same
+command resumes where it was stopped or killed.
 """
 
 from __future__ import annotations
@@ -32,10 +27,9 @@ import torch
 from torch import Tensor
 
 from bench.common import comma_list, make_parser, parse_args, positive
-from bench.driver import run
 from bench.inputs import Sizes, make_problem
 from bench.report import LOCAL_RESULTS, environment
-from bench.results_file import Measurement, Results, Row
+from bench.results_file import Measurement, Results, Row, run
 from bench.roofline import (
     Peaks,
     Work,

@@ -2,14 +2,11 @@
 
 NSA and dense attention are checked and timed as in bench_sparse_attn_e2e.py, with NSAConfig.paper() and 64 query heads
 over 4, D = 128: errors against fp64 come first; if one is above its budget, nothing more is timed and the status is 1.
-A peer (bench/peers.py) computes a little less than NSA here and need only return finite numbers; if it does not run,
-it has null, and the reason is printed. Dense attention and peers are timed once for each length and pass, as eager
-calls; on CUDA without the time to start them on an idle GPU, as in NSA's mode "queued" and unlike mode "eager".
---backends gives rows of each backend.
+Dense attention and peers (bench/peers.py) are timed once for each length and pass, as eager calls; on CUDA without the
+time to start them on an idle GPU, as in NSA's mode "queued". --backends gives rows of each backend.
 
-Writes OUT.json after every length and pass (schema: docs/results_files.md); at the end OUT.csv and OUT.png. The same
-command goes on where it was stopped or killed. With --bars also what the rows have to reach on one H200, and whether
-they do: that of mode "queued".
+Writes OUT.json (schema: docs/results_files.md) after every length and pass; at the end OUT.csv and OUT.png. The same
+command goes on where it was stopped or killed.
 """
 
 from __future__ import annotations
@@ -30,13 +27,12 @@ import dispatch
 from bench import bench_sparse_attn_e2e as e2e
 from bench.bars import Bar, figure
 from bench.common import DTYPES, choose_dense
-from bench.driver import run
 from bench.inputs import Sizes, make_problem
 from bench.nsa_check import Variant
 from bench.passes import Plan, measure_peer, release
 from bench.peers import COMPUTES, NSA, make_peer, nsa_task
 from bench.report import LOCAL_RESULTS, command_line, environment
-from bench.results_file import Results, Row
+from bench.results_file import Results, Row, run
 from bench.roofline import choose_peaks
 from bench.show import PASS_TITLES, draw_points, floor_text, label_lengths, ms_text, saved_figure
 

@@ -47,12 +47,11 @@ from bench.common import (
     preset_name,
     resolve_sizes,
 )
-from bench.driver import run
 from bench.inputs import KINDS, Sizes, make_problem
 from bench.nsa_check import SAMPLED_ROWS, Sample, Variant, check, none_text
 from bench.passes import release
 from bench.report import LOCAL_RESULTS, environment
-from bench.results_file import Measurement, Part, Results, Row, WrongResult
+from bench.results_file import Measurement, Part, Results, Row, WrongResult, run
 from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
 from bench.show import console, draw_points, label_lengths, ms_text, print_table, saved_figure, share_text
 from bench.timing import Timing, capture, measure, peak_memory, percentiles

@@ -8,15 +8,11 @@ B = 1, bf16, D = D_v = 128, l' = 64, n = 16, at 64 query heads over 4 and over 1
     file     --indices FILE: NSAAux.indices of some model, `[1,S,N,16]`, saved by torch.save; its S heads in turn
 
 Stages are replays of CUDA graphs: lists (the worklist alone), forward (KV-outer), tiles (the forward query-outer, whose
-time depends on the selection), backward, both. A floor is the larger of the bytes of inputs and outputs at the copy
-bandwidth measured here and of the products at the peak; what KV-outer must move besides is in
-cute_kernels/attend/kv_outer.py and kv_outer_backward.py. Before anything is timed, o, dq, dk and dv of samples must be
-within the budget of bench/oracles.py of fp64. fla-core's selected branch for the same
-selection, as Python calls it, is measured beside forward and both, where it runs.
+time depends on the selection), backward, both; beside them fla-core's selected branch as Python calls it. Before
+anything is timed, o, dq, dk and dv of samples must be within the budget of bench/oracles.py of fp64.
 
 Writes OUT.json (schema: docs/results_files.md) after every choice and number of heads; the same command goes on where
-it was stopped or killed. With --bars also what has to be reached on one H200: the best of the peers that were measured
-there, random choices of 64K tokens.
+it was stopped or killed.
 """
 
 from __future__ import annotations
@@ -38,12 +34,11 @@ from torch import Tensor
 from bench import selected_branch
 from bench.bars import Bar, figure
 from bench.common import comma_list, make_parser, parse_args, positive
-from bench.driver import run
 from bench.inputs import Sizes, make_problem
 from bench.passes import PASSES, Plan, Task, measure_peer, release
 from bench.peers import Finite, selected_peer
 from bench.report import LOCAL_RESULTS, environment
-from bench.results_file import Measurement, Results, Row, WrongResult
+from bench.results_file import Measurement, Results, Row, WrongResult, run
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Work, choose_peaks
 from bench.selected_branch import Branch
 from bench.timing import copy_bandwidth, graph_ms, peak_memory

@@ -1,9 +1,8 @@
 """Packed documents against the other ways to run them: padded to the longest, or one call after the other.
 
-Lengths are drawn log-uniformly between 256 and 32K tokens from a fixed seed until TOKENS are reached. The packed output
-must equal each document's alone, bit for bit, and with --backward gradients but for rounding, or nothing is timed.
-Writes OUT.json (schema: docs/results_files.md) after every way to run them; the same command resumes where it was
-stopped or killed. peak_gib is beyond the inputs; with --backward it is everything alive.
+Lengths are drawn log-uniformly between 256 and 32K tokens from a fixed seed. The packed output must equal each
+document's alone, bit for bit, and with --backward gradients but for rounding, or nothing is timed. Writes OUT.json
+(schema: docs/results_files.md) after every way to run them; the same command resumes where it was stopped or killed.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ import torch
 from torch import Tensor
 
 from bench.common import make_parser, parse_args, positive
-from bench.driver import run
 from bench.inputs import Sizes, make_problem
 from bench.report import LOCAL_RESULTS, environment
-from bench.results_file import Measurement, Results, Row, WrongResult
+from bench.results_file import Measurement, Results, Row, WrongResult, run
 from bench.timing import measure
 from nsa import NSAConfig, nsa, nsa_forward
 from nsa.inputs import NSAInputs

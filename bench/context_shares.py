@@ -14,10 +14,9 @@ from torch import Tensor
 
 from bench.bars import Bar, figure, ratio
 from bench.common import DTYPES, PRESETS
-from bench.driver import run
 from bench.inputs import Sizes, make_problem
 from bench.report import environment
-from bench.results_file import Row, WrongResult
+from bench.results_file import Row, WrongResult, run
 from bench.show import ms_text
 from bench.timing import measure
 from nsa import NSAConfig, nsa

@@ -1,8 +1,7 @@
 """All ranks of context parallelism together, under torchrun, for bench_context_parallel.py: times with messages.
 
 For each case the undivided call is timed on rank 0 while others wait; then each rank's share with the keys of all ranks
-there already, the messages without any computation, and all ranks' call. `links` are the constants of the model of a
-collective in docs/distributed.md, fitted to times of all_gather and all_to_all.
+there already, the messages without any computation, and all ranks' call.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ from bench.context_shares import (
     report,
     tile_of,
 )
-from bench.driver import run
 from bench.report import environment
-from bench.results_file import Measurement, Results, Row, WrongResult
+from bench.results_file import Measurement, Results, Row, WrongResult, run
 from bench.timing import measure, milliseconds, peak_memory
 from nsa.distributed import ContextParallel
 from nsa.distributed.attention import Plan, gathered_keys

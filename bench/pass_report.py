@@ -16,12 +16,11 @@ from torch import Tensor
 import dispatch
 from bench.bars import Bar, ratio
 from bench.common import DTYPES, able_backends, add_device, make_parser, parse_args
-from bench.driver import run
 from bench.inputs import Shape
 from bench.passes import PASSES, Candidate, Measured, Plan, Task, compare
 from bench.peers import Peer, make_peer
 from bench.report import LOCAL_RESULTS, environment
-from bench.results_file import Measurement, Results, Row
+from bench.results_file import Measurement, Results, Row, run
 from bench.show import PASS_TITLES, console, floor_text, ms_text, print_table, saved_figure, say, share_text
 from bench.timing import GIB, Timing, copy_bandwidth
 

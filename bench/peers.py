@@ -1,24 +1,16 @@
 """Peers of our ops, for benchmarks: each as it is meant to be used.
 
-Neighborhood attention with truncated windows:
+Neighborhood attention with truncated windows: FlashAttention-4's sliding window (with dilation C, `[B,N,H,D]` is read
+as `[B,N/C,C*H,D]`, without a copy: rows of one residue class become a sequence of their own, and classes heads);
+flex_attention, compiled, with the block mask of the neighborhood; liger-kernel's generic (not Ascend's) op, which holds
+`[B,H,N,N]`.
 
-- fa4: FlashAttention-4's sliding window. With dilation C, `[B,N,H,D]` is read as `[B,N/C,C*H,D]`, without a copy: rows
-  of one residue class become a sequence of their own, and classes heads.
-- flex: torch.nn.attention.flex_attention, compiled, with the block mask of the neighborhood.
-- liger: liger-kernel's generic (not Ascend's) neighborhood attention, which holds `[B,H,N,N]`.
+Attention residual: liger-kernel's generic op; the formula under torch.compile, for any T; the formula in PyTorch, which
+keeps a copy of all blocks for every step of it. All take the blocks as one tensor, so a list is stacked first.
 
-Attention residual; all of them take the blocks as one tensor, so a list is stacked first:
-
-- liger: liger-kernel's generic (not Ascend's) op.
-- compile: the formula under torch.compile, for any T.
-- eager: the formula in PyTorch, which keeps a copy of all blocks for every step of it.
-
-The paper's NSA. It does not compute what NSA here computes to the last entry, so its results need only be finite:
-
-- fla: fla-core's parallel_nsa, in Triton. It compresses blocks as long as the selected ones, without overlap, so with
-  l' = 64 and d = 16 it attends to a quarter of the compressed entries; it takes gates instead of projecting them. Its
-  window is flash-attn's function, replaced here by FlashAttention-4's. Its selected branch alone, for blocks that were
-  chosen before, is `selected_peer`.
+The paper's NSA: fla-core's parallel_nsa, in Triton. It compresses blocks as long as the selected ones, without overlap,
+so with l' = 64 and d = 16 it attends to a quarter of the compressed entries, and takes gates instead of projecting
+them: its results need only be finite. Its window is flash-attn's function, replaced here by FlashAttention-4's.
 """
 
 from __future__ import annotations

@@ -5,15 +5,11 @@ sequences of another length, or packed documents of other lengths (empty ones to
 meet every kind of size, which compiles all kernels. From then on every --every seconds are recorded: loss, tokens a
 second, memory of the device and of this process, kernels compiled since. A run passes where all losses and gradients
 were finite, nothing was compiled, and memory was no larger in its second half than in its first (the allocator's and
-the process's own: by 1/16, since both keep pieces).
+the process's own: by 1/16, since both keep pieces). Where the environment says nothing of PyTorch's allocator, it gets
+expandable segments: without them it keeps, for ever other sizes, ever more pieces that fit none.
 
-Where the environment says nothing of PyTorch's allocator, it gets expandable segments: without them it keeps, for ever
-other sizes, ever more pieces that fit none. Folders of compiled kernels (docs/reliability.md) may shorten the first
-steps; a kernel that is found there later counts like one that is compiled.
-
-The state (weights, optimiser, number of steps, and the results up to there) goes to OUT.pt at every record, then the
-results to OUT.json (schema: docs/results_files.md); --resume goes on from the state alone and adds another run to the
-results. Each run has first steps and halves of its own.
+The state goes to OUT.pt at every record, then the results to OUT.json (schema: docs/results_files.md); --resume goes on
+from the state alone and adds another run, with first steps and halves of its own.
 """
 
 from __future__ import annotations
