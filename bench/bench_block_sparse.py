@@ -28,19 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench import oracles, selected_branch
+from bench import common, oracles, selected_branch
 from bench.bars import Bar, figure, ratio
-from bench.common import (
-    DTYPES,
-    SIZES,
-    add_device,
-    check_backend,
-    choose_dense,
-    make_parser,
-    parse_args,
-    positive,
-    resolve_sizes,
-)
+from bench.common import DTYPES, choose_dense, positive
 from bench.oracles import Error
 from bench.passes import PEER_SLACK, release
 from bench.report import LOCAL_RESULTS, environment
@@ -118,21 +108,21 @@ def measure_case(
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    shared = (*SIZES, "backend", "no-peers", "seconds", "peak-tflops", "peak-tbs", "bars", "out")
-    parser = make_parser(__doc__, *shared, out=str(LOCAL_RESULTS / "block-sparse"))
-    add_device(parser, "cuda", "cpu")
+    shared = (*common.SIZES, "backend", "no-peers", "seconds", "peak-tflops", "peak-tbs", "bars", "out")
+    parser = common.make_parser(__doc__, *shared, out=str(LOCAL_RESULTS / "block-sparse"))
+    common.add_device(parser, "cuda", "cpu")
     add = parser.add_argument
     add("--ops", nargs="+", choices=OPS, default=list(OPS), help="default: all")
     add("--seqlens", nargs="+", type=positive, help="N; default: 8K 64K 128K, m3_layer also 16K 32K (CPU: 512)")
     blocks = "tokens of a block; but for block_sparse the first alone; default: 128 64"
     add("--blocks", nargs="+", type=positive, default=[128, 64], help=blocks)
     add("--count", type=positive, default=16, help="k, blocks of a token; default: %(default)s")
-    args = parse_args(parser, argv)
-    check_backend(parser, args.backend, "block_sparse_attention", "top_blocks_by_max")
+    args = common.parse_args(parser, argv)
+    common.check_backend(parser, args.backend, "block_sparse_attention", "top_blocks_by_max")
     on_cpu = args.device == "cpu"
     if not on_cpu:
         args.heads, args.kv_heads = args.heads or 64, args.kv_heads or 4
-    resolve_sizes(parser, args)
+    common.resolve_sizes(parser, args)
     usual = {op: (512,) if on_cpu else LAYER_SEQLENS if op == "m3_layer" else SEQLENS for op in OPS}
     args.cases = [
         Case(op, n, block, direction)
@@ -147,9 +137,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Problem:
-    """Tensors of a case, and calls of it."""
+    """Tensors of a case.
 
-    peers: tuple[str, ...] = ()
+    Beside these: `call`; `check`, the error that takes most of its budget; `peer` by its name, one of `peers`; `work`,
+    the least that the call moves and computes.
+    """
 
     def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
         self.case, self.args, self.device, self.dtype = case, args, device, DTYPES[args.dtype]
@@ -161,20 +153,6 @@ class Problem:
     def normal(self, *features: int) -> Tensor:
         shape = self.args.batch, self.case.n, *features
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
-
-    def call(self) -> Any:
-        raise NotImplementedError
-
-    def check(self) -> Error:
-        """The error that takes most of its budget."""
-        raise NotImplementedError
-
-    def peer(self, name: str) -> Callable[[], Any]:
-        raise NotImplementedError
-
-    def work(self) -> Work:
-        """The least that the call moves and computes."""
-        raise NotImplementedError
 
     def attention_flops(self) -> float:
         args, products = self.args, FORWARD_PRODUCTS + BACKWARD_PRODUCTS * self.backward
@@ -197,7 +175,7 @@ class Attention(Problem):
         self.leaves = q, k, v
         self.blocks = draw_blocks(args.batch, args.kv_heads, case.n, case.block, args.count, self.generator)
         if case.block != args.blocks[0]:
-            self.peers = ("selected",)  # what the others take does not depend on it
+            self.peers = self.peers[-1:]  # what the others take does not depend on it
         for x in self.leaves:
             x.requires_grad_(self.backward)
 
@@ -213,11 +191,10 @@ class Attention(Problem):
         out = function(*leaves)
         return (out, *(torch.autograd.grad(out, leaves, do) if self.backward else ()))
 
-    def check(self) -> Error:
-        return self.worst(self.ours)
-
-    def worst(self, attend: Callable[[Tensor], tuple[Tensor, ...]]) -> Error:
-        return oracles.worst(selected_branch.errors(attend, self.leaves, self.do, self.blocks, self.case.block))
+    def check(self, attend: Callable[[Tensor], tuple[Tensor, ...]] | None = None) -> Error:
+        """Args: `attend`: default: ours."""
+        given = self.leaves, self.do, self.blocks, self.case.block
+        return oracles.worst(selected_branch.errors(attend or self.ours, *given))
 
     def peer(self, name: str) -> Callable[[], Any]:
         if name == "dense":
@@ -226,7 +203,7 @@ class Attention(Problem):
         if name == "selected":
             return self.kernels()
         masked = partial(self.masked, self.masks())
-        found = self.worst(masked)
+        found = self.check(masked)
         if not found.error <= PEER_SLACK * found.budget:
             raise RuntimeError(f"error {found.error:.2e} is above {PEER_SLACK} budgets of {found.budget:.2e}")
         return lambda: masked(self.do)
@@ -442,7 +419,8 @@ class Layer(Problem):
         return Work(moved, self.attention_flops() + self.selection_flops() + weights)
 
 
-PROBLEMS: dict[str, type[Problem]] = {"block_sparse": Attention, "top_blocks": Selection, "m3_layer": Layer}
+PROBLEMS: dict[str, type[Attention | Selection | Layer]]
+PROBLEMS = {"block_sparse": Attention, "top_blocks": Selection, "m3_layer": Layer}
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -26,20 +26,12 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
+from bench import roofline
 from bench.common import comma_list, make_parser, parse_args, positive
 from bench.inputs import Sizes, make_problem
 from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Results, Row, run
-from bench.roofline import (
-    Peaks,
-    Work,
-    attention_flops,
-    backward_work,
-    branch_keys,
-    choose_peaks,
-    nsa_floor_ms,
-    score_flops,
-)
+from bench.roofline import Peaks, Work
 from bench.timing import copy_bandwidth, graph_ms, measure
 from cute_kernels.fa4.rules import rules as rules_of
 from cute_kernels.plan import has_atomic_free_backward
@@ -71,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
     facts = environment(DEVICE)
-    peaks: Peaks | None = choose_peaks(facts["device"], args.peak_tflops, None)
+    peaks: Peaks | None = roofline.choose_peaks(facts["device"], args.peak_tflops, None)
     if peaks is None:
         parser.error(f"--peak-tflops: not known of {facts['device']}")
     configs = [NSAConfig.paper()] if args.token else [NSAConfig(num_cmp_selected_blocks=count) for count in (None, 16)]
@@ -122,9 +114,9 @@ def stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
     k_cmp, v_cmp, entries = call.k_cmp, call.v_cmp, call.k_cmp.shape[1]
     branches = forward.attend(call, 0, n, lse=False)
     indices, cmp_indices, token_mode = branches.indices, branches.cmp_indices, config.token_mode
-    compressed_keys, selected_keys, window_keys = branch_keys(n, config)
+    compressed_keys, selected_keys, window_keys = roofline.branch_keys(n, config)
     row_bytes, key_bytes = 2 * n * sizes.heads * sizes.dim, 2 * n * sizes.kv_heads * sizes.dim
-    scoring = score_flops(sizes, config)
+    scoring = roofline.score_flops(sizes, config)
 
     def attend_compressed() -> forward.Branch:
         return forward.attend_compressed(call, q, k_cmp, v_cmp, cmp_indices, 0, token_mode)
@@ -156,7 +148,7 @@ def stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
         ]
 
     def attention(keys: float) -> Work:
-        return Work(2 * row_bytes, attention_flops(sizes, keys))
+        return Work(2 * row_bytes, roofline.attention_flops(sizes, keys))
 
     run = [
         Stage(
@@ -176,7 +168,7 @@ def stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
     def everything() -> Tensor:
         return nsa_forward(q, k, v, gate_proj_weight=inputs.gate_proj_weight, config=config)
 
-    timed.append(("all", milliseconds(everything), nsa_floor_ms(sizes, config, peaks)))
+    timed.append(("all", milliseconds(everything), roofline.nsa_floor_ms(sizes, config, peaks)))
     return [row_of(sizes, config, *stage) for stage in timed]
 
 
@@ -303,9 +295,9 @@ def backward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
         if call.plan.selected_backward == "split":
             stages += [("selected, split", every(selected)), *atomic_free_halves(call, chunks, bits)]
     stages += [("window", every(window)), ("query sums", every(sum_queries)), ("key sums", every(sum_keys))]
-    work = backward_work(sizes, config)
+    work = roofline.backward_work(sizes, config)
     floors = {name: work[name].floor_ms(peaks.tbs, peaks.tflops) for name, _ in stages}
-    forward_floor, both = (nsa_floor_ms(sizes, config, peaks, backward=way) for way in (False, True))
+    forward_floor, both = (roofline.nsa_floor_ms(sizes, config, peaks, backward=way) for way in (False, True))
     floors |= {"forward, saving": forward_floor, "backward": both - forward_floor, "all": both}
 
     def differentiate(keep: list[Tensor]) -> dict[str, Tensor]:

@@ -30,23 +30,8 @@ import torch
 from torch import Tensor
 
 import dispatch
-from bench.common import (
-    DTYPES,
-    PRESETS,
-    SIZES,
-    Dense,
-    above_zero,
-    add_device,
-    choose_backend,
-    choose_dense,
-    comma_list,
-    make_parser,
-    nsa_facts,
-    parse_args,
-    positive,
-    preset_name,
-    resolve_sizes,
-)
+from bench import common
+from bench.common import DTYPES, PRESETS, Dense, above_zero, choose_dense, comma_list, positive
 from bench.inputs import KINDS, Sizes, make_problem
 from bench.nsa_check import SAMPLED_ROWS, Sample, Variant, check, none_text
 from bench.passes import release
@@ -122,17 +107,17 @@ def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[lis
     notes: dict[str, None] = {}
     sizes = Sizes(args.batch, 1, args.heads, args.kv_heads, args.dim)
     for config, named in product(args.configs, dict.fromkeys(args.backends or [None])):
-        call = nsa_facts(sizes, config, device, DTYPES[args.dtype], backward=args.backward, recompute=args.recompute)
-        backend, note = choose_backend(call, named)
+        passes = {"backward": args.backward, "recompute": args.recompute}
+        call = common.nsa_facts(sizes, config, device, DTYPES[args.dtype], **passes)
+        backend, note = common.choose_backend(call, named)
         modes = modes_of(args)
         if backend == "reference" and "graph" in modes:
             reason = "the reference reads values on the host, which a CUDA graph cannot hold"
             if args.modes:
                 raise ValueError(f"--modes graph: {reason}")
-            modes = [mode for mode in modes if mode != "graph"]
+            modes.remove("graph")
             note = "\n".join(filter(None, (note, f"Mode {', '.join(modes)} only: {reason}")))
-        if note:
-            notes[note] = None
+        notes |= {note: None} if note else {}
         variants.append(Variant(config, backend, tuple(modes), args.backward, args.recompute))
     return variants, list(notes)
 
@@ -274,9 +259,9 @@ def dense_fields(dense: Dense, ms: float, gib: float | None, extrapolated: bool)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    shared = (*SIZES, "peak-tflops", "peak-tbs", "out")
-    parser = make_parser(__doc__, *shared, out=str(LOCAL_RESULTS / "e2e"))
-    add_device(parser)
+    shared = (*common.SIZES, "peak-tflops", "peak-tbs", "out")
+    parser = common.make_parser(__doc__, *shared, out=str(LOCAL_RESULTS / "e2e"))
+    common.add_device(parser)
     add = parser.add_argument
     add("--demo", action="store_true", help="real text and sizes that take about a minute on this machine")
     add(
@@ -298,14 +283,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--no-dense-above", type=positive, metavar="N", help="from there on, extrapolate dense attention's time by N^2")
     options = parser.add_argument_group("options of NSA (see NSAConfig); lists make a row for each combination")
     add = options.add_argument
-    add("--preset", type=preset_name, choices=PRESETS, default="per_tile", help="of NSAConfig; default: %(default)s")
+    preset = "of NSAConfig; default: %(default)s"
+    add("--preset", type=common.preset_name, choices=PRESETS, default="per_tile", help=preset)
     add("--block-sizes", type=comma_list(positive), metavar="L,...", help="compress_block_size; l' follows")
     add("--select-size", type=positive, metavar="L'", help="select_block_size")
     add("--num-cmp", type=comma_list(_count_or_none), metavar="C,...", help="num_cmp_selected_blocks, such as none,16")
     add("--k", type=int, help="num_selected_blocks")
     add("--w", type=int, help="window_size")
     add("--q-tile", type=positive, metavar="T", help="q_tile_size")
-    args = parse_args(parser, argv)
+    args = common.parse_args(parser, argv)
     args.usual_modes = ["eager", "graph"]
     args.turns = args.demo and args.device == "cpu"
     if args.turns:
@@ -313,7 +299,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         args.seqlens = args.seqlens or [4096, 8192, 24576, 32768]  # not 16384, where neither is clearly ahead
     if args.seconds is None:
         args.seconds = 2.0 if args.turns else 1.0
-    resolve_sizes(parser, args)
+    common.resolve_sizes(parser, args)
     args.input = args.input or ("text" if args.demo else "random")
     cpu_lengths, gpu_lengths = [1024, 2048, 4096, 8192, 16384, 32768], [8192, 32768, 131072]
     args.seqlens = sorted(set(args.seqlens or (cpu_lengths if args.device == "cpu" else gpu_lengths)))

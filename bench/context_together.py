@@ -16,23 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench import context_shares as shares
 from bench.bars import Bar, figure
-from bench.context_shares import (
-    BAR_SIZES,
-    PASSES,
-    Case,
-    ShareOf,
-    Whole,
-    config_of,
-    difference,
-    kv_heads_per_pass,
-    line,
-    make_do,
-    make_row,
-    make_tensors,
-    report,
-    tile_of,
-)
+from bench.context_shares import BAR_SIZES, PASSES, Case, ShareOf, Whole, make_row
 from bench.report import environment
 from bench.results_file import Measurement, Results, Row, WrongResult, run
 from bench.timing import measure, milliseconds, peak_memory
@@ -73,8 +59,8 @@ class Together:
 
     def run(self) -> int:
         if dist.get_rank() == 0:
-            hooks = report(self.args, partial(find_bars, dist.get_world_size()), show_links)
-            return run(self.args, environment(self.device), self.parts, line, **hooks)
+            hooks = shares.report(self.args, partial(find_bars, dist.get_world_size()), show_links)
+            return run(self.args, environment(self.device), self.parts, shares.line, **hooks)
         try:
             for _, measured in self.parts(None):
                 measured()
@@ -106,8 +92,8 @@ class Together:
     def check(self, case: Case) -> str:
         """Description of the first wrong rows of at most `--checked` tokens on any rank, or ""."""
         config, cp = self.parallel(case)
-        tensors = make_tensors(case, self.args, self.device, min(case.n, self.args.checked))
-        do = make_do(tensors["q"])
+        tensors = shares.make_tensors(case, self.args, self.device, min(case.n, self.args.checked))
+        do = shares.make_do(tensors["q"])
         own = {n: x if n == "gate_proj_weight" else cp.shard(x) for n, x in tensors.items()}
         divided = Whole(config, own, cp.shard(do), cp.nsa)
         got, again = (divided.both(deterministic=True) for _ in range(2))
@@ -115,7 +101,7 @@ class Together:
         for name, x, y, z in zip(("out", "dq", "dk", "dv"), got, again, Whole(config, tensors, do).both(), strict=True):
             if not torch.equal(x, y):
                 wrong = wrong or f"{name} differs from run to run"
-            found = difference(x, cp.shard(z), exact=name == "out" and self.device.type == "cuda")
+            found = shares.difference(x, cp.shard(z), exact=name == "out" and self.device.type == "cuda")
             wrong = wrong or (f"{name}: {found}" if found else "")
         told = self.tell(wrong)
         return next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text), "")
@@ -126,8 +112,8 @@ class Together:
         """On rank 0, while others wait."""
         rows = []
         if dist.get_rank() == 0:
-            tensors = make_tensors(case, self.args, self.device)
-            whole = Whole(config_of(case, self.device), tensors, make_do(tensors["q"]))
+            tensors = shares.make_tensors(case, self.args, self.device)
+            whole = Whole(shares.config_of(case, self.device), tensors, shares.make_do(tensors["q"]))
             for direction in self.args.passes:
                 call: Callable[[], Any] = whole.forward if direction == "fwd" else whole.both
                 timing = measure(call, self.device, seconds=self.args.seconds)
@@ -140,11 +126,11 @@ class Together:
         config, cp = self.parallel(case)
         layout = make_layout(case.n, None, cp.size, cp.layout, cp.tile)
         tokens = layout.lengths[cp.rank]
-        tensors = make_tensors(case, self.args, self.device, max(tokens, 1))
+        tensors = shares.make_tensors(case, self.args, self.device, max(tokens, 1))
         own = {name: x if name == "gate_proj_weight" else x[:, :tokens] for name, x in tensors.items()}
-        divided = Whole(config, own, make_do(own["q"]), cp.nsa)
+        divided = Whole(config, own, shares.make_do(own["q"]), cp.nsa)
         # Keys of all ranks, alone: the same ones in each pass, so that they take the memory of one
-        per_pass = kv_heads_per_pass(self.args, layout, own["k"])
+        per_pass = shares.kv_heads_per_pass(self.args, layout, own["k"])
         most = cp.size * max(layout.lengths)
         keys = torch.randn(most, 1, per_pass, 2 * self.args.dim, device=self.device).to(own["k"].dtype)
         heads_left = range(case.kv_heads, 0, -per_pass)
@@ -166,8 +152,8 @@ class Together:
         return rows
 
     def parallel(self, case: Case) -> tuple[Any, ContextParallel]:
-        config, heads = config_of(case, self.device), self.args.kv_heads_per_pass
-        tile = tile_of(config, self.device)
+        config, heads = shares.config_of(case, self.device), self.args.kv_heads_per_pass
+        tile = shares.tile_of(config, self.device)
         return config, ContextParallel(self.group, case.layout, tile, kv_heads_per_pass=heads)
 
     def links(self) -> list[dict[str, Any]]:
@@ -251,12 +237,12 @@ def show_links(content: dict[str, Any]) -> None:
         print("{collective}, {ranks} ranks: alpha {alpha_us:.1f} us, beta {beta_gbs:.0f} GB/s".format(**link))
 
 
-def find_bars(ranks: int, shares: Sequence[Row]) -> Iterator[Bar]:
+def find_bars(ranks: int, rows: Sequence[Row]) -> Iterator[Bar]:
     for preset, n in BAR_SIZES.items():
         where = {"preset": preset, "n": n, "ranks": ranks, "layout": "zigzag"}
         name, both = f"{preset} {n >> 10}K, {ranks} ranks", PASSES[-1]
-        speedup = figure(shares, {**where, "pass": both}, "speedup")
+        speedup = figure(rows, {**where, "pass": both}, "speedup")
         yield Bar(f"{name}, {both}, speed-up", speedup, BARS[ranks], at_least=True, unit="x")
         for direction in PASSES:
-            memory = figure(shares, {**where, "pass": direction}, "peak_gib", "bound_gib")
+            memory = figure(rows, {**where, "pass": direction}, "peak_gib", "bound_gib")
             yield Bar(f"{name}, {direction}, peak over bound", memory, 1.0, at_least=False, unit="x")

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 import sysconfig
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +22,7 @@ EMBEDDING = 256
 CONTEXT = 4
 """Bytes mixed into one token's embedding: itself and those before it, so that a token says more than one letter."""
 ROPE_BASE = 10_000.0
+KINDS = ("random", "sink", "text")
 SINK_TOKENS = 64
 """Tokens at the start that all queries of a sink input are drawn to."""
 SINK_LOGIT = 3.0
@@ -40,13 +39,6 @@ class Sizes:
     heads: int
     kv_heads: int
     dim: int
-
-
-class Shape(Hashable, Protocol):
-    """Sizes of one problem; `str` of it is an argument of the command line."""
-
-    def label(self) -> str:
-        """Short lines, for the axis of a plot."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +74,6 @@ class Neighborhood:
         sizes = (self.batch, self.heads, self.tokens, self.dim, self.kernel_size)
         return ",".join(map(str, sizes if self.dilation == 1 else (*sizes, self.dilation)))
 
-    def label(self) -> str:
-        """For the axis of a plot."""
-        dilated = "" if self.dilation == 1 else f" dilation={self.dilation}"
-        return f"B={self.batch} H={self.heads} S={_thousands(self.tokens)}\nD={self.dim} k={self.kernel_size}{dilated}"
-
 
 @dataclass(frozen=True)
 class Residual:
@@ -109,28 +96,12 @@ class Residual:
         sizes = f"{self.blocks},{self.batch},{self.tokens},{self.dim}"
         return f"{sizes},list" if self.listed else sizes
 
-    def label(self) -> str:
-        """For the axis of a plot."""
-        listed = "\nlist" if self.listed else ""
-        return f"L={self.blocks} B={self.batch} T={_thousands(self.tokens)}\nD={self.dim}{listed}"
-
 
 def natural(text: str) -> int:
-    """A number above 0 in plain digits.
-
-    Raises:
-        ValueError: for another text.
-    """
+    """A number above 0 in plain digits. Raises ValueError."""
     if not text.isdigit() or int(text) == 0:
         raise ValueError(text)
     return int(text)
-
-
-def _thousands(count: int) -> str:
-    return f"{count // 1024}K" if count % 1024 == 0 else str(count)
-
-
-KINDS = ("random", "sink", "text")
 
 
 def make_problem(
@@ -162,7 +133,8 @@ def make_problem(
     if kind == "text":
         q, k, v = _project_text(sizes, generator)
     else:
-        q, k, v = (_normal(generator, *shape, dtype=made) for shape in _shapes(sizes))
+        heads = sizes.heads, sizes.kv_heads, sizes.kv_heads
+        q, k, v = (_normal(generator, sizes.batch, sizes.tokens, of, sizes.dim, dtype=made) for of in heads)
     if kind == "sink":
         _add_sink(q, k)
     gate = _normal(generator, sizes.heads, 3, sizes.dim, dtype=made) / math.sqrt(sizes.dim) if gated else None
@@ -171,12 +143,6 @@ def make_problem(
         return tensor.to(device, dtype).requires_grad_(requires_grad)
 
     return NSAInputs(place(q), place(k), place(v), gate_proj_weight=None if gate is None else place(gate))
-
-
-def _shapes(sizes: Sizes) -> tuple[tuple[int, ...], ...]:
-    query = (sizes.batch, sizes.tokens, sizes.heads, sizes.dim)
-    key = (sizes.batch, sizes.tokens, sizes.kv_heads, sizes.dim)
-    return query, key, key
 
 
 def _normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

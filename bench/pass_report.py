@@ -16,7 +16,6 @@ from torch import Tensor
 import dispatch
 from bench.bars import Bar, ratio
 from bench.common import DTYPES, able_backends, add_device, make_parser, parse_args
-from bench.inputs import Shape
 from bench.passes import PASSES, Candidate, Measured, Plan, Task, compare
 from bench.peers import Peer, make_peer
 from bench.report import LOCAL_RESULTS, environment
@@ -30,45 +29,41 @@ UNITS = {"gib": 1, "mib": 1024}
 Missing = tuple[str, str, str]
 """A peer, why it did not run, and of which shape and pass."""
 
-S = TypeVar("S", bound=Shape)
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
 class OpBenchmark(Generic[S]):
-    """Benchmark of an op beside its peers, by shapes."""
+    """Benchmark of an op beside its peers, by shapes.
+
+    `form` is a shape on the command line, such as "L,B,T,D"; `sets` are shapes by name, "tiny" for CPUs, the others for
+    GPUs. `read` makes a shape from its text (and raises ValueError or TypeError), `shape` from a row, whose fields that
+    tell shape and options are `sizes`. `facts` are options of dispatch.Call, `call` is our op by some backend, of the
+    task's leaves. `moved` are bytes that a pass reads and writes at least, `held` those of its inputs and outputs;
+    `unit`, one of UNITS, is memory's. `options` are further ones of the command line, with their arguments; `wall` and
+    `calls` are Plan's. `floor_tbs` are TB/s of the floor by a part of the device's name; others are measured.
+    """
 
     description: str | None
     op: str
     title: str
     form: str
-    """Argument of the command line for a shape, such as "L,B,T,D"."""
     out: str
     sets: Mapping[str, list[S]]
-    """Shapes by name; "tiny" is for CPUs, the others for GPUs."""
     read: Callable[[str], S]
-    """A shape from its text; raises ValueError or TypeError."""
     shape: Callable[[Row], S]
     sizes: Callable[[S, argparse.Namespace], Row]
-    """Fields of a row that tell the shape and options."""
     facts: Callable[[S, argparse.Namespace], dict[str, Any]]
-    """Options of dispatch.Call."""
     task: Callable[[S, torch.device, torch.dtype], Task]
     call: Callable[[S, argparse.Namespace, str], Callable[..., Tensor]]
-    """Our op by some backend, of the task's leaves."""
     moved: Callable[[S, str, int], int]
-    """Bytes that a pass reads and writes at least."""
     held: Callable[[S, str, int], int]
-    """Bytes of its inputs and outputs."""
     peers: Mapping[str, Peer]
     unit: str
-    """One of UNITS."""
     options: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """Further ones of the command line, with their arguments."""
     wall: bool = False
     calls: int = 1
-    """As in Plan."""
     floor_tbs: Mapping[str, float] = field(default_factory=dict)
-    """TB/s of the floor by a part of the device's name; others are measured."""
     bars: Callable[[Sequence[Row]], Iterable[Bar]] | None = None
 
     # The command line
@@ -151,9 +146,10 @@ class OpBenchmark(Generic[S]):
             found = {key: one for key, one in measured.items() if isinstance(one, Measured)}
             rows = []
             for name, direction in product(names, plan.passes):
-                beside = {peer: found.get((peer, direction)) for peer in self.peers}
-                row = {"op": self.op, "pass": direction, "backend": name, "default": name == names[0]}
-                rows.append(row | self.figures(shape, args, direction, found[name, direction], beside, tbs))
+                row: Row = {"op": self.op, "pass": direction, "backend": name, "default": name == names[0]}
+                row |= self.figures(shape, args, (name, direction), found)
+                floor = None if tbs is None else self.moved(shape, direction, dtype.itemsize) / tbs / 1e9
+                rows.append({**row, "floor_ms": floor, "share_of_floor": ratio(floor, row["ms_p50"])})
             return rows, missing
 
         with console.status("") as status:
@@ -161,24 +157,18 @@ class OpBenchmark(Generic[S]):
                 yield str(shape), partial(measure, shape, names)
 
     def figures(
-        self,
-        shape: S,
-        args: argparse.Namespace,
-        direction: str,
-        own: Measured,
-        peers: Mapping[str, Measured | None],
-        tbs: float | None,
+        self, shape: S, args: argparse.Namespace, which: tuple[str, str], found: Mapping[tuple[str, str], Measured]
     ) -> Row:
-        """Fields of a row besides the op's. Args: `tbs`: TB/s of the floor; None: there is none."""
-        moved, held = (count(shape, direction, DTYPES[args.dtype].itemsize) for count in (self.moved, self.held))
-        floor = None if tbs is None else moved / tbs / 1e9
+        """Fields of a row besides the op's and the floor's. Args: `which`: the backend and the pass."""
+        own, direction = found[which], which[1]
+        peers = {peer: found.get((peer, direction)) for peer in self.peers}
+        held = self.held(shape, direction, DTYPES[args.dtype].itemsize)
         times = own.timing.fields if own.timing else dict.fromkeys(("ms_p20", "ms_p50", "ms_p80"))
 
         def memory(measured: Measured | None) -> float | None:
             return None if measured is None or measured.peak_gib is None else measured.peak_gib * UNITS[self.unit]
 
         row = {"mode": own.mode, "dtype": args.dtype, **times}
-        row |= {"floor_ms": floor, "share_of_floor": ratio(floor, times["ms_p50"])}
         row |= {"error": own.error.error, "error_budget": own.error.budget, "command": args.command}
         row |= {f"{name}_ms": None if peer is None else p50(peer.timing) for name, peer in peers.items()}
         row |= self.sizes(shape, args)
@@ -263,9 +253,13 @@ class OpBenchmark(Generic[S]):
                     axes.bar(*zip(*bars, strict=True), width * 0.94, color=color, label=label)
                 if tbs is not None:
                     axes.axhline(100, color="black", linestyle="--", linewidth=1)
-                axes.set(ylabel="ms" if tbs is None else "% of the byte floor", title=PASS_TITLES[direction])
+                axes.set(
+                    xlabel=self.form,
+                    ylabel="ms" if tbs is None else "% of the byte floor",
+                    title=PASS_TITLES[direction],
+                )
                 axes.margins(y=0.12)
-                axes.set_xticks(range(len(shapes)), [shape.label() for shape in shapes], fontsize=8)
+                axes.set_xticks(range(len(shapes)), list(map(str, shapes)), fontsize=8)
                 axes.grid(axis="y", alpha=0.3)
                 axes.set_axisbelow(True)
                 axes.spines[["top", "right"]].set_visible(False)

@@ -289,7 +289,7 @@ def test_rows_of_each_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     for name in ("nsa_forward", "nsa_forward_aux"):
         monkeypatch.setattr(nsa_check, name, stand_in(getattr(nsa_check, name)))
-    monkeypatch.setattr(e2e, "choose_backend", lambda _, named: (named, ""))
+    monkeypatch.setattr("bench.common.choose_backend", lambda _, named: (named, ""))
     options = ["--kv-heads", "1", "--seqlens", "40", "--passes", "fwd", "--peers", "--backends", "cute", "triton"]
     rows = run(paper.main, tmp_path / "run", *SMALL, *options)["rows"]
     assert [row["backend"] for row in rows] == ["cute", "triton"]
