@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -57,20 +58,17 @@ class Case(NamedTuple):
         return self._replace(ranks=1, layout="contiguous")
 
 
-def make_row(
-    case: Case,
-    args: argparse.Namespace,
-    rank: int,
-    mode: str,
-    direction: str,
-    ms: float,
-    peak_gib: float | None,
-    tokens: int,
-) -> Row:
-    """Args: `mode`: "alone": keys of all ranks are there already; "messages": nothing is computed; "together"."""
+def make_row(case: Case, args: argparse.Namespace, rank: int, mode: str, direction: str, *figures: Any) -> Row:
+    """A row.
+
+    Args:
+        mode: "alone": keys of all ranks are there already; "messages": nothing is computed; "together".
+        figures: milliseconds, GiB, and tokens of the rank.
+    """
     row = {"preset": case.preset, "n": case.n, "h": case.heads, "h_kv": case.kv_heads, "d": args.dim}
     row |= {"dtype": args.dtype, "ranks": case.ranks, "rank": rank, "layout": case.layout, "mode": mode}
-    return {**row, "pass": direction, "ms": ms, "peak_gib": peak_gib, "tokens": tokens, "command": args.command}
+    named = zip(("ms", "peak_gib", "tokens"), figures, strict=True)
+    return {**row, "pass": direction, **dict(named), "command": args.command}
 
 
 def case_of(row: Row) -> Case:
@@ -85,18 +83,9 @@ def line(row: Row) -> str:
 
 def share_line(share: Row) -> str:
     """A share for readers."""
-    labels = {
-        "slowest_over_mean": "slowest over mean",
-        "sum_over_single": "all over undivided",
-        "speedup": "speed-up",
-        "messages_ms": "messages, ms",
-        "not_hidden_ms": "not hidden, ms",
-        "peak_gib": "peak GiB",
-        "bound_gib": "bound GiB",
-    }
-    texts = [f"{label} {share[field]:.3f}" for field, label in labels.items() if share[field] is not None]
+    figures = [f"{name.replace('_', ' ')} {value:.3f}" for name, value in share.items() if isinstance(value, float)]
     name = "{preset} N={n} R={ranks} {layout} {pass}".format(**share)
-    return f"{name:<44}{', '.join(texts)}"
+    return f"{name:<44}{', '.join(figures)}"
 
 
 def report(
@@ -104,20 +93,15 @@ def report(
     find_bars: Callable[[Sequence[Row]], Iterable[Bar]],
     show: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Keywords of `driver.run` for files with shares: their fields, bars, and what is printed besides `show`."""
-
-    def shares(rows: Sequence[Row]) -> list[Row]:
-        return find_shares(rows, args.kv_heads_per_pass)
+    """Keywords of `run` for files with shares: their fields, bars, and what is printed besides `show`."""
+    shares = partial(find_shares, kv_heads_per_pass=args.kv_heads_per_pass)
 
     def show_all(content: dict[str, Any]) -> None:
         print(*map(share_line, content["shares"]), sep="\n")
         show(content)
 
-    return {
-        "fields": lambda results: {"shares": shares(results.rows)},
-        "bars": lambda rows: find_bars(shares(rows)),
-        "show": show_all,
-    }
+    fields = {"fields": lambda results: {"shares": shares(results.rows)}}
+    return {**fields, "bars": lambda rows: find_bars(shares(rows)), "show": show_all}
 
 
 def find_shares(rows: Sequence[Row], kv_heads_per_pass: int | None = None) -> list[Row]:
@@ -264,34 +248,30 @@ class Alone:
         return torch.cat([shares[:0], *(shares[a - first : b - first] for a, b in held[self.rank])])
 
 
+@dataclass(frozen=True)
 class ShareOf:
     """A rank's part in a call, as ContextParallel runs it.
 
     Args:
         own, do: the rank's rows; own also has weights.
-        received: of Alone, for passes of `kv_heads_per_pass`.
+        received: of Alone.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        config: NSAConfig,
-        layout: Layout,
-        rank: int,
-        own: Mapping[str, Tensor],
-        do: Tensor,
-        received: Sequence[Tensor],
-    ) -> None:
-        self.config, self.layout, self.rank, self.own, self.do, self.received = config, layout, rank, own, do, received
-        self.kv_heads, self.group = own["k"].shape[-2], own["q"].shape[-2] // own["k"].shape[-2]
-        self.per_pass = kv_heads_per_pass(args, layout, own["k"])
+    args: argparse.Namespace
+    config: NSAConfig
+    layout: Layout
+    rank: int
+    own: Mapping[str, Tensor]
+    do: Tensor
+    received: Sequence[Tensor]
 
     def plan(self, comm: Any = None) -> Plan:
         """Args: comm: default: Alone."""
         comm = comm or Alone(self.rank, self.layout, self.received)
         backend = backend_of(self.do.device)
         flags = {"deterministic": False, "recompute": False, "backend": backend, "max_seqlen": None}
-        sizes = (self.kv_heads, self.group, self.per_pass)
+        kv_heads, per_pass = self.own["k"].shape[-2], kv_heads_per_pass(self.args, self.layout, self.own["k"])
+        sizes = kv_heads, self.own["q"].shape[-2] // kv_heads, per_pass
         return Plan(comm, self.layout, self.config, False, *sizes, tuple(flags.items()))
 
     @torch.no_grad()

@@ -40,16 +40,12 @@ from torch.nn.functional import cross_entropy, silu
 
 from bench.bars import Bar
 from bench.common import above_zero, add_device, make_parser, parse_args, positive, with_ending
-from bench.extras import needed
 from bench.report import LOCAL_RESULTS, environment, relative, replacing, write_json
 from bench.results_file import Row, claimed, read_results
 from bench.show import console, say, show_bars
 from bench.timing import resident
 from dispatch.device import first_line
 from nsa import NSAConfig, NSAttention
-
-with needed("rich"):
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 MIB = 2**20
 VOCABULARY = 64
@@ -78,27 +74,15 @@ class Sizes:
     token: NSAConfig
 
 
+GPU_TILE = NSAConfig.per_tile(num_selected_blocks=8, window_size=256)
+GPU_TOKEN = NSAConfig.paper(num_selected_blocks=8, window_size=256)
+CPU_TILE = NSAConfig.per_tile(compress_block_size=8, num_selected_blocks=3, window_size=12, q_tile_size=16)
+CPU_TOKEN = NSAConfig.paper(
+    compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=12
+)
 SIZES = {
-    "cuda": Sizes(
-        256,
-        heads=4,
-        kv_heads=2,
-        pairs=2,
-        tokens=16384,
-        tile=NSAConfig.per_tile(num_selected_blocks=8, window_size=256),
-        token=NSAConfig.paper(num_selected_blocks=8, window_size=256),
-    ),
-    "cpu": Sizes(
-        16,
-        heads=2,
-        kv_heads=1,
-        pairs=1,
-        tokens=28,
-        tile=NSAConfig.per_tile(compress_block_size=8, num_selected_blocks=3, window_size=12, q_tile_size=16),
-        token=NSAConfig.paper(
-            compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=12
-        ),
-    ),
+    "cuda": Sizes(width=256, heads=4, kv_heads=2, pairs=2, tokens=16384, tile=GPU_TILE, token=GPU_TOKEN),
+    "cpu": Sizes(width=16, heads=2, kv_heads=1, pairs=1, tokens=28, tile=CPU_TILE, token=CPU_TOKEN),
 }
 """By device. Head dim 64 on a GPU; the weights and their optimiser take 7 MiB there."""
 
@@ -276,7 +260,12 @@ def expandable_segments(device: torch.device) -> bool | None:
 
 
 class Watch:
-    """Records of one run."""
+    """Records of one run.
+
+    `late` are steps that compiled kernels although the first steps had every kind of size; `records` have loss and
+    tokens per second since the record before, whose time, step and tokens are `since`, and memory between steps. `sums`
+    are the sum of losses that are finite, and the number of steps whose result was not, since then.
+    """
 
     def __init__(self, trainer: Trainer, warm_up_s: float) -> None:
         self.trainer, self.device = trainer, trainer.device
@@ -286,13 +275,9 @@ class Watch:
         self.begin = time.perf_counter()
         self.tokens = self.not_finite = 0
         self.late: list[Row] = []
-        """Steps that compiled kernels although the first steps had every kind of size."""
         self.records: list[Row] = []
-        """Loss and tokens per second since the record before; memory between steps."""
         self.since = (self.begin, trainer.step, 0)
-        """Time, step and tokens of the record before."""
         self.sums = torch.zeros(2, device=self.device)
-        """Sum of losses that are finite, and number of steps whose result was not, since the record before."""
 
     @property
     def seconds(self) -> float:
@@ -367,10 +352,6 @@ def worst(runs: list[Row], name: str, compare: Callable[[float, float], float]) 
             half = len(values) // 2
             found.append(compare(max(values[:half]), max(values[half:])))
     return max(found, default=None)
-
-
-Save = Callable[[], list[Row]]
-"""Records, writes all files, and returns all runs."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -476,22 +457,18 @@ def interrupts_wait() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def train(watch: Watch, save: Save, until: float, most_steps: int | None, every: float) -> bool:
+def train(watch: Watch, save: Callable[[], Any], until: float, most_steps: int | None, every: float) -> bool:
     """At least one step. Args: `until`: by time.perf_counter(). Returns whether it was interrupted."""
-    trainer = watch.trainer
-    columns = ("{task.completed:,.0f} of {task.total:,.0f} s", "step {task.fields[step]:,}", "loss {task.fields[loss]}")
-    bar = (BarColumn(), *(TextColumn(column) for column in columns), TimeRemainingColumn())
-    with interrupts_wait() as interrupted, Progress(*bar, console=console, transient=True) as progress:
-        task = progress.add_task("", total=max(1.0, until - watch.begin), step=trainer.step, loss="")
-        done = False
+    trainer, done = watch.trainer, False
+    with interrupts_wait() as interrupted, console.status("") as status:
         while not done:
             watch.saw(*trainer.train())
             now = time.perf_counter()
             done = interrupted() or now >= until or trainer.step - watch.first_step == most_steps
             if now - watch.since[0] >= every:
                 save()
-                loss = f"{watch.records[-1]['loss']:.3f}"
-                progress.update(task, completed=watch.seconds, step=trainer.step, loss=loss)
+                loss, seconds = watch.records[-1]["loss"], f"{watch.seconds:,.0f} of {until - watch.begin:,.0f} s"
+                status.update(f"{seconds}, step {trainer.step:,}, loss {loss:.3f}")
         return interrupted()
 
 
