@@ -36,7 +36,7 @@ from bench.passes import PEER_SLACK, release
 from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Row, hold, run
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, Work, choose_peaks, mean_keys
-from bench.selected_branch import Branch, checked_rows, visible_keys
+from bench.selected_branch import Branch, checked_rows, draw_blocks, visible_keys
 from bench.show import floor_text, ms_text
 from bench.timing import measure
 from nsa import block_sparse_attention, top_blocks_by_max
@@ -44,8 +44,6 @@ from nsa import block_sparse_attention, top_blocks_by_max
 OPS = ("block_sparse", "top_blocks", "m3_layer")
 PASSES = ("fwd", "fwd+bwd")
 PEERS = ("dense", "mask", "selected", "pairs")
-DRAWN = 1 << 23
-"""Scores that are drawn at a time."""
 MOST_PAIRS = 1 << 30
 """Most pairs in a call of SDPA with a mask, whose kernels may count in 32 bits (pytorch/pytorch#162588, #145040)."""
 SEQLENS = (8 << 10, 64 << 10, 128 << 10)
@@ -173,7 +171,8 @@ class Attention(Problem):
         super().__init__(case, args, device)
         q, k, v, self.do = (self.normal(n, args.dim) for n in (args.heads, args.kv_heads, args.kv_heads, args.heads))
         self.leaves = q, k, v
-        self.blocks = draw_blocks(args.batch, args.kv_heads, case.n, case.block, args.count, self.generator)
+        shape = args.batch, args.kv_heads, case.n
+        self.blocks = draw_blocks(shape, case.block, args.count, self.generator, own_first)
         if case.block != args.blocks[0]:
             self.peers = self.peers[-1:]  # what the others take does not depend on it
         for x in self.leaves:
@@ -444,18 +443,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return torch.cat(parts, 2).transpose(1, 2)
 
 
-def draw_blocks(batch: int, heads: int, n: int, size: int, count: int, generator: torch.Generator) -> Tensor:
-    """int32 `[B,H_kv,N,k]`: each token's own block and others before it, at random."""
-    device, blocks = generator.device, -(-n // size)
-    step, parts = max(1, DRAWN // (batch * heads * blocks)), []
-    for first in range(0, n, step):
-        own = torch.arange(first, min(first + step, n), device=device)[:, None] // size
-        block = torch.arange(blocks, device=device)
-        scores = torch.rand((batch, heads, len(own), blocks), generator=generator, device=device)
-        scores = scores.masked_fill(block == own, 2.0).masked_fill(block > own, -1.0)
-        best = scores.topk(min(count, blocks), -1)
-        parts.append(torch.where(best.values >= 0, best.indices, -1).int())
-    return torch.nn.functional.pad(torch.cat(parts, 2), [0, max(0, count - blocks)], value=-1)
+def own_first(noise: Tensor, own: Tensor, block: Tensor) -> Tensor:
+    return noise.masked_fill(block == own, 2.0)
 
 
 # What has to be reached, and what is shown

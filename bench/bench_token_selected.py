@@ -40,7 +40,7 @@ from bench.peers import Finite, selected_peer
 from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Results, Row, WrongResult, run
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Work, choose_peaks
-from bench.selected_branch import Branch
+from bench.selected_branch import Branch, draw_blocks
 from bench.timing import copy_bandwidth, graph_ms, peak_memory
 from nsa import NSAConfig, nsa_forward_aux
 
@@ -50,8 +50,6 @@ CHOICES = ("random", "local", "text")
 BARS = {(64, 4): {"forward": 13.6, "both": 43.8}, (32, 8): {"forward": 26.9, "both": 65.4}}
 """Milliseconds of the fastest peer (SFNSA both times), random choices of BAR_TOKENS tokens."""
 BAR_TOKENS = 64 << 10
-CHUNK = 4096
-"""Tokens whose blocks are chosen at a time."""
 PEER_STAGES = {"forward": PASSES["forward"], "both": PASSES["full"]}
 """Passes of fla beside ours."""
 DEVICE = torch.device("cuda")
@@ -122,7 +120,8 @@ def make_branch(n: int, heads: int, kv_heads: int, choice: str, given: Tensor | 
         config = NSAConfig.paper(select_block_size=SIZE, num_selected_blocks=SLOTS)
         indices = nsa_forward_aux(text.q, text.k, text.v, config=config)[1].indices
     else:
-        indices = choose(n, kv_heads, choice, generator)
+        weigh = near if choice == "local" else lambda noise, *_: noise
+        indices = draw_blocks((1, kv_heads, n), SIZE, SLOTS, generator, weigh)
     return Branch(q, k, v, do, indices, SIZE)
 
 
@@ -145,22 +144,10 @@ def load_indices(path: Path) -> Tensor:
     return indices
 
 
-def choose(n: int, kv_heads: int, choice: str, generator: torch.Generator) -> Tensor:
-    """int32 `[1,H_kv,n,SLOTS]`, ascending, then -1: the highest of random scores of the blocks up to each token's."""
-    blocks = torch.arange(-(-n // SIZE), device=DEVICE)
-    chosen = torch.full((1, kv_heads, n, SLOTS), -1, dtype=torch.int32, device=DEVICE)
-    for head in range(kv_heads):
-        for start in range(0, n, CHUNK):
-            own = torch.arange(start, min(start + CHUNK, n), device=DEVICE)[:, None] // SIZE
-            noise = torch.rand((len(own), len(blocks)), generator=generator, device=DEVICE)
-            scores = noise
-            if choice == "local":
-                scores = noise.log().neg().log().neg() - (own - blocks).clamp(min=1).log()  # Gumbel: drawn by weight
-                scores = scores.masked_fill((blocks == 0) | (blocks >= own - 1), math.inf)
-            best = scores.masked_fill(blocks > own, -math.inf).topk(min(SLOTS, len(blocks)), dim=1)
-            order = best.indices.masked_fill(best.values == -math.inf, len(blocks)).sort(1).values
-            chosen[0, head, start : start + CHUNK, : order.shape[1]] = order.where(order < len(blocks), -1)
-    return chosen
+def near(noise: Tensor, own: Tensor, block: Tensor) -> Tensor:
+    """Scores of the choice "local": with Gumbel noise, what is best is drawn by weight."""
+    scores = noise.log().neg().log().neg() - (own - block).clamp(min=1).log()
+    return scores.masked_fill((block == 0) | (block >= own - 1), math.inf)
 
 
 def errors(branch: Branch) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,8 @@ from bench.oracles import Error
 
 CHECKED = 64
 """Rows that are held against fp64, half of them the last ones."""
+DRAWN = 1 << 23
+"""Scores of blocks that are drawn at a time."""
 NAMES = ("out", "dq", "dk", "dv")
 
 
@@ -71,6 +74,26 @@ class Branch:
             delta = self.delta(out, do)
         kv_outer_backward(*self.given, self.do if do is None else do, lse, delta, into=into, **self.how)
         return into
+
+
+def draw_blocks(
+    shape: tuple[int, int, int], size: int, count: int, generator: torch.Generator, weigh: Callable[..., Tensor]
+) -> Tensor:
+    """int32 `[B,H_kv,N,count]`, ascending, then -1: the best of random scores of the blocks up to each token's own.
+
+    Args:
+        shape: B, H_kv and N.
+        weigh: scores from uniform noise, the tokens' own blocks and all blocks.
+    """
+    (batch, kv_heads, n), device = shape, generator.device
+    blocks = -(-n // size)
+    block, parts = torch.arange(blocks, device=device), []
+    for own in (torch.arange(n, device=device)[:, None] // size).split(max(1, DRAWN // (batch * kv_heads * blocks))):
+        scores = torch.rand((batch, kv_heads, len(own), blocks), generator=generator, device=device)
+        best = weigh(scores, own, block).masked_fill(block > own, -math.inf).topk(min(count, blocks), -1)
+        order = best.indices.masked_fill(best.values == -math.inf, blocks).sort(-1).values
+        parts.append(order.where(order < blocks, -1).int())
+    return torch.nn.functional.pad(torch.cat(parts, 2), [0, max(0, count - blocks)], value=-1)
 
 
 def checked_rows(n: int, device: torch.device) -> Tensor:
