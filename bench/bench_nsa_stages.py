@@ -78,7 +78,8 @@ def main(argv: list[str] | None = None) -> int:
             yield f"{n} {heads[0]}/{heads[1]} {config.num_cmp_selected_blocks}", partial(part, sizes, config, here)
 
     def part(sizes: Sizes, config: NSAConfig, here: Peaks) -> tuple[list[Row], list[str]]:
-        return (backward_stages if args.backward else stages)(sizes, config, here), []
+        stages = (backward_stages if args.backward else forward_stages)(sizes, config, here)
+        return [row_of(sizes, config, stage) for stage in stages], []
 
     split = {"split": takes_atomic_free()} if args.backward and not args.token else {}
     head = {**facts, "peak_tflops": peaks.tflops}
@@ -92,13 +93,30 @@ def line(row: Row) -> str:
     return f"{where}{row['ms']:9.4f} ms  floor {row['floor_ms']:8.4f} {share}"
 
 
-def milliseconds(call: Callable[[], Any]) -> float:
-    call()
-    return graph_ms(call, DEVICE, most=10)
+class Stage(NamedTuple):
+    name: str
+    call: Callable[[], Any]
+    floor_ms: float
 
 
-def stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
-    """Each stage of the forward, in the order of its run: its time and floor, for one sequence.
+def row_of(sizes: Sizes, config: NSAConfig, stage: Stage) -> Row:
+    """A stage's median GPU time; without a graph, if it has to be, so with host time where that is longer."""
+    name = stage.name
+    try:
+        stage.call()
+        ms = graph_ms(stage.call, DEVICE, most=10)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        print(f"no graph: {str(error).splitlines()[0]}")
+        name, ms = f"{name} (eager)", measure(stage.call, DEVICE, seconds=0.5, most=10).ms_p50
+    torch.cuda.empty_cache()  # graphs keep what they reserved
+    row = {"n": sizes.tokens, "h": sizes.heads, "h_kv": sizes.kv_heads, "num_cmp": config.num_cmp_selected_blocks}
+    return {**row, "stage": name, "ms": ms, "floor_ms": stage.floor_ms, "share": stage.floor_ms / ms}
+
+
+def forward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Stage]:
+    """Stages of the forward of one sequence, in the order of its run.
 
     In token mode the forward that is timed as a whole gates while it adds the selected branch up; the stages do not.
     """
@@ -124,13 +142,20 @@ def stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
     def attend_selected() -> forward.Branch:
         return forward.attend_selected(call, q, k, v, indices, 0, False, holds_forced=True)
 
-    per_tile: list[Stage] = []
-    per_token: list[Stage] = []
+    def stage(name: str, call: Callable[[], Any], moved: float, flops: float = 0) -> Stage:
+        return Stage(name, call, Work(moved, flops).floor_ms(peaks.tbs, peaks.tflops))
+
+    def attention(name: str, call: Callable[[], Any], keys: float) -> Stage:
+        return stage(name, call, 2 * row_bytes, roofline.attention_flops(sizes, keys))
+
+    entry_bytes = 2 * 2 * entries * sizes.kv_heads * sizes.dim
+    stages = [stage("compress", lambda: compress_kv(inputs, config), 2 * key_bytes + entry_bytes)]
+    compressed = attention("compressed", attend_compressed, compressed_keys)
     if token_mode:
         lse = attend_compressed().lse
         if lse is None:
             raise ValueError("needs the compressed branch's lse")
-        per_token = [Stage("choose", lambda: token_topk(q, k_cmp, lse, config), Work(row_bytes, scoring))]
+        stages += [compressed, stage("choose", lambda: token_topk(q, k_cmp, lse, config), row_bytes, scoring)]
     else:
         means = tile_means(q, call.plan.tile)
 
@@ -140,49 +165,24 @@ def stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
         def lists() -> Any:
             return selected_lists(call, q, k, indices, 0), forward.entry_lists(call, q, k_cmp, cmp_indices, 0)
 
-        per_tile = [
-            Stage("tile means", lambda: tile_means(q, call.plan.tile), Work(row_bytes)),
-            Stage("score", choose(call.select), Work(0, scoring)),
-            *([] if call.select_cmp is None else [Stage("score, cmp", choose(call.select_cmp), Work(0, scoring))]),
-            Stage("lists", lists, Work(0)),
+        stages += [
+            stage("tile means", lambda: tile_means(q, call.plan.tile), row_bytes),
+            stage("score", choose(call.select), 0, scoring),
+            *([] if call.select_cmp is None else [stage("score, cmp", choose(call.select_cmp), 0, scoring)]),
+            stage("lists", lists, 0),
+            compressed,
         ]
-
-    def attention(keys: float) -> Work:
-        return Work(2 * row_bytes, roofline.attention_flops(sizes, keys))
-
-    run = [
-        Stage(
-            "compress",
-            lambda: compress_kv(inputs, config),
-            Work(2 * key_bytes + 2 * 2 * entries * sizes.kv_heads * sizes.dim),
-        ),
-        *per_tile,
-        Stage("compressed", attend_compressed, attention(compressed_keys)),
-        *per_token,
-        Stage("selected", attend_selected, attention(selected_keys)),
-        Stage("window", lambda: forward.attend_window(call, q, k, v, 0, False), attention(window_keys)),
-        Stage("gate", lambda: forward.gate(call, branches, 0, n), Work(5 * row_bytes)),
-    ]
-    timed = [(stage.name, milliseconds(stage.call), stage.work.floor_ms(peaks.tbs, peaks.tflops)) for stage in run]
 
     def everything() -> Tensor:
         return nsa_forward(q, k, v, gate_proj_weight=inputs.gate_proj_weight, config=config)
 
-    timed.append(("all", milliseconds(everything), roofline.nsa_floor_ms(sizes, config, peaks)))
-    return [row_of(sizes, config, *stage) for stage in timed]
-
-
-class Stage(NamedTuple):
-    """A call that is timed, and the least that it moves and computes."""
-
-    name: str
-    call: Callable[[], Any]
-    work: Work
-
-
-def row_of(sizes: Sizes, config: NSAConfig, name: str, ms: float, floor_ms: float) -> Row:
-    row = {"n": sizes.tokens, "h": sizes.heads, "h_kv": sizes.kv_heads, "num_cmp": config.num_cmp_selected_blocks}
-    return {**row, "stage": name, "ms": ms, "floor_ms": floor_ms, "share": floor_ms / ms}
+    return [
+        *stages,
+        attention("selected", attend_selected, selected_keys),
+        attention("window", lambda: forward.attend_window(call, q, k, v, 0, False), window_keys),
+        stage("gate", lambda: forward.gate(call, branches, 0, n), 5 * row_bytes),
+        Stage("all", everything, roofline.nsa_floor_ms(sizes, config, peaks)),
+    ]
 
 
 class HeadChunk(NamedTuple):
@@ -233,7 +233,7 @@ def differentiate_gates(call: Call, branches: forward.BranchOutputs, do: Tensor,
     return gate_gradients(do, branches.outputs, branches.lses, q=call.inputs.q, gates=gates, projected=True)
 
 
-def backward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
+def backward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Stage]:
     """Each stage of the backward; then the forward that saves for it, the backward, and both."""
     from cute_kernels import backward, forward
     from cute_kernels.call import prepare
@@ -308,12 +308,7 @@ def backward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
         ("backward", lambda: differentiate(kept)),
         ("all", lambda: differentiate(forward.nsa_saving(inputs, config, recompute=False)[1])),
     ]
-    rows = []
-    for name, stage in stages:
-        ms, eagerly = graph_or_eager(stage)
-        stage_name = f"{name} (eager)" if eagerly else name
-        rows.append(row_of(sizes, config, stage_name, ms, floors[name]))
-    return rows
+    return [Stage(name, call, floors[name]) for name, call in stages]
 
 
 def atomic_free_halves(
@@ -347,19 +342,6 @@ def takes_atomic_free() -> bool:
     """True if the backward of tile mode runs the kernels without atomics on this device."""
     rules = rules_of(DEVICE)
     return rules is not None and has_atomic_free_backward(rules, DIM, DIM)
-
-
-def graph_or_eager(call: Callable[[], Any]) -> tuple[float, bool]:
-    """Median GPU time, and whether it had to be taken without a graph, so with host time where that is longer."""
-    try:
-        return milliseconds(call), False
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        print(f"no graph: {str(error).splitlines()[0]}")
-        return measure(call, DEVICE, seconds=0.5, most=10).ms_p50, True
-    finally:
-        torch.cuda.empty_cache()  # graphs keep what they reserved
 
 
 if __name__ == "__main__":

@@ -602,7 +602,8 @@ def test_on_a_gpu_stages_of_the_backward(num_cmp: int | None, monkeypatch: pytes
         names = [name for name in names if "split" not in name]
     for most in (backward.TEMPORARY_BYTES, 1):
         monkeypatch.setattr(backward, "TEMPORARY_BYTES", most)
-        rows = bench_nsa_stages.backward_stages(sizes, config, Peaks(900.0, 4.0))
+        stages = bench_nsa_stages.backward_stages(sizes, config, Peaks(900.0, 4.0))
+        rows = [bench_nsa_stages.row_of(sizes, config, stage) for stage in stages]
         assert [row["stage"] for row in rows] == names
         assert all(row["floor_ms"] > 0 and 0 < row["share"] < 1.5 for row in rows)
 
