@@ -27,7 +27,7 @@ from bench import oracles
 from bench.bars import Bar, figure
 from bench.inputs import Residual
 from bench.pass_report import OpBenchmark
-from bench.passes import SampledTruth, Task
+from bench.passes import Task, Truth
 from bench.peers import EPS, RESIDUAL
 from bench.results_file import Row
 from bench.roofline import residual_bytes, residual_held
@@ -93,7 +93,7 @@ def make_task(shape: Residual, device: torch.device, dtype: torch.dtype) -> Task
     return Task(leaves, do, gradient_names(shape), make_truth(shape, leaves, do))
 
 
-def make_truth(shape: Residual, leaves: Sequence[Tensor], do: Tensor) -> SampledTruth:
+def make_truth(shape: Residual, leaves: Sequence[Tensor], do: Tensor) -> Truth:
     """Results in fp64, a chunk of tokens at a time: only the weights' gradients sum over all of them.
 
     Budget: that of bench/oracles.py in the inputs' own dtype.
@@ -125,7 +125,7 @@ def make_truth(shape: Residual, leaves: Sequence[Tensor], do: Tensor) -> Sampled
         )
         exact |= parts
         budgets |= dict.fromkeys(parts, oracles.budget(error, right.abs().amax().item(), do.dtype, dim))
-    return SampledTruth(exact, budgets, lambda name, x: x if name in sums else x.flatten(-3, -2)[..., rows, :])
+    return Truth(exact, budgets, lambda name, x: x if name in sums else x.flatten(-3, -2)[..., rows, :])
 
 
 def _results(given: tuple[Tensor, ...], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from bench import oracles
 from bench.inputs import Neighborhood, make_problem
 from bench.pass_report import OpBenchmark
-from bench.passes import SampledTruth, Task
+from bench.passes import Task, Truth
 from bench.peers import NEIGHBORHOOD
 from bench.results_file import Row
 from bench.roofline import neighborhood_bytes
@@ -90,7 +90,7 @@ def make_task(shape: Neighborhood, inputs: NSAInputs, do: Tensor) -> Task:
     return Task((inputs.q, inputs.k, inputs.v), do, GRADIENTS, make_truth(shape, inputs, do))
 
 
-def make_truth(shape: Neighborhood, inputs: NSAInputs, do: Tensor) -> SampledTruth:
+def make_truth(shape: Neighborhood, inputs: NSAInputs, do: Tensor) -> Truth:
     """Results in fp64 on SEGMENTS runs of rows.
 
     A run's gradients follow from the tokens within two windows of it: keys depend on queries a window away, and these
@@ -112,7 +112,7 @@ def make_truth(shape: Neighborhood, inputs: NSAInputs, do: Tensor) -> SampledTru
         name: oracles.compare(name, naive[name], x, naive[name], do.shape[-1]).budget for name, x in exact.items()
     }
     rows = torch.cat([torch.arange(first, min(first + SEGMENT_ROWS, tokens)) for first in firsts]).to(do.device)
-    return SampledTruth(exact, budgets, lambda _, x: x[:, rows])
+    return Truth(exact, budgets, lambda _, x: x[:, rows])
 
 
 def _results(shape: Neighborhood, tensors: list[Tensor]) -> dict[str, Tensor]:

@@ -35,8 +35,8 @@ from bench import selected_branch
 from bench.bars import Bar, figure
 from bench.common import comma_list, make_parser, parse_args, positive
 from bench.inputs import Sizes, make_problem
-from bench.passes import PASSES, Plan, Task, measure_peer, release
-from bench.peers import Finite, selected_peer
+from bench.passes import FINITE, PASSES, Plan, Task, measure_peer, release
+from bench.peers import selected_peer
 from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Results, Row, WrongResult, run
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Work, choose_peaks
@@ -203,7 +203,7 @@ def stages(branch: Branch, choice: str, copy_tbs: float, tflops: float) -> list[
 
 def peer_times(branch: Branch) -> dict[str, float | str]:
     """Milliseconds of fla's forward and of both, or why there are none."""
-    task = Task((branch.q, branch.k, branch.v), branch.do, ("dq", "dk", "dv"), Finite())
+    task = Task((branch.q, branch.k, branch.v), branch.do, ("dq", "dk", "dv"), FINITE)
     plan = Plan(tuple(PEER_STAGES.values()), seconds=0.5)
     _, found = measure_peer(partial(selected_peer, branch.blocks, SIZE), task, plan)
     release(DEVICE)

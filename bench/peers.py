@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,8 +24,7 @@ import torch
 from torch import Tensor
 
 from bench.inputs import Neighborhood, Residual
-from bench.oracles import Error
-from bench.passes import Candidate, Task, Unavailable
+from bench.passes import FINITE, Candidate, Task, Unavailable
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 
@@ -206,17 +204,6 @@ RESIDUAL = {
 BRANCHES = ("cmp", "slc", "win")
 
 
-@dataclass(frozen=True)
-class Finite:
-    """Truth for peers that compute something else: any finite result is as good as another."""
-
-    def worst(self, results: dict[str, Tensor], slack: int = 1) -> Error:
-        for name, result in results.items():
-            if not bool(result.isfinite().all()):
-                return Error(name, float("nan"), 0.0)
-        return Error("results", 0.0, 0.0)
-
-
 def nsa_task(inputs: NSAInputs) -> Task:
     """q, k, v and the gates of the branches, computed already: 1/3 each if there are no weights for them."""
     q, k, v = (tensor.detach() for tensor in (inputs.q, inputs.k, inputs.v))
@@ -225,7 +212,7 @@ def nsa_task(inputs: NSAInputs) -> Task:
     else:
         gates = torch.sigmoid(torch.einsum("bnhd,hgd->gbnh", q, inputs.gate_proj_weight.detach())).contiguous()
     names = "dq", "dk", "dv", *(f"dg_{branch}" for branch in BRANCHES)
-    return Task((q, k, v, *gates), torch.randn_like(q), names, Finite())
+    return Task((q, k, v, *gates), torch.randn_like(q), names, FINITE)
 
 
 def _fla_package() -> Any:

@@ -51,7 +51,13 @@ class Timing:
 
 
 def measure(
-    call: Callable[[], Any], device: torch.device, *, seconds: float = 2.0, most: int = 100, host: bool = True
+    call: Callable[[], Any],
+    device: torch.device,
+    *,
+    seconds: float = 2.0,
+    most: int = 100,
+    host: bool = True,
+    warm: bool = False,
 ) -> Timing:
     """Run `call` once to warm up and to see its memory, then for about `seconds`, and at least three times.
 
@@ -59,21 +65,9 @@ def measure(
         host: False leaves out, on CUDA, the time the host takes to start the call: the GPU is kept busy meanwhile, for
             a millisecond. For replays of a graph, and for calls as they are made while the GPU works on earlier ones.
             A host that is slower than the GPU all the way still shows.
+        warm: The call ran before and its memory does not matter.
     """
-    return time_calls(call, device, seconds=seconds, most=most, host=host, peak_gib=peak_memory(call, device))
-
-
-def time_calls(
-    call: Callable[[], Any],
-    device: torch.device,
-    *,
-    seconds: float,
-    most: int = 100,
-    host: bool = True,
-    peak_gib: float | None = None,
-) -> Timing:
-    """Like `measure`, for a warm call whose memory is known or does not matter."""
-    times: list[float] = []
+    peak_gib, times = None if warm else peak_memory(call, device), list[float]()
     while len(times) < 3 or (sum(times) < seconds * 1e3 and len(times) < most):
         times.append(milliseconds(call, device, host))
     return Timing(*percentiles(times), peak_gib, len(times))
