@@ -42,7 +42,7 @@ from bench import common
 from bench.common import DTYPES, PRESETS, above_zero, choose_dense, positive
 from bench.inputs import KINDS, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
-from bench.results_file import INTERRUPTED, claimed
+from bench.results_file import held
 from bench.show import console, print_table, say
 from bench.timing import proc_bytes
 from nsa import NSAConfig, nsa, nsa_forward
@@ -145,33 +145,22 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(asdict(run_trial(settings, arguments.trial))))
         return 0
 
-    with claimed(Path(arguments.out)):
-        return run_probe(arguments, settings, backend_note, sys.argv[1:] if argv is None else argv)
+    out = Path(arguments.out)
+    with held(out, (), lambda: f"{out} keeps the trials so far; the same command goes on from there."):
+        run_probe(arguments, settings, backend_note, sys.argv[1:] if argv is None else argv)
+    return 0
 
 
-def run_probe(arguments: argparse.Namespace, settings: Settings, backend_note: str, argv: list[str]) -> int:
-    """Search, with the --out file in hand; the status of the script."""
+def run_probe(arguments: argparse.Namespace, settings: Settings, backend_note: str, argv: list[str]) -> None:
+    """Search, with the --out file in hand."""
     facts = environment(torch.device(settings.device))
-    try:
-        state, start_note = open_state(Path(arguments.out), facts, settings, restart=arguments.restart)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    state, start_note = open_state(Path(arguments.out), facts, settings, restart=arguments.restart)
     announce(settings, state.memory_limit, facts["device"], [backend_note, start_note])
     command = trial_command(argv, settings, state.memory_limit)
     probe = partial(probe_length, state=state, command=command, timeout=arguments.timeout)
-    try:
-        bracket = search(probe, arguments.start, arguments.granularity, arguments.max_seqlen)
-    except TrialError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        state.save()
-        say(f"\nInterrupted. {state.path} keeps the trials so far; the same command goes on from there.")
-        return INTERRUPTED
+    bracket = search(probe, arguments.start, arguments.granularity, arguments.max_seqlen)
     state.save(bracket)
     show(state, bracket, arguments.granularity)
-    return 0
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
@@ -267,10 +256,6 @@ class Trial:
     reason: str | None = None
 
 
-class TrialError(RuntimeError):
-    """A trial that failed for another reason than memory or time."""
-
-
 @dataclass
 class State:
     """The trials of one --out file, for one combination of settings, machine and code."""
@@ -297,7 +282,7 @@ def open_state(path: Path, facts: dict[str, Any], settings: Settings, *, restart
     """The state to go on from, and a note on what became of the one in the file.
 
     Raises:
-        ValueError: for a file that holds something else.
+        SystemExit: for a file that holds something else.
     """
     limit = settings.memory_limit
     if settings.device == "cpu" and limit is None:
@@ -311,7 +296,7 @@ def open_state(path: Path, facts: dict[str, Any], settings: Settings, *, restart
         trials = {trial["n"]: Trial(**trial) for trial in content["trials"]}
         limit = content["memory_limit_bytes"]
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
+        raise SystemExit(
             f"{path} holds no state of this probe; name another --out, or overwrite with --restart"
         ) from error
     now = {**asdict(settings), **facts}
@@ -348,7 +333,7 @@ def start_trial(tokens: int, command: list[str], timeout: float) -> Trial:
     """Run one trial in a process of its own.
 
     Raises:
-        TrialError: with the error of a trial that failed for another reason than memory or time.
+        SystemExit: with the error of a trial that failed for another reason than memory or time.
     """
     command = [*command, "--trial", str(tokens)]
     started = time.perf_counter()
@@ -364,7 +349,7 @@ def start_trial(tokens: int, command: list[str], timeout: float) -> Trial:
         reason = "killed by SIGKILL, as the system does when memory runs out"
         return Trial(tokens, False, time.perf_counter() - started, None, "oom", reason)
     if done.returncode != 0:
-        raise TrialError(
+        raise SystemExit(
             f"The trial of N={tokens} ended with status {done.returncode}, and not for want of memory:\n"
             f"{done.stderr.strip()}\nTo repeat it: {shlex.join(command)}"
         )
@@ -392,6 +377,7 @@ def run_trial(settings: Settings, tokens: int) -> Trial:
         importlib.import_module("torch._dynamo")  # else torch.utils.checkpoint would, and it takes 100 MB
     start_threads()
     limit = nullcontext() if settings.memory_limit is None else limited_memory(settings.memory_limit)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     resident = proc_bytes("/proc/self/status", "VmRSS") if device.type == "cpu" else 0
     results: dict[str, Tensor] = {}
     reason = None
@@ -399,10 +385,10 @@ def run_trial(settings: Settings, tokens: int) -> Trial:
         started = time.perf_counter()
         try:
             problem = make_inputs(settings, tokens)
-            synchronize(device)
+            wait()
             started = time.perf_counter()
             results = run_op(settings, problem)
-            synchronize(device)
+            wait()
         except Exception as error:
             if not is_out_of_memory(error, device):
                 raise
@@ -444,11 +430,6 @@ def run_op(settings: Settings, inputs: NSAInputs) -> dict[str, Tensor]:
     gradients = torch.autograd.grad(out, tuple(leaves.values()), torch.randn_like(out))
     named = zip(leaves, gradients, strict=True)
     return {"the output": out, **{f"the gradient of {name}": gradient for name, gradient in named}}
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

@@ -240,7 +240,7 @@ def open_results(out: Path, head: dict[str, Any]) -> Iterator[Results]:
         SystemExit: as `claimed`; for a file that holds something else; and after an interrupt, with INTERRUPTED.
     """
     results = Results(with_ending(out, ".json"), head)
-    with _held(out, (".csv", ".png"), results.kept):
+    with held(out, (".csv", ".png"), results.kept):
         if note := results.go_on():
             print(note, flush=True)
         yield results
@@ -257,13 +257,13 @@ def replaced_results(out: Path, *endings: str) -> Iterator[None]:
         SystemExit: as `claimed`; for a file that holds something else; and after an interrupt, with INTERRUPTED.
     """
     path = with_ending(out, ".json")
-    with _held(out, endings, lambda: f"{relative(path)} has what was written before, if anything."):
+    with held(out, endings, lambda: f"{relative(path)} has what was written before, if anything."):
         read_results(path)
         yield
 
 
 @contextmanager
-def _held(out: Path, endings: Iterable[str], kept: Callable[[], str]) -> Iterator[None]:
+def held(out: Path, endings: Iterable[str], kept: Callable[[], str]) -> Iterator[None]:
     """Hold OUT.json and the files with other endings. Args: `kept`: what an interrupt leaves, for readers."""
     with claimed(with_ending(out, ".json"), *(with_ending(out, ending) for ending in endings)):
         try:
