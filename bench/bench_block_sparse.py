@@ -97,7 +97,7 @@ def measure_case(
             missing.append(f"{name} did not run: {str(failure).partition(chr(10))[0]} ({case.name})")
     floor = None if peaks is None else problem.work().floor_ms(peaks.tbs, peaks.tflops)
     dense = None if others["dense"] is None else choose_dense(device, problem.dtype).name
-    row = {"op": case.op, "block": case.block, "k": args.count, "pass": case.direction, "backend": problem.backend}
+    row = {"op": case.op, "block": case.block, "k": args.count, "pass": case.direction, "backend": args.backend}
     row |= {"mode": "eager" if host else "queued", "dtype": args.dtype, "b": args.batch, "n": case.n}
     row |= {"h": args.heads, "h_kv": args.kv_heads, "d": args.dim, **own.fields, "peak_gib": own.peak_gib}
     row |= {"floor_ms": floor, "share_of_floor": ratio(floor, own.ms_p50), "dense": dense}
@@ -116,7 +116,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--blocks", nargs="+", type=positive, default=[128, 64], help=blocks)
     add("--count", type=positive, default=16, help="k, blocks of a token; default: %(default)s")
     args = common.parse_args(parser, argv)
-    common.check_backend(parser, args.backend, "block_sparse_attention", "top_blocks_by_max")
+    common.resolve_backend(parser, args, "block_sparse_attention", "top_blocks_by_max")
     on_cpu = args.device == "cpu"
     if not on_cpu:
         args.heads, args.kv_heads = args.heads or 64, args.kv_heads or 4
@@ -144,7 +144,6 @@ class Problem:
     def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
         self.case, self.args, self.device, self.dtype = case, args, device, DTYPES[args.dtype]
         self.generator = torch.Generator(device).manual_seed(0)
-        self.backend = args.backend or ("reference" if device.type == "cpu" else "cute")
         self.backward = case.direction == "fwd+bwd"
         self.rows = checked_rows(case.n, device)
 
@@ -182,7 +181,7 @@ class Attention(Problem):
         return self.ours(self.do)
 
     def ours(self, do: Tensor) -> tuple[Tensor, ...]:
-        options: dict[str, Any] = {"block_size": self.case.block, "backend": self.backend}
+        options: dict[str, Any] = {"block_size": self.case.block, "backend": self.args.backend}
         return self.run(lambda q, k, v: block_sparse_attention(q, k, v, self.blocks, **options), self.leaves, do)
 
     def run(self, function: Callable[..., Tensor], leaves: tuple[Tensor, ...], do: Tensor) -> tuple[Tensor, ...]:
@@ -260,7 +259,7 @@ class Selection(Problem):
 
     def call(self) -> Tensor:
         options = {"block_size": self.case.block, "k": self.args.count}
-        return top_blocks_by_max(self.q, self.k, **options, backend=self.backend)
+        return top_blocks_by_max(self.q, self.k, **options, backend=self.args.backend)
 
     def check(self) -> Error:
         """By how much a block that was left out beats one that was chosen, over what fp32 sums may hide."""

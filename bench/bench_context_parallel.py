@@ -22,7 +22,7 @@ if __package__ in (None, ""):
 
 import torch
 
-from bench.common import PRESETS, add_device, make_parser, parse_args, positive, preset_name
+from bench.common import add_device, head_counts, make_parser, parse_args, positive, preset_name
 from bench.context_shares import PASSES, RANKS, Case, config_of, run_alone, tile_of
 from bench.context_together import BARS, run_together
 from bench.report import LOCAL_RESULTS
@@ -60,22 +60,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     ranks = [int(os.environ["WORLD_SIZE"])] if args.together else args.ranks or (CPU_RANKS if on_cpu else RANKS)
     if args.together and args.bars and ranks[0] not in BARS:
         parser.error(f"--bars under torchrun are for {' and '.join(map(str, BARS))} ranks, got {ranks[0]}")
-    args.cases = []
+    device, args.cases = torch.device(args.device), []
     try:
         for size, count, layout in product(args.sizes or (CPU_SIZES if on_cpu else SIZES), ranks, args.layouts):
             preset, n, heads = size.split(":")
-            h, h_kv = map(positive, heads.split("/"))
-            preset = preset_name(preset)
-            if preset not in PRESETS or h % h_kv:
-                raise ValueError(size)
-            args.cases.append(Case(preset, positive(n), h, h_kv, count, layout))
-    except (ValueError, argparse.ArgumentTypeError):
+            case = Case(preset_name(preset), positive(n), *head_counts(heads), count, layout)
+            lengths = make_layout(case.n, None, case.ranks, layout, tile_of(config_of(case, device), device)).lengths
+            if 0 in lengths:
+                parser.error(f"--sizes must give every rank tokens, got {lengths} for {case.name}")
+            args.cases.append(case)
+    except (KeyError, ValueError, argparse.ArgumentTypeError):
         parser.error(f"--sizes must be such as {SIZES[0]}, got {args.sizes}")
-    device = torch.device(args.device)
-    for case in args.cases:
-        layout = make_layout(case.n, None, case.ranks, case.layout, tile_of(config_of(case, device), device))
-        if 0 in layout.lengths:
-            parser.error(f"--sizes must give every rank tokens, got {layout.lengths} for {case.name}")
     return args
 
 

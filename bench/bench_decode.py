@@ -35,9 +35,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
-from bench import oracles
+from bench import common, oracles
 from bench.bars import Bar, figure, ratio
-from bench.common import DTYPES, PRESETS, add_device, check_backend, make_parser, parse_args, positive, preset_name
+from bench.common import DTYPES, PRESETS, head_counts, positive
 from bench.oracles import Error
 from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Row, hold, run
@@ -141,17 +141,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     shared = "dim", "dtype", "backend", "no-peers", "seconds", "peak-tbs", "bars", "out"
-    parser = make_parser(__doc__, *shared, dim=128, dtype="bf16", out=str(LOCAL_RESULTS / "decode"))
-    add_device(parser, "cuda", "cpu")
+    parser = common.make_parser(__doc__, *shared, dim=128, dtype="bf16", out=str(LOCAL_RESULTS / "decode"))
+    common.add_device(parser, "cuda", "cpu")
     add = parser.add_argument
-    add("--presets", nargs="+", type=preset_name, choices=list(PRESETS), default=["paper", "per_tile"])
+    add("--presets", nargs="+", type=common.preset_name, choices=list(PRESETS), default=["paper", "per_tile"])
     help_of_heads = f"query/key heads; default: {' '.join(HEADS)} (CPU: {' '.join(CPU_HEADS)})"
     add("--heads", nargs="+", type=head_counts, help=help_of_heads)
     add("--sizes", nargs="+", type=lengths, help=f"N:batches; default: {' '.join(SIZES)} (CPU: {' '.join(CPU_SIZES)})")
     add("--queries", nargs="+", type=positive, default=[1, 4], help="N_q; default: 1 4")
     add("--prefill", nargs="*", type=lengths, help=f"N:tokens of a chunk; default: {PREFILL} (CPU: {CPU_PREFILL})")
-    args = parse_args(parser, argv)
-    check_backend(parser, args.backend, "nsa_with_cache")
+    args = common.parse_args(parser, argv)
+    common.resolve_backend(parser, args, "nsa_with_cache")
     usual = (CPU_HEADS, CPU_SIZES, CPU_PREFILL) if args.device == "cpu" else (HEADS, SIZES, PREFILL)
     pairs = args.heads or [*map(head_counts, usual[0])]
     sizes = args.sizes or [*map(lengths, usual[1])]
@@ -163,17 +163,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if n_q <= n
     ]
     return args
-
-
-def head_counts(text: str) -> tuple[int, int]:
-    """Argument type: query/key heads."""
-    try:
-        heads, kv_heads = map(positive, text.split("/"))
-    except (ValueError, argparse.ArgumentTypeError) as error:
-        raise argparse.ArgumentTypeError(f"must be query/key heads such as 64/4, got {text!r}") from error
-    if heads % kv_heads:
-        raise argparse.ArgumentTypeError(f"must be a multiple of heads over heads, got {text!r}")
-    return heads, kv_heads
 
 
 def lengths(text: str) -> list[tuple[int, int]]:
@@ -211,7 +200,7 @@ def make_step(case: Case, args: argparse.Namespace, device: torch.device) -> Ste
             torch.randn((case.batch, case.n_q, *shape), generator=generator, device=device).to(dtype)
             for shape in case.shapes(args.dim)
         )
-        step = Step(case, config, cache, q, k, v, gates, backend_of(args, device) or "cute")
+        step = Step(case, config, cache, q, k, v, gates, args.backend)
         with table.step(case.n_q):
             step.call()
     except dispatch.BackendError as refusal:
@@ -354,16 +343,16 @@ def measure_case(
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)  # raises, from this error, where no kernel runs any more
                 missing.append(f"{name} did not run: {str(failure).partition(chr(10))[0]} ({case.name})")
-        of_case = case_fields("decode", case, args, step.backend, error) | beside
+        of_case = case_fields("decode", case, args, error) | beside
         host = {"eager": host_us(step.call, device)}
         return [
             of_case | time_fields(mode, x, beside["floor_ms"], host.get(mode)) for mode, x in timings.items()
         ], missing
 
 
-def case_fields(op: str, case: Case, args: argparse.Namespace, backend: str, error: Error) -> Row:
+def case_fields(op: str, case: Case, args: argparse.Namespace, error: Error) -> Row:
     row = {"op": op, "preset": case.preset, "b": case.batch, "n": case.n, "n_q": case.n_q, "h": case.heads}
-    row |= {"h_kv": case.kv_heads, "d": args.dim, "dtype": args.dtype, "backend": backend}
+    row |= {"h_kv": case.kv_heads, "d": args.dim, "dtype": args.dtype, "backend": args.backend}
     return {**row, "error": error.error, "error_budget": error.budget, "command": args.command}
 
 
@@ -371,11 +360,6 @@ def time_fields(mode: str, timing: Timing, floor_ms: float | None = None, host: 
     """Args: `host`: microseconds of the host."""
     share = ratio(floor_ms, timing.ms_p50)
     return {"mode": mode, **timing.fields, "host_us": host, "share_of_floor": share}
-
-
-def backend_of(args: argparse.Namespace, device: torch.device) -> str | None:
-    """The backend that was asked for; on a CPU the reference."""
-    return args.backend or ("reference" if device.type == "cpu" else None)
 
 
 def time_peer(
@@ -428,7 +412,7 @@ def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: 
     q, k, v, gates = (
         torch.randn((1, n, *shape), generator=generator, device=device, dtype=dtype) for shape in case.shapes(args.dim)
     )
-    backend = backend_of(args, device) or "cute"
+    backend = args.backend
     parts = [slice(first, min(first + chunk, n)) for first in range(0, n, chunk)]
 
     def append(part: slice) -> Tensor:
@@ -445,7 +429,7 @@ def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: 
     del expected
     ways: dict[str, Callable[[], Any]] = {"chunks": lambda: [append(part) for part in parts][-1], "whole": whole}
     timings = {mode: measure(call, device, seconds=args.seconds, host=False) for mode, call in ways.items()}
-    of_case = case_fields("prefill", case, args, backend, error) | {"floor_ms": None, "dense_ms": None, "fla_ms": None}
+    of_case = case_fields("prefill", case, args, error) | {"floor_ms": None, "dense_ms": None, "fla_ms": None}
     return [of_case | time_fields(mode, timing) for mode, timing in timings.items()], []
 
 

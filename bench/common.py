@@ -41,6 +41,17 @@ def positive(text: str) -> int:
     return int(number) * unit
 
 
+def head_counts(text: str) -> tuple[int, int]:
+    """Argument type: query/key heads."""
+    try:
+        heads, kv_heads = map(positive, text.split("/"))
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise argparse.ArgumentTypeError(f"must be query/key heads such as 64/4, got {text!r}") from error
+    if heads % kv_heads:
+        raise argparse.ArgumentTypeError(f"must be a multiple of heads over heads, got {text!r}")
+    return heads, kv_heads
+
+
 def comma_list(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """Argument type: items with commas between them; what comes twice counts once."""
     return lambda text: list(dict.fromkeys(item(part.strip()) for part in text.split(",")))
@@ -157,12 +168,13 @@ def choose_backend(call: dispatch.Call, named: str | None) -> tuple[str, str]:
         return "reference", f"Running the reference implementation: {error}"
 
 
-def check_backend(parser: argparse.ArgumentParser, named: str | None, *ops: str) -> None:
-    """End the program where --backend names none of an op's backends."""
+def resolve_backend(parser: argparse.ArgumentParser, args: argparse.Namespace, *ops: str) -> None:
+    """Fill in --backend, on a CPU with the reference; end the program where it names none of an op's backends."""
+    args.backend = args.backend or ("reference" if args.device == "cpu" else "cute")
     for op in ops:
         known = list(dict.fromkeys(impl.backend for impl in ROWS if impl.op == op))
-        if named is not None and named not in known:
-            parser.error(f"--backend must be one of {', '.join(known)} for {op}, got {named!r}")
+        if args.backend not in known:
+            parser.error(f"--backend must be one of {', '.join(known)} for {op}, got {args.backend!r}")
 
 
 def able_backends(call: dispatch.Call, named: str | None) -> list[str]:
