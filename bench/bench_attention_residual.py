@@ -33,10 +33,8 @@ from bench.results_file import Row
 from bench.roofline import residual_bytes, residual_held
 from dispatch import attention_residual
 
-SAMPLED = 256
-"""Tokens whose results are compared with fp64, evenly spread, the first and the last among them."""
-CHUNK_NUMBERS = 1 << 24
-"""Numbers of the blocks that the oracle handles at a time."""
+SAMPLED = 256  # Tokens whose results are compared with fp64, evenly spread, the first and the last among them
+CHUNK_NUMBERS = 1 << 24  # Numbers of the blocks that the oracle handles at a time
 SETS = {
     "tiny": [Residual(4, 2, 60, 48), Residual(3, 1, 37, 123, listed=True)],
     # Liger's benchmark (8 blocks, batch 1, D = 4096), then longer, narrower and wider
@@ -142,8 +140,7 @@ def _results(given: tuple[Tensor, ...], dtype: torch.dtype) -> dict[str, Tensor]
 
 WIDTHS = {4096: (4096, 8192, 65536), 1024: (4096, 8192), 8192: (4096, 8192)}
 """Tokens at which each D is held against the floor."""
-MEMORY_BARS = {"fwd": 72.1, "fwd+bwd": 147.0}
-"""MiB at T = 1024, D = 4096."""
+MEMORY_BARS = {"fwd": 72.1, "fwd+bwd": 147.0}  # MiB at T = 1024, D = 4096
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:

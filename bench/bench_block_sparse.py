@@ -49,8 +49,7 @@ MOST_PAIRS = 1 << 30
 SEQLENS = (8 << 10, 64 << 10, 128 << 10)
 LAYER_SEQLENS = (8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10)
 """Lengths of "m3_layer": the longest that transformers' own paths can run are between those of the other ops."""
-NOISE = 0.98
-"""Least ratio of the times of two calls of the same kernels: noise."""
+NOISE = 0.98  # Least ratio of the times of two calls of the same kernels: noise
 
 MS_BARS = {("block_sparse", "fwd"): 22.0, ("block_sparse", "fwd+bwd"): 65.0, ("top_blocks", "fwd"): 5.0}
 """At 64K tokens, blocks of 128, 16 a token."""

@@ -52,23 +52,18 @@ PREFILL = "1M:8K"
 CPU_HEADS, CPU_SIZES, CPU_PREFILL = ("4/1",), ("300:1,2",), "300:128"
 """Sizes of a run that only shows that the script works."""
 PAGE_SIZE = 64
-LAYERS = 8
-"""Calls in a CUDA graph that is timed."""
+LAYERS = 8  # Calls in a CUDA graph that is timed
 COLD_BYTES = 200 << 20
 """Least number of bytes that these calls read together, with enough copies of the keys: four times an H200's L2."""
-CHECKED = 8
-"""Rows of a case that are held against fp64: a token with the heads of a group."""
-NEAR_TIE = 1e-4
-"""Relative distance of two scores from which on kernels may choose another block (decode/choose.py)."""
+CHECKED = 8  # Rows of a case that are held against fp64: a token with the heads of a group
+NEAR_TIE = 1e-4  # Relative distance of two scores from which on kernels may choose another block (decode/choose.py)
 HOST_ROUNDS, HOST_CALLS = 5, 20
 
 MS_BARS = {(64 << 10, 1): 0.025, (64 << 10, 16): 0.085, (64 << 10, 64): 0.290, (1 << 20, 1): 0.065, (1 << 20, 8): 0.400}
 """By N and batch: 64 heads over 4, the paper's preset, one new token, as a graph."""
 HOST_US_BAR = 150
-FLA_BAR = 10
-"""Times that fla's step takes at 64K."""
-PREFILL_BAR = 1.15
-"""Times of the whole call that its chunks may take."""
+FLA_BAR = 10  # Times that fla's step takes at 64K
+PREFILL_BAR = 1.15  # Times of the whole call that its chunks may take
 
 
 class Case(NamedTuple):

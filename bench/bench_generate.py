@@ -38,14 +38,10 @@ from bench.timing import capture, measure
 
 MODELS = ("dense", "dense_unmasked", "nsa")
 MODES = ("eager", "graph", "compiled")
-UNMASKED = "bench-unmasked"
-"""Name of the attention implementation of "dense_unmasked"."""
-CHUNK = 8 << 10
-"""Tokens of a prompt at a time."""
-PADDING = 16
-"""Tokens on the left of the first sequence of a padded batch."""
-STEPS = 64
-"""Room of a static cache for steps: two to warm up, the others timed."""
+UNMASKED = "bench-unmasked"  # Name of the attention implementation of "dense_unmasked"
+CHUNK = 8 << 10  # Tokens of a prompt at a time
+PADDING = 16  # Tokens on the left of the first sequence of a padded batch
+STEPS = 64  # Room of a static cache for steps: two to warm up, the others timed
 SIZES = {"layers": 4, "hidden": 4096, "heads": 64, "kv_heads": 4, "head_dim": 128}
 
 

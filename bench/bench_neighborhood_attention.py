@@ -36,8 +36,7 @@ from nsa.inputs import NSAInputs
 from nsa.neighborhood.operators import ALGORITHMS
 
 GRADIENTS = ("dq", "dk", "dv")
-SEGMENTS, SEGMENT_ROWS = 4, 96
-"""Rows whose results are compared with fp64: runs at both ends and between."""
+SEGMENTS, SEGMENT_ROWS = 4, 96  # Rows whose results are compared with fp64: runs at both ends and between
 
 
 SETS = {

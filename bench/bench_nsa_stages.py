@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from cute_kernels.gate.backward import GateResults
 
 DIM = 128
-TILE_HEADS, TOKEN_HEADS = ((8, 2),), ((64, 4), (32, 8))
-"""Query and key/value heads, by what selects."""
+TILE_HEADS, TOKEN_HEADS = ((8, 2),), ((64, 4), (32, 8))  # Query and key/value heads, by what selects
 SEQLENS = {"": "8K,32K,128K,1M", "-backward": "32K,128K,512K,1M", "-token": "8K,64K", "-token-backward": "8K,64K"}
 DEVICE = torch.device("cuda")
 

@@ -40,8 +40,7 @@ PASSES = ("fwd", "fwd+bwd")
 PAPER = ["--preset", "paper", "--seconds", "0.3", "--out", str(LOCAL_RESULTS / "paper")]
 SIZES = ["--heads", "64", "--kv-heads", "4", "--dim", "128", "--seqlens", "8K,32K,64K,128K"]
 CPU_SIZES = ["--heads", "4", "--kv-heads", "1", "--dim", "64", "--seqlens", "256,1K"]
-USUAL_MODES = ["queued", "eager", "graph"]
-"""On CUDA."""
+USUAL_MODES = ["queued", "eager", "graph"]  # On CUDA
 NOT_TAKEN = ("--backward", "--recompute", "--no-dense-above", "--demo")
 """Options of bench_sparse_attn_e2e.py that a run of both passes and one length at a time has no use for."""
 

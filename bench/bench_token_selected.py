@@ -50,8 +50,7 @@ CHOICES = ("random", "local", "text")
 BARS = {(64, 4): {"forward": 13.6, "both": 43.8}, (32, 8): {"forward": 26.9, "both": 65.4}}
 """Milliseconds of the fastest peer (SFNSA both times), random choices of BAR_TOKENS tokens."""
 BAR_TOKENS = 64 << 10
-PEER_STAGES = {"forward": PASSES["forward"], "both": PASSES["full"]}
-"""Passes of fla beside ours."""
+PEER_STAGES = {"forward": PASSES["forward"], "both": PASSES["full"]}  # Passes of fla beside ours
 DEVICE = torch.device("cuda")
 
 

@@ -68,17 +68,14 @@ def line(row: Row) -> str:
     return f"{row['name']:<12}{row['ms_p50']:9.3f} ms  {row['peak_gib'] or 0:6.2f} GiB  {rate}"
 
 
-Outputs = dict[str, Tensor]
-"""out; with backward also the gradients of q, k, v and the gates' projection."""
+Outputs = dict[str, Tensor]  # out; with backward also the gradients of q, k, v and the gates' projection
 
 
 class Way(NamedTuple):
     """A way to run the documents."""
 
-    call: Callable[[], list[Outputs]]
-    """Results of each call of the op that it takes."""
-    given: list[Tensor]
-    """Tensors that exist before: inputs and do."""
+    call: Callable[[], list[Outputs]]  # Results of each call of the op that it takes
+    given: list[Tensor]  # Tensors that exist before: inputs and do
 
 
 def make_ways(inputs: NSAInputs, lengths: list[int], config: NSAConfig, backward: bool) -> dict[str, Way]:

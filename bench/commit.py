@@ -16,10 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 STAMP_NAME = ".commit.json"
-SOURCES = (".", ":(exclude)bench/results")
-"""Paths as arguments of git."""
-DIGITS = 12
-"""Digits of a commit's name that are shown."""
+SOURCES = (".", ":(exclude)bench/results")  # Paths as arguments of git
+DIGITS = 12  # Digits of a commit's name that are shown
 DIGEST_DIGITS = 16
 
 

@@ -27,14 +27,11 @@ from nsa.distributed.layout import Layout, Range, make_layout
 
 PASSES = ("fwd", "fwd+bwd")
 RANKS = (2, 4, 8, 16)
-BALANCE_BAR, SCALING_BAR = 1.05, 1.08
-"""The slowest rank over the mean, with zigzag; all shares over the undivided call."""
-BAR_SIZES = {"per_tile": 1 << 20, "paper": 256 << 10}
-"""Tokens of the cases that bars are for."""
+BALANCE_BAR, SCALING_BAR = 1.05, 1.08  # The slowest rank over the mean, with zigzag; all shares over the undivided call
+BAR_SIZES = {"per_tile": 1 << 20, "paper": 256 << 10}  # Tokens of the cases that bars are for
 
 # Limits of `cute`, which is not imported on a CPU
-STREAMS = 2
-"""Chunks of the selected branch that run at a time in token mode."""
+STREAMS = 2  # Chunks of the selected branch that run at a time in token mode
 PARTIAL_BYTES = {"fwd": 520 << 20, "fwd+bwd": 512 << 20}
 """Partial results of such a chunk; backward's are also those of a tile-mode call, and of phases of entries."""
 TEMPORARY_BYTES = 1 << 30

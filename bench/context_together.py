@@ -27,12 +27,10 @@ from nsa.distributed.attention import Plan, gathered_keys
 from nsa.distributed.comm import all_gather
 from nsa.distributed.layout import make_layout
 
-BARS = {2: 1.85, 4: 3.5}
-"""The speed-up of forward and backward by the number of ranks, with zigzag."""
+BARS = {2: 1.85, 4: 3.5}  # The speed-up of forward and backward by the number of ranks, with zigzag
 LINK_BYTES, CPU_LINK_BYTES = tuple(1 << n for n in (16, 18, 20, 22, 24, 26, 28, 30)), (1 << 12, 1 << 16, 1 << 20)
 """Bytes of a collective on all ranks together."""
-LINK_CALLS = 10
-"""Consecutive calls of a timing, so that ranks' different starts count little."""
+LINK_CALLS = 10  # Consecutive calls of a timing, so that ranks' different starts count little
 
 
 def run_together(args: argparse.Namespace) -> int:

@@ -9,8 +9,7 @@ from dispatch.device import first_line, fits, version_of
 
 NEEDS = {"rich": ">=13", "matplotlib": ">=3.8", "transformers": ">=5.23"}
 TESTED = {"rich": "15.0.0", "matplotlib": "3.11.2", "transformers": "5.24.0"}
-EXTRAS = {"transformers": "hf"}
-"""Extras of packages that are not in `bench`."""
+EXTRAS = {"transformers": "hf"}  # Extras of packages that are not in `bench`
 
 
 @contextmanager

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from nsa.inputs import NSAInputs
 
-EMBEDDING = 256
-"""Width of the text's embeddings."""
+EMBEDDING = 256  # Width of the text's embeddings
 CONTEXT = 4
 """Bytes mixed into one token's embedding: itself and those before it, so that a token says more than one letter."""
 ROPE_BASE = 10_000.0
 KINDS = ("random", "sink", "text")
-SINK_TOKENS = 64
-"""Tokens at the start that all queries of a sink input are drawn to."""
+SINK_TOKENS = 64  # Tokens at the start that all queries of a sink input are drawn to
 SINK_LOGIT = 3.0
 """Distance of their scaled logits above those of other tokens (which vary by 1): e^3 = 20 times the weight. Means over
 a block and a tile vary far less than 1, so the block with these tokens has every tile's best score."""
@@ -83,8 +81,7 @@ class Residual:
     batch: int
     tokens: int
     dim: int
-    listed: bool = False
-    """The blocks are tensors of their own."""
+    listed: bool = False  # The blocks are tensors of their own
 
     @classmethod
     def read(cls, text: str) -> Residual:

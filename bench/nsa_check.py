@@ -24,8 +24,7 @@ from nsa.reference import nsa_tiles
 SAMPLED_ROWS = 256
 CHECKED_BYTES = 48 << 30
 """Most bytes that a checked call and its three branches return; heads of longer sequences are checked in turn."""
-MOST_PAIRS = 1 << 30
-"""Most pairs of sampled queries and keys, in all heads: a mask of 1 GiB."""
+MOST_PAIRS = 1 << 30  # Most pairs of sampled queries and keys, in all heads: a mask of 1 GiB
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,7 @@ def none_text(value: int | None) -> str:
 class Tiles:
     """Sampled query tiles, and the blocks that the op under test chose for them."""
 
-    numbers: Tensor
-    """int64 `[n]`, ascending."""
+    numbers: Tensor  # int64 `[n]`, ascending
     indices: Tensor
     cmp_indices: Tensor | None
 
@@ -89,8 +87,7 @@ class Sample:
     positions: Tensor
     rows: Tensor
     tiles: Tiles
-    gradient: Error | None = None
-    """The one that takes most of its budget."""
+    gradient: Error | None = None  # The one that takes most of its budget
 
     def same(self, out: Tensor) -> bool:
         return torch.equal(out[:, self.positions], self.rows)

@@ -150,8 +150,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 # Neighborhood attention
 
 
-MOST_PAIRS = 1 << 28
-"""Most pairs of queries and keys whose scores exist at once: 2 GiB in fp64."""
+MOST_PAIRS = 1 << 28  # Most pairs of queries and keys whose scores exist at once: 2 GiB in fp64
 
 
 def neighbors(queries: Tensor, num_tokens: int, kernel_size: int, dilation: int, boundary: str, causal: bool) -> Tensor:

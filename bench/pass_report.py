@@ -24,10 +24,8 @@ from bench.show import PASS_TITLES, console, floor_text, ms_text, print_table, s
 from bench.timing import GIB, Timing, copy_bandwidth
 
 OWN_COLORS = ("#1b4f72", "#2e86c1", "#76448a")
-UNITS = {"gib": 1, "mib": 1024}
-"""Units of memory in rows, in a GiB."""
-Missing = tuple[str, str, str]
-"""A peer, why it did not run, and of which shape and pass."""
+UNITS = {"gib": 1, "mib": 1024}  # Units of memory in rows, in a GiB
+Missing = tuple[str, str, str]  # A peer, why it did not run, and of which shape and pass
 
 S = TypeVar("S")
 

@@ -23,12 +23,10 @@ from bench.results_file import WrongResult
 from bench.timing import GIB, Timing, capture, measure, peak_memory
 
 PASSES = {"forward": "fwd", "backward": "bwd", "full": "fwd+bwd"}
-PEER_SLACK = 4
-"""A peer may be off by so many budgets: it computes the same thing, if not as exactly."""
+PEER_SLACK = 4  # A peer may be off by so many budgets: it computes the same thing, if not as exactly
 WALL_TURNS, WALL_SECONDS, WALL_MS = 25, 0.02, 2.0
 """Turns of each candidate for calls as Python makes them, seconds of each, and the longest such calls."""
-PEER_SECONDS = 1 / 3
-"""Share of a measurement's seconds that a peer gets: most slow calls are theirs."""
+PEER_SECONDS = 1 / 3  # Share of a measurement's seconds that a peer gets: most slow calls are theirs
 
 
 class Unavailable(Exception):
@@ -41,10 +39,8 @@ class Candidate:
 
     name: str
     call: Callable[..., Tensor]
-    head_major: bool = False
-    """Accepts and returns `[B,H,N,D]` instead of `[B,N,H,D]`."""
-    graphs: bool = True
-    """Runs in CUDA graphs."""
+    head_major: bool = False  # Accepts and returns `[B,H,N,D]` instead of `[B,N,H,D]`
+    graphs: bool = True  # Runs in CUDA graphs
 
 
 @dataclass(frozen=True)
@@ -53,8 +49,7 @@ class Truth:
 
     exact: dict[str, Tensor]
     budgets: dict[str, float]
-    sample: Callable[[str, Tensor], Tensor]
-    """The rows of a result that `exact` has."""
+    sample: Callable[[str, Tensor], Tensor]  # The rows of a result that `exact` has
 
     def worst(self, results: dict[str, Tensor], slack: int = 1) -> Error:
         """Error of the result that takes most of `slack` budgets; NaN if a result has one anywhere."""
@@ -76,8 +71,7 @@ class Task:
 
     leaves: tuple[Tensor, ...]
     do: Tensor
-    gradients: tuple[str, ...]
-    """Names of the leaves' gradients, as `truth` knows them; the output is "out"."""
+    gradients: tuple[str, ...]  # Names of the leaves' gradients, as `truth` knows them; the output is "out"
     truth: Truth
 
 
@@ -89,12 +83,9 @@ class Plan:
     timed: bool = True
     memory: bool = False
     seconds: float = 0.3
-    wall: bool = False
-    """Besides graphs, also calls as Python makes them."""
-    calls: int = 1
-    """Consecutive calls in a graph, which share the time to start it (3 us on an H200)."""
-    host: bool = True
-    """True if the time of an eager call includes what the host takes to start it on an idle GPU."""
+    wall: bool = False  # Besides graphs, also calls as Python makes them
+    calls: int = 1  # Consecutive calls in a graph, which share the time to start it (3 us on an H200)
+    host: bool = True  # True if the time of an eager call includes what the host takes to start it on an idle GPU
 
 
 @dataclass(frozen=True)
@@ -106,8 +97,7 @@ class Measured:
     timing: Timing | None
     wall: Timing | None
     """Time of a call as Python makes it, from an idle device to its end; for an eager pass it is `timing`."""
-    peak_gib: float | None
-    """Memory of everything alive, inputs and outputs included; "bwd" has that of both passes."""
+    peak_gib: float | None  # Memory of everything alive, inputs and outputs included; "bwd" has that of both passes
 
 
 # Comparing

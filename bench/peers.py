@@ -37,12 +37,10 @@ LIGER = "not installed: pip install liger-kernel==0.8.5"
 class Peer(NamedTuple):
     """Another implementation of an op, and how figures show it."""
 
-    make: Callable[[Any, Task], Candidate]
-    """From a problem; raises Unavailable if it cannot run."""
+    make: Callable[[Any, Task], Candidate]  # From a problem; raises Unavailable if it cannot run
     label: str = ""
     color: str = ""
-    anywhere: bool = False
-    """Runs on other devices than CUDA's, too."""
+    anywhere: bool = False  # Runs on other devices than CUDA's, too
 
 
 def make_peer(peer: Peer, problem: Any, task: Task) -> Candidate:

@@ -67,8 +67,7 @@ class Bracket:
 
     fits: int | None
     fails: int | None
-    why: Failure | Literal["max-seqlen"]
-    """Why `fails` fails, or that the search reached its maximum."""
+    why: Failure | Literal["max-seqlen"]  # Why `fails` fails, or that the search reached its maximum
 
 
 def search(try_length: Callable[[int], Failure | None], start: int, granularity: int, maximum: int | None) -> Bracket:

@@ -21,8 +21,7 @@ from bench.commit import ROOT, commit
 from dispatch.device import describe_device
 
 RESULTS = ROOT / "bench" / "results"
-LOCAL_RESULTS = RESULTS / "local"
-"""Default folder of results; not under version control."""
+LOCAL_RESULTS = RESULTS / "local"  # Default folder of results; not under version control
 
 
 def environment(device: torch.device) -> dict[str, Any]:

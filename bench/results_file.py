@@ -24,10 +24,8 @@ from bench.oracles import Error
 from bench.report import relative, write_csv, write_json
 from bench.show import say, show_bars
 
-INTERRUPTED = 130
-"""Status of a script that Ctrl-C ended."""
-FIELDS = ("gate", "red", "parts", "rows")
-"""Fields of the file besides those that all rows share."""
+INTERRUPTED = 130  # Status of a script that Ctrl-C ended
+FIELDS = ("gate", "red", "parts", "rows")  # Fields of the file besides those that all rows share
 Row = dict[str, Any]
 Measurement = tuple[str, Callable[[], tuple[list[Row], list[Any]]]]
 """The name of a part, and a function that returns its rows and what did not run, or raises WrongResult."""
@@ -48,8 +46,7 @@ class Part:
     """Rows that were measured together."""
 
     rows: list[Row]
-    missing: list[Any]
-    """Peers or cases that did not run, and why."""
+    missing: list[Any]  # Peers or cases that did not run, and why
 
 
 @dataclass
@@ -62,8 +59,7 @@ class Results:
     facts: dict[str, Any] = field(default_factory=dict)
     """Fields that all rows share, measured by the first of the runs that resume each other."""
     parts: dict[str, Part] = field(default_factory=dict)
-    replaced: bool = False
-    """True once the file is of this run, not one of before."""
+    replaced: bool = False  # True once the file is of this run, not one of before
 
     @property
     def rows(self) -> list[Row]:

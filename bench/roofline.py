@@ -159,8 +159,7 @@ def neighborhood_bytes(shape: Neighborhood, direction: str, itemsize: int = 2) -
     return tensors * itemsize * shape.batch * shape.tokens * shape.heads * shape.dim
 
 
-ITEM, FP32 = 2, 4
-"""Bytes of a number: of the inputs, and on the chip."""
+ITEM, FP32 = 2, 4  # Bytes of a number: of the inputs, and on the chip
 SLOT_TILES = band_tiles("band_scores", torch.bfloat16, MAX_TOKENS)
 """Tiles of the kernels that write a band or spread it out."""
 BAND_TILES = band_tiles("band_rows", torch.bfloat16, MAX_TOKENS)

@@ -14,10 +14,8 @@ from torch import Tensor
 from bench import oracles
 from bench.oracles import Error
 
-CHECKED = 64
-"""Rows that are held against fp64, half of them the last ones."""
-DRAWN = 1 << 23
-"""Scores of blocks that are drawn at a time."""
+CHECKED = 64  # Rows that are held against fp64, half of them the last ones
+DRAWN = 1 << 23  # Scores of blocks that are drawn at a time
 NAMES = ("out", "dq", "dk", "dv")
 
 

@@ -17,8 +17,7 @@ with needed("rich"):
     from rich.console import Console
     from rich.table import Table
 
-TABLE_WIDTH = 140
-"""Columns that a table may take if the terminal has fewer, or if there is none."""
+TABLE_WIDTH = 140  # Columns that a table may take if the terminal has fewer, or if there is none
 PASS_TITLES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 console = Console()
 

@@ -49,14 +49,11 @@ from nsa import NSAConfig, NSAttention
 
 MIB = 2**20
 VOCABULARY = 64
-STRIDES = 3
-"""The walk goes on by 1 to so many, so no loss is far below log(STRIDES)."""
+STRIDES = 3  # The walk goes on by 1 to so many, so no loss is far below log(STRIDES)
 MANY_DOCUMENTS = 300
 """More than those for which kernels look bounds up themselves (cute_kernels.fa4.kernels.FEW_DOCUMENTS)."""
-FEWEST_RECORDS = 4
-"""Least number of records in a run whose halves are compared."""
-KEPT = 1 + 1 / 16
-"""Largest ratio of an allocator's memory in the second half to the first."""
+FEWEST_RECORDS = 4  # Least number of records in a run whose halves are compared
+KEPT = 1 + 1 / 16  # Largest ratio of an allocator's memory in the second half to the first
 
 
 @dataclass(frozen=True)
@@ -66,10 +63,8 @@ class Sizes:
     width: int
     heads: int
     kv_heads: int
-    pairs: int
-    """Pairs of layers: one selects per tile, one per token."""
-    tokens: int
-    """Most of one step."""
+    pairs: int  # Pairs of layers: one selects per tile, one per token
+    tokens: int  # Most of one step
     tile: NSAConfig
     token: NSAConfig
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 GIB = 2**30
-BUSY_CYCLES = 2_000_000
-"""Cycles of the GPU's clock, about a millisecond: longer than a host takes to start a graph."""
+BUSY_CYCLES = 2_000_000  # Cycles of the GPU's clock, about a millisecond: longer than a host takes to start a graph
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,8 @@ class Captured:
     """A CUDA graph of a call. It holds its memory, `out` included, as long as it lives."""
 
     replay: Callable[[], None]
-    out: Any
-    """Tensors that replays write."""
-    peak_gib: float | None
-    """Memory that the call took at its peak while it was captured; replays take no more."""
+    out: Any  # Tensors that replays write
+    peak_gib: float | None  # Memory that the call took at its peak while it was captured; replays take no more
 
 
 def capture(call: Callable[[], Any], device: torch.device) -> Captured:

@@ -17,12 +17,9 @@ import torch
 
 from bench.timing import percentiles
 
-FEWEST, MOST = 5, 100
-"""Turns."""
-NOISE = 1.5
-"""A speed-up says nothing where its 80th percentile over turns is more than so many times its 20th."""
-NSA, DENSE, NEITHER, NOISY = "NSA", "dense", "neither", "too noisy"
-"""Names of the faster one."""
+FEWEST, MOST = 5, 100  # Turns
+NOISE = 1.5  # A speed-up says nothing where its 80th percentile over turns is more than so many times its 20th
+NSA, DENSE, NEITHER, NOISY = "NSA", "dense", "neither", "too noisy"  # Names of the faster one
 
 
 @contextmanager
