@@ -161,8 +161,6 @@ class Problem:
 
 
 class Attention(Problem):
-    """block_sparse_attention."""
-
     peers: tuple[str, ...] = ("dense", "mask", "selected")
 
     def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
@@ -460,7 +458,6 @@ def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
 
 
 def line(row: Row) -> str:
-    """A row for readers."""
     peak = "" if row["peak_gib"] is None else f" {row['peak_gib']:.2f} GiB"
     others = {name: row[f"{name}_ms"] for name in PEERS}
     beside = "".join(f"  {name} {ms_text(ms)} ms" for name, ms in others.items() if ms is not None)

@@ -513,7 +513,6 @@ def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
 
 
 def line(row: Row) -> str:
-    """A row for readers."""
     host = "" if row["host_us"] is None else f"  host {row['host_us']:.0f} us"
     name = Case(row["preset"], row["h"], row["h_kv"], row["n"], row["b"], row["n_q"]).name
     if row["op"] == "prefill":

@@ -158,7 +158,6 @@ def measure_case(
 
 
 def line(row: Row) -> str:
-    """A row for readers; milliseconds of all layers, embedding and head."""
     case = f"{row['model']}, {row['mode']}, N={row['n']}, B={row['b']}{', padded' if row['padded'] else ''}"
     return f"{case:<48} {row['ms_p50']:.3f} ms"
 

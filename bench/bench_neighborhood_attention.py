@@ -58,7 +58,6 @@ SETS = {
 
 
 def window(shape: Neighborhood) -> dict[str, Any]:
-    """Keywords of neighborhood_attention."""
     return {"kernel_size": shape.kernel_size, "dilation": shape.dilation}
 
 
@@ -115,7 +114,6 @@ def make_truth(shape: Neighborhood, inputs: NSAInputs, do: Tensor) -> Truth:
 
 
 def _results(shape: Neighborhood, tensors: list[Tensor]) -> dict[str, Tensor]:
-    """Output and gradients for q, k, v and do."""
     *leaves, do = tensors
     leaves = [tensor.detach().requires_grad_() for tensor in leaves]
     out, _ = oracles.neighborhood_attention(*leaves, **window(shape))

@@ -86,7 +86,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def line(row: Row) -> str:
-    """A row for readers."""
     where = f"{row['n']:>8} {row['h']:>3}/{row['h_kv']} {row['num_cmp']!s:>5} {row['stage']:<16}"
     share = f"{row['share']:6.0%}" if row["floor_ms"] else ""
     return f"{where}{row['ms']:9.4f} ms  floor {row['floor_ms']:8.4f} {share}"

@@ -105,7 +105,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def run_of(args: argparse.Namespace, n: int, direction: str) -> argparse.Namespace:
-    """Options of bench_sparse_attn_e2e.py for one length and pass."""
     backward = direction == "fwd+bwd"
     return argparse.Namespace(**{**vars(args), "seqlens": [n], "backward": backward})
 
@@ -152,7 +151,6 @@ def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
 
 
 def line(row: Row) -> str:
-    """A row for readers."""
     others = {"dense": (row["dense_ms"], row["dense_peak_gib"])}
     others |= {name: (row[f"{name}_ms"], row[f"{name}_gib"]) for name in NSA}
     ours = (

@@ -124,8 +124,6 @@ def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[lis
 
 @dataclass(frozen=True)
 class Job:
-    """Options, variants and the baseline of a run."""
-
     args: argparse.Namespace
     variants: list[Variant]
     dense: Dense

@@ -98,7 +98,6 @@ def measure_case(
 
 
 def line(row: Row) -> str:
-    """A row for readers."""
     where = f"{row['n']:>8} {row['h']:>3}/{row['h_kv']} {row['choice']:<8}{row['stage']:<10}"
     beside = "" if row["fla_ms"] is None else f"  fla {row['fla_ms']:.3f} ms"
     return f"{where}{row['ms']:9.3f} ms  floor {row['floor_ms']:8.3f} {row['share']:6.0%}{beside}"

@@ -63,7 +63,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def line(row: Row) -> str:
-    """A row for readers."""
     rate = f"{row['tokens_per_ms']:7.0f} tokens/ms"
     return f"{row['name']:<12}{row['ms_p50']:9.3f} ms  {row['peak_gib'] or 0:6.2f} GiB  {rate}"
 
@@ -72,8 +71,6 @@ Outputs = dict[str, Tensor]  # out; with backward also the gradients of q, k, v 
 
 
 class Way(NamedTuple):
-    """A way to run the documents."""
-
     call: Callable[[], list[Outputs]]  # Results of each call of the op that it takes
     given: list[Tensor]  # Tensors that exist before: inputs and do
 

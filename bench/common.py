@@ -42,7 +42,6 @@ def positive(text: str) -> int:
 
 
 def head_counts(text: str) -> tuple[int, int]:
-    """Argument type: query/key heads."""
     try:
         heads, kv_heads = map(positive, text.split("/"))
     except (ValueError, argparse.ArgumentTypeError) as error:

@@ -73,13 +73,11 @@ def case_of(row: Row) -> Case:
 
 
 def line(row: Row) -> str:
-    """A row for readers."""
     time = f"rank {row['rank']:<3} {row['mode']:<9} {row['pass']:<8}{ms_text(row['ms'])} ms"
     return f"{case_of(row).name:<44}{time}  {row['tokens']} tokens"
 
 
 def share_line(share: Row) -> str:
-    """A share for readers."""
     figures = [f"{name.replace('_', ' ')} {value:.3f}" for name, value in share.items() if isinstance(value, float)]
     name = "{preset} N={n} R={ranks} {layout} {pass}".format(**share)
     return f"{name:<44}{', '.join(figures)}"
@@ -190,7 +188,6 @@ def make_tensors(case: Case, args: argparse.Namespace, device: torch.device, n: 
 
 
 def make_do(q: Tensor) -> Tensor:
-    """The gradient of out."""
     generator = torch.Generator(q.device).manual_seed(1)
     return torch.randn(q.shape, generator=generator, device=q.device).to(q.dtype)
 
@@ -355,7 +352,6 @@ def time_shares(case: Case, args: argparse.Namespace, device: torch.device) -> t
 
 
 def divide(args: argparse.Namespace, whole: Whole, layout: Layout) -> list[ShareOf]:
-    """The shares of all ranks."""
     k, v = whole.tensors["k"], whole.tensors["v"]
     shares, received = [], received_keys(layout, k, v, kv_heads_per_pass(args, layout, k))
     for rank, ranges in enumerate(layout.ranges):

@@ -183,7 +183,6 @@ class OpBenchmark(Generic[S]):
         return [name for name in self.peers if any(row[f"{name}_ms"] is not None for row in rows)]
 
     def line(self, row: Row) -> str:
-        """A row that is printed when its shape is done."""
         peers = "".join(f", {name} {ms_text(row[f'{name}_ms'])}" for name in self.peers)
         ours = f"{row['backend']} {ms_text(row['ms_p50'])} ms{floor_text(row)}"
         return f"{self.shape(row)} {row['pass']}: {ours}{peers}"

@@ -79,7 +79,6 @@ def draw_panel(axes: Any, title: str, rows: Sequence[dict[str, Any]], colors: di
 
 
 def draw(theme: str) -> str:
-    """The picture as SVG."""
     from matplotlib import rc_context  # not for --help
     from matplotlib.figure import Figure
 

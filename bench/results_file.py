@@ -36,7 +36,6 @@ class WrongResult(Exception):
 
 
 def hold(what: str, error: Error) -> None:
-    """Raise WrongResult unless the error is within its budget."""
     if not error.within:
         raise WrongResult(f"{what}: {error}")
 
@@ -99,13 +98,11 @@ class Results:
         return True
 
     def add(self, name: str, rows: Sequence[Row], missing: Sequence[Any] = ()) -> None:
-        """Add a part that is done."""
         self.parts[name] = Part(list(rows), list(missing))
         parts = [{"part": part, "rows": len(done.rows), "missing": done.missing} for part, done in self.parts.items()]
         self._write(gate="unfinished", red=[], parts=parts, rows=self.rows)
 
     def fail(self, red: Sequence[str], **more: Any) -> None:
-        """Record wrong results: nothing that was measured counts."""
         self.parts.clear()
         self._write(gate="red", red=list(red), **more, rows=[])
 
@@ -209,11 +206,7 @@ def run(
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Content of a results file; empty if there is none.
-
-    Raises:
-        SystemExit: for a file that holds something else.
-    """
+    """Content of a results file; empty if there is none. Raises SystemExit for a file that holds something else."""
     if not path.exists():
         return {}
     try:

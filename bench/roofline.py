@@ -87,7 +87,6 @@ class Work(NamedTuple):
     flops: float = 0
 
     def floor_ms(self, tbs: float, tflops: float) -> float:
-        """The longer of the two."""
         return max(self.bytes / tbs, self.flops / tflops) / 1e9
 
 

@@ -42,7 +42,6 @@ class Branch:
         return self.q, self.k, self.v, self.blocks
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """out and lse."""
         from cute_kernels.attend.kv_outer import kv_outer_forward
 
         return kv_outer_forward(*self.given, **self.how)
@@ -54,7 +53,6 @@ class Branch:
 
     @cached_property
     def saved(self) -> tuple[Tensor, Tensor, Tensor]:
-        """out, lse and delta."""
         out, lse = self.forward()
         return out, lse, self.delta(out, self.do)
 

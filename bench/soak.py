@@ -58,8 +58,6 @@ KEPT = 1 + 1 / 16  # Largest ratio of an allocator's memory in the second half t
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model and of its steps."""
-
     width: int
     heads: int
     kv_heads: int
@@ -86,8 +84,6 @@ SIZES = {
 
 
 class Layer(nn.Module):
-    """Attention and a small feed-forward net, pre-norm."""
-
     def __init__(self, sizes: Sizes, config: NSAConfig) -> None:
         super().__init__()
         self.norm, self.feed_norm = nn.RMSNorm(sizes.width), nn.RMSNorm(sizes.width)
@@ -188,8 +184,6 @@ def symbols_of(work: Work, generator: torch.Generator) -> tuple[Tensor, Tensor, 
 
 
 class Trainer:
-    """The model, its optimiser, and how many steps they have done."""
-
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed, self.step = device, seed, 0
         self.sizes = SIZES[device.type]

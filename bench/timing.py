@@ -35,7 +35,6 @@ class Timing:
 
     @property
     def fields(self) -> dict[str, float]:
-        """The times as fields of a row."""
         return {"ms_p20": self.ms_p20, "ms_p50": self.ms_p50, "ms_p80": self.ms_p80}
 
     def per(self, calls: int) -> Timing:
@@ -126,7 +125,6 @@ def milliseconds(call: Callable[[], Any], device: torch.device, host: bool = Tru
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """20th, 50th and 80th."""
     deciles = statistics.quantiles(values, n=10, method="inclusive")
     return deciles[1], deciles[4], deciles[7]
 
@@ -174,5 +172,4 @@ def proc_bytes(file: str, field: str) -> int:
 
 
 def resident(field: str) -> int:
-    """Bytes of a size in /proc/self/status."""
     return proc_bytes("/proc/self/status", field)

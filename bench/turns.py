@@ -51,7 +51,6 @@ class Spread:
 
     @property
     def times(self) -> float:
-        """Speed-up of the faster one."""
         return max(self.p50, 1 / self.p50)
 
     @classmethod
