@@ -239,15 +239,14 @@ class OpBenchmark(Generic[S]):
                 own = {(self.shape(row), row["backend"]): row for row in rows if row["pass"] == direction}
                 any_of = {shape: row for (shape, _), row in own.items()}
                 for i, (name, (label, color)) in enumerate(drawn.items()):
-                    bars: list[tuple[float, float]] = []
-                    for place, shape in enumerate(shapes):
-                        row, x = any_of[shape], place - 0.42 + width * (i + 0.5)
+                    places, times, heights = [place - 0.42 + width * (i + 0.5) for place in range(len(shapes))], [], []
+                    for shape in shapes:
+                        row = any_of[shape]
                         ms = row[f"{name}_ms"] if name in self.peers else own.get((shape, name), {}).get("ms_p50")
-                        height = 0.0 if ms is None else ms if tbs is None else 100 * row["floor_ms"] / ms
-                        bars.append((x, height))
-                        text, how = "x" if ms is None else ms_text(ms), {"ha": "center", "fontsize": 7}
-                        axes.annotate(text, (x, height), xytext=(0, 1), textcoords="offset points", **how)
-                    axes.bar(*zip(*bars, strict=True), width * 0.94, color=color, label=label)
+                        times.append("x" if ms is None else ms_text(ms))
+                        heights.append(0.0 if ms is None else ms if tbs is None else 100 * row["floor_ms"] / ms)
+                    bars = axes.bar(places, heights, width * 0.94, color=color, label=label)
+                    axes.bar_label(bars, times, padding=1, fontsize=7)
                 if tbs is not None:
                     axes.axhline(100, color="black", linestyle="--", linewidth=1)
                 axes.set(

@@ -221,8 +221,9 @@ def measure_pass(
             tensor.fill_(float("nan"))
         call()
     names = ("out",) if direction == "fwd" else task.gradients
-    error = task.truth.worst(dict(zip(names, passes.token_major(results), strict=True)), slack)
-    del results
+    by_token = (result.transpose(1, 2) if candidate.head_major else result for result in results)
+    error = task.truth.worst(dict(zip(names, by_token, strict=True)), slack)
+    del results, by_token
     timing = wall = peak_gib = None
     if timed and error.within:
         if plan.timed:
@@ -231,10 +232,16 @@ def measure_pass(
         del call, keep
         release(device)
         if plan.timed and plan.wall:
-            wall = passes.measure_wall(direction, plan.seconds) if graph else timing
+            wall = timing
+            if graph:
+                call, keep = passes.eager(direction)
+                wall = measure(call, device, seconds=plan.seconds)
+                del call, keep
+                release(device)
         if plan.memory:
             peak_gib = peak_memory(passes.forward if direction == "fwd" else passes.full, device)
-            peak_gib = None if peak_gib is None else peak_gib + passes.held(direction) / GIB
+            given = [*passes.leaves, *([] if direction == "fwd" else [passes.do])]
+            peak_gib = None if peak_gib is None else peak_gib + sum(tensor.nbytes for tensor in given) / GIB
     return Measured("graph" if graph else "eager", error, timing, wall, peak_gib)
 
 
@@ -282,14 +289,6 @@ class Passes:
         out = self._differentiable()
         return lambda: torch.autograd.grad(out, self.leaves, self.do, retain_graph=True), out
 
-    def measure_wall(self, direction: str, seconds: float) -> Timing:
-        """Time of a pass as Python calls it."""
-        call, _keep = self.eager(direction)
-        timing = measure(call, self.do.device, seconds=seconds)
-        del call, _keep
-        release(self.do.device)
-        return timing
-
     def captured(self, direction: str, calls: int) -> tuple[Callable[[], tuple[Tensor, ...]], Any]:
         """So many calls of it as a CUDA graph. That of the backward reads what one of the forward left."""
         device = self.do.device
@@ -317,10 +316,3 @@ class Passes:
             return results
 
         return replay, before
-
-    def token_major(self, results: tuple[Tensor, ...]) -> list[Tensor]:
-        return [result.transpose(1, 2) if self.candidate.head_major else result for result in results]
-
-    def held(self, direction: str) -> int:
-        """Bytes of what a call is given."""
-        return sum(tensor.nbytes for tensor in (*self.leaves, *([] if direction == "fwd" else [self.do])))

@@ -11,18 +11,16 @@ Every trial goes to the --out file at once: the same command goes on where it wa
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib
 import json
 import mmap
-import os
 import re
 import resource
 import shlex
 import signal
-import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -336,14 +334,10 @@ def start_trial(tokens: int, command: list[str], timeout: float) -> Trial:
     """
     command = [*command, "--trial", str(tokens)]
     started = time.perf_counter()
-    lifeline, held = os.pipe()  # `held` is closed with this process, however that ends
     try:
-        done = subprocess.run(command, stdin=lifeline, capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         return Trial(tokens, False, timeout, None, "timeout", f"no result after {timeout:g} s")
-    finally:
-        os.close(lifeline)
-        os.close(held)
     if done.returncode == -signal.SIGKILL:
         reason = "killed by SIGKILL, as the system does when memory runs out"
         return Trial(tokens, False, time.perf_counter() - started, None, "oom", reason)
@@ -359,15 +353,9 @@ def start_trial(tokens: int, command: list[str], timeout: float) -> Trial:
 
 
 def end_with_the_probe() -> None:
-    """Stop when the probe is killed: a trial that goes on would take memory from those of the next probe."""
-    standard_input = 0
-
-    def wait() -> None:
-        os.read(standard_input, 1)  # nothing is ever written: it returns once the probe, which holds the pipe, is gone
-        os._exit(1)
-
-    if stat.S_ISFIFO(os.fstat(standard_input).st_mode):  # otherwise the trial is repeated by hand
-        threading.Thread(target=wait, daemon=True).start()
+    """Have Linux kill this trial with the probe: one that goes on would take memory from those of the next probe."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def run_trial(settings: Settings, tokens: int) -> Trial:
