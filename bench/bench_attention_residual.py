@@ -35,15 +35,14 @@ from dispatch import attention_residual
 
 SAMPLED = 256  # Tokens whose results are compared with fp64, evenly spread, the first and the last among them
 CHUNK_NUMBERS = 1 << 24  # Numbers of the blocks that the oracle handles at a time
-SETS = {
-    "tiny": [Residual(4, 2, 60, 48), Residual(3, 1, 37, 123, listed=True)],
+SHAPES = {
+    "tiny": "4,2,60,48 3,1,37,123,list",
     # Liger's benchmark (8 blocks, batch 1, D = 4096), then longer, narrower and wider
-    "stacked": [
-        *(Residual(8, 1, tokens, 4096) for tokens in (1024, 2048, 4096, 8192, 65536)),
-        *(Residual(8, 1, tokens, dim) for dim in (1024, 8192) for tokens in (4096, 8192)),
-    ],
-    "lists": [Residual(8, 1, tokens, 4096, listed=True) for tokens in (1024, 8192)],
+    "stacked": "8,1,1024,4096 8,1,2048,4096 8,1,4096,4096 8,1,8192,4096 8,1,65536,4096"
+    " 8,1,4096,1024 8,1,8192,1024 8,1,4096,8192 8,1,8192,8192",
+    "lists": "8,1,1024,4096,list 8,1,8192,4096,list",
 }
+SETS = {name: list(map(Residual.read, shapes.split())) for name, shapes in SHAPES.items()}
 
 
 def sizes(shape: Residual, args: argparse.Namespace) -> Row:

@@ -286,13 +286,7 @@ def chosen(q: Tensor, k_cmp: Tensor, token: int, config: NSAConfig) -> Tensor | 
 
 
 def plain(
-    q: Tensor,
-    keys: tuple[Tensor, Tensor, Tensor, Tensor],
-    blocks: Tensor,
-    token: int,
-    gates: Tensor,
-    config: NSAConfig,
-    dtype: torch.dtype,
+    q: Tensor, keys: Sequence[Tensor], blocks: Tensor, token: int, gates: Tensor, config: NSAConfig, dtype: torch.dtype
 ) -> Tensor:
     """out of a token's group `[G,D_v]` in fp64, probabilities rounded to `dtype`."""
     k, v, k_cmp, v_cmp = keys

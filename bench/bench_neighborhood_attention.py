@@ -38,23 +38,13 @@ from nsa.neighborhood.operators import ALGORITHMS
 GRADIENTS = ("dq", "dk", "dv")
 SEGMENTS, SEGMENT_ROWS = 4, 96  # Rows whose results are compared with fp64: runs at both ends and between
 
-
-SETS = {
-    "tiny": [Neighborhood(1, 2, 256, 32, 7), Neighborhood(2, 2, 301, 16, 8, 3)],
+SHAPES = {
+    "tiny": "1,2,256,32,7 2,2,301,16,8,3",
     # Liger's benchmark, without its projections; it takes as many tokens as fit its [B,H,N,N]
-    "liger": [
-        Neighborhood(2, 8, 2048, 64, 7),
-        Neighborhood(4, 12, 2048, 64, 7),
-        Neighborhood(2, 16, 2048, 64, 9),
-        Neighborhood(2, 8, 2048, 64, 7, 2),
-    ],
-    "long": [
-        Neighborhood(2, 16, 4096, 64, 7),
-        Neighborhood(4, 32, 8192, 128, 9),
-        Neighborhood(1, 8, 65536, 128, 63),
-        Neighborhood(1, 8, 262144, 128, 15, 8),
-    ],
+    "liger": "2,8,2048,64,7 4,12,2048,64,7 2,16,2048,64,9 2,8,2048,64,7,2",
+    "long": "2,16,4096,64,7 4,32,8192,128,9 1,8,65536,128,63 1,8,262144,128,15,8",
 }
+SETS = {name: list(map(Neighborhood.read, shapes.split())) for name, shapes in SHAPES.items()}
 
 
 def window(shape: Neighborhood) -> dict[str, Any]:

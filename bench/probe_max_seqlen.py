@@ -428,32 +428,17 @@ def check_finite(name: str, tensor: Tensor) -> None:
 # Memory
 
 
-OUT_OF_MEMORY: dict[str, tuple[type[Exception], type[Exception], list[str]]] = {
-    # CuTe DSL has errors of its own; the last text is theirs
-    "cuda": (
-        torch.OutOfMemoryError,
-        Exception,
-        ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA_ERROR_OUT_OF_MEMORY"],
-    ),
-    # The last is oneDNN's, whole; what oneDNN cannot do at all fails before, creating "a primitive descriptor"
-    "cpu": (
-        MemoryError,
-        RuntimeError,
-        [
-            r"DefaultCPUAllocator: (can't allocate|not enough) memory",
-            r"std::bad_alloc",
-            r"^could not create a primitive$",
-        ],
-    ),
-}
-"""By device: errors that say so by their class, and those that say so by their text, of PyTorch and its libraries."""
+CUDA_TEXTS = "CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDA_ERROR_OUT_OF_MEMORY"
+CPU_TEXTS = r"DefaultCPUAllocator: (can't allocate|not enough) memory|std::bad_alloc|^could not create a primitive$"
+"""Messages of PyTorch and its libraries. The last one of CUDA is CuTe DSL's, which has errors of its own; the last one
+of the CPU is oneDNN's, whole: what oneDNN cannot do at all fails before, creating "a primitive descriptor"."""
 
 
 def is_out_of_memory(error: Exception, device: torch.device) -> bool:
-    kind, carrier, texts = OUT_OF_MEMORY[device.type]
-    return isinstance(error, kind) or (
-        isinstance(error, carrier) and re.search("|".join(texts), str(error)) is not None
-    )
+    if device.type == "cuda":
+        return isinstance(error, torch.OutOfMemoryError) or re.search(CUDA_TEXTS, str(error)) is not None
+    by_text = isinstance(error, RuntimeError) and re.search(CPU_TEXTS, str(error)) is not None
+    return isinstance(error, MemoryError) or by_text
 
 
 @contextmanager
