@@ -37,7 +37,6 @@ from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Row, hold, run
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, Work, choose_peaks, mean_keys
 from bench.selected_branch import Branch, checked_rows, draw_blocks, visible_keys
-from bench.show import floor_text, ms_text
 from bench.timing import measure
 from nsa import block_sparse_attention, top_blocks_by_max
 
@@ -53,6 +52,8 @@ NOISE = 0.98  # Least ratio of the times of two calls of the same kernels: noise
 
 MS_BARS = {("block_sparse", "fwd"): 22.0, ("block_sparse", "fwd+bwd"): 65.0, ("top_blocks", "fwd"): 5.0}
 """At 64K tokens, blocks of 128, 16 a token."""
+LINE = "{op} N={n} block={block} {pass:<8} {ms_p50:ms} ms  {share_of_floor:percent} of the floor  {peak_gib:.2f} GiB"
+LINE += "".join(f"  {name} {{{name}_ms:ms}} ms" for name in PEERS)
 
 
 class Case(NamedTuple):
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     facts = environment(device)
     peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
     parts = [(case.name, partial(measure_case, case, args, device, peaks)) for case in args.cases]
-    return run(args, facts, lambda _: parts, line, bars=find_bars, csv=True)
+    return run(args, facts, lambda _: parts, LINE, bars=find_bars, csv=True)
 
 
 def measure_case(
@@ -455,14 +456,6 @@ def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
         where = {**sizes, "op": "block_sparse", "block": 64, "pass": direction}
         what = f"block_sparse, 64K, 16 blocks of 64, {direction}: its kernels, called without the wrapper, take as long"
         yield Bar(what, figure(rows, where, "selected_ms", "ms_p50"), NOISE, at_least=True, unit="x")
-
-
-def line(row: Row) -> str:
-    peak = "" if row["peak_gib"] is None else f" {row['peak_gib']:.2f} GiB"
-    others = {name: row[f"{name}_ms"] for name in PEERS}
-    beside = "".join(f"  {name} {ms_text(ms)} ms" for name, ms in others.items() if ms is not None)
-    name = Case(row["op"], row["n"], row["block"], row["pass"]).name
-    return f"{name:<44}{ms_text(row['ms_p50'])} ms{floor_text(row)}{peak}{beside}"
 
 
 if __name__ == "__main__":

@@ -42,7 +42,6 @@ from bench.oracles import Error
 from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Row, hold, run
 from bench.roofline import choose_peaks
-from bench.show import floor_text, ms_text
 from bench.timing import BUSY_CYCLES, Timing, capture, measure
 from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
 
@@ -64,6 +63,8 @@ MS_BARS = {(64 << 10, 1): 0.025, (64 << 10, 16): 0.085, (64 << 10, 64): 0.290, (
 HOST_US_BAR = 150
 FLA_BAR = 10  # Times that fla's step takes at 64K
 PREFILL_BAR = 1.15  # Times of the whole call that its chunks may take
+LINE = "{op} {preset} {h}/{h_kv} N={n} B={b} N_q={n_q} {mode:<6} {ms_p50:ms} ms  {share_of_floor:percent} of the floor"
+LINE += "  host {host_us:.0f} us  dense {dense_ms:ms} ms  fla {fla_ms:ms} ms"
 
 
 class Case(NamedTuple):
@@ -131,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     for n, chunk in args.prefill:
         parts.append((f"prefill N={n} in chunks of {chunk}", partial(time_prefill, args, device, n, chunk)))
     with torch.no_grad():
-        return run(args, {**facts, "floor_tbs": tbs}, lambda _: parts, line, bars=find_bars, csv=True)
+        return run(args, {**facts, "floor_tbs": tbs}, lambda _: parts, LINE, bars=find_bars, csv=True)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -504,15 +505,6 @@ def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
     yield Bar("64K, batch 1, fla takes as long", fla, FLA_BAR, at_least=True, unit="x")
     times = ratio(chunks, whole)
     yield Bar("prefill, 1M in chunks of 8K", times, PREFILL_BAR, at_least=False, unit=" of the whole call")
-
-
-def line(row: Row) -> str:
-    host = "" if row["host_us"] is None else f"  host {row['host_us']:.0f} us"
-    name = Case(row["preset"], row["h"], row["h_kv"], row["n"], row["b"], row["n_q"]).name
-    if row["op"] == "prefill":
-        return f"prefill {name:<44}{row['mode']:<6} {ms_text(row['ms_p50'])} ms"
-    others = f"  dense {ms_text(row['dense_ms'])} ms  fla {ms_text(row['fla_ms'])} ms"
-    return f"{name:<44}{row['mode']:<6} {ms_text(row['ms_p50'])} ms{floor_text(row)}{host}{others}"
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ CHUNK = 8 << 10  # Tokens of a prompt at a time
 PADDING = 16  # Tokens on the left of the first sequence of a padded batch
 STEPS = 64  # Room of a static cache for steps: two to warm up, the others timed
 SIZES = {"layers": 4, "hidden": 4096, "heads": 64, "kv_heads": 4, "head_dim": 128}
+LINE = "{model}, {mode}, N={n}, B={b}, padded={padded}  {ms_p50:ms} ms"
 
 
 def make_models(args: argparse.Namespace) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
 
     with torch.no_grad():
         return run(
-            args, {**environment(device), "sizes": sizes}, parts, line, bars=bars, gate="unchecked", checked=False
+            args, {**environment(device), "sizes": sizes}, parts, LINE, bars=bars, gate="unchecked", checked=False
         )
 
 
@@ -155,11 +156,6 @@ def measure_case(
     except (RuntimeError, ValueError, dispatch.BackendError) as failure:
         return [], [f"{part}: {str(failure).splitlines()[0]}"]
     return [{"model": name, "mode": mode, "b": b, "n": n, "padded": padded, **timing.fields}], []
-
-
-def line(row: Row) -> str:
-    case = f"{row['model']}, {row['mode']}, N={row['n']}, B={row['b']}{', padded' if row['padded'] else ''}"
-    return f"{case:<48} {row['ms_p50']:.3f} ms"
 
 
 def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:

@@ -48,6 +48,7 @@ DIM = 128
 TILE_HEADS, TOKEN_HEADS = ((8, 2),), ((64, 4), (32, 8))  # Query and key/value heads, by what selects
 SEQLENS = {"": "8K,32K,128K,1M", "-backward": "32K,128K,512K,1M", "-token": "8K,64K", "-token-backward": "8K,64K"}
 DEVICE = torch.device("cuda")
+LINE = "{n:>8} {h:>3}/{h_kv} {stage:<16}{ms:9.4f} ms  floor {floor_ms:8.4f} {share:6.0%}  num_cmp={num_cmp}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,13 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
     split = {"split": takes_atomic_free()} if args.backward and not args.token else {}
     head = {**facts, "peak_tflops": peaks.tflops}
-    return run(args, head, parts, line, fields=lambda _: split, gate="unchecked")
-
-
-def line(row: Row) -> str:
-    where = f"{row['n']:>8} {row['h']:>3}/{row['h_kv']} {row['num_cmp']!s:>5} {row['stage']:<16}"
-    share = f"{row['share']:6.0%}" if row["floor_ms"] else ""
-    return f"{where}{row['ms']:9.4f} ms  floor {row['floor_ms']:8.4f} {share}"
+    return run(args, head, parts, LINE, fields=lambda _: split, gate="unchecked")
 
 
 class Stage(NamedTuple):

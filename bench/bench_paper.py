@@ -34,7 +34,7 @@ from bench.peers import COMPUTES, NSA, make_peer, nsa_task
 from bench.report import LOCAL_RESULTS, command_line, environment
 from bench.results_file import Results, Row, run
 from bench.roofline import choose_peaks
-from bench.show import PASS_TITLES, draw_points, floor_text, label_lengths, ms_text, saved_figure
+from bench.show import PASS_TITLES, draw_points, label_lengths, saved_figure
 
 PASSES = ("fwd", "fwd+bwd")
 PAPER = ["--preset", "paper", "--seconds", "0.3", "--out", str(LOCAL_RESULTS / "paper")]
@@ -43,6 +43,10 @@ CPU_SIZES = ["--heads", "4", "--kv-heads", "1", "--dim", "64", "--seqlens", "256
 USUAL_MODES = ["queued", "eager", "graph"]  # On CUDA
 NOT_TAKEN = ("--backward", "--recompute", "--no-dense-above", "--demo")
 """Options of bench_sparse_attn_e2e.py that a run of both passes and one length at a time has no use for."""
+LINE = "{n:>8} {pass:<8}{mode:<7} NSA ({backend}) {ms_p50:ms} ms  {share_of_floor:percent} of the floor"
+LINE += "  {peak_gib:.2f} GiB  dense {dense_ms:ms} ms  {dense_peak_gib:.2f} GiB"
+LINE += "".join(f"  {name} {{{name}_ms:ms}} ms  {{{name}_gib:.2f}} GiB" for name in NSA)
+
 
 MS_BARS: dict[int, dict[str, tuple[float, float]]] = {
     8 << 10: {"fwd": (2.4, 2.0), "fwd+bwd": (7, 6.5)},
@@ -78,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         (f"N={one.seqlens[0]} {PASSES[one.backward]}", partial(measure, one, some))
         for one, (some, _) in zip(runs, variants, strict=True)
     ]
-    return run(args, facts, lambda _: parts, line, bars=find_bars, plot=partial(plot, device=facts["device"]), csv=True)
+    return run(args, facts, lambda _: parts, LINE, bars=find_bars, plot=plot, csv=True)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -150,21 +154,7 @@ def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
         yield Bar(f"64K fwd+bwd, peak memory{stretch}", peak, gib, at_least=False, unit=" GiB")
 
 
-def line(row: Row) -> str:
-    others = {"dense": (row["dense_ms"], row["dense_peak_gib"])}
-    others |= {name: (row[f"{name}_ms"], row[f"{name}_gib"]) for name in NSA}
-    ours = (
-        f"{row['n']:>8} {row['pass']:<8}{row['mode']:<7} NSA ({row['backend']}) "
-        f"{_cost(row['ms_p50'], row['peak_gib'])}{floor_text(row)}"
-    )
-    return "  ".join([ours, *(f"{name} {_cost(*cost)}" for name, cost in others.items())])
-
-
-def _cost(ms: float | None, gib: float | None) -> str:
-    return f"{ms_text(ms)} ms" + ("" if gib is None else f" {gib:.2f} GiB")
-
-
-def plot(results: Results, path: Path, device: str) -> None:
+def plot(results: Results, path: Path) -> None:
     """A panel for each pass: times by N of NSA's backends, dense attention and peers, NSA's floor and bars."""
     rows = results.rows
     passes = list(dict.fromkeys(row["pass"] for row in rows))
@@ -182,7 +172,9 @@ def plot(results: Results, path: Path, device: str) -> None:
             of_bars = {row["n"] for row in own if OF_BARS.items() <= row.items()} & MS_BARS.keys()
             draw_points(axes, [(n, MS_BARS[n][direction][0]) for n in of_bars], "v", color="black", label="bar")
             label_lengths(axes, {row["n"] for row in own}, ylabel="ms per call", title=PASS_TITLES[direction])
-        figure.suptitle(f"NSA of the paper, {rows[0]['h']} heads over {rows[0]['h_kv']} of {rows[0]['d']}, on {device}")
+        figure.suptitle(
+            f"NSA of the paper, {rows[0]['h']} heads over {rows[0]['h_kv']} of {rows[0]['d']}, on {results.head['device']}"
+        )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from bench.passes import release
 from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Part, Results, Row, WrongResult, run
 from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
-from bench.show import console, draw_points, label_lengths, ms_text, print_table, saved_figure, share_text
+from bench.show import Cell, console, draw_points, label_lengths, ms_text, print_table, saved_figure
 from bench.timing import Timing, capture, measure, peak_memory, percentiles
 from bench.turns import NOISY, Spread, one_thread, take_turns, verdict
 from dispatch.device import describe_device
@@ -420,28 +420,22 @@ def show(rows: list[Row], said: str) -> None:
             return {"NSA": "green", "dense": "red"}.get(row["faster"], "yellow")
         return "green" if row["speedup"] > 1 else "red"
 
-    def number(field: str) -> Callable[[Row], str]:
-        return lambda row: "" if row[field] is None else f"{row[field]:.1e}"
-
-    def gib(field: str) -> Callable[[Row], str]:
-        return lambda row: "?" if row[field] is None else f"{row[field]:.2f}"
-
-    columns: dict[str, Callable[[Row], str]] = {
-        "N": lambda row: f"{row['n']:,}",
+    columns: dict[str, Cell] = {
+        "N": "{n:,}",
         **{name: partial(lambda name, row: none_text(row[name]), name) for name in varying},
-        "turns": lambda row: str(row.get("turns", "")),
+        "turns": "{turns}",
         "dense ms": lambda row: "~" * row["dense_extrapolated"] + ms_text(row["dense_ms"]),
-        "NSA ms": lambda row: ms_text(row["ms_p50"]),
+        "NSA ms": "{ms_p50:ms}",
         "speed-up": lambda row: f"[{color(row)}]{'?' * (row.get('faster') == NOISY)}{row['speedup']:.2f}x[/]",
-        "20 to 80 %": lambda row: f"{row['speedup_p20']:.2f} to {row['speedup_p80']:.2f}" if turned else "",
+        "20 to 80 %": "{speedup_p20:.2f} to {speedup_p80:.2f}",
         "faster": lambda row: f"[{color(row)}]{row['faster']}[/]" if turned else "",
-        "of floor": lambda row: share_text(row["share_of_floor"]),
-        "dense GiB": gib("dense_peak_gib"),
-        "NSA GiB": gib("peak_gib"),
-        "error": number("error"),
-        "budget": number("error_budget"),
-        "grad error": number("gradient_error"),
-        "grad budget": number("gradient_budget"),
+        "of floor": "{share_of_floor:percent}",
+        "dense GiB": "{dense_peak_gib:.2f}",
+        "NSA GiB": "{peak_gib:.2f}",
+        "error": "{error:.1e}",
+        "budget": "{error_budget:.1e}",
+        "grad error": "{gradient_error:.1e}",
+        "grad budget": "{gradient_budget:.1e}",
     }
     what = "CPU time of one thread" if turned else "time per call"
     memory_of = "of everything alive" if backward else "beyond the inputs"

@@ -52,6 +52,7 @@ BARS = {(64, 4): {"forward": 13.6, "both": 43.8}, (32, 8): {"forward": 26.9, "bo
 BAR_TOKENS = 64 << 10
 PEER_STAGES = {"forward": PASSES["forward"], "both": PASSES["full"]}  # Passes of fla beside ours
 DEVICE = torch.device("cuda")
+LINE = "{n:>8} {h:>3}/{h_kv} {choice:<8}{stage:<10}{ms:9.3f} ms  floor {floor_ms:8.3f} {share:6.0%}  fla {fla_ms:ms} ms"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
             part = f"{n} {heads[0]}/{heads[1]} {choice}"
             yield part, partial(measure_case, n, *heads, choice, given, copy_tbs, peaks.tflops)
 
-    return run(args, {**facts, "peak_tflops": peaks.tflops}, parts, line, bars=find_bars)
+    return run(args, {**facts, "peak_tflops": peaks.tflops}, parts, LINE, bars=find_bars)
 
 
 def measure_case(
@@ -95,12 +96,6 @@ def measure_case(
         ms = took.get(row["stage"])
         row["fla_ms"] = None if isinstance(ms, str) else ms
     return rows, [f"{where}{stage}: fla: {why}" for stage, why in took.items() if isinstance(why, str)]
-
-
-def line(row: Row) -> str:
-    where = f"{row['n']:>8} {row['h']:>3}/{row['h_kv']} {row['choice']:<8}{row['stage']:<10}"
-    beside = "" if row["fla_ms"] is None else f"  fla {row['fla_ms']:.3f} ms"
-    return f"{where}{row['ms']:9.3f} ms  floor {row['floor_ms']:8.3f} {row['share']:6.0%}{beside}"
 
 
 def make_branch(n: int, heads: int, kv_heads: int, choice: str, given: Tensor | None = None) -> Branch:

@@ -31,6 +31,7 @@ from nsa.inputs import NSAInputs
 
 SHORTEST, LONGEST = 256, 32 << 10
 HEADS, KV_HEADS, DIM = 8, 2, 128
+LINE = "{name:<12}{ms_p50:9.3f} ms  {peak_gib:.2f} GiB  {tokens_per_ms:7.0f} tokens/ms"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,12 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         row = {"name": name, "ms_p50": timing.ms_p50, "peak_gib": timing.peak_gib}
         return [{**row, "tokens_per_ms": sum(lengths) / timing.ms_p50}], []
 
-    return run(args, {**environment(device), **facts}, parts, line, fields=lambda _: {})
-
-
-def line(row: Row) -> str:
-    rate = f"{row['tokens_per_ms']:7.0f} tokens/ms"
-    return f"{row['name']:<12}{row['ms_p50']:9.3f} ms  {row['peak_gib'] or 0:6.2f} GiB  {rate}"
+    return run(args, {**environment(device), **facts}, parts, LINE, fields=lambda _: {})
 
 
 Outputs = dict[str, Tensor]  # out; with backward also the gradients of q, k, v and the gates' projection

@@ -18,7 +18,7 @@ from bench.common import DTYPES, PRESETS
 from bench.inputs import Sizes, make_problem
 from bench.report import environment
 from bench.results_file import Row, WrongResult, run
-from bench.show import ms_text
+from bench.show import row_line
 from bench.timing import measure
 from nsa import NSAConfig, nsa
 from nsa.distributed.attention import Plan, attend, attend_backward, heads_per_pass
@@ -29,6 +29,10 @@ PASSES = ("fwd", "fwd+bwd")
 RANKS = (2, 4, 8, 16)
 BALANCE_BAR, SCALING_BAR = 1.05, 1.08  # The slowest rank over the mean, with zigzag; all shares over the undivided call
 BAR_SIZES = {"per_tile": 1 << 20, "paper": 256 << 10}  # Tokens of the cases that bars are for
+LINE = "{preset} {h}/{h_kv} N={n} R={ranks} {layout}  rank {rank:<3} {mode:<9} {pass:<8}{ms:ms} ms  {tokens} tokens"
+SHARE = "{preset} N={n} R={ranks} {layout} {pass}  slowest over mean {slowest_over_mean:.3f}"
+SHARE += "  all over undivided {sum_over_single:.3f}  speed-up {speedup:.3f}  messages {messages_ms:.3f} ms"
+SHARE += "  not hidden {not_hidden_ms:.3f} ms  peak {peak_gib:.3f} GiB  bound {bound_gib:.3f} GiB"
 
 # Limits of `cute`, which is not imported on a CPU
 STREAMS = 2  # Chunks of the selected branch that run at a time in token mode
@@ -72,17 +76,6 @@ def case_of(row: Row) -> Case:
     return Case(row["preset"], row["n"], row["h"], row["h_kv"], row["ranks"], row["layout"])
 
 
-def line(row: Row) -> str:
-    time = f"rank {row['rank']:<3} {row['mode']:<9} {row['pass']:<8}{ms_text(row['ms'])} ms"
-    return f"{case_of(row).name:<44}{time}  {row['tokens']} tokens"
-
-
-def share_line(share: Row) -> str:
-    figures = [f"{name.replace('_', ' ')} {value:.3f}" for name, value in share.items() if isinstance(value, float)]
-    name = "{preset} N={n} R={ranks} {layout} {pass}".format(**share)
-    return f"{name:<44}{', '.join(figures)}"
-
-
 def report(
     args: argparse.Namespace,
     find_bars: Callable[[Sequence[Row]], Iterable[Bar]],
@@ -92,7 +85,7 @@ def report(
     shares = partial(find_shares, kv_heads_per_pass=args.kv_heads_per_pass)
 
     def show_all(content: dict[str, Any]) -> None:
-        print(*map(share_line, content["shares"]), sep="\n")
+        print(*(row_line(SHARE, share) for share in content["shares"]), sep="\n")
         show(content)
 
     fields = {"fields": lambda results: {"shares": shares(results.rows)}}
@@ -331,7 +324,7 @@ def run_alone(args: argparse.Namespace) -> int:
     device = torch.device(args.device)
     cases = [*dict.fromkeys(case.undivided for case in args.cases), *args.cases]
     parts = [(case.name, partial(time_shares, case, args, device)) for case in cases]
-    return run(args, environment(device), lambda _: parts, line, **report(args, find_bars))
+    return run(args, environment(device), lambda _: parts, LINE, **report(args, find_bars))
 
 
 def time_shares(case: Case, args: argparse.Namespace, device: torch.device) -> tuple[list[Row], list[str]]:

@@ -58,7 +58,7 @@ class Together:
     def run(self) -> int:
         if dist.get_rank() == 0:
             hooks = shares.report(self.args, partial(find_bars, dist.get_world_size()), show_links)
-            return run(self.args, environment(self.device), self.parts, shares.line, **hooks)
+            return run(self.args, environment(self.device), self.parts, shares.LINE, **hooks)
         try:
             for _, measured in self.parts(None):
                 measured()

@@ -20,7 +20,7 @@ from bench.passes import PASSES, Candidate, Measured, Plan, Task, compare
 from bench.peers import Peer, make_peer
 from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Results, Row, run
-from bench.show import PASS_TITLES, console, floor_text, ms_text, print_table, saved_figure, say, share_text
+from bench.show import PASS_TITLES, Cell, console, ms_text, print_table, saved_figure, say
 from bench.timing import GIB, Timing, copy_bandwidth
 
 OWN_COLORS = ("#1b4f72", "#2e86c1", "#76448a")
@@ -109,15 +109,18 @@ class OpBenchmark(Generic[S]):
         )
         say(f"{self.title} and its peers: {', '.join(args.modes)}, {args.dtype}, on {facts['device']}", "bold")
 
+        shape = " ".join(f"{name}={{{name}}}" for name in self.sizes(args.shapes[0], args))
+        peers = "".join(f"  {name} {{{name}_ms:ms}}" for name in self.peers)
+        line = f"{shape} {{pass}}: {{backend}} {{ms_p50:ms}} ms  {{share_of_floor:percent}} of the floor{peers}"
         return run(
             args,
             facts,
             partial(self.parts, args, backends, plan),
-            self.line,
+            line,
             reason="{0[0]} did not run: {0[1]} ({0[2]})".format,
             fields=lambda results: {"missing": tell_missing(results.missing, len(backends) * len(plan.passes))},
             bars=self.bars,
-            plot=partial(self.plot, device=facts["device"]) if plan.timed else None,
+            plot=self.plot if plan.timed else None,
             show=self.show,
             csv=True,
         )
@@ -182,36 +185,26 @@ class OpBenchmark(Generic[S]):
         """Names of the peers that ran anywhere."""
         return [name for name in self.peers if any(row[f"{name}_ms"] is not None for row in rows)]
 
-    def line(self, row: Row) -> str:
-        peers = "".join(f", {name} {ms_text(row[f'{name}_ms'])}" for name in self.peers)
-        ours = f"{row['backend']} {ms_text(row['ms_p50'])} ms{floor_text(row)}"
-        return f"{self.shape(row)} {row['pass']}: {ours}{peers}"
-
     def show(self, content: dict[str, Any]) -> None:
         rows: list[Row] = content["rows"]
         for reason in content["missing"]:
             say(reason, "yellow")
         peers, digits = self.present(rows), 1 if self.unit == "mib" else 2
 
-        def memory(name: str) -> Callable[[Row], str]:
-            return lambda row: "" if row[f"peak_{self.unit}"] is None else f"{row[f'{name}_{self.unit}']:,.{digits}f}"
-
         def beside(name: str) -> Callable[[Row], str]:
             return lambda row: ms_text(row[f"{name}_ms"]) + _times(row, name)
 
-        columns: dict[str, Callable[[Row], str]] = {
+        columns: dict[str, Cell] = {
             self.form: lambda row: str(self.shape(row)),
-            "pass": lambda row: row["pass"],
-            "backend": lambda row: row["backend"],
-            "ms": lambda row: "" if row["ms_p50"] is None else f"[bold]{ms_text(row['ms_p50'])}[/]",
-            "of floor": lambda row: share_text(row["share_of_floor"]),
+            "pass": "{pass}",
+            "backend": "{backend}",
+            "ms": "[bold]{ms_p50:ms}[/]",
+            "of floor": "{share_of_floor:percent}",
             **{f"{name} ms": beside(name) for name in peers},
-            "from Python": lambda row: (
-                "" if row["mode"] == "eager" or row.get("wall_ms") is None else ms_text(row["wall_ms"])
-            ),
-            {"gib": "GiB", "mib": "MiB"}[self.unit]: memory("peak"),
-            "least": memory("floor"),
-            "error": lambda row: f"{row['error']:.1e}",
+            "from Python": "{wall_ms:ms}",
+            {"gib": "GiB", "mib": "MiB"}[self.unit]: f"{{peak_{self.unit}:,.{digits}f}}",
+            "least": f"{{floor_{self.unit}:,.{digits}f}}",
+            "error": "{error:.1e}",
         }
         title = "median time per call, and how much longer peers take"
         print_table(title, columns, rows, left=list(columns)[:3])
@@ -225,7 +218,7 @@ class OpBenchmark(Generic[S]):
         errors = "Errors are the largest against fp64 on sampled rows, each within its budget, so the figures count."
         console.print(errors)
 
-    def plot(self, results: Results, path: Path, device: str) -> None:
+    def plot(self, results: Results, path: Path) -> None:
         """A panel for each pass, bars of every implementation by shape: share of the byte floor, if known, or ms."""
         rows, tbs = results.rows, results.facts["floor_tbs"]
         shapes = list(dict.fromkeys(map(self.shape, rows)))
@@ -262,7 +255,7 @@ class OpBenchmark(Generic[S]):
             shown = panels[0, 0].get_legend_handles_labels()
             figure.legend(*shown, loc="outside lower center", ncols=len(drawn), frameon=False)
             crosses = ", x did not run" * (len(drawn) > len(backends))
-            lines = [f"{self.title} on {device}, {rows[0]['dtype']}; numbers are ms{crosses}"]
+            lines = [f"{self.title} on {results.head['device']}, {rows[0]['dtype']}; numbers are ms{crosses}"]
             if tbs is not None:
                 lines.append(f"floor: every input read once, every result written once, at {tbs:.2f} TB/s")
             figure.suptitle("\n".join(lines), fontsize=10)

@@ -503,13 +503,8 @@ def outcome(trial: Trial) -> str:
 
 
 def show(state: State, bracket: Bracket, granularity: int) -> None:
-    columns: dict[str, Callable[[Trial], str]] = {
-        "N": lambda trial: f"{trial.n:,}",
-        "fits": lambda trial: "yes" if trial.why is None else f"no ({trial.why})",
-        "seconds": lambda trial: f"{trial.seconds:.2f}",
-        "peak GiB": lambda trial: "?" if trial.peak_gib is None else f"{trial.peak_gib:.3f}",
-    }
-    print_table("", columns, [state.trials[tokens] for tokens in sorted(state.trials)])
+    columns = {"N": "{n:,}", "fits": "{fits}", "why": "{why}", "seconds": "{seconds:.2f}", "peak GiB": "{peak_gib:.3f}"}
+    print_table("", columns, [asdict(state.trials[tokens]) for tokens in sorted(state.trials)])
     say("One cold run each; memory of everything: inputs, results and temporaries.")
     found = "nothing fits" if bracket.fits is None else f"fits N={bracket.fits:,}"
     if bracket.fails is None:

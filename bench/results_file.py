@@ -22,7 +22,7 @@ from bench.bars import Bar
 from bench.common import with_ending
 from bench.oracles import Error
 from bench.report import relative, write_csv, write_json
-from bench.show import say, show_bars
+from bench.show import row_line, say, show_bars
 
 INTERRUPTED = 130  # Status of a script that Ctrl-C ended
 FIELDS = ("gate", "red", "parts", "rows")  # Fields of the file besides those that all rows share
@@ -74,14 +74,12 @@ class Results:
             self.facts[name] = measure()
         return self.facts[name]
 
-    def measure(
-        self, parts: Iterable[Measurement], line: Callable[[Row], str] | None, reason: Callable[[Any], str] = str
-    ) -> bool:
+    def measure(self, parts: Iterable[Measurement], line: str | None, reason: Callable[[Any], str] = str) -> bool:
         """Measure and print the parts that the file lacks; returns False after a wrong result.
 
         Args:
             parts: what is iterated over may raise WrongResult, too.
-            line, reason: a row, and why something did not run, for readers. Without `line` nothing is printed.
+            line: of a row, for `row_line`; None: nothing is printed. reason: why something did not run, for readers.
         """
         try:
             for name, run in parts:
@@ -89,7 +87,7 @@ class Results:
                     rows, missing = run()
                     self.add(name, rows, missing)
                     if line is not None:
-                        print(*map(line, rows), *map(reason, missing), sep="\n", flush=True)
+                        print(*(row_line(line, row) for row in rows), *map(reason, missing), sep="\n", flush=True)
                 del run  # with the tensors that it holds
         except WrongResult as wrong:
             self.fail(wrong.args, missing=[])
@@ -161,7 +159,7 @@ def run(
     args: argparse.Namespace,
     head: dict[str, Any],
     parts: Callable[[Results], Iterable[Measurement]],
-    line: Callable[[Row], str] | None,
+    line: str | None,
     *,
     reason: Callable[[Any], str] = str,
     fields: Callable[[Results], dict[str, Any]] = lambda results: {"missing": results.missing},
@@ -178,7 +176,7 @@ def run(
         args: with `out`, `command` and, if there are any, `bars`.
         head: fields that all rows share besides the command.
         parts: what is measured, given the results so far.
-        line, reason: a row, and why something did not run, for readers.
+        line, reason: as in `Results.measure`.
         fields: of the file, besides rows and bars, once all parts are done.
         bars: what the rows have to reach, which counts if `args.bars`.
         plot: draws OUT.png. show: prints the fields of the file, once it is written, before bars.

@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from bench.bars import Bar
 from bench.extras import needed
 from bench.report import replacing
+from bench.tables import fill
 
 with needed("rich"):
     from rich.box import SIMPLE_HEAD
@@ -31,16 +33,17 @@ def ms_text(value: float | None) -> str:
     return "-" if value is None else f"{value:,.{3 if value < 1 else 2 if value < 10 else 1}f}"
 
 
-def print_table(
-    title: str, columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any], left: Sequence[str] = ()
-) -> None:
-    """Print a row for each of `rows`, and no column whose cells are all empty.
+Cell = str | Callable[[Any], str]
+"""A cell of a row: a template for `row_line`, or a function."""
 
-    Args:
-        columns: functions that give a row's cell, by heading. left: headings of columns that are aligned so.
-    """
+
+def print_table(title: str, columns: Mapping[str, Cell], rows: Sequence[Any], left: Sequence[str] = ()) -> None:
+    """Print a row for each of `rows`, and no column whose cells are all empty. Args: `left`: headings aligned so."""
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
-    cells = {heading: [cell(row) for row in rows] for heading, cell in columns.items()}
+    cells = {
+        heading: [row_line(cell, row) if isinstance(cell, str) else cell(row) for row in rows]
+        for heading, cell in columns.items()
+    }
     shown = {heading: texts for heading, texts in cells.items() if any(texts)}
     for i, heading in enumerate(shown):
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=i == 0)
@@ -51,25 +54,21 @@ def print_table(
 
 def show_bars(bars: Sequence[Bar]) -> None:
     colors = {"pass": "green", "FAIL": "bold red", "not measured": "yellow"}
-    columns: dict[str, Callable[[dict[str, str]], str]] = {
-        "bar": lambda bar: bar["bar"],
-        "verdict": lambda bar: f"[{colors[bar['verdict']]}]{bar['verdict']}[/]",
-        "wanted": lambda bar: bar["wanted"],
-        "reached": lambda bar: bar["reached"] or "-",
-    }
-    print_table("bars", columns, [bar.as_json() for bar in bars], left=("bar", "verdict"))
+    rows = [bar.as_json() | {"color": colors[bar.verdict]} for bar in bars]
+    columns = {"bar": "{bar}", "verdict": "[{color}]{verdict}[/]", "wanted": "{wanted}", "reached": "{reached}"}
+    print_table("bars", columns, rows, left=("bar", "verdict"))
     counts = Counter(bar.verdict for bar in bars)
     missing = f", {counts['not measured']} not measured" if counts["not measured"] else ""
     console.print(f"{counts['pass']} of {len(bars)} bars are reached{missing}.")
 
 
-def share_text(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
+def row_line(template: str, row: Mapping[str, Any]) -> str:
+    """A row for readers by a template as those of bench/tables.py, less parts (after "  ") that lack a field."""
 
+    def there(part: str) -> bool:
+        return all(row.get(name) is not None for _, name, _, _ in Formatter().parse(part) if name)
 
-def floor_text(row: Mapping[str, Any]) -> str:
-    """The share of the floor beside a time; empty if there is no floor."""
-    return "" if row["share_of_floor"] is None else f" ({row['share_of_floor']:.0%} of the floor)"
+    return "  ".join(fill(part, row) for part in template.split("  ") if there(part))
 
 
 # Figures

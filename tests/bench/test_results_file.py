@@ -112,7 +112,7 @@ def test_parts_are_measured_once_up_to_a_wrong_one(tmp_path: Path, capsys: pytes
 
         with open_results(tmp_path / "run", HEAD) as results:
             parts = [(name, functools.partial(measure, name)) for name in "abc"]
-            if results.measure(parts, lambda row: f"row {row['name']}"):
+            if results.measure(parts, "row {name}"):
                 results.finish(missing=results.missing)
         return seen
 
