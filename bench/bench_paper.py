@@ -34,7 +34,7 @@ from bench.peers import COMPUTES, NSA, make_peer, nsa_task
 from bench.report import LOCAL_RESULTS, command_line, environment
 from bench.results_file import Results, Row, run
 from bench.roofline import choose_peaks
-from bench.show import PASS_TITLES, draw_points, label_lengths, saved_figure
+from bench.show import PASS_TITLES, draw_points, label_lengths, row_line, saved_figure
 
 PASSES = ("fwd", "fwd+bwd")
 PAPER = ["--preset", "paper", "--seconds", "0.3", "--out", str(LOCAL_RESULTS / "paper")]
@@ -172,9 +172,8 @@ def plot(results: Results, path: Path) -> None:
             of_bars = {row["n"] for row in own if OF_BARS.items() <= row.items()} & MS_BARS.keys()
             draw_points(axes, [(n, MS_BARS[n][direction][0]) for n in of_bars], "v", color="black", label="bar")
             label_lengths(axes, {row["n"] for row in own}, ylabel="ms per call", title=PASS_TITLES[direction])
-        figure.suptitle(
-            f"NSA of the paper, {rows[0]['h']} heads over {rows[0]['h_kv']} of {rows[0]['d']}, on {results.head['device']}"
-        )
+        title = row_line("NSA of the paper, {h} heads over {h_kv} of {d}, on ", rows[0])
+        figure.suptitle(title + results.head["device"])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -268,40 +268,23 @@ def claimed(path: Path, *others: Path) -> Iterator[None]:
         SystemExit: if they cannot be written, or another run holds them.
     """
     where, lock = relative(path), with_ending(path, ".lock")
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        if folders := [one for one in (path, *others) if one.is_dir()]:
-            raise IsADirectoryError(f"{relative(folders[0])} is a folder")
-        held = _lock(lock)
-    except BlockingIOError as error:
-        by = lock.read_text(encoding="utf-8").strip() if lock.exists() else ""
-        raise SystemExit(f"Another run writes {where} (process {by or '?'}): name another --out, or wait.") from error
-    except OSError as error:
-        raise SystemExit(f"--out: {where} cannot be written: {error}") from error
-    try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)  # while it is held, so that no other run's is removed
-        os.close(held)
-
-
-def _lock(path: Path) -> int:
-    """Lock the file and return its descriptor. If another run removes it meanwhile, lock the one that follows.
-
-    Raises:
-        BlockingIOError: when another process holds it.
-    """
-    while True:
-        held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    with ExitStack() as stack:
         try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            if folders := [one for one in (path, *others) if one.is_dir()]:
+                raise IsADirectoryError(f"{relative(folders[0])} is a folder")
+            held = stack.enter_context(lock.open("a+", encoding="utf-8"))
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(path.stat(), os.fstat(held)):
-                os.truncate(held, 0)
-                os.write(held, f"{os.getpid()}\n".encode())
-                return held
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(held)
-            raise
-        os.close(held)
+            if not os.path.samefile(lock, held.fileno()):  # its run ended in between, and yet another one began
+                raise BlockingIOError
+        except BlockingIOError as error:
+            by = lock.read_text(encoding="utf-8").strip() if lock.exists() else ""
+            raise SystemExit(
+                f"Another run writes {where} (process {by or '?'}): name another --out, or wait."
+            ) from error
+        except OSError as error:
+            raise SystemExit(f"--out: {where} cannot be written: {error}") from error
+        held.truncate(0)
+        print(os.getpid(), file=held, flush=True)
+        stack.callback(lock.unlink, missing_ok=True)  # while it is held, so that no other run's is removed
+        yield
