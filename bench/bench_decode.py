@@ -68,20 +68,22 @@ LINE += "  host {host_us:.0f} us  dense {dense_ms:ms} ms  fla {fla_ms:ms} ms"
 
 
 class Case(NamedTuple):
+    """Fields of a row."""
+
     preset: str
-    heads: int
-    kv_heads: int
+    h: int
+    h_kv: int
     n: int
-    batch: int
+    b: int
     n_q: int
 
     @property
     def name(self) -> str:
-        return f"{self.preset} {self.heads}/{self.kv_heads} N={self.n} B={self.batch} N_q={self.n_q}"
+        return "{preset} {h}/{h_kv} N={n} B={b} N_q={n_q}".format(**self._asdict())
 
     def shapes(self, dim: int) -> list[tuple[int, int]]:
         """Shapes of a token's q, k, v and gates."""
-        return [(self.heads, dim), (self.kv_heads, dim), (self.kv_heads, dim), (self.heads, 3)]
+        return [(self.h, dim), (self.h_kv, dim), (self.h_kv, dim), (self.h, 3)]
 
 
 class Step(NamedTuple):
@@ -154,8 +156,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.prefill = [*chain(*([lengths(usual[2])] if args.prefill is None else args.prefill))]
     args.prefill_heads = pairs[0]
     args.cases = [
-        Case(preset, heads, kv_heads, n, batch, n_q)
-        for preset, (heads, kv_heads), (n, batch), n_q in product(args.presets, pairs, chain(*sizes), args.queries)
+        Case(preset, h, h_kv, n, b, n_q)
+        for preset, (h, h_kv), (n, b), n_q in product(args.presets, pairs, chain(*sizes), args.queries)
         if n_q <= n
     ]
     return args
@@ -176,9 +178,9 @@ def lengths(text: str) -> list[tuple[int, int]]:
 def make_table(case: Case, filled: int, generator: torch.Generator) -> PageTable:
     """Shuffled pages, `filled` tokens of each sequence in use."""
     device, columns = generator.device, -(-case.n // PAGE_SIZE)
-    pages = torch.randperm(case.batch * columns, generator=generator, device=device).to(torch.int32)
-    seqlens = torch.full((case.batch,), filled, dtype=torch.int32, device=device)
-    return PageTable(pages.view(case.batch, columns), seqlens, page_size=PAGE_SIZE, num_pages=len(pages))
+    pages = torch.randperm(case.b * columns, generator=generator, device=device).to(torch.int32)
+    seqlens = torch.full((case.b,), filled, dtype=torch.int32, device=device)
+    return PageTable(pages.view(case.b, columns), seqlens, page_size=PAGE_SIZE, num_pages=len(pages))
 
 
 def make_step(case: Case, args: argparse.Namespace, device: torch.device) -> Step | str:
@@ -187,13 +189,13 @@ def make_step(case: Case, args: argparse.Namespace, device: torch.device) -> Ste
     generator = torch.Generator(device).manual_seed(0)
     table = make_table(case, case.n - case.n_q, generator)
     try:
-        cache = NSACache(config, table, heads=case.heads, heads_kv=case.kv_heads, dim=args.dim, dtype=dtype)
+        cache = NSACache(config, table, heads=case.h, heads_kv=case.h_kv, dim=args.dim, dtype=dtype)
         for name, memory in cache.pages.items():
             memory.normal_(0, config.compress_block_size**-0.5 if name.endswith("_cmp") else 1, generator=generator)
         if cache.tile_sums is not None:
             cache.tile_sums.normal_(generator=generator)
         q, k, v, gates = (
-            torch.randn((case.batch, case.n_q, *shape), generator=generator, device=device).to(dtype)
+            torch.randn((case.b, case.n_q, *shape), generator=generator, device=device).to(dtype)
             for shape in case.shapes(args.dim)
         )
         step = Step(case, config, cache, q, k, v, gates, args.backend)
@@ -214,11 +216,11 @@ def check(step: Step) -> Error:
     """
     case, config = step.case, step.config
     out, got, exact, rough = step.call(), [], [], []
-    group = case.heads // case.kv_heads
+    group = case.h // case.h_kv
     together = group if config.shares_heads else 1  # heads that select together
-    picked = torch.randperm(case.batch * case.kv_heads, generator=torch.Generator().manual_seed(1))[:CHECKED].tolist()
+    picked = torch.randperm(case.b * case.h_kv, generator=torch.Generator().manual_seed(1))[:CHECKED].tolist()
     for at in picked:
-        row, kv_head = divmod(at, case.kv_heads)
+        row, kv_head = divmod(at, case.h_kv)
         first_head = kv_head * group + at % (group // together) * together
         heads, keys = slice(first_head, first_head + together), gather(step, row, kv_head)
         for query in {0, case.n_q - 1}:
@@ -324,25 +326,22 @@ def measure_case(
             timings = {"graph": time_layers([one.call for one in copies], device, args.seconds), **timings}
             del copies
         beside: Row = {"floor_ms": None if tbs is None else least / tbs / 1e9, "dense_ms": None, "fla_ms": None}
-        dense_bytes = case.batch * case.kv_heads * case.n * 2 * args.dim * 2
-        for name, make in () if args.no_peers else (("dense", dense_calls), ("fla", fla_calls)):
+        dense_bytes = case.b * case.h_kv * case.n * 2 * args.dim * 2
+        for name, make in () if args.no_peers else (("dense", dense_layer), ("fla", fla_layer)):
             try:
-                beside[f"{name}_ms"], eagerly = time_peer(partial(make, step), dense_bytes, device, args.seconds)
+                beside[f"{name}_ms"], eagerly = time_peer(make(step), dense_bytes, device, args.seconds)
                 missing += [f"{name} is timed eagerly: {eagerly} ({case.name})"] if eagerly else []
             except Exception as failure:  # whatever a peer raises is why it has no time
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)  # raises, from this error, where no kernel runs any more
                 missing.append(f"{name} did not run: {str(failure).partition(chr(10))[0]} ({case.name})")
         of_case = case_fields("decode", case, args, error) | beside
-        host = {"eager": host_us(step.call, device)}
-        return [
-            of_case | time_fields(mode, x, beside["floor_ms"], host.get(mode)) for mode, x in timings.items()
-        ], missing
+        floor, host = beside["floor_ms"], {"eager": host_us(step.call, device)}
+        return [of_case | time_fields(mode, x, floor, host.get(mode)) for mode, x in timings.items()], missing
 
 
 def case_fields(op: str, case: Case, args: argparse.Namespace, error: Error) -> Row:
-    row = {"op": op, "preset": case.preset, "b": case.batch, "n": case.n, "n_q": case.n_q, "h": case.heads}
-    row |= {"h_kv": case.kv_heads, "d": args.dim, "dtype": args.dtype, "backend": args.backend}
+    row = {"op": op, **case._asdict(), "d": args.dim, "dtype": args.dtype, "backend": args.backend}
     return {**row, "error": error.error, "error_budget": error.budget, "command": args.command}
 
 
@@ -353,14 +352,14 @@ def time_fields(mode: str, timing: Timing, floor_ms: float | None = None, host: 
 
 
 def time_peer(
-    make: Callable[[int], list[Callable[[], Any]]], num_bytes: int, device: torch.device, seconds: float
+    layer: Callable[[], Callable[[], Any]], num_bytes: int, device: torch.device, seconds: float
 ) -> tuple[float, str]:
     """Milliseconds of a peer's call, which reads so many bytes of keys and values, and why no graph holds it, if so.
 
     Args:
-        make: so many layers' calls.
+        layer: makes the call of another layer.
     """
-    calls, why = make(num_copies(num_bytes) if device.type == "cuda" else 1), ""
+    calls, why = [layer() for _ in range(num_copies(num_bytes) if device.type == "cuda" else 1)], ""
     for call in calls:
         call()
     if device.type == "cuda":
@@ -368,7 +367,7 @@ def time_peer(
             return time_layers(calls, device, seconds).ms_p50, ""
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
-            calls = make(1)  # what the peer keeps of the others may be memory that only the graph would have written
+            calls = [layer()]  # what the peer keeps of the others may be memory that only the graph would have written
     return measure(calls[0], device, seconds=seconds, host=False).ms_p50, why
 
 
@@ -394,11 +393,11 @@ def time_layers(calls: Sequence[Callable[[], Any]], device: torch.device, second
 
 def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: int) -> tuple[list[Row], list[str]]:
     """A prompt of n tokens in chunks with a cache, and as one call without: two rows, with the largest difference."""
-    heads, kv_heads = args.prefill_heads
-    case, dtype = Case("paper", heads, kv_heads, n, 1, chunk), DTYPES[args.dtype]
+    h, h_kv = args.prefill_heads
+    case, dtype = Case("paper", h, h_kv, n, 1, chunk), DTYPES[args.dtype]
     config, generator = PRESETS[case.preset](), torch.Generator(device).manual_seed(0)
     table = make_table(case, 0, generator)
-    cache = NSACache(config, table, heads_kv=case.kv_heads, dim=args.dim, dtype=dtype)
+    cache = NSACache(config, table, heads_kv=case.h_kv, dim=args.dim, dtype=dtype)
     q, k, v, gates = (
         torch.randn((1, n, *shape), generator=generator, device=device, dtype=dtype) for shape in case.shapes(args.dim)
     )
@@ -429,9 +428,9 @@ def floor_bytes(case: Case, config: NSAConfig, dim: int) -> int:
     Token mode selects per key/value head, tile mode per query head; tokens of a step may choose the same blocks.
     """
     entries = config.num_compressed(case.n)
-    blocks = config.num_selected_blocks * (1 if config.token_mode else case.heads // case.kv_heads)
+    blocks = config.num_selected_blocks * (1 if config.token_mode else case.h // case.h_kv)
     tokens = min(case.n, blocks * config.select_size) + min(case.n, config.window_size)
-    return case.batch * case.kv_heads * (entries + tokens) * 2 * dim * 2
+    return case.b * case.h_kv * (entries + tokens) * 2 * dim * 2
 
 
 def host_us(call: Callable[[], Any], device: torch.device) -> float:
@@ -451,20 +450,20 @@ def host_us(call: Callable[[], Any], device: torch.device) -> float:
     return min(statistics.median([one() for _ in range(HOST_CALLS)]) for _ in range(HOST_ROUNDS))
 
 
-def dense_calls(step: Step, count: int) -> list[Callable[[], Tensor]]:
-    """Calls of layers with keys of their own."""
+def dense_layer(step: Step) -> Callable[[], Callable[[], Tensor]]:
+    """Makes calls of layers with keys of their own."""
     case, q = step.case, step.q.transpose(1, 2).contiguous()
-    shape = case.batch, case.kv_heads, case.n, step.k.shape[-1]
+    shape = case.b, case.h_kv, case.n, step.k.shape[-1]
 
     def call() -> Callable[[], Tensor]:
         k, v = (torch.randn(1, dtype=x.dtype, device=x.device).expand(shape).contiguous() for x in (step.k, step.v))
         return lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-    return [call() for _ in range(count)]
+    return call
 
 
-def fla_calls(step: Step, count: int) -> list[Callable[[], Tensor]]:
-    """Calls of layers with keys of their own; sequences are packed, as fla's lengths of queries and keys require.
+def fla_layer(step: Step) -> Callable[[], Callable[[], Tensor]]:
+    """Makes calls of layers with keys of their own; sequences are packed, as fla's lengths of queries and keys require.
 
     Layers share these lengths: fla finds what follows from them on the host, which no graph holds, and keeps it for the
     last few tensors of lengths that it saw.
@@ -475,17 +474,17 @@ def fla_calls(step: Step, count: int) -> list[Callable[[], Tensor]]:
 
     case, config = step.case, step.config
     q = step.q.reshape(1, -1, *step.q.shape[2:])
-    gates = step.gates.reshape(1, -1, case.heads, 3).unbind(-1)
-    sequences = torch.arange(case.batch + 1, dtype=torch.int64, device=q.device)
+    gates = step.gates.reshape(1, -1, case.h, 3).unbind(-1)
+    sequences = torch.arange(case.b + 1, dtype=torch.int64, device=q.device)
     bounds = sequences * case.n_q, sequences * case.n
     options: dict[str, Any] = {"block_counts": config.num_selected_blocks, "block_size": config.select_size}
 
     def call() -> Callable[[], Tensor]:
-        shapes = [(1, case.batch * case.n, *x.shape[2:]) for x in (step.k, step.v)]
+        shapes = [(1, case.b * case.n, *x.shape[2:]) for x in (step.k, step.v)]
         k, v = (torch.randn(shape, dtype=q.dtype, device=q.device) for shape in shapes)
         return lambda: parallel_nsa(q, k, v, *gates, window_size=0, cu_seqlens=bounds, **options)
 
-    return [call() for _ in range(count)]
+    return call
 
 
 # What has to be reached, and what is shown

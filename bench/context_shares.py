@@ -43,16 +43,18 @@ TEMPORARY_BYTES = 1 << 30
 
 
 class Case(NamedTuple):
+    """Fields of a row."""
+
     preset: str
     n: int
-    heads: int
-    kv_heads: int
+    h: int
+    h_kv: int
     ranks: int
     layout: str
 
     @property
     def name(self) -> str:
-        return f"{self.preset} {self.heads}/{self.kv_heads} N={self.n} R={self.ranks} {self.layout}"
+        return f"{self.preset} {self.h}/{self.h_kv} N={self.n} R={self.ranks} {self.layout}"
 
     @property
     def undivided(self) -> Case:
@@ -66,14 +68,13 @@ def make_row(case: Case, args: argparse.Namespace, rank: int, mode: str, directi
         mode: "alone": keys of all ranks are there already; "messages": nothing is computed; "together".
         figures: milliseconds, GiB, and tokens of the rank.
     """
-    row = {"preset": case.preset, "n": case.n, "h": case.heads, "h_kv": case.kv_heads, "d": args.dim}
-    row |= {"dtype": args.dtype, "ranks": case.ranks, "rank": rank, "layout": case.layout, "mode": mode}
+    row = {**case._asdict(), "d": args.dim, "dtype": args.dtype, "rank": rank, "mode": mode, "pass": direction}
     named = zip(("ms", "peak_gib", "tokens"), figures, strict=True)
-    return {**row, "pass": direction, **dict(named), "command": args.command}
+    return {**row, **dict(named), "command": args.command}
 
 
 def case_of(row: Row) -> Case:
-    return Case(row["preset"], row["n"], row["h"], row["h_kv"], row["ranks"], row["layout"])
+    return Case(*(row[name] for name in Case._fields))
 
 
 def report(
@@ -176,7 +177,7 @@ def backend_of(device: torch.device) -> str | None:
 
 
 def make_tensors(case: Case, args: argparse.Namespace, device: torch.device, n: int | None = None) -> dict[str, Tensor]:
-    sizes = Sizes(1, n or case.n, case.heads, case.kv_heads, args.dim)
+    sizes = Sizes(1, n or case.n, case.h, case.h_kv, args.dim)
     return make_problem("random", sizes, device=device, dtype=DTYPES[args.dtype]).tensors()
 
 

@@ -131,7 +131,7 @@ class Together:
         per_pass = shares.kv_heads_per_pass(self.args, layout, own["k"])
         most = cp.size * max(layout.lengths)
         keys = torch.randn(most, 1, per_pass, 2 * self.args.dim, device=self.device).to(own["k"].dtype)
-        heads_left = range(case.kv_heads, 0, -per_pass)
+        heads_left = range(case.h_kv, 0, -per_pass)
         received = [keys[:, :, :heads] for heads in heads_left]
         share = ShareOf(self.args, config, layout, cp.rank, own, divided.do, received)
         rows = []
