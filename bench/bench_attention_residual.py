@@ -91,10 +91,7 @@ def make_task(shape: Residual, device: torch.device, dtype: torch.dtype) -> Task
 
 
 def make_truth(shape: Residual, leaves: Sequence[Tensor], do: Tensor) -> Truth:
-    """Results in fp64, a chunk of tokens at a time: only the weights' gradients sum over all of them.
-
-    Budget: that of bench/oracles.py in the inputs' own dtype.
-    """
+    """Results in fp64, a chunk of tokens at a time; budgets of bench/oracles.py in the inputs' own dtype."""
     *blocks, w_query, w_norm = leaves
     do = do.flatten(0, 1)
     tokens, dim = do.shape

@@ -135,10 +135,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Problem:
-    """Tensors of a case.
-
-    Beside these: `call`; `check`, the error that takes most of its budget; `peer` by its name, one of `peers`; `work`,
-    the least that the call moves and computes.
+    """Tensors of a case; beside them `call`, `check` (the error that takes most of its budget), `peer` by its name, and
+    `work`, the least that the call moves and computes.
     """
 
     def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:

@@ -257,11 +257,7 @@ def gather(step: Step, row: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def chosen(q: Tensor, k_cmp: Tensor, token: int, config: NSAConfig) -> Tensor | None:
-    """The blocks of a token by the definition (docs/semantics.md, 3 and 4), or None for a near tie.
-
-    Args:
-        q: of the heads that select together `[heads,D]`, in tile mode the means.
-    """
+    """Blocks of a token by the definition (docs/semantics.md), None for a near tie. Args: `q`: of `Step.means`."""
     length, stride, size = config.compress_block_size, config.stride, config.select_size
     last, visible = token // size, config.num_compressed(token + 1)
     blocks = torch.arange(last + 1, device=q.device)
@@ -354,11 +350,7 @@ def time_fields(mode: str, timing: Timing, floor_ms: float | None = None, host: 
 def time_peer(
     layer: Callable[[], Callable[[], Any]], num_bytes: int, device: torch.device, seconds: float
 ) -> tuple[float, str]:
-    """Milliseconds of a peer's call, which reads so many bytes of keys and values, and why no graph holds it, if so.
-
-    Args:
-        layer: makes the call of another layer.
-    """
+    """Milliseconds of a peer's call, of which `layer` makes another layer's, and why no graph holds it, if so."""
     calls, why = [layer() for _ in range(num_copies(num_bytes) if device.type == "cuda" else 1)], ""
     for call in calls:
         call()
@@ -377,11 +369,7 @@ def num_copies(num_bytes: int) -> int:
 
 
 def time_layers(calls: Sequence[Callable[[], Any]], device: torch.device, seconds: float) -> Timing:
-    """Time of one of LAYERS layers in a CUDA graph: one alone would mostly show how long a graph takes to start.
-
-    Args:
-        calls: the layers' in turn.
-    """
+    """Time of one of LAYERS layers in a CUDA graph: one alone would mostly show how long a graph takes to start."""
 
     def layers() -> None:
         for i in range(LAYERS):
@@ -423,10 +411,7 @@ def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: 
 
 
 def floor_bytes(case: Case, config: NSAConfig, dim: int) -> int:
-    """Bytes of a step that no implementation can do without: entries, selected blocks and window, in 16 bits.
-
-    Token mode selects per key/value head, tile mode per query head; tokens of a step may choose the same blocks.
-    """
+    """Bytes of a step that no implementation can do without. Tile mode selects for each query head."""
     entries = config.num_compressed(case.n)
     blocks = config.num_selected_blocks * (1 if config.token_mode else case.h // case.h_kv)
     tokens = min(case.n, blocks * config.select_size) + min(case.n, config.window_size)
@@ -434,10 +419,7 @@ def floor_bytes(case: Case, config: NSAConfig, dim: int) -> int:
 
 
 def host_us(call: Callable[[], Any], device: torch.device) -> float:
-    """Microseconds that Python takes to start a call, the GPU being busy: the least median of some rounds.
-
-    Other work on a shared host doubles the median of one round, and never makes it less.
-    """
+    """Microseconds that Python takes to start a call, least median of some rounds: other work never makes it less."""
 
     def one() -> float:
         if device.type == "cuda":

@@ -109,10 +109,7 @@ def row_of(sizes: Sizes, config: NSAConfig, stage: Stage) -> Row:
 
 
 def forward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Stage]:
-    """Stages of the forward of one sequence, in the order of its run.
-
-    In token mode the forward that is timed as a whole gates while it adds the selected branch up; the stages do not.
-    """
+    """Stages of the forward of one sequence. In token mode the whole gates while it adds the selected branch up."""
     from cute_kernels import forward
     from cute_kernels.call import prepare, selected_lists
     from cute_kernels.pool.compress import compress_kv, tile_means

@@ -62,7 +62,8 @@ GIB_BARS = (12.7, 10.7)
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     device = torch.device(args.device)
-    runs = [run_of(args, n, direction) for n, direction in product(args.seqlens, args.passes)]
+    each = [{"seqlens": [n], "backward": way == "fwd+bwd"} for n, way in product(args.seqlens, args.passes)]
+    runs = [argparse.Namespace(**{**vars(args), **one}) for one in each]
     try:
         variants = [e2e.choose_variants(one, device) for one in runs]
     except (TypeError, ValueError, dispatch.BackendError) as refusal:
@@ -106,11 +107,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"takes one combination of options, got {len(args.configs)}")
     args.usual_modes, args.command = USUAL_MODES, command_line(argv)
     return argparse.Namespace(**vars(args), **vars(own))
-
-
-def run_of(args: argparse.Namespace, n: int, direction: str) -> argparse.Namespace:
-    backward = direction == "fwd+bwd"
-    return argparse.Namespace(**{**vars(args), "seqlens": [n], "backward": backward})
 
 
 def time_peers(args: argparse.Namespace, device: torch.device) -> tuple[Row, list[str]]:

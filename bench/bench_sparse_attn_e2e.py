@@ -98,11 +98,7 @@ def benchmark(args: argparse.Namespace) -> int:
 
 
 def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[list[Variant], list[str]]:
-    """Every combination of options and backend, and what to say of them.
-
-    Raises:
-        TypeError, ValueError, dispatch.BackendError: for one that cannot run as it was asked for.
-    """
+    """Every combination of options and backend, and what to say of them. Raises what refuses one."""
     variants: list[Variant] = []
     notes: dict[str, None] = {}
     sizes = Sizes(args.batch, 1, args.heads, args.kv_heads, args.dim)
@@ -323,11 +319,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def make_configs(args: argparse.Namespace) -> list[NSAConfig]:
-    """Every combination of the lists of options, on top of the preset.
-
-    Raises:
-        TypeError, ValueError: for one that NSAConfig refuses.
-    """
+    """Every combination of the lists of options, on top of the preset. Raises what refuses one."""
     given = {"num_selected_blocks": args.k, "window_size": args.w, "q_tile_size": args.q_tile}
     config = PRESETS[args.preset](**{name: value for name, value in given.items() if value is not None})
     sizes = [{}] if args.block_sizes is None else [{"compress_block_size": l} for l in args.block_sizes]  # noqa: E741

@@ -119,11 +119,7 @@ def make_branch(n: int, heads: int, kv_heads: int, choice: str, given: Tensor | 
 
 
 def load_indices(path: Path) -> Tensor:
-    """int32 `[1,S,N,SLOTS]` from a file.
-
-    Raises:
-        ValueError: for what is no choice of blocks up to each token's own, ascending, then -1.
-    """
+    """int32 `[1,S,N,SLOTS]` from a file. Raises ValueError for what is no choice of blocks."""
     indices = torch.load(path, map_location=DEVICE, weights_only=True)
     if not isinstance(indices, Tensor) or indices.dtype != torch.int32:
         raise ValueError(f"{path} must hold an int32 tensor, got {getattr(indices, 'dtype', type(indices).__name__)}")

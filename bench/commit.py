@@ -42,11 +42,7 @@ def commit(root: Path = ROOT) -> str:
 
 
 def write_stamp(root: Path = ROOT) -> str:
-    """Write STAMP_NAME, which goes along with a copy of the checkout; returns what it says.
-
-    Raises:
-        ValueError: for a checkout that has changes, whose commit would not be its sources', or that is none.
-    """
+    """Write STAMP_NAME, which goes along with a copy of the checkout. Raises ValueError for one with changes."""
     head = _head(root)
     if head is None:
         raise ValueError(f"{root} is no git checkout with a commit")

@@ -138,11 +138,7 @@ def nsa_facts(
     backward: bool,
     recompute: bool = False,
 ) -> dispatch.Call:
-    """Facts that the dispatcher needs of such a call, before any tensor is made.
-
-    Raises:
-        TypeError, ValueError: for sizes that NSA does not support with these options.
-    """
+    """Facts that the dispatcher needs of such a call. Raises TypeError or ValueError for sizes that NSA refuses."""
     q, k = (
         torch.empty((sizes.batch, 1, heads, sizes.dim), dtype=dtype, device="meta")
         for heads in (sizes.heads, sizes.kv_heads)
@@ -154,11 +150,7 @@ def nsa_facts(
 
 
 def choose_backend(call: dispatch.Call, named: str | None) -> tuple[str, str]:
-    """The backend to run, and a note when that is the reference for want of a kernel.
-
-    Raises:
-        ValueError, dispatch.BackendError: when a backend asked for by name is unknown or cannot run the call.
-    """
+    """The backend to run, and a note when that is the reference for want of a kernel. Raises for a named one."""
     try:
         return dispatch.resolve(call, named).backend, ""
     except dispatch.BackendError as error:
@@ -177,13 +169,7 @@ def resolve_backend(parser: argparse.ArgumentParser, args: argparse.Namespace, *
 
 
 def able_backends(call: dispatch.Call, named: str | None) -> list[str]:
-    """Every backend that runs a call unasked, the default first; or the named one.
-
-    The reference counts only where there is nothing else.
-
-    Raises:
-        ValueError, dispatch.BackendError: when there is none.
-    """
+    """Every backend that runs a call, the default first, the reference only if it is alone; or the named one."""
     first = dispatch.resolve(call, named).backend
     able = [verdict.impl.backend for verdict in dispatch.explain(call, named) if verdict.reason is None]
     return list(dict.fromkeys([first, *(backend for backend in able if backend != "reference")]))

@@ -62,11 +62,9 @@ class Case(NamedTuple):
 
 
 def make_row(case: Case, args: argparse.Namespace, rank: int, mode: str, direction: str, *figures: Any) -> Row:
-    """A row.
+    """A row. Args: `figures`: milliseconds, GiB, and tokens of the rank.
 
-    Args:
-        mode: "alone": keys of all ranks are there already; "messages": nothing is computed; "together".
-        figures: milliseconds, GiB, and tokens of the rank.
+    Mode "alone": keys of all ranks are there already; "messages": nothing is computed; "together".
     """
     row = {**case._asdict(), "d": args.dim, "dtype": args.dtype, "rank": rank, "mode": mode, "pass": direction}
     named = zip(("ms", "peak_gib", "tokens"), figures, strict=True)
@@ -99,9 +97,6 @@ def find_shares(rows: Sequence[Row], kv_heads_per_pass: int | None = None) -> li
     slowest_over_mean, and sum_over_single, over the undivided call: of shares alone. speedup: the undivided call over
     all ranks together. not_hidden_ms: all ranks together over the slowest alone. peak_gib: of the rank that takes
     most, together. bound_gib: upper bound of it.
-
-    Args:
-        kv_heads_per_pass: None: as ContextParallel chooses.
     """
     shares: list[Row] = []
     for case, direction in dict.fromkeys((case_of(row), row["pass"]) for row in rows if row["ranks"] > 1):
@@ -210,11 +205,7 @@ class Whole(NamedTuple):
 
 
 class Alone:
-    """The Comm of a rank whose keys of all ranks are there already, and whose shares go nowhere.
-
-    Args:
-        received: of each pass, in order, what its gather receives (`received_keys`).
-    """
+    """The Comm of a rank whose keys of all ranks are there (`received_keys`), and whose shares go nowhere."""
 
     def __init__(self, rank: int, layout: Layout, received: Sequence[Tensor]) -> None:
         self.rank, self.size, self.layout, self.received = rank, layout.ranks, layout, iter(received)
@@ -238,12 +229,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class ShareOf:
-    """A rank's part in a call, as ContextParallel runs it.
-
-    Args:
-        own, do: the rank's rows; own also has weights.
-        received: of Alone.
-    """
+    """A rank's part in a call, as ContextParallel runs it: its rows and weights, and what Alone receives."""
 
     args: argparse.Namespace
     config: NSAConfig
@@ -282,12 +268,7 @@ def kv_heads_per_pass(args: argparse.Namespace, layout: Layout, k: Tensor) -> in
 
 
 def received_keys(layout: Layout, k: Tensor, v: Tensor, per_pass: int) -> list[Tensor]:
-    """Rows that each pass gathers: keys beside values, `[R * most tokens of a rank,B,heads,2 D]`, by ranks.
-
-    Args:
-        k, v: of the whole sequence, `[B,N,H_kv,D]`.
-        per_pass: key/value heads.
-    """
+    """Rows that each pass gathers: keys beside values, `[R * most tokens of a rank,B,heads,2 D]`, by ranks."""
     most = max(layout.lengths)
     received = []
     for heads in torch.arange(k.shape[-2]).split(per_pass):

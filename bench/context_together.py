@@ -156,17 +156,19 @@ class Together:
 
     def links(self) -> list[dict[str, Any]]:
         """Times of both collectives by their bytes, and the constants of the model that fit them best."""
-        found = []
-        size = dist.get_world_size()
-        collectives = {"all_gather": gather_bytes, "all_to_all": exchange_bytes}
-        for name, collective in collectives.items():
+        found, size = [], dist.get_world_size()
+        for name in ("all_gather", "all_to_all"):
             times = []
             for count in CPU_LINK_BYTES if self.device.type == "cpu" else LINK_BYTES:
-                call = collective(count // size, size, self.device)
+                sent = torch.zeros(count // size * size, dtype=torch.uint8, device=self.device)
+                if name == "all_gather":
+                    call = partial(all_gather, torch.empty_like(sent), sent[: count // size])
+                else:
+                    call = partial(dist.all_to_all_single, torch.empty_like(sent), sent)
                 call()
                 ms = [self.milliseconds(partial(repeat, call), host=False) for _ in range(self.args.repeats)]
                 slowest = max(self.tell(statistics.median(ms))) / LINK_CALLS
-                times.append({"bytes": count // size * size, "ms": slowest})
+                times.append({"bytes": sent.nbytes, "ms": slowest})
             alpha_us, beta_gbs = fit_link([(one["bytes"], one["ms"]) for one in times], size)
             constants = {"ranks": size, "alpha_us": alpha_us, "beta_gbs": beta_gbs}
             found.append({"collective": name, **constants, "times": times})
@@ -202,17 +204,6 @@ def send_all(plan: Plan, own: dict[str, torch.Tensor], *, backward: bool) -> Non
             shares = torch.empty(x.shape, dtype=torch.float32, device=x.device)
             everyone = [[(0, plan.total(name))]] * plan.comm.size
             plan.comm.add_shares(shares.movedim(-3, 0), plan.held(name), everyone)
-
-
-def gather_bytes(count: int, size: int, device: torch.device) -> Callable[[], Any]:
-    """Args: bytes of each rank, and ranks."""
-    own = torch.zeros(count, dtype=torch.uint8, device=device)
-    return partial(all_gather, own.new_empty(size * count), own)
-
-
-def exchange_bytes(count: int, size: int, device: torch.device) -> Callable[[], Any]:
-    sent = torch.zeros(size * count, dtype=torch.uint8, device=device)
-    return partial(dist.all_to_all_single, torch.empty_like(sent), sent)
 
 
 def repeat(call: Callable[[], Any]) -> None:

@@ -111,14 +111,11 @@ def make_problem(
     requires_grad: bool = False,
     portable: bool | None = None,
 ) -> NSAInputs:
-    """q, k, v and, unless the benchmark runs ungated, the gate's weights for `kind`, one of KINDS.
+    """q, k, v and, if `gated`, the gate's weights for `kind`, one of KINDS; raises ValueError for another one.
 
     Args:
         portable: make random numbers on the CPU in float32. False: on the device and in the dtype they are for, which
             takes no memory but theirs. None: False on CUDA.
-
-    Raises:
-        ValueError: for another kind.
     """
     if kind not in KINDS:
         raise ValueError(f"inputs must be one of {', '.join(KINDS)}, got {kind!r}")
@@ -131,8 +128,10 @@ def make_problem(
     else:
         heads = sizes.heads, sizes.kv_heads, sizes.kv_heads
         q, k, v = (_normal(generator, sizes.batch, sizes.tokens, of, sizes.dim, dtype=made) for of in heads)
-    if kind == "sink":
-        _add_sink(q, k)
+    if kind == "sink":  # the first dim: all queries point there, and no keys but the first SINK_TOKENS
+        q[..., 0] = length = math.sqrt(SINK_LOGIT * math.sqrt(sizes.dim))
+        k[..., 0] = 0
+        k[:, :SINK_TOKENS, :, 0] = length
     gate = _normal(generator, sizes.heads, 3, sizes.dim, dtype=made) / math.sqrt(sizes.dim) if gated else None
 
     def place(tensor: Tensor) -> Tensor:
@@ -143,14 +142,6 @@ def make_problem(
 
 def _normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=generator, device=generator.device, dtype=dtype)
-
-
-def _add_sink(q: Tensor, k: Tensor) -> None:
-    """Give the first dim to the sink, in place: all queries point there, and no keys but the first SINK_TOKENS."""
-    length = math.sqrt(SINK_LOGIT * math.sqrt(q.shape[-1]))
-    q[..., 0] = length
-    k[..., 0] = 0
-    k[:, :SINK_TOKENS, :, 0] = length
 
 
 # Text

@@ -184,15 +184,10 @@ def sampled_do(like: Tensor, positions: Tensor) -> Tensor:
 def gradient_errors(
     gradients: dict[str, Tensor], inputs: NSAInputs, config: NSAConfig, tiles: Tiles, positions: Tensor, do: Tensor
 ) -> list[Error]:
-    """Errors of the gradients that a call returned for `do`.
+    """Errors of the gradients that a call returned for `do`, which is zero but at `positions`, the rows of the tiles.
 
     Budget: that of bench/oracles.py for `low_precision`. One key/value head at a time, so that fp64 copies of long
     sequences fit.
-
-    Args:
-        gradients: of q, k, v and, if given, gate_proj_weight.
-        inputs: fixed-length ones, that need no gradients.
-        positions: rows of the tiles; `do` is zero in all others.
     """
     kv_heads, group = inputs.k.shape[2], inputs.group_size
     found: dict[str, list[Tensor]] = {name: [] for name in gradients}

@@ -28,11 +28,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def budget(error: float, largest: float, dtype: torch.dtype, terms: int) -> float:
-    """The error that a result in `dtype` may have.
+    """The error that a result in `dtype` may have, by that of the yardstick and the largest number of the truth.
 
-    Args:
-        error: of the yardstick. largest: number of the truth.
-        terms: D, of sums in fp32 that may be taken in another order than the yardstick's.
+    Args: `terms`: D, of sums in fp32 that may be taken in another order than the yardstick's.
     """
     return 2 * error + (torch.finfo(dtype).eps + terms * torch.finfo(torch.float32).eps) * largest
 

@@ -191,8 +191,10 @@ class OpBenchmark(Generic[S]):
             say(reason, "yellow")
         peers, digits = self.present(rows), 1 if self.unit == "mib" else 2
 
-        def beside(name: str) -> Callable[[Row], str]:
-            return lambda row: ms_text(row[f"{name}_ms"]) + _times(row, name)
+        def beside(name: str, row: Row) -> str:
+            times = ratio(row[f"{name}_ms"], row["ms_p50"])
+            color = "" if times is None else f" [{'green' if times >= 1 else 'red'}]{times:.1f}x[/]"
+            return ms_text(row[f"{name}_ms"]) + color
 
         columns: dict[str, Cell] = {
             self.form: lambda row: str(self.shape(row)),
@@ -200,7 +202,7 @@ class OpBenchmark(Generic[S]):
             "backend": "{backend}",
             "ms": "[bold]{ms_p50:ms}[/]",
             "of floor": "{share_of_floor:percent}",
-            **{f"{name} ms": beside(name) for name in peers},
+            **{f"{name} ms": partial(beside, name) for name in peers},
             "from Python": "{wall_ms:ms}",
             {"gib": "GiB", "mib": "MiB"}[self.unit]: f"{{peak_{self.unit}:,.{digits}f}}",
             "least": f"{{floor_{self.unit}:,.{digits}f}}",
@@ -263,11 +265,6 @@ class OpBenchmark(Generic[S]):
 
 def p50(timing: Timing | None) -> float | None:
     return None if timing is None else timing.ms_p50
-
-
-def _times(row: Row, name: str) -> str:
-    times = ratio(row[f"{name}_ms"], row["ms_p50"])
-    return "" if times is None else f" [{'green' if times >= 1 else 'red'}]{times:.1f}x[/]"
 
 
 def tell_missing(missing: Iterable[Missing], most: int) -> list[str]:

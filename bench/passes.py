@@ -113,11 +113,7 @@ def compare(
 ) -> dict[tuple[str, str], Measured | str]:
     """Measurements of each candidate and pass, for a peer perhaps why there is none.
 
-    Args:
-        where: the problem, for readers. update: called with what is measured next.
-
-    Raises:
-        WrongResult: with every error above its budget; after the first one nothing is timed.
+    Raises WrongResult with every error above its budget; after the first one nothing is timed.
     """
     update(f"{where}: fp64")
     task = make_task()
@@ -146,10 +142,7 @@ def compare(
 def take_turns(
     candidates: Mapping[str, Candidate], direction: str, task: Task, measured: dict[tuple[str, str], Measured | str]
 ) -> None:
-    """Time the short calls from Python again, of all candidates in turn, and keep the fastest turn of each.
-
-    A host may be half as fast for seconds, which must not be those of one candidate.
-    """
+    """Time short calls from Python again, in turn, and keep each one's fastest: a host may be slow for seconds."""
     calls: dict[str, tuple[Callable[[], Any], Any]] = {}
     walls: dict[str, Timing] = {}
     for name, candidate in candidates.items():
@@ -204,12 +197,7 @@ def _reason(error: Exception) -> str:
 def measure_pass(
     candidate: Candidate, direction: str, task: Task, plan: Plan, *, slack: int = 1, timed: bool = True
 ) -> Measured:
-    """Run once, check, and if right measure one pass.
-
-    Args:
-        slack: budgets that the error may have.
-        timed: False checks only.
-    """
+    """Run once, check, and if right measure one pass. Args: `slack`: budgets that the error may have."""
     device = task.do.device
     release(device)
     passes = Passes(candidate, task)
@@ -251,10 +239,7 @@ def takes_graphs(candidate: Candidate, device: torch.device) -> bool:
 
 
 def release(device: torch.device) -> None:
-    """Give back what graphs and failed calls held on a GPU.
-
-    What is left, most of it compilers', is nothing that later collections have to look at.
-    """
+    """Give back what graphs and failed calls held on a GPU; what is left is nothing for later collections."""
     if device.type == "cuda":
         gc.collect()
         gc.freeze()

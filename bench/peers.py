@@ -95,10 +95,7 @@ def _flex(problem: Neighborhood, task: Task) -> Candidate:
 
 
 def block_mask(problem: Neighborhood, device: torch.device) -> BlockMask:
-    """The neighborhood as a mask of flex_attention.
-
-    `create_block_mask` would look at all pairs of tokens, 69 billion of 256K; blocks follow from the window directly.
-    """
+    """The neighborhood for flex_attention; `create_block_mask` would look at all pairs, 69 billion of 256K."""
     from torch.nn.attention.flex_attention import BlockMask
 
     tokens, dilation = problem.tokens, problem.dilation
@@ -148,10 +145,7 @@ Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def formula(blocks: Tensor, w_query: Tensor, w_norm: Tensor) -> Tensor:
-    """The definition of attention residual; blocks `[L,B,N,D]`, arithmetic in fp32 (fp64 for fp64 inputs).
-
-    Without einsum, whose matrix products compilers do not fuse with the rest.
-    """
+    """The definition of attention residual, in fp32 (fp64 for fp64); without einsum, which compilers do not fuse."""
     dtype = torch.promote_types(blocks.dtype, torch.float32)
     values = blocks.to(dtype)
     keys = values * (values.square().mean(-1, keepdim=True) + EPS).rsqrt() * w_norm.to(dtype)
@@ -232,11 +226,7 @@ def _fla(config: NSAConfig, task: Task) -> Candidate:
 
 
 def selected_peer(indices: Tensor, size: int, task: Task) -> Candidate:
-    """fla's selected branch alone: of q, k, v, for the blocks `[B,H_kv,N,n]` of `size` tokens that each token chose.
-
-    Raises:
-        Unavailable: if it cannot run.
-    """
+    """fla's selected branch of q, k, v alone, for the blocks `[B,H_kv,N,n]` of `size` tokens. May raise Unavailable."""
     q, k, *_ = task.leaves
     group, scale = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5
     if group < 16 or group & (group - 1):

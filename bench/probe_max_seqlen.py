@@ -71,9 +71,7 @@ class Bracket:
 def search(try_length: Callable[[int], Failure | None], start: int, granularity: int, maximum: int | None) -> Bracket:
     """Double from `start` to the first length that fails, then halve the gap until it is at most `granularity`.
 
-    Args:
-        try_length: why this many tokens fail, or None when they fit. A timeout ends the search.
-        maximum: the longest length to try, or None.
+    Args: `try_length`: why this many tokens fail, or None when they fit. A timeout ends the search.
     """
     fits, length = 0, start if maximum is None else min(start, maximum)
     while (why := try_length(length)) is None:
@@ -221,12 +219,7 @@ def memory_size(text: str) -> int:
 
 
 def backend_for(settings: Settings) -> tuple[str, str]:
-    """The backend to probe, and a note when that is the reference for want of a kernel.
-
-    Raises:
-        TypeError, ValueError: for settings that NSA does not support.
-        dispatch.BackendError: when the backend asked for cannot run them.
-    """
+    """The backend to probe, and a note when that is the reference for want of a kernel. Raises what refuses it."""
     device, dtype = settings.where
     passes = {"backward": settings.backward, "recompute": settings.recompute}
     call = common.nsa_facts(settings.sizes(1), settings.config, device, dtype, **passes)
@@ -276,11 +269,7 @@ class State:
 
 
 def open_state(path: Path, facts: dict[str, Any], settings: Settings, *, restart: bool) -> tuple[State, str]:
-    """The state to go on from, and a note on what became of the one in the file.
-
-    Raises:
-        SystemExit: for a file that holds something else.
-    """
+    """The state to go on from, and a note on the one in the file. Raises SystemExit for a file of something else."""
     limit = settings.memory_limit
     if settings.device == "cpu" and limit is None:
         limit = proc_bytes("/proc/meminfo", "MemAvailable") // 2
@@ -327,11 +316,7 @@ def probe_length(tokens: int, *, state: State, command: list[str], timeout: floa
 
 
 def start_trial(tokens: int, command: list[str], timeout: float) -> Trial:
-    """Run one trial in a process of its own.
-
-    Raises:
-        SystemExit: with the error of a trial that failed for another reason than memory or time.
-    """
+    """Run one trial in a process of its own. Raises SystemExit if it fails for more than memory or time."""
     command = [*command, "--trial", str(tokens)]
     started = time.perf_counter()
     try:
@@ -362,7 +347,8 @@ def run_trial(settings: Settings, tokens: int) -> Trial:
     device = torch.device(settings.device)
     if settings.backward:
         importlib.import_module("torch._dynamo")  # else torch.utils.checkpoint would, and it takes 100 MB
-    start_threads()
+    # torch's worker threads, whose stacks are no part of the op; for fewer elements some would not start
+    torch.zeros(torch.get_num_threads() * 32_768).add_(1)
     limit = nullcontext() if settings.memory_limit is None else limited_memory(settings.memory_limit)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     resident = proc_bytes("/proc/self/status", "VmRSS") if device.type == "cpu" else 0
@@ -388,12 +374,6 @@ def run_trial(settings: Settings, tokens: int) -> Trial:
     for name, tensor in results.items():
         check_finite(name, tensor)
     return Trial(tokens, reason is None, seconds, peak / 2**30, None if reason is None else "oom", reason)
-
-
-def start_threads() -> None:
-    """Let torch start its worker threads, whose stacks are no part of the op."""
-    elements_per_thread = 32_768  # below that many, torch's element-wise functions take fewer threads
-    torch.zeros(torch.get_num_threads() * elements_per_thread).add_(1)
 
 
 def make_inputs(settings: Settings, tokens: int) -> NSAInputs:
@@ -443,12 +423,9 @@ def is_out_of_memory(error: Exception, device: torch.device) -> bool:
 
 @contextmanager
 def limited_memory(extra: int) -> Iterator[None]:
-    """Let this process take at most `extra` bytes more than it holds now.
+    """Let this process take at most `extra` bytes more than it holds now; RuntimeError if that cannot be enforced.
 
     RLIMIT_DATA counts what a process can write to. Where the system does not enforce it: RLIMIT_AS, all addresses.
-
-    Raises:
-        RuntimeError: when the system enforces neither.
     """
     kinds = {resource.RLIMIT_DATA: "VmData", resource.RLIMIT_AS: "VmSize"}
     before = {kind: resource.getrlimit(kind) for kind in kinds}

@@ -77,9 +77,7 @@ class Results:
     def measure(self, parts: Iterable[Measurement], line: str | None, reason: Callable[[Any], str] = str) -> bool:
         """Measure and print the parts that the file lacks; returns False after a wrong result.
 
-        Args:
-            parts: what is iterated over may raise WrongResult, too.
-            line: of a row, for `row_line`; None: nothing is printed. reason: why something did not run, for readers.
+        Args: `line`: of a row, for `row_line`; None: nothing is printed. `reason`: why something did not run, as text.
         """
         try:
             for name, run in parts:
@@ -90,7 +88,8 @@ class Results:
                         print(*(row_line(line, row) for row in rows), *map(reason, missing), sep="\n", flush=True)
                 del run  # with the tensors that it holds
         except WrongResult as wrong:
-            self.fail(wrong.args, missing=[])
+            self.parts.clear()
+            self._write(gate="red", red=list(wrong.args), missing=[], rows=[])
             print("Wrong results, so no times are reported:", *wrong.args, sep="\n  ")
             return False
         return True
@@ -100,17 +99,8 @@ class Results:
         parts = [{"part": part, "rows": len(done.rows), "missing": done.missing} for part, done in self.parts.items()]
         self._write(gate="unfinished", red=[], parts=parts, rows=self.rows)
 
-    def fail(self, red: Sequence[str], **more: Any) -> None:
-        self.parts.clear()
-        self._write(gate="red", red=list(red), **more, rows=[])
-
     def finish(self, gate: str = "green", *, red: bool = True, csv: bool = False, **more: Any) -> None:
-        """Record that all parts are done: nothing is left to resume.
-
-        Args:
-            red: False if nothing was checked: the file has no such field.
-            csv: also write the rows as a table.
-        """
+        """Record that all parts are done. Args: `red`: False if nothing was checked: the file has no such field."""
         if csv:
             write_csv(with_ending(self.path, ".csv"), self.rows)
         checked: dict[str, Any] = {"red": []} if red else {}
@@ -130,11 +120,7 @@ class Results:
         return f"{relative(self.path)} keeps the {len(self.rows)} rows so far; the same command goes on from there."
 
     def go_on(self) -> str:
-        """Take over the parts of the file; returns a note about it.
-
-        Raises:
-            SystemExit: for a file that holds something else.
-        """
+        """Take over the parts of the file; returns a note about it. Raises SystemExit for a file of something else."""
         content, where = read_results(self.path), relative(self.path)
         if content.get("gate") != "unfinished":
             return ""
@@ -173,14 +159,9 @@ def run(
     """Measure and write OUT.json (schema: docs/results_files.md) after every part; returns the status of the script.
 
     Args:
-        args: with `out`, `command` and, if there are any, `bars`.
-        head: fields that all rows share besides the command.
-        parts: what is measured, given the results so far.
-        line, reason: as in `Results.measure`.
-        fields: of the file, besides rows and bars, once all parts are done.
-        bars: what the rows have to reach, which counts if `args.bars`.
+        parts: what is measured, given the results so far. line, reason: as in `Results.measure`.
+        fields: of the file, besides rows and bars, once all parts are done. bars: count if `args.bars`.
         plot: draws OUT.png. show: prints the fields of the file, once it is written, before bars.
-        csv: also write OUT.csv.
         gate, checked: of the file, if nothing was checked.
     """
     out = Path(args.out)
@@ -218,14 +199,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def open_results(out: Path, head: dict[str, Any]) -> Iterator[Results]:
-    """Open the results OUT.json with OUT.csv and OUT.png; prints what becomes of a file that is there.
-
-    Args:
-        out: without suffix. head: `environment`, "command" and other fields that all rows share.
-
-    Raises:
-        SystemExit: as `claimed`; for a file that holds something else; and after an interrupt, with INTERRUPTED.
-    """
+    """The results OUT.json, with OUT.csv and OUT.png; prints what becomes of a file. May raise SystemExit."""
     results = Results(with_ending(out, ".json"), head)
     with held(out, (".csv", ".png"), results.kept):
         if note := results.go_on():
@@ -235,14 +209,7 @@ def open_results(out: Path, head: dict[str, Any]) -> Iterator[Results]:
 
 @contextmanager
 def replaced_results(out: Path, *endings: str) -> Iterator[None]:
-    """Hold OUT.json and files beside it for a script that replaces them.
-
-    Args:
-        out: without suffix. endings: of the other files.
-
-    Raises:
-        SystemExit: as `claimed`; for a file that holds something else; and after an interrupt, with INTERRUPTED.
-    """
+    """Hold OUT.json and files with other endings for a script that replaces them. Raises SystemExit as `claimed`."""
     path = with_ending(out, ".json")
     with held(out, endings, lambda: f"{relative(path)} has what was written before, if anything."):
         read_results(path)
@@ -262,11 +229,7 @@ def held(out: Path, endings: Iterable[str], kept: Callable[[], str]) -> Iterator
 
 @contextmanager
 def claimed(path: Path, *others: Path) -> Iterator[None]:
-    """Hold the files of an --out for this run alone; a run that is killed releases them.
-
-    Raises:
-        SystemExit: if they cannot be written, or another run holds them.
-    """
+    """Hold the files of an --out until this run ends. Raises SystemExit if another run does, or they cannot be."""
     where, lock = relative(path), with_ending(path, ".lock")
     with ExitStack() as stack:
         try:

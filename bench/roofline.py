@@ -50,10 +50,8 @@ def nsa_floor_ms(sizes: Sizes, config: NSAConfig, peaks: Peaks, itemsize: int = 
     most that many blocks of them), the selected blocks and the window; and scores of all past entries for each tile, in
     token mode for each token, which are the compressed branch's logits made a second time.
     Bytes: the branches read q, k, v once and write three outputs; the gate reads q and these and writes out.
-
-    Args:
-        backward: forward + backward: five products more for each pair; and q, k, v, the three outputs and do read
-            once, dq, dk and dv written once. What `recompute` computes again does not count.
+    Backward: five products more for each pair; and q, k, v, the three outputs and do read once, dq, dk and dv written
+    once. What `recompute` computes again does not count.
     """
     n, products = sizes.tokens, FORWARD_PRODUCTS + BACKWARD_PRODUCTS * backward
     flops = score_flops(sizes, config) + attention_flops(sizes, sum(branch_keys(n, config)), products)
@@ -149,11 +147,7 @@ def mean_keys(keys: int, most: int) -> float:
 
 
 def neighborhood_bytes(shape: Neighborhood, direction: str, itemsize: int = 2) -> int:
-    """The byte floor: forward reads q, k, v and writes o; backward reads q, k, v, o, do and writes dq, dk, dv.
-
-    Args:
-        direction: "fwd", "bwd" or "fwd+bwd".
-    """
+    """The byte floor: forward reads q, k, v, writes o; backward reads q, k, v, o, do, writes dq, dk, dv."""
     tensors = {"fwd": 4, "bwd": 8, "fwd+bwd": 12}[direction]
     return tensors * itemsize * shape.batch * shape.tokens * shape.heads * shape.dim
 
@@ -175,13 +169,10 @@ def neighborhood_work(shape: Neighborhood, algorithm: str, *, backward: bool) ->
 
 
 def _work(l1: float, ub: float, cube: float = 0, kept: float = 0) -> Tensor:
-    """Figures of a row, float64 `[4]`.
+    """Figures of a row, float64 `[4]`: bytes, but FLOPs of the cube.
 
-    Args:
-        l1: bytes of the cube's operands, from global memory.
-        ub: bytes in and out of the vector unit's memory, what comes from the cube and goes there included.
-        cube: FLOPs.
-        kept: bytes in global memory between kernels or passes, beside inputs and outputs.
+    `l1`: the cube's operands, from global memory; `ub`: in and out of the vector unit's memory, what comes from the
+    cube and goes there included; `kept`: in global memory between kernels or passes, beside inputs and outputs.
     """
     return torch.tensor([l1, ub, cube, kept], dtype=torch.float64)
 
@@ -247,11 +238,7 @@ def _steps(shape: Neighborhood, tiles: Tiles) -> int:
 
 
 def _times_rows(shape: Neighborhood, steps: int, tiles: Tiles, crossing: int) -> Tensor:
-    """A matrix in memory times rows: read and, as an operand, written once for each slice of features.
-
-    Args:
-        crossing: bytes of an element that cross the UB.
-    """
+    """A matrix in memory times rows, of whose elements `crossing` bytes cross the UB for each slice of features."""
     walked, slices, row = steps * tiles.block_n, -(-shape.dim // tiles.block_d), shape.dim * ITEM
     ub = slices * walked * crossing + steps * shape.dim * FP32 + row
     return _work(walked / tiles.block_m * row, ub, 2 * walked * shape.dim)
@@ -265,26 +252,17 @@ def neighborhood_table(shapes: Iterable[Neighborhood]) -> str:
         for direction, algorithms in (("fwd", ("flash", "band")), ("bwd", ("flash", "band", "dense"))):
             for algorithm in algorithms:
                 work = neighborhood_work(shape, algorithm, backward=direction == "bwd")
-                figures = [_giga(figure) for figure in (neighborhood_bytes(shape, direction), *work.tolist())]
+                counts = neighborhood_bytes(shape, direction), *work.tolist()
+                figures = [f"{count / 1e9:.3g}" if count < 1e12 else f"{count / 1e9:,.0f}" for count in counts]
                 lines.append(f"| {' | '.join((str(shape), direction, algorithm, *figures))} |")
     return "\n".join(lines)
-
-
-def _giga(value: float) -> str:
-    return f"{value / 1e9:.3g}" if value < 1e12 else f"{value / 1e9:,.0f}"
 
 
 # Attention residual
 
 
 def residual_bytes(shape: Residual, direction: str, itemsize: int = 2) -> int:
-    """The byte floor: forward reads L blocks and writes out; backward reads L blocks and do and writes L gradients.
-
-    The weights and what is kept for backward (8 bytes a token and block) are left out.
-
-    Args:
-        direction: "fwd", "bwd" or "fwd+bwd".
-    """
+    """The byte floor without weights: forward reads L blocks, writes out; backward reads these, do, writes dblocks."""
     tensors = {"fwd": shape.blocks + 1, "bwd": 2 * shape.blocks + 1, "fwd+bwd": 3 * shape.blocks + 2}[direction]
     return tensors * itemsize * shape.batch * shape.tokens * shape.dim
 

@@ -77,9 +77,7 @@ def draw_blocks(
 ) -> Tensor:
     """int32 `[B,H_kv,N,count]`, ascending, then -1: the best of random scores of the blocks up to each token's own.
 
-    Args:
-        shape: B, H_kv and N.
-        weigh: scores from uniform noise, the tokens' own blocks and all blocks.
+    Args: `weigh`: scores from uniform noise, the tokens' own blocks and all blocks.
     """
     (batch, kv_heads, n), device = shape, generator.device
     blocks = -(-n // size)
@@ -115,8 +113,7 @@ def errors(
 ) -> list[Error]:
     """Errors of rows of a key/value head's group, and of the gradients of a do that is 0 elsewhere.
 
-    Args:
-        attend: gives out, and perhaps dq, dk and dv, for a do. tensors: q, k, v.
+    Args: `attend`: gives out, and perhaps dq, dk and dv, for a do. `tensors`: q, k, v.
     """
     (q, k, v), dtype = (x.detach() for x in tensors), do.dtype
     group, rows, (n, dim) = q.shape[2] // k.shape[2], checked_rows(q.shape[1], q.device), q.shape[1::2]

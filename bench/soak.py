@@ -206,11 +206,6 @@ class Trainer:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         return torch.stack([loss.detach(), norm.detach()])
 
-    def warm_up(self) -> None:
-        for work in every_kind(self.sizes):
-            self.gradients(work, 0)
-        self.optimizer.zero_grad(set_to_none=True)
-
     def train(self) -> tuple[Work, Tensor]:
         """One step: what it worked on, and its loss and norm."""
         work = draw(self.seed, self.step, self.sizes.tokens)
@@ -363,7 +358,9 @@ def run(args: argparse.Namespace, out: Path, begin: float) -> int:
         say(f"Going on after {trainer.step:,} steps in {len(before)} runs")
     with console.status("First steps, of every kind of size ..."):
         warm_up_begin = time.perf_counter()
-        trainer.warm_up()
+        for work in every_kind(trainer.sizes):
+            trainer.gradients(work, 0)
+        trainer.optimizer.zero_grad(set_to_none=True)
         watch = Watch(trainer, time.perf_counter() - warm_up_begin)
 
     def save() -> list[Row]:
@@ -401,11 +398,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def go_on(trainer: Trainer, path: Path, facts: dict[str, Any], seed: int) -> list[Row]:
-    """Bring a trainer to where a soak was, by its state; returns the runs so far.
-
-    Raises:
-        SystemExit: where the file is absent, damaged or another soak's.
-    """
+    """Bring a trainer to where a soak was, by its state; returns the runs so far. Raises SystemExit if it cannot."""
     where = relative(path)
     try:
         state = torch.load(path, map_location=trainer.device, weights_only=True)

@@ -99,10 +99,7 @@ def graph_ms(call: Callable[[], Any], device: torch.device, *, most: int) -> flo
 
 
 def copy_bandwidth() -> float:
-    """TB/s of a copy on the current CUDA device, read and written bytes counted; as a graph's node it would be slower.
-
-    What kernels can reach is measured by it better than by a data sheet.
-    """
+    """TB/s of a copy on the current CUDA device, read and written bytes counted; a graph's node would be slower."""
     source = torch.empty(GIB, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     return 2 * GIB / measure(lambda: target.copy_(source), source.device, seconds=0.1).ms_p50 / 1e9
