@@ -34,7 +34,7 @@ from bench.peers import COMPUTES, NSA, make_peer, nsa_task
 from bench.report import LOCAL_RESULTS, command_line, environment
 from bench.results_file import Results, Row, run
 from bench.roofline import choose_peaks
-from bench.show import PASS_TITLES, draw_points, label_lengths, row_line, saved_figure
+from bench.show import PASS_TITLES, plot_lengths, row_line
 
 PASSES = ("fwd", "fwd+bwd")
 PAPER = ["--preset", "paper", "--seconds", "0.3", "--out", str(LOCAL_RESULTS / "paper")]
@@ -151,25 +151,18 @@ def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
 
 
 def plot(results: Results, path: Path) -> None:
-    """A panel for each pass: times by N of NSA's backends, dense attention and peers, NSA's floor and bars."""
-    rows = results.rows
-    passes = list(dict.fromkeys(row["pass"] for row in rows))
-    with saved_figure(path, 1, len(passes), (6 * len(passes), 5)) as (figure, panels):
-        for axes, direction in zip(panels[0], passes, strict=True):
-            own = [row for row in reversed(rows) if row["pass"] == direction]  # of several modes, the first is drawn
-            lines: dict[str, dict[int, float | None]] = {}
-            for row in own:
-                shown = {row["dense"]: row["dense_ms"], **{name: row[f"{name}_ms"] for name in NSA}}
-                shown |= {f"NSA ({row['backend']})": row["ms_p50"], "NSA's floor at peak rates": row["floor_ms"]}
-                for label, ms in shown.items():
-                    lines.setdefault(label, {})[row["n"]] = ms
-            for label, points in lines.items():
-                draw_points(axes, sorted(points.items()), "--" if "floor" in label else "o-", label=label)
-            of_bars = {row["n"] for row in own if OF_BARS.items() <= row.items()} & MS_BARS.keys()
-            draw_points(axes, [(n, MS_BARS[n][direction][0]) for n in of_bars], "v", color="black", label="bar")
-            label_lengths(axes, {row["n"] for row in own}, ylabel="ms per call", title=PASS_TITLES[direction])
-        title = row_line("NSA of the paper, {h} heads over {h_kv} of {d}, on ", rows[0])
-        figure.suptitle(title + results.head["device"])
+    """A panel for each pass: times by N of NSA's backends, of several modes the first, dense attention, peers, bars."""
+    panels: dict[str, dict[str, dict[int, float | None]]] = {}
+    for row in results.rows:
+        shown = {row["dense"]: row["dense_ms"], **{name: row[f"{name}_ms"] for name in NSA}}
+        shown |= {f"NSA ({row['backend']})": row["ms_p50"], "floor at peak rates": row["floor_ms"]}
+        if OF_BARS.items() <= row.items() and row["n"] in MS_BARS:
+            shown["bar"] = MS_BARS[row["n"]][row["pass"]][0]
+        for label, ms in shown.items():
+            lines = panels.setdefault(f"ms per call, {PASS_TITLES[row['pass']]}", {})
+            lines.setdefault(label, {}).setdefault(row["n"], ms)
+    title = row_line("NSA of the paper, {h} heads over {h_kv} of {d}, on ", results.rows[0])
+    plot_lengths(path, panels, title + results.head["device"])
 
 
 if __name__ == "__main__":

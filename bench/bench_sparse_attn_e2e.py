@@ -38,7 +38,7 @@ from bench.passes import release
 from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Part, Results, Row, WrongResult, run
 from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
-from bench.show import Cell, console, draw_points, label_lengths, ms_text, print_table, saved_figure
+from bench.show import Cell, console, ms_text, plot_lengths, print_table
 from bench.timing import Timing, capture, measure, peak_memory, percentiles
 from bench.turns import NOISY, Spread, one_thread, take_turns, verdict
 from dispatch.device import describe_device
@@ -457,46 +457,19 @@ def show(rows: list[Row], said: str) -> None:
 
 def plot(rows: Sequence[Row], path: Path, device: str, peaks: Peaks | None) -> None:
     """Times and speed-ups by N: a line for each backend, block size, number of compressed blocks and mode."""
-    lengths, dense_name = [row["n"] for row in rows], rows[0]["dense"]
-    dense = sorted({(row["n"], row["dense_ms"], row["dense_extrapolated"]) for row in rows})
-    options = list(dict.fromkeys(map(options_of, rows)))
-    speeds = [row["speedup"] for row in rows]
-    styles = {
-        "eager": {"marker": "o", "markerfacecolor": "white", "linewidth": 1},
-        "queued": {"marker": "o", "linewidth": 1},
-        "graph": {"marker": "s", "linewidth": 2},
-        "turns": {"marker": "o", "linewidth": 2},
-    }
-    with saved_figure(path, 1, 2, (12, 5)) as (_, panels):
-        times, speed = panels[0]
-        draw_points(times, [(n, ms) for n, ms, _ in dense], "-", color="tab:gray")
-        for extrapolated, face in ((False, "tab:gray"), (True, "white")):
-            points = [(n, ms) for n, ms, how in dense if how == extrapolated]
-            label = f"{dense_name}, extrapolated by N²" if extrapolated else dense_name
-            draw_points(times, points, "o", color="tab:gray", markerfacecolor=face, label=label)
-        for of_line in dict.fromkeys((options_of(row), row["mode"]) for row in rows):
-            own = [row for row in rows if (options_of(row), row["mode"]) == of_line]
-            name, mode = of_line
-            label = f"NSA, {name}, {mode}"
-            drawn = {**styles[mode], "linestyle": "-", "color": f"C{options.index(name)}", "label": label}
-            draw_points(times, [(row["n"], row["ms_p50"]) for row in own], **drawn)
-            draw_points(speed, [(row["n"], row["speedup"]) for row in own], **drawn)
-        bounds: dict[str, dict[int, float]] = {}
-        for row in rows:
-            if peaks is not None:
-                floor = dense_floor_ms(sizes_of(row), peaks, backward=row["pass"] == "fwd+bwd")
-                bounds.setdefault(options_of(row), {})[row["n"]] = floor / row["floor_ms"]
-        for name, bound in bounds.items():
-            draw_points(speed, bound.items(), "--", color=f"C{options.index(name)}", label=f"roofline, {name}")
-            speeds += bound.values()
-        speed.axhline(1, color="tab:gray", linewidth=1)
-        low, high = min(1.0, *speeds) / 2, max(1.0, *speeds) * 2
-        ticks = [tick for e in range(-3, 4) for m in (1, 2, 5) if low <= (tick := m * 10.0**e) <= high]
-        speed.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])
-        at_peak = "" if peaks is None else f"\nroofline: {peaks.tflops:g} TFLOP/s, {peaks.tbs:g} TB/s"
-        label_lengths(times, lengths, ylabel="ms per call", title=f"{rows[0]['pass']}, {rows[0]['inputs']} input")
-        title = f"speed-up on {device}{at_peak}"
-        label_lengths(speed, lengths, ylabel="dense time / NSA time", title=title)
+    times: dict[str, dict[int, float | None]] = {}
+    speeds: dict[str, dict[int, float | None]] = {}
+    for row in rows:
+        dense, name, n = f"{'extrapolated ' * row['dense_extrapolated']}{row['dense']}", options_of(row), row["n"]
+        times.setdefault(dense, {})[n] = row["dense_ms"]
+        times.setdefault(f"NSA, {name}, {row['mode']}", {})[n] = row["ms_p50"]
+        speeds.setdefault(f"NSA, {name}, {row['mode']}", {})[n] = row["speedup"]
+        if peaks is not None:
+            floor = dense_floor_ms(sizes_of(row), peaks, backward=row["pass"] == "fwd+bwd")
+            speeds.setdefault(f"roofline, {name}", {})[n] = floor / row["floor_ms"]
+    at_peak = "" if peaks is None else f"; roofline: {peaks.tflops:g} TFLOP/s, {peaks.tbs:g} TB/s"
+    panels = {"ms per call": times, "dense time / NSA time": speeds}
+    plot_lengths(path, panels, f"{rows[0]['pass']}, {rows[0]['inputs']} input, on {device}{at_peak}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from string import Formatter
@@ -20,6 +20,7 @@ with needed("rich"):
     from rich.table import Table
 
 TABLE_WIDTH = 140  # Columns that a table may take if the terminal has fewer, or if there is none
+COMPUTED = ("bar", "extrapolated", "floor", "roofline")
 PASS_TITLES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 console = Console()
 
@@ -85,20 +86,22 @@ def saved_figure(path: Path, rows: int, columns: int, size: tuple[float, float])
         figure.savefig(written, dpi=150)
 
 
-def label_lengths(axes: Any, lengths: Iterable[int], **labels: str) -> None:
-    """Ticks at numbers of tokens, a grid and a legend."""
-    axes.set(xlabel="tokens N", **labels)
-    ticks = sorted(set(lengths))
-    axes.set_xticks(ticks, [short(n) for n in ticks], minor=False)
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-
-
-def draw_points(axes: Any, points: Iterable[tuple[float, float | None]], *style: str, **options: Any) -> None:
-    """A line through the points that have a value, on logarithmic axes."""
-    if measured := [(x, y) for x, y in points if y is not None]:
-        axes.loglog(*zip(*measured, strict=True), *style, **options)
+def plot_lengths(path: Path, panels: Mapping[str, Mapping[str, Mapping[int, float | None]]], title: str) -> None:
+    """A panel for each heading: lines by label, of values by tokens. Lines of COMPUTED values are dashed."""
+    with saved_figure(path, 1, len(panels), (6 * len(panels), 5)) as (figure, row):
+        for axes, (heading, lines) in zip(row[0], panels.items(), strict=True):
+            for label, points in lines.items():
+                if measured := [(n, value) for n, value in sorted(points.items()) if value is not None]:
+                    axes.loglog(
+                        *zip(*measured, strict=True), "x--" if label.startswith(COMPUTED) else "o-", label=label
+                    )
+            axes.set(xlabel="tokens N", title=heading)
+            lengths = sorted({n for points in lines.values() for n in points})
+            axes.set_xticks(lengths, [short(n) for n in lengths])
+            axes.set_xticks([], minor=True)
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize="small")
+        figure.suptitle(title)
 
 
 def short(n: int) -> str:
