@@ -258,22 +258,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     common.add_device(parser)
     add = parser.add_argument
     add("--demo", action="store_true", help="real text and sizes that take about a minute on this machine")
-    add(
-        "--seqlens",
-        type=comma_list(positive),
-        metavar="N,N,...",
-        help="tokens per sequence, such as 4096,8192 or 4K,8K,1M",
-    )
-    add(
-        "--backends", "--backend", nargs="+", metavar="BACKEND", help="rows of each; default: the one that runs unasked"
-    )
+    lengths = "tokens per sequence, such as 4096,8192 or 4K,8K,1M"
+    add("--seqlens", type=comma_list(positive), metavar="N,N,...", help=lengths)
+    backends = "rows of each; default: the one that runs unasked"
+    add("--backends", "--backend", nargs="+", metavar="BACKEND", help=backends)
     add("--input", choices=KINDS, help="default: random; the demo: text")
     add("--seconds", type=above_zero, help="of each timing; default: 1, the demo on a CPU: 2")
     add("--backward", action="store_true", help="check and time forward + backward; peak memory is of everything alive")
     add("--recompute", action="store_true", help="with --backward: keep less and compute it again, as in nsa")
     add("--ungated", action="store_true", help="weigh the branches by 1/3 instead of learned gates")
     modes = "see above; queued: then dense attention too; default: eager, on CUDA forward eager,graph"
-    add("--modes", type=comma_list(_mode), metavar="MODE,...", help=modes)
+    add("--modes", type=comma_list(str), metavar="MODE,...", help=modes)
     add("--no-dense-above", type=positive, metavar="N", help="from there on, extrapolate dense attention's time by N^2")
     options = parser.add_argument_group("options of NSA (see NSAConfig); lists make a row for each combination")
     add = options.add_argument
@@ -307,6 +302,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.recompute and not args.backward:
         parser.error("--recompute goes with --backward")
     for mode in args.modes or ():
+        if mode not in MODES:
+            parser.error(f"--modes must be among {', '.join(MODES)}, got {mode!r}")
         if mode != "eager" and args.device != "cuda":
             parser.error(f"--modes {mode} needs --device cuda, got {args.device}")
         if mode == "graph" and args.backward:
@@ -327,12 +324,6 @@ def make_configs(args: argparse.Namespace) -> list[NSAConfig]:
         sizes = [{**size, "select_block_size": args.select_size} for size in sizes]
     chosen = [{}] if args.num_cmp is None else [{"num_cmp_selected_blocks": count} for count in args.num_cmp]
     return [replace(config, **size, **count) for size, count in product(sizes, chosen)]
-
-
-def _mode(text: str) -> str:
-    if text not in MODES:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(MODES)}, got {text!r}")
-    return text
 
 
 def _count_or_none(text: str) -> int | None:

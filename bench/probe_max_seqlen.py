@@ -40,7 +40,7 @@ from bench import common
 from bench.common import DTYPES, PRESETS, above_zero, choose_dense, positive
 from bench.inputs import KINDS, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
-from bench.results_file import held
+from bench.results_file import differences, held
 from bench.show import console, print_table, say
 from bench.timing import proc_bytes
 from nsa import NSAConfig, nsa, nsa_forward
@@ -285,9 +285,7 @@ def open_state(path: Path, facts: dict[str, Any], settings: Settings, *, restart
         raise SystemExit(
             f"{path} holds no state of this probe; name another --out, or overwrite with --restart"
         ) from error
-    now = {**asdict(settings), **facts}
-    changes = [f"{name} is {now[name]!r}, was {before.get(name)!r}" for name in now if now[name] != before.get(name)]
-    if changes:
+    if changes := differences({**asdict(settings), **facts}, before):
         return fresh, f"Starting anew, since the trials in {path} differ: {'; '.join(changes)}"
     return State(path, facts, settings, limit, trials), f"Going on from the {len(trials)} trials in {path}"
 

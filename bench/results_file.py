@@ -125,9 +125,7 @@ class Results:
         if content.get("gate") != "unfinished":
             return ""
         now = json.loads(json.dumps(self.head))
-        changes = [
-            f"{name} is {now[name]!r}, was {content.get(name)!r}" for name in now if now[name] != content.get(name)
-        ]
+        changes = differences(now, content)
         try:
             parts, rows = {}, iter(content["rows"])
             for part in content["parts"]:
@@ -182,6 +180,11 @@ def run(
     written = (with_ending(out, ending) for ending in (".png", ".csv", ".json"))
     say("   ".join(str(relative(path)) for path in written if path.exists()))
     return 0
+
+
+def differences(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """Fields of `now` that are others in a file of before, for readers."""
+    return [f"{name} is {now[name]!r}, was {before.get(name)!r}" for name in now if now[name] != before.get(name)]
 
 
 def read_results(path: Path) -> dict[str, Any]:

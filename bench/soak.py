@@ -41,7 +41,7 @@ from torch.nn.functional import cross_entropy, silu
 from bench.bars import Bar
 from bench.common import above_zero, add_device, make_parser, parse_args, positive, with_ending
 from bench.report import LOCAL_RESULTS, environment, relative, replacing, write_json
-from bench.results_file import Row, claimed, read_results
+from bench.results_file import Row, claimed, differences, read_results
 from bench.show import console, say, show_bars
 from bench.timing import resident
 from dispatch.device import first_line
@@ -402,11 +402,9 @@ def go_on(trainer: Trainer, path: Path, facts: dict[str, Any], seed: int) -> lis
     where = relative(path)
     try:
         state = torch.load(path, map_location=trainer.device, weights_only=True)
-        content = state["results"]
-        same = {name: content[name] for name in ("device", "versions", "seed")}
-        runs: list[Row] = content["runs"]
+        runs: list[Row] = state["results"]["runs"]
         now = {"device": facts["device"], "versions": facts["versions"], "seed": seed}
-        changes = [f"{name} is {now[name]!r}, was {same[name]!r}" for name in now if now[name] != same[name]]
+        changes = differences(now, state["results"])
         if not changes:
             trainer.load(state)
     except FileNotFoundError as error:
@@ -457,13 +455,11 @@ def train(watch: Watch, save: Callable[[], Any], until: float, most_steps: int |
 def show(runs: list[Row], out: Path) -> int:
     """Print the results of the runs; 1 if something failed."""
     for run in runs:
-        first, last = run["records"][0], run["records"][-1]
-        say(
-            f"{run['steps']:,} steps, {run['tokens']:,} tokens in {run['minutes']:g} minutes, after "
-            f"{run['warm_up_s']:g} s of first steps; loss {first['loss']:.3f} to {last['loss']:.3f}"
-        )
+        records = {"first": run["records"][0], "last": run["records"][-1]}
+        text = "{steps:,} steps, {tokens:,} tokens in {minutes:g} minutes, after {warm_up_s:g} s of first steps; "
+        say((text + "loss {first[loss]:.3f} to {last[loss]:.3f}").format(**run, **records))
         for late in run["late"]:
-            say(f"  compiled {late['kernels']} kernels at step {late['step']}: {late['work']}")
+            say("  compiled {kernels} kernels at step {step}: {work}".format(**late))
     found = bars(runs)
     show_bars(found)
     say(f"Everything: {relative(out)}")
