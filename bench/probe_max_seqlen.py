@@ -425,21 +425,16 @@ def limited_memory(extra: int) -> Iterator[None]:
 
     RLIMIT_DATA counts what a process can write to. Where the system does not enforce it: RLIMIT_AS, all addresses.
     """
-    kinds = {resource.RLIMIT_DATA: "VmData", resource.RLIMIT_AS: "VmSize"}
-    before = {kind: resource.getrlimit(kind) for kind in kinds}
-    try:
-        for kind, field in kinds.items():
-            resource.setrlimit(kind, (proc_bytes("/proc/self/status", field) + extra, before[kind][1]))
+    for kind, field in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+        soft, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (proc_bytes("/proc/self/status", field) + extra, hard))
+        try:
             if not can_map(extra + 2**20):
-                break
-        else:
-            raise RuntimeError(
-                "this system enforces neither RLIMIT_DATA nor RLIMIT_AS, so --memory-limit means nothing"
-            )
-        yield
-    finally:
-        for kind, limits in before.items():
-            resource.setrlimit(kind, limits)
+                yield
+                return
+        finally:
+            resource.setrlimit(kind, (soft, hard))
+    raise RuntimeError("this system enforces neither RLIMIT_DATA nor RLIMIT_AS, so --memory-limit means nothing")
 
 
 def can_map(size: int) -> bool:
@@ -455,17 +450,12 @@ def can_map(size: int) -> bool:
 
 
 def announce(settings: Settings, memory_limit: int | None, device: str, notes: list[str]) -> None:
-    sizes = f"B={settings.batch} H={settings.heads} H_kv={settings.kv_heads} D={settings.dim}"
-    parts = [f"{sizes} {settings.dtype}", f"{settings.input} input"]
-    if settings.op == "nsa":
-        changed = "".join(f", {name}={value}" for name, value in settings.options.items())
-        parts.append(f"preset {settings.preset}{changed}, backend {settings.backend}")
-    else:
-        parts.append(str(settings.dense))
+    what = f"preset {settings.preset}, backend {settings.backend}" if settings.op == "nsa" else str(settings.dense)
+    parts = [f"B={settings.batch} H={settings.heads} H_kv={settings.kv_heads} D={settings.dim} {settings.dtype}"]
+    parts += [f"{settings.input} input", what, *(f"{name}={value}" for name, value in settings.options.items())]
     if memory_limit is not None:
         parts.append(f"memory limit {memory_limit / 2**20:,.0f} MiB")
-    passes = "forward + backward" if settings.backward else "forward"
-    passes += ", recomputing" if settings.recompute else ""
+    passes = f"forward{' + backward' * settings.backward}{', recomputing' * settings.recompute}"
     say(f"Longest sequence for {settings.op} {passes} on {device}: {'; '.join(parts)}", style="bold")
     for note in filter(None, notes):
         say(note, style="yellow")
