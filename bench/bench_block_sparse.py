@@ -38,6 +38,7 @@ from bench.results_file import Row, hold, run
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, Work, choose_peaks, mean_keys
 from bench.selected_branch import Branch, checked_rows, draw_blocks, visible_keys
 from bench.timing import measure
+from dispatch.device import first_line
 from nsa import block_sparse_attention, top_blocks_by_max
 
 OPS = ("block_sparse", "top_blocks", "m3_layer")
@@ -78,14 +79,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure_case(
     case: Case, args: argparse.Namespace, device: torch.device, peaks: Peaks | None
-) -> tuple[list[Row], list[str]]:
-    """The row of a case, and what did not run."""
+) -> Iterator[Row | str]:
     release(device)
     try:
         problem = PROBLEMS[case.op](case, args, device)
     except ImportError as absent:
-        return [], [f"{case.name} did not run: {absent}"]
-    error, missing, host = problem.check(), [], device.type == "cpu"
+        yield f"{case.name} did not run: {absent}"
+        return
+    error, host = problem.check(), device.type == "cpu"
     hold(case.name, error)
     own = measure(problem.call, device, seconds=args.seconds, host=host)
     others: dict[str, float | None] = dict.fromkeys(PEERS)
@@ -94,7 +95,7 @@ def measure_case(
         try:
             others[name] = measure(problem.peer(name), device, seconds=args.seconds, host=host).ms_p50
         except Exception as failure:  # whatever a peer raises is why it has no time
-            missing.append(f"{name} did not run: {str(failure).partition(chr(10))[0]} ({case.name})")
+            yield f"{name} did not run: {first_line(failure)} ({case.name})"
     floor = None if peaks is None else problem.work().floor_ms(peaks.tbs, peaks.tflops)
     dense = None if others["dense"] is None else choose_dense(device, problem.dtype).name
     row = {"op": case.op, "block": case.block, "k": args.count, "pass": case.direction, "backend": args.backend}
@@ -102,7 +103,7 @@ def measure_case(
     row |= {"h": args.heads, "h_kv": args.kv_heads, "d": args.dim, **own.fields, "peak_gib": own.peak_gib}
     row |= {"floor_ms": floor, "share_of_floor": ratio(floor, own.ms_p50), "dense": dense}
     row |= {f"{name}_ms": ms for name, ms in others.items()}
-    return [{**row, "error": error.error, "error_budget": error.budget, "command": args.command}], missing
+    yield {**row, "error": error.error, "error_budget": error.budget, "command": args.command}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -331,8 +331,8 @@ def run_alone(args: argparse.Namespace) -> int:
     return run(args, environment(device), lambda _: parts, LINE, **report(args, find_bars))
 
 
-def time_shares(case: Case, args: argparse.Namespace, device: torch.device) -> tuple[list[Row], list[str]]:
-    """Rows of all ranks, and what did not run: nothing. Raises WrongResult."""
+def time_shares(case: Case, args: argparse.Namespace, device: torch.device) -> list[Row]:
+    """Rows of all ranks. Raises WrongResult."""
     config, tensors = config_of(case, device), make_tensors(case, args, device)
     whole = Whole(config, tensors, make_do(tensors["q"]))
     layout = make_layout(case.n, None, case.ranks, case.layout, tile_of(config, device))
@@ -345,7 +345,7 @@ def time_shares(case: Case, args: argparse.Namespace, device: torch.device) -> t
         call: Callable[[], Any] = share.forward if direction == "fwd" else share.both
         timing, tokens = measure(call, device, seconds=args.seconds), layout.lengths[rank]
         rows.append(make_row(case, args, rank, "alone", direction, timing.ms_p50, timing.peak_gib, tokens))
-    return rows, []
+    return rows
 
 
 def divide(args: argparse.Namespace, whole: Whole, layout: Layout) -> list[ShareOf]:
@@ -432,13 +432,13 @@ class Together:
             if case.name not in done[0]:
                 yield case.name, partial(self.measure, case)
 
-    def measure(self, case: Case) -> tuple[list[Row], list[str]]:
-        """Rows of all ranks, and what did not run: nothing. Raises WrongResult on all of them."""
+    def measure(self, case: Case) -> list[Row]:
+        """Rows of all ranks. Raises WrongResult on all of them."""
         if case.ranks == 1:
-            return self.time_undivided(case), []
+            return self.time_undivided(case)
         if red := self.check(case):
             raise WrongResult(f"{case.name}: {red}")
-        return self.time(case), []
+        return self.time(case)
 
     # Checks
 

@@ -43,6 +43,7 @@ from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Row, hold, run
 from bench.roofline import choose_peaks
 from bench.timing import BUSY_CYCLES, Timing, capture, measure
+from dispatch.device import first_line
 from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
 
 HEADS = ("64/4", "32/8")
@@ -305,17 +306,16 @@ def plain(
 # Timing
 
 
-def measure_case(
-    case: Case, args: argparse.Namespace, device: torch.device, tbs: float | None
-) -> tuple[list[Row], list[str]]:
-    """A row for each mode, and what did not run."""
+def measure_case(case: Case, args: argparse.Namespace, device: torch.device, tbs: float | None) -> Iterator[Row | str]:
+    """A row for each mode."""
     step = make_step(case, args, device)
     if isinstance(step, str):
-        return [], [step]
+        yield step
+        return
     with step.cache.table.step(case.n_q):
         error = check(step)
         hold(case.name, error)
-        least, missing = floor_bytes(case, step.config, args.dim), []
+        least = floor_bytes(case, step.config, args.dim)
         timings = {"eager": measure(step.call, device, seconds=args.seconds)}
         if device.type == "cuda":
             copies = [step, *(step.copy() for _ in range(num_copies(least) - 1))]
@@ -326,14 +326,15 @@ def measure_case(
         for name, make in () if args.no_peers else (("dense", dense_layer), ("fla", fla_layer)):
             try:
                 beside[f"{name}_ms"], eagerly = time_peer(make(step), dense_bytes, device, args.seconds)
-                missing += [f"{name} is timed eagerly: {eagerly} ({case.name})"] if eagerly else []
+                if eagerly:
+                    yield f"{name} is timed eagerly: {eagerly} ({case.name})"
             except Exception as failure:  # whatever a peer raises is why it has no time
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)  # raises, from this error, where no kernel runs any more
-                missing.append(f"{name} did not run: {str(failure).partition(chr(10))[0]} ({case.name})")
+                yield f"{name} did not run: {first_line(failure)} ({case.name})"
         of_case = case_fields("decode", case, args, error) | beside
         floor, host = beside["floor_ms"], {"eager": host_us(step.call, device)}
-        return [of_case | time_fields(mode, x, floor, host.get(mode)) for mode, x in timings.items()], missing
+        yield from (of_case | time_fields(mode, x, floor, host.get(mode)) for mode, x in timings.items())
 
 
 def case_fields(op: str, case: Case, args: argparse.Namespace, error: Error) -> Row:
@@ -379,7 +380,7 @@ def time_layers(calls: Sequence[Callable[[], Any]], device: torch.device, second
     return measure(graph.replay, device, seconds=seconds, host=False).per(LAYERS)
 
 
-def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: int) -> tuple[list[Row], list[str]]:
+def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: int) -> list[Row]:
     """A prompt of n tokens in chunks with a cache, and as one call without: two rows, with the largest difference."""
     h, h_kv = args.prefill_heads
     case, dtype = Case("paper", h, h_kv, n, 1, chunk), DTYPES[args.dtype]
@@ -407,7 +408,7 @@ def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: 
     ways: dict[str, Callable[[], Any]] = {"chunks": lambda: [append(part) for part in parts][-1], "whole": whole}
     timings = {mode: measure(call, device, seconds=args.seconds, host=False) for mode, call in ways.items()}
     of_case = case_fields("prefill", case, args, error) | {"floor_ms": None, "dense_ms": None, "fla_ms": None}
-    return [of_case | time_fields(mode, timing) for mode, timing in timings.items()], []
+    return [of_case | time_fields(mode, timing) for mode, timing in timings.items()]
 
 
 def floor_bytes(case: Case, config: NSAConfig, dim: int) -> int:

@@ -35,6 +35,7 @@ from bench.extras import needed
 from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Results, Row, run
 from bench.timing import capture, measure
+from dispatch.device import first_line
 
 MODELS = ("dense", "dense_unmasked", "nsa")
 MODES = ("eager", "graph", "compiled")
@@ -149,13 +150,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure_case(
     part: str, models: dict[str, Any], device: torch.device, name: str, mode: str, n: int, b: int, padded: bool
-) -> tuple[list[Row], list[str]]:
+) -> Iterator[Row | str]:
     """The row of a case; or why it cannot run, such as too little memory or a call that no graph can hold."""
     try:
         timing = time_step(models[name], mode, b, n, padded, device)
     except (RuntimeError, ValueError, dispatch.BackendError) as failure:
-        return [], [f"{part}: {str(failure).splitlines()[0]}"]
-    return [{"model": name, "mode": mode, "b": b, "n": n, "padded": padded, **timing.fields}], []
+        yield f"{part}: {first_line(failure)}"
+    else:
+        yield {"model": name, "mode": mode, "b": b, "n": n, "padded": padded, **timing.fields}
 
 
 def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:

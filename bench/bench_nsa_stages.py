@@ -77,9 +77,9 @@ def main(argv: list[str] | None = None) -> int:
             sizes, here = Sizes(1, n, *heads, DIM), Peaks(peaks.tflops, copy_tbs)
             yield f"{n} {heads[0]}/{heads[1]} {config.num_cmp_selected_blocks}", partial(part, sizes, config, here)
 
-    def part(sizes: Sizes, config: NSAConfig, here: Peaks) -> tuple[list[Row], list[str]]:
+    def part(sizes: Sizes, config: NSAConfig, here: Peaks) -> list[Row]:
         stages = (backward_stages if args.backward else forward_stages)(sizes, config, here)
-        return [row_of(sizes, config, stage) for stage in stages], []
+        return [row_of(sizes, config, stage) for stage in stages]
 
     split = {"split": takes_atomic_free()} if args.backward and not args.token else {}
     head = {**facts, "peak_tflops": peaks.tflops}

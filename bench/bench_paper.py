@@ -74,10 +74,10 @@ def main(argv: list[str] | None = None) -> int:
     peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
     print(f"NSA of the paper beside {', '.join([dense.name, *args.peers])}, {args.dtype}, on {facts['device']}")
 
-    def measure(one: argparse.Namespace, some: list[Variant]) -> tuple[list[Row], list[str]]:
-        rows = [row for _, part in e2e.Job(one, some, dense, peaks).sweep({}) for row in part()[0]]
+    def measure(one: argparse.Namespace, some: list[Variant]) -> list[Row | str]:
+        rows = [row for _, part in e2e.Job(one, some, dense, peaks).sweep({}) for row in part()]
         peers, missing = time_peers(one, device)
-        return [row | peers for row in rows], missing
+        return [*(row | peers for row in rows), *missing]
 
     parts = [
         (f"N={one.seqlens[0]} {PASSES[one.backward]}", partial(measure, one, some))

@@ -178,10 +178,8 @@ class Job:
             ms, gib = timed[n]
         return dense_fields(self.dense, ms, gib, extrapolated)
 
-    def measure(
-        self, inputs: NSAInputs, variant: Variant, sample: Sample, mode: str, dense: Row
-    ) -> tuple[list[Row], list[str]]:
-        """The row of a mode, and what did not run: nothing. Raises WrongResult."""
+    def measure(self, inputs: NSAInputs, variant: Variant, sample: Sample, mode: str, dense: Row) -> Iterator[Row]:
+        """The row of a mode. Raises WrongResult."""
         n = inputs.q.shape[1]
         timing = measure_mode(mode, nsa_call(inputs, variant), sample, self.device, self.args.seconds)
         if timing is None:
@@ -191,7 +189,7 @@ class Job:
             itemsize, backward = inputs.q.itemsize, self.args.backward
             floor = nsa_floor_ms(sizes_of(row), variant.config, self.peaks, itemsize, backward=backward)
             row |= {"floor_ms": floor, "share_of_floor": floor / timing.ms_p50}
-        return [row], []
+        yield row
 
     def turns(self, done: Mapping[str, Part]) -> Iterator[Measurement]:
         """The demo on a CPU: a part for each length, with a row for each combination of options."""
@@ -202,7 +200,7 @@ class Job:
                     status.update(f"N={n}: dense attention and NSA in turn")
                     yield f"N={n}", partial(self.turns_of, n, *checked)
 
-    def turns_of(self, n: int, inputs: NSAInputs, samples: Mapping[Variant, Sample]) -> tuple[list[Row], list[str]]:
+    def turns_of(self, n: int, inputs: NSAInputs, samples: Mapping[Variant, Sample]) -> Iterator[Row]:
         """Rows of a length; `speedup` is the median over turns. Times are CPU time of one thread."""
         backward = self.args.backward
         calls = [dense_call(inputs, self.dense, backward), *(nsa_call(inputs, variant) for variant in samples)]
@@ -213,12 +211,11 @@ class Job:
             everything(Timing(*percentiles(own), peak, len(own)), some, backward)
             for own, peak, some in zip(times, peaks, given, strict=True)
         ]
-        dense, rows = dense_fields(self.dense, timings[0].ms_p50, timings[0].peak_gib, False), []
+        dense = dense_fields(self.dense, timings[0].ms_p50, timings[0].peak_gib, False)
         for (variant, sample), own, timing in zip(samples.items(), times[1:], timings[1:], strict=True):
             ratio = Spread.of([dense_ms / ms for dense_ms, ms in zip(times[0], own, strict=True)])
             row = self.row(n, variant, sample, "turns", timing, dense) | {"speedup": ratio.p50, "turns": timing.repeats}
-            rows.append({**row, "speedup_p20": ratio.p20, "speedup_p80": ratio.p80, "faster": ratio.faster})
-        return rows, []
+            yield {**row, "speedup_p20": ratio.p20, "speedup_p80": ratio.p80, "faster": ratio.faster}
 
     def row(self, n: int, variant: Variant, sample: Sample, mode: str, timing: Timing, dense: Row) -> Row:
         """Times in ms, memory in GiB: beyond the inputs, for forward + backward all of it. There is no floor yet."""

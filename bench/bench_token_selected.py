@@ -85,8 +85,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure_case(
     n: int, heads: int, kv_heads: int, choice: str, given: Tensor | None, copy_tbs: float, tflops: float
-) -> tuple[list[Row], list[str]]:
-    """A row for each stage, and why fla has no time. Raises WrongResult."""
+) -> Iterator[Row | str]:
+    """A row for each stage. Raises WrongResult."""
     branch, where = make_branch(n, heads, kv_heads, choice, given), f"{n:>8} {heads:>3}/{kv_heads} {choice:<8}"
     if wrong := [f"{where}{error}" for error in errors(branch)]:
         raise WrongResult(*wrong)
@@ -94,8 +94,8 @@ def measure_case(
     took = peer_times(branch)
     for row in rows:
         ms = took.get(row["stage"])
-        row["fla_ms"] = None if isinstance(ms, str) else ms
-    return rows, [f"{where}{stage}: fla: {why}" for stage, why in took.items() if isinstance(why, str)]
+        yield {**row, "fla_ms": None if isinstance(ms, str) else ms}
+    yield from (f"{where}{stage}: fla: {why}" for stage, why in took.items() if isinstance(why, str))
 
 
 def make_branch(n: int, heads: int, kv_heads: int, choice: str, given: Tensor | None = None) -> Branch:

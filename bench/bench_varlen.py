@@ -55,10 +55,10 @@ def main(argv: list[str] | None = None) -> int:
         for name, way in ways.items():
             yield name, partial(measured, name, way)
 
-    def measured(name: str, way: Way) -> tuple[list[Row], list[str]]:
+    def measured(name: str, way: Way) -> Iterator[Row]:
         timing = measure(way.call, device, seconds=0.5).holding(way.given if args.backward else [])
         row = {"name": name, "ms_p50": timing.ms_p50, "peak_gib": timing.peak_gib}
-        return [{**row, "tokens_per_ms": sum(lengths) / timing.ms_p50}], []
+        yield {**row, "tokens_per_ms": sum(lengths) / timing.ms_p50}
 
     return run(args, {**environment(device), **facts}, parts, LINE, fields=lambda _: {})
 

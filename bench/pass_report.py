@@ -134,24 +134,20 @@ class OpBenchmark(Generic[S]):
         given = args.peak_tbs or next(known, None)
         tbs = results.fact("floor_tbs", lambda: given or (copy_bandwidth() if device.type == "cuda" else None))
 
-        def measure(shape: S, names: list[str]) -> tuple[list[Row], list[Missing]]:
+        def measure(shape: S, names: list[str]) -> Iterator[Row | Missing]:
             ours = [Candidate(name, self.call(shape, args, name)) for name in names]
             peers = {name: partial(make_peer, peer, shape) for name, peer in self.peers.items()}
             make = partial(self.task, shape, device, dtype)
             measured = compare(str(shape), make, ours, peers, plan, status.update)
-            missing = [
-                (name, why, f"{shape} {direction}")
-                for name, direction in product(self.peers, plan.passes)
-                if isinstance(why := measured[name, direction], str)
-            ]
+            for name, direction in product(self.peers, plan.passes):
+                if isinstance(why := measured[name, direction], str):
+                    yield name, why, f"{shape} {direction}"
             found = {key: one for key, one in measured.items() if isinstance(one, Measured)}
-            rows = []
             for name, direction in product(names, plan.passes):
                 row: Row = {"op": self.op, "pass": direction, "backend": name, "default": name == names[0]}
                 row |= self.figures(shape, args, (name, direction), found)
                 floor = None if tbs is None else self.moved(shape, direction, dtype.itemsize) / tbs / 1e9
-                rows.append({**row, "floor_ms": floor, "share_of_floor": ratio(floor, row["ms_p50"])})
-            return rows, missing
+                yield {**row, "floor_ms": floor, "share_of_floor": ratio(floor, row["ms_p50"])}
 
         with console.status("") as status:
             for shape, names in backends.items():

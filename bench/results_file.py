@@ -27,8 +27,8 @@ from bench.show import row_line, say, show_bars
 INTERRUPTED = 130  # Status of a script that Ctrl-C ended
 FIELDS = ("gate", "red", "parts", "rows")  # Fields of the file besides those that all rows share
 Row = dict[str, Any]
-Measurement = tuple[str, Callable[[], tuple[list[Row], list[Any]]]]
-"""The name of a part, and a function that returns its rows and what did not run, or raises WrongResult."""
+Measurement = tuple[str, Callable[[], Iterable[Any]]]
+"""The name of a part, and a function that gives its rows, and reasons why something did not run; or WrongResult."""
 
 
 class WrongResult(Exception):
@@ -82,7 +82,8 @@ class Results:
         try:
             for name, run in parts:
                 if name not in self.parts:
-                    rows, missing = run()
+                    found = list(run())
+                    rows, missing = ([x for x in found if isinstance(x, dict) == is_row] for is_row in (True, False))
                     self.add(name, rows, missing)
                     if line is not None:
                         print(*(row_line(line, row) for row in rows), *map(reason, missing), sep="\n", flush=True)

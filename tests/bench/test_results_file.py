@@ -103,12 +103,12 @@ def test_parts_are_measured_once_up_to_a_wrong_one(tmp_path: Path, capsys: pytes
     def measured(wrong: str, *, stop: str = "") -> list[str]:
         seen: list[str] = []
 
-        def measure(name: str) -> tuple[list[dict[str, Any]], list[str]]:
+        def measure(name: str) -> list[dict[str, Any] | str]:
             if name == stop:
                 raise KeyboardInterrupt
             seen.append(name)
             hold(name, Error("", 2.0 if name == wrong else float("nan") if wrong == "nan" else 1.0, 1.0))
-            return [{"name": name}], [f"{name} lacks"]
+            return [{"name": name}, f"{name} lacks"]
 
         with open_results(tmp_path / "run", HEAD) as results:
             parts = [(name, functools.partial(measure, name)) for name in "abc"]
