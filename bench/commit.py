@@ -16,10 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 STAMP_NAME = ".commit.json"
-SOURCES = (".", ":(exclude)bench/results")
-"""Paths as arguments of git."""
-DIGITS = 12
-"""Digits of a commit's name that are shown."""
+SOURCES = (".", ":(exclude)bench/results")  # Paths as arguments of git
+DIGITS = 12  # Digits of a commit's name that are shown
 DIGEST_DIGITS = 16
 
 
@@ -29,32 +27,22 @@ def commit(root: Path = ROOT) -> str:
 
     A stamp counts unless git knows a later commit to be checked out. Looked up once for each process.
     """
-    head = _head(root)
-    stamp = _read_stamp(root)
+    head, stamp = _head(root), _read_stamp(root)
     if stamp is None or _came_before(root, stamp["commit"], head):
         if head is None:
             return "unknown"
-        return f"{head[:DIGITS]}+changes" if changes(root) else head[:DIGITS]
-    named: str = stamp["commit"][:DIGITS]
-    files: dict[str, str] = stamp["files"]
+        return f"{head[:DIGITS]}{'+changes' * bool(changes(root))}"
+    named, files = stamp["commit"][:DIGITS], stamp["files"]
     differing = [path for path, digest in files.items() if digest_of(root / path) != digest]
-    if not differing:
-        return named
-    examples = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
-    print(
-        f"{len(differing)} of {len(files)} files differ from those that {STAMP_NAME} names ({examples}), so results "
-        f"will name {named}+changes",
-        file=sys.stderr,
-    )
-    return f"{named}+changes"
+    if differing:
+        examples = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
+        where = f"{len(differing)} of {len(files)} files differ from those that {STAMP_NAME} names ({examples})"
+        print(f"{where}, so results will name {named}+changes", file=sys.stderr)
+    return f"{named}{'+changes' * bool(differing)}"
 
 
 def write_stamp(root: Path = ROOT) -> str:
-    """Write STAMP_NAME, which goes along with a copy of the checkout; returns what it says.
-
-    Raises:
-        ValueError: for a checkout that has changes, whose commit would not be its sources', or that is none.
-    """
+    """Write STAMP_NAME, which goes along with a copy of the checkout. Raises ValueError for one with changes."""
     head = _head(root)
     if head is None:
         raise ValueError(f"{root} is no git checkout with a commit")

@@ -41,6 +41,16 @@ def positive(text: str) -> int:
     return int(number) * unit
 
 
+def head_counts(text: str) -> tuple[int, int]:
+    try:
+        heads, kv_heads = map(positive, text.split("/"))
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise argparse.ArgumentTypeError(f"must be query/key heads such as 64/4, got {text!r}") from error
+    if heads % kv_heads:
+        raise argparse.ArgumentTypeError(f"must be a multiple of heads over heads, got {text!r}")
+    return heads, kv_heads
+
+
 def comma_list(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """Argument type: items with commas between them; what comes twice counts once."""
     return lambda text: list(dict.fromkeys(item(part.strip()) for part in text.split(",")))
@@ -128,11 +138,7 @@ def nsa_facts(
     backward: bool,
     recompute: bool = False,
 ) -> dispatch.Call:
-    """Facts that the dispatcher needs of such a call, before any tensor is made.
-
-    Raises:
-        TypeError, ValueError: for sizes that NSA does not support with these options.
-    """
+    """Facts that the dispatcher needs of such a call. Raises TypeError or ValueError for sizes that NSA refuses."""
     q, k = (
         torch.empty((sizes.batch, 1, heads, sizes.dim), dtype=dtype, device="meta")
         for heads in (sizes.heads, sizes.kv_heads)
@@ -144,11 +150,7 @@ def nsa_facts(
 
 
 def choose_backend(call: dispatch.Call, named: str | None) -> tuple[str, str]:
-    """The backend to run, and a note when that is the reference for want of a kernel.
-
-    Raises:
-        ValueError, dispatch.BackendError: when a backend asked for by name is unknown or cannot run the call.
-    """
+    """The backend to run, and a note when that is the reference for want of a kernel. Raises for a named one."""
     try:
         return dispatch.resolve(call, named).backend, ""
     except dispatch.BackendError as error:
@@ -157,22 +159,17 @@ def choose_backend(call: dispatch.Call, named: str | None) -> tuple[str, str]:
         return "reference", f"Running the reference implementation: {error}"
 
 
-def check_backend(parser: argparse.ArgumentParser, named: str | None, *ops: str) -> None:
-    """End the program where --backend names none of an op's backends."""
+def resolve_backend(parser: argparse.ArgumentParser, args: argparse.Namespace, *ops: str) -> None:
+    """Fill in --backend, on a CPU with the reference; end the program where it names none of an op's backends."""
+    args.backend = args.backend or ("reference" if args.device == "cpu" else "cute")
     for op in ops:
         known = list(dict.fromkeys(impl.backend for impl in ROWS if impl.op == op))
-        if named is not None and named not in known:
-            parser.error(f"--backend must be one of {', '.join(known)} for {op}, got {named!r}")
+        if args.backend not in known:
+            parser.error(f"--backend must be one of {', '.join(known)} for {op}, got {args.backend!r}")
 
 
 def able_backends(call: dispatch.Call, named: str | None) -> list[str]:
-    """Every backend that runs a call unasked, the default first; or the named one.
-
-    The reference counts only where there is nothing else.
-
-    Raises:
-        ValueError, dispatch.BackendError: when there is none.
-    """
+    """Every backend that runs a call, the default first, the reference only if it is alone; or the named one."""
     first = dispatch.resolve(call, named).backend
     able = [verdict.impl.backend for verdict in dispatch.explain(call, named) if verdict.reason is None]
     return list(dict.fromkeys([first, *(backend for backend in able if backend != "reference")]))

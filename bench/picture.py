@@ -18,8 +18,7 @@ RESULTS = {"Forward": "e2e-h200", "Forward + backward": "e2e-h200-backward"}
 LONGEST = 2**20
 LENGTHS = {"8K": 2**13, "32K": 2**15, "128K": 2**17, "1M": 2**20}
 TICKS = {"1 ms": 1.0, "10 ms": 10.0, "100 ms": 100.0, "1 s": 1e3, "10 s": 1e4}
-LIMITS = 0.16, 2e4
-"""Milliseconds at the bottom and at the top."""
+LIMITS = 0.16, 2e4  # Milliseconds at the bottom and at the top
 NOTE = "Time of a call by tokens; one H200, bf16. Dense: FlashAttention-4, extrapolated where dotted."
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -80,7 +79,6 @@ def draw_panel(axes: Any, title: str, rows: Sequence[dict[str, Any]], colors: di
 
 
 def draw(theme: str) -> str:
-    """The picture as SVG."""
     from matplotlib import rc_context  # not for --help
     from matplotlib.figure import Figure
 
