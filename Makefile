@@ -22,7 +22,7 @@ endif
 # want one compiled wait for each other.
 WORKERS := -n auto --dist worksteal
 
-.PHONY: help demo train-demo needle-demo generate-demo cp-demo residual-demo test test-full coverage fuzz fuzz-gpu test-oldest test-blas test-ascend test-interpreted test-blackwell lint format docs test-gpu bench-gpu compile-all release-check stamp clean distclean
+.PHONY: help demo train-demo needle-demo generate-demo cp-demo residual-demo test test-full coverage fuzz fuzz-gpu test-oldest test-blas test-ascend test-interpreted test-blackwell lint format docs test-gpu bench-gpu check-gpu compile-all release-check stamp clean distclean
 # Bytecode is kept, whatever the caller's environment says: tests start hundreds of processes that import the same files.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -132,6 +132,10 @@ endif
 bench-gpu: ## run the end-to-end benchmark on an NVIDIA GPU, forward and backward; options: ARGS="--seqlens 64K --out file"
 	$(bootstrap) --extras bench,cuda
 	$(VENV_PYTHON) bench/bench_sparse_attn_e2e.py --device cuda --backward $(ARGS)
+
+check-gpu: ## on an NVIDIA GPU from compute capability 8.0 on: time and test the Triton kernels, and write a file to send in (docs/usage.md)
+	$(bootstrap) --gpu --extras dev,bench
+	$(VENV_PYTHON) tools/check_gpu.py
 
 compile-all: ## compile every CUDA kernel for every architecture, without a GPU (more than an hour on two cores)
 	$(bootstrap) --extras dev,bench,cuda

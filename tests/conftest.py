@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability
 from dispatch.device import CUDA_EXTRA, PACKAGES, version_of
-from tests.support.hardware import without_sm_90
+from tests.support.hardware import out_of_memory, without_cute, without_sm_90
 from tests.support.poison import has_gpu, poison
 
 settings.register_profile(
@@ -161,16 +161,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, present in HARDWARE.items():
             if item.get_closest_marker(marker) and not present():
                 item.add_marker(pytest.mark.skip(reason=f"needs {marker} hardware, this machine has none"))
-        reason = without_sm_90([*item.iter_markers("sm_90")])
+        of_cute = item.get_closest_marker("cuda") and item.get_closest_marker("cuda_extra")
+        reason = (without_cute() if of_cute else None) or without_sm_90([*item.iter_markers("sm_90")])
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Any other skip is a failure: a check that looks green must have run."""
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
+    reason = out_of_memory(call.excinfo.value) if call.excinfo and item.get_closest_marker("cuda") else None
+    if reason is not None:
+        report.outcome, report.longrepr = "skipped", (str(item.path), None, f"Skipped: {reason}")
     if report.skipped and not any(item.get_closest_marker(marker) for marker in MAY_SKIP):
         report.outcome = "failed"
         report.longrepr = (

@@ -257,12 +257,14 @@ def pip_advice(venv: Path) -> str:
     )
 
 
-def set_up(root: Path, venv: Path, extras: Sequence[str], *, check_only: bool = False) -> None:
+def set_up(root: Path, venv: Path, extras: Sequence[str], *, check_only: bool = False, need_gpu: bool = False) -> None:
     too_old = python_problem(sys.version_info[:3])
     if too_old:
         raise SetUpError(too_old)
     found = read_stamp(venv / STAMP_NAME)
     device = find_device()
+    if need_gpu and device is not GPU:
+        raise SetUpError("this needs an NVIDIA GPU, and `nvidia-smi -L` lists none here.")
     if device is CPU and found.get("device") == GPU.label:
         device = GPU  # what was set up for a GPU works without one too: a cluster's login node keeps it
     torch = torch_requirement(device, os.environ)
@@ -298,13 +300,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--extras", default="", help="extras of pyproject.toml, such as dev,bench (default: none)")
     parser.add_argument("--venv", default=".venv", help="folder, relative to the checkout (default: .venv)")
     parser.add_argument("--check", action="store_true", help="only say whether the set-up can work here")
+    parser.add_argument("--gpu", action="store_true", help="refuse to begin without an NVIDIA GPU")
     args = parser.parse_args(argv)
     extras = [extra.strip() for extra in args.extras.split(",") if extra.strip()]
     known = extras_of(ROOT / "pyproject.toml")
     for extra in extras:
         if extra not in known:
             parser.error(f"argument --extras: must be of {', '.join(known)}, got {extra!r}")
-    return status_of("Set-up", lambda: set_up(ROOT, ROOT / args.venv, extras, check_only=args.check))
+    return status_of("Set-up", lambda: set_up(ROOT, ROOT / args.venv, extras, check_only=args.check, need_gpu=args.gpu))
 
 
 def status_of(name: str, set_up: Callable[[], None]) -> int:

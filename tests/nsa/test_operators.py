@@ -36,6 +36,7 @@ from nsa import (
 from nsa.common.derivatives import recompute_gradients
 from nsa.common.operators import EagerFunction
 from nsa.inputs import NSAInputs
+from tests.support.hardware import marked
 from tests.support.helpers import SMALL, make_qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
@@ -158,7 +159,7 @@ def test_residual_of_triton_compiles_once_for_all_lengths() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")  # FlashAttention-4 warns while it compiles
-@pytest.mark.parametrize("case", GPU)
+@pytest.mark.parametrize("case", marked(GPU))
 def test_compiles_on_a_gpu(case: str) -> None:
     check_compiled(*GPU[case])
 
@@ -453,7 +454,7 @@ def test_determinism_is_what_pytorchs_flag_says_in_forward(
 
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("case", ON_GPUS)
+@pytest.mark.parametrize("case", marked(ON_GPUS))
 def test_kept_like_is_what_is_kept(case: str) -> None:
     from cute_kernels import neighborhood as cute
 

@@ -104,6 +104,15 @@ def test_old_python_stops_before_anything_runs(machine: Machine, capsys: pytest.
     assert not (machine.checkout / ".venv").exists()
 
 
+def test_without_a_gpu_that_is_needed_nothing_runs(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--extras", "dev", "--gpu"]
+    assert bootstrap.main(arguments) == 1
+    assert "this needs an NVIDIA GPU" in capsys.readouterr().err
+    assert not (machine.checkout / ".venv").exists()
+    machine.set_devices("nvidia-smi")
+    assert bootstrap.main(arguments) == 0
+
+
 @pytest.mark.parametrize(
     ("device", "free_gb", "enough"),
     [("CPU", 3.9, False), ("CPU", 4.1, True), ("GPU", 11.9, False), ("GPU", 12.1, True), ("NPU", 2.9, False)],
