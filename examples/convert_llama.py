@@ -2,7 +2,7 @@
 
 The model reads bytes of the Python standard library. After training it is converted once for each choice of initial
 gates, and the increase of the loss right after conversion is the jump. Then each model, and the dense one, continues
-training on the same batches; the remaining difference is the cost of NSA.
+training on the same batches; the remaining difference is the cost of NSA. Runs on the CPU.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import copy
 import math
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ from bench.extras import needed
 from bench.report import command_line, environment, relative, write_json
 from bench.results_file import replaced_results
 from bench.show import print_table, say
-from dispatch.device import device_types
 from examples.shared import byte_models as common
 from nsa import NSAConfig
 
@@ -52,16 +49,6 @@ OPTIONS = {
 WARM_UP = 20
 
 
-@dataclass(frozen=True)
-class Row:
-    """Results of one choice of gates; losses are in nats per byte of validation text."""
-
-    start: str
-    gates: list[float]
-    converted_loss: float
-    trained_loss: float
-
-
 def options(context: int) -> NSAConfig:
     """The paper's options, with sizes that are sparse in a short context: a token selects at most an eighth of it."""
     block = max(2, context // 32)
@@ -71,15 +58,14 @@ def options(context: int) -> NSAConfig:
 
 def loss_of(model: Any, windows: Tensor) -> Tensor:
     """Mean loss in nats per byte."""
-    loss: Tensor = model(input_ids=windows, labels=windows, use_cache=False).loss
-    return loss
+    return model(input_ids=windows, labels=windows, use_cache=False).loss
 
 
 @torch.no_grad()
 def validation_loss(model: Any, corpus: common.Corpus, args: argparse.Namespace) -> float:
     model.eval()
     starts = common.validation_starts(corpus, args.windows, args.context).split(args.batch)
-    batches = [common.windows_at(corpus.validation, part, args.context).to(args.device) for part in starts]
+    batches = [common.windows_at(corpus.validation, part, args.context) for part in starts]
     loss = sum(float(loss_of(model, batch)) * len(batch) for batch in batches) / sum(map(len, batches))
     check_finite(loss, "validation")
     return loss
@@ -98,7 +84,7 @@ def train(model: Any, corpus: common.Corpus, args: argparse.Namespace, steps: in
         share = min((step + 1) / WARM_UP, 0.55 + 0.45 * math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
             group["lr"] = rate * share
-        loss = loss_of(model, common.windows_at(corpus.training, starts, args.context).to(args.device))
+        loss = loss_of(model, common.windows_at(corpus.training, starts, args.context))
         check_finite(float(loss.detach()), f"step {step}")
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -106,7 +92,7 @@ def train(model: Any, corpus: common.Corpus, args: argparse.Namespace, steps: in
         optimizer.zero_grad(set_to_none=True)
 
 
-def run(args: argparse.Namespace, corpus: common.Corpus) -> tuple[float, float, list[Row]]:
+def run(args: argparse.Namespace, corpus: common.Corpus) -> dict[str, Any]:
     """Return the loss of the dense model, its loss after more steps, and a row for each choice of gates."""
     with needed("transformers"):  # imported late, because it takes seconds
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -116,9 +102,7 @@ def run(args: argparse.Namespace, corpus: common.Corpus) -> tuple[float, float, 
     sizes = {"hidden_size": args.width, "intermediate_size": 3 * args.width, "num_hidden_layers": args.layers}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
     config = LlamaConfig(vocab_size=common.VOCABULARY, max_position_embeddings=args.context, **sizes, **heads)
-    dense = LlamaForCausalLM(config).to(args.device)
-    with torch.no_grad(), common.refusals():  # fail early if the backend does not support it
-        convert(copy.deepcopy(dense), options(args.context))(torch.zeros(1, 2, dtype=torch.long, device=args.device))
+    dense = LlamaForCausalLM(config)
     begin = time.perf_counter()
     train(dense, corpus, args, args.steps, args.seed, args.lr)
     before = validation_loss(dense, corpus, args)
@@ -129,34 +113,30 @@ def run(args: argparse.Namespace, corpus: common.Corpus) -> tuple[float, float, 
         converted = validation_loss(model, corpus, args)
         train(model, corpus, args, args.more, args.seed + 1, args.lr / 4)
         after = validation_loss(model, corpus, args)
-        rows.append(Row(name, model.config.nsa_gate_init, converted, after))
+        start = {"start": name, "gates": model.config.nsa_gate_init}
+        rows.append({**start, "converted_loss": converted, "trained_loss": after})
         say(f"{name}: {converted:.3f} right after conversion, {after:.3f} after {args.more} steps")
     train(dense, corpus, args, args.more, args.seed + 1, args.lr / 4)
-    return before, validation_loss(dense, corpus, args), rows
-
-
-def show(before: float, after: float, rows: list[Row], more: int) -> None:
-    start = "gates to start with"
-    columns: dict[str, Callable[[Row], str]] = {
-        start: lambda row: row.start,
-        "after conversion": lambda row: f"{row.converted_loss:.3f}",
-        "jump": lambda row: f"{row.converted_loss - before:+.3f}" if row.gates else "",
-        f"{more} steps later": lambda row: f"{row.trained_loss:.3f}",
-        "against dense": lambda row: f"{row.trained_loss - after:+.3f}" if row.gates else "",
+    after = validation_loss(dense, corpus, args)
+    columns = {
+        "gates to start with": lambda row: row["start"],
+        "after conversion": lambda row: f"{row['converted_loss']:.3f}",
+        "jump": lambda row: f"{row['converted_loss'] - before:+.3f}" if row["gates"] else "",
+        f"{args.more} steps later": lambda row: f"{row['trained_loss']:.3f}",
+        "against dense": lambda row: f"{row['trained_loss'] - after:+.3f}" if row["gates"] else "",
     }
-    print_table("validation loss in nats per byte", columns, [Row("(dense)", [], before, after), *rows], left=(start,))
+    of_dense = {"start": "(dense)", "gates": None, "converted_loss": before, "trained_loss": after}
+    print_table("validation loss in nats per byte", columns, [of_dense, *rows], left=("gates to start with",))
+    return {"dense_loss": before, "dense_trained_loss": after, "rows": rows}
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     with replaced_results(args.out):
-        corpus = common.load_corpus()
-        common.check_length(corpus, args.context)
-        before, after, rows = run(args, corpus)
-        show(before, after, rows, args.more)
+        corpus = common.load_text(args.context)
+        losses = run(args, corpus)
         training = {name: getattr(args, name) for name in (*OPTIONS, "lr", "seed")}
-        facts = {**environment(torch.device(args.device)), "command": command_line(argv), "training": training}
-        losses = {"dense_loss": before, "dense_trained_loss": after, "rows": [asdict(row) for row in rows]}
+        facts = {**environment(torch.device("cpu")), "command": command_line(argv), "training": training}
         out = with_ending(args.out, ".json")
         write_json(out, {**facts, "data": corpus.facts(), **losses})
     say(f"Everything: {relative(out)}")
@@ -166,7 +146,6 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--device", choices=device_types(), default="cpu", help="default: %(default)s; GPUs do not support NSA in fp32")
     for name, (default, meaning) in OPTIONS.items():
         add(f"--{name}", type=positive, default=default, help=f"{meaning}; default: %(default)s")
     shown = "peak learning rate, a quarter of it after conversion; default: %(default)s"
@@ -178,11 +157,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--width must be a multiple of 8, got {args.width}")
     if args.context < 2:
         parser.error(f"--context must be at least 2, or no byte is predicted, got {args.context}")
-    if args.device != "cpu":
-        parser.error(
-            f"--device must be cpu, got {args.device}: the model is in fp32 with heads of {args.width // 4}, and "
-            "kernels of NSA support bf16 and fp16 with heads of 64 or 128"
-        )
     return args
 
 

@@ -23,7 +23,7 @@ import json
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,23 +73,6 @@ TOLERANCE = 0.02
 # Training
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Results of a variant. `relative_to_dense`: its final loss over dense attention's, after equally many steps."""
-
-    variant: str
-    steps: int
-    final_val_loss: float
-    bits_per_byte: float
-    relative_to_dense: float | None
-    lookahead: float | None
-    """Increase in loss when the text after the predicted byte is cut off; None unless selection is per tile."""
-    lookahead_error: float | None
-    """Standard error of `lookahead` over the sampled bytes."""
-    tokens_per_s: float | None
-    peak_gib: float | None
-
-
 class Trainer(common.TextTrainer):
     """Trainer of a variant that also measures the lookahead of its selection."""
 
@@ -103,9 +86,7 @@ class Trainer(common.TextTrainer):
 
     @torch.no_grad()
     def lookahead(self, cuts: list[int]) -> tuple[float, float]:
-        """Increase in loss from cutting off the text after each of these positions, in nats: mean and standard
-        error.
-        """
+        """Increase in loss if the text after each of these positions is cut off, in nats: mean, standard error."""
         added = []
         for part in self.validation.split(self.args.batch):
             whole = self.losses(part)
@@ -117,7 +98,8 @@ class Trainer(common.TextTrainer):
         return "selected" in VARIANTS[self.variant] and not self.args.config.token_mode
 
     def run(self, show: common.Show) -> common.Results:
-        rows, summary = self.train(show)
+        """Train, and measure the lookahead; None unless selection is per tile."""
+        results = self.train(show)
         added = error = None
         if self.looks_ahead():
             generator = torch.Generator().manual_seed(self.args.seed)
@@ -127,8 +109,8 @@ class Trainer(common.TextTrainer):
             with nsa_variants.recorded(self.model) as indices:
                 self.losses(self.validation[:1])
             torch.save(torch.cat(indices, 1).cpu(), self.args.save_indices)
-        more: dict[str, Any] = {"relative_to_dense": None, "lookahead": added, "lookahead_error": error}
-        return {"rows": rows, "summary": [Summary(**asdict(summary), **more)]}
+        results["summary"][0] |= {"relative_to_dense": None, "lookahead": added, "lookahead_error": error}
+        return results
 
 
 class DividedTrainer(Trainer):
@@ -145,8 +127,7 @@ class DividedTrainer(Trainer):
         """Losses of all bytes on every rank, for evaluation; `gradients` has the training loss."""
         labels = self.parallel.shard(windows[:, 1:])
         own = cross_entropy(self.logits(windows).flatten(0, 1), labels.flatten(), reduction="none")
-        every: Tensor = self.parallel.unshard(own.view(labels.shape))
-        return every
+        return self.parallel.unshard(own.view(labels.shape))
 
     def gradients(self, windows: Tensor) -> Tensor:
         share = self.parallel.cross_entropy(self.logits(windows), self.parallel.shard(windows[:, 1:]))
@@ -156,19 +137,7 @@ class DividedTrainer(Trainer):
         total = self.parallel.sum(torch.cat([gradient.flatten() for gradient in gradients]))
         for gradient, part in zip(gradients, total.split([x.numel() for x in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
-        loss: Tensor = self.parallel.sum(share.detach())
-        return loss
-
-
-def relate(summaries: list[Summary]) -> list[Summary]:
-    """Fill in `relative_to_dense` of the summaries."""
-    dense = next((s for s in summaries if s.variant == "dense"), None)
-    if dense is None:
-        return summaries
-    return [
-        replace(s, relative_to_dense=s.final_val_loss / dense.final_val_loss if s.steps == dense.steps else None)
-        for s in summaries
-    ]
+        return self.parallel.sum(share.detach())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -187,48 +156,40 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, *, writes: bool = True) -> int:
     """Run the example. Only one process, with `writes`, writes files and prints results."""
-    corpus = common.load_corpus()
-    common.check_length(corpus, args.context)
-    notes = nsa_variants.resolve(args)
+    corpus = common.load_text(args.context)
     facts = nsa_variants.facts(args, corpus.facts())
     facts["training"] |= {"checkpointing": args.checkpointing, "context_parallel": args.context_parallel}
     earlier = [read_beside(path, facts) for path in args.beside]
     # A run is short if models see fewer bytes than they have parameters
     short = args.steps * args.batch * args.context < max(facts["model"]["parameters"].values())
-    common.introduce(args, facts, f"dense attention by {args.dense.name}", notes)
 
     def train(variant: str, show: common.Show) -> common.Results:
         trainer = Trainer if args.context_parallel is None else DividedTrainer
         return trainer(variant, args, corpus).run(show)
 
     def conclude(results: common.Results) -> dict[str, Any]:
-        results["summary"] = relate(results["summary"])
-        found: dict[str, Any] = {"verdict": verdict(results["summary"], short=short)}
-        if earlier:
-            found["beside"] = [differences(run, results["rows"], rounding_tolerance(args)) for run in earlier]
-        return found
+        by_name = {summary["variant"]: summary for summary in results["summary"]}
+        dense = by_name.get("dense")
+        for summary in results["summary"]:
+            if dense is not None and summary["steps"] == dense["steps"]:
+                summary["relative_to_dense"] = summary["final_val_loss"] / dense["final_val_loss"]
+        beside = [differences(run, results["rows"], rounding_tolerance(args)) for run in earlier]
+        return {"verdict": verdict(results["summary"], short=short), **({"beside": beside} if beside else {})}
 
     if not writes:
         common.train_variants(args, train)
         return 0
-    results = common.record_variants(args, facts, train, conclude, CURVES.draw)
-    found = conclude(results)
-    common.show_results(results["summary"], COLUMNS, found["verdict"], args.out)
-    beside = found.get("beside", [])
-    for path, one in zip(args.beside, beside, strict=True):
+    results, found = common.record_variants(args, facts, train, conclude, draw, COLUMNS)
+    for path, one in zip(args.beside, found.get("beside", []), strict=True):
         print_beside(path, one, results["rows"])
-    return int(any(one["equal"] is False for one in beside))
+    return int(any(one["equal"] is False for one in found.get("beside", [])))
 
 
 # Earlier runs
 
 
 def read_beside(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Read the results of an earlier run; exit if it had other arguments.
-
-    Args:
-        facts: the description of this run.
-    """
+    """Read the results of an earlier run; exit unless it had the arguments that `facts` of this run describe."""
     try:
         run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         for name in ("model", "training", "data", "preset"):
@@ -243,8 +204,7 @@ def read_beside(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def rounding_tolerance(args: argparse.Namespace) -> float | None:
-    """Relative difference in loss that rounding explains between two runs with the same arguments, or None if too
-    large.
+    """Relative difference in loss that rounding explains between runs with the same arguments; None if too large.
 
     Sums of n terms in different orders differ by about sqrt(n) eps of their terms. Gradients of weights are sums over
     the n bytes of a batch, and Adam divides them by their magnitude, so every update differs by that share: after T
@@ -257,23 +217,21 @@ def rounding_tolerance(args: argparse.Namespace) -> float | None:
 
 
 def differences(run: dict[str, Any], rows: list[common.Row], tolerance: float | None) -> dict[str, Any]:
-    """Losses of an earlier run at the steps of this one's rows, the largest differences, and `equal`: True if all are
-    at most `tolerance` of their loss, None without a tolerance.
+    """Losses of an earlier run at the steps of this one's rows, and how much they differ.
+
+    `equal` is True if no loss differs by more than `tolerance` of it, None without a tolerance.
     """
-    own = {(row.variant, row.step): row for row in rows}
+    own = {(row["variant"], row["step"]): row for row in rows}
     pairs = [(row, own[key]) for row in run["rows"] if (key := (row["variant"], row["step"])) in own]
-    losses = {
-        name: [(row[name], getattr(mine, name)) for row, mine in pairs if row[name] is not None]
-        for name in ("train_loss", "val_loss")
-    }
-    largest = {name: max((abs(a - b) for a, b in own), default=None) for name, own in losses.items()}
+    names = ("train_loss", "val_loss")
+    losses = {name: [(row[name], mine[name]) for row, mine in pairs if row[name] is not None] for name in names}
     equal = None
     if tolerance is not None:
         equal = all(abs(a - b) <= tolerance * a for own in losses.values() for a, b in own)  # NaN is unequal
     return {
         "command": run["command"],
         "context_parallel": run["training"]["context_parallel"],
-        "differences": largest,
+        "differences": {name: max((abs(a - b) for a, b in own), default=None) for name, own in losses.items()},
         "tolerance": tolerance,
         "equal": equal,
         "rows": [row for row, _ in pairs],
@@ -284,34 +242,23 @@ def differences(run: dict[str, Any], rows: list[common.Row], tolerance: float | 
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = common.new_parser(__doc__, "NSA, as in nsa")
+    parser = common.new_parser(__doc__, "NSA, as in nsa", PER_TILE)
     common.add_variants(parser, list(VARIANTS), "train")
-    nsa_variants.add_nsa_options(parser, DEFAULTS)
-    cuts = "positions per validation sequence at which the lookahead is measured"
-    group = common.add_training_options(parser, PER_TILE, cuts=cuts)
-    group.add_argument("--checkpointing", action="store_true", help="keep block inputs only, and recompute in backward")
-    group.add_argument(
-        "--context-parallel",
-        type=int,
-        metavar="R",
-        help="divide each sequence among the R processes that torchrun starts; without dense attention, and only nsa "
-        "unless --variants lists others; default: one process, whole sequences",
+    nsa_variants.add_nsa_options(parser)
+    add = parser.add_argument
+    add("--checkpointing", action="store_true", help="keep block inputs only, and recompute in backward")
+    shown = (
+        "divide each sequence among the R processes that torchrun starts; without dense attention, and only nsa "
+        "unless --variants lists others; default: one process, whole sequences"
     )
-    group.add_argument(
-        "--beside",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="results of a run that differs at most in --context-parallel: record its losses and the differences, "
-        "and fail if these exceed rounding",
+    add("--context-parallel", type=int, metavar="R", help=shown)
+    shown = (
+        "results of a run that differs at most in --context-parallel: record its losses and the differences, "
+        "and fail if these exceed rounding"
     )
-    parser.add_argument(
-        "--save-indices",
-        type=Path,
-        metavar="FILE",
-        help="save all selections of variant nsa for a held-out text, for bench_token_selected.py --indices",
-    )
+    add("--beside", type=Path, nargs="+", default=[], metavar="FILE", help=shown)
+    shown = "save all selections of variant nsa for a held-out text, for bench_token_selected.py --indices"
+    add("--save-indices", type=Path, metavar="FILE", help=shown)
     every = parser.get_default("variants")
     parser.set_defaults(variants=None)
     args = parser.parse_args(argv)
@@ -324,8 +271,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.cuts > args.context:
         parser.error(f"--cuts must be at most --context, got {args.cuts} and {args.context}")
     args.config = nsa_variants.make_config(parser, args)
-    if args.save_indices is not None:
-        common.check_output(parser, "--save-indices", args.save_indices)
+    common.check_output(parser, "--save-indices", args.save_indices)
     return args
 
 
@@ -351,24 +297,24 @@ def check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 # What is shown
 
 
-def verdict(summaries: list[Summary], *, short: bool = False) -> str:
+def verdict(summaries: list[common.Row], *, short: bool = False) -> str:
     """Conclusion about NSA, with its limits.
 
     Args:
         short: True if the run was too short to show the value of long-range attention.
     """
-    by_name = {summary.variant: summary for summary in summaries}
+    by_name = {summary["variant"]: summary for summary in summaries}
     nsa, dense, window = (by_name.get(name) for name in ("nsa", "dense", "window"))
     if nsa is None:
         return "NSA itself was not trained, so there is nothing to conclude about it."
-    sentences = []
+    sentences, loss = [], nsa["final_val_loss"]
     for other, name in ((dense, "dense attention"), (window, "the window-only control")):
         if other is None:
             continue
-        if other.steps != nsa.steps:
-            sentences.append(f"NSA and {name} did {nsa.steps} and {other.steps} steps, so they are not compared.")
+        if other["steps"] != nsa["steps"]:
+            sentences.append(f"NSA and {name} did {nsa['steps']} and {other['steps']} steps, so they are not compared.")
             continue
-        share = nsa.final_val_loss / other.final_val_loss - 1
+        share = loss / other["final_val_loss"] - 1
         difference = f"{abs(share):.1%} {'below' if share < 0 else 'above'}"
         if other is dense:
             answer = "within" if abs(share) <= TOLERANCE else "better than" if share < 0 else "not within"
@@ -376,10 +322,10 @@ def verdict(summaries: list[Summary], *, short: bool = False) -> str:
         else:
             answer = "better" if share < 0 else "not better"
             sentences.append(f"It is {difference} that of {name}: {answer}.")
-    if nsa.lookahead is not None and nsa.lookahead_error is not None:
+    if nsa["lookahead"] is not None:
         sentences.append(
             f"Cutting off the text after the predicted byte, which selection per tile looks at, changes NSA's loss by "
-            f"{nsa.lookahead / nsa.final_val_loss:+.1%} ± {nsa.lookahead_error / nsa.final_val_loss:.1%}."
+            f"{nsa['lookahead'] / loss:+.1%} ± {nsa['lookahead_error'] / loss:.1%}."
         )
     if short:
         sentences.append(
@@ -391,23 +337,19 @@ def verdict(summaries: list[Summary], *, short: bool = False) -> str:
 
 COLUMNS = {
     "bits/byte": common.bits_per_byte,
-    "vs dense": lambda s: "" if s.relative_to_dense is None else f"{s.relative_to_dense - 1:+.1%}",
-    "lookahead": lambda s: "" if s.lookahead is None else f"{s.lookahead:+.4f} ± {s.lookahead_error:.4f}",
+    "vs dense": lambda s: "" if s["relative_to_dense"] is None else f"{s['relative_to_dense'] - 1:+.1%}",
+    "lookahead": lambda s: "" if s["lookahead"] is None else f"{s['lookahead']:+.4f} ± {s['lookahead_error']:.4f}",
 }
 """Texts of a summary by heading of the table."""
 
 
 def print_beside(path: Path, found: dict[str, Any], rows: list[common.Row]) -> None:
-    """Print the final losses of this run and of an earlier one, and the result of the comparison.
-
-    Args:
-        found: from `differences`.
-    """
+    """Print final losses of this run and of an earlier one, and the result `found` by `differences`."""
     there = {(row["variant"], row["step"]): row for row in found["rows"]}
-    for row in {row.variant: row for row in rows}.values():
-        if other := there.get((row.variant, row.step)):
-            losses = f"validation loss {row.val_loss:.6f} here, {other['val_loss']:.6f} in {relative(path)}"
-            say(f"{row.variant}, step {row.step}: {losses}")
+    for row in {row["variant"]: row for row in rows}.values():
+        if other := there.get((row["variant"], row["step"])):
+            losses = f"validation loss {row['val_loss']:.6f} here, {other['val_loss']:.6f} in {relative(path)}"
+            say(f"{row['variant']}, step {row['step']}: {losses}")
     largest = max((x for x in found["differences"].values() if x is not None), default=math.nan)
     verdicts = {True: "equal", False: "NOT equal", None: "more than rounding cannot be told from it in this dtype"}
     tolerance = "" if found["tolerance"] is None else f", {found['tolerance']:.1e} of a loss is rounding"
@@ -422,7 +364,7 @@ def _style(variant: str) -> dict[str, Any]:
     }
 
 
-CURVES = common.Curves("dense", "dense attention", _style, band=TOLERANCE)
+draw = partial(common.draw_curves, "dense", "dense attention", _style, band=TOLERANCE)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ import gc
 import hashlib
 import math
 import sysconfig
-import tempfile
 import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy, pad, silu
 from torch.utils.checkpoint import checkpoint
 
 import dispatch
-from bench.common import DTYPES, Dense, above_zero, add_device, make_parser, positive, with_ending
+from bench.common import DTYPES, SDPA, above_zero, add_device, make_parser, positive, with_ending
 from bench.extras import needed
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_json
 from bench.results_file import replaced_results
@@ -67,10 +67,8 @@ class Corpus:
         """Sizes and digests, for results files to show that two runs had the same text."""
         return {
             name: {"files": len(files), "bytes": len(text), "sha256": hashlib.sha256(text.numpy().data).hexdigest()}
-            for name, files, text in (
-                ("training", self.training_files, self.training),
-                ("validation", self.validation_files, self.validation),
-            )
+            for name in ("training", "validation")
+            for text, files in [(getattr(self, name), getattr(self, f"{name}_files"))]
         }
 
 
@@ -80,8 +78,7 @@ def load_corpus() -> Corpus:
     Whether a file is held out depends only on its path. Among files with equal content only the first is used, so that
     no validation text is trained on.
     """
-    training: dict[str, bytes] = {}
-    validation: dict[str, bytes] = {}
+    split: tuple[dict[str, bytes], dict[str, bytes]] = {}, {}
     seen: set[bytes] = set()
     folder = Path(sysconfig.get_path("stdlib"))
     for path in sorted(folder.rglob("*.py")):
@@ -92,12 +89,10 @@ def load_corpus() -> Corpus:
         if content and content not in seen:
             seen.add(content)
             held_out = zlib.crc32(name.encode()) % VALIDATION_SHARE == 0
-            (validation if held_out else training)[name] = content + b"\n" + SEPARATOR
-    texts = [
-        torch.frombuffer(bytearray(b"".join(files.values()) or SEPARATOR), dtype=torch.uint8)
-        for files in (training, validation)
-    ]
-    return Corpus(texts[0], texts[1], tuple(training), tuple(validation))
+            split[held_out][name] = content + b"\n" + SEPARATOR
+    texts = (bytearray(b"".join(files.values()) or SEPARATOR) for files in split)
+    training, validation = (torch.frombuffer(text, dtype=torch.uint8) for text in texts)
+    return Corpus(training, validation, *map(tuple, split))
 
 
 def windows_at(text: Tensor, starts: Tensor, length: int) -> Tensor:
@@ -135,20 +130,16 @@ def rotate(tensor: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class DenseAttention(NSAttention):
-    """Causal softmax attention with NSAttention's projections and rotary embeddings, and no gates."""
+    """PyTorch's causal softmax attention with NSAttention's projections and rotary embeddings, and no gates."""
 
-    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, dense: Dense) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
         super().__init__(hidden_size, num_heads, num_kv_heads, gate=None, rope=rotate)
-        self.dense = dense
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **_: Any) -> Tensor:
-        q, k, v = (
-            projection(hidden_states).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        out = self.dense.attention(rotate(q, position_embeddings), rotate(k, position_embeddings), v)
-        projected: Tensor = self.o_proj(out.flatten(-2))
-        return projected
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (each(hidden_states).unflatten(-1, (-1, self.head_dim)) for each in projections)
+        out = SDPA.attention(rotate(q, position_embeddings), rotate(k, position_embeddings), v)
+        return self.o_proj(out.flatten(-2))
 
 
 class FeedForward(nn.Module):
@@ -164,8 +155,7 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         normed = self.norm(hidden)
-        out: Tensor = self.down(silu(self.gate(normed)) * self.up(normed))
-        return out
+        return self.down(silu(self.gate(normed)) * self.up(normed))
 
 
 class Block(nn.Module):
@@ -178,14 +168,11 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(width)
 
     def attend(self, hidden: Tensor, table: tuple[Tensor, Tensor], cache: NSACache | None = None) -> Tensor:
-        normed = self.norm(hidden)
-        out: Tensor = self.attention(normed, table) if cache is None else self.attention(normed, table, cache=cache)
-        return out
+        return self.attention(self.norm(hidden), table, **({} if cache is None else {"cache": cache}))
 
     def forward(self, hidden: Tensor, table: tuple[Tensor, Tensor], cache: NSACache | None = None) -> Tensor:
         hidden = hidden + self.attend(hidden, table, cache)
-        out: Tensor = hidden + self.feed_forward(hidden)
-        return out
+        return hidden + self.feed_forward(hidden)
 
 
 class NgramEmbedding(nn.Module):
@@ -228,13 +215,10 @@ class ByteModel(nn.Module):
         if self.context_parallel is not None:  # divided after the embedding, which includes earlier bytes
             positions = self.context_parallel.positions(tokens.shape[1], device=tokens.device)
             hidden, table = self.context_parallel.shard(hidden), (table[0][positions], table[1][positions])
-        logits: Tensor = self.head(self.norm(self.through_blocks(hidden, table)))
-        return logits
+        return self.head(self.norm(self.through_blocks(hidden, table)))
 
     def continued(self, tokens: Tensor, before: Tensor, caches: Sequence[NSACache]) -> Tensor:
-        """Logits of bytes `[B,N]` that follow those in the caches; `before` are the last bytes in the caches,
-        `[B,n]`.
-        """
+        """Logits of bytes `[B,N]` after those in the caches, of which `before`, `[B,n]`, are the last."""
         pages, count = caches[0].table, tokens.shape[1]
         hidden = self.embed(torch.cat([before[:, 1 - NGRAM :], tokens], 1))[:, -count:]
         table = rotary_table(pages.capacity, self.head_dim, self.rope_base, tokens.device)
@@ -242,21 +226,17 @@ class ByteModel(nn.Module):
         with pages.step(count):
             for block, cache in zip(self.blocks, caches, strict=True):
                 hidden = block(hidden, (cos, sin), cache)
-        logits: Tensor = self.head(self.norm(hidden))
-        return logits
+        return self.head(self.norm(hidden))
 
     def through_blocks(self, hidden: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
         for block in self.blocks:
-            if self.checkpointing and torch.is_grad_enabled():
-                hidden = checkpoint(block, hidden, table, use_reentrant=False)
-            else:
-                hidden = block(hidden, table)
+            run = partial(checkpoint, block, use_reentrant=False) if self.checkpointing else block
+            hidden = run(hidden, table)
         return hidden
 
     @property
     def head_dim(self) -> int:
-        dim: int = self.blocks[0].attention.head_dim  # type: ignore[union-attr, assignment]
-        return dim
+        return self.blocks[0].attention.head_dim  # type: ignore[union-attr, return-value]
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
@@ -281,33 +261,18 @@ class ByteModel(nn.Module):
 # Training
 
 
-@dataclass(frozen=True)
-class Row:
-    """A point of a loss curve, in nats per byte. train_loss is the mean since the last row; None before the first
-    step.
-    """
-
-    variant: str
-    step: int
-    tokens: int
-    train_loss: float | None
-    val_loss: float
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Results of a variant. Bytes per second are without warm-up steps and evaluation; None where not measured."""
-
-    variant: str
-    steps: int
-    final_val_loss: float
-    bits_per_byte: float
-    tokens_per_s: float | None
-    peak_gib: float | None
-
-
+Row = dict[str, Any]
+"""Fields of a row of results, as docs/results_files.md lists them for each example; losses are in nats per byte."""
+Results = dict[str, list[Row]]
+"""Lists of rows by field of the results file: "rows" of loss curves, "summary" of variants, and an example's own."""
 Show = Callable[[int, float, float | None], None]
 """Called after each step with its number, its loss and bytes per second."""
+
+
+def autocast(args: argparse.Namespace) -> torch.autocast:
+    """Context of the run's dtype."""
+    dtype = DTYPES[args.dtype]
+    return torch.autocast(torch.device(args.device).type, dtype, enabled=dtype != torch.float32)
 
 
 class GraphedGradients:
@@ -354,12 +319,10 @@ class ByteTrainer(ABC):
         self.model = model
         self.model.initialise(args.seed)
         self.model.to(self.device)
-        if args.compile:  # not attention, which breaks the graph
-            for block in self.model.blocks:
-                block.feed_forward.compile()  # type: ignore[union-attr]
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        vectors = [p for p in self.model.parameters() if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [
+            {"params": [p for p in self.model.parameters() if (p.dim() > 1) == matrices], "weight_decay": decay}
+            for matrices, decay in ((True, 0.1), (False, 0.0))
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=self.device.type == "cuda")
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.learning_rate)
         self.graph: GraphedGradients | None = None
@@ -377,10 +340,8 @@ class ByteTrainer(ABC):
 
     def logits(self, windows: Tensor) -> Tensor:
         """Logits of each byte but the first, `[B, length - 1, 256]` in fp32."""
-        dtype = DTYPES[self.args.dtype]
-        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
-            logits: Tensor = self.model(windows[:, :-1])
-        return logits.float()
+        with autocast(self.args):
+            return self.model(windows[:, :-1]).float()
 
     def losses(self, windows: Tensor) -> Tensor:
         """Cross entropy of each byte but the first in nats, `[B, length - 1]`."""
@@ -419,33 +380,42 @@ class ByteTrainer(ABC):
         losses = torch.cat([self.losses(part) for part in self.validation.split(self.args.batch)])
         return float(losses.mean())
 
-    def train(self, show: Show) -> tuple[list[Row], Summary]:
-        """Run all steps, or as many as `--minutes` allow, and evaluate every `--eval-every` steps and after the
-        last.
+    def train(self, show: Show) -> Results:
+        """Run all steps, or as many as `--minutes` allow; evaluate every `--eval-every` steps and after the last.
+
+        Returns:
+            The loss curve, whose `train_loss` is the mean since the row before, and a summary, whose `tokens_per_s` is
+            without warm-up steps and evaluation.
         """
         args, per_step = self.args, self.args.batch * self.args.context
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        rows = [Row(self.variant, 0, 0, None, self.evaluate())]
-        seconds = timed_seconds = 0.0
+        rows: list[Row] = []
+        taken: list[float] = []
         recent: list[float] = []
-        for step in range(1, args.steps + 1):
+
+        def evaluate(step: int) -> float:
+            mean = sum(recent) / len(recent) if recent else None
+            row = {"variant": self.variant, "step": step, "tokens": step * per_step, "train_loss": mean}
+            rows.append({**row, "val_loss": self.evaluate()})
+            recent.clear()
+            return rows[-1]["val_loss"]
+
+        loss, step, speed = evaluate(0), 0, None
+        while step < args.steps and (args.minutes is None or sum(taken) <= 60 * args.minutes):
             begin = time.perf_counter()
-            recent.append(self.step(step - 1))
-            taken = time.perf_counter() - begin
-            seconds += taken
-            timed_seconds += taken if step > WARM_STEPS else 0.0
-            speed = per_step * (step - WARM_STEPS) / timed_seconds if step > WARM_STEPS else None
+            recent.append(self.step(step))
+            taken.append(time.perf_counter() - begin)
+            step += 1
+            speed = per_step * (step - WARM_STEPS) / sum(taken[WARM_STEPS:]) if step > WARM_STEPS else None
             show(step, recent[-1], speed)
-            last = step == args.steps or (args.minutes is not None and seconds > 60 * args.minutes)
-            if last or step % args.eval_every == 0:
-                rows.append(Row(self.variant, step, step * per_step, sum(recent) / len(recent), self.evaluate()))
-                recent = []
-            if last:
-                break
+            if step % args.eval_every == 0:
+                loss = evaluate(step)
+        if recent:
+            loss = evaluate(step)
         peak_gib = torch.cuda.max_memory_allocated(self.device) / GIB if self.device.type == "cuda" else None
-        loss = rows[-1].val_loss
-        return rows, Summary(self.variant, step, loss, loss / math.log(2), speed, peak_gib)
+        summary = {"variant": self.variant, "steps": step, "final_val_loss": loss, "bits_per_byte": loss / math.log(2)}
+        return {"rows": rows, "summary": [{**summary, "tokens_per_s": speed, "peak_gib": peak_gib}]}
 
 
 class TextTrainer(ByteTrainer):
@@ -463,8 +433,9 @@ class TextTrainer(ByteTrainer):
 
 def train_variants(args: argparse.Namespace, train: Callable[[str, Show], object]) -> None:
     """Train `args.variants` sequentially, with a progress bar each; exit if one diverges."""
-    columns = ("{task.description}", "loss {task.fields[loss]}", "{task.fields[speed]} bytes/s")
-    name, loss_column, speed_column = (TextColumn(column) for column in columns)
+    name, loss_column, speed_column = map(
+        TextColumn, ("{task.description}", "loss {task.fields[loss]}", "{task.fields[speed]} bytes/s")
+    )
     bar = (BarColumn(), MofNCompleteColumn(), loss_column, speed_column, TimeRemainingColumn())
     with Progress(name, *bar, console=console, transient=True) as progress:
         for variant in args.variants:
@@ -481,39 +452,99 @@ def train_variants(args: argparse.Namespace, train: Callable[[str, Show], object
                 raise SystemExit(f"{failure}: a smaller --lr may help") from failure
 
 
-Results = dict[str, list[Any]]
-"""Lists of dataclasses by field of the results file: "rows" of Row, "summary" of Summary, and an example's own."""
-
-
 def record_variants(
     args: argparse.Namespace,
     facts: Mapping[str, Any],
     train: Callable[[str, Show], Results],
     conclude: Callable[[Results], dict[str, Any]],
     draw: Callable[[Results, Path, str], None],
-) -> Results:
-    """Train `args.variants` and write OUT.json and OUT.png after each.
+    columns: Mapping[str, Callable[[Row], str]],
+) -> tuple[Results, dict[str, Any]]:
+    """Train `args.variants`, write OUT.json and OUT.png after each, and print what was found at the end.
 
     Args:
         facts: fields of OUT.json that describe the run.
         train: trains a variant and returns its results.
-        conclude: further fields of OUT.json, such as "verdict", from all results so far.
+        conclude: further fields of OUT.json from all results so far, "verdict" among them.
         draw: writes OUT.png, given its path and the name of the device.
+        columns: texts of a summary by heading, beside those of every example.
+
+    Returns:
+        All results, and the last conclusion.
     """
     results: Results = {}
-    out = args.out
+    conclusion: dict[str, Any] = {}
+    table, picture = (with_ending(args.out, suffix) for suffix in (".json", ".png"))
 
     def train_and_write(variant: str, show: Show) -> None:
         for field, new in train(variant, show).items():
             results.setdefault(field, []).extend(new)
-        conclusion = conclude(results)
-        lists = {field: [asdict(each) for each in found] for field, found in results.items()}
-        write_json(with_ending(out, ".json"), {**facts, **lists, **conclusion})
-        draw(results, with_ending(out, ".png"), facts["device"])
+        conclusion.update(conclude(results))
+        write_json(table, {**facts, **results, **conclusion})
+        draw(results, picture, facts["device"])
 
-    with replaced_results(out, ".png"):
+    with replaced_results(args.out, ".png"):
         train_variants(args, train_and_write)
-    return results
+    columns = {
+        "variant": lambda s: s["variant"],
+        "val loss": lambda s: f"{s['final_val_loss']:.4f}",
+        **columns,
+        "bytes/s": lambda s: "?" if s["tokens_per_s"] is None else f"{s['tokens_per_s']:,.0f}",
+        "peak GiB": lambda s: "" if s["peak_gib"] is None else f"{s['peak_gib']:.2f}",
+        "steps": lambda s: str(s["steps"]),
+    }
+    print_table("after the last step; loss in nats per byte", columns, results["summary"], left=("variant",))
+    console.print(f"What this says: {conclusion['verdict']}")
+    say(f"Plot: {relative(picture)}   everything: {relative(table)}")
+    return results, conclusion
+
+
+def bits_per_byte(summary: Row) -> str:
+    return f"{summary['bits_per_byte']:.4f}"
+
+
+def draw_curves(
+    baseline: str,
+    words: str,
+    style: Callable[[str], dict[str, Any]],
+    results: Results,
+    path: Path,
+    device: str,
+    band: float = 0,
+) -> None:
+    """Plot validation loss by bytes seen and, if the baseline was trained, the difference from it at each step.
+
+    Args:
+        baseline, words: the variant with which others are compared, and its name in the title.
+        style: keyword arguments of matplotlib's plot for a variant.
+        band: relative difference from the baseline's loss that counts as equal.
+    """
+    curves: dict[str, list[Row]] = {}
+    for row in results["rows"]:
+        curves.setdefault(row["variant"], []).append(row)
+    base = {row["step"]: row["val_loss"] for row in curves.get(baseline, [])}
+    panels = 2 if base else 1
+    with saved_figure(path, 1, panels, (6 * panels, 5)) as (figure, ((losses, *against),)):
+        for name, curve in sorted(curves.items(), key=lambda item: item[1][-1]["val_loss"], reverse=True):
+            points = [(row["tokens"] / 1e6, row["val_loss"], base.get(row["step"])) for row in curve]
+            label = f"{name}  {curve[-1]['val_loss']:.3f}"
+            losses.plot([seen for seen, _, _ in points], [loss for _, loss, _ in points], label=label, **style(name))
+            for axes in against:
+                shared = [(seen, 100 * (loss / other - 1)) for seen, loss, other in points if other is not None]
+                axes.plot(*zip(*shared, strict=True), **style(name))
+        # Without the steep first points, which would flatten the differences between variants
+        early = [curve[min(2, len(curve) - 1)]["val_loss"] for curve in curves.values()]
+        losses.set_ylim(min(curve[-1]["val_loss"] for curve in curves.values()) * 0.97, max(early) * 1.03)
+        losses.set(title="validation loss", ylabel="nats per byte")
+        losses.legend(title="variant, final loss")
+        for axes in against:
+            axes.axhspan(-100 * band, 100 * band, color="black", alpha=0.06)
+            within = f" (band: within {band:.0%})" if band else ""
+            axes.set(title=f"against {words}{within}", ylabel="%, above 0 is worse")
+        for axes in (losses, *against):
+            axes.set_xlabel("million bytes seen")
+            axes.grid(alpha=0.3)
+        figure.suptitle(f"Language models on the sources of the Python standard library, {device}")
 
 
 @contextmanager
@@ -529,35 +560,48 @@ def refusals() -> Iterator[None]:
 
 Defaults = Mapping[str, tuple[int, int]]
 """Default integers by option, on the CPU and on GPUs, for a few seconds or a minute per variant."""
-
-MODEL_OPTIONS = {
+MODEL_OPTIONS = ("layers", "width", "heads", "kv_heads", "context")
+MEANINGS = {
+    "steps": "training steps of each variant",
+    "batch": "sequences per step",
+    "context": "bytes per sequence, such as 8192 or 8K",
     "layers": "transformer blocks",
     "width": "width of the residual stream",
     "heads": "query heads",
     "kv_heads": "key/value heads",
-    "context": "bytes per sequence, such as 8192 or 8K",
-}
-TRAINING_OPTIONS = {
-    "steps": "training steps of each variant",
-    "batch": "sequences per step",
+    "block_size": "select_block_size; compressed blocks are as long, with --preset paper half as long and overlapping",
+    "k": "num_selected_blocks",
+    "w": "window_size",
+    "q_tile": "q_tile_size",
     "eval_every": "steps between two evaluations",
     "eval_windows": "validation sequences, the same each time",
+    "cuts": "positions per validation sequence at which the lookahead is measured",
+    "needles": "keys with values in a sequence",
+    "questions": "keys asked for at the end of it",
+    "prompt": "bytes of held-out text before the model's own",
+    "length": "bytes to generate",
 }
+"""Meanings of options that are positive integers."""
 
 
-def add_numbers(group: Any, defaults: Defaults, options: Mapping[str, str]) -> None:
-    """Add options that are positive integers, with defaults by device. `options`: meanings by name."""
-    for name, meaning in options.items():
-        cpu, gpu = defaults[name]
-        shown = f"{meaning}; default: {gpu} (CPU: {cpu})"
-        group.add_argument(f"--{name.replace('_', '-')}", type=positive, help=shown)
+def new_parser(doc: str | None, backend: str, defaults: Defaults) -> argparse.ArgumentParser:
+    """A parser with an option for each of the defaults, and those that all trained models have.
 
-
-def new_parser(doc: str | None, backend: str) -> argparse.ArgumentParser:
-    """A parser with --device and --backend. `doc` describes the example, `backend` is its op."""
+    Args:
+        doc: describes the example. backend: the op that --backend is for.
+    """
     parser = make_parser(doc)
     add_device(parser)
-    parser.add_argument("--backend", help=f"backend of {backend}; default: the first that supports it")
+    add = parser.add_argument
+    add("--backend", help=f"backend of {backend}; default: the first that supports it")
+    for name, (cpu, gpu) in defaults.items():
+        shown = f"{MEANINGS[name]}; default: {gpu} (CPU: {cpu})"
+        add(f"--{name.replace('_', '-')}", type=positive, help=shown)
+    add("--minutes", type=above_zero, help="stop training a variant after this time; default: never")
+    add("--lr", type=above_zero, help="peak learning rate; default: 1e-3 (CPU: 4e-3)")
+    add("--dtype", choices=("bf16", "fp32"), help="dtype of autocast; default: bf16 (CPU: fp32)")
+    add("--seed", type=int, default=0, help="seed of weights and batches; default: %(default)s")
+    add("--cuda-graph", action="store_true", help="run forward and backward of a step as one CUDA graph")
     return parser
 
 
@@ -588,19 +632,6 @@ def add_out(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--out", type=Path, default=LOCAL_RESULTS / name, help=shown)
 
 
-def add_training_options(parser: argparse.ArgumentParser, defaults: Defaults, **more: str) -> Any:
-    """Add options of training and return their group. `more`: meanings of additional integer options."""
-    group = parser.add_argument_group("training")
-    add_numbers(group, defaults, {**TRAINING_OPTIONS, **more})
-    group.add_argument("--minutes", type=above_zero, help="stop training a variant after this time; default: never")
-    group.add_argument("--lr", type=above_zero, help="peak learning rate; default: 1e-3 (CPU: 4e-3)")
-    group.add_argument("--dtype", choices=("bf16", "fp32"), help="dtype of autocast; default: bf16 (CPU: fp32)")
-    group.add_argument("--seed", type=int, default=0, help="seed of weights and batches; default: %(default)s")
-    group.add_argument("--compile", action="store_true", help="torch.compile the feed-forward layers")
-    group.add_argument("--cuda-graph", action="store_true", help="run forward and backward of a step as one CUDA graph")
-    return group
-
-
 def resolve_options(parser: argparse.ArgumentParser, args: argparse.Namespace, defaults: Defaults) -> None:
     """Set defaults that depend on the device; exit if arguments are invalid."""
     on_cpu = args.device == "cpu"
@@ -616,114 +647,56 @@ def resolve_options(parser: argparse.ArgumentParser, args: argparse.Namespace, d
         parser.error(f"--heads must be a multiple of --kv-heads, got {args.heads} and {args.kv_heads}")
 
 
-def check_output(parser: argparse.ArgumentParser, option: str, file: Path) -> None:
-    """Create the folder of an option's file; exit if the file cannot be written."""
+def check_output(parser: argparse.ArgumentParser, option: str, file: Path | None) -> None:
+    """Create the folder of an option's file, if given; exit if the file cannot be written."""
+    if file is None:
+        return
     try:
-        if file.is_dir():
-            raise IsADirectoryError(f"{file} is a folder")
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=file.parent):
+        with file.open("ab"):
             pass
     except OSError as problem:
         parser.error(f"{option} must name a file that can be written: {problem}")
 
 
-def check_length(corpus: Corpus, length: int, option: str = "--context") -> None:
-    """Exit unless both texts have more than `length` bytes."""
+def load_text(length: int, option: str = "--context") -> Corpus:
+    """`load_corpus`; exit unless both texts have more than `length` bytes."""
+    corpus = load_corpus()
     shortest = min(len(corpus.training), len(corpus.validation))
     if shortest < length + 1:
         raise SystemExit(f"{option} must be less than the {shortest:,} bytes of text here, got {length:,}")
+    return corpus
 
 
-def run_facts(args: argparse.Namespace, data: dict[str, Any], models: Mapping[str, ByteModel]) -> dict[str, Any]:
-    """The fields of a results file that describe the run. `models`: by variant, on the meta device."""
-    training = ("steps", "batch", "lr", "dtype", "seed", "minutes", "eval_windows", "compile", "cuda_graph")
+def describe(
+    args: argparse.Namespace,
+    data: dict[str, Any],
+    make_model: Callable[[str, argparse.Namespace], ByteModel],
+    more: str,
+    notes: Iterable[str],
+) -> dict[str, Any]:
+    """The fields of a results file that describe the run, which is introduced to readers, too.
+
+    Args:
+        make_model: makes the model of a variant. more: words on the run. notes: lines of their own.
+    """
+    training = ("steps", "batch", "lr", "dtype", "seed", "minutes", "eval_windows", "cuda_graph")
+    with torch.device("meta"):  # shapes without memory
+        models = {name: make_model(name, args) for name in args.variants}
     parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
-    return {
-        **environment(torch.device(args.device)),
-        "command": command_line(),
-        "model": {**{name: getattr(args, name) for name in MODEL_OPTIONS}, "parameters": parameters},
-        "training": {name: getattr(args, name) for name in training},
-        "data": data,
-    }
-
-
-def introduce(args: argparse.Namespace, facts: Mapping[str, Any], more: str, notes: Iterable[str]) -> None:
-    """Print what is about to run."""
+    facts = environment(torch.device(args.device))
     say(
-        f"A byte-level language model of {max(facts['model']['parameters'].values()) / 1e6:.1f} M parameters "
+        f"A byte-level language model of {max(parameters.values()) / 1e6:.1f} M parameters "
         f"({args.layers} layers, width {args.width}, {args.heads} heads over {args.kv_heads}), context "
         f"{args.context:,}, {args.steps} steps of {args.batch * args.context:,} bytes, {args.dtype}, {more}, "
         f"on {facts['device']}"
     )
     for note in notes:
         say(note, style="yellow")
-
-
-# What is shown
-
-
-def show_results(
-    summaries: Sequence[Any], columns: Mapping[str, Callable[[Any], str]], verdict: str, out: Path
-) -> None:
-    """Print summaries, what they say, and where they are. `columns`: texts of a summary by heading."""
-    columns = {
-        "variant": lambda s: s.variant,
-        "val loss": lambda s: f"{s.final_val_loss:.4f}",
-        **columns,
-        "bytes/s": lambda s: "?" if s.tokens_per_s is None else f"{s.tokens_per_s:,.0f}",
-        "peak GiB": lambda s: "" if s.peak_gib is None else f"{s.peak_gib:.2f}",
-        "steps": lambda s: str(s.steps),
+    return {
+        **facts,
+        "command": command_line(),
+        "model": {**{name: getattr(args, name) for name in MODEL_OPTIONS}, "parameters": parameters},
+        "training": {name: getattr(args, name) for name in training},
+        "data": data,
     }
-    print_table("after the last step; loss in nats per byte", columns, summaries, left=("variant",))
-    console.print(f"What this says: {verdict}")
-    shown = [relative(with_ending(out, suffix)) for suffix in (".png", ".json")]
-    say(f"Plot: {shown[0]}   everything: {shown[1]}")
-
-
-def bits_per_byte(summary: Any) -> str:
-    return f"{summary.bits_per_byte:.4f}"
-
-
-@dataclass(frozen=True)
-class Curves:
-    """Style of loss curves."""
-
-    baseline: str
-    """Variant with which others are compared, if it was trained."""
-    baseline_words: str
-    style: Callable[[str], dict[str, Any]]
-    """Keyword arguments of matplotlib's plot for a variant."""
-    band: float = 0
-    """Relative difference from the baseline's loss that counts as equal."""
-
-    def draw(self, results: Results, path: Path, device: str) -> None:
-        """Plot validation loss by bytes seen and, if the baseline was trained, the difference from it at each step."""
-        by_name: dict[str, list[Row]] = {}
-        for row in results["rows"]:
-            by_name.setdefault(row.variant, []).append(row)
-        baseline = {row.step: row.val_loss for row in by_name.get(self.baseline, [])}
-        panels = 2 if baseline else 1
-        with saved_figure(path, 1, panels, (6 * panels, 5)) as (figure, (panel,)):
-            for name, curve in sorted(by_name.items(), key=lambda item: item[1][-1].val_loss, reverse=True):
-                label, style = f"{name}  {curve[-1].val_loss:.3f}", self.style(name)
-                panel[0].plot(
-                    [row.tokens / 1e6 for row in curve], [row.val_loss for row in curve], label=label, **style
-                )
-                if shared := [row for row in curve if row.step in baseline]:
-                    distances = [100 * (row.val_loss / baseline[row.step] - 1) for row in shared]
-                    panel[1].plot([row.tokens / 1e6 for row in shared], distances, **style)
-            # Without the steep first points, which would flatten the differences between variants
-            finals = [curve[-1].val_loss for curve in by_name.values()]
-            early = [curve[min(2, len(curve) - 1)].val_loss for curve in by_name.values()]
-            panel[0].set_ylim(min(finals) * 0.97, max(early) * 1.03)
-            panel[0].set(title="validation loss", ylabel="nats per byte")
-            panel[0].legend(title="variant, final loss")
-            if baseline:
-                within = f" (band: within {self.band:.0%})" if self.band else ""
-                panel[1].axhspan(-100 * self.band, 100 * self.band, color="black", alpha=0.06)
-                panel[1].set(title=f"against {self.baseline_words}{within}", ylabel="%, above 0 is worse")
-            for axes in panel:
-                axes.set_xlabel("million bytes seen")
-                axes.grid(alpha=0.3)
-            figure.suptitle(f"Language models on the sources of the Python standard library, {device}")

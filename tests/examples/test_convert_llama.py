@@ -22,7 +22,7 @@ TINY = shlex.split("--steps=12 --more=3 --context=32 --width=16 --layers=1 --bat
 def test_converts_and_recovers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main([*TINY, f"--out={tmp_path / 'run-0.5'}"]) == 0
     content = json.loads((tmp_path / "run-0.5.json").read_text())
-    assert_documented("examples/convert_llama.py", content, {"rows": example.Row})
+    assert_documented("examples/convert_llama.py", content, ("rows",))
     rows = {row["start"]: row for row in content["rows"]}
     assert rows.keys() == example.STARTS.keys()
     assert rows["near dense, the default"]["gates"] == [0.05, 0.9, 0.05]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from examples import needle as example
-from examples.shared.byte_models import Row
 from examples.shared.nsa_variants import BRANCHES, ablated, resolve
 from tests.support.bench_helpers import assert_documented
 
@@ -89,11 +88,11 @@ def test_an_answer_is_right_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.right().tolist() == [[True, False, True, True]] * 6
     accuracy, ranges = made.judge("name")
     assert accuracy == 0.75
-    assert sum(each.questions for each in ranges) == 24
-    assert sum(each.questions * each.accuracy for each in ranges) == pytest.approx(18)
+    assert sum(each["questions"] for each in ranges) == 24
+    assert sum(each["questions"] * each["accuracy"] for each in ranges) == pytest.approx(18)
     for each in ranges:
-        inside = (made.distances >= 8 * each.nearest) & (made.distances < 8 * each.farthest)
-        assert each.questions == inside.sum()
+        inside = (made.distances >= 8 * each["nearest"]) & (made.distances < 8 * each["farthest"])
+        assert each["questions"] == inside.sum()
 
 
 # What the variants reach
@@ -121,9 +120,7 @@ def test_a_closed_branch_is_silent(contributions: dict[str, float]) -> None:
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main([*TINY, "--out", str(tmp_path / "run-0.5")]) == 0
     content = json.loads((tmp_path / "run-0.5.json").read_text())
-    assert_documented(
-        "examples/needle.py", content, {"rows": Row, "summary": example.Summary, "accuracy": example.Accuracy}
-    )
+    assert_documented("examples/needle.py", content, ("rows", "summary", "accuracy"))
 
     names = ["dense", "nsa", "nsa-closed", "no-selected", "window"]
     assert [summary["variant"] for summary in content["summary"]] == names
@@ -158,6 +155,6 @@ def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_the_verdict(shares: dict[str, float], sentences: list[str]) -> None:
-    text = example.verdict([example.Summary(name, 1, 1.0, share, None, None) for name, share in shares.items()])
+    text = example.verdict([{"variant": name, "accuracy": share} for name, share in shares.items()])
     for sentence in sentences:
         assert sentence in text
