@@ -144,6 +144,9 @@ REFUSED: dict[str, dict[str, str]] = {
         "--preset=paper --block-size=6": "--block-size must be a multiple of 4 with --preset paper, got 6",
         "--k=8": "--context must hold more than --k blocks of --block-size, or nothing is left to select",
         "--variants=dense --save-indices=x": "--save-indices needs variant nsa, got ['dense']",
+        "--context-parallel=2": "must be the number of processes that torchrun starts, 1 here, got 2",
+        "--context-parallel=1 --variants=dense,nsa": "not of dense attention",
+        "--context-parallel=1 --minutes=1": "--minutes does not go with --context-parallel",
         "--cuda-graph": "--cuda-graph needs a CUDA device, got cpu",
         "--out=/dev/null/x": "--out: /dev/null/x.json cannot be written: ",
         "--backend=cute": "cute: runs on CUDA devices, got cpu",
@@ -183,7 +186,10 @@ def refused() -> list[Any]:
 
 
 @pytest.mark.parametrize(("script", "options", "message"), refused())
-def test_wrong_options_are_named(script: str, options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_named(
+    script: str, options: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")  # as torchrun sets it
     module, *usual = script.split()
     with pytest.raises(SystemExit) as left:
         importlib.import_module(module).main([*usual, *options.split()])
