@@ -143,6 +143,43 @@ def test_deterministic_backward_on_a_device_is_refused_with_the_reason() -> None
         resolve(asked, "reference")
 
 
+NEAR, MIX = "neighborhood_attention", "attention_residual"
+F16, F64 = torch.float16, torch.float64
+WIDE = {"kernel_size": 1 << 30}
+TOO_WIDE = "supports bands of up to 536870912 slots, got kernel_size 1073741824"
+REFUSALS: list[tuple[str, str, str, torch.dtype, dict[str, Any], str | None]] = [
+    *((op, "triton", "cuda", F16, {}, None) for op in (NEAR, MIX)),
+    *((op, "triton", "cuda", F64, {}, "float16, bfloat16 and float32, got float64") for op in (NEAR, MIX)),
+    *((op, "ascend", "cuda", F16, {}, "runs on Ascend NPUs, got cuda") for op in (NEAR, MIX)),
+    *((op, "ascend", "npu", F16, {}, "no Ascend NPU is visible") for op in (NEAR, MIX)),
+    (NEAR, "triton", "cuda", F16, {"shape": (1, 9, 1, 257)}, "supports D up to 256, got 257"),
+    (NEAR, "triton", "cuda", F16, {"shape": (1, 1 << 30, 1, 16)}, "supports N up to 536870912, got 1073741824"),
+    (NEAR, "triton", "cuda", F16, {"shape": (1, (1 << 24) + 1, 32, 16)}, "all heads and sequences, got 536870944"),
+    (NEAR, "triton", "cuda", F16, {"band": True, "kernel_size": 9}, None),
+    (NEAR, "triton", "cuda", F16, {"algorithm": "flash", **WIDE}, None),
+    (NEAR, "triton", "cuda", F16, {"algorithm": "band", **WIDE}, TOO_WIDE),
+    (NEAR, "triton", "cuda", F16, {"algorithm": "dense", **WIDE}, TOO_WIDE),
+    (NEAR, "triton", "cuda", F16, {"band": True, **WIDE}, TOO_WIDE),
+    (MIX, "triton", "cuda", F16, {"blocks": 64, "shape": (1, 70000, 8192)}, None),
+    (MIX, "triton", "cuda", F16, {"blocks": 65}, "supports up to 64 blocks, got 65"),
+    (MIX, "triton", "cuda", F16, {"shape": (1, 1, 1 << 21)}, "supports D up to 1048576, got 2097152"),
+    (MIX, "triton", "cuda", F16, {"blocks": 16, "shape": (2, (1 << 25) + 1, 8)}, "sequences, got 1073741856"),
+    (MIX, "triton", "npu", F16, {}, "runs on CUDA devices, got npu"),
+    (MIX, "reference", "cuda", F16, {}, "only when named"),
+    (MIX, "reference", "cpu", F64, {"blocks": 100}, None),
+]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("op", "backend", "device", "dtype", "options", "reason"), REFUSALS)
+def test_refusals_of_kernels(
+    op: str, backend: str, device: str, dtype: torch.dtype, options: dict[str, Any], reason: str | None
+) -> None:
+    call = Call(op, device, dtype, options=options)
+    found = {verdict.impl.backend: verdict.reason for verdict in explain(call)}[backend]  # of its last row
+    assert found is None if reason is None else reason in str(found)
+
+
 # Packages absent, broken, or in each other's way
 
 
