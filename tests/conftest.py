@@ -47,7 +47,6 @@ EXTRAS = {
 """Extras that tests may need: distributions, and the modules that they bring."""
 MAY_SKIP = {*HARDWARE, "ascend", *(f"{extra}_extra" for extra in EXTRAS)}
 """`ascend`: tests/ascend/lowered/conftest.py skips these without their toolchain; `.ci/run` has it."""
-ADDRESS = re.compile(r"\bat 0x[0-9a-f]+", re.IGNORECASE)
 
 
 @pytest.fixture(autouse=True)
@@ -119,21 +118,9 @@ def without_extra(config: pytest.Config, extra: str) -> str | None:
     return f'needs {", ".join(absent)}, not installed here: pip install -e ".[{extra}]"'
 
 
-def without_addresses(report: pytest.CollectReport) -> pytest.CollectReport:
-    """The report, failed where the name of a test holds an address: another process would name it otherwise."""
-    named = [node.nodeid for node in report.result if isinstance(node, pytest.Item) and ADDRESS.search(node.nodeid)]
-    if report.passed and named:
-        report.outcome = "failed"
-        report.longrepr = (
-            f"the name of {named[0]} holds an address, as {len(named) - 1} more here do: pytest-xdist refuses names "
-            "that differ between processes, so give `ids=` that are alike in all of them"
-        )
-    return report
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    """A module of tests that cannot be imported without an extra skips as a whole; names hold no addresses."""
+    """A module of tests that cannot be imported without an extra skips as a whole."""
     report = yield
     error = report.call.excinfo.value.__cause__ if report.failed else None
     if isinstance(error, ModuleNotFoundError):
@@ -142,7 +129,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
             reason = without_extra(collector.config, extra) if missing in modules.values() else None
             if reason is not None:
                 report.outcome, report.longrepr = "skipped", (str(collector.path), None, f"Skipped: {reason}")
-    return without_addresses(report)
+    return report
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -58,19 +57,15 @@ def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for summary in content["summary"]:
         own = [row for row in content["rows"] if row["variant"] == summary["variant"]]
         assert [row["step"] for row in own] == [0, 4, 8, 12]
-        assert own[-1]["tokens"] == 12 * 4 * 64
-        assert own[0]["train_loss"] is None
+        assert (own[-1]["tokens"], own[0]["train_loss"]) == (12 * 4 * 64, None)
         assert own[-1]["val_loss"] == summary["final_val_loss"] < own[1]["val_loss"] < own[0]["val_loss"]
         assert own[-1]["train_loss"] < own[1]["train_loss"]
         assert summary["bits_per_byte"] == pytest.approx(summary["final_val_loss"] / math.log(2))
         ratio = summary["final_val_loss"] / content["summary"][0]["final_val_loss"]
         assert summary["relative_to_dense"] == pytest.approx(ratio)
-        assert summary["tokens_per_s"] > 0
         assert (summary["lookahead"] is None) == (summary["variant"] in ("dense", "window", "no-selected"))
     assert (tmp_path / "run-0.5.png").read_bytes().startswith(b"\x89PNG")
-    shown = capsys.readouterr().out
-    assert "What this says: NSA's final validation loss is" in " ".join(shown.split())
-    assert " ".join(content["verdict"].split()) in " ".join(shown.split())
+    assert f"What this says: {content['verdict']}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_saves_what_layers_select(tmp_path: Path, corpus: Corpus) -> None:
@@ -216,10 +211,6 @@ def test_the_split_is_by_file_and_without_leaks(corpus: Corpus) -> None:
 # What is concluded, and bad arguments
 
 
-def summary(variant: str, loss: float, **facts: Any) -> Row:
-    return {"variant": variant, "steps": 10, "final_val_loss": loss, "lookahead": None, **facts}
-
-
 @pytest.mark.parametrize(
     ("losses", "sentences"),
     [
@@ -229,13 +220,17 @@ def summary(variant: str, loss: float, **facts: Any) -> Row:
     ],
 )
 def test_the_verdict(losses: tuple[float, ...], sentences: list[str]) -> None:
-    dense, nsa, window = losses
-    found = [
-        summary("dense", dense),
-        summary("window", window),
-        summary("nsa", nsa, lookahead=0.01 * nsa, lookahead_error=0.002 * nsa),
-    ]
-    text = example.verdict(found)
+    dense, nsa, window = (
+        {
+            "variant": name,
+            "steps": 10,
+            "final_val_loss": loss,
+            "lookahead": 0.01 * loss,
+            "lookahead_error": 0.002 * loss,
+        }
+        for name, loss in zip(("dense", "nsa", "window"), losses, strict=True)
+    )
+    text = example.verdict([dense, window, nsa])
     for sentence in [*sentences, "changes NSA's loss by +1.0% ± 0.2%.", "One seed each"]:
         assert sentence in text
     assert "So short a run" not in text
@@ -301,20 +296,3 @@ def test_losses_beyond_rounding_end_with_a_status(
     assert "a loss is rounding: NOT equal" in " ".join(capsys.readouterr().out.split())
     assert json.loads((tmp_path / "other.json").read_text())["beside"][0]["equal"] is False
     assert example.rounding_tolerance(example.parse([*TINY, "--dtype=bf16"])) is None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--context-parallel=2"], "must be the number of processes that torchrun starts, 1 here, got 2"),
-        (["--context-parallel=1", "--variants=dense,nsa"], "not of dense attention"),
-        (["--context-parallel=1", "--minutes=1"], "--minutes does not go with --context-parallel"),
-    ],
-)
-def test_what_cannot_be_divided(
-    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(SystemExit):
-        example.parse([*TINY, *options])
-    assert message in " ".join(capsys.readouterr().err.split())

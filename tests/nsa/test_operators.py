@@ -56,6 +56,11 @@ def continued(tokens: int, batch: int = 1) -> Arguments:
     return *(x.requires_grad_() for x in (q[:, start : start + tokens // 4].clone(), k, v)), start
 
 
+def with_starts(tokens: int) -> Arguments:
+    *tensors, start = continued(tokens, batch=2)
+    return *tensors, torch.tensor([0, start], dtype=INTS)
+
+
 POOLS = tuple(LinearCompression(2, SMALL["paper"].compress_block_size, 16, dtype=torch.float64) for _ in range(2))
 POOLED = replace(SMALL["paper"], compress=POOLS)
 
@@ -89,6 +94,7 @@ COMPILED: dict[str, tuple[Callable[..., Tensor], Callable[[int], Arguments]]] = 
     **{f"nsa, {name}": (partial(nsa, config=config), qkv) for name, config in SMALL.items()},
     "nsa, its config made inside": (lambda q, k, v: nsa(q, k, v, config=NSAConfig.paper(window_size=5)), qkv),
     "nsa, continued": (lambda q, k, v, start: nsa(q, k, v, q_start=start, config=SMALL["paper"]), continued),
+    "nsa, starts": (lambda q, k, v, starts: nsa(q, k, v, q_start=starts, config=SMALL["paper"]), with_starts),
     "nsa, pooled packs": (lambda q, k, v, bounds, *_: nsa(q, k, v, config=POOLED, cu_seqlens=bounds), pooled_packs),
     "neighborhood": (neighborhood_attention, qkv),
     "neighborhood, moved": (
