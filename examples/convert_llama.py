@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,11 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.common import above_zero, make_parser, positive, with_ending
 from bench.extras import needed
-from bench.report import command_line, environment, relative, write_json
+from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_json
 from bench.results_file import replaced_results
 from bench.show import print_table, say
 from examples.shared import byte_models as common
@@ -46,7 +44,6 @@ OPTIONS = {
     "windows": (32, "validation sequences"),
 }
 """Defaults and meanings of options that are positive integers."""
-WARM_UP = 20
 
 
 def options(context: int) -> NSAConfig:
@@ -56,40 +53,28 @@ def options(context: int) -> NSAConfig:
     return NSAConfig.paper(**sizes, num_selected_blocks=4, window_size=block)  # type: ignore[arg-type]
 
 
-def loss_of(model: Any, windows: Tensor) -> Tensor:
-    """Mean loss in nats per byte."""
-    return model(input_ids=windows, labels=windows, use_cache=False).loss
+class Logits(nn.Module):
+    """A model of transformers, with the weights that it has, for a trainer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def initialise(self, seed: int) -> None:
+        pass
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, use_cache=False).logits
 
 
-@torch.no_grad()
-def validation_loss(model: Any, corpus: common.Corpus, args: argparse.Namespace) -> float:
-    model.eval()
-    starts = common.validation_starts(corpus, args.windows, args.context).split(args.batch)
-    batches = [common.windows_at(corpus.validation, part, args.context) for part in starts]
-    loss = sum(float(loss_of(model, batch)) * len(batch) for batch in batches) / sum(map(len, batches))
-    check_finite(loss, "validation")
-    return loss
-
-
-def check_finite(loss: float, where: str) -> None:
-    if not math.isfinite(loss):
-        raise SystemExit(f"the loss is {loss} at {where}: a smaller --lr may help")
-
-
-def train(model: Any, corpus: common.Corpus, args: argparse.Namespace, steps: int, seed: int, rate: float) -> None:
-    """Train with AdamW, a short warm-up, then decay to a tenth of the rate; exit if the loss is not finite."""
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
-    for step, starts in enumerate(common.training_starts(corpus, steps, args.batch, args.context, seed)):
-        share = min((step + 1) / WARM_UP, 0.55 + 0.45 * math.cos(math.pi * step / steps))
-        for group in optimizer.param_groups:
-            group["lr"] = rate * share
-        loss = loss_of(model, common.windows_at(corpus.training, starts, args.context))
-        check_finite(float(loss.detach()), f"step {step}")
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+def train(name: str, model: Any, corpus: common.Corpus, args: argparse.Namespace, **changes: Any) -> list[float]:
+    """Validation losses in nats per byte before and after training. Args: `changes`: of `args`."""
+    fixed = {"device": "cpu", "dtype": "fp32", "minutes": None, "cuda_graph": False, "eval_windows": args.windows}
+    own = argparse.Namespace(**{**vars(args), **fixed, **changes})
+    own.eval_every = own.steps
+    rows = common.TextTrainer(name, Logits(model), own, corpus).train()["rows"]
+    say(f"{name}: {rows[0]['val_loss']:.3f}, {rows[-1]['val_loss']:.3f} after {own.steps} steps")
+    return [row["val_loss"] for row in rows]
 
 
 def run(args: argparse.Namespace, corpus: common.Corpus) -> dict[str, Any]:
@@ -101,23 +86,18 @@ def run(args: argparse.Namespace, corpus: common.Corpus) -> dict[str, Any]:
     torch.manual_seed(args.seed)
     sizes = {"hidden_size": args.width, "intermediate_size": 3 * args.width, "num_hidden_layers": args.layers}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    config = LlamaConfig(vocab_size=common.VOCABULARY, max_position_embeddings=args.context, **sizes, **heads)
-    dense = LlamaForCausalLM(config)
-    begin = time.perf_counter()
-    train(dense, corpus, args, args.steps, args.seed, args.lr)
-    before = validation_loss(dense, corpus, args)
-    say(f"dense Llama: {args.steps} steps in {time.perf_counter() - begin:.0f} s, loss {before:.3f}")
+    dense = LlamaForCausalLM(
+        LlamaConfig(vocab_size=common.VOCABULARY, max_position_embeddings=args.context, **sizes, **heads)
+    )
+    train("dense Llama", dense, corpus, args)
+    further: dict[str, Any] = {"steps": args.more, "seed": args.seed + 1, "lr": args.lr / 4}
     rows = []
     for name, gates in STARTS.items():
         model = convert(copy.deepcopy(dense), options(args.context), gate_init=gates)
-        converted = validation_loss(model, corpus, args)
-        train(model, corpus, args, args.more, args.seed + 1, args.lr / 4)
-        after = validation_loss(model, corpus, args)
-        start = {"start": name, "gates": model.config.nsa_gate_init}
-        rows.append({**start, "converted_loss": converted, "trained_loss": after})
-        say(f"{name}: {converted:.3f} right after conversion, {after:.3f} after {args.more} steps")
-    train(dense, corpus, args, args.more, args.seed + 1, args.lr / 4)
-    after = validation_loss(dense, corpus, args)
+        converted, trained = train(name, model, corpus, args, **further)
+        losses = {"converted_loss": converted, "trained_loss": trained}
+        rows.append({"start": name, "gates": model.config.nsa_gate_init, **losses})
+    before, after = train("dense Llama", dense, corpus, args, **further)
     columns = {
         "gates to start with": lambda row: row["start"],
         "after conversion": lambda row: f"{row['converted_loss']:.3f}",
@@ -132,26 +112,25 @@ def run(args: argparse.Namespace, corpus: common.Corpus) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    with replaced_results(args.out):
+    out = Path(args.out)
+    with replaced_results(out):
         corpus = common.load_text(args.context)
         losses = run(args, corpus)
         training = {name: getattr(args, name) for name in (*OPTIONS, "lr", "seed")}
         facts = {**environment(torch.device("cpu")), "command": command_line(argv), "training": training}
-        out = with_ending(args.out, ".json")
-        write_json(out, {**facts, "data": corpus.facts(), **losses})
-    say(f"Everything: {relative(out)}")
+        write_json(with_ending(out, ".json"), {**facts, "data": corpus.facts(), **losses})
+    say(f"Everything: {relative(with_ending(out, '.json'))}")
     return 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, "out", out=str(LOCAL_RESULTS / "convert-llama"))
     add = parser.add_argument
     for name, (default, meaning) in OPTIONS.items():
         add(f"--{name}", type=positive, default=default, help=f"{meaning}; default: %(default)s")
     shown = "peak learning rate, a quarter of it after conversion; default: %(default)s"
     add("--lr", type=above_zero, default=4e-3, help=shown)
     add("--seed", type=int, default=0, help="seed of weights and batches; default: %(default)s")
-    common.add_out(parser, "convert-llama")
     args = parser.parse_args(argv)
     if args.width % 8:
         parser.error(f"--width must be a multiple of 8, got {args.width}")

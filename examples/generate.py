@@ -59,13 +59,7 @@ def trained_model(args: argparse.Namespace, corpus: common.Corpus) -> common.Byt
                 f"{type(failure).__name__}: {failure}"
             ) from None
         return model.to(args.device)
-    trainer = common.TextTrainer("nsa", model, args, corpus)
-
-    def train(_variant: str, show: common.Show) -> None:
-        (summary,) = trainer.train(show)["summary"]
-        say(f"trained {summary['steps']} steps, validation loss {summary['final_val_loss']:.3f} nats per byte")
-
-    common.train_variants(args, train)
+    common.TextTrainer("nsa", model, args, corpus).train()
     if args.save is not None:
         torch.save(model.state_dict(), args.save)
     return model
@@ -150,8 +144,7 @@ def is_near_tie(model: common.ByteModel, prompt: Tensor, one: bytes, other: byte
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     corpus = common.load_text(max(args.context, args.prompt), "--context and --prompt")
-    for note in nsa_variants.resolve(args):
-        say(note, style="yellow")
+    nsa_variants.resolve(args)
     model = trained_model(args, corpus)
     prompt = corpus.validation[: args.prompt].long()[None].to(args.device)
     with common.autocast(args):
@@ -187,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = common.new_parser(__doc__, "NSA", DEFAULTS)
+    parser = common.new_parser(__doc__, DEFAULTS)
     add = parser.add_argument
     add("--save", type=Path, metavar="FILE", help="save the trained weights")
     add("--load", type=Path, metavar="FILE", help="load weights written by --save with the same model options")

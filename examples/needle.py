@@ -26,7 +26,6 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -209,9 +208,9 @@ class Trainer(common.ByteTrainer):
             nearest *= 2
         return right.mean().item(), ranges
 
-    def run(self, show: common.Show) -> common.Results:
+    def run(self) -> common.Results:
         """Train and evaluate; for NSA, add a summary of the same model with its selected branch closed."""
-        results = self.train(show)
+        results = self.train()
         (summary,) = results["summary"]
         summary["accuracy"], results["accuracy"] = self.judge(self.variant)
         if self.variant == "nsa":
@@ -228,20 +227,20 @@ def main(argv: list[str] | None = None) -> int:
     task = {**asdict(args.task), "far": FAR, "shorter": SHORTER, "rope_base": ROPE_BASE}
     facts = nsa_variants.facts(args, task, f"{args.needles} needles, ")
 
-    def train(variant: str, show: common.Show) -> common.Results:
-        return Trainer(variant, args).run(show)
-
-    def conclude(results: common.Results) -> dict[str, Any]:
-        return {"verdict": verdict(results["summary"])}
-
-    columns = {"answers right": lambda summary: f"{summary['accuracy']:.1%}"}
-    common.record_variants(args, facts, train, conclude, plot, columns)
+    common.record_variants(
+        args,
+        facts,
+        train=lambda variant: Trainer(variant, args).run(),
+        conclude=lambda results: {"verdict": verdict(results["summary"])},
+        draw=plot,
+        columns={"answers right": lambda summary: f"{summary['accuracy']:.1%}"},
+    )
     return 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = common.new_parser(__doc__, "NSA, as in nsa", SIZES)
-    common.add_variants(parser, list(nsa_variants.VARIANTS), "needle", CHOSEN)
+    parser = common.new_parser(__doc__, SIZES, out="needle")
+    common.add_variants(parser, nsa_variants.VARIANTS, CHOSEN)
     nsa_variants.add_nsa_options(parser, "paper")
     args = parser.parse_args(argv)
     common.resolve_options(parser, args, DEFAULTS[args.preset])

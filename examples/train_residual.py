@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 import dispatch
-from bench.common import choose_backend
 from examples.shared import byte_models as common
 from nsa import AttentionResidual
 
-VARIANTS = ("sum", "attention")
+STYLES: dict[str, dict[str, Any]] = {"sum": {"color": "black"}, "attention": {"color": "C0"}}
+VARIANTS = tuple(STYLES)
 DEFAULTS = {
     "steps": (200, 600),
     "batch": (8, 16),
@@ -71,38 +71,30 @@ def make_model(variant: str, args: argparse.Namespace) -> common.ByteModel:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     corpus = common.load_text(args.context)
-    args.mixing_backend, note = resolve(args)
-    more = f"attention residual by {args.mixing_backend}"
-    facts = common.describe(args, corpus.facts(), make_model, more, filter(None, [note]))
+    args.mixing_backend = resolve(args)
+    facts = common.describe(args, corpus.facts(), make_model, f"attention residual by {args.mixing_backend}")
     facts["backend"] = args.mixing_backend
 
-    def train(variant: str, show: common.Show) -> common.Results:
-        return common.TextTrainer(variant, make_model(variant, args), args, corpus).train(show)
-
-    def conclude(results: common.Results) -> dict[str, Any]:
-        return {"verdict": verdict(results["summary"])}
-
-    common.record_variants(args, facts, train, conclude, draw, {"bits/byte": common.bits_per_byte})
+    common.record_variants(
+        args,
+        facts,
+        train=lambda variant: common.TextTrainer(variant, make_model(variant, args), args, corpus).train(),
+        conclude=lambda results: {"verdict": verdict(results["summary"])},
+        draw=partial(common.draw_curves, "sum", "sums", STYLES.__getitem__),
+    )
     return 0
 
 
-def resolve(args: argparse.Namespace) -> tuple[str, str]:
-    """The backend of attention residual, and a note if it is the reference because no kernel is available.
-
-    Raises:
-        SystemExit: for a named backend that is not available.
-    """
-    shape = (args.batch, args.context, args.width)
-    options = {"blocks": 2 * args.layers + 1, "stacked": False, "shape": shape}
+def resolve(args: argparse.Namespace) -> str:
+    """The backend of attention residual; see `backend_of`."""
+    options = {"blocks": 2 * args.layers + 1, "stacked": False, "shape": (args.batch, args.context, args.width)}
     what = ("attention_residual", torch.device(args.device), torch.float32)
-    with common.refusals():
-        call = dispatch.Call(*what, backward=True, options=options)
-        return choose_backend(call, args.backend)
+    return common.backend_of(lambda: dispatch.Call(*what, backward=True, options=options), args.backend)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = common.new_parser(__doc__, "attention residual", DEFAULTS)
-    common.add_variants(parser, VARIANTS, "train-residual")
+    parser = common.new_parser(__doc__, DEFAULTS, out="train-residual")
+    common.add_variants(parser, VARIANTS)
     args = parser.parse_args(argv)
     common.resolve_options(parser, args, DEFAULTS)
     return args
@@ -124,13 +116,6 @@ def verdict(summaries: list[common.Row]) -> str:
         f"With attention residual the final validation loss is {abs(share):.1%} "
         f"{'below' if share < 0 else 'above'} that with sums. One seed each: small differences may be noise."
     )
-
-
-def _style(variant: str) -> dict[str, Any]:
-    return {"color": {"sum": "black", "attention": "C0"}[variant], "linewidth": 2}
-
-
-draw = partial(common.draw_curves, "sum", "sums", _style)
 
 
 if __name__ == "__main__":

@@ -76,13 +76,12 @@ TOLERANCE = 0.02
 class Trainer(common.TextTrainer):
     """Trainer of a variant that also measures the lookahead of its selection."""
 
-    def __init__(self, variant: str, args: argparse.Namespace, corpus: common.Corpus) -> None:
-        model = nsa_variants.make_model(variant, args, self.context_parallel(args), checkpointing=args.checkpointing)
-        super().__init__(variant, model, args, corpus)
+    parallel: ContextParallel | None = None
+    """Divides sequences."""
 
-    def context_parallel(self, args: argparse.Namespace) -> ContextParallel | None:
-        """The ContextParallel that divides sequences; None here."""
-        return None
+    def __init__(self, variant: str, args: argparse.Namespace, corpus: common.Corpus) -> None:
+        model = nsa_variants.make_model(variant, args, self.parallel, checkpointing=args.checkpointing)
+        super().__init__(variant, model, args, corpus)
 
     @torch.no_grad()
     def lookahead(self, cuts: list[int]) -> tuple[float, float]:
@@ -97,9 +96,9 @@ class Trainer(common.TextTrainer):
     def looks_ahead(self) -> bool:
         return "selected" in VARIANTS[self.variant] and not self.args.config.token_mode
 
-    def run(self, show: common.Show) -> common.Results:
+    def run(self) -> common.Results:
         """Train, and measure the lookahead; None unless selection is per tile."""
-        results = self.train(show)
+        results = self.train()
         added = error = None
         if self.looks_ahead():
             generator = torch.Generator().manual_seed(self.args.seed)
@@ -116,12 +115,11 @@ class Trainer(common.TextTrainer):
 class DividedTrainer(Trainer):
     """Trainer with each sequence divided among the processes of torchrun, which all have the whole text."""
 
-    def context_parallel(self, args: argparse.Namespace) -> ContextParallel:
-        group = dist.group.WORLD
-        if group is None:
-            raise RuntimeError("there is no process group")
-        self.parallel = ContextParallel(group, tile=args.config.q_tile_size)
-        return self.parallel
+    parallel: ContextParallel
+
+    def __init__(self, variant: str, args: argparse.Namespace, corpus: common.Corpus) -> None:
+        self.parallel = ContextParallel(dist.group.WORLD, tile=args.config.q_tile_size)  # type: ignore[arg-type]
+        super().__init__(variant, args, corpus)
 
     def losses(self, windows: Tensor) -> Tensor:
         """Losses of all bytes on every rank, for evaluation; `gradients` has the training loss."""
@@ -163,9 +161,9 @@ def run(args: argparse.Namespace, *, writes: bool = True) -> int:
     # A run is short if models see fewer bytes than they have parameters
     short = args.steps * args.batch * args.context < max(facts["model"]["parameters"].values())
 
-    def train(variant: str, show: common.Show) -> common.Results:
+    def train(variant: str) -> common.Results:
         trainer = Trainer if args.context_parallel is None else DividedTrainer
-        return trainer(variant, args, corpus).run(show)
+        return trainer(variant, args, corpus).run()
 
     def conclude(results: common.Results) -> dict[str, Any]:
         by_name = {summary["variant"]: summary for summary in results["summary"]}
@@ -177,7 +175,8 @@ def run(args: argparse.Namespace, *, writes: bool = True) -> int:
         return {"verdict": verdict(results["summary"], short=short), **({"beside": beside} if beside else {})}
 
     if not writes:
-        common.train_variants(args, train)
+        for variant in args.variants:
+            train(variant)
         return 0
     results, found = common.record_variants(args, facts, train, conclude, draw, COLUMNS)
     for path, one in zip(args.beside, found.get("beside", []), strict=True):
@@ -242,8 +241,8 @@ def differences(run: dict[str, Any], rows: list[common.Row], tolerance: float | 
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = common.new_parser(__doc__, "NSA, as in nsa", PER_TILE)
-    common.add_variants(parser, list(VARIANTS), "train")
+    parser = common.new_parser(__doc__, PER_TILE, out="train")
+    common.add_variants(parser, VARIANTS)
     nsa_variants.add_nsa_options(parser)
     add = parser.add_argument
     add("--checkpointing", action="store_true", help="keep block inputs only, and recompute in backward")
@@ -336,7 +335,6 @@ def verdict(summaries: list[common.Row], *, short: bool = False) -> str:
 
 
 COLUMNS = {
-    "bits/byte": common.bits_per_byte,
     "vs dense": lambda s: "" if s["relative_to_dense"] is None else f"{s['relative_to_dense'] - 1:+.1%}",
     "lookahead": lambda s: "" if s["lookahead"] is None else f"{s['lookahead']:+.4f} ± {s['lookahead_error']:.4f}",
 }

@@ -14,11 +14,11 @@ import sysconfig
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy, pad, silu
 from torch.utils.checkpoint import checkpoint
 
 import dispatch
-from bench.common import DTYPES, SDPA, above_zero, add_device, make_parser, positive, with_ending
+from bench.common import DTYPES, SDPA, above_zero, add_device, comma_list, make_parser, positive, with_ending
 from bench.extras import needed
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_json
 from bench.results_file import replaced_results
@@ -37,7 +37,7 @@ from nsa import LinearCompression, NSACache, NSAttention
 from nsa.distributed import ContextParallel
 
 with needed("rich"):
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import track
 
 VOCABULARY = 256
 SEPARATOR = b"\0"
@@ -98,18 +98,6 @@ def load_corpus() -> Corpus:
 def windows_at(text: Tensor, starts: Tensor, length: int) -> Tensor:
     """Windows of the text that begin at `starts`: int64 `[len(starts), length]`."""
     return text[starts[:, None] + torch.arange(length, device=text.device)].long()
-
-
-def training_starts(corpus: Corpus, steps: int, batch: int, context: int, seed: int) -> Tensor:
-    """First bytes of the windows of every step, `[steps, batch]`."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(len(corpus.training) - context, (steps, batch), generator=generator)
-
-
-def validation_starts(corpus: Corpus, windows: int, context: int) -> Tensor:
-    """First bytes of `windows` evenly spaced windows without overlap, or of as many as fit the text."""
-    windows = min(windows, (len(corpus.validation) - 1) // context)
-    return torch.arange(windows) * ((len(corpus.validation) - 1) // max(windows, 1))
 
 
 # The model
@@ -265,8 +253,6 @@ Row = dict[str, Any]
 """Fields of a row of results, as docs/results_files.md lists them for each example; losses are in nats per byte."""
 Results = dict[str, list[Row]]
 """Lists of rows by field of the results file: "rows" of loss curves, "summary" of variants, and an example's own."""
-Show = Callable[[int, float, float | None], None]
-"""Called after each step with its number, its loss and bytes per second."""
 
 
 def autocast(args: argparse.Namespace) -> torch.autocast:
@@ -310,10 +296,11 @@ class ByteTrainer(ABC):
     """One variant on one device: its model, its optimiser and its validation windows.
 
     Args:
+        model: a ByteModel, or what has its `initialise` and `forward`.
         validation: windows `[W, context + 1]`.
     """
 
-    def __init__(self, variant: str, model: ByteModel, args: argparse.Namespace, validation: Tensor) -> None:
+    def __init__(self, variant: str, model: Any, args: argparse.Namespace, validation: Tensor) -> None:
         self.variant, self.args, self.device = variant, args, torch.device(args.device)
         self.validation = validation.to(self.device)
         self.model = model
@@ -352,7 +339,7 @@ class ByteTrainer(ABC):
         """One update; returns the loss before it. Reading the loss waits for the device, so a step can be timed.
 
         Raises:
-            FloatingPointError: when the loss is not finite.
+            SystemExit: when the loss is not finite.
         """
         windows = self.batch(step)
         if self.args.cuda_graph:
@@ -366,7 +353,7 @@ class ByteTrainer(ABC):
         self.optimizer.step()
         self.schedule.step()
         if not math.isfinite(value):
-            raise FloatingPointError(f"{self.variant}: the loss is {value} at step {step}")
+            raise SystemExit(f"{self.variant}: the loss is {value} at step {step}: a smaller --lr may help")
         return value
 
     def gradients(self, windows: Tensor) -> Tensor:
@@ -380,85 +367,67 @@ class ByteTrainer(ABC):
         losses = torch.cat([self.losses(part) for part in self.validation.split(self.args.batch)])
         return float(losses.mean())
 
-    def train(self, show: Show) -> Results:
+    def row(self, step: int, train_loss: float | None) -> Row:
+        """A point of the loss curve. Args: `train_loss`: the mean since the row before."""
+        loss = self.evaluate()
+        say(f"{self.variant}, step {step}: validation loss {loss:.4f}")
+        row = {"variant": self.variant, "step": step, "tokens": step * self.args.batch * self.args.context}
+        return {**row, "train_loss": train_loss, "val_loss": loss}
+
+    def train(self) -> Results:
         """Run all steps, or as many as `--minutes` allow; evaluate every `--eval-every` steps and after the last.
 
         Returns:
-            The loss curve, whose `train_loss` is the mean since the row before, and a summary, whose `tokens_per_s` is
-            without warm-up steps and evaluation.
+            The loss curve, and a summary, whose `tokens_per_s` is without warm-up steps and evaluation.
         """
-        args, per_step = self.args, self.args.batch * self.args.context
-        if self.device.type == "cuda":
+        args, cuda = self.args, self.device.type == "cuda"
+        if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        rows: list[Row] = []
-        taken: list[float] = []
-        recent: list[float] = []
-
-        def evaluate(step: int) -> float:
-            mean = sum(recent) / len(recent) if recent else None
-            row = {"variant": self.variant, "step": step, "tokens": step * per_step, "train_loss": mean}
-            rows.append({**row, "val_loss": self.evaluate()})
-            recent.clear()
-            return rows[-1]["val_loss"]
-
-        loss, step, speed = evaluate(0), 0, None
-        while step < args.steps and (args.minutes is None or sum(taken) <= 60 * args.minutes):
+        rows, losses, seconds = [self.row(0, None)], [], []
+        for step in track(range(1, args.steps + 1), self.variant, console=console, transient=True):
             begin = time.perf_counter()
-            recent.append(self.step(step))
-            taken.append(time.perf_counter() - begin)
-            step += 1
-            speed = per_step * (step - WARM_STEPS) / sum(taken[WARM_STEPS:]) if step > WARM_STEPS else None
-            show(step, recent[-1], speed)
-            if step % args.eval_every == 0:
-                loss = evaluate(step)
-        if recent:
-            loss = evaluate(step)
-        peak_gib = torch.cuda.max_memory_allocated(self.device) / GIB if self.device.type == "cuda" else None
-        summary = {"variant": self.variant, "steps": step, "final_val_loss": loss, "bits_per_byte": loss / math.log(2)}
-        return {"rows": rows, "summary": [{**summary, "tokens_per_s": speed, "peak_gib": peak_gib}]}
+            losses.append(self.step(step - 1))
+            seconds.append(time.perf_counter() - begin)
+            last = step == args.steps or (args.minutes is not None and sum(seconds) > 60 * args.minutes)
+            if last or step % args.eval_every == 0:
+                rows.append(self.row(step, fmean(losses[rows[-1]["step"] :])))
+            if last:
+                break
+        timed, loss = seconds[WARM_STEPS:], rows[-1]["val_loss"]
+        summary = {
+            "variant": self.variant,
+            "steps": len(losses),
+            "final_val_loss": loss,
+            "bits_per_byte": loss / math.log(2),
+            "tokens_per_s": args.batch * args.context * len(timed) / sum(timed) if timed else None,
+            "peak_gib": torch.cuda.max_memory_allocated(self.device) / GIB if cuda else None,
+        }
+        return {"rows": rows, "summary": [summary]}
 
 
 class TextTrainer(ByteTrainer):
-    """ByteTrainer on a corpus."""
+    """ByteTrainer on a corpus: random training windows, and evenly spaced validation windows without overlap."""
 
-    def __init__(self, variant: str, model: ByteModel, args: argparse.Namespace, corpus: Corpus) -> None:
-        held_out = validation_starts(corpus, args.eval_windows, args.context)
+    def __init__(self, variant: str, model: Any, args: argparse.Namespace, corpus: Corpus) -> None:
+        last = len(corpus.validation) - 1
+        windows = min(args.eval_windows, last // args.context)
+        held_out = torch.arange(windows) * (last // windows)
         super().__init__(variant, model, args, windows_at(corpus.validation, held_out, args.context + 1))
         self.training = corpus.training.to(self.device)
-        self.starts = training_starts(corpus, args.steps, args.batch, args.context, args.seed).to(self.device)
+        generator, shape = torch.Generator().manual_seed(args.seed), (args.steps, args.batch)
+        self.starts = torch.randint(len(self.training) - args.context, shape, generator=generator).to(self.device)
 
     def batch(self, step: int) -> Tensor:
         return windows_at(self.training, self.starts[step], self.args.context + 1)
 
 
-def train_variants(args: argparse.Namespace, train: Callable[[str, Show], object]) -> None:
-    """Train `args.variants` sequentially, with a progress bar each; exit if one diverges."""
-    name, loss_column, speed_column = map(
-        TextColumn, ("{task.description}", "loss {task.fields[loss]}", "{task.fields[speed]} bytes/s")
-    )
-    bar = (BarColumn(), MofNCompleteColumn(), loss_column, speed_column, TimeRemainingColumn())
-    with Progress(name, *bar, console=console, transient=True) as progress:
-        for variant in args.variants:
-            task = progress.add_task(variant, total=args.steps, loss="", speed="")
-
-            def show(step: int, loss: float, speed: float | None, task: Any = task) -> None:
-                shown = "" if speed is None else f"{speed:,.0f}"
-                progress.update(task, completed=step, loss=f"{loss:.3f}", speed=shown)
-
-            gc.collect()  # frees the last variant
-            try:
-                train(variant, show)
-            except FloatingPointError as failure:
-                raise SystemExit(f"{failure}: a smaller --lr may help") from failure
-
-
 def record_variants(
     args: argparse.Namespace,
     facts: Mapping[str, Any],
-    train: Callable[[str, Show], Results],
+    train: Callable[[str], Results],
     conclude: Callable[[Results], dict[str, Any]],
     draw: Callable[[Results, Path, str], None],
-    columns: Mapping[str, Callable[[Row], str]],
+    columns: Mapping[str, Callable[[Row], str]] | None = None,
 ) -> tuple[Results, dict[str, Any]]:
     """Train `args.variants`, write OUT.json and OUT.png after each, and print what was found at the end.
 
@@ -474,33 +443,30 @@ def record_variants(
     """
     results: Results = {}
     conclusion: dict[str, Any] = {}
-    table, picture = (with_ending(args.out, suffix) for suffix in (".json", ".png"))
+    out = Path(args.out)
+    table, picture = (with_ending(out, suffix) for suffix in (".json", ".png"))
 
-    def train_and_write(variant: str, show: Show) -> None:
-        for field, new in train(variant, show).items():
-            results.setdefault(field, []).extend(new)
-        conclusion.update(conclude(results))
-        write_json(table, {**facts, **results, **conclusion})
-        draw(results, picture, facts["device"])
-
-    with replaced_results(args.out, ".png"):
-        train_variants(args, train_and_write)
-    columns = {
+    with replaced_results(out, ".png"):
+        for variant in args.variants:
+            for field, new in train(variant).items():
+                results.setdefault(field, []).extend(new)
+            conclusion.update(conclude(results))
+            write_json(table, {**facts, **results, **conclusion})
+            draw(results, picture, facts["device"])
+            gc.collect()  # frees the variant
+    shown = {
         "variant": lambda s: s["variant"],
         "val loss": lambda s: f"{s['final_val_loss']:.4f}",
-        **columns,
+        "bits/byte": lambda s: f"{s['bits_per_byte']:.4f}",
+        **(columns or {}),
         "bytes/s": lambda s: "?" if s["tokens_per_s"] is None else f"{s['tokens_per_s']:,.0f}",
         "peak GiB": lambda s: "" if s["peak_gib"] is None else f"{s['peak_gib']:.2f}",
         "steps": lambda s: str(s["steps"]),
     }
-    print_table("after the last step; loss in nats per byte", columns, results["summary"], left=("variant",))
+    print_table("after the last step; loss in nats per byte", shown, results["summary"], left=("variant",))
     console.print(f"What this says: {conclusion['verdict']}")
     say(f"Plot: {relative(picture)}   everything: {relative(table)}")
     return results, conclusion
-
-
-def bits_per_byte(summary: Row) -> str:
-    return f"{summary['bits_per_byte']:.4f}"
 
 
 def draw_curves(
@@ -547,11 +513,10 @@ def draw_curves(
         figure.suptitle(f"Language models on the sources of the Python standard library, {device}")
 
 
-@contextmanager
-def refusals() -> Iterator[None]:
-    """Context that ends the program with the message of an error about its options."""
+def backend_of(make_call: Callable[[], dispatch.Call], named: str | None) -> str:
+    """The backend that runs a call; exits with the reason if none, or not the named one, does."""
     try:
-        yield
+        return dispatch.resolve(make_call(), named).backend
     except (TypeError, ValueError, dispatch.BackendError) as refusal:
         raise SystemExit(str(refusal)) from refusal
 
@@ -584,16 +549,15 @@ MEANINGS = {
 """Meanings of options that are positive integers."""
 
 
-def new_parser(doc: str | None, backend: str, defaults: Defaults) -> argparse.ArgumentParser:
+def new_parser(doc: str | None, defaults: Defaults, **out: str) -> argparse.ArgumentParser:
     """A parser with an option for each of the defaults, and those that all trained models have.
 
     Args:
-        doc: describes the example. backend: the op that --backend is for.
+        doc: describes the example. out: default of --out, if it has this option.
     """
-    parser = make_parser(doc)
+    parser = make_parser(doc, "backend", *out, **{option: str(LOCAL_RESULTS / name) for option, name in out.items()})
     add_device(parser)
     add = parser.add_argument
-    add("--backend", help=f"backend of {backend}; default: the first that supports it")
     for name, (cpu, gpu) in defaults.items():
         shown = f"{MEANINGS[name]}; default: {gpu} (CPU: {cpu})"
         add(f"--{name.replace('_', '-')}", type=positive, help=shown)
@@ -605,31 +569,17 @@ def new_parser(doc: str | None, backend: str, defaults: Defaults) -> argparse.Ar
     return parser
 
 
-def add_variants(
-    parser: argparse.ArgumentParser, variants: Sequence[str], out: str, chosen: Sequence[str] | None = None
-) -> None:
-    """Add --variants and --out.
+def add_variants(parser: argparse.ArgumentParser, variants: Collection[str], chosen: Collection[str] = ()) -> None:
+    """Add --variants. Args: `chosen`: the default, if not all."""
 
-    Args:
-        out: default name of the results.
-        chosen: default variants. None: all.
-    """
+    def variant(name: str) -> str:
+        if name not in variants:
+            raise argparse.ArgumentTypeError(f"must be among {', '.join(variants)}, got {name!r}")
+        return name
 
-    def names(text: str) -> list[str]:
-        named = list(dict.fromkeys(part.strip() for part in text.split(",")))
-        for name in named:
-            if name not in variants:
-                raise argparse.ArgumentTypeError(f"must be among {', '.join(variants)}, got {name!r}")
-        return named
-
-    shown = f"among {', '.join(variants)}; default: {'all' if chosen is None else ', '.join(chosen)}"
-    parser.add_argument("--variants", type=names, default=list(chosen or variants), metavar="NAME,...", help=shown)
-    add_out(parser, out)
-
-
-def add_out(parser: argparse.ArgumentParser, name: str) -> None:
-    shown = "results, without suffix; default: %(default)s"
-    parser.add_argument("--out", type=Path, default=LOCAL_RESULTS / name, help=shown)
+    shown = f"among {', '.join(variants)}; default: {', '.join(chosen) or 'all'}"
+    default = [*(chosen or variants)]
+    parser.add_argument("--variants", type=comma_list(variant), default=default, metavar="NAME,...", help=shown)
 
 
 def resolve_options(parser: argparse.ArgumentParser, args: argparse.Namespace, defaults: Defaults) -> None:
@@ -673,12 +623,11 @@ def describe(
     data: dict[str, Any],
     make_model: Callable[[str, argparse.Namespace], ByteModel],
     more: str,
-    notes: Iterable[str],
 ) -> dict[str, Any]:
     """The fields of a results file that describe the run, which is introduced to readers, too.
 
     Args:
-        make_model: makes the model of a variant. more: words on the run. notes: lines of their own.
+        make_model: makes the model of a variant. more: words on the run.
     """
     training = ("steps", "batch", "lr", "dtype", "seed", "minutes", "eval_windows", "cuda_graph")
     with torch.device("meta"):  # shapes without memory
@@ -691,8 +640,6 @@ def describe(
         f"{args.context:,}, {args.steps} steps of {args.batch * args.context:,} bytes, {args.dtype}, {more}, "
         f"on {facts['device']}"
     )
-    for note in notes:
-        say(note, style="yellow")
     return {
         **facts,
         "command": command_line(),

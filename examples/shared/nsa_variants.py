@@ -15,14 +15,15 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench.common import DTYPES, PRESETS, SDPA, choose_backend, nsa_facts, preset_name
+from bench.common import DTYPES, PRESETS, SDPA, nsa_facts, preset_name
 from bench.inputs import Sizes
-from examples.shared.byte_models import ByteModel, DenseAttention, describe, refusals, rotate
+from examples.shared.byte_models import ByteModel, DenseAttention, backend_of, describe, rotate
 from nsa import NSAConfig, NSAttention
 from nsa.distributed import ContextParallel
 
@@ -121,7 +122,7 @@ def make_model(
 
 def facts(args: argparse.Namespace, data: dict[str, Any], more: str = "") -> dict[str, Any]:
     """The fields of a results file that describe the run and `args.variants`; see `describe` and `resolve`."""
-    notes = resolve(args)
+    resolve(args)
     described: dict[str, dict[str, Any]] = {}
     for variant in args.variants:
         described[variant] = {"attention": SDPA.name}
@@ -129,7 +130,7 @@ def facts(args: argparse.Namespace, data: dict[str, Any], more: str = "") -> dic
             config = {**asdict(variant_config(variant, args.config)), "compress": args.compress}
             of_nsa = {"preset": args.preset, "branches": VARIANTS[variant], "backend": args.backends[variant]}
             described[variant] = {"attention": "NSA", **of_nsa, "config": config}
-    run = describe(args, data, make_model, f"{more}dense attention by {SDPA.name}", notes)
+    run = describe(args, data, make_model, f"{more}dense attention by {SDPA.name}")
     return {**run, "preset": args.preset, "variants": described}
 
 
@@ -175,23 +176,13 @@ def make_config(parser: argparse.ArgumentParser, args: argparse.Namespace) -> NS
         parser.error(str(error))
 
 
-def resolve(args: argparse.Namespace) -> list[str]:
-    """Set `args.backends`, by variant; dense attention has none.
-
-    Returns:
-        Notes on variants that run on the reference because no kernel supports them.
-
-    Raises:
-        SystemExit: for a named backend that cannot run a variant.
-    """
-    args.backends, notes = dict.fromkeys(args.variants), []
+def resolve(args: argparse.Namespace) -> None:
+    """Set `args.backends`, by variant but for dense attention; see `backend_of`."""
     sizes = Sizes(args.batch, args.context, args.heads, args.kv_heads, args.width // args.heads)
-    for variant in args.variants:
-        if variant == "dense":
-            continue
-        with refusals():
-            config, where = variant_config(variant, args.config), (torch.device(args.device), DTYPES[args.dtype])
-            call = nsa_facts(sizes, config, *where, backward=True)
-            args.backends[variant], note = choose_backend(call, args.backend)
-        notes.append(note)
-    return [*filter(None, dict.fromkeys(notes))]
+    where = torch.device(args.device), DTYPES[args.dtype]
+    calls = {
+        variant: partial(nsa_facts, sizes, variant_config(variant, args.config), *where, backward=True)
+        for variant in args.variants
+        if variant != "dense"
+    }
+    args.backends = {variant: backend_of(call, args.backend) for variant, call in calls.items()}

@@ -23,7 +23,7 @@ TINY = shlex.split(
 
 def trainer(variant: str, *options: str) -> example.Trainer:
     args = example.parse([*TINY, "--variants", variant, *options])
-    assert resolve(args) == []
+    resolve(args)
     return example.Trainer(variant, args)
 
 
