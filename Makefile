@@ -146,7 +146,7 @@ release-check: ## install the built wheel with each extra into a fresh environme
 	$(VENV_PYTHON) tools/release_check.py $(ARGS)
 
 stamp: ## write the commit and digests of its files to .commit.json, for copies of this checkout without git
-	$(PYTHON) tools/stamp_commit.py
+	$(PYTHON) bench/commit.py
 
 lint: ## check format, lint rules, types and English; licences and known vulnerabilities of what is installed
 	$(bootstrap) --extras dev,bench

@@ -44,9 +44,6 @@ del DEFAULTS["cuts"]
 """Defaults on CPUs and GPUs: half a minute of training on one core, or two minutes on an H200."""
 
 
-# The model
-
-
 def trained_model(args: argparse.Namespace, corpus: common.Corpus) -> common.ByteModel:
     """Load the model of `--load`, or train one and save it to `--save`."""
     model = nsa_variants.make_model("nsa", args)
@@ -63,9 +60,6 @@ def trained_model(args: argparse.Namespace, corpus: common.Corpus) -> common.Byt
     if args.save is not None:
         torch.save(model.state_dict(), args.save)
     return model
-
-
-# Writing
 
 
 NEAR = 2**-4
@@ -174,9 +168,6 @@ def main(argv: list[str] | None = None) -> int:
     else:
         say(f"The texts differ: {found}.", style="red")
     return int(not near)
-
-
-# The command line
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -79,9 +79,6 @@ H200."""
 DEFAULTS = {"paper": SIZES, "per_tile": {**SIZES, "q_tile": (16, 128)}}
 
 
-# The task
-
-
 @dataclass(frozen=True)
 class Task:
     """Layout of a window of context + 1 bytes: slots for needles from the start, the quiz at the end."""
@@ -155,9 +152,6 @@ def _codes(count: int, codes: int, first: int, generator: torch.Generator) -> Te
     return first + torch.cat([starts, ends], dim=-1)
 
 
-# Training
-
-
 class Trainer(common.ByteTrainer):
     """Trainer of a variant with a loss on the answers only."""
 
@@ -216,8 +210,11 @@ class Trainer(common.ByteTrainer):
         if self.variant == "nsa":
             with nsa_variants.ablated(self.model, "selected"):
                 accuracy, more = self.judge(CLOSED)
-                cost = {"final_val_loss": self.evaluate(), "tokens_per_s": None, "peak_gib": None}
-            results["summary"].append({**summary, "variant": CLOSED, **cost, "accuracy": accuracy})
+                loss = self.evaluate()
+            closed = {"variant": CLOSED, "final_val_loss": loss, "bits_per_byte": loss / math.log(2)}
+            results["summary"].append(
+                {**summary, **closed, "tokens_per_s": None, "peak_gib": None, "accuracy": accuracy}
+            )
             results["accuracy"] += more
         return results
 
@@ -251,9 +248,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.layers >= FAR:
         parser.error(f"--layers must be below {FAR}, or windows upon windows reach the needles, got {args.layers}")
     return args
-
-
-# What is shown
 
 
 def verdict(summaries: list[common.Row]) -> str:

@@ -100,9 +100,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-# What is shown
-
-
 def verdict(summaries: list[common.Row]) -> str:
     """Conclusion from the losses, with its limits."""
     by_name = {summary["variant"]: summary for summary in summaries}

@@ -70,9 +70,6 @@ TOLERANCE = 0.02
 """Relative difference from dense attention's loss that counts as equal."""
 
 
-# Training
-
-
 class Trainer(common.TextTrainer):
     """Trainer of a variant that also measures the lookahead of its selection."""
 
@@ -184,9 +181,6 @@ def run(args: argparse.Namespace, *, writes: bool = True) -> int:
     return int(any(one["equal"] is False for one in found.get("beside", [])))
 
 
-# Earlier runs
-
-
 def read_beside(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """Read the results of an earlier run; exit unless it had the arguments that `facts` of this run describe."""
     try:
@@ -235,9 +229,6 @@ def differences(run: dict[str, Any], rows: list[common.Row], tolerance: float | 
         "equal": equal,
         "rows": [row for row, _ in pairs],
     }
-
-
-# The command line
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -291,9 +282,6 @@ def check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace) -
             parser.error(f"--{name.replace('_', '-')} does not go with --context-parallel")
     if args.cuda_graph:
         parser.error("--cuda-graph does not go with --context-parallel, whose checks run on the host")
-
-
-# What is shown
 
 
 def verdict(summaries: list[common.Row], *, short: bool = False) -> str:

@@ -40,22 +40,15 @@ if __package__ in (None, ""):
 
 import torch
 
+from cute_kernels.runtime.device import SMS_VARIABLE
 from tests.support import kernel_calls
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "flash-attn-4")
 
 
-class Target(NamedTuple):
-    fa4: str
-    """FlashAttention-4's name of the architecture."""
-    sms: int
-    """Streaming multiprocessors, which kernels' grids are chosen for."""
-
-
-TARGETS = {"sm_90a": Target("sm_90", 132), "sm_100a": Target("sm_100", 148)}
-
-SMS_VARIABLE = "FLASH_ATTENTION_NUM_SMS"
+TARGETS = {"sm_90a": 132, "sm_100a": 148}
+"""Streaming multiprocessors, which kernels' grids are chosen for, by architecture."""
 
 
 class Case(NamedTuple):
@@ -100,9 +93,6 @@ class Result(NamedTuple):
 
 LINE = "{:8} {:21} {:>4} {:>4} {:9} {:>8} {:12} {:>6}  {}"
 HEADER = LINE.format("arch", "kernel", "D", "G", "dtype", "bytes", "sha256", "s", "variant")
-
-
-# ---------------------------------------------------------------- what is compiled
 
 
 def all_cases() -> list[Case]:
@@ -165,8 +155,6 @@ def covers(case: Case) -> set[Hashable]:
 
 
 MATRICES: dict[str, Callable[[Iterable[Case]], Iterable[Case]]] = {"full": iter, "pairwise": pairwise}
-
-# ---------------------------------------------------------------- one process per architecture
 
 
 def try_case(arch: str, case: Case) -> Result:
@@ -263,17 +251,16 @@ def compile_here(arch: str, matrix: str, kernels: Sequence[str] | None) -> None:
 
 def child_environment(arch: str, dump: str) -> dict[str, str]:
     """What must be set before the compilers are imported."""
-    target = TARGETS[arch]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("NSA_KERNELS_")}
     return {
         **inherited,
         "CUTE_DSL_ARCH": arch,
         "CUTE_DSL_KEEP": "cubin",
         "CUTE_DSL_DUMP_DIR": dump,
-        "FLASH_ATTENTION_ARCH": target.fa4,
+        "FLASH_ATTENTION_ARCH": arch.removesuffix("a"),
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
         "NSA_KERNELS_JIT_CACHE": "0",
-        SMS_VARIABLE: str(target.sms),
+        SMS_VARIABLE: str(TARGETS[arch]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
 
@@ -298,18 +285,15 @@ def compile_for(arch: str, matrix: str, kernels: Sequence[str] | None) -> list[R
     return results
 
 
-# ---------------------------------------------------------------- report
-
-
 def summary(results: Sequence[Result]) -> list[str]:
     lines = []
-    failed = [result for result in results if result.error]
     for arch in dict.fromkeys(result.arch for result in results):
         mine = [result for result in results if result.arch == arch]
         good = sum(not result.error for result in mine)
         lines.append(f"{arch}: {good} of {len(mine)} compiled, {sum(result.seconds for result in mine):.0f} s")
-    for result in failed:
-        lines += ["", result.line, *(f"    {line}" for line in result.error.splitlines())]
+    for result in results:
+        if result.error:
+            lines += ["", result.line, *(f"    {line}" for line in result.error.splitlines())]
     return lines
 
 
@@ -339,20 +323,13 @@ def results_of(log: str) -> list[Result]:
 
 def replaced(old: Iterable[Result], new: Sequence[Result]) -> list[Result]:
     """The old results with these in the place of those of their kernels, those of further kernels at the end."""
-    remaining: dict[tuple[str, str], list[Result]] = {}
-    for result in new:
-        remaining.setdefault((result.arch, result.kernel), []).append(result)
+    remaining = list(new)
     results: list[Result] = []
     for result in old:
-        kernel = result.arch, result.kernel
-        results += remaining.get(kernel, [result])
-        if kernel in remaining:
-            remaining[kernel] = []  # all stand where the first one stood
-    return [*results, *itertools.chain(*remaining.values())]
-
-
-def versions() -> str:
-    return ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)])
+        same = [one for one in new if one[:2] == result[:2]]
+        results += [one for one in same if one in remaining] if same else [result]
+        remaining = [one for one in remaining if one not in same]  # all stand where the first one stood
+    return results + remaining
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -375,12 +352,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         compile_here(args.arch, args.matrix, kernels)
         return 0
 
-    title = f"{versions()}; matrix: {args.matrix}"
+    versions = ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)])
+    title = f"{versions}; matrix: {args.matrix}"
     log = args.log.read_text(encoding="utf-8") if args.log and kernels else None
     if log is not None and (log.partition("\n")[0] != title or "FAILED" in log):
         parser.error(f"--kernels changes a log without failures, of {title}")
     earlier = args.against.read_text(encoding="utf-8") if args.against else None
-    print(versions(), HEADER, sep="\n", flush=True)
+    print(versions, HEADER, sep="\n", flush=True)
     with ThreadPoolExecutor(len(archs)) as pool:
         of_archs = pool.map(compile_for, archs, [args.matrix] * len(archs), [kernels] * len(archs))
         results = [result for part in of_archs for result in part]
@@ -394,10 +372,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if log is not None:
         results = replaced(results_of(log), results)
         end = summary(results)
-    if args.log and not (log is not None and failed):
+    if args.log and (log is None or not failed):
         table = [title, "", HEADER, *(result.line for result in results), "", *end]
         args.log.write_text("\n".join(table) + "\n", encoding="utf-8")
-    return 1 if failed else 0
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -88,14 +88,11 @@ def run_deletions(group: str) -> list[dict[str, Any]]:
     from tests.ptx.mutations import delete_each
     from tests.support import deletion_cases
 
-    found = []
-    for kernel, case in deletion_cases.named_cases(group).items():
-        for of in delete_each(kernel, case):
-            instruction = f"{of.at}: {of.instruction}"[:MOST]
-            row = {"group": group, **of._asdict(), "instruction": instruction, "by": of.by[:MOST], "commit": commit()}
-            del row["at"]
-            found.append(row)
-    return found
+    found = [of for named in deletion_cases.named_cases(group).items() for of in delete_each(*named)]
+    rows = [{"group": group, **of._asdict(), "by": of.by[:MOST], "commit": commit()} for of in found]
+    for row in rows:
+        row["instruction"] = f"{row.pop('at')}: {row['instruction']}"[:MOST]
+    return rows
 
 
 class Record:
@@ -186,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         problems += [f"{form} was not executed" for form in blackwell.missing(f for row in cases for f in row["forms"])]
     print(*(problems or [f"{len(cases)} cases, each within its budget"]), sep="\n")
-    return 1 if problems else 0
+    return int(bool(problems))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,10 +85,6 @@ def plant_fault(tool: str) -> None:
     if tool == "memcheck":
         k.untyped_storage().resize_(k.untyped_storage().nbytes() // 2)
     block_means(k, v, 64, 64, torch.bfloat16)
-    torch.cuda.synchronize()
-
-
-# ---------------------------------------------------------------- kernels, and which of them were launched
 
 
 class Launched:
@@ -111,9 +107,6 @@ class Launched:
         pass
 
 
-# ---------------------------------------------------------------- a child: some cases, one after the other
-
-
 def run_here(how: str, names: Sequence[str], results: Path) -> int:
     """Writes a line of JSON for each case: its name, seconds, what it launched, and what went wrong."""
     launched, device = Launched(dry=how == DRY), "cpu" if how == DRY else "cuda"
@@ -128,20 +121,18 @@ def run_here(how: str, names: Sequence[str], results: Path) -> int:
             start, error = time.monotonic(), ""
             launched.forms.clear()
             try:
-                CASES[name].run(device, check=how == PLAIN)
+                if name == PLANTED:
+                    plant_fault(how)
+                else:
+                    CASES[name].run(device, check=how == PLAIN)
                 if device == "cuda":
                     torch.cuda.synchronize()
             except Exception as problem:
                 traceback.print_exc()
                 error, failed = f"{type(problem).__name__}: {problem}", True
-            done = {
-                "case": name,
-                "seconds": time.monotonic() - start,
-                "launched": sorted(launched.forms),
-                "error": error,
-            }
-            print(json.dumps(done), file=lines, flush=True)
-    return 1 if failed else 0
+            done = {"case": name, "seconds": time.monotonic() - start, "launched": sorted(launched.forms)}
+            print(json.dumps({**done, "error": error}), file=lines, flush=True)
+    return int(failed)
 
 
 def leave_fa4_out() -> None:
@@ -186,8 +177,6 @@ def vouch_for_tensor_copies() -> None:
     vouch(backward, "selected_backward", lambda returned, *_, **__: returned)
     vouch(backward, "window_backward", lambda *_, into, **__: into)
 
-
-# ---------------------------------------------------------------- what compute-sanitizer wrote
 
 OURS = re.compile(r"cute_kernels[a-z0-9_]+?([A-Z]\w*?)_object")
 FA4 = re.compile(r"flash_attncute[a-z0-9_]*?([A-Z]\w*?)_object")
@@ -248,9 +237,6 @@ def _finding(whole: str, first: str, places: Sequence[str]) -> Finding:
     return Finding(re.sub(r"\(.*|<.*", "", places[-1]), False, what, whole)
 
 
-# ---------------------------------------------------------------- the parent
-
-
 @dataclass
 class Outcome:
     """Of all children of a tool."""
@@ -308,7 +294,7 @@ def run_cases(
 
     def run(number: int) -> tuple[Path, str, Log | None]:
         results, output, log = (folder / f"{how}-{number}.{kind}" for kind in ("json", "out", "log"))
-        cases = [part for name in shares[number] for part in (["--planted"] if name == PLANTED else ["--case", name])]
+        cases = [part for name in shares[number] for part in ("--case", name)]
         own = [sys.executable, __file__, "--child", how, "--results", str(results), *cases]
         front = [part.replace("LOG", str(log)) for part in prefix[number]]
         with output.open("w", encoding="utf-8") as file:
@@ -375,8 +361,7 @@ def listed(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def all_problems(outcome: Outcome) -> list[str]:
-    missed = [f"not launched: {form}" for form in missing(outcome)]
-    return [*outcome.problems, *missed]
+    return [*outcome.problems, *(f"not launched: {form}" for form in missing(outcome))]
 
 
 def passes(outcome: Outcome) -> bool:
@@ -388,10 +373,6 @@ def find_sanitizer() -> str | None:
     return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, folders)]))
 
 
-def asked(program: str, of: str) -> str:
-    return subprocess.run([program, of], capture_output=True, text=True, check=True).stdout
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run every CUDA kernel under compute-sanitizer.")
     parser.add_argument("--tool", default=",".join(TOOLS), help="some of %(default)s (default: all, at once)")
@@ -399,15 +380,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sanitizer", default=find_sanitizer(), help="compute-sanitizer (default: the one found)")
     shown = "processes at once (default: %(default)s)"
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help=shown)
-    parser.add_argument("--case", action="append", choices=CASES, help="these alone, which misses kernels")
+    shown = "these alone, which misses kernels"
+    parser.add_argument("--case", action="append", choices=(*CASES, PLANTED), help=shown)
     parser.add_argument("--dry", action="store_true", help="launch nothing, on a CPU, and name what would be missed")
     parser.add_argument("--child", choices=(PLAIN, DRY, *TOOLS), help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--planted", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.child and args.planted:
-        plant_fault(args.child)
-        return 0
     names, tools = list(args.case or CASES), args.tool.split(",")
     if unknown := sorted(set(tools) - set(TOOLS)):
         parser.error(f"--tool takes {', '.join(TOOLS)}, got {', '.join(unknown)}")
@@ -429,7 +407,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         plain = run_cases(PLAIN, shared_out(names, args.jobs), [[]] * len(names), environ, folder)
         print(f"plain: {plain.seconds:.0f} s, {len(plain.launched)} forms", *all_problems(plain), sep="\n", flush=True)
-        version, manual = (asked(args.sanitizer, of) for of in ("--version", "--help"))
+        ask = partial(subprocess.run, capture_output=True, text=True, check=True)
+        version, manual = (ask([args.sanitizer, of]).stdout for of in ("--version", "--help"))
         facts = environment(torch.device("cuda"))
         facts["versions"]["compute-sanitizer"] = version.partition("Version ")[2].strip()
         cases = shared_out(names, max(1, args.jobs // len(tools)))
@@ -448,12 +427,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.out.mkdir(parents=True, exist_ok=True)
             text = report(tool, outcome, facts, options, names)
             (args.out / f"sanitizer-{tool}.txt").write_text(text, encoding="utf-8")
-            print(
-                f"{tool}: {'passes' if passes(outcome) else 'FAILS'}",
-                text.partition("forms:")[0][:2500],
-                sep="\n",
-                flush=True,
-            )
+            verdict = "passes" if passes(outcome) else "FAILS"
+            print(f"{tool}: {verdict}", text.partition("forms:")[0][:2500], sep="\n", flush=True)
             return passes(outcome)
 
         with ThreadPoolExecutor(len(tools)) as pool:

@@ -39,9 +39,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 """Branches of NSA in each variant."""
 
 
-# The variants
-
-
 class ClosedGate:
     """Forward hook of a gate projection that sets the gate of one branch to sigmoid(-inf) = 0.
 
@@ -132,9 +129,6 @@ def facts(args: argparse.Namespace, data: dict[str, Any], more: str = "") -> dic
             described[variant] = {"attention": "NSA", **of_nsa, "config": config}
     run = describe(args, data, make_model, f"{more}dense attention by {SDPA.name}")
     return {**run, "preset": args.preset, "variants": described}
-
-
-# The command line
 
 
 def add_nsa_options(parser: argparse.ArgumentParser, preset: str = "per_tile") -> None:

@@ -34,7 +34,10 @@ class Machine:
 
     def run(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
         code, output = self.answer(list(command), options)
-        return subprocess.CompletedProcess(command, code, stdout=output, stderr="")
+        done = subprocess.CompletedProcess(command, code, stdout=output, stderr="")
+        if options["check"]:
+            done.check_returncode()
+        return done
 
     def answer(self, command: list[str], options: dict[str, Any]) -> tuple[int, str]:
         if command[0].endswith("nvidia-smi"):
