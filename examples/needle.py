@@ -7,15 +7,12 @@ a quiz that repeats some of the keys, each with its value as the answer:
     needles in filler                filler         quiz
 
 Only the answers count for the loss, and an answer is right if all its bytes are the likeliest. Needle and question are
-at least four windows apart, farther than two layers of windows reach, and each compressed block contains several
-needles. So an answer needs attention to single distant tokens: dense attention, or the selected branch. To show this,
-the trained NSA is also evaluated with that branch closed and unchanged weights (`nsa-closed`). NSA trained without the
-selected branch (`no-selected`) and with the window alone (`window`) show what the other branches can learn.
+farther apart than windows reach, and each compressed block contains several needles, so an answer needs attention to
+single distant tokens: dense attention, or the selected branch. To show this, the trained NSA is also evaluated with
+that branch closed (`nsa-closed`), and trained without it (`no-selected`) and with the window alone (`window`).
 
-Models learn to look up suddenly, and late if the context is long. So the context grows during training, from an eighth
-of its length on if that has room for needles.
-
-Writes OUT.json (schema: docs/results_files.md) and OUT.png, the accuracy by distance, after each variant.
+The context grows during training, from an eighth of its length on if that has room for needles, because models learn to
+look up late if it is long. Writes OUT.json (schema: docs/results_files.md) and OUT.png after each variant.
 """
 
 from __future__ import annotations
@@ -38,21 +35,16 @@ from examples.shared import byte_models as common
 from examples.shared import nsa_variants
 
 CHOSEN = ["dense", "nsa", "no-selected", "window"]
-CLOSED = "nsa-closed"
-"""The trained `nsa` with its selected branch closed."""
+CLOSED = "nsa-closed"  # The trained `nsa` with its selected branch closed
 
 LETTERS = 16
-KEYS, VALUES, FILLER = ord("a"), ord("A"), ord("0")
-"""First letter of keys, of values, and the first of ten digits."""
-CODE = 4
-"""Number of letters of a key, and of a value."""
+KEYS, VALUES, FILLER = ord("a"), ord("A"), ord("0")  # First letter of keys, of values, and the first of ten digits
+CODE = 4  # Number of letters of a key, and of a value
 NEEDLE = 2 * CODE
-FAR = 4
-"""Number of windows of filler between the last needle and the quiz."""
+FAR = 4  # Number of windows of filler between the last needle and the quiz
 SHORTER = (8, 4, 2, 1)
 """Factors by which the context is shortened in the stages of training, which have equally many steps."""
-ROPE_BASE = 1e6
-"""Base of rotary embeddings; a large one keeps distant keys similar to near ones."""
+ROPE_BASE = 1e6  # Base of rotary embeddings; a large one keeps distant keys similar to near ones
 RIGHT, WRONG = 0.5, 0.1
 """Share of right answers from which a variant counts as able to look up, and up to which as unable. Guesses are right
 once in 65,536 times."""

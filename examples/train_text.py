@@ -7,11 +7,9 @@ the same order. With `--preset paper` NSA selects per token, else per tile.
 Selection per tile depends on all queries of a tile, also later ones. To measure what a model gains from this, the loss
 of sampled bytes is recomputed with the text cut off after them; `lookahead` is the increase in loss.
 
-    torchrun --nproc-per-node=2 examples/train_text.py --context-parallel 2
-
-divides every sequence between two processes (docs/distributed.md). Losses equal those of one process up to rounding:
-`--beside FILE` shows those of an earlier run with the same arguments next to them, and the largest difference. If
-rounding does not explain a difference (`rounding_tolerance`), the status is 1.
+`torchrun --nproc-per-node=2 examples/train_text.py --context-parallel 2` divides every sequence between two processes
+(docs/distributed.md). `--beside FILE` compares losses with those of an earlier run with the same arguments; if rounding
+does not explain a difference (`rounding_tolerance`), the status is 1.
 
 Writes OUT.json (schema: docs/results_files.md) and OUT.png after each variant.
 """
@@ -66,15 +64,13 @@ PAPER = {**PER_TILE, "k": (5, 16), "w": (16, 512), "q_tile": (1, 1)}
 """The same with `--preset paper`; on GPUs the paper's values."""
 DEFAULTS = {"per_tile": PER_TILE, "paper": PAPER}
 
-TOLERANCE = 0.02
-"""Relative difference from dense attention's loss that counts as equal."""
+TOLERANCE = 0.02  # Relative difference from dense attention's loss that counts as equal
 
 
 class Trainer(common.TextTrainer):
     """Trainer of a variant that also measures the lookahead of its selection."""
 
-    parallel: ContextParallel | None = None
-    """Divides sequences."""
+    parallel: ContextParallel | None = None  # Divides sequences
 
     def __init__(self, variant: str, args: argparse.Namespace, corpus: common.Corpus) -> None:
         model = nsa_variants.make_model(variant, args, self.parallel, checkpointing=args.checkpointing)
@@ -175,22 +171,28 @@ def run(args: argparse.Namespace, *, writes: bool = True) -> int:
         for variant in args.variants:
             train(variant)
         return 0
-    results, found = common.record_variants(args, facts, train, conclude, draw, COLUMNS)
-    for path, one in zip(args.beside, found.get("beside", []), strict=True):
-        print_beside(path, one, results["rows"])
-    return int(any(one["equal"] is False for one in found.get("beside", [])))
+    columns = {
+        "vs dense": lambda s: "" if s["relative_to_dense"] is None else f"{s['relative_to_dense'] - 1:+.1%}",
+        "lookahead": lambda s: "" if s["lookahead"] is None else f"{s['lookahead']:+.4f} ± {s['lookahead_error']:.4f}",
+    }
+    draw = partial(common.draw_curves, "dense", "dense attention", style, band=TOLERANCE)
+    beside = common.record_variants(args, facts, train, conclude, draw, columns).get("beside", [])
+    verdicts = {True: "equal", False: "NOT equal", None: "more than rounding cannot be told from it in this dtype"}
+    for path, one in zip(args.beside, beside, strict=True):
+        largest = max((x for x in one["differences"].values() if x is not None), default=math.nan)
+        tolerance = "" if one["tolerance"] is None else f", {one['tolerance']:.1e} of a loss is rounding"
+        say(f"Largest difference from losses of {relative(path)} {largest:.1e}{tolerance}: {verdicts[one['equal']]}")
+    return int(any(one["equal"] is False for one in beside))
 
 
 def read_beside(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """Read the results of an earlier run; exit unless it had the arguments that `facts` of this run describe."""
     try:
         run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        here, there = ({**x, "training": {**x["training"], "context_parallel": None}} for x in (facts, run))
         for name in ("model", "training", "data", "preset"):
-            mine, theirs = ({**x, "training": {**x["training"], "context_parallel": None}}[name] for x in (facts, run))
-            if mine != theirs:
-                raise SystemExit(
-                    f"--beside must name a run with the same {name}, got {theirs} in {path} and {mine} here"
-                )
+            if (mine := here[name]) != (theirs := there[name]):
+                raise SystemExit(f"--beside must name a run with the same {name}, got {theirs} in {path}, not {mine}")
     except (OSError, ValueError, KeyError) as problem:
         raise SystemExit(f"--beside must name results of this example, got {path}: {problem}") from problem
     return run
@@ -273,15 +275,14 @@ def check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace) -
             f"--context-parallel must be the number of processes that torchrun starts, {size} here, "
             f"got {args.context_parallel}: torchrun --nproc-per-node={args.context_parallel} examples/train_text.py ..."
         )
-    if "dense" in args.variants:
-        parser.error(
-            "--context-parallel divides the sequences of NSA, not of dense attention, got --variants with dense"
-        )
-    for name in ("minutes", "save_indices"):
-        if getattr(args, name) is not None:
-            parser.error(f"--{name.replace('_', '-')} does not go with --context-parallel")
-    if args.cuda_graph:
-        parser.error("--cuda-graph does not go with --context-parallel, whose checks run on the host")
+    given = {
+        "--variants with dense": "dense" in args.variants,
+        "--minutes": args.minutes is not None,
+        "--save-indices": args.save_indices is not None,
+        "--cuda-graph": args.cuda_graph,
+    }
+    if wrong := [option for option, is_given in given.items() if is_given]:
+        parser.error(f"{wrong[0]} does not go with --context-parallel")
 
 
 def verdict(summaries: list[common.Row], *, short: bool = False) -> str:
@@ -322,35 +323,12 @@ def verdict(summaries: list[common.Row], *, short: bool = False) -> str:
     return " ".join([*sentences, "One seed each: small differences may be noise."])
 
 
-COLUMNS = {
-    "vs dense": lambda s: "" if s["relative_to_dense"] is None else f"{s['relative_to_dense'] - 1:+.1%}",
-    "lookahead": lambda s: "" if s["lookahead"] is None else f"{s['lookahead']:+.4f} ± {s['lookahead_error']:.4f}",
-}
-"""Texts of a summary by heading of the table."""
-
-
-def print_beside(path: Path, found: dict[str, Any], rows: list[common.Row]) -> None:
-    """Print final losses of this run and of an earlier one, and the result `found` by `differences`."""
-    there = {(row["variant"], row["step"]): row for row in found["rows"]}
-    for row in {row["variant"]: row for row in rows}.values():
-        if other := there.get((row["variant"], row["step"])):
-            losses = f"validation loss {row['val_loss']:.6f} here, {other['val_loss']:.6f} in {relative(path)}"
-            say(f"{row['variant']}, step {row['step']}: {losses}")
-    largest = max((x for x in found["differences"].values() if x is not None), default=math.nan)
-    verdicts = {True: "equal", False: "NOT equal", None: "more than rounding cannot be told from it in this dtype"}
-    tolerance = "" if found["tolerance"] is None else f", {found['tolerance']:.1e} of a loss is rounding"
-    say(f"Largest difference of all losses {largest:.1e}{tolerance}: {verdicts[found['equal']]}")
-
-
-def _style(variant: str) -> dict[str, Any]:
+def style(variant: str) -> dict[str, Any]:
     return {
         "color": "black" if variant == "dense" else f"C{list(VARIANTS).index(variant) - 1}",
         "linestyle": "--" if variant.startswith("no-") else "-",
         "linewidth": 2 if variant in ("dense", "nsa") else 1.4,
     }
-
-
-draw = partial(common.draw_curves, "dense", "dense attention", _style, band=TOLERANCE)
 
 
 if __name__ == "__main__":

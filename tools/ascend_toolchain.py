@@ -38,8 +38,7 @@ from bootstrap import (
 CACHE = ROOT / ".cache" / "ascend"
 STAMP_NAME = "toolchain.json"
 DISK_GB = 3.0
-PYTHONS = ("3.11", "3.10")
-"""triton-ascend has wheels for these; nsa-kernels begins with 3.10."""
+PYTHONS = ("3.11", "3.10")  # triton-ascend has wheels for these; nsa-kernels begins with 3.10
 
 TORCH = "torch==2.13.0"
 TRITON_ASCEND = "triton-ascend==3.2.0"

@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,12 +73,10 @@ def output_of(command: Sequence[str]) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
-def torch_requirement(device: Device, environ: Mapping[str, str]) -> str:
-    version = environ.get("TORCH_VERSION", "").strip()
-    if not version:
-        return device.torch
-    if version.startswith("torch"):
-        return version
+def torch_requirement(device: Device) -> str:
+    version = os.environ.get("TORCH_VERSION", "").strip()
+    if not version or version.startswith("torch"):
+        return version or device.torch
     return f"torch=={version}" if version[0].isdigit() else f"torch{version}"
 
 
@@ -133,18 +131,6 @@ def extras_of(pyproject: Path) -> list[str]:
     _, _, rest = pyproject.read_text(encoding="utf-8").partition("[project.optional-dependencies]\n")
     table = re.split(r"^\[", rest, maxsplit=1, flags=re.MULTILINE)[0]
     return sorted(re.findall(r"^([A-Za-z0-9._-]+) *=", table, re.MULTILINE))
-
-
-def wanted_stamp(root: Path, device: Device, torch: str, extras: Iterable[str]) -> dict[str, Any]:
-    return {
-        "checkout": str(root),
-        "device": device.label,
-        "pyproject": hashlib.sha256((root / "pyproject.toml").read_bytes()).hexdigest(),
-        "constraints": hashlib.sha256((root / CONSTRAINTS).read_bytes()).hexdigest(),
-        "torch": torch,
-        "python": "{}.{}".format(*sys.version_info[:2]),
-        "extras": sorted({*extras, *device.extras}),
-    }
 
 
 def read_stamp(path: Path) -> dict[str, Any]:
@@ -224,7 +210,7 @@ def pip_advice(venv: Path) -> str:
     )
 
 
-def set_up(root: Path, venv: Path, extras: Sequence[str], *, check_only: bool = False, need_gpu: bool = False) -> None:
+def set_up(root: Path, venv: Path, extras: Sequence[str], *, need_gpu: bool = False) -> None:
     too_old = python_problem(sys.version_info[:3])
     if too_old:
         raise SetUpError(too_old)
@@ -234,9 +220,16 @@ def set_up(root: Path, venv: Path, extras: Sequence[str], *, check_only: bool = 
         raise SetUpError("this needs an NVIDIA GPU, and `nvidia-smi -L` lists none here.")
     if device is CPU and found.get("device") == GPU.label:
         device = GPU  # what was set up for a GPU works without one too: a cluster's login node keeps it
-    torch = torch_requirement(device, os.environ)
-    wanted = wanted_stamp(root, device, torch, extras)
-
+    torch = torch_requirement(device)
+    wanted = {
+        "checkout": str(root),
+        "device": device.label,
+        "pyproject": hashlib.sha256((root / "pyproject.toml").read_bytes()).hexdigest(),
+        "constraints": hashlib.sha256((root / CONSTRAINTS).read_bytes()).hexdigest(),
+        "torch": torch,
+        "python": "{}.{}".format(*sys.version_info[:2]),
+        "extras": sorted({*extras, *device.extras}),
+    }
     have_venv = os.path.lexists(venv)
     remake = reason_to_remake(venv, found, wanted) if have_venv else ""
     make_venv = not have_venv or bool(remake)
@@ -245,16 +238,12 @@ def set_up(root: Path, venv: Path, extras: Sequence[str], *, check_only: bool = 
         print(f"{venv.name} is up to date ({device.label}; {', '.join(found['extras']) or 'no extras'})")
         return
     refuse(preflight(venv, device, make_venv=make_venv, install_torch=make_venv or "torch" not in found))
-    venv_title = f"{venv.name} (made again: {remake})" if remake else venv.name
-    if check_only:
-        print(f"Ready to set up {venv_title}: Python {wanted['python']}, {device.label}, {torch}")
-        return
-
     print(f"Setting up {venv.name}: Python {wanted['python']}, {device.label} (this takes minutes, once)", flush=True)
     if make_venv:
         # Resolved, because venv refuses a symbolic link; --clear keeps the folder that the link points to.
         make_command = [sys.executable, "-m", "venv", "--clear", str(venv.resolve())]
-        run_step(venv_title, make_command, root, "Is the folder writable?")
+        title = f"{venv.name} (made again: {remake})" if remake else venv.name
+        run_step(title, make_command, root, "Is the folder writable?")
     # Until pip is done, the stamp only says what .venv was made for.
     write_stamp(venv / STAMP_NAME, {key: wanted[key] for key in ("checkout", "device")})
     # torch comes first, so that it never arrives as another package's dependency, and is named again in the second
@@ -271,7 +260,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make a virtual environment and install nsa-kernels into it.")
     parser.add_argument("--extras", default="", help="extras of pyproject.toml, such as dev,bench (default: none)")
     parser.add_argument("--venv", default=".venv", help="folder, relative to the checkout (default: .venv)")
-    parser.add_argument("--check", action="store_true", help="only say whether the set-up can work here")
     parser.add_argument("--gpu", action="store_true", help="refuse to begin without an NVIDIA GPU")
     args = parser.parse_args(argv)
     extras = [extra.strip() for extra in args.extras.split(",") if extra.strip()]
@@ -279,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for extra in extras:
         if extra not in known:
             parser.error(f"argument --extras: must be of {', '.join(known)}, got {extra!r}")
-    return status_of("Set-up", lambda: set_up(ROOT, ROOT / args.venv, extras, check_only=args.check, need_gpu=args.gpu))
+    return status_of("Set-up", lambda: set_up(ROOT, ROOT / args.venv, extras, need_gpu=args.gpu))
 
 
 def status_of(name: str, set_up: Callable[[], None]) -> int:

@@ -54,16 +54,12 @@ TARGETS = {"sm_90a": 132, "sm_100a": 148}
 class Case(NamedTuple):
     """A kernel and what it is compiled for; None: the kernel does not depend on it."""
 
-    kernel: str
-    """Name of the class, or of the function in cute_kernels.fa4.kernels."""
+    kernel: str  # Name of the class, or of the function in cute_kernels.fa4.kernels
     dim: int | None
-    group: int | None
-    """G, query heads of a key/value head."""
+    group: int | None  # G, query heads of a key/value head
     dtype: torch.dtype | None
-    variant: str
-    """Further arguments that are compiled in; those that are None, False, 0 or empty are left out."""
-    compile: Callable[[], bytes]
-    """Returns the cubin."""
+    variant: str  # Further arguments that are compiled in; those that are None, False, 0 or empty are left out
+    compile: Callable[[], bytes]  # Returns the cubin
 
     @property
     def family(self) -> str:
@@ -78,10 +74,8 @@ class Result(NamedTuple):
     group: str
     dtype: str
     variant: str
-    cubin: int
-    """Bytes."""
-    sha256: str
-    """Of the cubin's machine code (`code_of`), the first digits."""
+    cubin: int  # Bytes
+    sha256: str  # First digits of the hash of the cubin's machine code (`code_of`)
     seconds: float
     error: str = ""
 

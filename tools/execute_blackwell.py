@@ -35,10 +35,8 @@ from bench.commit import commit
 from bench.report import RESULTS, command_line, environment, relative, write_json
 
 OUT = RESULTS / "blackwell-executed.json"
-BAR = 0.85
-"""Of deletions that are executed and not seen to change nothing, those that must be found."""
-MOST = 240
-"""Characters of an instruction, and of what noticed a deletion."""
+BAR = 0.85  # Share of deletions, if executed and not seen to change nothing, that must be found
+MOST = 240  # Characters of an instruction, and of what noticed a deletion
 
 
 class Task(NamedTuple):
@@ -129,14 +127,6 @@ class Record:
         write_json(self.out, {**facts, "cases": cases, "deletions": deletions})
 
 
-def run_all(tasks: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Any]]:
-    """Tasks and what they return, or raised, as they are done."""
-    with ProcessPoolExecutor(jobs, get_context("spawn"), prepare_process) as pool:
-        futures = {pool.submit(task.function, task.argument): task for task in tasks}
-        for future in as_completed(futures):
-            yield futures[future], future.exception() or future.result()
-
-
 def problems_of(cases: Sequence[dict[str, Any]], deletions: Sequence[dict[str, Any]]) -> Iterator[str]:
     from tests.support import blackwell_cases as blackwell
 
@@ -167,13 +157,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = [task for task in chosen if task.name not in {*record.cases, *record.deletions}]
     problems = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns) as progress:
+    pool = ProcessPoolExecutor(args.jobs, get_context("spawn"), prepare_process)
+    with pool, Progress(*columns) as progress:
         bar = progress.add_task("", total=len(chosen))
-        for task, result in run_all(chosen, args.jobs):
-            if isinstance(result, BaseException):
-                problems.append(f"{task.name}: {type(result).__name__}: {result}")
+        futures = {pool.submit(task.function, task.argument): task for task in chosen}
+        for future in as_completed(futures):
+            task = futures[future]
+            if error := future.exception():
+                problems.append(f"{task.name}: {type(error).__name__}: {error}")
             else:
-                record.take(task, result)
+                record.take(task, future.result())
                 record.write(tasks, command_line(argv))
             progress.update(bar, advance=1, description=task.name[:60])
     cases, deletions = record.rows(tasks)

@@ -30,16 +30,14 @@ sys.path.insert(0, str(ROOT))
 from bench.commit import commit  # noqa: E402  # needs the path above
 
 RESULTS = Path("bench") / "results"
-GRACE = 20.0
-"""Seconds that a benchmark has to write what it has, once its time is over."""
+GRACE = 20.0  # Seconds that a benchmark has to write what it has, once its time is over
 
 
 class Recorded(NamedTuple):
     """A file of results."""
 
     name: str
-    commit: str
-    """With ", unfinished" if the command was stopped, and goes on from what is there."""
+    commit: str  # With ", unfinished" if the command was stopped, and goes on from what is there
     command: list[str]
 
 

@@ -90,7 +90,7 @@ def check(extra: str, wheel: Path) -> None:
     place = PLACE / (extra or "base")
     shutil.rmtree(place, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
-    torch = bootstrap.torch_requirement(bootstrap.NPU if extra == "npu" else bootstrap.CPU, os.environ)
+    torch = bootstrap.torch_requirement(bootstrap.NPU if extra == "npu" else bootstrap.CPU)
     for what in ([*bootstrap.torch_index(), torch], [f"nsa-kernels[{extra}] @ {wheel.as_uri()}"]):
         subprocess.run(bootstrap.pip_install(place, "--quiet", *what), check=True)
     try_wheel(bootstrap.venv_python(place), extra, place)

@@ -47,8 +47,7 @@ from tests.support.gpu_calls import CASES
 from tests.support.kernel_classes import OTHERS, every_form, forms_of
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-PLAIN, DRY = "plain", "dry"
-"""Other ways to run a child: on the GPU as it is, and without one."""
+PLAIN, DRY = "plain", "dry"  # Other ways to run a child: on the GPU as it is, and without one
 
 COMMON_OPTIONS = (
     *("--target-processes", "application-only", "--launch-timeout", "300", "--check-exit-code", "no"),
@@ -57,8 +56,7 @@ COMMON_OPTIONS = (
 """Thousands of findings, each printed, take minutes; what was not printed is counted, and makes a run fail."""
 BARRIERS = ("--num-cuda-barriers", "64")
 """More than any kernel has; the tools undercount barriers that are not cuda::barrier in a source."""
-ATTENTION = ("--kernel-name", "regex=cute_kernels|flash_attn")
-"""Leaves torch's kernels out."""
+ATTENTION = ("--kernel-name", "regex=cute_kernels|flash_attn")  # Leaves torch's kernels out
 TOOL_OPTIONS: dict[str, tuple[str, ...]] = {
     "memcheck": ("--padding", "4096", "--report-api-errors", "no"),  # padding: behind it the next allocation begins
     "racecheck": (*BARRIERS, *ATTENTION),
@@ -69,8 +67,7 @@ TRACKING = "--initcheck-track-filtered-global-memory"
 """From CUDA 13.5 on initcheck knows by this option what kernels write that it leaves out."""
 FIRST_PORT, PORTS = 49152, 16
 """Processes of compute-sanitizer that run at once talk to their programs through ports of their own."""
-TIME_LIMIT = 300
-"""Seconds of a child."""
+TIME_LIMIT = 300  # Seconds of a child
 
 
 PLANTED, FAULTY = "planted fault", "BlockMean"
@@ -187,8 +184,7 @@ MORE = re.compile(r"^=========\s{2,}(?=\S)")
 
 
 class Finding(NamedTuple):
-    kernel: str
-    """Name of the class of our kernels and FlashAttention-4's, else of the function."""
+    kernel: str  # Name of the class of our kernels and FlashAttention-4's, else of the function
     ours: bool
     what: str
     text: str
@@ -199,8 +195,7 @@ class Log:
     """What a process of compute-sanitizer wrote."""
 
     findings: list[Finding] = field(default_factory=list)
-    messages: list[str] = field(default_factory=list)
-    """About itself: it may have missed something."""
+    messages: list[str] = field(default_factory=list)  # About itself: it may have missed something
     summaries: list[str] = field(default_factory=list)
 
     @property

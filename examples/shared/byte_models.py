@@ -40,15 +40,11 @@ with needed("rich"):
     from rich.progress import track
 
 VOCABULARY = 256
-SEPARATOR = b"\0"
-"""Separates files; removed from their contents."""
-VALIDATION_SHARE = 20
-"""One in this many files is held out for validation."""
-NGRAM = 4
-"""Number of bytes in the embedding of a position: its own and those before it."""
+SEPARATOR = b"\0"  # Separates files; removed from their contents
+VALIDATION_SHARE = 20  # One in this many files is held out for validation
+NGRAM = 4  # Number of bytes in the embedding of a position: its own and those before it
 ROPE_BASE = 10_000.0
-WARM_STEPS = 3
-"""Number of first steps, which compile and are not timed."""
+WARM_STEPS = 3  # Number of first steps, which compile and are not timed
 
 
 # The text
@@ -428,7 +424,7 @@ def record_variants(
     conclude: Callable[[Results], dict[str, Any]],
     draw: Callable[[Results, Path, str], None],
     columns: Mapping[str, Callable[[Row], str]] | None = None,
-) -> tuple[Results, dict[str, Any]]:
+) -> dict[str, Any]:
     """Train `args.variants`, write OUT.json and OUT.png after each, and print what was found at the end.
 
     Args:
@@ -439,7 +435,7 @@ def record_variants(
         columns: texts of a summary by heading, beside those of every example.
 
     Returns:
-        All results, and the last conclusion.
+        The last conclusion.
     """
     results: Results = {}
     conclusion: dict[str, Any] = {}
@@ -466,7 +462,7 @@ def record_variants(
     print_table("after the last step; loss in nats per byte", shown, results["summary"], left=("variant",))
     console.print(f"What this says: {conclusion['verdict']}")
     say(f"Plot: {relative(picture)}   everything: {relative(table)}")
-    return results, conclusion
+    return conclusion
 
 
 def draw_curves(
