@@ -69,7 +69,7 @@ class Logits(nn.Module):
 
 def train(name: str, model: Any, corpus: common.Corpus, args: argparse.Namespace, **changes: Any) -> list[float]:
     """Validation losses in nats per byte before and after training. Args: `changes`: of `args`."""
-    fixed = {"device": "cpu", "dtype": "fp32", "minutes": None, "cuda_graph": False, "eval_windows": args.windows}
+    fixed = {"device": "cpu", "dtype": "fp32", "cuda_graph": False, "eval_windows": args.windows}
     own = argparse.Namespace(**{**vars(args), **fixed, **changes})
     own.eval_every = own.steps
     rows = common.TextTrainer(name, Logits(model), own, corpus).train()["rows"]

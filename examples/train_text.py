@@ -159,11 +159,9 @@ def run(args: argparse.Namespace, *, writes: bool = True) -> int:
         return trainer(variant, args, corpus).run()
 
     def conclude(results: common.Results) -> dict[str, Any]:
-        by_name = {summary["variant"]: summary for summary in results["summary"]}
-        dense = by_name.get("dense")
-        for summary in results["summary"]:
-            if dense is not None and summary["steps"] == dense["steps"]:
-                summary["relative_to_dense"] = summary["final_val_loss"] / dense["final_val_loss"]
+        losses = {summary["variant"]: summary["final_val_loss"] for summary in results["summary"]}
+        for summary in results["summary"] if "dense" in losses else ():
+            summary["relative_to_dense"] = summary["final_val_loss"] / losses["dense"]
         beside = [differences(run, results["rows"], rounding_tolerance(args)) for run in earlier]
         return {"verdict": verdict(results["summary"], short=short), **({"beside": beside} if beside else {})}
 
@@ -277,7 +275,6 @@ def check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         )
     given = {
         "--variants with dense": "dense" in args.variants,
-        "--minutes": args.minutes is not None,
         "--save-indices": args.save_indices is not None,
         "--cuda-graph": args.cuda_graph,
     }
@@ -298,9 +295,6 @@ def verdict(summaries: list[common.Row], *, short: bool = False) -> str:
     sentences, loss = [], nsa["final_val_loss"]
     for other, name in ((dense, "dense attention"), (window, "the window-only control")):
         if other is None:
-            continue
-        if other["steps"] != nsa["steps"]:
-            sentences.append(f"NSA and {name} did {nsa['steps']} and {other['steps']} steps, so they are not compared.")
             continue
         share = loss / other["final_val_loss"] - 1
         difference = f"{abs(share):.1%} {'below' if share < 0 else 'above'}"

@@ -178,7 +178,7 @@ def vouch_for_tensor_copies() -> None:
 OURS = re.compile(r"cute_kernels[a-z0-9_]+?([A-Z]\w*?)_object")
 FA4 = re.compile(r"flash_attncute[a-z0-9_]*?([A-Z]\w*?)_object")
 PLACE = re.compile(r"(?:\bat|Frame:) ?(\S.*?)\+0x[0-9a-f]+")
-RECORD = re.compile(r"^========= (?=\S)")
+RECORD = re.compile(r"^========= (?=\S)", re.MULTILINE)
 COUNTED = re.compile(r"SUMMARY: ([\d,]+) (?:error|hazard)")
 MORE = re.compile(r"^=========\s{2,}(?=\S)")
 
@@ -206,30 +206,20 @@ class Log:
 
 
 def parse(text: str) -> Log:
-    log, records = Log(), []
-    for line in text.splitlines():
-        if RECORD.match(line):
-            records.append([RECORD.sub("", line)])
-        elif MORE.match(line) and records:
-            records[-1].append(MORE.sub("", line))
-    for record in records:
-        whole = "\n    ".join(record)
-        places = PLACE.findall(whole)
-        if "SUMMARY" in record[0]:
-            log.summaries.append(record[0])
-        elif places:
-            log.findings.append(_finding(whole, record[0], places))
-        elif record[0] != "COMPUTE-SANITIZER":
+    log = Log()
+    for record in RECORD.split(text)[1:]:
+        first, *more = record.splitlines()
+        whole = "\n    ".join([first, *(MORE.sub("", line) for line in more if MORE.match(line))])
+        if "SUMMARY" in first:
+            log.summaries.append(first)
+        elif places := PLACE.findall(whole):
+            ours, fa4 = OURS.search(whole), FA4.search(whole)
+            kernel = (ours or fa4 or [None, re.sub(r"\(.*|<.*", "", places[-1])])[1]
+            what = re.split(r" at (?=\S+\+0x)| at .*\+0x| by threads", first)[0].rstrip(" .")
+            log.findings.append(Finding(kernel, ours is not None, what, whole))
+        elif first != "COMPUTE-SANITIZER":
             log.messages.append(whole)
     return log
-
-
-def _finding(whole: str, first: str, places: Sequence[str]) -> Finding:
-    what = re.split(r" at (?=\S+\+0x)| at .*\+0x| by threads", first)[0].rstrip(" .")
-    for ours, pattern in ((True, OURS), (False, FA4)):
-        if match := pattern.search(whole):
-            return Finding(match[1], ours, what, whole)
-    return Finding(re.sub(r"\(.*|<.*", "", places[-1]), False, what, whole)
 
 
 @dataclass
@@ -319,13 +309,12 @@ def missing(outcome: Outcome) -> list[str]:
 
 
 def report(tool: str, outcome: Outcome, facts: Mapping[str, Any], options: Sequence[str], names: Sequence[str]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    ours, others = (outcome.findings(ours=of) for of in (True, False))
+    ours, others, problems = outcome.findings(ours=True), outcome.findings(ours=False), all_problems(outcome)
     lines = [
         f"compute-sanitizer {tool} over every CUDA kernel of nsa-kernels, forward and backward (tools/sanitize.py).",
         "",
         f"device: {facts['device']}",
-        f"versions: {versions}",
+        f"versions: {', '.join(f'{name} {version}' for name, version in facts['versions'].items())}",
         f"commit: {facts['commit']}",
         f"command: python tools/sanitize.py --tool {tool}",
         f"options: {' '.join(options)}",
@@ -335,8 +324,8 @@ def report(tool: str, outcome: Outcome, facts: Mapping[str, Any], options: Seque
         *listed(ours),
         f"findings in kernels of others: {len(others)}",
         *listed(others),
-        f"problems: {len(all_problems(outcome))}",
-        *(f"    {line}" for problem in all_problems(outcome) for line in problem.splitlines()),
+        f"problems: {len(problems)}",
+        *(f"    {line}" for problem in problems for line in problem.splitlines()),
         "summaries of its processes:",
         *(f"    {count} x {what}" for what, count in Counter(s for log in outcome.logs for s in log.summaries).items()),
         f"seconds: {outcome.seconds:.0f}",

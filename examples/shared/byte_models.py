@@ -371,7 +371,7 @@ class ByteTrainer(ABC):
         return {**row, "train_loss": train_loss, "val_loss": loss}
 
     def train(self) -> Results:
-        """Run all steps, or as many as `--minutes` allow; evaluate every `--eval-every` steps and after the last.
+        """Run all steps; evaluate every `--eval-every` steps and after the last.
 
         Returns:
             The loss curve, and a summary, whose `tokens_per_s` is without warm-up steps and evaluation.
@@ -384,15 +384,12 @@ class ByteTrainer(ABC):
             begin = time.perf_counter()
             losses.append(self.step(step - 1))
             seconds.append(time.perf_counter() - begin)
-            last = step == args.steps or (args.minutes is not None and sum(seconds) > 60 * args.minutes)
-            if last or step % args.eval_every == 0:
+            if step == args.steps or step % args.eval_every == 0:
                 rows.append(self.row(step, fmean(losses[rows[-1]["step"] :])))
-            if last:
-                break
         timed, loss = seconds[WARM_STEPS:], rows[-1]["val_loss"]
         summary = {
             "variant": self.variant,
-            "steps": len(losses),
+            "steps": args.steps,
             "final_val_loss": loss,
             "bits_per_byte": loss / math.log(2),
             "tokens_per_s": args.batch * args.context * len(timed) / sum(timed) if timed else None,
@@ -557,7 +554,6 @@ def new_parser(doc: str | None, defaults: Defaults, **out: str) -> argparse.Argu
     for name, (cpu, gpu) in defaults.items():
         shown = f"{MEANINGS[name]}; default: {gpu} (CPU: {cpu})"
         add(f"--{name.replace('_', '-')}", type=positive, help=shown)
-    add("--minutes", type=above_zero, help="stop training a variant after this time; default: never")
     add("--lr", type=above_zero, help="peak learning rate; default: 1e-3 (CPU: 4e-3)")
     add("--dtype", choices=("bf16", "fp32"), help="dtype of autocast; default: bf16 (CPU: fp32)")
     add("--seed", type=int, default=0, help="seed of weights and batches; default: %(default)s")
@@ -625,7 +621,7 @@ def describe(
     Args:
         make_model: makes the model of a variant. more: words on the run.
     """
-    training = ("steps", "batch", "lr", "dtype", "seed", "minutes", "eval_windows", "cuda_graph")
+    training = ("steps", "batch", "lr", "dtype", "seed", "eval_windows", "cuda_graph")
     with torch.device("meta"):  # shapes without memory
         models = {name: make_model(name, args) for name in args.variants}
     parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}

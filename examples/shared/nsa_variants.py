@@ -39,19 +39,17 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 """Branches of NSA in each variant."""
 
 
-class ClosedGate:
-    """Forward hook of a gate projection that sets the gate of one branch to sigmoid(-inf) = 0.
+def close_gate(branch: str, layer: NSAttention) -> Any:
+    """Set a branch's gate to sigmoid(-inf) = 0, by a hook whose handle is returned.
 
     With a closed gate the compressed branch still scores blocks, and the selected branch still selects them.
     """
 
-    def __init__(self, branch: str) -> None:
-        self.branch = BRANCHES.index(branch)
+    def hook(_projection: nn.Module, _inputs: Any, logits: Tensor) -> Tensor:
+        closed = torch.arange(len(BRANCHES), device=logits.device) == BRANCHES.index(branch)
+        return logits.unflatten(-1, (-1, len(BRANCHES))).masked_fill(closed, -math.inf).flatten(-2)
 
-    def __call__(self, _projection: nn.Module, _inputs: Any, logits: Tensor) -> Tensor:
-        per_head = logits.unflatten(-1, (-1, len(BRANCHES)))
-        closed = torch.arange(len(BRANCHES), device=logits.device) == self.branch
-        return per_head.masked_fill(closed, -math.inf).flatten(-2)
+    return layer.gate_proj.register_forward_hook(hook)  # type: ignore[union-attr]
 
 
 @contextmanager
@@ -66,7 +64,7 @@ def hooked(model: ByteModel, add: Callable[[NSAttention], Any]) -> Iterator[None
 
 def ablated(model: ByteModel, branch: str) -> AbstractContextManager[None]:
     """Context in which a branch of a trained model is closed in all layers, without changing weights."""
-    return hooked(model, lambda layer: layer.gate_proj.register_forward_hook(ClosedGate(branch)))  # type: ignore[union-attr]
+    return hooked(model, partial(close_gate, branch))
 
 
 @contextmanager
@@ -110,8 +108,8 @@ def make_model(
             context_parallel=context_parallel,
             backend=args.backends[variant],
         )
-        if "compressed" not in VARIANTS[variant] and made.gate_proj is not None:
-            made.gate_proj.register_forward_hook(ClosedGate("compressed"))
+        if "compressed" not in VARIANTS[variant]:
+            close_gate("compressed", made)
         return made
 
     return ByteModel(args.layers, args.width, attention, context_parallel=context_parallel, **options)

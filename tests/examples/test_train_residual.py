@@ -89,5 +89,4 @@ def test_the_verdict() -> None:
     text = example.verdict([plain, attending])
     assert "is 5.0% below that with sums. One seed each" in text
     assert "5.0% above" in example.verdict([plain, {**attending, "final_val_loss": 2.1}])
-    assert "10 and 9 steps, so they are not compared" in example.verdict([plain, {**attending, "steps": 9}])
     assert "alone says nothing" in example.verdict([attending])

@@ -146,7 +146,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "--variants=dense --save-indices=x": "--save-indices needs variant nsa, got ['dense']",
         "--context-parallel=2": "must be the number of processes that torchrun starts, 1 here, got 2",
         "--context-parallel=1 --variants=dense,nsa": "--variants with dense does not go with --context-parallel",
-        "--context-parallel=1 --minutes=1": "--minutes does not go with --context-parallel",
+        "--context-parallel=1 --cuda-graph": "--cuda-graph does not go with --context-parallel",
         "--cuda-graph": "--cuda-graph needs a CUDA device, got cpu",
         "--out=/dev/null/x": "--out: /dev/null/x.json cannot be written: ",
         "--backend=cute": "cute: runs on CUDA devices, got cpu",
