@@ -44,6 +44,12 @@ def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert content["verdict"] in shown
 
 
+def test_a_row_has_the_mean_since_the_one_before(corpus: byte_models.Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer("sum", corpus)
+    monkeypatch.setattr(made, "step", float)
+    assert [row["train_loss"] for row in made.train()["rows"]] == [None, 1.5, 5.5]
+
+
 def test_variants_start_as_one_model(corpus: byte_models.Corpus) -> None:
     """Queries of zeros give means, which layers normalise to what they make of sums; then the two part."""
     plain, attending = (trainer(variant, corpus) for variant in example.VARIANTS)
