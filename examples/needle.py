@@ -96,7 +96,6 @@ class Task:
         return self.quiz + torch.arange(self.questions)[:, None] * NEEDLE + CODE + torch.arange(CODE)
 
     def problem(self) -> str | None:
-        """Reason why the sizes do not fit, or None."""
         if self.questions > self.needles:
             return f"--questions must be at most --needles, got {self.questions} and {self.needles}"
         if self.needles > min(self.slots, LETTERS ** (CODE - 1)):
@@ -264,7 +263,6 @@ def verdict(summaries: list[common.Row]) -> str:
 
 
 def plot(results: common.Results, path: Path, device: str) -> None:
-    """Right answers by distance, one line per variant."""
     ranges = results["accuracy"]
     with saved_figure(path, 1, 1, (7, 4.5)) as (figure, ((axes,),)):
         for name in dict.fromkeys(row["variant"] for row in ranges):

@@ -61,7 +61,6 @@ class AttentionResidualModel(common.ByteModel):
 
 
 def make_model(variant: str, args: argparse.Namespace) -> common.ByteModel:
-    """The model of a variant; `ByteModel.initialise` sets its weights."""
     heads = (args.width, args.heads, args.kv_heads)
     if variant == "attention":
         return AttentionResidualModel(args.layers, *heads, args.mixing_backend)
@@ -86,7 +85,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def resolve(args: argparse.Namespace) -> str:
-    """The backend of attention residual; see `backend_of`."""
     options = {"blocks": 2 * args.layers + 1, "stacked": False, "shape": (args.batch, args.context, args.width)}
     what = ("attention_residual", torch.device(args.device), torch.float32)
     return common.backend_of(lambda: dispatch.Call(*what, backward=True, options=options), args.backend)
@@ -101,7 +99,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def verdict(summaries: list[common.Row]) -> str:
-    """Conclusion from the losses, with its limits."""
     losses = {summary["variant"]: summary["final_val_loss"] for summary in summaries}
     if len(losses) < len(VARIANTS):
         return "One variant alone says nothing about the other."

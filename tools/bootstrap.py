@@ -112,7 +112,6 @@ def preflight(venv: Path, device: Device, *, make_venv: bool, install_torch: boo
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Raise SetUpError if there are problems."""
     if problems:
         raise SetUpError("\n".join(["cannot begin.", *(f"  - {problem}" for problem in problems)]))
 

@@ -47,7 +47,6 @@ def main(argv: list[str] | None = None, folder: Path = LOCAL_RESULTS) -> int:
 
 
 def run(*arguments: str) -> int:
-    """Exit status of a script or module of this Python."""
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, check=False).returncode
 
 

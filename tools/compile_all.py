@@ -89,11 +89,6 @@ LINE = "{:8} {:21} {:>4} {:>4} {:9} {:>8} {:12} {:>6}  {}"
 HEADER = LINE.format("arch", "kernel", "D", "G", "dtype", "bytes", "sha256", "s", "variant")
 
 
-def all_cases() -> list[Case]:
-    """The full matrix for the architecture of this process."""
-    return [case_of(kernel) for kernel in kernel_calls.kernels()]
-
-
 def case_of(kernel: Any) -> Case:
     """The case of a `jit.Kernel`, by the names of what its function compiles with."""
     bound = inspect.signature(kernel.build).bind(*kernel.arguments, **kernel.keywords)
@@ -238,7 +233,7 @@ def compile_here(arch: str, matrix: str, kernels: Sequence[str] | None) -> None:
     """The child's part: a line of JSON for each case, and nothing else where the parent reads."""
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no result
-    cases = (case for case in all_cases() if kernels is None or case.kernel in kernels)
+    cases = (case for case in map(case_of, kernel_calls.kernels()) if kernels is None or case.kernel in kernels)
     for case in MATRICES[matrix](cases):
         print(json.dumps(try_case(arch, case)), file=lines, flush=True)
 
@@ -303,7 +298,6 @@ def comparison(results: Iterable[Result], log: str) -> list[str]:
 
 
 def results_of(log: str) -> list[Result]:
-    """The lines of a log's table."""
     results = []
     for line in log.splitlines():
         fields = line.split()

@@ -63,7 +63,6 @@ def prepare_process() -> None:
 
 
 def run_case(index: int) -> list[Row]:
-    """The row of a case of the table."""
     from tests.support import blackwell_cases as blackwell
 
     case, schedule, _ = blackwell.table()[index]
@@ -86,7 +85,6 @@ def run_case(index: int) -> list[Row]:
 
 
 def run_deletions(group: str) -> list[Row]:
-    """Rows of the kernels of a group."""
     from tests.ptx.mutations import delete_each
     from tests.support import deletion_cases
 

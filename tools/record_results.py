@@ -34,8 +34,6 @@ GRACE = 20.0  # Seconds that a benchmark has to write what it has, once its time
 
 
 class Recorded(NamedTuple):
-    """A file of results."""
-
     name: str
     commit: str  # With ", unfinished" if the command was stopped, and goes on from what is there
     command: list[str]

@@ -192,8 +192,6 @@ class Finding(NamedTuple):
 
 @dataclass
 class Log:
-    """What a process of compute-sanitizer wrote."""
-
     findings: list[Finding] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)  # About itself: it may have missed something
     summaries: list[str] = field(default_factory=list)
@@ -224,8 +222,6 @@ def parse(text: str) -> Log:
 
 @dataclass
 class Outcome:
-    """Of all children of a tool."""
-
     logs: list[Log] = field(default_factory=list)
     launched: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
@@ -235,7 +231,6 @@ class Outcome:
         return [finding for log in self.logs for finding in log.findings if finding.ours == ours]
 
     def add(self, names: Sequence[str], results: Path, output: str, log: Log | None) -> None:
-        """One child's."""
         if log is not None and list(names) == [PLANTED]:
             if not any(finding.kernel == FAULTY for finding in log.findings):
                 self.problems.append(f"the {PLANTED} was not found\n{output[-2000:]}")

@@ -127,8 +127,6 @@ class DenseAttention(NSAttention):
 
 
 class FeedForward(nn.Module):
-    """RMSNorm and SwiGLU."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         inner = -(-8 * width // 3 // 64) * 64
@@ -252,7 +250,6 @@ Results = dict[str, list[Row]]
 
 
 def autocast(args: argparse.Namespace) -> torch.autocast:
-    """Context of the run's dtype."""
     dtype = DTYPES[args.dtype]
     return torch.autocast(torch.device(args.device).type, dtype, enabled=dtype != torch.float32)
 
