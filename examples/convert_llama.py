@@ -72,9 +72,7 @@ def train(name: str, model: Any, corpus: common.Corpus, args: argparse.Namespace
     fixed = {"device": "cpu", "dtype": "fp32", "cuda_graph": False, "eval_windows": args.windows}
     own = argparse.Namespace(**{**vars(args), **fixed, **changes})
     own.eval_every = own.steps
-    rows = common.TextTrainer(name, Logits(model), own, corpus).train()["rows"]
-    say(f"{name}: {rows[0]['val_loss']:.3f}, {rows[-1]['val_loss']:.3f} after {own.steps} steps")
-    return [row["val_loss"] for row in rows]
+    return [row["val_loss"] for row in common.TextTrainer(name, Logits(model), own, corpus).train()["rows"]]
 
 
 def run(args: argparse.Namespace, corpus: common.Corpus) -> dict[str, Any]:

@@ -28,7 +28,8 @@ def test_converts_and_recovers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     shown = " ".join(capsys.readouterr().out.split())
     for row in rows.values():
         assert row["trained_loss"] < row["converted_loss"]
-        assert f"{row['start']}: {row['converted_loss']:.3f}, {row['trained_loss']:.3f} after 3 steps" in shown
+        for step, loss in ((0, "converted_loss"), (3, "trained_loss")):
+            assert f"{row['start']}, step {step}: validation loss {row[loss]:.4f}" in shown
 
 
 def test_says_that_it_diverged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
