@@ -217,8 +217,7 @@ def test_recompute_reaches_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         given.clear()
 
 
-@pytest.mark.usefixtures("hopper")
-def test_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_baseline(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention-4 where it is installed and takes the dtype; stood in for by attention that marks its results."""
     sdpa, gpu = choose_dense(CPU, torch.bfloat16), torch.device("cuda")
 
