@@ -217,9 +217,10 @@ def test_recompute_reaches_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         given.clear()
 
 
-def test_the_baseline(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention-4 where it is installed and takes the dtype; stood in for by attention that marks its results."""
     sdpa, gpu = choose_dense(CPU, torch.bfloat16), torch.device("cuda")
+    monkeypatch.setattr("bench.common.rules", lambda _: True)
 
     def flash_attn_func(q: Any, k: Any, v: Any, *, causal: bool) -> tuple[Tensor, None]:
         assert causal
