@@ -32,7 +32,8 @@ TESTS = ["-m", "pytest", "-m", "cuda", "tests/ascend", "tests/nsa"]
 def main(argv: list[str] | None = None, folder: Path = LOCAL_RESULTS) -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
     if reason := absence("cuda"):
-        sys.exit(f"This check needs an NVIDIA GPU that PyTorch {torch.__version__} can use: {reason}")
+        mend = "if the driver is too old for this build, TORCH_INDEX names an index of builds for its CUDA version"
+        sys.exit(f"This check needs an NVIDIA GPU that PyTorch {torch.__version__} can use: {reason} ({mend})")
     card = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())
     out, report = folder / f"check-{card}.json", folder / f"check-{card}.xml"
     for earlier in (out, report):
