@@ -1,11 +1,14 @@
 """The commit whose sources run here: from git, or from a file that was written before the sources were copied.
 
-Results of benchmarks are no sources: files in bench/results make no difference. Standard library only, so that
-tools/stamp_commit.py needs no torch.
+Results of benchmarks are no sources: files in bench/results make no difference. As a script (`make stamp`) it writes
+.commit.json: the commit, and a digest of each of its files. Take it along where sources are copied without git, or with
+an older one, as to a GPU machine: results then name the true commit, and "+changes" only where a file differs. Standard
+library only.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import subprocess
@@ -101,3 +104,15 @@ def _came_before(root: Path, stamped: str, head: str | None) -> bool:
 
 def _git(root: Path, *arguments: str) -> str:
     return subprocess.run(["git", "-C", str(root), *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    try:
+        print(write_stamp())
+    except ValueError as refusal:
+        sys.exit(str(refusal))
+
+
+if __name__ == "__main__":
+    main()

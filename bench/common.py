@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import dispatch
 from bench.inputs import Sizes
 from bench.report import command_line
+from cute_kernels.fa4.rules import rules
 from dispatch.device import device_types
 from dispatch.registry import ENVIRONMENT_VARIABLE
 from dispatch.table import ROWS
@@ -192,8 +193,8 @@ SDPA = Dense("PyTorch SDPA", _sdpa)
 
 
 def choose_dense(device: torch.device, dtype: torch.dtype) -> Dense:
-    """FlashAttention-4 for 16-bit tensors on CUDA where it is installed, else PyTorch's own attention."""
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+    """FlashAttention-4 for 16-bit tensors on Hopper, B200 and B300 where it is installed, else PyTorch's own."""
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and rules(device):
         try:
             from flash_attn.cute import flash_attn_func
         except Exception:  # absent, or broken in its own way; what is returned says which one it is

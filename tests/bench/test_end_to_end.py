@@ -220,6 +220,7 @@ def test_recompute_reaches_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention-4 where it is installed and takes the dtype; stood in for by attention that marks its results."""
     sdpa, gpu = choose_dense(CPU, torch.bfloat16), torch.device("cuda")
+    monkeypatch.setattr("bench.common.rules", lambda _: True)
 
     def flash_attn_func(q: Any, k: Any, v: Any, *, causal: bool) -> tuple[Tensor, None]:
         assert causal
@@ -237,6 +238,9 @@ def test_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.einsum("bihd,bjhd->bhij", q, k) / 8**0.5
     logits = logits.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
     torch.testing.assert_close(theirs, torch.einsum("bhij,bjhd->bihd", logits.softmax(-1), v))
+    with monkeypatch.context() as other_card:
+        other_card.setattr("bench.common.rules", lambda _: None)
+        assert choose_dense(gpu, torch.bfloat16).name == "PyTorch SDPA"
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
     assert choose_dense(gpu, torch.bfloat16).name == "PyTorch SDPA"
 
