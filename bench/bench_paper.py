@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit(str(refusal)) from refusal
     for note in dict.fromkeys(note for _, notes in variants for note in notes):
         print(note)
-    dense, facts = choose_dense(device, DTYPES[args.dtype]), environment(device)
+    dense, facts = choose_dense(device, DTYPES[args.dtype], args.sdpa), environment(device)
     peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
     print(f"NSA of the paper beside {', '.join([dense.name, *args.peers])}, {args.dtype}, on {facts['device']}")
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 import dispatch
 from bench import common
-from bench.common import DTYPES, PRESETS, Dense, above_zero, choose_dense, comma_list, positive
+from bench.common import DTYPES, PRESETS, SDPA_BACKENDS, Dense, above_zero, choose_dense, comma_list, positive
 from bench.inputs import KINDS, Sizes, make_problem
 from bench.nsa_check import SAMPLED_ROWS, Sample, Variant, check, none_text
 from bench.passes import release
@@ -61,7 +61,7 @@ def benchmark(args: argparse.Namespace) -> int:
         variants, notes = choose_variants(args, device)
     except (TypeError, ValueError, dispatch.BackendError) as refusal:
         raise SystemExit(str(refusal)) from refusal
-    dense, facts = choose_dense(device, DTYPES[args.dtype]), environment(device)
+    dense, facts = choose_dense(device, DTYPES[args.dtype], args.sdpa), environment(device)
     peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
     console.print(
         f"[bold]Sparse (NSA) against dense attention[/bold] ({dense.name}) on {args.input} input: "
@@ -266,6 +266,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--ungated", action="store_true", help="weigh the branches by 1/3 instead of learned gates")
     modes = "see above; queued: then dense attention too; default: eager, on CUDA forward eager,graph"
     add("--modes", type=comma_list(str), metavar="MODE,...", help=modes)
+    add("--sdpa", choices=SDPA_BACKENDS, help="dense attention is this one of PyTorch's")
     add("--no-dense-above", type=positive, metavar="N", help="from there on, extrapolate dense attention's time by N^2")
     options = parser.add_argument_group("options of NSA (see NSAConfig); lists make a row for each combination")
     add = options.add_argument

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
@@ -190,10 +191,22 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 SDPA = Dense("PyTorch SDPA", _sdpa)
+SDPA_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
-def choose_dense(device: torch.device, dtype: torch.dtype) -> Dense:
-    """FlashAttention-4 for 16-bit tensors on Hopper, B200 and B300 where it is installed, else PyTorch's own."""
+def choose_dense(device: torch.device, dtype: torch.dtype, sdpa: str | None = None) -> Dense:
+    """FlashAttention-4 for 16-bit tensors on Hopper, B200 and B300 where it is installed, else PyTorch's own.
+
+    Args:
+        sdpa: one of SDPA_BACKENDS, to take that one of PyTorch's.
+    """
+    if sdpa is not None:
+
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(SDPA_BACKENDS[sdpa]):
+                return _sdpa(q, k, v)
+
+        return Dense(f"PyTorch SDPA ({sdpa})", attention)
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and rules(device):
         try:
             from flash_attn.cute import flash_attn_func
