@@ -85,16 +85,10 @@ def benchmark(args: argparse.Namespace) -> int:
             plot(drawn, path, facts["device"], None if args.turns else peaks)
 
     job = Job(args, variants, dense, peaks)
-    return run(
-        args,
-        facts,
-        lambda results: (job.turns if args.turns else job.sweep)(results.parts),
-        None,
-        fields=said,
-        plot=draw,
-        show=lambda content: show(content["rows"], content.get("verdict", "")),
-        csv=True,
-    )
+    hooks: dict[str, Any] = {"fields": said, "plot": draw}
+    hooks["show"] = lambda content: show(content["rows"], content.get("verdict", ""))
+    parts = job.turns if args.turns else job.sweep
+    return run(args, facts, lambda results: parts(results.parts), None, **hooks, csv=True)
 
 
 def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[list[Variant], list[str]]:
