@@ -85,16 +85,8 @@ def benchmark(args: argparse.Namespace) -> int:
             plot(drawn, path, facts["device"], None if args.turns else peaks)
 
     job = Job(args, variants, dense, peaks)
-    return run(
-        args,
-        facts,
-        lambda results: (job.turns if args.turns else job.sweep)(results.parts),
-        None,
-        fields=said,
-        plot=draw,
-        show=lambda content: show(content["rows"], content.get("verdict", "")),
-        csv=True,
-    )
+    parts = job.turns if args.turns else job.sweep
+    return run(args, facts, lambda results: parts(results.parts), None, fields=said, plot=draw, show=show, csv=True)
 
 
 def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[list[Variant], list[str]]:
@@ -391,8 +383,8 @@ def measure_mode(
 # Presentation
 
 
-def show(rows: list[Row], said: str) -> None:
-    """Args: `said`: the verdict of the demo; "" for other runs."""
+def show(content: dict[str, Any]) -> None:
+    rows: list[Row] = content["rows"]
     backward, turned = rows[0]["pass"] == "fwd+bwd", "turns" in rows[0]
     varying = [name for name in ("backend", "l", "num_cmp", "mode") if len({row[name] for row in rows}) > 1]
 
@@ -426,7 +418,8 @@ def show(rows: list[Row], said: str) -> None:
         f"{', and of the gradients they give' if backward else ''}; each is within its budget, so the times count."
     )
     if turned:
-        said += " Speed-ups are medians over turns, in each of which both ran, with their 20th and 80th percentile."
+        said = "Speed-ups are medians over turns, in each of which both ran, with their 20th and 80th percentile."
+        said = f"{content['verdict']} {said}"
     else:
         best = max(rows, key=lambda row: row["speedup"])
         faster = sorted({row["n"] for row in rows if row["speedup"] > 1})

@@ -35,7 +35,7 @@ from bench import selected_branch
 from bench.bars import Bar, figure
 from bench.common import comma_list, make_parser, parse_args, positive
 from bench.inputs import Sizes, make_problem
-from bench.passes import FINITE, PASSES, Plan, Task, measure_peer, release
+from bench.passes import FINITE, PASSES, Measured, Plan, Task, measure_peer, p50, release
 from bench.peers import selected_peer
 from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Results, Row, WrongResult, run
@@ -91,11 +91,11 @@ def measure_case(
     if wrong := [f"{where}{error}" for error in errors(branch)]:
         raise WrongResult(*wrong)
     rows = stages(branch, choice, copy_tbs, tflops)
-    took = peer_times(branch)
+    peer = peer_passes(branch)
     for row in rows:
-        ms = took.get(row["stage"])
-        yield {**row, "fla_ms": None if isinstance(ms, str) else ms}
-    yield from (f"{where}{stage}: fla: {why}" for stage, why in took.items() if isinstance(why, str))
+        found = peer.get(row["stage"])
+        yield {**row, "fla_ms": p50(found.timing) if isinstance(found, Measured) else None}
+    yield from (f"{where}{stage}: fla: {why}" for stage, why in peer.items() if isinstance(why, str))
 
 
 def make_branch(n: int, heads: int, kv_heads: int, choice: str, given: Tensor | None = None) -> Branch:
@@ -175,10 +175,7 @@ def stages(branch: Branch, choice: str, copy_tbs: float, tflops: float) -> list[
         "forward": (branch.forward, forward),
         "tiles": (branch.query_outer, forward),
         "backward": (branch.backward, backward),
-        "both": (
-            lambda: (branch.forward(), branch.backward()),
-            Work(forward.bytes + backward.bytes, forward.flops + backward.flops),
-        ),
+        "both": (lambda: (branch.forward(), branch.backward()), Work(*map(sum, zip(forward, backward, strict=True)))),
     }
     rows = []
     for stage, (call, work) in calls.items():
@@ -190,20 +187,13 @@ def stages(branch: Branch, choice: str, copy_tbs: float, tflops: float) -> list[
     return rows
 
 
-def peer_times(branch: Branch) -> dict[str, float | str]:
-    """Milliseconds of fla's forward and of both, or why there are none."""
+def peer_passes(branch: Branch) -> dict[str, Measured | str]:
+    """fla's forward and both, or why they did not run."""
     task = Task((branch.q, branch.k, branch.v), branch.do, ("dq", "dk", "dv"), FINITE)
     plan = Plan(tuple(PEER_STAGES.values()), seconds=0.5)
     _, found = measure_peer(partial(selected_peer, branch.blocks, SIZE), task, plan)
     release(DEVICE)
-    times: dict[str, float | str] = {}
-    for stage, direction in PEER_STAGES.items():
-        measured = found[direction]
-        if isinstance(measured, str):
-            times[stage] = measured
-        elif measured.timing is not None:
-            times[stage] = measured.timing.ms_p50
-    return times
+    return {stage: found[direction] for stage, direction in PEER_STAGES.items()}
 
 
 def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:

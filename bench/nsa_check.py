@@ -132,15 +132,8 @@ def sampled_error(inputs: NSAInputs, variant: Variant) -> Sample:
     tiles = Tiles.join([part[2] for part in parts])
     rows, low = (torch.cat([part[i] for part in parts], 2) for i in (0, 1))  # type: ignore[misc]
     # One head at a time, so that the copies in fp64 fit beside the inputs at any N that runs
-    exact = torch.cat(
-        [
-            in_fp64(
-                of_heads(inputs, range(head, head + 1)), variant.config, tiles.of_heads(range(head, head + 1), heads)
-            )
-            for head in range(heads)
-        ],
-        2,
-    )
+    single = [range(head, head + 1) for head in range(heads)]
+    exact = torch.cat([in_fp64(of_heads(inputs, one), variant.config, tiles.of_heads(one, heads)) for one in single], 2)
     figures = [x.abs().amax((0, 2, 3)).tolist() for x in (rows.double() - exact, low.double() - exact, exact)]
     errors = (
         Error("", error, oracles.budget(low_error, largest, rows.dtype, inputs.q.shape[-1]))

@@ -16,12 +16,12 @@ from torch import Tensor
 import dispatch
 from bench.bars import Bar, ratio
 from bench.common import DTYPES, able_backends, add_device, make_parser, parse_args
-from bench.passes import PASSES, Candidate, Measured, Plan, Task, compare
+from bench.passes import PASSES, Candidate, Measured, Plan, Task, compare, p50
 from bench.peers import Peer, make_peer
 from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Results, Row, run
 from bench.show import PASS_TITLES, Cell, console, ms_text, print_table, saved_figure, say
-from bench.timing import GIB, Timing, copy_bandwidth
+from bench.timing import GIB, copy_bandwidth
 
 OWN_COLORS = ("#1b4f72", "#2e86c1", "#76448a")
 UNITS = {"gib": 1, "mib": 1024}  # Units of memory in rows, in a GiB
@@ -257,10 +257,6 @@ class OpBenchmark(Generic[S]):
             if tbs is not None:
                 lines.append(f"floor: every input read once, every result written once, at {tbs:.2f} TB/s")
             figure.suptitle("\n".join(lines), fontsize=10)
-
-
-def p50(timing: Timing | None) -> float | None:
-    return None if timing is None else timing.ms_p50
 
 
 def tell_missing(missing: Iterable[Missing], most: int) -> list[str]:

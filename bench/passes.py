@@ -100,6 +100,10 @@ class Measured:
     peak_gib: float | None  # Memory of everything alive, inputs and outputs included; "bwd" has that of both passes
 
 
+def p50(timing: Timing | None) -> float | None:
+    return None if timing is None else timing.ms_p50
+
+
 # Comparing
 
 

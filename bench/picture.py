@@ -32,7 +32,8 @@ FONT = "-apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', Helvetica, A
 def points(name: str) -> list[dict[str, Any]]:
     """Rows of a panel by length."""
     rows = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
-    shown = [row for row in rows if row["num_cmp"] is None and row["mode"] == "eager" and row["n"] <= LONGEST]
+    which = {"num_cmp": None, "mode": "eager", "backend": rows[0]["backend"]}
+    shown = [row for row in rows if which.items() <= row.items() and row["n"] <= LONGEST]
     return sorted(shown, key=lambda row: row["n"])
 
 
