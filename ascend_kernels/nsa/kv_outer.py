@@ -30,7 +30,7 @@ from ascend_kernels.nsa.lists import block_base, block_lists, visible_blocks
 from ascend_kernels.nsa.selected import statistics_arguments
 from ascend_kernels.nsa.tiling import block_of, gpu_options, head_warps, kv_outer_backward_tiles, kv_outer_tiles
 
-PARTIAL_BYTES = 1 << 30
+PARTIAL_BYTES = 1152 << 20
 """Partial results of a chunk of tokens of one key/value head."""
 
 UNROLL = tl.constexpr(4)
