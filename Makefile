@@ -22,7 +22,7 @@ endif
 # want one compiled wait for each other.
 WORKERS := -n auto --dist worksteal
 
-.PHONY: help demo train-demo needle-demo generate-demo cp-demo residual-demo test test-full coverage fuzz fuzz-gpu test-oldest test-blas test-ascend test-interpreted test-blackwell lint format docs test-gpu bench-gpu compile-all release-check stamp clean distclean
+.PHONY: help demo train-demo needle-demo generate-demo cp-demo residual-demo test test-full coverage fuzz fuzz-gpu test-oldest test-blas test-ascend test-interpreted test-blackwell lint format docs test-gpu bench-gpu check-gpu compile-all release-check stamp clean distclean
 # Bytecode is kept, whatever the caller's environment says: tests start hundreds of processes that import the same files.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -133,6 +133,10 @@ bench-gpu: ## run the end-to-end benchmark on an NVIDIA GPU, forward and backwar
 	$(bootstrap) --extras bench,cuda
 	$(VENV_PYTHON) bench/bench_sparse_attn_e2e.py --device cuda --backward $(ARGS)
 
+check-gpu: ## on an NVIDIA GPU from compute capability 8.0 on: time and test the Triton kernels, and write a file to send in (docs/usage.md)
+	$(bootstrap) --gpu --extras dev,bench
+	$(VENV_PYTHON) tools/check_gpu.py
+
 compile-all: ## compile every CUDA kernel for every architecture, without a GPU (more than an hour on two cores)
 	$(bootstrap) --extras dev,bench,cuda
 	$(VENV_PYTHON) tools/compile_all.py $(ARGS)
@@ -142,7 +146,7 @@ release-check: ## install the built wheel with each extra into a fresh environme
 	$(VENV_PYTHON) tools/release_check.py $(ARGS)
 
 stamp: ## write the commit and digests of its files to .commit.json, for copies of this checkout without git
-	$(PYTHON) tools/stamp_commit.py
+	$(PYTHON) bench/commit.py
 
 lint: ## check format, lint rules, types and English; licences and known vulnerabilities of what is installed
 	$(bootstrap) --extras dev,bench

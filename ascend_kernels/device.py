@@ -82,10 +82,14 @@ def gpu_cores(device: torch.device) -> int:
 def memory_class(device: torch.device) -> str:
     """Shared memory that a program may use on a GPU: S, 99 KiB (compute capability 8.6, 8.9 and 12.x, and CPU tensors);
     M, 163 KiB (8.0); L, 227 KiB (9.0 and 10.x).
+
+    TRITON_OVERRIDE_ARCH, for which Triton compiles in place of the GPU's own capability, counts, too: with sm80, an
+    H100 runs the code of an A100.
     """
     if device.type != "cuda":
         return "S"
-    major, minor = torch.cuda.get_device_capability(device)
+    other = os.environ.get("TRITON_OVERRIDE_ARCH")
+    major, minor = divmod(int(other[2:]), 10) if other else torch.cuda.get_device_capability(device)
     if major in (9, 10):
         return "L"
     return "M" if (major, minor) == (8, 0) else "S"

@@ -96,7 +96,41 @@ def launch(
         if device.type == "cpu":
             return kernel[grid](**arguments, **constants, **options)
         with torch.get_device_module(device).device(device):  # Triton launches on the current device
-            return kernel[grid](**arguments, **constants, **options)
+            if device.type != "cuda":
+                return kernel[grid](**arguments, **constants, **options)
+            key = (device.index, *specialization(kernel, arguments, constants, options))
+            compiled = _COMPILED.get(key)
+            if compiled is None:
+                compiled = _COMPILED[key] = kernel[grid](**arguments, **constants, **options)
+            else:
+                values = {**arguments, **constants}
+                compiled[(*grid, 1, 1)[:3]](*[values[name] for name in kernel.arg_names])
+            return compiled
+
+
+_COMPILED: dict[Any, Any] = {}
+"""Compiled kernels by device and `specialization`, since Triton's own search takes longer than a launch."""
+
+
+def specialization(
+    kernel: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """What Triton's machine code depends on: launches with equal specializations run the same compiled kernel.
+
+    These are constants, options, dtypes, whether addresses are multiples of 16, whether integers fit int32, and, of
+    those for which Triton specializes, whether they are 1 or multiples of 16.
+    """
+    never = kernel.do_not_specialize
+    facts: list[Any] = [kernel]
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            facts += name, value.dtype, value.data_ptr() % 16 == 0
+        elif isinstance(value, int):
+            fits = -(2**31) <= value < 2**31
+            facts += (name, fits) if name in never else (name, fits, value == 1, value % 16 == 0)
+        else:
+            facts.append(name)
+    return (*facts, *constants.items(), *options.items())
 
 
 def accepted_by(kernel: Any, values: Mapping[str, Any]) -> dict[str, Any]:

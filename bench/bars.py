@@ -14,8 +14,7 @@ class Bar:
     what: str
     reached: float | None
     wanted: float
-    at_least: bool
-    """True: a lower bound. False: an upper bound."""
+    at_least: bool  # True: a lower bound. False: an upper bound
     unit: str = ""
 
     @property

@@ -1,17 +1,12 @@
 """Attention residual beside its peers, in one process: Liger's op, the formula compiled and in eager PyTorch.
 
 For each shape, backend and pass: the error of what is timed against fp64, then time and peak memory beside the byte
-floor, then the same for every peer (bench/peers.py). A backend's error above its budget is a red gate: no
-times at all, and status 1. A peer that is missing, runs out of memory or computes something else has null, and the
-reason is printed. A shape that ends with ",list" gives the blocks as tensors of their own, which peers have to stack.
+floor, then the same for every peer (bench/peers.py). A backend's error above its budget is a red gate: no times at all,
+and status 1. On CUDA a CUDA graph of ten calls is checked and timed: starting it takes a seventh of the shortest of
+them; `wall_ms` is a call as Python makes it. A shape that ends with ",list" gives the blocks as tensors of their own.
 
-On CUDA, what is checked and timed is a CUDA graph of CALLS calls, one after the other, divided by as many: starting a
-graph takes a seventh of the shortest of them. Beside it stands the wall time of a call as Python makes it, from an idle
-GPU to its end. Elsewhere the two are one. Mode "memory" adds the peak of everything alive, inputs and outputs included;
-backward has that of both passes.
-
-With --bars the figures are held against what they have to reach. Writes OUT.json (schema: docs/results_files.md) after
-every shape; at the end OUT.csv and OUT.png. The same command resumes where it was stopped or killed.
+Writes OUT.json (schema: docs/results_files.md) after every shape; at the end OUT.csv and OUT.png. The same command
+resumes where it was stopped or killed.
 """
 
 from __future__ import annotations
@@ -32,25 +27,22 @@ from bench import oracles
 from bench.bars import Bar, figure
 from bench.inputs import Residual
 from bench.pass_report import OpBenchmark
-from bench.passes import SampledTruth, Task
+from bench.passes import Task, Truth
 from bench.peers import EPS, RESIDUAL
 from bench.results_file import Row
 from bench.roofline import residual_bytes, residual_held
 from dispatch import attention_residual
 
-SAMPLED = 256
-"""Tokens whose results are compared with fp64, evenly spread, the first and the last among them."""
-CHUNK_NUMBERS = 1 << 24
-"""Numbers of the blocks that the oracle handles at a time."""
-SETS = {
-    "tiny": [Residual(4, 2, 60, 48), Residual(3, 1, 37, 123, listed=True)],
+SAMPLED = 256  # Tokens whose results are compared with fp64, evenly spread, the first and the last among them
+CHUNK_NUMBERS = 1 << 24  # Numbers of the blocks that the oracle handles at a time
+SHAPES = {
+    "tiny": "4,2,60,48 3,1,37,123,list",
     # Liger's benchmark (8 blocks, batch 1, D = 4096), then longer, narrower and wider
-    "stacked": [
-        *(Residual(8, 1, tokens, 4096) for tokens in (1024, 2048, 4096, 8192, 65536)),
-        *(Residual(8, 1, tokens, dim) for dim in (1024, 8192) for tokens in (4096, 8192)),
-    ],
-    "lists": [Residual(8, 1, tokens, 4096, listed=True) for tokens in (1024, 8192)],
+    "stacked": "8,1,1024,4096 8,1,2048,4096 8,1,4096,4096 8,1,8192,4096 8,1,65536,4096"
+    " 8,1,4096,1024 8,1,8192,1024 8,1,4096,8192 8,1,8192,8192",
+    "lists": "8,1,1024,4096,list 8,1,8192,4096,list",
 }
+SETS = {name: list(map(Residual.read, shapes.split())) for name, shapes in SHAPES.items()}
 
 
 def sizes(shape: Residual, args: argparse.Namespace) -> Row:
@@ -98,11 +90,8 @@ def make_task(shape: Residual, device: torch.device, dtype: torch.dtype) -> Task
     return Task(leaves, do, gradient_names(shape), make_truth(shape, leaves, do))
 
 
-def make_truth(shape: Residual, leaves: Sequence[Tensor], do: Tensor) -> SampledTruth:
-    """Results in fp64, a chunk of tokens at a time: only the weights' gradients sum over all of them.
-
-    Budget: that of bench/oracles.py in the inputs' own dtype.
-    """
+def make_truth(shape: Residual, leaves: Sequence[Tensor], do: Tensor) -> Truth:
+    """Results in fp64, a chunk of tokens at a time; budgets of bench/oracles.py in the inputs' own dtype."""
     *blocks, w_query, w_norm = leaves
     do = do.flatten(0, 1)
     tokens, dim = do.shape
@@ -130,7 +119,7 @@ def make_truth(shape: Residual, leaves: Sequence[Tensor], do: Tensor) -> Sampled
         )
         exact |= parts
         budgets |= dict.fromkeys(parts, oracles.budget(error, right.abs().amax().item(), do.dtype, dim))
-    return SampledTruth(exact, budgets, lambda name, x: x if name in sums else x.flatten(-3, -2)[..., rows, :])
+    return Truth(exact, budgets, lambda name, x: x if name in sums else x.flatten(-3, -2)[..., rows, :])
 
 
 def _results(given: tuple[Tensor, ...], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -147,8 +136,7 @@ def _results(given: tuple[Tensor, ...], dtype: torch.dtype) -> dict[str, Tensor]
 
 WIDTHS = {4096: (4096, 8192, 65536), 1024: (4096, 8192), 8192: (4096, 8192)}
 """Tokens at which each D is held against the floor."""
-MEMORY_BARS = {"fwd": 72.1, "fwd+bwd": 147.0}
-"""MiB at T = 1024, D = 4096."""
+MEMORY_BARS = {"fwd": 72.1, "fwd+bwd": 147.0}  # MiB at T = 1024, D = 4096
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:

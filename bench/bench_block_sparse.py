@@ -3,16 +3,11 @@
 Sizes are MiniMax-M3's: 64 query heads over 4, D = 128, 16 blocks of 128 a token; an indexer of 4 heads of 128 over one
 head of keys. Blocks are drawn at random, each token's own among them. Sampled rows, and the gradients that come from
 them, are held against fp64 before anything is timed: where one is above its budget, nothing is reported and the status
-is 1. On CUDA calls are timed after other work ("queued"), on a CPU from Python ("eager").
-
-Beside them: dense attention; PyTorch's SDPA with a mask of all pairs for each key/value head, whose sampled rows are
-checked, too; the kernels alone, as token mode's selected branch launches them, which shows what the wrapper takes; for
-top_blocks the scores of all pairs in PyTorch, as transformers has them. "m3_layer" is one sparse attention layer of
-transformers' model with its projections, which needs transformers; beside it the same layer with transformers' sdpa (a
-mask of all pairs) and eager (all pairs). What does not run has null, and the reason is printed.
+is 1. Peers are dense attention, SDPA with a mask of all pairs, the kernels without their wrapper, and scores of all
+pairs; of "m3_layer", which needs transformers, the same layer with transformers' sdpa and eager.
 
 Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv. The same command goes on where it
-was stopped. With --bars also what the rows have to reach on one H200, and whether they do.
+was stopped.
 """
 
 from __future__ import annotations
@@ -33,45 +28,33 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench import oracles, selected_branch
+from bench import common, oracles, selected_branch
 from bench.bars import Bar, figure, ratio
-from bench.common import (
-    DTYPES,
-    SIZES,
-    add_device,
-    check_backend,
-    choose_dense,
-    make_parser,
-    parse_args,
-    positive,
-    resolve_sizes,
-)
-from bench.driver import run
+from bench.common import DTYPES, choose_dense, positive
 from bench.oracles import Error
 from bench.passes import PEER_SLACK, release
 from bench.report import LOCAL_RESULTS, environment
-from bench.results_file import Row, hold
+from bench.results_file import Row, hold, run
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, Work, choose_peaks, mean_keys
-from bench.selected_branch import Branch, checked_rows, visible_keys
-from bench.show import floor_text, ms_text
+from bench.selected_branch import Branch, checked_rows, draw_blocks, visible_keys
 from bench.timing import measure
+from dispatch.device import first_line
 from nsa import block_sparse_attention, top_blocks_by_max
 
 OPS = ("block_sparse", "top_blocks", "m3_layer")
 PASSES = ("fwd", "fwd+bwd")
 PEERS = ("dense", "mask", "selected", "pairs")
-DRAWN = 1 << 23
-"""Scores that are drawn at a time."""
 MOST_PAIRS = 1 << 30
 """Most pairs in a call of SDPA with a mask, whose kernels may count in 32 bits (pytorch/pytorch#162588, #145040)."""
 SEQLENS = (8 << 10, 64 << 10, 128 << 10)
 LAYER_SEQLENS = (8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10)
 """Lengths of "m3_layer": the longest that transformers' own paths can run are between those of the other ops."""
-NOISE = 0.98
-"""Least ratio of the times of two calls of the same kernels: noise."""
+NOISE = 0.98  # Least ratio of the times of two calls of the same kernels: noise
 
 MS_BARS = {("block_sparse", "fwd"): 22.0, ("block_sparse", "fwd+bwd"): 65.0, ("top_blocks", "fwd"): 5.0}
 """At 64K tokens, blocks of 128, 16 a token."""
+LINE = "{op} N={n} block={block} {pass:<8} {ms_p50:ms} ms  {share_of_floor:percent} of the floor  {peak_gib:.2f} GiB"
+LINE += "".join(f"  {name} {{{name}_ms:ms}} ms" for name in PEERS)
 
 
 class Case(NamedTuple):
@@ -91,19 +74,19 @@ def main(argv: list[str] | None = None) -> int:
     facts = environment(device)
     peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
     parts = [(case.name, partial(measure_case, case, args, device, peaks)) for case in args.cases]
-    return run(args, facts, lambda _: parts, line, bars=find_bars, csv=True)
+    return run(args, facts, lambda _: parts, LINE, bars=find_bars, csv=True)
 
 
 def measure_case(
     case: Case, args: argparse.Namespace, device: torch.device, peaks: Peaks | None
-) -> tuple[list[Row], list[str]]:
-    """The row of a case, and what did not run."""
+) -> Iterator[Row | str]:
     release(device)
     try:
         problem = PROBLEMS[case.op](case, args, device)
     except ImportError as absent:
-        return [], [f"{case.name} did not run: {absent}"]
-    error, missing, host = problem.check(), [], device.type == "cpu"
+        yield f"{case.name} did not run: {absent}"
+        return
+    error, host = problem.check(), device.type == "cpu"
     hold(case.name, error)
     own = measure(problem.call, device, seconds=args.seconds, host=host)
     others: dict[str, float | None] = dict.fromkeys(PEERS)
@@ -112,33 +95,33 @@ def measure_case(
         try:
             others[name] = measure(problem.peer(name), device, seconds=args.seconds, host=host).ms_p50
         except Exception as failure:  # whatever a peer raises is why it has no time
-            missing.append(f"{name} did not run: {str(failure).partition(chr(10))[0]} ({case.name})")
+            yield f"{name} did not run: {first_line(failure)} ({case.name})"
     floor = None if peaks is None else problem.work().floor_ms(peaks.tbs, peaks.tflops)
     dense = None if others["dense"] is None else choose_dense(device, problem.dtype).name
-    row = {"op": case.op, "block": case.block, "k": args.count, "pass": case.direction, "backend": problem.backend}
+    row = {"op": case.op, "block": case.block, "k": args.count, "pass": case.direction, "backend": args.backend}
     row |= {"mode": "eager" if host else "queued", "dtype": args.dtype, "b": args.batch, "n": case.n}
     row |= {"h": args.heads, "h_kv": args.kv_heads, "d": args.dim, **own.fields, "peak_gib": own.peak_gib}
     row |= {"floor_ms": floor, "share_of_floor": ratio(floor, own.ms_p50), "dense": dense}
     row |= {f"{name}_ms": ms for name, ms in others.items()}
-    return [{**row, "error": error.error, "error_budget": error.budget, "command": args.command}], missing
+    yield {**row, "error": error.error, "error_budget": error.budget, "command": args.command}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    shared = (*SIZES, "backend", "no-peers", "seconds", "peak-tflops", "peak-tbs", "bars", "out")
-    parser = make_parser(__doc__, *shared, out=str(LOCAL_RESULTS / "block-sparse"))
-    add_device(parser, "cuda", "cpu")
+    shared = (*common.SIZES, "backend", "no-peers", "seconds", "peak-tflops", "peak-tbs", "bars", "out")
+    parser = common.make_parser(__doc__, *shared, out=str(LOCAL_RESULTS / "block-sparse"))
+    common.add_device(parser, "cuda", "cpu")
     add = parser.add_argument
     add("--ops", nargs="+", choices=OPS, default=list(OPS), help="default: all")
     add("--seqlens", nargs="+", type=positive, help="N; default: 8K 64K 128K, m3_layer also 16K 32K (CPU: 512)")
     blocks = "tokens of a block; but for block_sparse the first alone; default: 128 64"
     add("--blocks", nargs="+", type=positive, default=[128, 64], help=blocks)
     add("--count", type=positive, default=16, help="k, blocks of a token; default: %(default)s")
-    args = parse_args(parser, argv)
-    check_backend(parser, args.backend, "block_sparse_attention", "top_blocks_by_max")
+    args = common.parse_args(parser, argv)
+    common.resolve_backend(parser, args, "block_sparse_attention", "top_blocks_by_max")
     on_cpu = args.device == "cpu"
     if not on_cpu:
         args.heads, args.kv_heads = args.heads or 64, args.kv_heads or 4
-    resolve_sizes(parser, args)
+    common.resolve_sizes(parser, args)
     usual = {op: (512,) if on_cpu else LAYER_SEQLENS if op == "m3_layer" else SEQLENS for op in OPS}
     args.cases = [
         Case(op, n, block, direction)
@@ -153,34 +136,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Problem:
-    """Tensors of a case, and calls of it."""
-
-    peers: tuple[str, ...] = ()
+    """Tensors of a case; beside them `call`, `check` (the error that takes most of its budget), `peer` by its name, and
+    `work`, the least that the call moves and computes.
+    """
 
     def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
         self.case, self.args, self.device, self.dtype = case, args, device, DTYPES[args.dtype]
         self.generator = torch.Generator(device).manual_seed(0)
-        self.backend = args.backend or ("reference" if device.type == "cpu" else "cute")
         self.backward = case.direction == "fwd+bwd"
         self.rows = checked_rows(case.n, device)
 
     def normal(self, *features: int) -> Tensor:
         shape = self.args.batch, self.case.n, *features
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
-
-    def call(self) -> Any:
-        raise NotImplementedError
-
-    def check(self) -> Error:
-        """The error that takes most of its budget."""
-        raise NotImplementedError
-
-    def peer(self, name: str) -> Callable[[], Any]:
-        raise NotImplementedError
-
-    def work(self) -> Work:
-        """The least that the call moves and computes."""
-        raise NotImplementedError
 
     def attention_flops(self) -> float:
         args, products = self.args, FORWARD_PRODUCTS + BACKWARD_PRODUCTS * self.backward
@@ -193,17 +161,16 @@ class Problem:
 
 
 class Attention(Problem):
-    """block_sparse_attention."""
-
     peers: tuple[str, ...] = ("dense", "mask", "selected")
 
     def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
         super().__init__(case, args, device)
         q, k, v, self.do = (self.normal(n, args.dim) for n in (args.heads, args.kv_heads, args.kv_heads, args.heads))
         self.leaves = q, k, v
-        self.blocks = draw_blocks(args.batch, args.kv_heads, case.n, case.block, args.count, self.generator)
+        shape = args.batch, args.kv_heads, case.n
+        self.blocks = draw_blocks(shape, case.block, args.count, self.generator, own_first)
         if case.block != args.blocks[0]:
-            self.peers = ("selected",)  # what the others take does not depend on it
+            self.peers = self.peers[-1:]  # what the others take does not depend on it
         for x in self.leaves:
             x.requires_grad_(self.backward)
 
@@ -211,7 +178,7 @@ class Attention(Problem):
         return self.ours(self.do)
 
     def ours(self, do: Tensor) -> tuple[Tensor, ...]:
-        options: dict[str, Any] = {"block_size": self.case.block, "backend": self.backend}
+        options: dict[str, Any] = {"block_size": self.case.block, "backend": self.args.backend}
         return self.run(lambda q, k, v: block_sparse_attention(q, k, v, self.blocks, **options), self.leaves, do)
 
     def run(self, function: Callable[..., Tensor], leaves: tuple[Tensor, ...], do: Tensor) -> tuple[Tensor, ...]:
@@ -219,11 +186,10 @@ class Attention(Problem):
         out = function(*leaves)
         return (out, *(torch.autograd.grad(out, leaves, do) if self.backward else ()))
 
-    def check(self) -> Error:
-        return self.worst(self.ours)
-
-    def worst(self, attend: Callable[[Tensor], tuple[Tensor, ...]]) -> Error:
-        return oracles.worst(selected_branch.errors(attend, self.leaves, self.do, self.blocks, self.case.block))
+    def check(self, attend: Callable[[Tensor], tuple[Tensor, ...]] | None = None) -> Error:
+        """Args: `attend`: default: ours."""
+        given = self.leaves, self.do, self.blocks, self.case.block
+        return oracles.worst(selected_branch.errors(attend or self.ours, *given))
 
     def peer(self, name: str) -> Callable[[], Any]:
         if name == "dense":
@@ -232,7 +198,7 @@ class Attention(Problem):
         if name == "selected":
             return self.kernels()
         masked = partial(self.masked, self.masks())
-        found = self.worst(masked)
+        found = self.check(masked)
         if not found.error <= PEER_SLACK * found.budget:
             raise RuntimeError(f"error {found.error:.2e} is above {PEER_SLACK} budgets of {found.budget:.2e}")
         return lambda: masked(self.do)
@@ -290,7 +256,7 @@ class Selection(Problem):
 
     def call(self) -> Tensor:
         options = {"block_size": self.case.block, "k": self.args.count}
-        return top_blocks_by_max(self.q, self.k, **options, backend=self.backend)
+        return top_blocks_by_max(self.q, self.k, **options, backend=self.args.backend)
 
     def check(self) -> Error:
         """By how much a block that was left out beats one that was chosen, over what fp32 sums may hide."""
@@ -448,7 +414,8 @@ class Layer(Problem):
         return Work(moved, self.attention_flops() + self.selection_flops() + weights)
 
 
-PROBLEMS: dict[str, type[Problem]] = {"block_sparse": Attention, "top_blocks": Selection, "m3_layer": Layer}
+PROBLEMS: dict[str, type[Attention | Selection | Layer]]
+PROBLEMS = {"block_sparse": Attention, "top_blocks": Selection, "m3_layer": Layer}
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -472,18 +439,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return torch.cat(parts, 2).transpose(1, 2)
 
 
-def draw_blocks(batch: int, heads: int, n: int, size: int, count: int, generator: torch.Generator) -> Tensor:
-    """int32 `[B,H_kv,N,k]`: each token's own block and others before it, at random."""
-    device, blocks = generator.device, -(-n // size)
-    step, parts = max(1, DRAWN // (batch * heads * blocks)), []
-    for first in range(0, n, step):
-        own = torch.arange(first, min(first + step, n), device=device)[:, None] // size
-        block = torch.arange(blocks, device=device)
-        scores = torch.rand((batch, heads, len(own), blocks), generator=generator, device=device)
-        scores = scores.masked_fill(block == own, 2.0).masked_fill(block > own, -1.0)
-        best = scores.topk(min(count, blocks), -1)
-        parts.append(torch.where(best.values >= 0, best.indices, -1).int())
-    return torch.nn.functional.pad(torch.cat(parts, 2), [0, max(0, count - blocks)], value=-1)
+def own_first(noise: Tensor, own: Tensor, block: Tensor) -> Tensor:
+    return noise.masked_fill(block == own, 2.0)
 
 
 # What has to be reached, and what is shown
@@ -498,15 +455,6 @@ def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
         where = {**sizes, "op": "block_sparse", "block": 64, "pass": direction}
         what = f"block_sparse, 64K, 16 blocks of 64, {direction}: its kernels, called without the wrapper, take as long"
         yield Bar(what, figure(rows, where, "selected_ms", "ms_p50"), NOISE, at_least=True, unit="x")
-
-
-def line(row: Row) -> str:
-    """A row for readers."""
-    peak = "" if row["peak_gib"] is None else f" {row['peak_gib']:.2f} GiB"
-    others = {name: row[f"{name}_ms"] for name in PEERS}
-    beside = "".join(f"  {name} {ms_text(ms)} ms" for name, ms in others.items() if ms is not None)
-    name = Case(row["op"], row["n"], row["block"], row["pass"]).name
-    return f"{name:<44}{ms_text(row['ms_p50'])} ms{floor_text(row)}{peak}{beside}"
 
 
 if __name__ == "__main__":

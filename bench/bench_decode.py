@@ -2,19 +2,16 @@
 
 Each case is an `nsa_with_cache` of N_q new tokens for a batch of sequences that have N, pages shuffled. It is timed as
 one of eight layers in a CUDA graph, as its peers are, and eagerly from an idle GPU. Layers have keys of their own, or
-the next one would find them in L2. `host_us` is what Python takes to start an eager call. The layers' common part of a
-step (pages, lengths) is outside. Sampled rows are held against fp64 before anything is timed: where one is above its
-budget, nothing is reported and the status is 1.
-
-A prompt is appended in chunks, too, beside one call of `nsa_forward` on all of it: rows of op "prefill", whose modes
-are "chunks" and "whole". Both must agree to a rounding.
+the next one would find them in L2. The layers' common part of a step (pages, lengths) is outside. Sampled rows are held
+against fp64 before anything is timed: where one is above its budget, nothing is reported and the status is 1. A prompt
+is appended in chunks, too, beside one call of `nsa_forward` on all of it: rows of op "prefill".
 
 Dense decoding is PyTorch's SDPA with grouped heads over contiguous keys: of N_q tokens each sees all keys. fla's is
-parallel_nsa of the last tokens over all keys, which it pools again, without its window, which is flash-attn's. Neither
-has a cache to append to. What no graph can hold is timed eagerly, after other work, and `missing` says so.
+parallel_nsa of the last tokens over all keys, which it pools again, without its window, which is flash-attn's. What no
+graph can hold is timed eagerly, after other work, and `missing` says so.
 
-Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv and OUT.png. The same command goes
-on where it was stopped. With --bars also what the rows have to reach on one H200, and whether they do.
+Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv. The same command goes on where it
+was stopped.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ import copy
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -38,16 +35,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
-from bench import oracles
+from bench import common, oracles
 from bench.bars import Bar, figure, ratio
-from bench.common import DTYPES, PRESETS, add_device, check_backend, make_parser, parse_args, positive, preset_name
-from bench.driver import run
+from bench.common import DTYPES, PRESETS, head_counts, positive
 from bench.oracles import Error
 from bench.report import LOCAL_RESULTS, environment
-from bench.results_file import Measurement, Results, Row, hold
+from bench.results_file import Measurement, Row, hold, run
 from bench.roofline import choose_peaks
-from bench.show import draw_points, floor_text, ms_text, saved_figure
 from bench.timing import BUSY_CYCLES, Timing, capture, measure
+from dispatch.device import first_line
 from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
 
 HEADS = ("64/4", "32/8")
@@ -56,40 +52,39 @@ PREFILL = "1M:8K"
 CPU_HEADS, CPU_SIZES, CPU_PREFILL = ("4/1",), ("300:1,2",), "300:128"
 """Sizes of a run that only shows that the script works."""
 PAGE_SIZE = 64
-LAYERS = 8
-"""Calls in a CUDA graph that is timed."""
+LAYERS = 8  # Calls in a CUDA graph that is timed
 COLD_BYTES = 200 << 20
 """Least number of bytes that these calls read together, with enough copies of the keys: four times an H200's L2."""
-CHECKED = 8
-"""Rows of a case that are held against fp64: a token with the heads of a group."""
-NEAR_TIE = 1e-4
-"""Relative distance of two scores from which on kernels may choose another block (decode/choose.py)."""
+CHECKED = 8  # Rows of a case that are held against fp64: a token with the heads of a group
+NEAR_TIE = 1e-4  # Relative distance of two scores from which on kernels may choose another block (decode/choose.py)
 HOST_ROUNDS, HOST_CALLS = 5, 20
 
 MS_BARS = {(64 << 10, 1): 0.025, (64 << 10, 16): 0.085, (64 << 10, 64): 0.290, (1 << 20, 1): 0.065, (1 << 20, 8): 0.400}
 """By N and batch: 64 heads over 4, the paper's preset, one new token, as a graph."""
 HOST_US_BAR = 150
-FLA_BAR = 10
-"""Times that fla's step takes at 64K."""
-PREFILL_BAR = 1.15
-"""Times of the whole call that its chunks may take."""
+FLA_BAR = 10  # Times that fla's step takes at 64K
+PREFILL_BAR = 1.15  # Times of the whole call that its chunks may take
+LINE = "{op} {preset} {h}/{h_kv} N={n} B={b} N_q={n_q} {mode:<6} {ms_p50:ms} ms  {share_of_floor:percent} of the floor"
+LINE += "  host {host_us:.0f} us  dense {dense_ms:ms} ms  fla {fla_ms:ms} ms"
 
 
 class Case(NamedTuple):
+    """Fields of a row."""
+
     preset: str
-    heads: int
-    kv_heads: int
+    h: int
+    h_kv: int
     n: int
-    batch: int
+    b: int
     n_q: int
 
     @property
     def name(self) -> str:
-        return f"{self.preset} {self.heads}/{self.kv_heads} N={self.n} B={self.batch} N_q={self.n_q}"
+        return "{preset} {h}/{h_kv} N={n} B={b} N_q={n_q}".format(**self._asdict())
 
     def shapes(self, dim: int) -> list[tuple[int, int]]:
         """Shapes of a token's q, k, v and gates."""
-        return [(self.heads, dim), (self.kv_heads, dim), (self.kv_heads, dim), (self.heads, 3)]
+        return [(self.h, dim), (self.h_kv, dim), (self.h_kv, dim), (self.h, 3)]
 
 
 class Step(NamedTuple):
@@ -140,45 +135,33 @@ def main(argv: list[str] | None = None) -> int:
     for n, chunk in args.prefill:
         parts.append((f"prefill N={n} in chunks of {chunk}", partial(time_prefill, args, device, n, chunk)))
     with torch.no_grad():
-        picture = partial(plot, device=facts["device"])
-        return run(args, {**facts, "floor_tbs": tbs}, lambda _: parts, line, bars=find_bars, plot=picture, csv=True)
+        return run(args, {**facts, "floor_tbs": tbs}, lambda _: parts, LINE, bars=find_bars, csv=True)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     shared = "dim", "dtype", "backend", "no-peers", "seconds", "peak-tbs", "bars", "out"
-    parser = make_parser(__doc__, *shared, dim=128, dtype="bf16", out=str(LOCAL_RESULTS / "decode"))
-    add_device(parser, "cuda", "cpu")
+    parser = common.make_parser(__doc__, *shared, dim=128, dtype="bf16", out=str(LOCAL_RESULTS / "decode"))
+    common.add_device(parser, "cuda", "cpu")
     add = parser.add_argument
-    add("--presets", nargs="+", type=preset_name, choices=list(PRESETS), default=["paper", "per_tile"])
+    add("--presets", nargs="+", type=common.preset_name, choices=list(PRESETS), default=["paper", "per_tile"])
     help_of_heads = f"query/key heads; default: {' '.join(HEADS)} (CPU: {' '.join(CPU_HEADS)})"
     add("--heads", nargs="+", type=head_counts, help=help_of_heads)
     add("--sizes", nargs="+", type=lengths, help=f"N:batches; default: {' '.join(SIZES)} (CPU: {' '.join(CPU_SIZES)})")
     add("--queries", nargs="+", type=positive, default=[1, 4], help="N_q; default: 1 4")
     add("--prefill", nargs="*", type=lengths, help=f"N:tokens of a chunk; default: {PREFILL} (CPU: {CPU_PREFILL})")
-    args = parse_args(parser, argv)
-    check_backend(parser, args.backend, "nsa_with_cache")
+    args = common.parse_args(parser, argv)
+    common.resolve_backend(parser, args, "nsa_with_cache")
     usual = (CPU_HEADS, CPU_SIZES, CPU_PREFILL) if args.device == "cpu" else (HEADS, SIZES, PREFILL)
     pairs = args.heads or [*map(head_counts, usual[0])]
     sizes = args.sizes or [*map(lengths, usual[1])]
     args.prefill = [*chain(*([lengths(usual[2])] if args.prefill is None else args.prefill))]
     args.prefill_heads = pairs[0]
     args.cases = [
-        Case(preset, heads, kv_heads, n, batch, n_q)
-        for preset, (heads, kv_heads), (n, batch), n_q in product(args.presets, pairs, chain(*sizes), args.queries)
+        Case(preset, h, h_kv, n, b, n_q)
+        for preset, (h, h_kv), (n, b), n_q in product(args.presets, pairs, chain(*sizes), args.queries)
         if n_q <= n
     ]
     return args
-
-
-def head_counts(text: str) -> tuple[int, int]:
-    """Argument type: query/key heads."""
-    try:
-        heads, kv_heads = map(positive, text.split("/"))
-    except (ValueError, argparse.ArgumentTypeError) as error:
-        raise argparse.ArgumentTypeError(f"must be query/key heads such as 64/4, got {text!r}") from error
-    if heads % kv_heads:
-        raise argparse.ArgumentTypeError(f"must be a multiple of heads over heads, got {text!r}")
-    return heads, kv_heads
 
 
 def lengths(text: str) -> list[tuple[int, int]]:
@@ -196,9 +179,9 @@ def lengths(text: str) -> list[tuple[int, int]]:
 def make_table(case: Case, filled: int, generator: torch.Generator) -> PageTable:
     """Shuffled pages, `filled` tokens of each sequence in use."""
     device, columns = generator.device, -(-case.n // PAGE_SIZE)
-    pages = torch.randperm(case.batch * columns, generator=generator, device=device).to(torch.int32)
-    seqlens = torch.full((case.batch,), filled, dtype=torch.int32, device=device)
-    return PageTable(pages.view(case.batch, columns), seqlens, page_size=PAGE_SIZE, num_pages=len(pages))
+    pages = torch.randperm(case.b * columns, generator=generator, device=device).to(torch.int32)
+    seqlens = torch.full((case.b,), filled, dtype=torch.int32, device=device)
+    return PageTable(pages.view(case.b, columns), seqlens, page_size=PAGE_SIZE, num_pages=len(pages))
 
 
 def make_step(case: Case, args: argparse.Namespace, device: torch.device) -> Step | str:
@@ -207,16 +190,16 @@ def make_step(case: Case, args: argparse.Namespace, device: torch.device) -> Ste
     generator = torch.Generator(device).manual_seed(0)
     table = make_table(case, case.n - case.n_q, generator)
     try:
-        cache = NSACache(config, table, heads=case.heads, heads_kv=case.kv_heads, dim=args.dim, dtype=dtype)
+        cache = NSACache(config, table, heads=case.h, heads_kv=case.h_kv, dim=args.dim, dtype=dtype)
         for name, memory in cache.pages.items():
             memory.normal_(0, config.compress_block_size**-0.5 if name.endswith("_cmp") else 1, generator=generator)
         if cache.tile_sums is not None:
             cache.tile_sums.normal_(generator=generator)
         q, k, v, gates = (
-            torch.randn((case.batch, case.n_q, *shape), generator=generator, device=device).to(dtype)
+            torch.randn((case.b, case.n_q, *shape), generator=generator, device=device).to(dtype)
             for shape in case.shapes(args.dim)
         )
-        step = Step(case, config, cache, q, k, v, gates, backend_of(args, device) or "cute")
+        step = Step(case, config, cache, q, k, v, gates, args.backend)
         with table.step(case.n_q):
             step.call()
     except dispatch.BackendError as refusal:
@@ -234,11 +217,11 @@ def check(step: Step) -> Error:
     """
     case, config = step.case, step.config
     out, got, exact, rough = step.call(), [], [], []
-    group = case.heads // case.kv_heads
+    group = case.h // case.h_kv
     together = group if config.shares_heads else 1  # heads that select together
-    picked = torch.randperm(case.batch * case.kv_heads, generator=torch.Generator().manual_seed(1))[:CHECKED].tolist()
+    picked = torch.randperm(case.b * case.h_kv, generator=torch.Generator().manual_seed(1))[:CHECKED].tolist()
     for at in picked:
-        row, kv_head = divmod(at, case.kv_heads)
+        row, kv_head = divmod(at, case.h_kv)
         first_head = kv_head * group + at % (group // together) * together
         heads, keys = slice(first_head, first_head + together), gather(step, row, kv_head)
         for query in {0, case.n_q - 1}:
@@ -275,11 +258,7 @@ def gather(step: Step, row: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def chosen(q: Tensor, k_cmp: Tensor, token: int, config: NSAConfig) -> Tensor | None:
-    """The blocks of a token by the definition (docs/semantics.md, 3 and 4), or None for a near tie.
-
-    Args:
-        q: of the heads that select together `[heads,D]`, in tile mode the means.
-    """
+    """Blocks of a token by the definition (docs/semantics.md), None for a near tie. Args: `q`: of `Step.means`."""
     length, stride, size = config.compress_block_size, config.stride, config.select_size
     last, visible = token // size, config.num_compressed(token + 1)
     blocks = torch.arange(last + 1, device=q.device)
@@ -307,13 +286,7 @@ def chosen(q: Tensor, k_cmp: Tensor, token: int, config: NSAConfig) -> Tensor | 
 
 
 def plain(
-    q: Tensor,
-    keys: tuple[Tensor, Tensor, Tensor, Tensor],
-    blocks: Tensor,
-    token: int,
-    gates: Tensor,
-    config: NSAConfig,
-    dtype: torch.dtype,
+    q: Tensor, keys: Sequence[Tensor], blocks: Tensor, token: int, gates: Tensor, config: NSAConfig, dtype: torch.dtype
 ) -> Tensor:
     """out of a token's group `[G,D_v]` in fp64, probabilities rounded to `dtype`."""
     k, v, k_cmp, v_cmp = keys
@@ -333,72 +306,53 @@ def plain(
 # Timing
 
 
-def measure_case(
-    case: Case, args: argparse.Namespace, device: torch.device, tbs: float | None
-) -> tuple[list[Row], list[str]]:
-    """A row for each mode, and what did not run."""
+def measure_case(case: Case, args: argparse.Namespace, device: torch.device, tbs: float | None) -> Iterator[Row | str]:
+    """A row for each mode."""
     step = make_step(case, args, device)
     if isinstance(step, str):
-        return [], [step]
+        yield step
+        return
     with step.cache.table.step(case.n_q):
         error = check(step)
         hold(case.name, error)
-        least, missing = floor_bytes(case, step.config, args.dim), []
+        least = floor_bytes(case, step.config, args.dim)
         timings = {"eager": measure(step.call, device, seconds=args.seconds)}
         if device.type == "cuda":
             copies = [step, *(step.copy() for _ in range(num_copies(least) - 1))]
             timings = {"graph": time_layers([one.call for one in copies], device, args.seconds), **timings}
             del copies
-        more: dict[str, float | None] = {"floor": None if tbs is None else least / tbs / 1e9}
-        dense_bytes = case.batch * case.kv_heads * case.n * 2 * args.dim * 2
-        for name, make in () if args.no_peers else (("dense", dense_calls), ("fla", fla_calls)):
+        beside: Row = {"floor_ms": None if tbs is None else least / tbs / 1e9, "dense_ms": None, "fla_ms": None}
+        dense_bytes = case.b * case.h_kv * case.n * 2 * args.dim * 2
+        for name, make in () if args.no_peers else (("dense", dense_layer), ("fla", fla_layer)):
             try:
-                more[name], eagerly = time_peer(partial(make, step), dense_bytes, device, args.seconds)
-                missing += [f"{name} is timed eagerly: {eagerly} ({case.name})"] if eagerly else []
+                beside[f"{name}_ms"], eagerly = time_peer(make(step), dense_bytes, device, args.seconds)
+                if eagerly:
+                    yield f"{name} is timed eagerly: {eagerly} ({case.name})"
             except Exception as failure:  # whatever a peer raises is why it has no time
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)  # raises, from this error, where no kernel runs any more
-                missing.append(f"{name} did not run: {str(failure).partition(chr(10))[0]} ({case.name})")
-        rows = []
-        for mode, timing in timings.items():
-            own = more | {"host": host_us(step.call, device) if mode == "eager" else None}
-            rows.append(make_row("decode", case, args, step.backend, mode, timing, error, own))
-        return rows, missing
+                yield f"{name} did not run: {first_line(failure)} ({case.name})"
+        of_case = case_fields("decode", case, args, error) | beside
+        floor, host = beside["floor_ms"], {"eager": host_us(step.call, device)}
+        yield from (of_case | time_fields(mode, x, floor, host.get(mode)) for mode, x in timings.items())
 
 
-def make_row(
-    op: str,
-    case: Case,
-    args: argparse.Namespace,
-    backend: str,
-    mode: str,
-    timing: Timing,
-    error: Error,
-    more: Mapping[str, float | None],
-) -> Row:
-    """Args: `more`: host time in microseconds, and milliseconds of the floor and of peers, if there are any."""
-    floor = more.get("floor")
-    row = {"op": op, "preset": case.preset, "b": case.batch, "n": case.n, "n_q": case.n_q, "h": case.heads}
-    row |= {"h_kv": case.kv_heads, "d": args.dim, "dtype": args.dtype, "backend": backend, "mode": mode}
-    row |= {**timing.fields, "host_us": more.get("host"), "floor_ms": floor}
-    row |= {"share_of_floor": ratio(floor, timing.ms_p50), "dense_ms": more.get("dense"), "fla_ms": more.get("fla")}
+def case_fields(op: str, case: Case, args: argparse.Namespace, error: Error) -> Row:
+    row = {"op": op, **case._asdict(), "d": args.dim, "dtype": args.dtype, "backend": args.backend}
     return {**row, "error": error.error, "error_budget": error.budget, "command": args.command}
 
 
-def backend_of(args: argparse.Namespace, device: torch.device) -> str | None:
-    """The backend that was asked for; on a CPU the reference."""
-    return args.backend or ("reference" if device.type == "cpu" else None)
+def time_fields(mode: str, timing: Timing, floor_ms: float | None = None, host: float | None = None) -> Row:
+    """Args: `host`: microseconds of the host."""
+    share = ratio(floor_ms, timing.ms_p50)
+    return {"mode": mode, **timing.fields, "host_us": host, "share_of_floor": share}
 
 
 def time_peer(
-    make: Callable[[int], list[Callable[[], Any]]], num_bytes: int, device: torch.device, seconds: float
+    layer: Callable[[], Callable[[], Any]], num_bytes: int, device: torch.device, seconds: float
 ) -> tuple[float, str]:
-    """Milliseconds of a peer's call, which reads so many bytes of keys and values, and why no graph holds it, if so.
-
-    Args:
-        make: so many layers' calls.
-    """
-    calls, why = make(num_copies(num_bytes) if device.type == "cuda" else 1), ""
+    """Milliseconds of a peer's call, of which `layer` makes another layer's, and why no graph holds it, if so."""
+    calls, why = [layer() for _ in range(num_copies(num_bytes) if device.type == "cuda" else 1)], ""
     for call in calls:
         call()
     if device.type == "cuda":
@@ -406,7 +360,7 @@ def time_peer(
             return time_layers(calls, device, seconds).ms_p50, ""
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
-            calls = make(1)  # what the peer keeps of the others may be memory that only the graph would have written
+            calls = [layer()]  # what the peer keeps of the others may be memory that only the graph would have written
     return measure(calls[0], device, seconds=seconds, host=False).ms_p50, why
 
 
@@ -416,11 +370,7 @@ def num_copies(num_bytes: int) -> int:
 
 
 def time_layers(calls: Sequence[Callable[[], Any]], device: torch.device, seconds: float) -> Timing:
-    """Time of one of LAYERS layers in a CUDA graph: one alone would mostly show how long a graph takes to start.
-
-    Args:
-        calls: the layers' in turn.
-    """
+    """Time of one of LAYERS layers in a CUDA graph: one alone would mostly show how long a graph takes to start."""
 
     def layers() -> None:
         for i in range(LAYERS):
@@ -430,17 +380,17 @@ def time_layers(calls: Sequence[Callable[[], Any]], device: torch.device, second
     return measure(graph.replay, device, seconds=seconds, host=False).per(LAYERS)
 
 
-def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: int) -> tuple[list[Row], list[str]]:
+def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: int) -> list[Row]:
     """A prompt of n tokens in chunks with a cache, and as one call without: two rows, with the largest difference."""
-    heads, kv_heads = args.prefill_heads
-    case, dtype = Case("paper", heads, kv_heads, n, 1, chunk), DTYPES[args.dtype]
+    h, h_kv = args.prefill_heads
+    case, dtype = Case("paper", h, h_kv, n, 1, chunk), DTYPES[args.dtype]
     config, generator = PRESETS[case.preset](), torch.Generator(device).manual_seed(0)
     table = make_table(case, 0, generator)
-    cache = NSACache(config, table, heads_kv=case.kv_heads, dim=args.dim, dtype=dtype)
+    cache = NSACache(config, table, heads_kv=case.h_kv, dim=args.dim, dtype=dtype)
     q, k, v, gates = (
         torch.randn((1, n, *shape), generator=generator, device=device, dtype=dtype) for shape in case.shapes(args.dim)
     )
-    backend = backend_of(args, device) or "cute"
+    backend = args.backend
     parts = [slice(first, min(first + chunk, n)) for first in range(0, n, chunk)]
 
     def append(part: slice) -> Tensor:
@@ -457,25 +407,20 @@ def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: 
     del expected
     ways: dict[str, Callable[[], Any]] = {"chunks": lambda: [append(part) for part in parts][-1], "whole": whole}
     timings = {mode: measure(call, device, seconds=args.seconds, host=False) for mode, call in ways.items()}
-    return [make_row("prefill", case, args, backend, mode, timing, error, {}) for mode, timing in timings.items()], []
+    of_case = case_fields("prefill", case, args, error) | {"floor_ms": None, "dense_ms": None, "fla_ms": None}
+    return [of_case | time_fields(mode, timing) for mode, timing in timings.items()]
 
 
 def floor_bytes(case: Case, config: NSAConfig, dim: int) -> int:
-    """Bytes of a step that no implementation can do without: entries, selected blocks and window, in 16 bits.
-
-    Token mode selects per key/value head, tile mode per query head; tokens of a step may choose the same blocks.
-    """
+    """Bytes of a step that no implementation can do without. Tile mode selects for each query head."""
     entries = config.num_compressed(case.n)
-    blocks = config.num_selected_blocks * (1 if config.token_mode else case.heads // case.kv_heads)
+    blocks = config.num_selected_blocks * (1 if config.token_mode else case.h // case.h_kv)
     tokens = min(case.n, blocks * config.select_size) + min(case.n, config.window_size)
-    return case.batch * case.kv_heads * (entries + tokens) * 2 * dim * 2
+    return case.b * case.h_kv * (entries + tokens) * 2 * dim * 2
 
 
 def host_us(call: Callable[[], Any], device: torch.device) -> float:
-    """Microseconds that Python takes to start a call, the GPU being busy: the least median of some rounds.
-
-    Other work on a shared host doubles the median of one round, and never makes it less.
-    """
+    """Microseconds that Python takes to start a call, least median of some rounds: other work never makes it less."""
 
     def one() -> float:
         if device.type == "cuda":
@@ -488,20 +433,20 @@ def host_us(call: Callable[[], Any], device: torch.device) -> float:
     return min(statistics.median([one() for _ in range(HOST_CALLS)]) for _ in range(HOST_ROUNDS))
 
 
-def dense_calls(step: Step, count: int) -> list[Callable[[], Tensor]]:
-    """Calls of layers with keys of their own."""
+def dense_layer(step: Step) -> Callable[[], Callable[[], Tensor]]:
+    """Makes calls of layers with keys of their own."""
     case, q = step.case, step.q.transpose(1, 2).contiguous()
-    shape = case.batch, case.kv_heads, case.n, step.k.shape[-1]
+    shape = case.b, case.h_kv, case.n, step.k.shape[-1]
 
     def call() -> Callable[[], Tensor]:
         k, v = (torch.randn(1, dtype=x.dtype, device=x.device).expand(shape).contiguous() for x in (step.k, step.v))
         return lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-    return [call() for _ in range(count)]
+    return call
 
 
-def fla_calls(step: Step, count: int) -> list[Callable[[], Tensor]]:
-    """Calls of layers with keys of their own; sequences are packed, as fla's lengths of queries and keys require.
+def fla_layer(step: Step) -> Callable[[], Callable[[], Tensor]]:
+    """Makes calls of layers with keys of their own; sequences are packed, as fla's lengths of queries and keys require.
 
     Layers share these lengths: fla finds what follows from them on the host, which no graph holds, and keeps it for the
     last few tensors of lengths that it saw.
@@ -512,17 +457,17 @@ def fla_calls(step: Step, count: int) -> list[Callable[[], Tensor]]:
 
     case, config = step.case, step.config
     q = step.q.reshape(1, -1, *step.q.shape[2:])
-    gates = step.gates.reshape(1, -1, case.heads, 3).unbind(-1)
-    sequences = torch.arange(case.batch + 1, dtype=torch.int64, device=q.device)
+    gates = step.gates.reshape(1, -1, case.h, 3).unbind(-1)
+    sequences = torch.arange(case.b + 1, dtype=torch.int64, device=q.device)
     bounds = sequences * case.n_q, sequences * case.n
     options: dict[str, Any] = {"block_counts": config.num_selected_blocks, "block_size": config.select_size}
 
     def call() -> Callable[[], Tensor]:
-        shapes = [(1, case.batch * case.n, *x.shape[2:]) for x in (step.k, step.v)]
+        shapes = [(1, case.b * case.n, *x.shape[2:]) for x in (step.k, step.v)]
         k, v = (torch.randn(shape, dtype=q.dtype, device=q.device) for shape in shapes)
         return lambda: parallel_nsa(q, k, v, *gates, window_size=0, cu_seqlens=bounds, **options)
 
-    return [call() for _ in range(count)]
+    return call
 
 
 # What has to be reached, and what is shown
@@ -542,39 +487,6 @@ def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
     yield Bar("64K, batch 1, fla takes as long", fla, FLA_BAR, at_least=True, unit="x")
     times = ratio(chunks, whole)
     yield Bar("prefill, 1M in chunks of 8K", times, PREFILL_BAR, at_least=False, unit=" of the whole call")
-
-
-def line(row: Row) -> str:
-    """A row for readers."""
-    host = "" if row["host_us"] is None else f"  host {row['host_us']:.0f} us"
-    name = Case(row["preset"], row["h"], row["h_kv"], row["n"], row["b"], row["n_q"]).name
-    if row["op"] == "prefill":
-        return f"prefill {name:<44}{row['mode']:<6} {ms_text(row['ms_p50'])} ms"
-    others = f"  dense {ms_text(row['dense_ms'])} ms  fla {ms_text(row['fla_ms'])} ms"
-    return f"{name:<44}{row['mode']:<6} {ms_text(row['ms_p50'])} ms{floor_text(row)}{host}{others}"
-
-
-def plot(results: Results, path: Path, device: str) -> None:
-    """Times by batch, a panel for each length: NSA, its floor, dense decoding, fla and bars; one new token."""
-    shown = [row for row in results.rows if (row["op"], row["n_q"], row["preset"]) == ("decode", 1, "paper")]
-    lengths = sorted({row["n"] for row in shown}) or [0]
-    with saved_figure(path, 1, len(lengths), (5 * len(lengths), 4.5)) as (figure, panels):
-        for axes, n in zip(panels[0], lengths, strict=True):
-            for h, h_kv in dict.fromkeys((row["h"], row["h_kv"]) for row in shown):
-                own = [row for row in shown if (row["n"], row["h"], row["h_kv"]) == (n, h, h_kv)]
-                for mode in dict.fromkeys(row["mode"] for row in own):
-                    points = sorted((row["b"], row["ms_p50"]) for row in own if row["mode"] == mode)
-                    draw_points(axes, points, "o-", label=f"NSA {h}/{h_kv}, {mode}")
-                for label in ("floor", "dense", "fla"):
-                    points = list(dict.fromkeys((row["b"], row[f"{label}_ms"]) for row in own))
-                    draw_points(axes, points, "--", label=f"{label} {h}/{h_kv}")
-            wanted = [(batch, ms) for (length, batch), ms in MS_BARS.items() if length == n]
-            draw_points(axes, wanted, "v", color="black", label="bar, 64/4, graph")
-            axes.set(xlabel="sequences", ylabel="ms per layer and step", title=f"{n / 1024:g}K tokens")
-            axes.grid(alpha=0.3)
-            if shown:
-                axes.legend(fontsize="x-small")
-        figure.suptitle(f"Decoding a token with NSA of the paper, on {device}")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,14 @@
 """A decoding step of a whole model of transformers: a Llama, dense and converted to NSA, after a prompt of N tokens.
 
 Weights are random; the step is one forward of one new token a sequence with the inputs that `generate` prepares,
-without choosing the token. "eager" is with a dynamic cache, from Python; "graph" with a static cache, as a CUDA graph
-that is replayed as lengths grow; "compiled" with a static cache by torch.compile, as `generate` does by itself on a
-GPU. The dense models' caches are filled with random keys and values: their steps take as long, and a prompt would take
-longer than all of them. `generate` drops an attention_mask of ones, so batches are timed without padding and "padded":
-one sequence is a little shorter, and steps have the mask that grows by a column.
-
-"dense" is transformers' Llama with its sdpa, whose steps with a static cache always have a mask. "dense_unmasked" is
-the same model at its best, without padding: all keys of the cache without a mask, as bench_decode.py's dense peer,
-those of a static cache's room among them.
+without choosing the token. "eager" is with a dynamic cache, from Python; "graph" with a static cache, as a CUDA graph;
+"compiled" with a static cache by torch.compile, as `generate` does by itself on a GPU. The dense models' caches are
+filled with random keys and values, as a prompt would take longer than all steps. `generate` drops an attention_mask of
+ones, so batches are timed without padding and "padded". "dense_unmasked" is transformers' Llama at its best: all keys
+of the cache without a mask.
 
 It checks no results: tests/nsa/test_transformers_generate.py does. Writes OUT.json after every case (schema:
-docs/results_files.md); what could not run is in `missing`. The same command goes on where it was stopped. With --bars
-also what the rows have to reach on one H200, and whether they do.
+docs/results_files.md). The same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -36,23 +31,20 @@ from torch.nn.functional import scaled_dot_product_attention
 import dispatch
 from bench.bars import Bar, ratio
 from bench.common import DTYPES, add_device, comma_list, make_parser, parse_args, positive
-from bench.driver import run
 from bench.extras import needed
 from bench.report import LOCAL_RESULTS, environment
-from bench.results_file import Measurement, Results, Row
+from bench.results_file import Measurement, Results, Row, run
 from bench.timing import capture, measure
+from dispatch.device import first_line
 
 MODELS = ("dense", "dense_unmasked", "nsa")
 MODES = ("eager", "graph", "compiled")
-UNMASKED = "bench-unmasked"
-"""Name of the attention implementation of "dense_unmasked"."""
-CHUNK = 8 << 10
-"""Tokens of a prompt at a time."""
-PADDING = 16
-"""Tokens on the left of the first sequence of a padded batch."""
-STEPS = 64
-"""Room of a static cache for steps: two to warm up, the others timed."""
+UNMASKED = "bench-unmasked"  # Name of the attention implementation of "dense_unmasked"
+CHUNK = 8 << 10  # Tokens of a prompt at a time
+PADDING = 16  # Tokens on the left of the first sequence of a padded batch
+STEPS = 64  # Room of a static cache for steps: two to warm up, the others timed
 SIZES = {"layers": 4, "hidden": 4096, "heads": 64, "kv_heads": 4, "head_dim": 128}
+LINE = "{model}, {mode}, N={n}, B={b}, padded={padded}  {ms_p50:ms} ms"
 
 
 def make_models(args: argparse.Namespace) -> dict[str, Any]:
@@ -152,25 +144,20 @@ def main(argv: list[str] | None = None) -> int:
 
     with torch.no_grad():
         return run(
-            args, {**environment(device), "sizes": sizes}, parts, line, bars=bars, gate="unchecked", checked=False
+            args, {**environment(device), "sizes": sizes}, parts, LINE, bars=bars, gate="unchecked", checked=False
         )
 
 
 def measure_case(
     part: str, models: dict[str, Any], device: torch.device, name: str, mode: str, n: int, b: int, padded: bool
-) -> tuple[list[Row], list[str]]:
+) -> Iterator[Row | str]:
     """The row of a case; or why it cannot run, such as too little memory or a call that no graph can hold."""
     try:
         timing = time_step(models[name], mode, b, n, padded, device)
     except (RuntimeError, ValueError, dispatch.BackendError) as failure:
-        return [], [f"{part}: {str(failure).splitlines()[0]}"]
-    return [{"model": name, "mode": mode, "b": b, "n": n, "padded": padded, **timing.fields}], []
-
-
-def line(row: Row) -> str:
-    """A row for readers; milliseconds of all layers, embedding and head."""
-    case = f"{row['model']}, {row['mode']}, N={row['n']}, B={row['b']}{', padded' if row['padded'] else ''}"
-    return f"{case:<48} {row['ms_p50']:.3f} ms"
+        yield f"{part}: {first_line(failure)}"
+    else:
+        yield {"model": name, "mode": mode, "b": b, "n": n, "padded": padded, **timing.fields}
 
 
 def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:

@@ -1,12 +1,9 @@
 """Neighborhood attention beside its peers, in one process: FlashAttention-4's window, flex_attention, Liger's op.
 
 For each shape, backend and pass: the error of what is timed against fp64 on sampled rows, then GPU time and peak memory
-beside the byte floor, then the same for every peer (bench/peers.py). A backend's error above its budget is
-a red gate: no times at all, and status 1. A peer that is missing, runs out of memory or computes something else has
-null, and the reason is printed. Windows are truncated at the borders, as all peers do it.
-
-On CUDA, what is checked and timed is a CUDA graph, without the time to start it; elsewhere a call as Python makes it.
-Mode "memory" adds the peak of everything alive, inputs and outputs included; backward has that of both passes.
+beside the byte floor, then the same for every peer (bench/peers.py). A backend's error above its budget is a red gate:
+no times at all, and status 1. Windows are truncated at the borders, as all peers do it. On CUDA a CUDA graph is checked
+and timed, without the time to start it; elsewhere a call as Python makes it.
 
 Writes OUT.json (schema: docs/results_files.md) after every shape; at the end OUT.csv and OUT.png. The same command goes
 on where it was stopped or killed.
@@ -30,7 +27,7 @@ from torch import Tensor
 from bench import oracles
 from bench.inputs import Neighborhood, make_problem
 from bench.pass_report import OpBenchmark
-from bench.passes import SampledTruth, Task
+from bench.passes import Task, Truth
 from bench.peers import NEIGHBORHOOD
 from bench.results_file import Row
 from bench.roofline import neighborhood_bytes
@@ -39,30 +36,18 @@ from nsa.inputs import NSAInputs
 from nsa.neighborhood.operators import ALGORITHMS
 
 GRADIENTS = ("dq", "dk", "dv")
-SEGMENTS, SEGMENT_ROWS = 4, 96
-"""Rows whose results are compared with fp64: runs at both ends and between."""
+SEGMENTS, SEGMENT_ROWS = 4, 96  # Rows whose results are compared with fp64: runs at both ends and between
 
-
-SETS = {
-    "tiny": [Neighborhood(1, 2, 256, 32, 7), Neighborhood(2, 2, 301, 16, 8, 3)],
+SHAPES = {
+    "tiny": "1,2,256,32,7 2,2,301,16,8,3",
     # Liger's benchmark, without its projections; it takes as many tokens as fit its [B,H,N,N]
-    "liger": [
-        Neighborhood(2, 8, 2048, 64, 7),
-        Neighborhood(4, 12, 2048, 64, 7),
-        Neighborhood(2, 16, 2048, 64, 9),
-        Neighborhood(2, 8, 2048, 64, 7, 2),
-    ],
-    "long": [
-        Neighborhood(2, 16, 4096, 64, 7),
-        Neighborhood(4, 32, 8192, 128, 9),
-        Neighborhood(1, 8, 65536, 128, 63),
-        Neighborhood(1, 8, 262144, 128, 15, 8),
-    ],
+    "liger": "2,8,2048,64,7 4,12,2048,64,7 2,16,2048,64,9 2,8,2048,64,7,2",
+    "long": "2,16,4096,64,7 4,32,8192,128,9 1,8,65536,128,63 1,8,262144,128,15,8",
 }
+SETS = {name: list(map(Neighborhood.read, shapes.split())) for name, shapes in SHAPES.items()}
 
 
 def window(shape: Neighborhood) -> dict[str, Any]:
-    """Keywords of neighborhood_attention."""
     return {"kernel_size": shape.kernel_size, "dilation": shape.dilation}
 
 
@@ -93,7 +78,7 @@ def make_task(shape: Neighborhood, inputs: NSAInputs, do: Tensor) -> Task:
     return Task((inputs.q, inputs.k, inputs.v), do, GRADIENTS, make_truth(shape, inputs, do))
 
 
-def make_truth(shape: Neighborhood, inputs: NSAInputs, do: Tensor) -> SampledTruth:
+def make_truth(shape: Neighborhood, inputs: NSAInputs, do: Tensor) -> Truth:
     """Results in fp64 on SEGMENTS runs of rows.
 
     A run's gradients follow from the tokens within two windows of it: keys depend on queries a window away, and these
@@ -115,11 +100,10 @@ def make_truth(shape: Neighborhood, inputs: NSAInputs, do: Tensor) -> SampledTru
         name: oracles.compare(name, naive[name], x, naive[name], do.shape[-1]).budget for name, x in exact.items()
     }
     rows = torch.cat([torch.arange(first, min(first + SEGMENT_ROWS, tokens)) for first in firsts]).to(do.device)
-    return SampledTruth(exact, budgets, lambda _, x: x[:, rows])
+    return Truth(exact, budgets, lambda _, x: x[:, rows])
 
 
 def _results(shape: Neighborhood, tensors: list[Tensor]) -> dict[str, Tensor]:
-    """Output and gradients for q, k, v and do."""
     *leaves, do = tensors
     leaves = [tensor.detach().requires_grad_() for tensor in leaves]
     out, _ = oracles.neighborhood_attention(*leaves, **window(shape))

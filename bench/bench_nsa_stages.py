@@ -1,18 +1,13 @@
-"""Time of each stage of NSA on an NVIDIA GPU, beside its floor.
+"""Time of each stage of NSA on an NVIDIA GPU, beside its floor; --token: of the paper's token mode.
 
 A stage's floor is the larger of its bytes over the copy bandwidth measured here and its operations over the peak; that
-of a whole forward, backward or both is the end-to-end benchmark's (bench/roofline.py), with this bandwidth.
-Writes OUT.json (schema: docs/results_files.md) after every length, heads and option; the same command resumes where it
-was stopped or killed. Nothing is checked here: the gate of the file is "unchecked".
+of a whole forward, backward or both is the end-to-end benchmark's (bench/roofline.py), with this bandwidth. With
+--backward the selected branch is timed both through FlashAttention-4 and, on Hopper, through the kernels without
+atomics ("split"), each with its lists; "selected, lists" are those of FlashAttention-4 alone, "split, ..." kernels
+without lists. A stage that no CUDA graph can hold is timed eagerly, and so named.
 
-With --backward the stages of the backward, over the same chunks of heads as there. The selected branch is timed both
-through FlashAttention-4 and, on Hopper, through the kernels without atomics ("split"), each with its lists; "selected,
-lists" are those of FlashAttention-4 alone, "split, ..." kernels without lists. `split` in the file tells whether
-"backward" and "all" take the kernels without atomics. A stage that no CUDA graph can hold is timed eagerly, and so
-named.
-
-With --token the stages of the paper's token mode, of its forward or with --backward of its backward, for 64 heads over
-4 and 32 over 8. bench_token_selected.py shows how the selected branch depends on the chosen blocks.
+Nothing is checked here. Writes OUT.json (schema: docs/results_files.md) after every length, heads and option; the same
+command resumes where it was stopped or killed.
 """
 
 from __future__ import annotations
@@ -31,21 +26,12 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
+from bench import roofline
 from bench.common import comma_list, make_parser, parse_args, positive
-from bench.driver import run
 from bench.inputs import Sizes, make_problem
 from bench.report import LOCAL_RESULTS, environment
-from bench.results_file import Measurement, Results, Row
-from bench.roofline import (
-    Peaks,
-    Work,
-    attention_flops,
-    backward_work,
-    branch_keys,
-    choose_peaks,
-    nsa_floor_ms,
-    score_flops,
-)
+from bench.results_file import Measurement, Results, Row, run
+from bench.roofline import Peaks, Work
 from bench.timing import copy_bandwidth, graph_ms, measure
 from cute_kernels.fa4.rules import rules as rules_of
 from cute_kernels.plan import has_atomic_free_backward
@@ -59,10 +45,10 @@ if TYPE_CHECKING:
     from cute_kernels.gate.backward import GateResults
 
 DIM = 128
-TILE_HEADS, TOKEN_HEADS = ((8, 2),), ((64, 4), (32, 8))
-"""Query and key/value heads, by what selects."""
+TILE_HEADS, TOKEN_HEADS = ((8, 2),), ((64, 4), (32, 8))  # Query and key/value heads, by what selects
 SEQLENS = {"": "8K,32K,128K,1M", "-backward": "32K,128K,512K,1M", "-token": "8K,64K", "-token-backward": "8K,64K"}
 DEVICE = torch.device("cuda")
+LINE = "{n:>8} {h:>3}/{h_kv} {stage:<16}{ms:9.4f} ms  floor {floor_ms:8.4f} {share:6.0%}  num_cmp={num_cmp}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
     facts = environment(DEVICE)
-    peaks: Peaks | None = choose_peaks(facts["device"], args.peak_tflops, None)
+    peaks: Peaks | None = roofline.choose_peaks(facts["device"], args.peak_tflops, None)
     if peaks is None:
         parser.error(f"--peak-tflops: not known of {facts['device']}")
     configs = [NSAConfig.paper()] if args.token else [NSAConfig(num_cmp_selected_blocks=count) for count in (None, 16)]
@@ -91,31 +77,39 @@ def main(argv: list[str] | None = None) -> int:
             sizes, here = Sizes(1, n, *heads, DIM), Peaks(peaks.tflops, copy_tbs)
             yield f"{n} {heads[0]}/{heads[1]} {config.num_cmp_selected_blocks}", partial(part, sizes, config, here)
 
-    def part(sizes: Sizes, config: NSAConfig, here: Peaks) -> tuple[list[Row], list[str]]:
-        return (backward_stages if args.backward else stages)(sizes, config, here), []
+    def part(sizes: Sizes, config: NSAConfig, here: Peaks) -> list[Row]:
+        stages = (backward_stages if args.backward else forward_stages)(sizes, config, here)
+        return [row_of(sizes, config, stage) for stage in stages]
 
     split = {"split": takes_atomic_free()} if args.backward and not args.token else {}
     head = {**facts, "peak_tflops": peaks.tflops}
-    return run(args, head, parts, line, fields=lambda _: split, gate="unchecked")
+    return run(args, head, parts, LINE, fields=lambda _: split, gate="unchecked")
 
 
-def line(row: Row) -> str:
-    """A row for readers."""
-    where = f"{row['n']:>8} {row['h']:>3}/{row['h_kv']} {row['num_cmp']!s:>5} {row['stage']:<16}"
-    share = f"{row['share']:6.0%}" if row["floor_ms"] else ""
-    return f"{where}{row['ms']:9.4f} ms  floor {row['floor_ms']:8.4f} {share}"
+class Stage(NamedTuple):
+    name: str
+    call: Callable[[], Any]
+    floor_ms: float
 
 
-def milliseconds(call: Callable[[], Any]) -> float:
-    call()
-    return graph_ms(call, DEVICE, most=10)
+def row_of(sizes: Sizes, config: NSAConfig, stage: Stage) -> Row:
+    """A stage's median GPU time; without a graph, if it has to be, so with host time where that is longer."""
+    name = stage.name
+    try:
+        stage.call()
+        ms = graph_ms(stage.call, DEVICE, most=10)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        print(f"no graph: {str(error).splitlines()[0]}")
+        name, ms = f"{name} (eager)", measure(stage.call, DEVICE, seconds=0.5, most=10).ms_p50
+    torch.cuda.empty_cache()  # graphs keep what they reserved
+    row = {"n": sizes.tokens, "h": sizes.heads, "h_kv": sizes.kv_heads, "num_cmp": config.num_cmp_selected_blocks}
+    return {**row, "stage": name, "ms": ms, "floor_ms": stage.floor_ms, "share": stage.floor_ms / ms}
 
 
-def stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
-    """Each stage of the forward, in the order of its run: its time and floor, for one sequence.
-
-    In token mode the forward that is timed as a whole gates while it adds the selected branch up; the stages do not.
-    """
+def forward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Stage]:
+    """Stages of the forward of one sequence. In token mode the whole gates while it adds the selected branch up."""
     from cute_kernels import forward
     from cute_kernels.call import prepare, selected_lists
     from cute_kernels.pool.compress import compress_kv, tile_means
@@ -128,9 +122,9 @@ def stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
     k_cmp, v_cmp, entries = call.k_cmp, call.v_cmp, call.k_cmp.shape[1]
     branches = forward.attend(call, 0, n, lse=False)
     indices, cmp_indices, token_mode = branches.indices, branches.cmp_indices, config.token_mode
-    compressed_keys, selected_keys, window_keys = branch_keys(n, config)
+    compressed_keys, selected_keys, window_keys = roofline.branch_keys(n, config)
     row_bytes, key_bytes = 2 * n * sizes.heads * sizes.dim, 2 * n * sizes.kv_heads * sizes.dim
-    scoring = score_flops(sizes, config)
+    scoring = roofline.score_flops(sizes, config)
 
     def attend_compressed() -> forward.Branch:
         return forward.attend_compressed(call, q, k_cmp, v_cmp, cmp_indices, 0, token_mode)
@@ -138,13 +132,20 @@ def stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
     def attend_selected() -> forward.Branch:
         return forward.attend_selected(call, q, k, v, indices, 0, False, holds_forced=True)
 
-    per_tile: list[Stage] = []
-    per_token: list[Stage] = []
+    def stage(name: str, call: Callable[[], Any], moved: float, flops: float = 0) -> Stage:
+        return Stage(name, call, Work(moved, flops).floor_ms(peaks.tbs, peaks.tflops))
+
+    def attention(name: str, call: Callable[[], Any], keys: float) -> Stage:
+        return stage(name, call, 2 * row_bytes, roofline.attention_flops(sizes, keys))
+
+    entry_bytes = 2 * 2 * entries * sizes.kv_heads * sizes.dim
+    stages = [stage("compress", lambda: compress_kv(inputs, config), 2 * key_bytes + entry_bytes)]
+    compressed = attention("compressed", attend_compressed, compressed_keys)
     if token_mode:
         lse = attend_compressed().lse
         if lse is None:
             raise ValueError("needs the compressed branch's lse")
-        per_token = [Stage("choose", lambda: token_topk(q, k_cmp, lse, config), Work(row_bytes, scoring))]
+        stages += [compressed, stage("choose", lambda: token_topk(q, k_cmp, lse, config), row_bytes, scoring)]
     else:
         means = tile_means(q, call.plan.tile)
 
@@ -154,49 +155,24 @@ def stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
         def lists() -> Any:
             return selected_lists(call, q, k, indices, 0), forward.entry_lists(call, q, k_cmp, cmp_indices, 0)
 
-        per_tile = [
-            Stage("tile means", lambda: tile_means(q, call.plan.tile), Work(row_bytes)),
-            Stage("score", choose(call.select), Work(0, scoring)),
-            *([] if call.select_cmp is None else [Stage("score, cmp", choose(call.select_cmp), Work(0, scoring))]),
-            Stage("lists", lists, Work(0)),
+        stages += [
+            stage("tile means", lambda: tile_means(q, call.plan.tile), row_bytes),
+            stage("score", choose(call.select), 0, scoring),
+            *([] if call.select_cmp is None else [stage("score, cmp", choose(call.select_cmp), 0, scoring)]),
+            stage("lists", lists, 0),
+            compressed,
         ]
-
-    def attention(keys: float) -> Work:
-        return Work(2 * row_bytes, attention_flops(sizes, keys))
-
-    run = [
-        Stage(
-            "compress",
-            lambda: compress_kv(inputs, config),
-            Work(2 * key_bytes + 2 * 2 * entries * sizes.kv_heads * sizes.dim),
-        ),
-        *per_tile,
-        Stage("compressed", attend_compressed, attention(compressed_keys)),
-        *per_token,
-        Stage("selected", attend_selected, attention(selected_keys)),
-        Stage("window", lambda: forward.attend_window(call, q, k, v, 0, False), attention(window_keys)),
-        Stage("gate", lambda: forward.gate(call, branches, 0, n), Work(5 * row_bytes)),
-    ]
-    timed = [(stage.name, milliseconds(stage.call), stage.work.floor_ms(peaks.tbs, peaks.tflops)) for stage in run]
 
     def everything() -> Tensor:
         return nsa_forward(q, k, v, gate_proj_weight=inputs.gate_proj_weight, config=config)
 
-    timed.append(("all", milliseconds(everything), nsa_floor_ms(sizes, config, peaks)))
-    return [row_of(sizes, config, *stage) for stage in timed]
-
-
-class Stage(NamedTuple):
-    """A call that is timed, and the least that it moves and computes."""
-
-    name: str
-    call: Callable[[], Any]
-    work: Work
-
-
-def row_of(sizes: Sizes, config: NSAConfig, name: str, ms: float, floor_ms: float) -> Row:
-    row = {"n": sizes.tokens, "h": sizes.heads, "h_kv": sizes.kv_heads, "num_cmp": config.num_cmp_selected_blocks}
-    return {**row, "stage": name, "ms": ms, "floor_ms": floor_ms, "share": floor_ms / ms}
+    return [
+        *stages,
+        attention("selected", attend_selected, selected_keys),
+        attention("window", lambda: forward.attend_window(call, q, k, v, 0, False), window_keys),
+        stage("gate", lambda: forward.gate(call, branches, 0, n), 5 * row_bytes),
+        Stage("all", everything, roofline.nsa_floor_ms(sizes, config, peaks)),
+    ]
 
 
 class HeadChunk(NamedTuple):
@@ -247,7 +223,7 @@ def differentiate_gates(call: Call, branches: forward.BranchOutputs, do: Tensor,
     return gate_gradients(do, branches.outputs, branches.lses, q=call.inputs.q, gates=gates, projected=True)
 
 
-def backward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
+def backward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Stage]:
     """Each stage of the backward; then the forward that saves for it, the backward, and both."""
     from cute_kernels import backward, forward
     from cute_kernels.call import prepare
@@ -308,14 +284,10 @@ def backward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
         stages += [("selected, lists", every(transposed)), ("selected, FA4", every(selected_through_fa4))]
         if call.plan.selected_backward == "split":
             stages += [("selected, split", every(selected)), *atomic_free_halves(call, chunks, bits)]
-    stages += [
-        ("window", every(window)),
-        ("query sums", every(sum_queries)),
-        ("key sums", every(sum_keys)),
-    ]
-    work = backward_work(sizes, config)
+    stages += [("window", every(window)), ("query sums", every(sum_queries)), ("key sums", every(sum_keys))]
+    work = roofline.backward_work(sizes, config)
     floors = {name: work[name].floor_ms(peaks.tbs, peaks.tflops) for name, _ in stages}
-    forward_floor, both = (nsa_floor_ms(sizes, config, peaks, backward=way) for way in (False, True))
+    forward_floor, both = (roofline.nsa_floor_ms(sizes, config, peaks, backward=way) for way in (False, True))
     floors |= {"forward, saving": forward_floor, "backward": both - forward_floor, "all": both}
 
     def differentiate(keep: list[Tensor]) -> dict[str, Tensor]:
@@ -326,12 +298,7 @@ def backward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
         ("backward", lambda: differentiate(kept)),
         ("all", lambda: differentiate(forward.nsa_saving(inputs, config, recompute=False)[1])),
     ]
-    rows = []
-    for name, stage in stages:
-        ms, eagerly = graph_or_eager(stage)
-        stage_name = f"{name} (eager)" if eagerly else name
-        rows.append(row_of(sizes, config, stage_name, ms, floors[name]))
-    return rows
+    return [Stage(name, call, floors[name]) for name, call in stages]
 
 
 def atomic_free_halves(
@@ -365,19 +332,6 @@ def takes_atomic_free() -> bool:
     """True if the backward of tile mode runs the kernels without atomics on this device."""
     rules = rules_of(DEVICE)
     return rules is not None and has_atomic_free_backward(rules, DIM, DIM)
-
-
-def graph_or_eager(call: Callable[[], Any]) -> tuple[float, bool]:
-    """Median GPU time, and whether it had to be taken without a graph, so with host time where that is longer."""
-    try:
-        return milliseconds(call), False
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        print(f"no graph: {str(error).splitlines()[0]}")
-        return measure(call, DEVICE, seconds=0.5, most=10).ms_p50, True
-    finally:
-        torch.cuda.empty_cache()  # graphs keep what they reserved
 
 
 if __name__ == "__main__":

@@ -2,13 +2,11 @@
 
 NSA and dense attention are checked and timed as in bench_sparse_attn_e2e.py, with NSAConfig.paper() and 64 query heads
 over 4, D = 128: errors against fp64 come first; if one is above its budget, nothing more is timed and the status is 1.
-A peer (bench/peers.py) computes a little less than NSA here and need only return finite numbers; if it does not
-run, it has null, and the reason is printed. Dense attention and peers are timed once for each length and pass, as eager
-calls; on CUDA without the time to start them on an idle GPU, as in NSA's mode "queued" and unlike mode "eager".
+Dense attention and peers (bench/peers.py) are timed once for each length and pass, as eager calls; on CUDA without the
+time to start them on an idle GPU, as in NSA's mode "queued". --backends gives rows of each backend.
 
-Writes OUT.json after every length and pass (schema: docs/results_files.md); at the end OUT.csv and OUT.png. The same
-command goes on where it was stopped or killed. With --bars also what the rows have to reach on one H200, and whether
-they do: that of mode "queued".
+Writes OUT.json (schema: docs/results_files.md) after every length and pass; at the end OUT.csv and OUT.png. The same
+command goes on where it was stopped or killed.
 """
 
 from __future__ import annotations
@@ -29,24 +27,26 @@ import dispatch
 from bench import bench_sparse_attn_e2e as e2e
 from bench.bars import Bar, figure
 from bench.common import DTYPES, choose_dense
-from bench.driver import run
 from bench.inputs import Sizes, make_problem
 from bench.nsa_check import Variant
 from bench.passes import Plan, measure_peer, release
 from bench.peers import COMPUTES, NSA, make_peer, nsa_task
 from bench.report import LOCAL_RESULTS, command_line, environment
-from bench.results_file import Results, Row
+from bench.results_file import Results, Row, run
 from bench.roofline import choose_peaks
-from bench.show import PASS_TITLES, draw_points, floor_text, label_lengths, ms_text, saved_figure
+from bench.show import PASS_TITLES, plot_lengths, row_line
 
 PASSES = ("fwd", "fwd+bwd")
 PAPER = ["--preset", "paper", "--seconds", "0.3", "--out", str(LOCAL_RESULTS / "paper")]
 SIZES = ["--heads", "64", "--kv-heads", "4", "--dim", "128", "--seqlens", "8K,32K,64K,128K"]
 CPU_SIZES = ["--heads", "4", "--kv-heads", "1", "--dim", "64", "--seqlens", "256,1K"]
-USUAL_MODES = ["queued", "eager", "graph"]
-"""On CUDA."""
+USUAL_MODES = ["queued", "eager", "graph"]  # On CUDA
 NOT_TAKEN = ("--backward", "--recompute", "--no-dense-above", "--demo")
 """Options of bench_sparse_attn_e2e.py that a run of both passes and one length at a time has no use for."""
+LINE = "{n:>8} {pass:<8}{mode:<7} NSA ({backend}) {ms_p50:ms} ms  {share_of_floor:percent} of the floor"
+LINE += "  {peak_gib:.2f} GiB  dense {dense_ms:ms} ms  {dense_peak_gib:.2f} GiB"
+LINE += "".join(f"  {name} {{{name}_ms:ms}} ms  {{{name}_gib:.2f}} GiB" for name in NSA)
+
 
 MS_BARS: dict[int, dict[str, tuple[float, float]]] = {
     8 << 10: {"fwd": (2.4, 2.0), "fwd+bwd": (7, 6.5)},
@@ -62,27 +62,28 @@ GIB_BARS = (12.7, 10.7)
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     device = torch.device(args.device)
-    runs = [run_of(args, n, direction) for n, direction in product(args.seqlens, args.passes)]
+    each = [{"seqlens": [n], "backward": way == "fwd+bwd"} for n, way in product(args.seqlens, args.passes)]
+    runs = [argparse.Namespace(**{**vars(args), **one}) for one in each]
     try:
         variants = [e2e.choose_variants(one, device) for one in runs]
     except (TypeError, ValueError, dispatch.BackendError) as refusal:
         raise SystemExit(str(refusal)) from refusal
     for note in dict.fromkeys(note for _, notes in variants for note in notes):
         print(note)
-    dense, facts = choose_dense(device, DTYPES[args.dtype]), environment(device)
+    dense, facts = choose_dense(device, DTYPES[args.dtype], args.sdpa), environment(device)
     peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
     print(f"NSA of the paper beside {', '.join([dense.name, *args.peers])}, {args.dtype}, on {facts['device']}")
 
-    def measure(one: argparse.Namespace, some: list[Variant]) -> tuple[list[Row], list[str]]:
-        rows = [row for _, part in e2e.Job(one, some, dense, peaks).sweep({}) for row in part()[0]]
+    def measure(one: argparse.Namespace, some: list[Variant]) -> list[Row | str]:
+        rows = [row for _, part in e2e.Job(one, some, dense, peaks).sweep({}) for row in part()]
         peers, missing = time_peers(one, device)
-        return [row | peers for row in rows], missing
+        return [*(row | peers for row in rows), *missing]
 
     parts = [
         (f"N={one.seqlens[0]} {PASSES[one.backward]}", partial(measure, one, some))
         for one, (some, _) in zip(runs, variants, strict=True)
     ]
-    return run(args, facts, lambda _: parts, line, bars=find_bars, plot=partial(plot, device=facts["device"]), csv=True)
+    return run(args, facts, lambda _: parts, LINE, bars=find_bars, plot=plot, csv=True)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -108,12 +109,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return argparse.Namespace(**vars(args), **vars(own))
 
 
-def run_of(args: argparse.Namespace, n: int, direction: str) -> argparse.Namespace:
-    """Options of bench_sparse_attn_e2e.py for one length and pass."""
-    backward = direction == "fwd+bwd"
-    return argparse.Namespace(**{**vars(args), "seqlens": [n], "backward": backward})
-
-
 def time_peers(args: argparse.Namespace, device: torch.device) -> tuple[Row, list[str]]:
     """Fields of each peer, None if it did not run, with memory as e2e's rows count it; and why some did not run."""
     (n,), (config, *_) = args.seqlens, args.configs
@@ -128,7 +123,7 @@ def time_peers(args: argparse.Namespace, device: torch.device) -> tuple[Row, lis
         if isinstance(measured, str):
             missing.append(f"{name} did not run: {measured} (N={n} {direction})")
         elif measured.timing is not None:
-            timing = e2e.everything(measured.timing, task.leaves) if args.backward else measured.timing
+            timing = e2e.everything(measured.timing, task.leaves, args.backward)
             ran = {"ms": timing.ms_p50, "gib": timing.peak_gib, "computes": COMPUTES[name]}
             fields |= {f"{name}_{what}": figure for what, figure in ran.items()}
     return fields, missing
@@ -136,8 +131,8 @@ def time_peers(args: argparse.Namespace, device: torch.device) -> tuple[Row, lis
 
 # Bars, and presentation
 
-OF_BARS = {"b": 1, "h": 64, "h_kv": 4, "d": 128, "dtype": "bf16", "l": 32, "stride": 16, "l_select": 64, "k": 16}
-OF_BARS |= {"w": 512, "q_tile": 1, "mode": "queued", "gated": True, "inputs": "random"}
+OF_BARS: Row = {"b": 1, "h": 64, "h_kv": 4, "d": 128, "dtype": "bf16", "l": 32, "stride": 16, "l_select": 64, "k": 16}
+OF_BARS |= {"w": 512, "q_tile": 1, "mode": "queued", "gated": True, "inputs": "random", "backend": "cute"}
 """Sizes and options that the bars are for."""
 
 
@@ -155,38 +150,19 @@ def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
         yield Bar(f"64K fwd+bwd, peak memory{stretch}", peak, gib, at_least=False, unit=" GiB")
 
 
-def line(row: Row) -> str:
-    """A row for readers."""
-    others = {"dense": (row["dense_ms"], row["dense_peak_gib"])}
-    others |= {name: (row[f"{name}_ms"], row[f"{name}_gib"]) for name in NSA}
-    ours = (
-        f"{row['n']:>8} {row['pass']:<8}{row['mode']:<7} NSA {_cost(row['ms_p50'], row['peak_gib'])}{floor_text(row)}"
-    )
-    return "  ".join([ours, *(f"{name} {_cost(*cost)}" for name, cost in others.items())])
-
-
-def _cost(ms: float | None, gib: float | None) -> str:
-    return f"{ms_text(ms)} ms" + ("" if gib is None else f" {gib:.2f} GiB")
-
-
-def plot(results: Results, path: Path, device: str) -> None:
-    """A panel for each pass: times by N of NSA, dense attention and peers, NSA's floor and bars."""
-    rows = results.rows
-    passes = list(dict.fromkeys(row["pass"] for row in rows))
-    with saved_figure(path, 1, len(passes), (6 * len(passes), 5)) as (figure, panels):
-        for axes, direction in zip(panels[0], passes, strict=True):
-            first_of_each = {row["n"]: row for row in reversed(rows) if row["pass"] == direction}
-            own = [first_of_each[n] for n in sorted(first_of_each)]
-            shown = {"dense_ms": own[0]["dense"], **{f"{name}_ms": name for name in NSA}}
-            shown |= {"ms_p50": f"NSA ({own[0]['backend']})", "floor_ms": "NSA's floor at peak rates"}
-            for field, label in shown.items():
-                points = [(row["n"], row[field]) for row in own]
-                draw_points(axes, points, "--" if field == "floor_ms" else "o-", label=label)
-            of_bars = {n: MS_BARS[n][direction][0] for n in MS_BARS.keys() & first_of_each.keys()}
-            bars = [(n, ms) for n, ms in of_bars.items() if OF_BARS.items() <= first_of_each[n].items()]
-            draw_points(axes, bars, "v", color="black", label="bar")
-            label_lengths(axes, first_of_each, ylabel="ms per call", title=PASS_TITLES[direction])
-        figure.suptitle(f"NSA of the paper, {rows[0]['h']} heads over {rows[0]['h_kv']} of {rows[0]['d']}, on {device}")
+def plot(results: Results, path: Path) -> None:
+    """A panel for each pass: times by N of NSA's backends, of several modes the first, dense attention, peers, bars."""
+    panels: dict[str, dict[str, dict[int, float | None]]] = {}
+    for row in results.rows:
+        shown = {row["dense"]: row["dense_ms"], **{name: row[f"{name}_ms"] for name in NSA}}
+        shown |= {f"NSA ({row['backend']})": row["ms_p50"], "floor at peak rates": row["floor_ms"]}
+        if OF_BARS.items() <= row.items() and row["n"] in MS_BARS:
+            shown["bar"] = MS_BARS[row["n"]][row["pass"]][0]
+        for label, ms in shown.items():
+            lines = panels.setdefault(f"ms per call, {PASS_TITLES[row['pass']]}", {})
+            lines.setdefault(label, {}).setdefault(row["n"], ms)
+    title = row_line("NSA of the paper, {h} heads over {h_kv} of {d}, on ", results.rows[0])
+    plot_lengths(path, panels, title + results.head["device"])
 
 
 if __name__ == "__main__":

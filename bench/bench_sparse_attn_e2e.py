@@ -1,18 +1,13 @@
-"""Dense attention against NSA, end to end, over sequence lengths and options.
+"""Dense attention against NSA, end to end, over sequence lengths, options and backends.
 
-For each N and each combination of options: the error of the whole op against fp64 on sampled rows, with --backward also
-of the gradients that these rows give; then time, peak memory and speed-up, with times beside what the device's peak
-rates allow. Errors come first: where one is above its budget, or a timed call gives another result than the checked
-one, there are no times and the script ends with status 1 (a red gate). Dense attention is timed once for each N, always
-eagerly.
+For each N and each combination: the error of the whole op against fp64 on sampled rows, with --backward also of the
+gradients that these rows give; then time, peak memory and speed-up, beside what the device's peak rates allow. Where an
+error is above its budget, or a timed call gives another result than the checked one, there are no times and the script
+ends with status 1 (a red gate). Dense attention is timed once for each N, always eagerly.
 
-Mode "graph" times replays of a CUDA graph of the whole call, "eager" the call as Python makes it. The peak memory of a
-graph is that of its capture. Memory is counted beyond the inputs for the forward; with --backward it is everything
-alive: inputs, out, do, gradients and temporaries.
-
-Writes OUT.json (schema: docs/results_files.md) after every row; at the end OUT.csv and OUT.png. The same command goes
-on where it was stopped or killed. `--demo` picks sizes for this machine; on a CPU dense attention and NSA then take
-turns on one thread (bench/turns.py).
+Writes OUT.json (schema and modes: docs/results_files.md) after every row; at the end OUT.csv and OUT.png. The same
+command goes on where it was stopped or killed. `--demo` picks sizes for this machine; on a CPU dense attention and NSA
+then take turns on one thread (bench/turns.py).
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,31 +30,15 @@ import torch
 from torch import Tensor
 
 import dispatch
-from bench.common import (
-    DTYPES,
-    PRESETS,
-    SIZES,
-    Dense,
-    above_zero,
-    add_device,
-    choose_backend,
-    choose_dense,
-    comma_list,
-    make_parser,
-    nsa_facts,
-    parse_args,
-    positive,
-    preset_name,
-    resolve_sizes,
-)
-from bench.driver import run
+from bench import common
+from bench.common import DTYPES, PRESETS, SDPA_BACKENDS, Dense, above_zero, choose_dense, comma_list, positive
 from bench.inputs import KINDS, Sizes, make_problem
 from bench.nsa_check import SAMPLED_ROWS, Sample, Variant, check, none_text
 from bench.passes import release
 from bench.report import LOCAL_RESULTS, environment
-from bench.results_file import Measurement, Part, Results, Row, WrongResult
+from bench.results_file import Measurement, Part, Results, Row, WrongResult, run
 from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
-from bench.show import console, draw_points, label_lengths, ms_text, print_table, saved_figure, share_text
+from bench.show import Cell, console, ms_text, plot_lengths, print_table
 from bench.timing import Timing, capture, measure, peak_memory, percentiles
 from bench.turns import NOISY, Spread, one_thread, take_turns, verdict
 from dispatch.device import describe_device
@@ -82,7 +61,7 @@ def benchmark(args: argparse.Namespace) -> int:
         variants, notes = choose_variants(args, device)
     except (TypeError, ValueError, dispatch.BackendError) as refusal:
         raise SystemExit(str(refusal)) from refusal
-    dense, facts = choose_dense(device, DTYPES[args.dtype]), environment(device)
+    dense, facts = choose_dense(device, DTYPES[args.dtype], args.sdpa), environment(device)
     peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
     console.print(
         f"[bold]Sparse (NSA) against dense attention[/bold] ({dense.name}) on {args.input} input: "
@@ -93,62 +72,46 @@ def benchmark(args: argparse.Namespace) -> int:
     for note in notes:
         console.print(note, style="yellow", markup=False)
 
-    def said(rows: Sequence[Row]) -> dict[str, Any]:
+    def said(results: Results) -> dict[str, Any]:
         if not args.turns:
             return {}
-        several = len({options_of(row) for row in rows}) > 1
-        return {"verdict": verdict([(place(row, options=several), spread_of(row)) for row in rows])}
+        several = len(set(map(options_of, results.rows))) > 1
+        places = [f"N = {row['n']:,}" + f" with {options_of(row)}" * several for row in results.rows]
+        spreads = [Spread(row["speedup_p20"], row["speedup"], row["speedup_p80"]) for row in results.rows]
+        return {"verdict": verdict(list(zip(places, spreads, strict=True)))}
 
     def draw(results: Results, path: Path) -> None:
         if drawn := [row for row in results.rows if row.get("faster") != NOISY]:
             plot(drawn, path, facts["device"], None if args.turns else peaks)
 
     job = Job(args, variants, dense, peaks)
-    return run(
-        args,
-        facts,
-        lambda results: (job.turns if args.turns else job.sweep)(results.parts),
-        None,
-        fields=lambda results: said(results.rows),
-        plot=draw,
-        show=lambda content: show(content["rows"], content.get("verdict", "")),
-        csv=True,
-    )
+    parts = job.turns if args.turns else job.sweep
+    return run(args, facts, lambda results: parts(results.parts), None, fields=said, plot=draw, show=show, csv=True)
 
 
 def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[list[Variant], list[str]]:
-    """Every combination of options with its backend, and what to say of them.
-
-    Raises:
-        TypeError, ValueError, dispatch.BackendError: for one that cannot run as it was asked for.
-    """
+    """Every combination of options and backend, and what to say of them. Raises what refuses one."""
     variants: list[Variant] = []
     notes: dict[str, None] = {}
     sizes = Sizes(args.batch, 1, args.heads, args.kv_heads, args.dim)
-    for config in args.configs:
-        call = nsa_facts(sizes, config, device, DTYPES[args.dtype], backward=args.backward, recompute=args.recompute)
-        backend, note = choose_backend(call, args.backend)
+    for config, named in product(args.configs, dict.fromkeys(args.backends or [None])):
+        passes = {"backward": args.backward, "recompute": args.recompute}
+        call = common.nsa_facts(sizes, config, device, DTYPES[args.dtype], **passes)
+        backend, note = common.choose_backend(call, named)
         modes = modes_of(args)
         if backend == "reference" and "graph" in modes:
             reason = "the reference reads values on the host, which a CUDA graph cannot hold"
             if args.modes:
                 raise ValueError(f"--modes graph: {reason}")
-            modes = [mode for mode in modes if mode != "graph"]
+            modes.remove("graph")
             note = "\n".join(filter(None, (note, f"Mode {', '.join(modes)} only: {reason}")))
-        if note:
-            notes[note] = None
+        notes |= {note: None} if note else {}
         variants.append(Variant(config, backend, tuple(modes), args.backward, args.recompute))
     return variants, list(notes)
 
 
-Longest = tuple[int, float, float | None]
-"""Tokens, milliseconds and GiB of dense attention."""
-
-
 @dataclass(frozen=True)
 class Job:
-    """Options, variants and the baseline of a run."""
-
     args: argparse.Namespace
     variants: list[Variant]
     dense: Dense
@@ -176,53 +139,49 @@ class Job:
 
     def sweep(self, done: Mapping[str, Part]) -> Iterator[Measurement]:
         """A part for each length, combination of options and mode that is not done. Raises WrongResult."""
-        measured = [row for part in done.values() for row in part.rows if not row["dense_extrapolated"]]
-        longest = (measured[-1]["n"], measured[-1]["dense_ms"], measured[-1]["dense_peak_gib"]) if measured else None
+        rows = [row for part in done.values() for row in part.rows if not row["dense_extrapolated"]]
+        timed = {row["n"]: (row["dense_ms"], row["dense_peak_gib"]) for row in rows}
         with console.status("") as status:
             for n in self.args.seqlens:
                 every = [(variant, mode) for variant in self.variants for mode in variant.modes]
                 if left := [(variant, mode) for variant, mode in every if variant.part(n, mode) not in done]:
-                    longest = yield from self.length(n, left, longest, status.update)
+                    inputs, samples = self.check(n, status.update)
+                    status.update(f"N={n}: {self.dense.name}")
+                    dense = self.time_dense(inputs, timed)
+                    for variant, mode in left:
+                        status.update(f"N={n} {variant}: NSA, {mode}")
+                        given = inputs, variant, samples[variant], mode, dense
+                        yield variant.part(n, mode), partial(self.measure, *given)
+                        del given
+                    del inputs, samples  # before those of the next length are made
 
-    def length(
-        self, n: int, left: list[tuple[Variant, str]], longest: Longest | None, update: Callable[[str], None]
-    ) -> Generator[Measurement, None, Longest]:
-        """Parts of a length, whose tensors are gone afterwards; returns the longest of dense attention.
+    def time_dense(self, inputs: NSAInputs, timed: dict[int, tuple[float, float | None]]) -> Row:
+        """Fields of dense attention. Args: `timed`: milliseconds and GiB by length so far, and then of this one."""
+        args, n = self.args, inputs.q.shape[1]
+        if extrapolated := bool(timed) and args.no_dense_above is not None and n > args.no_dense_above:
+            longest = max(timed)
+            ms, gib = timed[longest][0] * (n / longest) ** 2, None
+        else:
+            if n not in timed:
+                call = dense_call(inputs, self.dense, args.backward)
+                timing = measure(call, self.device, seconds=args.seconds, host=not is_queued(args))
+                timing = everything(timing, leaves(inputs)[:3], args.backward)
+                timed[n] = timing.ms_p50, timing.peak_gib
+            ms, gib = timed[n]
+        return dense_fields(self.dense, ms, gib, extrapolated)
 
-        Args:
-            longest: so far, from which longer ones are extrapolated.
-        """
-        args = self.args
-        inputs, samples = self.check(n, update)
-        extrapolated = longest is not None and args.no_dense_above is not None and n > args.no_dense_above
-        if longest is None or not (extrapolated or longest[0] == n):
-            update(f"N={n}: {self.dense.name}")
-            call = dense_call(inputs, self.dense, args.backward)
-            timing = measure(call, self.device, seconds=args.seconds, host=not is_queued(args))
-            timing = everything(timing, leaves(inputs)[:3]) if args.backward else timing
-            longest = n, timing.ms_p50, timing.peak_gib
-            del call  # and do
-        dense_ms, gib = longest[1] * (n / longest[0]) ** 2, None if extrapolated else longest[2]
-        for variant, mode in left:
-            update(f"N={n} {variant}: NSA, {mode}")
-            row = partial(self.row, n, variant, samples[variant], mode, dense_ms, gib, extrapolated)
-            yield variant.part(n, mode), partial(self.measure, inputs, samples[variant], variant, mode, row)
-        return longest
-
-    def measure(
-        self, inputs: NSAInputs, sample: Sample, variant: Variant, mode: str, make_row: Callable[..., Row]
-    ) -> tuple[list[Row], list[str]]:
-        """The row of a mode, and what did not run: nothing. Raises WrongResult."""
+    def measure(self, inputs: NSAInputs, variant: Variant, sample: Sample, mode: str, dense: Row) -> Iterator[Row]:
+        """The row of a mode. Raises WrongResult."""
+        n = inputs.q.shape[1]
         timing = measure_mode(mode, nsa_call(inputs, variant), sample, self.device, self.args.seconds)
         if timing is None:
-            n = inputs.q.shape[1]
             raise WrongResult(f"N={n} {variant}: the replayed graph gives another result than the checked call")
-        row = make_row(everything(timing, leaves(inputs)) if self.args.backward else timing)
+        row = self.row(n, variant, sample, mode, everything(timing, leaves(inputs), self.args.backward), dense)
         if self.peaks is not None:
-            sizes, itemsize = sizes_of(row), inputs.q.itemsize
-            floor = nsa_floor_ms(sizes, variant.config, self.peaks, itemsize, backward=self.args.backward)
+            itemsize, backward = inputs.q.itemsize, self.args.backward
+            floor = nsa_floor_ms(sizes_of(row), variant.config, self.peaks, itemsize, backward=backward)
             row |= {"floor_ms": floor, "share_of_floor": floor / timing.ms_p50}
-        return [row], []
+        yield row
 
     def turns(self, done: Mapping[str, Part]) -> Iterator[Measurement]:
         """The demo on a CPU: a part for each length, with a row for each combination of options."""
@@ -233,35 +192,24 @@ class Job:
                     status.update(f"N={n}: dense attention and NSA in turn")
                     yield f"N={n}", partial(self.turns_of, n, *checked)
 
-    def turns_of(self, n: int, inputs: NSAInputs, samples: Mapping[Variant, Sample]) -> tuple[list[Row], list[str]]:
+    def turns_of(self, n: int, inputs: NSAInputs, samples: Mapping[Variant, Sample]) -> Iterator[Row]:
         """Rows of a length; `speedup` is the median over turns. Times are CPU time of one thread."""
         backward = self.args.backward
         calls = [dense_call(inputs, self.dense, backward), *(nsa_call(inputs, variant) for variant in samples)]
         peaks = [peak_memory(call, self.device) for call in calls]  # and these calls warm up
         times = take_turns(calls, self.args.seconds)
-        timings = [Timing(*percentiles(own), peak, len(own)) for own, peak in zip(times, peaks, strict=True)]
-        if backward:
-            given = [leaves(inputs)[:3], *(leaves(inputs) for _ in samples)]
-            timings = [everything(timing, some) for timing, some in zip(timings, given, strict=True)]
-        dense, rows = timings[0], []
+        given = [leaves(inputs)[:3], *(leaves(inputs) for _ in samples)]
+        timings = [
+            everything(Timing(*percentiles(own), peak, len(own)), some, backward)
+            for own, peak, some in zip(times, peaks, given, strict=True)
+        ]
+        dense = dense_fields(self.dense, timings[0].ms_p50, timings[0].peak_gib, False)
         for (variant, sample), own, timing in zip(samples.items(), times[1:], timings[1:], strict=True):
             ratio = Spread.of([dense_ms / ms for dense_ms, ms in zip(times[0], own, strict=True)])
-            row = self.row(n, variant, sample, "turns", dense.ms_p50, dense.peak_gib, False, timing)
-            row |= {"speedup": ratio.p50, "turns": timing.repeats, "speedup_p20": ratio.p20, "speedup_p80": ratio.p80}
-            rows.append({**row, "faster": ratio.faster})
-        return rows, []
+            row = self.row(n, variant, sample, "turns", timing, dense) | {"speedup": ratio.p50, "turns": timing.repeats}
+            yield {**row, "speedup_p20": ratio.p20, "speedup_p80": ratio.p80, "faster": ratio.faster}
 
-    def row(
-        self,
-        n: int,
-        variant: Variant,
-        sample: Sample,
-        mode: str,
-        dense_ms: float,
-        dense_gib: float | None,
-        extrapolated: bool,
-        timing: Timing,
-    ) -> Row:
+    def row(self, n: int, variant: Variant, sample: Sample, mode: str, timing: Timing, dense: Row) -> Row:
         """Times in ms, memory in GiB: beyond the inputs, for forward + backward all of it. There is no floor yet."""
         args, config, gradient = self.args, variant.config, sample.gradient
         row = {"op": "nsa", "preset": args.preset, "backend": variant.backend, "mode": mode, "b": args.batch, "n": n}
@@ -272,9 +220,8 @@ class Job:
         row |= {"inputs": args.input, **timing.fields, "peak_gib": timing.peak_gib}
         row |= {"error": sample.worst.error, "error_budget": sample.worst.budget}
         row |= {"gradient_error": gradient and gradient.error, "gradient_budget": gradient and gradient.budget}
-        row |= {"dense": self.dense.name, "dense_ms": dense_ms, "dense_extrapolated": extrapolated}
-        row |= {"dense_peak_gib": dense_gib, "speedup": dense_ms / timing.ms_p50, "floor_ms": None}
-        row |= {"share_of_floor": None, "command": args.command}
+        row |= {**dense, "speedup": dense["dense_ms"] / timing.ms_p50, "floor_ms": None, "share_of_floor": None}
+        row |= {"command": args.command}
         return {**row, "pass": "fwd+bwd" if args.backward else "fwd"}
 
 
@@ -282,52 +229,48 @@ def sizes_of(row: Row) -> Sizes:
     return Sizes(row["b"], row["n"], row["h"], row["h_kv"], row["d"])
 
 
-def options_of(row: Row) -> tuple[int, int | None]:
-    return row["l"], row["num_cmp"]
+def options_of(row: Row) -> str:
+    """The line of a plot that a row belongs to, but for its mode."""
+    return f"{row['backend']} l={row['l']} num_cmp={none_text(row['num_cmp'])}"
 
 
-def spread_of(row: Row) -> Spread:
-    return Spread(row["speedup_p20"], row["speedup"], row["speedup_p80"])
-
-
-def place(row: Row, *, options: bool) -> str:
-    """Args: `options`: name them, as there are several."""
-    return f"N = {row['n']:,}" + (f" with l={row['l']} num_cmp={none_text(row['num_cmp'])}" if options else "")
+def dense_fields(dense: Dense, ms: float, gib: float | None, extrapolated: bool) -> Row:
+    return {"dense": dense.name, "dense_ms": ms, "dense_extrapolated": extrapolated, "dense_peak_gib": gib}
 
 
 # The command line
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    shared = (*SIZES, "backend", "peak-tflops", "peak-tbs", "out")
-    parser = make_parser(__doc__, *shared, out=str(LOCAL_RESULTS / "e2e"))
-    add_device(parser)
+    shared = (*common.SIZES, "peak-tflops", "peak-tbs", "out")
+    parser = common.make_parser(__doc__, *shared, out=str(LOCAL_RESULTS / "e2e"))
+    common.add_device(parser)
     add = parser.add_argument
     add("--demo", action="store_true", help="real text and sizes that take about a minute on this machine")
-    add(
-        "--seqlens",
-        type=comma_list(positive),
-        metavar="N,N,...",
-        help="tokens per sequence, such as 4096,8192 or 4K,8K,1M",
-    )
+    lengths = "tokens per sequence, such as 4096,8192 or 4K,8K,1M"
+    add("--seqlens", type=comma_list(positive), metavar="N,N,...", help=lengths)
+    backends = "rows of each; default: the one that runs unasked"
+    add("--backends", "--backend", nargs="+", metavar="BACKEND", help=backends)
     add("--input", choices=KINDS, help="default: random; the demo: text")
     add("--seconds", type=above_zero, help="of each timing; default: 1, the demo on a CPU: 2")
     add("--backward", action="store_true", help="check and time forward + backward; peak memory is of everything alive")
     add("--recompute", action="store_true", help="with --backward: keep less and compute it again, as in nsa")
     add("--ungated", action="store_true", help="weigh the branches by 1/3 instead of learned gates")
     modes = "see above; queued: then dense attention too; default: eager, on CUDA forward eager,graph"
-    add("--modes", type=comma_list(_mode), metavar="MODE,...", help=modes)
+    add("--modes", type=comma_list(str), metavar="MODE,...", help=modes)
+    add("--sdpa", choices=SDPA_BACKENDS, help="dense attention is this one of PyTorch's")
     add("--no-dense-above", type=positive, metavar="N", help="from there on, extrapolate dense attention's time by N^2")
     options = parser.add_argument_group("options of NSA (see NSAConfig); lists make a row for each combination")
     add = options.add_argument
-    add("--preset", type=preset_name, choices=PRESETS, default="per_tile", help="of NSAConfig; default: %(default)s")
+    preset = "of NSAConfig; default: %(default)s"
+    add("--preset", type=common.preset_name, choices=PRESETS, default="per_tile", help=preset)
     add("--block-sizes", type=comma_list(positive), metavar="L,...", help="compress_block_size; l' follows")
     add("--select-size", type=positive, metavar="L'", help="select_block_size")
     add("--num-cmp", type=comma_list(_count_or_none), metavar="C,...", help="num_cmp_selected_blocks, such as none,16")
     add("--k", type=int, help="num_selected_blocks")
     add("--w", type=int, help="window_size")
     add("--q-tile", type=positive, metavar="T", help="q_tile_size")
-    args = parse_args(parser, argv)
+    args = common.parse_args(parser, argv)
     args.usual_modes = ["eager", "graph"]
     args.turns = args.demo and args.device == "cpu"
     if args.turns:
@@ -335,7 +278,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         args.seqlens = args.seqlens or [4096, 8192, 24576, 32768]  # not 16384, where neither is clearly ahead
     if args.seconds is None:
         args.seconds = 2.0 if args.turns else 1.0
-    resolve_sizes(parser, args)
+    common.resolve_sizes(parser, args)
     args.input = args.input or ("text" if args.demo else "random")
     cpu_lengths, gpu_lengths = [1024, 2048, 4096, 8192, 16384, 32768], [8192, 32768, 131072]
     args.seqlens = sorted(set(args.seqlens or (cpu_lengths if args.device == "cpu" else gpu_lengths)))
@@ -349,6 +292,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.recompute and not args.backward:
         parser.error("--recompute goes with --backward")
     for mode in args.modes or ():
+        if mode not in MODES:
+            parser.error(f"--modes must be among {', '.join(MODES)}, got {mode!r}")
         if mode != "eager" and args.device != "cuda":
             parser.error(f"--modes {mode} needs --device cuda, got {args.device}")
         if mode == "graph" and args.backward:
@@ -361,11 +306,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def make_configs(args: argparse.Namespace) -> list[NSAConfig]:
-    """Every combination of the lists of options, on top of the preset.
-
-    Raises:
-        TypeError, ValueError: for one that NSAConfig refuses.
-    """
+    """Every combination of the lists of options, on top of the preset. Raises what refuses one."""
     given = {"num_selected_blocks": args.k, "window_size": args.w, "q_tile_size": args.q_tile}
     config = PRESETS[args.preset](**{name: value for name, value in given.items() if value is not None})
     sizes = [{}] if args.block_sizes is None else [{"compress_block_size": l} for l in args.block_sizes]  # noqa: E741
@@ -373,12 +314,6 @@ def make_configs(args: argparse.Namespace) -> list[NSAConfig]:
         sizes = [{**size, "select_block_size": args.select_size} for size in sizes]
     chosen = [{}] if args.num_cmp is None else [{"num_cmp_selected_blocks": count} for count in args.num_cmp]
     return [replace(config, **size, **count) for size, count in product(sizes, chosen)]
-
-
-def _mode(text: str) -> str:
-    if text not in MODES:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(MODES)}, got {text!r}")
-    return text
 
 
 def _count_or_none(text: str) -> int | None:
@@ -425,9 +360,9 @@ def is_queued(args: argparse.Namespace) -> bool:
     return "queued" in modes_of(args)
 
 
-def everything(timing: Timing, given: Sequence[Tensor]) -> Timing:
+def everything(timing: Timing, given: Sequence[Tensor], backward: bool) -> Timing:
     """With all that is alive in forward + backward: also the inputs, and do, which is like the first of them."""
-    return timing.holding([given[0], *given])
+    return timing.holding([given[0], *given]) if backward else timing
 
 
 def measure_mode(
@@ -448,38 +383,32 @@ def measure_mode(
 # Presentation
 
 
-def show(rows: list[Row], said: str) -> None:
-    """Args: `said`: the verdict of the demo; "" for other runs."""
+def show(content: dict[str, Any]) -> None:
+    rows: list[Row] = content["rows"]
     backward, turned = rows[0]["pass"] == "fwd+bwd", "turns" in rows[0]
-    varying = [name for name in ("l", "num_cmp", "mode") if len({row[name] for row in rows}) > 1]
+    varying = [name for name in ("backend", "l", "num_cmp", "mode") if len({row[name] for row in rows}) > 1]
 
     def color(row: Row) -> str:
         if turned:
             return {"NSA": "green", "dense": "red"}.get(row["faster"], "yellow")
         return "green" if row["speedup"] > 1 else "red"
 
-    def number(field: str) -> Callable[[Row], str]:
-        return lambda row: "" if row[field] is None else f"{row[field]:.1e}"
-
-    def gib(field: str) -> Callable[[Row], str]:
-        return lambda row: "?" if row[field] is None else f"{row[field]:.2f}"
-
-    columns: dict[str, Callable[[Row], str]] = {
-        "N": lambda row: f"{row['n']:,}",
+    columns: dict[str, Cell] = {
+        "N": "{n:,}",
         **{name: partial(lambda name, row: none_text(row[name]), name) for name in varying},
-        "turns": lambda row: str(row.get("turns", "")),
+        "turns": "{turns}",
         "dense ms": lambda row: "~" * row["dense_extrapolated"] + ms_text(row["dense_ms"]),
-        "NSA ms": lambda row: ms_text(row["ms_p50"]),
+        "NSA ms": "{ms_p50:ms}",
         "speed-up": lambda row: f"[{color(row)}]{'?' * (row.get('faster') == NOISY)}{row['speedup']:.2f}x[/]",
-        "20 to 80 %": lambda row: f"{row['speedup_p20']:.2f} to {row['speedup_p80']:.2f}" if turned else "",
+        "20 to 80 %": "{speedup_p20:.2f} to {speedup_p80:.2f}",
         "faster": lambda row: f"[{color(row)}]{row['faster']}[/]" if turned else "",
-        "of floor": lambda row: share_text(row["share_of_floor"]),
-        "dense GiB": gib("dense_peak_gib"),
-        "NSA GiB": gib("peak_gib"),
-        "error": number("error"),
-        "budget": number("error_budget"),
-        "grad error": number("gradient_error"),
-        "grad budget": number("gradient_budget"),
+        "of floor": "{share_of_floor:percent}",
+        "dense GiB": "{dense_peak_gib:.2f}",
+        "NSA GiB": "{peak_gib:.2f}",
+        "error": "{error:.1e}",
+        "budget": "{error_budget:.1e}",
+        "grad error": "{gradient_error:.1e}",
+        "grad budget": "{gradient_budget:.1e}",
     }
     what = "CPU time of one thread" if turned else "time per call"
     memory_of = "of everything alive" if backward else "beyond the inputs"
@@ -489,71 +418,40 @@ def show(rows: list[Row], said: str) -> None:
         f"{', and of the gradients they give' if backward else ''}; each is within its budget, so the times count."
     )
     if turned:
-        said += " Speed-ups are medians over turns, in each of which both ran, with their 20th and 80th percentile."
+        said = "Speed-ups are medians over turns, in each of which both ran, with their 20th and 80th percentile."
+        said = f"{content['verdict']} {said}"
     else:
         best = max(rows, key=lambda row: row["speedup"])
         faster = sorted({row["n"] for row in rows if row["speedup"] > 1})
         in_which_rows = " in at least one row each" if varying else ""
         crossover = f"at N = {', '.join(f'{n:,}' for n in faster)}{in_which_rows}" if faster else "at none of these N"
         said = f"NSA is faster {crossover}; best: {best['speedup']:.2f}x at N = {best['n']:,}."
-    console.print(f"What this says: {costs(rows[-1])} {said} {errors}")
+    row, backends = rows[-1], " and ".join(dict.fromkeys(row["backend"] for row in rows))
+    entries = f"N/{row['stride']}" if row["num_cmp"] is None else f"{row['num_cmp']} blocks of"
+    costs = (
+        f"dense attention's time grows with N squared; NSA ({backends} backend) reads per query {entries} compressed "
+        f"entries, {row['k']} selected blocks of {row['l_select']} and a window of {row['w']}."
+    )
+    console.print(f"What this says: {costs} {said} {errors}")
     if any(row["dense_extrapolated"] for row in rows):
         console.print("~ is not measured: the time at the largest measured N, times the square of the ratio of N.")
 
 
-def costs(row: Row) -> str:
-    """A sentence about what NSA saves."""
-    entries = f"N/{row['stride']}" if row["num_cmp"] is None else f"{row['num_cmp']} blocks of"
-    return (
-        f"dense attention's time grows with N squared; NSA ({row['backend']} backend) reads per query {entries} "
-        f"compressed entries, {row['k']} selected blocks of {row['l_select']} and a window of {row['w']}."
-    )
-
-
 def plot(rows: Sequence[Row], path: Path, device: str, peaks: Peaks | None) -> None:
-    """Times and speed-ups by N: a line for each block size, number of compressed blocks and mode."""
-    lengths, dense_name = [row["n"] for row in rows], rows[0]["dense"]
-    dense = sorted({(row["n"], row["dense_ms"], row["dense_extrapolated"]) for row in rows})
-    options = list(dict.fromkeys(map(options_of, rows)))
-    speeds = [row["speedup"] for row in rows]
-    styles = {
-        "eager": {"marker": "o", "markerfacecolor": "white", "linewidth": 1},
-        "queued": {"marker": "o", "linewidth": 1},
-        "graph": {"marker": "s", "linewidth": 2},
-        "turns": {"marker": "o", "linewidth": 2},
-    }
-    with saved_figure(path, 1, 2, (12, 5)) as (_, panels):
-        times, speed = panels[0]
-        draw_points(times, [(n, ms) for n, ms, _ in dense], "-", color="tab:gray")
-        for extrapolated, face in ((False, "tab:gray"), (True, "white")):
-            points = [(n, ms) for n, ms, how in dense if how == extrapolated]
-            label = f"{dense_name}, extrapolated by N²" if extrapolated else dense_name
-            draw_points(times, points, "o", color="tab:gray", markerfacecolor=face, label=label)
-        for of_line in dict.fromkeys((options_of(row), row["mode"]) for row in rows):
-            own = [row for row in rows if (options_of(row), row["mode"]) == of_line]
-            (length, count), mode = of_line
-            label = f"NSA ({own[0]['backend']}) l={length} num_cmp={none_text(count)}, {mode}"
-            drawn = {**styles[mode], "linestyle": "-", "color": f"C{options.index(of_line[0])}", "label": label}
-            draw_points(times, [(row["n"], row["ms_p50"]) for row in own], **drawn)
-            draw_points(speed, [(row["n"], row["speedup"]) for row in own], **drawn)
-        for i, (length, count) in enumerate(options):
-            if peaks is None:
-                break
-            own = [row for row in rows if options_of(row) == (length, count)]
-            backward = rows[0]["pass"] == "fwd+bwd"
-            floors = [(row, dense_floor_ms(sizes_of(row), peaks, backward=backward)) for row in own]
-            bounds = {row["n"]: ms / row["floor_ms"] for row, ms in floors}
-            label = f"roofline l={length} num_cmp={none_text(count)}"
-            draw_points(speed, bounds.items(), "--", color=f"C{i}", label=label)
-            speeds += bounds.values()
-        speed.axhline(1, color="tab:gray", linewidth=1)
-        low, high = min(1.0, *speeds) / 2, max(1.0, *speeds) * 2
-        ticks = [tick for e in range(-3, 4) for m in (1, 2, 5) if low <= (tick := m * 10.0**e) <= high]
-        speed.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])
-        at_peak = "" if peaks is None else f"\nroofline: {peaks.tflops:g} TFLOP/s, {peaks.tbs:g} TB/s"
-        label_lengths(times, lengths, ylabel="ms per call", title=f"{rows[0]['pass']}, {rows[0]['inputs']} input")
-        title = f"speed-up on {device}{at_peak}"
-        label_lengths(speed, lengths, ylabel="dense time / NSA time", title=title)
+    """Times and speed-ups by N: a line for each backend, block size, number of compressed blocks and mode."""
+    times: dict[str, dict[int, float | None]] = {}
+    speeds: dict[str, dict[int, float | None]] = {}
+    for row in rows:
+        dense, name, n = f"{'extrapolated ' * row['dense_extrapolated']}{row['dense']}", options_of(row), row["n"]
+        times.setdefault(dense, {})[n] = row["dense_ms"]
+        times.setdefault(f"NSA, {name}, {row['mode']}", {})[n] = row["ms_p50"]
+        speeds.setdefault(f"NSA, {name}, {row['mode']}", {})[n] = row["speedup"]
+        if peaks is not None:
+            floor = dense_floor_ms(sizes_of(row), peaks, backward=row["pass"] == "fwd+bwd")
+            speeds.setdefault(f"roofline, {name}", {})[n] = floor / row["floor_ms"]
+    at_peak = "" if peaks is None else f"; roofline: {peaks.tflops:g} TFLOP/s, {peaks.tbs:g} TB/s"
+    panels = {"ms per call": times, "dense time / NSA time": speeds}
+    plot_lengths(path, panels, f"{rows[0]['pass']}, {rows[0]['inputs']} input, on {device}{at_peak}")
 
 
 if __name__ == "__main__":

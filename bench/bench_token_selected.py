@@ -8,15 +8,11 @@ B = 1, bf16, D = D_v = 128, l' = 64, n = 16, at 64 query heads over 4 and over 1
     file     --indices FILE: NSAAux.indices of some model, `[1,S,N,16]`, saved by torch.save; its S heads in turn
 
 Stages are replays of CUDA graphs: lists (the worklist alone), forward (KV-outer), tiles (the forward query-outer, whose
-time depends on the selection), backward, both. A floor is the larger of the bytes of inputs and outputs at the copy
-bandwidth measured here and of the products at the peak; what KV-outer must move besides is in
-cute_kernels/attend/kv_outer.py and kv_outer_backward.py. Before anything is timed, o, dq, dk and dv of samples must be
-within the budget of bench/oracles.py of fp64. fla-core's selected branch for the same
-selection, as Python calls it, is measured beside forward and both, where it runs.
+time depends on the selection), backward, both; beside them fla-core's selected branch as Python calls it. Before
+anything is timed, o, dq, dk and dv of samples must be within the budget of bench/oracles.py of fp64.
 
 Writes OUT.json (schema: docs/results_files.md) after every choice and number of heads; the same command goes on where
-it was stopped or killed. With --bars also what has to be reached on one H200: the best of the peers that were measured
-there, random choices of 64K tokens.
+it was stopped or killed.
 """
 
 from __future__ import annotations
@@ -38,14 +34,13 @@ from torch import Tensor
 from bench import selected_branch
 from bench.bars import Bar, figure
 from bench.common import comma_list, make_parser, parse_args, positive
-from bench.driver import run
 from bench.inputs import Sizes, make_problem
-from bench.passes import PASSES, Plan, Task, measure_peer, release
-from bench.peers import Finite, selected_peer
+from bench.passes import FINITE, PASSES, Measured, Plan, Task, measure_peer, p50, release
+from bench.peers import selected_peer
 from bench.report import LOCAL_RESULTS, environment
-from bench.results_file import Measurement, Results, Row, WrongResult
+from bench.results_file import Measurement, Results, Row, WrongResult, run
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Work, choose_peaks
-from bench.selected_branch import Branch
+from bench.selected_branch import Branch, draw_blocks
 from bench.timing import copy_bandwidth, graph_ms, peak_memory
 from nsa import NSAConfig, nsa_forward_aux
 
@@ -55,11 +50,9 @@ CHOICES = ("random", "local", "text")
 BARS = {(64, 4): {"forward": 13.6, "both": 43.8}, (32, 8): {"forward": 26.9, "both": 65.4}}
 """Milliseconds of the fastest peer (SFNSA both times), random choices of BAR_TOKENS tokens."""
 BAR_TOKENS = 64 << 10
-CHUNK = 4096
-"""Tokens whose blocks are chosen at a time."""
-PEER_STAGES = {"forward": PASSES["forward"], "both": PASSES["full"]}
-"""Passes of fla beside ours."""
+PEER_STAGES = {"forward": PASSES["forward"], "both": PASSES["full"]}  # Passes of fla beside ours
 DEVICE = torch.device("cuda")
+LINE = "{n:>8} {h:>3}/{h_kv} {choice:<8}{stage:<10}{ms:9.3f} ms  floor {floor_ms:8.3f} {share:6.0%}  fla {fla_ms:ms} ms"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,29 +80,22 @@ def main(argv: list[str] | None = None) -> int:
             part = f"{n} {heads[0]}/{heads[1]} {choice}"
             yield part, partial(measure_case, n, *heads, choice, given, copy_tbs, peaks.tflops)
 
-    return run(args, {**facts, "peak_tflops": peaks.tflops}, parts, line, bars=find_bars)
+    return run(args, {**facts, "peak_tflops": peaks.tflops}, parts, LINE, bars=find_bars)
 
 
 def measure_case(
     n: int, heads: int, kv_heads: int, choice: str, given: Tensor | None, copy_tbs: float, tflops: float
-) -> tuple[list[Row], list[str]]:
-    """A row for each stage, and why fla has no time. Raises WrongResult."""
+) -> Iterator[Row | str]:
+    """A row for each stage. Raises WrongResult."""
     branch, where = make_branch(n, heads, kv_heads, choice, given), f"{n:>8} {heads:>3}/{kv_heads} {choice:<8}"
     if wrong := [f"{where}{error}" for error in errors(branch)]:
         raise WrongResult(*wrong)
     rows = stages(branch, choice, copy_tbs, tflops)
-    took = peer_times(branch)
+    peer = peer_passes(branch)
     for row in rows:
-        ms = took.get(row["stage"])
-        row["fla_ms"] = None if isinstance(ms, str) else ms
-    return rows, [f"{where}{stage}: fla: {why}" for stage, why in took.items() if isinstance(why, str)]
-
-
-def line(row: Row) -> str:
-    """A row for readers."""
-    where = f"{row['n']:>8} {row['h']:>3}/{row['h_kv']} {row['choice']:<8}{row['stage']:<10}"
-    beside = "" if row["fla_ms"] is None else f"  fla {row['fla_ms']:.3f} ms"
-    return f"{where}{row['ms']:9.3f} ms  floor {row['floor_ms']:8.3f} {row['share']:6.0%}{beside}"
+        found = peer.get(row["stage"])
+        yield {**row, "fla_ms": p50(found.timing) if isinstance(found, Measured) else None}
+    yield from (f"{where}{stage}: fla: {why}" for stage, why in peer.items() if isinstance(why, str))
 
 
 def make_branch(n: int, heads: int, kv_heads: int, choice: str, given: Tensor | None = None) -> Branch:
@@ -127,16 +113,13 @@ def make_branch(n: int, heads: int, kv_heads: int, choice: str, given: Tensor | 
         config = NSAConfig.paper(select_block_size=SIZE, num_selected_blocks=SLOTS)
         indices = nsa_forward_aux(text.q, text.k, text.v, config=config)[1].indices
     else:
-        indices = choose(n, kv_heads, choice, generator)
+        weigh = near if choice == "local" else lambda noise, *_: noise
+        indices = draw_blocks((1, kv_heads, n), SIZE, SLOTS, generator, weigh)
     return Branch(q, k, v, do, indices, SIZE)
 
 
 def load_indices(path: Path) -> Tensor:
-    """int32 `[1,S,N,SLOTS]` from a file.
-
-    Raises:
-        ValueError: for what is no choice of blocks up to each token's own, ascending, then -1.
-    """
+    """int32 `[1,S,N,SLOTS]` from a file. Raises ValueError for what is no choice of blocks."""
     indices = torch.load(path, map_location=DEVICE, weights_only=True)
     if not isinstance(indices, Tensor) or indices.dtype != torch.int32:
         raise ValueError(f"{path} must hold an int32 tensor, got {getattr(indices, 'dtype', type(indices).__name__)}")
@@ -150,22 +133,10 @@ def load_indices(path: Path) -> Tensor:
     return indices
 
 
-def choose(n: int, kv_heads: int, choice: str, generator: torch.Generator) -> Tensor:
-    """int32 `[1,H_kv,n,SLOTS]`, ascending, then -1: the highest of random scores of the blocks up to each token's."""
-    blocks = torch.arange(-(-n // SIZE), device=DEVICE)
-    chosen = torch.full((1, kv_heads, n, SLOTS), -1, dtype=torch.int32, device=DEVICE)
-    for head in range(kv_heads):
-        for start in range(0, n, CHUNK):
-            own = torch.arange(start, min(start + CHUNK, n), device=DEVICE)[:, None] // SIZE
-            noise = torch.rand((len(own), len(blocks)), generator=generator, device=DEVICE)
-            scores = noise
-            if choice == "local":
-                scores = noise.log().neg().log().neg() - (own - blocks).clamp(min=1).log()  # Gumbel: drawn by weight
-                scores = scores.masked_fill((blocks == 0) | (blocks >= own - 1), math.inf)
-            best = scores.masked_fill(blocks > own, -math.inf).topk(min(SLOTS, len(blocks)), dim=1)
-            order = best.indices.masked_fill(best.values == -math.inf, len(blocks)).sort(1).values
-            chosen[0, head, start : start + CHUNK, : order.shape[1]] = order.where(order < len(blocks), -1)
-    return chosen
+def near(noise: Tensor, own: Tensor, block: Tensor) -> Tensor:
+    """Scores of the choice "local": with Gumbel noise, what is best is drawn by weight."""
+    scores = noise.log().neg().log().neg() - (own - block).clamp(min=1).log()
+    return scores.masked_fill((block == 0) | (block >= own - 1), math.inf)
 
 
 def errors(branch: Branch) -> list[str]:
@@ -204,10 +175,7 @@ def stages(branch: Branch, choice: str, copy_tbs: float, tflops: float) -> list[
         "forward": (branch.forward, forward),
         "tiles": (branch.query_outer, forward),
         "backward": (branch.backward, backward),
-        "both": (
-            lambda: (branch.forward(), branch.backward()),
-            Work(forward.bytes + backward.bytes, forward.flops + backward.flops),
-        ),
+        "both": (lambda: (branch.forward(), branch.backward()), Work(*map(sum, zip(forward, backward, strict=True)))),
     }
     rows = []
     for stage, (call, work) in calls.items():
@@ -219,20 +187,13 @@ def stages(branch: Branch, choice: str, copy_tbs: float, tflops: float) -> list[
     return rows
 
 
-def peer_times(branch: Branch) -> dict[str, float | str]:
-    """Milliseconds of fla's forward and of both, or why there are none."""
-    task = Task((branch.q, branch.k, branch.v), branch.do, ("dq", "dk", "dv"), Finite())
+def peer_passes(branch: Branch) -> dict[str, Measured | str]:
+    """fla's forward and both, or why they did not run."""
+    task = Task((branch.q, branch.k, branch.v), branch.do, ("dq", "dk", "dv"), FINITE)
     plan = Plan(tuple(PEER_STAGES.values()), seconds=0.5)
     _, found = measure_peer(partial(selected_peer, branch.blocks, SIZE), task, plan)
     release(DEVICE)
-    times: dict[str, float | str] = {}
-    for stage, direction in PEER_STAGES.items():
-        measured = found[direction]
-        if isinstance(measured, str):
-            times[stage] = measured
-        elif measured.timing is not None:
-            times[stage] = measured.timing.ms_p50
-    return times
+    return {stage: found[direction] for stage, direction in PEER_STAGES.items()}
 
 
 def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:

@@ -1,9 +1,8 @@
 """Packed documents against the other ways to run them: padded to the longest, or one call after the other.
 
-Lengths are drawn log-uniformly between 256 and 32K tokens from a fixed seed until TOKENS are reached. The packed output
-must equal each document's alone, bit for bit, and with --backward gradients but for rounding, or nothing is timed.
-Writes OUT.json (schema: docs/results_files.md) after every way to run them; the same command resumes where it was
-stopped or killed. peak_gib is beyond the inputs; with --backward it is everything alive.
+Lengths are drawn log-uniformly between 256 and 32K tokens from a fixed seed. The packed output must equal each
+document's alone, bit for bit, and with --backward gradients but for rounding, or nothing is timed. Writes OUT.json
+(schema: docs/results_files.md) after every way to run them; the same command resumes where it was stopped or killed.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ import torch
 from torch import Tensor
 
 from bench.common import make_parser, parse_args, positive
-from bench.driver import run
 from bench.inputs import Sizes, make_problem
 from bench.report import LOCAL_RESULTS, environment
-from bench.results_file import Measurement, Results, Row, WrongResult
+from bench.results_file import Measurement, Results, Row, WrongResult, run
 from bench.timing import measure
 from nsa import NSAConfig, nsa, nsa_forward
 from nsa.inputs import NSAInputs
 
 SHORTEST, LONGEST = 256, 32 << 10
 HEADS, KV_HEADS, DIM = 8, 2, 128
+LINE = "{name:<12}{ms_p50:9.3f} ms  {peak_gib:.2f} GiB  {tokens_per_ms:7.0f} tokens/ms"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,31 +55,20 @@ def main(argv: list[str] | None = None) -> int:
         for name, way in ways.items():
             yield name, partial(measured, name, way)
 
-    def measured(name: str, way: Way) -> tuple[list[Row], list[str]]:
+    def measured(name: str, way: Way) -> Iterator[Row]:
         timing = measure(way.call, device, seconds=0.5).holding(way.given if args.backward else [])
         row = {"name": name, "ms_p50": timing.ms_p50, "peak_gib": timing.peak_gib}
-        return [{**row, "tokens_per_ms": sum(lengths) / timing.ms_p50}], []
+        yield {**row, "tokens_per_ms": sum(lengths) / timing.ms_p50}
 
-    return run(args, {**environment(device), **facts}, parts, line, fields=lambda _: {})
-
-
-def line(row: Row) -> str:
-    """A row for readers."""
-    rate = f"{row['tokens_per_ms']:7.0f} tokens/ms"
-    return f"{row['name']:<12}{row['ms_p50']:9.3f} ms  {row['peak_gib'] or 0:6.2f} GiB  {rate}"
+    return run(args, {**environment(device), **facts}, parts, LINE, fields=lambda _: {})
 
 
-Outputs = dict[str, Tensor]
-"""out; with backward also the gradients of q, k, v and the gates' projection."""
+Outputs = dict[str, Tensor]  # out; with backward also the gradients of q, k, v and the gates' projection
 
 
 class Way(NamedTuple):
-    """A way to run the documents."""
-
-    call: Callable[[], list[Outputs]]
-    """Results of each call of the op that it takes."""
-    given: list[Tensor]
-    """Tensors that exist before: inputs and do."""
+    call: Callable[[], list[Outputs]]  # Results of each call of the op that it takes
+    given: list[Tensor]  # Tensors that exist before: inputs and do
 
 
 def make_ways(inputs: NSAInputs, lengths: list[int], config: NSAConfig, backward: bool) -> dict[str, Way]:

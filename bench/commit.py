@@ -1,11 +1,14 @@
 """The commit whose sources run here: from git, or from a file that was written before the sources were copied.
 
-Results of benchmarks are no sources: files in bench/results make no difference. Standard library only, so that
-tools/stamp_commit.py needs no torch.
+Results of benchmarks are no sources: files in bench/results make no difference. As a script (`make stamp`) it writes
+.commit.json: the commit, and a digest of each of its files. Take it along where sources are copied without git, or with
+an older one, as to a GPU machine: results then name the true commit, and "+changes" only where a file differs. Standard
+library only.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import subprocess
@@ -16,10 +19,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 STAMP_NAME = ".commit.json"
-SOURCES = (".", ":(exclude)bench/results")
-"""Paths as arguments of git."""
-DIGITS = 12
-"""Digits of a commit's name that are shown."""
+SOURCES = (".", ":(exclude)bench/results")  # Paths as arguments of git
+DIGITS = 12  # Digits of a commit's name that are shown
 DIGEST_DIGITS = 16
 
 
@@ -29,32 +30,22 @@ def commit(root: Path = ROOT) -> str:
 
     A stamp counts unless git knows a later commit to be checked out. Looked up once for each process.
     """
-    head = _head(root)
-    stamp = _read_stamp(root)
+    head, stamp = _head(root), _read_stamp(root)
     if stamp is None or _came_before(root, stamp["commit"], head):
         if head is None:
             return "unknown"
-        return f"{head[:DIGITS]}+changes" if changes(root) else head[:DIGITS]
-    named: str = stamp["commit"][:DIGITS]
-    files: dict[str, str] = stamp["files"]
+        return f"{head[:DIGITS]}{'+changes' * bool(changes(root))}"
+    named, files = stamp["commit"][:DIGITS], stamp["files"]
     differing = [path for path, digest in files.items() if digest_of(root / path) != digest]
-    if not differing:
-        return named
-    examples = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
-    print(
-        f"{len(differing)} of {len(files)} files differ from those that {STAMP_NAME} names ({examples}), so results "
-        f"will name {named}+changes",
-        file=sys.stderr,
-    )
-    return f"{named}+changes"
+    if differing:
+        examples = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
+        where = f"{len(differing)} of {len(files)} files differ from those that {STAMP_NAME} names ({examples})"
+        print(f"{where}, so results will name {named}+changes", file=sys.stderr)
+    return f"{named}{'+changes' * bool(differing)}"
 
 
 def write_stamp(root: Path = ROOT) -> str:
-    """Write STAMP_NAME, which goes along with a copy of the checkout; returns what it says.
-
-    Raises:
-        ValueError: for a checkout that has changes, whose commit would not be its sources', or that is none.
-    """
+    """Write STAMP_NAME, which goes along with a copy of the checkout. Raises ValueError for one with changes."""
     head = _head(root)
     if head is None:
         raise ValueError(f"{root} is no git checkout with a commit")
@@ -113,3 +104,15 @@ def _came_before(root: Path, stamped: str, head: str | None) -> bool:
 
 def _git(root: Path, *arguments: str) -> str:
     return subprocess.run(["git", "-C", str(root), *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    try:
+        print(write_stamp())
+    except ValueError as refusal:
+        sys.exit(str(refusal))
+
+
+if __name__ == "__main__":
+    main()

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
 from bench.inputs import Sizes
 from bench.report import command_line
+from cute_kernels.fa4.rules import rules
 from dispatch.device import device_types
 from dispatch.registry import ENVIRONMENT_VARIABLE
 from dispatch.table import ROWS
@@ -39,6 +41,16 @@ def positive(text: str) -> int:
     if not number.strip().isdigit() or int(number) == 0:
         raise argparse.ArgumentTypeError(f"must be a positive integer such as 4096 or 4K, got {text!r}")
     return int(number) * unit
+
+
+def head_counts(text: str) -> tuple[int, int]:
+    try:
+        heads, kv_heads = map(positive, text.split("/"))
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise argparse.ArgumentTypeError(f"must be query/key heads such as 64/4, got {text!r}") from error
+    if heads % kv_heads:
+        raise argparse.ArgumentTypeError(f"must be a multiple of heads over heads, got {text!r}")
+    return heads, kv_heads
 
 
 def comma_list(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -128,11 +140,7 @@ def nsa_facts(
     backward: bool,
     recompute: bool = False,
 ) -> dispatch.Call:
-    """Facts that the dispatcher needs of such a call, before any tensor is made.
-
-    Raises:
-        TypeError, ValueError: for sizes that NSA does not support with these options.
-    """
+    """Facts that the dispatcher needs of such a call. Raises TypeError or ValueError for sizes that NSA refuses."""
     q, k = (
         torch.empty((sizes.batch, 1, heads, sizes.dim), dtype=dtype, device="meta")
         for heads in (sizes.heads, sizes.kv_heads)
@@ -144,11 +152,7 @@ def nsa_facts(
 
 
 def choose_backend(call: dispatch.Call, named: str | None) -> tuple[str, str]:
-    """The backend to run, and a note when that is the reference for want of a kernel.
-
-    Raises:
-        ValueError, dispatch.BackendError: when a backend asked for by name is unknown or cannot run the call.
-    """
+    """The backend to run, and a note when that is the reference for want of a kernel. Raises for a named one."""
     try:
         return dispatch.resolve(call, named).backend, ""
     except dispatch.BackendError as error:
@@ -157,22 +161,17 @@ def choose_backend(call: dispatch.Call, named: str | None) -> tuple[str, str]:
         return "reference", f"Running the reference implementation: {error}"
 
 
-def check_backend(parser: argparse.ArgumentParser, named: str | None, *ops: str) -> None:
-    """End the program where --backend names none of an op's backends."""
+def resolve_backend(parser: argparse.ArgumentParser, args: argparse.Namespace, *ops: str) -> None:
+    """Fill in --backend, on a CPU with the reference; end the program where it names none of an op's backends."""
+    args.backend = args.backend or ("reference" if args.device == "cpu" else "cute")
     for op in ops:
         known = list(dict.fromkeys(impl.backend for impl in ROWS if impl.op == op))
-        if named is not None and named not in known:
-            parser.error(f"--backend must be one of {', '.join(known)} for {op}, got {named!r}")
+        if args.backend not in known:
+            parser.error(f"--backend must be one of {', '.join(known)} for {op}, got {args.backend!r}")
 
 
 def able_backends(call: dispatch.Call, named: str | None) -> list[str]:
-    """Every backend that runs a call unasked, the default first; or the named one.
-
-    The reference counts only where there is nothing else.
-
-    Raises:
-        ValueError, dispatch.BackendError: when there is none.
-    """
+    """Every backend that runs a call, the default first, the reference only if it is alone; or the named one."""
     first = dispatch.resolve(call, named).backend
     able = [verdict.impl.backend for verdict in dispatch.explain(call, named) if verdict.reason is None]
     return list(dict.fromkeys([first, *(backend for backend in able if backend != "reference")]))
@@ -192,11 +191,23 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 SDPA = Dense("PyTorch SDPA", _sdpa)
+SDPA_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
-def choose_dense(device: torch.device, dtype: torch.dtype) -> Dense:
-    """FlashAttention-4 for 16-bit tensors on CUDA where it is installed, else PyTorch's own attention."""
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+def choose_dense(device: torch.device, dtype: torch.dtype, sdpa: str | None = None) -> Dense:
+    """FlashAttention-4 for 16-bit tensors on Hopper, B200 and B300 where it is installed, else PyTorch's own.
+
+    Args:
+        sdpa: one of SDPA_BACKENDS, to take that one of PyTorch's.
+    """
+    if sdpa is not None:
+
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(SDPA_BACKENDS[sdpa]):
+                return _sdpa(q, k, v)
+
+        return Dense(f"PyTorch SDPA ({sdpa})", attention)
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and rules(device):
         try:
             from flash_attn.cute import flash_attn_func
         except Exception:  # absent, or broken in its own way; what is returned says which one it is

@@ -9,17 +9,12 @@ from dispatch.device import first_line, fits, version_of
 
 NEEDS = {"rich": ">=13", "matplotlib": ">=3.8", "transformers": ">=5.23"}
 TESTED = {"rich": "15.0.0", "matplotlib": "3.11.2", "transformers": "5.24.0"}
-EXTRAS = {"transformers": "hf"}
-"""Extras of packages that are not in `bench`."""
+EXTRAS = {"transformers": "hf"}  # Extras of packages that are not in `bench`
 
 
 @contextmanager
 def needed(name: str) -> Iterator[None]:
-    """Around imports of a package: whatever they raise ends the script with what to install.
-
-    Raises:
-        SystemExit: with the package, its version, what is wrong, and the command that mends it.
-    """
+    """Around imports of a package: whatever they raise ends the script with what is wrong and what mends it."""
     version, install = version_of(name), f'pip install "nsa-kernels[{EXTRAS.get(name, "bench")}]"'
     if version is not None and not fits(version, NEEDS[name]):
         raise SystemExit(f"{name} {version} is too old, {name}{NEEDS[name]} is needed: {install}")

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import math
 import sysconfig
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nsa.inputs import NSAInputs
 
-EMBEDDING = 256
-"""Width of the text's embeddings."""
+EMBEDDING = 256  # Width of the text's embeddings
 CONTEXT = 4
 """Bytes mixed into one token's embedding: itself and those before it, so that a token says more than one letter."""
 ROPE_BASE = 10_000.0
-SINK_TOKENS = 64
-"""Tokens at the start that all queries of a sink input are drawn to."""
+KINDS = ("random", "sink", "text")
+SINK_TOKENS = 64  # Tokens at the start that all queries of a sink input are drawn to
 SINK_LOGIT = 3.0
 """Distance of their scaled logits above those of other tokens (which vary by 1): e^3 = 20 times the weight. Means over
 a block and a tile vary far less than 1, so the block with these tokens has every tile's best score."""
@@ -40,13 +37,6 @@ class Sizes:
     heads: int
     kv_heads: int
     dim: int
-
-
-class Shape(Hashable, Protocol):
-    """Sizes of one problem; `str` of it is an argument of the command line."""
-
-    def label(self) -> str:
-        """Short lines, for the axis of a plot."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +72,6 @@ class Neighborhood:
         sizes = (self.batch, self.heads, self.tokens, self.dim, self.kernel_size)
         return ",".join(map(str, sizes if self.dilation == 1 else (*sizes, self.dilation)))
 
-    def label(self) -> str:
-        """For the axis of a plot."""
-        dilated = "" if self.dilation == 1 else f" dilation={self.dilation}"
-        return f"B={self.batch} H={self.heads} S={_thousands(self.tokens)}\nD={self.dim} k={self.kernel_size}{dilated}"
-
 
 @dataclass(frozen=True)
 class Residual:
@@ -96,8 +81,7 @@ class Residual:
     batch: int
     tokens: int
     dim: int
-    listed: bool = False
-    """The blocks are tensors of their own."""
+    listed: bool = False  # The blocks are tensors of their own
 
     @classmethod
     def read(cls, text: str) -> Residual:
@@ -109,28 +93,12 @@ class Residual:
         sizes = f"{self.blocks},{self.batch},{self.tokens},{self.dim}"
         return f"{sizes},list" if self.listed else sizes
 
-    def label(self) -> str:
-        """For the axis of a plot."""
-        listed = "\nlist" if self.listed else ""
-        return f"L={self.blocks} B={self.batch} T={_thousands(self.tokens)}\nD={self.dim}{listed}"
-
 
 def natural(text: str) -> int:
-    """A number above 0 in plain digits.
-
-    Raises:
-        ValueError: for another text.
-    """
+    """A number above 0 in plain digits. Raises ValueError."""
     if not text.isdigit() or int(text) == 0:
         raise ValueError(text)
     return int(text)
-
-
-def _thousands(count: int) -> str:
-    return f"{count // 1024}K" if count % 1024 == 0 else str(count)
-
-
-KINDS = ("random", "sink", "text")
 
 
 def make_problem(
@@ -141,30 +109,29 @@ def make_problem(
     dtype: torch.dtype,
     gated: bool = True,
     requires_grad: bool = False,
-    seed: int = 0,
     portable: bool | None = None,
 ) -> NSAInputs:
-    """q, k, v and, unless the benchmark runs ungated, the gate's weights for `kind`, one of KINDS.
+    """q, k, v and, if `gated`, the gate's weights for `kind`, one of KINDS; raises ValueError for another one.
 
     Args:
         portable: make random numbers on the CPU in float32. False: on the device and in the dtype they are for, which
             takes no memory but theirs. None: False on CUDA.
-
-    Raises:
-        ValueError: for another kind.
     """
     if kind not in KINDS:
         raise ValueError(f"inputs must be one of {', '.join(KINDS)}, got {kind!r}")
     if portable is None:
         portable = device.type != "cuda"
     maker, made = (torch.device("cpu"), torch.float32) if portable or kind == "text" else (device, dtype)
-    generator = torch.Generator(maker).manual_seed(seed)
+    generator = torch.Generator(maker).manual_seed(0)
     if kind == "text":
         q, k, v = _project_text(sizes, generator)
     else:
-        q, k, v = (_normal(generator, *shape, dtype=made) for shape in _shapes(sizes))
-    if kind == "sink":
-        _add_sink(q, k)
+        heads = sizes.heads, sizes.kv_heads, sizes.kv_heads
+        q, k, v = (_normal(generator, sizes.batch, sizes.tokens, of, sizes.dim, dtype=made) for of in heads)
+    if kind == "sink":  # the first dim: all queries point there, and no keys but the first SINK_TOKENS
+        q[..., 0] = length = math.sqrt(SINK_LOGIT * math.sqrt(sizes.dim))
+        k[..., 0] = 0
+        k[:, :SINK_TOKENS, :, 0] = length
     gate = _normal(generator, sizes.heads, 3, sizes.dim, dtype=made) / math.sqrt(sizes.dim) if gated else None
 
     def place(tensor: Tensor) -> Tensor:
@@ -173,22 +140,8 @@ def make_problem(
     return NSAInputs(place(q), place(k), place(v), gate_proj_weight=None if gate is None else place(gate))
 
 
-def _shapes(sizes: Sizes) -> tuple[tuple[int, ...], ...]:
-    query = (sizes.batch, sizes.tokens, sizes.heads, sizes.dim)
-    key = (sizes.batch, sizes.tokens, sizes.kv_heads, sizes.dim)
-    return query, key, key
-
-
 def _normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=generator, device=generator.device, dtype=dtype)
-
-
-def _add_sink(q: Tensor, k: Tensor) -> None:
-    """Give the first dim to the sink, in place: all queries point there, and no keys but the first SINK_TOKENS."""
-    length = math.sqrt(SINK_LOGIT * math.sqrt(q.shape[-1]))
-    q[..., 0] = length
-    k[..., 0] = 0
-    k[:, :SINK_TOKENS, :, 0] = length
 
 
 # Text

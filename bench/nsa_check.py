@@ -24,8 +24,7 @@ from nsa.reference import nsa_tiles
 SAMPLED_ROWS = 256
 CHECKED_BYTES = 48 << 30
 """Most bytes that a checked call and its three branches return; heads of longer sequences are checked in turn."""
-MOST_PAIRS = 1 << 30
-"""Most pairs of sampled queries and keys, in all heads: a mask of 1 GiB."""
+MOST_PAIRS = 1 << 30  # Most pairs of sampled queries and keys, in all heads: a mask of 1 GiB
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,8 @@ class Variant:
     recompute: bool = False
 
     def __str__(self) -> str:
-        return f"l={self.config.compress_block_size} num_cmp={none_text(self.config.num_cmp_selected_blocks)}"
+        config = self.config
+        return f"{self.backend} l={config.compress_block_size} num_cmp={none_text(config.num_cmp_selected_blocks)}"
 
     def part(self, n: int, mode: str) -> str:
         """Name of a row in the file of results."""
@@ -58,8 +58,7 @@ def none_text(value: int | None) -> str:
 class Tiles:
     """Sampled query tiles, and the blocks that the op under test chose for them."""
 
-    numbers: Tensor
-    """int64 `[n]`, ascending."""
+    numbers: Tensor  # int64 `[n]`, ascending
     indices: Tensor
     cmp_indices: Tensor | None
 
@@ -88,8 +87,7 @@ class Sample:
     positions: Tensor
     rows: Tensor
     tiles: Tiles
-    gradient: Error | None = None
-    """The one that takes most of its budget."""
+    gradient: Error | None = None  # The one that takes most of its budget
 
     def same(self, out: Tensor) -> bool:
         return torch.equal(out[:, self.positions], self.rows)
@@ -134,15 +132,8 @@ def sampled_error(inputs: NSAInputs, variant: Variant) -> Sample:
     tiles = Tiles.join([part[2] for part in parts])
     rows, low = (torch.cat([part[i] for part in parts], 2) for i in (0, 1))  # type: ignore[misc]
     # One head at a time, so that the copies in fp64 fit beside the inputs at any N that runs
-    exact = torch.cat(
-        [
-            in_fp64(
-                of_heads(inputs, range(head, head + 1)), variant.config, tiles.of_heads(range(head, head + 1), heads)
-            )
-            for head in range(heads)
-        ],
-        2,
-    )
+    single = [range(head, head + 1) for head in range(heads)]
+    exact = torch.cat([in_fp64(of_heads(inputs, one), variant.config, tiles.of_heads(one, heads)) for one in single], 2)
     figures = [x.abs().amax((0, 2, 3)).tolist() for x in (rows.double() - exact, low.double() - exact, exact)]
     errors = (
         Error("", error, oracles.budget(low_error, largest, rows.dtype, inputs.q.shape[-1]))
@@ -186,15 +177,10 @@ def sampled_do(like: Tensor, positions: Tensor) -> Tensor:
 def gradient_errors(
     gradients: dict[str, Tensor], inputs: NSAInputs, config: NSAConfig, tiles: Tiles, positions: Tensor, do: Tensor
 ) -> list[Error]:
-    """Errors of the gradients that a call returned for `do`.
+    """Errors of the gradients that a call returned for `do`, which is zero but at `positions`, the rows of the tiles.
 
     Budget: that of bench/oracles.py for `low_precision`. One key/value head at a time, so that fp64 copies of long
     sequences fit.
-
-    Args:
-        gradients: of q, k, v and, if given, gate_proj_weight.
-        inputs: fixed-length ones, that need no gradients.
-        positions: rows of the tiles; `do` is zero in all others.
     """
     kv_heads, group = inputs.k.shape[2], inputs.group_size
     found: dict[str, list[Tensor]] = {name: [] for name in gradients}

@@ -28,11 +28,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def budget(error: float, largest: float, dtype: torch.dtype, terms: int) -> float:
-    """The error that a result in `dtype` may have.
+    """The error that a result in `dtype` may have, by that of the yardstick and the largest number of the truth.
 
-    Args:
-        error: of the yardstick. largest: number of the truth.
-        terms: D, of sums in fp32 that may be taken in another order than the yardstick's.
+    Args: `terms`: D, of sums in fp32 that may be taken in another order than the yardstick's.
     """
     return 2 * error + (torch.finfo(dtype).eps + terms * torch.finfo(torch.float32).eps) * largest
 
@@ -150,8 +148,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 # Neighborhood attention
 
 
-MOST_PAIRS = 1 << 28
-"""Most pairs of queries and keys whose scores exist at once: 2 GiB in fp64."""
+MOST_PAIRS = 1 << 28  # Most pairs of queries and keys whose scores exist at once: 2 GiB in fp64
 
 
 def neighbors(queries: Tensor, num_tokens: int, kernel_size: int, dilation: int, boundary: str, causal: bool) -> Tensor:

@@ -16,69 +16,52 @@ from torch import Tensor
 import dispatch
 from bench.bars import Bar, ratio
 from bench.common import DTYPES, able_backends, add_device, make_parser, parse_args
-from bench.driver import run
-from bench.inputs import Shape
-from bench.passes import PASSES, Candidate, Measured, Plan, Task, compare
+from bench.passes import PASSES, Candidate, Measured, Plan, Task, compare, p50
 from bench.peers import Peer, make_peer
 from bench.report import LOCAL_RESULTS, environment
-from bench.results_file import Measurement, Results, Row
-from bench.show import (
-    PASS_TITLES,
-    console,
-    floor_text,
-    ms_text,
-    print_table,
-    saved_figure,
-    say,
-    share_text,
-)
-from bench.timing import GIB, Timing, copy_bandwidth
+from bench.results_file import Measurement, Results, Row, run
+from bench.show import PASS_TITLES, Cell, console, ms_text, print_table, saved_figure, say
+from bench.timing import GIB, copy_bandwidth
 
 OWN_COLORS = ("#1b4f72", "#2e86c1", "#76448a")
-UNITS = {"gib": 1, "mib": 1024}
-"""Units of memory in rows, in a GiB."""
-Missing = tuple[str, str, str]
-"""A peer, why it did not run, and of which shape and pass."""
+UNITS = {"gib": 1, "mib": 1024}  # Units of memory in rows, in a GiB
+Missing = tuple[str, str, str]  # A peer, why it did not run, and of which shape and pass
 
-S = TypeVar("S", bound=Shape)
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
 class OpBenchmark(Generic[S]):
-    """Benchmark of an op beside its peers, by shapes."""
+    """Benchmark of an op beside its peers, by shapes.
+
+    `form` is a shape on the command line, such as "L,B,T,D"; `sets` are shapes by name, "tiny" for CPUs, the others for
+    GPUs. `read` makes a shape from its text (and raises ValueError or TypeError), `shape` from a row, whose fields that
+    tell shape and options are `sizes`. `facts` are options of dispatch.Call, `call` is our op by some backend, of the
+    task's leaves. `moved` are bytes that a pass reads and writes at least, `held` those of its inputs and outputs;
+    `unit`, one of UNITS, is memory's. `options` are further ones of the command line, with their arguments; `wall` and
+    `calls` are Plan's. `floor_tbs` are TB/s of the floor by a part of the device's name; others are measured.
+    """
 
     description: str | None
     op: str
     title: str
     form: str
-    """Argument of the command line for a shape, such as "L,B,T,D"."""
     out: str
     sets: Mapping[str, list[S]]
-    """Shapes by name; "tiny" is for CPUs, the others for GPUs."""
     read: Callable[[str], S]
-    """A shape from its text; raises ValueError or TypeError."""
     shape: Callable[[Row], S]
     sizes: Callable[[S, argparse.Namespace], Row]
-    """Fields of a row that tell the shape and options."""
     facts: Callable[[S, argparse.Namespace], dict[str, Any]]
-    """Options of dispatch.Call."""
     task: Callable[[S, torch.device, torch.dtype], Task]
     call: Callable[[S, argparse.Namespace, str], Callable[..., Tensor]]
-    """Our op by some backend, of the task's leaves."""
     moved: Callable[[S, str, int], int]
-    """Bytes that a pass reads and writes at least."""
     held: Callable[[S, str, int], int]
-    """Bytes of its inputs and outputs."""
     peers: Mapping[str, Peer]
     unit: str
-    """One of UNITS."""
     options: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """Further ones of the command line, with their arguments."""
     wall: bool = False
     calls: int = 1
-    """As in Plan."""
     floor_tbs: Mapping[str, float] = field(default_factory=dict)
-    """TB/s of the floor by a part of the device's name; others are measured."""
     bars: Callable[[Sequence[Row]], Iterable[Bar]] | None = None
 
     # The command line
@@ -126,15 +109,18 @@ class OpBenchmark(Generic[S]):
         )
         say(f"{self.title} and its peers: {', '.join(args.modes)}, {args.dtype}, on {facts['device']}", "bold")
 
+        shape = " ".join(f"{name}={{{name}}}" for name in self.sizes(args.shapes[0], args))
+        peers = "".join(f"  {name} {{{name}_ms:ms}}" for name in self.peers)
+        line = f"{shape} {{pass}}: {{backend}} {{ms_p50:ms}} ms  {{share_of_floor:percent}} of the floor{peers}"
         return run(
             args,
             facts,
             partial(self.parts, args, backends, plan),
-            self.line,
+            line,
             reason="{0[0]} did not run: {0[1]} ({0[2]})".format,
             fields=lambda results: {"missing": tell_missing(results.missing, len(backends) * len(plan.passes))},
             bars=self.bars,
-            plot=partial(self.plot, device=facts["device"]) if plan.timed else None,
+            plot=self.plot if plan.timed else None,
             show=self.show,
             csv=True,
         )
@@ -148,47 +134,38 @@ class OpBenchmark(Generic[S]):
         given = args.peak_tbs or next(known, None)
         tbs = results.fact("floor_tbs", lambda: given or (copy_bandwidth() if device.type == "cuda" else None))
 
-        def measure(shape: S, names: list[str]) -> tuple[list[Row], list[Missing]]:
+        def measure(shape: S, names: list[str]) -> Iterator[Row | Missing]:
             ours = [Candidate(name, self.call(shape, args, name)) for name in names]
             peers = {name: partial(make_peer, peer, shape) for name, peer in self.peers.items()}
             make = partial(self.task, shape, device, dtype)
             measured = compare(str(shape), make, ours, peers, plan, status.update)
-            missing = [
-                (name, why, f"{shape} {direction}")
-                for name, direction in product(self.peers, plan.passes)
-                if isinstance(why := measured[name, direction], str)
-            ]
+            for name, direction in product(self.peers, plan.passes):
+                if isinstance(why := measured[name, direction], str):
+                    yield name, why, f"{shape} {direction}"
             found = {key: one for key, one in measured.items() if isinstance(one, Measured)}
-            rows = []
             for name, direction in product(names, plan.passes):
-                beside = {peer: found.get((peer, direction)) for peer in self.peers}
-                row = {"op": self.op, "pass": direction, "backend": name, "default": name == names[0]}
-                rows.append(row | self.figures(shape, args, direction, found[name, direction], beside, tbs))
-            return rows, missing
+                row: Row = {"op": self.op, "pass": direction, "backend": name, "default": name == names[0]}
+                row |= self.figures(shape, args, (name, direction), found)
+                floor = None if tbs is None else self.moved(shape, direction, dtype.itemsize) / tbs / 1e9
+                yield {**row, "floor_ms": floor, "share_of_floor": ratio(floor, row["ms_p50"])}
 
         with console.status("") as status:
             for shape, names in backends.items():
                 yield str(shape), partial(measure, shape, names)
 
     def figures(
-        self,
-        shape: S,
-        args: argparse.Namespace,
-        direction: str,
-        own: Measured,
-        peers: Mapping[str, Measured | None],
-        tbs: float | None,
+        self, shape: S, args: argparse.Namespace, which: tuple[str, str], found: Mapping[tuple[str, str], Measured]
     ) -> Row:
-        """Fields of a row besides the op's. Args: `tbs`: TB/s of the floor; None: there is none."""
-        moved, held = (count(shape, direction, DTYPES[args.dtype].itemsize) for count in (self.moved, self.held))
-        floor = None if tbs is None else moved / tbs / 1e9
+        """Fields of a row besides the op's and the floor's. Args: `which`: the backend and the pass."""
+        own, direction = found[which], which[1]
+        peers = {peer: found.get((peer, direction)) for peer in self.peers}
+        held = self.held(shape, direction, DTYPES[args.dtype].itemsize)
         times = own.timing.fields if own.timing else dict.fromkeys(("ms_p20", "ms_p50", "ms_p80"))
 
         def memory(measured: Measured | None) -> float | None:
             return None if measured is None or measured.peak_gib is None else measured.peak_gib * UNITS[self.unit]
 
         row = {"mode": own.mode, "dtype": args.dtype, **times}
-        row |= {"floor_ms": floor, "share_of_floor": ratio(floor, times["ms_p50"])}
         row |= {"error": own.error.error, "error_budget": own.error.budget, "command": args.command}
         row |= {f"{name}_ms": None if peer is None else p50(peer.timing) for name, peer in peers.items()}
         row |= self.sizes(shape, args)
@@ -204,37 +181,28 @@ class OpBenchmark(Generic[S]):
         """Names of the peers that ran anywhere."""
         return [name for name in self.peers if any(row[f"{name}_ms"] is not None for row in rows)]
 
-    def line(self, row: Row) -> str:
-        """A row that is printed when its shape is done."""
-        peers = "".join(f", {name} {ms_text(row[f'{name}_ms'])}" for name in self.peers)
-        ours = f"{row['backend']} {ms_text(row['ms_p50'])} ms{floor_text(row)}"
-        return f"{self.shape(row)} {row['pass']}: {ours}{peers}"
-
     def show(self, content: dict[str, Any]) -> None:
         rows: list[Row] = content["rows"]
         for reason in content["missing"]:
             say(reason, "yellow")
         peers, digits = self.present(rows), 1 if self.unit == "mib" else 2
 
-        def memory(name: str) -> Callable[[Row], str]:
-            return lambda row: "" if row[f"peak_{self.unit}"] is None else f"{row[f'{name}_{self.unit}']:,.{digits}f}"
+        def beside(name: str, row: Row) -> str:
+            times = ratio(row[f"{name}_ms"], row["ms_p50"])
+            color = "" if times is None else f" [{'green' if times >= 1 else 'red'}]{times:.1f}x[/]"
+            return ms_text(row[f"{name}_ms"]) + color
 
-        def beside(name: str) -> Callable[[Row], str]:
-            return lambda row: ms_text(row[f"{name}_ms"]) + _times(row, name)
-
-        columns: dict[str, Callable[[Row], str]] = {
+        columns: dict[str, Cell] = {
             self.form: lambda row: str(self.shape(row)),
-            "pass": lambda row: row["pass"],
-            "backend": lambda row: row["backend"],
-            "ms": lambda row: "" if row["ms_p50"] is None else f"[bold]{ms_text(row['ms_p50'])}[/]",
-            "of floor": lambda row: share_text(row["share_of_floor"]),
-            **{f"{name} ms": beside(name) for name in peers},
-            "from Python": lambda row: (
-                "" if row["mode"] == "eager" or row.get("wall_ms") is None else ms_text(row["wall_ms"])
-            ),
-            {"gib": "GiB", "mib": "MiB"}[self.unit]: memory("peak"),
-            "least": memory("floor"),
-            "error": lambda row: f"{row['error']:.1e}",
+            "pass": "{pass}",
+            "backend": "{backend}",
+            "ms": "[bold]{ms_p50:ms}[/]",
+            "of floor": "{share_of_floor:percent}",
+            **{f"{name} ms": partial(beside, name) for name in peers},
+            "from Python": "{wall_ms:ms}",
+            {"gib": "GiB", "mib": "MiB"}[self.unit]: f"{{peak_{self.unit}:,.{digits}f}}",
+            "least": f"{{floor_{self.unit}:,.{digits}f}}",
+            "error": "{error:.1e}",
         }
         title = "median time per call, and how much longer peers take"
         print_table(title, columns, rows, left=list(columns)[:3])
@@ -248,7 +216,7 @@ class OpBenchmark(Generic[S]):
         errors = "Errors are the largest against fp64 on sampled rows, each within its budget, so the figures count."
         console.print(errors)
 
-    def plot(self, results: Results, path: Path, device: str) -> None:
+    def plot(self, results: Results, path: Path) -> None:
         """A panel for each pass, bars of every implementation by shape: share of the byte floor, if known, or ms."""
         rows, tbs = results.rows, results.facts["floor_tbs"]
         shapes = list(dict.fromkeys(map(self.shape, rows)))
@@ -262,39 +230,33 @@ class OpBenchmark(Generic[S]):
                 own = {(self.shape(row), row["backend"]): row for row in rows if row["pass"] == direction}
                 any_of = {shape: row for (shape, _), row in own.items()}
                 for i, (name, (label, color)) in enumerate(drawn.items()):
-                    bars: list[tuple[float, float]] = []
-                    for place, shape in enumerate(shapes):
-                        row, x = any_of[shape], place - 0.42 + width * (i + 0.5)
+                    places, times, heights = [place - 0.42 + width * (i + 0.5) for place in range(len(shapes))], [], []
+                    for shape in shapes:
+                        row = any_of[shape]
                         ms = row[f"{name}_ms"] if name in self.peers else own.get((shape, name), {}).get("ms_p50")
-                        height = 0.0 if ms is None else ms if tbs is None else 100 * row["floor_ms"] / ms
-                        bars.append((x, height))
-                        text, how = "x" if ms is None else ms_text(ms), {"ha": "center", "fontsize": 7}
-                        axes.annotate(text, (x, height), xytext=(0, 1), textcoords="offset points", **how)
-                    axes.bar(*zip(*bars, strict=True), width * 0.94, color=color, label=label)
+                        times.append("x" if ms is None else ms_text(ms))
+                        heights.append(0.0 if ms is None else ms if tbs is None else 100 * row["floor_ms"] / ms)
+                    bars = axes.bar(places, heights, width * 0.94, color=color, label=label)
+                    axes.bar_label(bars, times, padding=1, fontsize=7)
                 if tbs is not None:
                     axes.axhline(100, color="black", linestyle="--", linewidth=1)
-                axes.set(ylabel="ms" if tbs is None else "% of the byte floor", title=PASS_TITLES[direction])
+                axes.set(
+                    xlabel=self.form,
+                    ylabel="ms" if tbs is None else "% of the byte floor",
+                    title=PASS_TITLES[direction],
+                )
                 axes.margins(y=0.12)
-                axes.set_xticks(range(len(shapes)), [shape.label() for shape in shapes], fontsize=8)
+                axes.set_xticks(range(len(shapes)), list(map(str, shapes)), fontsize=8)
                 axes.grid(axis="y", alpha=0.3)
                 axes.set_axisbelow(True)
                 axes.spines[["top", "right"]].set_visible(False)
             shown = panels[0, 0].get_legend_handles_labels()
             figure.legend(*shown, loc="outside lower center", ncols=len(drawn), frameon=False)
             crosses = ", x did not run" * (len(drawn) > len(backends))
-            lines = [f"{self.title} on {device}, {rows[0]['dtype']}; numbers are ms{crosses}"]
+            lines = [f"{self.title} on {results.head['device']}, {rows[0]['dtype']}; numbers are ms{crosses}"]
             if tbs is not None:
                 lines.append(f"floor: every input read once, every result written once, at {tbs:.2f} TB/s")
             figure.suptitle("\n".join(lines), fontsize=10)
-
-
-def p50(timing: Timing | None) -> float | None:
-    return None if timing is None else timing.ms_p50
-
-
-def _times(row: Row, name: str) -> str:
-    times = ratio(row[f"{name}_ms"], row["ms_p50"])
-    return "" if times is None else f" [{'green' if times >= 1 else 'red'}]{times:.1f}x[/]"
 
 
 def tell_missing(missing: Iterable[Missing], most: int) -> list[str]:

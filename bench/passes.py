@@ -13,22 +13,20 @@ import gc
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.oracles import Error, worst
 from bench.results_file import WrongResult
-from bench.timing import GIB, Timing, capture, measure, peak_memory, time_calls
+from bench.timing import GIB, Timing, capture, measure, peak_memory
 
 PASSES = {"forward": "fwd", "backward": "bwd", "full": "fwd+bwd"}
-PEER_SLACK = 4
-"""A peer may be off by so many budgets: it computes the same thing, if not as exactly."""
+PEER_SLACK = 4  # A peer may be off by so many budgets: it computes the same thing, if not as exactly
 WALL_TURNS, WALL_SECONDS, WALL_MS = 25, 0.02, 2.0
 """Turns of each candidate for calls as Python makes them, seconds of each, and the longest such calls."""
-PEER_SECONDS = 1 / 3
-"""Share of a measurement's seconds that a peer gets: most slow calls are theirs."""
+PEER_SECONDS = 1 / 3  # Share of a measurement's seconds that a peer gets: most slow calls are theirs
 
 
 class Unavailable(Exception):
@@ -41,35 +39,30 @@ class Candidate:
 
     name: str
     call: Callable[..., Tensor]
-    head_major: bool = False
-    """Accepts and returns `[B,H,N,D]` instead of `[B,N,H,D]`."""
-    graphs: bool = True
-    """Runs in CUDA graphs."""
-
-
-class Truth(Protocol):
-    """Exact results, and budgets of errors in the dtype."""
-
-    def worst(self, results: dict[str, Tensor], slack: int = 1) -> Error:
-        """Error of the result that takes most of `slack` budgets; NaN if a result has one anywhere."""
+    head_major: bool = False  # Accepts and returns `[B,H,N,D]` instead of `[B,N,H,D]`
+    graphs: bool = True  # Runs in CUDA graphs
 
 
 @dataclass(frozen=True)
-class SampledTruth:
-    """Exact results by name, of some rows, and the budgets of their errors."""
+class Truth:
+    """Exact results by name, of some rows, and the budgets of their errors. Without any, results need to be finite."""
 
     exact: dict[str, Tensor]
     budgets: dict[str, float]
-    sample: Callable[[str, Tensor], Tensor]
-    """The rows of a result that `exact` has."""
+    sample: Callable[[str, Tensor], Tensor]  # The rows of a result that `exact` has
 
     def worst(self, results: dict[str, Tensor], slack: int = 1) -> Error:
+        """Error of the result that takes most of `slack` budgets; NaN if a result has one anywhere."""
         errors = []
         for name, result in results.items():
-            error = (self.sample(name, result) - self.exact[name]).abs().amax().item()
-            error = error if bool(result.isfinite().all()) else float("nan")
-            errors.append(Error(name, error, slack * self.budgets[name]))
+            error = (self.sample(name, result) - self.exact[name]).abs().amax().item() if self.exact else 0.0
+            budget = slack * self.budgets[name] if self.exact else 0.0
+            errors.append(Error(name, error if bool(result.isfinite().all()) else float("nan"), budget))
         return worst(errors)
+
+
+FINITE = Truth({}, {}, lambda _, result: result)
+"""Truth for peers that compute something else: any finite result is as good as another."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +71,7 @@ class Task:
 
     leaves: tuple[Tensor, ...]
     do: Tensor
-    gradients: tuple[str, ...]
-    """Names of the leaves' gradients, as `truth` knows them; the output is "out"."""
+    gradients: tuple[str, ...]  # Names of the leaves' gradients, as `truth` knows them; the output is "out"
     truth: Truth
 
 
@@ -91,12 +83,9 @@ class Plan:
     timed: bool = True
     memory: bool = False
     seconds: float = 0.3
-    wall: bool = False
-    """Besides graphs, also calls as Python makes them."""
-    calls: int = 1
-    """Consecutive calls in a graph, which share the time to start it (3 us on an H200)."""
-    host: bool = True
-    """True if the time of an eager call includes what the host takes to start it on an idle GPU."""
+    wall: bool = False  # Besides graphs, also calls as Python makes them
+    calls: int = 1  # Consecutive calls in a graph, which share the time to start it (3 us on an H200)
+    host: bool = True  # True if the time of an eager call includes what the host takes to start it on an idle GPU
 
 
 @dataclass(frozen=True)
@@ -108,8 +97,11 @@ class Measured:
     timing: Timing | None
     wall: Timing | None
     """Time of a call as Python makes it, from an idle device to its end; for an eager pass it is `timing`."""
-    peak_gib: float | None
-    """Memory of everything alive, inputs and outputs included; "bwd" has that of both passes."""
+    peak_gib: float | None  # Memory of everything alive, inputs and outputs included; "bwd" has that of both passes
+
+
+def p50(timing: Timing | None) -> float | None:
+    return None if timing is None else timing.ms_p50
 
 
 # Comparing
@@ -125,11 +117,7 @@ def compare(
 ) -> dict[tuple[str, str], Measured | str]:
     """Measurements of each candidate and pass, for a peer perhaps why there is none.
 
-    Args:
-        where: the problem, for readers. update: called with what is measured next.
-
-    Raises:
-        WrongResult: with every error above its budget; after the first one nothing is timed.
+    Raises WrongResult with every error above its budget; after the first one nothing is timed.
     """
     update(f"{where}: fp64")
     task = make_task()
@@ -158,10 +146,7 @@ def compare(
 def take_turns(
     candidates: Mapping[str, Candidate], direction: str, task: Task, measured: dict[tuple[str, str], Measured | str]
 ) -> None:
-    """Time the short calls from Python again, of all candidates in turn, and keep the fastest turn of each.
-
-    A host may be half as fast for seconds, which must not be those of one candidate.
-    """
+    """Time short calls from Python again, in turn, and keep each one's fastest: a host may be slow for seconds."""
     calls: dict[str, tuple[Callable[[], Any], Any]] = {}
     walls: dict[str, Timing] = {}
     for name, candidate in candidates.items():
@@ -173,7 +158,7 @@ def take_turns(
             calls[name][0]()
     for _ in range(WALL_TURNS):
         for name, (call, _keep) in calls.items():
-            again = time_calls(call, task.do.device, seconds=WALL_SECONDS)
+            again = measure(call, task.do.device, seconds=WALL_SECONDS, warm=True)
             walls[name] = min(walls[name], again, key=lambda timing: timing.ms_p50)
     for name, wall in walls.items():
         found = measured[name, direction]
@@ -216,12 +201,7 @@ def _reason(error: Exception) -> str:
 def measure_pass(
     candidate: Candidate, direction: str, task: Task, plan: Plan, *, slack: int = 1, timed: bool = True
 ) -> Measured:
-    """Run once, check, and if right measure one pass.
-
-    Args:
-        slack: budgets that the error may have.
-        timed: False checks only.
-    """
+    """Run once, check, and if right measure one pass. Args: `slack`: budgets that the error may have."""
     device = task.do.device
     release(device)
     passes = Passes(candidate, task)
@@ -233,8 +213,9 @@ def measure_pass(
             tensor.fill_(float("nan"))
         call()
     names = ("out",) if direction == "fwd" else task.gradients
-    error = task.truth.worst(dict(zip(names, passes.token_major(results), strict=True)), slack)
-    del results
+    by_token = (result.transpose(1, 2) if candidate.head_major else result for result in results)
+    error = task.truth.worst(dict(zip(names, by_token, strict=True)), slack)
+    del results, by_token
     timing = wall = peak_gib = None
     if timed and error.within:
         if plan.timed:
@@ -243,10 +224,16 @@ def measure_pass(
         del call, keep
         release(device)
         if plan.timed and plan.wall:
-            wall = passes.measure_wall(direction, plan.seconds) if graph else timing
+            wall = timing
+            if graph:
+                call, keep = passes.eager(direction)
+                wall = measure(call, device, seconds=plan.seconds)
+                del call, keep
+                release(device)
         if plan.memory:
             peak_gib = peak_memory(passes.forward if direction == "fwd" else passes.full, device)
-            peak_gib = None if peak_gib is None else peak_gib + passes.held(direction) / GIB
+            given = [*passes.leaves, *([] if direction == "fwd" else [passes.do])]
+            peak_gib = None if peak_gib is None else peak_gib + sum(tensor.nbytes for tensor in given) / GIB
     return Measured("graph" if graph else "eager", error, timing, wall, peak_gib)
 
 
@@ -256,10 +243,7 @@ def takes_graphs(candidate: Candidate, device: torch.device) -> bool:
 
 
 def release(device: torch.device) -> None:
-    """Give back what graphs and failed calls held on a GPU.
-
-    What is left, most of it compilers', is nothing that later collections have to look at.
-    """
+    """Give back what graphs and failed calls held on a GPU; what is left is nothing for later collections."""
     if device.type == "cuda":
         gc.collect()
         gc.freeze()
@@ -294,14 +278,6 @@ class Passes:
         out = self._differentiable()
         return lambda: torch.autograd.grad(out, self.leaves, self.do, retain_graph=True), out
 
-    def measure_wall(self, direction: str, seconds: float) -> Timing:
-        """Time of a pass as Python calls it."""
-        call, _keep = self.eager(direction)
-        timing = measure(call, self.do.device, seconds=seconds)
-        del call, _keep
-        release(self.do.device)
-        return timing
-
     def captured(self, direction: str, calls: int) -> tuple[Callable[[], tuple[Tensor, ...]], Any]:
         """So many calls of it as a CUDA graph. That of the backward reads what one of the forward left."""
         device = self.do.device
@@ -329,10 +305,3 @@ class Passes:
             return results
 
         return replay, before
-
-    def token_major(self, results: tuple[Tensor, ...]) -> list[Tensor]:
-        return [result.transpose(1, 2) if self.candidate.head_major else result for result in results]
-
-    def held(self, direction: str) -> int:
-        """Bytes of what a call is given."""
-        return sum(tensor.nbytes for tensor in (*self.leaves, *([] if direction == "fwd" else [self.do])))

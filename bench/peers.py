@@ -1,31 +1,22 @@
 """Peers of our ops, for benchmarks: each as it is meant to be used.
 
-Neighborhood attention with truncated windows:
+Neighborhood attention with truncated windows: FlashAttention-4's sliding window (with dilation C, `[B,N,H,D]` is read
+as `[B,N/C,C*H,D]`, without a copy: rows of one residue class become a sequence of their own, and classes heads);
+flex_attention, compiled, with the block mask of the neighborhood; liger-kernel's generic (not Ascend's) op, which holds
+`[B,H,N,N]`.
 
-- fa4: FlashAttention-4's sliding window. With dilation C, `[B,N,H,D]` is read as `[B,N/C,C*H,D]`, without a copy: rows
-  of one residue class become a sequence of their own, and classes heads.
-- flex: torch.nn.attention.flex_attention, compiled, with the block mask of the neighborhood.
-- liger: liger-kernel's generic (not Ascend's) neighborhood attention, which holds `[B,H,N,N]`.
+Attention residual: liger-kernel's generic op; the formula under torch.compile, for any T; the formula in PyTorch, which
+keeps a copy of all blocks for every step of it. All take the blocks as one tensor, so a list is stacked first.
 
-Attention residual; all of them take the blocks as one tensor, so a list is stacked first:
-
-- liger: liger-kernel's generic (not Ascend's) op.
-- compile: the formula under torch.compile, for any T.
-- eager: the formula in PyTorch, which keeps a copy of all blocks for every step of it.
-
-The paper's NSA. It does not compute what NSA here computes to the last entry, so its results need only be finite:
-
-- fla: fla-core's parallel_nsa, in Triton. It compresses blocks as long as the selected ones, without overlap, so with
-  l' = 64 and d = 16 it attends to a quarter of the compressed entries; it takes gates instead of projecting them. Its
-  window is flash-attn's function, replaced here by FlashAttention-4's. Its selected branch alone, for blocks that were
-  chosen before, is `selected_peer`.
+The paper's NSA: fla-core's parallel_nsa, in Triton. It compresses blocks as long as the selected ones, without overlap,
+so with l' = 64 and d = 16 it attends to a quarter of the compressed entries, and takes gates instead of projecting
+them: its results need only be finite. Its window is flash-attn's function, replaced here by FlashAttention-4's.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,8 +24,7 @@ import torch
 from torch import Tensor
 
 from bench.inputs import Neighborhood, Residual
-from bench.oracles import Error
-from bench.passes import Candidate, Task, Unavailable
+from bench.passes import FINITE, Candidate, Task, Unavailable
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 
@@ -47,12 +37,10 @@ LIGER = "not installed: pip install liger-kernel==0.8.5"
 class Peer(NamedTuple):
     """Another implementation of an op, and how figures show it."""
 
-    make: Callable[[Any, Task], Candidate]
-    """From a problem; raises Unavailable if it cannot run."""
+    make: Callable[[Any, Task], Candidate]  # From a problem; raises Unavailable if it cannot run
     label: str = ""
     color: str = ""
-    anywhere: bool = False
-    """Runs on other devices than CUDA's, too."""
+    anywhere: bool = False  # Runs on other devices than CUDA's, too
 
 
 def make_peer(peer: Peer, problem: Any, task: Task) -> Candidate:
@@ -107,10 +95,7 @@ def _flex(problem: Neighborhood, task: Task) -> Candidate:
 
 
 def block_mask(problem: Neighborhood, device: torch.device) -> BlockMask:
-    """The neighborhood as a mask of flex_attention.
-
-    `create_block_mask` would look at all pairs of tokens, 69 billion of 256K; blocks follow from the window directly.
-    """
+    """The neighborhood for flex_attention; `create_block_mask` would look at all pairs, 69 billion of 256K."""
     from torch.nn.attention.flex_attention import BlockMask
 
     tokens, dilation = problem.tokens, problem.dilation
@@ -160,10 +145,7 @@ Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def formula(blocks: Tensor, w_query: Tensor, w_norm: Tensor) -> Tensor:
-    """The definition of attention residual; blocks `[L,B,N,D]`, arithmetic in fp32 (fp64 for fp64 inputs).
-
-    Without einsum, whose matrix products compilers do not fuse with the rest.
-    """
+    """The definition of attention residual, in fp32 (fp64 for fp64); without einsum, which compilers do not fuse."""
     dtype = torch.promote_types(blocks.dtype, torch.float32)
     values = blocks.to(dtype)
     keys = values * (values.square().mean(-1, keepdim=True) + EPS).rsqrt() * w_norm.to(dtype)
@@ -214,17 +196,6 @@ RESIDUAL = {
 BRANCHES = ("cmp", "slc", "win")
 
 
-@dataclass(frozen=True)
-class Finite:
-    """Truth for peers that compute something else: any finite result is as good as another."""
-
-    def worst(self, results: dict[str, Tensor], slack: int = 1) -> Error:
-        for name, result in results.items():
-            if not bool(result.isfinite().all()):
-                return Error(name, float("nan"), 0.0)
-        return Error("results", 0.0, 0.0)
-
-
 def nsa_task(inputs: NSAInputs) -> Task:
     """q, k, v and the gates of the branches, computed already: 1/3 each if there are no weights for them."""
     q, k, v = (tensor.detach() for tensor in (inputs.q, inputs.k, inputs.v))
@@ -233,7 +204,7 @@ def nsa_task(inputs: NSAInputs) -> Task:
     else:
         gates = torch.sigmoid(torch.einsum("bnhd,hgd->gbnh", q, inputs.gate_proj_weight.detach())).contiguous()
     names = "dq", "dk", "dv", *(f"dg_{branch}" for branch in BRANCHES)
-    return Task((q, k, v, *gates), torch.randn_like(q), names, Finite())
+    return Task((q, k, v, *gates), torch.randn_like(q), names, FINITE)
 
 
 def _fla_package() -> Any:
@@ -255,11 +226,7 @@ def _fla(config: NSAConfig, task: Task) -> Candidate:
 
 
 def selected_peer(indices: Tensor, size: int, task: Task) -> Candidate:
-    """fla's selected branch alone: of q, k, v, for the blocks `[B,H_kv,N,n]` of `size` tokens that each token chose.
-
-    Raises:
-        Unavailable: if it cannot run.
-    """
+    """fla's selected branch of q, k, v alone, for the blocks `[B,H_kv,N,n]` of `size` tokens. May raise Unavailable."""
     q, k, *_ = task.leaves
     group, scale = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5
     if group < 16 or group & (group - 1):

@@ -18,8 +18,7 @@ RESULTS = {"Forward": "e2e-h200", "Forward + backward": "e2e-h200-backward"}
 LONGEST = 2**20
 LENGTHS = {"8K": 2**13, "32K": 2**15, "128K": 2**17, "1M": 2**20}
 TICKS = {"1 ms": 1.0, "10 ms": 10.0, "100 ms": 100.0, "1 s": 1e3, "10 s": 1e4}
-LIMITS = 0.16, 2e4
-"""Milliseconds at the bottom and at the top."""
+LIMITS = 0.16, 2e4  # Milliseconds at the bottom and at the top
 NOTE = "Time of a call by tokens; one H200, bf16. Dense: FlashAttention-4, extrapolated where dotted."
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -33,7 +32,8 @@ FONT = "-apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', Helvetica, A
 def points(name: str) -> list[dict[str, Any]]:
     """Rows of a panel by length."""
     rows = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
-    shown = [row for row in rows if row["num_cmp"] is None and row["mode"] == "eager" and row["n"] <= LONGEST]
+    which = {"num_cmp": None, "mode": "eager", "backend": rows[0]["backend"]}
+    shown = [row for row in rows if which.items() <= row.items() and row["n"] <= LONGEST]
     return sorted(shown, key=lambda row: row["n"])
 
 
@@ -80,7 +80,6 @@ def draw_panel(axes: Any, title: str, rows: Sequence[dict[str, Any]], colors: di
 
 
 def draw(theme: str) -> str:
-    """The picture as SVG."""
     from matplotlib import rc_context  # not for --help
     from matplotlib.figure import Figure
 

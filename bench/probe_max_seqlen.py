@@ -11,18 +11,16 @@ Every trial goes to the --out file at once: the same command goes on where it wa
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib
 import json
 import mmap
-import os
 import re
 import resource
 import shlex
 import signal
-import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -38,37 +36,17 @@ import torch
 from torch import Tensor
 
 import dispatch
-from bench.common import (
-    DTYPES,
-    PRESETS,
-    SIZES,
-    above_zero,
-    add_device,
-    choose_backend,
-    choose_dense,
-    make_parser,
-    nsa_facts,
-    positive,
-    preset_name,
-    resolve_sizes,
-)
+from bench import common
+from bench.common import DTYPES, PRESETS, above_zero, choose_dense, positive
 from bench.inputs import KINDS, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
-from bench.results_file import INTERRUPTED, claimed
+from bench.results_file import differences, held
 from bench.show import console, print_table, say
 from bench.timing import proc_bytes
 from nsa import NSAConfig, nsa, nsa_forward
 from nsa.inputs import NSAInputs
 
-CONFIG_OPTIONS = (
-    "compress_block_size",
-    "compress_stride",
-    "select_block_size",
-    "num_selected_blocks",
-    "window_size",
-    "q_tile_size",
-    "num_cmp_selected_blocks",
-)
+CONFIG_OPTIONS = [field.name for field in fields(NSAConfig) if field.type in ("int", "int | None")]
 """Options of NSAConfig that can be given one by one, on top of the preset."""
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SAMPLED_TOKENS = 256
@@ -87,16 +65,13 @@ class Bracket:
 
     fits: int | None
     fails: int | None
-    why: Failure | Literal["max-seqlen"]
-    """Why `fails` fails, or that the search reached its maximum."""
+    why: Failure | Literal["max-seqlen"]  # Why `fails` fails, or that the search reached its maximum
 
 
 def search(try_length: Callable[[int], Failure | None], start: int, granularity: int, maximum: int | None) -> Bracket:
     """Double from `start` to the first length that fails, then halve the gap until it is at most `granularity`.
 
-    Args:
-        try_length: why this many tokens fail, or None when they fit. A timeout ends the search.
-        maximum: the longest length to try, or None.
+    Args: `try_length`: why this many tokens fail, or None when they fit. A timeout ends the search.
     """
     fits, length = 0, start if maximum is None else min(start, maximum)
     while (why := try_length(length)) is None:
@@ -120,7 +95,11 @@ def search(try_length: Callable[[int], Failure | None], start: int, granularity:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides whether a length fits, but for the machine and the code."""
+    """Everything that decides whether a length fits, but for the machine and the code.
+
+    `options` are changes to the preset, `backend` is NSA's, `dense` the name of the baseline of --op dense, and
+    `memory_limit` in bytes; None: half of what was available at the first trial (CPU), or the device's memory.
+    """
 
     op: str
     device: str
@@ -134,13 +113,9 @@ class Settings:
     input: str
     preset: str | None
     options: dict[str, int]
-    """Changes to the preset."""
     backend: str | None
-    """Backend of NSA."""
     dense: str | None
-    """Name of the baseline, for --op dense."""
     memory_limit: int | None
-    """Bytes; None: half of what was available at the first trial (CPU), or the device's memory."""
 
     @property
     def direction(self) -> str:
@@ -165,45 +140,36 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(asdict(run_trial(settings, arguments.trial))))
         return 0
 
-    with claimed(Path(arguments.out)):
-        return run_probe(arguments, settings, backend_note, argv)
+    out = Path(arguments.out)
+    with held(out, (), lambda: f"{out} keeps the trials so far; the same command goes on from there."):
+        run_probe(arguments, settings, backend_note, sys.argv[1:] if argv is None else argv)
+    return 0
 
 
-def run_probe(arguments: argparse.Namespace, settings: Settings, backend_note: str, argv: list[str] | None) -> int:
-    """Search, with the --out file in hand; the status of the script."""
+def run_probe(arguments: argparse.Namespace, settings: Settings, backend_note: str, argv: list[str]) -> None:
+    """Search, with the --out file in hand."""
     facts = environment(torch.device(settings.device))
-    try:
-        state, start_note = open_state(Path(arguments.out), facts, settings, restart=arguments.restart)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    state, start_note = open_state(Path(arguments.out), facts, settings, restart=arguments.restart)
     announce(settings, state.memory_limit, facts["device"], [backend_note, start_note])
-    command = trial_command(sys.argv[1:] if argv is None else argv, settings, state.memory_limit)
+    command = trial_command(argv, settings, state.memory_limit)
     probe = partial(probe_length, state=state, command=command, timeout=arguments.timeout)
-    try:
-        bracket = search(probe, arguments.start, arguments.granularity, arguments.max_seqlen)
-    except TrialError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        state.save()
-        say(f"\nInterrupted. {state.path} keeps the trials so far; the same command goes on from there.")
-        return INTERRUPTED
+    bracket = search(probe, arguments.start, arguments.granularity, arguments.max_seqlen)
     state.save(bracket)
     show(state, bracket, arguments.granularity)
-    return 0
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
     """The arguments, the settings they amount to, and a note when the backend is not one that dispatch would pick."""
-    parser = make_parser(__doc__, *SIZES, "backend")
+    parser = common.make_parser(__doc__, *common.SIZES, "backend")
     parser.allow_abbrev = False
-    add_device(parser, "cuda", "cpu")
+    common.add_device(parser, "cuda", "cpu")
     add = parser.add_argument
     add("--op", choices=("nsa", "dense"), default="nsa", help="dense: causal FlashAttention-4 or PyTorch SDPA")
     add("--backward", action="store_true", help="probe forward + backward")
     add("--recompute", action="store_true", help="with --backward: keep less and compute it again, as in nsa")
-    add("--preset", type=preset_name, choices=PRESETS, help="NSAConfig.per_tile() or .paper(); default: per_tile")
+    add(
+        "--preset", type=common.preset_name, choices=PRESETS, help="NSAConfig.per_tile() or .paper(); default: per_tile"
+    )
     for option in CONFIG_OPTIONS:
         add(f"--{option.replace('_', '-')}", type=int, metavar="N", help="as in NSAConfig; default: the preset's")
     text = "default: %(default)s; making the text's embeddings takes memory too, which on a CPU counts"
@@ -230,17 +196,18 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
         parser.error("--preset, --backend and the options of NSAConfig go with --op nsa, got --op dense")
     if arguments.recompute and not (arguments.backward and arguments.op == "nsa"):
         parser.error("--recompute goes with --op nsa and --backward")
-    resolve_sizes(parser, arguments)
+    common.resolve_sizes(parser, arguments)
     arguments.options, arguments.dense = options, None
     arguments.preset = (arguments.preset or "per_tile") if arguments.op == "nsa" else None
     settings = Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})
     arguments.out = arguments.out or LOCAL_RESULTS / f"probe-{settings.device}-{settings.op}-{settings.direction}.json"
+    if settings.op == "dense":
+        return arguments, replace(settings, dense=choose_dense(*settings.where).name), ""
     try:
         backend, note = backend_for(settings)
     except (TypeError, ValueError, dispatch.BackendError) as error:
         parser.error(str(error))
-    dense = choose_dense(*settings.where).name if settings.op == "dense" else None
-    return arguments, replace(settings, backend=backend, dense=dense), note
+    return arguments, replace(settings, backend=backend), note
 
 
 def memory_size(text: str) -> int:
@@ -251,18 +218,12 @@ def memory_size(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def backend_for(settings: Settings) -> tuple[str | None, str]:
-    """The backend to probe, and a note when that is the reference for want of a kernel.
-
-    Raises:
-        TypeError, ValueError: for settings that NSA does not support.
-        dispatch.BackendError: when the backend asked for cannot run them.
-    """
-    if settings.op == "dense":
-        return None, ""
+def backend_for(settings: Settings) -> tuple[str, str]:
+    """The backend to probe, and a note when that is the reference for want of a kernel. Raises what refuses it."""
     device, dtype = settings.where
     passes = {"backward": settings.backward, "recompute": settings.recompute}
-    return choose_backend(nsa_facts(settings.sizes(1), settings.config, device, dtype, **passes), settings.backend)
+    call = common.nsa_facts(settings.sizes(1), settings.config, device, dtype, **passes)
+    return common.choose_backend(call, settings.backend)
 
 
 # Trials, and the file that keeps them
@@ -270,22 +231,19 @@ def backend_for(settings: Settings) -> tuple[str | None, str]:
 
 @dataclass(frozen=True)
 class Trial:
-    """Outcome of one length."""
+    """Outcome of one length.
+
+    `seconds` are the op's alone, in a process that runs it for the first time. `peak_gib` is of everything: inputs,
+    out, with --backward do and gradients, temporaries (on a CPU also library code that was read from disk); None if
+    the process did not report it. `reason` is the message of a failure.
+    """
 
     n: int
     fits: bool
     seconds: float
-    """The op alone, in a process that runs it for the first time."""
     peak_gib: float | None
-    """Peak of everything: inputs, out, with --backward do and gradients, temporaries (on a CPU also library code that
-    was read from disk); None if the process did not report it."""
     why: Failure | None = None
     reason: str | None = None
-    """Message of the failure."""
-
-
-class TrialError(RuntimeError):
-    """A trial that failed for another reason than memory or time."""
 
 
 @dataclass
@@ -311,11 +269,7 @@ class State:
 
 
 def open_state(path: Path, facts: dict[str, Any], settings: Settings, *, restart: bool) -> tuple[State, str]:
-    """The state to go on from, and a note on what became of the one in the file.
-
-    Raises:
-        ValueError: for a file that holds something else.
-    """
+    """The state to go on from, and a note on the one in the file. Raises SystemExit for a file of something else."""
     limit = settings.memory_limit
     if settings.device == "cpu" and limit is None:
         limit = proc_bytes("/proc/meminfo", "MemAvailable") // 2
@@ -328,12 +282,10 @@ def open_state(path: Path, facts: dict[str, Any], settings: Settings, *, restart
         trials = {trial["n"]: Trial(**trial) for trial in content["trials"]}
         limit = content["memory_limit_bytes"]
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
+        raise SystemExit(
             f"{path} holds no state of this probe; name another --out, or overwrite with --restart"
         ) from error
-    now = {**asdict(settings), **facts}
-    changes = [f"{name} is {now[name]!r}, was {before.get(name)!r}" for name in now if now[name] != before.get(name)]
-    if changes:
+    if changes := differences({**asdict(settings), **facts}, before):
         return fresh, f"Starting anew, since the trials in {path} differ: {'; '.join(changes)}"
     return State(path, facts, settings, limit, trials), f"Going on from the {len(trials)} trials in {path}"
 
@@ -362,26 +314,18 @@ def probe_length(tokens: int, *, state: State, command: list[str], timeout: floa
 
 
 def start_trial(tokens: int, command: list[str], timeout: float) -> Trial:
-    """Run one trial in a process of its own.
-
-    Raises:
-        TrialError: with the error of a trial that failed for another reason than memory or time.
-    """
+    """Run one trial in a process of its own. Raises SystemExit if it fails for more than memory or time."""
     command = [*command, "--trial", str(tokens)]
     started = time.perf_counter()
-    lifeline, held = os.pipe()  # `held` is closed with this process, however that ends
     try:
-        done = subprocess.run(command, stdin=lifeline, capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         return Trial(tokens, False, timeout, None, "timeout", f"no result after {timeout:g} s")
-    finally:
-        os.close(lifeline)
-        os.close(held)
     if done.returncode == -signal.SIGKILL:
         reason = "killed by SIGKILL, as the system does when memory runs out"
         return Trial(tokens, False, time.perf_counter() - started, None, "oom", reason)
     if done.returncode != 0:
-        raise TrialError(
+        raise SystemExit(
             f"The trial of N={tokens} ended with status {done.returncode}, and not for want of memory:\n"
             f"{done.stderr.strip()}\nTo repeat it: {shlex.join(command)}"
         )
@@ -392,23 +336,19 @@ def start_trial(tokens: int, command: list[str], timeout: float) -> Trial:
 
 
 def end_with_the_probe() -> None:
-    """Stop when the probe is killed: a trial that goes on would take memory from those of the next probe."""
-    standard_input = 0
-
-    def wait() -> None:
-        os.read(standard_input, 1)  # nothing is ever written: it returns once the probe, which holds the pipe, is gone
-        os._exit(1)
-
-    if stat.S_ISFIFO(os.fstat(standard_input).st_mode):  # otherwise the trial is repeated by hand
-        threading.Thread(target=wait, daemon=True).start()
+    """Have Linux kill this trial with the probe: one that goes on would take memory from those of the next probe."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def run_trial(settings: Settings, tokens: int) -> Trial:
     device = torch.device(settings.device)
     if settings.backward:
         importlib.import_module("torch._dynamo")  # else torch.utils.checkpoint would, and it takes 100 MB
-    start_threads()
+    # torch's worker threads, whose stacks are no part of the op; for fewer elements some would not start
+    torch.zeros(torch.get_num_threads() * 32_768).add_(1)
     limit = nullcontext() if settings.memory_limit is None else limited_memory(settings.memory_limit)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     resident = proc_bytes("/proc/self/status", "VmRSS") if device.type == "cpu" else 0
     results: dict[str, Tensor] = {}
     reason = None
@@ -416,10 +356,10 @@ def run_trial(settings: Settings, tokens: int) -> Trial:
         started = time.perf_counter()
         try:
             problem = make_inputs(settings, tokens)
-            synchronize(device)
+            wait()
             started = time.perf_counter()
             results = run_op(settings, problem)
-            synchronize(device)
+            wait()
         except Exception as error:
             if not is_out_of_memory(error, device):
                 raise
@@ -432,12 +372,6 @@ def run_trial(settings: Settings, tokens: int) -> Trial:
     for name, tensor in results.items():
         check_finite(name, tensor)
     return Trial(tokens, reason is None, seconds, peak / 2**30, None if reason is None else "oom", reason)
-
-
-def start_threads() -> None:
-    """Let torch start its worker threads, whose stacks are no part of the op."""
-    elements_per_thread = 32_768  # below that many, torch's element-wise functions take fewer threads
-    torch.zeros(torch.get_num_threads() * elements_per_thread).add_(1)
 
 
 def make_inputs(settings: Settings, tokens: int) -> NSAInputs:
@@ -463,11 +397,6 @@ def run_op(settings: Settings, inputs: NSAInputs) -> dict[str, Tensor]:
     return {"the output": out, **{f"the gradient of {name}": gradient for name, gradient in named}}
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def check_finite(name: str, tensor: Tensor) -> None:
     sample = tensor[:, :: max(1, tensor.shape[1] // SAMPLED_TOKENS)]
     if not torch.isfinite(sample).all():
@@ -477,49 +406,35 @@ def check_finite(name: str, tensor: Tensor) -> None:
 # Memory
 
 
+CUDA_TEXTS = "CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDA_ERROR_OUT_OF_MEMORY"
+CPU_TEXTS = r"DefaultCPUAllocator: (can't allocate|not enough) memory|std::bad_alloc|^could not create a primitive$"
+"""Messages of PyTorch and its libraries. The last one of CUDA is CuTe DSL's, which has errors of its own; the last one
+of the CPU is oneDNN's, whole: what oneDNN cannot do at all fails before, creating "a primitive descriptor"."""
+
+
 def is_out_of_memory(error: Exception, device: torch.device) -> bool:
-    """True if the memory of this device ran out, by the messages of PyTorch and its libraries."""
     if device.type == "cuda":
-        kind: type[Exception] = torch.OutOfMemoryError
-        carrier: type[Exception] = Exception  # CuTe DSL has errors of its own; the last text is theirs
-        texts = ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA_ERROR_OUT_OF_MEMORY"]
-    else:
-        kind, carrier = MemoryError, RuntimeError
-        # The last is oneDNN's, whole; what oneDNN cannot do at all fails before, creating "a primitive descriptor".
-        texts = [
-            r"DefaultCPUAllocator: (can't allocate|not enough) memory",
-            r"std::bad_alloc",
-            r"^could not create a primitive$",
-        ]
-    return isinstance(error, kind) or (
-        isinstance(error, carrier) and re.search("|".join(texts), str(error)) is not None
-    )
+        return isinstance(error, torch.OutOfMemoryError) or re.search(CUDA_TEXTS, str(error)) is not None
+    by_text = isinstance(error, RuntimeError) and re.search(CPU_TEXTS, str(error)) is not None
+    return isinstance(error, MemoryError) or by_text
 
 
 @contextmanager
 def limited_memory(extra: int) -> Iterator[None]:
-    """Let this process take at most `extra` bytes more than it holds now.
+    """Let this process take at most `extra` bytes more than it holds now; RuntimeError if that cannot be enforced.
 
     RLIMIT_DATA counts what a process can write to. Where the system does not enforce it: RLIMIT_AS, all addresses.
-
-    Raises:
-        RuntimeError: when the system enforces neither.
     """
-    kinds = {resource.RLIMIT_DATA: "VmData", resource.RLIMIT_AS: "VmSize"}
-    before = {kind: resource.getrlimit(kind) for kind in kinds}
-    try:
-        for kind, field in kinds.items():
-            resource.setrlimit(kind, (proc_bytes("/proc/self/status", field) + extra, before[kind][1]))
+    for kind, field in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+        soft, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (proc_bytes("/proc/self/status", field) + extra, hard))
+        try:
             if not can_map(extra + 2**20):
-                break
-        else:
-            raise RuntimeError(
-                "this system enforces neither RLIMIT_DATA nor RLIMIT_AS, so --memory-limit means nothing"
-            )
-        yield
-    finally:
-        for kind, limits in before.items():
-            resource.setrlimit(kind, limits)
+                yield
+                return
+        finally:
+            resource.setrlimit(kind, (soft, hard))
+    raise RuntimeError("this system enforces neither RLIMIT_DATA nor RLIMIT_AS, so --memory-limit means nothing")
 
 
 def can_map(size: int) -> bool:
@@ -535,17 +450,12 @@ def can_map(size: int) -> bool:
 
 
 def announce(settings: Settings, memory_limit: int | None, device: str, notes: list[str]) -> None:
-    sizes = f"B={settings.batch} H={settings.heads} H_kv={settings.kv_heads} D={settings.dim}"
-    parts = [f"{sizes} {settings.dtype}", f"{settings.input} input"]
-    if settings.op == "nsa":
-        changed = "".join(f", {name}={value}" for name, value in settings.options.items())
-        parts.append(f"preset {settings.preset}{changed}, backend {settings.backend}")
-    else:
-        parts.append(str(settings.dense))
+    what = f"preset {settings.preset}, backend {settings.backend}" if settings.op == "nsa" else str(settings.dense)
+    parts = [f"B={settings.batch} H={settings.heads} H_kv={settings.kv_heads} D={settings.dim} {settings.dtype}"]
+    parts += [f"{settings.input} input", what, *(f"{name}={value}" for name, value in settings.options.items())]
     if memory_limit is not None:
         parts.append(f"memory limit {memory_limit / 2**20:,.0f} MiB")
-    passes = "forward + backward" if settings.backward else "forward"
-    passes += ", recomputing" if settings.recompute else ""
+    passes = f"forward{' + backward' * settings.backward}{', recomputing' * settings.recompute}"
     say(f"Longest sequence for {settings.op} {passes} on {device}: {'; '.join(parts)}", style="bold")
     for note in filter(None, notes):
         say(note, style="yellow")
@@ -558,13 +468,8 @@ def outcome(trial: Trial) -> str:
 
 
 def show(state: State, bracket: Bracket, granularity: int) -> None:
-    columns: dict[str, Callable[[Trial], str]] = {
-        "N": lambda trial: f"{trial.n:,}",
-        "fits": lambda trial: "yes" if trial.why is None else f"no ({trial.why})",
-        "seconds": lambda trial: f"{trial.seconds:.2f}",
-        "peak GiB": lambda trial: "?" if trial.peak_gib is None else f"{trial.peak_gib:.3f}",
-    }
-    print_table("", columns, [state.trials[tokens] for tokens in sorted(state.trials)])
+    columns = {"N": "{n:,}", "fits": "{fits}", "why": "{why}", "seconds": "{seconds:.2f}", "peak GiB": "{peak_gib:.3f}"}
+    print_table("", columns, [asdict(state.trials[tokens]) for tokens in sorted(state.trials)])
     say("One cold run each; memory of everything: inputs, results and temporaries.")
     found = "nothing fits" if bracket.fits is None else f"fits N={bracket.fits:,}"
     if bracket.fails is None:

@@ -21,8 +21,7 @@ from bench.commit import ROOT, commit
 from dispatch.device import describe_device
 
 RESULTS = ROOT / "bench" / "results"
-LOCAL_RESULTS = RESULTS / "local"
-"""Default folder of results; not under version control."""
+LOCAL_RESULTS = RESULTS / "local"  # Default folder of results; not under version control
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -37,11 +36,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def command_line(argv: Sequence[str] | None = None) -> str:
-    """The command that reproduces this run from the checkout's root.
-
-    Args:
-        argv: arguments of the script; None: those of this process.
-    """
+    """The command that reproduces this run from the checkout's root. Args: `argv`: None: those of this process."""
     script = Path(sys.argv[0]).resolve()
     shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
     variables = [
@@ -62,10 +57,7 @@ def relative(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new file beside `path`, with its suffix, that becomes `path` once it is written, and is gone if that fails.
-
-    Readers never see half a file, and no two writers share one.
-    """
+    """A file beside `path` that becomes `path` once it is written: readers never see half, no two writers share it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.stem}.partial-{uuid4().hex[:8]}{path.suffix}")
     try:

@@ -7,27 +7,28 @@ otherwise it starts again, and says so. A wrong result removes the rows of all p
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.bars import Bar
 from bench.common import with_ending
 from bench.oracles import Error
 from bench.report import relative, write_csv, write_json
+from bench.show import row_line, say, show_bars
 
-INTERRUPTED = 130
-"""Status of a script that Ctrl-C ended."""
-FIELDS = ("gate", "red", "parts", "rows")
-"""Fields of the file besides those that all rows share."""
+INTERRUPTED = 130  # Status of a script that Ctrl-C ended
+FIELDS = ("gate", "red", "parts", "rows")  # Fields of the file besides those that all rows share
 Row = dict[str, Any]
-Measurement = tuple[str, Callable[[], tuple[list[Row], list[Any]]]]
-"""The name of a part, and a function that returns its rows and what did not run, or raises WrongResult."""
+Measurement = tuple[str, Callable[[], Iterable[Any]]]
+"""The name of a part, and a function that gives its rows, and reasons why something did not run; or WrongResult."""
 
 
 class WrongResult(Exception):
@@ -35,7 +36,6 @@ class WrongResult(Exception):
 
 
 def hold(what: str, error: Error) -> None:
-    """Raise WrongResult unless the error is within its budget."""
     if not error.within:
         raise WrongResult(f"{what}: {error}")
 
@@ -45,8 +45,7 @@ class Part:
     """Rows that were measured together."""
 
     rows: list[Row]
-    missing: list[Any]
-    """Peers or cases that did not run, and why."""
+    missing: list[Any]  # Peers or cases that did not run, and why
 
 
 @dataclass
@@ -59,8 +58,7 @@ class Results:
     facts: dict[str, Any] = field(default_factory=dict)
     """Fields that all rows share, measured by the first of the runs that resume each other."""
     parts: dict[str, Part] = field(default_factory=dict)
-    replaced: bool = False
-    """True once the file is of this run, not one of before."""
+    replaced: bool = False  # True once the file is of this run, not one of before
 
     @property
     def rows(self) -> list[Row]:
@@ -76,47 +74,34 @@ class Results:
             self.facts[name] = measure()
         return self.facts[name]
 
-    def measure(
-        self, parts: Iterable[Measurement], line: Callable[[Row], str] | None, reason: Callable[[Any], str] = str
-    ) -> bool:
+    def measure(self, parts: Iterable[Measurement], line: str | None, reason: Callable[[Any], str] = str) -> bool:
         """Measure and print the parts that the file lacks; returns False after a wrong result.
 
-        Args:
-            parts: what is iterated over may raise WrongResult, too.
-            line, reason: a row, and why something did not run, for readers. Without `line` nothing is printed.
+        Args: `line`: of a row, for `row_line`; None: nothing is printed. `reason`: why something did not run, as text.
         """
         try:
             for name, run in parts:
                 if name not in self.parts:
-                    rows, missing = run()
+                    found = list(run())
+                    rows, missing = ([x for x in found if isinstance(x, dict) == is_row] for is_row in (True, False))
                     self.add(name, rows, missing)
                     if line is not None:
-                        print(*map(line, rows), *map(reason, missing), sep="\n", flush=True)
+                        print(*(row_line(line, row) for row in rows), *map(reason, missing), sep="\n", flush=True)
                 del run  # with the tensors that it holds
         except WrongResult as wrong:
-            self.fail(wrong.args, missing=[])
+            self.parts.clear()
+            self._write(gate="red", red=list(wrong.args), missing=[], rows=[])
             print("Wrong results, so no times are reported:", *wrong.args, sep="\n  ")
             return False
         return True
 
     def add(self, name: str, rows: Sequence[Row], missing: Sequence[Any] = ()) -> None:
-        """Add a part that is done."""
         self.parts[name] = Part(list(rows), list(missing))
         parts = [{"part": part, "rows": len(done.rows), "missing": done.missing} for part, done in self.parts.items()]
         self._write(gate="unfinished", red=[], parts=parts, rows=self.rows)
 
-    def fail(self, red: Sequence[str], **more: Any) -> None:
-        """Record wrong results: nothing that was measured counts."""
-        self.parts.clear()
-        self._write(gate="red", red=list(red), **more, rows=[])
-
     def finish(self, gate: str = "green", *, red: bool = True, csv: bool = False, **more: Any) -> None:
-        """Record that all parts are done: nothing is left to resume.
-
-        Args:
-            red: False if nothing was checked: the file has no such field.
-            csv: also write the rows as a table.
-        """
+        """Record that all parts are done. Args: `red`: False if nothing was checked: the file has no such field."""
         if csv:
             write_csv(with_ending(self.path, ".csv"), self.rows)
         checked: dict[str, Any] = {"red": []} if red else {}
@@ -136,18 +121,12 @@ class Results:
         return f"{relative(self.path)} keeps the {len(self.rows)} rows so far; the same command goes on from there."
 
     def go_on(self) -> str:
-        """Take over the parts of the file; returns a note about it.
-
-        Raises:
-            SystemExit: for a file that holds something else.
-        """
+        """Take over the parts of the file; returns a note about it. Raises SystemExit for a file of something else."""
         content, where = read_results(self.path), relative(self.path)
         if content.get("gate") != "unfinished":
             return ""
         now = json.loads(json.dumps(self.head))
-        changes = [
-            f"{name} is {now[name]!r}, was {content.get(name)!r}" for name in now if now[name] != content.get(name)
-        ]
+        changes = differences(now, content)
         try:
             parts, rows = {}, iter(content["rows"])
             for part in content["parts"]:
@@ -161,12 +140,56 @@ class Results:
         return f"Going on from the {len(self.rows)} rows in {where}"
 
 
-def read_results(path: Path) -> dict[str, Any]:
-    """Content of a results file; empty if there is none.
+def run(
+    args: argparse.Namespace,
+    head: dict[str, Any],
+    parts: Callable[[Results], Iterable[Measurement]],
+    line: str | None,
+    *,
+    reason: Callable[[Any], str] = str,
+    fields: Callable[[Results], dict[str, Any]] = lambda results: {"missing": results.missing},
+    bars: Callable[[list[Row]], Iterable[Bar]] | None = None,
+    plot: Callable[[Results, Path], None] | None = None,
+    show: Callable[[dict[str, Any]], None] | None = None,
+    csv: bool = False,
+    gate: str = "green",
+    checked: bool = True,
+) -> int:
+    """Measure and write OUT.json (schema: docs/results_files.md) after every part; returns the status of the script.
 
-    Raises:
-        SystemExit: for a file that holds something else.
+    Args:
+        parts: what is measured, given the results so far. line, reason: as in `Results.measure`.
+        fields: of the file, besides rows and bars, once all parts are done. bars: count if `args.bars`.
+        plot: draws OUT.png. show: prints the fields of the file, once it is written, before bars.
+        gate, checked: of the file, if nothing was checked.
     """
+    out = Path(args.out)
+    with open_results(out, {**head, "command": args.command}) as results:
+        if not results.measure(parts(results), line, reason):
+            return 1
+        more = fields(results)
+        reached = list(bars(results.rows)) if bars and args.bars else None
+        if reached is not None:
+            more["bars"] = [bar.as_json() for bar in reached]
+        if plot:
+            plot(results, with_ending(out, ".png"))
+        results.finish(gate, red=checked, csv=csv, **more)
+    if show:
+        show({**results.facts, **more, "rows": results.rows})
+    if reached is not None:
+        show_bars(reached)
+    written = (with_ending(out, ending) for ending in (".png", ".csv", ".json"))
+    say("   ".join(str(relative(path)) for path in written if path.exists()))
+    return 0
+
+
+def differences(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """Fields of `now` that are others in a file of before, for readers."""
+    return [f"{name} is {now[name]!r}, was {before.get(name)!r}" for name in now if now[name] != before.get(name)]
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Content of a results file; empty if there is none. Raises SystemExit for a file that holds something else."""
     if not path.exists():
         return {}
     try:
@@ -180,16 +203,9 @@ def read_results(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def open_results(out: Path, head: dict[str, Any]) -> Iterator[Results]:
-    """Open the results OUT.json with OUT.csv and OUT.png; prints what becomes of a file that is there.
-
-    Args:
-        out: without suffix. head: `environment`, "command" and other fields that all rows share.
-
-    Raises:
-        SystemExit: as `claimed`; for a file that holds something else; and after an interrupt, with INTERRUPTED.
-    """
+    """The results OUT.json, with OUT.csv and OUT.png; prints what becomes of a file. May raise SystemExit."""
     results = Results(with_ending(out, ".json"), head)
-    with _held(out, (".csv", ".png"), results.kept):
+    with held(out, (".csv", ".png"), results.kept):
         if note := results.go_on():
             print(note, flush=True)
         yield results
@@ -197,22 +213,15 @@ def open_results(out: Path, head: dict[str, Any]) -> Iterator[Results]:
 
 @contextmanager
 def replaced_results(out: Path, *endings: str) -> Iterator[None]:
-    """Hold OUT.json and files beside it for a script that replaces them.
-
-    Args:
-        out: without suffix. endings: of the other files.
-
-    Raises:
-        SystemExit: as `claimed`; for a file that holds something else; and after an interrupt, with INTERRUPTED.
-    """
+    """Hold OUT.json and files with other endings for a script that replaces them. Raises SystemExit as `claimed`."""
     path = with_ending(out, ".json")
-    with _held(out, endings, lambda: f"{relative(path)} has what was written before, if anything."):
+    with held(out, endings, lambda: f"{relative(path)} has what was written before, if anything."):
         read_results(path)
         yield
 
 
 @contextmanager
-def _held(out: Path, endings: Iterable[str], kept: Callable[[], str]) -> Iterator[None]:
+def held(out: Path, endings: Iterable[str], kept: Callable[[], str]) -> Iterator[None]:
     """Hold OUT.json and the files with other endings. Args: `kept`: what an interrupt leaves, for readers."""
     with claimed(with_ending(out, ".json"), *(with_ending(out, ending) for ending in endings)):
         try:
@@ -224,46 +233,25 @@ def _held(out: Path, endings: Iterable[str], kept: Callable[[], str]) -> Iterato
 
 @contextmanager
 def claimed(path: Path, *others: Path) -> Iterator[None]:
-    """Hold the files of an --out for this run alone; a run that is killed releases them.
-
-    Raises:
-        SystemExit: if they cannot be written, or another run holds them.
-    """
+    """Hold the files of an --out until this run ends. Raises SystemExit if another run does, or they cannot be."""
     where, lock = relative(path), with_ending(path, ".lock")
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        if folders := [one for one in (path, *others) if one.is_dir()]:
-            raise IsADirectoryError(f"{relative(folders[0])} is a folder")
-        held = _lock(lock)
-    except BlockingIOError as error:
-        by = lock.read_text(encoding="utf-8").strip() if lock.exists() else ""
-        raise SystemExit(f"Another run writes {where} (process {by or '?'}): name another --out, or wait.") from error
-    except OSError as error:
-        raise SystemExit(f"--out: {where} cannot be written: {error}") from error
-    try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)  # while it is held, so that no other run's is removed
-        os.close(held)
-
-
-def _lock(path: Path) -> int:
-    """Lock the file and return its descriptor. If another run removes it meanwhile, lock the one that follows.
-
-    Raises:
-        BlockingIOError: when another process holds it.
-    """
-    while True:
-        held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    with ExitStack() as stack:
         try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            if folders := [one for one in (path, *others) if one.is_dir()]:
+                raise IsADirectoryError(f"{relative(folders[0])} is a folder")
+            held = stack.enter_context(lock.open("a+", encoding="utf-8"))
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(path.stat(), os.fstat(held)):
-                os.truncate(held, 0)
-                os.write(held, f"{os.getpid()}\n".encode())
-                return held
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(held)
-            raise
-        os.close(held)
+            if not os.path.samefile(lock, held.fileno()):  # its run ended in between, and yet another one began
+                raise BlockingIOError
+        except BlockingIOError as error:
+            by = lock.read_text(encoding="utf-8").strip() if lock.exists() else ""
+            raise SystemExit(
+                f"Another run writes {where} (process {by or '?'}): name another --out, or wait."
+            ) from error
+        except OSError as error:
+            raise SystemExit(f"--out: {where} cannot be written: {error}") from error
+        held.truncate(0)
+        print(os.getpid(), file=held, flush=True)
+        stack.callback(lock.unlink, missing_ok=True)  # while it is held, so that no other run's is removed
+        yield

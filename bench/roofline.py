@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ascend_kernels.neighborhood.tiling import DENSE_TILES, MAX_TOKENS, Tiles, ascend_tiles, band_tiles
 from bench.inputs import Neighborhood, Residual, Sizes
@@ -49,10 +50,8 @@ def nsa_floor_ms(sizes: Sizes, config: NSAConfig, peaks: Peaks, itemsize: int = 
     most that many blocks of them), the selected blocks and the window; and scores of all past entries for each tile, in
     token mode for each token, which are the compressed branch's logits made a second time.
     Bytes: the branches read q, k, v once and write three outputs; the gate reads q and these and writes out.
-
-    Args:
-        backward: forward + backward: five products more for each pair; and q, k, v, the three outputs and do read
-            once, dq, dk and dv written once. What `recompute` computes again does not count.
+    Backward: five products more for each pair; and q, k, v, the three outputs and do read once, dq, dk and dv written
+    once. What `recompute` computes again does not count.
     """
     n, products = sizes.tokens, FORWARD_PRODUCTS + BACKWARD_PRODUCTS * backward
     flops = score_flops(sizes, config) + attention_flops(sizes, sum(branch_keys(n, config)), products)
@@ -86,7 +85,6 @@ class Work(NamedTuple):
     flops: float = 0
 
     def floor_ms(self, tbs: float, tflops: float) -> float:
-        """The longer of the two."""
         return max(self.bytes / tbs, self.flops / tflops) / 1e9
 
 
@@ -149,100 +147,74 @@ def mean_keys(keys: int, most: int) -> float:
 
 
 def neighborhood_bytes(shape: Neighborhood, direction: str, itemsize: int = 2) -> int:
-    """The byte floor: forward reads q, k, v and writes o; backward reads q, k, v, o, do and writes dq, dk, dv.
-
-    Args:
-        direction: "fwd", "bwd" or "fwd+bwd".
-    """
+    """The byte floor: forward reads q, k, v, writes o; backward reads q, k, v, o, do, writes dq, dk, dv."""
     tensors = {"fwd": 4, "bwd": 8, "fwd+bwd": 12}[direction]
     return tensors * itemsize * shape.batch * shape.tokens * shape.heads * shape.dim
 
 
-class AscendWork(NamedTuple):
-    """Work of one pass on an NPU, by the model of docs/neighborhood_attention.md; for parts of a row, per row."""
-
-    l1_bytes: float
-    """Operands of the cube, from global memory."""
-    ub_bytes: float
-    """In and out of the vector unit's memory, what comes from the cube and goes there included."""
-    cube_flops: float
-    kept_bytes: float = 0
-    """Besides inputs and outputs: bytes kept in global memory between kernels or passes."""
-
-    def plus(self, other: AscendWork) -> AscendWork:
-        return AscendWork(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
-
-    def times(self, count: float) -> AscendWork:
-        return AscendWork(*(count * value for value in self))
-
-
-ITEM, FP32 = 2, 4
-"""Bytes of a number: of the inputs, and on the chip."""
+ITEM, FP32 = 2, 4  # Bytes of a number: of the inputs, and on the chip
 SLOT_TILES = band_tiles("band_scores", torch.bfloat16, MAX_TOKENS)
 """Tiles of the kernels that write a band or spread it out."""
 BAND_TILES = band_tiles("band_rows", torch.bfloat16, MAX_TOKENS)
 """Tiles of the kernels that multiply a band with rows, for long sequences."""
 
 
-def neighborhood_work(shape: Neighborhood, algorithm: str, *, backward: bool) -> AscendWork:
-    """Work of "flash", "band" or "dense" on 16-bit tensors with truncated windows, away from borders.
+def neighborhood_work(shape: Neighborhood, algorithm: str, *, backward: bool) -> Tensor:
+    """Work of "flash", "band" or, backward, "dense" on an NPU, by the model of docs/neighborhood_attention.md.
 
-    Raises:
-        ValueError: for the dense forward, which is the band's.
+    Of 16-bit tensors with truncated windows, away from borders. Returns four figures (`_work`).
     """
-    if algorithm == "dense" and not backward:
-        raise ValueError("the dense algorithm has a backward only; its forward is the band's")
     per_row = {"flash": _flash_row, "band": _band_row, "dense": _dense_row}[algorithm](shape, backward)
-    return per_row.times(shape.batch * shape.tokens * shape.heads)
+    return per_row * (shape.batch * shape.tokens * shape.heads)
 
 
-def _flash_row(shape: Neighborhood, backward: bool) -> AscendWork:
+def _work(l1: float, ub: float, cube: float = 0, kept: float = 0) -> Tensor:
+    """Figures of a row, float64 `[4]`: bytes, but FLOPs of the cube.
+
+    `l1`: the cube's operands, from global memory; `ub`: in and out of the vector unit's memory, what comes from the
+    cube and goes there included; `kept`: in global memory between kernels or passes, beside inputs and outputs.
+    """
+    return torch.tensor([l1, ub, cube, kept], dtype=torch.float64)
+
+
+def _flash_row(shape: Neighborhood, backward: bool) -> Tensor:
     """A tile of BLOCK_M rows walks over the rows of the other side, BLOCK_N at a time, all features at once."""
+    row = shape.dim * ITEM
 
-    def kernel(
-        name: str, products: int, held: int, scores: int, results: int, once: int, beside: int = 0
-    ) -> AscendWork:
+    def kernel(name: str, products: int, held: int, scores: int, results: int, once: int, beside: int = 0) -> Tensor:
         """Args: operands held; what crosses the UB: bytes a pair, fp32 rows a step, bytes once, bytes a walked row."""
         tiles = ascend_tiles(name, torch.bfloat16, shape.dim, shape.kernel_size)
         steps = _steps(shape, tiles)
         walked = steps * tiles.block_n
         ub = walked * scores + steps * results * shape.dim * FP32 + once + walked / tiles.block_m * beside
-        l1 = (held + 2 * walked / tiles.block_m) * shape.dim * ITEM
-        return AscendWork(l1, ub, products * 2 * walked * shape.dim)
+        return _work((held + 2 * walked / tiles.block_m) * row, ub, products * 2 * walked * shape.dim)
 
-    row = shape.dim * ITEM
     if not backward:
         # s in and p out; p v in; o, lse
-        forward = kernel("forward", 2, 1, FP32 + ITEM, 1, row + FP32)
-        return forward._replace(kept_bytes=FP32)
+        return kernel("forward", 2, 1, FP32 + ITEM, 1, row + FP32) + _work(0, 0, kept=FP32)
     # s, dp in and ds out; ds k in; o and do for delta, dq, lse, delta
     dq = kernel("dq", 3, 2, 2 * FP32 + ITEM, 1, 3 * row + 2 * FP32)
     # s, dp in and p, ds out; p do and ds q in; dk, dv; lse and delta of walked rows
     dkdv = kernel("dkdv", 4, 2, 2 * FP32 + 2 * ITEM, 2, 2 * row, 2 * FP32)
-    return dq.plus(dkdv)._replace(kept_bytes=2 * FP32)
+    return dq + dkdv + _work(0, 0, kept=2 * FP32)
 
 
-def _band_row(shape: Neighborhood, backward: bool) -> AscendWork:
+def _band_row(shape: Neighborhood, backward: bool) -> Tensor:
     """The band is fp32; a window beyond one tile of slots is multiplied twice: for its sums, and to be stored."""
-    slots, row = shape.kernel_size * FP32, shape.dim * ITEM
-    tiles, slices = SLOT_TILES, -(-shape.dim // SLOT_TILES.block_d)
-    products = -(-shape.kernel_size // tiles.block_m)
+    tiles, slots, row = SLOT_TILES, shape.kernel_size * FP32, shape.dim * ITEM
+    products, slices = -(-shape.kernel_size // tiles.block_m), -(-shape.dim // tiles.block_d)
     rounds = 1 if products == 1 else 2
     products *= rounds
+    crossing = products * slices * tiles.block_n * FP32 + slots
     share = tiles.block_n / tiles.block_m
-    write = AscendWork(
-        products * (1 + share) * row,
-        products * slices * tiles.block_n * FP32 + slots,
-        products * 2 * tiles.block_n * shape.dim,
-    )
+    write = _work(products * (1 + share) * row, crossing, products * 2 * tiles.block_n * shape.dim)
     multiply = _times_rows(shape, _steps(shape, BAND_TILES), BAND_TILES, FP32 + ITEM)
     if not backward:
-        return write.plus(multiply)._replace(kept_bytes=slots)
-    ds = write.plus(AscendWork(0, rounds * slots, 0))  # p read
-    return ds.plus(multiply.times(3))._replace(kept_bytes=2 * slots)
+        return write + multiply + _work(0, 0, kept=slots)
+    return write + 3 * multiply + _work(0, rounds * slots, kept=2 * slots)  # for ds, p is read
 
 
-def _dense_row(shape: Neighborhood, backward: bool) -> AscendWork:
+def _dense_row(shape: Neighborhood, backward: bool) -> Tensor:
     """Backward: the band spread out in zeros, then products over the tiles that hold a key in reach.
 
     Dilation does not help: rows between the neighbors are multiplied, too.
@@ -254,11 +226,10 @@ def _dense_row(shape: Neighborhood, backward: bool) -> AscendWork:
     spread = shape.tokens * FP32 + 2 * _steps(shape, SLOT_TILES) * SLOT_TILES.block_n * FP32
     dv = _times_rows(shape, steps, tiles, FP32 + ITEM)
     # twice, for delta and for ds: p, dp in; do is read again with every tile of v
-    twice = AscendWork((steps + share) * row, (1 + slices) * walked * FP32, 2 * walked * shape.dim).times(2)
-    dq_dk = _times_rows(shape, steps, tiles, 2 * ITEM).times(2)  # ds in, masked and out
+    twice = 2 * _work((steps + share) * row, (1 + slices) * walked * FP32, 2 * walked * shape.dim)
+    dq_dk = 2 * _times_rows(shape, steps, tiles, 2 * ITEM)  # ds in, masked and out
     kept = shape.kernel_size * FP32 + shape.tokens * (FP32 + ITEM)
-    parts = AscendWork(0, spread + walked * ITEM, 0).plus(dv).plus(twice).plus(dq_dk)
-    return parts._replace(kept_bytes=kept)
+    return _work(0, spread + walked * ITEM, kept=kept) + dv + twice + dq_dk
 
 
 def _steps(shape: Neighborhood, tiles: Tiles) -> int:
@@ -266,18 +237,11 @@ def _steps(shape: Neighborhood, tiles: Tiles) -> int:
     return -(-(tiles.block_m + shape.kernel_size - 1) // tiles.block_n)
 
 
-def _times_rows(shape: Neighborhood, steps: int, tiles: Tiles, crossing: int) -> AscendWork:
-    """A matrix in memory times rows: read and, as an operand, written once for each slice of features.
-
-    Args:
-        crossing: bytes of an element that cross the UB.
-    """
-    walked, slices = steps * tiles.block_n, -(-shape.dim // tiles.block_d)
-    return AscendWork(
-        walked / tiles.block_m * shape.dim * ITEM,
-        slices * walked * crossing + steps * shape.dim * FP32 + shape.dim * ITEM,
-        2 * walked * shape.dim,
-    )
+def _times_rows(shape: Neighborhood, steps: int, tiles: Tiles, crossing: int) -> Tensor:
+    """A matrix in memory times rows, of whose elements `crossing` bytes cross the UB for each slice of features."""
+    walked, slices, row = steps * tiles.block_n, -(-shape.dim // tiles.block_d), shape.dim * ITEM
+    ub = slices * walked * crossing + steps * shape.dim * FP32 + row
+    return _work(walked / tiles.block_m * row, ub, 2 * walked * shape.dim)
 
 
 def neighborhood_table(shapes: Iterable[Neighborhood]) -> str:
@@ -288,26 +252,17 @@ def neighborhood_table(shapes: Iterable[Neighborhood]) -> str:
         for direction, algorithms in (("fwd", ("flash", "band")), ("bwd", ("flash", "band", "dense"))):
             for algorithm in algorithms:
                 work = neighborhood_work(shape, algorithm, backward=direction == "bwd")
-                figures = [_giga(figure) for figure in (neighborhood_bytes(shape, direction), *work)]
+                counts = neighborhood_bytes(shape, direction), *work.tolist()
+                figures = [f"{count / 1e9:.3g}" if count < 1e12 else f"{count / 1e9:,.0f}" for count in counts]
                 lines.append(f"| {' | '.join((str(shape), direction, algorithm, *figures))} |")
     return "\n".join(lines)
-
-
-def _giga(value: float) -> str:
-    return f"{value / 1e9:.3g}" if value < 1e12 else f"{value / 1e9:,.0f}"
 
 
 # Attention residual
 
 
 def residual_bytes(shape: Residual, direction: str, itemsize: int = 2) -> int:
-    """The byte floor: forward reads L blocks and writes out; backward reads L blocks and do and writes L gradients.
-
-    The weights and what is kept for backward (8 bytes a token and block) are left out.
-
-    Args:
-        direction: "fwd", "bwd" or "fwd+bwd".
-    """
+    """The byte floor without weights: forward reads L blocks, writes out; backward reads these, do, writes dblocks."""
     tensors = {"fwd": shape.blocks + 1, "bwd": 2 * shape.blocks + 1, "fwd+bwd": 3 * shape.blocks + 2}[direction]
     return tensors * itemsize * shape.batch * shape.tokens * shape.dim
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,8 +14,8 @@ from torch import Tensor
 from bench import oracles
 from bench.oracles import Error
 
-CHECKED = 64
-"""Rows that are held against fp64, half of them the last ones."""
+CHECKED = 64  # Rows that are held against fp64, half of them the last ones
+DRAWN = 1 << 23  # Scores of blocks that are drawn at a time
 NAMES = ("out", "dq", "dk", "dv")
 
 
@@ -41,7 +42,6 @@ class Branch:
         return self.q, self.k, self.v, self.blocks
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """out and lse."""
         from cute_kernels.attend.kv_outer import kv_outer_forward
 
         return kv_outer_forward(*self.given, **self.how)
@@ -53,7 +53,6 @@ class Branch:
 
     @cached_property
     def saved(self) -> tuple[Tensor, Tensor, Tensor]:
-        """out, lse and delta."""
         out, lse = self.forward()
         return out, lse, self.delta(out, self.do)
 
@@ -71,6 +70,24 @@ class Branch:
             delta = self.delta(out, do)
         kv_outer_backward(*self.given, self.do if do is None else do, lse, delta, into=into, **self.how)
         return into
+
+
+def draw_blocks(
+    shape: tuple[int, int, int], size: int, count: int, generator: torch.Generator, weigh: Callable[..., Tensor]
+) -> Tensor:
+    """int32 `[B,H_kv,N,count]`, ascending, then -1: the best of random scores of the blocks up to each token's own.
+
+    Args: `weigh`: scores from uniform noise, the tokens' own blocks and all blocks.
+    """
+    (batch, kv_heads, n), device = shape, generator.device
+    blocks = -(-n // size)
+    block, parts = torch.arange(blocks, device=device), []
+    for own in (torch.arange(n, device=device)[:, None] // size).split(max(1, DRAWN // (batch * kv_heads * blocks))):
+        scores = torch.rand((batch, kv_heads, len(own), blocks), generator=generator, device=device)
+        best = weigh(scores, own, block).masked_fill(block > own, -math.inf).topk(min(count, blocks), -1)
+        order = best.indices.masked_fill(best.values == -math.inf, blocks).sort(-1).values
+        parts.append(order.where(order < blocks, -1).int())
+    return torch.nn.functional.pad(torch.cat(parts, 2), [0, max(0, count - blocks)], value=-1)
 
 
 def checked_rows(n: int, device: torch.device) -> Tensor:
@@ -96,8 +113,7 @@ def errors(
 ) -> list[Error]:
     """Errors of rows of a key/value head's group, and of the gradients of a do that is 0 elsewhere.
 
-    Args:
-        attend: gives out, and perhaps dq, dk and dv, for a do. tensors: q, k, v.
+    Args: `attend`: gives out, and perhaps dq, dk and dv, for a do. `tensors`: q, k, v.
     """
     (q, k, v), dtype = (x.detach() for x in tensors), do.dtype
     group, rows, (n, dim) = q.shape[2] // k.shape[2], checked_rows(q.shape[1], q.device), q.shape[1::2]

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from bench.bars import Bar
 from bench.extras import needed
 from bench.report import replacing
+from bench.tables import fill
 
 with needed("rich"):
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-TABLE_WIDTH = 140
-"""Columns that a table may take if the terminal has fewer, or if there is none."""
+TABLE_WIDTH = 140  # Columns that a table may take if the terminal has fewer, or if there is none
+COMPUTED = ("bar", "extrapolated", "floor", "roofline")
 PASS_TITLES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 console = Console()
 
@@ -32,16 +34,17 @@ def ms_text(value: float | None) -> str:
     return "-" if value is None else f"{value:,.{3 if value < 1 else 2 if value < 10 else 1}f}"
 
 
-def print_table(
-    title: str, columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any], left: Sequence[str] = ()
-) -> None:
-    """Print a row for each of `rows`, and no column whose cells are all empty.
+Cell = str | Callable[[Any], str]
+"""A cell of a row: a template for `row_line`, or a function."""
 
-    Args:
-        columns: functions that give a row's cell, by heading. left: headings of columns that are aligned so.
-    """
+
+def print_table(title: str, columns: Mapping[str, Cell], rows: Sequence[Any], left: Sequence[str] = ()) -> None:
+    """Print a row for each of `rows`, and no column whose cells are all empty. Args: `left`: headings aligned so."""
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
-    cells = {heading: [cell(row) for row in rows] for heading, cell in columns.items()}
+    cells = {
+        heading: [row_line(cell, row) if isinstance(cell, str) else cell(row) for row in rows]
+        for heading, cell in columns.items()
+    }
     shown = {heading: texts for heading, texts in cells.items() if any(texts)}
     for i, heading in enumerate(shown):
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=i == 0)
@@ -52,25 +55,21 @@ def print_table(
 
 def show_bars(bars: Sequence[Bar]) -> None:
     colors = {"pass": "green", "FAIL": "bold red", "not measured": "yellow"}
-    columns: dict[str, Callable[[dict[str, str]], str]] = {
-        "bar": lambda bar: bar["bar"],
-        "verdict": lambda bar: f"[{colors[bar['verdict']]}]{bar['verdict']}[/]",
-        "wanted": lambda bar: bar["wanted"],
-        "reached": lambda bar: bar["reached"] or "-",
-    }
-    print_table("bars", columns, [bar.as_json() for bar in bars], left=("bar", "verdict"))
+    rows = [bar.as_json() | {"color": colors[bar.verdict]} for bar in bars]
+    columns = {"bar": "{bar}", "verdict": "[{color}]{verdict}[/]", "wanted": "{wanted}", "reached": "{reached}"}
+    print_table("bars", columns, rows, left=("bar", "verdict"))
     counts = Counter(bar.verdict for bar in bars)
     missing = f", {counts['not measured']} not measured" if counts["not measured"] else ""
     console.print(f"{counts['pass']} of {len(bars)} bars are reached{missing}.")
 
 
-def share_text(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
+def row_line(template: str, row: Mapping[str, Any]) -> str:
+    """A row for readers by a template as those of bench/tables.py, less parts (after "  ") that lack a field."""
 
+    def there(part: str) -> bool:
+        return all(row.get(name) is not None for _, name, _, _ in Formatter().parse(part) if name)
 
-def floor_text(row: Mapping[str, Any]) -> str:
-    """The share of the floor beside a time; empty if there is no floor."""
-    return "" if row["share_of_floor"] is None else f" ({row['share_of_floor']:.0%} of the floor)"
+    return "  ".join(fill(part, row) for part in template.split("  ") if there(part))
 
 
 # Figures
@@ -87,20 +86,22 @@ def saved_figure(path: Path, rows: int, columns: int, size: tuple[float, float])
         figure.savefig(written, dpi=150)
 
 
-def label_lengths(axes: Any, lengths: Iterable[int], **labels: str) -> None:
-    """Ticks at numbers of tokens, a grid and a legend."""
-    axes.set(xlabel="tokens N", **labels)
-    ticks = sorted(set(lengths))
-    axes.set_xticks(ticks, [short(n) for n in ticks], minor=False)
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-
-
-def draw_points(axes: Any, points: Iterable[tuple[float, float | None]], *style: str, **options: Any) -> None:
-    """A line through the points that have a value, on logarithmic axes."""
-    if measured := [(x, y) for x, y in points if y is not None]:
-        axes.loglog(*zip(*measured, strict=True), *style, **options)
+def plot_lengths(path: Path, panels: Mapping[str, Mapping[str, Mapping[int, float | None]]], title: str) -> None:
+    """A panel for each heading: lines by label, of values by tokens. Lines of COMPUTED values are dashed."""
+    with saved_figure(path, 1, len(panels), (6 * len(panels), 5)) as (figure, row):
+        for axes, (heading, lines) in zip(row[0], panels.items(), strict=True):
+            for label, points in lines.items():
+                if measured := [(n, value) for n, value in sorted(points.items()) if value is not None]:
+                    axes.loglog(
+                        *zip(*measured, strict=True), "x--" if label.startswith(COMPUTED) else "o-", label=label
+                    )
+            axes.set(xlabel="tokens N", title=heading)
+            lengths = sorted({n for points in lines.values() for n in points})
+            axes.set_xticks(lengths, [short(n) for n in lengths])
+            axes.set_xticks([], minor=True)
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize="small")
+        figure.suptitle(title)
 
 
 def short(n: int) -> str:

@@ -5,15 +5,11 @@ sequences of another length, or packed documents of other lengths (empty ones to
 meet every kind of size, which compiles all kernels. From then on every --every seconds are recorded: loss, tokens a
 second, memory of the device and of this process, kernels compiled since. A run passes where all losses and gradients
 were finite, nothing was compiled, and memory was no larger in its second half than in its first (the allocator's and
-the process's own: by 1/16, since both keep pieces).
+the process's own: by 1/16, since both keep pieces). Where the environment says nothing of PyTorch's allocator, it gets
+expandable segments: without them it keeps, for ever other sizes, ever more pieces that fit none.
 
-Where the environment says nothing of PyTorch's allocator, it gets expandable segments: without them it keeps, for ever
-other sizes, ever more pieces that fit none. Folders of compiled kernels (docs/reliability.md) may shorten the first
-steps; a kernel that is found there later counts like one that is compiled.
-
-The state (weights, optimiser, number of steps, and the results up to there) goes to OUT.pt at every record, then the
-results to OUT.json (schema: docs/results_files.md); --resume goes on from the state alone and adds another run to the
-results. Each run has first steps and halves of its own.
+The state goes to OUT.pt at every record, then the results to OUT.json (schema: docs/results_files.md); --resume goes on
+from the state alone and adds another run, with first steps and halves of its own.
 """
 
 from __future__ import annotations
@@ -44,65 +40,42 @@ from torch.nn.functional import cross_entropy, silu
 
 from bench.bars import Bar
 from bench.common import above_zero, add_device, make_parser, parse_args, positive, with_ending
-from bench.extras import needed
 from bench.report import LOCAL_RESULTS, environment, relative, replacing, write_json
-from bench.results_file import Row, claimed, read_results
+from bench.results_file import Row, claimed, differences, read_results
 from bench.show import console, say, show_bars
 from bench.timing import resident
 from dispatch.device import first_line
 from nsa import NSAConfig, NSAttention
 
-with needed("rich"):
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
 MIB = 2**20
 VOCABULARY = 64
-STRIDES = 3
-"""The walk goes on by 1 to so many, so no loss is far below log(STRIDES)."""
+STRIDES = 3  # The walk goes on by 1 to so many, so no loss is far below log(STRIDES)
 MANY_DOCUMENTS = 300
 """More than those for which kernels look bounds up themselves (cute_kernels.fa4.kernels.FEW_DOCUMENTS)."""
-FEWEST_RECORDS = 4
-"""Least number of records in a run whose halves are compared."""
-KEPT = 1 + 1 / 16
-"""Largest ratio of an allocator's memory in the second half to the first."""
+FEWEST_RECORDS = 4  # Least number of records in a run whose halves are compared
+KEPT = 1 + 1 / 16  # Largest ratio of an allocator's memory in the second half to the first
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model and of its steps."""
-
     width: int
     heads: int
     kv_heads: int
-    pairs: int
-    """Pairs of layers: one selects per tile, one per token."""
-    tokens: int
-    """Most of one step."""
+    pairs: int  # Pairs of layers: one selects per tile, one per token
+    tokens: int  # Most of one step
     tile: NSAConfig
     token: NSAConfig
 
 
+GPU_TILE = NSAConfig.per_tile(num_selected_blocks=8, window_size=256)
+GPU_TOKEN = NSAConfig.paper(num_selected_blocks=8, window_size=256)
+CPU_TILE = NSAConfig.per_tile(compress_block_size=8, num_selected_blocks=3, window_size=12, q_tile_size=16)
+CPU_TOKEN = NSAConfig.paper(
+    compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=12
+)
 SIZES = {
-    "cuda": Sizes(
-        256,
-        heads=4,
-        kv_heads=2,
-        pairs=2,
-        tokens=16384,
-        tile=NSAConfig.per_tile(num_selected_blocks=8, window_size=256),
-        token=NSAConfig.paper(num_selected_blocks=8, window_size=256),
-    ),
-    "cpu": Sizes(
-        16,
-        heads=2,
-        kv_heads=1,
-        pairs=1,
-        tokens=28,
-        tile=NSAConfig.per_tile(compress_block_size=8, num_selected_blocks=3, window_size=12, q_tile_size=16),
-        token=NSAConfig.paper(
-            compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=12
-        ),
-    ),
+    "cuda": Sizes(width=256, heads=4, kv_heads=2, pairs=2, tokens=16384, tile=GPU_TILE, token=GPU_TOKEN),
+    "cpu": Sizes(width=16, heads=2, kv_heads=1, pairs=1, tokens=28, tile=CPU_TILE, token=CPU_TOKEN),
 }
 """By device. Head dim 64 on a GPU; the weights and their optimiser take 7 MiB there."""
 
@@ -111,8 +84,6 @@ SIZES = {
 
 
 class Layer(nn.Module):
-    """Attention and a small feed-forward net, pre-norm."""
-
     def __init__(self, sizes: Sizes, config: NSAConfig) -> None:
         super().__init__()
         self.norm, self.feed_norm = nn.RMSNorm(sizes.width), nn.RMSNorm(sizes.width)
@@ -213,8 +184,6 @@ def symbols_of(work: Work, generator: torch.Generator) -> tuple[Tensor, Tensor, 
 
 
 class Trainer:
-    """The model, its optimiser, and how many steps they have done."""
-
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed, self.step = device, seed, 0
         self.sizes = SIZES[device.type]
@@ -236,11 +205,6 @@ class Trainer:
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         return torch.stack([loss.detach(), norm.detach()])
-
-    def warm_up(self) -> None:
-        for work in every_kind(self.sizes):
-            self.gradients(work, 0)
-        self.optimizer.zero_grad(set_to_none=True)
 
     def train(self) -> tuple[Work, Tensor]:
         """One step: what it worked on, and its loss and norm."""
@@ -280,7 +244,12 @@ def expandable_segments(device: torch.device) -> bool | None:
 
 
 class Watch:
-    """Records of one run."""
+    """Records of one run.
+
+    `late` are steps that compiled kernels although the first steps had every kind of size; `records` have loss and
+    tokens per second since the record before, whose time, step and tokens are `since`, and memory between steps. `sums`
+    are the sum of losses that are finite, and the number of steps whose result was not, since then.
+    """
 
     def __init__(self, trainer: Trainer, warm_up_s: float) -> None:
         self.trainer, self.device = trainer, trainer.device
@@ -290,13 +259,9 @@ class Watch:
         self.begin = time.perf_counter()
         self.tokens = self.not_finite = 0
         self.late: list[Row] = []
-        """Steps that compiled kernels although the first steps had every kind of size."""
         self.records: list[Row] = []
-        """Loss and tokens per second since the record before; memory between steps."""
         self.since = (self.begin, trainer.step, 0)
-        """Time, step and tokens of the record before."""
         self.sums = torch.zeros(2, device=self.device)
-        """Sum of losses that are finite, and number of steps whose result was not, since the record before."""
 
     @property
     def seconds(self) -> float:
@@ -373,10 +338,6 @@ def worst(runs: list[Row], name: str, compare: Callable[[float, float], float]) 
     return max(found, default=None)
 
 
-Save = Callable[[], list[Row]]
-"""Records, writes all files, and returns all runs."""
-
-
 def main(argv: list[str] | None = None) -> int:
     begin = time.perf_counter()
     args = parse(argv)
@@ -397,7 +358,9 @@ def run(args: argparse.Namespace, out: Path, begin: float) -> int:
         say(f"Going on after {trainer.step:,} steps in {len(before)} runs")
     with console.status("First steps, of every kind of size ..."):
         warm_up_begin = time.perf_counter()
-        trainer.warm_up()
+        for work in every_kind(trainer.sizes):
+            trainer.gradients(work, 0)
+        trainer.optimizer.zero_grad(set_to_none=True)
         watch = Watch(trainer, time.perf_counter() - warm_up_begin)
 
     def save() -> list[Row]:
@@ -435,19 +398,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def go_on(trainer: Trainer, path: Path, facts: dict[str, Any], seed: int) -> list[Row]:
-    """Bring a trainer to where a soak was, by its state; returns the runs so far.
-
-    Raises:
-        SystemExit: where the file is absent, damaged or another soak's.
-    """
+    """Bring a trainer to where a soak was, by its state; returns the runs so far. Raises SystemExit if it cannot."""
     where = relative(path)
     try:
         state = torch.load(path, map_location=trainer.device, weights_only=True)
-        content = state["results"]
-        same = {name: content[name] for name in ("device", "versions", "seed")}
-        runs: list[Row] = content["runs"]
+        runs: list[Row] = state["results"]["runs"]
         now = {"device": facts["device"], "versions": facts["versions"], "seed": seed}
-        changes = [f"{name} is {now[name]!r}, was {same[name]!r}" for name in now if now[name] != same[name]]
+        changes = differences(now, state["results"])
         if not changes:
             trainer.load(state)
     except FileNotFoundError as error:
@@ -480,35 +437,29 @@ def interrupts_wait() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def train(watch: Watch, save: Save, until: float, most_steps: int | None, every: float) -> bool:
+def train(watch: Watch, save: Callable[[], Any], until: float, most_steps: int | None, every: float) -> bool:
     """At least one step. Args: `until`: by time.perf_counter(). Returns whether it was interrupted."""
-    trainer = watch.trainer
-    columns = ("{task.completed:,.0f} of {task.total:,.0f} s", "step {task.fields[step]:,}", "loss {task.fields[loss]}")
-    bar = (BarColumn(), *(TextColumn(column) for column in columns), TimeRemainingColumn())
-    with interrupts_wait() as interrupted, Progress(*bar, console=console, transient=True) as progress:
-        task = progress.add_task("", total=max(1.0, until - watch.begin), step=trainer.step, loss="")
-        done = False
+    trainer, done = watch.trainer, False
+    with interrupts_wait() as interrupted, console.status("") as status:
         while not done:
             watch.saw(*trainer.train())
             now = time.perf_counter()
             done = interrupted() or now >= until or trainer.step - watch.first_step == most_steps
             if now - watch.since[0] >= every:
                 save()
-                loss = f"{watch.records[-1]['loss']:.3f}"
-                progress.update(task, completed=watch.seconds, step=trainer.step, loss=loss)
+                loss, seconds = watch.records[-1]["loss"], f"{watch.seconds:,.0f} of {until - watch.begin:,.0f} s"
+                status.update(f"{seconds}, step {trainer.step:,}, loss {loss:.3f}")
         return interrupted()
 
 
 def show(runs: list[Row], out: Path) -> int:
     """Print the results of the runs; 1 if something failed."""
     for run in runs:
-        first, last = run["records"][0], run["records"][-1]
-        say(
-            f"{run['steps']:,} steps, {run['tokens']:,} tokens in {run['minutes']:g} minutes, after "
-            f"{run['warm_up_s']:g} s of first steps; loss {first['loss']:.3f} to {last['loss']:.3f}"
-        )
+        records = {"first": run["records"][0], "last": run["records"][-1]}
+        text = "{steps:,} steps, {tokens:,} tokens in {minutes:g} minutes, after {warm_up_s:g} s of first steps; "
+        say((text + "loss {first[loss]:.3f} to {last[loss]:.3f}").format(**run, **records))
         for late in run["late"]:
-            say(f"  compiled {late['kernels']} kernels at step {late['step']}: {late['work']}")
+            say("  compiled {kernels} kernels at step {step}: {work}".format(**late))
     found = bars(runs)
     show_bars(found)
     say(f"Everything: {relative(out)}")

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 GIB = 2**30
-BUSY_CYCLES = 2_000_000
-"""Cycles of the GPU's clock, about a millisecond: longer than a host takes to start a graph."""
+BUSY_CYCLES = 2_000_000  # Cycles of the GPU's clock, about a millisecond: longer than a host takes to start a graph
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ class Timing:
 
     @property
     def fields(self) -> dict[str, float]:
-        """The times as fields of a row."""
         return {"ms_p20": self.ms_p20, "ms_p50": self.ms_p50, "ms_p80": self.ms_p80}
 
     def per(self, calls: int) -> Timing:
@@ -51,7 +49,13 @@ class Timing:
 
 
 def measure(
-    call: Callable[[], Any], device: torch.device, *, seconds: float = 2.0, most: int = 100, host: bool = True
+    call: Callable[[], Any],
+    device: torch.device,
+    *,
+    seconds: float = 2.0,
+    most: int = 100,
+    host: bool = True,
+    warm: bool = False,
 ) -> Timing:
     """Run `call` once to warm up and to see its memory, then for about `seconds`, and at least three times.
 
@@ -59,21 +63,9 @@ def measure(
         host: False leaves out, on CUDA, the time the host takes to start the call: the GPU is kept busy meanwhile, for
             a millisecond. For replays of a graph, and for calls as they are made while the GPU works on earlier ones.
             A host that is slower than the GPU all the way still shows.
+        warm: The call ran before and its memory does not matter.
     """
-    return time_calls(call, device, seconds=seconds, most=most, host=host, peak_gib=peak_memory(call, device))
-
-
-def time_calls(
-    call: Callable[[], Any],
-    device: torch.device,
-    *,
-    seconds: float,
-    most: int = 100,
-    host: bool = True,
-    peak_gib: float | None = None,
-) -> Timing:
-    """Like `measure`, for a warm call whose memory is known or does not matter."""
-    times: list[float] = []
+    peak_gib, times = None if warm else peak_memory(call, device), list[float]()
     while len(times) < 3 or (sum(times) < seconds * 1e3 and len(times) < most):
         times.append(milliseconds(call, device, host))
     return Timing(*percentiles(times), peak_gib, len(times))
@@ -84,10 +76,8 @@ class Captured:
     """A CUDA graph of a call. It holds its memory, `out` included, as long as it lives."""
 
     replay: Callable[[], None]
-    out: Any
-    """Tensors that replays write."""
-    peak_gib: float | None
-    """Memory that the call took at its peak while it was captured; replays take no more."""
+    out: Any  # Tensors that replays write
+    peak_gib: float | None  # Memory that the call took at its peak while it was captured; replays take no more
 
 
 def capture(call: Callable[[], Any], device: torch.device) -> Captured:
@@ -109,10 +99,7 @@ def graph_ms(call: Callable[[], Any], device: torch.device, *, most: int) -> flo
 
 
 def copy_bandwidth() -> float:
-    """TB/s of a copy on the current CUDA device, read and written bytes counted; as a graph's node it would be slower.
-
-    What kernels can reach is measured by it better than by a data sheet.
-    """
+    """TB/s of a copy on the current CUDA device, read and written bytes counted; a graph's node would be slower."""
     source = torch.empty(GIB, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     return 2 * GIB / measure(lambda: target.copy_(source), source.device, seconds=0.1).ms_p50 / 1e9
@@ -135,7 +122,6 @@ def milliseconds(call: Callable[[], Any], device: torch.device, host: bool = Tru
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """20th, 50th and 80th."""
     deciles = statistics.quantiles(values, n=10, method="inclusive")
     return deciles[1], deciles[4], deciles[7]
 
@@ -183,5 +169,4 @@ def proc_bytes(file: str, field: str) -> int:
 
 
 def resident(field: str) -> int:
-    """Bytes of a size in /proc/self/status."""
     return proc_bytes("/proc/self/status", field)

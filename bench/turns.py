@@ -17,12 +17,9 @@ import torch
 
 from bench.timing import percentiles
 
-FEWEST, MOST = 5, 100
-"""Turns."""
-NOISE = 1.5
-"""A speed-up says nothing where its 80th percentile over turns is more than so many times its 20th."""
-NSA, DENSE, NEITHER, NOISY = "NSA", "dense", "neither", "too noisy"
-"""Names of the faster one."""
+FEWEST, MOST = 5, 100  # Turns
+NOISE = 1.5  # A speed-up says nothing where its 80th percentile over turns is more than so many times its 20th
+NSA, DENSE, NEITHER, NOISY = "NSA", "dense", "neither", "too noisy"  # Names of the faster one
 
 
 @contextmanager
@@ -54,7 +51,6 @@ class Spread:
 
     @property
     def times(self) -> float:
-        """Speed-up of the faster one."""
         return max(self.p50, 1 / self.p50)
 
     @classmethod
@@ -63,11 +59,9 @@ class Spread:
 
 
 def take_turns(calls: Sequence[Callable[[], Any]], seconds: float) -> list[list[float]]:
-    """CPU milliseconds of each call in each turn, every second turn the other way round.
+    """CPU milliseconds of each warm call in each turn, every second turn the other way round.
 
-    Args:
-        calls: warm ones, which work in the calling thread alone.
-        seconds: of CPU time after which no more turns begin, once there are FEWEST.
+    Args: `seconds`: of CPU time after which no more turns begin, once there are FEWEST.
     """
     times: list[list[float]] = [[] for _ in calls]
     order = list(range(len(calls)))
@@ -90,11 +84,7 @@ SENTENCES = {
 
 
 def verdict(speedups: Sequence[tuple[str, Spread]]) -> str:
-    """Summary of speed-ups of NSA over dense attention: a sentence for each outcome.
-
-    Args:
-        speedups: each with where it was found, such as "N = 8,192".
-    """
+    """Summary of speed-ups of NSA over dense attention, each with where it was found: a sentence for each outcome."""
     sentences = []
     for faster, sentence in SENTENCES.items():
         times = " ({0.times:.1f} times)" if faster in (DENSE, NSA) else ""

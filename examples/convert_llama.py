@@ -2,18 +2,14 @@
 
 The model reads bytes of the Python standard library. After training it is converted once for each choice of initial
 gates, and the increase of the loss right after conversion is the jump. Then each model, and the dense one, continues
-training on the same batches; the remaining difference is the cost of NSA.
+training on the same batches; the remaining difference is the cost of NSA. Runs on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import math
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +17,13 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.common import above_zero, make_parser, positive, with_ending
 from bench.extras import needed
-from bench.report import command_line, environment, relative, write_json
+from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_json
 from bench.results_file import replaced_results
 from bench.show import print_table, say
-from dispatch.device import device_types
 from examples.shared import byte_models as common
 from nsa import NSAConfig
 
@@ -49,17 +44,6 @@ OPTIONS = {
     "windows": (32, "validation sequences"),
 }
 """Defaults and meanings of options that are positive integers."""
-WARM_UP = 20
-
-
-@dataclass(frozen=True)
-class Row:
-    """Results of one choice of gates; losses are in nats per byte of validation text."""
-
-    start: str
-    gates: list[float]
-    converted_loss: float
-    trained_loss: float
 
 
 def options(context: int) -> NSAConfig:
@@ -69,44 +53,29 @@ def options(context: int) -> NSAConfig:
     return NSAConfig.paper(**sizes, num_selected_blocks=4, window_size=block)  # type: ignore[arg-type]
 
 
-def loss_of(model: Any, windows: Tensor) -> Tensor:
-    """Mean loss in nats per byte."""
-    loss: Tensor = model(input_ids=windows, labels=windows, use_cache=False).loss
-    return loss
+class Logits(nn.Module):
+    """A model of transformers, with the weights that it has, for a trainer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def initialise(self, seed: int) -> None:
+        pass
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, use_cache=False).logits
 
 
-@torch.no_grad()
-def validation_loss(model: Any, corpus: common.Corpus, args: argparse.Namespace) -> float:
-    model.eval()
-    starts = common.validation_starts(corpus, args.windows, args.context).split(args.batch)
-    batches = [common.windows_at(corpus.validation, part, args.context).to(args.device) for part in starts]
-    loss = sum(float(loss_of(model, batch)) * len(batch) for batch in batches) / sum(map(len, batches))
-    check_finite(loss, "validation")
-    return loss
+def train(name: str, model: Any, corpus: common.Corpus, args: argparse.Namespace, **changes: Any) -> list[float]:
+    """Validation losses in nats per byte before and after training. Args: `changes`: of `args`."""
+    fixed = {"device": "cpu", "dtype": "fp32", "cuda_graph": False, "eval_windows": args.windows}
+    own = argparse.Namespace(**{**vars(args), **fixed, **changes})
+    own.eval_every = own.steps
+    return [row["val_loss"] for row in common.TextTrainer(name, Logits(model), own, corpus).train()["rows"]]
 
 
-def check_finite(loss: float, where: str) -> None:
-    if not math.isfinite(loss):
-        raise SystemExit(f"the loss is {loss} at {where}: a smaller --lr may help")
-
-
-def train(model: Any, corpus: common.Corpus, args: argparse.Namespace, steps: int, seed: int, rate: float) -> None:
-    """Train with AdamW, a short warm-up, then decay to a tenth of the rate; exit if the loss is not finite."""
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
-    for step, starts in enumerate(common.training_starts(corpus, steps, args.batch, args.context, seed)):
-        share = min((step + 1) / WARM_UP, 0.55 + 0.45 * math.cos(math.pi * step / steps))
-        for group in optimizer.param_groups:
-            group["lr"] = rate * share
-        loss = loss_of(model, common.windows_at(corpus.training, starts, args.context).to(args.device))
-        check_finite(float(loss.detach()), f"step {step}")
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-
-def run(args: argparse.Namespace, corpus: common.Corpus) -> tuple[float, float, list[Row]]:
+def run(args: argparse.Namespace, corpus: common.Corpus) -> dict[str, Any]:
     """Return the loss of the dense model, its loss after more steps, and a row for each choice of gates."""
     with needed("transformers"):  # imported late, because it takes seconds
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -115,74 +84,56 @@ def run(args: argparse.Namespace, corpus: common.Corpus) -> tuple[float, float, 
     torch.manual_seed(args.seed)
     sizes = {"hidden_size": args.width, "intermediate_size": 3 * args.width, "num_hidden_layers": args.layers}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    config = LlamaConfig(vocab_size=common.VOCABULARY, max_position_embeddings=args.context, **sizes, **heads)
-    dense = LlamaForCausalLM(config).to(args.device)
-    with torch.no_grad(), common.refusals():  # fail early if the backend does not support it
-        convert(copy.deepcopy(dense), options(args.context))(torch.zeros(1, 2, dtype=torch.long, device=args.device))
-    begin = time.perf_counter()
-    train(dense, corpus, args, args.steps, args.seed, args.lr)
-    before = validation_loss(dense, corpus, args)
-    say(f"dense Llama: {args.steps} steps in {time.perf_counter() - begin:.0f} s, loss {before:.3f}")
+    dense = LlamaForCausalLM(
+        LlamaConfig(vocab_size=common.VOCABULARY, max_position_embeddings=args.context, **sizes, **heads)
+    )
+    train("dense Llama", dense, corpus, args)
+    further: dict[str, Any] = {"steps": args.more, "seed": args.seed + 1, "lr": args.lr / 4}
     rows = []
     for name, gates in STARTS.items():
         model = convert(copy.deepcopy(dense), options(args.context), gate_init=gates)
-        converted = validation_loss(model, corpus, args)
-        train(model, corpus, args, args.more, args.seed + 1, args.lr / 4)
-        after = validation_loss(model, corpus, args)
-        rows.append(Row(name, model.config.nsa_gate_init, converted, after))
-        say(f"{name}: {converted:.3f} right after conversion, {after:.3f} after {args.more} steps")
-    train(dense, corpus, args, args.more, args.seed + 1, args.lr / 4)
-    return before, validation_loss(dense, corpus, args), rows
-
-
-def show(before: float, after: float, rows: list[Row], more: int) -> None:
-    start = "gates to start with"
-    columns: dict[str, Callable[[Row], str]] = {
-        start: lambda row: row.start,
-        "after conversion": lambda row: f"{row.converted_loss:.3f}",
-        "jump": lambda row: f"{row.converted_loss - before:+.3f}" if row.gates else "",
-        f"{more} steps later": lambda row: f"{row.trained_loss:.3f}",
-        "against dense": lambda row: f"{row.trained_loss - after:+.3f}" if row.gates else "",
+        converted, trained = train(name, model, corpus, args, **further)
+        losses = {"converted_loss": converted, "trained_loss": trained}
+        rows.append({"start": name, "gates": model.config.nsa_gate_init, **losses})
+    before, after = train("dense Llama", dense, corpus, args, **further)
+    columns = {
+        "gates to start with": lambda row: row["start"],
+        "after conversion": lambda row: f"{row['converted_loss']:.3f}",
+        "jump": lambda row: f"{row['converted_loss'] - before:+.3f}" if row["gates"] else "",
+        f"{args.more} steps later": lambda row: f"{row['trained_loss']:.3f}",
+        "against dense": lambda row: f"{row['trained_loss'] - after:+.3f}" if row["gates"] else "",
     }
-    print_table("validation loss in nats per byte", columns, [Row("(dense)", [], before, after), *rows], left=(start,))
+    of_dense = {"start": "(dense)", "gates": None, "converted_loss": before, "trained_loss": after}
+    print_table("validation loss in nats per byte", columns, [of_dense, *rows], left=("gates to start with",))
+    return {"dense_loss": before, "dense_trained_loss": after, "rows": rows}
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    with replaced_results(args.out):
-        corpus = common.load_corpus()
-        common.check_length(corpus, args.context)
-        before, after, rows = run(args, corpus)
-        show(before, after, rows, args.more)
+    out = Path(args.out)
+    with replaced_results(out):
+        corpus = common.load_text(args.context)
+        losses = run(args, corpus)
         training = {name: getattr(args, name) for name in (*OPTIONS, "lr", "seed")}
-        facts = {**environment(torch.device(args.device)), "command": command_line(argv), "training": training}
-        losses = {"dense_loss": before, "dense_trained_loss": after, "rows": [asdict(row) for row in rows]}
-        out = with_ending(args.out, ".json")
-        write_json(out, {**facts, "data": corpus.facts(), **losses})
-    say(f"Everything: {relative(out)}")
+        facts = {**environment(torch.device("cpu")), "command": command_line(argv), "training": training}
+        write_json(with_ending(out, ".json"), {**facts, "data": corpus.facts(), **losses})
+    say(f"Everything: {relative(with_ending(out, '.json'))}")
     return 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, "out", out=str(LOCAL_RESULTS / "convert-llama"))
     add = parser.add_argument
-    add("--device", choices=device_types(), default="cpu", help="default: %(default)s; GPUs do not support NSA in fp32")
     for name, (default, meaning) in OPTIONS.items():
         add(f"--{name}", type=positive, default=default, help=f"{meaning}; default: %(default)s")
     shown = "peak learning rate, a quarter of it after conversion; default: %(default)s"
     add("--lr", type=above_zero, default=4e-3, help=shown)
     add("--seed", type=int, default=0, help="seed of weights and batches; default: %(default)s")
-    common.add_out(parser, "convert-llama")
     args = parser.parse_args(argv)
     if args.width % 8:
         parser.error(f"--width must be a multiple of 8, got {args.width}")
     if args.context < 2:
         parser.error(f"--context must be at least 2, or no byte is predicted, got {args.context}")
-    if args.device != "cpu":
-        parser.error(
-            f"--device must be cpu, got {args.device}: the model is in fp32 with heads of {args.width // 4}, and "
-            "kernels of NSA support bf16 and fp16 with heads of 64 or 128"
-        )
     return args
 
 

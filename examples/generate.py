@@ -9,11 +9,12 @@ likely up to rounding may differ.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -21,43 +22,32 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
-from bench.common import DTYPES
 from bench.extras import needed
 from bench.show import console, print_table, say
+from examples import train_text
 from examples.shared import byte_models as common
 from examples.shared import nsa_variants
 from nsa import NSAttention, PageTable
 
 with needed("rich"):
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import track
 
 DEFAULTS = {
+    **train_text.PAPER,
     "steps": (150, 1600),
-    "batch": (4, 4),
-    "context": (512, 8192),
-    "layers": (2, 6),
-    "width": (96, 512),
-    "heads": (3, 8),
-    "kv_heads": (1, 2),
-    "block_size": (16, 64),
-    "k": (5, 16),
-    "w": (16, 512),
-    "q_tile": (1, 1),
     "eval_every": (75, 400),
     "eval_windows": (8, 8),
     "prompt": (512, 4096),
     "length": (256, 256),
 }
+del DEFAULTS["cuts"]
 """Defaults on CPUs and GPUs: half a minute of training on one core, or two minutes on an H200."""
-
-
-# The model
 
 
 def trained_model(args: argparse.Namespace, corpus: common.Corpus) -> common.ByteModel:
     """Load the model of `--load`, or train one and save it to `--save`."""
+    model = nsa_variants.make_model("nsa", args)
     if args.load is not None:
-        model = nsa_variants.make_model("nsa", args)
         try:
             model.load_state_dict(torch.load(args.load, map_location="cpu", weights_only=True))
         except Exception as failure:  # the error for an unrelated file depends on torch, zipfile and pickle
@@ -66,19 +56,10 @@ def trained_model(args: argparse.Namespace, corpus: common.Corpus) -> common.Byt
                 f"{type(failure).__name__}: {failure}"
             ) from None
         return model.to(args.device)
-    trainer = common.TextTrainer("nsa", nsa_variants.make_model("nsa", args), args, corpus)
-
-    def train(_variant: str, show: common.Show) -> None:
-        _, summary = trainer.train(show)
-        say(f"trained {summary.steps} steps, validation loss {summary.final_val_loss:.3f} nats per byte")
-
-    common.train_variants(args, train)
+    common.TextTrainer("nsa", model, args, corpus).train()
     if args.save is not None:
-        torch.save(trainer.model.state_dict(), args.save)
-    return trainer.model
-
-
-# Writing
+        torch.save(model.state_dict(), args.save)
+    return model
 
 
 NEAR = 2**-4
@@ -111,17 +92,12 @@ def uncached(model: common.ByteModel, prompt: Tensor, length: int) -> Iterator[T
         yield new
 
 
-@dataclass(frozen=True)
-class Written:
-    """A text and its times in seconds: for the prompt and the first byte, and for all further bytes."""
+class Written(NamedTuple):
+    """A text, the seconds for the prompt and its first byte, and the speed of all further bytes."""
 
     text: bytes
     first: float
-    further: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        return (len(self.text) - 1) / self.further if len(self.text) > 1 else float("nan")
+    tokens_per_s: float
 
 
 WAYS = {"cached": cached, "uncached": uncached}
@@ -130,32 +106,30 @@ WAYS = {"cached": cached, "uncached": uncached}
 @torch.no_grad()
 def write(model: common.ByteModel, prompt: Tensor, length: int, way: str) -> Written:
     """Generate text in one way, with a progress bar; reading each byte synchronizes, so bytes can be timed."""
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]} tokens/s"), TimeRemainingColumn())
-    text = bytearray()
-    with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True) as progress:
-        task = progress.add_task(way, total=length, speed="")
-        begin = first = time.perf_counter()
-        for new in WAYS[way](model, prompt, length):
-            text.append(int(new))
-            if len(text) == 1:
-                first = time.perf_counter()
-            else:
-                speed = (len(text) - 1) / (time.perf_counter() - first)
-                progress.update(task, completed=len(text), speed=f"{speed:,.0f}")
-        end = time.perf_counter()
-    return Written(bytes(text), first - begin, end - first)
+    text, times = bytearray(), [time.perf_counter()]
+    steps = WAYS[way](model, prompt, length)
+    for new in track(steps, way, total=length, console=console, transient=True):
+        text.append(int(new))
+        times.append(time.perf_counter())
+    further = times[-1] - times[1]
+    return Written(bytes(text), times[1] - times[0], (length - 1) / further if further else math.nan)
+
+
+def differs_at(one: bytes, other: bytes) -> int:
+    return next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
 
 
 def difference(one: bytes, other: bytes) -> str | None:
     """Description of the first difference of two texts, or None."""
-    pairs = zip(one, other, strict=True)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    return None if at is None else f"byte {at} is {one[at : at + 1]!r} with a cache and {other[at : at + 1]!r} without"
+    if one == other:
+        return None
+    at = differs_at(one, other)
+    return f"byte {at} is {one[at : at + 1]!r} with a cache and {other[at : at + 1]!r} without"
 
 
 def is_near_tie(model: common.ByteModel, prompt: Tensor, one: bytes, other: bytes) -> bool:
     """True if two texts after a prompt `[1,N]` first differ in bytes whose logits are nearly equal."""
-    at = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+    at = differs_at(one, other)
     text = torch.cat([prompt, torch.tensor([[*one[:at]]], dtype=prompt.dtype, device=prompt.device)], 1)
     logits = model(text)[0, -1].float()
     return bool((logits[one[at]] - logits[other[at]]).abs() <= NEAR * logits.abs().max())
@@ -163,16 +137,11 @@ def is_near_tie(model: common.ByteModel, prompt: Tensor, one: bytes, other: byte
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    corpus = common.load_corpus()
-    common.check_length(corpus, args.context)
-    common.check_length(corpus, args.prompt, "--prompt")
-    for note in nsa_variants.resolve(args):
-        say(note, style="yellow")
+    corpus = common.load_text(max(args.context, args.prompt), "--context and --prompt")
+    nsa_variants.resolve(args)
     model = trained_model(args, corpus)
     prompt = corpus.validation[: args.prompt].long()[None].to(args.device)
-    dtype = DTYPES[args.dtype]
-    in_16_bits = torch.autocast(torch.device(args.device).type, dtype, enabled=dtype != torch.float32)
-    with in_16_bits:
+    with common.autocast(args):
         results = {way: write(model, prompt, args.length, way) for way in WAYS}
 
     text = results["cached"].text
@@ -189,31 +158,24 @@ def main(argv: list[str] | None = None) -> int:
     }
     print_table("", columns, [*results], left=("way",))
     found = difference(text, slow.text)
-    if found is not None and dtype != torch.float32:
-        with torch.no_grad(), in_16_bits:
-            near = is_near_tie(model, prompt, text, slow.text)
-        if near:
-            say(f"The texts differ in bytes that are equally likely up to rounding: {found}.")
-            return 0
-    if found is not None:
+    if found is None:
+        say(f"Both generated the same {len(text)} bytes after a prompt of {args.prompt}.")
+        return 0
+    with torch.no_grad(), common.autocast(args):
+        near = args.dtype != "fp32" and is_near_tie(model, prompt, text, slow.text)
+    if near:
+        say(f"The texts differ in bytes that are equally likely up to rounding: {found}.")
+    else:
         say(f"The texts differ: {found}.", style="red")
-        return 1
-    say(f"Both generated the same {len(text)} bytes after a prompt of {args.prompt}.")
-    return 0
-
-
-# The command line
+    return int(not near)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = common.new_parser(__doc__, "NSA")
+    parser = common.new_parser(__doc__, DEFAULTS)
     add = parser.add_argument
-    own = {"prompt": "bytes of held-out text before the model's own", "length": "bytes to generate"}
-    common.add_numbers(parser, DEFAULTS, own)
     add("--save", type=Path, metavar="FILE", help="save the trained weights")
     add("--load", type=Path, metavar="FILE", help="load weights written by --save with the same model options")
-    nsa_variants.add_nsa_options(parser, {"paper": DEFAULTS}, "paper")
-    common.add_training_options(parser, DEFAULTS)
+    nsa_variants.add_nsa_options(parser, "paper")
     args = parser.parse_args(argv)
     if args.preset != "paper" or args.q_tile not in (None, 1):
         got = f"--preset {args.preset} and --q-tile {args.q_tile}"
@@ -223,8 +185,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.variants = ["nsa"]
     common.resolve_options(parser, args, DEFAULTS)
     args.config = nsa_variants.make_config(parser, args)
-    if args.save is not None:
-        common.check_output(parser, "--save", args.save)
+    common.check_output(parser, "--save", args.save)
     return args
 
 

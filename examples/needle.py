@@ -7,15 +7,12 @@ a quiz that repeats some of the keys, each with its value as the answer:
     needles in filler                filler         quiz
 
 Only the answers count for the loss, and an answer is right if all its bytes are the likeliest. Needle and question are
-at least four windows apart, farther than two layers of windows reach, and each compressed block contains several
-needles. So an answer needs attention to single distant tokens: dense attention, or the selected branch. To show this,
-the trained NSA is also evaluated with that branch closed and unchanged weights (`nsa-closed`). NSA trained without the
-selected branch (`no-selected`) and with the window alone (`window`) show what the other branches can learn.
+farther apart than windows reach, and each compressed block contains several needles, so an answer needs attention to
+single distant tokens: dense attention, or the selected branch. To show this, the trained NSA is also evaluated with
+that branch closed (`nsa-closed`), and trained without it (`no-selected`) and with the window alone (`window`).
 
-Models learn to look up suddenly, and late if the context is long. So the context grows during training, from an eighth
-of its length on if that has room for needles.
-
-Writes OUT.json (schema: docs/results_files.md) and OUT.png, the accuracy by distance, after each variant.
+The context grows during training, from an eighth of its length on if that has room for needles, because models learn to
+look up late if it is long. Writes OUT.json (schema: docs/results_files.md) and OUT.png after each variant.
 """
 
 from __future__ import annotations
@@ -23,11 +20,9 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -40,21 +35,16 @@ from examples.shared import byte_models as common
 from examples.shared import nsa_variants
 
 CHOSEN = ["dense", "nsa", "no-selected", "window"]
-CLOSED = "nsa-closed"
-"""The trained `nsa` with its selected branch closed."""
+CLOSED = "nsa-closed"  # The trained `nsa` with its selected branch closed
 
 LETTERS = 16
-KEYS, VALUES, FILLER = ord("a"), ord("A"), ord("0")
-"""First letter of keys, of values, and the first of ten digits."""
-CODE = 4
-"""Number of letters of a key, and of a value."""
+KEYS, VALUES, FILLER = ord("a"), ord("A"), ord("0")  # First letter of keys, of values, and the first of ten digits
+CODE = 4  # Number of letters of a key, and of a value
 NEEDLE = 2 * CODE
-FAR = 4
-"""Number of windows of filler between the last needle and the quiz."""
+FAR = 4  # Number of windows of filler between the last needle and the quiz
 SHORTER = (8, 4, 2, 1)
 """Factors by which the context is shortened in the stages of training, which have equally many steps."""
-ROPE_BASE = 1e6
-"""Base of rotary embeddings; a large one keeps distant keys similar to near ones."""
+ROPE_BASE = 1e6  # Base of rotary embeddings; a large one keeps distant keys similar to near ones
 RIGHT, WRONG = 0.5, 0.1
 """Share of right answers from which a variant counts as able to look up, and up to which as unable. Guesses are right
 once in 65,536 times."""
@@ -79,9 +69,6 @@ SIZES = {
 """Defaults on CPUs and GPUs: a few minutes for NSA on two CPU cores, less for the others; four minutes each on an
 H200."""
 DEFAULTS = {"paper": SIZES, "per_tile": {**SIZES, "q_tile": (16, 128)}}
-
-
-# The task
 
 
 @dataclass(frozen=True)
@@ -109,7 +96,6 @@ class Task:
         return self.quiz + torch.arange(self.questions)[:, None] * NEEDLE + CODE + torch.arange(CODE)
 
     def problem(self) -> str | None:
-        """Reason why the sizes do not fit, or None."""
         if self.questions > self.needles:
             return f"--questions must be at most --needles, got {self.questions} and {self.needles}"
         if self.needles > min(self.slots, LETTERS ** (CODE - 1)):
@@ -157,32 +143,6 @@ def _codes(count: int, codes: int, first: int, generator: torch.Generator) -> Te
     return first + torch.cat([starts, ends], dim=-1)
 
 
-# Training
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Right answers among the questions whose needles are `nearest` to below `farthest` windows before them."""
-
-    variant: str
-    nearest: int
-    farthest: int
-    questions: int
-    accuracy: float
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Results of a variant: nats per byte of the answers, share of right answers."""
-
-    variant: str
-    steps: int
-    final_val_loss: float
-    accuracy: float
-    tokens_per_s: float | None
-    peak_gib: float | None
-
-
 class Trainer(common.ByteTrainer):
     """Trainer of a variant with a loss on the answers only."""
 
@@ -212,89 +172,82 @@ class Trainer(common.ByteTrainer):
     def right(self) -> Tensor:
         """Mask of validation questions that are answered with the right value, `[W, questions]`."""
         positions = self.answers(self.validation)
-        right = [
-            self.logits(part)[:, positions - 1].argmax(-1) == part[:, positions]
-            for part in self.validation.split(self.args.batch)
-        ]
-        answered: Tensor = torch.cat(right).unflatten(1, (-1, CODE)).all(-1)
-        return answered.cpu()
+        parts = self.validation.split(self.args.batch)
+        right = [self.logits(part)[:, positions - 1].argmax(-1) == part[:, positions] for part in parts]
+        return torch.cat(right).unflatten(1, (-1, CODE)).all(-1).cpu()
 
-    def judge(self, name: str) -> tuple[float, list[Accuracy]]:
-        """Share of right answers, overall and by distance, in ranges from FAR windows on that double in length."""
+    def judge(self, name: str) -> tuple[float, list[common.Row]]:
+        """Share of right answers, overall and by distance.
+
+        A row has the questions whose needles are `nearest` to below `farthest`, twice as many, windows before them.
+        """
         right = self.right().double()
         windows = self.distances.cpu() / self.task.window
-        ranges = []
+        ranges: list[common.Row] = []
         nearest = FAR
         while nearest <= windows.max():
             inside = (windows >= nearest) & (windows < 2 * nearest)
             if inside.any():
-                share = right[inside].mean().item()
-                ranges.append(Accuracy(name, nearest, 2 * nearest, int(inside.sum()), share))
+                found = {"questions": int(inside.sum()), "accuracy": right[inside].mean().item()}
+                ranges.append({"variant": name, "nearest": nearest, "farthest": 2 * nearest, **found})
             nearest *= 2
         return right.mean().item(), ranges
 
-    def run(self, show: common.Show) -> common.Results:
+    def run(self) -> common.Results:
         """Train and evaluate; for NSA, add a summary of the same model with its selected branch closed."""
-        rows, cost = self.train(show)
-        accuracy, ranges = self.judge(self.variant)
-        loss = cost.final_val_loss
-        summaries = [Summary(self.variant, cost.steps, loss, accuracy, cost.tokens_per_s, cost.peak_gib)]
+        results = self.train()
+        (summary,) = results["summary"]
+        summary["accuracy"], results["accuracy"] = self.judge(self.variant)
         if self.variant == "nsa":
             with nsa_variants.ablated(self.model, "selected"):
                 accuracy, more = self.judge(CLOSED)
-                summaries.append(Summary(CLOSED, cost.steps, self.evaluate(), accuracy, None, None))
-            ranges += more
-        return {"rows": rows, "summary": summaries, "accuracy": ranges}
+                loss = self.evaluate()
+            closed = {"variant": CLOSED, "final_val_loss": loss, "bits_per_byte": loss / math.log(2)}
+            results["summary"].append(
+                {**summary, **closed, "tokens_per_s": None, "peak_gib": None, "accuracy": accuracy}
+            )
+            results["accuracy"] += more
+        return results
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    notes = nsa_variants.resolve(args)
     task = {**asdict(args.task), "far": FAR, "shorter": SHORTER, "rope_base": ROPE_BASE}
-    facts = nsa_variants.facts(args, task)
-    common.introduce(args, facts, f"{args.needles} needles, dense attention by {args.dense.name}", notes)
+    facts = nsa_variants.facts(args, task, f"{args.needles} needles, ")
 
-    def train(variant: str, show: common.Show) -> common.Results:
-        return Trainer(variant, args).run(show)
-
-    def conclude(results: common.Results) -> dict[str, Any]:
-        return {"verdict": verdict(results["summary"])}
-
-    summaries = common.record_variants(args, facts, train, conclude, plot)["summary"]
-    common.show_results(summaries, {"answers right": lambda s: f"{s.accuracy:.1%}"}, verdict(summaries), args.out)
+    common.record_variants(
+        args,
+        facts,
+        train=lambda variant: Trainer(variant, args).run(),
+        conclude=lambda results: {"verdict": verdict(results["summary"])},
+        draw=plot,
+        columns={"answers right": lambda summary: f"{summary['accuracy']:.1%}"},
+    )
     return 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = common.new_parser(__doc__, "NSA, as in nsa")
-    common.add_variants(parser, list(nsa_variants.VARIANTS), "needle", CHOSEN)
-    nsa_variants.add_nsa_options(parser, DEFAULTS, preset="paper")
-    task = {"needles": "keys with values in a sequence", "questions": "keys asked for at the end of it"}
-    common.add_training_options(parser, DEFAULTS["paper"], **task)
+    parser = common.new_parser(__doc__, SIZES, out="needle")
+    common.add_variants(parser, nsa_variants.VARIANTS, CHOSEN)
+    nsa_variants.add_nsa_options(parser, "paper")
     args = parser.parse_args(argv)
     common.resolve_options(parser, args, DEFAULTS[args.preset])
     args.config = nsa_variants.make_config(parser, args)
     args.task = Task(args.context, args.w, args.needles, args.questions)
-    problem = args.task.problem()
-    if problem:
+    if problem := args.task.problem():
         parser.error(problem)
     if args.layers >= FAR:
         parser.error(f"--layers must be below {FAR}, or windows upon windows reach the needles, got {args.layers}")
     return args
 
 
-# What is shown
-
-
-def verdict(summaries: Sequence[Summary]) -> str:
+def verdict(summaries: list[common.Row]) -> str:
     """Conclusion about NSA's ability to look up distant values, and the role of its selected branch."""
-    share = {summary.variant: summary.accuracy for summary in summaries}
+    share = {summary["variant"]: summary["accuracy"] for summary in summaries}
     if "nsa" not in share:
         return "NSA itself was not trained, so there is nothing to conclude about it."
-    sentences = [f"NSA answers {share['nsa']:.1%} of the questions right"]
-    if "dense" in share:
-        sentences[0] += f", dense attention {share['dense']:.1%}"
-    sentences[0] += "."
+    dense = f", dense attention {share['dense']:.1%}" if "dense" in share else ""
+    sentences = [f"NSA answers {share['nsa']:.1%} of the questions right{dense}."]
     if share["nsa"] < RIGHT:
         sentences.append(
             f"That is less than {RIGHT:.0%}: it has not learnt to look up, so closing a branch says little."
@@ -310,15 +263,14 @@ def verdict(summaries: Sequence[Summary]) -> str:
 
 
 def plot(results: common.Results, path: Path, device: str) -> None:
-    """Right answers by distance, one line per variant."""
-    ranges: list[Accuracy] = results["accuracy"]
+    ranges = results["accuracy"]
     with saved_figure(path, 1, 1, (7, 4.5)) as (figure, ((axes,),)):
-        for name in dict.fromkeys(each.variant for each in ranges):
-            own = [each for each in ranges if each.variant == name]
+        for name in dict.fromkeys(row["variant"] for row in ranges):
+            own = [row for row in ranges if row["variant"] == name]
             style = {"color": "black"} if name == "dense" else {"linestyle": "--"} if name == CLOSED else {}
-            middles = [math.sqrt(each.nearest * each.farthest) for each in own]
-            axes.plot(middles, [100 * each.accuracy for each in own], marker="o", label=name, **style)
-        ticks = sorted({bound for each in ranges for bound in (each.nearest, each.farthest)})
+            middles = [math.sqrt(row["nearest"] * row["farthest"]) for row in own]
+            axes.plot(middles, [100 * row["accuracy"] for row in own], marker="o", label=name, **style)
+        ticks = sorted({row[bound] for row in ranges for bound in ("nearest", "farthest")})
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.set(xlabel="distance of the needle in windows", ylabel="answers right, %", ylim=(-3, 103))

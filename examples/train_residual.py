@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 import dispatch
-from bench.common import SDPA, choose_backend
 from examples.shared import byte_models as common
 from nsa import AttentionResidual
 
-VARIANTS = ("sum", "attention")
+STYLES: dict[str, dict[str, Any]] = {"sum": {"color": "black"}, "attention": {"color": "C0"}}
+VARIANTS = tuple(STYLES)
 DEFAULTS = {
     "steps": (200, 600),
     "batch": (8, 16),
@@ -47,7 +48,7 @@ class AttentionResidualModel(common.ByteModel):
     """ByteModel whose layers and head have the attention residual of all earlier outputs as input."""
 
     def __init__(self, layers: int, width: int, heads: int, kv_heads: int, backend: str | None) -> None:
-        super().__init__(layers, width, lambda: common.DenseAttention(width, heads, kv_heads, SDPA))
+        super().__init__(layers, width, lambda: common.DenseAttention(width, heads, kv_heads))
         self.mixtures = nn.ModuleList(AttentionResidual(width, backend=backend) for _ in range(2 * layers + 1))
 
     def through_blocks(self, hidden: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
@@ -56,87 +57,56 @@ class AttentionResidualModel(common.ByteModel):
             # Under autocast outputs have 16 bits; keep them in fp32 like the residual stream
             outputs.append(block.attend(next(mixtures)(outputs), table).to(hidden.dtype))  # type: ignore[operator]
             outputs.append(block.feed_forward(next(mixtures)(outputs)).to(hidden.dtype))  # type: ignore[operator]
-        mixed: Tensor = next(mixtures)(outputs)
-        return mixed
+        return next(mixtures)(outputs)
 
 
 def make_model(variant: str, args: argparse.Namespace) -> common.ByteModel:
-    """The model of a variant; `ByteModel.initialise` sets its weights."""
     heads = (args.width, args.heads, args.kv_heads)
     if variant == "attention":
         return AttentionResidualModel(args.layers, *heads, args.mixing_backend)
-    return common.ByteModel(args.layers, args.width, lambda: common.DenseAttention(*heads, SDPA))
+    return common.ByteModel(args.layers, args.width, lambda: common.DenseAttention(*heads))
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    corpus = common.load_corpus()
-    common.check_length(corpus, args.context)
-    args.mixing_backend, note = resolve(args)
-    with torch.device("meta"):  # shapes without memory
-        models = {variant: make_model(variant, args) for variant in args.variants}
-    facts = {**common.run_facts(args, corpus.facts(), models), "backend": args.mixing_backend}
-    common.introduce(args, facts, f"attention residual by {args.mixing_backend}", filter(None, [note]))
+    corpus = common.load_text(args.context)
+    args.mixing_backend = resolve(args)
+    facts = common.describe(args, corpus.facts(), make_model, f"attention residual by {args.mixing_backend}")
+    facts["backend"] = args.mixing_backend
 
-    def train(variant: str, show: common.Show) -> common.Results:
-        rows, summary = common.TextTrainer(variant, make_model(variant, args), args, corpus).train(show)
-        return {"rows": rows, "summary": [summary]}
-
-    def conclude(results: common.Results) -> dict[str, Any]:
-        return {"verdict": verdict(results["summary"])}
-
-    summaries = common.record_variants(args, facts, train, conclude, CURVES.draw)["summary"]
-    common.show_results(summaries, {"bits/byte": common.bits_per_byte}, verdict(summaries), args.out)
+    common.record_variants(
+        args,
+        facts,
+        train=lambda variant: common.TextTrainer(variant, make_model(variant, args), args, corpus).train(),
+        conclude=lambda results: {"verdict": verdict(results["summary"])},
+        draw=partial(common.draw_curves, "sum", "sums", STYLES.__getitem__),
+    )
     return 0
 
 
-def resolve(args: argparse.Namespace) -> tuple[str, str]:
-    """The backend of attention residual, and a note if it is the reference because no kernel is available.
-
-    Raises:
-        SystemExit: for a named backend that is not available.
-    """
-    shape = (args.batch, args.context, args.width)
-    options = {"blocks": 2 * args.layers + 1, "stacked": False, "shape": shape}
-    device = torch.device(args.device)
-    with common.refusals():
-        call = dispatch.Call("attention_residual", device, torch.float32, backward=True, options=options)
-        return choose_backend(call, args.backend)
+def resolve(args: argparse.Namespace) -> str:
+    options = {"blocks": 2 * args.layers + 1, "stacked": False, "shape": (args.batch, args.context, args.width)}
+    what = ("attention_residual", torch.device(args.device), torch.float32)
+    return common.backend_of(lambda: dispatch.Call(*what, backward=True, options=options), args.backend)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = common.new_parser(__doc__, "attention residual")
-    common.add_variants(parser, VARIANTS, "train-residual")
-    common.add_numbers(parser.add_argument_group("model"), DEFAULTS, common.MODEL_OPTIONS)
-    common.add_training_options(parser, DEFAULTS)
+    parser = common.new_parser(__doc__, DEFAULTS, out="train-residual")
+    common.add_variants(parser, VARIANTS)
     args = parser.parse_args(argv)
     common.resolve_options(parser, args, DEFAULTS)
     return args
 
 
-# What is shown
-
-
-def verdict(summaries: list[common.Summary]) -> str:
-    """Conclusion from the losses, with its limits."""
-    by_name = {summary.variant: summary for summary in summaries}
-    summed, attention = (by_name.get(name) for name in VARIANTS)
-    if summed is None or attention is None:
+def verdict(summaries: list[common.Row]) -> str:
+    losses = {summary["variant"]: summary["final_val_loss"] for summary in summaries}
+    if len(losses) < len(VARIANTS):
         return "One variant alone says nothing about the other."
-    if summed.steps != attention.steps:
-        return f"The variants did {summed.steps} and {attention.steps} steps, so they are not compared."
-    share = attention.final_val_loss / summed.final_val_loss - 1
+    share = losses["attention"] / losses["sum"] - 1
     return (
         f"With attention residual the final validation loss is {abs(share):.1%} "
         f"{'below' if share < 0 else 'above'} that with sums. One seed each: small differences may be noise."
     )
-
-
-def _style(variant: str) -> dict[str, Any]:
-    return {"color": {"sum": "black", "attention": "C0"}[variant], "linewidth": 2}
-
-
-CURVES = common.Curves("sum", "sums", _style)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ the same order. With `--preset paper` NSA selects per token, else per tile.
 Selection per tile depends on all queries of a tile, also later ones. To measure what a model gains from this, the loss
 of sampled bytes is recomputed with the text cut off after them; `lookahead` is the increase in loss.
 
-    torchrun --nproc-per-node=2 examples/train_text.py --context-parallel 2
-
-divides every sequence between two processes (docs/distributed.md). Losses equal those of one process up to rounding:
-`--beside FILE` shows those of an earlier run with the same arguments next to them, and the largest difference. If
-rounding does not explain a difference (`rounding_tolerance`), the status is 1.
+`torchrun --nproc-per-node=2 examples/train_text.py --context-parallel 2` divides every sequence between two processes
+(docs/distributed.md). `--beside FILE` compares losses with those of an earlier run with the same arguments; if rounding
+does not explain a difference (`rounding_tolerance`), the status is 1.
 
 Writes OUT.json (schema: docs/results_files.md) and OUT.png after each variant.
 """
@@ -23,7 +21,7 @@ import json
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,46 +64,21 @@ PAPER = {**PER_TILE, "k": (5, 16), "w": (16, 512), "q_tile": (1, 1)}
 """The same with `--preset paper`; on GPUs the paper's values."""
 DEFAULTS = {"per_tile": PER_TILE, "paper": PAPER}
 
-TOLERANCE = 0.02
-"""Relative difference from dense attention's loss that counts as equal."""
-
-
-# Training
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Results of a variant. `relative_to_dense`: its final loss over dense attention's, after equally many steps."""
-
-    variant: str
-    steps: int
-    final_val_loss: float
-    bits_per_byte: float
-    relative_to_dense: float | None
-    lookahead: float | None
-    """Increase in loss when the text after the predicted byte is cut off; None unless selection is per tile."""
-    lookahead_error: float | None
-    """Standard error of `lookahead` over the sampled bytes."""
-    tokens_per_s: float | None
-    peak_gib: float | None
+TOLERANCE = 0.02  # Relative difference from dense attention's loss that counts as equal
 
 
 class Trainer(common.TextTrainer):
     """Trainer of a variant that also measures the lookahead of its selection."""
 
-    def __init__(self, variant: str, args: argparse.Namespace, corpus: common.Corpus) -> None:
-        model = nsa_variants.make_model(variant, args, self.context_parallel(args), checkpointing=args.checkpointing)
-        super().__init__(variant, model, args, corpus)
+    parallel: ContextParallel | None = None  # Divides sequences
 
-    def context_parallel(self, args: argparse.Namespace) -> ContextParallel | None:
-        """The ContextParallel that divides sequences; None here."""
-        return None
+    def __init__(self, variant: str, args: argparse.Namespace, corpus: common.Corpus) -> None:
+        model = nsa_variants.make_model(variant, args, self.parallel, checkpointing=args.checkpointing)
+        super().__init__(variant, model, args, corpus)
 
     @torch.no_grad()
     def lookahead(self, cuts: list[int]) -> tuple[float, float]:
-        """Increase in loss from cutting off the text after each of these positions, in nats: mean and standard
-        error.
-        """
+        """Increase in loss if the text after each of these positions is cut off, in nats: mean, standard error."""
         added = []
         for part in self.validation.split(self.args.batch):
             whole = self.losses(part)
@@ -116,8 +89,9 @@ class Trainer(common.TextTrainer):
     def looks_ahead(self) -> bool:
         return "selected" in VARIANTS[self.variant] and not self.args.config.token_mode
 
-    def run(self, show: common.Show) -> common.Results:
-        rows, summary = self.train(show)
+    def run(self) -> common.Results:
+        """Train, and measure the lookahead; None unless selection is per tile."""
+        results = self.train()
         added = error = None
         if self.looks_ahead():
             generator = torch.Generator().manual_seed(self.args.seed)
@@ -127,26 +101,24 @@ class Trainer(common.TextTrainer):
             with nsa_variants.recorded(self.model) as indices:
                 self.losses(self.validation[:1])
             torch.save(torch.cat(indices, 1).cpu(), self.args.save_indices)
-        more: dict[str, Any] = {"relative_to_dense": None, "lookahead": added, "lookahead_error": error}
-        return {"rows": rows, "summary": [Summary(**asdict(summary), **more)]}
+        results["summary"][0] |= {"relative_to_dense": None, "lookahead": added, "lookahead_error": error}
+        return results
 
 
 class DividedTrainer(Trainer):
     """Trainer with each sequence divided among the processes of torchrun, which all have the whole text."""
 
-    def context_parallel(self, args: argparse.Namespace) -> ContextParallel:
-        group = dist.group.WORLD
-        if group is None:
-            raise RuntimeError("there is no process group")
-        self.parallel = ContextParallel(group, tile=args.config.q_tile_size)
-        return self.parallel
+    parallel: ContextParallel
+
+    def __init__(self, variant: str, args: argparse.Namespace, corpus: common.Corpus) -> None:
+        self.parallel = ContextParallel(dist.group.WORLD, tile=args.config.q_tile_size)  # type: ignore[arg-type]
+        super().__init__(variant, args, corpus)
 
     def losses(self, windows: Tensor) -> Tensor:
         """Losses of all bytes on every rank, for evaluation; `gradients` has the training loss."""
         labels = self.parallel.shard(windows[:, 1:])
         own = cross_entropy(self.logits(windows).flatten(0, 1), labels.flatten(), reduction="none")
-        every: Tensor = self.parallel.unshard(own.view(labels.shape))
-        return every
+        return self.parallel.unshard(own.view(labels.shape))
 
     def gradients(self, windows: Tensor) -> Tensor:
         share = self.parallel.cross_entropy(self.logits(windows), self.parallel.shard(windows[:, 1:]))
@@ -156,19 +128,7 @@ class DividedTrainer(Trainer):
         total = self.parallel.sum(torch.cat([gradient.flatten() for gradient in gradients]))
         for gradient, part in zip(gradients, total.split([x.numel() for x in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
-        loss: Tensor = self.parallel.sum(share.detach())
-        return loss
-
-
-def relate(summaries: list[Summary]) -> list[Summary]:
-    """Fill in `relative_to_dense` of the summaries."""
-    dense = next((s for s in summaries if s.variant == "dense"), None)
-    if dense is None:
-        return summaries
-    return [
-        replace(s, relative_to_dense=s.final_val_loss / dense.final_val_loss if s.steps == dense.steps else None)
-        for s in summaries
-    ]
+        return self.parallel.sum(share.detach())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -187,64 +147,57 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, *, writes: bool = True) -> int:
     """Run the example. Only one process, with `writes`, writes files and prints results."""
-    corpus = common.load_corpus()
-    common.check_length(corpus, args.context)
-    notes = nsa_variants.resolve(args)
+    corpus = common.load_text(args.context)
     facts = nsa_variants.facts(args, corpus.facts())
     facts["training"] |= {"checkpointing": args.checkpointing, "context_parallel": args.context_parallel}
     earlier = [read_beside(path, facts) for path in args.beside]
     # A run is short if models see fewer bytes than they have parameters
     short = args.steps * args.batch * args.context < max(facts["model"]["parameters"].values())
-    common.introduce(args, facts, f"dense attention by {args.dense.name}", notes)
 
-    def train(variant: str, show: common.Show) -> common.Results:
+    def train(variant: str) -> common.Results:
         trainer = Trainer if args.context_parallel is None else DividedTrainer
-        return trainer(variant, args, corpus).run(show)
+        return trainer(variant, args, corpus).run()
 
     def conclude(results: common.Results) -> dict[str, Any]:
-        results["summary"] = relate(results["summary"])
-        found: dict[str, Any] = {"verdict": verdict(results["summary"], short=short)}
-        if earlier:
-            found["beside"] = [differences(run, results["rows"], rounding_tolerance(args)) for run in earlier]
-        return found
+        losses = {summary["variant"]: summary["final_val_loss"] for summary in results["summary"]}
+        for summary in results["summary"] if "dense" in losses else ():
+            summary["relative_to_dense"] = summary["final_val_loss"] / losses["dense"]
+        beside = [differences(run, results["rows"], rounding_tolerance(args)) for run in earlier]
+        return {"verdict": verdict(results["summary"], short=short), **({"beside": beside} if beside else {})}
 
     if not writes:
-        common.train_variants(args, train)
+        for variant in args.variants:
+            train(variant)
         return 0
-    results = common.record_variants(args, facts, train, conclude, CURVES.draw)
-    found = conclude(results)
-    common.show_results(results["summary"], COLUMNS, found["verdict"], args.out)
-    beside = found.get("beside", [])
+    columns = {
+        "vs dense": lambda s: "" if s["relative_to_dense"] is None else f"{s['relative_to_dense'] - 1:+.1%}",
+        "lookahead": lambda s: "" if s["lookahead"] is None else f"{s['lookahead']:+.4f} ± {s['lookahead_error']:.4f}",
+    }
+    draw = partial(common.draw_curves, "dense", "dense attention", style, band=TOLERANCE)
+    beside = common.record_variants(args, facts, train, conclude, draw, columns).get("beside", [])
+    verdicts = {True: "equal", False: "NOT equal", None: "more than rounding cannot be told from it in this dtype"}
     for path, one in zip(args.beside, beside, strict=True):
-        print_beside(path, one, results["rows"])
+        largest = max((x for x in one["differences"].values() if x is not None), default=math.nan)
+        tolerance = "" if one["tolerance"] is None else f", {one['tolerance']:.1e} of a loss is rounding"
+        say(f"Largest difference from losses of {relative(path)} {largest:.1e}{tolerance}: {verdicts[one['equal']]}")
     return int(any(one["equal"] is False for one in beside))
 
 
-# Earlier runs
-
-
 def read_beside(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Read the results of an earlier run; exit if it had other arguments.
-
-    Args:
-        facts: the description of this run.
-    """
+    """Read the results of an earlier run; exit unless it had the arguments that `facts` of this run describe."""
     try:
         run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        here, there = ({**x, "training": {**x["training"], "context_parallel": None}} for x in (facts, run))
         for name in ("model", "training", "data", "preset"):
-            mine, theirs = ({**x, "training": {**x["training"], "context_parallel": None}}[name] for x in (facts, run))
-            if mine != theirs:
-                raise SystemExit(
-                    f"--beside must name a run with the same {name}, got {theirs} in {path} and {mine} here"
-                )
+            if (mine := here[name]) != (theirs := there[name]):
+                raise SystemExit(f"--beside must name a run with the same {name}, got {theirs} in {path}, not {mine}")
     except (OSError, ValueError, KeyError) as problem:
         raise SystemExit(f"--beside must name results of this example, got {path}: {problem}") from problem
     return run
 
 
 def rounding_tolerance(args: argparse.Namespace) -> float | None:
-    """Relative difference in loss that rounding explains between two runs with the same arguments, or None if too
-    large.
+    """Relative difference in loss that rounding explains between runs with the same arguments; None if too large.
 
     Sums of n terms in different orders differ by about sqrt(n) eps of their terms. Gradients of weights are sums over
     the n bytes of a batch, and Adam divides them by their magnitude, so every update differs by that share: after T
@@ -257,61 +210,45 @@ def rounding_tolerance(args: argparse.Namespace) -> float | None:
 
 
 def differences(run: dict[str, Any], rows: list[common.Row], tolerance: float | None) -> dict[str, Any]:
-    """Losses of an earlier run at the steps of this one's rows, the largest differences, and `equal`: True if all are
-    at most `tolerance` of their loss, None without a tolerance.
+    """Losses of an earlier run at the steps of this one's rows, and how much they differ.
+
+    `equal` is True if no loss differs by more than `tolerance` of it, None without a tolerance.
     """
-    own = {(row.variant, row.step): row for row in rows}
+    own = {(row["variant"], row["step"]): row for row in rows}
     pairs = [(row, own[key]) for row in run["rows"] if (key := (row["variant"], row["step"])) in own]
-    losses = {
-        name: [(row[name], getattr(mine, name)) for row, mine in pairs if row[name] is not None]
-        for name in ("train_loss", "val_loss")
-    }
-    largest = {name: max((abs(a - b) for a, b in own), default=None) for name, own in losses.items()}
+    names = ("train_loss", "val_loss")
+    losses = {name: [(row[name], mine[name]) for row, mine in pairs if row[name] is not None] for name in names}
     equal = None
     if tolerance is not None:
         equal = all(abs(a - b) <= tolerance * a for own in losses.values() for a, b in own)  # NaN is unequal
     return {
         "command": run["command"],
         "context_parallel": run["training"]["context_parallel"],
-        "differences": largest,
+        "differences": {name: max((abs(a - b) for a, b in own), default=None) for name, own in losses.items()},
         "tolerance": tolerance,
         "equal": equal,
         "rows": [row for row, _ in pairs],
     }
 
 
-# The command line
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = common.new_parser(__doc__, "NSA, as in nsa")
-    common.add_variants(parser, list(VARIANTS), "train")
-    nsa_variants.add_nsa_options(parser, DEFAULTS)
-    cuts = "positions per validation sequence at which the lookahead is measured"
-    group = common.add_training_options(parser, PER_TILE, cuts=cuts)
-    group.add_argument("--checkpointing", action="store_true", help="keep block inputs only, and recompute in backward")
-    group.add_argument(
-        "--context-parallel",
-        type=int,
-        metavar="R",
-        help="divide each sequence among the R processes that torchrun starts; without dense attention, and only nsa "
-        "unless --variants lists others; default: one process, whole sequences",
+    parser = common.new_parser(__doc__, PER_TILE, out="train")
+    common.add_variants(parser, VARIANTS)
+    nsa_variants.add_nsa_options(parser)
+    add = parser.add_argument
+    add("--checkpointing", action="store_true", help="keep block inputs only, and recompute in backward")
+    shown = (
+        "divide each sequence among the R processes that torchrun starts; without dense attention, and only nsa "
+        "unless --variants lists others; default: one process, whole sequences"
     )
-    group.add_argument(
-        "--beside",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="results of a run that differs at most in --context-parallel: record its losses and the differences, "
-        "and fail if these exceed rounding",
+    add("--context-parallel", type=int, metavar="R", help=shown)
+    shown = (
+        "results of a run that differs at most in --context-parallel: record its losses and the differences, "
+        "and fail if these exceed rounding"
     )
-    parser.add_argument(
-        "--save-indices",
-        type=Path,
-        metavar="FILE",
-        help="save all selections of variant nsa for a held-out text, for bench_token_selected.py --indices",
-    )
+    add("--beside", type=Path, nargs="+", default=[], metavar="FILE", help=shown)
+    shown = "save all selections of variant nsa for a held-out text, for bench_token_selected.py --indices"
+    add("--save-indices", type=Path, metavar="FILE", help=shown)
     every = parser.get_default("variants")
     parser.set_defaults(variants=None)
     args = parser.parse_args(argv)
@@ -324,8 +261,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.cuts > args.context:
         parser.error(f"--cuts must be at most --context, got {args.cuts} and {args.context}")
     args.config = nsa_variants.make_config(parser, args)
-    if args.save_indices is not None:
-        common.check_output(parser, "--save-indices", args.save_indices)
+    common.check_output(parser, "--save-indices", args.save_indices)
     return args
 
 
@@ -337,38 +273,30 @@ def check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace) -
             f"--context-parallel must be the number of processes that torchrun starts, {size} here, "
             f"got {args.context_parallel}: torchrun --nproc-per-node={args.context_parallel} examples/train_text.py ..."
         )
-    if "dense" in args.variants:
-        parser.error(
-            "--context-parallel divides the sequences of NSA, not of dense attention, got --variants with dense"
-        )
-    for name in ("minutes", "save_indices"):
-        if getattr(args, name) is not None:
-            parser.error(f"--{name.replace('_', '-')} does not go with --context-parallel")
-    if args.cuda_graph:
-        parser.error("--cuda-graph does not go with --context-parallel, whose checks run on the host")
+    given = {
+        "--variants with dense": "dense" in args.variants,
+        "--save-indices": args.save_indices is not None,
+        "--cuda-graph": args.cuda_graph,
+    }
+    if wrong := [option for option, is_given in given.items() if is_given]:
+        parser.error(f"{wrong[0]} does not go with --context-parallel")
 
 
-# What is shown
-
-
-def verdict(summaries: list[Summary], *, short: bool = False) -> str:
+def verdict(summaries: list[common.Row], *, short: bool = False) -> str:
     """Conclusion about NSA, with its limits.
 
     Args:
         short: True if the run was too short to show the value of long-range attention.
     """
-    by_name = {summary.variant: summary for summary in summaries}
+    by_name = {summary["variant"]: summary for summary in summaries}
     nsa, dense, window = (by_name.get(name) for name in ("nsa", "dense", "window"))
     if nsa is None:
         return "NSA itself was not trained, so there is nothing to conclude about it."
-    sentences = []
+    sentences, loss = [], nsa["final_val_loss"]
     for other, name in ((dense, "dense attention"), (window, "the window-only control")):
         if other is None:
             continue
-        if other.steps != nsa.steps:
-            sentences.append(f"NSA and {name} did {nsa.steps} and {other.steps} steps, so they are not compared.")
-            continue
-        share = nsa.final_val_loss / other.final_val_loss - 1
+        share = loss / other["final_val_loss"] - 1
         difference = f"{abs(share):.1%} {'below' if share < 0 else 'above'}"
         if other is dense:
             answer = "within" if abs(share) <= TOLERANCE else "better than" if share < 0 else "not within"
@@ -376,10 +304,10 @@ def verdict(summaries: list[Summary], *, short: bool = False) -> str:
         else:
             answer = "better" if share < 0 else "not better"
             sentences.append(f"It is {difference} that of {name}: {answer}.")
-    if nsa.lookahead is not None and nsa.lookahead_error is not None:
+    if nsa["lookahead"] is not None:
         sentences.append(
             f"Cutting off the text after the predicted byte, which selection per tile looks at, changes NSA's loss by "
-            f"{nsa.lookahead / nsa.final_val_loss:+.1%} ± {nsa.lookahead_error / nsa.final_val_loss:.1%}."
+            f"{nsa['lookahead'] / loss:+.1%} ± {nsa['lookahead_error'] / loss:.1%}."
         )
     if short:
         sentences.append(
@@ -389,40 +317,12 @@ def verdict(summaries: list[Summary], *, short: bool = False) -> str:
     return " ".join([*sentences, "One seed each: small differences may be noise."])
 
 
-COLUMNS = {
-    "bits/byte": common.bits_per_byte,
-    "vs dense": lambda s: "" if s.relative_to_dense is None else f"{s.relative_to_dense - 1:+.1%}",
-    "lookahead": lambda s: "" if s.lookahead is None else f"{s.lookahead:+.4f} ± {s.lookahead_error:.4f}",
-}
-"""Texts of a summary by heading of the table."""
-
-
-def print_beside(path: Path, found: dict[str, Any], rows: list[common.Row]) -> None:
-    """Print the final losses of this run and of an earlier one, and the result of the comparison.
-
-    Args:
-        found: from `differences`.
-    """
-    there = {(row["variant"], row["step"]): row for row in found["rows"]}
-    for row in {row.variant: row for row in rows}.values():
-        if other := there.get((row.variant, row.step)):
-            losses = f"validation loss {row.val_loss:.6f} here, {other['val_loss']:.6f} in {relative(path)}"
-            say(f"{row.variant}, step {row.step}: {losses}")
-    largest = max((x for x in found["differences"].values() if x is not None), default=math.nan)
-    verdicts = {True: "equal", False: "NOT equal", None: "more than rounding cannot be told from it in this dtype"}
-    tolerance = "" if found["tolerance"] is None else f", {found['tolerance']:.1e} of a loss is rounding"
-    say(f"Largest difference of all losses {largest:.1e}{tolerance}: {verdicts[found['equal']]}")
-
-
-def _style(variant: str) -> dict[str, Any]:
+def style(variant: str) -> dict[str, Any]:
     return {
         "color": "black" if variant == "dense" else f"C{list(VARIANTS).index(variant) - 1}",
         "linestyle": "--" if variant.startswith("no-") else "-",
         "linewidth": 2 if variant in ("dense", "nsa") else 1.4,
     }
-
-
-CURVES = common.Curves("dense", "dense attention", _style, band=TOLERANCE)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability
 from dispatch.device import CUDA_EXTRA, PACKAGES, version_of
-from tests.support.hardware import without_sm_90
+from tests.support.hardware import out_of_memory, without_cute, without_sm_90
 from tests.support.poison import has_gpu, poison
 
 settings.register_profile(
@@ -47,7 +47,6 @@ EXTRAS = {
 """Extras that tests may need: distributions, and the modules that they bring."""
 MAY_SKIP = {*HARDWARE, "ascend", *(f"{extra}_extra" for extra in EXTRAS)}
 """`ascend`: tests/ascend/lowered/conftest.py skips these without their toolchain; `.ci/run` has it."""
-ADDRESS = re.compile(r"\bat 0x[0-9a-f]+", re.IGNORECASE)
 
 
 @pytest.fixture(autouse=True)
@@ -119,21 +118,9 @@ def without_extra(config: pytest.Config, extra: str) -> str | None:
     return f'needs {", ".join(absent)}, not installed here: pip install -e ".[{extra}]"'
 
 
-def without_addresses(report: pytest.CollectReport) -> pytest.CollectReport:
-    """The report, failed where the name of a test holds an address: another process would name it otherwise."""
-    named = [node.nodeid for node in report.result if isinstance(node, pytest.Item) and ADDRESS.search(node.nodeid)]
-    if report.passed and named:
-        report.outcome = "failed"
-        report.longrepr = (
-            f"the name of {named[0]} holds an address, as {len(named) - 1} more here do: pytest-xdist refuses names "
-            "that differ between processes, so give `ids=` that are alike in all of them"
-        )
-    return report
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    """A module of tests that cannot be imported without an extra skips as a whole; names hold no addresses."""
+    """A module of tests that cannot be imported without an extra skips as a whole."""
     report = yield
     error = report.call.excinfo.value.__cause__ if report.failed else None
     if isinstance(error, ModuleNotFoundError):
@@ -142,7 +129,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
             reason = without_extra(collector.config, extra) if missing in modules.values() else None
             if reason is not None:
                 report.outcome, report.longrepr = "skipped", (str(collector.path), None, f"Skipped: {reason}")
-    return without_addresses(report)
+    return report
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -161,16 +148,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, present in HARDWARE.items():
             if item.get_closest_marker(marker) and not present():
                 item.add_marker(pytest.mark.skip(reason=f"needs {marker} hardware, this machine has none"))
-        reason = without_sm_90([*item.iter_markers("sm_90")])
+        of_cute = item.get_closest_marker("cuda") and item.get_closest_marker("cuda_extra")
+        reason = (without_cute() if of_cute else None) or without_sm_90([*item.iter_markers("sm_90")])
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Any other skip is a failure: a check that looks green must have run."""
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
+    reason = out_of_memory(call.excinfo.value) if call.excinfo and item.get_closest_marker("cuda") else None
+    if reason is not None:
+        report.outcome, report.longrepr = "skipped", (str(item.path), None, f"Skipped: {reason}")
     if report.skipped and not any(item.get_closest_marker(marker) for marker in MAY_SKIP):
         report.outcome = "failed"
         report.longrepr = (

@@ -11,8 +11,6 @@ torch step alone, as in tools/bootstrap.py.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
 import shlex
 import shutil
@@ -21,15 +19,26 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from bootstrap import CONSTRAINTS, ROOT, SetUpError, free_disk_gb, read_stamp, refuse, run_step, status_of
+from bootstrap import (
+    CONSTRAINTS,
+    ROOT,
+    SetUpError,
+    free_disk_gb,
+    pip_install,
+    read_stamp,
+    refuse,
+    run_step,
+    status_of,
+    torch_index,
+    venv_python,
+    write_stamp,
+)
 
 CACHE = ROOT / ".cache" / "ascend"
 STAMP_NAME = "toolchain.json"
 DISK_GB = 3.0
-PYTHONS = ("3.11", "3.10")
-"""triton-ascend has wheels for these; nsa-kernels begins with 3.10."""
+PYTHONS = ("3.11", "3.10")  # triton-ascend has wheels for these; nsa-kernels begins with 3.10
 
 TORCH = "torch==2.13.0"
 TRITON_ASCEND = "triton-ascend==3.2.0"
@@ -42,20 +51,20 @@ LIBRARIES = re.compile(r"lib(mlir-19|llvm19|xml2|icu|z3|edit|bsd|md|tinfo|ffi|zs
 LLVM_TOOLS = ("mlir-opt", "mlir-translate", "opt", "llc")
 
 
-# ---------------------------------------------------------------- what this machine has
-
-
 def find_python() -> str:
     """The running Python if triton-ascend has wheels for it, else one on PATH; empty when there is none."""
     if "{}.{}".format(*sys.version_info[:2]) in PYTHONS:
         return sys.executable
-    found = (shutil.which(f"python{version}") for version in PYTHONS)
-    return next((path for path in found if path and is_usable(path)), "")
+    for version in PYTHONS:
+        python = shutil.which(f"python{version}")
+        # Version managers leave commands on PATH that do not start, or cannot make environments
+        if python and run([python, "-c", "import ensurepip, venv"]).returncode == 0:
+            return python
+    return ""
 
 
-def is_usable(python: str) -> bool:
-    """Whether it starts and can make environments: version managers leave commands on PATH that do neither."""
-    return subprocess.run([python, "-c", "import ensurepip, venv"], check=False, capture_output=True).returncode == 0
+def run(command: Sequence[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
 
 
 def preflight() -> list[str]:
@@ -80,13 +89,6 @@ def preflight() -> list[str]:
     return problems
 
 
-def wanted_stamp() -> dict[str, Any]:
-    return {"python": [TORCH, TRITON_ASCEND, *SMALL_PACKAGES], "debian": list(DEBIAN_PACKAGES)}
-
-
-# ---------------------------------------------------------------- triton-ascend
-
-
 def set_up_triton() -> None:
     venv = CACHE / "venv"
     advice = (
@@ -95,86 +97,54 @@ def set_up_triton() -> None:
         "    torch    TORCH_INDEX=<address of a package index> takes torch, and only torch, from there: a CPU-only\n"
         "             build, because one for CUDA cannot be imported without the libraries that are left out here."
     )
-    pip = [str(venv / "bin" / "python"), "-I", "-m", "pip", "install", "--no-input", "--progress-bar", "off"]
-    index = os.environ.get("TORCH_INDEX", "").strip()
     check = "import torch, triton, triton.backends.ascend, numpy, pybind11"
     for title, command in (
         ("venv", [find_python(), "-m", "venv", "--clear", str(venv)]),
-        (TORCH, [*pip, "--no-deps", *(["--index-url", index] if index else []), TORCH]),
-        (TRITON_ASCEND, [*pip, "--no-deps", TRITON_ASCEND]),
-        ("what they need", [*pip, "--constraint", CONSTRAINTS, *SMALL_PACKAGES]),
-        ("import", [str(venv / "bin" / "python"), "-I", "-c", check]),
+        (TORCH, pip_install(venv, "--no-deps", *torch_index(), TORCH)),
+        (TRITON_ASCEND, pip_install(venv, "--no-deps", TRITON_ASCEND)),
+        ("what they need", pip_install(venv, "--constraint", CONSTRAINTS, *SMALL_PACKAGES)),
+        ("import", [str(venv_python(venv)), "-I", "-c", check]),
     ):
         run_step(title, command, ROOT, advice)
 
 
-# ---------------------------------------------------------------- MLIR and LLVM
-
-
-class Apt:
-    """apt as any user may run it: with caches, and where the system has none package lists, in a folder of ours."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "cache" / "archives" / "partial").mkdir(parents=True)
-        self.options = ["-o", f"Dir::Cache={folder / 'cache'}"]
-
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [command[0], *self.options, *command[1:]], cwd=self.folder, capture_output=True, text=True, check=False
-        )
-
-    def knows(self, packages: Sequence[str]) -> bool:
-        return self.run("apt-cache", "show", *packages).returncode == 0
-
-    def update(self) -> str:
-        """Fetch package lists into our folder; a source that fails does not matter if others have the packages."""
-        lists = self.folder / "lists"
-        (lists / "partial").mkdir(parents=True)
-        self.options += ["-o", f"Dir::State::Lists={lists}", "-o", "Acquire::Languages=none"]
-        return self.run("apt-get", "update").stderr
-
-    def closure(self, packages: Sequence[str]) -> list[str]:
-        """The packages and the libraries that they need."""
-        no = ("recommends", "suggests", "conflicts", "breaks", "replaces", "enhances")
-        listed = self.run("apt-cache", "depends", "--recurse", *(f"--no-{kind}" for kind in no), *packages)
-        names = {line.strip() for line in listed.stdout.splitlines() if line and not line[0].isspace()}
-        return sorted({*packages, *filter(LIBRARIES.fullmatch, names)})
-
-
 def set_up_mlir() -> dict[str, str]:
-    """Returns the unpacked packages' versions."""
+    """Returns the unpacked packages' versions. Runs apt as any user may: with its caches in a folder of ours."""
     mlir = CACHE / "mlir"
     advice = "Is there a network? Behind a proxy, set http_proxy for apt."
     shutil.rmtree(mlir, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-        apt = Apt(Path(folder))
-        if not apt.knows(DEBIAN_PACKAGES):
-            print("  package lists (the system's have no MLIR 19) ... ", end="", flush=True)
-            errors = apt.update()
-            if not apt.knows(DEBIAN_PACKAGES):
-                print("failed", flush=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as name:
+        folder = Path(name)
+        for each in ("cache/archives/partial", "lists/partial", "downloads"):
+            (folder / each).mkdir(parents=True)
+        options = ["-o", f"Dir::Cache={folder / 'cache'}"]
+        if run(["apt-cache", *options, "show", *DEBIAN_PACKAGES]).returncode != 0:
+            print("  package lists (the system's have no MLIR 19)", flush=True)
+            options += ["-o", f"Dir::State::Lists={folder / 'lists'}", "-o", "Acquire::Languages=none"]
+            # A source that fails does not matter if others have the packages
+            errors = run(["apt-get", *options, "update"]).stderr
+            if run(["apt-cache", *options, "show", *DEBIAN_PACKAGES]).returncode != 0:
                 raise SetUpError(
                     f"no package source offers {' and '.join(DEBIAN_PACKAGES)}. Debian 12 and Ubuntu 24.04 do.\n"
                     f"{errors[-2000:]}\n{advice}"
                 )
-            print("fetched", flush=True)
-        downloads = Path(folder) / "downloads"
-        downloads.mkdir()
-        packages = apt.closure(DEBIAN_PACKAGES)
+        no = [f"--no-{kind}" for kind in ("recommends", "suggests", "conflicts", "breaks", "replaces", "enhances")]
+        listed = run(["apt-cache", *options, "depends", "--recurse", *no, *DEBIAN_PACKAGES]).stdout
+        needed = {line.strip() for line in listed.splitlines() if line and not line[0].isspace()}
+        packages = sorted({*DEBIAN_PACKAGES, *filter(LIBRARIES.fullmatch, needed)})
         # -q=2: apt warns of its own sandbox for every file that root downloads.
-        run_step(
-            f"{len(packages)} Debian packages",
-            ["apt-get", "-q=2", *apt.options, "download", *packages],
-            downloads,
-            advice,
-        )
-        files = sorted(downloads.glob("*.deb"))
+        download = ["apt-get", "-q=2", *options, "download", *packages]
+        run_step(f"{len(packages)} Debian packages", download, folder / "downloads", advice)
+        files = sorted((folder / "downloads").glob("*.deb"))
         unpack = "; ".join(f"dpkg -x {shlex.quote(str(file))} {shlex.quote(str(mlir))}" for file in files)
         run_step("unpack", ["sh", "-ec", unpack], ROOT, "Is the disk full?")
         # Files are named PACKAGE_VERSION_ARCHITECTURE.deb, with %3a for the colon of an epoch
         versions = dict(file.name.replace("%3a", ":").split("_")[:2] for file in files)
-    keep_only_what_is_used(mlir)
+    for path in (mlir / "usr/lib/llvm-19/bin").iterdir():  # with what follows, half of the packages' size
+        if path.name not in LLVM_TOOLS:
+            path.unlink()
+    for unused in ("usr/bin", "usr/share", "usr/include", "etc"):
+        shutil.rmtree(mlir / unused, ignore_errors=True)
     libraries = ":".join([str(mlir / "usr/lib/llvm-19/lib"), *map(str, (mlir / "usr/lib").glob("*-linux-gnu"))])
     for name in LLVM_TOOLS:
         tool = str(mlir / "usr/lib/llvm-19/bin" / name)
@@ -182,20 +152,9 @@ def set_up_mlir() -> dict[str, str]:
     return versions
 
 
-def keep_only_what_is_used(mlir: Path) -> None:
-    """The four tools and the libraries: half of the packages' size."""
-    for path in (mlir / "usr/lib/llvm-19/bin").iterdir():
-        if path.name not in LLVM_TOOLS:
-            path.unlink()
-    for folder in ("usr/bin", "usr/share", "usr/include", "etc"):
-        shutil.rmtree(mlir / folder, ignore_errors=True)
-
-
-# ---------------------------------------------------------------- all of it
-
-
 def set_up() -> None:
-    found, wanted = read_stamp(CACHE / STAMP_NAME), wanted_stamp()
+    found = read_stamp(CACHE / STAMP_NAME)
+    wanted = {"python": [TORCH, TRITON_ASCEND, *SMALL_PACKAGES], "debian": list(DEBIAN_PACKAGES)}
     if {key: found.get(key) for key in wanted} == wanted:
         print("The Ascend toolchain is up to date (.cache/ascend)")
         return
@@ -204,8 +163,7 @@ def set_up() -> None:
     CACHE.mkdir(parents=True, exist_ok=True)
     (CACHE / STAMP_NAME).unlink(missing_ok=True)
     set_up_triton()
-    stamp = {**wanted, "packages": set_up_mlir()}
-    (CACHE / STAMP_NAME).write_text(json.dumps(stamp, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_stamp(CACHE / STAMP_NAME, {**wanted, "packages": set_up_mlir()})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

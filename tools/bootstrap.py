@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,9 +37,6 @@ PIP_LINES_SHOWN = 25
 
 class SetUpError(Exception):
     """A set-up that cannot go on; the message says why and what to do."""
-
-
-# ---------------------------------------------------------------- what this machine needs
 
 
 class Device(NamedTuple):
@@ -60,32 +57,27 @@ NPU_NODE = Path("/dev/davinci0")
 def find_device() -> Device:
     if nvidia_gpu_listed():
         return GPU
-    if NPU_NODE.exists() or shutil.which("npu-smi"):
-        return NPU
-    return CPU
+    return NPU if NPU_NODE.exists() or shutil.which("npu-smi") else CPU
 
 
 def nvidia_gpu_listed() -> bool:
     nvidia_smi = shutil.which("nvidia-smi")
-    if not nvidia_smi:
-        return False
     try:
-        listing = subprocess.run([nvidia_smi, "-L"], check=False, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
+        return nvidia_smi is not None and "GPU" in output_of([nvidia_smi, "-L"])
+    except (OSError, subprocess.SubprocessError):
         return False
-    return listing.returncode == 0 and "GPU" in listing.stdout
 
 
-def torch_requirement(device: Device, environ: Mapping[str, str]) -> str:
-    version = environ.get("TORCH_VERSION", "").strip()
-    if not version:
-        return device.torch
-    if version.startswith("torch"):
-        return version
+def output_of(command: Sequence[str]) -> str:
+    """Output of a command; raises OSError if it cannot start, SubprocessError if it fails or does not end."""
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def torch_requirement(device: Device) -> str:
+    version = os.environ.get("TORCH_VERSION", "").strip()
+    if not version or version.startswith("torch"):
+        return version or device.torch
     return f"torch=={version}" if version[0].isdigit() else f"torch{version}"
-
-
-# ---------------------------------------------------------------- preflight
 
 
 def python_problem(version: Sequence[int]) -> str:
@@ -120,7 +112,6 @@ def preflight(venv: Path, device: Device, *, make_venv: bool, install_torch: boo
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Raise SetUpError if there are problems."""
     if problems:
         raise SetUpError("\n".join(["cannot begin.", *(f"  - {problem}" for problem in problems)]))
 
@@ -134,26 +125,11 @@ def free_disk_gb(path: Path) -> float:
     return shutil.disk_usage(existing).free / 1e9
 
 
-# ---------------------------------------------------------------- stamp: what .venv was made for and holds
-
-
 def extras_of(pyproject: Path) -> list[str]:
     """Extras that pyproject.toml has, sorted. Read by lines: Python has a parser of TOML from 3.11 on."""
     _, _, rest = pyproject.read_text(encoding="utf-8").partition("[project.optional-dependencies]\n")
     table = re.split(r"^\[", rest, maxsplit=1, flags=re.MULTILINE)[0]
     return sorted(re.findall(r"^([A-Za-z0-9._-]+) *=", table, re.MULTILINE))
-
-
-def wanted_stamp(root: Path, device: Device, torch: str, extras: Iterable[str]) -> dict[str, Any]:
-    return {
-        "checkout": str(root),
-        "device": device.label,
-        "pyproject": hashlib.sha256((root / "pyproject.toml").read_bytes()).hexdigest(),
-        "constraints": hashlib.sha256((root / CONSTRAINTS).read_bytes()).hexdigest(),
-        "torch": torch,
-        "python": "{}.{}".format(*sys.version_info[:2]),
-        "extras": sorted({*extras, *device.extras}),
-    }
 
 
 def read_stamp(path: Path) -> dict[str, Any]:
@@ -165,74 +141,50 @@ def read_stamp(path: Path) -> dict[str, Any]:
     return stamp if isinstance(stamp, dict) else {}
 
 
-def write_stamp(venv: Path, stamp: dict[str, Any]) -> None:
-    (venv / STAMP_NAME).write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
-
-
-def same_but_extras(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    return all(found.get(key) == value for key, value in wanted.items() if key != "extras")
-
-
-def is_up_to_date(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    return same_but_extras(found, wanted) and set(wanted["extras"]) <= set(found.get("extras", ()))
+def write_stamp(path: Path, stamp: dict[str, Any]) -> None:
+    path.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
 
 
 def reason_to_remake(venv: Path, found: dict[str, Any], wanted: dict[str, Any]) -> str:
     """Why the .venv that is there cannot be used; empty when it can."""
     probe = "import sys, pip; print('%d.%d' % sys.version_info[:2])"
     try:
-        answer = subprocess.run(
-            [str(venv_python(venv)), "-I", "-c", probe], check=False, capture_output=True, text=True
-        )
+        python = output_of([str(venv_python(venv)), "-I", "-c", probe]).strip()
     except OSError:
         return "its Python is gone"
-    if answer.returncode != 0:
+    except subprocess.SubprocessError:
         return "its Python is broken or has no pip"
-    if answer.stdout.strip() != wanted["python"]:
-        return f"it has Python {answer.stdout.strip()}, this is Python {wanted['python']}"
+    if python != wanted["python"]:
+        return f"it has Python {python}, this is Python {wanted['python']}"
     for key in ("checkout", "device"):
         if found.get(key, wanted[key]) != wanted[key]:
             return f"it was made for another {key}: {found[key]}"
     return ""
 
 
-# ---------------------------------------------------------------- steps
-
-
 def venv_python(venv: Path) -> Path:
     return venv / "bin" / "python"
 
 
-def pip_steps(venv: Path, torch: str, extras: Sequence[str], torch_index: str) -> list[tuple[str, list[str]]]:
-    """(title, command) of each pip call. torch comes first, so that it never arrives as another package's dependency,
-    and is named again in the second, so that no extra replaces it. An index of torch's own has not every version that
-    CONSTRAINTS names, so there the second call alone keeps to it.
-    """
-    pip_install = [str(venv_python(venv)), "-I", "-m", "pip", "install", "--no-input", "--progress-bar", "off"]
-    pip_install += ["--no-compile"]  # Python compiles what is imported: few of torch's modules are
-    pinned = ["--constraint", CONSTRAINTS]
-    package = f".[{','.join(extras)}]" if extras else "."
-    return [
-        (torch, [*pip_install, *(["--index-url", torch_index] if torch_index else pinned), torch]),
-        (f"nsa-kernels [{', '.join(extras)}]", [*pip_install, *pinned, "-e", package, torch]),
-    ]
+def pip_install(venv: Path, *arguments: str) -> list[str]:
+    """Command; without bytecode, since Python compiles what is imported: few of torch's modules are."""
+    options = ["--no-input", "--progress-bar", "off", "--no-compile"]
+    return [str(venv_python(venv)), "-I", "-m", "pip", "install", *options, *arguments]
+
+
+def torch_index(*otherwise: str) -> list[str]:
+    """Options of pip for the torch step: the index of TORCH_INDEX, or others if it names none."""
+    index = os.environ.get("TORCH_INDEX", "").strip()
+    return ["--index-url", index] if index else [*otherwise]
 
 
 def run_step(title: str, command: Sequence[str], root: Path, advice: str) -> None:
     print(f"  {title} ... ", end="", flush=True)
     start = time.monotonic()
     environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_USER": "0"}
-    step = subprocess.run(
-        command,
-        cwd=root,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-        check=False,
-    )
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    text: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}
+    step = subprocess.run(command, cwd=root, env=environ, check=False, **pipes, **text)
     if step.returncode == 0:
         print(f"{time.monotonic() - start:.0f} s", flush=True)
         return
@@ -257,54 +209,64 @@ def pip_advice(venv: Path) -> str:
     )
 
 
-def set_up(root: Path, venv: Path, extras: Sequence[str], *, check_only: bool = False) -> None:
+def set_up(root: Path, venv: Path, extras: Sequence[str], *, need_gpu: bool = False) -> None:
     too_old = python_problem(sys.version_info[:3])
     if too_old:
         raise SetUpError(too_old)
     found = read_stamp(venv / STAMP_NAME)
     device = find_device()
+    if need_gpu and device is not GPU:
+        raise SetUpError("this needs an NVIDIA GPU, and `nvidia-smi -L` lists none here.")
     if device is CPU and found.get("device") == GPU.label:
         device = GPU  # what was set up for a GPU works without one too: a cluster's login node keeps it
-    torch = torch_requirement(device, os.environ)
-    wanted = wanted_stamp(root, device, torch, extras)
-
+    torch = torch_requirement(device)
+    wanted = {
+        "checkout": str(root),
+        "device": device.label,
+        "pyproject": hashlib.sha256((root / "pyproject.toml").read_bytes()).hexdigest(),
+        "constraints": hashlib.sha256((root / CONSTRAINTS).read_bytes()).hexdigest(),
+        "torch": torch,
+        "python": "{}.{}".format(*sys.version_info[:2]),
+        "extras": sorted({*extras, *device.extras}),
+    }
     have_venv = os.path.lexists(venv)
     remake = reason_to_remake(venv, found, wanted) if have_venv else ""
     make_venv = not have_venv or bool(remake)
-    if not make_venv and is_up_to_date(found, wanted):
+    same = not make_venv and all(found.get(key) == value for key, value in wanted.items() if key != "extras")
+    if same and set(wanted["extras"]) <= set(found["extras"]):
         print(f"{venv.name} is up to date ({device.label}; {', '.join(found['extras']) or 'no extras'})")
         return
     refuse(preflight(venv, device, make_venv=make_venv, install_torch=make_venv or "torch" not in found))
-    venv_title = f"{venv.name} (made again: {remake})" if remake else venv.name
-    if check_only:
-        print(f"Ready to set up {venv_title}: Python {wanted['python']}, {device.label}, {torch}")
-        return
-
     print(f"Setting up {venv.name}: Python {wanted['python']}, {device.label} (this takes minutes, once)", flush=True)
     if make_venv:
         # Resolved, because venv refuses a symbolic link; --clear keeps the folder that the link points to.
         make_command = [sys.executable, "-m", "venv", "--clear", str(venv.resolve())]
-        run_step(venv_title, make_command, root, "Is the folder writable?")
+        title = f"{venv.name} (made again: {remake})" if remake else venv.name
+        run_step(title, make_command, root, "Is the folder writable?")
     # Until pip is done, the stamp only says what .venv was made for.
-    write_stamp(venv, {key: wanted[key] for key in ("checkout", "device")})
-    for title, command in pip_steps(venv, torch, wanted["extras"], os.environ.get("TORCH_INDEX", "").strip()):
-        run_step(title, command, root, pip_advice(venv))
-    kept_extras = found.get("extras", ()) if not make_venv and same_but_extras(found, wanted) else ()
-    write_stamp(venv, {**wanted, "extras": sorted({*wanted["extras"], *kept_extras})})
+    write_stamp(venv / STAMP_NAME, {key: wanted[key] for key in ("checkout", "device")})
+    # torch comes first, so that it never arrives as another package's dependency, and is named again in the second
+    # step, so that no extra replaces it. An index of torch's own has not every version that CONSTRAINTS names.
+    pinned, all_extras = ["--constraint", CONSTRAINTS], ",".join(wanted["extras"])
+    run_step(torch, pip_install(venv, *torch_index(*pinned), torch), root, pip_advice(venv))
+    package = ["-e", f".[{all_extras}]" if all_extras else ".", torch]
+    run_step(f"nsa-kernels [{all_extras}]", pip_install(venv, *pinned, *package), root, pip_advice(venv))
+    kept_extras = found["extras"] if same else ()
+    write_stamp(venv / STAMP_NAME, {**wanted, "extras": sorted({*wanted["extras"], *kept_extras})})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make a virtual environment and install nsa-kernels into it.")
     parser.add_argument("--extras", default="", help="extras of pyproject.toml, such as dev,bench (default: none)")
     parser.add_argument("--venv", default=".venv", help="folder, relative to the checkout (default: .venv)")
-    parser.add_argument("--check", action="store_true", help="only say whether the set-up can work here")
+    parser.add_argument("--gpu", action="store_true", help="refuse to begin without an NVIDIA GPU")
     args = parser.parse_args(argv)
     extras = [extra.strip() for extra in args.extras.split(",") if extra.strip()]
     known = extras_of(ROOT / "pyproject.toml")
     for extra in extras:
         if extra not in known:
             parser.error(f"argument --extras: must be of {', '.join(known)}, got {extra!r}")
-    return status_of("Set-up", lambda: set_up(ROOT, ROOT / args.venv, extras, check_only=args.check))
+    return status_of("Set-up", lambda: set_up(ROOT, ROOT / args.venv, extras, need_gpu=args.gpu))
 
 
 def status_of(name: str, set_up: Callable[[], None]) -> int:

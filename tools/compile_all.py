@@ -40,37 +40,26 @@ if __package__ in (None, ""):
 
 import torch
 
+from cute_kernels.runtime.device import SMS_VARIABLE
 from tests.support import kernel_calls
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "flash-attn-4")
 
 
-class Target(NamedTuple):
-    fa4: str
-    """FlashAttention-4's name of the architecture."""
-    sms: int
-    """Streaming multiprocessors, which kernels' grids are chosen for."""
-
-
-TARGETS = {"sm_90a": Target("sm_90", 132), "sm_100a": Target("sm_100", 148)}
-
-SMS_VARIABLE = "FLASH_ATTENTION_NUM_SMS"
+TARGETS = {"sm_90a": 132, "sm_100a": 148}
+"""Streaming multiprocessors, which kernels' grids are chosen for, by architecture."""
 
 
 class Case(NamedTuple):
     """A kernel and what it is compiled for; None: the kernel does not depend on it."""
 
-    kernel: str
-    """Name of the class, or of the function in cute_kernels.fa4.kernels."""
+    kernel: str  # Name of the class, or of the function in cute_kernels.fa4.kernels
     dim: int | None
-    group: int | None
-    """G, query heads of a key/value head."""
+    group: int | None  # G, query heads of a key/value head
     dtype: torch.dtype | None
-    variant: str
-    """Further arguments that are compiled in; those that are None, False, 0 or empty are left out."""
-    compile: Callable[[], bytes]
-    """Returns the cubin."""
+    variant: str  # Further arguments that are compiled in; those that are None, False, 0 or empty are left out
+    compile: Callable[[], bytes]  # Returns the cubin
 
     @property
     def family(self) -> str:
@@ -85,10 +74,8 @@ class Result(NamedTuple):
     group: str
     dtype: str
     variant: str
-    cubin: int
-    """Bytes."""
-    sha256: str
-    """Of the cubin's machine code (`code_of`), the first digits."""
+    cubin: int  # Bytes
+    sha256: str  # First digits of the hash of the cubin's machine code (`code_of`)
     seconds: float
     error: str = ""
 
@@ -100,14 +87,6 @@ class Result(NamedTuple):
 
 LINE = "{:8} {:21} {:>4} {:>4} {:9} {:>8} {:12} {:>6}  {}"
 HEADER = LINE.format("arch", "kernel", "D", "G", "dtype", "bytes", "sha256", "s", "variant")
-
-
-# ---------------------------------------------------------------- what is compiled
-
-
-def all_cases() -> list[Case]:
-    """The full matrix for the architecture of this process."""
-    return [case_of(kernel) for kernel in kernel_calls.kernels()]
 
 
 def case_of(kernel: Any) -> Case:
@@ -165,8 +144,6 @@ def covers(case: Case) -> set[Hashable]:
 
 
 MATRICES: dict[str, Callable[[Iterable[Case]], Iterable[Case]]] = {"full": iter, "pairwise": pairwise}
-
-# ---------------------------------------------------------------- one process per architecture
 
 
 def try_case(arch: str, case: Case) -> Result:
@@ -256,24 +233,23 @@ def compile_here(arch: str, matrix: str, kernels: Sequence[str] | None) -> None:
     """The child's part: a line of JSON for each case, and nothing else where the parent reads."""
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no result
-    cases = (case for case in all_cases() if kernels is None or case.kernel in kernels)
+    cases = (case for case in map(case_of, kernel_calls.kernels()) if kernels is None or case.kernel in kernels)
     for case in MATRICES[matrix](cases):
         print(json.dumps(try_case(arch, case)), file=lines, flush=True)
 
 
 def child_environment(arch: str, dump: str) -> dict[str, str]:
     """What must be set before the compilers are imported."""
-    target = TARGETS[arch]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("NSA_KERNELS_")}
     return {
         **inherited,
         "CUTE_DSL_ARCH": arch,
         "CUTE_DSL_KEEP": "cubin",
         "CUTE_DSL_DUMP_DIR": dump,
-        "FLASH_ATTENTION_ARCH": target.fa4,
+        "FLASH_ATTENTION_ARCH": arch.removesuffix("a"),
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
         "NSA_KERNELS_JIT_CACHE": "0",
-        SMS_VARIABLE: str(target.sms),
+        SMS_VARIABLE: str(TARGETS[arch]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
 
@@ -298,18 +274,15 @@ def compile_for(arch: str, matrix: str, kernels: Sequence[str] | None) -> list[R
     return results
 
 
-# ---------------------------------------------------------------- report
-
-
 def summary(results: Sequence[Result]) -> list[str]:
     lines = []
-    failed = [result for result in results if result.error]
     for arch in dict.fromkeys(result.arch for result in results):
         mine = [result for result in results if result.arch == arch]
         good = sum(not result.error for result in mine)
         lines.append(f"{arch}: {good} of {len(mine)} compiled, {sum(result.seconds for result in mine):.0f} s")
-    for result in failed:
-        lines += ["", result.line, *(f"    {line}" for line in result.error.splitlines())]
+    for result in results:
+        if result.error:
+            lines += ["", result.line, *(f"    {line}" for line in result.error.splitlines())]
     return lines
 
 
@@ -325,7 +298,6 @@ def comparison(results: Iterable[Result], log: str) -> list[str]:
 
 
 def results_of(log: str) -> list[Result]:
-    """The lines of a log's table."""
     results = []
     for line in log.splitlines():
         fields = line.split()
@@ -339,20 +311,13 @@ def results_of(log: str) -> list[Result]:
 
 def replaced(old: Iterable[Result], new: Sequence[Result]) -> list[Result]:
     """The old results with these in the place of those of their kernels, those of further kernels at the end."""
-    remaining: dict[tuple[str, str], list[Result]] = {}
-    for result in new:
-        remaining.setdefault((result.arch, result.kernel), []).append(result)
+    remaining = list(new)
     results: list[Result] = []
     for result in old:
-        kernel = result.arch, result.kernel
-        results += remaining.get(kernel, [result])
-        if kernel in remaining:
-            remaining[kernel] = []  # all stand where the first one stood
-    return [*results, *itertools.chain(*remaining.values())]
-
-
-def versions() -> str:
-    return ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)])
+        same = [one for one in new if one[:2] == result[:2]]
+        results += [one for one in same if one in remaining] if same else [result]
+        remaining = [one for one in remaining if one not in same]  # all stand where the first one stood
+    return results + remaining
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -375,12 +340,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         compile_here(args.arch, args.matrix, kernels)
         return 0
 
-    title = f"{versions()}; matrix: {args.matrix}"
+    versions = ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)])
+    title = f"{versions}; matrix: {args.matrix}"
     log = args.log.read_text(encoding="utf-8") if args.log and kernels else None
     if log is not None and (log.partition("\n")[0] != title or "FAILED" in log):
         parser.error(f"--kernels changes a log without failures, of {title}")
     earlier = args.against.read_text(encoding="utf-8") if args.against else None
-    print(versions(), HEADER, sep="\n", flush=True)
+    print(versions, HEADER, sep="\n", flush=True)
     with ThreadPoolExecutor(len(archs)) as pool:
         of_archs = pool.map(compile_for, archs, [args.matrix] * len(archs), [kernels] * len(archs))
         results = [result for part in of_archs for result in part]
@@ -394,10 +360,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if log is not None:
         results = replaced(results_of(log), results)
         end = summary(results)
-    if args.log and not (log is not None and failed):
+    if args.log and (log is None or not failed):
         table = [title, "", HEADER, *(result.line for result in results), "", *end]
         args.log.write_text("\n".join(table) + "\n", encoding="utf-8")
-    return 1 if failed else 0
+    return int(failed)
 
 
 if __name__ == "__main__":

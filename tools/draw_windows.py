@@ -63,7 +63,6 @@ def cells(kernel_size: int, dilation: int, boundary: str, causal: bool) -> list[
 
 
 def draw() -> str:
-    """The picture as SVG."""
     width, height = PANEL * len(PANELS) + EDGE, TOP + SIDE + 42
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">',

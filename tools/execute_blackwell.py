@@ -35,15 +35,16 @@ from bench.commit import commit
 from bench.report import RESULTS, command_line, environment, relative, write_json
 
 OUT = RESULTS / "blackwell-executed.json"
-BAR = 0.85
-"""Of deletions that are executed and not seen to change nothing, those that must be found."""
-MOST = 240
-"""Characters of an instruction, and of what noticed a deletion."""
+BAR = 0.85  # Share of deletions, if executed and not seen to change nothing, that must be found
+MOST = 240  # Characters of an instruction, and of what noticed a deletion
+
+
+Row = dict[str, Any]
 
 
 class Task(NamedTuple):
     name: str
-    function: Callable[[Any], Any]
+    function: Callable[[Any], list[Row]]
     argument: Any
 
 
@@ -61,14 +62,13 @@ def prepare_process() -> None:
     warnings.simplefilter("ignore")
 
 
-def run_case(index: int) -> dict[str, Any]:
-    """A row of the table."""
+def run_case(index: int) -> list[Row]:
     from tests.support import blackwell_cases as blackwell
 
     case, schedule, _ = blackwell.table()[index]
     execution = blackwell.execute(case, schedule)
     worst = execution.worst
-    return {
+    row = {
         "case": case.name,
         "schedule": schedule,
         "kernels": execution.kernels,
@@ -81,66 +81,45 @@ def run_case(index: int) -> dict[str, Any]:
         "findings": execution.findings,
         "commit": commit(),
     }
+    return [row]
 
 
-def run_deletions(group: str) -> list[dict[str, Any]]:
-    """Of the kernels of a group."""
+def run_deletions(group: str) -> list[Row]:
     from tests.ptx.mutations import delete_each
     from tests.support import deletion_cases
 
-    found = []
-    for kernel, case in deletion_cases.named_cases(group).items():
-        for of in delete_each(kernel, case):
-            instruction = f"{of.at}: {of.instruction}"[:MOST]
-            row = {"group": group, **of._asdict(), "instruction": instruction, "by": of.by[:MOST], "commit": commit()}
-            del row["at"]
-            found.append(row)
-    return found
+    found = [of for named in deletion_cases.named_cases(group).items() for of in delete_each(*named)]
+    rows = [{"group": group, **of._asdict(), "by": of.by[:MOST], "commit": commit()} for of in found]
+    for row in rows:
+        row["instruction"] = f"{row.pop('at')}: {row['instruction']}"[:MOST]
+    return rows
 
 
-class Record:
-    """What OUT holds: rows by the names of tasks."""
-
-    def __init__(self, out: Path) -> None:
-        content = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"cases": [], "deletions": []}
-        self.out = out
-        self.cases = {f"{row['case']}, {row['schedule']}": row for row in content["cases"]}
-        self.deletions: dict[str, list[dict[str, Any]]] = {}
-        for row in content["deletions"]:
-            self.deletions.setdefault(f"deletions, {row['group']}", []).append(row)
-
-    def take(self, task: Task, result: Any) -> None:
-        """Of deletions that nothing noticed, reasons that were written by hand are kept."""
-        if task.function is run_case:
-            self.cases[task.name] = result
-            return
-        earlier = self.deletions.get(task.name, [])
-        reasons = {(row["kernel"], row["instruction"]): row["reason"] for row in earlier if not row["found"]}
-        for row in result:
-            if not row["found"]:
-                row["reason"] = row["reason"] or reasons.get((row["kernel"], row["instruction"]), "")
-        self.deletions[task.name] = result
-
-    def rows(self, tasks: Sequence[Task]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Of these tasks, in their order: cases, and deletions."""
-        cases = [self.cases[task.name] for task in tasks if task.name in self.cases]
-        return cases, [row for task in tasks for row in self.deletions.get(task.name, [])]
-
-    def write(self, tasks: Sequence[Task], command: str) -> None:
-        cases, deletions = self.rows(tasks)
-        facts = {**environment(torch.device("cpu")), "device": "interpreted", "command": command}
-        write_json(self.out, {**facts, "cases": cases, "deletions": deletions})
+def read_rows(out: Path) -> dict[str, list[Row]]:
+    """Rows that OUT holds, by the names of tasks."""
+    rows: dict[str, list[Row]] = {}
+    content = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"cases": [], "deletions": []}
+    for row in [*content["cases"], *content["deletions"]]:
+        name = f"{row['case']}, {row['schedule']}" if "case" in row else f"deletions, {row['group']}"
+        rows.setdefault(name, []).append(row)
+    return rows
 
 
-def run_all(tasks: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Any]]:
-    """Tasks and what they return, or raised, as they are done."""
-    with ProcessPoolExecutor(jobs, get_context("spawn"), prepare_process) as pool:
-        futures = {pool.submit(task.function, task.argument): task for task in tasks}
-        for future in as_completed(futures):
-            yield futures[future], future.exception() or future.result()
+def keep_reasons(rows: list[Row], earlier: list[Row]) -> None:
+    """Give deletions that nothing noticed the reasons that were written by hand into earlier rows."""
+    reasons = {(row["kernel"], row["instruction"]): row["reason"] for row in earlier if not row.get("found", True)}
+    for row in rows:
+        if not row.get("found", True):
+            row["reason"] = row["reason"] or reasons.get((row["kernel"], row["instruction"]), "")
 
 
-def problems_of(cases: Sequence[dict[str, Any]], deletions: Sequence[dict[str, Any]]) -> Iterator[str]:
+def listed(rows: dict[str, list[Row]], tasks: Sequence[Task]) -> dict[str, list[Row]]:
+    """Rows of these tasks, in their order: cases, and deletions."""
+    every = [row for task in tasks for row in rows.get(task.name, [])]
+    return {"cases": [row for row in every if "case" in row], "deletions": [row for row in every if "case" not in row]}
+
+
+def problems_of(cases: Sequence[Row], deletions: Sequence[Row]) -> Iterator[str]:
     from tests.support import blackwell_cases as blackwell
 
     for row in cases:
@@ -165,28 +144,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [task for task in tasks if args.match in task.name]
     if not chosen:
         parser.error(f"--match {args.match!r} fits none of {len(tasks)} cases and deletions")
-    record = Record(args.out)
+    rows = read_rows(args.out)
     if args.resume:
-        chosen = [task for task in chosen if task.name not in {*record.cases, *record.deletions}]
+        chosen = [task for task in chosen if task.name not in rows]
     problems = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns) as progress:
+    pool = ProcessPoolExecutor(args.jobs, get_context("spawn"), prepare_process)
+    facts = {**environment(torch.device("cpu")), "device": "interpreted", "command": command_line(argv)}
+    with pool, Progress(*columns) as progress:
         bar = progress.add_task("", total=len(chosen))
-        for task, result in run_all(chosen, args.jobs):
-            if isinstance(result, BaseException):
-                problems.append(f"{task.name}: {type(result).__name__}: {result}")
+        futures = {pool.submit(task.function, task.argument): task for task in chosen}
+        for future in as_completed(futures):
+            name = futures[future].name
+            if error := future.exception():
+                problems.append(f"{name}: {type(error).__name__}: {error}")
             else:
-                record.take(task, result)
-                record.write(tasks, command_line(argv))
-            progress.update(bar, advance=1, description=task.name[:60])
-    cases, deletions = record.rows(tasks)
+                keep_reasons(future.result(), rows.get(name, []))
+                rows[name] = future.result()
+                write_json(args.out, {**facts, **listed(rows, tasks)})
+            progress.update(bar, advance=1, description=name[:60])
+    cases, deletions = listed(rows, tasks).values()
     problems += problems_of(cases, deletions)
     if not args.match:
         from tests.support import blackwell_cases as blackwell
 
         problems += [f"{form} was not executed" for form in blackwell.missing(f for row in cases for f in row["forms"])]
     print(*(problems or [f"{len(cases)} cases, each within its budget"]), sep="\n")
-    return 1 if problems else 0
+    return int(bool(problems))
 
 
 if __name__ == "__main__":

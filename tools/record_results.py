@@ -19,6 +19,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,16 +30,12 @@ sys.path.insert(0, str(ROOT))
 from bench.commit import commit  # noqa: E402  # needs the path above
 
 RESULTS = Path("bench") / "results"
-GRACE = 20.0
-"""Seconds that a benchmark has to write what it has, once its time is over."""
+GRACE = 20.0  # Seconds that a benchmark has to write what it has, once its time is over
 
 
 class Recorded(NamedTuple):
-    """A file of results."""
-
     name: str
-    commit: str
-    """With ", unfinished" if the command was stopped, and goes on from what is there."""
+    commit: str  # With ", unfinished" if the command was stopped, and goes on from what is there
     command: list[str]
 
 
@@ -57,21 +55,13 @@ def read(name: str, root: Path = ROOT) -> Recorded:
     return Recorded(name, made_at, command)
 
 
-def show(root: Path = ROOT) -> None:
-    """Print the files that can be recorded."""
-    for path in sorted((root / RESULTS).glob("*.json")):
-        try:
-            file = read(path.stem, root)
-        except ValueError:
-            continue
-        print(f"{file.name:<28}{file.commit:<26}{shlex.join(file.command)}")
-
-
 def record(file: Recorded, seconds: float | None, root: Path = ROOT) -> str:
     """Runs the command of a file; what is wrong with it, "" if nothing."""
     print(f"{file.name}: {shlex.join(file.command)}", flush=True)
     launcher = [sys.executable, *(["-m", "torch.distributed.run"] if file.command[0] == "torchrun" else [])]
-    child = subprocess.Popen([*launcher, *file.command[1:]], cwd=root, preexec_fn=_take_interrupts)
+    # A shell's background job ignores interrupts, and so would the child
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    child = subprocess.Popen([*launcher, *file.command[1:]], cwd=root, preexec_fn=heed)
     try:
         status = child.wait(seconds)
     except (subprocess.TimeoutExpired, KeyboardInterrupt) as stopped:
@@ -89,18 +79,16 @@ def record(file: Recorded, seconds: float | None, root: Path = ROOT) -> str:
     return "" if read(file.name, root).commit == commit(root) else "did not write the file"
 
 
-def _take_interrupts() -> None:
-    """In a child, which a shell's background job would have ignore them."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description="Record files of bench/results anew, by the commands that they name.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="files without .json, in the order to run")
     parser.add_argument("--seconds", type=float, help="of all together (default: as long as they take)")
     args = parser.parse_args(argv)
     if not args.names:
-        show(root)
+        for path in sorted((root / RESULTS).glob("*.json")):
+            with suppress(ValueError):
+                file = read(path.stem, root)
+                print(f"{file.name:<28}{file.commit:<26}{shlex.join(file.command)}")
         return 0
     try:
         files = [read(name, root) for name in args.names]

@@ -90,34 +90,31 @@ def check(extra: str, wheel: Path) -> None:
     place = PLACE / (extra or "base")
     shutil.rmtree(place, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
-    python = bootstrap.venv_python(place)
-    install = [str(python), "-m", "pip", "install", "--quiet", "--no-input"]
-    index = os.environ.get("TORCH_INDEX", "").strip()
-    torch = bootstrap.torch_requirement(bootstrap.NPU if extra == "npu" else bootstrap.CPU, os.environ)
-    subprocess.run([*install, *(["--index-url", index] if index else []), torch], check=True)
-    subprocess.run([*install, f"nsa-kernels[{extra}] @ {wheel.as_uri()}"], check=True)
-    try_wheel(python, extra, place)
+    torch = bootstrap.torch_requirement(bootstrap.NPU if extra == "npu" else bootstrap.CPU)
+    for what in ([*bootstrap.torch_index(), torch], [f"nsa-kernels[{extra}] @ {wheel.as_uri()}"]):
+        subprocess.run(bootstrap.pip_install(place, "--quiet", *what), check=True)
+    try_wheel(bootstrap.venv_python(place), extra, place)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("extras", nargs="*", help=f"of {', '.join(filter(None, TRIALS))}; base: none. Default: all")
-    wanted = ["" if name == "base" else name for name in parser.parse_args(argv).extras] or [*TRIALS]
-    unknown = [name for name in wanted if name not in TRIALS]
-    if unknown:
-        parser.error(f"argument extras: must be of {', '.join(name or 'base' for name in TRIALS)}, got {unknown[0]!r}")
+    extras = {extra or "base": extra for extra in TRIALS}
+    parser.add_argument("extras", nargs="*", help=f"of {', '.join(extras)}; base: none. Default: all")
+    wanted = parser.parse_args(argv).extras or [*extras]
+    if unknown := [name for name in wanted if name not in extras]:
+        parser.error(f"argument extras: must be of {', '.join(extras)}, got {unknown[0]!r}")
     PLACE.mkdir(parents=True, exist_ok=True)
     failed = []
     with tempfile.TemporaryDirectory() as out:
         wheel = build_wheel(Path(out))
-        for extra in wanted:
+        for name in wanted:
             try:
-                check(extra, wheel)
+                check(extras[name], wheel)
+                print(f"{name}: works")
             except subprocess.CalledProcessError as error:
-                failed.append(extra or "base")
-                print(error)
-            print(f"{extra or 'base'}: {'failed' if (extra or 'base') in failed else 'works'}")
-    return 1 if failed else 0
+                failed.append(name)
+                print(f"{name}: failed: {error}")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,8 +47,7 @@ from tests.support.gpu_calls import CASES
 from tests.support.kernel_classes import OTHERS, every_form, forms_of
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-PLAIN, DRY = "plain", "dry"
-"""Other ways to run a child: on the GPU as it is, and without one."""
+PLAIN, DRY = "plain", "dry"  # Other ways to run a child: on the GPU as it is, and without one
 
 COMMON_OPTIONS = (
     *("--target-processes", "application-only", "--launch-timeout", "300", "--check-exit-code", "no"),
@@ -57,8 +56,7 @@ COMMON_OPTIONS = (
 """Thousands of findings, each printed, take minutes; what was not printed is counted, and makes a run fail."""
 BARRIERS = ("--num-cuda-barriers", "64")
 """More than any kernel has; the tools undercount barriers that are not cuda::barrier in a source."""
-ATTENTION = ("--kernel-name", "regex=cute_kernels|flash_attn")
-"""Leaves torch's kernels out."""
+ATTENTION = ("--kernel-name", "regex=cute_kernels|flash_attn")  # Leaves torch's kernels out
 TOOL_OPTIONS: dict[str, tuple[str, ...]] = {
     "memcheck": ("--padding", "4096", "--report-api-errors", "no"),  # padding: behind it the next allocation begins
     "racecheck": (*BARRIERS, *ATTENTION),
@@ -69,8 +67,7 @@ TRACKING = "--initcheck-track-filtered-global-memory"
 """From CUDA 13.5 on initcheck knows by this option what kernels write that it leaves out."""
 FIRST_PORT, PORTS = 49152, 16
 """Processes of compute-sanitizer that run at once talk to their programs through ports of their own."""
-TIME_LIMIT = 300
-"""Seconds of a child."""
+TIME_LIMIT = 300  # Seconds of a child
 
 
 PLANTED, FAULTY = "planted fault", "BlockMean"
@@ -85,10 +82,6 @@ def plant_fault(tool: str) -> None:
     if tool == "memcheck":
         k.untyped_storage().resize_(k.untyped_storage().nbytes() // 2)
     block_means(k, v, 64, 64, torch.bfloat16)
-    torch.cuda.synchronize()
-
-
-# ---------------------------------------------------------------- kernels, and which of them were launched
 
 
 class Launched:
@@ -111,9 +104,6 @@ class Launched:
         pass
 
 
-# ---------------------------------------------------------------- a child: some cases, one after the other
-
-
 def run_here(how: str, names: Sequence[str], results: Path) -> int:
     """Writes a line of JSON for each case: its name, seconds, what it launched, and what went wrong."""
     launched, device = Launched(dry=how == DRY), "cpu" if how == DRY else "cuda"
@@ -128,20 +118,18 @@ def run_here(how: str, names: Sequence[str], results: Path) -> int:
             start, error = time.monotonic(), ""
             launched.forms.clear()
             try:
-                CASES[name].run(device, check=how == PLAIN)
+                if name == PLANTED:
+                    plant_fault(how)
+                else:
+                    CASES[name].run(device, check=how == PLAIN)
                 if device == "cuda":
                     torch.cuda.synchronize()
             except Exception as problem:
                 traceback.print_exc()
                 error, failed = f"{type(problem).__name__}: {problem}", True
-            done = {
-                "case": name,
-                "seconds": time.monotonic() - start,
-                "launched": sorted(launched.forms),
-                "error": error,
-            }
-            print(json.dumps(done), file=lines, flush=True)
-    return 1 if failed else 0
+            done = {"case": name, "seconds": time.monotonic() - start, "launched": sorted(launched.forms)}
+            print(json.dumps({**done, "error": error}), file=lines, flush=True)
+    return int(failed)
 
 
 def leave_fa4_out() -> None:
@@ -187,19 +175,16 @@ def vouch_for_tensor_copies() -> None:
     vouch(backward, "window_backward", lambda *_, into, **__: into)
 
 
-# ---------------------------------------------------------------- what compute-sanitizer wrote
-
 OURS = re.compile(r"cute_kernels[a-z0-9_]+?([A-Z]\w*?)_object")
 FA4 = re.compile(r"flash_attncute[a-z0-9_]*?([A-Z]\w*?)_object")
 PLACE = re.compile(r"(?:\bat|Frame:) ?(\S.*?)\+0x[0-9a-f]+")
-RECORD = re.compile(r"^========= (?=\S)")
+RECORD = re.compile(r"^========= (?=\S)", re.MULTILINE)
 COUNTED = re.compile(r"SUMMARY: ([\d,]+) (?:error|hazard)")
 MORE = re.compile(r"^=========\s{2,}(?=\S)")
 
 
 class Finding(NamedTuple):
-    kernel: str
-    """Name of the class of our kernels and FlashAttention-4's, else of the function."""
+    kernel: str  # Name of the class of our kernels and FlashAttention-4's, else of the function
     ours: bool
     what: str
     text: str
@@ -207,11 +192,8 @@ class Finding(NamedTuple):
 
 @dataclass
 class Log:
-    """What a process of compute-sanitizer wrote."""
-
     findings: list[Finding] = field(default_factory=list)
-    messages: list[str] = field(default_factory=list)
-    """About itself: it may have missed something."""
+    messages: list[str] = field(default_factory=list)  # About itself: it may have missed something
     summaries: list[str] = field(default_factory=list)
 
     @property
@@ -222,39 +204,24 @@ class Log:
 
 
 def parse(text: str) -> Log:
-    log, records = Log(), []
-    for line in text.splitlines():
-        if RECORD.match(line):
-            records.append([RECORD.sub("", line)])
-        elif MORE.match(line) and records:
-            records[-1].append(MORE.sub("", line))
-    for record in records:
-        whole = "\n    ".join(record)
-        places = PLACE.findall(whole)
-        if "SUMMARY" in record[0]:
-            log.summaries.append(record[0])
-        elif places:
-            log.findings.append(_finding(whole, record[0], places))
-        elif record[0] != "COMPUTE-SANITIZER":
+    log = Log()
+    for record in RECORD.split(text)[1:]:
+        first, *more = record.splitlines()
+        whole = "\n    ".join([first, *(MORE.sub("", line) for line in more if MORE.match(line))])
+        if "SUMMARY" in first:
+            log.summaries.append(first)
+        elif places := PLACE.findall(whole):
+            ours, fa4 = OURS.search(whole), FA4.search(whole)
+            kernel = (ours or fa4 or [None, re.sub(r"\(.*|<.*", "", places[-1])])[1]
+            what = re.split(r" at (?=\S+\+0x)| at .*\+0x| by threads", first)[0].rstrip(" .")
+            log.findings.append(Finding(kernel, ours is not None, what, whole))
+        elif first != "COMPUTE-SANITIZER":
             log.messages.append(whole)
     return log
 
 
-def _finding(whole: str, first: str, places: Sequence[str]) -> Finding:
-    what = re.split(r" at (?=\S+\+0x)| at .*\+0x| by threads", first)[0].rstrip(" .")
-    for ours, pattern in ((True, OURS), (False, FA4)):
-        if match := pattern.search(whole):
-            return Finding(match[1], ours, what, whole)
-    return Finding(re.sub(r"\(.*|<.*", "", places[-1]), False, what, whole)
-
-
-# ---------------------------------------------------------------- the parent
-
-
 @dataclass
 class Outcome:
-    """Of all children of a tool."""
-
     logs: list[Log] = field(default_factory=list)
     launched: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
@@ -264,7 +231,6 @@ class Outcome:
         return [finding for log in self.logs for finding in log.findings if finding.ours == ours]
 
     def add(self, names: Sequence[str], results: Path, output: str, log: Log | None) -> None:
-        """One child's."""
         if log is not None and list(names) == [PLANTED]:
             if not any(finding.kernel == FAULTY for finding in log.findings):
                 self.problems.append(f"the {PLANTED} was not found\n{output[-2000:]}")
@@ -308,7 +274,7 @@ def run_cases(
 
     def run(number: int) -> tuple[Path, str, Log | None]:
         results, output, log = (folder / f"{how}-{number}.{kind}" for kind in ("json", "out", "log"))
-        cases = [part for name in shares[number] for part in (["--planted"] if name == PLANTED else ["--case", name])]
+        cases = [part for name in shares[number] for part in ("--case", name)]
         own = [sys.executable, __file__, "--child", how, "--results", str(results), *cases]
         front = [part.replace("LOG", str(log)) for part in prefix[number]]
         with output.open("w", encoding="utf-8") as file:
@@ -338,13 +304,12 @@ def missing(outcome: Outcome) -> list[str]:
 
 
 def report(tool: str, outcome: Outcome, facts: Mapping[str, Any], options: Sequence[str], names: Sequence[str]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    ours, others = (outcome.findings(ours=of) for of in (True, False))
+    ours, others, problems = outcome.findings(ours=True), outcome.findings(ours=False), all_problems(outcome)
     lines = [
         f"compute-sanitizer {tool} over every CUDA kernel of nsa-kernels, forward and backward (tools/sanitize.py).",
         "",
         f"device: {facts['device']}",
-        f"versions: {versions}",
+        f"versions: {', '.join(f'{name} {version}' for name, version in facts['versions'].items())}",
         f"commit: {facts['commit']}",
         f"command: python tools/sanitize.py --tool {tool}",
         f"options: {' '.join(options)}",
@@ -354,8 +319,8 @@ def report(tool: str, outcome: Outcome, facts: Mapping[str, Any], options: Seque
         *listed(ours),
         f"findings in kernels of others: {len(others)}",
         *listed(others),
-        f"problems: {len(all_problems(outcome))}",
-        *(f"    {line}" for problem in all_problems(outcome) for line in problem.splitlines()),
+        f"problems: {len(problems)}",
+        *(f"    {line}" for problem in problems for line in problem.splitlines()),
         "summaries of its processes:",
         *(f"    {count} x {what}" for what, count in Counter(s for log in outcome.logs for s in log.summaries).items()),
         f"seconds: {outcome.seconds:.0f}",
@@ -375,8 +340,7 @@ def listed(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def all_problems(outcome: Outcome) -> list[str]:
-    missed = [f"not launched: {form}" for form in missing(outcome)]
-    return [*outcome.problems, *missed]
+    return [*outcome.problems, *(f"not launched: {form}" for form in missing(outcome))]
 
 
 def passes(outcome: Outcome) -> bool:
@@ -388,10 +352,6 @@ def find_sanitizer() -> str | None:
     return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, folders)]))
 
 
-def asked(program: str, of: str) -> str:
-    return subprocess.run([program, of], capture_output=True, text=True, check=True).stdout
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run every CUDA kernel under compute-sanitizer.")
     parser.add_argument("--tool", default=",".join(TOOLS), help="some of %(default)s (default: all, at once)")
@@ -399,15 +359,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sanitizer", default=find_sanitizer(), help="compute-sanitizer (default: the one found)")
     shown = "processes at once (default: %(default)s)"
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help=shown)
-    parser.add_argument("--case", action="append", choices=CASES, help="these alone, which misses kernels")
+    shown = "these alone, which misses kernels"
+    parser.add_argument("--case", action="append", choices=(*CASES, PLANTED), help=shown)
     parser.add_argument("--dry", action="store_true", help="launch nothing, on a CPU, and name what would be missed")
     parser.add_argument("--child", choices=(PLAIN, DRY, *TOOLS), help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--planted", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.child and args.planted:
-        plant_fault(args.child)
-        return 0
     names, tools = list(args.case or CASES), args.tool.split(",")
     if unknown := sorted(set(tools) - set(TOOLS)):
         parser.error(f"--tool takes {', '.join(TOOLS)}, got {', '.join(unknown)}")
@@ -429,7 +386,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         plain = run_cases(PLAIN, shared_out(names, args.jobs), [[]] * len(names), environ, folder)
         print(f"plain: {plain.seconds:.0f} s, {len(plain.launched)} forms", *all_problems(plain), sep="\n", flush=True)
-        version, manual = (asked(args.sanitizer, of) for of in ("--version", "--help"))
+        ask = partial(subprocess.run, capture_output=True, text=True, check=True)
+        version, manual = (ask([args.sanitizer, of]).stdout for of in ("--version", "--help"))
         facts = environment(torch.device("cuda"))
         facts["versions"]["compute-sanitizer"] = version.partition("Version ")[2].strip()
         cases = shared_out(names, max(1, args.jobs // len(tools)))
@@ -448,12 +406,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.out.mkdir(parents=True, exist_ok=True)
             text = report(tool, outcome, facts, options, names)
             (args.out / f"sanitizer-{tool}.txt").write_text(text, encoding="utf-8")
-            print(
-                f"{tool}: {'passes' if passes(outcome) else 'FAILS'}",
-                text.partition("forms:")[0][:2500],
-                sep="\n",
-                flush=True,
-            )
+            verdict = "passes" if passes(outcome) else "FAILS"
+            print(f"{tool}: {verdict}", text.partition("forms:")[0][:2500], sep="\n", flush=True)
             return passes(outcome)
 
         with ThreadPoolExecutor(len(tools)) as pool:

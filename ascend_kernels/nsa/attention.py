@@ -6,40 +6,18 @@
 
 `gate` weighs the branch in each row; do is the gradient of the gated sum. Scores, probabilities and sums are fp32,
 operands of products in the inputs' dtype. Rows without keys have o = 0, lse = -inf, and no gradient.
+
+Backwards read a row's statistics as one vector of four numbers, fp32 `[H,rows,4]`: lse in base 2 (+inf in rows without
+keys, so that p is 0), delta, gate, and 0.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-
-
-class RowStatistics(NamedTuple):
-    """Statistics of rows for the backward of a branch, fp32 `[H,rows]`, with the same strides."""
-
-    lse: Tensor
-    delta: Tensor
-    gate: Tensor
-
-    def of_heads(self, heads: slice) -> RowStatistics:
-        """Those of a range of query heads."""
-        return RowStatistics(*(x[heads] for x in self))
-
-    def by_token(self) -> RowStatistics:
-        """The same with the heads of a token next to each other in memory."""
-        return RowStatistics(*(x.t().contiguous().t() for x in self))
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of kernels."""
-        pointers = {f"p_{name}": x for name, x in self._asdict().items()}
-        return {**pointers, "stat_row": self.lse.stride(1), "stat_head": self.lse.stride(0)}
 
 
 @triton.jit
@@ -68,14 +46,26 @@ def add_keys(b_o, b_max, b_sum, b_s, b_v, log2_scale):
 def finish(b_o, b_max, b_sum, log2_scale):
     """o and natural lse of sums; 0 and -inf without keys."""
     b_div = tl.where(b_sum > 0.0, b_sum, 1.0)
-    return b_o / b_div[:, None], (b_max * log2_scale + tl.log2(b_sum)) * LN_2
+    return b_o * (1.0 / b_div)[:, None], (b_max * log2_scale + tl.log2(b_sum)) * LN_2
 
 
 @triton.jit
-def load_lse(p_lse, o_rows, row_stride, end_row):
-    """Base-2 log-sum-exp of rows, with which p is 0 in rows without keys and from end_row on."""
-    b_lse = tl.load(p_lse + o_rows * row_stride, mask=o_rows < end_row, other=float("inf")) * LOG2_E
-    return tl.where(b_lse == float("-inf"), float("inf"), b_lse)
+def store_statistics(p_rows, b_lse, b_delta, b_gate, mask):
+    """Store the statistics of rows at p_rows `[M]`. b_lse: natural."""
+    b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
+    b_pairs = tl.join(tl.join(b_lse, b_gate), tl.join(b_delta, tl.zeros_like(b_delta)))
+    b_stats = tl.reshape(b_pairs, [b_lse.shape[0], 4])  # lse, delta, gate, 0
+    tl.store(p_rows[:, None] + tl.arange(0, 4)[None, :], b_stats, mask=mask[:, None])
+
+
+@triton.jit
+def load_statistics(p_rows, mask):
+    """Base-2 lse, delta and gate of the rows at p_rows, `[M]` each; +inf, 0 and 0 without mask."""
+    b_stats = tl.load(p_rows[:, None] + tl.arange(0, 4)[None, :], mask=mask[:, None], other=0.0)
+    b_even, b_odd = tl.split(tl.reshape(b_stats, [mask.shape[0], 2, 2]))
+    b_lse, b_gate = tl.split(b_even)
+    b_delta, _ = tl.split(b_odd)
+    return tl.where(mask, b_lse, float("inf")), b_delta, b_gate
 
 
 @triton.jit

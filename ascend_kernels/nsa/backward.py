@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ascend_kernels.nsa import gate, interval_backward, kv_outer, selected
-from ascend_kernels.nsa.attention import RowStatistics
 from ascend_kernels.nsa.forward import (
     Branch,
     attend_compressed,
@@ -167,23 +166,19 @@ def _backward_of_heads(
         win = attend_window(q, k_win, v_win, config, pack)
     else:
         cmp, slc, win = (Branch(x.o[:, heads], x.lse[heads]) for x in (saved.cmp, saved.slc, saved.win))
-    stats = gate.backward(q, weight, gates, (cmp.o, slc.o, win.o), do, pack)
-    if stats.dgates is not None:
-        results.by_name["gates"].view(-1, *inputs.gates.shape[-2:])[:, heads] = stats.dgates
-    if stats.dweight is not None:
-        results.by_name["gate_proj_weight"][heads] = stats.dweight
+    of_gates = gate.backward(q, weight, gates, (cmp.o, slc.o, win.o), (cmp.lse, slc.lse, win.lse), do, pack)
+    if of_gates.dgates is not None:
+        results.by_name["gates"].view(-1, *inputs.gates.shape[-2:])[:, heads] = of_gates.dgates
+    if of_gates.dweight is not None:
+        results.by_name["gate_proj_weight"][heads] = of_gates.dweight
 
     scale, causal, size = config.scale(q.shape[-1]), config.causal, config.select_size
     dq_cmp, dq_slc, dq_win = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
-    rows_cmp, rows_slc, rows_win = (
-        RowStatistics(branch.lse, stats.delta[i], stats.gate[i]) for i, branch in enumerate((cmp, slc, win))
-    )
+    rows_cmp, rows_slc, rows_win = of_gates.statistics
     interval = Interval.compressed(config.compress_block_size, config.stride, causal)
     dk_cmp, dv_cmp = interval_backward.backward(q, k_cmp, v_cmp, do, rows_cmp, dq_cmp, pack, interval, scale)
     how: dict[str, Any] = {"size": size, "scale": scale, "causal": causal}
     by_block = config.token_mode and attends_by_block(group, q.device)
-    if config.token_mode:  # which reads the heads of a token together
-        rows_slc = rows_slc.by_token()
     given = q, k_slc, v_slc, do, rows_slc, indices
     if not by_block:
         selected.dq(*given, dq_slc, pack, **how)
@@ -191,7 +186,7 @@ def _backward_of_heads(
     interval = Interval.window(config.window_size, causal)
     dk_win, dv_win = interval_backward.backward(q, k_win, v_win, do, rows_win, dq_win, pack, interval, scale)
     dq = results.by_name["q"].view(-1, *inputs.q.shape[-2:])[:, heads]
-    gate.sum_dq((dq_cmp, dq_slc, dq_win), stats.dlogits, weight, dq, pack)
+    gate.sum_dq((dq_cmp, dq_slc, dq_win), of_gates.dlogits, weight, dq, pack)
     _add_key_gradients(
         inputs, config, pack, kv_heads, results, {"k": (dk_cmp, dk_slc, dk_win), "v": (dv_cmp, dv_slc, dv_win)}
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ascend_kernels.launch import launch
 from ascend_kernels.nsa import kv_outer, selected
-from ascend_kernels.nsa.attention import RowStatistics
+from ascend_kernels.nsa.attention import store_statistics
 from ascend_kernels.nsa.layout import Pack, pack_of, rows_of, strided
 from ascend_kernels.nsa.tiling import attends_by_block, block_of, gpu_options
 
@@ -68,8 +68,7 @@ def backward(
     """dq, dk and dv, contiguous. Args: do: gradient of out. The rest: arguments and results of `forward`."""
     pack = _pack(q, k, cu_seqlens, cu_seqlens_k, q_start, block_size, causal)
     heads = q.shape[-2]
-    lse, delta = lse.view(heads, -1).t().contiguous().t(), row_dots(rows_of(do), rows_of(out))
-    statistics = RowStatistics(lse, delta, torch.ones_like(delta))
+    statistics = statistics_of(rows_of(do), rows_of(out), lse.view(heads, -1))
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     given = rows_of(q), rows_of(k), rows_of(v), rows_of(do), statistics, _lists(block_indices)
     how: dict[str, Any] = {"size": block_size, "scale": softmax_scale, "causal": causal}
@@ -80,29 +79,40 @@ def backward(
     return dq, dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape)
 
 
-@triton.jit(do_not_specialize=("num_work",))
-def dots_kernel(
-    p_a, a_row, a_head, p_b, b_row, b_head, p_out, num_work, num_heads, dim,
+@triton.jit(do_not_specialize=("num_work", "num_rows"))
+def statistics_kernel(
+    p_do, do_row, do_head, p_out, out_row, out_head, p_lse, p_stats, num_work, num_rows, num_heads, dim,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Dot products of BLOCK_M pairs of a row and a head."""
+    """Statistics of BLOCK_M pairs of a row and a head, with gate 1."""
     o_m, o_d = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     o_row, o_head = (o_m // num_heads).to(tl.int64), o_m % num_heads
-    mask = (o_m < num_work)[:, None] & (o_d < dim)[None, :]
-    b_a = tl.load(p_a + (o_row * a_row + o_head * a_head)[:, None] + o_d[None, :], mask=mask, other=0.0)
-    b_b = tl.load(p_b + (o_row * b_row + o_head * b_head)[:, None] + o_d[None, :], mask=mask, other=0.0)
-    tl.store(p_out + o_m, tl.sum(b_a.to(tl.float32) * b_b.to(tl.float32), 1), mask=o_m < num_work)
+    exists = o_m < num_work
+    mask = exists[:, None] & (o_d < dim)[None, :]
+    b_do = tl.load(p_do + (o_row * do_row + o_head * do_head)[:, None] + o_d[None, :], mask=mask, other=0.0)  # [M,D]
+    b_o = tl.load(p_out + (o_row * out_row + o_head * out_head)[:, None] + o_d[None, :], mask=mask, other=0.0)
+    b_delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
+    b_lse = tl.load(p_lse + o_head * num_rows + o_row, mask=exists, other=0.0)
+    store_statistics(p_stats + o_m.to(tl.int64) * 4, b_lse, b_delta, tl.full([BLOCK_M], 1.0, tl.float32), exists)
 
 
-def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """Dot products over the features of `[rows,H,D]`: fp32 `[H,rows]`, the heads of a row next to each other."""
-    rows, heads, dim = a.shape
-    out = torch.empty((rows, heads), dtype=torch.float32, device=a.device)
-    if out.numel() > 0:
-        arguments = {**strided("a", a), **strided("b", b), "p_out": out, "num_work": out.numel(), "num_heads": heads}
+def statistics_of(do: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """Statistics (attention.py) of rows, `[H,rows,4]`, the heads of a row next to each other in memory.
+
+    Args:
+        do, out: `[rows,H,D]`. lse: `[H,rows]`, contiguous.
+    """
+    rows, heads, dim = do.shape
+    statistics = torch.empty((rows, heads, 4), dtype=torch.float32, device=do.device)
+    work = rows * heads
+    if work > 0:
+        arguments = {
+            **strided("do", do), **strided("out", out), "p_lse": lse, "p_stats": statistics, "num_work": work,
+            "num_rows": rows, "num_heads": heads, "dim": dim,
+        }  # fmt: skip
         constants = {"BLOCK_M": 32, "BLOCK_D": block_of(dim)}
-        launch(dots_kernel, (-(-out.numel() // 32),), {**arguments, "dim": dim}, constants, **gpu_options(num_warps=4))
-    return out.t()
+        launch(statistics_kernel, (-(-work // 32),), arguments, constants, **gpu_options(num_warps=4))
+    return statistics.transpose(0, 1)
 
 
 def kept_like(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ascend_kernels.launch import launch
-from ascend_kernels.nsa.attention import LOG2_E, load_tile
+from ascend_kernels.nsa.attention import LOG2_E, load_tile, store_statistics
 from ascend_kernels.nsa.layout import Pack, rows_in_documents, strided
 from ascend_kernels.nsa.tiling import block_of, gpu_options
 
@@ -110,23 +110,20 @@ def dots(b_do, p_o, o_row, row_stride, o_dv, end, dim_v, WHOLE: tl.constexpr):
     return tl.sum(b_do * load_tile(p_o, o_row, row_stride, o_dv, end, dim_v, WHOLE).to(tl.float32), 1)
 
 
-@triton.jit
-def store_statistics(p_delta, p_gate, b_delta, b_gate, i_branch, i_at, mask, num_heads, num_rows):
-    i_at += i_branch * num_heads * num_rows
-    tl.store(p_delta + i_at, b_delta, mask=mask)
-    tl.store(p_gate + i_at, b_gate, mask=mask)
-
-
 @triton.jit(do_not_specialize=("num_docs", "num_rows", "num_heads"))
 def backward_kernel(
     p_q, q_row, q_head, p_weight, p_gates, gate_row, gate_head, p_cmp, p_slc, p_win, o_head, p_do, do_row, do_head,
-    p_delta, p_gate, p_dlogits, p_dgates, p_dweight, p_docs, num_docs, num_rows, num_heads, o_row_stride, dim, dim_v,
+    p_lse_cmp, p_lse_slc, p_lse_win, p_stats_cmp, p_stats_slc, p_stats_win, stats_row, stats_head,
+    p_dlogits, p_dgates, p_dweight, p_docs, num_docs, num_rows, num_heads, o_row_stride, dim, dim_v,
     GATES: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of one head per program: delta and gate fp32 `[3,H,rows]`, and the gradients of gates.
+    """ROWS rows of one head per program: the branches' statistics, and the gradients of gates.
 
     Those of projected gates are dlogits fp32 `[3,H,rows]`, and partial sums of dw, fp32 `[row chunks,H,3,D]`.
+
+    Args:
+        stats_row, stats_head: strides of p_stats_slc; the other statistics are contiguous, `[H,rows,4]`.
     """
     o_m, o_d, o_dv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     i_head, i_chunk = (tl.program_id(0) % num_heads).to(tl.int64), tl.program_id(0) // num_heads
@@ -146,9 +143,13 @@ def backward_kernel(
         b_delta_slc = dots(b_do, p_slc + i_o, o_row, o_row_stride, o_dv, end, dim_v, WHOLE)
         b_delta_win = dots(b_do, p_win + i_o, o_row, o_row_stride, o_dv, end, dim_v, WHOLE)
         mask, i_at = o_row < num_rows, i_head * num_rows + o_row
-        store_statistics(p_delta, p_gate, b_delta_cmp, b_cmp, 0, i_at, mask, num_heads, num_rows)
-        store_statistics(p_delta, p_gate, b_delta_slc, b_slc, 1, i_at, mask, num_heads, num_rows)
-        store_statistics(p_delta, p_gate, b_delta_win, b_win, 2, i_at, mask, num_heads, num_rows)
+        b_lse_cmp = tl.load(p_lse_cmp + i_at, mask=mask, other=0.0)
+        b_lse_slc = tl.load(p_lse_slc + i_at, mask=mask, other=0.0)
+        b_lse_win = tl.load(p_lse_win + i_at, mask=mask, other=0.0)
+        p_own_slc = p_stats_slc + i_head * stats_head + o_row * stats_row
+        store_statistics(p_stats_cmp + i_at * 4, b_lse_cmp, b_delta_cmp, b_cmp, mask)
+        store_statistics(p_own_slc, b_lse_slc, b_delta_slc, b_slc, mask)
+        store_statistics(p_stats_win + i_at * 4, b_lse_win, b_delta_win, b_win, mask)
         if GATES == "projected":
             b_dcmp = b_delta_cmp * b_cmp * (1.0 - b_cmp)
             b_dslc = b_delta_slc * b_slc * (1.0 - b_slc)
@@ -239,11 +240,11 @@ def _given(q: Tensor, weight: Tensor | None, gates: Tensor | None) -> dict[str, 
     return {"p_weight": q if weight is None else weight, **given}
 
 
-class Statistics(NamedTuple):
-    """Statistics of rows for the branches' backward, fp32 `[3,H,rows]`, and gradients of the gates."""
+class Gradients(NamedTuple):
+    """Statistics of rows for the branches' backward (attention.py), and gradients of the gates."""
 
-    delta: Tensor
-    gate: Tensor
+    statistics: tuple[Tensor, Tensor, Tensor]
+    """fp32 `[H,rows,4]` of the compressed, selected and window branch."""
     dlogits: Tensor | None
     dgates: Tensor | None
     dweight: Tensor | None
@@ -251,14 +252,22 @@ class Statistics(NamedTuple):
 
 
 def backward(
-    q: Tensor, weight: Tensor | None, gates: Tensor | None, branches: tuple[Tensor, ...], do: Tensor, pack: Pack
-) -> Statistics:
-    """Statistics of these heads. Args: do: gradient of out, `[rows,H,D_v]`. The rest: as `forward`'s."""
+    q: Tensor, weight: Tensor | None, gates: Tensor | None, branches: tuple[Tensor, ...], lses: tuple[Tensor, ...],
+    do: Tensor, pack: Pack,
+) -> Gradients:  # fmt: skip
+    """Gradients of gates, and what the other gradients need.
+
+    Args:
+        lses: lse_cmp, lse_slc, lse_win, natural, fp32 `[H,rows]`, contiguous.
+        do: gradient of out, `[rows,H,D_v]`. The rest: as `forward`'s.
+    """
     rows, heads, dim = q.shape
     dim_v, device = do.shape[2], q.device
-    delta, gate = (torch.empty((3, heads, rows), dtype=torch.float32, device=device) for _ in range(2))
+    cmp, slc, win = (torch.empty((heads, rows, 4), dtype=torch.float32, device=device) for _ in range(3))
+    if pack.tile == 1:  # the selected branch reads the heads of a token together
+        slc = slc.view(rows, heads, 4).transpose(0, 1)
     chunks = -(-rows // CHUNK)
-    dlogits = torch.empty_like(delta) if weight is not None else None
+    dlogits = torch.empty((3, heads, rows), dtype=torch.float32, device=device) if weight is not None else None
     dgates = torch.empty((rows, heads, 3), dtype=gates.dtype, device=device) if gates is not None else None
     parts = torch.empty((chunks, heads, 3, dim), dtype=torch.float32, device=device) if weight is not None else None
     if rows > 0:
@@ -267,10 +276,12 @@ def backward(
             (chunks * heads,),
             {
                 **strided("q", q), **_given(q, weight, gates), "p_cmp": branches[0], "p_slc": branches[1],
-                "p_win": branches[2], "o_head": branches[0].stride(1), **strided("do", do), "p_delta": delta,
-                "p_gate": gate, "p_dlogits": delta if dlogits is None else dlogits,
-                "p_dgates": delta if dgates is None else dgates, "p_dweight": delta if parts is None else parts,
-                "p_docs": pack.docs, "num_docs": pack.num_docs, "num_rows": rows, "num_heads": heads,
+                "p_win": branches[2], "o_head": branches[0].stride(1), **strided("do", do), "p_lse_cmp": lses[0],
+                "p_lse_slc": lses[1], "p_lse_win": lses[2], "p_stats_cmp": cmp, "p_stats_slc": slc,
+                "p_stats_win": win, "stats_row": slc.stride(1), "stats_head": slc.stride(0),
+                "p_dlogits": cmp if dlogits is None else dlogits, "p_dgates": cmp if dgates is None else dgates,
+                "p_dweight": cmp if parts is None else parts, "p_docs": pack.docs,
+                "num_docs": pack.num_docs, "num_rows": rows, "num_heads": heads,
                 "o_row_stride": branches[0].stride(0), "dim": dim, "dim_v": dim_v,
             },
             {
@@ -280,7 +291,7 @@ def backward(
             num_warps=4,
             enable_fp_fusion=False,  # a lane would round its own product of a sum over lanes differently,
         )  # fmt: skip
-    return Statistics(delta, gate, dlogits, dgates, None if parts is None else parts.sum(0))
+    return Gradients((cmp, slc, win), dlogits, dgates, None if parts is None else parts.sum(0))
 
 
 def sum_dq(parts: tuple[Tensor, ...], dlogits: Tensor | None, weight: Tensor | None, dq: Tensor, pack: Pack) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ascend_kernels.device import gpu_cores
 from ascend_kernels.launch import launch
-from ascend_kernels.nsa.attention import LN_2, RowStatistics, add_dkdv, add_dq, load_lse, load_tile
+from ascend_kernels.nsa.attention import LN_2, add_dkdv, add_dq, load_statistics, load_tile
 from ascend_kernels.nsa.interval import SIZES, Interval, visible_keys
 from ascend_kernels.nsa.layout import (
     E_ROW,
@@ -42,7 +42,7 @@ from ascend_kernels.nsa.tiling import block_of, dkdv_tiles, dq_tiles
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
     p_q, q_row, q_head, p_k, k_row, k_head, p_v, v_row, v_head, p_do, do_row, do_head, p_dq, dq_row, dq_head,
-    p_lse, p_delta, p_gate, p_docs, p_tiles,
+    p_stats, p_docs, p_tiles,
     log2_scale, num_work, num_rows, num_heads, group_size, first, step, left, dim, dim_v,
     KEY_COLUMN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WHOLE: tl.constexpr,
@@ -67,10 +67,7 @@ def dq_kernel(
 
             b_q = load_tile(p_q + q_first * q_row + i_head * q_head, o_row, q_row, o_d, q_len, dim, WHOLE)  # [M,D]
             b_do = load_tile(p_do + q_first * do_row + i_head * do_head, o_row, do_row, o_dv, q_len, dim_v, WHOLE)
-            i_stats = i_head * num_rows + q_first
-            b_lse = load_lse(p_lse + i_stats, o_row, 1, q_len)
-            b_delta = tl.load(p_delta + i_stats + o_row, mask=o_row < q_len, other=0.0)
-            b_gate = tl.load(p_gate + i_stats + o_row, mask=o_row < q_len, other=0.0)
+            b_lse, b_delta, b_gate = load_statistics(p_stats + (i_head * num_rows + q_first + o_row) * 4, o_row < q_len)
             b_dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
             for i_key in range(begin, end, BLOCK_N):
                 o_key = i_key + o_n
@@ -87,7 +84,7 @@ def dq_kernel(
 @triton.jit(do_not_specialize=(*SIZES, "num_keys", "num_kv_heads", "row_splits", "heads_per_split"))
 def dkdv_kernel(
     p_q, q_row, q_head, p_k, k_row, k_head, p_v, v_row, v_head, p_do, do_row, do_head,
-    p_lse, p_delta, p_gate, p_dk, p_dv, p_docs, p_tiles,
+    p_stats, p_dk, p_dv, p_docs, p_tiles,
     log2_scale, num_work, num_rows, num_keys, num_kv_heads, group_size, row_splits, heads_per_split, first, step, left,
     dim, dim_v,
     KEY_COLUMN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -127,15 +124,13 @@ def dkdv_kernel(
                     p_q + q_first * q_row + i_head * q_head,
                     p_do + q_first * do_row + i_head * do_head,
                 )
-                i_stats = i_head * num_rows + q_first
+                p_stats_head = p_stats + (i_head * num_rows + q_first) * 4
                 for i_row in range(begin, end, BLOCK_M):
                     o_row = i_row + o_m
                     o_token = start + o_row
                     b_q = load_tile(p_q_head, o_row, q_row, o_d, q_len, dim, WHOLE)  # [M,D]
                     b_do = load_tile(p_do_head, o_row, do_row, o_dv, q_len, dim_v, WHOLE)  # [M,D_v]
-                    b_lse = load_lse(p_lse + i_stats, o_row, 1, q_len)
-                    b_delta = tl.load(p_delta + i_stats + o_row, mask=o_row < q_len, other=0.0)
-                    b_gate = tl.load(p_gate + i_stats + o_row, mask=o_row < q_len, other=0.0)
+                    b_lse, b_delta, b_gate = load_statistics(p_stats_head + o_row.to(tl.int64) * 4, o_row < q_len)
                     b_seen = (o_token[None, :] >= o_from[:, None]) & (o_token[None, :] <= o_until[:, None])  # [N,M]
                     b_dk, b_dv, _ = add_dkdv(
                         b_dk, b_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_gate, b_seen, log2_scale
@@ -148,21 +143,21 @@ def dkdv_kernel(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, statistics: RowStatistics, dq: Tensor, pack: Pack,
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, statistics: Tensor, dq: Tensor, pack: Pack,
     interval: Interval, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write dq `[rows,H,D]`; return dk and dv, fp32 `[keys,H_kv,D]`, 0 where no row sees a key.
 
     Args:
         do: gradient of the gated sum, `[rows,H,D_v]`.
-        statistics: contiguous; delta = sum(o * do).
+        statistics: of rows, fp32 `[H,rows,4]`, contiguous (attention.py).
     """
     rows, heads, dim = q.shape
     keys, kv_heads, dim_v = v.shape
     group = heads // kv_heads
     shared: dict[str, Any] = {
-        **strided("q", q), **strided("k", k), **strided("v", v), **strided("do", do), "p_lse": statistics.lse,
-        "p_delta": statistics.delta, "p_gate": statistics.gate, "p_docs": pack.docs,
+        **strided("q", q), **strided("k", k), **strided("v", v), **strided("do", do), "p_stats": statistics,
+        "p_docs": pack.docs,
         "log2_scale": scale * math.log2(math.e), "num_rows": rows, "group_size": group, **interval.arguments,
         "dim": dim, "dim_v": dim_v,
     }  # fmt: skip

@@ -24,13 +24,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ascend_kernels.launch import launch
-from ascend_kernels.nsa.attention import LN_2, LOG2_E, RowStatistics, add_dkdv, add_keys, load_lse, load_tile
+from ascend_kernels.nsa.attention import LN_2, add_dkdv, add_keys, load_statistics, load_tile
 from ascend_kernels.nsa.layout import K_LEN, K_ROW, Q_LEN, Q_ROW, START, T_ROW, Pack, field, row_field, strided
 from ascend_kernels.nsa.lists import block_base, block_lists, visible_blocks
-from ascend_kernels.nsa.tiling import block_of, gpu_options, kv_outer_backward_tiles, kv_outer_tiles
+from ascend_kernels.nsa.selected import statistics_arguments
+from ascend_kernels.nsa.tiling import block_of, gpu_options, head_warps, kv_outer_backward_tiles, kv_outer_tiles
 
-PARTIAL_BYTES = 512 << 20
+PARTIAL_BYTES = 1152 << 20
 """Partial results of a chunk of tokens of one key/value head."""
+
+UNROLL = tl.constexpr(4)
+"""Iterations of loops over partial results, whose loads then overlap."""
 
 SIZES = (
     "chunk_pair", "first_list", "num_lists", "group_size", "slots", "size", "num_rows", "num_heads", "pair_head",
@@ -49,6 +53,20 @@ def work_tile(p_work, p_pairs, p_tiles, p_docs, slots, num_lists, size):
     return i_doc, (i_block - block_base(p_docs, i_doc, size)) * size, p_pairs + i_first, count
 
 
+@triton.jit
+def pairs_from(p_own, i_pair, count, o_u):
+    """Pairs from `i_pair` on; past the end, the last one again, so that every pair is one of the document."""
+    return tl.load(p_own + tl.minimum(i_pair + o_u, count - 1))
+
+
+@triton.jit
+def load_rows(p_rows, o_dim, dim, WHOLE: tl.constexpr):
+    """Rows at any addresses, `[rows,D]`. WHOLE: BLOCK_D is D."""
+    if WHOLE:
+        return tl.load(p_rows[:, None] + o_dim[None, :])
+    return tl.load(p_rows[:, None] + o_dim[None, :], mask=(o_dim < dim)[None, :], other=0.0)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     p_q, q_row, q_head, p_k, k_row, k_head, p_v, v_row, v_head, p_pairs, p_work, p_docs, p_tiles, p_o, p_lse,
@@ -65,6 +83,7 @@ def forward_kernel(
         tl.arange(0, BLOCK_DV),
     )
     o_u, o_g = o_r // GROUP, o_r % GROUP
+    o_head = tl.minimum(o_g, group_size - 1)
     p_head_pairs, p_head_work = p_pairs + i_head * pair_head, p_work + i_head * work_head
     i_doc, i_key, p_own, count = work_tile(p_head_work, p_head_pairs, p_tiles, p_docs, slots, num_lists, size)
     if count > 0:
@@ -76,38 +95,42 @@ def forward_kernel(
         if WHOLE_BLOCK:
             b_k = load_tile(p_k_head, i_key + o_n, k_row, o_d, end, dim, WHOLE)  # [N,D]
             b_v = load_tile(p_v_head, i_key + o_n, v_row, o_dv, end, dim_v, WHOLE)  # [N,D_v]
+        p_q_heads = p_q + q_first * q_row + (i_head * group_size + o_head) * q_head  # [UNITS GROUP]
+        o_part = (i_head * part_head + o_g) * dim_v
+        o_next = pairs_from(p_own, 0, count, o_u)
         for i_pair in range(0, count, UNITS):
-            exists = (i_pair + o_u < count) & (o_g < group_size)
-            o_pair = tl.load(p_own + i_pair + o_u, mask=i_pair + o_u < count, other=0)
-            o_token = (o_pair // slots - list_first).to(tl.int32)
-            o_last = start + o_token if CAUSAL else end - 1 + 0 * o_token  # last key that each row sees
-            p_q_rows = p_q + (q_first + o_token) * q_row + (i_head * group_size + o_g) * q_head
-            if WHOLE:
-                in_q = exists[:, None]
-            else:
-                in_q = exists[:, None] & (o_d < dim)[None, :]
-            b_q = tl.load(p_q_rows[:, None] + o_d[None, :], mask=in_q, other=0.0)  # [UNITS GROUP,D]
-            b_o = tl.zeros([UNITS * GROUP, BLOCK_DV], dtype=tl.float32)
-            b_max = tl.full([UNITS * GROUP], float("-inf"), dtype=tl.float32)
-            b_sum = tl.zeros([UNITS * GROUP], dtype=tl.float32)
+            o_pair = o_next
+            o_next = pairs_from(p_own, i_pair + UNITS, count, o_u)  # before it is needed: q's addresses depend on it
+            o_token = o_pair // slots - list_first
+            o_last = tl.minimum(start + o_token, end - 1) if CAUSAL else end - 1 + 0 * o_token  # that each row sees
+            b_q = load_rows(p_q_heads + o_token.to(tl.int64) * q_row, o_d, dim, WHOLE)  # [UNITS GROUP,D]
             if WHOLE_BLOCK:
                 o_key = i_key + o_n
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [UNITS GROUP,N]
-                b_s = tl.where((o_key < end)[None, :] & (o_key[None, :] <= o_last[:, None]), b_s, float("-inf"))
-                b_o, b_max, b_sum = add_keys(b_o, b_max, b_sum, b_s, b_v, log2_scale)
+                b_s = tl.where(o_key[None, :] <= o_last[:, None], b_s, float("-inf"))
+                b_max = tl.max(b_s, 1)
+                b_p = tl.exp2(b_s * log2_scale - (b_max * log2_scale)[:, None])
+                b_sum = tl.sum(b_p, 1)
+                b_p *= (1.0 / b_sum)[:, None]
+                b_o = tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")  # [UNITS GROUP,D_v]
             else:
+                b_o = tl.zeros([UNITS * GROUP, BLOCK_DV], dtype=tl.float32)
+                b_max = tl.full([UNITS * GROUP], float("-inf"), dtype=tl.float32)
+                b_sum = tl.zeros([UNITS * GROUP], dtype=tl.float32)
                 for i_own in range(0, size, BLOCK_N):
                     o_key = i_key + i_own + o_n
                     b_k = load_tile(p_k_head, o_key, k_row, o_d, end, dim, WHOLE)
                     b_v = load_tile(p_v_head, o_key, v_row, o_dv, end, dim_v, WHOLE)
                     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-                    b_s = tl.where((o_key < end)[None, :] & (o_key[None, :] <= o_last[:, None]), b_s, float("-inf"))
+                    b_s = tl.where(o_key[None, :] <= o_last[:, None], b_s, float("-inf"))
                     b_o, b_max, b_sum = add_keys(b_o, b_max, b_sum, b_s, b_v, log2_scale)
-            b_o /= b_sum[:, None]
-            o_out = i_head * part_head + (o_pair - chunk_pair) * group_size + o_g
-            p_o_rows = p_o + (o_out * dim_v)[:, None] + o_dv[None, :]
+                b_o *= (1.0 / b_sum)[:, None]
+            exists = (i_pair + o_u < count) & (o_g < group_size)
+            o_own_pair = (o_pair - chunk_pair).to(tl.int64)
+            p_o_rows = p_o + (o_part + o_own_pair * (group_size * dim_v))[:, None] + o_dv[None, :]
             tl.store(p_o_rows, b_o.to(p_o.dtype.element_ty), mask=exists[:, None] & (o_dv < dim_v)[None, :])
-            tl.store(p_lse + o_out, b_max * log2_scale + tl.log2(b_sum), mask=exists)
+            p_lse_rows = p_lse + i_head * part_head + o_g + o_own_pair * group_size
+            tl.store(p_lse_rows, b_max * log2_scale + tl.log2(b_sum), mask=exists)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -128,7 +151,7 @@ def combine_kernel(
         b_o = tl.zeros([GROUP, BLOCK_DV], dtype=tl.float32)
         b_max = tl.full([GROUP], float("-inf"), dtype=tl.float32)
         b_sum = tl.zeros([GROUP], dtype=tl.float32)
-        for i_slot in range(0, slots):
+        for i_slot in tl.range(0, slots, loop_unroll_factor=UNROLL):
             i_block = tl.load(p_index + (i_head * num_lists + i_list) * slots + i_slot)
             exists = o_g < tl.where((i_block >= 0) & (i_block < num_blocks), group_size, 0)
             o_part = i_head * part_head + (i_own.to(tl.int64) * slots + i_slot) * group_size + o_g
@@ -146,7 +169,7 @@ def combine_kernel(
         o_head = i_head * group_size + o_g
         p_o_rows = p_o + ((i_out * num_heads + o_head) * dim_v)[:, None] + o_dv[None, :]
         in_group = o_g < group_size
-        b_o = (b_o / b_div[:, None]).to(p_o.dtype.element_ty)
+        b_o = (b_o * (1.0 / b_div)[:, None]).to(p_o.dtype.element_ty)
         tl.store(p_o_rows, b_o, mask=in_group[:, None] & (o_dv < dim_v)[None, :])
         tl.store(p_lse + o_head * num_rows + i_out, (b_max + tl.log2(b_sum)) * LN_2, mask=in_group)
 
@@ -192,7 +215,7 @@ def forward(
             }  # fmt: skip
             constants = {"CAUSAL": causal, "GROUP": block_of(group, 1), "BLOCK_DV": block_of(dim_v)}
             grid = min(chunk, lists - first), work.shape[0]
-            launch(combine_kernel, grid, arguments, constants, **gpu_options(num_warps=4))
+            launch(combine_kernel, grid, arguments, constants, **gpu_options(num_warps=head_warps(group, dim_v)))
     return o, lse
 
 
@@ -209,8 +232,8 @@ def chunk_of(lists: int, kv_heads: int, bytes_per_list: int) -> tuple[int, int]:
 
 @triton.jit(do_not_specialize=SIZES)
 def token_backward_kernel(
-    p_q, q_row, q_head, p_k, k_row, k_head, p_v, v_row, v_head, p_do, do_row, do_head, p_lse, p_delta, p_gate,
-    stat_row, stat_head,
+    p_q, q_row, q_head, p_k, k_row, k_head, p_v, v_row, v_head, p_do, do_row, do_head,
+    p_stats, stats_row, stats_head,
     p_pairs, p_work, p_docs, p_tiles, p_dq, p_dk, p_dv,
     log2_scale, chunk_pair, group_size, slots, num_lists, size, pair_head, work_head, part_head, dim, dim_v,
     CAUSAL: tl.constexpr, DQ: tl.constexpr, UNITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -228,6 +251,7 @@ def token_backward_kernel(
     )
     o_u, o_g = o_r // GROUP, o_r % GROUP
     i_head = tl.program_id(1).to(tl.int64)
+    o_head = i_head * group_size + tl.minimum(o_g, group_size - 1)
     p_head_pairs, p_head_work = p_pairs + i_head * pair_head, p_work + i_head * work_head
     i_doc, i_key, p_own, count = work_tile(p_head_work, p_head_pairs, p_tiles, p_docs, slots, num_lists, size)
     if count > 0:
@@ -241,31 +265,26 @@ def token_backward_kernel(
         b_v = load_tile(p_v + k_first * v_row + i_head * v_head, o_key, v_row, o_dv, end, dim_v, WHOLE)  # [N,D_v]
         b_dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
         b_dv = tl.zeros([BLOCK_N, BLOCK_DV], dtype=tl.float32)
+        p_q_heads = p_q + q_first * q_row + o_head * q_head
+        p_do_heads = p_do + q_first * do_row + o_head * do_head
+        p_stats_heads = p_stats + q_first * stats_row + o_head * stats_head
+        o_part = ((tl.program_id(2).to(tl.int64) * tl.num_programs(1) + i_head) * part_head + o_g) * dim
+        o_next = pairs_from(p_own, 0, count, o_u)
         for i_pair in range(0, count, UNITS):
+            o_pair = o_next
+            o_next = pairs_from(p_own, i_pair + UNITS, count, o_u)
+            o_token = o_pair // slots - list_first
+            b_q = load_rows(p_q_heads + o_token.to(tl.int64) * q_row, o_d, dim, WHOLE)  # [UNITS GROUP,D]
+            b_do = load_rows(p_do_heads + o_token.to(tl.int64) * do_row, o_dv, dim_v, WHOLE)  # [UNITS GROUP,D_v]
             exists = (i_pair + o_u < count) & (o_g < group_size)
-            o_pair = tl.load(p_own + i_pair + o_u, mask=i_pair + o_u < count, other=0)
-            o_token = (o_pair // slots - list_first).to(tl.int32)
-            o_row, o_head = q_first + o_token, i_head * group_size + o_g
-            if WHOLE:
-                in_q, in_do = exists[:, None], exists[:, None]
-            else:
-                in_q, in_do = exists[:, None] & (o_d < dim)[None, :], exists[:, None] & (o_dv < dim_v)[None, :]
-            p_q_rows, p_do_rows = p_q + o_row * q_row + o_head * q_head, p_do + o_row * do_row + o_head * do_head
-            b_q = tl.load(p_q_rows[:, None] + o_d[None, :], mask=in_q, other=0.0)  # [UNITS GROUP,D]
-            b_do = tl.load(p_do_rows[:, None] + o_dv[None, :], mask=in_do, other=0.0)  # [UNITS GROUP,D_v]
-            o_stats = o_head * stat_head + o_row * stat_row
-            b_lse = tl.load(p_lse + o_stats, mask=exists, other=float("inf")) * LOG2_E
-            b_delta = tl.load(p_delta + o_stats, mask=exists, other=0.0)
-            b_gate = tl.load(p_gate + o_stats, mask=exists, other=0.0)
-            b_seen = (o_key < end)[:, None] & exists[None, :]  # [N,UNITS GROUP]
-            if CAUSAL:
-                b_seen = b_seen & (o_key[:, None] <= (start + o_token)[None, :])
+            b_lse, b_delta, b_gate = load_statistics(p_stats_heads + o_token.to(tl.int64) * stats_row, exists)
+            o_last = tl.minimum(start + o_token, end - 1) if CAUSAL else end - 1 + 0 * o_token
+            b_seen = o_key[:, None] <= o_last[None, :]  # [N,UNITS GROUP]
             b_dk, b_dv, b_ds = add_dkdv(b_dk, b_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_gate, b_seen, log2_scale)
             if DQ:
                 b_dq = tl.dot(tl.trans(b_ds), b_k, input_precision="ieee") * (log2_scale * LN_2)
-                o_out = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + i_head) * part_head
-                o_out = o_out + (o_pair - chunk_pair) * group_size + o_g
-                p_dq_rows = p_dq + (o_out * dim)[:, None] + o_d[None, :]
+                o_out = o_part + (o_pair - chunk_pair).to(tl.int64) * (group_size * dim)
+                p_dq_rows = p_dq + o_out[:, None] + o_d[None, :]
                 tl.store(p_dq_rows, b_dq.to(p_dq.dtype.element_ty), mask=exists[:, None] & (o_d < dim)[None, :])
         store_partials(p_dk, p_dv, b_dk, b_dv, i_head, o_own, o_d, o_dv, log2_scale, size, dim, dim_v)
 
@@ -282,8 +301,8 @@ def store_partials(p_dk, p_dv, b_dk, b_dv, i_head, o_own, o_d, o_dv, log2_scale,
 
 @triton.jit(do_not_specialize=(*SIZES, "tile", "heads_per_pair"))
 def tile_backward_kernel(
-    p_q, q_row, q_head, p_k, k_row, k_head, p_v, v_row, v_head, p_do, do_row, do_head, p_lse, p_delta, p_gate,
-    stat_row, stat_head,
+    p_q, q_row, q_head, p_k, k_row, k_head, p_v, v_row, v_head, p_do, do_row, do_head,
+    p_stats, stats_row, stats_head,
     p_pairs, p_work, p_docs, p_tiles, p_dk, p_dv,
     log2_scale, group_size, slots, num_lists, size, pair_head, work_head, tile, heads_per_pair, dim, dim_v,
     CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -323,13 +342,10 @@ def tile_backward_kernel(
             )
             b_q = load_tile(p_q_head, o_row, q_row, o_d, end_row, dim, WHOLE)  # [M,D]
             b_do = load_tile(p_do_head, o_row, do_row, o_dv, end_row, dim_v, WHOLE)  # [M,D_v]
-            i_stats = i_q_head * stat_head + q_first * stat_row
-            b_lse = load_lse(p_lse + i_stats, o_row, stat_row, end_row)
-            b_delta = tl.load(p_delta + i_stats + o_row * stat_row, mask=o_row < end_row, other=0.0)
-            b_gate = tl.load(p_gate + i_stats + o_row * stat_row, mask=o_row < end_row, other=0.0)
-            b_seen = (o_key < end)[:, None] & (o_row < end_row)[None, :]  # [N,M]
-            if CAUSAL:
-                b_seen = b_seen & (o_key[:, None] <= (start + o_row)[None, :])
+            p_stats_head = p_stats + i_q_head * stats_head + q_first * stats_row
+            b_lse, b_delta, b_gate = load_statistics(p_stats_head + o_row.to(tl.int64) * stats_row, o_row < end_row)
+            o_last = tl.minimum(start + o_row, end - 1) if CAUSAL else end - 1 + 0 * o_row
+            b_seen = o_key[:, None] <= o_last[None, :]  # [N,M]
             b_dk, b_dv, _ = add_dkdv(b_dk, b_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_gate, b_seen, log2_scale)
         store_partials(p_dk, p_dv, b_dk, b_dv, i_head, o_own, o_d, o_dv, log2_scale, size, dim, dim_v)
 
@@ -356,7 +372,7 @@ def sum_kernel(
             mask = exists[:, None] & (o_d < dim)[None, :]
             o_out = ((row_field(p_docs, i_doc, K_ROW) + i_key + o_n) * num_kv_heads + head + i_head)[:, None] * dim
             b_sum = tl.load(p_sum + o_out + o_d[None, :], mask=mask, other=0.0)  # [N,D]
-            for i_work in range(first, last):
+            for i_work in tl.range(first, last, loop_unroll_factor=UNROLL):
                 o_part = ((i_head * num_work + i_work) * size + o_n)[:, None] * dim
                 b_sum += tl.load(p_part + o_part + o_d[None, :], mask=mask, other=0.0)
             tl.store(p_sum + o_out + o_d[None, :], b_sum, mask=mask)
@@ -377,7 +393,7 @@ def dq_kernel(
         i_row = tl.load(p_tiles + 2 * i_list + 1)
         num_blocks = visible_blocks(p_docs, i_doc, field(p_docs, i_doc, START) + i_row, size, CAUSAL)
         b_dq = tl.zeros([GROUP, BLOCK_D], dtype=tl.float32)
-        for i_slot in range(0, slots):
+        for i_slot in tl.range(0, slots, loop_unroll_factor=UNROLL):
             i_block = tl.load(p_index + (i_head * num_lists + i_list) * slots + i_slot)
             exists = o_g < tl.where((i_block >= 0) & (i_block < num_blocks), group_size, 0)
             for i_part in range(0, parts):
@@ -391,7 +407,7 @@ def dq_kernel(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, statistics: RowStatistics, index: Tensor, dq: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, statistics: Tensor, index: Tensor, dq: Tensor | None,
     pack: Pack, *, size: int, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk and dv, fp32 `[keys,H_kv,D]`; dq too into `dq` `[rows,H,D]`, if given, in token mode.
@@ -433,7 +449,7 @@ def backward(
             work, first = found.work[kv, i_chunk], i_chunk * chunk
             arguments = {
                 **strided("q", q[:, own]), **strided("k", k[:, kv]), **strided("v", v[:, kv]),
-                **strided("do", do[:, own]), **statistics.of_heads(own).arguments,
+                **strided("do", do[:, own]), **statistics_arguments(statistics[own]),
                 "p_pairs": found.pairs[kv], "p_work": work, "p_docs": pack.docs, "p_tiles": tiles,
                 "p_dk": part_dk, "p_dv": part_dv, "log2_scale": scale * math.log2(math.e), **sizes,
                 "pair_head": found.pairs.stride(0), "work_head": work.stride(0), "dim": dim, "dim_v": dim_v,
@@ -463,5 +479,6 @@ def backward(
                     "part_head": chunk * slots * group, "dim": dim,
                 }  # fmt: skip
                 units = {"CAUSAL": causal, "GROUP": block_of(group, 1), "BLOCK_D": block_of(dim)}
-                launch(dq_kernel, (min(chunk, lists - first), count), arguments, units, **gpu_options(num_warps=4))
+                options = gpu_options(num_warps=head_warps(group, dim))
+                launch(dq_kernel, (min(chunk, lists - first), count), arguments, units, **options)
     return dk, dv

@@ -18,8 +18,11 @@ from ascend_kernels.launch import launch
 from ascend_kernels.nsa.layout import K_LEN, K_ROW, Q_LEN, START, Pack, field
 from ascend_kernels.nsa.tiling import block_of, gpu_options
 
-PAIRS = 1024
+PAIRS = 512
 """Maximum pairs of a work tile."""
+
+LISTS = 16
+"""Lists of a program that makes sort keys."""
 
 UNSEEN = 2**31 - 1
 """Sort key of pairs without a block that the row sees."""
@@ -41,23 +44,24 @@ def visible_blocks(p_docs, i_doc, last_token, size, CAUSAL: tl.constexpr):
 @triton.jit(do_not_specialize=("num_work", "num_lists", "num_blocks", "chunk", "tile", "size", "slots"))
 def keys_kernel(
     p_index, p_keys, p_docs, p_tiles, num_work, num_lists, num_blocks, chunk, tile, size, slots, unseen,
-    CAUSAL: tl.constexpr, SLOTS: tl.constexpr,
+    CAUSAL: tl.constexpr, LISTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Sort keys of one list of blocks per program."""
+    """Sort keys of LISTS lists of blocks per program. num_work: lists of all heads."""
     o_slot = tl.arange(0, SLOTS)
-    for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_list = i_work % num_lists
-        i_doc = tl.load(p_tiles + 2 * i_list)
-        p_list = tl.cast(i_work, tl.int64) * slots + o_slot
-        b_key = tl.zeros([SLOTS], dtype=tl.int32) + unseen
-        if i_doc >= 0:
-            i_row = tl.load(p_tiles + 2 * i_list + 1)
-            last = field(p_docs, i_doc, START) + tl.minimum(i_row + tile, field(p_docs, i_doc, Q_LEN)) - 1
-            b_block = tl.load(p_index + p_list, mask=o_slot < slots, other=-1)
-            seen = (b_block >= 0) & (b_block < visible_blocks(p_docs, i_doc, last, size, CAUSAL))
-            first_key = i_list // chunk * num_blocks + block_base(p_docs, i_doc, size)
-            b_key = tl.where(seen, first_key + b_block, b_key)
-        tl.store(p_keys + p_list, b_key, mask=o_slot < slots)
+    for i_work in range(tl.program_id(0) * LISTS, num_work, tl.num_programs(0) * LISTS):
+        o_work = i_work + tl.arange(0, LISTS)
+        exists, o_list = o_work < num_work, o_work % num_lists
+        b_doc = tl.load(p_tiles + 2 * o_list, mask=exists, other=-1)
+        b_row = tl.load(p_tiles + 2 * o_list + 1, mask=exists, other=0)
+        o_doc = tl.maximum(b_doc, 0)
+        b_last = field(p_docs, o_doc, START) + tl.minimum(b_row + tile, field(p_docs, o_doc, Q_LEN)) - 1
+        b_end = tl.where(b_doc >= 0, visible_blocks(p_docs, o_doc, b_last, size, CAUSAL), 0)
+        b_first = o_list // chunk * num_blocks + block_base(p_docs, o_doc, size)  # key of the document's first block
+        o_out = o_work.to(tl.int64)[:, None] * slots + o_slot[None, :]  # [LISTS,SLOTS]
+        mask = exists[:, None] & (o_slot < slots)[None, :]
+        b_block = tl.load(p_index + o_out, mask=mask, other=-1)
+        seen = (b_block >= 0) & (b_block < b_end[:, None])
+        tl.store(p_keys + o_out, tl.where(seen, b_first[:, None] + b_block, unseen), mask=mask)
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class BlockLists:
     """Pairs by block, for each key/value head.
 
     Args:
-        pairs: int64 `[H_kv,n]`, sorted.
+        pairs: int32 `[H_kv,n]`, sorted.
         work: int32 `[H_kv,chunks,W,3]`: block, first of the sorted pairs, and number of pairs of each work tile.
         ends: int32 `[H_kv,chunks,blocks]`: work tiles up to the end of each block.
         chunk: lists per chunk.
@@ -90,14 +94,14 @@ def block_lists(index: Tensor, pack: Pack, kv_heads: int, *, size: int, causal: 
     work = selects * num_lists
     launch(
         keys_kernel,
-        (work,),
+        (-(-work // LISTS),),
         {
             "p_index": index, "p_keys": keys, "p_docs": pack.docs, "p_tiles": pack.row_tiles(pack.tile),
             "num_work": work, "num_lists": num_lists, "num_blocks": num_blocks, "chunk": chunk, "tile": pack.tile,
             "size": size, "slots": slots, "unseen": UNSEEN,
         },
-        {"CAUSAL": causal, "SLOTS": block_of(slots, 1)},
-        **gpu_options(num_warps=1),
+        {"CAUSAL": causal, "LISTS": LISTS, "SLOTS": block_of(slots, 1)},
+        **gpu_options(num_warps=4),
     )  # fmt: skip
     by_head = keys.view(kv_heads, -1)
     found, pairs = torch.sort(by_head, dim=1, stable=True)
@@ -118,4 +122,4 @@ def block_lists(index: Tensor, pack: Pack, kv_heads: int, *, size: int, causal: 
     count = (counts.gather(2, block) - share * PAIRS).clamp(max=PAIRS)
     first = firsts.gather(2, block) + share * PAIRS
     table = torch.stack([block.int(), *(torch.where(exists, x, 0) for x in (first, count))], -1)
-    return BlockLists(pairs, table.contiguous(), ends, chunk)
+    return BlockLists(pairs.int(), table.contiguous(), ends, chunk)

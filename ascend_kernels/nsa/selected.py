@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ascend_kernels.launch import launch
-from ascend_kernels.nsa.attention import LN_2, RowStatistics, add_dq, add_keys, finish, load_lse, load_tile
+from ascend_kernels.nsa.attention import LN_2, add_dq, add_keys, finish, load_statistics, load_tile
 from ascend_kernels.nsa.layout import (
     K_LEN,
     K_ROW,
@@ -75,11 +75,32 @@ def rows_of_list(
     return row_field(p_docs, i_doc, Q_ROW) + i_row, count, i_kv_head, i_list, o_last, end_key
 
 
+@triton.jit
+def num_steps(p_list, slots, size, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Number of steps of BLOCK_N keys through a list, up to its last block."""
+    o_slot = tl.arange(0, SLOTS)
+    b_block = tl.load(p_list + o_slot, mask=o_slot < slots, other=-1)
+    return tl.max(tl.where(b_block >= 0, o_slot + 1, 0)) * tl.cdiv(size, BLOCK_N)
+
+
+@triton.jit
+def keys_of_step(p_list, i_step, o_n, end_key, size, BLOCK_N: tl.constexpr):
+    """Keys of a step, and their end; no key is below it if the slot has no block that a row sees.
+
+    One loop over all steps, not one in each block, so that the loads of a block overlap with the block before.
+    """
+    steps = tl.cdiv(size, BLOCK_N)
+    i_block = tl.load(p_list + i_step // steps)
+    seen = (i_block >= 0) & (i_block < tl.cdiv(end_key, size))
+    first = tl.where(seen, i_block, 0) * size
+    return first + i_step % steps * BLOCK_N + o_n, tl.where(seen, tl.minimum(first + size, end_key), 0)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     p_q, q_row, q_head, p_k, k_row, k_head, p_v, v_row, v_head, p_index, p_o, p_lse, p_docs, p_tiles,
     log2_scale, num_work, num_rows, num_heads, group_size, num_lists, tile, size, slots, share, dim, dim_v,
-    TOKEN: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TOKEN: tl.constexpr, CAUSAL: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     o_m, o_n, o_d, o_dv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
@@ -102,18 +123,14 @@ def forward_kernel(
             b_o = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
             b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
             b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-            for i_slot in range(0, slots):
-                i_block = tl.load(p_list + i_slot)
-                if (i_block >= 0) & (i_block < tl.cdiv(end_key, size)):
-                    end = tl.minimum(end_key, i_block * size + size)
-                    for i_key in range(i_block * size, end, BLOCK_N):
-                        o_key = i_key + o_n
-                        b_k = load_tile(p_k_head, o_key, k_row, o_d, end, dim, WHOLE)  # [N,D]
-                        b_v = load_tile(p_v_head, o_key, v_row, o_dv, end, dim_v, WHOLE)  # [N,D_v]
-                        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [M,N]
-                        seen = (o_key < end)[None, :] & (o_key[None, :] <= o_last[:, None])
-                        b_s = tl.where(seen, b_s, float("-inf"))
-                        b_o, b_max, b_sum = add_keys(b_o, b_max, b_sum, b_s, b_v, log2_scale)
+            for i_step in range(0, num_steps(p_list, slots, size, SLOTS, BLOCK_N)):
+                o_key, end = keys_of_step(p_list, i_step, o_n, end_key, size, BLOCK_N)
+                b_k = load_tile(p_k_head, o_key, k_row, o_d, end, dim, WHOLE)  # [N,D]
+                b_v = load_tile(p_v_head, o_key, v_row, o_dv, end, dim_v, WHOLE)  # [N,D_v]
+                b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [M,N]
+                seen = (o_key < end)[None, :] & (o_key[None, :] <= o_last[:, None])
+                b_s = tl.where(seen, b_s, float("-inf"))
+                b_o, b_max, b_sum = add_keys(b_o, b_max, b_sum, b_s, b_v, log2_scale)
             b_o, b_lse = finish(b_o, b_max, b_sum, log2_scale)
             o_offset, o_stride = unit_rows(first_row, i_head, num_heads * dim_v, dim_v, group_size, TOKEN)
             lse_offset, lse_stride = unit_rows(first_row, i_head, 1, num_rows, group_size, TOKEN)
@@ -141,11 +158,16 @@ def _launch(
         "size": size, "slots": index.shape[2], "share": heads // index.shape[0], "dim": dim, "dim_v": dim_v, **more,
     }  # fmt: skip
     constants = {
-        "TOKEN": token, "CAUSAL": causal, "BLOCK_M": chosen.block_m, "BLOCK_N": chosen.block_n,
-        "BLOCK_D": block_of(dim), "BLOCK_DV": block_of(dim_v),
+        "TOKEN": token, "CAUSAL": causal, "SLOTS": block_of(index.shape[2], 1), "BLOCK_M": chosen.block_m,
+        "BLOCK_N": chosen.block_n, "BLOCK_D": block_of(dim), "BLOCK_DV": block_of(dim_v),
         "WHOLE": block_of(dim) == dim and block_of(dim_v) == dim_v,
     }  # fmt: skip
     launch(kernel, (work,), arguments, constants, **chosen.options)
+
+
+def statistics_arguments(statistics: Tensor) -> dict[str, Any]:
+    """Arguments for statistics `[H,rows,4]` whose heads or rows are next to each other in memory."""
+    return {"p_stats": statistics, "stats_row": statistics.stride(1), "stats_head": statistics.stride(0)}
 
 
 def rows_per_list(q: Tensor, v: Tensor, pack: Pack) -> int:
@@ -166,7 +188,7 @@ def forward(
     rows, heads, dim = q.shape
     o = pack.empty((rows, heads, v.shape[2]), q.dtype, 0.0)
     lse = pack.empty((heads, rows), torch.float32, -math.inf)
-    chosen = selected_tiles(q.dtype, dim, v.shape[2], rows_per_list(q, v, pack), size, token=pack.tile == 1)
+    chosen = selected_tiles(q.dtype, dim, v.shape[2], rows_per_list(q, v, pack), size, q.device, token=pack.tile == 1)
     how: dict[str, Any] = {"size": size, "scale": scale, "causal": causal}
     _launch(forward_kernel, chosen, q, k, v, index, pack, {"p_o": o, "p_lse": lse}, **how)
     return o, lse
@@ -175,9 +197,9 @@ def forward(
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
     p_q, q_row, q_head, p_k, k_row, k_head, p_v, v_row, v_head, p_do, do_row, do_head, p_dq, dq_row, dq_head,
-    p_lse, p_delta, p_gate, stat_row, stat_head, p_index, p_docs, p_tiles,
+    p_stats, stats_row, stats_head, p_index, p_docs, p_tiles,
     log2_scale, num_work, num_rows, num_heads, group_size, num_lists, tile, size, slots, share, dim, dim_v,
-    TOKEN: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TOKEN: tl.constexpr, CAUSAL: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """dq of the rows of one list per program; arguments as in forward_kernel."""
@@ -198,23 +220,17 @@ def dq_kernel(
             p_v_head = p_v + k_first * v_row + i_kv_head * v_head
             q_offset, q_stride = unit_rows(first_row, i_head, q_row, q_head, group_size, TOKEN)
             do_offset, do_stride = unit_rows(first_row, i_head, do_row, do_head, group_size, TOKEN)
-            i_stats, stats_stride = unit_rows(first_row, i_head, stat_row, stat_head, group_size, TOKEN)
+            i_stats, stats_stride = unit_rows(first_row, i_head, stats_row, stats_head, group_size, TOKEN)
             b_q = load_tile(p_q + q_offset, o_m, q_stride, o_d, count, dim, WHOLE)  # [M,D]
             b_do = load_tile(p_do + do_offset, o_m, do_stride, o_dv, count, dim_v, WHOLE)  # [M,D_v]
-            b_lse = load_lse(p_lse + i_stats, o_m, stats_stride, count)
-            b_delta = tl.load(p_delta + i_stats + o_m * stats_stride, mask=o_m < count, other=0.0)
-            b_gate = tl.load(p_gate + i_stats + o_m * stats_stride, mask=o_m < count, other=0.0)
+            b_lse, b_delta, b_gate = load_statistics(p_stats + i_stats + o_m * stats_stride, o_m < count)
             b_dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-            for i_slot in range(0, slots):
-                i_block = tl.load(p_list + i_slot)
-                if (i_block >= 0) & (i_block < tl.cdiv(end_key, size)):
-                    end = tl.minimum(end_key, i_block * size + size)
-                    for i_key in range(i_block * size, end, BLOCK_N):
-                        o_key = i_key + o_n
-                        b_k = load_tile(p_k_head, o_key, k_row, o_d, end, dim, WHOLE)  # [N,D]
-                        b_v = load_tile(p_v_head, o_key, v_row, o_dv, end, dim_v, WHOLE)  # [N,D_v]
-                        b_seen = (o_key < end)[None, :] & (o_key[None, :] <= o_last[:, None])
-                        b_dq = add_dq(b_dq, b_q, b_do, b_lse, b_delta, b_k, b_v, b_seen, log2_scale)
+            for i_step in range(0, num_steps(p_list, slots, size, SLOTS, BLOCK_N)):
+                o_key, end = keys_of_step(p_list, i_step, o_n, end_key, size, BLOCK_N)
+                b_k = load_tile(p_k_head, o_key, k_row, o_d, end, dim, WHOLE)  # [N,D]
+                b_v = load_tile(p_v_head, o_key, v_row, o_dv, end, dim_v, WHOLE)  # [N,D_v]
+                b_seen = (o_key < end)[None, :] & (o_key[None, :] <= o_last[:, None])  # [M,N]
+                b_dq = add_dq(b_dq, b_q, b_do, b_lse, b_delta, b_k, b_v, b_seen, log2_scale)
             b_dq *= (b_gate * (log2_scale * LN_2))[:, None]
             dq_offset, dq_stride = unit_rows(first_row, i_head, dq_row, dq_head, group_size, TOKEN)
             p_dq_rows = p_dq + dq_offset + (o_m * dq_stride)[:, None] + o_d[None, :]
@@ -222,11 +238,11 @@ def dq_kernel(
 
 
 def dq(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, statistics: RowStatistics, index: Tensor, out: Tensor, pack: Pack,
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, statistics: Tensor, index: Tensor, out: Tensor, pack: Pack,
     *, size: int, scale: float, causal: bool,
 ) -> None:  # fmt: skip
     """dq into `out` `[rows,H,D]`. Arguments as in interval_backward.backward, and as in `forward`."""
     rows = rows_per_list(q, v, pack)
-    chosen = selected_tiles(q.dtype, q.shape[2], v.shape[2], rows, size, token=pack.tile == 1, backward=True)
-    more = {**strided("do", do), **strided("dq", out), **statistics.arguments}
+    chosen = selected_tiles(q.dtype, q.shape[2], v.shape[2], rows, size, q.device, token=pack.tile == 1, backward=True)
+    more = {**strided("do", do), **strided("dq", out), **statistics_arguments(statistics)}
     _launch(dq_kernel, chosen, q, k, v, index, pack, more, size=size, scale=scale, causal=causal)

@@ -42,7 +42,7 @@ def interval_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.devic
         return Tiles(32, 32, 4, 1)
     if wide > 128:
         return Tiles(64, 32, 8, 2)
-    return Tiles(128, 64, 8, 3 if devices.memory_class(device) == "L" else 2)
+    return Tiles(64, 64, 4, 3) if devices.memory_class(device) == "L" else Tiles(128, 64, 8, 2)
 
 
 def token_score_tiles(dtype: torch.dtype, dim: int, group: int, device: torch.device) -> Tiles:
@@ -61,8 +61,9 @@ def score_tiles(dtype: torch.dtype, dim: int) -> Tiles:
 
 
 def selected_tiles(
-    dtype: torch.dtype, dim: int, dim_v: int, rows: int, size: int, *, token: bool, backward: bool = False
-) -> Tiles:
+    dtype: torch.dtype, dim: int, dim_v: int, rows: int, size: int, device: torch.device, *, token: bool,
+    backward: bool = False,
+) -> Tiles:  # fmt: skip
     """Rows that share a list, and keys, of selected.forward_kernel and dq_kernel.
 
     Args:
@@ -74,6 +75,8 @@ def selected_tiles(
         return Tiles(block_of(rows), keys, 4 if rows > 16 or wide > 128 else 2, 2)
     if dtype == torch.float32:
         return Tiles(min(32, block_of(rows)), keys, 4, 1)
+    if devices.memory_class(device) == "L" and wide <= 128:
+        return Tiles(min(128, block_of(rows)), keys, 8 if rows > 64 else 4, 3)
     return Tiles(min(128 if wide <= 128 and not backward else 64, block_of(rows)), keys, 8, 2)
 
 
@@ -103,7 +106,8 @@ def kv_outer_tiles(dtype: torch.dtype, dim: int, dim_v: int, group: int, size: i
     if wide > 128:
         return Tiles(max(1, 64 // heads), min(32, block_of(size)), 8, 1)
     if devices.memory_class(device) == "L":
-        return Tiles(max(1, 128 // heads), min(128, block_of(size)), 4 if size <= 64 else 8, 2)
+        rows = 128 if heads >= 16 else 64
+        return Tiles(max(1, rows // heads), min(128, block_of(size)), 4 if size <= 64 else 8, 2)
     return Tiles(max(1, 64 // heads), min(64, block_of(size)), 4, 2)
 
 
@@ -116,7 +120,7 @@ def kv_outer_backward_tiles(
         rows: heads of a token, or rows of a tile.
     """
     wide, large = block_of(max(dim, dim_v)), devices.memory_class(device) == "L"
-    most, keys, warps, stages = (64, 64, 4, 1) if large and token else (32, 64, 4, 3) if large else (32, 64, 8, 2)
+    most, keys, warps, stages = (64, 64, 4, 2) if large and token else (32, 64, 4, 3) if large else (32, 64, 8, 2)
     if wide > 128:
         most, keys, warps, stages = 32, 32, 8, 1
     if dtype == torch.float32:
@@ -131,6 +135,11 @@ QUERY_OUTER_FROM = {"S": 12, "M": 24, "L": 32}
 Below, it goes through each block's tokens (kv_outer.py), which reads keys once but writes partial results. The bounds
 follow from the ratio of L2 to HBM bandwidth.
 """
+
+
+def head_warps(group: int, dim: int) -> int:
+    """Warps of kernels that go through partial results of a token's heads."""
+    return min(4, max(1, block_of(group, 1) * block_of(dim) // 512))
 
 
 def attends_by_block(group: int, device: torch.device) -> bool:

@@ -1,11 +1,11 @@
 """Selection: the k best blocks of each row, by scores of compressed entries or of blocks (docs/semantics.md 3 and 4).
 
 A row's blocks are scored BLOCK at a time from the chunk's scores (scores.py): the entries that overlap a block, in
-their order, weighted by tokens of overlap. The k best of these blocks are taken one after the other, the lower of equal
-ones first, and merged into the list of the best blocks so far. Forced blocks score +inf. Lists are written in ascending
-order, padded with -1. Reductions and comparisons only: no sort, gather, atomics.
+their order, weighted by tokens of overlap. Those that beat the k-th best block so far are taken one after the other,
+the lower of equal ones first, at most k, and merged into the list of the best. Forced blocks score +inf. Lists are
+written in ascending order, padded with -1. Reductions and comparisons only: no sort, gather, atomics.
 
-Floor: scores are read once, from L2; k maxima over the blocks of a row.
+Floor: scores are read once; k maxima over the blocks of a row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ascend_kernels.nsa.layout import E_LEN, K_LEN, Q_LEN, START, T_ROW, Pack, f
 from ascend_kernels.nsa.scores import Scores
 from ascend_kernels.nsa.tiling import block_of, gpu_options
 
-WORKSPACE_BYTES = 64 << 20
+WORKSPACE_BYTES = 256 << 20
 """Scores of a chunk of rows."""
 
 BLOCK = 256
@@ -36,15 +36,15 @@ SIZES = (
 
 
 @triton.jit
-def best_of(b_score, o_block, o_slot, count, SLOTS: tl.constexpr):
-    """The `count` highest scores, descending, and their blocks; -inf and -1 after the last."""
+def best_of(b_score, o_block, o_slot, count, least, SLOTS: tl.constexpr):
+    """At most `count` of the scores above `least`, descending, and their blocks; -inf and -1 after the last."""
     b_top = tl.full([SLOTS], float("-inf"), dtype=tl.float32)
     b_block = tl.full([SLOTS], -1, dtype=tl.int32)
-    for i in range(0, count):
+    for i in range(0, tl.minimum(count, tl.sum((b_score > least).to(tl.int32), 0))):
         top = tl.max(b_score, 0)
         at = tl.min(tl.where(b_score == top, o_block, NONE), 0)
         b_top = tl.where(o_slot == i, top, b_top)
-        b_block = tl.where(o_slot == i, tl.where(top == float("-inf"), -1, at), b_block)
+        b_block = tl.where(o_slot == i, at, b_block)
         b_score = tl.where(o_block == at, float("-inf"), b_score)
     return b_top, b_block
 
@@ -126,7 +126,8 @@ def topk_kernel(
                     forced = (o_block < num_init) | ((o_block >= local) & (o_block < local + num_local))
                     b_score = tl.where(forced, float("inf"), b_score)
                     b_score = tl.where(o_block < num_blocks, b_score, float("-inf"))
-                    b_more, b_more_block = best_of(b_score, o_block, o_slot, count, SLOTS)
+                    least = tl.min(tl.where(o_slot < count, b_top, float("inf")), 0)  # of the best so far
+                    b_more, b_more_block = best_of(b_score, o_block, o_slot, count, least, SLOTS)
                     b_top, b_block = merged(b_top, b_block, b_more, b_more_block, o_slot)
                 b_block = ascending(tl.where(o_slot < count, b_block, -1), o_slot)
                 i_out = i_head * num_tiles + field(p_docs, i_doc, T_ROW) + i_row // tile

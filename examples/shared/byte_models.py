@@ -11,14 +11,14 @@ import gc
 import hashlib
 import math
 import sysconfig
-import tempfile
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy, pad, silu
 from torch.utils.checkpoint import checkpoint
 
 import dispatch
-from bench.common import DTYPES, Dense, above_zero, add_device, make_parser, positive, with_ending
+from bench.common import DTYPES, SDPA, above_zero, add_device, comma_list, make_parser, positive, with_ending
 from bench.extras import needed
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_json
 from bench.results_file import replaced_results
@@ -37,18 +37,14 @@ from nsa import LinearCompression, NSACache, NSAttention
 from nsa.distributed import ContextParallel
 
 with needed("rich"):
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import track
 
 VOCABULARY = 256
-SEPARATOR = b"\0"
-"""Separates files; removed from their contents."""
-VALIDATION_SHARE = 20
-"""One in this many files is held out for validation."""
-NGRAM = 4
-"""Number of bytes in the embedding of a position: its own and those before it."""
+SEPARATOR = b"\0"  # Separates files; removed from their contents
+VALIDATION_SHARE = 20  # One in this many files is held out for validation
+NGRAM = 4  # Number of bytes in the embedding of a position: its own and those before it
 ROPE_BASE = 10_000.0
-WARM_STEPS = 3
-"""Number of first steps, which compile and are not timed."""
+WARM_STEPS = 3  # Number of first steps, which compile and are not timed
 
 
 # The text
@@ -67,10 +63,8 @@ class Corpus:
         """Sizes and digests, for results files to show that two runs had the same text."""
         return {
             name: {"files": len(files), "bytes": len(text), "sha256": hashlib.sha256(text.numpy().data).hexdigest()}
-            for name, files, text in (
-                ("training", self.training_files, self.training),
-                ("validation", self.validation_files, self.validation),
-            )
+            for name in ("training", "validation")
+            for text, files in [(getattr(self, name), getattr(self, f"{name}_files"))]
         }
 
 
@@ -80,8 +74,7 @@ def load_corpus() -> Corpus:
     Whether a file is held out depends only on its path. Among files with equal content only the first is used, so that
     no validation text is trained on.
     """
-    training: dict[str, bytes] = {}
-    validation: dict[str, bytes] = {}
+    split: tuple[dict[str, bytes], dict[str, bytes]] = {}, {}
     seen: set[bytes] = set()
     folder = Path(sysconfig.get_path("stdlib"))
     for path in sorted(folder.rglob("*.py")):
@@ -92,29 +85,15 @@ def load_corpus() -> Corpus:
         if content and content not in seen:
             seen.add(content)
             held_out = zlib.crc32(name.encode()) % VALIDATION_SHARE == 0
-            (validation if held_out else training)[name] = content + b"\n" + SEPARATOR
-    texts = [
-        torch.frombuffer(bytearray(b"".join(files.values()) or SEPARATOR), dtype=torch.uint8)
-        for files in (training, validation)
-    ]
-    return Corpus(texts[0], texts[1], tuple(training), tuple(validation))
+            split[held_out][name] = content + b"\n" + SEPARATOR
+    texts = (bytearray(b"".join(files.values()) or SEPARATOR) for files in split)
+    training, validation = (torch.frombuffer(text, dtype=torch.uint8) for text in texts)
+    return Corpus(training, validation, *map(tuple, split))
 
 
 def windows_at(text: Tensor, starts: Tensor, length: int) -> Tensor:
     """Windows of the text that begin at `starts`: int64 `[len(starts), length]`."""
     return text[starts[:, None] + torch.arange(length, device=text.device)].long()
-
-
-def training_starts(corpus: Corpus, steps: int, batch: int, context: int, seed: int) -> Tensor:
-    """First bytes of the windows of every step, `[steps, batch]`."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(len(corpus.training) - context, (steps, batch), generator=generator)
-
-
-def validation_starts(corpus: Corpus, windows: int, context: int) -> Tensor:
-    """First bytes of `windows` evenly spaced windows without overlap, or of as many as fit the text."""
-    windows = min(windows, (len(corpus.validation) - 1) // context)
-    return torch.arange(windows) * ((len(corpus.validation) - 1) // max(windows, 1))
 
 
 # The model
@@ -135,25 +114,19 @@ def rotate(tensor: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class DenseAttention(NSAttention):
-    """Causal softmax attention with NSAttention's projections and rotary embeddings, and no gates."""
+    """PyTorch's causal softmax attention with NSAttention's projections and rotary embeddings, and no gates."""
 
-    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, dense: Dense) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
         super().__init__(hidden_size, num_heads, num_kv_heads, gate=None, rope=rotate)
-        self.dense = dense
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **_: Any) -> Tensor:
-        q, k, v = (
-            projection(hidden_states).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        out = self.dense.attention(rotate(q, position_embeddings), rotate(k, position_embeddings), v)
-        projected: Tensor = self.o_proj(out.flatten(-2))
-        return projected
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (each(hidden_states).unflatten(-1, (-1, self.head_dim)) for each in projections)
+        out = SDPA.attention(rotate(q, position_embeddings), rotate(k, position_embeddings), v)
+        return self.o_proj(out.flatten(-2))
 
 
 class FeedForward(nn.Module):
-    """RMSNorm and SwiGLU."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         inner = -(-8 * width // 3 // 64) * 64
@@ -164,8 +137,7 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         normed = self.norm(hidden)
-        out: Tensor = self.down(silu(self.gate(normed)) * self.up(normed))
-        return out
+        return self.down(silu(self.gate(normed)) * self.up(normed))
 
 
 class Block(nn.Module):
@@ -178,14 +150,11 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(width)
 
     def attend(self, hidden: Tensor, table: tuple[Tensor, Tensor], cache: NSACache | None = None) -> Tensor:
-        normed = self.norm(hidden)
-        out: Tensor = self.attention(normed, table) if cache is None else self.attention(normed, table, cache=cache)
-        return out
+        return self.attention(self.norm(hidden), table, **({} if cache is None else {"cache": cache}))
 
     def forward(self, hidden: Tensor, table: tuple[Tensor, Tensor], cache: NSACache | None = None) -> Tensor:
         hidden = hidden + self.attend(hidden, table, cache)
-        out: Tensor = hidden + self.feed_forward(hidden)
-        return out
+        return hidden + self.feed_forward(hidden)
 
 
 class NgramEmbedding(nn.Module):
@@ -228,13 +197,10 @@ class ByteModel(nn.Module):
         if self.context_parallel is not None:  # divided after the embedding, which includes earlier bytes
             positions = self.context_parallel.positions(tokens.shape[1], device=tokens.device)
             hidden, table = self.context_parallel.shard(hidden), (table[0][positions], table[1][positions])
-        logits: Tensor = self.head(self.norm(self.through_blocks(hidden, table)))
-        return logits
+        return self.head(self.norm(self.through_blocks(hidden, table)))
 
     def continued(self, tokens: Tensor, before: Tensor, caches: Sequence[NSACache]) -> Tensor:
-        """Logits of bytes `[B,N]` that follow those in the caches; `before` are the last bytes in the caches,
-        `[B,n]`.
-        """
+        """Logits of bytes `[B,N]` after those in the caches, of which `before`, `[B,n]`, are the last."""
         pages, count = caches[0].table, tokens.shape[1]
         hidden = self.embed(torch.cat([before[:, 1 - NGRAM :], tokens], 1))[:, -count:]
         table = rotary_table(pages.capacity, self.head_dim, self.rope_base, tokens.device)
@@ -242,21 +208,17 @@ class ByteModel(nn.Module):
         with pages.step(count):
             for block, cache in zip(self.blocks, caches, strict=True):
                 hidden = block(hidden, (cos, sin), cache)
-        logits: Tensor = self.head(self.norm(hidden))
-        return logits
+        return self.head(self.norm(hidden))
 
     def through_blocks(self, hidden: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
         for block in self.blocks:
-            if self.checkpointing and torch.is_grad_enabled():
-                hidden = checkpoint(block, hidden, table, use_reentrant=False)
-            else:
-                hidden = block(hidden, table)
+            run = partial(checkpoint, block, use_reentrant=False) if self.checkpointing else block
+            hidden = run(hidden, table)
         return hidden
 
     @property
     def head_dim(self) -> int:
-        dim: int = self.blocks[0].attention.head_dim  # type: ignore[union-attr, assignment]
-        return dim
+        return self.blocks[0].attention.head_dim  # type: ignore[union-attr, return-value]
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
@@ -281,33 +243,15 @@ class ByteModel(nn.Module):
 # Training
 
 
-@dataclass(frozen=True)
-class Row:
-    """A point of a loss curve, in nats per byte. train_loss is the mean since the last row; None before the first
-    step.
-    """
-
-    variant: str
-    step: int
-    tokens: int
-    train_loss: float | None
-    val_loss: float
+Row = dict[str, Any]
+"""Fields of a row of results, as docs/results_files.md lists them for each example; losses are in nats per byte."""
+Results = dict[str, list[Row]]
+"""Lists of rows by field of the results file: "rows" of loss curves, "summary" of variants, and an example's own."""
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Results of a variant. Bytes per second are without warm-up steps and evaluation; None where not measured."""
-
-    variant: str
-    steps: int
-    final_val_loss: float
-    bits_per_byte: float
-    tokens_per_s: float | None
-    peak_gib: float | None
-
-
-Show = Callable[[int, float, float | None], None]
-"""Called after each step with its number, its loss and bytes per second."""
+def autocast(args: argparse.Namespace) -> torch.autocast:
+    dtype = DTYPES[args.dtype]
+    return torch.autocast(torch.device(args.device).type, dtype, enabled=dtype != torch.float32)
 
 
 class GraphedGradients:
@@ -345,21 +289,20 @@ class ByteTrainer(ABC):
     """One variant on one device: its model, its optimiser and its validation windows.
 
     Args:
+        model: a ByteModel, or what has its `initialise` and `forward`.
         validation: windows `[W, context + 1]`.
     """
 
-    def __init__(self, variant: str, model: ByteModel, args: argparse.Namespace, validation: Tensor) -> None:
+    def __init__(self, variant: str, model: Any, args: argparse.Namespace, validation: Tensor) -> None:
         self.variant, self.args, self.device = variant, args, torch.device(args.device)
         self.validation = validation.to(self.device)
         self.model = model
         self.model.initialise(args.seed)
         self.model.to(self.device)
-        if args.compile:  # not attention, which breaks the graph
-            for block in self.model.blocks:
-                block.feed_forward.compile()  # type: ignore[union-attr]
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        vectors = [p for p in self.model.parameters() if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [
+            {"params": [p for p in self.model.parameters() if (p.dim() > 1) == matrices], "weight_decay": decay}
+            for matrices, decay in ((True, 0.1), (False, 0.0))
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=self.device.type == "cuda")
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.learning_rate)
         self.graph: GraphedGradients | None = None
@@ -377,10 +320,8 @@ class ByteTrainer(ABC):
 
     def logits(self, windows: Tensor) -> Tensor:
         """Logits of each byte but the first, `[B, length - 1, 256]` in fp32."""
-        dtype = DTYPES[self.args.dtype]
-        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
-            logits: Tensor = self.model(windows[:, :-1])
-        return logits.float()
+        with autocast(self.args):
+            return self.model(windows[:, :-1]).float()
 
     def losses(self, windows: Tensor) -> Tensor:
         """Cross entropy of each byte but the first in nats, `[B, length - 1]`."""
@@ -391,7 +332,7 @@ class ByteTrainer(ABC):
         """One update; returns the loss before it. Reading the loss waits for the device, so a step can be timed.
 
         Raises:
-            FloatingPointError: when the loss is not finite.
+            SystemExit: when the loss is not finite.
         """
         windows = self.batch(step)
         if self.args.cuda_graph:
@@ -405,7 +346,7 @@ class ByteTrainer(ABC):
         self.optimizer.step()
         self.schedule.step()
         if not math.isfinite(value):
-            raise FloatingPointError(f"{self.variant}: the loss is {value} at step {step}")
+            raise SystemExit(f"{self.variant}: the loss is {value} at step {step}: a smaller --lr may help")
         return value
 
     def gradients(self, windows: Tensor) -> Tensor:
@@ -419,108 +360,153 @@ class ByteTrainer(ABC):
         losses = torch.cat([self.losses(part) for part in self.validation.split(self.args.batch)])
         return float(losses.mean())
 
-    def train(self, show: Show) -> tuple[list[Row], Summary]:
-        """Run all steps, or as many as `--minutes` allow, and evaluate every `--eval-every` steps and after the
-        last.
+    def row(self, step: int, train_loss: float | None) -> Row:
+        """A point of the loss curve. Args: `train_loss`: the mean since the row before."""
+        loss = self.evaluate()
+        say(f"{self.variant}, step {step}: validation loss {loss:.4f}")
+        row = {"variant": self.variant, "step": step, "tokens": step * self.args.batch * self.args.context}
+        return {**row, "train_loss": train_loss, "val_loss": loss}
+
+    def train(self) -> Results:
+        """Run all steps; evaluate every `--eval-every` steps and after the last.
+
+        Returns:
+            The loss curve, and a summary, whose `tokens_per_s` is without warm-up steps and evaluation.
         """
-        args, per_step = self.args, self.args.batch * self.args.context
-        if self.device.type == "cuda":
+        args, cuda = self.args, self.device.type == "cuda"
+        if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        rows = [Row(self.variant, 0, 0, None, self.evaluate())]
-        seconds = timed_seconds = 0.0
-        recent: list[float] = []
-        for step in range(1, args.steps + 1):
+        rows, losses, seconds = [self.row(0, None)], [], []
+        for step in track(range(1, args.steps + 1), self.variant, console=console, transient=True):
             begin = time.perf_counter()
-            recent.append(self.step(step - 1))
-            taken = time.perf_counter() - begin
-            seconds += taken
-            timed_seconds += taken if step > WARM_STEPS else 0.0
-            speed = per_step * (step - WARM_STEPS) / timed_seconds if step > WARM_STEPS else None
-            show(step, recent[-1], speed)
-            last = step == args.steps or (args.minutes is not None and seconds > 60 * args.minutes)
-            if last or step % args.eval_every == 0:
-                rows.append(Row(self.variant, step, step * per_step, sum(recent) / len(recent), self.evaluate()))
-                recent = []
-            if last:
-                break
-        peak_gib = torch.cuda.max_memory_allocated(self.device) / GIB if self.device.type == "cuda" else None
-        loss = rows[-1].val_loss
-        return rows, Summary(self.variant, step, loss, loss / math.log(2), speed, peak_gib)
+            losses.append(self.step(step - 1))
+            seconds.append(time.perf_counter() - begin)
+            if step == args.steps or step % args.eval_every == 0:
+                rows.append(self.row(step, fmean(losses[rows[-1]["step"] :])))
+        timed, loss = seconds[WARM_STEPS:], rows[-1]["val_loss"]
+        summary = {
+            "variant": self.variant,
+            "steps": args.steps,
+            "final_val_loss": loss,
+            "bits_per_byte": loss / math.log(2),
+            "tokens_per_s": args.batch * args.context * len(timed) / sum(timed) if timed else None,
+            "peak_gib": torch.cuda.max_memory_allocated(self.device) / GIB if cuda else None,
+        }
+        return {"rows": rows, "summary": [summary]}
 
 
 class TextTrainer(ByteTrainer):
-    """ByteTrainer on a corpus."""
+    """ByteTrainer on a corpus: random training windows, and evenly spaced validation windows without overlap."""
 
-    def __init__(self, variant: str, model: ByteModel, args: argparse.Namespace, corpus: Corpus) -> None:
-        held_out = validation_starts(corpus, args.eval_windows, args.context)
+    def __init__(self, variant: str, model: Any, args: argparse.Namespace, corpus: Corpus) -> None:
+        last = len(corpus.validation) - 1
+        windows = min(args.eval_windows, last // args.context)
+        held_out = torch.arange(windows) * (last // windows)
         super().__init__(variant, model, args, windows_at(corpus.validation, held_out, args.context + 1))
         self.training = corpus.training.to(self.device)
-        self.starts = training_starts(corpus, args.steps, args.batch, args.context, args.seed).to(self.device)
+        generator, shape = torch.Generator().manual_seed(args.seed), (args.steps, args.batch)
+        self.starts = torch.randint(len(self.training) - args.context, shape, generator=generator).to(self.device)
 
     def batch(self, step: int) -> Tensor:
         return windows_at(self.training, self.starts[step], self.args.context + 1)
 
 
-def train_variants(args: argparse.Namespace, train: Callable[[str, Show], object]) -> None:
-    """Train `args.variants` sequentially, with a progress bar each; exit if one diverges."""
-    columns = ("{task.description}", "loss {task.fields[loss]}", "{task.fields[speed]} bytes/s")
-    name, loss_column, speed_column = (TextColumn(column) for column in columns)
-    bar = (BarColumn(), MofNCompleteColumn(), loss_column, speed_column, TimeRemainingColumn())
-    with Progress(name, *bar, console=console, transient=True) as progress:
-        for variant in args.variants:
-            task = progress.add_task(variant, total=args.steps, loss="", speed="")
-
-            def show(step: int, loss: float, speed: float | None, task: Any = task) -> None:
-                shown = "" if speed is None else f"{speed:,.0f}"
-                progress.update(task, completed=step, loss=f"{loss:.3f}", speed=shown)
-
-            gc.collect()  # frees the last variant
-            try:
-                train(variant, show)
-            except FloatingPointError as failure:
-                raise SystemExit(f"{failure}: a smaller --lr may help") from failure
-
-
-Results = dict[str, list[Any]]
-"""Lists of dataclasses by field of the results file: "rows" of Row, "summary" of Summary, and an example's own."""
-
-
 def record_variants(
     args: argparse.Namespace,
     facts: Mapping[str, Any],
-    train: Callable[[str, Show], Results],
+    train: Callable[[str], Results],
     conclude: Callable[[Results], dict[str, Any]],
     draw: Callable[[Results, Path, str], None],
-) -> Results:
-    """Train `args.variants` and write OUT.json and OUT.png after each.
+    columns: Mapping[str, Callable[[Row], str]] | None = None,
+) -> dict[str, Any]:
+    """Train `args.variants`, write OUT.json and OUT.png after each, and print what was found at the end.
 
     Args:
         facts: fields of OUT.json that describe the run.
         train: trains a variant and returns its results.
-        conclude: further fields of OUT.json, such as "verdict", from all results so far.
+        conclude: further fields of OUT.json from all results so far, "verdict" among them.
         draw: writes OUT.png, given its path and the name of the device.
+        columns: texts of a summary by heading, beside those of every example.
+
+    Returns:
+        The last conclusion.
     """
     results: Results = {}
-    out = args.out
-
-    def train_and_write(variant: str, show: Show) -> None:
-        for field, new in train(variant, show).items():
-            results.setdefault(field, []).extend(new)
-        conclusion = conclude(results)
-        lists = {field: [asdict(each) for each in found] for field, found in results.items()}
-        write_json(with_ending(out, ".json"), {**facts, **lists, **conclusion})
-        draw(results, with_ending(out, ".png"), facts["device"])
+    conclusion: dict[str, Any] = {}
+    out = Path(args.out)
+    table, picture = (with_ending(out, suffix) for suffix in (".json", ".png"))
 
     with replaced_results(out, ".png"):
-        train_variants(args, train_and_write)
-    return results
+        for variant in args.variants:
+            for field, new in train(variant).items():
+                results.setdefault(field, []).extend(new)
+            conclusion.update(conclude(results))
+            write_json(table, {**facts, **results, **conclusion})
+            draw(results, picture, facts["device"])
+            gc.collect()  # frees the variant
+    shown = {
+        "variant": lambda s: s["variant"],
+        "val loss": lambda s: f"{s['final_val_loss']:.4f}",
+        "bits/byte": lambda s: f"{s['bits_per_byte']:.4f}",
+        **(columns or {}),
+        "bytes/s": lambda s: "?" if s["tokens_per_s"] is None else f"{s['tokens_per_s']:,.0f}",
+        "peak GiB": lambda s: "" if s["peak_gib"] is None else f"{s['peak_gib']:.2f}",
+        "steps": lambda s: str(s["steps"]),
+    }
+    print_table("after the last step; loss in nats per byte", shown, results["summary"], left=("variant",))
+    console.print(f"What this says: {conclusion['verdict']}")
+    say(f"Plot: {relative(picture)}   everything: {relative(table)}")
+    return conclusion
 
 
-@contextmanager
-def refusals() -> Iterator[None]:
-    """Context that ends the program with the message of an error about its options."""
+def draw_curves(
+    baseline: str,
+    words: str,
+    style: Callable[[str], dict[str, Any]],
+    results: Results,
+    path: Path,
+    device: str,
+    band: float = 0,
+) -> None:
+    """Plot validation loss by bytes seen and, if the baseline was trained, the difference from it at each step.
+
+    Args:
+        baseline, words: the variant with which others are compared, and its name in the title.
+        style: keyword arguments of matplotlib's plot for a variant.
+        band: relative difference from the baseline's loss that counts as equal.
+    """
+    curves: dict[str, list[Row]] = {}
+    for row in results["rows"]:
+        curves.setdefault(row["variant"], []).append(row)
+    base = {row["step"]: row["val_loss"] for row in curves.get(baseline, [])}
+    panels = 2 if base else 1
+    with saved_figure(path, 1, panels, (6 * panels, 5)) as (figure, ((losses, *against),)):
+        for name, curve in sorted(curves.items(), key=lambda item: item[1][-1]["val_loss"], reverse=True):
+            points = [(row["tokens"] / 1e6, row["val_loss"], base.get(row["step"])) for row in curve]
+            label = f"{name}  {curve[-1]['val_loss']:.3f}"
+            losses.plot([seen for seen, _, _ in points], [loss for _, loss, _ in points], label=label, **style(name))
+            for axes in against:
+                shared = [(seen, 100 * (loss / other - 1)) for seen, loss, other in points if other is not None]
+                axes.plot(*zip(*shared, strict=True), **style(name))
+        # Without the steep first points, which would flatten the differences between variants
+        early = [curve[min(2, len(curve) - 1)]["val_loss"] for curve in curves.values()]
+        losses.set_ylim(min(curve[-1]["val_loss"] for curve in curves.values()) * 0.97, max(early) * 1.03)
+        losses.set(title="validation loss", ylabel="nats per byte")
+        losses.legend(title="variant, final loss")
+        for axes in against:
+            axes.axhspan(-100 * band, 100 * band, color="black", alpha=0.06)
+            within = f" (band: within {band:.0%})" if band else ""
+            axes.set(title=f"against {words}{within}", ylabel="%, above 0 is worse")
+        for axes in (losses, *against):
+            axes.set_xlabel("million bytes seen")
+            axes.grid(alpha=0.3)
+        figure.suptitle(f"Language models on the sources of the Python standard library, {device}")
+
+
+def backend_of(make_call: Callable[[], dispatch.Call], named: str | None) -> str:
+    """The backend that runs a call; exits with the reason if none, or not the named one, does."""
     try:
-        yield
+        return dispatch.resolve(make_call(), named).backend
     except (TypeError, ValueError, dispatch.BackendError) as refusal:
         raise SystemExit(str(refusal)) from refusal
 
@@ -529,76 +515,60 @@ def refusals() -> Iterator[None]:
 
 Defaults = Mapping[str, tuple[int, int]]
 """Default integers by option, on the CPU and on GPUs, for a few seconds or a minute per variant."""
-
-MODEL_OPTIONS = {
+MODEL_OPTIONS = ("layers", "width", "heads", "kv_heads", "context")
+MEANINGS = {
+    "steps": "training steps of each variant",
+    "batch": "sequences per step",
+    "context": "bytes per sequence, such as 8192 or 8K",
     "layers": "transformer blocks",
     "width": "width of the residual stream",
     "heads": "query heads",
     "kv_heads": "key/value heads",
-    "context": "bytes per sequence, such as 8192 or 8K",
-}
-TRAINING_OPTIONS = {
-    "steps": "training steps of each variant",
-    "batch": "sequences per step",
+    "block_size": "select_block_size; compressed blocks are as long, with --preset paper half as long and overlapping",
+    "k": "num_selected_blocks",
+    "w": "window_size",
+    "q_tile": "q_tile_size",
     "eval_every": "steps between two evaluations",
     "eval_windows": "validation sequences, the same each time",
+    "cuts": "positions per validation sequence at which the lookahead is measured",
+    "needles": "keys with values in a sequence",
+    "questions": "keys asked for at the end of it",
+    "prompt": "bytes of held-out text before the model's own",
+    "length": "bytes to generate",
 }
+"""Meanings of options that are positive integers."""
 
 
-def add_numbers(group: Any, defaults: Defaults, options: Mapping[str, str]) -> None:
-    """Add options that are positive integers, with defaults by device. `options`: meanings by name."""
-    for name, meaning in options.items():
-        cpu, gpu = defaults[name]
-        shown = f"{meaning}; default: {gpu} (CPU: {cpu})"
-        group.add_argument(f"--{name.replace('_', '-')}", type=positive, help=shown)
+def new_parser(doc: str | None, defaults: Defaults, **out: str) -> argparse.ArgumentParser:
+    """A parser with an option for each of the defaults, and those that all trained models have.
 
-
-def new_parser(doc: str | None, backend: str) -> argparse.ArgumentParser:
-    """A parser with --device and --backend. `doc` describes the example, `backend` is its op."""
-    parser = make_parser(doc)
+    Args:
+        doc: describes the example. out: default of --out, if it has this option.
+    """
+    parser = make_parser(doc, "backend", *out, **{option: str(LOCAL_RESULTS / name) for option, name in out.items()})
     add_device(parser)
-    parser.add_argument("--backend", help=f"backend of {backend}; default: the first that supports it")
+    add = parser.add_argument
+    for name, (cpu, gpu) in defaults.items():
+        shown = f"{MEANINGS[name]}; default: {gpu} (CPU: {cpu})"
+        add(f"--{name.replace('_', '-')}", type=positive, help=shown)
+    add("--lr", type=above_zero, help="peak learning rate; default: 1e-3 (CPU: 4e-3)")
+    add("--dtype", choices=("bf16", "fp32"), help="dtype of autocast; default: bf16 (CPU: fp32)")
+    add("--seed", type=int, default=0, help="seed of weights and batches; default: %(default)s")
+    add("--cuda-graph", action="store_true", help="run forward and backward of a step as one CUDA graph")
     return parser
 
 
-def add_variants(
-    parser: argparse.ArgumentParser, variants: Sequence[str], out: str, chosen: Sequence[str] | None = None
-) -> None:
-    """Add --variants and --out.
+def add_variants(parser: argparse.ArgumentParser, variants: Collection[str], chosen: Collection[str] = ()) -> None:
+    """Add --variants. Args: `chosen`: the default, if not all."""
 
-    Args:
-        out: default name of the results.
-        chosen: default variants. None: all.
-    """
+    def variant(name: str) -> str:
+        if name not in variants:
+            raise argparse.ArgumentTypeError(f"must be among {', '.join(variants)}, got {name!r}")
+        return name
 
-    def names(text: str) -> list[str]:
-        named = list(dict.fromkeys(part.strip() for part in text.split(",")))
-        for name in named:
-            if name not in variants:
-                raise argparse.ArgumentTypeError(f"must be among {', '.join(variants)}, got {name!r}")
-        return named
-
-    shown = f"among {', '.join(variants)}; default: {'all' if chosen is None else ', '.join(chosen)}"
-    parser.add_argument("--variants", type=names, default=list(chosen or variants), metavar="NAME,...", help=shown)
-    add_out(parser, out)
-
-
-def add_out(parser: argparse.ArgumentParser, name: str) -> None:
-    shown = "results, without suffix; default: %(default)s"
-    parser.add_argument("--out", type=Path, default=LOCAL_RESULTS / name, help=shown)
-
-
-def add_training_options(parser: argparse.ArgumentParser, defaults: Defaults, **more: str) -> Any:
-    """Add options of training and return their group. `more`: meanings of additional integer options."""
-    group = parser.add_argument_group("training")
-    add_numbers(group, defaults, {**TRAINING_OPTIONS, **more})
-    group.add_argument("--minutes", type=above_zero, help="stop training a variant after this time; default: never")
-    group.add_argument("--lr", type=above_zero, help="peak learning rate; default: 1e-3 (CPU: 4e-3)")
-    group.add_argument("--dtype", choices=("bf16", "fp32"), help="dtype of autocast; default: bf16 (CPU: fp32)")
-    group.add_argument("--seed", type=int, default=0, help="seed of weights and batches; default: %(default)s")
-    group.add_argument("--compile", action="store_true", help="torch.compile the feed-forward layers")
-    group.add_argument("--cuda-graph", action="store_true", help="run forward and backward of a step as one CUDA graph")
-    return group
+    shown = f"among {', '.join(variants)}; default: {', '.join(chosen) or 'all'}"
+    default = [*(chosen or variants)]
+    parser.add_argument("--variants", type=comma_list(variant), default=default, metavar="NAME,...", help=shown)
 
 
 def resolve_options(parser: argparse.ArgumentParser, args: argparse.Namespace, defaults: Defaults) -> None:
@@ -616,114 +586,53 @@ def resolve_options(parser: argparse.ArgumentParser, args: argparse.Namespace, d
         parser.error(f"--heads must be a multiple of --kv-heads, got {args.heads} and {args.kv_heads}")
 
 
-def check_output(parser: argparse.ArgumentParser, option: str, file: Path) -> None:
-    """Create the folder of an option's file; exit if the file cannot be written."""
+def check_output(parser: argparse.ArgumentParser, option: str, file: Path | None) -> None:
+    """Create the folder of an option's file, if given; exit if the file cannot be written."""
+    if file is None:
+        return
     try:
-        if file.is_dir():
-            raise IsADirectoryError(f"{file} is a folder")
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=file.parent):
+        with file.open("ab"):
             pass
     except OSError as problem:
         parser.error(f"{option} must name a file that can be written: {problem}")
 
 
-def check_length(corpus: Corpus, length: int, option: str = "--context") -> None:
-    """Exit unless both texts have more than `length` bytes."""
+def load_text(length: int, option: str = "--context") -> Corpus:
+    """`load_corpus`; exit unless both texts have more than `length` bytes."""
+    corpus = load_corpus()
     shortest = min(len(corpus.training), len(corpus.validation))
     if shortest < length + 1:
         raise SystemExit(f"{option} must be less than the {shortest:,} bytes of text here, got {length:,}")
+    return corpus
 
 
-def run_facts(args: argparse.Namespace, data: dict[str, Any], models: Mapping[str, ByteModel]) -> dict[str, Any]:
-    """The fields of a results file that describe the run. `models`: by variant, on the meta device."""
-    training = ("steps", "batch", "lr", "dtype", "seed", "minutes", "eval_windows", "compile", "cuda_graph")
+def describe(
+    args: argparse.Namespace,
+    data: dict[str, Any],
+    make_model: Callable[[str, argparse.Namespace], ByteModel],
+    more: str,
+) -> dict[str, Any]:
+    """The fields of a results file that describe the run, which is introduced to readers, too.
+
+    Args:
+        make_model: makes the model of a variant. more: words on the run.
+    """
+    training = ("steps", "batch", "lr", "dtype", "seed", "eval_windows", "cuda_graph")
+    with torch.device("meta"):  # shapes without memory
+        models = {name: make_model(name, args) for name in args.variants}
     parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
+    facts = environment(torch.device(args.device))
+    say(
+        f"A byte-level language model of {max(parameters.values()) / 1e6:.1f} M parameters "
+        f"({args.layers} layers, width {args.width}, {args.heads} heads over {args.kv_heads}), context "
+        f"{args.context:,}, {args.steps} steps of {args.batch * args.context:,} bytes, {args.dtype}, {more}, "
+        f"on {facts['device']}"
+    )
     return {
-        **environment(torch.device(args.device)),
+        **facts,
         "command": command_line(),
         "model": {**{name: getattr(args, name) for name in MODEL_OPTIONS}, "parameters": parameters},
         "training": {name: getattr(args, name) for name in training},
         "data": data,
     }
-
-
-def introduce(args: argparse.Namespace, facts: Mapping[str, Any], more: str, notes: Iterable[str]) -> None:
-    """Print what is about to run."""
-    say(
-        f"A byte-level language model of {max(facts['model']['parameters'].values()) / 1e6:.1f} M parameters "
-        f"({args.layers} layers, width {args.width}, {args.heads} heads over {args.kv_heads}), context "
-        f"{args.context:,}, {args.steps} steps of {args.batch * args.context:,} bytes, {args.dtype}, {more}, "
-        f"on {facts['device']}"
-    )
-    for note in notes:
-        say(note, style="yellow")
-
-
-# What is shown
-
-
-def show_results(
-    summaries: Sequence[Any], columns: Mapping[str, Callable[[Any], str]], verdict: str, out: Path
-) -> None:
-    """Print summaries, what they say, and where they are. `columns`: texts of a summary by heading."""
-    columns = {
-        "variant": lambda s: s.variant,
-        "val loss": lambda s: f"{s.final_val_loss:.4f}",
-        **columns,
-        "bytes/s": lambda s: "?" if s.tokens_per_s is None else f"{s.tokens_per_s:,.0f}",
-        "peak GiB": lambda s: "" if s.peak_gib is None else f"{s.peak_gib:.2f}",
-        "steps": lambda s: str(s.steps),
-    }
-    print_table("after the last step; loss in nats per byte", columns, summaries, left=("variant",))
-    console.print(f"What this says: {verdict}")
-    shown = [relative(with_ending(out, suffix)) for suffix in (".png", ".json")]
-    say(f"Plot: {shown[0]}   everything: {shown[1]}")
-
-
-def bits_per_byte(summary: Any) -> str:
-    return f"{summary.bits_per_byte:.4f}"
-
-
-@dataclass(frozen=True)
-class Curves:
-    """Style of loss curves."""
-
-    baseline: str
-    """Variant with which others are compared, if it was trained."""
-    baseline_words: str
-    style: Callable[[str], dict[str, Any]]
-    """Keyword arguments of matplotlib's plot for a variant."""
-    band: float = 0
-    """Relative difference from the baseline's loss that counts as equal."""
-
-    def draw(self, results: Results, path: Path, device: str) -> None:
-        """Plot validation loss by bytes seen and, if the baseline was trained, the difference from it at each step."""
-        by_name: dict[str, list[Row]] = {}
-        for row in results["rows"]:
-            by_name.setdefault(row.variant, []).append(row)
-        baseline = {row.step: row.val_loss for row in by_name.get(self.baseline, [])}
-        panels = 2 if baseline else 1
-        with saved_figure(path, 1, panels, (6 * panels, 5)) as (figure, (panel,)):
-            for name, curve in sorted(by_name.items(), key=lambda item: item[1][-1].val_loss, reverse=True):
-                label, style = f"{name}  {curve[-1].val_loss:.3f}", self.style(name)
-                panel[0].plot(
-                    [row.tokens / 1e6 for row in curve], [row.val_loss for row in curve], label=label, **style
-                )
-                if shared := [row for row in curve if row.step in baseline]:
-                    distances = [100 * (row.val_loss / baseline[row.step] - 1) for row in shared]
-                    panel[1].plot([row.tokens / 1e6 for row in shared], distances, **style)
-            # Without the steep first points, which would flatten the differences between variants
-            finals = [curve[-1].val_loss for curve in by_name.values()]
-            early = [curve[min(2, len(curve) - 1)].val_loss for curve in by_name.values()]
-            panel[0].set_ylim(min(finals) * 0.97, max(early) * 1.03)
-            panel[0].set(title="validation loss", ylabel="nats per byte")
-            panel[0].legend(title="variant, final loss")
-            if baseline:
-                within = f" (band: within {self.band:.0%})" if self.band else ""
-                panel[1].axhspan(-100 * self.band, 100 * self.band, color="black", alpha=0.06)
-                panel[1].set(title=f"against {self.baseline_words}{within}", ylabel="%, above 0 is worse")
-            for axes in panel:
-                axes.set_xlabel("million bytes seen")
-                axes.grid(alpha=0.3)
-            figure.suptitle(f"Language models on the sources of the Python standard library, {device}")

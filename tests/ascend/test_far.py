@@ -12,6 +12,7 @@ from torch import Tensor
 from ascend_kernels import launch
 from ascend_kernels.neighborhood import band, dense_backward
 from tests.support.far_rows import FAR, span
+from tests.support.hardware import marked
 from tests.support.neighborhood_cases import assert_right, check, results
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
@@ -52,7 +53,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 @pytest.mark.parametrize("far", [0, 1, 2], ids=["sequences", "tokens", "heads"])
 @pytest.mark.parametrize("window", [{"kernel_size": 9, "dilation": 2}, {"kernel_size": 130, "causal": True}], ids=str)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", marked(KERNELS))
 def test_strides(name: str, window: dict[str, Any], far: int) -> None:
     """Inputs and do are views that span as many elements; in 5 GB."""
     backend, algorithm = KERNELS[name]
@@ -72,8 +73,8 @@ def normal(*shape: int) -> Tensor:
         ("triton, flash", {"kernel_size": 64}),
         ("triton, flash", {"kernel_size": 200, "causal": True}),
         ("triton, band", {"kernel_size": 129, "boundary": "shift"}),
-        ("cute", {"kernel_size": 129}),
-        ("cute", {"kernel_size": 64, "dilation": 3, "causal": True}),
+        pytest.param("cute", {"kernel_size": 129}, marks=pytest.mark.cuda_extra),
+        pytest.param("cute", {"kernel_size": 64, "dilation": 3, "causal": True}, marks=pytest.mark.cuda_extra),
     ],
     ids=str,
 )

@@ -40,7 +40,7 @@ def test_rows_and_bars(tmp_path: Path) -> None:
 
 
 def test_blocks_are_drawn_as_they_must_be() -> None:
-    blocks = bench.draw_blocks(2, 2, 70, 16, 7, torch.Generator().manual_seed(0))
+    blocks = selected_branch.draw_blocks((2, 2, 70), 16, 7, torch.Generator().manual_seed(0), bench.own_first)
     assert blocks.shape == (2, 2, 70, 7)
     own = torch.arange(70) // 16
     assert bool((blocks == own[:, None]).any(-1).all())
@@ -178,7 +178,7 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("choice", ["random", *cases.rest("local", "text")])
 def test_sees_wrong_results(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token, "CHUNK", 128)
+    monkeypatch.setattr(selected_branch, "DRAWN", 1280)
     branch = token.make_branch(300, 4, 2, choice)
     chosen = branch.blocks[0, :, 280]
     assert (chosen.diff(dim=1) > 0).all()
@@ -202,7 +202,7 @@ def test_sees_wrong_results(choice: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.filterwarnings("default")
 def test_reads_choices(tmp_path: Path) -> None:
     """Choices of a model with one key/value head serve two; what is no choice is refused."""
-    saved = token.choose(200, 1, "local", torch.Generator())
+    saved = selected_branch.draw_blocks((1, 1, 200), token.SIZE, 3, torch.Generator(), token.near)
     torch.save(saved, tmp_path / "chosen.pt")
     branch = token.make_branch(200, 4, 2, "file", token.load_indices(tmp_path / "chosen.pt"))
     assert torch.equal(branch.blocks, saved.expand(1, 2, 200, 3))
@@ -246,7 +246,9 @@ def test_writes_as_it_goes(wrong: bool, tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(token, name, value)
     monkeypatch.setattr("cute_kernels.lists.worklist.worklist_chunks", lists)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    torch.save(token.choose(100, 1, "local", torch.Generator()), tmp_path / "chosen.pt")
+    torch.save(
+        selected_branch.draw_blocks((1, 1, 100), token.SIZE, 3, torch.Generator(), token.near), tmp_path / "chosen.pt"
+    )
     options = ["--seqlens", "80", "--choices", "random", "text", "--indices", str(tmp_path / "chosen.pt"), "--bars"]
     right, written, write = token.errors, [], results_file.write_json
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import bench_context_parallel as bench
-from bench import context_shares, context_together
 from nsa.distributed import ContextParallel
 from tests.support import cases
 from tests.support.bench_helpers import Changed, run, verdicts
@@ -45,7 +44,7 @@ def test_shares_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["out", "dk"])
 def test_one_wrong_value_makes_it_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
-    forward, backward = context_shares.attend, context_shares.Alone.add_shares
+    forward, backward = bench.attend, bench.Alone.add_shares
 
     def attend(*arguments, **how):  # type: ignore[no-untyped-def]
         out, saved = forward(*arguments, **how)
@@ -58,8 +57,8 @@ def test_one_wrong_value_makes_it_red(tmp_path: Path, monkeypatch: pytest.Monkey
             shares[-1, 0, 0, 0] += 0.1
         return backward(self, shares, *others)
 
-    monkeypatch.setattr(context_shares, "attend", attend)
-    monkeypatch.setattr(context_shares.Alone, "add_shares", add_shares)
+    monkeypatch.setattr(bench, "attend", attend)
+    monkeypatch.setattr(bench.Alone, "add_shares", add_shares)
     content = run(bench.main, tmp_path / "alone", *ALONE, "--sizes", "paper:40:2/1", status=1)
     assert f"{wrong} of " in content["red"][0]
 
@@ -79,7 +78,7 @@ def run_with_one_wrong_value(_: Any, out: str, wrong: str) -> int:
     argv = [*SMALL, "--sizes", "paper:40:2/1", "--repeats", "1", "--out", out]
     environment = {"LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     with mock.patch.dict(os.environ, environment), mock.patch.object(ContextParallel, "nsa", changed):
-        return context_together.Together(bench.parse(argv), torch.device("cpu")).run()
+        return bench.Together(bench.parse(argv), torch.device("cpu")).run()
 
 
 @pytest.mark.parametrize(
@@ -108,10 +107,10 @@ def test_bars_of_ranks_together() -> None:
         rows.append(divided | {"rank": rank, "ms": alone})
         rows.append(divided | {"rank": rank, "mode": "together", "ms": together, "peak_gib": 9.0 + rank})
     rows.append(divided | {"mode": "messages", "ms": 8.0})
-    (share,) = context_shares.find_shares(rows)
+    (share,) = bench.find_shares(rows)
     assert (share["speedup"], share["not_hidden_ms"], share["messages_ms"]) == (280 / 150, 10.0, 8.0)
-    assert (share["peak_gib"], share["bound_gib"]) == (10.0, context_shares.bound_gib(divided))
-    assert verdicts(context_together.find_bars(2, [share])) == {
+    assert (share["peak_gib"], share["bound_gib"]) == (10.0, bench.bound_gib(divided))
+    assert verdicts(bench.find_bars_together(2, [share])) == {
         "per_tile 1024K, 2 ranks, fwd+bwd, speed-up": "pass",
         "per_tile 1024K, 2 ranks, fwd, peak over bound": "not measured",
         "per_tile 1024K, 2 ranks, fwd+bwd, peak over bound": "pass",
@@ -119,8 +118,8 @@ def test_bars_of_ranks_together() -> None:
         "paper 256K, 2 ranks, fwd, peak over bound": "not measured",
         "paper 256K, 2 ranks, fwd+bwd, peak over bound": "not measured",
     }
-    worse = share | {"speedup": 1.84, "peak_gib": context_shares.bound_gib(divided) + 0.1}
-    slow, _, large, *_ = context_together.find_bars(2, [worse])
+    worse = share | {"speedup": 1.84, "peak_gib": bench.bound_gib(divided) + 0.1}
+    slow, _, large, *_ = bench.find_bars_together(2, [worse])
     assert (slow.verdict, large.verdict) == ("FAIL", "FAIL")
 
 
@@ -144,7 +143,7 @@ def test_bound_of_memory(preset: str, n: int, heads: tuple[int, int], direction:
     """The tensors that count, by hand on two ranks; lse, gates, entries and indices add less than a twentieth."""
     row = ROW | {"preset": preset, "n": n, "h": heads[0], "h_kv": heads[1], "ranks": 2, "tokens": n // 2}
     row |= {"layout": "zigzag", "mode": "together", "pass": direction}
-    assert gib < context_shares.bound_gib(row) < 1.05 * gib
+    assert gib < bench.bound_gib(row) < 1.05 * gib
 
 
 @pytest.mark.cuda_extra
@@ -153,16 +152,16 @@ def test_limits_of_the_bound_are_those_of_the_kernels() -> None:
     from cute_kernels.attend import kv_outer, kv_outer_backward, selected_backward
     from cute_kernels.runtime import streams
 
-    assert context_shares.STREAMS == streams.STREAMS
-    assert context_shares.TEMPORARY_BYTES == backward.TEMPORARY_BYTES
-    assert context_shares.PARTIAL_BYTES == {"fwd": kv_outer.PARTIAL_BYTES, "fwd+bwd": kv_outer_backward.PARTIAL_BYTES}
+    assert bench.STREAMS == streams.STREAMS
+    assert bench.TEMPORARY_BYTES == backward.TEMPORARY_BYTES
+    assert bench.PARTIAL_BYTES == {"fwd": kv_outer.PARTIAL_BYTES, "fwd+bwd": kv_outer_backward.PARTIAL_BYTES}
     assert backward.PHASE_BYTES == selected_backward.WORKSPACE_BYTES == kv_outer_backward.PARTIAL_BYTES
 
 
 def test_bars() -> None:
     def found(*ms: float) -> dict[str, str]:
         divided = [ROW | {"ranks": 2, "rank": rank, "layout": "zigzag", "ms": one} for rank, one in enumerate(ms)]
-        return verdicts(context_shares.find_bars(context_shares.find_shares([ROW, *divided])))
+        return verdicts(bench.find_bars(bench.find_shares([ROW, *divided])))
 
     uneven, even = found(52.0, 58.0), found(53.0, 53.0)
     assert uneven["per_tile 1024K, 2 ranks, fwd, slowest over mean"] == "FAIL"  # 58 over 55

@@ -109,7 +109,7 @@ def next_number(right: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("name", "wrong", "options", "message"),
     [
-        ("nsa_forward_aux", far_off, ["--seqlens=64"], "N=64 l=64 num_cmp=none: error 1.0"),
+        ("nsa_forward_aux", far_off, ["--seqlens=64"], "N=64 reference l=64 num_cmp=none: error 1.0"),
         ("nsa", wrong_gradient("k"), ["--seqlens=600", "--backward"], "of the gradient of k is above the budget"),
         ("nsa", wrong_gradient("gate_proj_weight"), ["--seqlens=600", "--backward"], "of gate_proj_weight is above"),
         ("nsa_forward", next_number, ["--seqlens=64"], "another result than the checked one"),
@@ -177,7 +177,7 @@ def test_a_wrong_graph_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (found[0].repeats, found[0].peak_gib, found[1]) == (3, 0.25, None)
     monkeypatch.setattr(e2e, "measure_mode", lambda *_: None)
     red = run(e2e.main, tmp_path / "run", *SMALL, "--seqlens", "64", status=1)["red"]
-    assert red == ["N=64 l=64 num_cmp=none: the replayed graph gives another result than the checked call"]
+    assert red == ["N=64 reference l=64 num_cmp=none: the replayed graph gives another result than the checked call"]
 
 
 # Rows
@@ -220,6 +220,7 @@ def test_recompute_reaches_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention-4 where it is installed and takes the dtype; stood in for by attention that marks its results."""
     sdpa, gpu = choose_dense(CPU, torch.bfloat16), torch.device("cuda")
+    monkeypatch.setattr("bench.common.rules", lambda _: True)
 
     def flash_attn_func(q: Any, k: Any, v: Any, *, causal: bool) -> tuple[Tensor, None]:
         assert causal
@@ -237,6 +238,9 @@ def test_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.einsum("bihd,bjhd->bhij", q, k) / 8**0.5
     logits = logits.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
     torch.testing.assert_close(theirs, torch.einsum("bhij,bjhd->bihd", logits.softmax(-1), v))
+    with monkeypatch.context() as other_card:
+        other_card.setattr("bench.common.rules", lambda _: None)
+        assert choose_dense(gpu, torch.bfloat16).name == "PyTorch SDPA"
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
     assert choose_dense(gpu, torch.bfloat16).name == "PyTorch SDPA"
 
@@ -278,6 +282,23 @@ def test_paper_writes_what_it_promises(
     shown = capsys.readouterr().out
     assert "fwd+bwd eager   NSA" in shown
     assert "0 of 26 bars are reached" in shown
+
+
+def test_rows_of_each_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference stands in for them."""
+    asked: list[str] = []
+
+    def stand_in(right: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda backend, **given: asked.append(backend) or right(**given, backend="reference")
+
+    for name in ("nsa_forward", "nsa_forward_aux"):
+        monkeypatch.setattr(nsa_check, name, stand_in(getattr(nsa_check, name)))
+    monkeypatch.setattr("bench.common.choose_backend", lambda _, named: (named, ""))
+    options = ["--kv-heads", "1", "--seqlens", "40", "--passes", "fwd", "--peers", "--backends", "cute", "triton"]
+    rows = run(paper.main, tmp_path / "run", *SMALL, *options)["rows"]
+    assert [row["backend"] for row in rows] == ["cute", "triton"]
+    assert {asked.count(name) for name in ("cute", "triton")} == {len(asked) / 2}
+    assert has_picture(tmp_path / "run")
 
 
 def test_peers_get_gates_and_need_only_be_finite() -> None:
@@ -332,13 +353,13 @@ def test_fla_is_called_as_it_is_meant_to_be(monkeypatch: pytest.MonkeyPatch) -> 
 def row_of(n: int, direction: str, ms: float, **changes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {"b": 1, "h": 64, "h_kv": 4, "d": 128, "dtype": "bf16", "l": 32, "stride": 16}
     values |= {"l_select": 64, "k": 16, "w": 512, "q_tile": 1, "mode": "queued", "gated": True, "inputs": "random"}
-    return {**values, "fla_ms": 60.0, "n": n, "pass": direction, "ms_p50": ms, **changes}
+    return {**values, "backend": "cute", "fla_ms": 60.0, "n": n, "pass": direction, "ms_p50": ms, **changes}
 
 
 def test_bars_are_the_issues() -> None:
     rows = [row_of(64 << 10, "fwd", 25.0), row_of(64 << 10, "fwd+bwd", 70.0, peak_gib=11.0)]
-    others = [row_of(64 << 10, "fwd", 1.0, mode="eager"), row_of(64 << 10, "fwd", 1.0, h_kv=8)]
-    bars: dict[str, Bar] = {bar.what: bar for bar in paper.find_bars([*rows, *others])}
+    others = [row_of(64 << 10, "fwd", 1.0, **how) for how in ({"mode": "eager"}, {"h_kv": 8}, {"backend": "triton"})]
+    bars: dict[str, Bar] = {bar.what: bar for bar in paper.find_bars([*others, *rows])}
     assert bars["64K fwd"].as_json() == {"bar": "64K fwd", "wanted": "<= 27 ms", "reached": "25 ms", "verdict": "pass"}
     measured = {what: said for what, said in verdicts(bars.values()).items() if said != "not measured"}
     assert measured == {
@@ -428,7 +449,7 @@ def test_demo_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixt
         assert 0 < row["speedup_p20"] <= row["speedup"] <= row["speedup_p80"]
         assert row["faster"] == Spread(row["speedup_p20"], row["speedup"], row["speedup_p80"]).faster
     assert [(row["n"], row["num_cmp"]) for row in content["rows"]] == [(n, c) for n in (64, 128) for c in (None, 1)]
-    assert "N = 128 with l=64 num_cmp=1" in content["verdict"]
+    assert "N = 128 with reference l=64 num_cmp=1" in content["verdict"]
     shown = " ".join(capsys.readouterr().out.split())
     assert content["verdict"] in shown
 
@@ -585,7 +606,8 @@ def test_on_a_gpu_stages_of_the_backward(num_cmp: int | None, monkeypatch: pytes
         names = [name for name in names if "split" not in name]
     for most in (backward.TEMPORARY_BYTES, 1):
         monkeypatch.setattr(backward, "TEMPORARY_BYTES", most)
-        rows = bench_nsa_stages.backward_stages(sizes, config, Peaks(900.0, 4.0))
+        stages = bench_nsa_stages.backward_stages(sizes, config, Peaks(900.0, 4.0))
+        rows = [bench_nsa_stages.row_of(sizes, config, stage) for stage in stages]
         assert [row["stage"] for row in rows] == names
         assert all(row["floor_ms"] > 0 and 0 < row["share"] < 1.5 for row in rows)
 

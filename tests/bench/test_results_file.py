@@ -103,16 +103,16 @@ def test_parts_are_measured_once_up_to_a_wrong_one(tmp_path: Path, capsys: pytes
     def measured(wrong: str, *, stop: str = "") -> list[str]:
         seen: list[str] = []
 
-        def measure(name: str) -> tuple[list[dict[str, Any]], list[str]]:
+        def measure(name: str) -> list[dict[str, Any] | str]:
             if name == stop:
                 raise KeyboardInterrupt
             seen.append(name)
             hold(name, Error("", 2.0 if name == wrong else float("nan") if wrong == "nan" else 1.0, 1.0))
-            return [{"name": name}], [f"{name} lacks"]
+            return [{"name": name}, f"{name} lacks"]
 
         with open_results(tmp_path / "run", HEAD) as results:
             parts = [(name, functools.partial(measure, name)) for name in "abc"]
-            if results.measure(parts, lambda row: f"row {row['name']}"):
+            if results.measure(parts, "row {name}"):
                 results.finish(missing=results.missing)
         return seen
 
@@ -180,7 +180,7 @@ def test_a_red_gate_after_green_lengths(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(e2e, "check", wrong_at_128)
     content = run(e2e.main, tmp_path / "run", *SMALL, "--seqlens", "64,128,256", status=1)
     assert seen == [(64, None), (128, "unfinished")]
-    assert content["red"] == ["N=128 l=64 num_cmp=none: by far"]
+    assert content["red"] == ["N=128 reference l=64 num_cmp=none: by far"]
     assert names(tmp_path) == {"run.json"}
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import platform
-import re
 import subprocess
 import sys
-import textwrap
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -56,11 +54,13 @@ def call(device: torch.device = CPU) -> Call:
     return Call("op", device, torch.float32)
 
 
-def test_first_row_that_can_run_wins() -> None:
+def test_first_row_that_can_run_wins_and_missing_packages_of_a_better_one_are_told_once() -> None:
     registry._warn_once.cache_clear()
     assert resolve(call(CUDA), rows=MADE_UP).load()() == "fast"
-    with pytest.warns(RuntimeWarning, match="op runs on slow, not on broken"):
+    assert resolve(call(CPU), "slow", MADE_UP).backend == "slow"  # a backend that is named says nothing
+    with pytest.warns(RuntimeWarning, match="op runs on slow, not on broken: importing no_such_module_here failed"):
         assert resolve(call(CPU), rows=MADE_UP).backend == "slow"  # past one refused and one that cannot be imported
+    assert resolve(call(CPU), rows=MADE_UP).backend == "slow"
 
 
 def test_every_refusal_has_a_reason() -> None:
@@ -70,15 +70,6 @@ def test_every_refusal_has_a_reason() -> None:
         "broken": "importing no_such_module_here failed: ModuleNotFoundError: No module named 'no_such_module_here'",
         "slow": None,
     }
-
-
-def test_missing_packages_of_a_better_row_are_told_once() -> None:
-    broken = MADE_UP[1:]
-    registry._warn_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match="op runs on slow, not on broken: importing no_such_module_here failed"):
-        assert resolve(call(), rows=broken).backend == "slow"
-    assert resolve(call(), rows=broken).backend == "slow"
-    assert resolve(call(CPU), "slow", MADE_UP).backend == "slow"  # a backend that is named says nothing
 
 
 @pytest.mark.parametrize("by_environment", [False, True], ids=["argument", "environment"])
@@ -101,7 +92,7 @@ def test_argument_goes_before_environment(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("NSA_KERNELS_BACKEND", "fast")
     assert resolve(call(CPU), "slow", MADE_UP).backend == "slow"
     monkeypatch.setenv("NSA_KERNELS_BACKEND", "")
-    assert resolve(call(CPU), None, MADE_UP).backend == "slow"
+    assert resolve(call(CPU), None, MADE_UP[::2]).backend == "slow"
 
 
 def test_naming_is_what_lets_the_reference_run_on_a_device() -> None:
@@ -152,60 +143,51 @@ def test_deterministic_backward_on_a_device_is_refused_with_the_reason() -> None
         resolve(asked, "reference")
 
 
+NEAR, MIX = "neighborhood_attention", "attention_residual"
+F16, F64 = torch.float16, torch.float64
+WIDE = {"kernel_size": 1 << 30}
+TOO_WIDE = "supports bands of up to 536870912 slots, got kernel_size 1073741824"
+REFUSALS: list[tuple[str, str, str, torch.dtype, dict[str, Any], str | None]] = [
+    *((op, "triton", "cuda", F16, {}, None) for op in (NEAR, MIX)),
+    *((op, "triton", "cuda", F64, {}, "float16, bfloat16 and float32, got float64") for op in (NEAR, MIX)),
+    *((op, "ascend", "cuda", F16, {}, "runs on Ascend NPUs, got cuda") for op in (NEAR, MIX)),
+    *((op, "ascend", "npu", F16, {}, "no Ascend NPU is visible") for op in (NEAR, MIX)),
+    (NEAR, "triton", "cuda", F16, {"shape": (1, 9, 1, 257)}, "supports D up to 256, got 257"),
+    (NEAR, "triton", "cuda", F16, {"shape": (1, 1 << 30, 1, 16)}, "supports N up to 536870912, got 1073741824"),
+    (NEAR, "triton", "cuda", F16, {"shape": (1, (1 << 24) + 1, 32, 16)}, "all heads and sequences, got 536870944"),
+    (NEAR, "triton", "cuda", F16, {"band": True, "kernel_size": 9}, None),
+    (NEAR, "triton", "cuda", F16, {"algorithm": "flash", **WIDE}, None),
+    (NEAR, "triton", "cuda", F16, {"algorithm": "band", **WIDE}, TOO_WIDE),
+    (NEAR, "triton", "cuda", F16, {"algorithm": "dense", **WIDE}, TOO_WIDE),
+    (NEAR, "triton", "cuda", F16, {"band": True, **WIDE}, TOO_WIDE),
+    (MIX, "triton", "cuda", F16, {"blocks": 64, "shape": (1, 70000, 8192)}, None),
+    (MIX, "triton", "cuda", F16, {"blocks": 65}, "supports up to 64 blocks, got 65"),
+    (MIX, "triton", "cuda", F16, {"shape": (1, 1, 1 << 21)}, "supports D up to 1048576, got 2097152"),
+    (MIX, "triton", "cuda", F16, {"blocks": 16, "shape": (2, (1 << 25) + 1, 8)}, "sequences, got 1073741856"),
+    (MIX, "triton", "npu", F16, {}, "runs on CUDA devices, got npu"),
+    (MIX, "reference", "cuda", F16, {}, "only when named"),
+    (MIX, "reference", "cpu", F64, {"blocks": 100}, None),
+]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("op", "backend", "device", "dtype", "options", "reason"), REFUSALS)
+def test_refusals_of_kernels(
+    op: str, backend: str, device: str, dtype: torch.dtype, options: dict[str, Any], reason: str | None
+) -> None:
+    call = Call(op, device, dtype, options=options)
+    found = {verdict.impl.backend: verdict.reason for verdict in explain(call)}[backend]  # of its last row
+    assert found is None if reason is None else reason in str(found)
+
+
 # Packages absent, broken, or in each other's way
-
-
-def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-
-
-BLOCK = """
-import sys
-from importlib.abc import MetaPathFinder
-
-tried = set()
-
-class Block(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in sys.argv[1].split(","):
-            tried.add(name.partition(".")[0])
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Block())
-"""
-MAIN_JOB = """
-import torch
-tried.clear()  # by torch
-import cute_kernels, ascend_kernels, dispatch, nsa
-from nsa import nsa_forward
-print("tried:", *sorted(tried))
-q = torch.randn(1, 100, 4, 16)
-k = torch.randn(1, 100, 2, 16)
-print(nsa_forward(q, k, k).shape)
-"""
-
-
-def test_works_with_torch_alone() -> None:
-    """Every optional package absent, and none of the kernel languages tried: importing, the main job, the diagnosis."""
-    done = run_python(
-        BLOCK + MAIN_JOB + "from dispatch.__main__ import main; main(['--all'])",
-        "cutlass,flash_attn,triton,torch_npu,numpy,rich,matplotlib,hypothesis",
-    )
-    assert done.returncode == 0, done.stderr
-    assert "torch.Size([1, 100, 4, 16])" in done.stdout
-    assert not {"cutlass", "flash_attn", "torch_npu"} & set(done.stdout.splitlines()[0].split())
-    for module, extra in (("cutlass", "cuda"), ("flash_attn.cute", "cuda"), ("torch_npu", "npu")):
-        line = next(line for line in done.stdout.splitlines() if line.strip().startswith(module))
-        assert f'not installed: pip install "nsa-kernels[{extra}]"' in line
-    assert re.search(r"nsa +cpu +reference +runs", done.stdout)
 
 
 def test_a_foreign_package_of_the_same_name_is_named(tmp_path: Path) -> None:
     (tmp_path / "cute_kernels").mkdir()
     (tmp_path / "cute_kernels" / "__init__.py").write_text("")
-    done = run_python(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import nsa")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import nsa"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "nsa-kernels needs its own package 'cute_kernels'" in done.stderr
     assert str(tmp_path / "cute_kernels" / "__init__.py") in done.stderr
@@ -230,9 +212,9 @@ def test_the_two_tritons_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
     versions_of(monkeypatch, "triton")
     assert triton_clash() is None
     versions_of(monkeypatch, "triton-ascend", "triton")
-    assert "pip install triton (without triton-ascend)" in str(triton_clash())
-    monkeypatch.setattr("dispatch.device.device_types", lambda: ["npu", "cpu"])
-    assert "pip install triton-ascend (without triton)" in str(triton_clash())
+    for devices, advice in ((["cpu"], "triton (without triton-ascend)"), (["npu", "cpu"], "triton-ascend (without tr")):
+        monkeypatch.setattr("dispatch.device.device_types", lambda devices=devices: devices)
+        assert f"pip install {advice}" in str(triton_clash())
 
 
 def test_package_states_report_versions(monkeypatch: pytest.MonkeyPatch) -> None:

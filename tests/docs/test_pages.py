@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,29 +118,22 @@ def names_shown(page: str) -> list[str]:
     return [heading[1] if (heading := re.search(r"heading: (.+)", how)) else name for name, how in SHOWN.findall(text)]
 
 
-def test_every_public_name_is_in_the_api_reference() -> None:
-    shown = names_shown("*.md")
-    assert len(shown) == len(set(shown))
-    names = {name.rpartition(".")[2] for name in shown}
-    assert {*nsa.__all__, *dispatch.__all__} <= names
-    check_docstrings(name for name in shown if not name.startswith(NEED_TRANSFORMERS))
-
-
 NEED_TRANSFORMERS = ("nsa.integrations.transformers", "nsa.integrations.minimax_m3")
 
 
-def check_docstrings(shown: Iterable[str]) -> None:
+@pytest.mark.parametrize("extra", [False, pytest.param(True, marks=pytest.mark.hf_extra)])
+def test_every_public_name_is_in_the_api_reference(extra: bool) -> None:
+    """Names that need transformers are on a page of their own, in the extra `hf`."""
+    shown = [name for name in names_shown("*.md") if name.startswith(NEED_TRANSFORMERS) == extra]
+    assert len(shown) == len(set(shown))
+    if extra:
+        public = {f"{name}.{x}" for name in NEED_TRANSFORMERS for x in importlib.import_module(name).__all__}
+        assert set(shown) == public
+    else:
+        assert {*nsa.__all__, *dispatch.__all__} <= {name.rpartition(".")[2] for name in shown}
     for name in shown:
         module, _, attribute = name.rpartition(".")
         assert getattr(importlib.import_module(module), attribute).__doc__, f"{name} has no docstring"
-
-
-@pytest.mark.hf_extra
-def test_names_for_transformers_are_in_the_api_reference() -> None:
-    shown = [name for name in names_shown("huggingface.md") if name.startswith(NEED_TRANSFORMERS)]
-    public = {f"{name}.{x}" for name in NEED_TRANSFORMERS for x in importlib.import_module(name).__all__}
-    assert set(shown) == public
-    check_docstrings(shown)
 
 
 def test_every_function_of_dispatch_is_named_in_its_reference() -> None:
@@ -151,23 +144,6 @@ def test_every_function_of_dispatch_is_named_in_its_reference() -> None:
 def test_the_site_is_made_of_pages_and_pictures() -> None:
     """Everything below docs/ gets there, so no code may lie in it: its bytecode would, too."""
     assert {path.suffix for path in (ROOT / "docs").rglob("*") if path.is_file()} <= {".md", ".svg", ".png"}
-
-
-def glossary() -> set[str]:
-    """The terms of docs/glossary.md: a cell may have several, and a word after them in brackets that tells which."""
-    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
-    cells = set(re.findall(r"^\| ([^|]+?) \|", page, re.MULTILINE)) - {"term", "---"}
-    terms = [re.split(r"[`,]* " if cell.startswith("`") else ", ", re.sub(r" \(.*?\)", "", cell)) for cell in cells]
-    return {term.strip("`,").lower() for several in terms for term in several}
-
-
-def test_every_term_of_the_glossary_is_used() -> None:
-    folders = ("nsa", "dispatch", "cute_kernels", "ascend_kernels", "bench", "tests", "docs")
-    files = {path for folder in folders for kind in ("*.py", "*.md") for path in (ROOT / folder).rglob(kind)}
-    text = "\n".join(path.read_text(encoding="utf-8") for path in files - {ROOT / "docs" / "glossary.md"}).lower()
-    text += re.sub(r"[\s_]+", " ", text)
-    assert len(glossary()) > 150
-    assert {term for term in glossary() if not re.search(rf"(?<![a-z]){re.escape(term)}", text)} == set()
 
 
 def test_the_site_leads_to_every_page() -> None:

@@ -105,18 +105,3 @@ def test_defaults_are_faster_than_peers_where_pages_say_so() -> None:
     for row in tables.load("attnres-h200")["rows"]:
         for own, clock in (("ms_p50", ""), ("wall_ms", "_wall")):
             assert all(row[own] < row[f"{peer}{clock}_ms"] for peer in ("liger", "compile", "eager"))
-
-
-def test_the_file_map_has_every_module() -> None:
-    page = TEXT[ROOT / "docs" / "architecture.md"]
-    shown = tables.MARKED.search(page)
-    assert shown is not None
-    assert shown[2] == "files"
-    listed = set(re.findall(r"^\| `([\w/.]+)` \|", shown[3], re.MULTILINE))
-    for folder in tables.MAPPED:
-        for path in (ROOT / folder).rglob("*.py"):
-            name = path.relative_to(ROOT).as_posix()
-            is_empty_package = path.name == "__init__.py" and not path.read_text(encoding="utf-8").strip()
-            is_listed = name.replace("__init__.py", "") in listed
-            assert is_listed or is_empty_package or path.name.startswith("test_"), f"{name} is not in the file map"
-    assert {name for name in listed if not (ROOT / name).exists()} == set()

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,12 +35,12 @@ NSA_VARIANTS = [name for name in VARIANTS if name != "dense"]
 
 def trainer(variant: str, corpus: Corpus, *options: str) -> example.Trainer:
     args = example.parse([*TINY, "--variants", variant, *options])
-    assert resolve(args) == []
+    resolve(args)
     return example.Trainer(variant, args, corpus)
 
 
 def run(trainer: example.Trainer) -> list[Row]:
-    return trainer.run(lambda *_: None)["rows"]
+    return trainer.run()["rows"]
 
 
 # A run
@@ -50,7 +49,7 @@ def run(trainer: example.Trainer) -> list[Row]:
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main([*TINY, "--out", str(tmp_path / "run-0.5")]) == 0
     content = json.loads((tmp_path / "run-0.5.json").read_text())
-    assert_documented("examples/train_text.py", content, {"rows": Row, "summary": example.Summary})
+    assert_documented("examples/train_text.py", content, ("rows", "summary"))
 
     assert [row["variant"] for row in content["summary"]] == list(content["variants"]) == list(VARIANTS)
     assert content["variants"]["nsa"]["backend"] == "reference"
@@ -58,19 +57,15 @@ def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for summary in content["summary"]:
         own = [row for row in content["rows"] if row["variant"] == summary["variant"]]
         assert [row["step"] for row in own] == [0, 4, 8, 12]
-        assert own[-1]["tokens"] == 12 * 4 * 64
-        assert own[0]["train_loss"] is None
+        assert (own[-1]["tokens"], own[0]["train_loss"]) == (12 * 4 * 64, None)
         assert own[-1]["val_loss"] == summary["final_val_loss"] < own[1]["val_loss"] < own[0]["val_loss"]
         assert own[-1]["train_loss"] < own[1]["train_loss"]
         assert summary["bits_per_byte"] == pytest.approx(summary["final_val_loss"] / math.log(2))
         ratio = summary["final_val_loss"] / content["summary"][0]["final_val_loss"]
         assert summary["relative_to_dense"] == pytest.approx(ratio)
-        assert summary["tokens_per_s"] > 0
         assert (summary["lookahead"] is None) == (summary["variant"] in ("dense", "window", "no-selected"))
     assert (tmp_path / "run-0.5.png").read_bytes().startswith(b"\x89PNG")
-    shown = capsys.readouterr().out
-    assert "What this says: NSA's final validation loss is" in " ".join(shown.split())
-    assert " ".join(content["verdict"].split()) in " ".join(shown.split())
+    assert f"What this says: {content['verdict']}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_saves_what_layers_select(tmp_path: Path, corpus: Corpus) -> None:
@@ -194,7 +189,7 @@ def test_learned_compression_begins_as_the_mean_and_trains(corpus: Corpus) -> No
     before = {name: value.clone() for name, value in learned.model.state_dict().items() if ".compress." in name}
     assert len(before) == 4, "of keys and values: weights and places"
     rows = run(learned)
-    assert rows[-1].val_loss < rows[0].val_loss
+    assert rows[-1]["val_loss"] < rows[0]["val_loss"]
     assert all(not torch.equal(learned.model.state_dict()[name], value) for name, value in before.items())
     assert not any(isinstance(module, LinearCompression) for module in mean.model.modules())
 
@@ -216,11 +211,6 @@ def test_the_split_is_by_file_and_without_leaks(corpus: Corpus) -> None:
 # What is concluded, and bad arguments
 
 
-def summary(variant: str, loss: float, **facts: Any) -> example.Summary:
-    empty = dict.fromkeys(("relative_to_dense", "lookahead", "lookahead_error", "tokens_per_s", "peak_gib"))
-    return example.Summary(variant, final_val_loss=loss, bits_per_byte=loss, **{"steps": 10, **empty, **facts})
-
-
 @pytest.mark.parametrize(
     ("losses", "sentences"),
     [
@@ -230,13 +220,17 @@ def summary(variant: str, loss: float, **facts: Any) -> example.Summary:
     ],
 )
 def test_the_verdict(losses: tuple[float, ...], sentences: list[str]) -> None:
-    dense, nsa, window = losses
-    found = [
-        summary("dense", dense),
-        summary("window", window),
-        summary("nsa", nsa, lookahead=0.01 * nsa, lookahead_error=0.002 * nsa),
-    ]
-    text = example.verdict(found)
+    dense, nsa, window = (
+        {
+            "variant": name,
+            "steps": 10,
+            "final_val_loss": loss,
+            "lookahead": 0.01 * loss,
+            "lookahead_error": 0.002 * loss,
+        }
+        for name, loss in zip(("dense", "nsa", "window"), losses, strict=True)
+    )
+    text = example.verdict([dense, window, nsa])
     for sentence in [*sentences, "changes NSA's loss by +1.0% ± 0.2%.", "One seed each"]:
         assert sentence in text
     assert "So short a run" not in text
@@ -302,20 +296,3 @@ def test_losses_beyond_rounding_end_with_a_status(
     assert "a loss is rounding: NOT equal" in " ".join(capsys.readouterr().out.split())
     assert json.loads((tmp_path / "other.json").read_text())["beside"][0]["equal"] is False
     assert example.rounding_tolerance(example.parse([*TINY, "--dtype=bf16"])) is None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--context-parallel=2"], "must be the number of processes that torchrun starts, 1 here, got 2"),
-        (["--context-parallel=1", "--variants=dense,nsa"], "not of dense attention"),
-        (["--context-parallel=1", "--minutes=1"], "--minutes does not go with --context-parallel"),
-    ],
-)
-def test_what_cannot_be_divided(
-    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(SystemExit):
-        example.parse([*TINY, *options])
-    assert message in " ".join(capsys.readouterr().err.split())

@@ -153,6 +153,7 @@ def test_compress_in_place_leaves_keys_and_values(entries: bool, packed: bool, s
 
 
 @pytest.mark.cuda
+@pytest.mark.cuda_extra
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=DETERMINISTIC), True], ids=["fixed", "packed"])
 @pytest.mark.parametrize("stride", [32, 64], ids=["overlapping", "apart"])
 def test_compress_in_place_leaves_keys_and_values_on_a_gpu(stride: int, packed: bool) -> None:

@@ -159,11 +159,6 @@ def test_bad_arguments_are_named(error: type[Exception], message: str, changes: 
             neighborhood_attention_backward(do=given["q"], attn=torch.zeros(1, 4, 8, 7), **given)
 
 
-def refusal(backend: str, device: str, dtype: torch.dtype = torch.float16, **options: Any) -> str | None:
-    call = dispatch.Call("neighborhood_attention", device, dtype, options=options)
-    return {verdict.impl.backend: verdict.reason for verdict in dispatch.explain(call)}[backend]
-
-
 @pytest.mark.usefixtures("hopper")
 def test_wide_windows_are_left_to_flash_attention_4() -> None:
     first, *_, again, _, _ = dispatch.explain(
@@ -174,29 +169,6 @@ def test_wide_windows_are_left_to_flash_attention_4() -> None:
     for named, kernel_size in ((None, 96), ("triton", 97)):
         call = dispatch.Call("neighborhood_attention", "cuda", torch.float16, options={"kernel_size": kernel_size})
         assert dispatch.explain(call, named)[0].reason is None
-
-
-@pytest.mark.usefixtures("hopper")
-def test_refusals() -> None:
-    assert refusal("triton", "cuda") is None
-    assert refusal("triton", "cuda", torch.float64) == "supports float16, bfloat16 and float32, got float64"
-    assert refusal("triton", "cuda", shape=(1, 9, 1, 257)) == "supports D up to 256, got 257"
-    assert refusal("triton", "cuda", shape=(1, 1 << 30, 1, 16)) == "supports N up to 536870912, got 1073741824"
-    of_all = "supports up to 536870912 tokens of all heads and sequences, got 536870944"
-    assert refusal("triton", "cuda", shape=(1, (1 << 24) + 1, 32, 16)) == of_all
-    assert refusal("triton", "cuda", band=True, kernel_size=9) is None
-    assert refusal("triton", "cuda", algorithm="flash", kernel_size=1 << 40) is None
-    assert refusal("triton", "cuda", algorithm="band", kernel_size=1 << 30) == (
-        "supports bands of up to 536870912 slots, got kernel_size 1073741824"
-    )
-    too_wide = {"kernel_size": 1 << 30}
-    assert refusal("triton", "cuda", algorithm="flash", **too_wide) is None
-    for options in ({"algorithm": "band"}, {"algorithm": "dense"}, {"band": True}):
-        assert refusal("triton", "cuda", **options, **too_wide) == (
-            "supports bands of up to 536870912 slots, got kernel_size 1073741824"
-        )
-    assert refusal("ascend", "cuda") == "runs on Ascend NPUs, got cuda"
-    assert "no Ascend NPU is visible" in str(refusal("ascend", "npu"))
 
 
 @pytest.mark.parametrize("check", [support.check_gpu, support.check_narrow_gpu, support.check_npu])
@@ -414,13 +386,3 @@ def test_the_reference_gathers_no_more_keys_than_a_class_has(boundary: str, caus
     assert peaks[1] <= 1.01 * peaks[0]
     for few, many in zip(*results, strict=True):
         torch.testing.assert_close(few, many, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("q", torch.bfloat16), ("k", torch.float32), ("v", torch.bfloat16)])
-def test_inputs_changed_before_backward_are_refused(name: str, dtype: torch.dtype) -> None:
-    tensors = dict(zip("qkv", make_qkv(30, 2, 1, 8, dtype=dtype, requires_grad=True), strict=True))
-    out = neighborhood_attention(**tensors, kernel_size=5)
-    with torch.no_grad():
-        tensors[name].add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()

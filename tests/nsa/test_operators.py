@@ -36,6 +36,7 @@ from nsa import (
 from nsa.common.derivatives import recompute_gradients
 from nsa.common.operators import EagerFunction
 from nsa.inputs import NSAInputs
+from tests.support.hardware import marked
 from tests.support.helpers import SMALL, make_qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
@@ -53,6 +54,11 @@ def continued(tokens: int, batch: int = 1) -> Arguments:
     start = tokens // 4 // 16 * 16
     q, k, v = make_qkv(tokens, batch=batch)
     return *(x.requires_grad_() for x in (q[:, start : start + tokens // 4].clone(), k, v)), start
+
+
+def with_starts(tokens: int) -> Arguments:
+    *tensors, start = continued(tokens, batch=2)
+    return *tensors, torch.tensor([0, start], dtype=INTS)
 
 
 POOLS = tuple(LinearCompression(2, SMALL["paper"].compress_block_size, 16, dtype=torch.float64) for _ in range(2))
@@ -88,6 +94,7 @@ COMPILED: dict[str, tuple[Callable[..., Tensor], Callable[[int], Arguments]]] = 
     **{f"nsa, {name}": (partial(nsa, config=config), qkv) for name, config in SMALL.items()},
     "nsa, its config made inside": (lambda q, k, v: nsa(q, k, v, config=NSAConfig.paper(window_size=5)), qkv),
     "nsa, continued": (lambda q, k, v, start: nsa(q, k, v, q_start=start, config=SMALL["paper"]), continued),
+    "nsa, starts": (lambda q, k, v, starts: nsa(q, k, v, q_start=starts, config=SMALL["paper"]), with_starts),
     "nsa, pooled packs": (lambda q, k, v, bounds, *_: nsa(q, k, v, config=POOLED, cu_seqlens=bounds), pooled_packs),
     "neighborhood": (neighborhood_attention, qkv),
     "neighborhood, moved": (
@@ -158,7 +165,7 @@ def test_residual_of_triton_compiles_once_for_all_lengths() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")  # FlashAttention-4 warns while it compiles
-@pytest.mark.parametrize("case", GPU)
+@pytest.mark.parametrize("case", marked(GPU))
 def test_compiles_on_a_gpu(case: str) -> None:
     check_compiled(*GPU[case])
 
@@ -453,7 +460,7 @@ def test_determinism_is_what_pytorchs_flag_says_in_forward(
 
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("case", ON_GPUS)
+@pytest.mark.parametrize("case", marked(ON_GPUS))
 def test_kept_like_is_what_is_kept(case: str) -> None:
     from cute_kernels import neighborhood as cute
 

@@ -1,10 +1,9 @@
-"""Queries that continue a sequence: the reference against the loop oracle, and chunks against the whole."""
+"""Queries that continue a sequence: chunks against the whole, and errors; test_reference.py compares with loops."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,54 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import nsa.reference as reference
-from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
+from nsa import NSAConfig, nsa
 from nsa.inputs import KEY_NAMES, NSAInputs
 from tests.support.helpers import SMALL, make_qkv
-from tests.support.loop_oracle import nsa_continued
-from tests.support.reference_cases import assert_agrees, cases, cuts, documents
+from tests.support.reference_cases import cases
 
 CAUSAL_BATCHES = cases(packed=False, batches=(1, 2, 3)).filter(lambda case: case[1].causal)
-CAUSAL_PACKS = cases(packed=True).filter(lambda case: case[1].causal)
-
-# The definition
-
-
-@settings(max_examples=40)
-@given(CAUSAL_BATCHES, st.booleans(), st.data())
-def test_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig], tensor: bool, data: st.DataObject) -> None:
-    """One start for all sequences, or one for each."""
-    whole, config = case
-    inputs = data.draw(cuts(whole, config, tensor=tensor))
-    inputs.check(config)
-    out, aux = reference.nsa(inputs, config)
-    for document in documents(inputs, config, out, aux):
-        assert_agrees(document.out, document.aux, nsa_continued(config=config, **document.tensors), config)
-    if tensor:
-        assert aux.indices.shape[2] == (inputs.q.shape[1] + 2 * (config.q_tile_size - 1)) // config.q_tile_size
-        assert aux.k_cmp.shape[1] == config.num_compressed(inputs.k.shape[1])
-
-
-@settings(max_examples=25)
-@given(CAUSAL_PACKS, st.booleans(), st.data())
-def test_packs_agree_with_the_loops(case: tuple[NSAInputs, NSAConfig], tensor: bool, data: st.DataObject) -> None:
-    """Documents and query parts of no tokens included; q_start given, or at the end of each document."""
-    whole, config = case
-    inputs = data.draw(cuts(whole, config, tensor=tensor))
-    inputs.check(config)
-    out, aux = reference.nsa(inputs, config)
-    tiles = docs = 0
-    for document in documents(inputs, config, out, aux):
-        loop = nsa_continued(config=config, **document.tensors)
-        assert_agrees(document.out, document.aux, loop, config)
-        tiles, docs = tiles + len(loop.indices[0]), docs + 1
-    rows = inputs.q.shape[0]
-    assert out.shape[0] == rows
-    assert aux.indices.shape[1] == (rows + 2 * docs * (config.q_tile_size - 1)) // config.q_tile_size
-    assert (aux.indices[:, tiles:] == -1).all()
-    assert not out[inputs.cu_seqlens[-1] :].any(), "rows past the last document"  # type: ignore[index]
-
-
-# What it makes equal
 
 
 @settings(max_examples=25)
@@ -113,27 +70,8 @@ def test_the_default_aligns_the_last_query_with_the_last_key(name: str) -> None:
     config, (q, k, v) = SMALL[name], make_qkv(80)
     for rows in (0, 16, 32):
         out = nsa(q[:, 80 - rows :], k, v, config=config)
-        assert torch.equal(out, nsa(q[:, 80 - rows :], k, v, config=config, q_start=80 - rows))
-        starts = torch.tensor([80 - rows], dtype=torch.int32)
-        assert torch.equal(out, nsa(q[:, 80 - rows :], k, v, config=config, q_start=starts))
-    q, k, v = (x[0] for x in (q, k, v))
-    bounds, key_bounds = (torch.tensor(x, dtype=torch.int32) for x in ([0, 16, 32], [0, 48, 80]))
-    starts = torch.tensor([32, 16], dtype=torch.int32)
-    packed = {"cu_seqlens": bounds, "cu_seqlens_k": key_bounds, "config": config, "max_seqlen": 48}
-    assert torch.equal(nsa(q[:32], k, v, **packed), nsa(q[:32], k, v, **packed, q_start=starts))
-
-
-# Operators
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
-def test_starts_of_any_kind_compile() -> None:
-    config, (q, k, v) = SMALL["paper"], make_qkv(200, batch=2)
-    torch._dynamo.reset()
-    whole = torch.compile(partial(nsa_forward, config=config), fullgraph=True, backend="aot_eager")
-    for keywords in ({"q_start": torch.tensor([16, 48], dtype=torch.int32)}, {}):
-        part = q[:, :100] if keywords else q[:, 48:]
-        assert torch.equal(whole(part, k, v, **keywords), nsa_forward(part, k, v, **keywords, config=config))
+        for start in (80 - rows, torch.tensor([80 - rows], dtype=torch.int32)):
+            assert torch.equal(out, nsa(q[:, 80 - rows :], k, v, config=config, q_start=start))
 
 
 def test_autocast_leaves_the_sum_in_fp32() -> None:
@@ -143,27 +81,6 @@ def test_autocast_leaves_the_sum_in_fp32() -> None:
         out = nsa(q[:, 20:], k, v, q_sum=q_sum, config=SMALL["seed"])
     low = [x.bfloat16() for x in (q[:, 20:], k, v)]
     assert torch.equal(out, nsa(*low, q_sum=q_sum, config=SMALL["seed"]))
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_meta_tensors_have_the_shapes_of_the_reference(name: str) -> None:
-    config, (q, k, v), (pq, pk, pv) = SMALL[name], make_qkv(75, batch=2), make_qkv(75, batch=None)
-    starts, bounds = torch.tensor([0, 32], dtype=torch.int32), torch.tensor([0, 20, 35], dtype=torch.int32)
-    key_bounds = torch.tensor([0, 36, 75], dtype=torch.int32)
-    sums = {} if config.token_mode else {"q_sum": torch.zeros(2, 4, 16).double()}
-    for tensors, extra in (
-        ((q[:, 40:], k, v), sums),
-        ((q[:, :20], k, v), {"q_start": 16}),
-        ((q[:, :0], k, v), {"q_start": 17}),
-        ((q[:, :20], k, v), {"q_start": starts}),
-        ((pq[:35], pk, pv), {"cu_seqlens": bounds, "cu_seqlens_k": key_bounds, **sums}),
-    ):
-        expected, expected_aux = nsa_forward_aux(*tensors, **extra, config=config)
-        on_meta = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in extra.items()}
-        out, aux = nsa_forward_aux(*(x.to("meta") for x in tensors), **on_meta, config=config)
-        for got, wanted in zip((out, *aux), (expected, *expected_aux), strict=True):
-            assert (got is None) == (wanted is None)
-            assert got is None or (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
 
 
 # Errors

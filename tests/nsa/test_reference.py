@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import nsa.reference as reference
@@ -23,40 +24,43 @@ from tests.support.cases import product, rest
 from tests.support.causality import assert_causal
 from tests.support.helpers import SMALL, assert_rounded_once, make_inputs, make_qkv
 from tests.support.live_memory import PeakBytes
-from tests.support.loop_oracle import nsa_document
-from tests.support.reference_cases import assert_agrees, assert_same_blocks, cases, documents
+from tests.support.loop_oracle import nsa_continued, nsa_document
+from tests.support.reference_cases import assert_agrees, assert_same_blocks, cases, cuts, documents
 
 # Agreement of two independent implementations
 
 
-@settings(max_examples=80)
-@given(cases(packed=False))
-def test_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig]) -> None:
-    inputs, config = case
-    out, aux = reference.nsa(inputs, config)
-    (document,) = documents(inputs, config, out, aux)
-    assert_agrees(document.out, document.aux, nsa_document(config=config, **document.tensors), config)
-
-
-@settings(max_examples=60)
-@given(cases(packed=True))
-def test_packed_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig]) -> None:
-    inputs, config = case
+@settings(max_examples=150)
+@given(st.booleans(), st.booleans(), st.data())
+def test_agrees_with_the_loops(packed: bool, cut: bool, data: st.DataObject) -> None:
+    """Sequences or packed documents, whole or continued by some queries; and the shapes of meta tensors."""
+    inputs, config = data.draw(cases(packed, batches=(1, 1, 2)).filter(lambda case: case[1].causal or not cut))
+    if cut:
+        inputs = data.draw(cuts(inputs, config, tensor=data.draw(st.booleans())))
     inputs.check(config)
     out, aux = reference.nsa(inputs, config)
     token = entry = tile = docs = 0
     for document in documents(inputs, config, out, aux):
-        assert_agrees(document.out, document.aux, nsa_document(config=config, **document.tensors), config)
-        length, docs = len(document.out), docs + 1
-        token, entry = token + length, entry + config.num_compressed(length)
-        tile += -(-length // config.q_tile_size)
-    total = inputs.q.shape[0]
-    assert out.shape[0] == total
-    assert aux.indices.shape[1] == (total + docs * (config.q_tile_size - 1)) // config.q_tile_size
-    assert not out[token:].any(), "rows past the last document"
-    assert (aux.lse_cmp[:, token:] == -math.inf).all()
-    assert (aux.indices[:, tile:] == -1).all()
-    assert not aux.k_cmp[entry:].any()
+        loop = (nsa_continued if inputs.continues else nsa_document)(config=config, **document.tensors)
+        assert_agrees(document.out, document.aux, loop, config)
+        token, docs = token + len(document.out), docs + 1
+        entry += config.num_compressed(len(document.tensors["k"]))
+        tile += len(loop.indices[0])
+    if packed:
+        ends = (1 + inputs.continues) * docs * (config.q_tile_size - 1)
+        assert aux.indices.shape[1] == (len(out) + ends) // config.q_tile_size
+        assert not out[token:].any(), "rows past the last document"
+        assert (aux.lse_cmp[:, token:] == -math.inf).all()
+        assert (aux.indices[:, tile:] == -1).all()
+        assert not aux.k_cmp[entry:].any()
+    elif isinstance(inputs.q_start, Tensor):
+        assert aux.indices.shape[2] == (out.shape[1] + 2 * (config.q_tile_size - 1)) // config.q_tile_size
+        assert aux.k_cmp.shape[1] == config.num_compressed(inputs.k.shape[1])
+    on_meta = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in vars(inputs).items()}
+    shapes, aux_shapes = nsa_forward_aux(**on_meta, config=config)
+    for empty, result in zip((shapes, *aux_shapes), (out, *aux), strict=True):
+        assert (empty is None) == (result is None)
+        assert empty is None or (empty.shape, empty.dtype, empty.device.type) == (result.shape, result.dtype, "meta")
 
 
 # Rules that random inputs rarely reach

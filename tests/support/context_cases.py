@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import dispatch
-from bench.context_shares import difference
+from bench.bench_context_parallel import difference
 from dispatch.registry import ENVIRONMENT_VARIABLE
 from nsa import LinearCompression, NeighborhoodAttention, NSAConfig, NSAttention, neighborhood_attention, nsa
 from nsa.common.resolve import find_impl

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from cute_kernels.fa4 import rules as fa4
+from cute_kernels.runtime.device import compute_capability
+from cute_kernels.support import CAPABILITIES
 from tests.support import cases
 
 STRATEGIES = ("sm_90", "sm_100")
@@ -22,6 +24,8 @@ DETERMINISTIC = pytest.mark.sm_90(deterministic=True)
 ATOMIC_FREE = pytest.mark.sm_90("gradients without atomics")
 """Tests of their kernels, or of their bits without `deterministic`."""
 NEIGHBORHOOD = pytest.mark.sm_90("deterministic gradients of neighborhood attention")
+ENOUGH_GIB = 75
+"""Memory of a GPU on which every test for one must run."""
 WINDOW_COMBINE = pytest.mark.sm_90("window, forced blocks, combine and gate in one kernel")
 
 
@@ -32,9 +36,29 @@ def with_strategies(names: str, *axes: Iterable[Any]) -> Callable[[Any], Any]:
     return lambda test: pytest.mark.usefixtures("strategy")(mark(test))
 
 
+def marked(names: Iterable[str]) -> list[Any]:
+    """Names of cases, of which "cute" skips without its packages and on other GPUs than its own."""
+    return [pytest.param(name, marks=pytest.mark.cuda_extra) if name == "cute" else name for name in names]
+
+
 def without_sm_90(marks: list[pytest.Mark]) -> str | None:
     """Why a test with these marks `sm_90` may skip on this machine's GPU, or None: it must run."""
     if not marks or not torch.cuda.is_available() or fa4.rules(torch.device("cuda")) is fa4.RULES[9]:
         return None
     asked = [*marks[0].args, *(f"{name}={value}" for name, value in marks[0].kwargs.items())]
     return f"needs sm_90, this GPU has other tiles and kernels: {', '.join(asked)}"
+
+
+def without_cute() -> str | None:
+    """Why tests of the `cute` backend may skip on this machine's GPU, or None: they must run, or there is no GPU."""
+    if not torch.cuda.is_available() or (own := compute_capability(0)) in CAPABILITIES:
+        return None
+    return f"needs a GPU of `cute`, this one has compute capability {'.'.join(map(str, own))}"
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """Why a test that ended so counts as skipped, or None: GPUs with less memory than an H100 may run out of it."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return None
+    gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+    return f"needs more memory than this GPU's {gib:.0f} GiB" if gib < ENOUGH_GIB else None

@@ -19,8 +19,8 @@ def train(file: str, argv: list[str]) -> int:
     """The example's status; `file` then holds the losses, of whole windows."""
     run = example.Trainer.run
 
-    def run_and_save(self: example.Trainer, show: Any) -> Any:
-        results = run(self, show)
+    def run_and_save(self: example.Trainer) -> Any:
+        results = run(self)
         with torch.no_grad():
             losses = self.losses(self.validation)
         if not dist.is_initialized() or dist.get_rank() == 0:

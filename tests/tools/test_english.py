@@ -31,13 +31,8 @@ def test_what_is_counted(tmp_path: Path, name: str, text: str, counts: tuple[int
     assert count(path) == counts
 
 
-@pytest.mark.parametrize(
-    ("limit", "passes"), [((2, 5), True), ((3, 9), True), ((1, 5), False), ((2, 4), False)], ids=str
-)
-def test_more_than_the_limit_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: tuple[int, int], passes: bool
-) -> None:
+@pytest.mark.parametrize(("limit", "passes"), [((2, 5), True), ((1, 5), False), ((2, 4), False)], ids=str)
+def test_more_than_the_limit_fails(tmp_path: Path, limit: tuple[int, int], passes: bool) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "a.py").write_text(SOURCE, encoding="utf-8")
     assert check(tmp_path, {"package": limit}) is passes
-    assert ("package/a.py: 2 openings, 5 words" in capsys.readouterr().out) is not passes

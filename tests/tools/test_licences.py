@@ -55,29 +55,27 @@ def test_all_that_the_extras_bring_is_allowed() -> None:
     assert check.licence_problems(found.values()) == []
 
 
-def audit(monkeypatch: pytest.MonkeyPatch, answer: str | Exception, stderr: str = "") -> tuple[bool, str]:
+CLEAN, BAD = ({"name": "rich", "version": "1.0", "vulns": vulns} for vulns in ([], [{"id": "PYSEC-1"}]))
+SKIPPED = {"name": "torch", "skip_reason": "not on PyPI"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "stderr", "passes", "said"),
+    [
+        ([CLEAN, SKIPPED], "", True, "1 packages checked, 0 known vulnerabilities; not checked: torch"),
+        ([CLEAN, BAD], "", False, "rich 1.0: PYSEC-1"),
+        (None, "Traceback\nConnectionError: none", True, "not checked: pip-audit failed: ConnectionError: none"),
+        (subprocess.TimeoutExpired("pip-audit", 120), "", True, "not checked: pip-audit had no answer after 120 s"),
+    ],
+)
+def test_advisories(answer: Any, stderr: str, passes: bool, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         if isinstance(answer, Exception):
             raise answer
-        return subprocess.CompletedProcess(command, 1, stdout=answer, stderr=stderr)
+        stdout = "" if answer is None else json.dumps({"dependencies": answer})
+        return subprocess.CompletedProcess(command, 1, stdout=stdout, stderr=stderr)
 
     monkeypatch.setattr(check.subprocess, "run", run)
-    return check.advisories()
-
-
-def test_advisories(monkeypatch: pytest.MonkeyPatch) -> None:
-    clean = {"name": "rich", "version": "15.0.0", "vulns": []}
-    skipped = {"name": "torch", "skip_reason": "not on PyPI"}
-    bad = {"name": "pillow", "version": "1.0", "vulns": [{"id": "PYSEC-1"}]}
-    said = "1 packages checked, 0 known vulnerabilities; not checked: torch"
-    assert audit(monkeypatch, json.dumps({"dependencies": [clean, skipped]})) == (True, said)
-    safe, shown = audit(monkeypatch, json.dumps({"dependencies": [clean, bad]}))
-    assert not safe
-    assert "pillow 1.0: PYSEC-1" in shown
-
-
-def test_what_was_not_checked_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    offline = audit(monkeypatch, "", "Traceback\nConnectionError: no network")
-    assert offline == (True, "not checked: pip-audit failed: ConnectionError: no network")
-    late = audit(monkeypatch, subprocess.TimeoutExpired("pip-audit", 120))
-    assert late == (True, "not checked: pip-audit had no answer after 120 s")
+    safe, shown = check.advisories()
+    assert safe is passes
+    assert said in shown
