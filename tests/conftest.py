@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability
 from dispatch.device import CUDA_EXTRA, PACKAGES, version_of
-from tests.support.hardware import out_of_memory, without_cute, without_sm_90
+from tests.support.hardware import out_of_memory, refused, without_cute, without_sm_90
 from tests.support.poison import has_gpu, poison
 
 settings.register_profile(
@@ -159,7 +159,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Any other skip is a failure: a check that looks green must have run."""
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
-    reason = out_of_memory(call.excinfo.value) if call.excinfo and item.get_closest_marker("cuda") else None
+    error = call.excinfo.value if call.excinfo and item.get_closest_marker("cuda") else None
+    reason = None if error is None else out_of_memory(error) or refused(item, error)
     if reason is not None:
         report.outcome, report.longrepr = "skipped", (str(item.path), None, f"Skipped: {reason}")
     if report.skipped and not any(item.get_closest_marker(marker) for marker in MAY_SKIP):

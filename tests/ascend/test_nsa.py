@@ -21,6 +21,7 @@ from nsa.inputs import NSAAux, NSAInputs
 from tests.ascend import compiled
 from tests.ascend.lowered import description
 from tests.support import cases
+from tests.support.far_rows import far_apart
 
 EXECUTED = (80, 89, 120)
 """Compute capabilities whose code tests/ptx executes."""
@@ -228,6 +229,22 @@ def test_rows_of_shorter_calls(config: NSAConfig, start: int, stop: int) -> None
 )
 def test_rows_of_shorter_calls_on_a_gpu(config: NSAConfig, start: int, stop: int, heads: int) -> None:
     check_rows(config, 1000, start, stop, heads, 128, "cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("config", [NSAConfig.paper(**FEW), NSAConfig.per_tile(**FEW)], ids=["token", "tile"])
+def test_rows_far_apart_on_a_gpu(config: NSAConfig) -> None:
+    """Offsets of inputs and of the gradient of out beyond 2^31 elements."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 700, heads, 64, device="cuda").bfloat16() for heads in (8, 2, 2, 8)]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = nsa(*leaves, config=config, backend="triton")
+        return out, *torch.autograd.grad(out, leaves, do)
+
+    for got, expected in zip(run(*far_apart(tensors, 1)), run(*tensors), strict=True):
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.interpreted

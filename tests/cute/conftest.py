@@ -10,7 +10,7 @@ import torch
 from cute_kernels.runtime import replay
 from tests.ptx import Observer, Order, Schedule
 from tests.support.gpu_calls import as_asked
-from tests.support.hardware import STRATEGIES
+from tests.support.hardware import KERNELS, STRATEGIES
 from tests.support.interpreted_gpu import interpreted_gpu
 
 
@@ -30,10 +30,12 @@ def no_recordings() -> Iterator[None]:
     replay.forget()
 
 
-@pytest.fixture(params=STRATEGIES)
-def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Tiles and lists of an architecture; Blackwell's run on Hopper, too."""
-    monkeypatch.setenv("NSA_KERNELS_FA4_STRATEGY", request.param)
+@pytest.fixture(params=KERNELS)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Kernels of calls that name no backend."""
+    monkeypatch.setenv("NSA_KERNELS_BACKEND", "triton" if request.param == "triton" else "cute")
+    if request.param in STRATEGIES:
+        monkeypatch.setenv("NSA_KERNELS_FA4_STRATEGY", request.param)
     return str(request.param)
 
 

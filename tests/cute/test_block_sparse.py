@@ -15,6 +15,7 @@ from nsa.inputs import NSAInputs
 from tests.ptx import Order, Schedule
 from tests.support import cases, kv_outer_cases
 from tests.support.block_sparse_cases import Case, make
+from tests.support.hardware import EITHER
 from tests.support.indexer_cases import Case as Choice
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 
@@ -130,20 +131,22 @@ def test_takes(case: str) -> None:
 LARGE = replace(BF16, queries=2000, count=16, group=16, dim=128, size=128)
 
 
+@EITHER
 @pytest.mark.cuda
 @pytest.mark.parametrize("case", CASES)
-def test_on_a_gpu(case: str) -> None:
+def test_on_a_gpu(case: str, kernels: str) -> None:
     make(CASES[case], device="cuda").check()
 
 
+@EITHER
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     "changes",
     [{}, {"size": 64}, {"size": 64, "dim": 64, "dtype": torch.float16}, {"size": 256, "count": 5}, {"group": 1}],
     ids=str,
 )
-def test_long_on_a_gpu(changes: dict[str, Any]) -> None:
-    make(replace(LARGE, **changes), device="cuda").check(backend="cute")
+def test_long_on_a_gpu(changes: dict[str, Any], kernels: str) -> None:
+    make(replace(LARGE, **changes), device="cuda").check()
 
 
 def test_blocks_far_behind_the_last_key_stay_there() -> None:
@@ -155,17 +158,18 @@ def test_blocks_far_behind_the_last_key_stay_there() -> None:
     assert indices[0, 0, 0].tolist() == [0, 1, 2**31 - 1, 2**31 - 1, -1, -1]
 
 
+@EITHER
 @pytest.mark.cuda
 @pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize(("batch", "queries"), [(0, 5), (2, 0)])
-def test_no_queries_give_no_gradients(batch: int, queries: int, starts: bool) -> None:
+def test_no_queries_give_no_gradients(batch: int, queries: int, starts: bool, kernels: str) -> None:
     q, k, v = (
         torch.randn(batch, n, heads, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         for n, heads in ((queries, 4), (9, 2), (9, 2))
     )
     blocks = torch.zeros(batch, 2, queries, 3, dtype=torch.int32, device="cuda")
     q_start = torch.zeros(batch, dtype=torch.int32, device="cuda") if starts else None
-    out = block_sparse_attention(q, k, v, blocks, block_size=64, q_start=q_start, backend="cute")
+    out = block_sparse_attention(q, k, v, blocks, block_size=64, q_start=q_start)
     out.sum().backward()
     assert all(x.grad is not None and not x.grad.any() for x in (q, k, v))
 
@@ -251,9 +255,10 @@ def test_barriers_put_lists_in_order(arch: str) -> None:
         Choice(1, 2300, heads=1).check(backend="cute")  # in two parts
 
 
+@EITHER
 @pytest.mark.cuda
 @pytest.mark.parametrize("case", CHOICES)
-def test_choices_on_a_gpu(case: str) -> None:
+def test_choices_on_a_gpu(case: str, kernels: str) -> None:
     CHOICES[case].check("cuda")
 
 

@@ -20,9 +20,9 @@ from nsa import NSAConfig, nsa, nsa_forward_aux
 from tests.support import cases
 from tests.support.causality import LSES
 from tests.support.cute_cases import gate_weight, like, on_gpu
-from tests.support.hardware import DETERMINISTIC
+from tests.support.hardware import DETERMINISTIC, EITHER
 
-pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default"), EITHER, pytest.mark.usefixtures("kernels")]
 
 KV_HEADS = 2
 

@@ -1,4 +1,4 @@
-"""NSA on an NVIDIA GPU against fp64: results, selections, gradients; per tile, with both strategies, and per token."""
+"""NSA on an NVIDIA GPU against fp64: results, selections, gradients; per tile, per token, with all kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.cute_cases import (
     on_gpu,
 )
 from tests.support.gpu_calls import Case
-from tests.support.hardware import DETERMINISTIC, with_strategies
+from tests.support.hardware import DETERMINISTIC, STRATEGIES, with_kernels
 from tests.support.kv_outer_cases import small_chunks
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
@@ -123,7 +123,7 @@ def check(inputs: NSAInputs, config: NSAConfig = SOME, *, recompute: bool = Fals
     return aux
 
 
-@with_strategies("size", SIZES)
+@with_kernels("size", SIZES)
 def test_sizes(size: tuple[str, int]) -> None:
     mode, tokens = size
     config = MODES[mode]
@@ -132,14 +132,14 @@ def test_sizes(size: tuple[str, int]) -> None:
         assert int((aux.indices[:, :, -1] >= 0).sum(-1).max()) == config.num_selected_blocks
 
 
-@with_strategies("group dim dtype mode recompute", [1, 2, 4, 8, 16], [64, 128], [BF16, FP16], MODES, [False, True])
+@with_kernels("group dim dtype mode recompute", [1, 2, 4, 8, 16], [64, 128], [BF16, FP16], MODES, [False, True])
 def test_groups(group: int, dim: int, dtype: torch.dtype, mode: str, recompute: bool) -> None:
     heads = max(group, 2)
     qkv = on_gpu(700, heads, heads // group, dim, dtype=dtype, batch=2)
     check(NSAInputs(*qkv, gate_proj_weight=gate_weight(heads, dim, dtype)), MODES[mode], recompute=recompute)
 
 
-@with_strategies("name batch", CALLS, [1, 2])
+@with_kernels("name batch", CALLS, [1, 2])
 def test_calls(name: str, batch: int) -> None:
     call = replace(CALLS[name], batch=batch)
     check(call.inputs("cuda"), call.config)
@@ -202,7 +202,7 @@ def test_expanded_keys() -> None:
     "name",
     ["plain", "sparse compressed", "overlapping", "shared in the group", "per token", "per token, 64 heads a group"],
 )
-def test_nothing_depends_on_later_tokens(name: str, strategy: str) -> None:
+def test_nothing_depends_on_later_tokens(name: str, kernels: str) -> None:
     overlapping = {**OVERLAPPING, "num_local_blocks": 1}
     changes = {**OPTIONS, "overlapping": overlapping}.get(name, {})
     config = PAPER if name.startswith("per token") else replace(SOME, **changes)
@@ -212,8 +212,8 @@ def test_nothing_depends_on_later_tokens(name: str, strategy: str) -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, **fixed: Tensor | None) -> tuple[Tensor, NSAAux]:
         if not fixed:
             return nsa_forward_aux(q, k, v, config=config)
-        forward = dispatch.resolve(dispatch.Call("nsa", q.device, q.dtype), "cute").load()
-        out, aux = forward(NSAInputs(q, k, v), config, **fixed)
+        forward = dispatch.resolve(dispatch.Call("nsa", q.device, q.dtype)).load()
+        out, aux = forward(NSAInputs(q, k, v), config, **{name: x for name, x in fixed.items() if x is not None})
         return out, NSAAux(*aux)
 
     positions = {0, 30, 31, 46, 47, 62, 63, 64, 127, 128, 255, 256, 300, 511, 767, 1000, tokens - 300, tokens - 1}
@@ -231,9 +231,10 @@ CHUNKED = {
 }
 
 
+@pytest.mark.parametrize("kernels", STRATEGIES, indirect=True)
 @pytest.mark.parametrize("gates", ["gate_proj_weight", "gates", None])
 @pytest.mark.parametrize("name", CHUNKED)
-def test_chunks_change_nothing(name: str, gates: str | None, monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+def test_chunks_change_nothing(name: str, gates: str | None, monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     """Of queries, and of worklists. Nor does whether the gate is a kernel of its own, as it is for aux."""
     from cute_kernels.call import chunk_rows
 

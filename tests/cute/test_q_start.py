@@ -18,7 +18,7 @@ from tests.support import cases
 from tests.support.causality import BRANCHES, LSES
 from tests.support.cute_cases import SOME, on_gpu
 from tests.support.gpu_calls import Case
-from tests.support.hardware import with_strategies
+from tests.support.hardware import with_kernels
 from tests.support.helpers import make_qkv
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
@@ -59,7 +59,7 @@ def chunk(inputs: NSAInputs, start: int, stop: int) -> NSAInputs:
 
 
 def call(function: Any, inputs: NSAInputs, config: NSAConfig, **keywords: Any) -> Any:
-    return function(**inputs.tensors(), q_start=inputs.q_start, config=config, backend="cute", **keywords)
+    return function(**inputs.tensors(), q_start=inputs.q_start, config=config, **keywords)
 
 
 def assert_rows(
@@ -78,7 +78,7 @@ def assert_rows(
     assert torch.equal(aux.indices, whole_aux.indices[:, :, tiles]), "indices"
 
 
-@with_strategies("name heads", CASES, [(8, 2, 128), (16, 1, 64), (4, 4, 128)])
+@with_kernels("name heads", CASES, [(8, 2, 128), (16, 1, 64), (4, 4, 128)])
 def test_rows_are_those_of_the_whole(name: str, heads: tuple[int, int, int]) -> None:
     """Token mode for any cut, tile mode for cuts at tiles; a row alone among them. With and without aux."""
     config, cuts, tensors = CASES[name]
@@ -93,7 +93,7 @@ def test_rows_are_those_of_the_whole(name: str, heads: tuple[int, int, int]) -> 
         assert torch.equal(call(nsa, one.map(lambda x: x.detach().requires_grad_()), config).detach(), got[0])
 
 
-@with_strategies(
+@with_kernels(
     "at name",
     [(100, 2900), (300, 310), (2815, 2816), (2817, 3000)],
     ["plain", "shared in the group", "sparse compressed"],
@@ -109,7 +109,7 @@ def test_inside_a_tile_with_its_sum(at: tuple[int, int], name: str) -> None:
     q_sum = q[:, start // size * size : start].float().sum(1)
     prefix = NSAInputs(*(x[:, :stop] for x in (q, k, v)))
     whole, whole_aux = call(nsa_forward_aux, prefix, config)
-    out, aux = nsa_forward_aux(q[:, start:stop], k, v, q_start=start, q_sum=q_sum, config=config, backend="cute")
+    out, aux = nsa_forward_aux(q[:, start:stop], k, v, q_start=start, q_sum=q_sum, config=config)
     tiles = slice(start // size, -(-stop // size))
     same = (aux.indices == whole_aux.indices[:, :, tiles]).all(-1)
     if aux.cmp_indices is not None and whole_aux.cmp_indices is not None:

@@ -20,7 +20,7 @@ from nsa.inputs import KEY_NAMES, NSAInputs
 from tests.support.cases import rest
 from tests.support.continued_packs import PACKS, TAIL, Pack, assert_each_as_alone, assert_gradients
 from tests.support.documents import documents
-from tests.support.hardware import with_strategies
+from tests.support.hardware import with_kernels
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 
 pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
@@ -133,7 +133,7 @@ ON_GPU = {
 
 
 def by_api(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, NSAAux]:
-    return nsa_forward_aux(**inputs.tensors(), config=config, backend="cute")  # type: ignore[arg-type]
+    return nsa_forward_aux(**inputs.tensors(), config=config)  # type: ignore[arg-type]
 
 
 def check(pack: Pack) -> None:
@@ -155,7 +155,7 @@ def check(pack: Pack) -> None:
 
 
 @pytest.mark.cuda
-@with_strategies("name", ON_GPU)
+@with_kernels("name", ON_GPU)
 def test_on_a_gpu(name: str) -> None:
     check(ON_GPU[name])
 
@@ -168,7 +168,7 @@ def test_tiles_of_sm_90(tile: int, dim: int) -> None:
 
 
 @pytest.mark.cuda
-@with_strategies("name spare", ["overlapping, forced", "sparse compressed"], [-1, 0, 500])
+@with_kernels("name spare", ["overlapping, forced", "sparse compressed"], [-1, 0, 500])
 def test_given_entries(name: str, spare: int) -> None:
     """As they were computed, with no, the same or more rows to spare, they change no bit; spare rows are not read."""
     inputs, config = ON_GPU[name].inputs, ON_GPU[name].config
@@ -189,7 +189,7 @@ REACHED = ("seed", "one head a group, D=64", "overlapping, forced", "sparse comp
 
 
 @pytest.mark.cuda
-@with_strategies("name value", REACHED, [3.0, math.nan, math.inf])
+@with_kernels("name value", REACHED, [3.0, math.nan, math.inf])
 def test_no_document_reaches_another(name: str, value: float) -> None:
     """Neither the one before it, whose last tiles of keys may go on behind its end, nor the one behind it.
 
@@ -202,7 +202,7 @@ def test_no_document_reaches_another(name: str, value: float) -> None:
 
     def results(given: NSAInputs, do: Tensor) -> tuple[Tensor, ...]:
         leaves = {name: given.tensors()[name].detach().requires_grad_() for name in names}
-        out = nsa(**{**given.tensors(), **leaves}, config=config, backend="cute")  # type: ignore[arg-type]
+        out = nsa(**{**given.tensors(), **leaves}, config=config)  # type: ignore[arg-type]
         return (out.detach(), *torch.autograd.grad(out, list(leaves.values()), do))
 
     before = results(inputs, do)
@@ -224,12 +224,12 @@ def test_no_document_reaches_another(name: str, value: float) -> None:
 
 
 @pytest.mark.cuda
-@with_strategies("name", ["seed", "sparse compressed", "own keys"])
+@with_kernels("name", ["seed", "sparse compressed", "own keys"])
 def test_a_graph_follows_the_bounds(name: str) -> None:
     inputs, config = ON_GPU[name].inputs, ON_GPU[name].config
 
     def call() -> Tensor:
-        return nsa_forward(**inputs.tensors(), config=config, backend="cute")  # type: ignore[arg-type]
+        return nsa_forward(**inputs.tensors(), config=config)  # type: ignore[arg-type]
 
     torch.utils.deterministic.fill_uninitialized_memory = False
     for _ in range(2):

@@ -13,13 +13,18 @@ from typing import Any
 import pytest
 import torch
 
+import dispatch
 from cute_kernels.fa4 import rules as fa4
 from cute_kernels.runtime.device import compute_capability
 from cute_kernels.support import CAPABILITIES
 from tests.support import cases
 
 STRATEGIES = ("sm_90", "sm_100")
-"""Values of NSA_KERNELS_FA4_STRATEGY, for the fixture `strategy`."""
+"""Values of NSA_KERNELS_FA4_STRATEGY: tiles and lists of an architecture; Blackwell's run on Hopper, too."""
+KERNELS = (*STRATEGIES, "triton")
+"""Kernels that the fixture `kernels` chooses: those of `cute` by strategy, or Triton's."""
+EITHER = pytest.mark.parametrize("kernels", ["sm_90", "triton"], indirect=True)
+"""Kernels of Hopper, or Triton's, for a test that takes the fixture."""
 DETERMINISTIC = pytest.mark.sm_90(deterministic=True)
 ATOMIC_FREE = pytest.mark.sm_90("gradients without atomics")
 """Tests of their kernels, or of their bits without `deterministic`."""
@@ -29,11 +34,11 @@ ENOUGH_GIB = 75
 WINDOW_COMBINE = pytest.mark.sm_90("window, forced blocks, combine and gate in one kernel")
 
 
-def with_strategies(names: str, *axes: Iterable[Any]) -> Callable[[Any], Any]:
-    """Parameters of a test, every two values of which come together, with the strategy as one more."""
-    values = cases.product(*axes, STRATEGIES, cover=min(2, len(axes) + 1))
-    mark = pytest.mark.parametrize((*names.split(), "strategy"), values, indirect=["strategy"], ids=str)
-    return lambda test: pytest.mark.usefixtures("strategy")(mark(test))
+def with_kernels(names: str, *axes: Iterable[Any]) -> Callable[[Any], Any]:
+    """Parameters of a test, every two values of which come together, with the kernels as one more."""
+    values = cases.product(*axes, KERNELS, cover=min(2, len(axes) + 1))
+    mark = pytest.mark.parametrize((*names.split(), "kernels"), values, indirect=["kernels"], ids=str)
+    return lambda test: pytest.mark.usefixtures("kernels")(mark(test))
 
 
 def marked(names: Iterable[str]) -> list[Any]:
@@ -54,6 +59,12 @@ def without_cute() -> str | None:
     if not torch.cuda.is_available() or (own := compute_capability(0)) in CAPABILITIES:
         return None
     return f"needs a GPU of `cute`, this one has compute capability {'.'.join(map(str, own))}"
+
+
+def refused(item: pytest.Item, error: BaseException) -> str | None:
+    """Why Triton's kernels do not run this call of a test for several kernels, or None."""
+    named = getattr(item, "callspec", None) and item.callspec.params.get("kernels")  # type: ignore[attr-defined]
+    return str(error) if named == "triton" and isinstance(error, dispatch.BackendError) else None
 
 
 def out_of_memory(error: BaseException) -> str | None:
