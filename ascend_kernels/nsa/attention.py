@@ -7,8 +7,7 @@
 `gate` weighs the branch in each row; do is the gradient of the gated sum. Scores, probabilities and sums are fp32,
 operands of products in the inputs' dtype. Rows without keys have o = 0, lse = -inf, and no gradient.
 
-Backwards read a row's statistics as one vector of four numbers, fp32 `[H,rows,4]`: lse in base 2 (+inf in rows without
-keys, so that p is 0), delta, gate, and 0.
+Backwards read a row's statistics as one vector of four numbers, fp32 `[H,rows,4]`: lse in base 2, delta, gate, and 0.
 """
 
 from __future__ import annotations
@@ -52,15 +51,14 @@ def finish(b_o, b_max, b_sum, log2_scale):
 @triton.jit
 def store_statistics(p_rows, b_lse, b_delta, b_gate, mask):
     """Store the statistics of rows at p_rows `[M]`. b_lse: natural."""
-    b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
-    b_pairs = tl.join(tl.join(b_lse, b_gate), tl.join(b_delta, tl.zeros_like(b_delta)))
+    b_pairs = tl.join(tl.join(b_lse * LOG2_E, b_gate), tl.join(b_delta, tl.zeros_like(b_delta)))
     b_stats = tl.reshape(b_pairs, [b_lse.shape[0], 4])  # lse, delta, gate, 0
     tl.store(p_rows[:, None] + tl.arange(0, 4)[None, :], b_stats, mask=mask[:, None])
 
 
 @triton.jit
 def load_statistics(p_rows, mask):
-    """Base-2 lse, delta and gate of the rows at p_rows, `[M]` each; +inf, 0 and 0 without mask."""
+    """Base-2 lse, delta and gate of the rows at p_rows, `[M]` each; +inf, 0 and 0 without mask, so that p is 0."""
     b_stats = tl.load(p_rows[:, None] + tl.arange(0, 4)[None, :], mask=mask[:, None], other=0.0)
     b_even, b_odd = tl.split(tl.reshape(b_stats, [mask.shape[0], 2, 2]))
     b_lse, b_gate = tl.split(b_even)
