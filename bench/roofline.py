@@ -26,8 +26,15 @@ class Peaks:
     tbs: float
 
 
-PEAKS = {"H200": Peaks(989, 4.8), "H100": Peaks(989, 3.35)}
-"""By a part of the device's name: NVIDIA's data sheets, for the SXM modules."""
+PEAKS = {
+    "H200": Peaks(989, 4.8),
+    "H100": Peaks(989, 3.35),
+    "A100": Peaks(312, 2.04),
+    "L40S": Peaks(362, 0.864),
+    "RTX 4090": Peaks(165, 1.01),
+    "RTX 5090": Peaks(210, 1.79),
+}
+"""By a part of the device's name: NVIDIA's data sheets, of H200, H100 and A100 (80 GB) for the SXM modules."""
 DEFAULT_TBS = 4.8
 SCORE_PRODUCTS = 3
 """16-bit products that make one score of a tile: its mean query is a float32 number, in three parts. Tokens: one."""

@@ -371,6 +371,35 @@ def decode_rows() -> Iterator[Row]:
             yield row | {"per": {"paper": "token", "per_tile": "tile"}[row["preset"]]}
 
 
+def triton_rows() -> Iterator[Row]:
+    """NSA of the paper by Triton and `cute`, fla, and dense attention of FlashAttention-4 and PyTorch."""
+    sdpa = {
+        (name, row["n"], row["pass"]): row["dense_ms"]
+        for name in ("flash", "cudnn")
+        for row in load(f"triton-{name}-h200")["rows"]
+    }
+    queued = [row for row in load("triton-h200")["rows"] if row["mode"] == "queued"]
+    for row in pivot(queued, "n pass", "{backend}"):
+        case = row["n"], row["pass"]
+        yield row | {name: sdpa.get((name, *case)) for name in ("flash", "cudnn")}
+
+
+CARDS = "A100", "L40S", "RTX 4090", "RTX 5090"
+
+
+def predicted_rows() -> Iterator[Row]:
+    """Times on other cards at the share of the floor that code for sm_80 reaches on an H200."""
+    from bench.inputs import Sizes  # which import torch
+    from bench.roofline import PEAKS, dense_floor_ms, nsa_floor_ms
+    from nsa import NSAConfig
+
+    for row in load("triton-sm80-code-h200")["rows"]:
+        sizes, backward = Sizes(1, row["n"], row["h"], row["h_kv"], row["d"]), row["pass"] != "fwd"
+        nsa = {card: nsa_floor_ms(sizes, NSAConfig.paper(), PEAKS[card], backward=backward) for card in CARDS}
+        dense = {card: dense_floor_ms(sizes, PEAKS[card], backward=backward) for card in CARDS}
+        yield row | {card: f"{ms(nsa[card] / row['share_of_floor'])} / {ms(dense[card])}" for card in CARDS}
+
+
 STEP_MODELS = {"nsa": "NSA", "dense": "dense", "dense_unmasked": "dense without a mask"}
 
 
@@ -673,6 +702,19 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
         notes="{bars:reached}\nStretch bars: {stretch:reached}\n"
         "Memory of forward + backward at 64K: {peak_gib:.1f} GiB (SFNSA 12.7, fla {fla_gib:.1f}).",
         facts=paper_facts,
+    ),
+    "triton": Table(
+        "N | pass | Triton | GiB | `cute` | fla | dense: FA4 | cuDNN | FA2",
+        "{n:tokens} | {pass} | {triton[ms_p50]:ms} | {triton[peak_gib]:.2f} | {cute[ms_p50]:ms} | {cute[fla_ms]:ms}"
+        " | {cute[dense_ms]:ms} | {cudnn:ms} | {flash:ms}",
+        ("triton-h200", "triton-cudnn-h200", "triton-flash-h200"),
+        triton_rows,
+    ),
+    "triton-predicted": Table(
+        f"N | pass | H200, code for sm_80 | {' | '.join(CARDS)}",
+        f"{{n:tokens}} | {{pass}} | {{ms_p50:ms}} | {' | '.join(f'{{{card}}}' for card in CARDS)}",
+        ("triton-sm80-code-h200",),
+        predicted_rows,
     ),
     "token-selected": Table(
         "N | heads | blocks chosen | KV-outer fwd | query-outer fwd | KV-outer fwd+bwd | fla fwd / fwd+bwd",
