@@ -34,15 +34,13 @@ from tests.support.gpu_calls import CASES, MANY, TILES, TOKENS
 from tests.support.gpu_calls import Case as Call
 from tests.support.helpers import error_budget, lse_error
 from tests.support.interpreted_gpu import interpreted_gpu
-from tests.support.kernel_classes import HOPPER_MODULES, every_form, forms_of
+from tests.support.kernel_classes import HOPPER_ONLY, every_form, forms_of
 from tests.support.poison import poison
 from tools.sanitize import FA4, OURS
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SLACK = 1e-4
 """Of a gradient: dS of a row with one key is nothing but the difference of two sums in fp32."""
-HOPPER_ONLY = re.compile(rf"\w+\.({'|'.join(HOPPER_MODULES)})\.|.*(use_wgmma|warpgroups)=True")
-"""Forms of kernels that no sm_100 GPU runs."""
 SCHEDULES = {"late": Schedule(late=True), "early": Schedule(late=False)}
 """When asynchronous operations end: as late as they may, or at once."""
 

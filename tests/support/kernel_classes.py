@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -11,28 +12,19 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
-HOPPER_MODULES = (
-    "compressed_backward",
-    "selected_backward",
-    "selected_worklist",
-    "window_backward",
-    "window_combine",
-    "window_dq_combine",
+HOPPER_ONLY = re.compile(
+    r"attend\.((compressed|selected|window)_backward|window_combine|window_dq_combine)\.|lists\.selected_worklist\."
+    r"|.*(use_wgmma|warpgroups)=True"
 )
-"""Of kernels with WGMMA, which sm_100 does not run."""
+"""Forms of kernels that no sm_100 GPU runs."""
 OTHERS = "cute_kernels.fa4"
 """Module whose kernels are not ours."""
 
 
 def our_kernels(arch: str = "sm_90a") -> set[str]:
-    """Classes with a kernel for the architecture, as the sources of cute_kernels define them."""
-    return {
-        node.name
-        for path in (ROOT / "cute_kernels").rglob("*.py")
-        if arch == "sm_90a" or path.stem not in HOPPER_MODULES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef) and any(getattr(member, "name", "") == "kernel" for member in node.body)
-    }
+    """Classes with a form for the architecture."""
+    forms = (form for form in every_form() if arch == "sm_90a" or not HOPPER_ONLY.match(form))
+    return {form.partition(" ")[0].rpartition(".")[2] for form in forms}
 
 
 @cache
