@@ -17,12 +17,10 @@ from torch import nn
 from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerFast,
-    TextGenerationPipeline,
     Trainer,
     TrainingArguments,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging
 
 from nsa.integrations.transformers import convert, modeling
 from nsa.integrations.transformers.modeling import MODELS
@@ -56,14 +54,6 @@ def test_label_smoothing_is_of_the_next_token(kind: str, adapted: bool, tmp_path
     examples: Any = [{"input_ids": row, "labels": row} for row in ids]
     found = Trainer(model, arguments, eval_dataset=examples).evaluate()["eval_loss"]
     assert found == pytest.approx(float(expected), rel=1e-5)
-
-
-def test_the_pipeline_of_texts_knows_them(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.get_logger("transformers"), "propagate", True)
-    pipeline = TextGenerationPipeline(model=converted_model(), tokenizer=tokenizer())
-    assert not caplog.records
-    (written,) = pipeline("w5 w6", max_new_tokens=3, do_sample=False)
-    assert written["generated_text"].startswith("w5 w6")
 
 
 @pytest.mark.parametrize("kind", KINDS)
