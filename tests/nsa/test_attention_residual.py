@@ -53,38 +53,6 @@ def test_cpu_tensors_run_the_reference(layout: str) -> None:
     assert torch.equal(attention_residual(case.blocks, case.w_query, case.w_norm, EPS), got[0])
 
 
-BLOCKS = torch.zeros(3, 2, 5, 8)
-BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (ValueError, r"blocks must have the layout \[L,...,D\] or be a list, got shape \[8\]", {"blocks": BLOCKS[0, 0, 0]}),
-    (ValueError, "blocks must have at least one member, got an empty list", {"blocks": []}),
-    (ValueError, r"blocks\[0\] must have the layout \[...,D\], got shape \[\]", {"blocks": [BLOCKS[0, 0, 0, 0]]}),
-    (ValueError, r"have blocks\[0\]'s shape \[5, 8\], got \[4, 8\]", {"blocks": [BLOCKS[0, 0], BLOCKS[0, 0, :4]]}),
-    (
-        ValueError,
-        r"blocks\[1\] must have blocks\[0\]'s strides \(40, 8, 1\), got \(8, 16, 1\)",
-        {"blocks": [BLOCKS[0], torch.zeros(5, 2, 8).transpose(0, 1)]},
-    ),
-    (
-        ValueError,
-        r"blocks\[1\] must be on blocks\[0\]'s device cpu, got meta",
-        {"blocks": [BLOCKS[0], BLOCKS[0].to("meta")]},
-    ),
-    (ValueError, r"blocks must have at least one block and D >= 1, got shape \[0, 2, 5, 8\]", {"blocks": BLOCKS[:0]}),
-    (
-        TypeError,
-        "w_norm must be float16 or float32 .blocks are float16., got float64",
-        {"blocks": BLOCKS.half(), "w_norm": torch.zeros(8).double()},
-    ),
-]
-
-
-@pytest.mark.parametrize(("error", "message", "changes"), BAD, ids=str)
-def test_bad_arguments_are_named(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
-    given = {"blocks": BLOCKS, "w_query": torch.zeros(8), "w_norm": torch.ones(8), **changes}
-    with pytest.raises(error, match=message):
-        attention_residual(**given)
-
-
 def test_strides_of_single_rows_do_not_matter() -> None:
     """B = 1: blocks that lie alike, whatever PyTorch says of the stride that nothing steps over."""
     wide, blocks = torch.randn(1, 12, 8), torch.randn(2, 1, 10, 8)
@@ -125,22 +93,6 @@ def test_the_layer_starts_with_the_mean(norm_weight: bool) -> None:
     assert sorted(layer.state_dict()) == ["w_norm", "w_query"][0 if norm_weight else 1 :]
     assert layer.w_query.grad is not None
     assert layer.w_query.grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "dtype", "given"),
-    [
-        (ValueError, r"blocks\[0\] must have hidden_size=8, .* got shape \[2, 5, 7\]", None, [BLOCKS[0, ..., :7]]),
-        (ValueError, "blocks must be on cpu, as the weights are, got meta", None, BLOCKS.to("meta")),
-        (TypeError, r"blocks\[0\] must be float64, as the weights are, got float32", torch.float64, [BLOCKS[0]]),
-    ],
-    ids=str,
-)
-def test_the_layer_blames_its_input(
-    error: type[Exception], message: str, dtype: torch.dtype | None, given: Any
-) -> None:
-    with pytest.raises(error, match=f"^{message}"):
-        AttentionResidual(8, dtype=dtype)(given)
 
 
 def test_the_layer_is_the_function() -> None:

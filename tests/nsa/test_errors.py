@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -12,19 +12,27 @@ import torch
 
 import dispatch
 from nsa import (
+    AttentionResidual,
+    LinearCompression,
     NeighborhoodAttention,
     NeighborhoodAttentionLayer,
     NSACache,
     NSAConfig,
     NSAttention,
+    Unpadding,
+    attention_residual,
     block_sparse_attention,
+    indexer_kl_loss,
     nsa,
     nsa_forward,
     nsa_forward_aux,
     nsa_with_cache,
+    rotary_table,
+    top_blocks_by_max,
 )
 from nsa.common import resolve
 from nsa.inputs import NSAInputs
+from nsa.integrations.fla import fla_config, layer_from_fla
 from tests.support.cases import product
 
 B, N, H, H_KV, D, D_V = 2, 32, 4, 2, 8, 6
@@ -55,29 +63,18 @@ def bounds(*values: int) -> torch.Tensor:
 # id: (keywords that replace the good ones, error class, pieces of the message)
 BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     # options: equal to good ones, but of another type
-    "l float": ({"compress_block_size": 8.0}, TypeError, ("compress_block_size", "integer", "8.0")),
-    "share int": ({"share_heads_in_group": 1}, TypeError, ("share_heads_in_group", "True or False", "1")),
-    "deterministic int": ({"deterministic": 1}, TypeError, ("deterministic", "1")),
-    "compress int": ({"compress": 3}, TypeError, ("compress", "3")),
     "compress one of two": ({"compress": (len,)}, TypeError, ("compress", "two callables", "len")),
     # options: value
-    "d above l": ({"compress_stride": 9}, ValueError, ("compress_stride", "compress_block_size=8", "9")),
     "forced above k": (
         {"num_init_blocks": 1, "num_local_blocks": 2, "num_selected_blocks": 2},
         ValueError,
         ("num_init_blocks", "num_local_blocks", "num_selected_blocks=2", "1 + 2"),
-    ),
-    "c per token": (
-        {"num_cmp_selected_blocks": 4, "q_tile_size": 1},
-        ValueError,
-        ("num_cmp_selected_blocks", "q_tile_size=1"),
     ),
     "c below forced": (
         {"num_cmp_selected_blocks": 3, "n_block_size": 1, "q_tile_size": 32},
         ValueError,
         ("num_cmp_selected_blocks", "at least 4", "compress_block_size=8", "causal=True", "got 3"),
     ),
-    "compress word": ({"compress": "max"}, ValueError, ("compress", "'mean'", "'max'")),
     # how options are given
     "unknown keyword": ({"attention_mask": None}, TypeError, ("unknown keyword argument attention_mask",)),
     "option misspelt": ({"num_selected_block": 4}, TypeError, ("did you mean num_selected_blocks?",)),
@@ -259,39 +256,147 @@ def test_environment_names_an_unknown_backend(monkeypatch: pytest.MonkeyPatch) -
         nsa(**good())
 
 
-BAD_MODULES: list[tuple[Any, type[Exception], dict[str, Any], str]] = [
-    (NSAttention, ValueError, {"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
-    (NSAttention, ValueError, {"num_heads": 3}, "head_dim must be given: hidden_size=32"),
-    (NSAttention, TypeError, {"hidden_size": 32.0}, "hidden_size must be an integer, got 32.0"),
-    (NSAttention, ValueError, {"v_head_dim": 0}, "v_head_dim must be at least 1, got 0"),
-    (NSAttention, ValueError, {"gate": "k"}, "gate must be 'x', 'q' or None, got 'k'"),
-    (NSAttention, TypeError, {"config": {"window_size": 3}}, "config must be an NSAConfig or None, got dict"),
-    (NSAttention, TypeError, {"rope": "llama"}, "rope must be a callable"),
-    (NSAttention, ValueError, {"compress": "mlp"}, "compress must be 'linear' or None, got 'mlp'"),
-    (NSAttention, ValueError, {"compress": "linear", "compress_proj": True}, "leaves nothing to compress_proj"),
-    (
-        NSAttention,
-        ValueError,
-        {"compress": "linear", "config": NSAConfig(compress=torch.nn.Identity())},
-        "leaves nothing to a config that compresses",
-    ),
-    (NeighborhoodAttention, ValueError, {"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 4"),
-    (NeighborhoodAttention, ValueError, {"num_heads": 5}, "head_dim must be given: hidden_size=32 is not a multiple"),
-    (NeighborhoodAttention, TypeError, {"kernel_size": 3.0}, "kernel_size must be an integer, got 3.0"),
-    (NeighborhoodAttention, ValueError, {"dropout": 1.5}, "dropout must be from 0 to 1, got 1.5"),
-    (NeighborhoodAttention, TypeError, {"dropout": "some"}, "dropout must be a number, got 'some'"),
-    (NeighborhoodAttention, TypeError, {"rope": "llama"}, "rope must be a callable"),
-    (NeighborhoodAttentionLayer, TypeError, {"kernel": 3}, "unexpected keyword argument 'kernel'"),
-    (NeighborhoodAttentionLayer, ValueError, {"kernel_size": 0}, "kernel_size must be at least 1, got 0"),
-    (NeighborhoodAttentionLayer, TypeError, {"norm_eps": True}, "norm_eps must be a number, got True"),
-    (NeighborhoodAttentionLayer, ValueError, {"norm_eps": math.nan}, "norm_eps must be finite and at least 0, got nan"),
+BLOCKS = torch.zeros(3, 2, 5, 8)
+NEXT = torch.zeros(1, 8, 32)
+ROWS = Unpadding.from_mask(torch.ones(2, 6, dtype=torch.bool))
+STATE = {f"{name}_proj.weight": ones(rows, 32) for name, rows in (("q", 256), ("k", 16), ("v", 16), ("g", 48))}
+STATE["o_proj.weight"] = ones(32, 256)
+
+
+HEADS_OF_LOSS = {"q_idx": 2, "k_idx": 1, "q": 4, "k": 2}
+
+
+def mixed(blocks: Any, w_norm: torch.Tensor | None = None) -> torch.Tensor:
+    return attention_residual(blocks, ones(8), w_norm)
+
+
+def sparse(**changed: Any) -> torch.Tensor:
+    """Blocks of 64 of 150 tokens."""
+    indices = torch.zeros(1, 2, 150, 3, dtype=torch.int32)
+    given = {"q": ones(1, 150, 4, 8), "k": ones(1, 150, 2, 8), "v": ones(1, 150, 2, 8), "block_indices": indices}
+    return block_sparse_attention(**given | {"block_size": 64} | changed)
+
+
+def top(**changed: Any) -> torch.Tensor:
+    given = {"q_idx": ones(1, 60, 2, 4), "k_idx": ones(1, 60, 1, 4), "block_size": 16, "k": 2}
+    return top_blocks_by_max(**given | changed)
+
+
+def loss(**changed: Any) -> torch.Tensor:
+    given: dict[str, Any] = {name: ones(1, 6, heads, 4) for name, heads in HEADS_OF_LOSS.items()}
+    return indexer_kl_loss(**given | {"block_indices": torch.zeros(1, 2, 6, 1).int(), "block_size": 8} | changed)
+
+
+def packed_loss(**changed: Any) -> torch.Tensor:
+    packed_tensors = {name: ones(6, heads, 4) for name, heads in HEADS_OF_LOSS.items()}
+    return loss(**packed_tensors, block_indices=torch.zeros(2, 6, 1).int(), cu_seqlens=bounds(0, 6), **changed)
+
+
+def from_fla(rope: Any = 10000.0, **changed: torch.Tensor) -> Any:
+    return layer_from_fla(STATE | {name.replace("__", "."): x for name, x in changed.items()}, rope=rope)
+
+
+attention: Any = NSAttention
+window: Any = NeighborhoodAttention
+layer: Any = NeighborhoodAttentionLayer
+mix: Any = AttentionResidual
+angles: Any = rotary_table
+padding: Any = Unpadding.from_mask
+pool: Any = LinearCompression
+POOLED = {"compress": LinearCompression(2, 4, 6), "compress_block_size": 4, "compress_stride": 2}
+OWN_POOL = NSAConfig(compress=torch.nn.Identity())
+HEADS_OF_FLA = "three gates a head and heads of one size"
+WRONG_VALUES: list[tuple[Callable[[], Any], str]] = [
+    (lambda: mixed(BLOCKS[0, 0, 0]), r"must have the layout \[L,...,D\] or be a list, got shape \[8\]"),
+    (lambda: mixed([]), "blocks must have at least one member, got an empty list"),
+    (lambda: mixed([BLOCKS[0, 0, 0, 0]]), r"blocks\[0\] must have the layout \[...,D\], got shape \[\]"),
+    (lambda: mixed([BLOCKS[0], BLOCKS[0, :, :4]]), r"have blocks\[0\]'s shape \[2, 5, 8\], got \[2, 4, 8\]"),
+    (lambda: mixed([BLOCKS[0], BLOCKS[0].half()]), r"blocks\[1\] must be float32 as blocks\[0\], got float16"),
+    (lambda: mixed([BLOCKS[0], ones(5, 2, 8).transpose(0, 1)]), r"strides \(40, 8, 1\), got \(8, 16, 1\)"),
+    (lambda: mixed([BLOCKS[0], BLOCKS[0].to("meta")]), r"must be on blocks\[0\]'s device cpu, got meta"),
+    (lambda: mixed(BLOCKS[:0]), r"at least one block and D >= 1, got shape \[0, 2, 5, 8\]"),
+    (lambda: mix(7)([BLOCKS[0]]), r"^blocks\[0\] must have hidden_size=7, .* got shape \[2, 5, 8\]"),
+    (lambda: mix(8)(BLOCKS.to("meta")), "^blocks must be on cpu, as the weights are, got meta"),
+    (lambda: sparse(block_indices=bounds(0)), r"\[B,H_kv,N_q,k\] = \[1, 2, 150, k\], got"),
+    (lambda: sparse(block_size=0), "block_size must be at least 1, got 0"),
+    (lambda: sparse(softmax_scale=0), "softmax_scale must be finite and greater than 0, got 0"),
+    (lambda: sparse(q_start=1), "q_start must be from 0 to N_k - N_q = 150 - 150 = 0, got 1"),
+    (lambda: sparse(q=ones(3, 4)), r"q must have the layout \[B,N,heads,D\]"),
+    (lambda: sparse(causal=False, q_start=0), "goes with causal=True, got causal=False"),
+    (lambda: top(k=0), "k must be at least 1, got 0"),
+    (lambda: top(local=3), "local must be at most 2, got 3"),
+    (lambda: top(k_idx=ones(1, 60, 3, 4)), "k_idx must have one head or H_i=2, and D_i=4, got"),
+    (lambda: top(q_idx=ones(60, 2, 4)), r"q_idx must have the layout \[B,N,heads,D_i\]"),
+    (lambda: top(k_idx=ones(1, 59, 1, 4)), "at least N_q=60 tokens, got"),
+    (lambda: top(q_idx=ones(10, 2, 4), k_idx=ones(12, 1, 4), cu_seqlens=bounds(0, 10)), "or cu_seqlens_k bounds of"),
+    (lambda: top(q_start=1), "q_start must be from 0 to N_k - N_q = 60 - 60 = 0, got 1"),
+    (lambda: loss(q_idx=ones(1, 6, 1, 4)), "q_idx must have a head for each of k's 2, got shape"),
+    (lambda: loss(k_idx=ones(1, 12, 1, 4)), "k_idx must have k's tokens"),
+    (lambda: loss(index_scale=-1), "index_scale must be finite and greater than 0, got -1"),
+    (lambda: packed_loss(q_start=bounds(0)), "q_start must be None with cu_seqlens"),
+    (lambda: angles(bounds(0), 7), "head_dim must be even, got 7"),
+    (lambda: angles(bounds(0), 8, theta=0.0), "theta must be finite and greater than 0, got 0"),
+    (lambda: angles(bounds(0), 8, theta=math.inf), "theta must be finite and greater than 0, got inf"),
+    (lambda: padding(bounds(1)), r"mask must have the shape \[B,N\], got \[1\]"),
+    *((lambda x=x: ROWS.unpad(x), r"\[B,N,...\] = \[2,6,...\], got") for x in (ones(3, 6, 4), ones(2, 5, 4), ones(12))),
+    *((lambda x=x: ROWS.pad(x), r"\[T,...\] = \[12,...\], got") for x in (ones(11, 4), ones())),
+    (lambda: pool(2, 0, 8), "block_size must be at least 1, got 0"),
+    (lambda: nsa(*[ones(1, 8, 1, 32)] * 3, **POOLED), r"which expects blocks .* = \[...,2,4,6\]"),
+    (lambda: from_fla(q_proj__bias=ones(256)), r"three biases or none, got .*'q_proj.bias'"),
+    (lambda: from_fla(rotary__inv_freq=ones(8), rope=500.0), r"rotary.inv_freq = \[1.0, .*, got 500.0"),
+    (lambda: from_fla(rope=-1), "greater than 0 as fla's rope_theta, got -1"),
+    (lambda: from_fla(g_proj__weight=ones(47, 32)), HEADS_OF_FLA),
+    (lambda: from_fla(g_proj__weight=ones(0, 32)), HEADS_OF_FLA),
+    (lambda: from_fla(o_proj__weight=ones(32, 99)), HEADS_OF_FLA),
+    (lambda: from_fla(v_proj__weight=ones(17, 32)), HEADS_OF_FLA),
+    (lambda: fla_config(block_counts=2), "must fit in num_selected_blocks=2"),
+    (lambda: attention(32, 4, 3), "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
+    (lambda: attention(32, 3), "head_dim must be given: hidden_size=32"),
+    (lambda: attention(32, 4, v_head_dim=0), "v_head_dim must be at least 1, got 0"),
+    (lambda: attention(32, 4, gate="k"), "gate must be 'x', 'q' or None, got 'k'"),
+    (lambda: attention(32, 4, compress="mlp"), "compress must be 'linear' or None, got 'mlp'"),
+    (lambda: attention(32, 4, compress="linear", compress_proj=True), "leaves nothing to compress_proj"),
+    (lambda: attention(32, 4, compress="linear", config=OWN_POOL), "leaves nothing to a config that compresses"),
+    (lambda: attention(32, 4, backend="cudnn")(NEXT), "backend must be one of cute, triton, reference for nsa, got"),
+    (lambda: window(32, 4, 3), "num_heads must be a multiple of num_kv_heads, got 4"),
+    (lambda: window(32, 5), "head_dim must be given: hidden_size=32 is not a multiple"),
+    (lambda: window(32, 4, dropout=1.5), "dropout must be from 0 to 1, got 1.5"),
+    (lambda: layer(32, 4, kernel_size=0), "kernel_size must be at least 1, got 0"),
+    (lambda: layer(32, 4, norm_eps=math.nan), "norm_eps must be finite and at least 0, got nan"),
 ]
+WRONG_TYPES: list[tuple[Callable[[], Any], str]] = [
+    (lambda: mixed(BLOCKS.half(), ones(8, dtype=DOUBLE)), r"w_norm must be float16 or float32 .*, got float64"),
+    (lambda: mix(8, dtype=DOUBLE)([BLOCKS[0]]), r"^blocks\[0\] must be float64, as the weights are, got float32"),
+    (lambda: sparse(block_indices=ones(1)), "block_indices must be int32 or int64, got float32"),
+    (lambda: sparse(block_indices=[0]), "block_indices must be a torch.Tensor, got list"),
+    (lambda: sparse(causal=1), "causal must be True or False, got 1"),
+    (lambda: sparse(debug=None), "debug must be True or False, got None"),
+    (lambda: top(block_size=16.0), "block_size must be an integer, got 16.0"),
+    (lambda: top(k_idx=ones(1, 60, 1, 4, dtype=DOUBLE)), r"k_idx must be float32 .*, got float64"),
+    (lambda: angles(4, 8), "positions must be a torch.Tensor, got int"),
+    (lambda: angles(bounds(0), 8.0), "head_dim must be an integer, got 8.0"),
+    (lambda: padding([[True]]), "mask must be a torch.Tensor, got list"),
+    (lambda: padding(ones(2, 6)), r"mask must be bool or integers, .*, got torch.float32"),
+    (lambda: pool(2, 4, 8.0), "head_dim must be an integer, got 8.0"),
+    (lambda: from_fla(rope=True), r"rope must be a callable .* or None, got True"),
+    (lambda: fla_config(block_counts=BLOCKS), "block_counts must be an integer"),  # type: ignore[arg-type]
+    (lambda: attention(32.0, 4), "hidden_size must be an integer, got 32.0"),
+    (lambda: attention(32, 4, config={}), "config must be an NSAConfig or None, got dict"),
+    (lambda: attention(32, 4, rope="llama"), "rope must be a callable"),
+    (lambda: window(32, 4, rope="llama"), "rope must be a callable"),
+    (lambda: window(32, 4, kernel_size=3.0), "kernel_size must be an integer, got 3.0"),
+    (lambda: window(32, 4, dropout=""), "dropout must be a number, got ''"),
+    (lambda: layer(32, 4, kernel=3), "unexpected keyword argument 'kernel'"),
+    (lambda: layer(32, 4, norm_eps=True), "norm_eps must be a number, got True"),
+    (lambda: layer(32, 4)(NEXT, NEXT), "this layer was built without a rope hook"),
+]
+CALLS = [*((*row, ValueError) for row in WRONG_VALUES), *((*row, TypeError) for row in WRONG_TYPES)]
 
 
-@pytest.mark.parametrize(("module", "error", "keywords", "message"), BAD_MODULES, ids=str)
-def test_bad_modules(module: Any, error: type[Exception], keywords: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("call", "message", "error"), CALLS, ids=[message for _, message, _ in CALLS])
+def test_bad_arguments_are_named(call: Callable[[], Any], message: str, error: type[Exception]) -> None:
     with pytest.raises(error, match=message):
-        module(**{"hidden_size": 32, "num_heads": 4, **keywords})
+        call()
 
 
 @pytest.mark.parametrize("layer", [NSAttention, NeighborhoodAttention])

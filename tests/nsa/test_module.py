@@ -173,8 +173,3 @@ def test_under_autocast_only_the_projections_lose_precision(make: Any, target: s
         assert parameter.grad is not None, name
         assert parameter.grad.dtype == torch.float32, name
         assert parameter.grad.abs().sum() > 0, name
-
-
-def test_backend_reaches_the_dispatcher() -> None:
-    with pytest.raises(ValueError, match="backend must be one of cute, triton, reference for nsa, got 'cudnn'"):
-        NSAttention(WIDTH, HEADS, backend="cudnn")(torch.randn(1, 8, WIDTH))
