@@ -351,6 +351,20 @@ def test_a_cut_clears_only_the_flags_of_what_it_cuts() -> None:
     assert cache.seqlens.tolist() == [0, 40, 3]
 
 
+def test_what_is_kept_of_a_tile_moves_with_its_sequence() -> None:
+    """Also in a state that is loaded: a cut to a closed tile does not open it."""
+    beams, other = (Beams(SMALL["seed"], 2, 96, page_size=8) for _ in range(2))
+    beams.step(40)
+    beams.truncate([16, 35])
+    beams.reorder([1, 0])
+    other.cache.load_state_dict(beams.cache.state_dict())
+    for cache in (beams.cache, other.cache):
+        with pytest.raises(ValueError, match=r"or at least 16 for sequence 1 of 16 tokens, .* got 10"):
+            cache.truncate(torch.tensor([35, 10], dtype=torch.int32))
+    beams.truncate([33, 16])
+    beams.step(3)
+
+
 # Capacity
 
 
