@@ -266,21 +266,6 @@ def test_gathered_keys_take_two_passes(alone: cases.MakeCP) -> None:
     assert memory.peak == 2 * (k.nbytes + v.nbytes) // heads
 
 
-def test_rows_of_a_range_are_freed_before_the_next_one(alone: cases.MakeCP, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend_range, earlier = attention._attend_range, []
-
-    def attend_alone(*arguments: Any) -> Any:
-        assert all(x() is None for x in earlier)
-        result, kept = attend_range(*arguments)
-        earlier.append(weakref.ref(result))
-        return result, kept
-
-    monkeypatch.setattr(attention, "_attend_range", attend_alone)
-    q, k, v = make_qkv(50)
-    alone(tile=16, kv_heads_per_pass=1).nsa(q, k, v, config=SMALL["paper"])
-    assert len(earlier) == k.shape[2] > 1
-
-
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_neighborhood_attention(run: Run, layout: str) -> None:
     run(3 if layout == "zigzag" else 2, cases.neighborhood_equals_whole, (2, 41), layout)
@@ -461,21 +446,6 @@ def test_every_token_is_held_once_and_ranks_begin_at_tiles(layout: Layout) -> No
             assert tokens == list(range(start, min(stop, layout.bounds[-1])))
             assert all(piece.start % layout.tile == 0 for piece in pieces)
             assert all(layout.bounds[p.document] == p.first and p.start < p.stop for p in pieces)
-
-
-@given(layouts(), st.integers(1, 6), st.data())
-def test_every_entry_is_held_once_with_its_last_token(layout: Layout, length: int, data: st.DataObject) -> None:
-    config = NSAConfig.paper(compress_block_size=length, compress_stride=data.draw(st.integers(1, length)))
-    before = layout.first_entries(config)
-    held = []
-    for own, tokens in zip(layout.entries(config), layout.ranges, strict=True):
-        for first, last in own:
-            for entry in range(first, last):
-                held.append(entry)
-                document = max(d for d in range(len(before) - 1) if before[d] <= entry and before[d] < before[d + 1])
-                end = layout.bounds[document] + (entry - before[document]) * config.stride + length - 1
-                assert any(start <= end < stop for start, stop in tokens)
-    assert sorted(held) == list(range(before[-1]))
 
 
 @pytest.mark.parametrize(

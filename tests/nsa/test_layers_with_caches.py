@@ -14,7 +14,7 @@ from tests.support.cases import product
 from tests.support.helpers import SMALL, dynamically_quantized
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
-CHUNKS = (20, 1, 1, 8, 3, 1, 26)
+CHUNKS = (20, 1, 1, 8, 3, 1, 6)
 KINDS: dict[str, dict[str, Any]] = {
     "gates of x": {"gate": "x"},
     "gates of q, projected entries": {"gate": "q", "compress_proj": True},
@@ -31,8 +31,8 @@ def test_steps_are_the_rows_of_the_layer(name: str, kind: str) -> None:
     layer = NSAttention(WIDTH, HEADS, KV_HEADS, config=config, rope=llama_rope, dtype=torch.float64, **KINDS[kind])
     for parameter in layer.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.1)
-    x = torch.randn(2, 60, WIDTH, dtype=torch.float64)
-    cache = layer.new_cache(PageTable.empty(2, 60, page_size=16))
+    x = torch.randn(2, 40, WIDTH, dtype=torch.float64)
+    cache = layer.new_cache(PageTable.empty(2, 40, page_size=16))
     start = 0
     for count in CHUNKS:
         embeddings = rotary_table(cache.table.positions(count), layer.head_dim)
@@ -67,8 +67,8 @@ def test_refuses_what_does_not_go_together() -> None:
 def test_windows_roll(kernel_size: int, dilation: int) -> None:
     options = {"kernel_size": kernel_size, "dilation": dilation, "causal": True}
     layer = NeighborhoodAttention(WIDTH, HEADS, KV_HEADS, rope=llama_rope, dtype=torch.float64, **options)  # type: ignore[arg-type]
-    x = torch.randn(2, 60, WIDTH, dtype=torch.float64)
-    whole = layer(x, rotary_table(torch.arange(60), layer.head_dim))
+    x = torch.randn(2, 40, WIDTH, dtype=torch.float64)
+    whole = layer(x, rotary_table(torch.arange(40), layer.head_dim))
     cache = layer.new_cache(2)
     start, places = 0, set()
     for count in CHUNKS:
@@ -79,7 +79,7 @@ def test_windows_roll(kernel_size: int, dilation: int) -> None:
         if start > (kernel_size - 1) * dilation:
             places.add(cache.k.data_ptr())
     assert len(places) <= 1, "sizes stay, so memory does, too"
-    assert int(cache.length) == 60
+    assert int(cache.length) == 40
     before = cache.k.clone()
     cache.reorder(torch.tensor([1, 1]))
     assert torch.equal(cache.k, before[[1, 1]])

