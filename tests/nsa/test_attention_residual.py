@@ -202,19 +202,20 @@ def test_what_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Addresses off the alignment, features with gaps, longer lists; and eps is part of what a call is."""
     monkeypatch.setattr(launchers.RepeatedLaunch, "possible", staticmethod(lambda _: True))
     case = make(3, 64, 17, layout="list", dtype=torch.bfloat16, requires_grad=False)
-    w_query, w_norm, lookup = case.w_query, case.w_norm, launchers.RepeatedCall.lookup
+    w, norm, lookup = case.w_query, case.w_norm, launchers.RepeatedCall.lookup
     few = list(case.blocks[:16])
-    known = lookup(few, w_query, w_norm, 1e-6)
-    assert known is not None
-    assert known.key != lookup(few, w_query, w_norm, 1e-5).key  # type: ignore[union-attr]
-    assert known.key != lookup(few[:15], w_query, w_norm, 1e-6).key  # type: ignore[union-attr]
-    assert known.key != lookup(few, w_query, None, 1e-6).key  # type: ignore[union-attr]
-    assert lookup(list(case.blocks), w_query, w_norm, 1e-6) is None
-    shifted = torch.zeros(1 + few[0].numel(), dtype=torch.bfloat16)[1:].view(few[0].shape)
-    assert lookup([*few[:3], shifted], w_query, w_norm, 1e-6) is None
-    assert lookup(few, torch.zeros(65, dtype=torch.bfloat16)[1:], w_norm, 1e-6) is None
-    assert lookup(few, w_query, torch.zeros(128, dtype=torch.bfloat16)[::2], 1e-6) is None
-    assert lookup(torch.zeros(2, 1, 3, 128, dtype=torch.bfloat16)[..., ::2], w_query, w_norm, 1e-6) is None
+    calls = [(few, w, norm, 1e-6), (few, w, norm, 1e-5), (few[:15], w, norm, 1e-6), (few, w, None, 1e-6)]
+    assert len({lookup(*call).key for call in calls}) == 4  # type: ignore[union-attr]
+    wide = torch.zeros(1 + few[0].numel(), dtype=torch.bfloat16)
+    shifted, gaps = wide[1:].view(few[0].shape), wide[:128:2]
+    for blocks, *weights in (
+        (list(case.blocks), w, norm),
+        ([*few[:3], shifted], w, norm),
+        (few, wide[1:65], norm),
+        (few, w, gaps),
+        (torch.zeros(2, 1, 3, 128, dtype=torch.bfloat16)[..., ::2], w, norm),
+    ):
+        assert lookup(blocks, *weights, 1e-6) is None
 
 
 @pytest.mark.interpreted

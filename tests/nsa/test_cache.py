@@ -467,18 +467,6 @@ def test_a_refused_growth_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyP
     assert {x.shape[0] for x in (*cache.pages.values(), *other.pages.values())} == {cache.table.num_pages}
 
 
-def test_made_in_inference_mode_it_goes_on_outside() -> None:
-    config = SMALL["seed"]
-    with torch.inference_mode():
-        cache = cache_for(make_inputs(1), config, 16, page_size=8)
-        append(cache, make_inputs(5), [5])
-        cache.table.grow(64)
-        copied = copy.deepcopy(cache)
-    for each in (cache, copied):
-        append(each, make_inputs(3), [3])
-        assert each.seqlens.tolist() == [8]
-
-
 SIZES: dict[str, Any] = {"heads_kv": 2, "dim": 16}
 ZERO = torch.zeros(1, dtype=torch.int32)
 MADE: list[tuple[Callable[[], Any], str]] = [
