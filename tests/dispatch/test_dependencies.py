@@ -18,15 +18,7 @@ import torch
 
 from bench import extras
 from dispatch import OPS, Call, Impl, device, explain
-from dispatch.device import (
-    PACKAGES,
-    TRITON_ASCEND,
-    TRITON_TESTED,
-    Package,
-    fits,
-    package_advice,
-    package_problem,
-)
+from dispatch.device import PACKAGES, TRITON_ASCEND, TRITON_TESTED, Package, fits, package_advice, package_problem
 from tests.support.cases import rest
 
 ROOT = Path(__file__).resolve().parents[2]

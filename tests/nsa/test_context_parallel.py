@@ -333,8 +333,7 @@ def test_a_wrong_loss_is_refused_on_all(ranks: Ranks, change: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
-    [("shape", "compress must map blocks of k "), ("sizes", "compress is LinearCompression(")],
+    ("kind", "words"), [("shape", "compress must map blocks of k "), ("sizes", "compress is LinearCompression(")]
 )
 def test_a_wrong_compress_is_refused_on_all(ranks: Ranks, kind: str, words: str) -> None:
     """Also on the ranks that have no entries."""

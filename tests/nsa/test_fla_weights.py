@@ -67,10 +67,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor,
     chosen = torch.zeros_like(past).scatter(1, scores.topk(sizes.count).indices, True) & (past | forced)
     seen = chosen.repeat_interleave(sizes.block, 1)[:, : sizes.tokens] & (token <= token[:, None])
     weights = (torch.einsum("bqhd,bkd->bhqk", q, k[:, :, 0]) * DIM**-0.5).masked_fill(~seen, -torch.inf).softmax(-1)
-    return [
-        torch.einsum("bhqk,bkd->bqhd", p, v_cmp[:, :, 0]),
-        torch.einsum("bhqk,bkd->bqhd", weights, v[:, :, 0]),
-    ]
+    return [torch.einsum("bhqk,bkd->bqhd", p, v_cmp[:, :, 0]), torch.einsum("bhqk,bkd->bqhd", weights, v[:, :, 0])]
 
 
 def by_fla(q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor, sizes: Sizes) -> list[Tensor]:

@@ -135,10 +135,7 @@ def largest(tensor: Tensor) -> float:
 
 
 def assert_close_choice(
-    got: list[list[set[int]]],
-    want: list[list[set[int]]],
-    scores: list[list[dict[int, Fraction]]],
-    slack: float,
+    got: list[list[set[int]]], want: list[list[set[int]]], scores: list[list[dict[int, Fraction]]], slack: float
 ) -> None:
     """Where blocks differ, their scores are equal but for rounding: none chosen is worse than one left out."""
     for got_head, want_head, score_head in zip(got, want, scores, strict=True):
@@ -493,10 +490,7 @@ def residuals(draw: st.DrawFn) -> dict[str, Any]:
         keywords["blocks"] = list(blocks.detach().unbind(0))
     if draw(st.booleans()):
         keywords["w_norm"] = draw(placed(normal(dim).to(weights_dtype)))
-    options = {
-        "eps": st.sampled_from([1e-6, 1e-3, 1, Fraction(1, 3)]),
-        "backend": st.sampled_from([None, "reference"]),
-    }
+    options = {"eps": st.sampled_from([1e-6, 1e-3, 1, Fraction(1, 3)]), "backend": st.sampled_from([None, "reference"])}
     return keywords | draw(st.fixed_dictionaries({}, optional=options))
 
 

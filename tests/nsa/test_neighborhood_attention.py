@@ -335,14 +335,7 @@ def test_on_a_gpu(case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("boundary", ["truncate", "shift"])
 def test_every_short_length_on_a_gpu(boundary: str) -> None:
     for tokens in range(1, 71):
-        check(
-            "triton",
-            tokens,
-            device="cuda",
-            kernel_size=1 + tokens % 8,
-            dilation=1 + tokens % 3,
-            boundary=boundary,
-        )
+        check("triton", tokens, device="cuda", kernel_size=1 + tokens % 8, dilation=1 + tokens % 3, boundary=boundary)
 
 
 # The reference's precision and memory

@@ -14,12 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import (
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nsa.integrations.transformers import convert, modeling

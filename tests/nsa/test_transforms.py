@@ -176,13 +176,7 @@ def test_neighborhood_attention_has_shapes_on_the_meta_device() -> None:
 # Autocast
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-MIXES = [
-    (FP32, FP32, FP32),
-    (FP32, BF16, BF16),
-    (BF16, FP32, FP16),
-    (FP16, FP16, FP16),
-    (FP64, FP64, FP64),
-]
+MIXES = [(FP32, FP32, FP32), (FP32, BF16, BF16), (BF16, FP32, FP16), (FP16, FP16, FP16), (FP64, FP64, FP64)]
 ATTENTION: dict[str, Callable[..., Tensor]] = {
     "nsa": partial(nsa, config=SMALL["seed"]),
     "nsa_forward": partial(nsa_forward, config=SMALL["paper"]),

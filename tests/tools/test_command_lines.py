@@ -128,14 +128,14 @@ REFUSED: dict[str, dict[str, str]] = {
         "--backend=triton": "triton (any window): runs on CUDA devices",
     },
     "bench.bench_attention_residual --device=cpu": {
-        "--shapes 8,1,64": "must be tiny, stacked, lists or L,B,T,D[,list], got '8,1,64'",
+        "--shapes 8,1,64": "must be tiny, stacked, lists or L,B,T,D[,list], got '8,1,64'"
     },
     "bench.bench_decode": {
         "--heads=4:1": "argument --heads: must be query/key heads such as 64/4, got '4:1'",
         "--backend=foo": "--backend must be one of cute, reference for nsa_with_cache, got 'foo'",
     },
     "bench.bench_context_parallel --device=cpu": {
-        "--sizes=per_tile:100:4/2 --ranks=3 --layouts=contiguous": "every rank tokens, got [0, 64, 36]",
+        "--sizes=per_tile:100:4/2 --ranks=3 --layouts=contiguous": "every rank tokens, got [0, 64, 36]"
     },
     "bench.soak": {"--steps=0": "--steps", "--minutes=nan": "--minutes", "--device=tpu": "--device"},
     f"examples.train_text {TINY_TEXT}": {
@@ -156,19 +156,15 @@ REFUSED: dict[str, dict[str, str]] = {
         "--needles=13": "--context 160 has 12 slots for --needles before 4 windows of --w 8 and 4 --questions",
         "--layers=4": "--layers must be below 4, or windows upon windows reach the needles, got 4",
     },
-    "examples.train_residual --device=cpu": {
-        "--variants=sum,product": "must be among sum, attention, got 'product'",
-    },
+    "examples.train_residual --device=cpu": {"--variants=sum,product": "must be among sum, attention, got 'product'"},
     "examples.generate --device=cpu": {
         "--preset=per_tile": "only selection per token generates the same text",
         "--save=/dev/null/w.pt": "--save must name a file that can be written: ",
     },
-    "examples.convert_llama": {
-        "--context=1": "--context must be at least 2, or no byte is predicted, got 1",
-    },
+    "examples.convert_llama": {"--context=1": "--context must be at least 2, or no byte is predicted, got 1"},
     "tools.sanitize": {"--tool=memcheck,leakcheck": "takes memcheck, racecheck, initcheck, synccheck, got leakcheck"},
     "tools.package_links": {
-        "http://example.org": "must be an address that begins with https://, got 'http://example.org'",
+        "http://example.org": "must be an address that begins with https://, got 'http://example.org'"
     },
 }
 """By script and usual options: options of which one is wrong, and what is told before any work."""
