@@ -21,10 +21,9 @@ def test_presets() -> None:
     tile, paper = NSAConfig.per_tile(), NSAConfig.paper()
     assert tile == NSAConfig()
     assert NSAConfig.seed(window_size=8) == NSAConfig.per_tile(window_size=8)
-    assert (tile.compress_block_size, tile.stride, tile.select_size) == (64, 64, 64)
-    assert (tile.q_tile_size, tile.shares_heads, tile.num_selected_blocks, tile.window_size) == (256, False, 16, 512)
-    assert (paper.compress_block_size, paper.stride, paper.select_size) == (32, 16, 64)
-    assert (paper.q_tile_size, paper.shares_heads, paper.num_selected_blocks, paper.window_size) == (1, True, 16, 512)
+    for config, expected in ((tile, (64, 64, 64, 256, False, 16, 512)), (paper, (32, 16, 64, 1, True, 16, 512))):
+        sizes = config.compress_block_size, config.stride, config.select_size, config.q_tile_size
+        assert (*sizes, config.shares_heads, config.num_selected_blocks, config.window_size) == expected
     assert (paper.num_init_blocks, paper.num_local_blocks) == (1, 2)
     assert NSAConfig.paper(window_size=64) == replace(paper, window_size=64)
 

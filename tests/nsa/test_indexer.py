@@ -194,8 +194,6 @@ def test_loss_under_autocast_is_in_fp32() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = indexer_kl_loss(*mixed, indices, block_size=8)
     assert torch.equal(got, indexer_kl_loss(*(x.float() for x in mixed), indices, block_size=8))
-    with pytest.raises(TypeError, match=r"k must be float32 \(q is float32\), got float16"):
-        indexer_kl_loss(*mixed, indices, block_size=8)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -199,13 +199,8 @@ def test_packs_equal_separate_documents(gates: str | None) -> None:
 
 def unconverted() -> Any:
     model = dense_model(attn_implementation="nsa")
-    model.config.nsa_config = {
-        "compress_block_size": 8,
-        "select_block_size": 8,
-        "num_selected_blocks": 3,
-        "window_size": 8,
-    }
-    model.config.nsa_config |= {"q_tile_size": 1}
+    sizes = dict.fromkeys(("compress_block_size", "select_block_size", "window_size"), 8)
+    model.config.nsa_config = sizes | {"num_selected_blocks": 3, "q_tile_size": 1}
     return model
 
 
@@ -214,11 +209,10 @@ def test_the_attention_function_takes_padding_and_caches() -> None:
     text = token_ids(1, 40)
     expected = logits_of(model, text)
     assert not close(expected, logits_of(dense_model().to(torch.float32), text))
-    padded = torch.cat([text, torch.zeros(1, 5, dtype=torch.long)], 1)
-    assert close(logits_of(model, padded, attention_mask=(padded > 0).long())[:, :40], expected)
-    padded = padded.roll(5, 1)
-    mask = (padded > 0).long()
-    assert close(logits_of(model, padded, attention_mask=mask)[:, 5:], expected)
+    for shift, rows in ((0, slice(0, 40)), (5, slice(5, 45))):
+        padded = torch.cat([text, torch.zeros(1, 5, dtype=torch.long)], 1).roll(shift, 1)
+        mask = (padded > 0).long()
+        assert close(logits_of(model, padded, attention_mask=mask)[:, rows], expected)
     kwargs = {"max_new_tokens": 8, "do_sample": False}
     with_cache = model.generate(padded, attention_mask=mask, **kwargs)
     assert torch.equal(with_cache, model.generate(padded, attention_mask=mask, use_cache=False, **kwargs))
@@ -323,10 +317,12 @@ def test_arguments_come_in_the_order_of_the_dense_model() -> None:
         assert cache.get_seq_length() == 20
         embeds = model.embed_tokens(ids)
         assert torch.equal(model(None, None, None, None, embeds).last_hidden_state, expected)
-    refused = [((), "got neither"), ((ids, None, None, None, embeds), "got both")]
-    refused += [((ids[0],), r"input_ids must be \[B,N\], got shape \[20\]")]
-    refused += [((None, None, None, None, embeds[0]), r"inputs_embeds must be \[B,N,hidden_size\], got shape")]
-    for given, message in refused:
+    for given, message in (
+        ((), "got neither"),
+        ((ids, None, None, None, embeds), "got both"),
+        ((ids[0],), r"input_ids must be \[B,N\], got shape \[20\]"),
+        ((None, None, None, None, embeds[0]), r"inputs_embeds must be \[B,N,hidden_size\], got shape"),
+    ):
         with pytest.raises(ValueError, match=message):
             model(*given)
 
