@@ -595,31 +595,6 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     assert_unchanged(cache, before)
 
 
-def test_copies_of_layers_have_a_table_of_their_own() -> None:
-    """They share it, as the originals do theirs; what is done to one side the other does not see."""
-    config, inputs = SMALL["seed"], make_inputs(40, batch=2)
-    layers = two_layers(inputs, config)
-    first = layers[0]
-
-    def step(caches: list[NSACache], start: int, stop: int) -> None:
-        with caches[0].table.step(stop - start):
-            outs = [append(cache, inputs, [stop - start], start) for cache in caches]
-        for out in outs:
-            close(out, recomputed(inputs, config, range(start, stop)))
-
-    step(layers, 0, 37)
-    others, before = copy.deepcopy(layers), snapshot(first)
-    assert others[0].table is others[1].table
-    assert others[0].table is not first.table
-    assert (first.table.num_layers, others[0].table.num_layers) == (2, 2)
-    others[0].reorder(torch.tensor([1, 1]))
-    others[0].table.grow(80)
-    others[0].reset()
-    assert_unchanged(first, before)
-    step(layers, 37, 38)
-    step(others, 0, 20)
-
-
 def test_what_is_no_copy() -> None:
     cache = cache_for(make_inputs(1), SMALL["paper"], 40)
     with pytest.raises(RuntimeError, match="a copy must happen between steps"), cache.table.step(1):
