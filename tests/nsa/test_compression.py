@@ -58,6 +58,23 @@ def pool_in_fp64(module: LinearCompression, blocks: Tensor) -> Tensor:
     return torch.einsum("...htd,htde->...he", blocks.double(), weight) + offset
 
 
+@pytest.mark.parametrize("bounds", [(0, 25, 25, 28, 60), (0, 64), (0, 3), (0, 0), (0,)], ids=str)
+def test_documents_are_pooled_apart(bounds: tuple[int, ...]) -> None:
+    k, v = torch.randn(64, HEADS, DIM, dtype=torch.float64), torch.randn(64, HEADS, 5, dtype=torch.float64)
+    k[bounds[-1] :] = torch.nan  # belongs to no document
+    pools = pool(), pool(5)
+    config = NSAConfig.paper(compress_block_size=LENGTH, compress_stride=2, compress=pools)
+    inputs = NSAInputs(k, k, v, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    given, plain = with_compressed_entries(inputs, config)
+    assert plain.compress == "mean"
+    for x, module, entries in ((k, pools[0], given.k_cmp), (v, pools[1], given.v_cmp)):
+        parts = [module(x[i : i + LENGTH].transpose(0, 1)) for a, b in pairwise(bounds) for i in range(a, b - 3, 2)]
+        assert entries is not None
+        assert len(entries) == 32
+        behind = [torch.zeros_like(entries[:1])] * (32 - len(parts))
+        torch.testing.assert_close(entries, torch.cat([*(part[None] for part in parts), *behind]))
+
+
 def test_layer_learns_to_compress_and_keeps_documents_apart() -> None:
     layer = NSAttention(32, 4, HEADS, v_head_dim=6, config=CONFIG, compress="linear").double()
     with torch.no_grad():
