@@ -595,6 +595,19 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     assert_unchanged(cache, before)
 
 
+def test_copies_of_layers_have_a_table_of_their_own() -> None:
+    inputs = make_inputs(40, batch=2)
+    layers = two_layers(inputs, SMALL["seed"])
+    others, before = copy.deepcopy(layers), snapshot(layers[0])
+    assert others[0].table is others[1].table is not layers[0].table
+    assert [caches[0].table.num_layers for caches in (layers, others)] == [2, 2]
+    others[0].table.grow(80)
+    with others[0].table.step(20):
+        outs = [append(cache, inputs, [20]) for cache in others]
+    close(outs[1], recomputed(inputs, SMALL["seed"], range(20)))
+    assert_unchanged(layers[0], before)
+
+
 def test_what_is_no_copy() -> None:
     cache = cache_for(make_inputs(1), SMALL["paper"], 40)
     with pytest.raises(RuntimeError, match="a copy must happen between steps"), cache.table.step(1):

@@ -266,6 +266,21 @@ def test_gathered_keys_take_two_passes(alone: cases.MakeCP) -> None:
     assert memory.peak == 2 * (k.nbytes + v.nbytes) // heads
 
 
+def test_rows_of_a_range_are_freed_before_the_next_one(alone: cases.MakeCP, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend_range, earlier = attention._attend_range, []
+
+    def attend_alone(*arguments: Any) -> Any:
+        assert all(x() is None for x in earlier)
+        result, kept = attend_range(*arguments)
+        earlier.append(weakref.ref(result))
+        return result, kept
+
+    monkeypatch.setattr(attention, "_attend_range", attend_alone)
+    q, k, v = make_qkv(50)
+    alone(tile=16, kv_heads_per_pass=1).nsa(q, k, v, config=SMALL["paper"])
+    assert len(earlier) == k.shape[2] > 1
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_neighborhood_attention(run: Run, layout: str) -> None:
     run(3 if layout == "zigzag" else 2, cases.neighborhood_equals_whole, (2, 41), layout)

@@ -191,8 +191,10 @@ CALLS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     "softmax_scale": (lambda q, k, v, n: nsa(q, k, v, softmax_scale=n / 20), (8, 9)),
     "q_start": (lambda q, k, v, n: nsa(q[:, n : n + 9], k, v, q_start=n, config=SMALL["paper"]), (8, 9)),
     "block_size": (lambda q, k, v, n: block_sparse_attention(q, k, v, BLOCKS, block_size=n), (8, 9)),
-    "block_size, k": (
-        lambda q, k, v, n: top_blocks_by_max(q[:, :, :2].contiguous(), k[:, :, :1].contiguous(), block_size=n, k=n - 5),
+    "block_size, k, q_start": (
+        lambda q, k, v, n: top_blocks_by_max(
+            q[:, :20, :2].contiguous(), k[:, :, :1].contiguous(), block_size=n, k=n - 5, q_start=n
+        ),
         (8, 7),
     ),
     "kernel_size, dilation": (
