@@ -280,6 +280,7 @@ def from_fla(rope: Any = 10000.0, **changed: torch.Tensor) -> Any:
     return layer_from_fla(STATE | {name.replace("__", "."): x for name, x in changed.items()}, rope=rope)
 
 
+# Short names, which type checkers let be called wrongly
 attention: Any = NSAttention
 window: Any = NeighborhoodAttention
 layer: Any = NeighborhoodAttentionLayer

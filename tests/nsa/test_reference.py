@@ -271,7 +271,7 @@ def test_gradients_are_rounded_once(packed: bool, dtype: torch.dtype) -> None:
     weights = {n: torch.randn(2, 16, 16, dtype=dtype) / 4 for n in ("w_k_compress", "w_v_compress")}
     inputs = replace(make_inputs(200, dtype=dtype), **weights, gate_proj_weight=torch.randn(4, 3, 16, dtype=dtype) / 4)
     do = make_qkv(200, dtype=dtype, seed=1)[0]
-    bounds = [0, 70, 71, 197] if packed else [0, 200]  # behind the last document gradients are 0
+    bounds = [0, 70, 71, 197] if packed else [0, 200]  # after the last document gradients are 0
     leaves = inputs.map(lambda tensor: tensor.requires_grad_())
     given = leaves.tensors()
     if packed:
