@@ -34,9 +34,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Each worker would start a thread per core; they would wait for each other in busy loops and slow compilers down.
     torch.set_num_threads(1)
 
-UNMEASURED = re.compile(r"test_fuzz\.py|loops")
-"""In names of tests that cover nothing that others do not, and run slower measured: drawn calls, comparisons with
-loops."""
+UNMEASURED = re.compile(r"right_or_refused|a_bad_value_stays")
+"""In names of tests of drawn calls that cover nothing that others do not, and run slower measured."""
 HARDWARE = {"cuda": torch.cuda.is_available}
 EXTRAS = {
     "cuda": {

@@ -245,36 +245,31 @@ def test_npu_install_line_names_the_python_limit(monkeypatch: pytest.MonkeyPatch
     assert "on Python 3.9 to 3.11 (this is 3." in str(state.problem)
 
 
-def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Npu:
-        @staticmethod
-        def is_available() -> bool:
-            return True
+class Npu:
+    """torch.npu with one device."""
 
-        @staticmethod
-        def get_device_name() -> str:
-            return "Ascend910B"
+    is_available = staticmethod(lambda: True)
+    get_device_name = staticmethod(lambda: "Ascend910B")
 
-    assert device_types()[-1] == "cpu"
+
+def test_absent_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert absence("cuda") == "this torch is built without CUDA"
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert absence("cuda") == "no NVIDIA GPU is visible"
+    for version, reason in ((None, "this torch is built without CUDA"), ("13.0", "no NVIDIA GPU is visible")):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        assert absence("cuda") == reason
     assert absence("npu") == "torch_npu is not imported"
     assert device_types() == ["cpu"]
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "npu", Npu, raising=False)
-    assert device_types() == ["cuda", "npu", "cpu"]
+    assert device_types() == ["npu", "cpu"]
     monkeypatch.setattr(Npu, "is_available", lambda: False)
     assert absence("npu") == "no Ascend NPU is visible"
 
+
+def test_devices_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch, "get_device_module", lambda name: Npu)
-    assert describe_device("cuda") == "NVIDIA H200 (sm_90)"
-    assert describe_device("npu") == "Ascend910B"
+    assert (describe_device("cuda"), describe_device("npu")) == ("NVIDIA H200 (sm_90)", "Ascend910B")
     for threads, words in ((1, "1 thread"), (3, "3 threads")):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert describe_device("cpu").endswith(f", {words}")

@@ -263,24 +263,6 @@ class Beams:
                 assert table.page_uses[table.block_table[b, len(text) // size]] == 1
 
 
-def test_copies_that_find_no_page() -> None:
-    """Two pages for three copies of an open one: the third is flagged and empty, and may begin anew."""
-    beams = Beams(SMALL["paper"], 3, 24, page_size=8, pages=2)
-    beams.step(5, [5, 0, 0])
-    beams.reorder([0, 0, 0])
-    assert beams.texts == [[0, 1, 2, 3, 4]] * 2 + [[]]
-    assert beams.cache.table.overflowed.tolist() == [False, False, True]
-    beams.step(3)
-    beams.truncate([0, 6, 0])
-    beams.step(2)
-    beams.check_pages()
-    assert beams.cache.table.overflowed.tolist() == [False, False, True], "two pages for the second and the first"
-    beams.cache.table.grow(pages=3)
-    beams.truncate([2, 8, 0])
-    beams.step(1)
-    assert beams.cache.table.overflowed.tolist() == [False, False, True], "three pages, and the second needs two"
-
-
 def test_a_write_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are written differ, or the device would choose which stays; also in steps longer than tiles."""
 
@@ -369,32 +351,18 @@ def test_a_cut_clears_only_the_flags_of_what_it_cuts() -> None:
     assert cache.seqlens.tolist() == [0, 40, 3]
 
 
-def test_a_cut_to_a_closed_tile_does_not_open_it() -> None:
-    """Its sums were where those of the next tile are; also in rows that moved and in a state that was loaded."""
+def test_what_is_kept_of_a_tile_moves_with_its_sequence() -> None:
+    """Also in a state that is loaded: a cut to a closed tile does not open it."""
     beams, other = (Beams(SMALL["seed"], 2, 96, page_size=8) for _ in range(2))
     beams.step(40)
     beams.truncate([16, 35])
     beams.reorder([1, 0])
     other.cache.load_state_dict(beams.cache.state_dict())
     for cache in (beams.cache, other.cache):
-        before = snapshot(cache)
         with pytest.raises(ValueError, match=r"or at least 16 for sequence 1 of 16 tokens, .* got 10"):
             cache.truncate(torch.tensor([35, 10], dtype=torch.int32))
-        assert_unchanged(cache, before)
     beams.truncate([33, 16])
     beams.step(3)
-    beams.truncate([34, 18])  # tiles that are open again
-    beams.step(1)
-    beams.truncate([0, 0])
-    beams.step(40)
-    beams.truncate([33, 40])
-    beams.step(2)
-    beams.truncate([0, 0])
-    beams.step(40, [40, 10])
-    beams.truncate([16, 10])
-    beams.reorder([1, 0])
-    with pytest.raises(ValueError, match="for sequence 1 of 16 tokens"):
-        beams.cache.truncate(torch.tensor([10, 9], dtype=torch.int32))
 
 
 # Capacity
@@ -410,6 +378,10 @@ def overflowing(name: str, **options: Any) -> tuple[NSAInputs, NSACache]:
 
 def test_an_overflow_is_named_until_its_sequence_is_cut_and_finds_room() -> None:
     inputs, cache = overflowing("seed")
+    whole = snapshot(cache)
+    with pytest.raises(RuntimeError, match=r"sequences \[1\]"):
+        nsa_with_cache(cache=cache, **tokens_of(inputs, 40, 49), config=replace(SMALL["seed"], debug=True))
+    assert_unchanged(cache, whole)
     before = cache.pages["k"][cache.table.block_table[1, :5].long()].clone()
     assert nsa_with_cache(cache=cache, **tokens_of(inputs, 40, 49))[1].isnan().all()
     assert torch.equal(cache.pages["k"][cache.table.block_table[1, :5].long()], before)
@@ -422,86 +394,45 @@ def test_an_overflow_is_named_until_its_sequence_is_cut_and_finds_room() -> None
     close(out[1:2], recomputed(sequence(inputs, 1), SMALL["seed"], range(40, 49)))
 
 
-def test_debug_raises_at_once_and_leaves_the_cache_as_it_was() -> None:
-    inputs, cache = overflowing("paper")
-    before = snapshot(cache)
-    debug = replace(SMALL["paper"], debug=True)
-    with pytest.raises(RuntimeError, match=r"sequences \[1\]"):
-        nsa_with_cache(cache=cache, **tokens_of(inputs, 40, 49), config=debug)
-    assert_unchanged(cache, before)
-
-
 # Refusals
 
-NEW = make_inputs(3, batch=2).tensors()
-REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "q": (make_inputs(0, batch=2).tensors(), ValueError, "q must have B=2 sequences and N_q >= 1 tokens"),
-    "batch": (make_inputs(3, batch=1).tensors(), ValueError, "q must have B=2 sequences"),
-    "dtype": (
-        make_inputs(3, batch=2, dtype=torch.float32).tensors(),
-        TypeError,
-        "q must be float64, as the cache is, got float32",
-    ),
-    "k": (
-        {n: make_inputs(4, batch=2).tensors()[n] for n in "kv"},
-        ValueError,
-        r"k must have q's N_q=3 new tokens, got shape \[2, 4, 2, 16\]",
-    ),
-    "dim": (
-        make_inputs(3, batch=2, dim=8, v_dim=16).tensors(),
-        ValueError,
-        r"k must have the cache's \[H_kv,D\] = \[2, 16\]",
-    ),
-    "v": (make_inputs(3, batch=2, v_dim=8).tensors(), ValueError, "v must have the cache's D_v=16"),
-    "heads": (make_inputs(3, batch=2, heads=8).tensors(), ValueError, "q must have the cache's H=4 heads"),
-    "gates": ({"gates": torch.rand(2, 4, 4, 3).double()}, ValueError, "gates must have the shape"),
-    "separate": (
-        {"k_slc": NEW["k"], "v_slc": NEW["v"]},
-        ValueError,
-        "k_slc goes with separate_kv=True of the cache: given, separate_kv=False",
-    ),
-    "stride": (
-        {"config": replace(SMALL["seed"], compress_stride=4)},
-        ValueError,
-        "compress_stride must be 8, which the cache was made for, got 4",
-    ),
-    "tile": (
-        {"config": replace(SMALL["seed"], q_tile_size=1)},
-        ValueError,
-        "q_tile_size must be 16, which the cache was made for, got 1",
-    ),
-    "counts": (
-        {"counts": torch.tensor([1, 4], dtype=torch.int32)},
-        ValueError,
-        r"counts must be from 0 to 3, got \[1, 4\]",
-    ),
-    "counts dtype": ({"counts": torch.tensor([1, 2])}, TypeError, "counts must be int32, got int64"),
-    "gradient": (
-        {"q": NEW["q"].clone().requires_grad_()},
-        RuntimeError,
-        "nsa_with_cache does not support gradients",
-    ),
-    "backend": ({"backend": "cute"}, dispatch.BackendError, "cute: runs on CUDA devices, got cpu"),
-    "backends": ({"backend": ["cute"]}, TypeError, r"backend must be a string or None, got \['cute'\]"),
-    "empty backend": ({"backend": ""}, ValueError, r"backend must be one of .*, got ''"),
-    "cache": ({"cache": {}}, TypeError, "cache must be an NSACache, got dict"),
-    "pool": (
-        {"config": replace(SMALL["seed"], compress=lambda blocks: blocks)},
-        ValueError,
-        "compress must map blocks of k",
-    ),
-}
+
+def new(tokens: int = 3, batch: int = 2, **sizes: Any) -> dict[str, Tensor]:
+    return make_inputs(tokens, batch=batch, **sizes).tensors()
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_refused_calls_leave_the_cache_as_it_was(what: str) -> None:
-    changes, error, message = REFUSED[what]
-    cache = cache_for(make_inputs(1, batch=2), SMALL["seed"], 64, page_size=8)
+NEW, SEED = new(), SMALL["seed"]
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (new(0), ValueError, "q must have B=2 sequences and N_q >= 1 tokens"),
+    (new(batch=1), ValueError, "q must have B=2 sequences"),
+    (new(dtype=torch.float32), TypeError, "q must be float64, as the cache is, got float32"),
+    ({n: new(4)[n] for n in "kv"}, ValueError, r"k must have q's N_q=3 new tokens, got shape \[2, 4, 2, 16\]"),
+    (new(dim=8, v_dim=16), ValueError, r"k must have the cache's \[H_kv,D\] = \[2, 16\]"),
+    (new(v_dim=8), ValueError, "v must have the cache's D_v=16"),
+    (new(heads=8), ValueError, "q must have the cache's H=4 heads"),
+    ({"gates": torch.rand(2, 4, 4, 3).double()}, ValueError, "gates must have the shape"),
+    ({"k_slc": NEW["k"], "v_slc": NEW["v"]}, ValueError, "k_slc goes with separate_kv=True of the cache: given, separ"),
+    ({"config": replace(SEED, compress_stride=4)}, ValueError, "compress_stride must be 8, which the cache was"),
+    ({"config": replace(SEED, q_tile_size=1)}, ValueError, "q_tile_size must be 16, which the cache was made for, got"),
+    ({"counts": torch.tensor([1, 4]).int()}, ValueError, r"counts must be from 0 to 3, got \[1, 4\]"),
+    ({"counts": torch.tensor([1, 2])}, TypeError, "counts must be int32, got int64"),
+    ({"q": NEW["q"].clone().requires_grad_()}, RuntimeError, "nsa_with_cache does not support gradients"),
+    ({"backend": "cute"}, dispatch.BackendError, "cute: runs on CUDA devices, got cpu"),
+    ({"backend": ["cute"]}, TypeError, r"backend must be a string or None, got \['cute'\]"),
+    ({"backend": ""}, ValueError, r"backend must be one of .*, got ''"),
+    ({"cache": {}}, TypeError, "cache must be an NSACache, got dict"),
+    ({"config": replace(SEED, compress=lambda blocks: blocks)}, ValueError, "compress must map blocks of k"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+def test_refused_calls_leave_the_cache_as_it_was(changes: Any, error: type[Exception], message: str) -> None:
+    cache = cache_for(make_inputs(1, batch=2), SEED, 64, page_size=8)
     append(cache, make_inputs(21, batch=2), [20, 1])
     before = snapshot(cache)
     with pytest.raises(error, match=message):
         nsa_with_cache(**({"cache": cache} | NEW | changes))
-    if what == "pool":  # raised where blocks are pooled: memory after the last tokens may have been written
+    if "compress must" in message:  # raised where blocks are pooled: memory after the last tokens may have been written
         after = snapshot(cache)
         before = {n: after[n] if n in ("k", "v") else x for n, x in before.items()}
     assert_unchanged(cache, before)
@@ -536,33 +467,14 @@ def test_a_refused_growth_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyP
     assert {x.shape[0] for x in (*cache.pages.values(), *other.pages.values())} == {cache.table.num_pages}
 
 
-def test_made_in_inference_mode_it_goes_on_outside() -> None:
-    config = SMALL["seed"]
-    with torch.inference_mode():
-        cache = cache_for(make_inputs(1), config, 16, page_size=8)
-        append(cache, make_inputs(5), [5])
-        cache.table.grow(64)
-        copied = copy.deepcopy(cache)
-    for each in (cache, copied):
-        append(each, make_inputs(3), [3])
-        assert each.seqlens.tolist() == [8]
-
-
 SIZES: dict[str, Any] = {"heads_kv": 2, "dim": 16}
+ZERO = torch.zeros(1, dtype=torch.int32)
 MADE: list[tuple[Callable[[], Any], str]] = [
-    (lambda: NSACache.empty(SMALL["seed"], 1, 64, **SIZES), "heads must be given with q_tile_size=16"),
+    (lambda: NSACache.empty(SEED, 1, 64, **SIZES), "heads must be given with q_tile_size=16"),
     (lambda: NSACache.empty(replace(SMALL["paper"], causal=False), 1, 64, **SIZES), "causal must be True"),
     (lambda: PageTable.empty(1), "max_tokens or pages must be given"),
-    (
-        lambda: NSACache.empty(SMALL["paper"], 1, 64, device="meta", **SIZES),
-        "^device must have values, since steps read them, got meta$",
-    ),
-    (
-        lambda: PageTable(
-            torch.zeros(1, 1).int(), torch.zeros(1, dtype=torch.int32, device="meta"), page_size=64, num_pages=1
-        ),
-        "^seqlens must be on a device with values, since steps read them, got meta$",
-    ),
+    (lambda: NSACache.empty(SMALL["paper"], 1, 64, device="meta", **SIZES), "^device must have values"),
+    (lambda: PageTable(ZERO[None], ZERO.to("meta"), page_size=64, num_pages=1), "^seqlens must be on a device with"),
     (lambda: one_sequence().reorder(torch.tensor([1])), r"rows must be from 0 to 0, got \[1\]"),
     (lambda: one_sequence().truncate(-1), "lengths must be at least 0, got -1"),
     (lambda: one_sequence().table.grow(10), "max_tokens must be at least 64, got 10"),
@@ -684,28 +596,16 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 
 
 def test_copies_of_layers_have_a_table_of_their_own() -> None:
-    """They share it, as the originals do theirs; what is done to one side the other does not see."""
-    config, inputs = SMALL["seed"], make_inputs(40, batch=2)
-    layers = two_layers(inputs, config)
-    first = layers[0]
-
-    def step(caches: list[NSACache], start: int, stop: int) -> None:
-        with caches[0].table.step(stop - start):
-            outs = [append(cache, inputs, [stop - start], start) for cache in caches]
-        for out in outs:
-            close(out, recomputed(inputs, config, range(start, stop)))
-
-    step(layers, 0, 37)
-    others, before = copy.deepcopy(layers), snapshot(first)
-    assert others[0].table is others[1].table
-    assert others[0].table is not first.table
-    assert (first.table.num_layers, others[0].table.num_layers) == (2, 2)
-    others[0].reorder(torch.tensor([1, 1]))
+    inputs = make_inputs(40, batch=2)
+    layers = two_layers(inputs, SMALL["seed"])
+    others, before = copy.deepcopy(layers), snapshot(layers[0])
+    assert others[0].table is others[1].table is not layers[0].table
+    assert [caches[0].table.num_layers for caches in (layers, others)] == [2, 2]
     others[0].table.grow(80)
-    others[0].reset()
-    assert_unchanged(first, before)
-    step(layers, 37, 38)
-    step(others, 0, 20)
+    with others[0].table.step(20):
+        outs = [append(cache, inputs, [20]) for cache in others]
+    close(outs[1], recomputed(inputs, SMALL["seed"], range(20)))
+    assert_unchanged(layers[0], before)
 
 
 def test_what_is_no_copy() -> None:

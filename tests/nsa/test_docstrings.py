@@ -70,38 +70,33 @@ AS_NSA = "rguments are those of `nsa`."
 """In the docstrings of functions that explain only their other arguments."""
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, *METHODS])
-def test_every_argument_is_explained(name: str) -> None:
-    documented = {**PUBLIC, **METHODS}[name]
-    parameters = set() if name in NOT_CALLED else set(inspect.signature(documented).parameters) - {"self"}
+def assert_explained(documented: Any, parameters: set[str]) -> None:
     found = sections(documented)
     assert found[""].strip()
     explained = described(found.get("Args", found.get("Attributes", "")))
     if AS_NSA in found[""]:
         explained |= parameters & described(sections(nsa.nsa)["Args"])
     assert explained == parameters
+    if not inspect.isclass(documented) and inspect.signature(documented).return_annotation not in (None, "None"):
+        assert found.get("Returns", "").strip()
 
 
-def gives_something(documented: Any) -> bool:
-    return not inspect.isclass(documented) and inspect.signature(documented).return_annotation not in (None, "None")
+@pytest.mark.parametrize("name", [*PUBLIC, *METHODS])
+def test_arguments_and_results_are_explained(name: str) -> None:
+    documented = {**PUBLIC, **METHODS}[name]
+    parameters = set() if name in NOT_CALLED else set(inspect.signature(documented).parameters) - {"self"}
+    assert_explained(documented, parameters)
 
 
-@pytest.mark.parametrize("name", [name for name, item in {**PUBLIC, **METHODS}.items() if gives_something(item)])
-def test_every_result_is_explained(name: str) -> None:
-    assert sections({**PUBLIC, **METHODS}[name]).get("Returns", "").strip()
+WITH_EXAMPLES = [*PUBLIC, *(name for name, method in METHODS.items() if ">>>" in (method.__doc__ or ""))]
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NSA_KERNELS_BACKEND", raising=False)
     torch.manual_seed(0)
-    assert ">>>" in sections(PUBLIC[name]).get("Examples", ""), "no example"
-    run_examples(name, PUBLIC[name])
-
-
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if ">>>" in (method.__doc__ or "")])
-def test_examples_of_methods_run(name: str) -> None:
-    run_examples(name, METHODS[name], NSAConfig=nsa.NSAConfig)
+    names = {"NSAConfig": nsa.NSAConfig} if name in METHODS else {}
+    run_examples(name, {**PUBLIC, **METHODS}[name], **names)
 
 
 def run_examples(name: str, documented: Any, **names: Any) -> None:
@@ -119,9 +114,7 @@ def run_examples(name: str, documented: Any, **names: Any) -> None:
 def test_functions_for_transformers_are_explained(name: str) -> None:
     module, _, function = name.partition(".")
     documented = getattr(importlib.import_module(f"nsa.integrations.{module}"), function)
-    found = sections(documented)
-    assert described(found.get("Args", "")) == set(inspect.signature(documented).parameters)
-    assert not gives_something(documented) or found.get("Returns", "").strip()
+    assert_explained(documented, set(inspect.signature(documented).parameters))
     run_examples(name, documented)
 
 

@@ -67,10 +67,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor,
     chosen = torch.zeros_like(past).scatter(1, scores.topk(sizes.count).indices, True) & (past | forced)
     seen = chosen.repeat_interleave(sizes.block, 1)[:, : sizes.tokens] & (token <= token[:, None])
     weights = (torch.einsum("bqhd,bkd->bhqk", q, k[:, :, 0]) * DIM**-0.5).masked_fill(~seen, -torch.inf).softmax(-1)
-    return [
-        torch.einsum("bhqk,bkd->bqhd", p, v_cmp[:, :, 0]),
-        torch.einsum("bhqk,bkd->bqhd", weights, v[:, :, 0]),
-    ]
+    return [torch.einsum("bhqk,bkd->bqhd", p, v_cmp[:, :, 0]), torch.einsum("bhqk,bkd->bqhd", weights, v[:, :, 0])]
 
 
 def by_fla(q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor, sizes: Sizes) -> list[Tensor]:
@@ -199,7 +196,7 @@ def test_rotary_has_flas_tables_and_rounds_as_its_kernel_does() -> None:
     torch.testing.assert_close(FlaRotary(777.0)(x), expected.to(x.dtype), rtol=0, atol=0)
 
 
-def test_sizes_come_from_the_weights_and_errors_name_them() -> None:
+def test_sizes_come_from_the_weights() -> None:
     state = fla_state()
     inv_freq = 10000.0 ** (-torch.arange(8.0) / 8)
     layer = layer_from_fla(state | {"rotary.inv_freq": inv_freq.bfloat16()})
@@ -207,20 +204,3 @@ def test_sizes_come_from_the_weights_and_errors_name_them() -> None:
     assert layer.config == fla_config(64, 16, 512)
     assert (layer.config.num_init_blocks, layer.config.num_local_blocks, layer.config.token_mode) == (1, 2, True)
     assert fla_config(window_size=None).window_size == 0
-    with pytest.raises(ValueError, match=r"three biases or none, got .*'q_proj.bias'"):
-        layer_from_fla(state | {"q_proj.bias": torch.zeros(16 * DIM)})
-    with pytest.raises(ValueError, match=r"the rope_theta of the state's rotary.inv_freq = \[1.0, .*, got 500000.0"):
-        layer_from_fla(state | {"rotary.inv_freq": inv_freq}, rope=500000.0)
-    with pytest.raises(ValueError, match="greater than 0 as fla's rope_theta, got -1"):
-        layer_from_fla(state, rope=-1)
-    with pytest.raises(TypeError, match=r"rope must be a callable .* or None, got True"):
-        layer_from_fla(state, rope=True)
-    with pytest.raises(ValueError, match="three gates a head and heads of one size"):
-        layer_from_fla(state | {"g_proj.weight": torch.zeros(47, WIDTH)})
-    for name, shape in (("g_proj", (0, WIDTH)), ("o_proj", (WIDTH, 99)), ("v_proj", (DIM + 1, WIDTH))):
-        with pytest.raises(ValueError, match="three gates a head and heads of one size"):
-            layer_from_fla(state | {f"{name}.weight": torch.zeros(shape)})
-    with pytest.raises(TypeError, match="block_counts must be an integer"):
-        fla_config(block_counts=torch.ones(1, 4, 1))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="must fit in num_selected_blocks=2"):
-        fla_config(block_counts=2)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
@@ -135,10 +136,7 @@ def largest(tensor: Tensor) -> float:
 
 
 def assert_close_choice(
-    got: list[list[set[int]]],
-    want: list[list[set[int]]],
-    scores: list[list[dict[int, Fraction]]],
-    slack: float,
+    got: list[list[set[int]]], want: list[list[set[int]]], scores: list[list[dict[int, Fraction]]], slack: float
 ) -> None:
     """Where blocks differ, their scores are equal but for rounding: none chosen is worse than one left out."""
     for got_head, want_head, score_head in zip(got, want, scores, strict=True):
@@ -262,29 +260,36 @@ def test_nsa_is_right_or_refused(outcomes: Outcomes, data: st.DataObject) -> Non
         changed |= {n: value.to("meta") for n, value in keywords.items() if isinstance(value, Tensor)}
     keywords = {name: value for name, value in (keywords | changed).items() if value is not Odd}
     function = data.draw(st.sampled_from([nsa, nsa_forward, nsa_forward_aux, dispatch.nsa]))
-    note(outcomes, nsa_outcome(function, keywords, changed, data.draw(st.none() | st.integers(0, 2**31), label="do")))
+    seed = data.draw(st.none() | st.integers(0, 2**31), label="do")
+    note(outcomes, outcome_of(function, keywords, changed, partial(judge_nsa, seed=seed)))
 
 
-def nsa_outcome(
-    function: Callable[..., Any], keywords: dict[str, Any], changed: Iterable[str], seed: int | None = None
+def outcome_of(
+    function: Callable[..., Any], keywords: dict[str, Any], changed: Iterable[str], judge: Callable[..., str]
 ) -> str:
-    """How a call ended: right, or refused by the names that were changed. Args: seed: of do, for gradients."""
+    """How a call ended: as `judge(keywords, result, changed)` says, or refused by the names that were changed."""
     with guarded(strided(keywords)):
         try:
             result = function(**keywords)
         except Exception as error:
             assert_documented(error, [*changed])
             return f"refused, {type(error).__name__}"
-        out, aux = nsa_forward_aux(**keywords)
-        assert not out.requires_grad
-        if out.device.type == "meta":  # which has no values
-            assert (result if isinstance(result, Tensor) else result[0]).shape == out.shape
-            return "right, though changed"
-        assert torch.equal(result if isinstance(result, Tensor) else result[0], out)
-        assert_right(keywords, out, aux)
-        if seed is not None and not changed:
-            assert_gradients(keywords, aux, seed)
-            return "right, with gradients"
+        return judge(keywords, result, bool([*changed]))
+
+
+def judge_nsa(keywords: dict[str, Any], result: Any, changed: bool, seed: int | None = None) -> str:
+    """Right, or it fails. Args: seed: of do, for gradients."""
+    out, aux = nsa_forward_aux(**keywords)
+    got = result if isinstance(result, Tensor) else result[0]
+    assert not out.requires_grad
+    if out.device.type == "meta":  # which has no values
+        assert got.shape == out.shape
+        return "right, though changed"
+    assert torch.equal(got, out)
+    assert_right(keywords, out, aux)
+    if seed is not None and not changed:
+        assert_gradients(keywords, aux, seed)
+        return "right, with gradients"
     return "right, though changed" if changed else "right"
 
 
@@ -304,12 +309,22 @@ def test_every_value_of_an_option_of_nsa(name: str) -> None:
     entries, tokens = {"num_cmp_selected_blocks": 4, "n_block_size": 1}, {"q_tile_size": 1, "num_local_blocks": 1}
     for inputs, more in ((one, {}), (some, entries), (one, tokens)):
         keywords = {**inputs.tensors(), **sizes, **more}
-        assert nsa_outcome(nsa, keywords, ()) == "right"
+        assert outcome_of(nsa, keywords, (), judge_nsa) == "right"
         for value in option_values(name):
-            nsa_outcome(nsa, {**keywords, name: value}, [name])
+            outcome_of(nsa, {**keywords, name: value}, [name], judge_nsa)
 
 
 # NSA: NaN and inf
+
+
+@st.composite
+def with_a_bad_value(draw: st.DrawFn, keywords: dict[str, Any], name: str) -> tuple[tuple[int, ...], Tensor]:
+    """A place in a tensor, and a copy that is not finite there; the call gets a copy in the same layout, too."""
+    keywords[name] = keywords[name].detach().clone()
+    spoilt = keywords[name].clone()
+    at = tuple(draw(st.integers(0, size - 1)) for size in spoilt.shape)
+    spoilt[at] = draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    return at, spoilt
 
 
 @share(0.12)
@@ -319,10 +334,7 @@ def test_a_bad_value_stays_in_its_document_and_head_group(outcomes: Outcomes, da
     name = data.draw(st.sampled_from([n for n in TENSOR_NAMES if n in keywords and n != "cu_seqlens"]))
     if keywords[name].numel() == 0:
         return
-    keywords[name] = keywords[name].detach().clone()  # in the layout of the one that is spoilt, which rounds alike
-    spoilt = keywords[name].clone()
-    at = tuple(data.draw(st.integers(0, size - 1)) for size in spoilt.shape)
-    spoilt[at] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    at, spoilt = data.draw(with_a_bad_value(keywords, name))
     inputs, config = of_call(keywords)
     reached = reach(name, at, inputs, config)
 
@@ -390,25 +402,17 @@ def test_neighborhood_attention_is_right_or_refused(outcomes: Outcomes, data: st
         if name == "softmax_scale" and type(changed[name]) is int:  # finite logits need a scale that is no larger
             changed = {name: 1}
         keywords |= changed
-    note(outcomes, neighborhood_outcome(keywords, changed))
+    note(outcomes, outcome_of(dispatch.neighborhood_attention, keywords, changed, judge_neighborhood))
 
 
-def neighborhood_outcome(keywords: dict[str, Any], changed: Iterable[str]) -> str:
-    """How a call ended: right, or refused by the names that were changed."""
-    with guarded(strided(keywords)):
-        try:
-            out = dispatch.neighborhood_attention(**keywords)
-        except Exception as error:
-            assert_documented(error, [*changed])
-            return f"refused, {type(error).__name__}"
-        assert_neighborhood_right(keywords, out)
-        inputs = [keywords[name].detach().requires_grad_() for name in ("q", "k", "v")]
-        options = {name: value for name, value in keywords.items() if name not in ("q", "k", "v")}
-        result = dispatch.neighborhood_attention(*inputs, **options)
-        gradients = torch.autograd.grad(result.sum(), inputs)
-        for tensor, gradient in zip(inputs, gradients, strict=True):
-            assert (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
-            assert torch.isfinite(gradient).all()
+def judge_neighborhood(keywords: dict[str, Any], out: Tensor, changed: bool) -> str:
+    assert_neighborhood_right(keywords, out)
+    inputs = [keywords[name].detach().requires_grad_() for name in ("q", "k", "v")]
+    options = {name: value for name, value in keywords.items() if name not in ("q", "k", "v")}
+    gradients = torch.autograd.grad(dispatch.neighborhood_attention(*inputs, **options).sum(), inputs)
+    for tensor, gradient in zip(inputs, gradients, strict=True):
+        assert (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
+        assert torch.isfinite(gradient).all()
     return "right, though changed" if changed else "right, with gradients"
 
 
@@ -419,7 +423,8 @@ def test_every_value_of_an_option_of_neighborhood_attention(name: str) -> None:
         for more in ({}, {"boundary": "shift", "dilation": 2}, {"causal": True, "kernel_size": 4}):
             for value in ANYTHING:
                 if name != "softmax_scale" or type(value) is not int or abs(value) < 100:
-                    neighborhood_outcome({**tensors, **more, name: value}, [name])
+                    given = {**tensors, **more, name: value}
+                    outcome_of(dispatch.neighborhood_attention, given, [name], judge_neighborhood)
 
 
 def assert_neighborhood_right(keywords: dict[str, Any], out: Tensor) -> None:
@@ -457,10 +462,7 @@ def test_a_bad_value_stays_in_its_head_group_of_a_neighborhood(outcomes: Outcome
     name = data.draw(st.sampled_from(["q", "k", "v"]))
     if keywords[name].numel() == 0:
         return
-    keywords[name] = keywords[name].detach().clone()  # in the layout of the one that is spoilt, which rounds alike
-    spoilt = keywords[name].clone()
-    at = tuple(data.draw(st.integers(0, size - 1)) for size in spoilt.shape)
-    spoilt[at] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    at, spoilt = data.draw(with_a_bad_value(keywords, name))
     with guarded(strided(keywords)):
         before = dispatch.neighborhood_attention(**keywords)
         after = dispatch.neighborhood_attention(**keywords | {name: spoilt})
@@ -493,10 +495,7 @@ def residuals(draw: st.DrawFn) -> dict[str, Any]:
         keywords["blocks"] = list(blocks.detach().unbind(0))
     if draw(st.booleans()):
         keywords["w_norm"] = draw(placed(normal(dim).to(weights_dtype)))
-    options = {
-        "eps": st.sampled_from([1e-6, 1e-3, 1, Fraction(1, 3)]),
-        "backend": st.sampled_from([None, "reference"]),
-    }
+    options = {"eps": st.sampled_from([1e-6, 1e-3, 1, Fraction(1, 3)]), "backend": st.sampled_from([None, "reference"])}
     return keywords | draw(st.fixed_dictionaries({}, optional=options))
 
 
@@ -514,20 +513,14 @@ def test_attention_residual_is_right_or_refused(outcomes: Outcomes, data: st.Dat
         else:
             changed = {name: data.draw(spoiled(value) if isinstance(value, Tensor) else anything)}
         keywords |= changed
-    note(outcomes, residual_outcome(keywords, changed))
+    named = [*changed, "w_query", "w_norm"] if "blocks" in changed else changed  # whose sizes are those of blocks
+    note(outcomes, outcome_of(dispatch.attention_residual, keywords, named, judge_residual))
 
 
-def residual_outcome(keywords: dict[str, Any], changed: Iterable[str]) -> str:
-    """How a call ended: right, or refused by the names that were changed."""
-    with guarded(strided(keywords)):
-        try:
-            out = dispatch.attention_residual(**keywords)
-        except Exception as error:
-            assert_documented(error, [*changed, "w_query", "w_norm"] if "blocks" in changed else [*changed])
-            return f"refused, {type(error).__name__}"
-        if keywords.get("eps") == 0 and (stacked(keywords["blocks"]) == 0).all(-1).any():
-            return "0 / 0 by definition"
-        assert_residual_right(keywords, out)
+def judge_residual(keywords: dict[str, Any], out: Tensor, changed: bool) -> str:
+    if keywords.get("eps") == 0 and (stacked(keywords["blocks"]) == 0).all(-1).any():
+        return "0 / 0 by definition"
+    assert_residual_right(keywords, out)
     return "right, though changed" if changed else "right, with gradients"
 
 
@@ -535,7 +528,8 @@ def residual_outcome(keywords: dict[str, Any], changed: Iterable[str]) -> str:
 def test_every_value_of_an_option_of_attention_residual(name: str) -> None:
     for blocks in (torch.randn(3, 1, 2, 4), torch.zeros(3, 1, 2, 4), torch.zeros(3, 1, 0, 4)):
         for value in ANYTHING:
-            residual_outcome({"blocks": blocks, "w_query": torch.randn(4), name: value}, [name])
+            given = {"blocks": blocks, "w_query": torch.randn(4), name: value}
+            outcome_of(dispatch.attention_residual, given, [name], judge_residual)
 
 
 def stacked(blocks: Tensor | list[Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from tests.support.cases import product
 from tests.support.helpers import SMALL, dynamically_quantized
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
-CHUNKS = (20, 1, 1, 8, 3, 1, 26)
+CHUNKS = (20, 1, 1, 8, 3, 1, 6)
 KINDS: dict[str, dict[str, Any]] = {
     "gates of x": {"gate": "x"},
     "gates of q, projected entries": {"gate": "q", "compress_proj": True},
@@ -31,8 +31,8 @@ def test_steps_are_the_rows_of_the_layer(name: str, kind: str) -> None:
     layer = NSAttention(WIDTH, HEADS, KV_HEADS, config=config, rope=llama_rope, dtype=torch.float64, **KINDS[kind])
     for parameter in layer.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.1)
-    x = torch.randn(2, 60, WIDTH, dtype=torch.float64)
-    cache = layer.new_cache(PageTable.empty(2, 60, page_size=16))
+    x = torch.randn(2, 40, WIDTH, dtype=torch.float64)
+    cache = layer.new_cache(PageTable.empty(2, 40, page_size=16))
     start = 0
     for count in CHUNKS:
         embeddings = rotary_table(cache.table.positions(count), layer.head_dim)
@@ -67,8 +67,8 @@ def test_refuses_what_does_not_go_together() -> None:
 def test_windows_roll(kernel_size: int, dilation: int) -> None:
     options = {"kernel_size": kernel_size, "dilation": dilation, "causal": True}
     layer = NeighborhoodAttention(WIDTH, HEADS, KV_HEADS, rope=llama_rope, dtype=torch.float64, **options)  # type: ignore[arg-type]
-    x = torch.randn(2, 60, WIDTH, dtype=torch.float64)
-    whole = layer(x, rotary_table(torch.arange(60), layer.head_dim))
+    x = torch.randn(2, 40, WIDTH, dtype=torch.float64)
+    whole = layer(x, rotary_table(torch.arange(40), layer.head_dim))
     cache = layer.new_cache(2)
     start, places = 0, set()
     for count in CHUNKS:
@@ -79,7 +79,7 @@ def test_windows_roll(kernel_size: int, dilation: int) -> None:
         if start > (kernel_size - 1) * dilation:
             places.add(cache.k.data_ptr())
     assert len(places) <= 1, "sizes stay, so memory does, too"
-    assert int(cache.length) == 60
+    assert int(cache.length) == 40
     before = cache.k.clone()
     cache.reorder(torch.tensor([1, 1]))
     assert torch.equal(cache.k, before[[1, 1]])
@@ -88,28 +88,27 @@ def test_windows_roll(kernel_size: int, dilation: int) -> None:
 ROLLING = NeighborhoodAttention(WIDTH, HEADS, kernel_size=5, causal=True)
 OTHER, NOT_CAUSAL = NeighborhoodAttention(WIDTH, HEADS, kernel_size=7, causal=True), NeighborhoodAttention(WIDTH, HEADS)
 X = torch.randn(2, 3, WIDTH)
-REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
-    (lambda cache: NOT_CAUSAL(X, cache=cache), ValueError, "cache goes with causal=True"),
-    (lambda cache: NOT_CAUSAL.new_cache(2), ValueError, "cache goes with causal=True"),
-    (lambda cache: OTHER(X, cache=cache), ValueError, "cache must have kernel_size=7, got 5"),
-    (lambda cache: ROLLING(X[:1], cache=cache), ValueError, r"k must have the cache's \[B,N,H_kv,D\] = \[2,N,4,8\]"),
-    (
-        lambda _: ROLLING(X, cache=ROLLING.new_cache(2, torch.bfloat16)),
-        TypeError,
-        "k must be bfloat16, as the cache is",
-    ),
-    (lambda _: ROLLING(X, cache=object()), TypeError, "cache must be a NeighborhoodCache"),
-    (lambda cache: cache.reorder(torch.tensor([0])), ValueError, r"rows must be \[2\]"),
-    (lambda cache: cache.reorder(torch.tensor([True, False])), TypeError, "rows must be an int32 or int64 .* got bool"),
-    (lambda cache: cache.reorder(torch.tensor([-1, 0])), ValueError, "rows must be from 0 to 1"),
-    (lambda cache: cache.reorder(torch.tensor([0, 2])), ValueError, "rows must be from 0 to 1"),
-    (lambda cache: cache.reorder([1, 0]), TypeError, "rows must be an int32 or int64 tensor, got list"),
-    (lambda _: NeighborhoodCache(1, heads_kv=1, dim=8, kernel_size=0), ValueError, "kernel_size must be at least 1"),
+WRONG_VALUES: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda cache: NOT_CAUSAL(X, cache=cache), "cache goes with causal=True"),
+    (lambda _: NOT_CAUSAL.new_cache(2), "cache goes with causal=True"),
+    (lambda cache: OTHER(X, cache=cache), "cache must have kernel_size=7, got 5"),
+    (lambda cache: ROLLING(X[:1], cache=cache), r"k must have the cache's \[B,N,H_kv,D\] = \[2,N,4,8\]"),
+    (lambda cache: cache.reorder(torch.tensor([0])), r"rows must be \[2\]"),
+    (lambda cache: cache.reorder(torch.tensor([-1, 0])), "rows must be from 0 to 1"),
+    (lambda cache: cache.reorder(torch.tensor([0, 2])), "rows must be from 0 to 1"),
+    (lambda _: NeighborhoodCache(1, heads_kv=1, dim=8, kernel_size=0), "kernel_size must be at least 1"),
 ]
+WRONG_TYPES: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda _: ROLLING(X, cache=ROLLING.new_cache(2, torch.bfloat16)), "k must be bfloat16, as the cache is"),
+    (lambda _: ROLLING(X, cache=object()), "cache must be a NeighborhoodCache"),
+    (lambda cache: cache.reorder(torch.tensor([True, False])), "rows must be an int32 or int64 tensor, got bool"),
+    (lambda cache: cache.reorder([1, 0]), "rows must be an int32 or int64 tensor, got list"),
+]
+REFUSED = [*((*row, ValueError) for row in WRONG_VALUES), *((*row, TypeError) for row in WRONG_TYPES)]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
-def test_a_rolling_cache_refuses(call: Callable[[Any], Any], error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(("call", "message", "error"), REFUSED)
+def test_a_rolling_cache_refuses(call: Callable[[Any], Any], message: str, error: type[Exception]) -> None:
     cache = ROLLING.new_cache(2)
     with torch.no_grad(), pytest.raises(error, match=message):
         call(cache)

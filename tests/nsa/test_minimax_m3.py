@@ -12,7 +12,6 @@ from transformers import BloomConfig, BloomForCausalLM, CompileConfig, StaticCac
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
-from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLVisionConfig
 
 from nsa.integrations import minimax_m3
 from tests.support.minimax_models import (
@@ -171,14 +170,6 @@ def test_the_whole_model_reads_an_image_and_writes_what_eager_does() -> None:
         assert (other - expected).abs().max() > 1e-3, "the image counts"
         how = {"max_new_tokens": 12, "do_sample": False, **images}
         assert torch.equal(ours.generate(ids, **how), eager.generate(ids, **how))
-
-
-def test_the_vision_tower_takes_pytorchs_attention() -> None:
-    config = MiniMaxM3VLVisionConfig(hidden_size=16, num_attention_heads=2)
-    module = modeling.MiniMaxM3VLVisionAttention(config)
-    q, k, v = torch.randn(3, 1, 2, 9, 8).double()
-    got, _ = minimax_m3.attention(module, q, k, v, None, scaling=0.3, is_causal=False)
-    close(got, modeling.eager_attention_forward(module, q, k, v, None, scaling=0.3)[0])
 
 
 def test_generates_behind_left_padding_as_without(models: tuple[Any, Any]) -> None:

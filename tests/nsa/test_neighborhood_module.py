@@ -80,8 +80,3 @@ def test_layer_passes_its_options_on() -> None:
     assert (layer.attention.num_kv_heads, layer.attention.window.causal) == (KV_HEADS, True)
     dropped = layer.train()(x, table) == x
     assert 0.4 < dropped.double().mean() < 0.6
-
-
-def test_layer_refuses_positions_without_a_hook() -> None:
-    with pytest.raises(TypeError, match="this layer was built without a rope hook"):
-        NeighborhoodAttentionLayer(WIDTH, HEADS)(torch.randn(1, 8, WIDTH), rotary_table(torch.arange(8), 8))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo import lookup_backend
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from nsa import NSAConfig
@@ -65,9 +64,7 @@ def test_the_same_tokens_with_and_without_a_cache(way: str) -> None:
         assert torch.equal(written[1, 7:], generate(model, ids[1:, 7:])[0])
 
 
-@pytest.mark.parametrize(
-    "how", [{}, {"cache_implementation": "static"}, {"num_beams": 3}], ids=["dynamic", "static", "beams"]
-)
+@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
 def test_chunks_of_padding_alone_begin_a_prompt(how: dict[str, Any]) -> None:
     """Texts begin in different chunks, at their first token or inside; a row is its text alone."""
     model = converted_model(num_hidden_layers=1)
@@ -82,7 +79,7 @@ def test_chunks_of_padding_alone_begin_a_prompt(how: dict[str, Any]) -> None:
         generate(model, ids, attention_mask=mask, prefill_chunk_size=8, **how)
 
 
-@pytest.mark.parametrize("steps", [300, pytest.param(4096, marks=pytest.mark.full)])
+@pytest.mark.parametrize("steps", [200, pytest.param(4096, marks=pytest.mark.full)])
 def test_long_texts_are_those_without_a_cache(steps: int) -> None:
     """Row i of a call on the whole text is what generate sees at step i without a cache; near ties may fall otherwise.
 
@@ -148,12 +145,11 @@ def compiles(test: Callable[..., None]) -> Callable[..., None]:
 class Graphs:
     """A backend of torch.compile that counts the graphs it gets; deep copies, as a CompileConfig makes, count here."""
 
-    def __init__(self, backend: str = "eager") -> None:
-        self.backend, self.count = backend, 0
+    count = 0
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor], **_: Any) -> Any:
         self.count += 1
-        return lookup_backend(self.backend)(graph, inputs)
+        return graph
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
         return self
@@ -169,7 +165,7 @@ class Graphs:
 @pytest.mark.parametrize("how", [{}, *cases.rest({"num_beams": 2, "prefill_chunk_size": 13})], ids=["greedy", "beams"])
 def test_compiled_steps_write_the_same_tokens(how: dict[str, Any]) -> None:
     """One graph for all steps, and for a second call with a cache of its own."""
-    model, graphs = converted_model("llama" if how else "qwen3"), Graphs("eager" if how else "aot_eager")
+    model, graphs = converted_model("llama" if how else "qwen3"), Graphs()
     for lengths in ((40, 33), (27, 30)):  # the second prompt leaves room in a cache of the first one's length
         ids, mask = left_padded(*lengths)
         compiled = {"cache_implementation": "static", "compile_config": graphs.config()}
@@ -219,20 +215,19 @@ def test_compiled_and_other_steps_alternate() -> None:
 def test_other_calls_with_a_cache_are_not_compiled() -> None:
     model, ids = converted_model(num_hidden_layers=1), token_ids(2, 12)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    cache = StaticCache(config=model.config, max_cache_len=20)
-    with pytest.raises(Exception, match=r"must be a StaticCache that holds a prompt.* got StaticCache and 12 tokens"):
-        call_with(compiled, ids, cache)
-    with pytest.raises(Exception, match="must be a StaticCache that holds a prompt"):
-        call_with(compiled, ids[:, :1], cache)
-    call_with(model, ids, cache)
-    with pytest.raises(Exception, match="got StaticCache and 2 tokens"):
-        call_with(compiled, ids[:, :2], cache)
-    with pytest.raises(Exception, match=r"attention_mask must be \[B,max_cache_len\] = \[2, 20\] in torch\.compile"):
-        call_with(compiled, ids[:, :1], cache, attention_mask=torch.ones(2, 13))
+    empty, full = (StaticCache(config=model.config, max_cache_len=20) for _ in range(2))
     dynamic = DynamicCache()
-    call_with(model, ids, dynamic)
-    with pytest.raises(Exception, match=r"must be a StaticCache that holds a prompt.* got DynamicCache"):
-        call_with(compiled, ids[:, :1], dynamic)
+    for cache in (full, dynamic):
+        call_with(model, ids, cache)
+    for tokens, cache, keywords, message in (
+        (12, empty, {}, r"must be a StaticCache that holds a prompt.* got StaticCache and 12 tokens"),
+        (1, empty, {}, "must be a StaticCache that holds a prompt"),
+        (2, full, {}, "got StaticCache and 2 tokens"),
+        (1, full, {"attention_mask": torch.ones(2, 13)}, r"must be \[B,max_cache_len\] = \[2, 20\] in torch\.compile"),
+        (1, dynamic, {}, r"must be a StaticCache that holds a prompt.* got DynamicCache"),
+    ):
+        with pytest.raises(Exception, match=message):
+            call_with(compiled, ids[:, :tokens], cache, **keywords)
 
 
 # Caches
@@ -374,44 +369,47 @@ def test_padded_rows_go_on_in_a_cache(gates: str) -> None:
 
 
 def test_calls_that_do_not_fit_a_cache_are_refused() -> None:
+    """And change nothing."""
     model, ids = converted_model(), token_ids(2, 20)
-    cache = DynamicCache()
-    call_with(model, ids, cache)
-    with pytest.raises(ValueError, match=r"attention_mask must be \[B,N_k\] = \[2, 25\]"):
-        call_with(model, ids[:, :5], cache, attention_mask=torch.ones(2, 5))
-    with pytest.raises(ValueError, match="a cache holds no packed documents"):
-        call_with(model, ids[:, :4], cache, position_ids=torch.tensor([[20, 21, 0, 1]]))
-    with pytest.raises(ValueError, match="tokens_to_remove must be -n"):
-        cache.crop(4)
+    cache, foreign, right = DynamicCache(), DynamicCache(), DynamicCache()
+    full = StaticCache(config=model.config, max_cache_len=20)
+    for each in (cache, full):
+        call_with(model, ids, each)
+    call_with(model, ids, right, attention_mask=torch.ones(2, 20).tril(18))
+    foreign.update(torch.zeros(2, 2, 5, 16), torch.zeros(2, 2, 5, 16), 0)
+    offloaded = DynamicCache(config=model.config, offloading=True)
+    packed = {"position_ids": torch.tensor([[20, 21, 0, 1]])}
+    holes = {"attention_mask": torch.cat([torch.ones(1, 21), torch.ones(1, 21).triu(5)])}
+    refused: list[tuple[Any, Tensor, Any, dict[str, Any], str]] = [
+        (
+            model,
+            ids[:, :5],
+            cache,
+            {"attention_mask": torch.ones(2, 5)},
+            r"attention_mask must be \[B,N_k\] = \[2, 25\]",
+        ),
+        (model, ids[:, :4], cache, packed, "a cache holds no packed documents"),
+        (converted_model(num_hidden_layers=1), ids, cache, {}, "other options of NSA"),
+        (model, ids[:, :1], full, {}, "max_cache_len=20 tokens, got 21"),
+        (model, ids, foreign, {}, "5 tokens of another attention"),
+        (model, ids, offloaded, {}, "got an offloaded DynamicCache"),
+        (model, ids, object(), {}, "got object"),
+        (model, ids[:, :1], cache, holes, r"texts' \[20, 20\] tokens in its first 20 columns, .* got \[20, 15\]"),
+        (model, ids[:, :1], right, {}, "padded the cached texts to the right"),
+    ]
+    for called, tokens, given, keywords, message in refused:
+        with pytest.raises(ValueError, match=message):
+            call_with(called, tokens, given, **keywords)
     with pytest.raises(NotImplementedError, match="pages for NSA"):
         cache.update(torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 16), 0)
-    with pytest.raises(ValueError, match="other options of NSA"):
-        call_with(converted_model(num_hidden_layers=1), ids, cache)
-    full = StaticCache(config=model.config, max_cache_len=20)
-    call_with(model, ids, full)
-    with pytest.raises(ValueError, match="max_cache_len=20 tokens, got 21"):
-        call_with(model, ids[:, :1], full)
-    call_with(model, ids, cache)  # a refused call changes nothing
-    assert cache.get_seq_length() == 40
-    foreign = DynamicCache()
-    foreign.update(torch.zeros(2, 2, 5, 16), torch.zeros(2, 2, 5, 16), 0)
-    with pytest.raises(ValueError, match="5 tokens of another attention"):
-        call_with(model, ids, foreign)
-    with pytest.raises(ValueError, match="got an offloaded DynamicCache"):
-        call_with(model, ids, DynamicCache(config=model.config, offloading=True))
-    with pytest.raises(ValueError, match="got object"):
-        call_with(model, ids, object())
-    with pytest.raises(ValueError, match=r"texts' \[40, 40\] tokens in its first 40 columns, .* got \[40, 35\]"):
-        call_with(model, ids[:, :1], cache, attention_mask=torch.cat([torch.ones(1, 41), torch.ones(1, 41).triu(5)]))
-    skipping = torch.ones(2, 41)
-    skipping[0, 40] = 0
+    with pytest.raises(ValueError, match="tokens_to_remove must be -n"):
+        cache.crop(4)
+    assert cache.get_seq_length() == 20
+    skipping = torch.ones(2, 21)
+    skipping[0, 20] = 0
     call_with(model, ids[:, :1], cache, attention_mask=skipping)
     with pytest.raises(ValueError, match="crop counts columns from the end, and in some sequences padding"):
         cache.crop(-1)
-    right = DynamicCache()
-    call_with(model, ids, right, attention_mask=torch.ones(2, 20).tril(18))
-    with pytest.raises(ValueError, match="padded the cached texts to the right"):
-        call_with(model, ids[:, :1], right)
 
 
 def test_a_cache_belongs_to_one_thread_at_a_time() -> None:
@@ -424,17 +422,11 @@ def test_a_cache_belongs_to_one_thread_at_a_time() -> None:
 
     hook = model.model.layers[1].register_forward_pre_hook(wait)
     with while_running(lambda: call_with(model, ids, cache), entered, go_on) as first:
-        for call in (
-            lambda: call_with(model, ids, cache),
-            lambda: call_with(model, token_ids(2, 5), cache),
-            lambda: cache.reorder_cache(torch.zeros(1, dtype=torch.int64)),
-            cache.reset,
-        ):
+        for call in (lambda: call_with(model, token_ids(2, 5), cache), cache.reset):
             with pytest.raises(RuntimeError, match=MESSAGE):
                 call()
     hook.remove()
     with torch.no_grad():
         assert torch.equal(first.result(), model(ids).logits)
-    assert cache.get_seq_length() == 20
     call_with(model, ids, cache)
     assert cache.get_seq_length() == 40

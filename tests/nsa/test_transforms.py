@@ -1,4 +1,4 @@
-"""The three ops where PyTorch's transforms of functions, its meta device and its autocast are around them."""
+"""The ops inside of PyTorch's transforms, selective checkpointing, fake and meta tensors, and autocast."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nsa import (
     AttentionResidual,
     LinearCompression,
+    NSACache,
+    NSAttention,
     attention_residual,
     block_sparse_attention,
     indexer_kl_loss,
@@ -22,10 +26,12 @@ from nsa import (
     nsa,
     nsa_forward,
     nsa_forward_aux,
+    nsa_with_cache,
+    top_blocks_by_max,
 )
 from nsa.neighborhood.api import neighborhood_attention_backward, neighborhood_attention_forward
 from tests.support.cases import product
-from tests.support.helpers import SMALL, make_qkv
+from tests.support.helpers import LARGE, SMALL, make_qkv
 
 Op = Callable[[Tensor], Tensor]
 
@@ -121,6 +127,129 @@ def test_inputs_changed_before_backward_are_refused(op: str, dtype: torch.dtype)
             out.sum().backward()
 
 
+# Selective checkpointing
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+TOKENS = 40
+
+
+def indexed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    blocks = top_blocks_by_max(q[:, :, :2].contiguous(), k[:, :, :1].contiguous(), block_size=8, k=2)
+    loss = indexer_kl_loss(q[:, :, :2], k[:, :, :1], q, k, blocks, block_size=8)
+    return block_sparse_attention(q, k, v, blocks, block_size=8) * loss
+
+
+def in_packs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bounds = torch.tensor([0, 13, TOKENS], dtype=torch.int32)
+    return nsa(q[0], k[0], v[0], cu_seqlens=bounds, config=SMALL["paper"])
+
+
+CALLS: dict[str, Attention] = {
+    "nsa, per token": partial(nsa, config=SMALL["paper"]),
+    "nsa, per tile": partial(nsa, config=SMALL["seed"]),
+    "nsa, packed": in_packs,
+    "nsa, continued": lambda q, k, v: nsa(q[:, 9:30], k, v, q_start=9, config=SMALL["paper"]),
+    "nsa, frozen": lambda q, k, v: q * nsa(q.detach(), k.detach(), v.detach(), config=SMALL["paper"]),
+    "nsa, without a graph": lambda q, k, v: q * nsa_forward(q, k, v, config=SMALL["paper"]),
+    "indexer and blocks": indexed,
+    "neighborhood": partial(neighborhood_attention, kernel_size=5),
+    "neighborhood's band": lambda q, k, v: q * neighborhood_attention_forward(q, k, v, kernel_size=5)[0],
+    "residual": lambda q, k, v: attention_residual([q.flatten(2), q.flatten(2) * 2], k[0, 0].repeat(2, 1).flatten()),
+}
+
+
+def save_all_but_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_SAVE
+
+
+def selectively(policy: Any, function: Any, *tensors: Tensor) -> Any:
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(function, *tensors, use_reentrant=False, context_fn=contexts)
+
+
+def gradients(run: Callable[..., Tensor], leaves: list[Tensor]) -> list[Tensor | None]:
+    return [*torch.autograd.grad(run(*leaves).square().sum(), leaves, allow_unused=True)]
+
+
+def assert_checkpoints_change_nothing(run: Callable[..., Tensor], leaves: list[Tensor]) -> None:
+    expected, got = gradients(run, leaves), gradients(partial(selectively, save_all_but_products, run), leaves)
+    assert any(x is not None for x in expected)
+    for one, other in zip(expected, got, strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("run", CALLS.values(), ids=list(CALLS))
+def test_selective_checkpoints_change_nothing(run: Attention) -> None:
+    leaves = [x.requires_grad_() for x in make_qkv(TOKENS, dtype=torch.float32)]
+    assert_checkpoints_change_nothing(run, leaves)
+
+
+@DEVICES
+@pytest.mark.parametrize("preset", LARGE)
+def test_selective_checkpoints_of_layers_change_nothing(device: str, preset: str) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    layer = NSAttention(64, 4, 1, head_dim=64, config=LARGE[preset], device=device, dtype=dtype)
+    x = torch.randn(1, 200, 64, device=device, dtype=dtype, requires_grad=True)
+    assert_checkpoints_change_nothing(layer, [x])
+
+
+def test_a_policy_sees_a_call_as_one_operator() -> None:
+    seen = []
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen.append(str(op))
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if op is torch.ops.nsa_kernels.saving.default
+            else CheckpointPolicy.MUST_RECOMPUTE
+        )
+
+    leaves = [x.requires_grad_() for x in make_qkv(TOKENS, dtype=torch.float32)]
+    gradients(partial(selectively, policy, CALLS["nsa, per token"]), leaves)
+    assert {*seen} == {"nsa_kernels.saving.default"}
+
+
+# Fake tensors
+
+
+@pytest.mark.parametrize("run", CALLS.values(), ids=list(CALLS))
+def test_fake_tensors_have_shapes_and_gradients(run: Attention) -> None:
+    made = make_qkv(TOKENS, dtype=torch.bfloat16)
+    expected = run(*made)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        leaves = [mode.from_tensor(x).requires_grad_() for x in made]
+        out = run(*leaves)
+        found = [x for x in gradients(run, leaves) if x is not None]
+    assert isinstance(out, FakeTensor)
+    assert (out.shape, out.dtype, out.stride()) == (expected.shape, expected.dtype, expected.stride())
+    assert found
+    assert all(isinstance(x, FakeTensor) for x in found)
+
+
+def test_a_cache_of_fake_tensors_takes_steps() -> None:
+    """Per tile, where a cut depends on lengths."""
+    sizes: Any = {"heads": 4, "heads_kv": 2, "dim": 16}
+    with FakeTensorMode(), torch.no_grad():
+        cache = NSACache.empty(SMALL["seed"], 1, 60, **sizes)
+        q, k, v = (torch.randn(1, 2, heads, 16) for heads in (4, 2, 2))
+        out = nsa_with_cache(q, k, v, cache, counts=torch.ones(1, dtype=torch.int32))
+        cache.reorder(torch.zeros(1, dtype=torch.int64))
+        cache.truncate(torch.ones(1, dtype=torch.int32))
+        NSACache(SMALL["seed"], cache.table, **sizes)
+    assert isinstance(out, FakeTensor)
+    assert out.shape == q.shape
+
+
+def test_intermediate_results_are_refused_in_both() -> None:
+    refused = pytest.raises(RuntimeError, match="nsa_forward_aux supports neither fake tensors nor selective")
+    q, k, v = make_qkv(TOKENS, dtype=torch.float32)
+    with refused:
+        selectively(save_all_but_products, lambda q: nsa_forward_aux(q, k, v)[0] * q, q.requires_grad_())
+    with refused, FakeTensorMode() as mode:
+        nsa_forward_aux(*map(mode.from_tensor, (q, k, v)))
+
+
 # The meta device
 
 
@@ -145,24 +274,13 @@ def assert_same_shapes(run: Callable[..., Tensor], tensors: dict[str, Tensor]) -
         assert_alike(run(**empty), run(**tensors))
 
 
-BOUNDS = torch.tensor([0, 25, 25, 60], dtype=torch.int32)
-EXTRAS: dict[str, Callable[[tuple[int, ...]], dict[str, Tensor]]] = {
-    "nothing": lambda _: {},
-    "gates": lambda lead: {"gates": torch.rand(*lead, 4, 3, requires_grad=True)},
-    "fp32 weight": lambda _: {"gate_proj_weight": torch.rand(4, 3, 16, dtype=torch.float32, requires_grad=True)},
-    "keys of their own": lambda lead: {
-        name: torch.randn(*lead, 2, 16, dtype=torch.bfloat16, requires_grad=True)
-        for name in ("k_slc", "v_slc", "k_win", "v_win")
-    },
-}
-
-
-@pytest.mark.parametrize(("preset", "packed", "extra"), product(SMALL, [False, True], EXTRAS))
-def test_nsa_has_shapes_on_the_meta_device(preset: str, packed: bool, extra: str) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_nsa_has_gradients_on_the_meta_device(packed: bool) -> None:
+    """Shapes are compared for drawn calls in test_reference.py."""
     qkv = make_qkv(60, batch=None if packed else 2, dtype=torch.bfloat16, requires_grad=True)
-    tensors = dict(zip("qkv", qkv, strict=True)) | EXTRAS[extra](qkv[0].shape[:-2])
-    tensors |= {"cu_seqlens": BOUNDS} if packed else {}
-    assert_same_shapes(partial(nsa, config=SMALL[preset]), tensors)
+    tensors = dict(zip("qkv", qkv, strict=True)) | {"gate_proj_weight": torch.rand(4, 3, 16, requires_grad=True)}
+    tensors |= {"cu_seqlens": torch.tensor([0, 25, 25, 60], dtype=torch.int32)} if packed else {}
+    assert_same_shapes(partial(nsa, config=SMALL["seed"]), tensors)
 
 
 @pytest.mark.parametrize("backend", [None, "cute", "reference"])
@@ -187,13 +305,7 @@ def test_neighborhood_attention_has_shapes_on_the_meta_device() -> None:
 # Autocast
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-MIXES = [
-    (FP32, FP32, FP32),
-    (FP32, BF16, BF16),
-    (BF16, FP32, FP16),
-    (FP16, FP16, FP16),
-    (FP64, FP64, FP64),
-]
+MIXES = [(FP32, FP32, FP32), (FP32, BF16, BF16), (BF16, FP32, FP16), (FP16, FP16, FP16), (FP64, FP64, FP64)]
 ATTENTION: dict[str, Callable[..., Tensor]] = {
     "nsa": partial(nsa, config=SMALL["seed"]),
     "nsa_forward": partial(nsa_forward, config=SMALL["paper"]),

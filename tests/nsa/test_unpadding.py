@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -55,26 +53,3 @@ def test_compiles_for_all_masks() -> None:
     for mask in MASKS.values():
         torch.testing.assert_close(whole(x, torch.tensor(mask)), run(x, torch.tensor(mask)))
     assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "mask"),
-    [
-        (TypeError, "mask must be a torch.Tensor, got list", [[True]]),
-        (TypeError, "mask must be bool or integers, True for real tokens, got torch.float32", torch.ones(2, 6)),
-        (ValueError, r"mask must have the shape \[B,N\], got \[6\]", torch.ones(6, dtype=torch.bool)),
-    ],
-)
-def test_bad_masks_are_named(error: type[Exception], message: str, mask: Any) -> None:
-    with pytest.raises(error, match=message):
-        Unpadding.from_mask(mask)
-
-
-def test_tensors_of_other_batches_are_named() -> None:
-    rows = Unpadding.from_mask(torch.ones(2, 6, dtype=torch.bool))
-    for shape in ((3, 6, 4), (2, 5, 4), (12,)):
-        with pytest.raises(ValueError, match=r"x must have the shape \[B,N,...\] = \[2,6,...\], got"):
-            rows.unpad(torch.ones(shape))
-    for shape in ((11, 4), ()):
-        with pytest.raises(ValueError, match=r"x must have the shape \[T,...\] = \[12,...\], got"):
-            rows.pad(torch.ones(shape))

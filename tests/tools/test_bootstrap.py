@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,7 +97,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     return machine
 
 
-# ---------------------------------------------------------------- preflight
+# Preflight
 
 
 def test_old_python_stops_before_anything_runs(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +143,7 @@ def test_extras_are_those_of_the_package() -> None:
     assert bootstrap.extras_of(CHECKOUT / "pyproject.toml") == sorted(known)
 
 
-# ---------------------------------------------------------------- which torch, from where
+# Which torch, from where
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_torch_index_serves_the_torch_step_alone(machine: Machine) -> None:
     assert "--constraint" in package_step
 
 
-# ---------------------------------------------------------------- stamp: when is there work to do
+# Stamp: when is there work to do
 
 
 @pytest.mark.parametrize(
@@ -218,48 +218,45 @@ def test_extras_add_up(
     assert machine.extras == extras_after
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("pyproject.toml", "[project]\nname = 'renamed'\n"),
-        ("constraints.txt", "numpy==2.3.4\n"),
-        *((f".venv/{bootstrap.STAMP_NAME}", stamp) for stamp in ("not json", "[1]", "{}")),
-    ],
-)
-def test_changed_files_install_again(name: str, content: str, machine: Machine) -> None:
+def written(name: str, content: str) -> Callable[[Machine], object]:
+    return lambda machine: (machine.checkout / name).write_text(content)
+
+
+def moved(machine: Machine) -> None:
+    machine.checkout = machine.checkout.rename(machine.checkout.with_name("moved"))
+
+
+STAMP = f".venv/{bootstrap.STAMP_NAME}"
+CHANGES: dict[str, tuple[Callable[[Machine], object], int, str]] = {
+    "pyproject.toml": (written("pyproject.toml", "[project]\nname = 'renamed'\n"), 1, ""),
+    "constraints.txt": (written("constraints.txt", "numpy==2.3.4\n"), 1, ""),
+    **{f"stamp {stamp}": (written(STAMP, stamp), 1, "") for stamp in ("not json", "[1]", "{}")},
+    "torch": (lambda machine: machine.patch.setenv("TORCH_VERSION", "2.9.1"), 1, "torch==2.9.1"),
+    "no Python": (lambda machine: (machine.checkout / ".venv" / "bin" / "python").unlink(), 2, "its Python is gone"),
+    "no pip": (
+        lambda machine: setattr(machine, "venv_python_answer", (1, "")),
+        2,
+        "its Python is broken or has no pip",
+    ),
+    "old Python": (
+        lambda machine: setattr(machine, "venv_python_answer", (0, "3.9\n")),
+        2,
+        "it has Python 3.9, this is",
+    ),
+    "moved": (moved, 2, ""),
+}
+"""By name: what happens, how many environments are then made in all, and what is told or given to pip."""
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changed_is_installed_again(name: str, machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    change, environments, told = CHANGES[name]
     machine.set_up("dev", "bench")
-    (machine.checkout / name).write_text(content)
+    change(machine)
     machine.set_up("bench")
-    assert machine.work == (1, 4)
-    assert machine.extras == ["bench"], "dev was not brought up to date"
-
-
-def test_changed_torch_version_installs_again(machine: Machine) -> None:
-    machine.set_up("dev")
-    machine.patch.setenv("TORCH_VERSION", "2.9.1")
-    machine.set_up("dev")
-    assert [call[-1] for call in machine.pip_calls[2:]] == ["torch==2.9.1", "torch==2.9.1"]
-
-
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        (None, "its Python is gone"),
-        ((1, ""), "its Python is broken or has no pip"),
-        ((0, "3.9\n"), r"it has Python 3.9, this is Python \d"),
-    ],
-)
-def test_unusable_venv_is_made_again(
-    answer: tuple[int, str] | None, reason: str, machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    machine.set_up("dev")
-    if answer is None:
-        (machine.checkout / ".venv" / "bin" / "python").unlink()
-    else:
-        machine.venv_python_answer = answer
-    machine.set_up("dev")
-    assert machine.work == (2, 4)
-    assert re.search(reason, capsys.readouterr().out)
+    assert machine.work == (environments, 4)
+    assert told in f"{capsys.readouterr().out} {machine.pip_calls[-1][-1]}"
+    assert machine.extras == ["bench"] or environments == 2, "dev was not brought up to date"
 
 
 def test_new_device_makes_venv_again_and_a_lost_one_does_not(machine: Machine) -> None:
@@ -273,14 +270,7 @@ def test_new_device_makes_venv_again_and_a_lost_one_does_not(machine: Machine) -
     assert machine.work == (2, 4)
 
 
-def test_moved_checkout_makes_venv_again(machine: Machine) -> None:
-    machine.set_up("dev")
-    machine.checkout = machine.checkout.rename(machine.checkout.with_name("moved"))
-    machine.set_up("dev")
-    assert machine.venvs_made == 2
-
-
-# ---------------------------------------------------------------- failures
+# Failures
 
 
 def test_pip_failure_is_explained_and_tried_again(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,7 +302,7 @@ def test_failed_update_leaves_no_fitting_stamp(machine: Machine) -> None:
     assert len(machine.pip_calls) == 2 + 1 + 2
 
 
-# ---------------------------------------------------------------- versions that stand in two files
+# Versions that stand in two files
 
 
 def pinned_versions(file: str, package: str) -> set[str]:

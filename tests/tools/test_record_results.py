@@ -11,16 +11,11 @@ from tools import record_results as tool
 
 HERE, BEFORE = "a" * 12, "b" * 12
 SCRIPT = """
-import json, sys, time
-name, status, seconds, made_at = sys.argv[1:5]
-path = sys.argv[-1] + ".json"
-try:
-    time.sleep(float(seconds))
-except KeyboardInterrupt:
-    open(path + ".partial", "w").write("rows")
-    sys.exit(130)
+import json, sys
+name, status, made_at = sys.argv[1:4]
 if made_at:
-    json.dump({"commit": made_at, "command": "python " + " ".join(sys.argv)}, open(path, "w"))
+    command = "python " + " ".join(sys.argv)
+    json.dump({"commit": made_at, "command": command}, open(sys.argv[-1] + ".json", "w"))
 sys.exit(int(status))
 """
 
@@ -34,12 +29,10 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def add(
-    root: Path, name: str, made_at: str = BEFORE, status: int = 0, seconds: float = 0, after: str = HERE, **facts: str
-) -> Path:
+def add(root: Path, name: str, made_at: str = BEFORE, status: int = 0, after: str = HERE, **facts: str) -> Path:
     """A file of results, and what its command will do."""
     path = root / "bench" / "results" / f"{name}.json"
-    command = f"python bench/one.py {name} {status} {seconds} '{after}' --out bench/results/{name}"
+    command = f"python bench/one.py {name} {status} '{after}' --out bench/results/{name}"
     path.write_text(json.dumps({"commit": made_at, "command": command, **facts}), encoding="utf-8")
     return path
 
@@ -69,15 +62,6 @@ def test_what_fails_is_named_and_others_go_on(root: Path, capsys: pytest.Capture
     assert tool.main(["missed", "silent", "last"], root) == 1
     assert commit_of(last) == HERE
     assert capsys.readouterr().out.splitlines()[-2:] == ["missed: exit status 1", "silent: did not write the file"]
-
-
-def test_the_time_is_kept(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slow, last = add(root, "slow", seconds=600), add(root, "last")
-    assert tool.main(["slow", "last", "--seconds", "3"], root) == 1
-    assert (commit_of(slow), commit_of(last)) == (BEFORE, BEFORE)
-    assert Path(f"{slow}.partial").exists(), "it could write what it had"
-    stopped = ["slow: stopped: the time is over; the same command goes on", "last: not begun: the time is over"]
-    assert capsys.readouterr().out.splitlines()[-2:] == stopped
 
 
 COMMAND = '{"commit": "c", "command": "python bench/one.py --out bench/results/one"}'

@@ -21,13 +21,10 @@ MEMCHECK = f"""\
 ========= Invalid __global__ write of size 4 bytes
 =========     at {GATE}+0x160
 =========     by thread (0,0,0) in block (0,0,0)
-=========     Address 0x7f6510c00001 is out of bounds
-=========     and is 2 bytes after the nearest allocation at 0x7f6510c00000 of size 4 bytes
 =========
 ========= Invalid __global__ write of size 4 bytes
 =========     at {GATE}+0x160
 =========     by thread (1,0,0) in block (0,0,0)
-=========     Address 0x7f6510c00005 is out of bounds
 =========
 ========= Invalid __global__ read of size 16 bytes
 =========     at {FA4}+0x2f0
