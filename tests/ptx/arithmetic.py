@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import reduce
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tests.ptx.decode import Run, opcode
-from tests.ptx.listing import Instruction, names
+from tests.ptx.listing import Instruction, Listing, names
+from tests.ptx.registers import Threads
 from tests.ptx.values import TYPES, bf16_bits, bf16_numbers, numbers, rounded_to_bf16
-
-if TYPE_CHECKING:
-    from tests.ptx.program import Program
-    from tests.ptx.registers import Threads
 
 Function = Callable[..., Any]
 """Takes arrays of the operands."""
@@ -284,7 +281,7 @@ ELEMENTWISE: dict[str, Callable[..., tuple[Any, ...]]] = {
 A ufunc writes its results in place."""
 
 
-def elementwise(program: Program, of: Instruction, function: Function, to: str, *sources: str) -> Run:
+def elementwise(program: Listing, of: Instruction, function: Function, to: str, *sources: str) -> Run:
     pairs, kind = to.endswith("x2"), TYPES[to]
     target = program.key(of.operands[0], kind) if pairs else program.result(of.operands[0], kind)
     keys = [
@@ -314,7 +311,7 @@ def elementwise(program: Program, of: Instruction, function: Function, to: str, 
 
 def register(pattern: str, specify: Callable[..., tuple[Any, ...]]) -> None:
     @opcode(pattern)
-    def decode(program: Program, of: Instruction, *groups: str) -> Run:
+    def decode(program: Listing, of: Instruction, *groups: str) -> Run:
         return elementwise(program, of, *specify(*groups))
 
 
@@ -323,7 +320,7 @@ for _pattern, _specify in ELEMENTWISE.items():
 
 
 @opcode(r"mov\.(?:[bsuf](16|32|64)|pred)")
-def move(program: Program, of: Instruction, size: str | None) -> Run:
+def move(program: Listing, of: Instruction, size: str | None) -> Run:
     """To or from braces: packs or unpacks; the first of the parts is the lowest."""
     if "{" not in of.operands[0] + of.operands[1]:
         kind = f"b{size}" if size else "pred"

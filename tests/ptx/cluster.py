@@ -15,12 +15,12 @@ import numpy as np
 
 from tests.ptx.cta import Cta
 from tests.ptx.decode import Flow
+from tests.ptx.launch import Launch
 from tests.ptx.memory import RANK_BIT, Storage
+from tests.ptx.observer import Observer
 from tests.ptx.registers import LANES, PARAMETERS, Threads
 
 if TYPE_CHECKING:
-    from tests.ptx.launch import Launch
-    from tests.ptx.observer import Observer
     from tests.ptx.program import Program
 
 

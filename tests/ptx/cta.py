@@ -44,7 +44,7 @@ class Cta:
 
     def __init__(self, cluster: Cluster, rank: int) -> None:
         program = cluster.program
-        self.cluster, self.rank, self.threads_of_all = cluster, rank, program.threads
+        self.cluster, self.program, self.rank = cluster, program, rank
         self.observer = cluster.observer
         self.registers = Registers(program.keys, program.kind, program.threads)
         self.everyone = (1 << program.threads) - 1
@@ -70,8 +70,8 @@ class Cta:
         self.ended = 0
         self.state: dict[str, Any] = {}
         """Of copies and products that have been started, by the module that starts them."""
-        warps = self.threads_of_all // LANES
-        most = REGISTER_FILE // self.threads_of_all // 8 * 8
+        warps = self.program.threads // LANES
+        most = REGISTER_FILE // self.program.threads // 8 * 8
         self.register_limits = [min(most, 255)] * warps
         self.waiting_for_registers: list[tuple[int, int]] = []
         self.add(0, self.everyone)

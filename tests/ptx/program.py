@@ -26,8 +26,6 @@ class Program(Listing):
 
     def __init__(self, ptx: str) -> None:
         super().__init__(ptx)
-        self.keys: list[tuple[str, str]] = []
-        self._keys: dict[tuple[str, str], int] = {}
         self.code = Made(self._decode)
         """By index, what runs an instruction."""
 
@@ -35,20 +33,6 @@ class Program(Listing):
         if at >= len(self.instructions):
             raise RuntimeError("threads run past the last instruction")
         return decode(self, self.instructions[at])
-
-    def key(self, operand: str, kind: str) -> int:
-        """The number by which threads find an operand, seen as a type (`Registers.keys`)."""
-        if (operand, kind) not in self._keys:
-            self._keys[operand, kind] = len(self.keys)
-            self.keys.append((operand, kind))
-        return self._keys[operand, kind]
-
-    def result(self, register: str, kind: str) -> int:
-        """The same for a target, which may be wider than what is written to it; that is extended by its sign."""
-        own, of = np.dtype(self.kind(register)), np.dtype(kind)
-        if own.itemsize > of.itemsize:
-            kind = f"{'i' if of.kind == 'i' else 'u'}{own.itemsize}"
-        return self.key(register, kind)
 
     def launch(
         self,
