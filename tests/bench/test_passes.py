@@ -205,15 +205,6 @@ def test_what_a_graph_replays_is_checked(direction: str, by_head: bool, monkeypa
         assert unwritten or measured.wall not in (None, measured.timing), "also a call as Python makes it"
 
 
-def test_graphs_are_for_gpus_and_what_takes_them() -> None:
-    found = [
-        passes.takes_graphs(Candidate("peer", near, graphs=taken), torch.device("cuda")) for taken in (True, False)
-    ]
-    assert found == [True, False]
-    assert not passes.takes_graphs(Candidate("reference", near), torch.device("cuda"))
-    assert not passes.takes_graphs(Candidate("peer", near), CPU)
-
-
 # Peers
 
 
