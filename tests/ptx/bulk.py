@@ -13,16 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from tests.ptx.cta import Cta
+from tests.ptx.cta import Cta, groups_of
 from tests.ptx.decode import action, unsupported
-from tests.ptx.groups import groups_of
+from tests.ptx.launch import TensorMap, number_of
 from tests.ptx.listing import Instruction
 from tests.ptx.matrices import swizzled
 from tests.ptx.mbarrier import Barrier, barrier_of, current
 from tests.ptx.memory import check_aligned, cta_of, in_tensors, offset_in_own, words
 from tests.ptx.observer import Operation, Region
 from tests.ptx.registers import PARAMETERS, Threads
-from tests.ptx.tensor_map import TensorMap, number_of
 
 CHUNK = 16
 """Bytes, of which all that TMA moves is made, and which swizzles leave together."""

@@ -1,7 +1,8 @@
-"""The state of one CTA, and which of its threads can go on."""
+"""The state of one CTA, which of its threads can go on, and groups of asynchronous operations."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -171,3 +172,28 @@ class Cta:
             self.observer.releases(self, number, of.warps if of else [])
             for resume, bits in released.resume:
                 self.unblock(resume, bits)
+
+
+class Groups:
+    """What was started and, in groups, committed, until it is waited for."""
+
+    def __init__(self) -> None:
+        self.started: list[Any] = []
+        self.groups: list[list[Any]] = []
+
+    def commit(self) -> None:
+        self.groups.append(self.started)
+        self.started = []
+
+    def wait(self, most: int) -> list[Any]:
+        """Leaves `most` groups, and returns what the others hold."""
+        ended = max(0, len(self.groups) - most)
+        done = [x for group in self.groups[:ended] for x in group]
+        del self.groups[:ended]
+        return done
+
+
+def groups_of(threads: Threads, kind: str) -> list[Groups]:
+    """What each of the threads has started of a kind."""
+    groups = threads.cta.state_of(kind, lambda: defaultdict(Groups))
+    return [groups[thread] for thread in threads.numbers.tolist()]

@@ -39,9 +39,8 @@ from tests.ptx.ir import (
     split,
     template,
 )
-from tests.ptx.launch import Launch
+from tests.ptx.launch import Launch, TensorMap
 from tests.ptx.parameters import packed
-from tests.ptx.tensor_map import TensorMap
 
 ITEMS = {
     "f32": torch.float32,

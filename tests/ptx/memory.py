@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.ptx.cta import Cta
+from tests.ptx.cta import Cta, groups_of
 from tests.ptx.decode import Run, action, opcode, unsupported
-from tests.ptx.groups import groups_of
 from tests.ptx.listing import Instruction, Listing, names
 from tests.ptx.observer import Operation, Region
 from tests.ptx.registers import LANES, Threads

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.ptx import Launch, Program, TensorMap, launches_of
+from tests.ptx.launch import blob
 from tests.ptx.parameters import divisor
-from tests.ptx.tensor_map import blob
 
 TENSOR = '!cute.memref<bf16, gmem, align<16>, "(?,?,64):(?{i64 div=8},?{i64 div=8},1)">'
 ALLOCATION = '%smem = cute.memref.alloca() {smem.partition_id = 1 : i32} : !cute.memref<i8, smem, align<16>, "96:1">'

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tests.ptx.cta import NAN, Cta
+from tests.ptx.cta import NAN, Cta, Groups
 from tests.ptx.decode import action, unsupported
-from tests.ptx.groups import Groups
 from tests.ptx.listing import Instruction, names
 from tests.ptx.matrices import Layout, layout_of, places
 from tests.ptx.observer import Operation, Region
