@@ -127,27 +127,6 @@ def test_nothing_is_guessed(line: str, error: type[Exception], problem: str) -> 
         launch(f"{GRID}    {line}")
 
 
-LOOP = """
-    %c8_i32 = arith.constant 8 : i32
-    %big = arith.cmpi sgt, %arg2, %c8_i32 : i32
-    %x = scf.if %big -> (i32) {
-      scf.yield %c1_i32 : i32
-    } else {
-      %two:2 = scf.for %i = %c0_i32 to %arg2 step %c1_i32 iter_args(%sum = %c1_i32, %j = %c0_i32) -> (i32, i32)  : i32 {
-        %next = arith.addi %sum, %i : i32
-        scf.yield %next, %i : i32, i32
-      }
-      %y = arith.addi %two#0, %two#1 : i32
-      scf.yield %y : i32
-    }
-"""
-
-
-@pytest.mark.parametrize(("number", "ctas"), [(9, 1), (8, 1 + 28 + 7), (1, 1)])
-def test_branches_and_loops(number: int, ctas: int) -> None:
-    assert launch(LOOP, some(), 0.5, number).grid == (ctas, 1, 1)
-
-
 @pytest.mark.parametrize(
     ("operation", "x", "y", "expected"),
     [
