@@ -1,4 +1,4 @@
-"""The copies of TMA: boxes of tensors, and bytes in a row; loads, stores and additions.
+"""The copies of TMA: boxes of tensors, and bytes in a row; loads, stores, and additions of rows.
 
 A load reports its bytes to an mbarrier. Stores and additions form groups of the thread that starts them; they read when
 their group is waited for, or when the CTA has returned (`late`), or at once.
@@ -102,11 +102,11 @@ def load_box(source: Cta, of: TensorMap, corner: list[int], target: Cta, chunks:
     words(target.shared, CHUNK)[chunks] = box.view("u1").reshape(-1, CHUNK)
 
 
-def store_box(cta: Cta, of: TensorMap, corner: list[int], chunks: Any, adds: str | None) -> None:
+def store_box(cta: Cta, of: TensorMap, corner: list[int], chunks: Any) -> None:
     box = words(cta.shared, CHUNK)[chunks].view(f"u{of.item}").reshape(of.box[::-1])
     if found := inside(of, corner):
         slices, shape, first = found
-        put(tensor_part(cta, of, shape, first), box[slices], adds)
+        tensor_part(cta, of, shape, first)[...] = box[slices]
 
 
 def tensor_map(cta: Cta, pointer: int, rank: str) -> TensorMap:
@@ -168,14 +168,9 @@ def report_later(
     cta.cluster.later(end)
 
 
-@action(
-    r"cp\.(?:(reduce)\.)?async\.bulk\.tensor\.(\d)d\.global\.shared::cta(\.add)?(?:\.tile)?\.bulk_group"
-    r"(?:\.L2::cache_hint)?"
-)
-def store_tensor(threads: Threads, of: Instruction, reduces: str | None, rank: str, adds: str | None) -> None:
-    """All lanes of a warp that name one box store it once; an addition takes one thread of a warp."""
-    if bool(reduces) != bool(adds):
-        raise unsupported(of, "a reduction")
+@action(r"cp\.async\.bulk\.tensor\.(\d)d\.global\.shared::cta(?:\.tile)?\.bulk_group(?:\.L2::cache_hint)?")
+def store_tensor(threads: Threads, of: Instruction, rank: str) -> None:
+    """All lanes of a warp that name one box store it once."""
     cta = threads.cta
     for warp in threads.warps:
         own = threads if len(threads.warps) == 1 else threads.some(threads.warp_of == warp)
@@ -183,15 +178,11 @@ def store_tensor(threads: Threads, of: Instruction, reduces: str | None, rank: s
         given = {*zip(*(x.tolist() for x in columns), strict=True)}
         if len(given) > 1:
             raise RuntimeError(f"several stores by TMA at once, by threads of warp {warp}")
-        if reduces:
-            own.one("an addition by TMA")
         ((pointer, *at, shared),) = given
         box = tensor_map(cta, pointer, rank)
-        if reduces and box.kind != "f32":
-            raise RuntimeError(f"a tensor map {box} for {of.name}")
         chunks = box_chunks(offset_in_own(cta, shared, int(np.prod(box.box)) * box.item), box)
         read = Region(cta, "shared", chunks * CHUNK, CHUNK)
-        start(own, read, lambda box=box, at=at, chunks=chunks: store_box(cta, box, at, chunks, adds))
+        start(own, read, lambda box=box, at=at, chunks=chunks: store_box(cta, box, at, chunks))
 
 
 # Bytes in a row

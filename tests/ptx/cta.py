@@ -56,7 +56,7 @@ class Cta:
         """As another CTA of the grid. Args: values of special registers; bits of the threads that go ahead."""
         self.registers.reset(special)
         self.shared = np.full(shared_bytes, 0xFF, "u1")
-        self.tensor = np.full((TENSOR_LANES, TENSOR_COLUMNS), NAN, "u4")
+        self.tensor = np.empty((TENSOR_LANES, TENSOR_COLUMNS), "u4")
         self.allocated: dict[int, int] = {}
         """Columns of TMEM from each first one on."""
         self.may_allocate = True

@@ -155,32 +155,6 @@ def test_boxes_are_swizzled(swizzle: int, late: bool) -> None:
             assert torch.equal(got[at, there], expected)
 
 
-@LATE
-@pytest.mark.parametrize("add", [True, False])
-def test_boxes_are_stored_inside_alone(add: bool, late: bool) -> None:
-    x = torch.ones(5, 8)
-    what = (
-        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group"
-        if add
-        else ("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group")
-    )
-    body = f"""
-        {BARRIER.format(count=1)}
-        cvt.rn.f32.s32 %r9, %r0;
-        shl.b32 %r4, %r0, 2; add.s32 %r4, %r4, %r2; st.shared.b32 [%r4], %r9;
-        bar.sync 0;
-        mov.b64 %rd7, kernel_param_1;
-        @%p15 {what} [%rd7, {{4, 3}}], [%r2];
-        cp.async.bulk.commit_group;
-        cp.async.bulk.wait_group 0;
-    """
-    run(body, Mapped(x, (8, 4)), late=late)
-    expected = torch.ones(5, 8)
-    stored = torch.arange(32).float().view(4, 8)[:2, :4]
-    expected[3:, 4:] = stored + expected[3:, 4:] if add else stored
-    assert torch.equal(x, expected)
-
-
 @pytest.mark.parametrize(
     ("mapped", "message"),
     [
