@@ -17,14 +17,14 @@ from torch import Tensor
 from bench import bench_paper as paper
 from bench import bench_sparse_attn_e2e as e2e
 from bench import bench_varlen as varlen
-from bench import nsa_check, passes, peers, results_file, turns
+from bench import nsa_check, passes, peers, turns
 from bench.bars import Bar
 from bench.common import choose_dense
 from bench.inputs import Sizes, make_problem
 from bench.nsa_check import Variant
 from bench.passes import Candidate, Unavailable
 from bench.roofline import Peaks, backward_work, dense_floor_ms, nsa_floor_ms
-from bench.timing import GIB, measure, peak_memory
+from bench.timing import GIB
 from bench.turns import FEWEST, MOST, Spread, take_turns, verdict
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
@@ -248,21 +248,13 @@ def weigh(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
 def test_paper_writes_what_it_promises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written: list[list[str]] = []
-    right = results_file.write_json
-
-    def recording(path: Path, content: dict[str, Any]) -> None:
-        written.append([f"{row['n']} {row['pass']}" for row in content["rows"]])
-        right(path, content)
-
-    monkeypatch.setattr(results_file, "write_json", recording)
     monkeypatch.setattr(paper, "make_peer", lambda *_: Candidate("fla", weigh, graphs=False))
     fields = ("fla_ms", "fla_gib", "fla_computes")
     options = ["--kv-heads", "1", "--seqlens", "40,70", "--bars"]
     content = run(paper.main, tmp_path / "run", *SMALL, *options, script=SCRIPT, also=fields)
     assert content["missing"] == []
-    order = [f"{n} {direction}" for n in (40, 70) for direction in ("fwd", "fwd+bwd")]
-    assert written == [order[: i + 1] for i in range(4)] + [order], "after every length and pass"
+    order = [(n, direction) for n in (40, 70) for direction in ("fwd", "fwd+bwd")]
+    assert [(row["n"], row["pass"]) for row in content["rows"]] == order
     for row in content["rows"]:
         assert (row["preset"], row["l"], row["stride"], row["q_tile"], row["mode"]) == ("paper", 32, 16, 1, "eager")
         assert (row["gradient_error"] is None) == (row["pass"] == "fwd")
@@ -367,21 +359,6 @@ def test_every_second_turn_goes_the_other_way(seconds: float, expected: int, mon
     times = take_turns([call("a", 4), call("b", 8)], seconds)
     assert "".join(log) == ("abba" * expected)[: 2 * expected]
     assert times == [pytest.approx([4.0] * expected), pytest.approx([8.0] * expected)]
-
-
-@pytest.mark.parametrize(
-    ("spread", "faster", "times"),
-    [
-        (Spread(1.01, 1.1, 1.2), "NSA", 1.1),
-        (Spread(1.6, 2.0, 2.4), "NSA", 2.0),
-        (Spread(0.4, 0.45, 0.49), "dense", 1 / 0.45),
-        (Spread(1.0, 1.1, 1.2), "neither", 1.1),
-        (Spread(1.6, 2.0, 2.41), "too noisy", 2.0),
-        (Spread(0.21, 0.9, 1.1), "too noisy", 1 / 0.9),
-    ],
-)
-def test_what_a_spread_says(spread: Spread, faster: str, times: float) -> None:
-    assert (spread.faster, spread.times) == (faster, pytest.approx(times))
 
 
 def test_verdict() -> None:
@@ -495,16 +472,6 @@ def test_ways_to_run_documents_agree(backward: bool) -> None:
         wrong = varlen.compare([{**whole, name: changed}], alone, lengths)
         assert wrong is not None
         assert ("0 to 40" in wrong) == (name != "gate_proj_weight")
-
-
-def test_peak_memory_sees_temporaries() -> None:
-    def call() -> Tensor:
-        return (torch.ones(64, 2**20) + 1).sum()  # two tensors of 256 MiB at once
-
-    peak = peak_memory(call, CPU)
-    assert peak is not None
-    assert 0.45 < peak < 0.6
-    assert measure(call, CPU, seconds=0).repeats == 3
 
 
 # On a GPU
