@@ -155,6 +155,18 @@ def test_boxes_are_swizzled(swizzle: int, late: bool) -> None:
             assert torch.equal(got[at, there], expected)
 
 
+@pytest.mark.parametrize("corner", [(0, 0, 0), (4, -1, 1), (-4, 3, 2), (8, 0, 0), (0, 0, -2)])
+def test_zeros_come_from_outside(corner: tuple[int, int, int]) -> None:
+    """Boxes of 4 x 4 x 2 of fp32, with a part beyond the tensor, or all."""
+    x = torch.arange(1, 1 + 3 * 5 * 8).float().view(3, 5, 8)
+    at = "".join(f"mov.b32 %r{20 + i}, {c};" for i, c in enumerate(corner))
+    got = run(load(3, at, 128) + READ, Mapped(x, (4, 4, 2))).view(torch.float32).view(2, 4, 4)
+    for place in torch.cartesian_prod(torch.arange(2), torch.arange(4), torch.arange(4)).tolist():
+        where = [i + c for i, c in zip(place, corner[::-1], strict=True)]
+        inside = all(0 <= i < n for i, n in zip(where, x.shape, strict=True))
+        assert got[tuple(place)] == (x[tuple(where)] if inside else 0)
+
+
 @pytest.mark.parametrize(
     ("mapped", "message"),
     [
