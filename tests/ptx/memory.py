@@ -81,19 +81,15 @@ def words(memory: Any, size: int) -> Any:
     return memory[: len(memory) // size * size].reshape(-1, size)
 
 
-@opcode(r"ld\.param(?:\.v\d)?\.(\w+)")
-def load_parameter(program: Listing, of: Instruction, kind: str) -> Run:
+@action(r"ld\.param(?:\.v\d)?\.(\w+)")
+def load_parameter(threads: Threads, of: Instruction, kind: str) -> None:
+    program, dtype = threads.cta.program, np.dtype(TYPES[kind])
     name, _, offset = of.operands[1][1:-1].partition("+")
-    size = np.dtype(TYPES[kind]).itemsize
-    at, number = int(offset or 0), program.parameters.index(name)
-    targets = [program.result(x, TYPES[kind]) for x in names(of.operands[0])]
-
-    def run(threads: Threads) -> None:
-        data = np.frombuffer(threads.cta.cluster.arguments[number], "u1")[at:]
-        for i, target in enumerate(targets):
-            threads.put(target, data[i * size : (i + 1) * size].view(TYPES[kind])[0])
-
-    return run
+    parameter = threads.cta.cluster.arguments[program.parameters.index(name)]
+    targets = names(of.operands[0])
+    values = np.frombuffer(parameter, dtype, len(targets), int(offset or 0))
+    for target, value in zip(targets, values, strict=True):
+        threads.put(program.result(target, TYPES[kind]), value)
 
 
 @opcode(
@@ -154,37 +150,30 @@ ATOMIC: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@opcode(
+@action(
     r"(atom|red)(?:\.(?:relaxed|acq_rel|acquire|release))?(?:\.(?:cta|gpu|sys|cluster))?"
     r"\.(global|shared|shared::cta)\.(add|min|max|and|or|xor|exch|cas)\.(\w+)"
 )
-def atomic(program: Listing, of: Instruction, what: str, space: str, operation: str, kind: str) -> Run:
-    operands = of.operands[1:] if what == "atom" else of.operands
-    target = program.result(of.operands[0], TYPES[kind]) if what == "atom" and of.operands[0] != "_" else None
-    address, size = program.address(operands[0]), np.dtype(TYPES[kind]).itemsize
-    given = [program.key(x, TYPES[kind]) for x in operands[1:]]
-
-    def run(threads: Threads) -> None:
-        at = address.of(threads)
-        check_aligned(at, size)
-        if space == "global":
-            memory, place = in_tensors(threads.cta, at, size)
+def atomic(threads: Threads, of: Instruction, what: str, space: str, operation: str, kind: str) -> None:
+    target, where, *given = of.operands if what == "atom" else ("_", *of.operands)
+    at, size = threads.addresses(where), np.dtype(TYPES[kind]).itemsize
+    check_aligned(at, size)
+    if space == "global":
+        memory, place = in_tensors(threads.cta, at, size)
+    else:
+        memory, place = threads.cta.shared, offset_in_own(threads.cta, at, size)
+        threads.cta.observer.shared(threads, "atomic", place, size)
+    numbers = memory[: len(memory) // size * size].view(TYPES[kind])
+    values = [threads.value(x, TYPES[kind]) for x in given]
+    before = np.empty(threads.count, TYPES[kind])
+    for i, index in enumerate((place // size).tolist()):  # one after the other, in order of threads
+        before[i] = old = numbers[index]
+        if operation == "cas":
+            numbers[index] = values[1][i] if old == values[0][i] else old
         else:
-            memory, place = threads.cta.shared, offset_in_own(threads.cta, at, size)
-            threads.cta.observer.shared(threads, "atomic", place, size)
-        numbers = memory[: len(memory) // size * size].view(TYPES[kind])
-        values = [threads.take(key) for key in given]
-        before = np.empty(threads.count, TYPES[kind])
-        for i, where in enumerate((place // size).tolist()):  # one after the other, in order of threads
-            before[i] = old = numbers[where]
-            if operation == "cas":
-                numbers[where] = values[1][i] if old == values[0][i] else old
-            else:
-                numbers[where] = ATOMIC[operation](old, values[0][i])
-        if target is not None:
-            threads.put(target, before)
-
-    return run
+            numbers[index] = ATOMIC[operation](old, values[0][i])
+    if target != "_":
+        threads.put(threads.cta.program.result(target, TYPES[kind]), before)
 
 
 @action(r"prefetch(?:u)?\.(?:global\.L[12]|tensormap|L1)")

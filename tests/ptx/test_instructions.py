@@ -149,6 +149,19 @@ def test_lanes_together(text: str, result: Callable[[int], int]) -> None:
     assert got.tolist() == [result(i) for i in range(32)]
 
 
+def test_atomics_of_one_address_are_added_up() -> None:
+    x = torch.tensor([10, 0], dtype=torch.int32)
+    body = """
+        ld.param.b64 %rd5, [kernel_param_1];
+        atom.global.add.u32 %r9, [%rd5], 2;
+        red.global.or.b32 [%rd5+4], %r0;
+        st.global.b32 [%rd2], %r9;
+    """
+    got = run(body, x).flatten()
+    assert sorted(got.tolist()) == list(range(10, 74, 2))
+    assert x.tolist() == [74, 31]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
