@@ -23,8 +23,8 @@ ALGORITHMS = ("flash", "band", "dense")
 def test_offsets_beyond_int32(algorithm: str, far: int) -> None:
     """Args: `far`, the dimension with a large stride: sequences, tokens or heads."""
     sizes: dict[str, Any] = {"batch": 2, "heads": 2, "kv_heads": 2, "dtype": torch.float16}
-    window = {"kernel_size": 5, "dilation": 2, "boundary": "shift"}
-    neighborhood_cases.check("triton", 9, **sizes, **window, algorithm=algorithm, far=far)
+    sizes |= {"kernel_size": 5, "dilation": 2, "boundary": "shift"}
+    neighborhood_cases.check("triton", 9, **sizes, algorithm=algorithm, far=far)
 
 
 @pytest.mark.parametrize(("backend", "dim"), [("triton", 48), ("ascend", 2064)])

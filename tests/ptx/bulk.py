@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -149,7 +149,7 @@ def load_tensor(threads: Threads, of: Instruction, rank: str, space: str, group:
         raise RuntimeError("a load by TMA into one CTA that reports to another")
     chunks = box_chunks(offset, box)
     region = Region(owner, "shared", chunks * CHUNK, CHUNK)
-    report_later(threads, [], region, barrier, size, lambda: load_box(cta, box, at, owner, chunks))
+    report_later(threads, [], region, barrier, size, partial(load_box, cta, box, at, owner, chunks))
 
 
 def report_later(
@@ -182,7 +182,7 @@ def store_tensor(threads: Threads, of: Instruction, rank: str) -> None:
         box = tensor_map(cta, pointer, rank)
         chunks = box_chunks(offset_in_own(cta, shared, int(np.prod(box.box)) * box.item), box)
         read = Region(cta, "shared", chunks * CHUNK, CHUNK)
-        start(own, read, lambda box=box, at=at, chunks=chunks: store_box(cta, box, at, chunks))
+        start(own, read, partial(store_box, cta, box, at, chunks))
 
 
 # Bytes in a row
@@ -216,8 +216,7 @@ def load_row(threads: Threads, of: Instruction, source: str) -> None:
         barrier = barrier_of(cta, at_barrier, True)
         if barrier.cta is not owner:
             raise RuntimeError("a bulk copy into one CTA that reports to another")
-        to = owner.shared[offset : offset + count]
-        move = lambda to=to, data=data: put(to, data, None)  # noqa: E731
+        move = partial(put, owner.shared[offset : offset + count], data, None)
         report_later(one, reads, row(owner, offset, count), barrier, count, move)
 
 
@@ -233,5 +232,4 @@ def store_row(threads: Threads, of: Instruction, reduces: str | None, adds: str 
         count = int(one.value(of.operands[2], "u4")[0])
         check_aligned(count | target | source, CHUNK)
         part, offset = in_one_tensor(cta, target, count), offset_in_own(cta, source, count)
-        data = cta.shared[offset : offset + count]
-        start(one, row(cta, offset, count), lambda part=part, data=data: put(part, data, adds))
+        start(one, row(cta, offset, count), partial(put, part, cta.shared[offset : offset + count], adds))
