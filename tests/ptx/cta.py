@@ -12,8 +12,8 @@ from tests.ptx.decode import Flow
 from tests.ptx.registers import LANES, MOST_SETS, Registers, Threads
 
 if TYPE_CHECKING:
-    from tests.ptx.cluster import Cluster
     from tests.ptx.mbarrier import Barrier
+    from tests.ptx.program import Cluster
 
 State = TypeVar("State")
 TENSOR_LANES, TENSOR_COLUMNS = 128, 512
