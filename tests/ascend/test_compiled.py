@@ -37,6 +37,7 @@ NEIGHBORHOODS: dict[str, dict[str, Any]] = {
         [
             ("moved inside", torch.bfloat16, 89),
             ("wide", torch.float16, 120),
+            ("band", torch.float16, 120),
             ("two passes, in one tensor", torch.float16, 80),
             ("logits in the hundreds", torch.float16, 89),
         ],
