@@ -376,18 +376,15 @@ class Clocks:
     def _compare_lanes(self, warp: int, memory: Memory, cells: Any, access: Access, lanes: Any) -> None:
         """Between lanes of one warp, bar.warp.sync or a barrier orders accesses."""
         epoch = self._epochs[warp]
+        by_others = [since(x, warp, epoch) & (x & LANE_MASK != lanes) for x in memory.lanes.take(cells, 1)]
         for writes in (True, False) if access.writes else (True,):
-            last = memory.lanes[int(writes)].take(cells)
-            wrong = since(last, warp, epoch)
-            if wrong.any() and (wrong := wrong & (last & LANE_MASK != lanes)).any():
-                place = int(np.argmax(wrong))
+            if by_others[writes].any():
+                place = int(np.argmax(by_others[writes]))
                 self._found_between_lanes(warp, memory, int(cells[place]), int(lanes[place]), access, writes)
         stamps = memory.lanes[int(access.writes)]
-        last = stamps.take(cells)
         own = stamp_of(warp, epoch if access.is_generic and access.agent == warp else PENDING)
-        made = own + lanes
-        stamps[cells] = made
-        several = (stamps.take(cells) != made) | since(last, warp, epoch) & (last & LANE_MASK != lanes)
+        stamps[cells] = made = own + lanes
+        several = (stamps.take(cells) != made) | by_others[access.writes]
         if several.any():
             stamps[cells[several]] = own + SEVERAL
 
