@@ -222,33 +222,28 @@ def test_a_limit_that_nothing_enforces_is_an_error(monkeypatch: pytest.MonkeyPat
 # The state file
 
 
-class Trials:
-    """Stands in for subprocess.run of trials: up to `room` tokens fit. Other commands (git) really run.
+class Trials(Memory):
+    """Stands in for subprocess.run of trials. Other commands (git) really run.
 
     At each trial the state file holds all trials before it: whoever kills the probe loses one.
     """
 
     really_run = staticmethod(subprocess.run)
-
-    def __init__(self, room: int, interrupted_at: int | None = None, slow: float = math.inf) -> None:
-        self.room, self.interrupted_at, self.slow = room, interrupted_at, slow
-        self.tried: list[int] = []
-        self.out = Path()
+    interrupted_at = 0
+    out = Path()
 
     def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         if "--trial" not in command:
             return self.really_run(command, **options)
         tokens = int(command[-1])
         if self.tried:
-            state = json.loads(self.out.read_text())
-            assert {*self.tried} <= {trial["n"] for trial in state["trials"]}
+            assert {*self.tried} <= {trial["n"] for trial in json.loads(self.out.read_text())["trials"]}
         if tokens == self.interrupted_at:
             raise KeyboardInterrupt
-        self.tried.append(tokens)
-        if tokens >= self.slow:
+        why = super().__call__(tokens)
+        if why == "timeout":
             raise subprocess.TimeoutExpired(command, options["timeout"])
-        fits = tokens <= self.room
-        trial = probe.Trial(tokens, fits, 0.5, 0.25, None if fits else "oom", None if fits else "MemoryError")
+        trial = probe.Trial(tokens, why is None, 0.5, 0.25, why, why and "MemoryError")
         return subprocess.CompletedProcess(command, 0, json.dumps(asdict(trial)) + "\n", "")
 
 
@@ -306,7 +301,9 @@ def test_other_settings_start_again_and_say_so(
 
 
 def test_an_interrupted_probe_goes_on_where_it_was(run_main: Any) -> None:
-    status, printed, state = run_main(Trials(room=5000, interrupted_at=8192))
+    interrupted = Trials(room=5000)
+    interrupted.interrupted_at = 8192
+    status, printed, state = run_main(interrupted)
     assert status == 130
     assert "the same command goes on from there" in printed
     assert [trial["n"] for trial in state["trials"]] == [1024, 2048, 4096]
