@@ -20,7 +20,7 @@ from ascend_kernels.neighborhood import backward as attention_backward
 from ascend_kernels.neighborhood import band, dense_backward, reference, tiling
 from dispatch import neighborhood_attention, neighborhood_attention_backward
 from tests.support import backward_cases, cases
-from tests.support.helpers import assert_passes_interpreted, make_qkv
+from tests.support.helpers import make_qkv
 from tests.support.live_memory import PeakBytes
 
 # The meaning
@@ -332,11 +332,6 @@ def test_planner_on_random_shapes() -> None:
 
 
 # The kernels
-
-
-@pytest.mark.interpreted
-def test_interpreted() -> None:
-    assert_passes_interpreted("tests/ascend/interpreted_backward.py")
 
 
 GPU_CASES: dict[str, dict[str, Any]] = {

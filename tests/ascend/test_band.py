@@ -1,4 +1,4 @@
-"""Neighborhood attention's band: the kernels in the interpreter and on a GPU, tiles, grids, chunks."""
+"""Neighborhood attention's band: the kernels on a GPU, tiles, grids, chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ascend_kernels.neighborhood import band as band_attention
 from ascend_kernels.neighborhood import tiling
 from dispatch import neighborhood_attention
 from tests.support.band_cases import check
-from tests.support.helpers import assert_passes_interpreted, make_qkv
+from tests.support.helpers import make_qkv
 
 # Tiles, grids and chunks
 
@@ -94,11 +94,6 @@ def test_launches_that_an_npu_would_be_given() -> None:
 
 
 # The kernels
-
-
-@pytest.mark.interpreted
-def test_interpreted() -> None:
-    assert_passes_interpreted("tests/ascend/interpreted_band.py")
 
 
 GPU_CASES: dict[str, dict[str, Any]] = {

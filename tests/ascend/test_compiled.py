@@ -9,10 +9,11 @@ import torch
 
 from ascend_kernels import device
 from ascend_kernels.launch import recording
-from nsa import attention_residual, neighborhood_attention
+from nsa import neighborhood_attention
 from tests.ascend import compiled
 from tests.ascend.lowered import description
-from tests.support import cases
+from tests.support import cases, neighborhood_cases, residual_cases
+from tests.support.neighborhood_cases import LARGE_LOGITS
 
 CAPABILITIES = (80, 89, 120)
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -21,67 +22,65 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "wide": {"kernel_size": 60, "causal": True},
     "band": {"kernel_size": 5, "algorithm": "band"},
 }
-
-
-def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
-    got, expected = got.detach().double(), expected.detach()
-    return float((got - expected).abs().max() / expected.abs().max())
+NEIGHBORHOODS: dict[str, dict[str, Any]] = {
+    **WINDOWS,
+    "one pass of dkdv": {"kernel_size": 33, "causal": True, "dim": 64},
+    "two passes, in one tensor": {"kernel_size": 34, "dilation": 2, "packed": True},
+    "logits in the hundreds": {"tokens": 40, **LARGE_LOGITS["of groups"]},
+}
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    ("window", "dtype", "capability"),
+    ("case", "dtype", "capability"),
     cases.some(
-        [("one pass", torch.bfloat16, 89), ("wide", torch.float16, 120)],
-        WINDOWS,
+        [
+            ("moved inside", torch.bfloat16, 89),
+            ("wide", torch.float16, 120),
+            ("band", torch.float16, 120),
+            ("two passes, in one tensor", torch.float16, 80),
+            ("logits in the hundreds", torch.float16, 89),
+        ],
+        NEIGHBORHOODS,
         [torch.bfloat16, torch.float16, torch.float32],
         CAPABILITIES,
     ),
 )
-def test_neighborhood_attention(window: str, dtype: torch.dtype, capability: int) -> None:
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 70, h, 32, dtype=dtype, requires_grad=True) for h in (2, 1, 1))
-    do = torch.randn(q.shape, dtype=dtype)
+def test_neighborhood_attention(case: str, dtype: torch.dtype, capability: int) -> None:
     with compiled.executing(capability):
-        out = neighborhood_attention(q, k, v, **WINDOWS[window], backend="triton")
-        gradients = torch.autograd.grad(out, (q, k, v), do)
-    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    options = {name: value for name, value in WINDOWS[window].items() if name != "algorithm"}
-    expected = neighborhood_attention(*exact, **options, backend="reference")
-    budget = 4 * torch.finfo(dtype).eps
-    assert relative(out, expected) < budget
-    for got, wanted in zip(gradients, torch.autograd.grad(expected, exact, do.double()), strict=True):
-        assert relative(got, wanted) < budget
+        neighborhood_cases.check("triton", dtype=dtype, **{"tokens": 70, **NEIGHBORHOODS[case]})
+
+
+RESIDUALS: dict[str, dict[str, Any]] = {
+    "rows": {"dim": 40, "blocks": 3},
+    "a list": {"dim": 40, "blocks": 5, "layout": "list", "norm": False},
+    "equal blocks, read twice": {"dim": 40, "blocks": 33, "spread": 0.0, "logits": 100.0},
+    "long rows": {"dim": 2100, "blocks": 5},
+}
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    ("blocks", "dim", "capability"), cases.some([(3, 40, 80), (5, 2100, 120)], [3, 33], [40, 2100], CAPABILITIES)
+    ("case", "capability"), cases.some([("a list", 80), ("long rows", 120)], RESIDUALS, CAPABILITIES)
 )
-def test_attention_residual(blocks: int, dim: int, capability: int) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(blocks, 1, 5, dim, dtype=torch.bfloat16, requires_grad=True)
-    w_query, w_norm = (torch.randn(dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    do = torch.randn(1, 5, dim, dtype=torch.bfloat16)
+def test_attention_residual(case: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs stride over several tokens."""
+    monkeypatch.setattr(device, "GPU_CORES", 1)
+    run = residual_cases.through_the_public_op
     with compiled.executing(capability):
-        out = attention_residual(x, w_query, w_norm, backend="triton")
-        gradients = torch.autograd.grad(out, (x, w_query, w_norm), do)
-    exact = [t.detach().double().requires_grad_() for t in (x, w_query, w_norm)]
-    expected = attention_residual(*exact, backend="reference")
-    assert relative(out, expected) < 2**-7
-    for got, wanted in zip(gradients, torch.autograd.grad(expected, exact, do.double()), strict=True):
-        assert relative(got, wanted) < 2**-6
+        residual_cases.check("triton", 5, run=run, dtype=torch.bfloat16, **RESIDUALS[case])
 
 
 SPILLS = {torch.bfloat16: 160, torch.float32: 3600}
 """Most bytes of registers that a thread stores to memory; kernels in fp32 multiply without tensor cores."""
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("capability", compiled.CLASSES)
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("dtype", SPILLS, ids=str)
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(
+    ("kv_heads", "dtype", "dim", "capability"),
+    cases.some(
+        [(2, torch.bfloat16, 128, 90), (4, torch.float32, 64, 90)], [4, 2], SPILLS, [64, 128, 256], compiled.CLASSES
+    ),
+)
 def test_shared_memory_and_spills_of_neighborhoods(
     kv_heads: int, dtype: torch.dtype, dim: int, capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,10 @@
-"""Launching: what is recorded, what runs, and from which threads."""
+"""Launching: what is recorded, what runs, and from which threads; calls without launches; Triton's interpreter."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -11,7 +14,7 @@ import torch
 
 from ascend_kernels.launch import Launch, launch, only_recording, recording
 from nsa import attention_residual, neighborhood_attention
-from tests.support.helpers import in_threads
+from tests.support.helpers import ROOT, in_threads
 
 
 class Kernel:
@@ -109,3 +112,39 @@ def test_gpus_fuse_sums_of_products_whatever_the_default_of_triton(algorithm: st
         torch.autograd.grad([neighborhood.sum(), residual.sum()], [q, k, v, blocks, w_query])
     assert len(launches) >= 6
     assert all(one.options["enable_fp_fusion"] for one in launches)
+
+
+def no_tokens(algorithm: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The output of an op, and its inputs."""
+    if algorithm == "residual":
+        leaves = [torch.empty(shape, requires_grad=True) for shape in ((3, 1, 0, 8), (8,), (8,))]
+        return attention_residual(*leaves, backend="triton"), leaves
+    leaves = [torch.empty(1, 0, h, 16, requires_grad=True) for h in (4, 2, 2)]
+    return neighborhood_attention(*leaves, algorithm=algorithm, backend="ascend"), leaves
+
+
+@pytest.mark.parametrize("algorithm", ["flash", "band", "residual"])
+def test_no_tokens(algorithm: str) -> None:
+    with recording(run=False):
+        out, leaves = no_tokens(algorithm)
+        gradients = torch.autograd.grad(out.sum(), leaves)
+    assert out.shape == (leaves[0].shape[1:] if algorithm == "residual" else leaves[0].shape)
+    assert all(not gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("algorithm", ["flash", "band", "residual"])
+def test_second_derivatives_are_refused(algorithm: str) -> None:
+    """Also where the gradient needs none, or a penalty on gradients would count for nothing."""
+    with recording(run=False):
+        out, leaves = no_tokens(algorithm)
+        (first, *_) = torch.autograd.grad(out.sum(), leaves, create_graph=True)
+        with pytest.raises(RuntimeError, match="has no second derivative"):
+            first.square().sum().backward()
+
+
+@pytest.mark.interpreted
+def test_interpreted() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ascend/interpreted.py"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

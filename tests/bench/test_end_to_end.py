@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from torch import Tensor
 from bench import bench_paper as paper
 from bench import bench_sparse_attn_e2e as e2e
 from bench import bench_varlen as varlen
-from bench import nsa_check, passes, peers, results_file, turns
+from bench import nsa_check, passes, peers, turns
 from bench.bars import Bar
 from bench.common import choose_dense
 from bench.inputs import Sizes, make_problem
 from bench.nsa_check import Variant
 from bench.passes import Candidate, Unavailable
 from bench.roofline import Peaks, backward_work, dense_floor_ms, nsa_floor_ms
-from bench.timing import GIB, measure, peak_memory
+from bench.timing import GIB
 from bench.turns import FEWEST, MOST, Spread, take_turns, verdict
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
@@ -48,8 +48,13 @@ def make(n: int, *, dtype: torch.dtype = torch.float32, backward: bool = False) 
     ],
     ids=["forward of the paper's on text", "backward in bf16", "backward of some, ungated"],
 )
-def test_writes_what_it_promises(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_writes_what_it_promises(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right, given = nsa_check.nsa, set()
+    monkeypatch.setattr(nsa_check, "nsa", lambda **how: given.add(how["recompute"]) or right(**how))
     content = run(e2e.main, tmp_path / "run", *SMALL, *options, script=SCRIPT)
+    assert given == ({"--recompute" in options} if "--backward" in options else set())
     for row in content["rows"]:
         assert row["recompute"] == ("--recompute" in options)
         if row["pass"] == "fwd+bwd":
@@ -208,15 +213,6 @@ def test_a_row_for_each_combination(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms_p50"])
 
 
-def test_recompute_reaches_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, given = nsa_check.nsa, []
-    monkeypatch.setattr(nsa_check, "nsa", lambda **how: given.append(how["recompute"]) or right(**how))
-    for options in ([], ["--recompute"]):
-        run(e2e.main, tmp_path / "run", *SMALL, "--seqlens", "64", "--backward", *options)
-        assert set(given) == {bool(options)}
-        given.clear()
-
-
 def test_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention-4 where it is installed and takes the dtype; stood in for by attention that marks its results."""
     sdpa, gpu = choose_dense(CPU, torch.bfloat16), torch.device("cuda")
@@ -256,21 +252,13 @@ def weigh(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
 def test_paper_writes_what_it_promises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written: list[list[str]] = []
-    right = results_file.write_json
-
-    def recording(path: Path, content: dict[str, Any]) -> None:
-        written.append([f"{row['n']} {row['pass']}" for row in content["rows"]])
-        right(path, content)
-
-    monkeypatch.setattr(results_file, "write_json", recording)
     monkeypatch.setattr(paper, "make_peer", lambda *_: Candidate("fla", weigh, graphs=False))
     fields = ("fla_ms", "fla_gib", "fla_computes")
     options = ["--kv-heads", "1", "--seqlens", "40,70", "--bars"]
     content = run(paper.main, tmp_path / "run", *SMALL, *options, script=SCRIPT, also=fields)
     assert content["missing"] == []
-    order = [f"{n} {direction}" for n in (40, 70) for direction in ("fwd", "fwd+bwd")]
-    assert written == [order[: i + 1] for i in range(4)] + [order], "after every length and pass"
+    order = [(n, direction) for n in (40, 70) for direction in ("fwd", "fwd+bwd")]
+    assert [(row["n"], row["pass"]) for row in content["rows"]] == order
     for row in content["rows"]:
         assert (row["preset"], row["l"], row["stride"], row["q_tile"], row["mode"]) == ("paper", 32, 16, 1, "eager")
         assert (row["gradient_error"] is None) == (row["pass"] == "fwd")
@@ -324,10 +312,8 @@ def test_fla_is_called_as_it_is_meant_to_be(monkeypatch: pytest.MonkeyPatch) -> 
     """With a stand-in for the package: FlashAttention-4's window is handed in, and the options arrive."""
     given: dict[str, Any] = {}
 
-    def parallel_nsa(
-        q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor, g_slc: Tensor, g_swa: Tensor, **how: Any
-    ) -> Tensor:
-        given.update(how, gates=(g_cmp, g_slc, g_swa))
+    def parallel_nsa(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **how: Any) -> Tensor:
+        given.update(how, gates=[*map(float, gates)])
         return module.flash_attn_func(q, k, v, causal=True, window_size=(how["window_size"] - 1, 0))
 
     def fa4(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, None]:
@@ -341,10 +327,9 @@ def test_fla_is_called_as_it_is_meant_to_be(monkeypatch: pytest.MonkeyPatch) -> 
     attention = peers.NSA["fla"].make(NSAConfig.paper(), task).call
     q, k, v, *gates = (torch.full((1,), float(i)) for i in range(1, 7))
     assert attention(q, k, v, *gates) == 2 * q
-    assert [float(gate) for gate in given.pop("gates")] == [4, 5, 6]
-    assert given.pop("window") == {"causal": True, "window_size": (511, 0)}
-    assert given == {"block_counts": 16, "block_size": 64, "window_size": 512, "scale": None}
-
+    window = {"causal": True, "window_size": (511, 0)}
+    options = {"block_counts": 16, "block_size": 64, "window_size": 512, "scale": None}
+    assert given == {**options, "gates": [4, 5, 6], "window": window}
     monkeypatch.setitem(sys.modules, "fla.ops.nsa", None)
     with pytest.raises(Unavailable, match=r"not installed: pip install fla-core==0\.6\.0"):
         peers.NSA["fla"].make(NSAConfig.paper(), task)
@@ -372,10 +357,6 @@ def test_bars_are_the_issues() -> None:
         "64K fwd+bwd, peak memory": "pass",
         "64K fwd+bwd, peak memory, stretch": "FAIL",
     }
-    wanted = {"8K fwd": 2.4, "8K fwd+bwd": 7, "32K fwd": 11, "32K fwd+bwd": 33, "64K fwd+bwd": 82, "128K fwd": 78}
-    assert {what: bars[what].wanted for what in wanted} == wanted
-    assert bars["128K fwd+bwd"].wanted == 225
-    assert bars["128K fwd+bwd, stretch"].verdict == "not measured"
 
 
 # The demo on a CPU
@@ -401,39 +382,17 @@ def test_every_second_turn_goes_the_other_way(seconds: float, expected: int, mon
     assert times == [pytest.approx([4.0] * expected), pytest.approx([8.0] * expected)]
 
 
-@pytest.mark.parametrize(
-    ("spread", "faster", "times"),
-    [
-        (Spread(1.01, 1.1, 1.2), "NSA", 1.1),
-        (Spread(1.6, 2.0, 2.4), "NSA", 2.0),
-        (Spread(0.4, 0.45, 0.49), "dense", 1 / 0.45),
-        (Spread(1.0, 1.1, 1.2), "neither", 1.1),
-        (Spread(1.6, 2.0, 2.41), "too noisy", 2.0),
-        (Spread(0.21, 0.9, 1.1), "too noisy", 1 / 0.9),
-    ],
-)
-def test_what_a_spread_says(spread: Spread, faster: str, times: float) -> None:
-    assert (spread.faster, spread.times) == (faster, pytest.approx(times))
-
-
-DENSE, NSA, EVEN, NOISY = Spread(0.48, 0.5, 0.52), Spread(1.9, 2.0, 2.1), Spread(0.9, 1.0, 1.1), Spread(0.2, 2.0, 3.0)
-
-
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        ([DENSE, NSA], "Dense attention is faster at 0 (2.0 times). NSA is faster at 1 (2.0 times)."),
-        ([NSA, NSA, NSA], "NSA is faster at 0 (2.0 times), 1 (2.0 times) and 2 (2.0 times)."),
-        ([EVEN, EVEN], "At 0 and 1 neither is: it is the one in some turns and the other in others."),
-        (
-            [NSA, NOISY],
-            "NSA is faster at 0 (2.0 times). Nothing is known of 1: the ratio varied by more than 1.5 times between "
-            "turns (20th to 80th percentile). Run it again when less else runs.",
-        ),
-    ],
-)
-def test_verdicts(found: Sequence[Spread], said: str) -> None:
-    assert verdict([(str(i), ratio) for i, ratio in enumerate(found)]) == said
+def test_verdict() -> None:
+    """A sentence for each outcome, with a list of two or three places."""
+    dense, nsa, even, noisy = (
+        Spread(*x) for x in ((0.48, 0.5, 0.52), (1.9, 2.0, 2.1), (0.9, 1.0, 1.1), (0.2, 2.0, 3.0))
+    )
+    found = enumerate([nsa, dense, nsa, even, nsa, even, noisy])
+    assert verdict([(str(i), ratio) for i, ratio in found]) == (
+        "Dense attention is faster at 1 (2.0 times). NSA is faster at 0 (2.0 times), 2 (2.0 times) and 4 (2.0 times). "
+        "At 3 and 5 neither is: it is the one in some turns and the other in others. Nothing is known of 6: the ratio "
+        "varied by more than 1.5 times between turns (20th to 80th percentile). Run it again when less else runs."
+    )
 
 
 def test_demo_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -534,16 +493,6 @@ def test_ways_to_run_documents_agree(backward: bool) -> None:
         wrong = varlen.compare([{**whole, name: changed}], alone, lengths)
         assert wrong is not None
         assert ("0 to 40" in wrong) == (name != "gate_proj_weight")
-
-
-def test_peak_memory_sees_temporaries() -> None:
-    def call() -> Tensor:
-        return (torch.ones(64, 2**20) + 1).sum()  # two tensors of 256 MiB at once
-
-    peak = peak_memory(call, CPU)
-    assert peak is not None
-    assert 0.45 < peak < 0.6
-    assert measure(call, CPU, seconds=0).repeats == 3
 
 
 # On a GPU

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -223,26 +222,28 @@ def test_a_limit_that_nothing_enforces_is_an_error(monkeypatch: pytest.MonkeyPat
 # The state file
 
 
-class Trials:
-    """Stands in for subprocess.run of trials: up to `room` tokens fit. Other commands (git) really run."""
+class Trials(Memory):
+    """Stands in for subprocess.run of trials. Other commands (git) really run.
+
+    At each trial the state file holds all trials before it: whoever kills the probe loses one.
+    """
 
     really_run = staticmethod(subprocess.run)
-
-    def __init__(self, room: int, interrupted_at: int | None = None, slow: float = math.inf) -> None:
-        self.room, self.interrupted_at, self.slow = room, interrupted_at, slow
-        self.tried: list[int] = []
+    interrupted_at = 0
+    out = Path()
 
     def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         if "--trial" not in command:
             return self.really_run(command, **options)
         tokens = int(command[-1])
+        if self.tried:
+            assert {*self.tried} <= {trial["n"] for trial in json.loads(self.out.read_text())["trials"]}
         if tokens == self.interrupted_at:
             raise KeyboardInterrupt
-        self.tried.append(tokens)
-        if tokens >= self.slow:
+        why = super().__call__(tokens)
+        if why == "timeout":
             raise subprocess.TimeoutExpired(command, options["timeout"])
-        fits = tokens <= self.room
-        trial = probe.Trial(tokens, fits, 0.5, 0.25, None if fits else "oom", None if fits else "MemoryError")
+        trial = probe.Trial(tokens, why is None, 0.5, 0.25, why, why and "MemoryError")
         return subprocess.CompletedProcess(command, 0, json.dumps(asdict(trial)) + "\n", "")
 
 
@@ -252,7 +253,7 @@ def run_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
     def run(trials: Trials, *arguments: str) -> tuple[int, str, dict[str, Any]]:
         monkeypatch.setattr(subprocess, "run", trials)
-        out = tmp_path / "probe.json"
+        trials.out = out = tmp_path / "probe.json"
         try:
             status = probe.main([*SMALL, "--out", str(out), *arguments])
         except SystemExit as end:
@@ -303,7 +304,9 @@ def test_other_settings_start_again_and_say_so(
 
 
 def test_an_interrupted_probe_goes_on_where_it_was(run_main: Any) -> None:
-    status, printed, state = run_main(Trials(room=5000, interrupted_at=8192))
+    interrupted = Trials(room=5000)
+    interrupted.interrupted_at = 8192
+    status, printed, state = run_main(interrupted)
     assert status == 130
     assert "the same command goes on from there" in printed
     assert [trial["n"] for trial in state["trials"]] == [1024, 2048, 4096]
@@ -337,20 +340,7 @@ def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, content: st
     assert out.read_text() == content
 
 
-# Real probes
-
-
-def run_probe(how: list[str], out: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, *how, *SMALL, "--out", str(out), *arguments],
-        cwd=CHECKOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads(out.read_text())
+# Real processes
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 120) -> Any:
@@ -388,27 +378,3 @@ time.sleep(600)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     wait_for(lambda: not is_running(trial), seconds=30)
-
-
-@pytest.mark.slow
-def test_a_killed_probe_goes_on_where_it_was(tmp_path: Path) -> None:
-    out = tmp_path / "killed.json"
-    sizes = ["--op", "dense", "--start", "256", "--max-seqlen", "512"]
-    killed = subprocess.Popen(
-        [sys.executable, "bench/probe_max_seqlen.py", *SMALL, "--out", str(out), *sizes],
-        cwd=CHECKOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-    )
-    wait_for(lambda: out.exists() and json.loads(out.read_text())["trials"])
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL, "it was over before it was killed"
-    before = json.loads(out.read_text())["trials"]
-    out.with_suffix(".json.partial").write_text('{"half a')  # as if killed while it wrote
-
-    printed, state = run_probe(["bench/probe_max_seqlen.py"], out, *sizes)
-    assert f"Going on from the {len(before)} trials" in printed
-    assert printed.count("(recorded)") == len(before)
-    assert [trial["n"] for trial in state["trials"]] == [256, 512]
-    assert state["trials"][: len(before)] == before
-    assert state["bracket"] == {"fits": 512, "fails": None, "why": "max-seqlen"}

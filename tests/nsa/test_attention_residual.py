@@ -1,4 +1,4 @@
-"""Attention residual: two oracles that agree, arguments, the layer, operators; the kernels in the interpreter."""
+"""Attention residual: two oracles that agree, arguments, the layer, operators."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from ascend_kernels.residual import launchers, tiling
 from dispatch import attention_residual
 from nsa import AttentionResidual
 from tests.support.cases import product
-from tests.support.helpers import assert_passes_interpreted, assert_rounded_once
+from tests.support.helpers import assert_rounded_once
 from tests.support.residual_cases import EPS, LARGE_SCORES, check, differentiated, make, oracle, through_the_public_op
 from tests.support.residual_loops import mix
-
-INTERPRETED = "tests/ascend/interpreted_residual.py"
 
 # The oracle
 
@@ -216,12 +214,6 @@ def test_what_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.zeros(2, 1, 3, 128, dtype=torch.bfloat16)[..., ::2], w, norm),
     ):
         assert lookup(blocks, *weights, 1e-6) is None
-
-
-@pytest.mark.interpreted
-def test_interpreted() -> None:
-    """In a process where Triton interprets: interpreted_residual.py."""
-    assert_passes_interpreted(INTERPRETED)
 
 
 # On a GPU

@@ -1,4 +1,4 @@
-"""Neighborhood attention: two oracles that agree, the kernels in the interpreter and on a GPU, arguments, tiles."""
+"""Neighborhood attention: two oracles that agree, the kernels on a GPU, arguments, tiles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ascend_kernels.neighborhood import reference, support, tiling
 from bench import oracles
 from dispatch import neighborhood_attention
 from nsa.neighborhood.api import neighborhood_attention_backward, neighborhood_attention_forward
-from tests.support.helpers import assert_passes_interpreted, assert_rounded_once, make_qkv
+from tests.support.helpers import assert_rounded_once, make_qkv
 from tests.support.live_memory import PeakBytes
 from tests.support.neighborhood_cases import check
 from tests.support.neighborhood_loops import attend, pairs_of
@@ -292,11 +292,6 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # The kernels
-
-
-@pytest.mark.interpreted
-def test_interpreted() -> None:
-    assert_passes_interpreted("tests/ascend/interpreted_flash.py")
 
 
 GPU_CASES: dict[str, dict[str, Any]] = {

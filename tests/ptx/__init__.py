@@ -35,11 +35,10 @@ that comes with nvidia-cutlass-dsl 4.8.1, section 2, "You may not":
 
 from tests.ptx.compiled import Interpreted, Launched, Schedule, compiling
 from tests.ptx.host import launches_of
-from tests.ptx.launch import Launch
+from tests.ptx.launch import Launch, TensorMap
 from tests.ptx.observer import Observer, Operation, Region
 from tests.ptx.order import Order
 from tests.ptx.program import Program
-from tests.ptx.tensor_map import TensorMap
 from tests.ptx.values import bf16_bits, bf16_numbers, product
 
 __all__ = [

@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import reduce
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tests.ptx.decode import Run, opcode
-from tests.ptx.listing import Instruction, names
+from tests.ptx.listing import Instruction, Listing, names
+from tests.ptx.registers import Threads
 from tests.ptx.values import TYPES, bf16_bits, bf16_numbers, numbers, rounded_to_bf16
-
-if TYPE_CHECKING:
-    from tests.ptx.program import Program
-    from tests.ptx.registers import Threads
 
 Function = Callable[..., Any]
 """Takes arrays of the operands."""
@@ -84,21 +81,28 @@ COUNT: dict[str, Callable[[int, int], int]] = {
 ROUND: dict[str, Function] = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 
 
-def counted(what: str, size: int) -> Function:
-    return lambda x: np.array([COUNT[what](i, size) for i in x.tolist()], f"u{size // 8}")
+Specification = tuple[Any, ...]
+"""A function, the type of the result, and those of the operands, of which the last is all others' as well."""
 
 
-def funnel_shift(way: str, how: str) -> Function:
+def counted(what: str, size: str) -> Specification:
+    def function(x: Any) -> Any:
+        return np.array([COUNT[what](i, int(size)) for i in x.tolist()], TYPES[f"u{size}"])
+
+    return function, f"u{size}" if what == "brev" else "u32", f"u{size}"
+
+
+def funnel_shift(way: str, how: str) -> Specification:
     def function(low: Any, high: Any, by: Any) -> Any:
         both = high.astype("u8") << np.uint64(32) | low
         by = (by & np.uint32(31) if how == "wrap" else np.minimum(by, np.uint32(32))).astype("u8")
         return (both << by) >> np.uint64(32) if way == "l" else both >> by & np.uint64(0xFFFFFFFF)
 
-    return function
+    return function, "u32", "u32"
 
 
-def extract(letter: str, size: int) -> Function:
-    kind = TYPES[f"{letter}{size}"]
+def extract(letter: str, bits: str) -> Specification:
+    size, kind = int(bits), TYPES[letter + bits]
 
     def function(x: Any, start: Any, length: Any) -> Any:
         start = np.minimum(start & np.uint32(255), size - (letter == "s")).astype(kind)
@@ -109,7 +113,7 @@ def extract(letter: str, size: int) -> Function:
             return np.where(length == size, part, part & ~(~np.array(0, kind) << length.astype(kind)))
         return np.where(length == 0, 0, np.right_shift(np.left_shift(part, up), up))
 
-    return function
+    return function, letter + bits, letter + bits, "u32"
 
 
 def permute(low: Any, high: Any, how: Any) -> Any:
@@ -127,19 +131,20 @@ def any_logic(x: Any, y: Any, z: Any, table: Any) -> Any:
     return total
 
 
-def multiply(part: str, letter: str, size: int) -> Function:
+def multiply(part: str, letter: str, bits: str) -> Specification:
     """And add, if there is a third operand."""
-    kind = TYPES[f"{letter}{size}"]
+    size, narrow, wide = int(bits), letter + bits, f"{letter}{2 * int(bits)}"
+    kind, product_kind = TYPES[narrow], TYPES.get(wide, object)
 
     def function(x: Any, y: Any, *z: Any) -> Any:
-        wide = object if size == 64 else TYPES[f"{letter}{2 * size}"]
-        product = np.multiply(x.astype(wide), y.astype(wide))
-        if part == "hi":
-            product = product >> size if size == 64 else np.right_shift(product, np.array(size, wide))
-            product = (product & (1 << 64) - 1).astype("u8").view(kind) if size == 64 else product.astype(kind)
+        product = np.multiply(x.astype(product_kind), y.astype(product_kind))
+        if part == "hi" and size == 64:
+            product = (product >> size & (1 << 64) - 1).astype("u8").view(kind)
+        elif part == "hi":
+            product = np.right_shift(product, np.array(size, product_kind)).astype(kind)
         return sum(z, product)
 
-    return function
+    return (function, narrow, narrow) if part == "hi" else (function, wide, narrow, narrow, wide)
 
 
 def divide(x: Any, y: Any) -> Any:
@@ -157,18 +162,18 @@ def fused(x: Any, y: Any, z: Any) -> Any:
     return product
 
 
-def mixed_fma(kind: str) -> Function:
+def mixed_fma(kind: str) -> Specification:
     """The factors are of 16 bits."""
-    return lambda x, y, z: fused(numbers(x, kind), numbers(y, kind), z)
+    return lambda x, y, z: fused(numbers(x, kind), numbers(y, kind), z), "f32", "b16", "b16", "f32"
 
 
-def mixed(what: str, kind: str) -> Function:
-    return lambda x, y: FLOAT[what](numbers(x, kind), y)
+def mixed(what: str, kind: str) -> Specification:
+    return lambda x, y: FLOAT[what](numbers(x, kind), y), "f32", "b16", "f32"
 
 
-def bf16_pairs(what: str) -> Function:
+def bf16_pairs(what: str) -> Specification:
     """Rounded twice, as if once: fp32 has more than twice the bits of bf16 (Figueroa, SIGNUM 30, 1995)."""
-    return lambda x, y: bf16_bits(FLOAT[what](bf16_numbers(x), bf16_numbers(y)))
+    return lambda x, y: bf16_bits(FLOAT[what](bf16_numbers(x), bf16_numbers(y))), "b16x2", "b16x2"
 
 
 def sum_rounded_down(x: Any, y: Any) -> Any:
@@ -198,7 +203,7 @@ def two_f16(high: Any, low: Any) -> Any:
     return np.stack([low, high], 1).astype("f2").view("u4")[:, 0]
 
 
-def to_integer(how: str, to: str) -> Function:
+def to_integer(how: str, to: str) -> Specification:
     """Beyond the type: its nearest number; 0 of NaN."""
     limits = np.iinfo(TYPES[to])
 
@@ -207,44 +212,33 @@ def to_integer(how: str, to: str) -> Function:
         inside = np.clip(whole, float(limits.min), float(limits.max)).astype(TYPES[to])
         return np.where(whole >= float(limits.max), np.array(limits.max, TYPES[to]), inside)
 
-    return function
+    return function, to, "f32"
 
 
 def same(x: Any) -> Any:
     return x
 
 
-def cast(to: str) -> Function:
-    return lambda x: x.astype(TYPES[to])
+def select(size: str) -> Specification:
+    return lambda x, y, chosen: np.where(chosen, x, y), f"b{size}", f"b{size}", f"b{size}", "pred"
 
 
-ELEMENTWISE: dict[str, Callable[..., tuple[Any, ...]]] = {
+ELEMENTWISE: dict[str, Callable[..., Specification]] = {
     r"(add|sub|mul\.lo|min|max)\.([su](?:16|32|64))": lambda what, kind: (BINARY[what], kind, kind),
     r"(min|max)\.relu\.s32": lambda what: (lambda x, y: np.maximum(BINARY[what](x, y), 0), "s32", "s32"),
     r"(and|or|xor)\.(b16|b32|b64|pred)": lambda what, kind: (BINARY[what], kind, kind),
     # By more than the type has bits, all of them leave
     r"(shl|shr)\.([bsu](?:16|32|64))": lambda what, kind: (BINARY[what], kind, kind, "u32"),
-    r"shf\.([lr])\.(wrap|clamp)\.b32": lambda *how: (funnel_shift(*how), "u32", "u32"),
+    r"shf\.([lr])\.(wrap|clamp)\.b32": funnel_shift,
     r"(neg|abs|not)\.([bs](?:16|32|64))": lambda what, kind: (UNARY[what], kind, kind),
     r"not\.pred": lambda: (np.logical_not, "pred", "pred"),
-    r"(popc|clz|bfind)\.[bu](32|64)": lambda what, size: (counted(what, int(size)), "u32", f"u{size}"),
-    r"brev\.b(32|64)": lambda size: (counted("brev", int(size)), f"u{size}", f"u{size}"),
-    r"bfe\.([su])(32|64)": lambda letter, size: (extract(letter, int(size)), letter + size, letter + size, "u32"),
+    r"(popc|clz|bfind|brev)\.[bu](32|64)": counted,
+    r"bfe\.([su])(32|64)": extract,
     r"prmt\.b32": lambda: (permute, "u32", "u32"),
     r"lop3\.b32": lambda: (any_logic, "u32", "u32"),
     r"mad\.lo\.([su](?:16|32|64))": lambda kind: (lambda x, y, z: x * y + z, kind, kind),
-    r"(?:mul|mad)\.(hi)\.([su])(16|32|64)": lambda hi, letter, size: (
-        multiply(hi, letter, int(size)),
-        letter + size,
-        letter + size,
-    ),
-    r"(?:mul|mad)\.(wide)\.([su])(16|32)": lambda wide, letter, size: (
-        multiply(wide, letter, int(size)),
-        f"{letter}{2 * int(size)}",
-        letter + size,
-        letter + size,
-        f"{letter}{2 * int(size)}",
-    ),
+    r"(?:mul|mad)\.(hi)\.([su])(16|32|64)": multiply,
+    r"(?:mul|mad)\.(wide)\.([su])(16|32)": multiply,
     r"div\.([su](?:16|32|64))": lambda kind: (divide, kind, kind),
     r"rem\.([su](?:16|32|64))": lambda kind: (np.fmod, kind, kind),
     # Floating point; the least or greatest of two or three numbers is NaN only if all are
@@ -254,20 +248,14 @@ ELEMENTWISE: dict[str, Callable[..., tuple[Any, ...]]] = {
     r"(ex2|lg2|rcp|rsqrt|sqrt|tanh|sin|cos)(?:\.approx|\.rn)(?:\.ftz)?\.f32": lambda what: (UNARY[what], "f32", "f32"),
     r"(div)(?:\.rn|\.approx|\.full)(?:\.ftz)?\.f32": lambda what: (FLOAT[what], "f32", "f32"),
     r"fma\.rn(?:\.ftz)?\.(f32|f32x2)": lambda kind: (fused, kind, kind),
-    r"fma\.rn\.f32\.(bf16|f16)": lambda kind: (mixed_fma(kind), "f32", "b16", "b16", "f32"),
-    r"(add|sub)(?:\.rn)?\.f32\.(bf16|f16)": lambda what, kind: (mixed(what, kind), "f32", "b16", "f32"),
-    r"(add|sub)(?:\.rn)?\.bf16x2": lambda what: (bf16_pairs(what), "b16x2", "b16x2"),
+    r"fma\.rn\.f32\.(bf16|f16)": mixed_fma,
+    r"(add|sub)(?:\.rn)?\.f32\.(bf16|f16)": mixed,
+    r"(add|sub)(?:\.rn)?\.bf16x2": bf16_pairs,
     r"add\.rm(?:\.ftz)?\.f32x2": lambda: (sum_rounded_down, "f32x2", "f32x2"),
     # Comparison and selection
     r"setp\.(\w+)\.([bsu](?:16|32|64))": lambda what, kind: (COMPARE[what], "pred", kind),
     r"setp\.(\w+)(?:\.ftz)?\.f32": lambda what: (COMPARE_FLOATS[what], "pred", "f32"),
-    r"selp\.[bsuf](16|32|64)": lambda size: (
-        lambda x, y, chosen: np.where(chosen, x, y),
-        f"b{size}",
-        f"b{size}",
-        f"b{size}",
-        "pred",
-    ),
+    r"selp\.[bsuf](16|32|64)": select,
     # Conversions
     r"cvt\.rn\.bf16x2\.f32": lambda: (two_bf16, "u32", "f32"),
     r"cvt\.rn\.f16x2\.f32": lambda: (two_f16, "u32", "f32"),
@@ -276,15 +264,14 @@ ELEMENTWISE: dict[str, Callable[..., tuple[Any, ...]]] = {
     r"cvt\.rn\.f16\.f32": lambda: (same, "f16", "f32"),
     r"cvt\.f32\.f16": lambda: (same, "f32", "f16"),
     r"cvt\.(rzi|rni|rmi|rpi)(?:\.ftz)?\.f32\.f32": lambda how: (ROUND[how], "f32", "f32"),
-    r"cvt\.(rzi|rni|rmi|rpi)(?:\.ftz)?\.([su](?:32|64))\.f32": lambda how, to: (to_integer(how, to), to, "f32"),
+    r"cvt\.(rzi|rni|rmi|rpi)(?:\.ftz)?\.([su](?:32|64))\.f32": to_integer,
     r"cvt\.rn\.f32\.([su](?:16|32|64))": lambda source: (same, "f32", source),
-    r"cvt\.([su](?:8|16|32|64))\.([su](?:8|16|32|64))": lambda to, source: (cast(to), to, source),
+    r"cvt\.([su](?:8|16|32|64))\.([su](?:8|16|32|64))": lambda to, source: (lambda x: x.astype(TYPES[to]), to, source),
 }
-"""By pattern: a function, the type of the result, and those of the operands, of which the last is all others' as well.
-A ufunc writes its results in place."""
+"""By pattern, of whose groups the specification is made. A ufunc writes its results in place."""
 
 
-def elementwise(program: Program, of: Instruction, function: Function, to: str, *sources: str) -> Run:
+def elementwise(program: Listing, of: Instruction, function: Function, to: str, *sources: str) -> Run:
     pairs, kind = to.endswith("x2"), TYPES[to]
     target = program.key(of.operands[0], kind) if pairs else program.result(of.operands[0], kind)
     keys = [
@@ -312,9 +299,9 @@ def elementwise(program: Program, of: Instruction, function: Function, to: str, 
     return run
 
 
-def register(pattern: str, specify: Callable[..., tuple[Any, ...]]) -> None:
+def register(pattern: str, specify: Callable[..., Specification]) -> None:
     @opcode(pattern)
-    def decode(program: Program, of: Instruction, *groups: str) -> Run:
+    def decode(program: Listing, of: Instruction, *groups: str) -> Run:
         return elementwise(program, of, *specify(*groups))
 
 
@@ -323,7 +310,7 @@ for _pattern, _specify in ELEMENTWISE.items():
 
 
 @opcode(r"mov\.(?:[bsuf](16|32|64)|pred)")
-def move(program: Program, of: Instruction, size: str | None) -> Run:
+def move(program: Listing, of: Instruction, size: str | None) -> Run:
     """To or from braces: packs or unpacks; the first of the parts is the lowest."""
     if "{" not in of.operands[0] + of.operands[1]:
         kind = f"b{size}" if size else "pred"

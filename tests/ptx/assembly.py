@@ -9,11 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.ptx import tensor_map
-from tests.ptx.launch import Launch
+from tests.ptx.launch import MAP_BYTES, Launch, TensorMap, blob
 from tests.ptx.observer import Observer
 from tests.ptx.program import SHARED_BYTES, Program
-from tests.ptx.tensor_map import TensorMap
 
 KERNEL = """
 .extern .shared .align 1024 .b8 smem[];
@@ -101,9 +99,9 @@ def run(
     arguments, maps, kinds, tensors = [struct.pack("<Q", out.data_ptr())], [], [".u64"], [out]
     for x in given:
         if isinstance(x, Mapped):
-            arguments.append(tensor_map.blob(len(maps)))
+            arguments.append(blob(len(maps)))
             maps.append(x.map)
-            kinds.append(str(tensor_map.BYTES))
+            kinds.append(str(MAP_BYTES))
         else:
             arguments.append(struct.pack("<Q", x.data_ptr()))
             kinds.append(".u64")

@@ -1,4 +1,4 @@
-"""The copies of TMA: boxes of tensors, and bytes in a row; loads, stores and additions.
+"""The copies of TMA: boxes of tensors, and bytes in a row; loads, stores, and additions of rows.
 
 A load reports its bytes to an mbarrier. Stores and additions form groups of the thread that starts them; they read when
 their group is waited for, or when the CTA has returned (`late`), or at once.
@@ -7,27 +7,21 @@ their group is waited for, or when the CTA has returned (`late`), or at once.
 from __future__ import annotations
 
 import re
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 
-from tests.ptx.decode import Run, action, opcode, unsupported
-from tests.ptx.groups import groups_of
+from tests.ptx.cta import Cta, groups_of
+from tests.ptx.decode import action, unsupported
+from tests.ptx.launch import TensorMap, number_of
+from tests.ptx.listing import Instruction
 from tests.ptx.matrices import swizzled
 from tests.ptx.mbarrier import Barrier, barrier_of, current
-from tests.ptx.memory import address_of, check_aligned, cta_of, in_tensors, offset_in_own, words
+from tests.ptx.memory import check_aligned, cta_of, in_tensors, offset_in_own, words
 from tests.ptx.observer import Operation, Region
-from tests.ptx.registers import PARAMETERS
-from tests.ptx.tensor_map import TensorMap, number_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.ptx.cta import Cta
-    from tests.ptx.listing import Instruction
-    from tests.ptx.program import Program
-    from tests.ptx.registers import Threads
+from tests.ptx.registers import PARAMETERS, Threads
 
 CHUNK = 16
 """Bytes, of which all that TMA moves is made, and which swizzles leave together."""
@@ -108,60 +102,54 @@ def load_box(source: Cta, of: TensorMap, corner: list[int], target: Cta, chunks:
     words(target.shared, CHUNK)[chunks] = box.view("u1").reshape(-1, CHUNK)
 
 
-def store_box(cta: Cta, of: TensorMap, corner: list[int], chunks: Any, adds: str | None) -> None:
+def store_box(cta: Cta, of: TensorMap, corner: list[int], chunks: Any) -> None:
     box = words(cta.shared, CHUNK)[chunks].view(f"u{of.item}").reshape(of.box[::-1])
     if found := inside(of, corner):
         slices, shape, first = found
-        put(tensor_part(cta, of, shape, first), box[slices], adds)
+        tensor_part(cta, of, shape, first)[...] = box[slices]
 
 
-def tensor_map(cta: Cta, pointer: int) -> TensorMap:
-    """Args: the generic address of a parameter."""
+def tensor_map(cta: Cta, pointer: int, rank: str) -> TensorMap:
+    """Args: the generic address of a parameter; dimensions that the map must have."""
     number, offset = divmod(pointer - PARAMETERS, 1 << 16)
     if offset or not 0 <= number < len(cta.cluster.arguments):
         raise MemoryError(f"a tensor map at {pointer:#x}, which is no parameter")
-    return cta.cluster.tensor_maps[number_of(cta.cluster.arguments[number])]
+    found = cta.cluster.tensor_maps[number_of(cta.cluster.arguments[number])]
+    if len(found.box) != int(rank):
+        raise RuntimeError(f"a tensor map of {len(found.box)} dimensions where {rank} are asked for")
+    return found
 
 
-def coordinates(program: Program, of: Instruction, operand: str, rank: str) -> tuple[int, list[int]]:
-    """Keys of the pointer to the map, and of the corner."""
+def place_of(threads: Threads, of: Instruction, operand: str, rank: str) -> list[Any]:
+    """Of each thread: the pointer to the map, and the corner."""
     found = re.fullmatch(r"\[(\S+?),\s*\{(.*)\}\]", operand)
     if found is None:
         raise unsupported(of, "an operand")
-    corner = [program.key(x.strip(), "i4") for x in found[2].split(",")]
+    corner = [threads.value(x.strip(), "i4") for x in found[2].split(",")]
     if len(corner) != int(rank):
         raise unsupported(of, "the number of coordinates")
-    return program.key(found[1], "u8"), corner
+    return [threads.value(found[1], "u8"), *corner]
 
 
-@opcode(
+@action(
     r"cp\.async\.bulk\.tensor\.(\d)d\.shared::(cluster|cta)\.global(?:\.tile)?\.mbarrier::complete_tx::bytes"
     r"(?:\.L2::cache_hint)?(?:\.cta_group::([12]))?"
 )
-def load_tensor(program: Program, of: Instruction, rank: str, space: str, group: str | None) -> Run:
+def load_tensor(threads: Threads, of: Instruction, rank: str, space: str, group: str | None) -> None:
     """With cta_group::2, the mbarrier may be the other CTA's of the pair."""
-    address, barrier_address = address_of(program, of.operands[0]), address_of(program, of.operands[2])
-    pointer, corner = coordinates(program, of, of.operands[1], rank)
-    remote = space == "cluster"
-
-    def run(threads: Threads) -> None:
-        threads.one("a load by TMA")
-        cta = threads.cta
-        box = tensor_map(cta, int(threads.take(pointer)[0]))
-        if len(box.box) != int(rank):
-            raise RuntimeError(f"a tensor map of {len(box.box)} dimensions for {of.name}")
-        at = [int(threads.take(key)[0]) for key in corner]
-        to, at_barrier = int(address.of(threads)[0]), int(barrier_address.of(threads)[0])
-        size = int(np.prod(box.box)) * box.item
-        owner, offset = cta_of(cta, to, size) if remote else (cta, offset_in_own(cta, to, size))
-        barrier = barrier_of(cta, at_barrier, remote)
-        if owner is not barrier.cta and group != "2":
-            raise RuntimeError("a load by TMA into one CTA that reports to another")
-        chunks = box_chunks(offset, box)
-        region = Region(owner, "shared", chunks * CHUNK, CHUNK)
-        report_later(threads, [], region, barrier, size, lambda: load_box(cta, box, at, owner, chunks))
-
-    return run
+    threads.one("a load by TMA")
+    cta, remote = threads.cta, space == "cluster"
+    pointer, *at = (int(x[0]) for x in place_of(threads, of, of.operands[1], rank))
+    box = tensor_map(cta, pointer, rank)
+    to, at_barrier = (int(threads.addresses(of.operands[i])[0]) for i in (0, 2))
+    size = int(np.prod(box.box)) * box.item
+    owner, offset = cta_of(cta, to, size) if remote else (cta, offset_in_own(cta, to, size))
+    barrier = barrier_of(cta, at_barrier, remote)
+    if owner is not barrier.cta and group != "2":
+        raise RuntimeError("a load by TMA into one CTA that reports to another")
+    chunks = box_chunks(offset, box)
+    region = Region(owner, "shared", chunks * CHUNK, CHUNK)
+    report_later(threads, [], region, barrier, size, partial(load_box, cta, box, at, owner, chunks))
 
 
 def report_later(
@@ -180,37 +168,21 @@ def report_later(
     cta.cluster.later(end)
 
 
-@opcode(
-    r"cp\.(?:(reduce)\.)?async\.bulk\.tensor\.(\d)d\.global\.shared::cta(\.add)?(?:\.tile)?\.bulk_group"
-    r"(?:\.L2::cache_hint)?"
-)
-def store_tensor(program: Program, of: Instruction, reduces: str | None, rank: str, adds: str | None) -> Run:
-    """All lanes of a warp that name one box store it once; an addition takes one thread of a warp."""
-    pointer, corner = coordinates(program, of, of.operands[0], rank)
-    address = address_of(program, of.operands[1])
-    if bool(reduces) != bool(adds):
-        raise unsupported(of, "a reduction")
-
-    def run(threads: Threads) -> None:
-        for warp in threads.warps:
-            store(threads if len(threads.warps) == 1 else threads.some(threads.warp_of == warp))
-
-    def store(threads: Threads) -> None:
-        cta = threads.cta
-        columns = [threads.take(pointer), *(threads.take(key) for key in corner), address.of(threads)]
-        given = {tuple(int(x[i]) for x in columns) for i in range(threads.count)}
+@action(r"cp\.async\.bulk\.tensor\.(\d)d\.global\.shared::cta(?:\.tile)?\.bulk_group(?:\.L2::cache_hint)?")
+def store_tensor(threads: Threads, of: Instruction, rank: str) -> None:
+    """All lanes of a warp that name one box store it once."""
+    cta = threads.cta
+    for warp in threads.warps:
+        own = threads if len(threads.warps) == 1 else threads.some(threads.warp_of == warp)
+        columns = [*place_of(own, of, of.operands[0], rank), own.addresses(of.operands[1])]
+        given = {*zip(*(x.tolist() for x in columns), strict=True)}
         if len(given) > 1:
-            raise RuntimeError(f"several stores by TMA at once, by threads of warp {threads.warps[0]}")
-        if reduces:
-            threads.one("an addition by TMA")
-        ((where, *at, shared),) = given
-        box = tensor_map(cta, where)
-        if len(box.box) != int(rank) or (reduces and box.kind != "f32"):
-            raise RuntimeError(f"a tensor map {box} for {of.name}")
+            raise RuntimeError(f"several stores by TMA at once, by threads of warp {warp}")
+        ((pointer, *at, shared),) = given
+        box = tensor_map(cta, pointer, rank)
         chunks = box_chunks(offset_in_own(cta, shared, int(np.prod(box.box)) * box.item), box)
-        start(threads, Region(cta, "shared", chunks * CHUNK, CHUNK), lambda: store_box(cta, box, at, chunks, adds))
-
-    return run
+        read = Region(cta, "shared", chunks * CHUNK, CHUNK)
+        start(own, read, partial(store_box, cta, box, at, chunks))
 
 
 # Bytes in a row
@@ -220,63 +192,44 @@ def row(cta: Cta, first: int, count: int) -> Region:
     return Region(cta, "shared", np.arange(first, first + count, CHUNK), CHUNK)
 
 
-@opcode(
-    r"cp\.async\.bulk\.shared::(cluster|cta)\.(global|shared::cta)\.mbarrier::complete_tx::bytes(\.L2::cache_hint)?"
+def in_one_tensor(cta: Cta, address: int, count: int) -> Any:
+    memory, places = in_tensors(cta, np.array([address]), count)
+    return memory[int(places[0]) : int(places[0]) + count]
+
+
+@action(
+    r"cp\.async\.bulk\.shared::(?:cluster|cta)\.(global|shared::cta)\.mbarrier::complete_tx::bytes(?:\.L2::cache_hint)?"
 )
-def load_row(program: Program, of: Instruction, target: str, source: str, hint: str | None) -> Run:
+def load_row(threads: Threads, of: Instruction, source: str) -> None:
     """From global memory, or from this CTA to another of the cluster."""
-    to, at, _, barrier_address = (address_of(program, x) if x[0] == "[" else None for x in of.operands[:4])
-    size = program.key(of.operands[2], "u4")
-
-    def run(threads: Threads) -> None:
-        for one in threads.each():
-            load(one)
-
-    def load(threads: Threads) -> None:
-        cta = threads.cta
-        count = int(threads.take(size)[0])
-        where, source_at, at_barrier = (int(x.of(threads)[0]) for x in (to, at, barrier_address) if x is not None)
+    cta = threads.cta
+    for one in threads.each():
+        where, source_at, at_barrier = (int(one.addresses(of.operands[i])[0]) for i in (0, 1, 3))
+        count = int(one.value(of.operands[2], "u4")[0])
         check_aligned(count | where | source_at, CHUNK)
         owner, offset = cta_of(cta, where, count)
-        reads = []
         if source == "global":
-            memory, places = in_tensors(cta, np.array([source_at]), count)
-            first = int(places[0])
+            data, reads = in_one_tensor(cta, source_at, count), []
         else:
-            memory, first = cta.shared, offset_in_own(cta, source_at, count)
-            reads.append(row(cta, first, count))
+            first = offset_in_own(cta, source_at, count)
+            data, reads = cta.shared[first : first + count], [row(cta, first, count)]
         barrier = barrier_of(cta, at_barrier, True)
         if barrier.cta is not owner:
             raise RuntimeError("a bulk copy into one CTA that reports to another")
-
-        def move() -> None:
-            owner.shared[offset : offset + count] = memory[first : first + count]
-
-        report_later(threads, reads, row(owner, offset, count), barrier, count, move)
-
-    return run
+        move = partial(put, owner.shared[offset : offset + count], data, None)
+        report_later(one, reads, row(owner, offset, count), barrier, count, move)
 
 
-@opcode(r"cp\.(?:(reduce)\.)?async\.bulk\.global\.shared::cta\.bulk_group(?:\.L2::cache_hint)?(\.add\.f32)?")
-def store_row(program: Program, of: Instruction, reduces: str | None, adds: str | None) -> Run:
-    to, at = (address_of(program, x) for x in of.operands[:2])
-    size = program.key(of.operands[2], "u4")
+@action(r"cp\.(?:(reduce)\.)?async\.bulk\.global\.shared::cta\.bulk_group(?:\.L2::cache_hint)?(\.add\.f32)?")
+def store_row(threads: Threads, of: Instruction, reduces: str | None, adds: str | None) -> None:
     if bool(reduces) != bool(adds):
         raise unsupported(of, "a reduction")
-
-    def run(threads: Threads) -> None:
-        if threads.count != len(threads.warps):
-            raise RuntimeError(f"several threads of a warp start {of.name}: it takes one")
-        for one in threads.each():
-            store(one)
-
-    def store(threads: Threads) -> None:
-        cta = threads.cta
-        count, target, source = int(threads.take(size)[0]), int(to.of(threads)[0]), int(at.of(threads)[0])
+    if threads.count != len(threads.warps):
+        raise RuntimeError(f"several threads of a warp start {of.name}: it takes one")
+    cta = threads.cta
+    for one in threads.each():
+        target, source = (int(one.addresses(x)[0]) for x in of.operands[:2])
+        count = int(one.value(of.operands[2], "u4")[0])
         check_aligned(count | target | source, CHUNK)
-        memory, places = in_tensors(cta, np.array([target]), count)
-        part = memory[int(places[0]) : int(places[0]) + count]
-        offset = offset_in_own(cta, source, count)
-        start(threads, row(cta, offset, count), lambda: put(part, cta.shared[offset : offset + count], adds))
-
-    return run
+        part, offset = in_one_tensor(cta, target, count), offset_in_own(cta, source, count)
+        start(one, row(cta, offset, count), partial(put, part, cta.shared[offset : offset + count], adds))

@@ -123,8 +123,8 @@ class Memory:
     def __init__(self, cells: int, name: str, place: Callable[[int], str]) -> None:
         self.name, self.place = name, place
         self.writes, self.reads = np.zeros((2, cells), "i4")
-        self.lanes = {writes: np.full(cells, -1, "i8") for writes in (True, False)}
-        """Stamps: which lane wrote last, and which read last."""
+        self.lanes = np.zeros((2, cells), "i8")
+        """Stamps: which lane read last, and which wrote last; 0: none."""
 
 
 def distinct(numbers: Any) -> list[int]:
@@ -237,8 +237,8 @@ class Clocks:
         self._mbarriers: dict[Hashable, Mbarrier] = {}
         self._groups: dict[int, Groups] = {}
         self._unused: dict[int, deque[Unused]] = {}
-        self._epochs = [0] * warps
-        """How often the lanes of a warp have been put in order."""
+        self._epochs = [1] * warps
+        """How often the lanes of a warp have been put in order, and once more: no stamp is 0."""
         self._touched: dict[int, dict[str, int] | None] = {}
         """By a warp since its last wgmma.fence, None: there was none; registers, and where."""
         self._published, self._awaited = np.zeros((2, warps, len(ROWS), AGENTS), "i4")
@@ -376,18 +376,15 @@ class Clocks:
     def _compare_lanes(self, warp: int, memory: Memory, cells: Any, access: Access, lanes: Any) -> None:
         """Between lanes of one warp, bar.warp.sync or a barrier orders accesses."""
         epoch = self._epochs[warp]
+        by_others = [since(x, warp, epoch) & (x & LANE_MASK != lanes) for x in memory.lanes.take(cells, 1)]
         for writes in (True, False) if access.writes else (True,):
-            last = memory.lanes[writes].take(cells)
-            wrong = since(last, warp, epoch)
-            if wrong.any() and (wrong := wrong & (last & LANE_MASK != lanes)).any():
-                place = int(np.argmax(wrong))
+            if by_others[writes].any():
+                place = int(np.argmax(by_others[writes]))
                 self._found_between_lanes(warp, memory, int(cells[place]), int(lanes[place]), access, writes)
-        stamps = memory.lanes[access.writes]
-        last = stamps.take(cells)
+        stamps = memory.lanes[int(access.writes)]
         own = stamp_of(warp, epoch if access.is_generic and access.agent == warp else PENDING)
-        made = own + lanes
-        stamps[cells] = made
-        several = (stamps.take(cells) != made) | since(last, warp, epoch) & (last & LANE_MASK != lanes)
+        stamps[cells] = made = own + lanes
+        several = (stamps.take(cells) != made) | by_others[access.writes]
         if several.any():
             stamps[cells[several]] = own + SEVERAL
 
@@ -548,9 +545,9 @@ class Clocks:
         self._wait(groups, warps, most)
         while groups.pending and groups.pending[0][0] <= groups.committed - most:
             _, memory, cells = groups.pending.popleft()
-            stamps = memory.lanes[True].take(cells)
+            stamps = memory.lanes[1].take(cells)
             ended = np.where(since(stamps, of, PENDING), stamps - (PENDING - self._epochs[of] << LANE_BITS), stamps)
-            memory.lanes[True][cells] = ended
+            memory.lanes[1][cells] = ended
 
     def bulk_load(self, warp: int, key: Hashable, cells: Any, cta: int = 0, writes: bool = True) -> None:
         """cp.async.bulk into shared memory, or out of it into another CTA's: completes bytes of an mbarrier's phase."""

@@ -1,7 +1,8 @@
-"""The state of one CTA, and which of its threads can go on."""
+"""The state of one CTA, which of its threads can go on, and groups of asynchronous operations."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -11,8 +12,8 @@ from tests.ptx.decode import Flow
 from tests.ptx.registers import LANES, MOST_SETS, Registers, Threads
 
 if TYPE_CHECKING:
-    from tests.ptx.cluster import Cluster
     from tests.ptx.mbarrier import Barrier
+    from tests.ptx.program import Cluster
 
 State = TypeVar("State")
 TENSOR_LANES, TENSOR_COLUMNS = 128, 512
@@ -44,7 +45,7 @@ class Cta:
 
     def __init__(self, cluster: Cluster, rank: int) -> None:
         program = cluster.program
-        self.cluster, self.rank, self.threads_of_all = cluster, rank, program.threads
+        self.cluster, self.program, self.rank = cluster, program, rank
         self.observer = cluster.observer
         self.registers = Registers(program.keys, program.kind, program.threads)
         self.everyone = (1 << program.threads) - 1
@@ -55,7 +56,7 @@ class Cta:
         """As another CTA of the grid. Args: values of special registers; bits of the threads that go ahead."""
         self.registers.reset(special)
         self.shared = np.full(shared_bytes, 0xFF, "u1")
-        self.tensor = np.full((TENSOR_LANES, TENSOR_COLUMNS), NAN, "u4")
+        self.tensor = np.empty((TENSOR_LANES, TENSOR_COLUMNS), "u4")
         self.allocated: dict[int, int] = {}
         """Columns of TMEM from each first one on."""
         self.may_allocate = True
@@ -70,8 +71,8 @@ class Cta:
         self.ended = 0
         self.state: dict[str, Any] = {}
         """Of copies and products that have been started, by the module that starts them."""
-        warps = self.threads_of_all // LANES
-        most = REGISTER_FILE // self.threads_of_all // 8 * 8
+        warps = self.program.threads // LANES
+        most = REGISTER_FILE // self.program.threads // 8 * 8
         self.register_limits = [min(most, 255)] * warps
         self.waiting_for_registers: list[tuple[int, int]] = []
         self.add(0, self.everyone)
@@ -171,3 +172,28 @@ class Cta:
             self.observer.releases(self, number, of.warps if of else [])
             for resume, bits in released.resume:
                 self.unblock(resume, bits)
+
+
+class Groups:
+    """What was started and, in groups, committed, until it is waited for."""
+
+    def __init__(self) -> None:
+        self.started: list[Any] = []
+        self.groups: list[list[Any]] = []
+
+    def commit(self) -> None:
+        self.groups.append(self.started)
+        self.started = []
+
+    def wait(self, most: int) -> list[Any]:
+        """Leaves `most` groups, and returns what the others hold."""
+        ended = max(0, len(self.groups) - most)
+        done = [x for group in self.groups[:ended] for x in group]
+        del self.groups[:ended]
+        return done
+
+
+def groups_of(threads: Threads, kind: str) -> list[Groups]:
+    """What each of the threads has started of a kind."""
+    groups = threads.cta.state_of(kind, lambda: defaultdict(Groups))
+    return [groups[thread] for thread in threads.numbers.tolist()]

@@ -8,12 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from tests.ptx.listing import Instruction
-    from tests.ptx.program import Program
-    from tests.ptx.registers import Threads
+from tests.ptx.listing import Instruction, Listing
+from tests.ptx.registers import Threads
 
 
 class Flow(NamedTuple):
@@ -23,9 +21,9 @@ class Flow(NamedTuple):
     threads: Threads | None
 
 
-Run = Callable[["Threads"], "Flow | None"]
+Run = Callable[[Threads], "Flow | None"]
 Decoder = Callable[..., Run]
-"""Of the program, the instruction, and the groups of the pattern."""
+"""Takes the kernel, the instruction, and the groups of the pattern."""
 DECODERS: list[tuple[re.Pattern[str], Decoder]] = []
 
 
@@ -38,7 +36,7 @@ def opcode(pattern: str) -> Callable[[Decoder], Decoder]:
 
 
 def action(pattern: str) -> Callable[[Callable[..., Flow | None]], Callable[..., Flow | None]]:
-    """For a function of the threads, the instruction and the groups, of which nothing is decoded ahead."""
+    """For a function of the threads, the instruction and the groups: of what is rare, nothing is decoded ahead."""
 
     def register(act: Callable[..., Flow | None]) -> Callable[..., Flow | None]:
         opcode(pattern)(lambda program, of, *groups: lambda threads: act(threads, of, *groups))
@@ -55,7 +53,7 @@ def find(name: str) -> tuple[Decoder, tuple[Any, ...]]:
     raise NotImplementedError(f"PTX instruction {name}")
 
 
-def decode(program: Program, of: Instruction) -> Run:
+def decode(program: Listing, of: Instruction) -> Run:
     decoder, groups = find(of.name)
     run = decoder(program, of, *groups)
     if not of.predicate:

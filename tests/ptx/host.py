@@ -39,9 +39,8 @@ from tests.ptx.ir import (
     split,
     template,
 )
-from tests.ptx.launch import Launch
+from tests.ptx.launch import Launch, TensorMap
 from tests.ptx.parameters import packed
-from tests.ptx.tensor_map import TensorMap
 
 ITEMS = {
     "f32": torch.float32,
@@ -76,23 +75,6 @@ def flat(arguments: Any) -> Iterator[Any]:
             yield from flat(x)
         elif x is not None:
             yield x
-
-
-class Configuration:
-    """Of a launch."""
-
-    def __init__(self, block: Any, grid: Any, shared_bytes: int) -> None:
-        self.block, self.grid, self.shared_bytes = block, grid, shared_bytes
-        self.cluster: Any = (1, 1, 1)
-
-    def in_clusters(self, of: list[int]) -> list[Any]:
-        self.cluster = tuple(of)
-        return []
-
-    def cooperative(self, value: int) -> list[Any]:
-        if value != 0:
-            raise NotImplementedError("a cooperative launch")
-        return []
 
 
 class Host:
@@ -203,20 +185,32 @@ def _configure(host: Host, operation: Operation, values: list[Any]) -> list[Any]
         several, one = found.groups()
         return host.values[one] if one else tuple(host.values[x.strip()] for x in several.split(","))
 
-    return [Configuration(named("blockDim"), named("gridDim"), named("dynamicSmemBytes"))]
+    return [{name: named(name) for name in ("blockDim", "gridDim", "dynamicSmemBytes")} | {"cluster": (1, 1, 1)}]
+
+
+def _in_clusters(host: Host, operation: Operation, values: list[Any]) -> list[Any]:
+    """cuda.launch_cfg.cluster_dim."""
+    values[0]["cluster"] = tuple(values[1:])
+    return []
+
+
+def _cooperative(host: Host, operation: Operation, values: list[Any]) -> list[Any]:
+    if values[1] != 0:
+        raise NotImplementedError("a cooperative launch")
+    return []
 
 
 def _launch(host: Host, operation: Operation, values: list[Any]) -> list[Any]:
     """cuda.launch_ex."""
     kernel = re.match(r"@kernels::@(\w+)<", operation.text)
     configuration, *given = values
-    if kernel is None or not isinstance(configuration, Configuration):
+    if kernel is None:
         raise NotImplementedError(f"cuda.launch_ex{operation.text}")
     maps: list[TensorMap] = []
     parameters = [packed(of, x, maps) for of, x in zip(operation.operand_types[1:], given, strict=True)]
     arguments = [parameter.data for parameter in parameters if parameter is not None]
-    c = configuration
-    host.launches.append(Launch(kernel[1], arguments, c.grid, c.block, c.cluster, c.shared_bytes, maps))
+    grid, block, cluster, size = (configuration[x] for x in ("gridDim", "blockDim", "cluster", "dynamicSmemBytes"))
+    host.launches.append(Launch(kernel[1], arguments, grid, block, cluster, size, maps))
     return [0]
 
 
@@ -230,8 +224,8 @@ CONTROL: dict[str, Callable[[Host, Operation, list[Any]], list[Any]]] = {
     "scf.if": _if,
     "scf.for": _for,
     "cuda.launch_cfg.create": _configure,
-    "cuda.launch_cfg.cluster_dim": lambda host, operation, values: values[0].in_clusters(values[1:]),
-    "cuda.launch_cfg.cooperative": lambda host, operation, values: values[0].cooperative(values[1]),
+    "cuda.launch_cfg.cluster_dim": _in_clusters,
+    "cuda.launch_cfg.cooperative": _cooperative,
     # Whether it may begin before the launch in front of it has ended; it need not
     "cuda.launch_cfg.programmatic_stream_serialization_allowed": lambda host, operation, values: [],
     "cuda.launch_ex": _launch,

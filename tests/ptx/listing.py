@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 KINDS = {"pred": "?", "b8": "u1", "u8": "u1", "s8": "u1", "f32": "u4", "f64": "u8"}
 KINDS |= {f"{letter}{bits}": f"u{bits // 8}" for letter in "bus" for bits in (16, 32, 64)}
@@ -21,6 +23,20 @@ class Instruction(NamedTuple):
     name: str
     """With its modifiers."""
     operands: list[str]
+
+
+class Address(NamedTuple):
+    """`[register+offset]`."""
+
+    key: int
+    offset: int
+
+    def of(self, threads: Any) -> Any:
+        """Of each thread, as int64; not to be written to. A sum with a register of 32 bits wraps, as on a GPU."""
+        address = threads.take(self.key)
+        if address.dtype == "u4":
+            return (address + np.uint32(self.offset & 0xFFFFFFFF)).astype("i8")
+        return address.astype("i8") + self.offset if address.dtype != "i8" or self.offset else address
 
 
 class Scope:
@@ -53,6 +69,9 @@ class Listing:
     """The one kernel of a PTX module."""
 
     def __init__(self, ptx: str) -> None:
+        self.keys: list[tuple[str, str]] = []
+        self._keys: dict[tuple[str, str], int] = {}
+        self._addresses: dict[str, Address] = {}
         entries = re.findall(r"\.entry (\w+)\(", ptx)
         if len(entries) != 1:
             raise NotImplementedError(f"a module of {len(entries)} kernels: {entries}")
@@ -88,6 +107,29 @@ class Listing:
     def kind(self, register: str) -> str:
         """Raises KeyError for what no .reg declares."""
         return self.kinds.get(register) or self.kinds[register.rstrip("0123456789")]
+
+    def key(self, operand: str, kind: str) -> int:
+        """The number by which threads find an operand, seen as a type (`Registers.keys`)."""
+        if (operand, kind) not in self._keys:
+            self._keys[operand, kind] = len(self.keys)
+            self.keys.append((operand, kind))
+        return self._keys[operand, kind]
+
+    def result(self, register: str, kind: str) -> int:
+        """The same for a target, which may be wider than what is written to it; that is extended by its sign."""
+        own, of = np.dtype(self.kind(register)), np.dtype(kind)
+        if own.itemsize > of.itemsize:
+            kind = f"{'i' if of.kind == 'i' else 'u'}{own.itemsize}"
+        return self.key(register, kind)
+
+    def address(self, operand: str) -> Address:
+        if operand not in self._addresses:
+            base, _, offset = operand[1:-1].partition("+")
+            base = base.strip()
+            kind = self.kind(base).replace("u", "i") if base[0] == "%" or "@" in base else "i8"
+            key = self.key(base, "u4" if kind == "i4" else "i8")
+            self._addresses[operand] = Address(key, int(offset.strip() or "0", 0))
+        return self._addresses[operand]
 
     def _statements(self, body: str) -> Iterator[tuple[str, Scope]]:
         scope, scopes, buffer = Scope(0, None), 0, ""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.ptx.decode import Flow, Run, opcode, unsupported
-from tests.ptx.memory import Address, address_of, check_aligned, cta_of, offset_in_own
-
-if TYPE_CHECKING:
-    from tests.ptx.cta import Cta
-    from tests.ptx.listing import Instruction
-    from tests.ptx.program import Program
-    from tests.ptx.registers import Threads
+from tests.ptx.cta import Cta
+from tests.ptx.decode import Flow, action, unsupported
+from tests.ptx.listing import Instruction
+from tests.ptx.memory import check_aligned, cta_of, offset_in_own
+from tests.ptx.registers import Threads
 
 MOST_ARRIVALS, MOST_BYTES = (1 << 20) - 1, (1 << 20) - 1
 
@@ -95,81 +92,61 @@ def current(barrier: Barrier) -> Barrier:
     return barrier_at(barrier.cta, barrier.offset)
 
 
-def by_address(threads: Threads, address: Address) -> list[tuple[int, Any]]:
+def by_address(threads: Threads, operand: str) -> list[tuple[int, Any]]:
     """The addresses that threads have, and for each of them which threads, as booleans."""
-    addresses = address.of(threads)
+    addresses = threads.addresses(operand)
     return [(where, addresses == where) for where in np.unique(addresses).tolist()]
 
 
-@opcode(r"mbarrier\.init\.shared(?:::cta)?\.b64")
-def initialize(program: Program, of: Instruction) -> Run:
-    address, count = address_of(program, of.operands[0]), program.key(of.operands[1], "u4")
-
-    def run(threads: Threads) -> None:
-        cta, counts = threads.cta, threads.take(count)
-        for where, by in by_address(threads, address):
-            offset, arrivals = offset_in_own(cta, where, 8), int(counts[by][0])
-            check_aligned(offset, 8)
-            if not 1 <= arrivals <= MOST_ARRIVALS:
-                raise RuntimeError(f"an mbarrier of {arrivals} arrivals")
-            if offset in cta.barriers and cta.barriers[offset].waiting:
-                raise RuntimeError(f"threads wait for {cta.barriers[offset]}, which is initialized again")
-            cta.barriers[offset] = Barrier(cta, offset, arrivals)
-            cta.observer.initializes(threads.some(by), (cta.rank, offset))
-
-    return run
+@action(r"mbarrier\.init\.shared(?:::cta)?\.b64")
+def initialize(threads: Threads, of: Instruction) -> None:
+    cta, counts = threads.cta, threads.value(of.operands[1], "u4")
+    for where, by in by_address(threads, of.operands[0]):
+        offset, arrivals = offset_in_own(cta, where, 8), int(counts[by][0])
+        check_aligned(offset, 8)
+        if not 1 <= arrivals <= MOST_ARRIVALS:
+            raise RuntimeError(f"an mbarrier of {arrivals} arrivals")
+        if offset in cta.barriers and cta.barriers[offset].waiting:
+            raise RuntimeError(f"threads wait for {cta.barriers[offset]}, which is initialized again")
+        cta.barriers[offset] = Barrier(cta, offset, arrivals)
+        cta.observer.initializes(threads.some(by), (cta.rank, offset))
 
 
-@opcode(
+@action(
     r"mbarrier\.arrive(?:\.(?:release|relaxed)\.(?:cta|cluster))?(\.expect_tx)?\.(shared|shared::cta|shared::cluster)\.b64"
 )
-def arrive(program: Program, of: Instruction, expects: str | None, space: str) -> Run:
+def arrive(threads: Threads, of: Instruction, expects: str | None, space: str) -> None:
     """Each thread by itself, once or by a count; the state that it returns has no use here, so `_` or never read."""
-    address = address_of(program, of.operands[1])
-    more = program.key(of.operands[2], "u4") if len(of.operands) > 2 else None
-    if expects and more is None:
+    given = threads.value(of.operands[2], "u4") if len(of.operands) > 2 else None
+    if expects and given is None:
         raise unsupported(of, "no bytes to expect")
-
-    def run(threads: Threads) -> None:
-        cta = threads.cta
-        given = threads.take(more) if more is not None else np.ones(threads.count, "u4")
-        for where, by in by_address(threads, address):
-            barrier = barrier_of(cta, where, space == "shared::cluster")
-            cta.observer.arrives(threads.some(by), barrier.place, barrier.phase)
-            total = int(given[by].sum())
-            if expects:
-                barrier.expect(total)
-            barrier.arrive(int(by.sum()) if expects else total)
-
-    return run
+    for where, by in by_address(threads, of.operands[1]):
+        barrier = barrier_of(threads.cta, where, space == "shared::cluster")
+        threads.cta.observer.arrives(threads.some(by), barrier.place, barrier.phase)
+        count = int(by.sum())
+        total = count if given is None else int(given[by].sum())
+        if expects:
+            barrier.expect(total)
+        barrier.arrive(count if expects else total)
 
 
-@opcode(r"mbarrier\.(try_wait|test_wait)\.parity(?:\.(?:acquire|relaxed)\.(?:cta|cluster))?\.shared(?:::cta)?\.b64")
-def wait(program: Program, of: Instruction, what: str) -> Run:
+@action(r"mbarrier\.(try_wait|test_wait)\.parity(?:\.(?:acquire|relaxed)\.(?:cta|cluster))?\.shared(?:::cta)?\.b64")
+def wait(threads: Threads, of: Instruction, what: str) -> Flow | None:
     """test_wait looks once. try_wait suspends its threads until the phase is over: when it gives up is not defined."""
-    to, address = program.key(of.operands[0], "?"), address_of(program, of.operands[1])
-    parity = program.key(of.operands[2], "u4")
-
-    def run(threads: Threads) -> Flow | None:
-        cta = threads.cta
-        addresses, parities = address.of(threads), threads.take(parity)
-        if (addresses == addresses[0]).all() and (parities == parities[0]).all():
-            together = [(threads, int(addresses[0]), int(parities[0]))]
-        else:
-            pairs = sorted({*zip(addresses.tolist(), parities.tolist(), strict=True)})
-            together = [(threads.some((addresses == at) & (parities == which)), at, which) for at, which in pairs]
-        waiting = 0
-        for some, at, which in together:
-            barrier = barrier_of(cta, at, False)
-            over = barrier.is_over(which)
-            if over:
-                cta.observer.waits(some, barrier.place, barrier.phase - 1)
-            if over or what == "test_wait":
-                some.put(to, over)
-                continue
-            waiting |= some.bits
-            cta.block(cta.pc, some, Phase(barrier, barrier.phase))
-            barrier.waiting.append((cta.pc, some.bits))
-        return Flow(cta.pc + 1, cta.threads(threads.bits & ~waiting)) if waiting else None
-
-    return run
+    cta = threads.cta
+    addresses, parities = threads.addresses(of.operands[1]), threads.value(of.operands[2], "u4")
+    waiting = 0
+    for at, which in sorted({*zip(addresses.tolist(), parities.tolist(), strict=True)}):
+        chosen = (addresses == at) & (parities == which)
+        some = threads if chosen.all() else threads.some(chosen)
+        barrier = barrier_of(cta, at, False)
+        over = barrier.is_over(which)
+        if over:
+            cta.observer.waits(some, barrier.place, barrier.phase - 1)
+        if over or what == "test_wait":
+            some.set(of.operands[0], "?", over)
+            continue
+        waiting |= some.bits
+        cta.block(cta.pc, some, Phase(barrier, barrier.phase))
+        barrier.waiting.append((cta.pc, some.bits))
+    return Flow(cta.pc + 1, cta.threads(threads.bits & ~waiting)) if waiting else None

@@ -6,23 +6,17 @@ group is waited for (`late`), or at once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from tests.ptx.cta import Cta, groups_of
 from tests.ptx.decode import Run, action, opcode, unsupported
-from tests.ptx.groups import groups_of
-from tests.ptx.listing import Instruction, names
+from tests.ptx.listing import Instruction, Listing, names
 from tests.ptx.observer import Operation, Region
-from tests.ptx.registers import LANES
+from tests.ptx.registers import LANES, Threads
 from tests.ptx.values import TYPES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.ptx.cta import Cta
-    from tests.ptx.program import Program
-    from tests.ptx.registers import Threads
 
 UNWRITTEN = np.array([0x7FFFFFFF, 0x7FC00000, 0x7FC07FC0, 0x7E007E00], "u4")
 """What `torch.empty` holds in tests, as words: the largest int32, NaN in fp32, NaN twice in bf16 and in fp16."""
@@ -36,27 +30,6 @@ class Storage(NamedTuple):
 
     start: int
     memory: Any
-
-
-class Address(NamedTuple):
-    """`[register+offset]`."""
-
-    key: int
-    offset: int
-
-    def of(self, threads: Threads) -> Any:
-        """Of each thread, as int64; not to be written to. A sum with a register of 32 bits wraps, as on a GPU."""
-        address = threads.take(self.key)
-        if address.dtype == "u4":
-            return (address + np.uint32(self.offset & 0xFFFFFFFF)).astype("i8")
-        return address.astype("i8") + self.offset if address.dtype != "i8" or self.offset else address
-
-
-def address_of(program: Program, operand: str) -> Address:
-    base, _, offset = operand[1:-1].partition("+")
-    base = base.strip()
-    kind = program.kind(base).replace("u", "i") if base[0] == "%" or "@" in base else "i8"
-    return Address(program.key(base, "u4" if kind == "i4" else "i8"), int(offset.strip() or "0", 0))
 
 
 def check_written(data: Any) -> None:
@@ -108,31 +81,27 @@ def words(memory: Any, size: int) -> Any:
     return memory[: len(memory) // size * size].reshape(-1, size)
 
 
-@opcode(r"ld\.param(?:\.v\d)?\.(\w+)")
-def load_parameter(program: Program, of: Instruction, kind: str) -> Run:
+@action(r"ld\.param(?:\.v\d)?\.(\w+)")
+def load_parameter(threads: Threads, of: Instruction, kind: str) -> None:
+    program, dtype = threads.cta.program, np.dtype(TYPES[kind])
     name, _, offset = of.operands[1][1:-1].partition("+")
-    size = np.dtype(TYPES[kind]).itemsize
-    at, number = int(offset or 0), program.parameters.index(name)
-    targets = [program.result(x, TYPES[kind]) for x in names(of.operands[0])]
-
-    def run(threads: Threads) -> None:
-        data = np.frombuffer(threads.cta.cluster.arguments[number], "u1")[at:]
-        for i, target in enumerate(targets):
-            threads.put(target, data[i * size : (i + 1) * size].view(TYPES[kind])[0])
-
-    return run
+    parameter = threads.cta.cluster.arguments[program.parameters.index(name)]
+    targets = names(of.operands[0])
+    values = np.frombuffer(parameter, dtype, len(targets), int(offset or 0))
+    for target, value in zip(targets, values, strict=True):
+        threads.put(program.result(target, TYPES[kind]), value)
 
 
 @opcode(
     r"(ld|st)\.(?:relaxed\.\w+\.|volatile\.|weak\.)?(global|shared|shared::cta)"
     r"(?:\.nc|\.c[agsv]|\.wb|\.wt|\.lu|\.L1::\w+|\.L2::\w+)*(?:\.v\d)?\.(\w+)"
 )
-def access(program: Program, of: Instruction, what: str, space: str, kind: str) -> Run:
+def access(program: Listing, of: Instruction, what: str, space: str, kind: str) -> Run:
     load, shared = what == "ld", space != "global"
     values, where = of.operands if load else of.operands[::-1]
     size = np.dtype(TYPES[kind]).itemsize
     keys = [(program.result if load else program.key)(x, TYPES[kind]) for x in names(values)]
-    address, count = address_of(program, where), size * len(names(values))
+    address, count = program.address(where), size * len(names(values))
 
     def places(threads: Threads) -> tuple[Any, Any]:
         at = address.of(threads)
@@ -181,75 +150,63 @@ ATOMIC: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@opcode(
+@action(
     r"(atom|red)(?:\.(?:relaxed|acq_rel|acquire|release))?(?:\.(?:cta|gpu|sys|cluster))?"
     r"\.(global|shared|shared::cta)\.(add|min|max|and|or|xor|exch|cas)\.(\w+)"
 )
-def atomic(program: Program, of: Instruction, what: str, space: str, operation: str, kind: str) -> Run:
-    operands = of.operands[1:] if what == "atom" else of.operands
-    target = program.result(of.operands[0], TYPES[kind]) if what == "atom" and of.operands[0] != "_" else None
-    address, size = address_of(program, operands[0]), np.dtype(TYPES[kind]).itemsize
-    given = [program.key(x, TYPES[kind]) for x in operands[1:]]
-
-    def run(threads: Threads) -> None:
-        at = address.of(threads)
-        check_aligned(at, size)
-        if space == "global":
-            memory, place = in_tensors(threads.cta, at, size)
+def atomic(threads: Threads, of: Instruction, what: str, space: str, operation: str, kind: str) -> None:
+    target, where, *given = of.operands if what == "atom" else ("_", *of.operands)
+    at, size = threads.addresses(where), np.dtype(TYPES[kind]).itemsize
+    check_aligned(at, size)
+    if space == "global":
+        memory, place = in_tensors(threads.cta, at, size)
+    else:
+        memory, place = threads.cta.shared, offset_in_own(threads.cta, at, size)
+        threads.cta.observer.shared(threads, "atomic", place, size)
+    numbers = memory[: len(memory) // size * size].view(TYPES[kind])
+    values = [threads.value(x, TYPES[kind]) for x in given]
+    before = np.empty(threads.count, TYPES[kind])
+    for i, index in enumerate((place // size).tolist()):  # one after the other, in order of threads
+        before[i] = old = numbers[index]
+        if operation == "cas":
+            numbers[index] = values[1][i] if old == values[0][i] else old
         else:
-            memory, place = threads.cta.shared, offset_in_own(threads.cta, at, size)
-            threads.cta.observer.shared(threads, "atomic", place, size)
-        numbers = memory[: len(memory) // size * size].view(TYPES[kind])
-        values = [threads.take(key) for key in given]
-        before = np.empty(threads.count, TYPES[kind])
-        for i, where in enumerate((place // size).tolist()):  # one after the other, in order of threads
-            before[i] = old = numbers[where]
-            if operation == "cas":
-                numbers[where] = values[1][i] if old == values[0][i] else old
-            else:
-                numbers[where] = ATOMIC[operation](old, values[0][i])
-        if target is not None:
-            threads.put(target, before)
-
-    return run
+            numbers[index] = ATOMIC[operation](old, values[0][i])
+    if target != "_":
+        threads.put(threads.cta.program.result(target, TYPES[kind]), before)
 
 
-@opcode(r"prefetch(?:u)?\.(?:global\.L[12]|tensormap|L1)")
-def prefetch(program: Program, of: Instruction) -> Run:
-    return lambda threads: None
+@action(r"prefetch(?:u)?\.(?:global\.L[12]|tensormap|L1)")
+def prefetch(threads: Threads, of: Instruction) -> None: ...
 
 
-@opcode(r"cvta(?:\.to)?\.(global|param|shared|shared::cluster)\.u64")
-def convert_address(program: Program, of: Instruction, space: str) -> Run:
+@action(r"cvta(?:\.to)?\.(?:global|param|shared|shared::cluster)\.u64")
+def convert_address(threads: Threads, of: Instruction) -> None:
     """Generic addresses are those of each space, which do not overlap."""
-    to, x = (program.key(operand, "u8") for operand in of.operands)
-
-    def run(threads: Threads) -> None:
-        np.copyto(threads.views[to], threads.views[x], where=threads.where)
-
-    return run
+    threads.set(of.operands[0], "u8", threads.value(of.operands[1], "u8"))
 
 
-@opcode(r"mapa\.shared::cluster\.u32")
-def map_address(program: Program, of: Instruction) -> Run:
-    to, x, rank = (program.key(operand, "u4") for operand in of.operands)
+@action(r"mapa\.shared::cluster\.u32")
+def map_address(threads: Threads, of: Instruction) -> None:
+    own, other = (threads.value(x, "u4") for x in of.operands[1:])
+    if other.max() >= len(threads.cta.cluster.ctas):
+        raise MemoryError(f"mapa to CTA {other.max()} in a cluster of {len(threads.cta.cluster.ctas)}")
+    threads.set(of.operands[0], "u4", own & np.uint32(OFFSET) | other << np.uint32(RANK_BIT))
 
-    def run(threads: Threads) -> None:
-        own, other = threads.take(x), threads.take(rank)
-        if other.max() >= len(threads.cta.cluster.ctas):
-            raise MemoryError(f"mapa to CTA {other.max()} in a cluster of {len(threads.cta.cluster.ctas)}")
-        threads.put(to, own & np.uint32(OFFSET) | other << np.uint32(RANK_BIT))
 
-    return run
+@action(r"createpolicy\.fractional\.L2::evict_(?:first|last)\.b64")
+def create_policy(threads: Threads, of: Instruction) -> None:
+    """Hints change no values."""
+    threads.set(of.operands[0], "u8", 0)
 
 
 # cp.async
 
 
 @opcode(r"cp\.async\.(?:ca|cg)\.shared\.global(?:\.L2::\w+)*")
-def copy(program: Program, of: Instruction) -> Run:
+def copy(program: Listing, of: Instruction) -> Run:
     """With a size of the source, 0 or the whole, that many bytes are read, and zeros take the place of the others."""
-    to, source = (address_of(program, x) for x in of.operands[:2])
+    to, source = (program.address(x) for x in of.operands[:2])
     sizes = of.operands[2:-1] if "cache_hint" in of.name else of.operands[2:]
     size = int(sizes[0], 0)
     if size not in (16, 8, 4) or (len(sizes) > 1 and sizes[1][0] != "%" and int(sizes[1], 0) != size):
@@ -278,13 +235,6 @@ def copy(program: Program, of: Instruction) -> Run:
     return run
 
 
-@opcode(r"createpolicy\.fractional\.L2::evict_(?:first|last)\.b64")
-def create_policy(program: Program, of: Instruction) -> Run:
-    """Hints change no values."""
-    to = program.key(of.operands[0], "u8")
-    return lambda threads: threads.put(to, np.zeros(threads.count, np.uint64))
-
-
 @action(r"cp\.async\.commit_group")
 def commit_copies(threads: Threads, of: Instruction) -> None:
     for copies in groups_of(threads, "cp.async"):
@@ -309,11 +259,11 @@ def wait_for_copies(threads: Threads, of: Instruction) -> None:
 
 
 @opcode(r"(ldmatrix|stmatrix)\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16")
-def matrices(program: Program, of: Instruction, what: str, many: str, transposed: str | None) -> Run:
+def matrices(program: Listing, of: Instruction, what: str, many: str, transposed: str | None) -> Run:
     """8 rows of 8 numbers each, whose addresses the first 8, 16 or 32 lanes have."""
     load, count = what == "ldmatrix", int(many)
     values, where = of.operands if load else of.operands[::-1]
-    keys, address = [program.key(x, "u4") for x in names(values)], address_of(program, where)
+    keys, address = [program.key(x, "u4") for x in names(values)], program.address(where)
 
     def run(threads: Threads) -> None:
         cta, warps = threads.cta, len(threads.whole_warps(what))

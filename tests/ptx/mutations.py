@@ -12,22 +12,19 @@ import copy
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+from torch import Tensor
 
 from tests.ptx.clocks import COLUMNS, Key
-from tests.ptx.observer import Operation, Place
+from tests.ptx.cta import Cta
+from tests.ptx.launch import Launch
+from tests.ptx.listing import Listing
+from tests.ptx.observer import Observer, Operation, Place
 from tests.ptx.order import Order, RaceError
 from tests.ptx.program import Program, storages_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tests.ptx.cta import Cta
-    from tests.ptx.launch import Launch
-    from tests.ptx.observer import Observer
-    from tests.ptx.registers import Threads
+from tests.ptx.registers import Threads
 
 ORDERS = re.compile(
     r"mbarrier\.(try_wait|test_wait|arrive)\b.*|tcgen05\.(commit|wait|fence)\b.*|wgmma\.(fence|commit_group|wait_group)\b.*"
@@ -125,7 +122,7 @@ class Deletion(NamedTuple):
     """Why it changes nothing, where nothing noticed it."""
 
 
-def candidates(program: Program) -> list[int]:
+def candidates(program: Listing) -> list[int]:
     return [at for at, of in enumerate(program.instructions) if ORDERS.fullmatch(of.name)]
 
 
@@ -214,7 +211,7 @@ class Effects(Order):
                 reasons.setdefault(at, why or (UNHEARD if arrives else LAST))
         return reasons
 
-    def watches(self, program: Program) -> set[int]:
+    def watches(self, program: Listing) -> set[int]:
         self._candidates = {*candidates(program)}
         return super().watches(program) | self._candidates
 

@@ -6,12 +6,11 @@ asynchronous operation starts with its instruction; it reads and writes at any t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from tests.ptx.cta import Cta
-    from tests.ptx.program import Program
-    from tests.ptx.registers import Threads
+from tests.ptx.cta import Cta
+from tests.ptx.listing import Listing
+from tests.ptx.registers import Threads
 
 
 class Region(NamedTuple):
@@ -43,7 +42,7 @@ class Operation(NamedTuple):
 class Observer:
     """Does nothing with any event."""
 
-    def watches(self, program: Program) -> set[int]:
+    def watches(self, program: Listing) -> set[int]:
         """Instructions before which `uses` is called."""
         return set()
 

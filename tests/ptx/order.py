@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tests.ptx.clocks import ADVICE, COLUMNS, LANES, SHARED_CELL, Clocks, Finding, Key
-from tests.ptx.listing import names
+from tests.ptx.cta import Cta
+from tests.ptx.listing import Listing, names
 from tests.ptx.observer import Observer, Operation, Place, Region
-
-if TYPE_CHECKING:
-    from tests.ptx.cta import Cta
-    from tests.ptx.program import Program
-    from tests.ptx.registers import Threads
+from tests.ptx.registers import Threads
 
 WARPS_OF_GROUP = 4
 LANES_OF_WARP = 32
@@ -52,7 +49,7 @@ class Order(Observer):
         self._known = {*known}
         self._watched: dict[int, list[str]] = {}
 
-    def watches(self, program: Program) -> set[int]:
+    def watches(self, program: Listing) -> set[int]:
         """Instructions that use registers which tcgen05.ld or wgmma use."""
         late = {
             register

@@ -2,7 +2,7 @@
 
 memref         its address, sizes, strides
 coord_tensor   sizes
-TMA atom       the driver's 128 bytes, for which tensor_map.py has a stand-in
+TMA atom       the driver's 128 bytes, for which launch.py has a stand-in
 MMA atom       its operands
 divisor        what a fast division needs
 """
@@ -14,9 +14,8 @@ import struct
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tests.ptx import tensor_map
 from tests.ptx.ir import Atom, Composed, Coordinates, Layout, View, dynamic, template
-from tests.ptx.tensor_map import TensorMap
+from tests.ptx.launch import TensorMap, blob
 
 
 class Packed(NamedTuple):
@@ -59,7 +58,7 @@ def packed(type_: str, value: Any, maps: list[TensorMap]) -> Packed | None:
     """A kernel's parameter; None: nothing of it is left at run time."""
     if isinstance(value, TensorMap):
         maps.append(value)
-        return Packed(tensor_map.blob(len(maps) - 1), 64)
+        return Packed(blob(len(maps) - 1), 64)
     if isinstance(value, Atom):
         parts = [packed(t, x, maps) for t, x in zip(value.types, value.operands, strict=True)]
         return structure(part for part in parts if part is not None) if parts else None

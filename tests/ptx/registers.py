@@ -193,9 +193,20 @@ class Threads:
             raise RuntimeError(f"{what} by {self.count} threads, of warps {self.warps}: it takes one thread")
         return self.first
 
-    def agree(self, key: int, what: str) -> int:
+    def value(self, operand: str, kind: str) -> Any:
+        """Those of an operand that is not decoded ahead."""
+        return self.take(self.cta.program.key(operand, kind))
+
+    def set(self, operand: str, kind: str, values: Any) -> None:
+        self.put(self.cta.program.key(operand, kind), values)
+
+    def addresses(self, operand: str) -> Any:
+        """As `Address.of`."""
+        return self.cta.program.address(operand).of(self)
+
+    def agree(self, operand: str, kind: str, what: str) -> int:
         """The value that all of these threads have."""
-        values = self.take(key)
+        values = self.value(operand, kind)
         if values.tobytes() != values[:1].tobytes() * len(values):
             raise RuntimeError(f"threads do not agree about {what}: {sorted({*values.tolist()})}")
         return int(values[0])

@@ -9,24 +9,19 @@ at once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.ptx.cta import NAN, TENSOR_COLUMNS, TENSOR_LANES
-from tests.ptx.decode import Run, action, opcode, unsupported
+from tests.ptx.cta import NAN, TENSOR_COLUMNS, TENSOR_LANES, Cta
+from tests.ptx.decode import action, unsupported
 from tests.ptx.listing import Instruction, names
 from tests.ptx.matrices import K, Layout, layout_of, places
 from tests.ptx.mbarrier import barrier_of, current
-from tests.ptx.memory import RANK_BIT, address_of, check_aligned, offset_in_own
+from tests.ptx.memory import OFFSET, RANK_BIT, check_aligned, offset_in_own
 from tests.ptx.observer import Operation, Region
-from tests.ptx.registers import LANES
+from tests.ptx.registers import LANES, Threads
 from tests.ptx.values import numbers
-
-if TYPE_CHECKING:
-    from tests.ptx.cta import Cta
-    from tests.ptx.program import Program
-    from tests.ptx.registers import Threads
 
 SWIZZLES = {0: 16, 2: 128, 4: 64, 6: 32}
 LEAST_COLUMNS = 32
@@ -39,53 +34,43 @@ COLLECTOR = r"(?:\.collector::a::(?:discard|fill|use|lastuse))?"
 # Allocation
 
 
-@opcode(r"tcgen05\.alloc\.cta_group::([12])\.sync\.aligned\.shared(?:::cta)?\.b32")
-def allocate(program: Program, of: Instruction, group: str) -> Run:
+@action(r"tcgen05\.alloc\.cta_group::[12]\.sync\.aligned\.shared(?:::cta)?\.b32")
+def allocate(threads: Threads, of: Instruction) -> None:
     """One warp, with cta_group::2 of each CTA of the pair. The first column of the space goes to shared memory."""
-    address, count = address_of(program, of.operands[0]), program.key(of.operands[1], "u4")
-
-    def run(threads: Threads) -> None:
-        cta = threads.cta
-        one_warp(threads, of)
-        columns, where = threads.agree(count, "columns"), offset_in_own(cta, int(address.of(threads)[0]), 4)
-        check_aligned(where, 4)
-        if columns < LEAST_COLUMNS or columns > TENSOR_COLUMNS or columns & columns - 1:
-            raise RuntimeError(f"tcgen05.alloc of {columns} columns: a power of two from {LEAST_COLUMNS} on")
-        if not cta.may_allocate:
-            raise RuntimeError("tcgen05.alloc after the permit to allocate was given back")
-        starts = range(0, TENSOR_COLUMNS, columns)
-        free = [x for x in starts if all(x + columns <= a or a + n <= x for a, n in cta.allocated.items())]
-        if not free:
-            raise RuntimeError(f"tcgen05.alloc of {columns} columns beside {cta.allocated}: it would wait for ever")
-        cta.allocated[free[0]] = columns
-        cta.tensor[:, free[0] : free[0] + columns] = NAN
-        cta.shared[where : where + 4].view("u4")[0] = free[0]
-        cta.observer.shared(threads.some(threads.lanes == 0), "write", np.array([where]), 4)
-        cta.observer.owns_tensor_memory(threads, free[0], columns)
-
-    return run
+    cta = threads.cta
+    one_warp(threads, of)
+    columns = threads.agree(of.operands[1], "u4", "columns")
+    where = offset_in_own(cta, int(threads.addresses(of.operands[0])[0]), 4)
+    check_aligned(where, 4)
+    if columns < LEAST_COLUMNS or columns > TENSOR_COLUMNS or columns & columns - 1:
+        raise RuntimeError(f"tcgen05.alloc of {columns} columns: a power of two from {LEAST_COLUMNS} on")
+    if not cta.may_allocate:
+        raise RuntimeError("tcgen05.alloc after the permit to allocate was given back")
+    starts = range(0, TENSOR_COLUMNS, columns)
+    free = [x for x in starts if all(x + columns <= a or a + n <= x for a, n in cta.allocated.items())]
+    if not free:
+        raise RuntimeError(f"tcgen05.alloc of {columns} columns beside {cta.allocated}: it would wait for ever")
+    cta.allocated[free[0]] = columns
+    cta.tensor[:, free[0] : free[0] + columns] = NAN
+    cta.shared[where : where + 4].view("u4")[0] = free[0]
+    cta.observer.shared(threads.some(threads.lanes == 0), "write", np.array([where]), 4)
+    cta.observer.owns_tensor_memory(threads, free[0], columns)
 
 
-@opcode(r"tcgen05\.dealloc\.cta_group::([12])\.sync\.aligned\.b32")
-def deallocate(program: Program, of: Instruction, group: str) -> Run:
-    first, count = program.key(of.operands[0], "u4"), program.key(of.operands[1], "u4")
-
-    def run(threads: Threads) -> None:
-        cta = threads.cta
-        one_warp(threads, of)
-        start, columns = threads.agree(first, "an address in TMEM"), threads.agree(count, "columns")
-        if cta.allocated.get(start) != columns:
-            raise RuntimeError(
-                f"tcgen05.dealloc of {columns} columns from {start}, where {cta.allocated} are allocated"
-            )
-        del cta.allocated[start]
-        cta.observer.owns_tensor_memory(threads, start, columns)
-
-    return run
+@action(r"tcgen05\.dealloc\.cta_group::[12]\.sync\.aligned\.b32")
+def deallocate(threads: Threads, of: Instruction) -> None:
+    cta = threads.cta
+    one_warp(threads, of)
+    start = threads.agree(of.operands[0], "u4", "an address in TMEM")
+    columns = threads.agree(of.operands[1], "u4", "columns")
+    if cta.allocated.get(start) != columns:
+        raise RuntimeError(f"tcgen05.dealloc of {columns} columns from {start}, where {cta.allocated} are allocated")
+    del cta.allocated[start]
+    cta.observer.owns_tensor_memory(threads, start, columns)
 
 
-@action(r"tcgen05\.relinquish_alloc_permit\.cta_group::([12])\.sync\.aligned")
-def give_back(threads: Threads, of: Instruction, group: str) -> None:
+@action(r"tcgen05\.relinquish_alloc_permit\.cta_group::[12]\.sync\.aligned")
+def give_back(threads: Threads, of: Instruction) -> None:
     one_warp(threads, of)
     threads.cta.may_allocate = False
 
@@ -113,46 +98,43 @@ class Write(NamedTuple):
     """(thread, column)."""
 
 
-@opcode(r"tcgen05\.(ld|st)\.sync\.aligned\.32x32b\.x(\d+)\.b32")
-def access(program: Program, of: Instruction, what: str, many: str) -> Run:
+@action(r"tcgen05\.(ld|st)\.sync\.aligned\.32x32b\.x(\d+)\.b32")
+def access(threads: Threads, of: Instruction, what: str, many: str) -> None:
     """Each thread one lane, that many columns. The address names the first lane of the warp's quarter."""
-    load, count = what == "ld", int(many)
-    values, where = of.operands if load else of.operands[::-1]
-    keys, address = [program.key(x, "u4") for x in names(values)], address_of(program, where)
-    if len(keys) != count:
+    values, where = of.operands if what == "ld" else of.operands[::-1]
+    keys = [threads.cta.program.key(x, "u4") for x in names(values)]
+    if len(keys) != int(many):
         raise unsupported(of, "the number of registers")
+    threads.whole_warps(of.name)
+    at = threads.addresses(where)
+    first, columns = at >> 16, at & 0xFFFF
+    if (first != threads.warp_of % QUARTERS * LANES).any():
+        lanes = sorted({*first.tolist()})
+        raise RuntimeError(f"{of.name} of lanes {lanes} by warps {threads.warps}: not their quarter")
+    for column in sorted({*columns.tolist()}):
+        chosen = columns == column
+        some = threads if chosen.all() else threads.some(chosen)
+        (load if what == "ld" else store)(some, column, keys)
 
-    def run(threads: Threads) -> None:
-        threads.whole_warps(of.name)
-        at = address.of(threads)
-        first, columns = at >> 16, at & 0xFFFF
-        if (first != threads.warp_of % QUARTERS * LANES).any():
-            raise RuntimeError(
-                f"{of.name} of lanes {sorted({*first.tolist()})} by warps {threads.warps}: not their quarter"
-            )
-        for column in sorted({*columns.tolist()}):
-            chosen = columns == column
-            move(threads if chosen.all() else threads.some(chosen), column)
 
-    def move(threads: Threads, column: int) -> None:
-        cta = threads.cta
-        check_allocated(cta, column, count)
-        lanes = threads.numbers % TENSOR_LANES
-        if load:
-            cta.observer.tensor_memory(threads, "read", column, count)
-            data = np.ascontiguousarray(cta.tensor[lanes, column : column + count].T)
-            for key, value in zip(keys, data, strict=True):
-                threads.put(key, value)
-            return
-        data = np.stack([threads.take(key) for key in keys], 1)
-        write = Write(threads, lanes, column, data)
-        cta.observer.tensor_memory(threads, "write", column, count)
-        if cta.cluster.late:
-            writes_of(cta).append(write)
-        else:
-            put(cta, write)
+def load(threads: Threads, column: int, keys: list[int]) -> None:
+    cta, lanes = threads.cta, threads.numbers % TENSOR_LANES
+    check_allocated(cta, column, len(keys))
+    cta.observer.tensor_memory(threads, "read", column, len(keys))
+    data = np.ascontiguousarray(cta.tensor[lanes, column : column + len(keys)].T)
+    for key, value in zip(keys, data, strict=True):
+        threads.put(key, value)
 
-    return run
+
+def store(threads: Threads, column: int, keys: list[int]) -> None:
+    cta, lanes = threads.cta, threads.numbers % TENSOR_LANES
+    check_allocated(cta, column, len(keys))
+    write = Write(threads, lanes, column, np.stack([threads.take(key) for key in keys], 1))
+    cta.observer.tensor_memory(threads, "write", column, len(keys))
+    if cta.cluster.late:
+        writes_of(cta).append(write)
+    else:
+        put(cta, write)
 
 
 def writes_of(cta: Cta) -> list[Write]:
@@ -272,59 +254,52 @@ class Factor(NamedTuple):
         return Region(self.cta, "shared", self.shared, 2)
 
 
-@opcode(r"tcgen05\.mma\.cta_group::([12])\.kind::f16" + COLLECTOR)
-def multiply(program: Program, of: Instruction, group: str) -> Run:
-    pair, in_tensor = group == "2", of.operands[1][0] == "["
-    to_tensor = address_of(program, of.operands[0])
-    left_tensor = address_of(program, of.operands[1]) if in_tensor else None
-    left_key = None if in_tensor else program.key(of.operands[1], "u8")
-    right_key, shape_key = program.key(of.operands[2], "u8"), program.key(of.operands[3], "u4")
-    left_out = [program.key(x, "u4") for x in names(of.operands[4])] if of.operands[4][0] == "{" else []
-    if len(of.operands) != 5 + bool(left_out):
+@action(r"tcgen05\.mma\.cta_group::([12])\.kind::f16" + COLLECTOR)
+def multiply(threads: Threads, of: Instruction, group: str) -> None:
+    threads.one(of.name)
+    cta, pair = threads.cta, group == "2"
+    to, left, right, described, *left_out, adds = of.operands
+    if len(left_out) > 1 or (left_out and left_out[0][0] != "{"):
         raise unsupported(of, "the number of operands")
-    add_key = program.key(of.operands[-1], "?")
+    if any(threads.value(x, "u4")[0] for operand in left_out for x in names(operand)):
+        raise NotImplementedError("tcgen05.mma that leaves lanes out")
 
-    def run(threads: Threads) -> None:
-        threads.one(of.name)
-        cta = threads.cta
-        if any(threads.views[key][0] for key in left_out):
-            raise NotImplementedError("tcgen05.mma that leaves lanes out")
-        shape = Shape.of(int(threads.views[shape_key][0]), pair)
-        to, add = int(to_tensor.of(threads)[0]), bool(threads.views[add_key][0])
-        ctas = pair_of(cta) if pair else [cta]
-        rows, columns = shape.rows // len(ctas), shape.columns // len(ctas)
-        sums = Sums.of(rows, shape.columns, pair)
-        first, column = to >> 16, to & 0xFFFF
-        if first:
-            raise NotImplementedError(f"tcgen05.mma into lanes from {first} on")
-        right_at = places(layout(int(threads.views[right_key][0])), columns, shape.transposed[1])
-        rights = [Factor(each, shape.right_kind, right_at) for each in ctas]
-        if left_tensor is not None:
-            at = int(left_tensor.of(threads)[0])
-            if at >> 16 or shape.transposed[0] or sums.halves:
-                raise NotImplementedError("tcgen05.mma of a left operand in TMEM, but rows of k from lane 0 on")
-            lefts = [Factor(each, shape.kind, None, sums.lanes, at & 0xFFFF) for each in ctas]
-        else:
-            left_at = places(layout(int(threads.views[left_key][0])), rows, shape.transposed[0])
-            lefts = [Factor(each, shape.kind, left_at) for each in ctas]
-        for each in ctas:
-            check_allocated(each, column, sums.columns)
-        written = sums.lanes[:, None] * TENSOR_COLUMNS + np.arange(column, column + sums.columns)
-        writes = [Region(each, "tensor", written, 4) for each in ctas]
-        reads = [factor.region for factor in (*lefts, *rights)] + (writes if add else [])
-        cta.observer.starts(threads, Operation("tcgen05.mma", reads, writes))
+    def number(operand: str, kind: str) -> int:
+        return int(threads.value(operand, kind)[0])
 
-        def end() -> None:
-            right = np.concatenate([factor.values() for factor in rights])
-            for each, left in zip(ctas, lefts, strict=True):
-                target = each.tensor.view("f4")[:, column : column + sums.columns]
-                total = sums.stored(left.values() @ right.T)
-                before = target[sums.lanes] if add else 0
-                target[sums.lanes] = before + total
+    shape, add = Shape.of(number(described, "u4"), pair), bool(number(adds, "?"))
+    ctas = pair_of(cta) if pair else [cta]
+    rows, columns = shape.rows // len(ctas), shape.columns // len(ctas)
+    sums = Sums.of(rows, shape.columns, pair)
+    first, column = divmod(int(threads.addresses(to)[0]), 1 << 16)
+    if first:
+        raise NotImplementedError(f"tcgen05.mma into lanes from {first} on")
+    right_at = places(layout(number(right, "u8")), columns, shape.transposed[1])
+    rights = [Factor(each, shape.right_kind, right_at) for each in ctas]
+    if left[0] == "[":
+        at = int(threads.addresses(left)[0])
+        if at >> 16 or shape.transposed[0] or sums.halves:
+            raise NotImplementedError("tcgen05.mma of a left operand in TMEM, but rows of k from lane 0 on")
+        lefts = [Factor(each, shape.kind, None, sums.lanes, at) for each in ctas]
+    else:
+        left_at = places(layout(number(left, "u8")), rows, shape.transposed[0])
+        lefts = [Factor(each, shape.kind, left_at) for each in ctas]
+    for each in ctas:
+        check_allocated(each, column, sums.columns)
+    written = sums.lanes[:, None] * TENSOR_COLUMNS + np.arange(column, column + sums.columns)
+    writes = [Region(each, "tensor", written, 4) for each in ctas]
+    reads = [factor.region for factor in (*lefts, *rights)] + (writes if add else [])
+    cta.observer.starts(threads, Operation("tcgen05.mma", reads, writes))
 
-        cta.cluster.later(end)
+    def end() -> None:
+        factors = np.concatenate([factor.values() for factor in rights])
+        for each, own in zip(ctas, lefts, strict=True):
+            target = each.tensor.view("f4")[:, column : column + sums.columns]
+            total = sums.stored(own.values() @ factors.T)
+            before = target[sums.lanes] if add else 0
+            target[sums.lanes] = before + total
 
-    return run
+    cta.cluster.later(end)
 
 
 def pair_of(cta: Cta) -> list[Cta]:
@@ -335,29 +310,21 @@ def pair_of(cta: Cta) -> list[Cta]:
     return ctas[cta.rank & ~1 : (cta.rank & ~1) + 2]
 
 
-@opcode(r"tcgen05\.commit\.cta_group::([12])\.mbarrier::arrive::one\.shared::cluster(\.multicast::cluster)?\.b64")
-def commit(program: Program, of: Instruction, group: str, multicast: str | None) -> Run:
+@action(r"tcgen05\.commit\.cta_group::[12]\.mbarrier::arrive::one\.shared::cluster(\.multicast::cluster)?\.b64")
+def commit(threads: Threads, of: Instruction, multicast: str | None) -> None:
     """One arrival, when all products that the thread has started have ended; multicast to several CTAs."""
-    address = address_of(program, of.operands[0])
-    mask = program.key(of.operands[1], "u2") if multicast else None
+    threads.one(of.name)
+    cta, at = threads.cta, int(threads.addresses(of.operands[0])[0])
+    places_of = [at]
+    if multicast:
+        mask = int(threads.value(of.operands[1], "u2")[0])
+        places_of = [rank << RANK_BIT | at & OFFSET for rank in range(16) if mask >> rank & 1]
+    barriers = [barrier_of(cta, place, True) for place in places_of]
+    cta.observer.commits(threads, [x.place for x in barriers])
 
-    def run(threads: Threads) -> None:
-        threads.one(of.name)
-        cta = threads.cta
-        at = int(address.of(threads)[0])
-        if mask is None:
-            barriers = [barrier_of(cta, at, True)]
-        else:
-            ranks = [r for r in range(16) if int(threads.views[mask][0]) >> r & 1]
-            offset = at & (1 << RANK_BIT) - 1
-            barriers = [barrier_of(cta, r << RANK_BIT | offset, True) for r in ranks]
-        cta.observer.commits(threads, [x.place for x in barriers])
+    def end() -> None:
+        for barrier in map(current, barriers):
+            cta.observer.committed(barrier.place)
+            barrier.arrive()
 
-        def end() -> None:
-            for barrier in map(current, barriers):
-                cta.observer.committed(barrier.place)
-                barrier.arrive()
-
-        cta.cluster.later(end)
-
-    return run
+    cta.cluster.later(end)

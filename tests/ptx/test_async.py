@@ -19,33 +19,6 @@ BARRIER = """
 """%p15: the first thread; %r10: an mbarrier."""
 
 
-def test_phases_end_by_arrivals() -> None:
-    """A warp arrives for each of three phases, by 32 arrivals or by 16 of two, and another warp waits for each."""
-    body = f"""
-        {BARRIER.format(count=32)}
-        setp.ge.s32 %p1, %r0, 32;
-        mov.b32 %r9, 1;
-        @%p1 bra $WAITS;
-        mbarrier.arrive.shared.b64 %rd5, [%r10];
-        bar.sync 1;
-        setp.lt.s32 %p2, %r0, 16;
-        @%p2 mbarrier.arrive.shared.b64 %rd5, [%r10], 2;
-        bar.sync 1;
-        mbarrier.arrive.shared.b64 %rd5, [%r10], %r9;
-        bra $END;
-        $WAITS:
-        {wait(0)} bar.sync 1; {wait(1)} bar.sync 1; {wait(0)}
-        mbarrier.test_wait.parity.shared.b64 %p3, [%r10], 1;
-        selp.b32 %r9, 1, 0, %p3;
-        $END: st.global.b32 [%rd2], %r9;
-    """
-    assert run(body, threads=64).flatten().tolist() == [1] * 32 + [0] * 32
-
-
-def test_a_phase_before_the_first_is_over() -> None:
-    assert run(f"{BARRIER.format(count=1)} {wait(1)} st.global.b32 [%rd2], %r0;")[3, 0] == 3
-
-
 @pytest.mark.parametrize(("parity", "waits"), [(0, True), (1, False)])
 def test_who_waits_for_what(parity: int, waits: bool) -> None:
     """A deadlock names CTA, warps, instruction, barrier and phase."""
@@ -138,20 +111,6 @@ def test_additions_of_rows_read_when_they_are_waited_for(late: bool) -> None:
     assert torch.equal(x, torch.arange(32) + (2.0 if late else 1.0))
 
 
-@LATE
-def test_stores_that_nobody_waits_for_end_with_the_kernel(late: bool) -> None:
-    x = torch.zeros(32)
-    body = f"""
-        {BARRIER.format(count=1)}
-        shl.b32 %r4, %r0, 2; add.s32 %r4, %r4, %r2; mov.b32 %r9, 0f3F800000; st.shared.b32 [%r4], %r9;
-        bar.sync 0;
-        ld.param.b64 %rd6, [kernel_param_1];
-        @%p15 cp.async.bulk.global.shared::cta.bulk_group [%rd6], [%r2], 128;
-    """
-    run(body, x, late=late)
-    assert torch.equal(x, torch.ones(32))
-
-
 # Boxes of tensors
 
 
@@ -206,32 +165,6 @@ def test_zeros_come_from_outside(corner: tuple[int, int, int]) -> None:
         where = [i + c for i, c in zip(place, corner[::-1], strict=True)]
         inside = all(0 <= i < n for i, n in zip(where, x.shape, strict=True))
         assert got[tuple(place)] == (x[tuple(where)] if inside else 0)
-
-
-@LATE
-@pytest.mark.parametrize("add", [True, False])
-def test_boxes_are_stored_inside_alone(add: bool, late: bool) -> None:
-    x = torch.ones(5, 8)
-    what = (
-        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group"
-        if add
-        else ("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group")
-    )
-    body = f"""
-        {BARRIER.format(count=1)}
-        cvt.rn.f32.s32 %r9, %r0;
-        shl.b32 %r4, %r0, 2; add.s32 %r4, %r4, %r2; st.shared.b32 [%r4], %r9;
-        bar.sync 0;
-        mov.b64 %rd7, kernel_param_1;
-        @%p15 {what} [%rd7, {{4, 3}}], [%r2];
-        cp.async.bulk.commit_group;
-        cp.async.bulk.wait_group 0;
-    """
-    run(body, Mapped(x, (8, 4)), late=late)
-    expected = torch.ones(5, 8)
-    stored = torch.arange(32).float().view(4, 8)[:2, :4]
-    expected[3:, 4:] = stored + expected[3:, 4:] if add else stored
-    assert torch.equal(x, expected)
 
 
 @pytest.mark.parametrize(

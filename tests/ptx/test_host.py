@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.ptx import Launch, Program, TensorMap, launches_of
+from tests.ptx.launch import blob
 from tests.ptx.parameters import divisor
-from tests.ptx.tensor_map import blob
 
 TENSOR = '!cute.memref<bf16, gmem, align<16>, "(?,?,64):(?{i64 div=8},?{i64 div=8},1)">'
 ALLOCATION = '%smem = cute.memref.alloca() {smem.partition_id = 1 : i32} : !cute.memref<i8, smem, align<16>, "96:1">'
@@ -125,27 +125,6 @@ def test_arguments_that_do_not_fit_are_refused(arguments: tuple[Any, ...], probl
 def test_nothing_is_guessed(line: str, error: type[Exception], problem: str) -> None:
     with pytest.raises(error, match=problem):
         launch(f"{GRID}    {line}")
-
-
-LOOP = """
-    %c8_i32 = arith.constant 8 : i32
-    %big = arith.cmpi sgt, %arg2, %c8_i32 : i32
-    %x = scf.if %big -> (i32) {
-      scf.yield %c1_i32 : i32
-    } else {
-      %two:2 = scf.for %i = %c0_i32 to %arg2 step %c1_i32 iter_args(%sum = %c1_i32, %j = %c0_i32) -> (i32, i32)  : i32 {
-        %next = arith.addi %sum, %i : i32
-        scf.yield %next, %i : i32, i32
-      }
-      %y = arith.addi %two#0, %two#1 : i32
-      scf.yield %y : i32
-    }
-"""
-
-
-@pytest.mark.parametrize(("number", "ctas"), [(9, 1), (8, 1 + 28 + 7), (1, 1)])
-def test_branches_and_loops(number: int, ctas: int) -> None:
-    assert launch(LOOP, some(), 0.5, number).grid == (ctas, 1, 1)
 
 
 @pytest.mark.parametrize(

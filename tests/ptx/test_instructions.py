@@ -133,42 +133,6 @@ def test_what_is_not_known_raises(text: str) -> None:
         run(text)
 
 
-def test_scopes_have_registers_and_labels_of_their_own() -> None:
-    part = """
-    {{
-        .reg .b32 x, many<3>;
-        .reg .pred P1;
-        mov.b32 x, 0; mov.b32 many2, {};
-        AGAIN:
-        add.s32 x, x, 1;
-        setp.eq.s32 P1, x, many2;
-        @P1 bra.uni DONE;
-        bra.uni AGAIN;
-        DONE:
-        mov.b32 %r{}, x;
-    }}
-    """
-    body = part.format(3, 5) + part.format(7, 6) + "st.global.v2.b32 [%rd2], {%r5, %r6};"
-    assert run(body, columns=2)[0].tolist() == [3, 7]
-
-
-def test_threads_that_part_meet_again() -> None:
-    """Loops of as many rounds as the lane says, then a vote of all."""
-    body = """
-        mov.b32 %r4, 0;
-        $L1: setp.ge.s32 %p0, %r4, %r0;
-        @%p0 bra $L2;
-        add.s32 %r4, %r4, 1;
-        bra $L1;
-        $L2: setp.gt.s32 %p1, %r4, 15;
-        vote.sync.ballot.b32 %r5, %p1, -1;
-        st.global.v2.b32 [%rd2], {%r4, %r5};
-    """
-    got = run(body, columns=2, threads=64)
-    assert got[:, 0].tolist() == list(range(64))
-    assert got[:, 1].tolist() == [0xFFFF0000 - (1 << 32)] * 32 + [-1] * 32
-
-
 @pytest.mark.parametrize(
     ("text", "result"),
     [

@@ -194,14 +194,6 @@ def operands(rows: int, columns: int) -> tuple[Any, Any, str, Any, Tensor]:
     return a, b, body, descriptor(RIGHT_AT, *of_b, 32), exact
 
 
-def test_products_are_added_up() -> None:
-    a, b, body, right_descriptor, exact = operands(128, 32)
-    for add in (0, 1):
-        body += product(1, "%rd12", right_descriptor, shape(128, 32, torch.bfloat16), add)
-    got = run(whole(body + COMMIT + read_columns(32)), a, b, threads=128, columns=32)
-    close(got, exact.float().double() + exact)
-
-
 @LATE
 def test_products_end_late_or_at_once(late: bool) -> None:
     """Without a wait, TMEM is NaN still where products are late."""
@@ -221,27 +213,6 @@ def test_64_rows_lie_in_half_of_each_quarter() -> None:
     got = run(whole(body + COMMIT + read_columns(32)), a, b, threads=128, columns=32).view(4, 2, 16, 32)
     close(got[:, 0].reshape(64, 32), exact)
     assert bool((got[:, 1] == 0x7FFFFFFF).all())
-
-
-def test_left_operand_in_tmem() -> None:
-    """Of each lane, pairs of k in 8 columns."""
-    left, right, exact = numbers(128, 32, torch.bfloat16)
-    b, *of_b = image(right, 32, False)
-    words = left.contiguous().view(torch.int32)
-    body = (
-        load(words, b)
-        + "ld.param.b64 %rd14, [kernel_param_1]; mul.wide.s32 %rd15, %r0, 32; add.s64 %rd14, %rd14, %rd15;"
-    )
-    body += "".join(f"ld.global.b32 %r{32 + i}, [%rd14+{4 * i}];" for i in range(8))
-    body += f"""
-        add.s32 %r14, %r13, 64;
-        tcgen05.st.sync.aligned.32x32b.x8.b32 [%r14], {registers(32, 8)};
-        tcgen05.wait::st.sync.aligned;
-        bar.sync 0;
-    """
-    body += product(1, "[%r12+64]", descriptor(RIGHT_AT, *of_b, 32), shape(128, 32, torch.bfloat16))
-    got = run(whole(body + COMMIT + read_columns(32)), words, b, threads=128, columns=32)
-    close(got, exact)
 
 
 @LATE

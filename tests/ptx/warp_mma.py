@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tests.ptx.decode import Run, opcode
-from tests.ptx.listing import Instruction, names
-from tests.ptx.registers import LANES
+from tests.ptx.listing import Instruction, Listing, names
+from tests.ptx.registers import LANES, Threads
 from tests.ptx.values import numbers, product
-
-if TYPE_CHECKING:
-    from tests.ptx.program import Program
-    from tests.ptx.registers import Threads
 
 
 def of_lanes(x: Any) -> Any:
@@ -44,7 +40,7 @@ def right_operand(registers: list[Any], kind: str) -> Any:
 
 
 @opcode(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.(?:bf16|f16)\.f32")
-def multiply(program: Program, of: Instruction, kind: str) -> Run:
+def multiply(program: Listing, of: Instruction, kind: str) -> Run:
     sums, before = ([program.key(x, "f4") for x in names(of.operands[i])] for i in (0, 3))
     left, right = ([program.key(x, "u4") for x in names(of.operands[i])] for i in (1, 2))
 

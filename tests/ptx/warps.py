@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tests.ptx.decode import Flow, Run, action, opcode, unsupported
-from tests.ptx.listing import Instruction
-from tests.ptx.registers import LANES
+from tests.ptx.listing import Instruction, Listing
+from tests.ptx.registers import LANES, Threads
 from tests.ptx.values import TYPES
-
-if TYPE_CHECKING:
-    from tests.ptx.program import Program
-    from tests.ptx.registers import Threads
 
 
 def over_all(threads: Threads, values: Any, missing: Any = 0) -> Any:
@@ -31,7 +27,7 @@ def check_members(threads: Threads, of: Instruction, operand: str) -> None:
 
 
 @opcode(r"shfl\.sync\.(idx|bfly|up|down)\.b32")
-def shuffle(program: Program, of: Instruction, how: str) -> Run:
+def shuffle(program: Listing, of: Instruction, how: str) -> Run:
     to, _, in_range = of.operands[0].partition("|")
     target, x = program.key(to, "u4"), program.key(of.operands[1], "u4")
     by, clamp = (program.key(operand, "i4") for operand in of.operands[2:4])
@@ -41,18 +37,10 @@ def shuffle(program: Program, of: Instruction, how: str) -> Run:
         lane, offset, bound = threads.lanes, threads.take(by) & 31, threads.take(clamp)
         segment = bound >> 8 & 31
         last = (lane & segment) | (bound & 31 & ~segment)
-        if how == "up":
-            source = lane - offset
-            inside = source >= last
-        elif how == "down":
-            source = lane + offset
-            inside = source <= last
-        elif how == "bfly":
-            source = lane ^ offset
-            inside = source <= last
-        else:
+        source = {"up": lane - offset, "down": lane + offset, "bfly": lane ^ offset}.get(how)
+        if source is None:
             source = (lane & segment) | (offset & ~segment)
-            inside = source <= last
+        inside = source >= last if how == "up" else source <= last
         source = np.where(inside, source, lane)
         first = threads.warps[0]
         place = (threads.warp_of - first) * LANES + source
@@ -67,63 +55,44 @@ def shuffle(program: Program, of: Instruction, how: str) -> Run:
     return run
 
 
-@opcode(r"vote\.sync\.(ballot|any|all|uni)\.(b32|pred)")
-def vote(program: Program, of: Instruction, how: str, kind: str) -> Run:
-    to = program.key(of.operands[0], "u4" if how == "ballot" else "?")
-    negated = of.operands[1][0] == "!"
-    predicate = program.key(of.operands[1].lstrip("!"), "?")
-
-    def run(threads: Threads) -> None:
-        lanes = over_all(threads, threads.take(predicate) ^ negated)
-        if how == "ballot":
-            found = (lanes.astype("u4") << np.arange(LANES, dtype="u4")).sum(1, dtype="u4")
-        else:
-            held, count = lanes.sum(1), over_all(threads, np.ones(threads.count, "i8")).sum(1)
-            found = {"any": held > 0, "all": held == count, "uni": (held == 0) | (held == count)}[how]
-        threads.put(to, found[threads.warp_of - threads.warps[0]])
-
-    return run
+@action(r"vote\.sync\.(ballot|any|all|uni)\.(?:b32|pred)")
+def vote(threads: Threads, of: Instruction, how: str) -> None:
+    to, given = of.operands[:2]
+    lanes = over_all(threads, threads.value(given.lstrip("!"), "?") ^ (given[0] == "!"))
+    held, count = lanes.sum(1), over_all(threads, np.ones(threads.count, "i8")).sum(1)
+    found = {"any": held > 0, "all": held == count, "uni": (held == 0) | (held == count)}.get(how)
+    if found is None:
+        found = (lanes.astype("u4") << np.arange(LANES, dtype="u4")).sum(1, dtype="u4")
+    threads.set(to, "u4" if how == "ballot" else "?", found[threads.warp_of - threads.warps[0]])
 
 
 REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
 
 
-@opcode(r"redux\.sync\.(add|min|max)\.([su]32)")
-def reduce(program: Program, of: Instruction, how: str, kind: str) -> Run:
-    of_type = TYPES[kind]
-    to, x = program.key(of.operands[0], of_type), program.key(of.operands[1], of_type)
-
-    def run(threads: Threads) -> None:
-        threads.whole_warps("redux.sync")
-        lanes = over_all(threads, threads.take(x))
-        found = REDUCTIONS[how].reduce(lanes, 1, dtype=lanes.dtype)
-        threads.put(to, found[threads.warp_of - threads.warps[0]])
-
-    return run
+@action(r"redux\.sync\.(add|min|max)\.([su]32)")
+def reduce(threads: Threads, of: Instruction, how: str, kind: str) -> None:
+    threads.whole_warps("redux.sync")
+    lanes = over_all(threads, threads.value(of.operands[1], TYPES[kind]))
+    found = REDUCTIONS[how].reduce(lanes, 1, dtype=lanes.dtype)
+    threads.set(of.operands[0], TYPES[kind], found[threads.warp_of - threads.warps[0]])
 
 
-@opcode(r"elect\.sync")
-def elect(program: Program, of: Instruction) -> Run:
+@action(r"elect\.sync")
+def elect(threads: Threads, of: Instruction) -> None:
     """The first lane."""
+    check_members(threads, of, of.operands[1])
+    threads.whole_warps("elect.sync")
     lane, _, predicate = of.operands[0].partition("|")
-    check_members_of = of.operands[1]
-    to, number = program.key(predicate, "?"), None if lane == "_" else program.key(lane, "u4")
-
-    def run(threads: Threads) -> None:
-        check_members(threads, of, check_members_of)
-        threads.whole_warps("elect.sync")
-        threads.put(to, threads.lanes == 0)
-        if number is not None:
-            threads.put(number, 0)
-
-    return run
+    threads.set(predicate, "?", threads.lanes == 0)
+    if lane != "_":
+        threads.set(lane, "u4", 0)
 
 
 # Where threads go
 
 
 @opcode(r"bra(?:\.uni)?")
-def branch(program: Program, of: Instruction) -> Run:
+def branch(program: Listing, of: Instruction) -> Run:
     target = program.labels[of.operands[0]]
     return lambda threads: Flow(target, threads)
 
@@ -135,22 +104,16 @@ def leave(threads: Threads, of: Instruction) -> Flow:
     return Flow(0, None)
 
 
-@opcode(r"(?:bar|barrier)(?:\.cta)?\.(sync|arrive)(?:\.aligned)?")
-def barrier(program: Program, of: Instruction, what: str) -> Run:
-    number = program.key(of.operands[0], "u4")
-    expected = program.key(of.operands[1], "u4") if len(of.operands) > 1 else None
-
-    def run(threads: Threads) -> Flow | None:
-        cta = threads.cta
-        numbers = threads.take(number)
-        counts = threads.take(expected) if expected is not None else np.full(threads.count, program.threads)
-        for which in sorted({*zip(numbers.tolist(), counts.tolist(), strict=True)}):
-            chosen = (numbers == which[0]) & (counts == which[1])
-            some = threads if chosen.all() else threads.some(chosen)
-            cta.arrive(cta.pc + 1, some, *which, wait=what == "sync")
-        return Flow(0, None) if what == "sync" else None
-
-    return run
+@action(r"(?:bar|barrier)(?:\.cta)?\.(sync|arrive)(?:\.aligned)?")
+def barrier(threads: Threads, of: Instruction, what: str) -> Flow | None:
+    cta, several = threads.cta, len(of.operands) > 1
+    numbers = threads.value(of.operands[0], "u4")
+    counts = threads.value(of.operands[1], "u4") if several else np.full(threads.count, cta.program.threads)
+    for which in sorted({*zip(numbers.tolist(), counts.tolist(), strict=True)}):
+        chosen = (numbers == which[0]) & (counts == which[1])
+        some = threads if chosen.all() else threads.some(chosen)
+        cta.arrive(cta.pc + 1, some, *which, wait=what == "sync")
+    return Flow(0, None) if what == "sync" else None
 
 
 @action(r"bar\.warp\.sync")
@@ -160,23 +123,22 @@ def sync_warp(threads: Threads, of: Instruction) -> None:
     threads.cta.observer.syncs_warps(threads)
 
 
-@opcode(r"barrier\.cluster\.(arrive|wait)(?:\.relaxed|\.release|\.acquire)?(?:\.aligned)?")
-def cluster_barrier(program: Program, of: Instruction, what: str) -> Run:
-    def arrive(threads: Threads) -> None:
-        threads.cta.observer.arrives_at_cluster(threads)
-        threads.cta.cluster.arrive(threads)
+@action(r"barrier\.cluster\.arrive(?:\.relaxed|\.release)?(?:\.aligned)?")
+def arrive_at_cluster(threads: Threads, of: Instruction) -> None:
+    threads.cta.observer.arrives_at_cluster(threads)
+    threads.cta.cluster.arrive(threads)
 
-    def wait(threads: Threads) -> Flow | None:
-        cta = threads.cta
-        early = cta.cluster.waiting_for(threads)
-        if early is not None:
-            cta.block(cta.pc, early, "barrier.cluster")
-        rest = cta.threads(threads.bits & ~(early.bits if early else 0))
-        if rest is not None:
-            cta.observer.waits_for_cluster(rest)
-        return Flow(cta.pc + 1, rest) if early is not None else None
 
-    return arrive if what == "arrive" else wait
+@action(r"barrier\.cluster\.wait(?:\.acquire)?(?:\.aligned)?")
+def wait_for_cluster(threads: Threads, of: Instruction) -> Flow | None:
+    cta = threads.cta
+    early = cta.cluster.waiting_for(threads)
+    if early is not None:
+        cta.block(cta.pc, early, "barrier.cluster")
+    rest = cta.threads(threads.bits & ~(early.bits if early else 0))
+    if rest is not None:
+        cta.observer.waits_for_cluster(rest)
+    return Flow(cta.pc + 1, rest) if early is not None else None
 
 
 @action(
@@ -188,10 +150,9 @@ def fence(threads: Threads, of: Instruction) -> None:
     threads.cta.observer.fences(threads, of.name)
 
 
-@opcode(r"griddepcontrol\.(wait|launch_dependents)")
-def dependent_grids(program: Program, of: Instruction, what: str) -> Run:
+@action(r"griddepcontrol\.(?:wait|launch_dependents)")
+def dependent_grids(threads: Threads, of: Instruction) -> None:
     """Launches run one after the other."""
-    return lambda threads: None
 
 
 @action(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32")

@@ -7,11 +7,10 @@ are in a fixed order: `values.product`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from tests.ptx.cta import NAN
-from tests.ptx.decode import Run, action, opcode, unsupported
-from tests.ptx.groups import Groups
+from tests.ptx.cta import NAN, Cta, Groups
+from tests.ptx.decode import action, unsupported
 from tests.ptx.listing import Instruction, names
 from tests.ptx.matrices import Layout, layout_of, places
 from tests.ptx.observer import Operation, Region
@@ -19,17 +18,13 @@ from tests.ptx.registers import GROUP, LANES, Threads
 from tests.ptx.values import numbers, product
 from tests.ptx.warp_mma import left_operand, of_lanes
 
-if TYPE_CHECKING:
-    from tests.ptx.cta import Cta
-    from tests.ptx.program import Program
-
 SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}
 
 
 class Product(NamedTuple):
     sums: list[int]
-    left: list[int] | Any
-    """Registers, or the places of a tile."""
+    left: Any
+    """Keys of registers, or the places of a tile."""
     right: Any
     kind: str
     add: bool
@@ -91,36 +86,31 @@ def wait(threads: Threads, of: Instruction) -> None:
     cta.observer.waits_group(threads, "wgmma", most)
 
 
-@opcode(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.(?:bf16|f16)")
-def multiply(program: Program, of: Instruction, columns: str, kind: str) -> Run:
-    sums = [program.key(x, "f4") for x in names(of.operands[0])]
-    from_registers = of.operands[1][0] == "{"
-    left = [program.key(x, "u4") for x in names(of.operands[1])] if from_registers else []
-    descriptors = [program.key(x, "u8") for x in of.operands[1:3] if x[0] != "{"]
+@action(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.(?:bf16|f16)")
+def multiply(threads: Threads, of: Instruction, columns: str, kind: str) -> None:
+    key = threads.cta.program.key
+    sums, in_registers = [key(x, "f4") for x in names(of.operands[0])], of.operands[1][0] == "{"
     flags = of.operands[4:]
     if flags[:2] != ["1", "1"] or len(sums) != int(columns) // 2:
         raise unsupported(of, "wgmma with factors")
-    add = program.key(of.operands[3], "?")
-    transposed = flags[2] == "1" and not from_registers, flags[-1] == "1"
-
-    def run(threads: Threads) -> None:
-        for each, group in warpgroups(threads):
-            cta = each.cta
-            *of_left, of_right = (layout(each.agree(key, "a descriptor")) for key in descriptors)
-            right = places(of_right, int(columns), transposed[1])
-            tile = places(of_left[0], 64, transposed[0]) if of_left else left
-            reads = [Region(cta, "shared", x, 2) for x in ([tile, right] if of_left else [right])]
-            started = Product(sums, tile, right, kind, bool(each.agree(add, "the sums")))
-            for x in sums:
-                if x not in group.sums:
-                    group.sums[x] = each.take(x).copy()
-                each.views[x].view("u4")[:] = NAN
-            group.products.started.append(started)
-            cta.observer.starts(each, Operation("wgmma", reads, []))
-            if cta.cluster.late:
-                add_product(each, group, started)
-
-    return run
+    for each, group in warpgroups(threads):
+        cta = each.cta
+        right = places(layout(each.agree(of.operands[2], "u8", "a descriptor")), int(columns), flags[-1] == "1")
+        reads = [right]
+        if in_registers:
+            left: Any = [key(x, "u4") for x in names(of.operands[1])]
+        else:
+            left = places(layout(each.agree(of.operands[1], "u8", "a descriptor")), 64, flags[2] == "1")
+            reads.append(left)
+        started = Product(sums, left, right, kind, bool(each.agree(of.operands[3], "?", "the sums")))
+        for x in sums:
+            if x not in group.sums:
+                group.sums[x] = each.take(x).copy()
+            each.views[x].view("u4")[:] = NAN
+        group.products.started.append(started)
+        cta.observer.starts(each, Operation("wgmma", [Region(cta, "shared", x, 2) for x in reads], []))
+        if cta.cluster.late:
+            add_product(each, group, started)
 
 
 def tile_of(cta: Cta, where: Any, kind: str) -> Any:

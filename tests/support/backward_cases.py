@@ -1,6 +1,4 @@
-"""One check of the backward from probabilities against fp64, shared by the interpreter's tests, those of the executed
-Linalg and those on a GPU.
-"""
+"""One check of the backward from probabilities against fp64, shared by all ways to run it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One check of the band's kernels against fp64, shared by the interpreter's tests, the executed ones and a GPU's."""
+"""One check of the band's kernels against fp64, shared by all ways to run them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One check of neighborhood attention's kernels against fp64, shared by the interpreter's tests and those on a GPU."""
+"""One check of neighborhood attention's kernels against fp64, shared by all ways to run them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One check of attention residual's kernels against fp64, for the interpreter, what is executed, and a GPU."""
+"""One check of attention residual's kernels against fp64, shared by all ways to run them."""
 
 from __future__ import annotations
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from ascend_kernels.launch import Launch, launch, recording
@@ -26,9 +22,7 @@ from tests.ascend.lowered import (
     description,
     execution,
     gates,
-    guarded_child,
     liveness,
-    native,
     proof,
     toolchain,
 )
@@ -96,12 +90,6 @@ def test_another_kernel_than_was_launched_is_refused(monkeypatch: pytest.MonkeyP
         proof.execute(launches)
 
 
-def test_numbers_too_large_for_their_parameter_are_refused() -> None:
-    """C types would cut them off."""
-    with pytest.raises(OverflowError, match="2147483648 is no i32"):
-        guarded_child.pack(["i32"], [1 << 31])
-
-
 # ---------------------------------------------------------------- planted defects
 
 
@@ -122,19 +110,12 @@ def test_swapped_arguments_are_caught() -> None:
         ("a row too early", "written outside its tensors .*p_out"),
     ],
 )
-def test_rows_outside_are_caught(defect: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a failure that names the kernel, the launch, the program and the tensor, of the first process; this one lives
-    on.
-    """
+def test_rows_outside_are_caught(defect: str, where: str) -> None:
+    """As a failure that names the kernel, the launch, the program and the tensor; this process lives on."""
     _, launches = capture(demo.softmax, torch.randn(37, 19), defect=defect)
-    native.build(proof.lower(launches[0]).linalg, defect)
-    started: list[object] = []
-    start = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(a) or start(*a, **k))
     story = rf"launch 0, softmax_kernel\[5\]\(p_x=float32\[37, 19\].*{defect}.*{where}"
     with pytest.raises(proof.MemoryFault, match=story):
         proof.execute(launches)
-    assert len(started) == 1
 
 
 @pytest.mark.ascend
@@ -147,17 +128,9 @@ def test_clamp_is_caught() -> None:
         gates.assert_no_single_element_loops(proof.lower(launches[0]).linalg)
 
 
-@pytest.mark.ascend
 def test_oversize_tile_is_caught() -> None:
-    """By the plan's own count; and a plan that counts less than its kernel's tiles is caught by those."""
-    raised = demo.RowPlan(512, 128, (1,))
     with pytest.raises(AssertionError, match=f"1048576 bytes live in UB, A2 has {CAPACITY['A2']['UB']}"):
-        gates.assert_plan(raised)
-    (one,) = capture(demo.softmax, torch.randn(600, 100), plan=raised)[1]
-    linalg = proof.lower(one).linalg
-    gates.assert_plan_is_honest(raised, linalg)
-    with pytest.raises(AssertionError, match="keeps 264192 bytes alive in UB, the plan counts 1024"):
-        gates.assert_plan_is_honest(SimpleNamespace(grid=(1,), live_bytes={"UB": 1024}), linalg)
+        gates.assert_plan(demo.RowPlan(512, 128, (1,)))
 
 
 @pytest.mark.ascend
@@ -264,26 +237,17 @@ def test_views_of_one_storage() -> None:
 
 
 @pytest.mark.ascend
-def test_in_place_launch_shares_memory() -> None:
+def test_shared_expanded_and_empty_memory() -> None:
+    """An output in place of the input; an input whose rows are one; tensors without elements."""
     x = torch.randn(9, 20)
     before = x.clone()
-    _, launches = capture(demo.softmax, x, p_out=x)
-    proof.execute(launches)
+    proof.execute(capture(demo.softmax, x, p_out=x)[1])
     is_softmax(x, before)
-
-
-@pytest.mark.ascend
-def test_expanded_input() -> None:
-    x = torch.randn(1, 19).expand(37, 19)
-    out, launches = capture(demo.softmax, x)
+    expanded = torch.randn(1, 19).expand(37, 19)
+    out, launches = capture(demo.softmax, expanded)
     proof.execute(launches)
-    is_softmax(out, x)
-
-
-@pytest.mark.ascend
-def test_inputs_without_elements() -> None:
-    _, launches = capture(demo.softmax, torch.ones(0, 19), plan=demo.RowPlan(8, 32, (1,)))
-    proof.execute(launches)
+    is_softmax(out, expanded)
+    proof.execute(capture(demo.softmax, torch.ones(0, 19), plan=demo.RowPlan(8, 32, (1,)))[1])
 
 
 @pytest.mark.ascend
@@ -337,24 +301,3 @@ def test_lowering_is_tried_again_only_after_a_crash(
     assert len((tmp_path / "starts").read_text(encoding="utf-8").splitlines()) == attempts
     crashes = [f"attempt {n} of 3: lower some kernel: died of SIGSEGV" for n in range(1, attempts)]
     assert all(story in str(one.message) for one, story in zip(warned, crashes, strict=True))
-
-
-# ---------------------------------------------------------------- describing
-
-
-@given(st.integers(-(2**62), 2**62))
-def test_ints_are_described_by_what_triton_specialises(value: int) -> None:
-    described = description.representative(value)
-    assert (described == 1) == (value == 1)
-    assert (described % 16 == 0) == (value % 16 == 0)
-    narrow = -(2**31) <= value < 2**31
-    assert (-(2**31) <= described < 2**31) == narrow
-    unspecialised = description.representative(value, specialised=False)
-    assert unspecialised == description.representative(3 if narrow else 2**40 + 3)
-
-
-def test_arguments_that_cannot_be_described() -> None:
-    with pytest.raises(TypeError, match="got list"):
-        description.describe_argument([1])
-    with pytest.raises(TypeError, match="constant SIZE"):
-        description.describe_constant("SIZE", torch.float32)

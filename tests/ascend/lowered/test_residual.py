@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -34,30 +35,42 @@ LOADS_STORES = {
 """Block copies in and out that a kernel's source has, with one for all of the blocks' pointers."""
 ADDRESSES = ("stacked", "pointers", "table")
 
-TOKENS = 43
-"""More than an A2 has vector cores: some programs take two tokens."""
+TOKENS = 19
+"""More than three times the vector cores of an NPU here (conftest.py): programs take several tokens."""
 LARGE_UB = 256 << 10
 LARGE = {"logits": 100.0, "spread": 0.0}
 CASES: dict[str, dict[str, Any]] = {
-    **{f"rows of {dim}": {"dim": dim, "blocks": 9, **LARGE} for dim in (250, 500, 1000, 2040)},
-    **{f"four rows of {dim}": {"dim": dim, "blocks": 3, **LARGE} for dim in (256, 500, 1024)},
-    **{f"eight rows of {dim}": {"dim": dim, "blocks": 6, "norm": False} for dim in (123, 512)},
+    **{f"rows of {dim}": {"dim": dim, "blocks": 9, **LARGE} for dim in (250, 2040)},
+    **{f"four rows of {dim}": {"dim": dim, "blocks": 3, **LARGE} for dim in (256, 1024)},
+    "eight rows of 123": {"dim": 123, "blocks": 6, "norm": False},
     "one row": {"dim": 17, "blocks": 1, "batch": 2},
+    "one number, whose rstd ** 3 is past fp16": {"dim": 1, "blocks": 1, "tokens": 10},
+    "weights in fp32": {"dim": 40, "blocks": 4, "weight_dtype": torch.float32},
+    "every second feature": {"dim": 48, "blocks": 5, "layout": "strided"},
     "64 rows": {"dim": 1, "blocks": 64, "batch": 2, "layout": "token-major"},
-    **{f"a list of rows of {dim}": {"dim": dim, "blocks": 4, "layout": "list"} for dim in (250, 500, 1000, 2040)},
+    "a list of rows of 2040": {"dim": 2040, "blocks": 4, "layout": "list"},
     "the longest list of pointers": {"dim": 256, "blocks": 16, "layout": "list", "batch": 2},
-    **{f"a table of rows of {dim}": {"dim": dim, "blocks": 17, "layout": "slices"} for dim in (256, 512, 1024, 2048)},
+    **{f"a table of rows of {dim}": {"dim": dim, "blocks": 17, "layout": "slices"} for dim in (256, 2048)},
     "tiled": {"dim": 2500, "blocks": 5, "tokens": 11, **LARGE},
-    "tiled, the dim of models": {"dim": 4096, "blocks": 8, "tokens": 43, "norm": False},
+    "tiled, the dim of models": {"dim": 4096, "blocks": 8, "tokens": 11, "norm": False},
     "tiled list": {"dim": 2500, "blocks": 3, "layout": "list", "tokens": 11},
     "tiled table": {"dim": 2560, "blocks": 17, "layout": "slices", "tokens": 5},
     "large UB": {"dim": 4096, "blocks": 3, "tokens": 5, "ub": LARGE_UB},
-    "large UB, list": {"dim": 4000, "blocks": 3, "layout": "list", "tokens": 5, "ub": LARGE_UB},
     "large UB, table": {"dim": 4096, "blocks": 17, "layout": "slices", "tokens": 3, "ub": LARGE_UB},
     "large UB, tiled": {"dim": 5000, "blocks": 3, "tokens": 5, "ub": LARGE_UB},
-    "large UB, tiled list": {"dim": 5000, "blocks": 2, "layout": "list", "tokens": 5, "ub": LARGE_UB},
     "large UB, tiled table": {"dim": 5008, "blocks": 17, "layout": "slices", "tokens": 3, "ub": LARGE_UB},
 }
+
+BETWEEN: dict[str, dict[str, Any]] = {
+    **{f"rows of {dim}": {"dim": dim, "blocks": 9, **LARGE} for dim in (500, 1000)},
+    "four rows of 500": {"dim": 500, "blocks": 3, **LARGE},
+    "eight rows of 512": {"dim": 512, "blocks": 6, "norm": False},
+    **{f"a list of rows of {dim}": {"dim": dim, "blocks": 4, "layout": "list"} for dim in (250, 500, 1000)},
+    **{f"a table of rows of {dim}": {"dim": dim, "blocks": 17, "layout": "slices"} for dim in (512, 1024)},
+    "large UB, list": {"dim": 4000, "blocks": 3, "layout": "list", "tokens": 5, "ub": LARGE_UB},
+    "large UB, tiled list": {"dim": 5000, "blocks": 2, "layout": "list", "tokens": 5, "ub": LARGE_UB},
+}
+"""Rows of other sizes, and slow compilations of lists, left to `--full`."""
 
 
 @contextmanager
@@ -116,16 +129,30 @@ def executed(case: Case, backend: str) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.ascend
-@pytest.mark.parametrize(("case", "dtype"), cases.product(CASES, DTYPES), ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*cases.product(CASES, DTYPES), *cases.rest(*product(BETWEEN, DTYPES))], ids=str
+)
 def test_cases(case: str, dtype: torch.dtype) -> None:
-    with ub_of(CASES[case]) as options:
+    with ub_of((CASES | BETWEEN)[case]) as options:
         check("ascend", run=executed, dtype=dtype, **options)
+
+
+@pytest.mark.ascend
+def test_tokens_do_not_meet() -> None:
+    """NaN in one token's blocks, and an infinite gradient of another, stay with these tokens."""
+    case = make(6, 20, 3)
+    blocks, do = case.blocks.detach().clone(), case.do.clone()  # type: ignore[union-attr]
+    blocks[1, 0, 2] = torch.nan
+    do[0, 4] = torch.inf
+    out, gradient, *_ = executed(replace(case, blocks=blocks.requires_grad_(), do=do), "ascend")
+    assert out.isnan().any(-1).flatten().nonzero().flatten().tolist() == [2]
+    assert (~gradient.isfinite()).any(-1).any(0).flatten().nonzero().flatten().tolist() == [2, 4]
 
 
 def test_every_specialisation_is_executed() -> None:
     """Derived from the cases by recording their launches. Lists have one row in a tile."""
     with recording(run=False) as launches:
-        for dtype, case in product(DTYPES, CASES.values()):
+        for dtype, case in product(DTYPES, (CASES | BETWEEN).values()):
             with ub_of(case) as options:
                 through_the_public_op(make(dtype=dtype, **options), "ascend")
     found = {specialisation_of(launch) for launch in launches} - {None}
@@ -148,6 +175,7 @@ def test_compiles_for_sm_90(dtype: torch.dtype, size: tuple[int, str]) -> None:
     with recording(run=False) as launches:
         through_the_public_op(case, "triton")
     assert len(launches) == 3
-    proof.assert_compiles(launches)
     for one in launches:
-        assert ("cp.async" in proof.compile_ptx(one).ptx) == (one.constants.get("STAGES", 1) > 1)
+        made = proof.compile_ptx(one)
+        assert made.shared_bytes <= 227 << 10
+        assert ("cp.async" in made.ptx) == (one.constants.get("STAGES", 1) > 1)
