@@ -139,7 +139,7 @@ def by_api(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, NSAAux]:
 def check(pack: Pack) -> None:
     out, aux = assert_each_as_alone(pack, by_api)
     inputs, config = pack.inputs, pack.config
-    how: dict[str, Any] = {"config": config, "backend": "cute"}
+    how: dict[str, Any] = {"config": config}
     assert torch.equal(nsa_forward(**inputs.tensors(), **how), out)
     given = {name: x for name, x in inputs.tensors().items() if x.is_floating_point() and name != "q_sum"}
     leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
