@@ -71,6 +71,7 @@ class Listing:
     def __init__(self, ptx: str) -> None:
         self.keys: list[tuple[str, str]] = []
         self._keys: dict[tuple[str, str], int] = {}
+        self._in_braces: dict[tuple[str, str], list[int]] = {}
         self._addresses: dict[str, Address] = {}
         entries = re.findall(r"\.entry (\w+)\(", ptx)
         if len(entries) != 1:
@@ -110,10 +111,18 @@ class Listing:
 
     def key(self, operand: str, kind: str) -> int:
         """The number by which threads find an operand, seen as a type (`Registers.keys`)."""
-        if (operand, kind) not in self._keys:
-            self._keys[operand, kind] = len(self.keys)
+        found = self._keys.get((operand, kind))
+        if found is None:
+            found = self._keys[operand, kind] = len(self.keys)
             self.keys.append((operand, kind))
-        return self._keys[operand, kind]
+        return found
+
+    def keys_of(self, operand: str, kind: str) -> list[int]:
+        """Those of registers in braces."""
+        found = self._in_braces.get((operand, kind))
+        if found is None:
+            found = self._in_braces[operand, kind] = [self.key(x, kind) for x in names(operand)]
+        return found
 
     def result(self, register: str, kind: str) -> int:
         """The same for a target, which may be wider than what is written to it; that is extended by its sign."""

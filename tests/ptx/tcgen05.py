@@ -102,7 +102,7 @@ class Write(NamedTuple):
 def access(threads: Threads, of: Instruction, what: str, many: str) -> None:
     """Each thread one lane, that many columns. The address names the first lane of the warp's quarter."""
     values, where = of.operands if what == "ld" else of.operands[::-1]
-    keys = [threads.cta.program.key(x, "u4") for x in names(values)]
+    keys = threads.cta.program.keys_of(values, "u4")
     if len(keys) != int(many):
         raise unsupported(of, "the number of registers")
     threads.whole_warps(of.name)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tests.ptx.cta import NAN, Cta, Groups
 from tests.ptx.decode import action, unsupported
-from tests.ptx.listing import Instruction, names
+from tests.ptx.listing import Instruction
 from tests.ptx.matrices import Layout, layout_of, places
 from tests.ptx.observer import Operation, Region
 from tests.ptx.registers import GROUP, LANES, Threads
@@ -88,8 +88,8 @@ def wait(threads: Threads, of: Instruction) -> None:
 
 @action(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.(?:bf16|f16)")
 def multiply(threads: Threads, of: Instruction, columns: str, kind: str) -> None:
-    key = threads.cta.program.key
-    sums, in_registers = [key(x, "f4") for x in names(of.operands[0])], of.operands[1][0] == "{"
+    keys_of = threads.cta.program.keys_of
+    sums, in_registers = keys_of(of.operands[0], "f4"), of.operands[1][0] == "{"
     flags = of.operands[4:]
     if flags[:2] != ["1", "1"] or len(sums) != int(columns) // 2:
         raise unsupported(of, "wgmma with factors")
@@ -98,7 +98,7 @@ def multiply(threads: Threads, of: Instruction, columns: str, kind: str) -> None
         right = places(layout(each.agree(of.operands[2], "u8", "a descriptor")), int(columns), flags[-1] == "1")
         reads = [right]
         if in_registers:
-            left: Any = [key(x, "u4") for x in names(of.operands[1])]
+            left: Any = keys_of(of.operands[1], "u4")
         else:
             left = places(layout(each.agree(of.operands[1], "u8", "a descriptor")), 64, flags[2] == "1")
             reads.append(left)
