@@ -95,7 +95,7 @@ def dkdv_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.device) -
         return Tiles(32, 32, 4, 1)
     if block_of(max(dim, dim_v)) > 128:
         return Tiles(32, 32, 8, 1)
-    return Tiles(32, 64, 4, 3) if devices.memory_class(device) == "L" else Tiles(32, 64, 8, 2)
+    return Tiles(32, 64, 4, 3 if devices.memory_class(device) == "L" else 2)
 
 
 def kv_outer_tiles(dtype: torch.dtype, dim: int, dim_v: int, group: int, size: int, device: torch.device) -> Tiles:
@@ -120,7 +120,7 @@ def kv_outer_backward_tiles(
         rows: heads of a token, or rows of a tile.
     """
     wide, large = block_of(max(dim, dim_v)), devices.memory_class(device) == "L"
-    most, keys, warps, stages = (64, 64, 4, 2) if large and token else (32, 64, 4, 3) if large else (32, 64, 8, 2)
+    most, keys, warps, stages = 64 if large and token else 32, 64, 4, 3 if large and not token else 2
     if wide > 128:
         most, keys, warps, stages = 32, 32, 8, 1
     if dtype == torch.float32:

@@ -55,6 +55,8 @@ class Case(NamedTuple):
     """Tensors besides q, k and v."""
     recompute: bool = False
     query_outer: bool = False
+    logits: float = 1.0
+    """Standard deviation of logits, about."""
 
 
 CASES: dict[str, Case] = {
@@ -71,6 +73,10 @@ CASES: dict[str, Case] = {
     "per tile, not causal, learned, no gates": Case(
         NSAConfig.per_tile(**BLOCKS, q_tile_size=32, causal=False, num_local_blocks=1),
         more=("w_k_compress", "w_v_compress"),
+    ),
+    "per token, large logits": Case(PAPER, tokens=25, logits=100.0),
+    "per tile, blocks of two steps": Case(
+        NSAConfig.per_tile(**{**BLOCKS, "select_block_size": 80}, q_tile_size=32), tokens=170, heads=(2, 1)
     ),
     "per tile, packed": Case(PER_TILE, tokens=48, bounds=(0, 5, 5, 30, 44)),
     "given entries, 128 features": Case(PAPER, dim=128, dim_v=128, more=("k_cmp", "v_cmp")),
@@ -112,7 +118,8 @@ def inputs_of(case: Case) -> NSAInputs:
 
     def tensor(name: str) -> Tensor:
         shape = shapes[name] if name in WEIGHTS else (*lead, *shapes[name])
-        return torch.randn(shape, generator=generator).to(case.dtype)
+        scale = case.logits if name == "q" else 1.0
+        return (scale * torch.randn(shape, generator=generator)).to(case.dtype)
 
     def bounds(of: tuple[int, ...] | None) -> Tensor | None:
         return None if of is None else torch.tensor(of, dtype=torch.int32)
@@ -183,7 +190,7 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("case", "capability"),
-    cases.some([("per token", 80), ("per tile", 120)], CASES, EXECUTED),
+    cases.some([("per token, large logits", 80), ("per tile, blocks of two steps", 120)], CASES, EXECUTED),
     indirect=["capability"],
 )
 def test_nsa(case: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
