@@ -115,7 +115,7 @@ _COMPILED: dict[Any, Any] = {}
 def specialization(
     kernel: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """What Triton's machine code depends on: launches with equal specializations run the same compiled kernel.
+    """Facts on which Triton's machine code depends: launches with equal ones run the same compiled kernel.
 
     These are constants, options, dtypes, whether addresses are multiples of 16, whether integers fit int32, and, of
     those for which Triton specializes, whether they are 1 or multiples of 16.

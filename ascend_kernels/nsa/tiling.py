@@ -50,7 +50,8 @@ def token_score_tiles(dtype: torch.dtype, dim: int, group: int, device: torch.de
     wide, rows = block_of(dim), block_of(group, 1)
     if dtype == torch.float32 or wide > 128:
         return Tiles(max(1, 32 // rows), 32, 4, 1)
-    return Tiles(max(1, 128 // rows), 64, 4, 3 if devices.memory_class(device) == "L" else 2)
+    warps, stages = (4, 3) if devices.memory_class(device) == "L" else (8, 2)
+    return Tiles(max(1, 128 // rows), 64, warps, stages)
 
 
 def score_tiles(dtype: torch.dtype, dim: int) -> Tiles:

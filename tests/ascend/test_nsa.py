@@ -354,7 +354,13 @@ def test_refusals(message: str) -> None:
     assert not launches
 
 
-SPILLS = {"forward_kernel": 256, "dq_kernel": 64, "dkdv_kernel": 544, "token_backward_kernel": 256}
+SPILLS = {
+    "forward_kernel": 256,
+    "dq_kernel": 64,
+    "dkdv_kernel": 544,
+    "token_backward_kernel": 256,
+    "tile_backward_kernel": 128,
+}
 """Most bytes of registers that a thread of a kernel stores to memory; others store none.
 
 The highest are those of data-centre Blackwell (10.0, 10.3), whose tiles are Hopper's.
