@@ -50,8 +50,9 @@ def token_score_tiles(dtype: torch.dtype, dim: int, group: int, device: torch.de
     wide, rows = block_of(dim), block_of(group, 1)
     if dtype == torch.float32 or wide > 128:
         return Tiles(max(1, 32 // rows), 32, 4, 1)
-    warps, stages = (4, 3) if devices.memory_class(device) == "L" else (8, 2)
-    return Tiles(max(1, 128 // rows), 64, warps, stages)
+    if devices.memory_class(device) == "L":  # where few heads to sum leave many results in registers
+        return Tiles(max(1, (128 if rows > 2 else 64) // rows), 64, 4, 3)
+    return Tiles(max(1, 128 // rows), 64, 8, 2)
 
 
 def score_tiles(dtype: torch.dtype, dim: int) -> Tiles:
