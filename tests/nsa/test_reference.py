@@ -39,15 +39,15 @@ def test_agrees_with_the_loops(packed: bool, cut: bool, data: st.DataObject) -> 
         inputs = data.draw(cuts(inputs, config, tensor=data.draw(st.booleans())))
     inputs.check(config)
     out, aux = reference.nsa(inputs, config)
-    token = entry = tile = docs = 0
+    token = tile = 0
     for document in documents(inputs, config, out, aux):
         loop = (nsa_continued if inputs.continues else nsa_document)(config=config, **document.tensors)
         assert_agrees(document.out, document.aux, loop, config)
-        token, docs = token + len(document.out), docs + 1
-        entry += config.num_compressed(len(document.tensors["k"]))
-        tile += len(loop.indices[0])
+        token, tile = token + len(document.out), tile + len(loop.indices[0])
     if packed:
-        ends = (1 + inputs.continues) * docs * (config.q_tile_size - 1)
+        lengths = inputs.key_bounds.diff().tolist()
+        entry = sum(map(config.num_compressed, lengths))
+        ends = (1 + inputs.continues) * len(lengths) * (config.q_tile_size - 1)
         assert aux.indices.shape[1] == (len(out) + ends) // config.q_tile_size
         assert not out[token:].any(), "rows past the last document"
         assert (aux.lse_cmp[:, token:] == -math.inf).all()
