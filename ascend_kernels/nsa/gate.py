@@ -110,7 +110,7 @@ def dots(b_do, p_o, o_row, row_stride, o_dv, end, dim_v, WHOLE: tl.constexpr):
     return tl.sum(b_do * load_tile(p_o, o_row, row_stride, o_dv, end, dim_v, WHOLE).to(tl.float32), 1)
 
 
-@triton.jit(do_not_specialize=("num_docs", "num_rows", "num_heads"))
+@triton.jit(do_not_specialize=("num_docs", "num_rows", "num_heads", "stats_row", "stats_head"))
 def backward_kernel(
     p_q, q_row, q_head, p_weight, p_gates, gate_row, gate_head, p_cmp, p_slc, p_win, o_head, p_do, do_row, do_head,
     p_lse_cmp, p_lse_slc, p_lse_win, p_stats_cmp, p_stats_slc, p_stats_win, stats_row, stats_head,
@@ -123,7 +123,7 @@ def backward_kernel(
     Those of projected gates are dlogits fp32 `[3,H,rows]`, and partial sums of dw, fp32 `[row chunks,H,3,D]`.
 
     Args:
-        stats_row, stats_head: strides of p_stats_slc; the other statistics are contiguous, `[H,rows,4]`.
+        stats_row, stats_head: strides of p_stats_slc, in vectors of four; the others are contiguous, `[H,rows,4]`.
     """
     o_m, o_d, o_dv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     i_head, i_chunk = (tl.program_id(0) % num_heads).to(tl.int64), tl.program_id(0) // num_heads
@@ -146,7 +146,7 @@ def backward_kernel(
         b_lse_cmp = tl.load(p_lse_cmp + i_at, mask=mask, other=0.0)
         b_lse_slc = tl.load(p_lse_slc + i_at, mask=mask, other=0.0)
         b_lse_win = tl.load(p_lse_win + i_at, mask=mask, other=0.0)
-        p_own_slc = p_stats_slc + i_head * stats_head + o_row * stats_row
+        p_own_slc = p_stats_slc + (i_head * stats_head + o_row * stats_row) * 4
         store_statistics(p_stats_cmp + i_at * 4, b_lse_cmp, b_delta_cmp, b_cmp, mask)
         store_statistics(p_own_slc, b_lse_slc, b_delta_slc, b_slc, mask)
         store_statistics(p_stats_win + i_at * 4, b_lse_win, b_delta_win, b_win, mask)
@@ -278,7 +278,7 @@ def backward(
                 **strided("q", q), **_given(q, weight, gates), "p_cmp": branches[0], "p_slc": branches[1],
                 "p_win": branches[2], "o_head": branches[0].stride(1), **strided("do", do), "p_lse_cmp": lses[0],
                 "p_lse_slc": lses[1], "p_lse_win": lses[2], "p_stats_cmp": cmp, "p_stats_slc": slc,
-                "p_stats_win": win, "stats_row": slc.stride(1), "stats_head": slc.stride(0),
+                "p_stats_win": win, "stats_row": slc.stride(1) // 4, "stats_head": slc.stride(0) // 4,
                 "p_dlogits": cmp if dlogits is None else dlogits, "p_dgates": cmp if dgates is None else dgates,
                 "p_dweight": cmp if parts is None else parts, "p_docs": pack.docs,
                 "num_docs": pack.num_docs, "num_rows": rows, "num_heads": heads,

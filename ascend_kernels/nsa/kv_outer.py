@@ -38,7 +38,7 @@ UNROLL = tl.constexpr(4)
 
 SIZES = (
     "chunk_pair", "first_list", "num_lists", "group_size", "slots", "size", "num_rows", "num_heads", "pair_head",
-    "work_head", "part_head",
+    "work_head", "part_head", "stats_row", "stats_head",
 )  # fmt: skip
 
 
@@ -267,7 +267,7 @@ def token_backward_kernel(
         b_dv = tl.zeros([BLOCK_N, BLOCK_DV], dtype=tl.float32)
         p_q_heads = p_q + q_first * q_row + o_head * q_head
         p_do_heads = p_do + q_first * do_row + o_head * do_head
-        p_stats_heads = p_stats + q_first * stats_row + o_head * stats_head
+        p_stats_heads = p_stats + (q_first * stats_row + o_head * stats_head) * 4
         o_part = ((tl.program_id(2).to(tl.int64) * tl.num_programs(1) + i_head) * part_head + o_g) * dim
         o_next = pairs_from(p_own, 0, count, o_u)
         for i_pair in range(0, count, UNITS):
@@ -277,7 +277,7 @@ def token_backward_kernel(
             b_q = load_rows(p_q_heads + o_token.to(tl.int64) * q_row, o_d, dim, WHOLE)  # [UNITS GROUP,D]
             b_do = load_rows(p_do_heads + o_token.to(tl.int64) * do_row, o_dv, dim_v, WHOLE)  # [UNITS GROUP,D_v]
             exists = (i_pair + o_u < count) & (o_g < group_size)
-            b_lse, b_delta, b_gate = load_statistics(p_stats_heads + o_token.to(tl.int64) * stats_row, exists)
+            b_lse, b_delta, b_gate = load_statistics(p_stats_heads + o_token.to(tl.int64) * stats_row * 4, exists)
             o_last = tl.minimum(start + o_token, end - 1) if CAUSAL else end - 1 + 0 * o_token
             b_seen = o_key[:, None] <= o_last[None, :]  # [N,UNITS GROUP]
             b_dk, b_dv, b_ds = add_dkdv(b_dk, b_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_gate, b_seen, log2_scale)
@@ -342,15 +342,15 @@ def tile_backward_kernel(
             )
             b_q = load_tile(p_q_head, o_row, q_row, o_d, end_row, dim, WHOLE)  # [M,D]
             b_do = load_tile(p_do_head, o_row, do_row, o_dv, end_row, dim_v, WHOLE)  # [M,D_v]
-            p_stats_head = p_stats + i_q_head * stats_head + q_first * stats_row
-            b_lse, b_delta, b_gate = load_statistics(p_stats_head + o_row.to(tl.int64) * stats_row, o_row < end_row)
+            p_stats_head = p_stats + (i_q_head * stats_head + q_first * stats_row) * 4
+            b_lse, b_delta, b_gate = load_statistics(p_stats_head + o_row.to(tl.int64) * stats_row * 4, o_row < end_row)
             o_last = tl.minimum(start + o_row, end - 1) if CAUSAL else end - 1 + 0 * o_row
             b_seen = o_key[:, None] <= o_last[None, :]  # [N,M]
             b_dk, b_dv, _ = add_dkdv(b_dk, b_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_gate, b_seen, log2_scale)
         store_partials(p_dk, p_dv, b_dk, b_dv, i_head, o_own, o_d, o_dv, log2_scale, size, dim, dim_v)
 
 
-@triton.jit(do_not_specialize=("num_blocks", "num_work", "size", "num_kv_heads", "head"))
+@triton.jit(do_not_specialize=("end_head", "num_work", "size", "num_kv_heads", "head"))
 def sum_kernel(
     p_part, p_ends, end_head, p_sum, p_docs, p_tiles, num_work, size, num_kv_heads, head, dim,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,

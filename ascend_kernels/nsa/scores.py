@@ -39,7 +39,9 @@ from ascend_kernels.nsa.layout import (
 )
 from ascend_kernels.nsa.tiling import Tiles, block_of, score_tiles, token_score_tiles
 
-SIZES = ("first_tile", "num_work", "num_rows", "num_heads", "group_size", "first", "step", "tile")
+SIZES = (
+    "first_tile", "num_work", "num_rows", "num_heads", "group_size", "first", "step", "tile", "score_row", "score_head",
+)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -115,7 +117,7 @@ def tile_kernel(
                 tl.store(p_out + o_key[None, :], b_s, mask=o_key[None, :] < o_end[:, None])
 
 
-@triton.jit(do_not_specialize=("first_tile", "num_work", "num_heads", "group_size", "size"))
+@triton.jit(do_not_specialize=(*SIZES, "size"))
 def block_kernel(
     p_q, q_row, q_head, p_k, k_row, k_head, p_scores, score_row, score_head, p_docs, p_tiles,
     first_tile, num_work, num_heads, group_size, size, dim,

@@ -33,7 +33,10 @@ from ascend_kernels.nsa.layout import (
 )
 from ascend_kernels.nsa.tiling import Tiles, block_of, selected_tiles
 
-SIZES = ("num_work", "num_rows", "num_heads", "group_size", "num_lists", "tile", "size", "slots", "share")
+SIZES = (
+    "num_work", "num_rows", "num_heads", "group_size", "num_lists", "tile", "size", "slots", "share", "stats_row",
+    "stats_head",
+)  # fmt: skip
 
 
 @triton.jit
@@ -166,8 +169,8 @@ def _launch(
 
 
 def statistics_arguments(statistics: Tensor) -> dict[str, Any]:
-    """Arguments for statistics `[H,rows,4]` whose heads or rows are next to each other in memory."""
-    return {"p_stats": statistics, "stats_row": statistics.stride(1), "stats_head": statistics.stride(0)}
+    """Arguments for statistics `[H,rows,4]`: strides in vectors of four, so that one load fetches a vector."""
+    return {"p_stats": statistics, "stats_row": statistics.stride(1) // 4, "stats_head": statistics.stride(0) // 4}
 
 
 def rows_per_list(q: Tensor, v: Tensor, pack: Pack) -> int:
@@ -223,7 +226,7 @@ def dq_kernel(
             i_stats, stats_stride = unit_rows(first_row, i_head, stats_row, stats_head, group_size, TOKEN)
             b_q = load_tile(p_q + q_offset, o_m, q_stride, o_d, count, dim, WHOLE)  # [M,D]
             b_do = load_tile(p_do + do_offset, o_m, do_stride, o_dv, count, dim_v, WHOLE)  # [M,D_v]
-            b_lse, b_delta, b_gate = load_statistics(p_stats + i_stats + o_m * stats_stride, o_m < count)
+            b_lse, b_delta, b_gate = load_statistics(p_stats + (i_stats + o_m * stats_stride) * 4, o_m < count)
             b_dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
             for i_step in range(0, num_steps(p_list, slots, size, SLOTS, BLOCK_N)):
                 o_key, end = keys_of_step(p_list, i_step, o_n, end_key, size, BLOCK_N)

@@ -31,7 +31,7 @@ NONE = tl.constexpr(1 << 30)
 
 SIZES = (
     "first_tile", "num_work", "num_heads", "num_tiles", "tile", "first", "length", "stride", "size", "width",
-    "num_init", "num_local", "count",
+    "num_init", "num_local", "count", "score_row", "score_head",
 )  # fmt: skip
 
 

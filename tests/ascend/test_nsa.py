@@ -14,7 +14,7 @@ from torch import Tensor
 
 import dispatch
 from ascend_kernels import device
-from ascend_kernels.launch import recording
+from ascend_kernels.launch import recording, specialization
 from ascend_kernels.nsa import backward, kv_outer, layout, lists, tiling, topk
 from nsa import NSAConfig, block_sparse_attention, nsa, nsa_forward, nsa_forward_aux, reference, top_blocks_by_max
 from nsa.inputs import NSAAux, NSAInputs
@@ -252,6 +252,19 @@ def test_rows_far_apart_on_a_gpu(config: NSAConfig) -> None:
 
     for got, expected in zip(run(*far_apart(tensors, 1)), run(*tensors), strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("config", [PAPER, PER_TILE], ids=["token", "tile"])
+def test_lengths_share_compiled_kernels(config: NSAConfig) -> None:
+    """Training on other lengths compiles nothing."""
+    found: list[set[Any]] = []
+    for tokens in (40, 41, 64, 128, 200, 255, 256, 500):
+        inputs = inputs_of(Case(config, tokens=tokens, heads=(8, 2)))
+        with recording(run=False) as launches:
+            out, (indices, *saved) = backward.nsa_saving(inputs, config, recompute=False)
+            backward.nsa_backward(inputs, config, [indices.zero_(), *saved], out)
+        found.append({specialization(x.kernel, x.arguments, x.constants, x.options) for x in launches})
+    assert all(one == found[0] for one in found)
 
 
 @pytest.mark.interpreted
