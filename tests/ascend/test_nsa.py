@@ -371,7 +371,7 @@ SPILLS = {
     "forward_kernel": 256,
     "dq_kernel": 64,
     "dkdv_kernel": 544,
-    "token_backward_kernel": 256,
+    "token_backward_kernel": 384,
     "tile_backward_kernel": 128,
 }
 """Most bytes of registers that a thread of a kernel stores to memory; others store none.
