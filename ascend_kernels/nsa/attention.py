@@ -30,6 +30,12 @@ def load_tile(p_rows, o_rows, row_stride, o_dim, end_row, dim, WHOLE: tl.constex
 
 
 @triton.jit
+def last_keys(o_token, end, CAUSAL: tl.constexpr):
+    """Last key that each token sees of those below `end`."""
+    return tl.minimum(o_token, end - 1) if CAUSAL else end - 1 + 0 * o_token
+
+
+@triton.jit
 def add_keys(b_o, b_max, b_sum, b_s, b_v, log2_scale):
     """One step of the online softmax. b_s: unscaled scores `[M,N]`; b_max `[M]` is unscaled, too."""
     b_new = tl.maximum(b_max, tl.max(b_s, 1))

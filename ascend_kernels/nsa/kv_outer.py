@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ascend_kernels.launch import launch
-from ascend_kernels.nsa.attention import LN_2, add_dkdv, add_keys, load_statistics, load_tile
+from ascend_kernels.nsa.attention import LN_2, add_dkdv, add_keys, last_keys, load_statistics, load_tile
 from ascend_kernels.nsa.layout import K_LEN, K_ROW, Q_LEN, Q_ROW, START, T_ROW, Pack, field, row_field, strided
 from ascend_kernels.nsa.lists import block_base, block_lists, visible_blocks
 from ascend_kernels.nsa.selected import statistics_arguments
@@ -102,7 +102,7 @@ def forward_kernel(
             o_pair = o_next
             o_next = pairs_from(p_own, i_pair + UNITS, count, o_u)  # before it is needed: q's addresses depend on it
             o_token = o_pair // slots - list_first
-            o_last = tl.minimum(start + o_token, end - 1) if CAUSAL else end - 1 + 0 * o_token  # that each row sees
+            o_last = last_keys(start + o_token, end, CAUSAL)
             b_q = load_rows(p_q_heads + o_token.to(tl.int64) * q_row, o_d, dim, WHOLE)  # [UNITS GROUP,D]
             if WHOLE_BLOCK:
                 o_key = i_key + o_n
@@ -278,7 +278,7 @@ def token_backward_kernel(
             b_do = load_rows(p_do_heads + o_token.to(tl.int64) * do_row, o_dv, dim_v, WHOLE)  # [UNITS GROUP,D_v]
             exists = (i_pair + o_u < count) & (o_g < group_size)
             b_lse, b_delta, b_gate = load_statistics(p_stats_heads + o_token.to(tl.int64) * stats_row * 4, exists)
-            o_last = tl.minimum(start + o_token, end - 1) if CAUSAL else end - 1 + 0 * o_token
+            o_last = last_keys(start + o_token, end, CAUSAL)
             b_seen = o_key[:, None] <= o_last[None, :]  # [N,UNITS GROUP]
             b_dk, b_dv, b_ds = add_dkdv(b_dk, b_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_gate, b_seen, log2_scale)
             if DQ:
@@ -344,7 +344,7 @@ def tile_backward_kernel(
             b_do = load_tile(p_do_head, o_row, do_row, o_dv, end_row, dim_v, WHOLE)  # [M,D_v]
             p_stats_head = p_stats + (i_q_head * stats_head + q_first * stats_row) * 4
             b_lse, b_delta, b_gate = load_statistics(p_stats_head + o_row.to(tl.int64) * stats_row * 4, o_row < end_row)
-            o_last = tl.minimum(start + o_row, end - 1) if CAUSAL else end - 1 + 0 * o_row
+            o_last = last_keys(start + o_row, end, CAUSAL)
             b_seen = o_key[:, None] <= o_last[None, :]  # [N,M]
             b_dk, b_dv, _ = add_dkdv(b_dk, b_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_gate, b_seen, log2_scale)
         store_partials(p_dk, p_dv, b_dk, b_dv, i_head, o_own, o_d, o_dv, log2_scale, size, dim, dim_v)

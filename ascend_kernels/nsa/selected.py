@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ascend_kernels.launch import launch
-from ascend_kernels.nsa.attention import LN_2, add_dq, add_keys, finish, load_statistics, load_tile
+from ascend_kernels.nsa.attention import LN_2, add_dq, add_keys, finish, last_keys, load_statistics, load_tile
 from ascend_kernels.nsa.layout import (
     K_LEN,
     K_ROW,
@@ -74,7 +74,7 @@ def rows_of_list(
         count, o_own = tl.minimum(q_len - i_row, (i_row // tile + 1) * tile - i_row), o_m
     first, rows = field(p_docs, i_doc, START) + i_row, 1 if TOKEN else tl.minimum(count, BLOCK_M)
     end_key = first + rows if CAUSAL else k_len
-    o_last = tl.minimum(first + o_own, end_key - 1) if CAUSAL else end_key - 1 + 0 * o_m
+    o_last = last_keys(first + o_own, end_key, CAUSAL)
     return row_field(p_docs, i_doc, Q_ROW) + i_row, count, i_kv_head, i_list, o_last, end_key
 
 
