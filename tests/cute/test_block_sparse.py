@@ -235,7 +235,7 @@ CHOICES_HERE = [
     ("sm_90", "many blocks"),
     ("sm_100", "whole numbers"),
 ]
-"""Of them "many blocks" in two parts. It and documents take the kernels in which races are looked for."""
+"""Cases for ordinary runs: "many blocks" runs in two parts; the kernels of both are checked for races."""
 
 
 @pytest.mark.interpreted

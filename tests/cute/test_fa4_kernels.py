@@ -172,7 +172,7 @@ def expanded(name: str) -> None:
 
 
 def called() -> Iterator[Callable[[], None]]:
-    """What the kernels are called with: every option, and some of them with every length."""
+    """Calls with every option, some of them with every length."""
     for sizes in itertools.product(kernel_calls.DIMS, (1, 4, 16), kernel_calls.DTYPES):
         yield from kernel_calls.calls(*sizes)
     how: dict[str, Any] = {"dim": 64, "group": 4, "dtype": torch.float16}
@@ -188,7 +188,7 @@ def called() -> Iterator[Callable[[], None]]:
 
 
 def test_arguments_and_keys(by_fa4: list[Launched], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is given to kernels, and that calls which share ours share FA4's."""
+    """Arguments of kernels; calls that share our kernels share FA4's."""
     known: dict[str, Any] = {}
     stages: set[str] = set()
 

@@ -169,7 +169,7 @@ def assert_right(keywords: dict[str, Any], out: Tensor, aux: NSAAux) -> None:
         return
     for document in documents(inputs, config):
         assert_one_right(document.inputs, config, document.part("out", out), of_document(aux, document))
-    assert not out[int(inputs.cu_seqlens[-1]) :].any(), "rows behind the last document"
+    assert not out[int(inputs.cu_seqlens[-1]) :].any(), "rows past the last document"
 
 
 def assert_one_right(inputs: NSAInputs, config: NSAConfig, out: Tensor, aux: NSAAux) -> None:

@@ -141,7 +141,7 @@ GATED = [("warpgroups, early", "given fp32", (0, 0))]
 )
 @pytest.mark.usefixtures("interpreted")
 def test_gated_on_the_way(gates: str, forced: tuple[int, int]) -> None:
-    """Some of a warp's rows are behind the last token."""
+    """Some of a warp's rows are past the last token."""
     make(201, 3, 1, batch=2, count=sum(forced) + 1, forced=forced, device="cpu").check_gated(gates)
 
 
@@ -259,7 +259,7 @@ class TestWindowCombine:
         indirect=["interpreted"],
     )
     def test_gates(self, gates: str) -> None:
-        """Some of the rows of a step are behind the last token, and before the first query."""
+        """Some of the rows of a step are past the last token, or before the first query."""
         WindowCase(141, first=69).check_gated(gates, "cpu")
 
     @pytest.mark.parametrize("interpreted", ["late, races"], indirect=True)
@@ -270,7 +270,7 @@ class TestWindowCombine:
     @pytest.mark.parametrize("interpreted", ["late"], indirect=True)
     @pytest.mark.parametrize("name", ["documents", *cases.rest("early and late blocks")])
     def test_chunks_change_nothing(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of tokens and heads, some of which begin inside of blocks and of documents."""
+        """Tokens and heads, some of which begin inside blocks and documents."""
         case = WINDOWS[name]
         inputs = case.inputs("cpu")
         expected = case.run(inputs)

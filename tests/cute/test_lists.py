@@ -58,7 +58,7 @@ class Sees(NamedTuple):
 
 
 def status(rows: range, members: range, wanted: Callable[[int], bool], sees: Sees) -> str:
-    """Of a tile of rows and a block of keys: "full" if all see all, and all are wanted; "mask" if any; else ""."""
+    """Kind of a tile of rows and a block of keys: "full" if all see all, and all are wanted; "mask" if any; else ""."""
     seen = [sees(i, j) for i in rows for j in members]
     if not any(seen) or not any(map(wanted, members)):
         return ""
@@ -296,7 +296,7 @@ def assert_lists(
     cases.product([(6, 3), (4, 4), (9, 2)], [(0, 41), (8, 40), (13, 1), (24, 300), (40, 256), (7, 257)]),
 )
 def test_tiles_that_see_entries(compression: tuple[int, int], rows: tuple[int, int], device: str) -> None:
-    """Every word of tiles whole, ragged, and none of a word behind the last tile."""
+    """Every word of tiles whole, ragged, and none of a word past the last tile."""
     from cute_kernels.lists import kv_to_query
 
     sees, (first_row, num_rows) = Sees(*compression), rows

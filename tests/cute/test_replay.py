@@ -260,7 +260,7 @@ def test_an_error_is_not_recorded() -> None:
 
 
 class OnlyViews(TorchDispatchMode):
-    """What may be called while a graph is captured."""
+    """Calls that are allowed while a graph is captured."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert function.overloadpacket.__name__ in ("as_strided", "detach", "view"), function

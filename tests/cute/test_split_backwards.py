@@ -29,7 +29,7 @@ LATE, EARLY = "late, races", "early, races"
 
 @dataclass(frozen=True)
 class Given:
-    """What a backward takes, and its call."""
+    """Arguments of a backward, and its call."""
 
     q: Tensor
     k: Tensor
@@ -158,7 +158,7 @@ def test_barriers_put_shared_memory_in_order() -> None:
 @pytest.mark.interpreted
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_row_statistics(arch: str) -> None:
-    """What FlashAttention-4's backward reads where its preprocess does not run, of phases: rows are far apart."""
+    """Inputs of FlashAttention-4's backward where its preprocess does not run, of phases: rows are far apart."""
     from cute_kernels.attend import row_statistics
 
     batch, heads, rows, padded = 2, 3, 300, 384
@@ -220,7 +220,7 @@ def random_indices(
 
 
 def tiles_of_blocks(indices: Tensor, blocks: int) -> Tensor:
-    """Whether tile t selected block b: bool `[B,S,tiles,blocks]`."""
+    """True if tile t selected block b: bool `[B,S,tiles,blocks]`."""
     chosen = torch.zeros((*indices.shape[:3], blocks + 1), dtype=torch.bool, device=indices.device)
     return chosen.scatter_(3, indices.long().where(indices >= 0, blocks), True)[..., :blocks]
 

@@ -1,4 +1,4 @@
-"""Which side streams a call has, and who waits for whom, with stand-ins for CUDA's streams and events."""
+"""Side streams of a call, and their waits, with stand-ins for CUDA's streams and events."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ SIZES: dict[str, Any] = {"heads": 4, "dim": 128, "v_dim": 128, "device": "cuda"}
 
 
 def whole(config: NSAConfig, lengths: tuple[int, ...] = LENGTHS, **changes: Any) -> Pack:
-    """Of documents whose queries and keys are the same tokens."""
+    """Bounds of documents whose queries and keys are the same tokens."""
     return Pack(tuple((0, tokens, 0) for tokens in lengths), config, **{**SIZES, **changes})
 
 

@@ -267,7 +267,7 @@ def test_nsa_is_right_or_refused(outcomes: Outcomes, data: st.DataObject) -> Non
 def outcome_of(
     function: Callable[..., Any], keywords: dict[str, Any], changed: Iterable[str], judge: Callable[..., str]
 ) -> str:
-    """How a call ended: as `judge(keywords, result, changed)` says, or refused by the names that were changed."""
+    """End of a call: as `judge(keywords, result, changed)` says, or refused by the names that were changed."""
     with guarded(strided(keywords)):
         try:
             result = function(**keywords)

@@ -167,7 +167,7 @@ def test_gradients_of_chunks_add_up(case: tuple[NSAInputs, NSAConfig], data: st.
     do = torch.randn(*whole.q.shape[:-1], whole.v.shape[-1], dtype=torch.float64)
 
     def gradients(start: int, stop: int, **first: int) -> dict[str, Tensor]:
-        """Of queries start ... stop-1 with all keys."""
+        """Gradients of queries start ... stop-1 with all keys."""
         gates = None if leaves.gates is None else leaves.gates[:, start:stop]
         out, _ = reference.nsa(replace(leaves, q=leaves.q[:, start:stop], gates=gates, **first), config, aux=False)
         found = torch.autograd.grad(out, list(named.values()), do[:, start:stop], materialize_grads=True)
@@ -180,7 +180,7 @@ def test_gradients_of_chunks_add_up(case: tuple[NSAInputs, NSAConfig], data: st.
         torch.testing.assert_close(total, expected[name], rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
     for (a, b), share in zip(pairwise(bounds), shares, strict=True):
         for name in KEY_NAMES:
-            assert name not in share or not share[name][:, b:].any(), f"{name} behind the last query"
+            assert name not in share or not share[name][:, b:].any(), f"{name} past the last query"
         outside = torch.cat([share["q"][:, :a], share["q"][:, b:]], 1)
         assert not outside.any()
 

@@ -121,7 +121,7 @@ def tensor_map(cta: Cta, pointer: int, rank: str) -> TensorMap:
 
 
 def place_of(threads: Threads, of: Instruction, operand: str, rank: str) -> list[Any]:
-    """Of each thread: the pointer to the map, and the corner."""
+    """Pointer to the map, and the corner, of each thread."""
     found = re.fullmatch(r"\[(\S+?),\s*\{(.*)\}\]", operand)
     if found is None:
         raise unsupported(of, "an operand")

@@ -238,7 +238,7 @@ class Clocks:
         self._groups: dict[int, Groups] = {}
         self._unused: dict[int, deque[Unused]] = {}
         self._epochs = [1] * warps
-        """How often the lanes of a warp have been put in order, and once more: no stamp is 0."""
+        """One more than the number of times that the lanes of a warp were put in order: no stamp is 0."""
         self._touched: dict[int, dict[str, int] | None] = {}
         """By a warp since its last wgmma.fence, None: there was none; registers, and where."""
         self._published, self._awaited = np.zeros((2, warps, len(ROWS), AGENTS), "i4")

@@ -175,7 +175,7 @@ class Cta:
 
 
 class Groups:
-    """What was started and, in groups, committed, until it is waited for."""
+    """Operations that were started and, in groups, committed, until they are waited for."""
 
     def __init__(self) -> None:
         self.started: list[Any] = []
@@ -194,6 +194,6 @@ class Groups:
 
 
 def groups_of(threads: Threads, kind: str) -> list[Groups]:
-    """What each of the threads has started of a kind."""
+    """Operations of a kind that each of the threads has started."""
     groups = threads.cta.state_of(kind, lambda: defaultdict(Groups))
     return [groups[thread] for thread in threads.numbers.tolist()]

@@ -17,7 +17,7 @@ class TensorMap(NamedTuple):
     item: int
     """Bytes of an element."""
     kind: str
-    """Of an element: bf16, f16, f32, ..."""
+    """Format of an element: bf16, f16, f32, ..."""
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     """In bytes; the first is `item`."""

@@ -32,7 +32,7 @@ class Address(NamedTuple):
     offset: int
 
     def of(self, threads: Any) -> Any:
-        """Of each thread, as int64; not to be written to. A sum with a register of 32 bits wraps, as on a GPU."""
+        """Values of each thread, int64; not to be written to. A sum with a register of 32 bits wraps, as on a GPU."""
         address = threads.take(self.key)
         if address.dtype == "u4":
             return (address + np.uint32(self.offset & 0xFFFFFFFF)).astype("i8")

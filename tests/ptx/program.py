@@ -100,7 +100,7 @@ class Cluster:
         """Args: which cluster of the grid, x first."""
         self.under_way: deque[Callable[[], None]] = deque()
         self.at_end: list[Callable[[], None]] = []
-        """Operations that nobody has waited for, which may end this late."""
+        """Operations without a wait, which may end this late."""
         self.arrived = [0 for _ in self.ctas]
         """Bits of the threads of each CTA that have arrived at barrier.cluster."""
         self.to_wait = [0 for _ in self.ctas]

@@ -1,4 +1,4 @@
-"""What tests of the indexer share: scores and selections from loops, calls, and a check of them up to near ties."""
+"""Shared by tests of the indexer: scores and selections from loops, calls, and a check of them up to near ties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of selection share: lists of given scores, the oracle's selection, selected blocks up to near ties."""
+"""Shared by tests of selection: lists of given scores, the oracle's selection, selected blocks up to near ties."""
 
 from __future__ import annotations
 
