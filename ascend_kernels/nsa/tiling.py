@@ -46,13 +46,13 @@ def interval_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.devic
 
 
 def token_score_tiles(dtype: torch.dtype, dim: int, group: int, device: torch.device) -> Tiles:
-    """Tokens, whose heads together are 128 rows if possible, and entries of scores.token_kernel."""
+    """Tokens, whose heads together are 64 or 128 rows if possible, and entries of scores.token_kernel."""
     wide, rows = block_of(dim), block_of(group, 1)
     if dtype == torch.float32 or wide > 128:
         return Tiles(max(1, 32 // rows), 32, 4, 1)
-    if devices.memory_class(device) == "L":  # where few heads to sum leave many results in registers
-        return Tiles(max(1, (128 if rows > 2 else 64) // rows), 64, 4, 3)
-    return Tiles(max(1, 128 // rows), 64, 8, 2)
+    large = devices.memory_class(device) == "L"
+    kept = 128 if large and rows > 2 else 64  # few heads to sum leave many results in registers
+    return Tiles(max(1, kept // rows), 64, 4, 3 if large else 2)
 
 
 def score_tiles(dtype: torch.dtype, dim: int) -> Tiles:
@@ -88,7 +88,7 @@ def dq_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.device) -> 
         return Tiles(32, 32, 4, 1)
     if block_of(max(dim, dim_v)) > 128:
         return Tiles(64, 32, 8, 1)
-    return Tiles(128, 64, 8, 3 if devices.memory_class(device) == "L" else 2)
+    return Tiles(128, 64, 8, 3) if devices.memory_class(device) == "L" else Tiles(64, 64, 4, 2)
 
 
 def dkdv_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.device) -> Tiles:
@@ -97,7 +97,7 @@ def dkdv_tiles(dtype: torch.dtype, dim: int, dim_v: int, device: torch.device) -
         return Tiles(32, 32, 4, 1)
     if block_of(max(dim, dim_v)) > 128:
         return Tiles(32, 32, 8, 1)
-    return Tiles(32, 64, 4, 3 if devices.memory_class(device) == "L" else 2)
+    return Tiles(32, 64, 4, 3) if devices.memory_class(device) == "L" else Tiles(64, 64, 4, 2)
 
 
 def kv_outer_tiles(dtype: torch.dtype, dim: int, dim_v: int, group: int, size: int, device: torch.device) -> Tiles:
@@ -107,10 +107,9 @@ def kv_outer_tiles(dtype: torch.dtype, dim: int, dim_v: int, group: int, size: i
         return Tiles(max(1, 16 // heads), min(32, block_of(size)), 4, 1)
     if wide > 128:
         return Tiles(max(1, 64 // heads), min(32, block_of(size)), 8, 1)
-    if devices.memory_class(device) == "L":
-        rows = 128 if heads >= 16 else 64
-        return Tiles(max(1, rows // heads), min(128, block_of(size)), 4 if size <= 64 else 8, 2)
-    return Tiles(max(1, 64 // heads), min(64, block_of(size)), 4, 2)
+    rows, keys = 128 if heads >= 16 else 64, 128 if devices.memory_class(device) == "L" else 64
+    keys = min(keys, block_of(size))
+    return Tiles(max(1, rows // heads), keys, 4 if keys <= 64 else 8, 2)
 
 
 def kv_outer_backward_tiles(
