@@ -153,7 +153,8 @@ def calls(draw: st.DrawFn, case: Case, packed: bool) -> dict[str, Any]:
         keywords["config"] = config
     else:
         keywords |= {name: getattr(config, name) for name in OPTIONS}
-    keywords["backend"] = draw(st.sampled_from([None, "cute"]))
+    backends = [None, "cute"] if config.num_cmp_selected_blocks is not None else [None, "cute", "triton"]
+    keywords["backend"] = draw(st.sampled_from(backends))
     return keywords
 
 

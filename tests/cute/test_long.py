@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from nsa import NSAConfig, nsa, nsa_forward
 from nsa.inputs import NSAInputs
+from tests.support.hardware import EITHER
 from tests.support.select_cases import probabilities
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -95,57 +97,85 @@ def rows_of(config: NSAConfig) -> int:
     return 1 if config.token_mode else TILE
 
 
-def selections(inputs: NSAInputs, config: NSAConfig, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compressed keys and values, and what the tile that begins at `start` selects for each query head."""
+Selections = Callable[[int], tuple[Tensor, Tensor | None]]
+"""What the tile that begins at a row selects for each query head: blocks of tokens, and of entries or None."""
+
+
+def selected_by(inputs: NSAInputs, config: NSAConfig, kernels: str) -> tuple[Tensor, Tensor, Selections]:
+    """Compressed keys and values `[1,entries,KV_HEADS,DIM]`, and the selections."""
+    if kernels == "triton":
+        return selected_by_triton(inputs, config)
     from cute_kernels import forward
     from cute_kernels.call import prepare
 
     call = prepare(inputs, config)
-    first = start // TILE * TILE
-    rows = inputs.q[:, first : first + TILE]
-    if config.token_mode:
-        branches = forward.attend(call, first, first + rows.shape[1], lse=False)
-        blocks = branches.indices[0, :, start - first].long()
-        return call.k_cmp, call.v_cmp, blocks.repeat_interleave(HEADS // KV_HEADS, 0), None
-    indices, chosen = forward.select(call, rows, call.k_cmp, start, inputs.q.shape[1])
-    return call.k_cmp, call.v_cmp, indices[0, :, 0].long(), None if chosen is None else chosen[0, :, 0].long()
+
+    def selections(start: int) -> tuple[Tensor, Tensor | None]:
+        first = start // TILE * TILE
+        rows = inputs.q[:, first : first + TILE]
+        if config.token_mode:
+            branches = forward.attend(call, first, first + rows.shape[1], lse=False)
+            blocks = branches.indices[0, :, start - first].long()
+            return blocks.repeat_interleave(HEADS // KV_HEADS, 0), None
+        indices, chosen = forward.select(call, rows, call.k_cmp, start, inputs.q.shape[1])
+        return indices[0, :, 0].long(), None if chosen is None else chosen[0, :, 0].long()
+
+    return call.k_cmp, call.v_cmp, selections
 
 
-@pytest.mark.parametrize("num_cmp", [None, 16])
-@pytest.mark.parametrize("millions", [4, 16])
-def test_millions_of_tokens(millions: int, num_cmp: int | None) -> None:
+def selected_by_triton(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor, Selections]:
+    from ascend_kernels.nsa import forward
+    from ascend_kernels.nsa.pool import compressed
+
+    pack, q = forward.prepare(inputs, config), inputs.q[0]
+    k_cmp, v_cmp = compressed(inputs, config, pack)
+    lse = forward.attend_compressed(q, k_cmp, v_cmp, config, pack).lse
+    indices = forward.select(q, k_cmp, lse, config, pack).long()
+    indices = indices.repeat_interleave(HEADS // len(indices), 0)
+    return k_cmp[None], v_cmp[None], lambda start: (indices[:, start // rows_of(config)], None)
+
+
+@pytest.mark.parametrize(
+    ("millions", "num_cmp", "kernels"),
+    [(4, None, "sm_90"), (4, 16, "sm_90"), (16, None, "sm_90"), (16, 16, "sm_90"), (4, None, "triton")],
+    indirect=["kernels"],
+)
+def test_millions_of_tokens(millions: int, num_cmp: int | None, kernels: str) -> None:
     tokens = millions << 20
-    inputs = make_inputs(tokens, (2 * HEADS + 2 * KV_HEADS) * tokens * DIM * 2 / GIB + 24)
+    outputs = 4 if kernels == "triton" else 1  # out and, whole, those of the branches
+    inputs = make_inputs(tokens, ((outputs + 1) * HEADS + 2 * KV_HEADS) * tokens * DIM * 2 / GIB + 24)
     config = NSAConfig(num_cmp_selected_blocks=num_cmp)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     out = nsa_forward(**inputs.tensors(), config=config)
     torch.cuda.synchronize()
-    extra = torch.cuda.max_memory_allocated() - before - out.numel() * 2
-    assert extra <= 12 * GIB, f"{extra / GIB:.1f} GiB beside inputs and output"
+    extra = torch.cuda.max_memory_allocated() - before - outputs * out.numel() * 2
+    assert extra <= 12 * GIB, f"{extra / GIB:.1f} GiB beside inputs and outputs"
 
-    check_rows(inputs, config, out, [tile * TILE for tile in (3, tokens // TILE // 2 + 1, tokens // TILE - 1)])
+    check_rows(inputs, config, out, tiles_of(tokens), kernels)
 
 
-def test_millions_of_tokens_that_select_alone() -> None:
-    """In 24 GiB."""
-    tokens = (2 << 20) + 321
+@EITHER
+def test_millions_of_tokens_that_select_alone(kernels: str) -> None:
+    """In 24 GiB; by Triton, which keeps outputs of branches whole, in 36."""
+    tokens, most_gib = (2 << 20) + 321, 36 if kernels == "triton" else 24
     torch.cuda.reset_peak_memory_stats()
-    inputs = make_inputs(tokens, 24)
+    inputs = make_inputs(tokens, most_gib)
     out = nsa_forward(**inputs.tensors(), config=PER_TOKEN)
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() <= 24 * GIB
+    assert torch.cuda.max_memory_allocated() <= most_gib * GIB
     starts = [777, tokens // 2 + 1, tokens - 1]
-    check_rows(inputs, PER_TOKEN, out, starts)
-    for start in starts:
-        check_choice(inputs, start)
+    check_rows(inputs, PER_TOKEN, out, starts, kernels)
 
 
-def check_rows(inputs: NSAInputs, config: NSAConfig, out: Tensor, starts: list[int]) -> None:
+def check_rows(inputs: NSAInputs, config: NSAConfig, out: Tensor, starts: list[int], kernels: str) -> None:
     """Of the tiles that begin there, for what they select."""
     rows = rows_of(config)
+    k_cmp, v_cmp, selections = selected_by(inputs, config, kernels)
     for start in starts:
-        k_cmp, v_cmp, blocks, chosen = selections(inputs, config, start)
+        blocks, chosen = selections(start)
+        if config.token_mode:
+            check_choice(inputs, k_cmp, start, blocks)
         for block in (0, inputs.k.shape[1] // BLOCK - 1):
             mean = inputs.k[0, block * BLOCK : (block + 1) * BLOCK].double().mean(0)
             assert (k_cmp[0, block] - mean).abs().max() <= 2**-8 * mean.abs().max()
@@ -156,25 +186,25 @@ def check_rows(inputs: NSAInputs, config: NSAConfig, out: Tensor, starts: list[i
             assert (got - expected).abs().max() <= 4 * 2**-8 * expected.abs().max(), f"row {start}, head {head}"
 
 
-def check_choice(inputs: NSAInputs, token: int) -> None:
-    """A token that selects alone has its forced blocks and, beside them, none that is worse than one it left out."""
-    from cute_kernels import forward
-    from cute_kernels.call import prepare
+def check_choice(inputs: NSAInputs, k_cmp: Tensor, token: int, blocks: Tensor) -> None:
+    """A token that selects alone has its forced blocks and, beside them, none that is worse than one it left out.
 
-    call, first = prepare(inputs, PER_TOKEN), token // TILE * TILE
-    branches = forward.attend(call, first, min(first + TILE, inputs.q.shape[1]), lse=True)
+    Args:
+        blocks: `[HEADS,k]`, ascending, padded with -1.
+    """
     own = token // BLOCK
     forced = {0, max(0, own - 1), own}
+    entries = (token + 1) // BLOCK
     for kv_head in range(KV_HEADS):
         group = slice(kv_head * HEADS // KV_HEADS, (kv_head + 1) * HEADS // KV_HEADS)
-        listed = [block for block in branches.indices[0, kv_head, token - first].tolist() if block >= 0]
+        listed = [block for block in blocks[group.start].tolist() if block >= 0]
         chosen = set(listed)
         assert listed == sorted(chosen)
         assert len(chosen) == min(PER_TOKEN.num_selected_blocks, own + 1)
         assert forced <= chosen
-        lse = branches.cmp.lse[0, group, token - first].double()
-        keys = call.k_cmp[0, :, kv_head]
-        scores, bound = probabilities(inputs.q[0, token, group], keys, lse, PER_TOKEN, token)
+        q, keys = inputs.q[0, token, group], k_cmp[0, :, kv_head]
+        lse = torch.logsumexp(q.double() @ keys[:entries].double().T / math.sqrt(DIM), -1)
+        scores, bound = probabilities(q, keys, lse, PER_TOKEN, token)
         taken, left = sorted(chosen - forced), sorted(set(range(own)) - chosen)
         if taken and left:
             best = scores[left].max()
@@ -212,16 +242,27 @@ def test_backward_of_millions_of_tokens(
 
     monkeypatch.setattr(backward, "nsa_backward", partial(backward.nsa_backward, atomic_free=atomic_free))
     tokens = 4 << 20
-    starts = [tile * TILE for tile in (3, tokens // TILE // 2 + 1, tokens // TILE - 1)]
-    check_gradients(tokens, NSAConfig(num_cmp_selected_blocks=num_cmp), starts)
+    check_gradients(tokens, NSAConfig(num_cmp_selected_blocks=num_cmp), tiles_of(tokens), "sm_90")
 
 
-def test_backward_of_millions_of_tokens_that_select_alone() -> None:
+@pytest.mark.parametrize("kernels", ["triton"], indirect=True)
+def test_backward_of_millions_of_tokens_in_triton(kernels: str) -> None:
+    tokens = 4 << 20
+    check_gradients(tokens, NSAConfig(), tiles_of(tokens), kernels)
+
+
+@EITHER
+def test_backward_of_millions_of_tokens_that_select_alone(kernels: str) -> None:
     tokens = (4 << 20) + 321
-    check_gradients(tokens, PER_TOKEN, [777, tokens // 2 + 1, tokens - 1])
+    check_gradients(tokens, PER_TOKEN, [777, tokens // 2 + 1, tokens - 1], kernels)
 
 
-def check_gradients(tokens: int, config: NSAConfig, starts: list[int]) -> None:
+def tiles_of(tokens: int) -> list[int]:
+    """First tokens of three tiles."""
+    return [tile * TILE for tile in (3, tokens // TILE // 2 + 1, tokens // TILE - 1)]
+
+
+def check_gradients(tokens: int, config: NSAConfig, starts: list[int], kernels: str) -> None:
     """Gradients that follow from the tiles that begin there: do is zero elsewhere, so fp64 can have them all."""
     kv_head, rows = 1, rows_of(config)
     inputs = make_inputs(tokens, 128)
@@ -236,11 +277,11 @@ def check_gradients(tokens: int, config: NSAConfig, starts: list[int]) -> None:
 
     k, v = (x[0, :, kv_head].double().requires_grad_() for x in (inputs.k, inputs.v))
     group = range(kv_head * HEADS // KV_HEADS, (kv_head + 1) * HEADS // KV_HEADS)
-    k_cmp, v_cmp, *_ = selections(inputs, config, 0)
+    k_cmp, v_cmp, selections = selected_by(inputs, config, kernels)
     k_cmp, v_cmp = (x[0, :, kv_head].double().requires_grad_() for x in (k_cmp, v_cmp))
     assert inputs.gate_proj_weight is not None
     for start in starts:
-        _, _, blocks, chosen = selections(inputs, config, start)
+        blocks, chosen = selections(start)
         for head in group:
             q = inputs.q[0, start : start + rows, head].double().requires_grad_()
             cmp_blocks = None if chosen is None else chosen[head]
