@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # FUNCTIONS for type checkers, which do not run __getattr__
     from nsa.api import nsa_forward_aux as nsa_forward_aux
     from nsa.block_sparse.api import block_sparse_attention as block_sparse_attention
     from nsa.decoding.api import nsa_with_cache as nsa_with_cache
+    from nsa.indexer.api import indexer_kl_loss as indexer_kl_loss
     from nsa.indexer.api import top_blocks_by_max as top_blocks_by_max
     from nsa.neighborhood.api import neighborhood_attention as neighborhood_attention
     from nsa.neighborhood.api import neighborhood_attention_backward as neighborhood_attention_backward
@@ -29,6 +30,7 @@ OPS = {
     "nsa_with_cache": "nsa.decoding.api:nsa_with_cache",
     "block_sparse_attention": "nsa.block_sparse.api:block_sparse_attention",
     "top_blocks_by_max": "nsa.indexer.api:top_blocks_by_max",
+    "indexer_kl_loss": "nsa.indexer.api:indexer_kl_loss",
     "neighborhood_attention": "nsa.neighborhood.api:neighborhood_attention",
     "neighborhood_attention_backward": "nsa.neighborhood.api:neighborhood_attention_backward",
     "attention_residual": "nsa.residual.api:attention_residual",

@@ -81,6 +81,15 @@ ROWS: tuple[Impl, ...] = (
         check="nsa.indexer.reference:check",
     ),
     Impl(
+        "indexer_kl_loss",
+        "triton",
+        target="ascend_kernels.nsa.indexer_loss:forward",
+        check="ascend_kernels.nsa.support:check_indexer_kl_loss",
+        packages=TRITON,
+        training="ascend_kernels.nsa.indexer_loss",
+    ),
+    Impl("indexer_kl_loss", "reference", target="nsa.indexer.loss:indexer_kl_loss", check="nsa.indexer.loss:check"),
+    Impl(
         "neighborhood_attention",
         "triton",
         target="ascend_kernels.neighborhood.algorithms:forward",

@@ -35,8 +35,7 @@ from nsa.config import NSAConfig  # noqa: E402
 from nsa.decoding.api import nsa_with_cache  # noqa: E402
 from nsa.decoding.cache import NSACache  # noqa: E402
 from nsa.decoding.table import PageTable  # noqa: E402
-from nsa.indexer.api import top_blocks_by_max  # noqa: E402
-from nsa.indexer.loss import indexer_kl_loss  # noqa: E402
+from nsa.indexer.api import indexer_kl_loss, top_blocks_by_max  # noqa: E402
 from nsa.inputs import NSAAux  # noqa: E402
 from nsa.module import NSAttention  # noqa: E402
 from nsa.neighborhood.api import neighborhood_attention  # noqa: E402

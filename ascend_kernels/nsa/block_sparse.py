@@ -45,7 +45,7 @@ def forward(
     pack = _pack(q, k, cu_seqlens, cu_seqlens_k, q_start, block_size, causal)
     attend = kv_outer.forward if attends_by_block(q.shape[-2] // k.shape[-2], q.device) else selected.forward
     how: dict[str, Any] = {"size": block_size, "scale": softmax_scale, "causal": causal}
-    out, lse = attend(rows_of(q), rows_of(k), rows_of(v), _lists(block_indices), pack, **how)
+    out, lse = attend(rows_of(q), rows_of(k), rows_of(v), lists_of(block_indices), pack, **how)
     return out.view(*q.shape[:-1], v.shape[-1]), lse.flatten()
 
 
@@ -70,7 +70,7 @@ def backward(
     heads = q.shape[-2]
     statistics = statistics_of(rows_of(do), rows_of(out), lse.view(heads, -1))
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    given = rows_of(q), rows_of(k), rows_of(v), rows_of(do), statistics, _lists(block_indices)
+    given = rows_of(q), rows_of(k), rows_of(v), rows_of(do), statistics, lists_of(block_indices)
     how: dict[str, Any] = {"size": block_size, "scale": softmax_scale, "causal": causal}
     by_block = attends_by_block(heads // k.shape[-2], q.device)
     if not by_block:
@@ -133,7 +133,7 @@ def _pack(
     return pack_of(q, k, cu_seqlens, cu_seqlens_k, q_start, length=size, stride=size, tile=1, causal=causal)
 
 
-def _lists(block_indices: Tensor) -> Tensor:
+def lists_of(block_indices: Tensor) -> Tensor:
     """`[B,H_kv,N_q,k]` or `[H_kv,T,k]` as int32 `[H_kv,rows,k]`, contiguous."""
     if block_indices.dtype != torch.int32:  # blocks past all keys must remain so
         block_indices = block_indices.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)

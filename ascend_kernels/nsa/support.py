@@ -3,6 +3,7 @@
     check                           NSA
     check_block_sparse_attention    attention to blocks that are given
     check_top_blocks_by_max         selection by the best score of a block's keys
+    check_indexer_kl_loss           the loss of such an indexer
 
 All return None, or the reason for the refusal in words that follow the backend's name.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,6 +75,21 @@ def check_top_blocks_by_max(call: Any) -> str | None:
         return problem
     count = call.options["k"]
     return _refusal_of_shapes(inputs, count, "k", 1) or _refusal_of_blocks(call.options["block_size"], count)
+
+
+def check_indexer_kl_loss(call: Any) -> str | None:
+    """Reason why these kernels cannot compute the loss of a call (dispatch.Call), or None."""
+    inputs = call.options.get("inputs")
+    problem = _machine_refusal(call)
+    if problem or inputs is None:
+        return problem
+    q_idx = call.options["q_idx"]
+    problem = _machine_refusal(replace(call, dtype=q_idx.dtype))
+    if problem:
+        return f"{problem} (q_idx)"
+    if q_idx.shape[-1] > MAX_DIM:
+        return f"supports D_i up to {MAX_DIM}, got {q_idx.shape[-1]}"
+    return _refusal_of_shapes(inputs, call.options["slots"], "k", 1) or _refusal_of_blocks(call.options["block_size"])
 
 
 def _machine_refusal(call: Any) -> str | None:

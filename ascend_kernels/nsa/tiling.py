@@ -130,6 +130,14 @@ def kv_outer_backward_tiles(
     return Tiles(kept, min(keys, block_of(size)), warps, stages)
 
 
+def indexer_tiles(dtype: torch.dtype, dim: int, size: int) -> Tiles:
+    """Pairs, and keys, of indexer_loss.best_kernel and dk_kernel."""
+    if dtype == torch.float32:
+        return Tiles(16, min(32, block_of(size)), 4, 1)
+    wide = block_of(dim) > 128
+    return Tiles(32 if wide else 64, min(32 if wide else 64, block_of(size)), 4, 1 if wide else 2)
+
+
 QUERY_OUTER_FROM = {"S": 12, "M": 24, "L": 32}
 """Heads of a group from which token mode goes through each token's blocks (selected.py), by class.
 

@@ -1,7 +1,7 @@
-"""The loss that trains an indexer: KL divergence of its distribution over the selected blocks from the attention's.
+"""The loss that trains an indexer in eager PyTorch: defines what it means; kernels are tested against it.
 
-In eager PyTorch, on any device. Tokens are processed in chunks whose keys are gathered, and each chunk is recomputed in
-backward, so temporaries need the memory of one chunk.
+Any dtype from bf16 to fp64, any device, any block size; differentiable itself. Tokens are processed in chunks whose
+keys are gathered, and each chunk is recomputed in backward, so temporaries need the memory of one chunk.
 """
 
 from __future__ import annotations
@@ -17,14 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from nsa.block_sparse.operators import check_indices
-from nsa.common.autocast import CASTABLE, autocast_dtype, autocast_off
-from nsa.common.checks import check_integer, is_finite, is_number
-from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_transforms
-from nsa.config import LARGEST_OPTION
-from nsa.indexer.operators import TOKEN_MODE, check_index_tensors
-from nsa.inputs import NSAInputs
+from nsa.common.derivatives import needs_grad
 from nsa.reference import Keys, chunk_bytes
+from nsa.reference import check as check  # the same conditions
 
 
 def indexer_kl_loss(
@@ -33,105 +28,21 @@ def indexer_kl_loss(
     q: Tensor,
     k: Tensor,
     block_indices: Tensor,
+    cu_seqlens: Tensor | None,
+    q_start: Tensor | None,
     *,
     block_size: int,
-    q_start: int | Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    index_scale: float | None = None,
-    softmax_scale: float | None = None,
-) -> Tensor:
-    """KL(attention || indexer) over the selected blocks, differentiable in q_idx and k_idx.
-
-    Selecting blocks gives an indexer no gradient; this loss does. For a token and key/value head, over the selected
-    blocks b that hold a key visible to the token, with keys j up to the token:
-
-        t_b = mean over the G query heads of sum_{j in b} P_h[j], P_h = softmax(softmax_scale * q_h . k) over all keys
-        of the selected blocks, the weights of `block_sparse_attention`. Treated as constant: q and k get no gradient.
-        p_b = softmax over b of index_scale * max_{j in b} q_idx . k_idx, also for the local blocks loss = sum_b t_b
-        (log t_b - log p_b)
-
-    averaged over all tokens and heads that have such a block; 0 if there is none. Among equal scores in a block, the
-    first key gets the whole gradient. Arithmetic is in fp32 (fp64 for fp64 inputs), also under torch.autocast, where
-    inputs may differ in dtype.
-
-    Args:
-        q_idx: `[B,N_q,H_kv,D_i]`, packed `[T,H_kv,D_i]`: one indexer head per key/value head.
-        k_idx: `[B,N_k,1,D_i]` or `[B,N_k,H_kv,D_i]` in q_idx's dtype, packed without B.
-        q: queries of the attention, as in `block_sparse_attention`.
-        k: keys of the attention, as in `block_sparse_attention`.
-        block_indices: selected blocks, as returned by `top_blocks_by_max`.
-        block_size: tokens per block.
-        q_start: token index of the first query, if there are more keys, or int32 `[B]` on q's device, one per sequence;
-            not with `cu_seqlens`. Default: None, which means N_k - N_q.
-        cu_seqlens: int32 `[B+1]`, bounds of packed documents, read on the host. Default: None.
-        index_scale: factor of the indexer's scores. Default: None, which means 1/sqrt(D_i).
-        softmax_scale: factor of the attention's logits. Default: None, which means 1/sqrt(D).
-
-    Returns:
-        A scalar in fp32 (fp64).
-
-    Raises:
-        TypeError: naming an argument of the wrong type or dtype, before anything is computed.
-        ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
-        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
-
-    Examples:
-        >>> import torch
-        >>> from nsa import indexer_kl_loss, top_blocks_by_max
-        >>> q_idx, k_idx = torch.randn(1, 256, 2, 32, requires_grad=True), torch.randn(1, 256, 1, 32)
-        >>> q, k = torch.randn(1, 256, 8, 64), torch.randn(1, 256, 2, 64)
-        >>> blocks = top_blocks_by_max(q_idx, k_idx, block_size=64, k=3)
-        >>> loss = indexer_kl_loss(q_idx, k_idx, q, k, blocks, block_size=64)
-        >>> loss.backward()
-        >>> loss.shape, q_idx.grad.shape
-        (torch.Size([]), torch.Size([1, 256, 2, 32]))
-    """
-    refuse_transforms("indexer_kl_loss")
-    check_integer("block_size", block_size, 1, LARGEST_OPTION)
-    if cu_seqlens is not None and q_start is not None:
-        raise ValueError("q_start must be None with cu_seqlens: documents have as many queries as keys here")
-    q_idx, k_idx, q, k = _outside_autocast(q_idx, k_idx, q, k)
-    attention = NSAInputs(q, k, k, cu_seqlens=cu_seqlens, q_start=q_start)
-    attention.check(TOKEN_MODE)
-    check_indices(attention, block_indices)
-    check_index_tensors(q_idx, k_idx, packed=cu_seqlens is not None)
-    for name, mine, theirs in (("q_idx", q_idx, q), ("k_idx", k_idx, k)):
-        if mine.shape[:-2] != theirs.shape[:-2] or mine.device != theirs.device:
-            wanted = f"{name[0]}'s tokens {list(theirs.shape[:-2])} on {theirs.device}"
-            raise ValueError(f"{name} must have {wanted}, got shape {list(mine.shape)} on {mine.device}")
-    if q_idx.shape[-2] != k.shape[-2]:
-        raise ValueError(f"q_idx must have a head for each of k's {k.shape[-2]}, got shape {list(q_idx.shape)}")
-    scales = _scale("index_scale", index_scale, q_idx), _scale("softmax_scale", softmax_scale, q)
-    stop = attention.narrow(TOKEN_MODE).k.shape[-3]
-    k_idx, k = (x[..., :stop, :, :] for x in (k_idx, k))
-    tensors = q_idx, k_idx, q.detach(), k.detach()
-    starts = q_start if isinstance(q_start, Tensor) else None
-    options: Any = {"starts": starts, "size": block_size, "scales": scales}
-    with autocast_off(q.device.type):
-        parts = [_sum(*own, **options) for own in _sequences(*tensors, block_indices, cu_seqlens)]
-        nothing = q_idx[..., :0].sum() + k_idx[..., :0].sum()  # keeps the result in the autograd graph
-        total = torch.stack([_exact(nothing), *(loss for loss, _ in parts)]).sum()
-        count = sum((count for _, count in parts), start=total.new_zeros(()))
-        return guard_inplace_changes(total / count.clamp(min=1), *tensors)
-
-
-def _outside_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Cast inputs as autocast does for a loss: to fp32, except fp64 and values that later checks reject."""
-    devices = {x.device.type for x in tensors if isinstance(x, Tensor)}
-    castable = all(isinstance(x, Tensor) and x.dtype in CASTABLE for x in tensors)
-    if not castable or all(autocast_dtype(device) is None for device in devices):
-        return tensors
-    return tuple(x.float() for x in tensors)
-
-
-def _scale(name: str, scale: float | None, x: Tensor) -> float:
-    if scale is None:
-        return float(x.shape[-1] ** -0.5)
-    if not is_number(scale):
-        raise TypeError(f"{name} must be a number or None, got {scale!r}")
-    if not (is_finite(scale) and scale > 0):
-        raise ValueError(f"{name} must be finite and greater than 0, got {scale}")
-    return float(scale)
+    index_scale: float,
+    softmax_scale: float,
+) -> tuple[Tensor, None]:
+    """The loss, for checked arguments of nsa.indexer_kl_loss. Args: q_start: int32 `[B]` or None."""
+    tensors = q_idx, k_idx, q.detach(), k.detach(), block_indices
+    options: Any = {"starts": q_start, "size": block_size, "scales": (index_scale, softmax_scale)}
+    parts = [_sum(*own, **options) for own in _sequences(*tensors, cu_seqlens)]
+    nothing = q_idx[..., :0].sum() + k_idx[..., :0].sum()  # keeps the result in the autograd graph
+    total = torch.stack([_exact(nothing), *(loss for loss, _ in parts)]).sum()
+    count = sum((count for _, count in parts), start=total.new_zeros(()))
+    return total / count.clamp(min=1), None
 
 
 def _exact(x: Tensor) -> Tensor:
