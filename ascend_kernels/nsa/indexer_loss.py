@@ -23,9 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ascend_kernels.launch import launch
+from ascend_kernels.nsa import kv_outer
 from ascend_kernels.nsa.attention import last_keys, load_tile
 from ascend_kernels.nsa.block_sparse import lists_of
-from ascend_kernels.nsa.kv_outer import PARTIAL_BYTES, chunk_of, load_rows, pairs_from, sum_kernel, work_tile
+from ascend_kernels.nsa.kv_outer import chunk_of, load_rows, pairs_from, sum_kernel, work_tile
 from ascend_kernels.nsa.layout import (
     K_LEN,
     K_ROW,
@@ -402,7 +403,7 @@ def backward(
     found = block_lists(index, pack, heads, size=block_size, causal=True, chunk=lists)
     chosen, num_work = indexer_tiles(q_idx.dtype, dim, block_size), found.work.shape[2]
     constants = {**constants_of(chosen, dim), "EXACT": q_idx.dtype == torch.float32}
-    together = max(1, min(heads, PARTIAL_BYTES // (num_work * block_size * dim * 4)))
+    together = max(1, min(heads, kv_outer.PARTIAL_BYTES // (num_work * block_size * dim * 4)))
     part = torch.empty((together, num_work, block_size, dim), dtype=torch.float32, device=q.device)
     total = torch.zeros((k_rows.shape[0], heads, dim), dtype=torch.float32, device=q.device)
     blocks = pack.key_tiles(block_size)

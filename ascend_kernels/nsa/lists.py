@@ -52,7 +52,7 @@ def keys_kernel(
         o_work = i_work + tl.arange(0, LISTS)
         exists, o_list = o_work < num_work, o_work % num_lists
         b_doc = tl.load(p_tiles + 2 * o_list, mask=exists, other=-1)
-        b_row = tl.load(p_tiles + 2 * o_list + 1, mask=exists, other=0)
+        b_row = tl.load(p_tiles + 2 * o_list + 1, mask=b_doc >= 0, other=0)
         o_doc = tl.maximum(b_doc, 0)
         b_last = field(p_docs, o_doc, START) + tl.minimum(b_row + tile, field(p_docs, o_doc, Q_LEN)) - 1
         b_end = tl.where(b_doc >= 0, visible_blocks(p_docs, o_doc, b_last, size, CAUSAL), 0)
