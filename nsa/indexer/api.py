@@ -116,9 +116,11 @@ def indexer_kl_loss(
         block_size: tokens per block.
         q_start: token index of the first query, if there are more keys, or int32 `[B]` on q's device, one per sequence;
             not with `cu_seqlens`. Default: None, which means N_k - N_q.
-        cu_seqlens: int32 `[B+1]`, bounds of packed documents, read on the host. Default: None.
+        cu_seqlens: int32 `[B+1]`, bounds of packed documents, which `reference` reads on the host. Default: None.
         index_scale: factor of the indexer's scores. Default: None, which means 1/sqrt(D_i).
         softmax_scale: factor of the attention's logits. Default: None, which means 1/sqrt(D).
+        backend: "triton" or "reference". Default: None, which means NSA_KERNELS_BACKEND if set, else the first that
+            supports the call.
 
     Returns:
         A scalar in fp32 (fp64).
@@ -126,6 +128,7 @@ def indexer_kl_loss(
     Raises:
         TypeError: naming an argument of the wrong type or dtype, before anything is computed.
         ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
+        dispatch.BackendError: if no backend supports the call, with the reason of each.
         RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
 
     Examples:
