@@ -10,7 +10,7 @@ from torch import Tensor
 from nsa.common.autocast import CASTABLE, autocast_dtype, cast_inputs
 from nsa.common.derivatives import needs_grad, refuse_transforms
 from nsa.common.operators import run, runs_as_operator
-from nsa.indexer.operators import check_index_tensors, narrow, resolve, resolve_loss
+from nsa.indexer.operators import check_index_tensors, narrow, narrow_loss, resolve, resolve_loss
 
 
 def top_blocks_by_max(
@@ -144,17 +144,16 @@ def indexer_kl_loss(
     """
     refuse_transforms("indexer_kl_loss")
     q_idx, k_idx, q, k = (*of_one_dtype(q_idx, k_idx), *of_one_dtype(q, k))
-    own = (q, k) if not (isinstance(q, Tensor) and isinstance(k, Tensor)) else (q.detach(), k.detach())
-    scales = index_scale, softmax_scale
+    q, k = (x.detach() if isinstance(x, Tensor) else x for x in (q, k))
+    options = block_size, index_scale, softmax_scale, backend
     if runs_as_operator(q_idx):
         if q_start is not None and not isinstance(q_start, Tensor):
-            call = resolve_loss(q_idx, k_idx, *own, block_indices, cu_seqlens, q_start, block_size, *scales, backend)
-            k_idx, own, q_start = call.tensors[1], call.tensors[2:4], None
-        tensors = q_idx, k_idx, *own, block_indices, cu_seqlens, q_start
-        backward = needs_grad(q_idx, k_idx)
-        loss: Tensor = torch.ops.nsa_kernels.indexer_kl_loss(*tensors, block_size, *scales, backend, backward)[0]
+            attention, k_idx = narrow_loss(q_idx, k_idx, q, k, cu_seqlens, q_start)
+            q, k, q_start = attention.q, attention.k, None
+        tensors = q_idx, k_idx, q, k, block_indices, cu_seqlens, q_start
+        loss: Tensor = torch.ops.nsa_kernels.indexer_kl_loss(*tensors, *options, needs_grad(q_idx, k_idx))[0]
         return loss
-    return run(resolve_loss(q_idx, k_idx, *own, block_indices, cu_seqlens, q_start, block_size, *scales, backend))
+    return run(resolve_loss(q_idx, k_idx, q, k, block_indices, cu_seqlens, q_start, *options))
 
 
 def of_one_dtype(*tensors: Any) -> tuple[Any, ...]:

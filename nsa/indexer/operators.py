@@ -80,6 +80,25 @@ def check_index_tensors(q_idx: Tensor, k_idx: Tensor, *, packed: bool, own_bound
         raise ValueError(f"k_idx must have {wanted}, got shape {list(k_idx.shape)}")
 
 
+def narrow_loss(
+    q_idx: Tensor, k_idx: Tensor, q: Tensor, k: Tensor, cu_seqlens: Tensor | None, q_start: int | Tensor | None
+) -> tuple[NSAInputs, Tensor]:
+    """Check tensors, documents and starts of the loss, and cut the keys after the last query: q and k, and k_idx."""
+    if cu_seqlens is not None and q_start is not None:
+        raise ValueError("q_start must be None with cu_seqlens: documents have as many queries as keys here")
+    attention = NSAInputs(q, k, k, cu_seqlens=cu_seqlens, q_start=q_start)
+    attention.check(TOKEN_MODE)
+    check_index_tensors(q_idx, k_idx, packed=cu_seqlens is not None)
+    for name, mine, theirs in (("q_idx", q_idx, q), ("k_idx", k_idx, k)):
+        if mine.shape[:-2] != theirs.shape[:-2] or mine.device != theirs.device:
+            wanted = f"{name[0]}'s tokens {list(theirs.shape[:-2])} on {theirs.device}"
+            raise ValueError(f"{name} must have {wanted}, got shape {list(mine.shape)} on {mine.device}")
+    if q_idx.shape[-2] != k.shape[-2]:
+        raise ValueError(f"q_idx must have a head for each of k's {k.shape[-2]}, got shape {list(q_idx.shape)}")
+    attention = attention.narrow(TOKEN_MODE)
+    return attention, k_idx[..., : attention.k.shape[-3], :, :]
+
+
 def checked_scale(name: str, scale: float | None, x: Tensor) -> float:
     if scale is None:
         return float(x.shape[-1] ** -0.5)
@@ -170,25 +189,13 @@ def resolve_loss(
 ) -> LossCall:
     """Check all arguments and find a backend; `backward` is None if q_idx and k_idx say whether it is needed."""
     check_integer("block_size", block_size, 1, LARGEST_OPTION)
-    if cu_seqlens is not None and q_start is not None:
-        raise ValueError("q_start must be None with cu_seqlens: documents have as many queries as keys here")
-    attention = NSAInputs(q, k, k, cu_seqlens=cu_seqlens, q_start=q_start)
-    attention.check(TOKEN_MODE)
+    attention, k_idx = narrow_loss(q_idx, k_idx, q, k, cu_seqlens, q_start)
     check_indices(attention, block_indices)
-    check_index_tensors(q_idx, k_idx, packed=cu_seqlens is not None)
-    for name, mine, theirs in (("q_idx", q_idx, q), ("k_idx", k_idx, k)):
-        if mine.shape[:-2] != theirs.shape[:-2] or mine.device != theirs.device:
-            wanted = f"{name[0]}'s tokens {list(theirs.shape[:-2])} on {theirs.device}"
-            raise ValueError(f"{name} must have {wanted}, got shape {list(mine.shape)} on {mine.device}")
-    if q_idx.shape[-2] != k.shape[-2]:
-        raise ValueError(f"q_idx must have a head for each of k's {k.shape[-2]}, got shape {list(q_idx.shape)}")
     options = {
         "block_size": block_size,
         "index_scale": checked_scale("index_scale", index_scale, q_idx),
         "softmax_scale": checked_scale("softmax_scale", softmax_scale, q),
     }
-    attention = attention.narrow(TOKEN_MODE)
-    k_idx = k_idx[..., : attention.k.shape[-3], :, :]
     facts = {"inputs": attention, "q_idx": q_idx, "slots": block_indices.shape[-1], **options}
     backward = needs_grad(q_idx, k_idx) if backward is None else backward
     call = dispatch.Call("indexer_kl_loss", q.device, q.dtype, backward=backward, options=facts)

@@ -26,6 +26,7 @@ from nsa import (
     NSAttention,
     attention_residual,
     block_sparse_attention,
+    indexer_kl_loss,
     neighborhood_attention,
     nsa,
     nsa_forward,
@@ -79,6 +80,12 @@ def blocks_of(tokens: int) -> Arguments:
     return *(x.requires_grad_() for x in (q[:, 10:].clone(), k, v)), blocks
 
 
+def indexed(tokens: int) -> Arguments:
+    """An indexer over those blocks."""
+    q, k, _, blocks = blocks_of(tokens)
+    return q[:, :, :2].detach().requires_grad_(), k[:, :, :1].detach().requires_grad_(), q, k, blocks
+
+
 def stacked(tokens: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Arguments:
     """Three blocks, and both weights."""
     shapes = (3, 2, tokens, 20), (20,), (20,)
@@ -107,6 +114,8 @@ COMPILED: dict[str, tuple[Callable[..., Tensor], Callable[[int], Arguments]]] = 
     ),
     "blocks": (partial(block_sparse_attention, block_size=16), blocks_of),
     "blocks, from a start": (partial(block_sparse_attention, block_size=16, q_start=3), blocks_of),
+    "loss": (partial(indexer_kl_loss, block_size=16), indexed),
+    "loss, from a start": (partial(indexer_kl_loss, block_size=16, q_start=3), indexed),
     "residual": (attention_residual, stacked),
     "residual of a list": (of_list, stacked),
 }
@@ -254,6 +263,7 @@ def opchecked() -> dict[str, tuple[str, Arguments, dict[str, Any]]]:
         "neighborhood": ("neighborhood_attention", (q, k, v, 5, 2, None, "shift", False, "auto", None, True), {}),
         "blocks": ("block_sparse_attention", (q, k, v, index, None, None, None, 16, True, None, False, None, True), {}),
         "top blocks": ("top_blocks_by_max", (q[:, :, :2], k[:, :, :1], None, None, None, 16, 2, 1, None), {}),
+        "loss": ("indexer_kl_loss", (*indexed(75), None, None, 16, None, None, None, True), {}),
         "residual": ("attention_residual", ([blocks], w, None, True, 1e-5, None, True), {}),
         "residual of a list": ("attention_residual", ([*blocks], w, w + 1, False, 1e-5, None, True), {}),
     }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ascend_kernels.launch import Launch, recording
-from nsa import NSAConfig, block_sparse_attention, nsa, top_blocks_by_max
+from nsa import NSAConfig, block_sparse_attention, indexer_kl_loss, nsa, top_blocks_by_max
 from tests.ascend.lowered import gates, proof
 from tests.support.helpers import make_qkv
 
@@ -35,6 +35,7 @@ def chosen_blocks() -> None:
     blocks = top_blocks_by_max(q[:, :, :2], k, block_size=64, k=4, backend="triton")
     blocks = torch.zeros_like(blocks)  # nothing has run
     block_sparse_attention(q, k, v, blocks, block_size=64, backend="triton").sum().backward()
+    indexer_kl_loss(q[:, :, :2], k, q, k, blocks, block_size=64, backend="triton").backward()
 
 
 CALLS: dict[str, Callable[[], None]] = {
@@ -53,17 +54,16 @@ LOOPS = {
     "kv_outer.token_backward_kernel": 10,
     "pool.unpool_kernel": 1,
     "block_sparse.statistics_kernel": 3,
+    "indexer_loss.lse_kernel": 5,
+    "indexer_loss.best_kernel": 4,
+    "indexer_loss.dq_kernel": 1,
+    "indexer_loss.dk_kernel": 4,
 }
 """Most loops over single elements: gathers of rows by their indices, and places that are computed. Others have none."""
 PRODUCTS = (
-    "interval",
-    "interval_backward",
-    "selected",
-    "kv_outer.forward",
-    "kv_outer.token",
-    "kv_outer.tile",
-    "scores.token",
-)
+    "interval", "interval_backward", "selected", "kv_outer.forward", "kv_outer.token", "kv_outer.tile", "scores.token",
+    "indexer_loss.lse", "indexer_loss.best", "indexer_loss.dk",
+)  # fmt: skip
 
 
 @pytest.mark.ascend
@@ -73,7 +73,7 @@ def test_every_kernel_is_lowered() -> None:
         with recording(run=False) as launches:
             call()
         kernels |= {f"{x.kernel.fn.__module__.split('.')[-1]}.{x.kernel.fn.__name__}": x for x in launches}
-    assert len(kernels) == 24
+    assert len(kernels) == 29
     for name, launch in kernels.items():
         linalg = proof.lower(launch).linalg
         assert gates.count(linalg, "ExtractedLoadOrStore") <= LOOPS.get(name, 0), name
