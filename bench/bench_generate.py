@@ -143,9 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         return find_bars(rows if sizes == {**SIZES, "dtype": "bf16"} else [])
 
     with torch.no_grad():
-        return run(
-            args, {**environment(device), "sizes": sizes}, parts, LINE, bars=bars, gate="unchecked", checked=False
-        )
+        return run(args, {**environment(device), "sizes": sizes}, parts, LINE, bars=bars, checked=False)
 
 
 def measure_case(

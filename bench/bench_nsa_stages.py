@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
     split = {"split": takes_atomic_free()} if args.backward and not args.token else {}
     head = {**facts, "peak_tflops": peaks.tflops}
-    return run(args, head, parts, LINE, fields=lambda _: split, gate="unchecked")
+    return run(args, head, parts, LINE, fields=lambda _: split, checked=False)
 
 
 class Stage(NamedTuple):

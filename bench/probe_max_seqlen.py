@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     out = Path(arguments.out)
-    with held(out, (), lambda: f"{out} keeps the trials so far; the same command goes on from there."):
+    with held(out, lambda: f"{out} keeps the trials so far; the same command goes on from there."):
         run_probe(arguments, settings, backend_note, sys.argv[1:] if argv is None else argv)
     return 0
 
