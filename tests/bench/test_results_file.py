@@ -178,7 +178,7 @@ def test_a_file_of_something_else_is_not_overwritten(content: str, tmp_path: Pat
         (e2e, [*SMALL, "--seqlens", "64"]),
         (neighborhood, ["--device", "cpu", "--shapes", "tiny"]),
         (generate, ["--device", "cpu"]),
-        (probe, ["--device", "cpu", "--heads", "2", "--dim", "16", "--memory-limit", "1GiB"]),
+        (probe, ["--device", "cpu", "--heads", "2", "--dim", "16", "--memory-limit", "1"]),
     ],
 )
 def test_files_that_cannot_be_written_are_refused_at_once(
