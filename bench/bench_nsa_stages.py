@@ -1,13 +1,13 @@
-"""Time of each stage of NSA on an NVIDIA GPU, beside its floor; --token: of the paper's token mode.
+"""Time of each stage of NSA per tile on an NVIDIA GPU, beside its floor, as replays of CUDA graphs.
 
 A stage's floor is the larger of its bytes over the copy bandwidth measured here and its operations over the peak; that
 of a whole forward, backward or both is the end-to-end benchmark's (bench/roofline.py), with this bandwidth. With
 --backward the selected branch is timed both through FlashAttention-4 and, on Hopper, through the kernels without
 atomics ("split"), each with its lists; "selected, lists" are those of FlashAttention-4 alone, "split, ..." kernels
-without lists. A stage that no CUDA graph can hold is timed eagerly, and so named.
+without lists.
 
-Nothing is checked here. Writes OUT.json (schema: docs/results_files.md) after every length, heads and option; the same
-command resumes where it was stopped or killed.
+Nothing is checked here. Writes OUT.json (schema: docs/results_files.md) after every length and option; the same command
+resumes where it was stopped or killed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,10 @@ from torch import Tensor
 from bench import roofline
 from bench.common import comma_list, make_parser, parse_args, positive
 from bench.inputs import Sizes, make_problem
-from bench.report import LOCAL_RESULTS, environment
+from bench.report import LOCAL_RESULTS, gpu_facts
 from bench.results_file import Measurement, Results, Row, run
 from bench.roofline import Peaks, Work
-from bench.timing import copy_bandwidth, graph_ms, measure
-from cute_kernels.fa4.rules import rules as rules_of
-from cute_kernels.plan import has_atomic_free_backward
+from bench.timing import copy_bandwidth, graph_ms
 from nsa import NSAConfig, nsa_forward
 
 # Kernels are imported where they are called: the command line needs no CuTe DSL.
@@ -44,46 +42,34 @@ if TYPE_CHECKING:
     from cute_kernels.fa4.interface import Gradients
     from cute_kernels.gate.backward import GateResults
 
-DIM = 128
-TILE_HEADS, TOKEN_HEADS = ((8, 2),), ((64, 4), (32, 8))  # Query and key/value heads, by what selects
-SEQLENS = {"": "8K,32K,128K,1M", "-backward": "32K,128K,512K,1M", "-token": "8K,64K", "-token-backward": "8K,64K"}
+HEADS, KV_HEADS, DIM = 8, 2, 128
+SEQLENS = {"": "8K,32K,128K,1M", "-backward": "32K,128K,512K,1M"}
 DEVICE = torch.device("cuda")
-LINE = "{n:>8} {h:>3}/{h_kv} {stage:<16}{ms:9.4f} ms  floor {floor_ms:8.4f} {share:6.0%}  num_cmp={num_cmp}"
+LINE = "{n:>8} {stage:<16}{ms:9.4f} ms  floor {floor_ms:8.4f} {share:6.0%}  num_cmp={num_cmp}"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__, "peak-tflops")
     parser.add_argument("--backward", action="store_true", help="the stages of the backward")
-    parser.add_argument("--out", help=f"results, without suffix; default: bench/results/local/stages and {[*SEQLENS]}")
-    parser.add_argument("--token", action="store_true", help="the stages of token mode")
-    parser.add_argument("--seqlens", type=comma_list(positive), help=f"default: {SEQLENS}")
+    parser.add_argument("--out", help="results, without suffix; default: bench/results/local/stages or stages-backward")
+    parser.add_argument("--seqlens", type=comma_list(positive), help=f"default: {' or '.join(SEQLENS.values())}")
     args = parse_args(parser, argv)
-    which = "-token" * args.token + "-backward" * args.backward
+    which = "-backward" * args.backward
     args.out = args.out or str(LOCAL_RESULTS / f"stages{which}")
-    if not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU")
-    facts = environment(DEVICE)
-    peaks: Peaks | None = roofline.choose_peaks(facts["device"], args.peak_tflops, None)
-    if peaks is None:
-        parser.error(f"--peak-tflops: not known of {facts['device']}")
-    configs = [NSAConfig.paper()] if args.token else [NSAConfig(num_cmp_selected_blocks=count) for count in (None, 16)]
-    lengths = args.seqlens or comma_list(positive)(SEQLENS[which])
-    cases = product(lengths, TOKEN_HEADS if args.token else TILE_HEADS, configs)
+    facts = gpu_facts(parser, args.peak_tflops)
+    cases = product(args.seqlens or comma_list(positive)(SEQLENS[which]), (None, 16))
 
     def parts(results: Results) -> Iterator[Measurement]:
-        copy_tbs = results.fact("copy_tbs", copy_bandwidth)
-        print(f"copy: {copy_tbs:.2f} TB/s", flush=True)
-        for n, heads, config in cases:
-            sizes, here = Sizes(1, n, *heads, DIM), Peaks(peaks.tflops, copy_tbs)
-            yield f"{n} {heads[0]}/{heads[1]} {config.num_cmp_selected_blocks}", partial(part, sizes, config, here)
+        peaks = Peaks(facts["peak_tflops"], results.fact("copy_tbs", copy_bandwidth))
+        for n, num_cmp in cases:
+            sizes, config = Sizes(1, n, HEADS, KV_HEADS, DIM), NSAConfig(num_cmp_selected_blocks=num_cmp)
+            yield f"{n} {HEADS}/{KV_HEADS} {num_cmp}", partial(part, sizes, config, peaks)
 
-    def part(sizes: Sizes, config: NSAConfig, here: Peaks) -> list[Row]:
-        stages = (backward_stages if args.backward else forward_stages)(sizes, config, here)
+    def part(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
+        stages = (backward_stages if args.backward else forward_stages)(sizes, config, peaks)
         return [row_of(sizes, config, stage) for stage in stages]
 
-    split = {"split": takes_atomic_free()} if args.backward and not args.token else {}
-    head = {**facts, "peak_tflops": peaks.tflops}
-    return run(args, head, parts, LINE, fields=lambda _: split, checked=False)
+    return run(args, facts, parts, LINE, fields=lambda _: {}, checked=False)
 
 
 class Stage(NamedTuple):
@@ -93,44 +79,44 @@ class Stage(NamedTuple):
 
 
 def row_of(sizes: Sizes, config: NSAConfig, stage: Stage) -> Row:
-    """A stage's median GPU time; without a graph, if it has to be, so with host time where that is longer."""
-    name = stage.name
-    try:
-        stage.call()
-        ms = graph_ms(stage.call, DEVICE, most=10)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        print(f"no graph: {str(error).splitlines()[0]}")
-        name, ms = f"{name} (eager)", measure(stage.call, DEVICE, seconds=0.5, most=10).ms_p50
-    torch.cuda.empty_cache()  # graphs keep what they reserved
+    """A stage's median GPU time."""
+    stage.call()
+    ms = graph_ms(stage.call, DEVICE, most=10)
     row = {"n": sizes.tokens, "h": sizes.heads, "h_kv": sizes.kv_heads, "num_cmp": config.num_cmp_selected_blocks}
-    return {**row, "stage": name, "ms": ms, "floor_ms": stage.floor_ms, "share": stage.floor_ms / ms}
+    return {**row, "stage": stage.name, "ms": ms, "floor_ms": stage.floor_ms, "share": stage.floor_ms / ms}
 
 
 def forward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Stage]:
-    """Stages of the forward of one sequence. In token mode the whole gates while it adds the selected branch up."""
+    """Stages of the forward of one sequence."""
     from cute_kernels import forward
     from cute_kernels.call import prepare, selected_lists
     from cute_kernels.pool.compress import compress_kv, tile_means
     from cute_kernels.select.tile import tile_topk
-    from cute_kernels.select.token import token_topk
 
     inputs, n = make_problem("random", sizes, device=DEVICE, dtype=torch.bfloat16), sizes.tokens
     q, k, v = inputs.q, inputs.k, inputs.v
     call = prepare(inputs, config)
     k_cmp, v_cmp, entries = call.k_cmp, call.v_cmp, call.k_cmp.shape[1]
-    branches = forward.attend(call, 0, n, lse=False)
-    indices, cmp_indices, token_mode = branches.indices, branches.cmp_indices, config.token_mode
+    branches, means = forward.attend(call, 0, n, lse=False), tile_means(q, call.plan.tile)
+    indices, cmp_indices = branches.indices, branches.cmp_indices
     compressed_keys, selected_keys, window_keys = roofline.branch_keys(n, config)
     row_bytes, key_bytes = 2 * n * sizes.heads * sizes.dim, 2 * n * sizes.kv_heads * sizes.dim
     scoring = roofline.score_flops(sizes, config)
 
-    def attend_compressed() -> forward.Branch:
-        return forward.attend_compressed(call, q, k_cmp, v_cmp, cmp_indices, 0, token_mode)
+    def attend_compressed() -> Any:
+        return forward.attend_compressed(call, q, k_cmp, v_cmp, cmp_indices, 0, False)
 
-    def attend_selected() -> forward.Branch:
+    def attend_selected() -> Any:
         return forward.attend_selected(call, q, k, v, indices, 0, False, holds_forced=True)
+
+    def choose(blocks: Any) -> Callable[[], Tensor]:
+        return lambda: tile_topk(means, k_cmp, blocks, keys=call.entry, tile=call.plan.tile, tokens=n)
+
+    def lists() -> Any:
+        return selected_lists(call, q, k, indices, 0), forward.entry_lists(call, q, k_cmp, cmp_indices, 0)
+
+    def everything() -> Tensor:
+        return nsa_forward(q, k, v, gate_proj_weight=inputs.gate_proj_weight, config=config)
 
     def stage(name: str, call: Callable[[], Any], moved: float, flops: float = 0) -> Stage:
         return Stage(name, call, Work(moved, flops).floor_ms(peaks.tbs, peaks.tflops))
@@ -139,35 +125,13 @@ def forward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Stage]
         return stage(name, call, 2 * row_bytes, roofline.attention_flops(sizes, keys))
 
     entry_bytes = 2 * 2 * entries * sizes.kv_heads * sizes.dim
-    stages = [stage("compress", lambda: compress_kv(inputs, config), 2 * key_bytes + entry_bytes)]
-    compressed = attention("compressed", attend_compressed, compressed_keys)
-    if token_mode:
-        lse = attend_compressed().lse
-        if lse is None:
-            raise ValueError("needs the compressed branch's lse")
-        stages += [compressed, stage("choose", lambda: token_topk(q, k_cmp, lse, config), row_bytes, scoring)]
-    else:
-        means = tile_means(q, call.plan.tile)
-
-        def choose(blocks: Any) -> Callable[[], Tensor]:
-            return lambda: tile_topk(means, k_cmp, blocks, keys=call.entry, tile=call.plan.tile, tokens=n)
-
-        def lists() -> Any:
-            return selected_lists(call, q, k, indices, 0), forward.entry_lists(call, q, k_cmp, cmp_indices, 0)
-
-        stages += [
-            stage("tile means", lambda: tile_means(q, call.plan.tile), row_bytes),
-            stage("score", choose(call.select), 0, scoring),
-            *([] if call.select_cmp is None else [stage("score, cmp", choose(call.select_cmp), 0, scoring)]),
-            stage("lists", lists, 0),
-            compressed,
-        ]
-
-    def everything() -> Tensor:
-        return nsa_forward(q, k, v, gate_proj_weight=inputs.gate_proj_weight, config=config)
-
     return [
-        *stages,
+        stage("compress", lambda: compress_kv(inputs, config), 2 * key_bytes + entry_bytes),
+        stage("tile means", lambda: tile_means(q, call.plan.tile), row_bytes),
+        stage("score", choose(call.select), 0, scoring),
+        *([] if call.select_cmp is None else [stage("score, cmp", choose(call.select_cmp), 0, scoring)]),
+        stage("lists", lists, 0),
+        attention("compressed", attend_compressed, compressed_keys),
         attention("selected", attend_selected, selected_keys),
         attention("window", lambda: forward.attend_window(call, q, k, v, 0, False), window_keys),
         stage("gate", lambda: forward.gate(call, branches, 0, n), 5 * row_bytes),
@@ -198,8 +162,7 @@ def make_head_chunk(
     from cute_kernels.fa4.interface import Gradients
 
     heads = call.query_heads(kv_heads)
-    select_heads = kv_heads if call.config.shares_heads else heads
-    chunk, branches = call.slice_heads(kv_heads), saved.branch_outputs(heads, select_heads)
+    chunk, branches = call.slice_heads(kv_heads), saved.branch_outputs(heads, heads)
     if branches is None or saved.gates is None:
         raise ValueError("needs the branches' outputs and projected gates")
     do, gates = do[:, :, heads], saved.gates[:, :, heads]
@@ -277,13 +240,11 @@ def backward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Stage
     stages: list[tuple[str, Callable[[], Any]]] = [
         ("gate gradients", every(lambda chunk: differentiate_gates(chunk.call, chunk.branches, chunk.do, chunk.gates))),
         ("compressed", every(compressed)),
+        ("selected, lists", every(transposed)),
+        ("selected, FA4", every(selected_through_fa4)),
     ]
-    if config.token_mode:
-        stages += [("selected", every(selected))]
-    else:
-        stages += [("selected, lists", every(transposed)), ("selected, FA4", every(selected_through_fa4))]
-        if call.plan.selected_backward == "split":
-            stages += [("selected, split", every(selected)), *atomic_free_halves(call, chunks, bits)]
+    if call.plan.selected_backward == "split":
+        stages += [("selected, split", every(selected)), *atomic_free_halves(call, chunks, bits)]
     stages += [("window", every(window)), ("query sums", every(sum_queries)), ("key sums", every(sum_keys))]
     work = roofline.backward_work(sizes, config)
     floors = {name: work[name].floor_ms(peaks.tbs, peaks.tflops) for name, _ in stages}
@@ -326,12 +287,6 @@ def atomic_free_halves(
             selected_backward.selected_dkv(*given, size=size, dk=x.dk, dv=x.dv, **options)
 
     return [("split, dq", dq), ("split, dk dv", dkv)]
-
-
-def takes_atomic_free() -> bool:
-    """True if the backward of tile mode runs the kernels without atomics on this device."""
-    rules = rules_of(DEVICE)
-    return rules is not None and has_atomic_free_backward(rules, DIM, DIM)
 
 
 if __name__ == "__main__":

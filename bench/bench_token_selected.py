@@ -37,9 +37,9 @@ from bench.common import comma_list, make_parser, parse_args, positive
 from bench.inputs import Sizes, make_problem
 from bench.passes import FINITE, PASSES, Measured, Plan, Task, measure_peer, p50, release
 from bench.peers import selected_peer
-from bench.report import LOCAL_RESULTS, environment
+from bench.report import LOCAL_RESULTS, gpu_facts
 from bench.results_file import Measurement, Results, Row, WrongResult, run
-from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Work, choose_peaks
+from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, Work
 from bench.selected_branch import Branch, draw_blocks
 from bench.timing import copy_bandwidth, graph_ms, peak_memory
 from nsa import NSAConfig, nsa_forward_aux
@@ -63,34 +63,28 @@ def main(argv: list[str] | None = None) -> int:
         "--indices", type=Path, metavar="FILE", help="choices to time, too, for as many tokens as they are"
     )
     args = parse_args(parser, argv)
-    if not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU")
-    facts = environment(DEVICE)
-    peaks = choose_peaks(facts["device"], args.peak_tflops, None)
-    if peaks is None:
-        parser.error(f"--peak-tflops: not known of {facts['device']}")
+    facts = gpu_facts(parser, args.peak_tflops)
     given = None if args.indices is None else load_indices(args.indices)
     cases = list(product(args.seqlens, args.choices))
     cases += [] if given is None else [(given.shape[2], "file")]
 
     def parts(results: Results) -> Iterator[Measurement]:
-        copy_tbs = results.fact("copy_tbs", copy_bandwidth)
-        print(f"copy: {copy_tbs:.2f} TB/s", flush=True)
+        peaks = Peaks(facts["peak_tflops"], results.fact("copy_tbs", copy_bandwidth))
         for (n, choice), heads in product(cases, HEADS):
             part = f"{n} {heads[0]}/{heads[1]} {choice}"
-            yield part, partial(measure_case, n, *heads, choice, given, copy_tbs, peaks.tflops)
+            yield part, partial(measure_case, n, *heads, choice, given, peaks)
 
-    return run(args, {**facts, "peak_tflops": peaks.tflops}, parts, LINE, bars=find_bars)
+    return run(args, facts, parts, LINE, bars=find_bars)
 
 
 def measure_case(
-    n: int, heads: int, kv_heads: int, choice: str, given: Tensor | None, copy_tbs: float, tflops: float
+    n: int, heads: int, kv_heads: int, choice: str, given: Tensor | None, peaks: Peaks
 ) -> Iterator[Row | str]:
     """A row for each stage. Raises WrongResult."""
     branch, where = make_branch(n, heads, kv_heads, choice, given), f"{n:>8} {heads:>3}/{kv_heads} {choice:<8}"
     if wrong := [f"{where}{error}" for error in errors(branch)]:
         raise WrongResult(*wrong)
-    rows = stages(branch, choice, copy_tbs, tflops)
+    rows = stages(branch, choice, peaks)
     peer = peer_passes(branch)
     for row in rows:
         found = peer.get(row["stage"])
@@ -153,7 +147,7 @@ def errors(branch: Branch) -> list[str]:
     return found
 
 
-def stages(branch: Branch, choice: str, copy_tbs: float, tflops: float) -> list[Row]:
+def stages(branch: Branch, choice: str, peaks: Peaks) -> list[Row]:
     _, n, heads, _ = branch.q.shape
     kv_heads = branch.k.shape[2]
     group = heads // kv_heads
@@ -180,8 +174,7 @@ def stages(branch: Branch, choice: str, copy_tbs: float, tflops: float) -> list[
     rows = []
     for stage, (call, work) in calls.items():
         peak_gib = peak_memory(call, DEVICE)
-        ms, floor = graph_ms(call, DEVICE, most=20), work.floor_ms(copy_tbs, tflops)
-        torch.cuda.empty_cache()  # graphs keep what they reserved
+        ms, floor = graph_ms(call, DEVICE, most=20), work.floor_ms(peaks.tbs, peaks.tflops)
         sizes = {"n": n, "h": heads, "h_kv": kv_heads, "choice": choice, "stage": stage}
         rows.append({**sizes, "ms": ms, "floor_ms": floor, "share": floor / ms, "peak_gib": peak_gib})
     return rows

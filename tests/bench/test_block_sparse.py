@@ -240,11 +240,10 @@ def test_a_row_for_each_choice_and_stage(tmp_path: Path, monkeypatch: pytest.Mon
         "BARS": {(4, 2): {"forward": 1e9, "both": 0.0}},
         "graph_ms": graph_ms,
         "copy_bandwidth": lambda: 4.0,
-        "environment": lambda _: {"device": "NVIDIA H200", "versions": {}, "commit": ""},
+        "gpu_facts": lambda *_: {"device": "NVIDIA H200", "versions": {}, "commit": "", "peak_tflops": 989},
     }.items():
         monkeypatch.setattr(token, name, value)
     monkeypatch.setattr("cute_kernels.lists.worklist.worklist_chunks", lists)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     torch.save(
         selected_branch.draw_blocks((1, 1, 100), token.SIZE, 3, torch.Generator(), token.near), tmp_path / "chosen.pt"
     )
