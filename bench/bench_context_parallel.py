@@ -15,7 +15,7 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -53,6 +53,7 @@ LINE = "{preset} {h}/{h_kv} N={n} R={ranks}  rank {rank:<3} {mode:<9} {pass:<8}{
 SHARE = "{preset} N={n} R={ranks} {pass}  slowest over mean {slowest_over_mean:.3f}"
 SHARE += "  all over undivided {sum_over_single:.3f}  speed-up {speedup:.3f}  messages {messages_ms:.3f} ms"
 SHARE += "  not hidden {not_hidden_ms:.3f} ms  peak {peak_gib:.3f} GiB  bound {bound_gib:.3f} GiB"
+LINK = "{collective}, {ranks} ranks: alpha {alpha_us:.1f} us  beta {beta_gbs:.0f} GB/s"
 LINK_BYTES = {"cuda": [1 << n for n in range(16, 31, 2)], "cpu": [1 << n for n in (12, 16, 20)]}
 """Bytes of a collective on all ranks together."""
 LINK_CALLS = 10  # Consecutive calls of a timing, so that ranks' different starts count little
@@ -105,24 +106,6 @@ def case_of(row: Row) -> Case:
     return Case(*(row[name] for name in Case._fields))
 
 
-def with_undivided(cases: Iterable[Case]) -> list[Case]:
-    """The undivided cases, each once, and then the others."""
-    return [*dict.fromkeys(case.undivided for case in cases), *cases]
-
-
-def report(
-    find_bars: Callable[[Sequence[Row]], Iterable[Bar]], show: Callable[[dict[str, Any]], None] = lambda _: None
-) -> dict[str, Any]:
-    """Keywords of `run` for files with shares: their fields, bars, and what is printed besides `show`."""
-
-    def show_all(content: dict[str, Any]) -> None:
-        print(*(row_line(SHARE, share) for share in content["shares"]), sep="\n")
-        show(content)
-
-    fields = {"fields": lambda results: {"shares": find_shares(results.rows)}}
-    return {**fields, "bars": lambda rows: find_bars(find_shares(rows)), "show": show_all}
-
-
 def find_shares(rows: Sequence[Row]) -> list[Row]:
     """Figures that the rows of a case and pass give together; None if something was not measured.
 
@@ -135,20 +118,29 @@ def find_shares(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         by_key.setdefault((case_of(row), row["pass"], row["mode"]), []).append(row)
 
-    def most(key: tuple[Case, str, str], field: str = "ms") -> float | None:
+    def most(field: str, *key: Any) -> float | None:
         return max((row[field] for row in by_key.get(key, []) if row[field] is not None), default=None)
 
-    for case, direction in dict.fromkeys((case, direction) for case, direction, _ in by_key if case.ranks > 1):
-        alone, together = ((case, direction, mode) for mode in ("alone", "together"))
-        single, slowest, call = (most(key) for key in ((case.undivided, direction, "alone"), alone, together))
-        times, peak_gib = [row["ms"] for row in by_key[alone]], most(together, "peak_gib")
+    for case, direction in dict.fromkeys(key[:2] for key in by_key if key[0].ranks > 1):
+        alone = by_key[case, direction, "alone"]
+        times, single = [row["ms"] for row in alone], most("ms", case.undivided, direction, "alone")
+        call, peak_gib = (most(field, case, direction, "together") for field in ("ms", "peak_gib"))
         share: Row = {"preset": case.preset, "n": case.n, "ranks": case.ranks, "layout": case.layout, "pass": direction}
         share |= {"slowest_over_mean": max(times) / statistics.mean(times)}
         share |= {"sum_over_single": ratio(sum(times), single), "speedup": ratio(single, call)}
-        share |= {"messages_ms": most((case, direction, "messages"))}
-        share |= {"not_hidden_ms": None if call is None or slowest is None else call - slowest, "peak_gib": peak_gib}
-        shares.append({**share, "bound_gib": None if peak_gib is None else max(map(bound_gib, by_key[alone]))})
+        share |= {"messages_ms": most("ms", case, direction, "messages")}
+        share |= {"not_hidden_ms": None if call is None else call - max(times), "peak_gib": peak_gib}
+        shares.append({**share, "bound_gib": None if peak_gib is None else max(map(bound_gib, alone))})
     return shares
+
+
+def fields(results: Results) -> dict[str, Any]:
+    return {"shares": find_shares(results.rows)}
+
+
+def show(content: dict[str, Any]) -> None:
+    print(*(row_line(SHARE, share) for share in content["shares"]), sep="\n")
+    print(*(row_line(LINK, link) for link in content.get("links", [])), sep="\n")
 
 
 def bound_gib(row: Row) -> float:
@@ -322,7 +314,8 @@ def difference(got: Tensor, want: Tensor, *, exact: bool) -> str:
 def time_undivided(case: Case, args: argparse.Namespace, device: torch.device) -> list[Row]:
     tensors = make_tensors(case, args, device)
     whole, rows = Whole(case.config, tensors, make_do(tensors["q"])), []
-    for direction, call in zip(PASSES, (whole.forward, whole.both), strict=True):
+    calls: dict[str, Callable[[], Any]] = {"fwd": whole.forward, "fwd+bwd": whole.both}
+    for direction, call in calls.items():
         timing = measure(call, device, seconds=args.seconds)
         rows.append(make_row(case, args, 0, "alone", direction, timing.ms_p50, timing.peak_gib, case.n))
     return rows
@@ -333,11 +326,9 @@ def time_undivided(case: Case, args: argparse.Namespace, device: torch.device) -
 
 def run_alone(args: argparse.Namespace) -> int:
     device = torch.device(args.device)
-    parts = [
-        (case.name, partial(time_undivided if case.ranks == 1 else time_shares, case, args, device))
-        for case in with_undivided(args.cases)
-    ]
-    return run(args, environment(device), lambda _: parts, LINE, **report(find_bars))
+    ways = {True: time_undivided, False: time_shares}
+    parts = [(case.name, partial(ways[case.ranks == 1], case, args, device)) for case in args.cases]
+    return run(args, environment(device), lambda _: parts, LINE, fields=fields, bars=find_bars, show=show)
 
 
 def time_shares(case: Case, args: argparse.Namespace, device: torch.device) -> list[Row]:
@@ -376,7 +367,8 @@ def check_shares(whole: Whole, layout: Layout, shares: Sequence[ShareOf]) -> str
     return ""
 
 
-def find_bars(shares: Sequence[Row]) -> Iterator[Bar]:
+def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
+    shares = find_shares(rows)
     for (preset, n), ranks, direction in product(BAR_SIZES.items(), RANKS["cuda"], PASSES):
         where = {"preset": preset, "n": n, "ranks": ranks, "pass": direction}
         name = f"{preset} {n >> 10}K, {ranks} ranks, {direction}"
@@ -405,12 +397,13 @@ class Together:
     """The job of a rank; that of rank 0 also writes the results."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        self.args, self.device, self.cp = args, device, ContextParallel(dist.group.WORLD)
+        group: Any = dist.group.WORLD
+        self.args, self.device, self.cp = args, device, ContextParallel(group)
 
     def run(self) -> int:
         if self.cp.rank == 0:
-            hooks = report(partial(find_bars_together, self.cp.size), show_links)
-            return run(self.args, environment(self.device), self.parts, LINE, **hooks)
+            bars = partial(find_bars_together, self.cp.size)
+            return run(self.args, environment(self.device), self.parts, LINE, fields=fields, bars=bars, show=show)
         try:
             for _, measured in self.parts(None):
                 measured()
@@ -425,7 +418,7 @@ class Together:
         links = self.links()
         if results is not None:
             results.fact("links", lambda: links)
-        for case in with_undivided(self.args.cases):
+        for case in self.args.cases:
             if case.name not in done[0]:
                 yield case.name, partial(self.measure, case)
 
@@ -545,18 +538,14 @@ def fit_link(times: Sequence[tuple[int, float]], ranks: int) -> tuple[float, flo
     return alpha, 1 / inverse_beta
 
 
-def show_links(content: dict[str, Any]) -> None:
-    for link in content["links"]:
-        print("{collective}, {ranks} ranks: alpha {alpha_us:.1f} us, beta {beta_gbs:.0f} GB/s".format(**link))
-
-
 def find_bars_together(ranks: int, rows: Sequence[Row]) -> Iterator[Bar]:
+    shares = find_shares(rows)
     for preset, n in BAR_SIZES.items():
         where, name = {"preset": preset, "n": n, "ranks": ranks}, f"{preset} {n >> 10}K, {ranks} ranks"
-        speedup = figure(rows, {**where, "pass": "fwd+bwd"}, "speedup")
+        speedup = figure(shares, {**where, "pass": "fwd+bwd"}, "speedup")
         yield Bar(f"{name}, fwd+bwd, speed-up", speedup, SPEEDUP_BARS[ranks], at_least=True, unit="x")
         for direction in PASSES:
-            memory = figure(rows, {**where, "pass": direction}, "peak_gib", "bound_gib")
+            memory = figure(shares, {**where, "pass": direction}, "peak_gib", "bound_gib")
             yield Bar(f"{name}, {direction}, peak over bound", memory, 1.0, at_least=False, unit="x")
 
 
@@ -587,16 +576,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     ranks = [int(os.environ["WORLD_SIZE"])] if args.together else args.ranks or RANKS[args.device]
     if args.together and args.bars and ranks[0] not in SPEEDUP_BARS:
         parser.error(f"--bars under torchrun are for {' and '.join(map(str, SPEEDUP_BARS))} ranks, got {ranks[0]}")
-    args.cases = []
+    cases = []
     try:
         for size, count in product(args.sizes or SIZES[args.device], ranks):
             preset, n, heads = size.split(":")
             case = Case(preset_name(preset), positive(n), *head_counts(heads), count)
             if 0 in layout_of(case).lengths:
                 parser.error(f"--sizes must give every rank tokens, got {layout_of(case).lengths} for {case.name}")
-            args.cases.append(case)
+            cases.append(case)
     except (ValueError, argparse.ArgumentTypeError):
         parser.error(f"--sizes must be such as {SIZES['cuda'][0]}, got {args.sizes}")
+    args.cases = [*dict.fromkeys(case.undivided for case in cases), *cases]
     return args
 
 

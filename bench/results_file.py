@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from bench.report import relative, write_csv, write_json
 from bench.show import row_line, say, show_bars
 
 INTERRUPTED = 130  # Status of a script that Ctrl-C ended
-FIELDS = ("gate", "red", "parts", "rows")  # Fields of the file besides those that all rows share
 Row = dict[str, Any]
 Measurement = tuple[str, Callable[[], Iterable[Any]]]
 """The name of a part, and a function that gives its rows, and reasons why something did not run; or WrongResult."""
@@ -57,7 +56,6 @@ class Results:
     facts: dict[str, Any] = field(default_factory=dict)
     """Fields that all rows share, measured by the first of the runs that resume each other."""
     parts: dict[str, Part] = field(default_factory=dict)
-    replaced: bool = False  # True once the file is of this run, not one of before
 
     @property
     def rows(self) -> list[Row]:
@@ -89,28 +87,26 @@ class Results:
                 del run  # with the tensors that it holds
         except WrongResult as wrong:
             self.parts.clear()
-            self._write(gate="red", red=list(wrong.args), missing=[], rows=[])
+            self._write("red", red=list(wrong.args), missing=[], rows=[])
             print("Wrong results, so no times are reported:", *wrong.args, sep="\n  ")
             return False
         return True
 
     def add(self, name: str, rows: Sequence[Row], missing: Sequence[Any] = ()) -> None:
         self.parts[name] = Part(list(rows), list(missing))
-        parts = [{"part": part, "rows": len(done.rows), "missing": done.missing} for part, done in self.parts.items()]
-        self._write(gate="unfinished", red=[], parts=parts, rows=self.rows)
+        self._write("unfinished", parts={name: asdict(part) for name, part in self.parts.items()})
 
     def finish(self, *, checked: bool = True, csv: bool = False, **more: Any) -> None:
         """Record that all parts are done."""
         if csv:
             write_csv(with_ending(self.path, ".csv"), self.rows)
-        self._write(gate="green" if checked else "unchecked", red=[], **more, rows=self.rows)
+        self._write("green" if checked else "unchecked", red=[], **more, rows=self.rows)
 
-    def _write(self, **fields: Any) -> None:
-        if not self.replaced:  # a table and a plot that are there show the rows that are replaced
+    def _write(self, gate: str, **fields: Any) -> None:
+        if gate in ("unfinished", "red"):  # a table and a plot that are there show rows of before
             for suffix in (".csv", ".png"):
                 with_ending(self.path, suffix).unlink(missing_ok=True)
-        write_json(self.path, {**self.head, **self.facts, **fields})
-        self.replaced = True
+        write_json(self.path, {**self.head, **self.facts, "gate": gate, **fields})
 
     def kept(self) -> str:
         """A sentence about the rows that an interrupt leaves."""
@@ -123,18 +119,11 @@ class Results:
         content, where = read_results(self.path), relative(self.path)
         if content.get("gate") != "unfinished":
             return ""
-        now = json.loads(json.dumps(self.head))
-        changes = differences(now, content)
-        try:
-            parts, rows = {}, iter(content["rows"])
-            for part in content["parts"]:
-                parts[part["part"]] = Part([next(rows) for _ in range(part["rows"])], part["missing"])
-        except (KeyError, TypeError, StopIteration):
-            changes.append("their parts are not listed")
-        if changes:
+        head = json.loads(json.dumps(self.head))
+        if changes := differences(head, content):
             return f"Starting anew, since the unfinished results in {where} differ: {'; '.join(changes)}"
-        self.parts, self.replaced = parts, True
-        self.facts = {name: value for name, value in content.items() if name not in (*now, *FIELDS)}
+        self.parts = {name: Part(**part) for name, part in content["parts"].items()}
+        self.facts = {name: value for name, value in content.items() if name not in (*head, "gate", "parts")}
         return f"Going on from the {len(self.rows)} rows in {where}"
 
 

@@ -61,11 +61,12 @@ def test_end_to_end_goes_on_within_a_length(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(SystemExit, match="130"):
         e2e.main([*options, "--out", str(out)])
     before = read(with_ending(out, ".json"))
-    assert (before["gate"], len(before["rows"])) == ("unfinished", 1)
+    assert (before["gate"], len(before["parts"])) == ("unfinished", 1)
     monkeypatch.setattr(e2e, "measure_mode", lambda *given: calls.append(None) or right(*given))
     after = run(e2e.main, out, *options)
     rows = after["rows"]
-    assert (rows[0], len(calls), "parts" in after) == (before["rows"][0], 8, False)
+    (first,) = before["parts"].values()
+    assert (rows[:1], len(calls), "parts" in after) == (first["rows"], 8, False)
     assert [(row["n"], row["num_cmp"]) for row in rows] == [(n, c) for n in (64, 128, 256) for c in (None, 2, 1)]
     assert len({(row["n"], row["dense_ms"]) for row in rows}) == 3
     assert rows[-1]["dense_ms"] == pytest.approx(4 * rows[3]["dense_ms"])
@@ -133,15 +134,18 @@ def test_what_differs_is_not_mixed(name: str, tmp_path: Path, capsys: pytest.Cap
     other = {**HEAD, name: "another"}
     with open_results(tmp_path / "run", other) as results:
         assert results.parts == {}
-        assert read(tmp_path / "run.json")["rows"] == [{"part": "a"}, {"part": "b"}], "there until others are made"
+        assert list(read(tmp_path / "run.json")["parts"]) == ["a", "b"], "there until others are made"
         results.add("c", [{"part": "c"}])
     said = capsys.readouterr().out
     assert said.startswith("Starting anew, since the unfinished results in ")
     assert f"{name} is 'another', was {HEAD[name]!r}" in said
-    assert read(tmp_path / "run.json")["rows"] == [{"part": "c"}]
+    assert list(read(tmp_path / "run.json")["parts"]) == ["c"]
     write_some(tmp_path / "run", other, "d")
     assert capsys.readouterr().out.startswith("Going on from the 1 rows in ")
-    assert [row["part"] for row in read(tmp_path / "run.json")["rows"]] == ["c", "d"]
+    assert read(tmp_path / "run.json")["parts"] == {
+        "c": {"rows": [{"part": "c"}], "missing": []},
+        "d": {"rows": [{"part": "d"}], "missing": ["d lacks"]},
+    }
 
 
 @pytest.mark.parametrize(("out", "name"), [("run", "run"), ("run.json", "run"), ("run-0.5", "run-0.5")])
@@ -155,7 +159,7 @@ def test_finished_results_are_made_anew(out: str, name: str, tmp_path: Path) -> 
         assert names(tmp_path) == {f"{name}{ending}" for ending in (".json", ".csv", ".png")}
         results.add("a", [{"n": 2}])
         assert names(tmp_path) == {f"{name}.json"}
-    assert read(tmp_path / f"{name}.json")["rows"] == [{"n": 2}]
+    assert list(read(tmp_path / f"{name}.json")["parts"]) == ["a"]
 
 
 @pytest.mark.parametrize("content", ["not JSON", '{"name": "package"}'])

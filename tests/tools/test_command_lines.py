@@ -124,7 +124,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "--backend=foo": "--backend must be one of cute, reference for nsa_with_cache, got 'foo'",
     },
     "bench.bench_context_parallel --device=cpu": {
-        "--sizes=per_tile:100:4/2 --ranks=3 --layouts=contiguous": "every rank tokens, got [0, 64, 36]"
+        "--sizes=per_tile:600:4/2 --ranks=4": "every rank tokens, got [88, 256, 0, 256]"
     },
     "bench.soak": {"--steps=0": "--steps", "--minutes=nan": "--minutes", "--device=tpu": "--device"},
     f"examples.train_text {TINY_TEXT}": {
