@@ -44,6 +44,7 @@ from bench.roofline import choose_peaks
 from bench.timing import BUSY_CYCLES, Timing, capture, measure
 from dispatch.device import first_line
 from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
+from nsa.reference import score, select
 
 SIZES = "8K:1,16,64,128 64K:1,16,64,128 1M:1,8"
 PAGE_SIZE = 64
@@ -51,7 +52,9 @@ LAYERS = 8  # Calls in a CUDA graph that is timed
 COLD_BYTES = 200 << 20
 """Least number of bytes that these calls read together, with enough copies of the keys: four times an H200's L2."""
 CHECKED = 8  # Rows of a case that are held against fp64: a token with the heads of a group
-NEAR_TIE = 1e-4  # Relative distance of two scores from which on kernels may choose another block (decode/choose.py)
+NEAR_TIE, DRAWS = 4e-4, 8
+"""Relative changes of scores, and how often they are drawn: a choice that changes with them is a near tie. Kernels may
+choose another block where two scores differ by 1e-4 (decode/choose.py)."""
 HOST_ROUNDS, HOST_CALLS = 5, 20
 
 MS_BARS = {(64 << 10, 1): 0.025, (64 << 10, 16): 0.085, (64 << 10, 64): 0.290, (1 << 20, 1): 0.065, (1 << 20, 8): 0.400}
@@ -235,31 +238,14 @@ def gather(step: Step, row: int, kv_head: int) -> list[Tensor]:
 
 
 def chosen(q: Tensor, k_cmp: Tensor, token: int, config: NSAConfig) -> Tensor | None:
-    """Blocks of a token by the definition (docs/semantics.md), None for a near tie. Args: `q`: of `Step.means`."""
-    length, stride, size = config.compress_block_size, config.stride, config.select_size
-    last, visible = token // size, config.num_compressed(token + 1)
-    blocks = torch.arange(last + 1, device=q.device)
-    logits = config.scale(q.shape[1]) * q.double() @ k_cmp[:visible].double().T
-    p = (torch.softmax(logits, -1) if config.token_mode else logits).sum(0)
-    begin = torch.arange(visible, device=q.device) * stride
-    score, covered = (torch.zeros(last + 1, dtype=torch.float64, device=q.device) for _ in range(2))
-    for i in range(-(-(length + size) // size)):  # the blocks that an entry overlaps
-        block = begin // size + i
-        overlap = (begin + length).minimum((block + 1) * size) - begin.maximum(block * size)
-        known = (block <= last) & (overlap > 0)
-        score.index_add_(0, block[known], (p * overlap / length)[known])
-        covered.index_add_(0, block[known], (overlap.double() / length)[known])
-    if not config.token_mode:
-        score = score / covered
-    forced = (blocks < config.num_init_blocks) | (blocks > last - config.num_local_blocks)
-    room = config.num_selected_blocks - int(forced.sum())
-    others = blocks[~forced & (covered > 0)]
-    order = score[others].argsort(descending=True, stable=True)
-    if 0 < room < len(others):
-        taken, left = (score[others[order[i]]] for i in (room - 1, room))
-        if taken - left <= NEAR_TIE * abs(taken):
-            return None
-    return torch.cat([blocks[forced], others[order[: max(room, 0)]]])
+    """Blocks of a token by the reference in fp64, None for a near tie. Args: `q`: of `Step.means`."""
+    rows = torch.full((1, 1), token, device=q.device)
+    scores, scored = score(q[None, :, None].double(), k_cmp[None, None].double(), rows, token + 1, config)
+    generator = torch.Generator(q.device).manual_seed(2)
+    noise = torch.randn((DRAWS, *scores.shape), generator=generator, device=q.device, dtype=scores.dtype)
+    several = torch.cat([scores, *(scores * (1 + NEAR_TIE * noise))])
+    blocks = select(several, scored, rows, token + 1, 1, config)[:, 0, 0]
+    return blocks[0][blocks[0] >= 0] if bool((blocks == blocks[0]).all()) else None
 
 
 def plain(
