@@ -39,8 +39,6 @@ from nsa import NSAConfig, nsa_forward
 if TYPE_CHECKING:
     from cute_kernels import forward
     from cute_kernels.call import Call
-    from cute_kernels.fa4.interface import Gradients
-    from cute_kernels.gate.backward import GateResults
 
 HEADS, KV_HEADS, DIM = 8, 2, 128
 SEQLENS = {"": "8K,32K,128K,1M", "-backward": "32K,128K,512K,1M"}
@@ -139,154 +137,117 @@ def forward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Stage]
     ]
 
 
-class HeadChunk(NamedTuple):
-    """Tensors that the stages read and write for a range of key/value heads, as cute_kernels.backward makes them."""
-
-    call: Call
-    branches: forward.BranchOutputs
-    do: Tensor
-    gates: Tensor
-    gated: GateResults
-    cmp: Gradients
-    slc: Gradients
-    win: Gradients
-    dk: Tensor
-    dv: Tensor
-    entries: tuple[Tensor, Tensor]
-
-
-def make_head_chunk(
-    call: Call, saved: forward.Saved, do: Tensor, results: tuple[Tensor, ...], kv_heads: slice
-) -> HeadChunk:
-    """Args: `results`, dq, dk and dv of all heads; the compressed branch writes into dq too."""
-    from cute_kernels.fa4.interface import Gradients
-
-    heads = call.query_heads(kv_heads)
-    chunk, branches = call.slice_heads(kv_heads), saved.branch_outputs(heads, heads)
-    if branches is None or saved.gates is None:
-        raise ValueError("needs the branches' outputs and projected gates")
-    do, gates = do[:, :, heads], saved.gates[:, :, heads]
-    gated = differentiate_gates(chunk, branches, do, gates)
-    q, k, v = chunk.inputs.q, chunk.inputs.k, chunk.inputs.v
-
-    def gradients(branch: int, k: Tensor, v: Tensor, into: Tensor) -> Gradients:
-        o, lse = branches.outputs[branch], gated.lse[branch]
-        return Gradients(q, k, v, o, do, lse, into, torch.empty_like(k), torch.empty_like(v))
-
-    dq, dk, dv = results
-    cmp = gradients(0, chunk.k_cmp, chunk.v_cmp, dq[:, :, heads])
-    slc, win = (gradients(branch, k, v, torch.empty_like(q)) for branch in (1, 2))
-    entries = chunk.k_cmp.float(), chunk.v_cmp.float()
-    return HeadChunk(chunk, branches, do, gates, gated, cmp, slc, win, dk[:, :, kv_heads], dv[:, :, kv_heads], entries)
-
-
-def differentiate_gates(call: Call, branches: forward.BranchOutputs, do: Tensor, gates: Tensor) -> GateResults:
-    from cute_kernels.gate.backward import gate_gradients
-
-    return gate_gradients(do, branches.outputs, branches.lses, q=call.inputs.q, gates=gates, projected=True)
-
-
 def backward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Stage]:
     """Each stage of the backward; then the forward that saves for it, the backward, and both."""
     from cute_kernels import backward, forward
     from cute_kernels.call import prepare
-    from cute_kernels.gate.sums import QueryTerms, key_gradients, query_gradients
-    from cute_kernels.lists.kv_to_query import tile_bits
 
-    inputs, n = make_problem("random", sizes, device=DEVICE, dtype=torch.bfloat16), sizes.tokens
+    inputs = make_problem("random", sizes, device=DEVICE, dtype=torch.bfloat16)
     _, kept = forward.nsa_saving(inputs, config, recompute=False)
     saved = forward.Saved.from_list(kept, inputs, config)
     if saved.k_cmp is None or saved.v_cmp is None:
         raise ValueError("needs compressed keys that were made from k and v")
     call = prepare(inputs, config, (saved.k_cmp, saved.v_cmp))
     do = torch.randn_like(inputs.q)
-    results = tuple(torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v))
-    chunks = [make_head_chunk(call, saved, do, results, kv_heads) for kv_heads in backward.head_chunks(call)]
+    results = [torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v)]
+    chunks = [head_stages(call, saved, do, results, kv_heads) for kv_heads in backward.head_chunks(call)]
 
-    def every(run: Callable[[HeadChunk], Any]) -> Callable[[], list[Any]]:
-        return lambda: [run(chunk) for chunk in chunks]
+    def every(name: str) -> None:
+        for chunk in chunks:
+            chunk[name]()
 
-    def bits(chunk: HeadChunk) -> Tensor:
-        return tile_bits(chunk.branches.indices, size=config.select_size, num_keys=n, entries=False)
-
-    def transposed(chunk: HeadChunk) -> None:
-        size, width = config.select_size, call.plan.rules.backward_width(config.select_size)
-        for _ in backward.list_chunks(call, chunk.slc, bits(chunk), size=size, width=width, entries=False):
-            pass
-
-    def compressed(chunk: HeadChunk) -> None:
-        backward.backward_compressed(call, chunk.cmp, chunk.branches.cmp_indices, chunk.gated.delta[0])
-
-    def selected(chunk: HeadChunk, call: Call = call) -> None:
-        local = backward.local_selected(chunk.call, chunk.gated)
-        backward.backward_selected(call, chunk.slc, chunk.branches.indices, chunk.gated.delta[1], local=local)
-
-    def selected_through_fa4(chunk: HeadChunk) -> None:
-        selected(chunk, replace(call, plan=replace(call.plan, selected_backward="fa4")))
-
-    def window(chunk: HeadChunk) -> None:
-        local = backward.local_selected(chunk.call, chunk.gated)
-        backward.backward_window(call, chunk.win, chunk.gated.delta[2], local=local)
-
-    def sum_queries(chunk: HeadChunk) -> None:
-        parts = chunk.cmp.dq, chunk.slc.dq, chunk.win.dq
-        weight = chunk.call.inputs.gate_proj_weight
-        query_gradients(chunk.cmp.dq, QueryTerms(parts, chunk.gated.logits, weight))
-
-    def sum_keys(chunk: HeadChunk) -> None:
-        k_parts, v_parts = [chunk.slc.dk, chunk.win.dk], [chunk.slc.dv, chunk.win.dv]
-        key_gradients(chunk.dk, chunk.dv, k_parts, v_parts, entries=chunk.entries, keys=call.entry)
-
-    stages: list[tuple[str, Callable[[], Any]]] = [
-        ("gate gradients", every(lambda chunk: differentiate_gates(chunk.call, chunk.branches, chunk.do, chunk.gates))),
-        ("compressed", every(compressed)),
-        ("selected, lists", every(transposed)),
-        ("selected, FA4", every(selected_through_fa4)),
-    ]
-    if call.plan.selected_backward == "split":
-        stages += [("selected, split", every(selected)), *atomic_free_halves(call, chunks, bits)]
-    stages += [("window", every(window)), ("query sums", every(sum_queries)), ("key sums", every(sum_keys))]
     work = roofline.backward_work(sizes, config)
-    floors = {name: work[name].floor_ms(peaks.tbs, peaks.tflops) for name, _ in stages}
+    stages = [Stage(name, partial(every, name), work[name].floor_ms(peaks.tbs, peaks.tflops)) for name in chunks[0]]
     forward_floor, both = (roofline.nsa_floor_ms(sizes, config, peaks, backward=way) for way in (False, True))
-    floors |= {"forward, saving": forward_floor, "backward": both - forward_floor, "all": both}
+
+    def save() -> list[Tensor]:
+        return forward.nsa_saving(inputs, config, recompute=False)[1]
 
     def differentiate(keep: list[Tensor]) -> dict[str, Tensor]:
         return backward.nsa_backward(inputs, config, keep, do)
 
-    stages += [
-        ("forward, saving", lambda: forward.nsa_saving(inputs, config, recompute=False)),
-        ("backward", lambda: differentiate(kept)),
-        ("all", lambda: differentiate(forward.nsa_saving(inputs, config, recompute=False)[1])),
+    return [
+        *stages,
+        Stage("forward, saving", save, forward_floor),
+        Stage("backward", lambda: differentiate(kept), both - forward_floor),
+        Stage("all", lambda: differentiate(save()), both),
     ]
-    return [Stage(name, call, floors[name]) for name, call in stages]
 
 
-def atomic_free_halves(
-    call: Call, chunks: list[HeadChunk], bits: Callable[[HeadChunk], Tensor]
-) -> list[tuple[str, Callable[[], None]]]:
-    """dq, and dk with dv, of the backward without atomics, from lists that exist."""
+def head_stages(
+    call: Call, saved: forward.Saved, do: Tensor, results: list[Tensor], kv_heads: slice
+) -> dict[str, Callable[[], Any]]:
+    """Stages of a range of key/value heads, as cute_kernels.backward calls them.
+
+    Args: `results`, dq, dk and dv of all heads; the compressed branch writes into dq too.
+    """
+    from cute_kernels import backward
     from cute_kernels.attend import selected_backward
     from cute_kernels.call import selected_lists
+    from cute_kernels.fa4.interface import Gradients
+    from cute_kernels.gate.backward import GateResults, gate_gradients
+    from cute_kernels.gate.sums import QueryTerms, key_gradients, query_gradients
+    from cute_kernels.lists.kv_to_query import tile_bits
 
-    made = [
-        (chunk, selected_lists(call, chunk.slc.q, chunk.slc.k, chunk.branches.indices, 0), bits(chunk))
-        for chunk in chunks
-    ]
-    options: dict[str, Any] = {"keys": call.token, "scale": call.scale}
+    heads, size = call.query_heads(kv_heads), call.config.select_size
+    chunk, branches = call.slice_heads(kv_heads), saved.branch_outputs(heads, heads)
+    if branches is None or saved.gates is None:
+        raise ValueError("needs the branches' outputs and projected gates")
+    q, k, v, weight = chunk.inputs.q, chunk.inputs.k, chunk.inputs.v, chunk.inputs.gate_proj_weight
+    do, gates = do[:, :, heads], saved.gates[:, :, heads]
+    dq, dk, dv = results[0][:, :, heads], results[1][:, :, kv_heads], results[2][:, :, kv_heads]
 
-    def dq() -> None:
-        for chunk, lists, _ in made:
-            x = chunk.slc
-            selected_backward.selected_dq(x.q, x.k, x.v, x.do, x.lse, chunk.gated.delta[1], lists, dq=x.dq, **options)
+    def gate() -> GateResults:
+        return gate_gradients(do, branches.outputs, branches.lses, q=q, gates=gates, projected=True)
 
-    def dkv() -> None:
-        for chunk, lists, tile_bits in made:
-            x, size = chunk.slc, call.config.select_size
-            given = x.q, x.k, x.v, x.do, x.lse, chunk.gated.delta[1], lists, tile_bits
-            selected_backward.selected_dkv(*given, size=size, dk=x.dk, dv=x.dv, **options)
+    gated = gate()
 
-    return [("split, dq", dq), ("split, dk dv", dkv)]
+    def gradients(branch: int, k: Tensor, v: Tensor, into: Tensor) -> Gradients:
+        o, lse = branches.outputs[branch], gated.lse[branch]
+        return Gradients(q, k, v, o, do, lse, into, torch.empty_like(k), torch.empty_like(v))
+
+    cmp = gradients(0, chunk.k_cmp, chunk.v_cmp, dq)
+    slc, win = (gradients(branch, k, v, torch.empty_like(q)) for branch in (1, 2))
+    entries = chunk.k_cmp.float(), chunk.v_cmp.float()
+
+    def bits() -> Tensor:
+        return tile_bits(branches.indices, size=size, num_keys=q.shape[1], entries=False)
+
+    def lists() -> None:
+        width = call.plan.rules.backward_width(size)
+        for _ in backward.list_chunks(call, slc, bits(), size=size, width=width, entries=False):
+            pass
+
+    def selected(call: Call = call) -> None:
+        local = backward.local_selected(chunk, gated)
+        backward.backward_selected(call, slc, branches.indices, gated.delta[1], local=local)
+
+    def window() -> None:
+        backward.backward_window(call, win, gated.delta[2], local=backward.local_selected(chunk, gated))
+
+    stages: dict[str, Callable[[], Any]] = {
+        "gate gradients": gate,
+        "compressed": lambda: backward.backward_compressed(call, cmp, branches.cmp_indices, gated.delta[0]),
+        "selected, lists": lists,
+        "selected, FA4": partial(selected, replace(call, plan=replace(call.plan, selected_backward="fa4"))),
+    }
+    if call.plan.selected_backward == "split":
+        of_lists, of_bits = selected_lists(call, q, k, branches.indices, 0), bits()
+        given = q, k, v, do, slc.lse, gated.delta[1], of_lists
+        options: dict[str, Any] = {"keys": call.token, "scale": call.scale}
+        stages |= {
+            "selected, split": selected,
+            "split, dq": lambda: selected_backward.selected_dq(*given, dq=slc.dq, **options),
+            "split, dk dv": lambda: selected_backward.selected_dkv(
+                *given, of_bits, size=size, dk=slc.dk, dv=slc.dv, **options
+            ),
+        }
+    sums = [slc.dk, win.dk], [slc.dv, win.dv]
+    return stages | {
+        "window": window,
+        "query sums": lambda: query_gradients(dq, QueryTerms((dq, slc.dq, win.dq), gated.logits, weight)),
+        "key sums": lambda: key_gradients(dk, dv, *sums, entries=entries, keys=call.entry),
+    }
 
 
 if __name__ == "__main__":
