@@ -15,8 +15,7 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -43,7 +42,6 @@ from nsa.distributed.comm import all_gather, received_rows
 from nsa.distributed.layout import Layout, Range, make_layout
 
 SIZES = {"cuda": ("per_tile:1M:8/2", "paper:256K:64/4"), "cpu": ("per_tile:900:2/1", "paper:900:2/1")}
-TILE = 256  # Default of ContextParallel
 RANKS = {"cuda": (2, 4, 8, 16), "cpu": (2, 3)}
 PASSES = ("fwd", "fwd+bwd")
 BALANCE_BAR, SCALING_BAR = 1.05, 1.08  # The slowest rank over the mean; all shares over the undivided call
@@ -86,6 +84,11 @@ class Case(NamedTuple):
     @property
     def config(self) -> NSAConfig:
         return PRESETS[self.preset]()
+
+    @property
+    def sharded(self) -> Layout:
+        """Ranks begin where those of ContextParallel do by default."""
+        return make_layout(self.n, None, self.ranks, self.layout, 256)
 
     @property
     def undivided(self) -> Case:
@@ -191,11 +194,6 @@ def make_do(q: Tensor) -> Tensor:
     return torch.randn(q.shape, generator=generator, device=q.device).to(q.dtype)
 
 
-def layout_of(case: Case) -> Layout:
-    """Ranks begin where those of ContextParallel do by default."""
-    return make_layout(case.n, None, case.ranks, case.layout, TILE)
-
-
 class Whole(NamedTuple):
     """A call that is not divided, or all ranks' with `run` of ContextParallel."""
 
@@ -216,12 +214,13 @@ class Whole(NamedTuple):
 
 
 class Alone:
-    """The Comm of a rank whose keys of all ranks are there (`received_keys`), and whose shares go nowhere."""
+    """The Comm of a rank whose keys of all ranks are there, those of each pass, and whose shares go nowhere.
 
-    def __init__(self, rank: int, layout: Layout, received: Sequence[Tensor]) -> None:
-        self.rank, self.size, self.layout, self.received = rank, layout.ranks, layout, iter(received)
-        self.kept: list[Tensor] | None = None
-        """Shares of dk and dv, pass after pass; None: not kept."""
+    `kept`, if given, takes the shares of dk and dv, pass after pass.
+    """
+
+    def __init__(self, rank: int, layout: Layout, received: Iterable[Tensor], kept: list[Tensor] | None = None) -> None:
+        self.rank, self.size, self.layout, self.received, self.kept = rank, layout.ranks, layout, iter(received), kept
 
     def start_gather(self, rows: Tensor, held: Sequence[list[Range]]) -> Callable[[], list[Tensor]]:
         """Keys and values of the next heads, in the pieces that Comm.start_gather has."""
@@ -238,24 +237,22 @@ class Alone:
         return torch.cat([shares[:0], *(shares[a - first : b - first] for a, b in held[self.rank])])
 
 
-@dataclass(frozen=True)
-class ShareOf:
+class ShareOf(NamedTuple):
     """A rank's part in a call, as ContextParallel runs it: its rows and weights, and what Alone receives."""
 
-    config: NSAConfig
-    layout: Layout
+    case: Case
     rank: int
     own: Mapping[str, Tensor]
     do: Tensor
     received: Sequence[Tensor]
 
-    def plan(self, comm: Any = None) -> Plan:
+    def plan(self, comm: Any = None, kept: list[Tensor] | None = None) -> Plan:
         """Args: comm: default: Alone."""
-        comm = comm or Alone(self.rank, self.layout, self.received)
-        flags = {"deterministic": False, "recompute": False, "backend": None, "max_seqlen": None}
-        q, k = self.own["q"], self.own["k"]
-        sizes = k.shape[-2], q.shape[-2] // k.shape[-2], kv_heads_per_pass(self.layout, k)
-        return Plan(comm, self.layout, self.config, False, *sizes, tuple(flags.items()))
+        layout, k = self.case.sharded, self.own["k"]
+        comm = comm or Alone(self.rank, layout, self.received, kept)
+        flags = ("deterministic", False), ("recompute", False), ("backend", None), ("max_seqlen", None)
+        sizes = self.case.h_kv, self.case.h // self.case.h_kv, kv_heads_per_pass(layout, k)
+        return Plan(comm, layout, self.case.config, False, *sizes, flags)
 
     @torch.no_grad()
     def forward(self) -> Tensor:
@@ -263,11 +260,9 @@ class ShareOf:
 
     @torch.no_grad()
     def both(self, kept: list[Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """out and gradients. Args: kept: takes the shares of dk and dv."""
+        """out and gradients. Args: kept: as of Alone."""
         out, saved = attend(self.plan(), self.own, saving=True)
-        plan: Any = self.plan()
-        plan.comm.kept = kept
-        return out, attend_backward(plan, self.own, saved, self.do)
+        return out, attend_backward(self.plan(kept=kept), self.own, saved, self.do)
 
 
 def kv_heads_per_pass(layout: Layout, k: Tensor) -> int:
@@ -277,15 +272,12 @@ def kv_heads_per_pass(layout: Layout, k: Tensor) -> int:
 
 def received_keys(layout: Layout, k: Tensor, v: Tensor) -> list[Tensor]:
     """Rows that each pass gathers: keys beside values, `[R * most tokens of a rank,B,heads,2 D]`, by ranks."""
-    most = max(layout.lengths)
-    received = []
-    for rows in torch.cat([k, v], -1).movedim(-3, 0).split(kv_heads_per_pass(layout, k), -2):
-        buffer, row = rows.new_zeros((layout.ranks * most, *rows.shape[1:])), 0
-        for start, stop in received_rows(layout.ranges, most):
-            buffer[start:stop] = rows[row : row + stop - start]
-            row += stop - start
-        received.append(buffer)
-    return received
+    rows, most = torch.cat([k, v], -1).movedim(-3, 0), max(layout.lengths)
+    buffer, row = rows.new_zeros((layout.ranks * most, *rows.shape[1:])), 0
+    for start, stop in received_rows(layout.ranges, most):
+        buffer[start:stop] = rows[row : row + stop - start]
+        row += stop - start
+    return [one.contiguous() for one in buffer.split(kv_heads_per_pass(layout, k), -2)]
 
 
 def take(tensors: Mapping[str, Tensor], shard: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -294,7 +286,7 @@ def take(tensors: Mapping[str, Tensor], shard: Callable[[Tensor], Tensor]) -> di
 
 
 def rows_of(ranges: Sequence[Range], x: Tensor) -> Tensor:
-    return torch.cat([x[:, :0], *(x[:, a:b] for a, b in ranges)], 1)
+    return torch.cat([x[:, a:b] for a, b in ranges], 1)
 
 
 def difference(got: Tensor, want: Tensor, *, exact: bool) -> str:
@@ -311,14 +303,13 @@ def difference(got: Tensor, want: Tensor, *, exact: bool) -> str:
     return "" if error <= budget else f"error {error:.2e} is above the budget {budget:.2e}"
 
 
-def time_undivided(case: Case, args: argparse.Namespace, device: torch.device) -> list[Row]:
-    tensors = make_tensors(case, args, device)
-    whole, rows = Whole(case.config, tensors, make_do(tensors["q"])), []
-    calls: dict[str, Callable[[], Any]] = {"fwd": whole.forward, "fwd+bwd": whole.both}
+def time_alone(args: argparse.Namespace, device: torch.device, case: Case, part: Whole | ShareOf) -> Iterator[Row]:
+    rank = part.rank if isinstance(part, ShareOf) else 0
+    calls: dict[str, Callable[[], Any]] = {"fwd": part.forward, "fwd+bwd": part.both}
     for direction, call in calls.items():
         timing = measure(call, device, seconds=args.seconds)
-        rows.append(make_row(case, args, 0, "alone", direction, timing.ms_p50, timing.peak_gib, case.n))
-    return rows
+        figures = timing.ms_p50, timing.peak_gib, case.sharded.lengths[rank]
+        yield make_row(case, args, rank, "alone", direction, *figures)
 
 
 # Shares alone
@@ -326,27 +317,25 @@ def time_undivided(case: Case, args: argparse.Namespace, device: torch.device) -
 
 def run_alone(args: argparse.Namespace) -> int:
     device = torch.device(args.device)
-    ways = {True: time_undivided, False: time_shares}
-    parts = [(case.name, partial(ways[case.ranks == 1], case, args, device)) for case in args.cases]
+    parts = [(case.name, partial(time_shares, args, device, case)) for case in args.cases]
     return run(args, environment(device), lambda _: parts, LINE, fields=fields, bars=find_bars, show=show)
 
 
-def time_shares(case: Case, args: argparse.Namespace, device: torch.device) -> list[Row]:
-    """Rows of all ranks. Raises WrongResult."""
-    tensors, layout = make_tensors(case, args, device), layout_of(case)
+def time_shares(args: argparse.Namespace, device: torch.device, case: Case) -> Iterator[Row]:
+    """Rows of all ranks, or of the undivided call. Raises WrongResult."""
+    tensors, layout = make_tensors(case, args, device), case.sharded
     whole = Whole(case.config, tensors, make_do(tensors["q"]))
+    if case.ranks == 1:
+        yield from time_alone(args, device, case, whole)
+        return
     received, shares = received_keys(layout, tensors["k"], tensors["v"]), []
     for rank, ranges in enumerate(layout.ranges):
         own, do = take(tensors, partial(rows_of, ranges)), rows_of(ranges, whole.do)
-        shares.append(ShareOf(case.config, layout, rank, own, do, received))
+        shares.append(ShareOf(case, rank, own, do, received))
     if wrong := check_shares(whole, layout, shares):
         raise WrongResult(f"{case.name}: {wrong}")
-    rows = []
-    for direction, share in product(PASSES, shares):
-        call: Callable[[], Any] = share.forward if direction == "fwd" else share.both
-        timing, tokens = measure(call, device, seconds=args.seconds), layout.lengths[share.rank]
-        rows.append(make_row(case, args, share.rank, "alone", direction, timing.ms_p50, timing.peak_gib, tokens))
-    return rows
+    for share in shares:
+        yield from time_alone(args, device, case, share)
 
 
 def check_shares(whole: Whole, layout: Layout, shares: Sequence[ShareOf]) -> str:
@@ -425,7 +414,7 @@ class Together:
     def measure(self, case: Case) -> list[Row]:
         """Rows of all ranks. Raises WrongResult on all of them."""
         if case.ranks == 1:
-            rows = time_undivided(case, self.args, self.device) if self.cp.rank == 0 else []
+            rows = list(time_shares(self.args, self.device, case)) if self.cp.rank == 0 else []
             self.start()
             return rows
         if red := self.check(case):
@@ -449,7 +438,7 @@ class Together:
 
     def time(self, case: Case) -> list[Row]:
         """Rows of all ranks: medians of calls that begin together."""
-        cp, layout = self.cp, layout_of(case)
+        cp, layout = self.cp, case.sharded
         tokens = layout.lengths[cp.rank]
         own = make_tensors(case, self.args, self.device, tokens)
         divided = Whole(case.config, own, make_do(own["q"]), cp.nsa)
@@ -457,7 +446,7 @@ class Together:
         k, per_pass = own["k"], kv_heads_per_pass(layout, own["k"])
         keys = k.new_empty(cp.size * max(layout.lengths), 1, per_pass, 2 * self.args.dim).normal_()
         received = [keys[:, :, :heads] for heads in range(case.h_kv, 0, -per_pass)]
-        share = ShareOf(case.config, layout, cp.rank, own, divided.do, received)
+        share = ShareOf(case, cp.rank, own, divided.do, received)
         rows = []
         for direction in PASSES:
             backward = direction == "fwd+bwd"
@@ -581,8 +570,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         for size, count in product(args.sizes or SIZES[args.device], ranks):
             preset, n, heads = size.split(":")
             case = Case(preset_name(preset), positive(n), *head_counts(heads), count)
-            if 0 in layout_of(case).lengths:
-                parser.error(f"--sizes must give every rank tokens, got {layout_of(case).lengths} for {case.name}")
+            if 0 in (tokens := case.sharded.lengths):
+                parser.error(f"--sizes must give every rank tokens, got {tokens} for {case.name}")
             cases.append(case)
     except (ValueError, argparse.ArgumentTypeError):
         parser.error(f"--sizes must be such as {SIZES['cuda'][0]}, got {args.sizes}")

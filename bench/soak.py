@@ -35,7 +35,7 @@ if __name__ == "__main__" and os.environ.keys().isdisjoint(("PYTORCH_ALLOC_CONF"
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, silu
+from torch.nn.functional import cross_entropy
 
 from bench.bars import Bar
 from bench.common import above_zero, add_device, make_parser, parse_args, positive, with_ending
@@ -75,24 +75,7 @@ SIZES = {
     "cuda": Sizes(width=256, heads=4, kv_heads=2, pairs=2, tokens=16384, tile=GPU_TILE, token=GPU_TOKEN),
     "cpu": Sizes(width=16, heads=2, kv_heads=1, pairs=1, tokens=28, tile=CPU_TILE, token=CPU_TOKEN),
 }
-"""By device. Head dim 64 on a GPU; the weights and their optimiser take 7 MiB there."""
-
-
-# The model
-
-
-class Layer(nn.Module):
-    def __init__(self, sizes: Sizes, config: NSAConfig) -> None:
-        super().__init__()
-        self.norm, self.feed_norm = nn.RMSNorm(sizes.width), nn.RMSNorm(sizes.width)
-        self.attention = NSAttention(sizes.width, sizes.heads, sizes.kv_heads, config=config)
-        self.up = nn.Linear(sizes.width, sizes.width, bias=False)
-        self.down = nn.Linear(sizes.width, sizes.width, bias=False)
-
-    def forward(self, hidden: Tensor, bounds: Tensor | None) -> Tensor:
-        hidden = hidden + self.attention(self.norm(hidden), cu_seqlens=bounds)
-        out: Tensor = hidden + self.down(silu(self.up(self.feed_norm(hidden))))
-        return out
+"""By device. Head dim 64 on a GPU."""
 
 
 class Model(nn.Module):
@@ -100,14 +83,17 @@ class Model(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
+        configs = (sizes.tile, sizes.token) * sizes.pairs
+        heads = sizes.width, sizes.heads, sizes.kv_heads
         self.embed = nn.Embedding(VOCABULARY, sizes.width)
-        self.layers = nn.ModuleList(Layer(sizes, config) for config in (sizes.tile, sizes.token) * sizes.pairs)
+        self.norms = nn.ModuleList(nn.RMSNorm(sizes.width) for _ in configs)
+        self.layers = nn.ModuleList(NSAttention(*heads, config=config) for config in configs)
         self.head = nn.Linear(sizes.width, VOCABULARY, bias=False)
 
     def forward(self, symbols: Tensor, bounds: Tensor | None) -> Tensor:
         hidden = self.embed(symbols)
-        for layer in self.layers:
-            hidden = layer(hidden, bounds)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            hidden = hidden + layer(norm(hidden), cu_seqlens=bounds)
         logits: Tensor = self.head(hidden)
         return logits
 
