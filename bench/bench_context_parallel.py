@@ -550,8 +550,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, "seconds", "bars", seconds=0.5)
     add_device(parser, "cuda", "cpu")
     add = parser.add_argument
-    add("--sizes", nargs="+", help=f"preset:N:heads; default: {' '.join(SIZES['cuda'])}, on a CPU shorter ones")
-    add("--ranks", nargs="+", type=positive, help="R, alone; default: 2 4 8 16 (CPU: 2 3)")
+    text = f"preset:N:heads; default: {' '.join(SIZES['cuda'])}, on a CPU shorter ones"
+    add("--sizes", nargs="+", type=undivided_case, help=text)
+    add("--ranks", nargs="+", type=positive, help="R, alone; default: 2 4 8 16 (CPU: 2 3); torchrun: its processes")
     add("--dim", type=positive, help="D; default: 128 (CPU: 16)")
     add("--out", help=f"results, without suffix; default: {LOCAL_RESULTS / 'context-parallel'}, torchrun: -together")
     add("--repeats", type=positive, default=5, help="of each timing under torchrun; default: %(default)s")
@@ -559,24 +560,27 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parse_args(parser, argv)
     args.together = "LOCAL_RANK" in os.environ
     args.dim, args.dtype = (args.dim or 16, "fp32") if args.device == "cpu" else (args.dim or 128, "bf16")
-    args.out = args.out or str(LOCAL_RESULTS / f"context-parallel{'-together' if args.together else ''}")
-    if args.together and args.ranks:
-        parser.error("--ranks is for shares alone: torchrun says how many ranks there are")
+    args.out = args.out or str(LOCAL_RESULTS / f"context-parallel{'-together' * args.together}")
     ranks = [int(os.environ["WORLD_SIZE"])] if args.together else args.ranks or RANKS[args.device]
     if args.together and args.bars and ranks[0] not in SPEEDUP_BARS:
         parser.error(f"--bars under torchrun are for {' and '.join(map(str, SPEEDUP_BARS))} ranks, got {ranks[0]}")
-    cases = []
-    try:
-        for size, count in product(args.sizes or SIZES[args.device], ranks):
-            preset, n, heads = size.split(":")
-            case = Case(preset_name(preset), positive(n), *head_counts(heads), count)
-            if 0 in (tokens := case.sharded.lengths):
-                parser.error(f"--sizes must give every rank tokens, got {tokens} for {case.name}")
-            cases.append(case)
-    except (ValueError, argparse.ArgumentTypeError):
-        parser.error(f"--sizes must be such as {SIZES['cuda'][0]}, got {args.sizes}")
-    args.cases = [*dict.fromkeys(case.undivided for case in cases), *cases]
+    undivided = args.sizes or [*map(undivided_case, SIZES[args.device])]
+    args.cases = [*undivided, *(case._replace(ranks=count) for case, count in product(undivided, ranks))]
+    for case in args.cases:
+        if 0 in (tokens := case.sharded.lengths):
+            parser.error(f"--sizes must give every rank tokens, got {tokens} for {case.name}")
     return args
+
+
+def undivided_case(text: str) -> Case:
+    """Argument type."""
+    try:
+        preset, n, heads = text.split(":")
+        if preset_name(preset) not in PRESETS:
+            raise ValueError(preset)
+        return Case(preset_name(preset), positive(n), *head_counts(heads), 1)
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise argparse.ArgumentTypeError(f"must be such as {SIZES['cuda'][0]}, got {text!r}") from error
 
 
 if __name__ == "__main__":

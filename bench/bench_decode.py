@@ -285,7 +285,7 @@ def measure_case(case: Case, args: argparse.Namespace, device: torch.device, tbs
             copies = [step, *(step.copy() for _ in range(num_copies(least) - 1))]
             timings = {"graph": time_layers([one.call for one in copies], device, args.seconds), **timings}
             del copies
-        beside: Row = {"floor_ms": None if tbs is None else least / tbs / 1e9}
+        beside = {"floor_ms": None if tbs is None else least / tbs / 1e9}
         dense_bytes = case.b * case.h_kv * case.n * 2 * args.dim * 2
         for name, make in () if args.no_peers else (("dense", dense_layer), ("fla", fla_layer)):
             try:
@@ -295,28 +295,18 @@ def measure_case(case: Case, args: argparse.Namespace, device: torch.device, tbs
                     torch.cuda.synchronize(device)  # raises, from this error, where no kernel runs any more
                 yield f"{name} did not run: {first_line(failure)} ({case.name})"
         host = {"eager": host_us(step.call, device)}
-        yield from (
-            make_row("decode", case, args, error, mode, x, host.get(mode), **beside) for mode, x in timings.items()
-        )
+        for mode, timing in timings.items():
+            yield make_row("decode", case, args, error, mode, timing, host_us=host.get(mode), **beside)
 
 
 def make_row(
-    op: str,
-    case: Case,
-    args: argparse.Namespace,
-    error: Error,
-    mode: str,
-    timing: Timing,
-    host_us: float | None = None,
-    *,
-    floor_ms: float | None = None,
-    dense_ms: float | None = None,
-    fla_ms: float | None = None,
+    op: str, case: Case, args: argparse.Namespace, error: Error, mode: str, timing: Timing, **more: float | None
 ) -> Row:
-    row = {"op": op, **case._asdict(), "d": args.dim, "dtype": args.dtype, "backend": args.backend, "mode": mode}
-    row |= {**timing.fields, "host_us": host_us, "floor_ms": floor_ms, "dense_ms": dense_ms, "fla_ms": fla_ms}
-    row |= {"share_of_floor": ratio(floor_ms, timing.ms_p50), "error": error.error, "error_budget": error.budget}
-    return {**row, "command": args.command}
+    """A row. Args: more: `host_us`, `floor_ms`, `dense_ms`, `fla_ms`, where there is one."""
+    row: Row = {"op": op, **case._asdict(), "d": args.dim, "dtype": args.dtype, "backend": args.backend, "mode": mode}
+    row |= {**timing.fields, **dict.fromkeys(("host_us", "floor_ms", "dense_ms", "fla_ms")), **more}
+    row |= {"share_of_floor": ratio(row["floor_ms"], timing.ms_p50), "error": error.error}
+    return {**row, "error_budget": error.budget, "command": args.command}
 
 
 def time_peer(layer: Callable[[], Callable[[], Any]], num_bytes: int, device: torch.device, seconds: float) -> float:

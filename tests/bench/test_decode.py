@@ -74,6 +74,7 @@ def test_chosen_are_the_definitions_blocks() -> None:
     found = bench.chosen(q, entries, token, config)
     assert found is not None
     assert set(found.tolist()) == forced | {*best}
+    assert bench.chosen(q, torch.zeros_like(entries), token, config) is None, "all blocks tie"
 
 
 def test_layers_have_keys_of_their_own() -> None:
