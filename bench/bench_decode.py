@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -52,9 +53,7 @@ LAYERS = 8  # Calls in a CUDA graph that is timed
 COLD_BYTES = 200 << 20
 """Least number of bytes that these calls read together, with enough copies of the keys: four times an H200's L2."""
 CHECKED = 8  # Rows of a case that are held against fp64: a token with the heads of a group
-NEAR_TIE, DRAWS = 4e-4, 8
-"""Relative changes of scores, and how often they are drawn: a choice that changes with them is a near tie. Kernels may
-choose another block where two scores differ by 1e-4 (decode/choose.py)."""
+NEAR_TIE = 1e-4  # Relative distance of two scores from which on kernels may choose another block (decode/choose.py)
 HOST_ROUNDS, HOST_CALLS = 5, 20
 
 MS_BARS = {(64 << 10, 1): 0.025, (64 << 10, 16): 0.085, (64 << 10, 64): 0.290, (1 << 20, 1): 0.065, (1 << 20, 8): 0.400}
@@ -238,14 +237,21 @@ def gather(step: Step, row: int, kv_head: int) -> list[Tensor]:
 
 
 def chosen(q: Tensor, k_cmp: Tensor, token: int, config: NSAConfig) -> Tensor | None:
-    """Blocks of a token by the reference in fp64, None for a near tie. Args: `q`: of `Step.means`."""
-    rows = torch.full((1, 1), token, device=q.device)
+    """Blocks of a token by the reference in fp64, None if the last one is nearly tied. Args: `q`: of `Step.means`."""
+    rows, count = torch.full((1, 1), token, device=q.device), config.num_selected_blocks
     scores, scored = score(q[None, :, None].double(), k_cmp[None, None].double(), rows, token + 1, config)
-    generator = torch.Generator(q.device).manual_seed(2)
-    noise = torch.randn((DRAWS, *scores.shape), generator=generator, device=q.device, dtype=scores.dtype)
-    several = torch.cat([scores, *(scores * (1 + NEAR_TIE * noise))])
-    blocks = select(several, scored, rows, token + 1, 1, config)[:, 0, 0]
-    return blocks[0][blocks[0] >= 0] if bool((blocks == blocks[0]).all()) else None
+
+    def best(scores: Tensor, count: int) -> set[int]:
+        some = select(scores, scored, rows, token + 1, 1, replace(config, num_selected_blocks=count))
+        return {block for block in some.flatten().tolist() if block >= 0}
+
+    blocks = best(scores, count)
+    for last in blocks - best(scores, count - 1):
+        begin, size = torch.arange(len(k_cmp), device=q.device) * config.stride, config.select_size
+        inside = (begin < (last + 1) * size) & (begin + config.compress_block_size > last * size)
+        if best(scores - NEAR_TIE * scores.abs() * inside, count) != blocks:
+            return None
+    return torch.tensor(sorted(blocks), device=q.device)
 
 
 def plain(

@@ -86,7 +86,6 @@ class Results:
                         print(*(row_line(line, row) for row in rows), *map(reason, missing), sep="\n", flush=True)
                 del run  # with the tensors that it holds
         except WrongResult as wrong:
-            self.parts.clear()
             self._write("red", red=list(wrong.args), missing=[], rows=[])
             print("Wrong results, so no times are reported:", *wrong.args, sep="\n  ")
             return False
