@@ -16,7 +16,6 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -42,17 +41,18 @@ from nsa.distributed.attention import Plan, attend, attend_backward, gathered_ke
 from nsa.distributed.comm import all_gather, received_rows
 from nsa.distributed.layout import Layout, Range, make_layout
 
-SIZES, CPU_SIZES = ("per_tile:1M:8/2", "paper:256K:64/4"), ("per_tile:600:2/1", "paper:300:2/1")
-RANKS, CPU_RANKS = (2, 4, 8, 16), (2, 3)
+SIZES = {"cuda": ("per_tile:1M:8/2", "paper:256K:64/4"), "cpu": ("per_tile:900:2/1", "paper:900:2/1")}
+RANKS = {"cuda": (2, 4, 8, 16), "cpu": (2, 3)}
 PASSES = ("fwd", "fwd+bwd")
-BALANCE_BAR, SCALING_BAR = 1.05, 1.08  # The slowest rank over the mean, with zigzag; all shares over the undivided call
+BALANCE_BAR, SCALING_BAR = 1.05, 1.08  # The slowest rank over the mean; all shares over the undivided call
+SPEEDUP_BARS = {2: 1.85, 4: 3.5}  # The speed-up of forward and backward by the number of ranks
 BAR_SIZES = {"per_tile": 1 << 20, "paper": 256 << 10}  # Tokens of the cases that bars are for
-LINE = "{preset} {h}/{h_kv} N={n} R={ranks} {layout}  rank {rank:<3} {mode:<9} {pass:<8}{ms:ms} ms  {tokens} tokens"
-SHARE = "{preset} N={n} R={ranks} {layout} {pass}  slowest over mean {slowest_over_mean:.3f}"
+LINE = "{preset} {h}/{h_kv} N={n} R={ranks}  rank {rank:<3} {mode:<9} {pass:<8}{ms:ms} ms  {tokens} tokens"
+SHARE = "{preset} N={n} R={ranks} {pass}  slowest over mean {slowest_over_mean:.3f}"
 SHARE += "  all over undivided {sum_over_single:.3f}  speed-up {speedup:.3f}  messages {messages_ms:.3f} ms"
 SHARE += "  not hidden {not_hidden_ms:.3f} ms  peak {peak_gib:.3f} GiB  bound {bound_gib:.3f} GiB"
-SPEEDUP_BARS = {2: 1.85, 4: 3.5}  # The speed-up of forward and backward by the number of ranks, with zigzag
-LINK_BYTES, CPU_LINK_BYTES = tuple(1 << n for n in (16, 18, 20, 22, 24, 26, 28, 30)), (1 << 12, 1 << 16, 1 << 20)
+LINK = "{collective}, {ranks} ranks: alpha {alpha_us:.1f} us  beta {beta_gbs:.0f} GB/s"
+LINK_BYTES = {"cuda": [1 << n for n in range(16, 31, 2)], "cpu": [1 << n for n in (12, 16, 20)]}
 """Bytes of a collective on all ranks together."""
 LINK_CALLS = 10  # Consecutive calls of a timing, so that ranks' different starts count little
 
@@ -72,15 +72,27 @@ class Case(NamedTuple):
     h: int
     h_kv: int
     ranks: int
-    layout: str
+
+    @property
+    def layout(self) -> str:
+        return "zigzag" if self.ranks > 1 else "contiguous"
 
     @property
     def name(self) -> str:
-        return f"{self.preset} {self.h}/{self.h_kv} N={self.n} R={self.ranks} {self.layout}"
+        return f"{self.preset} {self.h}/{self.h_kv} N={self.n} R={self.ranks}"
+
+    @property
+    def config(self) -> NSAConfig:
+        return PRESETS[self.preset]()
+
+    @property
+    def sharded(self) -> Layout:
+        """Ranks begin where those of ContextParallel do by default."""
+        return make_layout(self.n, None, self.ranks, self.layout, 256)
 
     @property
     def undivided(self) -> Case:
-        return self._replace(ranks=1, layout="contiguous")
+        return self._replace(ranks=1)
 
 
 def make_row(case: Case, args: argparse.Namespace, rank: int, mode: str, direction: str, *figures: Any) -> Row:
@@ -88,32 +100,16 @@ def make_row(case: Case, args: argparse.Namespace, rank: int, mode: str, directi
 
     Mode "alone": keys of all ranks are there already; "messages": nothing is computed; "together".
     """
-    row = {**case._asdict(), "d": args.dim, "dtype": args.dtype, "rank": rank, "mode": mode, "pass": direction}
-    named = zip(("ms", "peak_gib", "tokens"), figures, strict=True)
-    return {**row, **dict(named), "command": args.command}
+    row = {**case._asdict(), "layout": case.layout, "d": args.dim, "dtype": args.dtype, "rank": rank, "mode": mode}
+    named = dict(zip(("ms", "peak_gib", "tokens"), figures, strict=True))
+    return {**row, "pass": direction, **named, "command": args.command}
 
 
 def case_of(row: Row) -> Case:
     return Case(*(row[name] for name in Case._fields))
 
 
-def report(
-    args: argparse.Namespace,
-    find_bars: Callable[[Sequence[Row]], Iterable[Bar]],
-    show: Callable[[dict[str, Any]], None] = lambda _: None,
-) -> dict[str, Any]:
-    """Keywords of `run` for files with shares: their fields, bars, and what is printed besides `show`."""
-    shares = partial(find_shares, kv_heads_per_pass=args.kv_heads_per_pass)
-
-    def show_all(content: dict[str, Any]) -> None:
-        print(*(row_line(SHARE, share) for share in content["shares"]), sep="\n")
-        show(content)
-
-    fields = {"fields": lambda results: {"shares": shares(results.rows)}}
-    return {**fields, "bars": lambda rows: find_bars(shares(rows)), "show": show_all}
-
-
-def find_shares(rows: Sequence[Row], kv_heads_per_pass: int | None = None) -> list[Row]:
+def find_shares(rows: Sequence[Row]) -> list[Row]:
     """Figures that the rows of a case and pass give together; None if something was not measured.
 
     slowest_over_mean, and sum_over_single, over the undivided call: of shares alone. speedup: the undivided call over
@@ -121,26 +117,36 @@ def find_shares(rows: Sequence[Row], kv_heads_per_pass: int | None = None) -> li
     most, together. bound_gib: upper bound of it.
     """
     shares: list[Row] = []
-    for case, direction in dict.fromkeys((case_of(row), row["pass"]) for row in rows if row["ranks"] > 1):
-        own = [row for row in rows if (case_of(row), row["pass"]) == (case, direction)]
-        undivided = (row["ms"] for row in rows if (case_of(row), row["pass"]) == (case.undivided, direction))
-        single, alone = next(undivided, None), [row for row in own if row["mode"] == "alone"]
-        slowest = {mode: max(row["ms"] for row in own if row["mode"] == mode) for mode in {row["mode"] for row in own}}
-        together, times = slowest.get("together"), [row["ms"] for row in alone]
-        peaks = [row["peak_gib"] for row in own if row["mode"] == "together" and row["peak_gib"] is not None]
-        share = {"preset": case.preset, "n": case.n, "ranks": case.ranks, "layout": case.layout, "pass": direction}
-        share |= {
-            "slowest_over_mean": max(times) / statistics.mean(times),
-            "sum_over_single": ratio(sum(times), single),
-        }
-        share |= {"speedup": ratio(single, together), "messages_ms": slowest.get("messages")}
-        share |= {"not_hidden_ms": None if together is None else together - slowest["alone"]}
-        bound = max(bound_gib(row, kv_heads_per_pass) for row in alone) if peaks else None
-        shares.append({**share, "peak_gib": max(peaks, default=None), "bound_gib": bound})
+    by_key: dict[Any, list[Row]] = {}
+    for row in rows:
+        by_key.setdefault((case_of(row), row["pass"], row["mode"]), []).append(row)
+
+    def most(field: str, *key: Any) -> float | None:
+        return max((row[field] for row in by_key.get(key, []) if row[field] is not None), default=None)
+
+    for case, direction in dict.fromkeys(key[:2] for key in by_key if key[0].ranks > 1):
+        alone = by_key[case, direction, "alone"]
+        times, single = [row["ms"] for row in alone], most("ms", case.undivided, direction, "alone")
+        call, peak_gib = (most(field, case, direction, "together") for field in ("ms", "peak_gib"))
+        share: Row = {"preset": case.preset, "n": case.n, "ranks": case.ranks, "layout": case.layout, "pass": direction}
+        share |= {"slowest_over_mean": max(times) / statistics.mean(times)}
+        share |= {"sum_over_single": ratio(sum(times), single), "speedup": ratio(single, call)}
+        share |= {"messages_ms": most("ms", case, direction, "messages")}
+        share |= {"not_hidden_ms": None if call is None else call - max(times), "peak_gib": peak_gib}
+        shares.append({**share, "bound_gib": None if peak_gib is None else max(map(bound_gib, alone))})
     return shares
 
 
-def bound_gib(row: Row, kv_heads_per_pass: int | None = None) -> float:
+def fields(results: Results) -> dict[str, Any]:
+    return {"shares": find_shares(results.rows)}
+
+
+def show(content: dict[str, Any]) -> None:
+    print(*(row_line(SHARE, share) for share in content["shares"]), sep="\n")
+    print(*(row_line(LINK, link) for link in content.get("links", [])), sep="\n")
+
+
+def bound_gib(row: Row) -> float:
     """GiB beside inputs that a call of `cute` takes at most on the rank of a row: the tensors that live at a time.
 
     docs/distributed.md has them in words (Memory). A part is taken to have all of the rank's tokens, as where its two
@@ -149,7 +155,7 @@ def bound_gib(row: Row, kv_heads_per_pass: int | None = None) -> float:
     config, size, wide = PRESETS[row["preset"]](), DTYPES[row["dtype"]].itemsize, torch.float32.itemsize
     n, kv_heads, dim, ranks, tokens = (int(row[name]) for name in ("n", "h_kv", "d", "ranks", "tokens"))
     group, token_mode = row["h"] // kv_heads, config.token_mode
-    per_pass = kv_heads_per_pass or heads_per_pass(kv_heads, n, 2 * dim * (size + wide))
+    per_pass = heads_per_pass(kv_heads, n, 2 * dim * (size + wide))
     # Of a key/value head: its keys and values, the same in fp32, and what is like q of its query heads
     keys = n * 2 * dim * size
     sums, entries = keys * wide / size, keys / config.stride
@@ -178,21 +184,6 @@ def bound_gib(row: Row, kv_heads_per_pass: int | None = None) -> float:
 # Calls
 
 
-def config_of(case: Case, device: torch.device) -> NSAConfig:
-    """The preset; on a CPU with tiles that a short sequence has some of."""
-    small = device.type == "cpu" and case.preset == "per_tile"
-    return PRESETS[case.preset](q_tile_size=64) if small else PRESETS[case.preset]()
-
-
-def tile_of(config: NSAConfig, device: torch.device) -> int:
-    """Where ranks begin: ContextParallel's default, on a CPU less."""
-    return max(config.q_tile_size, 16 if device.type == "cpu" else 256)
-
-
-def backend_of(device: torch.device) -> str | None:
-    return "reference" if device.type == "cpu" else None
-
-
 def make_tensors(case: Case, args: argparse.Namespace, device: torch.device, n: int | None = None) -> dict[str, Tensor]:
     sizes = Sizes(1, n or case.n, case.h, case.h_kv, args.dim)
     return make_problem("random", sizes, device=device, dtype=DTYPES[args.dtype]).tensors()
@@ -211,28 +202,25 @@ class Whole(NamedTuple):
     do: Tensor
     run: Callable[..., Tensor] = nsa
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"config": self.config, "backend": backend_of(self.do.device)}
-
     @torch.no_grad()
     def forward(self) -> Tensor:
-        return self.run(**self.tensors, **self.options)
+        return self.run(**self.tensors, config=self.config)
 
     def both(self, *, deterministic: bool = False) -> tuple[Tensor, ...]:
         """out and the gradients of q, k, v."""
         leaves: dict[str, Any] = {name: x.detach().requires_grad_() for name, x in self.tensors.items()}
-        out = self.run(**leaves, **self.options, deterministic=deterministic)
+        out = self.run(**leaves, config=self.config, deterministic=deterministic)
         return out.detach(), *torch.autograd.grad(out, [leaves[name] for name in "qkv"], self.do)
 
 
 class Alone:
-    """The Comm of a rank whose keys of all ranks are there (`received_keys`), and whose shares go nowhere."""
+    """The Comm of a rank whose keys of all ranks are there, those of each pass, and whose shares go nowhere.
 
-    def __init__(self, rank: int, layout: Layout, received: Sequence[Tensor]) -> None:
-        self.rank, self.size, self.layout, self.received = rank, layout.ranks, layout, iter(received)
-        self.kept: list[Tensor] | None = None
-        """Shares of dk and dv, pass after pass; None: not kept."""
+    `kept`, if given, takes the shares of dk and dv, pass after pass.
+    """
+
+    def __init__(self, rank: int, layout: Layout, received: Iterable[Tensor], kept: list[Tensor] | None = None) -> None:
+        self.rank, self.size, self.layout, self.received, self.kept = rank, layout.ranks, layout, iter(received), kept
 
     def start_gather(self, rows: Tensor, held: Sequence[list[Range]]) -> Callable[[], list[Tensor]]:
         """Keys and values of the next heads, in the pieces that Comm.start_gather has."""
@@ -249,26 +237,22 @@ class Alone:
         return torch.cat([shares[:0], *(shares[a - first : b - first] for a, b in held[self.rank])])
 
 
-@dataclass(frozen=True)
-class ShareOf:
+class ShareOf(NamedTuple):
     """A rank's part in a call, as ContextParallel runs it: its rows and weights, and what Alone receives."""
 
-    args: argparse.Namespace
-    config: NSAConfig
-    layout: Layout
+    case: Case
     rank: int
     own: Mapping[str, Tensor]
     do: Tensor
     received: Sequence[Tensor]
 
-    def plan(self, comm: Any = None) -> Plan:
+    def plan(self, comm: Any = None, kept: list[Tensor] | None = None) -> Plan:
         """Args: comm: default: Alone."""
-        comm = comm or Alone(self.rank, self.layout, self.received)
-        backend = backend_of(self.do.device)
-        flags = {"deterministic": False, "recompute": False, "backend": backend, "max_seqlen": None}
-        kv_heads, per_pass = self.own["k"].shape[-2], kv_heads_per_pass(self.args, self.layout, self.own["k"])
-        sizes = kv_heads, self.own["q"].shape[-2] // kv_heads, per_pass
-        return Plan(comm, self.layout, self.config, False, *sizes, tuple(flags.items()))
+        layout, k = self.case.sharded, self.own["k"]
+        comm = comm or Alone(self.rank, layout, self.received, kept)
+        flags = ("deterministic", False), ("recompute", False), ("backend", None), ("max_seqlen", None)
+        sizes = self.case.h_kv, self.case.h // self.case.h_kv, kv_heads_per_pass(layout, k)
+        return Plan(comm, layout, self.case.config, False, *sizes, flags)
 
     @torch.no_grad()
     def forward(self) -> Tensor:
@@ -276,35 +260,33 @@ class ShareOf:
 
     @torch.no_grad()
     def both(self, kept: list[Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """out and gradients. Args: kept: takes the shares of dk and dv."""
+        """out and gradients. Args: kept: as of Alone."""
         out, saved = attend(self.plan(), self.own, saving=True)
-        plan: Any = self.plan()
-        plan.comm.kept = kept
-        return out, attend_backward(plan, self.own, saved, self.do)
+        return out, attend_backward(self.plan(kept=kept), self.own, saved, self.do)
 
 
-def kv_heads_per_pass(args: argparse.Namespace, layout: Layout, k: Tensor) -> int:
-    """The number that was asked for, or that ContextParallel chooses for a sequence of such keys."""
-    row_bytes = 2 * args.dim * (k.dtype.itemsize + torch.float32.itemsize)
-    return args.kv_heads_per_pass or heads_per_pass(k.shape[-2], layout.tokens, row_bytes)
+def kv_heads_per_pass(layout: Layout, k: Tensor) -> int:
+    """The number that ContextParallel chooses for a sequence of such keys."""
+    return heads_per_pass(k.shape[-2], layout.tokens, 2 * k.shape[-1] * (k.dtype.itemsize + torch.float32.itemsize))
 
 
-def received_keys(layout: Layout, k: Tensor, v: Tensor, per_pass: int) -> list[Tensor]:
+def received_keys(layout: Layout, k: Tensor, v: Tensor) -> list[Tensor]:
     """Rows that each pass gathers: keys beside values, `[R * most tokens of a rank,B,heads,2 D]`, by ranks."""
-    most = max(layout.lengths)
-    received = []
-    for heads in torch.arange(k.shape[-2]).split(per_pass):
-        rows = torch.cat([x[..., heads[0] : heads[-1] + 1, :].movedim(-3, 0) for x in (k, v)], -1)
-        buffer, row = rows.new_zeros((layout.ranks * most, *rows.shape[1:])), 0
-        for start, stop in received_rows(layout.ranges, most):
-            buffer[start:stop] = rows[row : row + stop - start]
-            row += stop - start
-        received.append(buffer)
-    return received
+    rows, most = torch.cat([k, v], -1).movedim(-3, 0), max(layout.lengths)
+    buffer, row = rows.new_zeros((layout.ranks * most, *rows.shape[1:])), 0
+    for start, stop in received_rows(layout.ranges, most):
+        buffer[start:stop] = rows[row : row + stop - start]
+        row += stop - start
+    return [one.contiguous() for one in buffer.split(kv_heads_per_pass(layout, k), -2)]
 
 
-def take(x: Tensor, ranges: Sequence[Range]) -> Tensor:
-    return torch.cat([x[:, :0], *(x[:, a:b] for a, b in ranges)], 1)
+def take(tensors: Mapping[str, Tensor], shard: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """A rank's tensors: its rows of those that have a row for each token, and all weights."""
+    return {name: x if name == "gate_proj_weight" else shard(x) for name, x in tensors.items()}
+
+
+def rows_of(ranges: Sequence[Range], x: Tensor) -> Tensor:
+    return torch.cat([x[:, a:b] for a, b in ranges], 1)
 
 
 def difference(got: Tensor, want: Tensor, *, exact: bool) -> str:
@@ -321,40 +303,39 @@ def difference(got: Tensor, want: Tensor, *, exact: bool) -> str:
     return "" if error <= budget else f"error {error:.2e} is above the budget {budget:.2e}"
 
 
+def time_alone(args: argparse.Namespace, device: torch.device, case: Case, part: Whole | ShareOf) -> Iterator[Row]:
+    rank = part.rank if isinstance(part, ShareOf) else 0
+    calls: dict[str, Callable[[], Any]] = {"fwd": part.forward, "fwd+bwd": part.both}
+    for direction, call in calls.items():
+        timing = measure(call, device, seconds=args.seconds)
+        figures = timing.ms_p50, timing.peak_gib, case.sharded.lengths[rank]
+        yield make_row(case, args, rank, "alone", direction, *figures)
+
+
 # Shares alone
 
 
 def run_alone(args: argparse.Namespace) -> int:
     device = torch.device(args.device)
-    cases = [*dict.fromkeys(case.undivided for case in args.cases), *args.cases]
-    parts = [(case.name, partial(time_shares, case, args, device)) for case in cases]
-    return run(args, environment(device), lambda _: parts, LINE, **report(args, find_bars))
+    parts = [(case.name, partial(time_shares, args, device, case)) for case in args.cases]
+    return run(args, environment(device), lambda _: parts, LINE, fields=fields, bars=find_bars, show=show)
 
 
-def time_shares(case: Case, args: argparse.Namespace, device: torch.device) -> list[Row]:
-    """Rows of all ranks. Raises WrongResult."""
-    config, tensors = config_of(case, device), make_tensors(case, args, device)
-    whole = Whole(config, tensors, make_do(tensors["q"]))
-    layout = make_layout(case.n, None, case.ranks, case.layout, tile_of(config, device))
-    shares = [] if case.ranks == 1 else divide(args, whole, layout)
-    if shares and (wrong := check_shares(whole, layout, shares)):
-        raise WrongResult(f"{case.name}: {wrong}")
-    rows = []
-    timed: Sequence[Whole | ShareOf] = shares or [whole]
-    for direction, (rank, share) in product(args.passes, enumerate(timed)):
-        call: Callable[[], Any] = share.forward if direction == "fwd" else share.both
-        timing, tokens = measure(call, device, seconds=args.seconds), layout.lengths[rank]
-        rows.append(make_row(case, args, rank, "alone", direction, timing.ms_p50, timing.peak_gib, tokens))
-    return rows
-
-
-def divide(args: argparse.Namespace, whole: Whole, layout: Layout) -> list[ShareOf]:
-    k, v = whole.tensors["k"], whole.tensors["v"]
-    shares, received = [], received_keys(layout, k, v, kv_heads_per_pass(args, layout, k))
+def time_shares(args: argparse.Namespace, device: torch.device, case: Case) -> Iterator[Row]:
+    """Rows of all ranks, or of the undivided call. Raises WrongResult."""
+    tensors, layout = make_tensors(case, args, device), case.sharded
+    whole = Whole(case.config, tensors, make_do(tensors["q"]))
+    if case.ranks == 1:
+        yield from time_alone(args, device, case, whole)
+        return
+    received, shares = received_keys(layout, tensors["k"], tensors["v"]), []
     for rank, ranges in enumerate(layout.ranges):
-        own = {n: x if n == "gate_proj_weight" else take(x, ranges) for n, x in whole.tensors.items()}
-        shares.append(ShareOf(args, whole.config, layout, rank, own, take(whole.do, ranges), received))
-    return shares
+        own, do = take(tensors, partial(rows_of, ranges)), rows_of(ranges, whole.do)
+        shares.append(ShareOf(case, rank, own, do, received))
+    if wrong := check_shares(whole, layout, shares):
+        raise WrongResult(f"{case.name}: {wrong}")
+    for share in shares:
+        yield from time_alone(args, device, case, share)
 
 
 def check_shares(whole: Whole, layout: Layout, shares: Sequence[ShareOf]) -> str:
@@ -366,7 +347,7 @@ def check_shares(whole: Whole, layout: Layout, shares: Sequence[ShareOf]) -> str
         out, gradients = share.both(kept)
         totals = [a + b for a, b in zip(totals, kept, strict=True)] if totals else kept
         for name, got, want in (("out", out, expected), ("dq", gradients["q"], dq)):
-            if wrong := difference(got, take(want, ranges), exact=name == "out" and whole.do.is_cuda):
+            if wrong := difference(got, rows_of(ranges, want), exact=name == "out" and whole.do.is_cuda):
                 return f"{name} of rank {rank}: {wrong}"
     for i, (name, want) in enumerate(zip(("dk", "dv"), dkv, strict=True)):
         got = torch.cat(totals[i::2], -2).movedim(0, -3).to(want.dtype)
@@ -375,10 +356,11 @@ def check_shares(whole: Whole, layout: Layout, shares: Sequence[ShareOf]) -> str
     return ""
 
 
-def find_bars(shares: Sequence[Row]) -> Iterator[Bar]:
-    for preset, ranks, direction in product(BAR_SIZES, RANKS, PASSES):
-        where = {"preset": preset, "n": BAR_SIZES[preset], "ranks": ranks, "layout": "zigzag", "pass": direction}
-        name = f"{preset} {BAR_SIZES[preset] >> 10}K, {ranks} ranks, {direction}"
+def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
+    shares = find_shares(rows)
+    for (preset, n), ranks, direction in product(BAR_SIZES.items(), RANKS["cuda"], PASSES):
+        where = {"preset": preset, "n": n, "ranks": ranks, "pass": direction}
+        name = f"{preset} {n >> 10}K, {ranks} ranks, {direction}"
         balance, total = (figure(shares, where, field) for field in ("slowest_over_mean", "sum_over_single"))
         yield Bar(f"{name}, slowest over mean", balance, BALANCE_BAR, at_least=False, unit="x")
         yield Bar(f"{name}, all over undivided", total, SCALING_BAR, at_least=False, unit="x")
@@ -404,16 +386,13 @@ class Together:
     """The job of a rank; that of rank 0 also writes the results."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        group = dist.group.WORLD
-        if group is None:
-            raise RuntimeError("there is no process group")
-        self.args, self.device, self.group = args, device, group
-        self.all = ContextParallel(group)  # to start at one time
+        group: Any = dist.group.WORLD
+        self.args, self.device, self.cp = args, device, ContextParallel(group)
 
     def run(self) -> int:
-        if dist.get_rank() == 0:
-            hooks = report(self.args, partial(find_bars_together, dist.get_world_size()), show_links)
-            return run(self.args, environment(self.device), self.parts, LINE, **hooks)
+        if self.cp.rank == 0:
+            bars = partial(find_bars_together, self.cp.size)
+            return run(self.args, environment(self.device), self.parts, LINE, fields=fields, bars=bars, show=show)
         try:
             for _, measured in self.parts(None):
                 measured()
@@ -428,69 +407,48 @@ class Together:
         links = self.links()
         if results is not None:
             results.fact("links", lambda: links)
-        for case in [*dict.fromkeys(case.undivided for case in self.args.cases), *self.args.cases]:
+        for case in self.args.cases:
             if case.name not in done[0]:
                 yield case.name, partial(self.measure, case)
 
     def measure(self, case: Case) -> list[Row]:
         """Rows of all ranks. Raises WrongResult on all of them."""
         if case.ranks == 1:
-            return self.time_undivided(case)
+            rows = list(time_shares(self.args, self.device, case)) if self.cp.rank == 0 else []
+            self.start()
+            return rows
         if red := self.check(case):
             raise WrongResult(f"{case.name}: {red}")
         return self.time(case)
 
-    # Checks
-
     def check(self, case: Case) -> str:
         """Description of the first wrong rows of at most `--checked` tokens on any rank, or ""."""
-        config, cp = self.parallel(case)
         tensors = make_tensors(case, self.args, self.device, min(case.n, self.args.checked))
-        do = make_do(tensors["q"])
-        own = {n: x if n == "gate_proj_weight" else cp.shard(x) for n, x in tensors.items()}
-        divided = Whole(config, own, cp.shard(do), cp.nsa)
+        do, cp = make_do(tensors["q"]), self.cp
+        divided = Whole(case.config, take(tensors, cp.shard), cp.shard(do), cp.nsa)
+        expected = Whole(case.config, tensors, do).both()
         got, again = (divided.both(deterministic=True) for _ in range(2))
         wrong = ""
-        for name, x, y, z in zip(("out", "dq", "dk", "dv"), got, again, Whole(config, tensors, do).both(), strict=True):
-            if not torch.equal(x, y):
-                wrong = wrong or f"{name} differs from run to run"
+        for name, x, y, z in zip(("out", "dq", "dk", "dv"), got, again, expected, strict=True):
             found = difference(x, cp.shard(z), exact=name == "out" and self.device.type == "cuda")
+            if not wrong and not torch.equal(x, y):
+                wrong = f"{name} differs from run to run"
             wrong = wrong or (f"{name}: {found}" if found else "")
-        told = self.tell(wrong)
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text), "")
-
-    # Times
-
-    def time_undivided(self, case: Case) -> list[Row]:
-        """On rank 0, while others wait."""
-        rows = []
-        if dist.get_rank() == 0:
-            tensors = make_tensors(case, self.args, self.device)
-            whole = Whole(config_of(case, self.device), tensors, make_do(tensors["q"]))
-            for direction in self.args.passes:
-                call: Callable[[], Any] = whole.forward if direction == "fwd" else whole.both
-                timing = measure(call, self.device, seconds=self.args.seconds)
-                rows.append(make_row(case, self.args, 0, "alone", direction, timing.ms_p50, timing.peak_gib, case.n))
-        self.start()
-        return rows
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(self.tell(wrong)) if text), "")
 
     def time(self, case: Case) -> list[Row]:
         """Rows of all ranks: medians of calls that begin together."""
-        config, cp = self.parallel(case)
-        layout = make_layout(case.n, None, cp.size, cp.layout, cp.tile)
+        cp, layout = self.cp, case.sharded
         tokens = layout.lengths[cp.rank]
-        tensors = make_tensors(case, self.args, self.device, max(tokens, 1))
-        own = {name: x if name == "gate_proj_weight" else x[:, :tokens] for name, x in tensors.items()}
-        divided = Whole(config, own, make_do(own["q"]), cp.nsa)
+        own = make_tensors(case, self.args, self.device, tokens)
+        divided = Whole(case.config, own, make_do(own["q"]), cp.nsa)
         # Keys of all ranks, alone: the same ones in each pass, so that they take the memory of one
-        per_pass = kv_heads_per_pass(self.args, layout, own["k"])
-        most = cp.size * max(layout.lengths)
-        keys = torch.randn(most, 1, per_pass, 2 * self.args.dim, device=self.device).to(own["k"].dtype)
-        heads_left = range(case.h_kv, 0, -per_pass)
-        received = [keys[:, :, :heads] for heads in heads_left]
-        share = ShareOf(self.args, config, layout, cp.rank, own, divided.do, received)
+        k, per_pass = own["k"], kv_heads_per_pass(layout, own["k"])
+        keys = k.new_empty(cp.size * max(layout.lengths), 1, per_pass, 2 * self.args.dim).normal_()
+        received = [keys[:, :, :heads] for heads in range(case.h_kv, 0, -per_pass)]
+        share = ShareOf(case, cp.rank, own, divided.do, received)
         rows = []
-        for direction in self.args.passes:
+        for direction in PASSES:
             backward = direction == "fwd+bwd"
             calls: dict[str, Callable[[], Any]] = {
                 "alone": share.both if backward else share.forward,
@@ -504,29 +462,22 @@ class Together:
                     rows.append(make_row(case, self.args, rank, mode, direction, *figures))
         return rows
 
-    def parallel(self, case: Case) -> tuple[Any, ContextParallel]:
-        config, heads = config_of(case, self.device), self.args.kv_heads_per_pass
-        tile = tile_of(config, self.device)
-        return config, ContextParallel(self.group, case.layout, tile, kv_heads_per_pass=heads)
-
     def links(self) -> list[dict[str, Any]]:
         """Times of both collectives by their bytes, and the constants of the model that fit them best."""
-        found, size = [], dist.get_world_size()
-        for name in ("all_gather", "all_to_all"):
+        found, size = [], self.cp.size
+        for name, send in (("all_gather", all_gather), ("all_to_all", dist.all_to_all_single)):
             times = []
-            for count in CPU_LINK_BYTES if self.device.type == "cpu" else LINK_BYTES:
+            for count in LINK_BYTES[self.device.type]:
                 sent = torch.zeros(count // size * size, dtype=torch.uint8, device=self.device)
-                if name == "all_gather":
-                    call = partial(all_gather, torch.empty_like(sent), sent[: count // size])
-                else:
-                    call = partial(dist.all_to_all_single, torch.empty_like(sent), sent)
+                given = sent[: count // size] if send is all_gather else sent
+                call = partial(repeat, partial(send, torch.empty_like(sent), given))
                 call()
-                ms = [self.milliseconds(partial(repeat, call), host=False) for _ in range(self.args.repeats)]
-                slowest = max(self.tell(statistics.median(ms))) / LINK_CALLS
-                times.append({"bytes": sent.nbytes, "ms": slowest})
+                ms = [self.milliseconds(call, host=False) for _ in range(self.args.repeats)]
+                times.append({"bytes": sent.nbytes, "ms": max(self.tell(statistics.median(ms))) / LINK_CALLS})
             alpha_us, beta_gbs = fit_link([(one["bytes"], one["ms"]) for one in times], size)
-            constants = {"ranks": size, "alpha_us": alpha_us, "beta_gbs": beta_gbs}
-            found.append({"collective": name, **constants, "times": times})
+            found.append(
+                {"collective": name, "ranks": size, "alpha_us": alpha_us, "beta_gbs": beta_gbs, "times": times}
+            )
         return found
 
     def milliseconds(self, call: Callable[[], Any], *, host: bool = True) -> float:
@@ -536,13 +487,13 @@ class Together:
 
     def start(self) -> None:
         """Wait for all ranks, on the host, and then for the device."""
-        self.all.sum(torch.zeros(1, device=self.device))
+        self.cp.sum(torch.zeros(1, device=self.device))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def tell(self, figure: Any) -> list[Any]:
         """The figures of all ranks."""
-        told: list[Any] = [None] * dist.get_world_size()
+        told: list[Any] = [None] * self.cp.size
         dist.all_gather_object(told, figure)
         return told
 
@@ -576,19 +527,14 @@ def fit_link(times: Sequence[tuple[int, float]], ranks: int) -> tuple[float, flo
     return alpha, 1 / inverse_beta
 
 
-def show_links(content: dict[str, Any]) -> None:
-    for link in content["links"]:
-        print("{collective}, {ranks} ranks: alpha {alpha_us:.1f} us, beta {beta_gbs:.0f} GB/s".format(**link))
-
-
 def find_bars_together(ranks: int, rows: Sequence[Row]) -> Iterator[Bar]:
+    shares = find_shares(rows)
     for preset, n in BAR_SIZES.items():
-        where = {"preset": preset, "n": n, "ranks": ranks, "layout": "zigzag"}
-        name, both = f"{preset} {n >> 10}K, {ranks} ranks", PASSES[-1]
-        speedup = figure(rows, {**where, "pass": both}, "speedup")
-        yield Bar(f"{name}, {both}, speed-up", speedup, SPEEDUP_BARS[ranks], at_least=True, unit="x")
+        where, name = {"preset": preset, "n": n, "ranks": ranks}, f"{preset} {n >> 10}K, {ranks} ranks"
+        speedup = figure(shares, {**where, "pass": "fwd+bwd"}, "speedup")
+        yield Bar(f"{name}, fwd+bwd, speed-up", speedup, SPEEDUP_BARS[ranks], at_least=True, unit="x")
         for direction in PASSES:
-            memory = figure(rows, {**where, "pass": direction}, "peak_gib", "bound_gib")
+            memory = figure(shares, {**where, "pass": direction}, "peak_gib", "bound_gib")
             yield Bar(f"{name}, {direction}, peak over bound", memory, 1.0, at_least=False, unit="x")
 
 
@@ -601,40 +547,40 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser(__doc__, "dtype", "seconds", "bars", seconds=0.5)
+    parser = make_parser(__doc__, "seconds", "bars", seconds=0.5)
     add_device(parser, "cuda", "cpu")
     add = parser.add_argument
-    add("--sizes", nargs="+", help=f"preset:N:heads; default: {' '.join(SIZES)} (CPU: {' '.join(CPU_SIZES)})")
-    add("--ranks", nargs="+", type=positive, help="R, alone; default: 2 4 8 16 (CPU: 2 3)")
-    add("--layouts", nargs="+", choices=["zigzag", "contiguous"], default=["zigzag"], help="default: zigzag")
-    add("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="default: both")
-    add("--kv-heads-per-pass", type=positive, help="default: that of ContextParallel")
+    text = f"preset:N:heads; default: {' '.join(SIZES['cuda'])}, on a CPU shorter ones"
+    add("--sizes", nargs="+", type=undivided_case, help=text)
+    add("--ranks", nargs="+", type=positive, help="R, alone; default: 2 4 8 16 (CPU: 2 3); torchrun: its processes")
     add("--dim", type=positive, help="D; default: 128 (CPU: 16)")
     add("--out", help=f"results, without suffix; default: {LOCAL_RESULTS / 'context-parallel'}, torchrun: -together")
     add("--repeats", type=positive, default=5, help="of each timing under torchrun; default: %(default)s")
     add("--checked", type=positive, default=16 << 10, help="most tokens of the check under torchrun; default: 16K")
     args = parse_args(parser, argv)
     args.together = "LOCAL_RANK" in os.environ
-    on_cpu = args.device == "cpu"
-    args.dim, args.dtype = args.dim or (16 if on_cpu else 128), args.dtype or ("fp32" if on_cpu else "bf16")
-    args.out = args.out or str(LOCAL_RESULTS / f"context-parallel{'-together' if args.together else ''}")
-    if args.together and args.ranks:
-        parser.error("--ranks is for shares alone: torchrun says how many ranks there are")
-    ranks = [int(os.environ["WORLD_SIZE"])] if args.together else args.ranks or (CPU_RANKS if on_cpu else RANKS)
+    args.dim, args.dtype = (args.dim or 16, "fp32") if args.device == "cpu" else (args.dim or 128, "bf16")
+    args.out = args.out or str(LOCAL_RESULTS / f"context-parallel{'-together' * args.together}")
+    ranks = [int(os.environ["WORLD_SIZE"])] if args.together else args.ranks or RANKS[args.device]
     if args.together and args.bars and ranks[0] not in SPEEDUP_BARS:
         parser.error(f"--bars under torchrun are for {' and '.join(map(str, SPEEDUP_BARS))} ranks, got {ranks[0]}")
-    device, args.cases = torch.device(args.device), []
-    try:
-        for size, count, layout in product(args.sizes or (CPU_SIZES if on_cpu else SIZES), ranks, args.layouts):
-            preset, n, heads = size.split(":")
-            case = Case(preset_name(preset), positive(n), *head_counts(heads), count, layout)
-            lengths = make_layout(case.n, None, case.ranks, layout, tile_of(config_of(case, device), device)).lengths
-            if 0 in lengths:
-                parser.error(f"--sizes must give every rank tokens, got {lengths} for {case.name}")
-            args.cases.append(case)
-    except (KeyError, ValueError, argparse.ArgumentTypeError):
-        parser.error(f"--sizes must be such as {SIZES[0]}, got {args.sizes}")
+    undivided = args.sizes or [*map(undivided_case, SIZES[args.device])]
+    args.cases = [*undivided, *(case._replace(ranks=count) for case, count in product(undivided, ranks))]
+    for case in args.cases:
+        if 0 in (tokens := case.sharded.lengths):
+            parser.error(f"--sizes must give every rank tokens, got {tokens} for {case.name}")
     return args
+
+
+def undivided_case(text: str) -> Case:
+    """Argument type."""
+    try:
+        preset, n, heads = text.split(":")
+        if preset_name(preset) not in PRESETS:
+            raise ValueError(preset)
+        return Case(preset_name(preset), positive(n), *head_counts(heads), 1)
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise argparse.ArgumentTypeError(f"must be such as {SIZES['cuda'][0]}, got {text!r}") from error
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ against fp64 before anything is timed: where one is above its budget, nothing is
 is appended in chunks, too, beside one call of `nsa_forward` on all of it: rows of op "prefill".
 
 Dense decoding is PyTorch's SDPA with grouped heads over contiguous keys: of N_q tokens each sees all keys. fla's is
-parallel_nsa of the last tokens over all keys, which it pools again, without its window, which is flash-attn's. What no
-graph can hold is timed eagerly, after other work, and `missing` says so.
+parallel_nsa of the last tokens over all keys, which it pools again, without its window, which is flash-attn's.
 
 Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv. The same command goes on where it
 was stopped.
@@ -22,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -45,12 +45,9 @@ from bench.roofline import choose_peaks
 from bench.timing import BUSY_CYCLES, Timing, capture, measure
 from dispatch.device import first_line
 from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
+from nsa.reference import score, select
 
-HEADS = ("64/4", "32/8")
-SIZES = ("8K:1,16,64,128", "64K:1,16,64,128", "1M:1,8")
-PREFILL = "1M:8K"
-CPU_HEADS, CPU_SIZES, CPU_PREFILL = ("4/1",), ("300:1,2",), "300:128"
-"""Sizes of a run that only shows that the script works."""
+SIZES = "8K:1,16,64,128 64K:1,16,64,128 1M:1,8"
 PAGE_SIZE = 64
 LAYERS = 8  # Calls in a CUDA graph that is timed
 COLD_BYTES = 200 << 20
@@ -132,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     peaks = choose_peaks(facts["device"], None, args.peak_tbs)
     tbs = args.peak_tbs or (None if peaks is None else peaks.tbs)
     parts: list[Measurement] = [(case.name, partial(measure_case, case, args, device, tbs)) for case in args.cases]
-    for n, chunk in args.prefill:
+    for n, chunk in chain(*args.prefill):
         parts.append((f"prefill N={n} in chunks of {chunk}", partial(time_prefill, args, device, n, chunk)))
     with torch.no_grad():
         return run(args, {**facts, "floor_tbs": tbs}, lambda _: parts, LINE, bars=find_bars, csv=True)
@@ -144,21 +141,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     common.add_device(parser, "cuda", "cpu")
     add = parser.add_argument
     add("--presets", nargs="+", type=common.preset_name, choices=list(PRESETS), default=["paper", "per_tile"])
-    help_of_heads = f"query/key heads; default: {' '.join(HEADS)} (CPU: {' '.join(CPU_HEADS)})"
-    add("--heads", nargs="+", type=head_counts, help=help_of_heads)
-    add("--sizes", nargs="+", type=lengths, help=f"N:batches; default: {' '.join(SIZES)} (CPU: {' '.join(CPU_SIZES)})")
+    add("--heads", nargs="+", type=head_counts, default=[(64, 4), (32, 8)], help="query/key heads; default: 64/4 32/8")
+    add("--sizes", nargs="+", type=lengths, default=[*map(lengths, SIZES.split())], help=f"N:batches; default: {SIZES}")
     add("--queries", nargs="+", type=positive, default=[1, 4], help="N_q; default: 1 4")
-    add("--prefill", nargs="*", type=lengths, help=f"N:tokens of a chunk; default: {PREFILL} (CPU: {CPU_PREFILL})")
+    add("--prefill", nargs="*", type=lengths, default=[lengths("1M:8K")], help="N:tokens of a chunk; default: 1M:8K")
     args = common.parse_args(parser, argv)
     common.resolve_backend(parser, args, "nsa_with_cache")
-    usual = (CPU_HEADS, CPU_SIZES, CPU_PREFILL) if args.device == "cpu" else (HEADS, SIZES, PREFILL)
-    pairs = args.heads or [*map(head_counts, usual[0])]
-    sizes = args.sizes or [*map(lengths, usual[1])]
-    args.prefill = [*chain(*([lengths(usual[2])] if args.prefill is None else args.prefill))]
-    args.prefill_heads = pairs[0]
     args.cases = [
         Case(preset, h, h_kv, n, b, n_q)
-        for preset, (h, h_kv), (n, b), n_q in product(args.presets, pairs, chain(*sizes), args.queries)
+        for preset, (h, h_kv), (n, b), n_q in product(args.presets, args.heads, chain(*args.sizes), args.queries)
         if n_q <= n
     ]
     return args
@@ -184,28 +175,23 @@ def make_table(case: Case, filled: int, generator: torch.Generator) -> PageTable
     return PageTable(pages.view(case.b, columns), seqlens, page_size=PAGE_SIZE, num_pages=len(pages))
 
 
-def make_step(case: Case, args: argparse.Namespace, device: torch.device) -> Step | str:
-    """The case, or why it does not run. Pages are filled with noise, entries with noise of a mean's deviation."""
+def make_step(case: Case, args: argparse.Namespace, device: torch.device) -> Step:
+    """Pages are filled with noise, entries with noise of a mean's deviation. Raises what a step raises."""
     config, dtype = PRESETS[case.preset](), DTYPES[args.dtype]
     generator = torch.Generator(device).manual_seed(0)
     table = make_table(case, case.n - case.n_q, generator)
-    try:
-        cache = NSACache(config, table, heads=case.h, heads_kv=case.h_kv, dim=args.dim, dtype=dtype)
-        for name, memory in cache.pages.items():
-            memory.normal_(0, config.compress_block_size**-0.5 if name.endswith("_cmp") else 1, generator=generator)
-        if cache.tile_sums is not None:
-            cache.tile_sums.normal_(generator=generator)
-        q, k, v, gates = (
-            torch.randn((case.b, case.n_q, *shape), generator=generator, device=device).to(dtype)
-            for shape in case.shapes(args.dim)
-        )
-        step = Step(case, config, cache, q, k, v, gates, args.backend)
-        with table.step(case.n_q):
-            step.call()
-    except dispatch.BackendError as refusal:
-        return f"{case.name} did not run: {str(refusal).splitlines()[0]}"
-    except torch.OutOfMemoryError:
-        return f"{case.name} did not run: out of memory"
+    cache = NSACache(config, table, heads=case.h, heads_kv=case.h_kv, dim=args.dim, dtype=dtype)
+    for name, memory in cache.pages.items():
+        memory.normal_(0, config.compress_block_size**-0.5 if name.endswith("_cmp") else 1, generator=generator)
+    if cache.tile_sums is not None:
+        cache.tile_sums.normal_(generator=generator)
+    q, k, v, gates = (
+        torch.randn((case.b, case.n_q, *shape), generator=generator, device=device).to(dtype)
+        for shape in case.shapes(args.dim)
+    )
+    step = Step(case, config, cache, q, k, v, gates, args.backend)
+    with table.step(case.n_q):
+        step.call()
     return step
 
 
@@ -241,48 +227,31 @@ def check(step: Step) -> Error:
     return Error("", oracles.deviation(result, oracle), float(budget))
 
 
-def gather(step: Step, row: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def gather(step: Step, row: int, kv_head: int) -> list[Tensor]:
     """Keys, values and entries of a sequence and key/value head, `[n,D]`."""
-    case, config, table = step.case, step.config, step.cache.table
-    tokens = torch.arange(case.n, device=step.q.device)
-    last = torch.arange(config.num_compressed(case.n), device=step.q.device) * config.stride
-    last += config.compress_block_size - 1
-    pages = table.block_table[row].long()
-
-    def rows(name: str, at: Tensor, slots: Tensor) -> Tensor:
-        return step.cache.pages[name][pages[at // PAGE_SIZE], slots, kv_head]
-
-    k, v = (rows(name, tokens, tokens % PAGE_SIZE) for name in ("k", "v"))
-    k_cmp, v_cmp = (rows(name, last, last % PAGE_SIZE // config.stride) for name in ("k_cmp", "v_cmp"))
-    return k, v, k_cmp, v_cmp
+    case, cache, device = step.case, step.cache, step.q.device
+    tokens = cache.table.rows(torch.arange(case.n, device=device).expand(case.b, -1))[row]
+    entries = cache.entry_rows(torch.arange(step.config.num_compressed(case.n), device=device).expand(case.b, -1))[row]
+    rows = {"k": tokens, "v": tokens, "k_cmp": entries, "v_cmp": entries}
+    return [cache.pages[name].flatten(0, 1)[at, kv_head] for name, at in rows.items()]
 
 
 def chosen(q: Tensor, k_cmp: Tensor, token: int, config: NSAConfig) -> Tensor | None:
-    """Blocks of a token by the definition (docs/semantics.md), None for a near tie. Args: `q`: of `Step.means`."""
-    length, stride, size = config.compress_block_size, config.stride, config.select_size
-    last, visible = token // size, config.num_compressed(token + 1)
-    blocks = torch.arange(last + 1, device=q.device)
-    logits = config.scale(q.shape[1]) * q.double() @ k_cmp[:visible].double().T
-    p = (torch.softmax(logits, -1) if config.token_mode else logits).sum(0)
-    begin = torch.arange(visible, device=q.device) * stride
-    score, covered = (torch.zeros(last + 1, dtype=torch.float64, device=q.device) for _ in range(2))
-    for i in range(-(-(length + size) // size)):  # the blocks that an entry overlaps
-        block = begin // size + i
-        overlap = (begin + length).minimum((block + 1) * size) - begin.maximum(block * size)
-        known = (block <= last) & (overlap > 0)
-        score.index_add_(0, block[known], (p * overlap / length)[known])
-        covered.index_add_(0, block[known], (overlap.double() / length)[known])
-    if not config.token_mode:
-        score = score / covered
-    forced = (blocks < config.num_init_blocks) | (blocks > last - config.num_local_blocks)
-    room = config.num_selected_blocks - int(forced.sum())
-    others = blocks[~forced & (covered > 0)]
-    order = score[others].argsort(descending=True, stable=True)
-    if 0 < room < len(others):
-        taken, left = (score[others[order[i]]] for i in (room - 1, room))
-        if taken - left <= NEAR_TIE * abs(taken):
+    """Blocks of a token by the reference in fp64, None if the last one is nearly tied. Args: `q`: of `Step.means`."""
+    rows, count = torch.full((1, 1), token, device=q.device), config.num_selected_blocks
+    scores, scored = score(q[None, :, None].double(), k_cmp[None, None].double(), rows, token + 1, config)
+
+    def best(scores: Tensor, count: int) -> set[int]:
+        some = select(scores, scored, rows, token + 1, 1, replace(config, num_selected_blocks=count))
+        return {block for block in some.flatten().tolist() if block >= 0}
+
+    blocks = best(scores, count)
+    for last in blocks - best(scores, count - 1):
+        begin, size = torch.arange(len(k_cmp), device=q.device) * config.stride, config.select_size
+        inside = (begin < (last + 1) * size) & (begin + config.compress_block_size > last * size)
+        if best(scores - NEAR_TIE * scores.abs() * inside, count) != blocks:
             return None
-    return torch.cat([blocks[forced], others[order[: max(room, 0)]]])
+    return torch.tensor(sorted(blocks), device=q.device)
 
 
 def plain(
@@ -308,9 +277,10 @@ def plain(
 
 def measure_case(case: Case, args: argparse.Namespace, device: torch.device, tbs: float | None) -> Iterator[Row | str]:
     """A row for each mode."""
-    step = make_step(case, args, device)
-    if isinstance(step, str):
-        yield step
+    try:
+        step = make_step(case, args, device)
+    except (dispatch.BackendError, torch.OutOfMemoryError) as refusal:
+        yield f"{case.name} did not run: {first_line(refusal)}"
         return
     with step.cache.table.step(case.n_q):
         error = check(step)
@@ -321,47 +291,38 @@ def measure_case(case: Case, args: argparse.Namespace, device: torch.device, tbs
             copies = [step, *(step.copy() for _ in range(num_copies(least) - 1))]
             timings = {"graph": time_layers([one.call for one in copies], device, args.seconds), **timings}
             del copies
-        beside: Row = {"floor_ms": None if tbs is None else least / tbs / 1e9, "dense_ms": None, "fla_ms": None}
+        beside = {"floor_ms": None if tbs is None else least / tbs / 1e9}
         dense_bytes = case.b * case.h_kv * case.n * 2 * args.dim * 2
         for name, make in () if args.no_peers else (("dense", dense_layer), ("fla", fla_layer)):
             try:
-                beside[f"{name}_ms"], eagerly = time_peer(make(step), dense_bytes, device, args.seconds)
-                if eagerly:
-                    yield f"{name} is timed eagerly: {eagerly} ({case.name})"
+                beside[f"{name}_ms"] = time_peer(make(step), dense_bytes, device, args.seconds)
             except Exception as failure:  # whatever a peer raises is why it has no time
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)  # raises, from this error, where no kernel runs any more
                 yield f"{name} did not run: {first_line(failure)} ({case.name})"
-        of_case = case_fields("decode", case, args, error) | beside
-        floor, host = beside["floor_ms"], {"eager": host_us(step.call, device)}
-        yield from (of_case | time_fields(mode, x, floor, host.get(mode)) for mode, x in timings.items())
+        host = {"eager": host_us(step.call, device)}
+        for mode, timing in timings.items():
+            yield make_row("decode", case, args, error, mode, timing, host_us=host.get(mode), **beside)
 
 
-def case_fields(op: str, case: Case, args: argparse.Namespace, error: Error) -> Row:
-    row = {"op": op, **case._asdict(), "d": args.dim, "dtype": args.dtype, "backend": args.backend}
-    return {**row, "error": error.error, "error_budget": error.budget, "command": args.command}
+def make_row(
+    op: str, case: Case, args: argparse.Namespace, error: Error, mode: str, timing: Timing, **more: float | None
+) -> Row:
+    """A row. Args: more: `host_us`, `floor_ms`, `dense_ms`, `fla_ms`, where there is one."""
+    row: Row = {"op": op, **case._asdict(), "d": args.dim, "dtype": args.dtype, "backend": args.backend, "mode": mode}
+    row |= {**timing.fields, **dict.fromkeys(("host_us", "floor_ms", "dense_ms", "fla_ms")), **more}
+    row |= {"share_of_floor": ratio(row["floor_ms"], timing.ms_p50), "error": error.error}
+    return {**row, "error_budget": error.budget, "command": args.command}
 
 
-def time_fields(mode: str, timing: Timing, floor_ms: float | None = None, host: float | None = None) -> Row:
-    """Args: `host`: microseconds of the host."""
-    share = ratio(floor_ms, timing.ms_p50)
-    return {"mode": mode, **timing.fields, "host_us": host, "share_of_floor": share}
-
-
-def time_peer(
-    layer: Callable[[], Callable[[], Any]], num_bytes: int, device: torch.device, seconds: float
-) -> tuple[float, str]:
-    """Milliseconds of a peer's call, of which `layer` makes another layer's, and why no graph holds it, if so."""
-    calls, why = [layer() for _ in range(num_copies(num_bytes) if device.type == "cuda" else 1)], ""
+def time_peer(layer: Callable[[], Callable[[], Any]], num_bytes: int, device: torch.device, seconds: float) -> float:
+    """Milliseconds of a peer's call, of which `layer` makes another layer's."""
+    if device.type == "cpu":
+        return measure(layer(), device, seconds=seconds).ms_p50
+    calls = [layer() for _ in range(num_copies(num_bytes))]
     for call in calls:
         call()
-    if device.type == "cuda":
-        try:
-            return time_layers(calls, device, seconds).ms_p50, ""
-        except RuntimeError as error:
-            why = str(error).partition("\n")[0]
-            calls = [layer()]  # what the peer keeps of the others may be memory that only the graph would have written
-    return measure(calls[0], device, seconds=seconds, host=False).ms_p50, why
+    return time_layers(calls, device, seconds).ms_p50
 
 
 def num_copies(num_bytes: int) -> int:
@@ -382,7 +343,7 @@ def time_layers(calls: Sequence[Callable[[], Any]], device: torch.device, second
 
 def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: int) -> list[Row]:
     """A prompt of n tokens in chunks with a cache, and as one call without: two rows, with the largest difference."""
-    h, h_kv = args.prefill_heads
+    h, h_kv = args.heads[0]
     case, dtype = Case("paper", h, h_kv, n, 1, chunk), DTYPES[args.dtype]
     config, generator = PRESETS[case.preset](), torch.Generator(device).manual_seed(0)
     table = make_table(case, 0, generator)
@@ -406,9 +367,10 @@ def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: 
     hold(f"prefill N={n} in chunks of {chunk}", error)
     del expected
     ways: dict[str, Callable[[], Any]] = {"chunks": lambda: [append(part) for part in parts][-1], "whole": whole}
-    timings = {mode: measure(call, device, seconds=args.seconds, host=False) for mode, call in ways.items()}
-    of_case = case_fields("prefill", case, args, error) | {"floor_ms": None, "dense_ms": None, "fla_ms": None}
-    return [of_case | time_fields(mode, timing) for mode, timing in timings.items()]
+    return [
+        make_row("prefill", case, args, error, mode, measure(call, device, seconds=args.seconds, host=False))
+        for mode, call in ways.items()
+    ]
 
 
 def floor_bytes(case: Case, config: NSAConfig, dim: int) -> int:

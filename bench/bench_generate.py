@@ -121,31 +121,24 @@ def time_step(model: Any, mode: str, b: int, n: int, padded: bool, device: torch
     torch.compiler.reset()  # shapes of earlier cases would make those of a graph dynamic
     step = stepper(model, mode, b, n, padded, device)
     step()
-    run = step
-    if mode == "graph":
-        run = capture(step, device).replay  # type: ignore[assignment]
-    return measure(run, device, seconds=1.0, most=STEPS - 8)
+    call: Callable[[], Any] = capture(step, device).replay if mode == "graph" else step
+    return measure(call, device, seconds=1.0, most=STEPS - 8)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     device = torch.device(args.device)
-    sizes = {key: getattr(args, key) for key in (*SIZES, "dtype")}
+    head = {**environment(device), "sizes": {key: getattr(args, key) for key in (*SIZES, "dtype")}}
 
     def parts(_: Results) -> Iterator[Measurement]:
-        models = make_models(args)
-        for name, mode, n, b, padded in product(models, args.modes, args.n, args.batch, (False, True)):
+        models, modes = make_models(args), MODES if args.device == "cuda" else ("eager",)
+        for name, mode, n, b, padded in product(models, modes, args.n, args.batch, (False, True)):
             part = f"{name}, {mode}, N={n}, B={b}{', padded' if padded else ''}"
             if not padded or (b > 1 and name != "dense_unmasked"):
                 yield part, partial(measure_case, part, models, device, name, mode, n, b, padded)
 
-    def bars(rows: Sequence[Row]) -> Iterator[Bar]:
-        return find_bars(rows if sizes == {**SIZES, "dtype": "bf16"} else [])
-
     with torch.no_grad():
-        return run(
-            args, {**environment(device), "sizes": sizes}, parts, LINE, bars=bars, gate="unchecked", checked=False
-        )
+        return run(args, head, parts, LINE, bars=find_bars, checked=False)
 
 
 def measure_case(
@@ -171,8 +164,7 @@ def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    defaults = {"dtype": "bf16", "out": str(LOCAL_RESULTS / "generate")}
-    parser = make_parser(__doc__, "dtype", "bars", "out", **defaults)
+    parser = make_parser(__doc__, "dtype", "bars", "out", dtype="bf16", out=str(LOCAL_RESULTS / "generate"))
     add_device(parser)
     add = parser.add_argument
 
@@ -181,10 +173,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--batch", type=numbers, default=[1, 16], help="sequences; default: 1,16")
     for name, default in SIZES.items():
         add(f"--{name.replace('_', '-')}", type=positive, default=default, help="of the models; default: %(default)s")
-    add("--modes", nargs="+", choices=MODES, help="default: eager, on CUDA all")
-    args = parse_args(parser, argv)
-    args.modes = args.modes or (list(MODES) if args.device == "cuda" else ["eager"])
-    return args
+    return parse_args(parser, argv)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Time of each stage of NSA on an NVIDIA GPU, beside its floor; --token: of the paper's token mode.
+"""Time of each stage of NSA per tile on an NVIDIA GPU, beside its floor, as replays of CUDA graphs.
 
 A stage's floor is the larger of its bytes over the copy bandwidth measured here and its operations over the peak; that
 of a whole forward, backward or both is the end-to-end benchmark's (bench/roofline.py), with this bandwidth. With
 --backward the selected branch is timed both through FlashAttention-4 and, on Hopper, through the kernels without
 atomics ("split"), each with its lists; "selected, lists" are those of FlashAttention-4 alone, "split, ..." kernels
-without lists. A stage that no CUDA graph can hold is timed eagerly, and so named.
+without lists.
 
-Nothing is checked here. Writes OUT.json (schema: docs/results_files.md) after every length, heads and option; the same
-command resumes where it was stopped or killed.
+Nothing is checked here. Writes OUT.json (schema: docs/results_files.md) after every length and option; the same command
+resumes where it was stopped or killed.
 """
 
 from __future__ import annotations
@@ -29,61 +29,45 @@ from torch import Tensor
 from bench import roofline
 from bench.common import comma_list, make_parser, parse_args, positive
 from bench.inputs import Sizes, make_problem
-from bench.report import LOCAL_RESULTS, environment
+from bench.report import LOCAL_RESULTS, gpu_facts
 from bench.results_file import Measurement, Results, Row, run
 from bench.roofline import Peaks, Work
-from bench.timing import copy_bandwidth, graph_ms, measure
-from cute_kernels.fa4.rules import rules as rules_of
-from cute_kernels.plan import has_atomic_free_backward
+from bench.timing import copy_bandwidth, graph_ms
 from nsa import NSAConfig, nsa_forward
 
 # Kernels are imported where they are called: the command line needs no CuTe DSL.
 if TYPE_CHECKING:
     from cute_kernels import forward
     from cute_kernels.call import Call
-    from cute_kernels.fa4.interface import Gradients
-    from cute_kernels.gate.backward import GateResults
 
-DIM = 128
-TILE_HEADS, TOKEN_HEADS = ((8, 2),), ((64, 4), (32, 8))  # Query and key/value heads, by what selects
-SEQLENS = {"": "8K,32K,128K,1M", "-backward": "32K,128K,512K,1M", "-token": "8K,64K", "-token-backward": "8K,64K"}
+HEADS, KV_HEADS, DIM = 8, 2, 128
+SEQLENS = {"": "8K,32K,128K,1M", "-backward": "32K,128K,512K,1M"}
 DEVICE = torch.device("cuda")
-LINE = "{n:>8} {h:>3}/{h_kv} {stage:<16}{ms:9.4f} ms  floor {floor_ms:8.4f} {share:6.0%}  num_cmp={num_cmp}"
+LINE = "{n:>8} {stage:<16}{ms:9.4f} ms  floor {floor_ms:8.4f} {share:6.0%}  num_cmp={num_cmp}"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__, "peak-tflops")
     parser.add_argument("--backward", action="store_true", help="the stages of the backward")
-    parser.add_argument("--out", help=f"results, without suffix; default: bench/results/local/stages and {[*SEQLENS]}")
-    parser.add_argument("--token", action="store_true", help="the stages of token mode")
-    parser.add_argument("--seqlens", type=comma_list(positive), help=f"default: {SEQLENS}")
+    parser.add_argument("--out", help="results, without suffix; default: bench/results/local/stages or stages-backward")
+    parser.add_argument("--seqlens", type=comma_list(positive), help=f"default: {' or '.join(SEQLENS.values())}")
     args = parse_args(parser, argv)
-    which = "-token" * args.token + "-backward" * args.backward
+    which = "-backward" * args.backward
     args.out = args.out or str(LOCAL_RESULTS / f"stages{which}")
-    if not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU")
-    facts = environment(DEVICE)
-    peaks: Peaks | None = roofline.choose_peaks(facts["device"], args.peak_tflops, None)
-    if peaks is None:
-        parser.error(f"--peak-tflops: not known of {facts['device']}")
-    configs = [NSAConfig.paper()] if args.token else [NSAConfig(num_cmp_selected_blocks=count) for count in (None, 16)]
-    lengths = args.seqlens or comma_list(positive)(SEQLENS[which])
-    cases = product(lengths, TOKEN_HEADS if args.token else TILE_HEADS, configs)
+    facts = gpu_facts(parser, args.peak_tflops)
+    cases = product(args.seqlens or comma_list(positive)(SEQLENS[which]), (None, 16))
 
     def parts(results: Results) -> Iterator[Measurement]:
-        copy_tbs = results.fact("copy_tbs", copy_bandwidth)
-        print(f"copy: {copy_tbs:.2f} TB/s", flush=True)
-        for n, heads, config in cases:
-            sizes, here = Sizes(1, n, *heads, DIM), Peaks(peaks.tflops, copy_tbs)
-            yield f"{n} {heads[0]}/{heads[1]} {config.num_cmp_selected_blocks}", partial(part, sizes, config, here)
+        peaks = Peaks(facts["peak_tflops"], results.fact("copy_tbs", copy_bandwidth))
+        for n, num_cmp in cases:
+            sizes, config = Sizes(1, n, HEADS, KV_HEADS, DIM), NSAConfig(num_cmp_selected_blocks=num_cmp)
+            yield f"{n} {HEADS}/{KV_HEADS} {num_cmp}", partial(part, sizes, config, peaks)
 
-    def part(sizes: Sizes, config: NSAConfig, here: Peaks) -> list[Row]:
-        stages = (backward_stages if args.backward else forward_stages)(sizes, config, here)
+    def part(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Row]:
+        stages = (backward_stages if args.backward else forward_stages)(sizes, config, peaks)
         return [row_of(sizes, config, stage) for stage in stages]
 
-    split = {"split": takes_atomic_free()} if args.backward and not args.token else {}
-    head = {**facts, "peak_tflops": peaks.tflops}
-    return run(args, head, parts, LINE, fields=lambda _: split, gate="unchecked")
+    return run(args, facts, parts, LINE, fields=lambda _: {}, checked=False)
 
 
 class Stage(NamedTuple):
@@ -93,44 +77,44 @@ class Stage(NamedTuple):
 
 
 def row_of(sizes: Sizes, config: NSAConfig, stage: Stage) -> Row:
-    """A stage's median GPU time; without a graph, if it has to be, so with host time where that is longer."""
-    name = stage.name
-    try:
-        stage.call()
-        ms = graph_ms(stage.call, DEVICE, most=10)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        print(f"no graph: {str(error).splitlines()[0]}")
-        name, ms = f"{name} (eager)", measure(stage.call, DEVICE, seconds=0.5, most=10).ms_p50
-    torch.cuda.empty_cache()  # graphs keep what they reserved
+    """A stage's median GPU time."""
+    stage.call()
+    ms = graph_ms(stage.call, DEVICE, most=10)
     row = {"n": sizes.tokens, "h": sizes.heads, "h_kv": sizes.kv_heads, "num_cmp": config.num_cmp_selected_blocks}
-    return {**row, "stage": name, "ms": ms, "floor_ms": stage.floor_ms, "share": stage.floor_ms / ms}
+    return {**row, "stage": stage.name, "ms": ms, "floor_ms": stage.floor_ms, "share": stage.floor_ms / ms}
 
 
 def forward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Stage]:
-    """Stages of the forward of one sequence. In token mode the whole gates while it adds the selected branch up."""
+    """Stages of the forward of one sequence."""
     from cute_kernels import forward
     from cute_kernels.call import prepare, selected_lists
     from cute_kernels.pool.compress import compress_kv, tile_means
     from cute_kernels.select.tile import tile_topk
-    from cute_kernels.select.token import token_topk
 
     inputs, n = make_problem("random", sizes, device=DEVICE, dtype=torch.bfloat16), sizes.tokens
     q, k, v = inputs.q, inputs.k, inputs.v
     call = prepare(inputs, config)
     k_cmp, v_cmp, entries = call.k_cmp, call.v_cmp, call.k_cmp.shape[1]
-    branches = forward.attend(call, 0, n, lse=False)
-    indices, cmp_indices, token_mode = branches.indices, branches.cmp_indices, config.token_mode
+    branches, means = forward.attend(call, 0, n, lse=False), tile_means(q, call.plan.tile)
+    indices, cmp_indices = branches.indices, branches.cmp_indices
     compressed_keys, selected_keys, window_keys = roofline.branch_keys(n, config)
     row_bytes, key_bytes = 2 * n * sizes.heads * sizes.dim, 2 * n * sizes.kv_heads * sizes.dim
     scoring = roofline.score_flops(sizes, config)
 
-    def attend_compressed() -> forward.Branch:
-        return forward.attend_compressed(call, q, k_cmp, v_cmp, cmp_indices, 0, token_mode)
+    def attend_compressed() -> Any:
+        return forward.attend_compressed(call, q, k_cmp, v_cmp, cmp_indices, 0, False)
 
-    def attend_selected() -> forward.Branch:
+    def attend_selected() -> Any:
         return forward.attend_selected(call, q, k, v, indices, 0, False, holds_forced=True)
+
+    def choose(blocks: Any) -> Callable[[], Tensor]:
+        return lambda: tile_topk(means, k_cmp, blocks, keys=call.entry, tile=call.plan.tile, tokens=n)
+
+    def lists() -> Any:
+        return selected_lists(call, q, k, indices, 0), forward.entry_lists(call, q, k_cmp, cmp_indices, 0)
+
+    def everything() -> Tensor:
+        return nsa_forward(q, k, v, gate_proj_weight=inputs.gate_proj_weight, config=config)
 
     def stage(name: str, call: Callable[[], Any], moved: float, flops: float = 0) -> Stage:
         return Stage(name, call, Work(moved, flops).floor_ms(peaks.tbs, peaks.tflops))
@@ -139,35 +123,13 @@ def forward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Stage]
         return stage(name, call, 2 * row_bytes, roofline.attention_flops(sizes, keys))
 
     entry_bytes = 2 * 2 * entries * sizes.kv_heads * sizes.dim
-    stages = [stage("compress", lambda: compress_kv(inputs, config), 2 * key_bytes + entry_bytes)]
-    compressed = attention("compressed", attend_compressed, compressed_keys)
-    if token_mode:
-        lse = attend_compressed().lse
-        if lse is None:
-            raise ValueError("needs the compressed branch's lse")
-        stages += [compressed, stage("choose", lambda: token_topk(q, k_cmp, lse, config), row_bytes, scoring)]
-    else:
-        means = tile_means(q, call.plan.tile)
-
-        def choose(blocks: Any) -> Callable[[], Tensor]:
-            return lambda: tile_topk(means, k_cmp, blocks, keys=call.entry, tile=call.plan.tile, tokens=n)
-
-        def lists() -> Any:
-            return selected_lists(call, q, k, indices, 0), forward.entry_lists(call, q, k_cmp, cmp_indices, 0)
-
-        stages += [
-            stage("tile means", lambda: tile_means(q, call.plan.tile), row_bytes),
-            stage("score", choose(call.select), 0, scoring),
-            *([] if call.select_cmp is None else [stage("score, cmp", choose(call.select_cmp), 0, scoring)]),
-            stage("lists", lists, 0),
-            compressed,
-        ]
-
-    def everything() -> Tensor:
-        return nsa_forward(q, k, v, gate_proj_weight=inputs.gate_proj_weight, config=config)
-
     return [
-        *stages,
+        stage("compress", lambda: compress_kv(inputs, config), 2 * key_bytes + entry_bytes),
+        stage("tile means", lambda: tile_means(q, call.plan.tile), row_bytes),
+        stage("score", choose(call.select), 0, scoring),
+        *([] if call.select_cmp is None else [stage("score, cmp", choose(call.select_cmp), 0, scoring)]),
+        stage("lists", lists, 0),
+        attention("compressed", attend_compressed, compressed_keys),
         attention("selected", attend_selected, selected_keys),
         attention("window", lambda: forward.attend_window(call, q, k, v, 0, False), window_keys),
         stage("gate", lambda: forward.gate(call, branches, 0, n), 5 * row_bytes),
@@ -175,163 +137,117 @@ def forward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Stage]
     ]
 
 
-class HeadChunk(NamedTuple):
-    """Tensors that the stages read and write for a range of key/value heads, as cute_kernels.backward makes them."""
-
-    call: Call
-    branches: forward.BranchOutputs
-    do: Tensor
-    gates: Tensor
-    gated: GateResults
-    cmp: Gradients
-    slc: Gradients
-    win: Gradients
-    dk: Tensor
-    dv: Tensor
-    entries: tuple[Tensor, Tensor]
-
-
-def make_head_chunk(
-    call: Call, saved: forward.Saved, do: Tensor, results: tuple[Tensor, ...], kv_heads: slice
-) -> HeadChunk:
-    """Args: `results`, dq, dk and dv of all heads; the compressed branch writes into dq too."""
-    from cute_kernels.fa4.interface import Gradients
-
-    heads = call.query_heads(kv_heads)
-    select_heads = kv_heads if call.config.shares_heads else heads
-    chunk, branches = call.slice_heads(kv_heads), saved.branch_outputs(heads, select_heads)
-    if branches is None or saved.gates is None:
-        raise ValueError("needs the branches' outputs and projected gates")
-    do, gates = do[:, :, heads], saved.gates[:, :, heads]
-    gated = differentiate_gates(chunk, branches, do, gates)
-    q, k, v = chunk.inputs.q, chunk.inputs.k, chunk.inputs.v
-
-    def gradients(branch: int, k: Tensor, v: Tensor, into: Tensor) -> Gradients:
-        o, lse = branches.outputs[branch], gated.lse[branch]
-        return Gradients(q, k, v, o, do, lse, into, torch.empty_like(k), torch.empty_like(v))
-
-    dq, dk, dv = results
-    cmp = gradients(0, chunk.k_cmp, chunk.v_cmp, dq[:, :, heads])
-    slc, win = (gradients(branch, k, v, torch.empty_like(q)) for branch in (1, 2))
-    entries = chunk.k_cmp.float(), chunk.v_cmp.float()
-    return HeadChunk(chunk, branches, do, gates, gated, cmp, slc, win, dk[:, :, kv_heads], dv[:, :, kv_heads], entries)
-
-
-def differentiate_gates(call: Call, branches: forward.BranchOutputs, do: Tensor, gates: Tensor) -> GateResults:
-    from cute_kernels.gate.backward import gate_gradients
-
-    return gate_gradients(do, branches.outputs, branches.lses, q=call.inputs.q, gates=gates, projected=True)
-
-
 def backward_stages(sizes: Sizes, config: NSAConfig, peaks: Peaks) -> list[Stage]:
     """Each stage of the backward; then the forward that saves for it, the backward, and both."""
     from cute_kernels import backward, forward
     from cute_kernels.call import prepare
-    from cute_kernels.gate.sums import QueryTerms, key_gradients, query_gradients
-    from cute_kernels.lists.kv_to_query import tile_bits
 
-    inputs, n = make_problem("random", sizes, device=DEVICE, dtype=torch.bfloat16), sizes.tokens
+    inputs = make_problem("random", sizes, device=DEVICE, dtype=torch.bfloat16)
     _, kept = forward.nsa_saving(inputs, config, recompute=False)
     saved = forward.Saved.from_list(kept, inputs, config)
     if saved.k_cmp is None or saved.v_cmp is None:
         raise ValueError("needs compressed keys that were made from k and v")
     call = prepare(inputs, config, (saved.k_cmp, saved.v_cmp))
     do = torch.randn_like(inputs.q)
-    results = tuple(torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v))
-    chunks = [make_head_chunk(call, saved, do, results, kv_heads) for kv_heads in backward.head_chunks(call)]
+    results = [torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v)]
+    chunks = [head_stages(call, saved, do, results, kv_heads) for kv_heads in backward.head_chunks(call)]
 
-    def every(run: Callable[[HeadChunk], Any]) -> Callable[[], list[Any]]:
-        return lambda: [run(chunk) for chunk in chunks]
+    def every(name: str) -> None:
+        for chunk in chunks:
+            chunk[name]()
 
-    def bits(chunk: HeadChunk) -> Tensor:
-        return tile_bits(chunk.branches.indices, size=config.select_size, num_keys=n, entries=False)
-
-    def transposed(chunk: HeadChunk) -> None:
-        size, width = config.select_size, call.plan.rules.backward_width(config.select_size)
-        for _ in backward.list_chunks(call, chunk.slc, bits(chunk), size=size, width=width, entries=False):
-            pass
-
-    def compressed(chunk: HeadChunk) -> None:
-        backward.backward_compressed(call, chunk.cmp, chunk.branches.cmp_indices, chunk.gated.delta[0])
-
-    def selected(chunk: HeadChunk, call: Call = call) -> None:
-        local = backward.local_selected(chunk.call, chunk.gated)
-        backward.backward_selected(call, chunk.slc, chunk.branches.indices, chunk.gated.delta[1], local=local)
-
-    def selected_through_fa4(chunk: HeadChunk) -> None:
-        selected(chunk, replace(call, plan=replace(call.plan, selected_backward="fa4")))
-
-    def window(chunk: HeadChunk) -> None:
-        local = backward.local_selected(chunk.call, chunk.gated)
-        backward.backward_window(call, chunk.win, chunk.gated.delta[2], local=local)
-
-    def sum_queries(chunk: HeadChunk) -> None:
-        parts = chunk.cmp.dq, chunk.slc.dq, chunk.win.dq
-        weight = chunk.call.inputs.gate_proj_weight
-        query_gradients(chunk.cmp.dq, QueryTerms(parts, chunk.gated.logits, weight))
-
-    def sum_keys(chunk: HeadChunk) -> None:
-        k_parts, v_parts = [chunk.slc.dk, chunk.win.dk], [chunk.slc.dv, chunk.win.dv]
-        key_gradients(chunk.dk, chunk.dv, k_parts, v_parts, entries=chunk.entries, keys=call.entry)
-
-    stages: list[tuple[str, Callable[[], Any]]] = [
-        ("gate gradients", every(lambda chunk: differentiate_gates(chunk.call, chunk.branches, chunk.do, chunk.gates))),
-        ("compressed", every(compressed)),
-    ]
-    if config.token_mode:
-        stages += [("selected", every(selected))]
-    else:
-        stages += [("selected, lists", every(transposed)), ("selected, FA4", every(selected_through_fa4))]
-        if call.plan.selected_backward == "split":
-            stages += [("selected, split", every(selected)), *atomic_free_halves(call, chunks, bits)]
-    stages += [("window", every(window)), ("query sums", every(sum_queries)), ("key sums", every(sum_keys))]
     work = roofline.backward_work(sizes, config)
-    floors = {name: work[name].floor_ms(peaks.tbs, peaks.tflops) for name, _ in stages}
+    stages = [Stage(name, partial(every, name), work[name].floor_ms(peaks.tbs, peaks.tflops)) for name in chunks[0]]
     forward_floor, both = (roofline.nsa_floor_ms(sizes, config, peaks, backward=way) for way in (False, True))
-    floors |= {"forward, saving": forward_floor, "backward": both - forward_floor, "all": both}
+
+    def save() -> list[Tensor]:
+        return forward.nsa_saving(inputs, config, recompute=False)[1]
 
     def differentiate(keep: list[Tensor]) -> dict[str, Tensor]:
         return backward.nsa_backward(inputs, config, keep, do)
 
-    stages += [
-        ("forward, saving", lambda: forward.nsa_saving(inputs, config, recompute=False)),
-        ("backward", lambda: differentiate(kept)),
-        ("all", lambda: differentiate(forward.nsa_saving(inputs, config, recompute=False)[1])),
+    return [
+        *stages,
+        Stage("forward, saving", save, forward_floor),
+        Stage("backward", lambda: differentiate(kept), both - forward_floor),
+        Stage("all", lambda: differentiate(save()), both),
     ]
-    return [Stage(name, call, floors[name]) for name, call in stages]
 
 
-def atomic_free_halves(
-    call: Call, chunks: list[HeadChunk], bits: Callable[[HeadChunk], Tensor]
-) -> list[tuple[str, Callable[[], None]]]:
-    """dq, and dk with dv, of the backward without atomics, from lists that exist."""
+def head_stages(
+    call: Call, saved: forward.Saved, do: Tensor, results: list[Tensor], kv_heads: slice
+) -> dict[str, Callable[[], Any]]:
+    """Stages of a range of key/value heads, as cute_kernels.backward calls them.
+
+    Args: `results`, dq, dk and dv of all heads; the compressed branch writes into dq too.
+    """
+    from cute_kernels import backward
     from cute_kernels.attend import selected_backward
     from cute_kernels.call import selected_lists
+    from cute_kernels.fa4.interface import Gradients
+    from cute_kernels.gate.backward import GateResults, gate_gradients
+    from cute_kernels.gate.sums import QueryTerms, key_gradients, query_gradients
+    from cute_kernels.lists.kv_to_query import tile_bits
 
-    made = [
-        (chunk, selected_lists(call, chunk.slc.q, chunk.slc.k, chunk.branches.indices, 0), bits(chunk))
-        for chunk in chunks
-    ]
-    options: dict[str, Any] = {"keys": call.token, "scale": call.scale}
+    heads, size = call.query_heads(kv_heads), call.config.select_size
+    chunk, branches = call.slice_heads(kv_heads), saved.branch_outputs(heads, heads)
+    if branches is None or saved.gates is None:
+        raise ValueError("needs the branches' outputs and projected gates")
+    q, k, v, weight = chunk.inputs.q, chunk.inputs.k, chunk.inputs.v, chunk.inputs.gate_proj_weight
+    do, gates = do[:, :, heads], saved.gates[:, :, heads]
+    dq, dk, dv = results[0][:, :, heads], results[1][:, :, kv_heads], results[2][:, :, kv_heads]
 
-    def dq() -> None:
-        for chunk, lists, _ in made:
-            x = chunk.slc
-            selected_backward.selected_dq(x.q, x.k, x.v, x.do, x.lse, chunk.gated.delta[1], lists, dq=x.dq, **options)
+    def gate() -> GateResults:
+        return gate_gradients(do, branches.outputs, branches.lses, q=q, gates=gates, projected=True)
 
-    def dkv() -> None:
-        for chunk, lists, tile_bits in made:
-            x, size = chunk.slc, call.config.select_size
-            given = x.q, x.k, x.v, x.do, x.lse, chunk.gated.delta[1], lists, tile_bits
-            selected_backward.selected_dkv(*given, size=size, dk=x.dk, dv=x.dv, **options)
+    gated = gate()
 
-    return [("split, dq", dq), ("split, dk dv", dkv)]
+    def gradients(branch: int, k: Tensor, v: Tensor, into: Tensor) -> Gradients:
+        o, lse = branches.outputs[branch], gated.lse[branch]
+        return Gradients(q, k, v, o, do, lse, into, torch.empty_like(k), torch.empty_like(v))
 
+    cmp = gradients(0, chunk.k_cmp, chunk.v_cmp, dq)
+    slc, win = (gradients(branch, k, v, torch.empty_like(q)) for branch in (1, 2))
+    entries = chunk.k_cmp.float(), chunk.v_cmp.float()
 
-def takes_atomic_free() -> bool:
-    """True if the backward of tile mode runs the kernels without atomics on this device."""
-    rules = rules_of(DEVICE)
-    return rules is not None and has_atomic_free_backward(rules, DIM, DIM)
+    def bits() -> Tensor:
+        return tile_bits(branches.indices, size=size, num_keys=q.shape[1], entries=False)
+
+    def lists() -> None:
+        width = call.plan.rules.backward_width(size)
+        for _ in backward.list_chunks(call, slc, bits(), size=size, width=width, entries=False):
+            pass
+
+    def selected(call: Call = call) -> None:
+        local = backward.local_selected(chunk, gated)
+        backward.backward_selected(call, slc, branches.indices, gated.delta[1], local=local)
+
+    def window() -> None:
+        backward.backward_window(call, win, gated.delta[2], local=backward.local_selected(chunk, gated))
+
+    stages: dict[str, Callable[[], Any]] = {
+        "gate gradients": gate,
+        "compressed": lambda: backward.backward_compressed(call, cmp, branches.cmp_indices, gated.delta[0]),
+        "selected, lists": lists,
+        "selected, FA4": partial(selected, replace(call, plan=replace(call.plan, selected_backward="fa4"))),
+    }
+    if call.plan.selected_backward == "split":
+        of_lists, of_bits = selected_lists(call, q, k, branches.indices, 0), bits()
+        given = q, k, v, do, slc.lse, gated.delta[1], of_lists
+        options: dict[str, Any] = {"keys": call.token, "scale": call.scale}
+        stages |= {
+            "selected, split": selected,
+            "split, dq": lambda: selected_backward.selected_dq(*given, dq=slc.dq, **options),
+            "split, dk dv": lambda: selected_backward.selected_dkv(
+                *given, of_bits, size=size, dk=slc.dk, dv=slc.dv, **options
+            ),
+        }
+    sums = [slc.dk, win.dk], [slc.dv, win.dv]
+    return stages | {
+        "window": window,
+        "query sums": lambda: query_gradients(dq, QueryTerms((dq, slc.dq, win.dq), gated.logits, weight)),
+        "key sums": lambda: key_gradients(dk, dv, *sums, entries=entries, keys=call.entry),
+    }
 
 
 if __name__ == "__main__":

@@ -37,9 +37,9 @@ from bench.common import comma_list, make_parser, parse_args, positive
 from bench.inputs import Sizes, make_problem
 from bench.passes import FINITE, PASSES, Measured, Plan, Task, measure_peer, p50, release
 from bench.peers import selected_peer
-from bench.report import LOCAL_RESULTS, environment
+from bench.report import LOCAL_RESULTS, gpu_facts
 from bench.results_file import Measurement, Results, Row, WrongResult, run
-from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Work, choose_peaks
+from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, Work
 from bench.selected_branch import Branch, draw_blocks
 from bench.timing import copy_bandwidth, graph_ms, peak_memory
 from nsa import NSAConfig, nsa_forward_aux
@@ -58,39 +58,29 @@ LINE = "{n:>8} {h:>3}/{h_kv} {choice:<8}{stage:<10}{ms:9.3f} ms  floor {floor_ms
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__, "bars", "peak-tflops", "out", out=str(LOCAL_RESULTS / "token-selected"))
     parser.add_argument("--seqlens", type=comma_list(positive), default="64K", help="default: %(default)s")
-    parser.add_argument("--choices", nargs="*", choices=CHOICES, default=list(CHOICES), help="default: all")
-    parser.add_argument(
-        "--indices", type=Path, metavar="FILE", help="choices to time, too, for as many tokens as they are"
-    )
+    parser.add_argument("--indices", type=Path, metavar="FILE", help="choices to time, too, of all their tokens")
     args = parse_args(parser, argv)
-    if not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU")
-    facts = environment(DEVICE)
-    peaks = choose_peaks(facts["device"], args.peak_tflops, None)
-    if peaks is None:
-        parser.error(f"--peak-tflops: not known of {facts['device']}")
+    facts = gpu_facts(parser, args.peak_tflops)
     given = None if args.indices is None else load_indices(args.indices)
-    cases = list(product(args.seqlens, args.choices))
+    cases = list(product(args.seqlens, CHOICES))
     cases += [] if given is None else [(given.shape[2], "file")]
 
     def parts(results: Results) -> Iterator[Measurement]:
-        copy_tbs = results.fact("copy_tbs", copy_bandwidth)
-        print(f"copy: {copy_tbs:.2f} TB/s", flush=True)
-        for (n, choice), heads in product(cases, HEADS):
-            part = f"{n} {heads[0]}/{heads[1]} {choice}"
-            yield part, partial(measure_case, n, *heads, choice, given, copy_tbs, peaks.tflops)
+        peaks = Peaks(facts["peak_tflops"], results.fact("copy_tbs", copy_bandwidth))
+        for (n, choice), (heads, kv_heads) in product(cases, HEADS):
+            yield f"{n} {heads}/{kv_heads} {choice}", partial(measure_case, n, heads, kv_heads, choice, given, peaks)
 
-    return run(args, {**facts, "peak_tflops": peaks.tflops}, parts, LINE, bars=find_bars)
+    return run(args, facts, parts, LINE, bars=find_bars)
 
 
 def measure_case(
-    n: int, heads: int, kv_heads: int, choice: str, given: Tensor | None, copy_tbs: float, tflops: float
+    n: int, heads: int, kv_heads: int, choice: str, given: Tensor | None, peaks: Peaks
 ) -> Iterator[Row | str]:
     """A row for each stage. Raises WrongResult."""
     branch, where = make_branch(n, heads, kv_heads, choice, given), f"{n:>8} {heads:>3}/{kv_heads} {choice:<8}"
     if wrong := [f"{where}{error}" for error in errors(branch)]:
         raise WrongResult(*wrong)
-    rows = stages(branch, choice, copy_tbs, tflops)
+    rows = stages(branch, choice, peaks)
     peer = peer_passes(branch)
     for row in rows:
         found = peer.get(row["stage"])
@@ -119,17 +109,13 @@ def make_branch(n: int, heads: int, kv_heads: int, choice: str, given: Tensor | 
 
 
 def load_indices(path: Path) -> Tensor:
-    """int32 `[1,S,N,SLOTS]` from a file. Raises ValueError for what is no choice of blocks."""
-    indices = torch.load(path, map_location=DEVICE, weights_only=True)
-    if not isinstance(indices, Tensor) or indices.dtype != torch.int32:
-        raise ValueError(f"{path} must hold an int32 tensor, got {getattr(indices, 'dtype', type(indices).__name__)}")
-    if indices.dim() != 4 or indices.shape[0] != 1 or indices.shape[3] != SLOTS:
-        raise ValueError(f"{path} must hold [1,S,N,{SLOTS}], got {list(indices.shape)}")
+    """int32 `[1,S,N,SLOTS]` from a file. Raises ValueError for another tensor."""
+    indices: Tensor = torch.load(path, map_location=DEVICE, weights_only=True)
+    if indices.dtype != torch.int32 or indices.dim() != 4 or indices.shape[::3] != (1, SLOTS):
+        raise ValueError(f"{path} must hold int32 [1,S,N,{SLOTS}], got {indices.dtype} {list(indices.shape)}")
     own = torch.arange(indices.shape[2], device=DEVICE)[:, None] // SIZE
-    behind_all = len(own) + torch.arange(SLOTS, device=DEVICE)
-    ascending = (indices.where(indices != -1, behind_all).diff(dim=-1) > 0).all()
-    if not bool(((indices >= -1) & (indices <= own)).all() & ascending):
-        raise ValueError(f"{path} must hold blocks of {SIZE} tokens up to each token's own, ascending, then -1")
+    if not bool(((indices >= -1) & (indices <= own)).all()):
+        raise ValueError(f"{path} must hold blocks of {SIZE} tokens up to each token's own, or -1")
     return indices
 
 
@@ -153,7 +139,7 @@ def errors(branch: Branch) -> list[str]:
     return found
 
 
-def stages(branch: Branch, choice: str, copy_tbs: float, tflops: float) -> list[Row]:
+def stages(branch: Branch, choice: str, peaks: Peaks) -> list[Row]:
     _, n, heads, _ = branch.q.shape
     kv_heads = branch.k.shape[2]
     group = heads // kv_heads
@@ -180,8 +166,7 @@ def stages(branch: Branch, choice: str, copy_tbs: float, tflops: float) -> list[
     rows = []
     for stage, (call, work) in calls.items():
         peak_gib = peak_memory(call, DEVICE)
-        ms, floor = graph_ms(call, DEVICE, most=20), work.floor_ms(copy_tbs, tflops)
-        torch.cuda.empty_cache()  # graphs keep what they reserved
+        ms, floor = graph_ms(call, DEVICE, most=20), work.floor_ms(peaks.tbs, peaks.tflops)
         sizes = {"n": n, "h": heads, "h_kv": kv_heads, "choice": choice, "stage": stage}
         rows.append({**sizes, "ms": ms, "floor_ms": floor, "share": floor / ms, "peak_gib": peak_gib})
     return rows

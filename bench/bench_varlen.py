@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from bench.common import make_parser, parse_args, positive
 from bench.inputs import Sizes, make_problem
@@ -47,85 +48,82 @@ def main(argv: list[str] | None = None) -> int:
 
     def parts(_: Results) -> Iterator[Measurement]:
         sizes = Sizes(1, sum(lengths), HEADS, KV_HEADS, DIM)
-        inputs = make_problem("random", sizes, device=device, dtype=torch.bfloat16, requires_grad=args.backward)
-        ways = make_ways(inputs, lengths, NSAConfig(), args.backward)
-        wrong = compare(ways["packed"].call(), ways["one by one"].call(), lengths)
-        if wrong is not None:
+        inputs = make_problem("random", sizes, device=device, dtype=torch.bfloat16)
+        ways = make_ways(inputs, lengths, args.backward)
+        (packed,), alone = (call_all(ways[name], NSAConfig()) for name in ("packed", "one by one"))
+        if wrong := compare(packed, alone, lengths):
             raise WrongResult(wrong)
-        for name, way in ways.items():
-            yield name, partial(measured, name, way)
+        del packed, alone
+        for name, calls in ways.items():
+            yield name, partial(measured, name, calls)
 
-    def measured(name: str, way: Way) -> Iterator[Row]:
-        timing = measure(way.call, device, seconds=0.5).holding(way.given if args.backward else [])
+    def measured(name: str, calls: list[Call]) -> Iterator[Row]:
+        given = [x for some, do, _ in calls for x in (some.q, some.k, some.v, do)]
+        timing = measure(partial(call_all, calls, NSAConfig()), device, seconds=0.5)
+        timing = timing.holding(given if args.backward else [])
         row = {"name": name, "ms_p50": timing.ms_p50, "peak_gib": timing.peak_gib}
         yield {**row, "tokens_per_ms": sum(lengths) / timing.ms_p50}
 
     return run(args, {**environment(device), **facts}, parts, LINE, fields=lambda _: {})
 
 
+Call = tuple[NSAInputs, Tensor, dict[str, Tensor]]  # A call of the op: its inputs, its do, and cu_seqlens of a pack
 Outputs = dict[str, Tensor]  # out; with backward also the gradients of q, k, v and the gates' projection
 
 
-class Way(NamedTuple):
-    call: Callable[[], list[Outputs]]  # Results of each call of the op that it takes
-    given: list[Tensor]  # Tensors that exist before: inputs and do
-
-
-def make_ways(inputs: NSAInputs, lengths: list[int], config: NSAConfig, backward: bool) -> dict[str, Way]:
+def make_ways(inputs: NSAInputs, lengths: list[int], backward: bool) -> dict[str, list[Call]]:
     """Packed; padded to the longest; one by one. Args: `inputs`, of one sequence as long as all documents."""
-    do = torch.randn_like(inputs.q[0])
-    starts = [0, *accumulate(lengths)]
-    slices = [slice(start, stop) for start, stop in pairwise(starts)]
-    bounds = torch.tensor(starts, dtype=torch.int32, device=do.device)
+    whole = [inputs.q[0], inputs.k[0], inputs.v[0], torch.randn_like(inputs.q[0])]
+    weight = None if inputs.gate_proj_weight is None else inputs.gate_proj_weight.requires_grad_(backward)
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=inputs.q.device)
 
-    def leaves(change: Callable[[Tensor], Tensor]) -> NSAInputs:
-        q, k, v = (change(x[0].detach()).requires_grad_(backward) for x in (inputs.q, inputs.k, inputs.v))
-        return NSAInputs(q, k, v, gate_proj_weight=inputs.gate_proj_weight)
+    def call(tensors: Iterable[Tensor], **packed: Tensor) -> Call:
+        q, k, v, do = (x.detach() for x in tensors)
+        q, k, v = (x.requires_grad_(backward) for x in (q, k, v))
+        return NSAInputs(q, k, v, gate_proj_weight=weight), do, packed
 
-    def run(some: NSAInputs, do: Tensor, **packed: Tensor) -> Outputs:
-        wanted = some.tensors()
-        given: dict[str, Any] = {**wanted, "config": config, **packed}
-        if not backward:
-            return {"out": nsa_forward(**given)}
-        out = nsa(**given)
-        gradients = torch.autograd.grad(out, list(wanted.values()), do, materialize_grads=True)
-        return {"out": out.detach(), **dict(zip(wanted, gradients, strict=True))}
-
-    def given(some: NSAInputs, do: Tensor) -> list[Tensor]:
-        return [some.q, some.k, some.v, do]
-
-    packed, padded_do = leaves(lambda x: x), _padded(do, slices)
-    padded = leaves(lambda x: _padded(x, slices))
-    alone = [leaves(lambda x, some=some: x[None, some]) for some in slices]  # type: ignore[misc]
-    one_by_one = list(zip(alone, (do[None, some] for some in slices), strict=True))
     return {
-        "packed": Way(lambda: [run(packed, do, cu_seqlens=bounds)], given(packed, do)),
-        "padded": Way(lambda: [run(padded, padded_do)], given(padded, padded_do)),
-        "one by one": Way(lambda: [run(*one) for one in one_by_one], given(packed, do)),
+        "packed": [call(whole, cu_seqlens=bounds)],
+        "padded": [call(pad_sequence(x.split(lengths), batch_first=True) for x in whole)],
+        "one by one": [call(x[None] for x in one) for one in zip(*(x.split(lengths) for x in whole), strict=True)],
     }
 
 
-def compare(packed: list[Outputs], alone: list[Outputs], lengths: list[int]) -> str | None:
-    """Description of the first wrong packed result, or None.
+def call_all(calls: list[Call], config: NSAConfig) -> list[Outputs]:
+    outputs = []
+    for some, do, packed in calls:
+        wanted = some.tensors()
+        given: dict[str, Any] = {**wanted, "config": config, **packed}
+        if some.q.requires_grad:
+            out = nsa(**given)
+            gradients = torch.autograd.grad(out, list(wanted.values()), do, materialize_grads=True)
+            outputs.append({"out": out.detach(), **dict(zip(wanted, gradients, strict=True))})
+        else:
+            outputs.append({"out": nsa_forward(**given)})
+    return outputs
+
+
+def compare(packed: Outputs, alone: list[Outputs], lengths: list[int]) -> str:
+    """Description of the first wrong packed result, or "".
 
     Outputs must be the same bits. Gradients are sums whose order differs: packed ones may be off by the dtype's eps in
     the root mean square, which is more than the roundings of the parts and the result amount to (each at most eps / 2),
     of the document's or of all documents' gradient (a row that sees one key has none but rounding).
     """
-    whole = dict(packed[0])
-    starts = [0, *accumulate(lengths)]
-    mean_squares = {name: tensor.float().square().mean() for name, tensor in whole.items()}
-    for (start, stop), expected in zip(pairwise(starts), alone, strict=True):
-        for name in [name for name in whole if name != "gate_proj_weight"]:
-            got, right = whole[name][start:stop], expected[name][0]
-            if not (torch.equal(got, right) if name == "out" else _close(got, right, mean_squares[name])):
-                what = "" if name == "out" else f" in the gradient of {name}"
-                return f"tokens {start} to {stop} differ from their document alone{what}"
-    if "gate_proj_weight" in whole:
-        total = torch.stack([expected["gate_proj_weight"].float() for expected in alone]).sum(0)
-        if not _close(whole["gate_proj_weight"], total, mean_squares["gate_proj_weight"]):
-            return "the gradient of gate_proj_weight differs from the sum over documents"
-    return None
+    for name, whole in packed.items():
+        mean_square = whole.float().square().mean()
+        if name == "gate_proj_weight":
+            total = torch.stack([expected[name].float() for expected in alone]).sum(0)
+            if not _close(whole, total, mean_square):
+                return f"the gradient of {name} differs from the sum over documents"
+            continue
+        for i, (got, expected) in enumerate(zip(whole.split(lengths), alone, strict=True)):
+            right = expected[name][0]
+            if not (torch.equal(got, right) if name == "out" else _close(got, right, mean_square)):
+                return (
+                    f"document {i} differs from the same alone{'' if name == 'out' else f' in the gradient of {name}'}"
+                )
+    return ""
 
 
 def _close(got: Tensor, right: Tensor, mean_square: Tensor) -> bool:
@@ -140,14 +138,6 @@ def draw_lengths(tokens: int) -> list[int]:
     while (rest := tokens - sum(lengths)) > 0:
         lengths.append(min(rest, round(SHORTEST * (LONGEST / SHORTEST) ** generator.random())))
     return lengths
-
-
-def _padded(packed: Tensor, slices: list[slice]) -> Tensor:
-    longest = max(some.stop - some.start for some in slices)
-    padded = packed.new_zeros((len(slices), longest, *packed.shape[1:]))
-    for row, some in zip(padded, slices, strict=True):
-        row[: some.stop - some.start] = packed[some]
-    return padded
 
 
 if __name__ == "__main__":

@@ -15,13 +15,11 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 STAMP_NAME = ".commit.json"
 SOURCES = (".", ":(exclude)bench/results")  # Paths as arguments of git
-DIGITS = 12  # Digits of a commit's name that are shown
-DIGEST_DIGITS = 16
+DIGITS, DIGEST_DIGITS = 12, 16  # Digits of a commit's name that are shown, and of a file's digest
 
 
 @cache
@@ -30,17 +28,15 @@ def commit(root: Path = ROOT) -> str:
 
     A stamp counts unless git knows a later commit to be checked out. Looked up once for each process.
     """
-    head, stamp = _head(root), _read_stamp(root)
+    head, path = _head(root), root / STAMP_NAME
+    stamp = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     if stamp is None or _came_before(root, stamp["commit"], head):
-        if head is None:
-            return "unknown"
-        return f"{head[:DIGITS]}{'+changes' * bool(changes(root))}"
+        return "unknown" if head is None else f"{head[:DIGITS]}{'+changes' * bool(changes(root))}"
     named, files = stamp["commit"][:DIGITS], stamp["files"]
     differing = [path for path, digest in files.items() if digest_of(root / path) != digest]
     if differing:
-        examples = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
-        where = f"{len(differing)} of {len(files)} files differ from those that {STAMP_NAME} names ({examples})"
-        print(f"{where}, so results will name {named}+changes", file=sys.stderr)
+        examples = ", ".join(differing[:3])
+        print(f"{len(differing)} files differ from {STAMP_NAME}, such as {examples}: {named}+changes", file=sys.stderr)
     return f"{named}{'+changes' * bool(differing)}"
 
 
@@ -71,20 +67,6 @@ def digest_of(path: Path) -> str | None:
         return None
 
 
-def _read_stamp(root: Path) -> dict[str, Any] | None:
-    """Raises ValueError for a file that is damaged."""
-    path = root / STAMP_NAME
-    if not path.exists():
-        return None
-    try:
-        stamp: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if not (isinstance(stamp["commit"], str) and isinstance(stamp["files"], dict)):
-            raise TypeError("commit must be a text and files a table")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: remove it, or write it again with make stamp ({error!r})") from error
-    return stamp
-
-
 def _head(root: Path) -> str | None:
     """The commit that is checked out at `root` itself, not in a folder above it."""
     try:
@@ -106,13 +88,9 @@ def _git(root: Path, *arguments: str) -> str:
     return subprocess.run(["git", "-C", str(root), *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def main() -> None:
+if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()
     try:
         print(write_stamp())
     except ValueError as refusal:
         sys.exit(str(refusal))
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,6 @@ import argparse
 import ctypes
 import importlib
 import json
-import mmap
 import re
 import resource
 import shlex
@@ -24,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -38,21 +37,24 @@ from torch import Tensor
 import dispatch
 from bench import common
 from bench.common import DTYPES, PRESETS, above_zero, choose_dense, positive
-from bench.inputs import KINDS, Sizes, make_problem
+from bench.inputs import Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
-from bench.results_file import differences, held
-from bench.show import console, print_table, say
-from bench.timing import proc_bytes
+from bench.results_file import Row, differences, held, read_results
+from bench.show import console, row_line, say
+from bench.timing import proc_bytes, resident
 from nsa import NSAConfig, nsa, nsa_forward
 from nsa.inputs import NSAInputs
 
 CONFIG_OPTIONS = [field.name for field in fields(NSAConfig) if field.type in ("int", "int | None")]
 """Options of NSAConfig that can be given one by one, on top of the preset."""
-UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+SETTINGS = "op device dtype backward recompute batch heads kv_heads dim preset options backend dense memory_limit"
+"""Arguments that decide whether a length fits, but for the machine and the code. `options` are changes to the preset,
+`dense` is the name of the baseline of --op dense."""
 SAMPLED_TOKENS = 256
 EXACT_HEAP = "MALLOC_MMAP_THRESHOLD_=131072"
 """Has glibc give every tensor of 128 KiB or more pages of its own. Otherwise it keeps freed pieces that it often cannot
 use again, and the peak of one length was seen to vary threefold between runs. Takes up to twice the time."""
+LINE = "  N={n:,}  fits: {fits}  {seconds:.1f} s  {peak_gib:.2f} GiB  {reason}"
 
 # The search
 
@@ -90,76 +92,22 @@ def search(try_length: Callable[[int], Failure | None], start: int, granularity:
     return Bracket(fits or None, fails, why)
 
 
-# What is probed
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything that decides whether a length fits, but for the machine and the code.
-
-    `options` are changes to the preset, `backend` is NSA's, `dense` the name of the baseline of --op dense, and
-    `memory_limit` in bytes; None: half of what was available at the first trial (CPU), or the device's memory.
-    """
-
-    op: str
-    device: str
-    dtype: str
-    backward: bool
-    recompute: bool
-    batch: int
-    heads: int
-    kv_heads: int
-    dim: int
-    input: str
-    preset: str | None
-    options: dict[str, int]
-    backend: str | None
-    dense: str | None
-    memory_limit: int | None
-
-    @property
-    def direction(self) -> str:
-        return "fwd+bwd" if self.backward else "fwd"
-
-    @property
-    def where(self) -> tuple[torch.device, torch.dtype]:
-        return torch.device(self.device), DTYPES[self.dtype]
-
-    @property
-    def config(self) -> NSAConfig:
-        return PRESETS[self.preset or "per_tile"](**self.options)
-
-    def sizes(self, tokens: int) -> Sizes:
-        return Sizes(self.batch, tokens, self.heads, self.kv_heads, self.dim)
+# The command line
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments, settings, backend_note = parse(argv)
-    if arguments.trial is not None:
+    args = parse(argv)
+    if args.trial is not None:
         end_with_the_probe()
-        print(json.dumps(asdict(run_trial(settings, arguments.trial))))
+        print(json.dumps(run_trial(args, args.trial)))
         return 0
-
-    out = Path(arguments.out)
-    with held(out, (), lambda: f"{out} keeps the trials so far; the same command goes on from there."):
-        run_probe(arguments, settings, backend_note, sys.argv[1:] if argv is None else argv)
+    with held(args.out, lambda: f"{args.out} keeps the trials so far; the same command goes on from there."):
+        probe(args, sys.argv[1:] if argv is None else argv)
     return 0
 
 
-def run_probe(arguments: argparse.Namespace, settings: Settings, backend_note: str, argv: list[str]) -> None:
-    """Search, with the --out file in hand."""
-    facts = environment(torch.device(settings.device))
-    state, start_note = open_state(Path(arguments.out), facts, settings, restart=arguments.restart)
-    announce(settings, state.memory_limit, facts["device"], [backend_note, start_note])
-    command = trial_command(argv, settings, state.memory_limit)
-    probe = partial(probe_length, state=state, command=command, timeout=arguments.timeout)
-    bracket = search(probe, arguments.start, arguments.granularity, arguments.max_seqlen)
-    state.save(bracket)
-    show(state, bracket, arguments.granularity)
-
-
-def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
-    """The arguments, the settings they amount to, and a note when the backend is not one that dispatch would pick."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments, and what they amount to: `options`, `dense`, the backend to probe and a `note` about it."""
     parser = common.make_parser(__doc__, *common.SIZES, "backend")
     parser.allow_abbrev = False
     common.add_device(parser, "cuda", "cpu")
@@ -167,169 +115,140 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
     add("--op", choices=("nsa", "dense"), default="nsa", help="dense: causal FlashAttention-4 or PyTorch SDPA")
     add("--backward", action="store_true", help="probe forward + backward")
     add("--recompute", action="store_true", help="with --backward: keep less and compute it again, as in nsa")
-    add(
-        "--preset", type=common.preset_name, choices=PRESETS, help="NSAConfig.per_tile() or .paper(); default: per_tile"
-    )
+    add("--preset", type=common.preset_name, choices=PRESETS, default="per_tile", help="default: %(default)s")
     for option in CONFIG_OPTIONS:
         add(f"--{option.replace('_', '-')}", type=int, metavar="N", help="as in NSAConfig; default: the preset's")
-    text = "default: %(default)s; making the text's embeddings takes memory too, which on a CPU counts"
-    add("--input", choices=KINDS, default="random", help=text)
-    number: dict[str, Any] = {"type": positive, "metavar": "N"}
-    add("--start", **number, default=1024, help="first length to try; default: %(default)s")
-    add("--granularity", **number, default=1024, help="tokens between fits and fails; default: %(default)s")
-    add("--max-seqlen", **number, help="longest length to try; default: no end")
+    add("--start", type=positive, default=1024, help="first length to try; default: %(default)s")
+    add("--granularity", type=positive, default=1024, help="tokens between fits and fails; default: %(default)s")
+    add("--max-seqlen", type=positive, help="longest length to try; default: no end")
     timeout = "for one trial; a longer one ends the search; default: %(default)g"
     add("--timeout", type=above_zero, default=600.0, metavar="SECONDS", help=timeout)
-    limit = "CPU only, such as 2GiB; default: half of what is available"
-    add("--memory-limit", type=memory_size, metavar="SIZE", help=limit)
+    add("--memory-limit", type=above_zero, metavar="GIB", help="CPU only; default: half of what is available")
     add("--out", metavar="FILE", help="results; default: bench/results/local/probe-<device>-<op>-<fwd|fwd+bwd>.json")
-    add("--restart", action="store_true", help="ignore the trials in the --out file")
     add("--trial", type=positive, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    on_cpu = arguments.device == "cpu"
-    if on_cpu and not Path("/proc/self/status").exists():
-        parser.error("--device cpu measures memory through Linux's /proc/self/status, which is missing here")
-    if not on_cpu and arguments.memory_limit is not None:
+    args = parser.parse_args(argv)
+    if args.memory_limit is not None and args.device != "cpu":
         parser.error("--memory-limit is for --device cpu; on a GPU the device's memory is the limit")
-    options = {name: getattr(arguments, name) for name in CONFIG_OPTIONS if getattr(arguments, name) is not None}
-    if arguments.op == "dense" and (options or arguments.preset or arguments.backend):
-        parser.error("--preset, --backend and the options of NSAConfig go with --op nsa, got --op dense")
-    if arguments.recompute and not (arguments.backward and arguments.op == "nsa"):
+    if args.recompute and not (args.backward and args.op == "nsa"):
         parser.error("--recompute goes with --op nsa and --backward")
-    common.resolve_sizes(parser, arguments)
-    arguments.options, arguments.dense = options, None
-    arguments.preset = (arguments.preset or "per_tile") if arguments.op == "nsa" else None
-    settings = Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})
-    arguments.out = arguments.out or LOCAL_RESULTS / f"probe-{settings.device}-{settings.op}-{settings.direction}.json"
-    if settings.op == "dense":
-        return arguments, replace(settings, dense=choose_dense(*settings.where).name), ""
+    common.resolve_sizes(parser, args)
+    args.options = {name: getattr(args, name) for name in CONFIG_OPTIONS if getattr(args, name) is not None}
+    direction = "fwd+bwd" if args.backward else "fwd"
+    args.out = Path(args.out or LOCAL_RESULTS / f"probe-{args.device}-{args.op}-{direction}.json")
+    args.dense, args.note = None, ""
+    if args.op == "dense":
+        if args.options or args.backend:
+            parser.error("--backend and the options of NSAConfig go with --op nsa, got --op dense")
+        args.preset, args.backend, args.dense = None, None, choose_dense(*where(args)).name
+        return args
     try:
-        backend, note = backend_for(settings)
+        args.backend, args.note = backend_for(args)
     except (TypeError, ValueError, dispatch.BackendError) as error:
         parser.error(str(error))
-    return arguments, replace(settings, backend=backend), note
+    return args
 
 
-def memory_size(text: str) -> int:
-    """Bytes of a size such as 512MiB or 1.5GiB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
-    if match is None or match[2] not in UNITS or int(float(match[1]) * UNITS[match[2]]) == 0:
-        raise argparse.ArgumentTypeError(f"must be more than 0 in {', '.join(UNITS)}, such as 2GiB, got {text!r}")
-    return int(float(match[1]) * UNITS[match[2]])
+def where(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
+    return torch.device(args.device), DTYPES[args.dtype]
 
 
-def backend_for(settings: Settings) -> tuple[str, str]:
+def config_of(args: argparse.Namespace) -> NSAConfig:
+    return PRESETS[args.preset](**args.options)
+
+
+def sizes_of(args: argparse.Namespace, tokens: int) -> Sizes:
+    return Sizes(args.batch, tokens, args.heads, args.kv_heads, args.dim)
+
+
+def backend_for(args: argparse.Namespace) -> tuple[str, str]:
     """The backend to probe, and a note when that is the reference for want of a kernel. Raises what refuses it."""
-    device, dtype = settings.where
-    passes = {"backward": settings.backward, "recompute": settings.recompute}
-    call = common.nsa_facts(settings.sizes(1), settings.config, device, dtype, **passes)
-    return common.choose_backend(call, settings.backend)
+    passes = {"backward": args.backward, "recompute": args.recompute}
+    return common.choose_backend(
+        common.nsa_facts(sizes_of(args, 1), config_of(args), *where(args), **passes), args.backend
+    )
 
 
 # Trials, and the file that keeps them
 
 
-@dataclass(frozen=True)
-class Trial:
+def probe(args: argparse.Namespace, argv: list[str]) -> None:
+    """Search, with all trials in the --out file. Raises SystemExit for a file of something else."""
+    facts, settings = environment(torch.device(args.device)), {name: getattr(args, name) for name in SETTINGS.split()}
+    passes = f"forward{' + backward' * args.backward}{', recomputing' * args.recompute}"
+    say(f"Longest sequence for {args.op} {passes} on {facts['device']}: {settings}")
+    if args.note:
+        say(args.note)
+    before = read_results(args.out)
+    if before and (changes := differences({**settings, **facts}, {**before.get("settings", {}), **before})):
+        say(f"Starting anew, since the trials in {args.out} differ: {'; '.join(changes)}")
+        before = {}
+    trials: dict[int, Row] = {trial["n"]: trial for trial in before.get("trials", [])}
+    if trials:
+        say(f"Going on from the {len(trials)} trials in {args.out}")
+
+    command = [sys.executable, str(Path(__file__).resolve()), *argv]
+    command += [] if args.backend is None else ["--backend", args.backend]
+    limit = args.memory_limit
+    if args.device == "cpu":
+        limit = limit or before.get("memory_limit_gib") or proc_bytes("/proc/meminfo", "MemAvailable") / 2**31
+        command = ["env", EXACT_HEAP, *command, "--memory-limit", str(limit)]
+
+    def save(bracket: Bracket | None = None) -> None:
+        content = {**facts, "command": command_line(argv), "settings": settings, "memory_limit_gib": limit}
+        content |= {"trials": [trials[tokens] for tokens in sorted(trials)]}
+        write_json(args.out, {**content, "bracket": None if bracket is None else asdict(bracket)})
+
+    def try_length(tokens: int) -> Failure | None:
+        trial = trials.get(tokens)
+        if trial is None or (trial["why"] == "timeout" and trial["seconds"] < args.timeout):
+            with console.status(f"N={tokens:,} ..."):
+                trials[tokens] = start_trial(tokens, command, args.timeout)
+            save()
+        say(row_line(LINE, trials[tokens]))
+        why: Failure | None = trials[tokens]["why"]
+        return why
+
+    bracket = search(try_length, args.start, args.granularity, args.max_seqlen)
+    save(bracket)
+    say("One cold run each; memory of everything: inputs, results and temporaries.")
+    found = "nothing fits" if bracket.fits is None else f"fits N={bracket.fits:,}"
+    ends = {"max-seqlen": "which is --max-seqlen", "oom": f"does not fit N'={{:,}} (granularity {args.granularity:,})"}
+    ends["timeout"] = "stopped by time at N'={:,} (a longer --timeout goes on from there)"
+    say(f"{found}, {ends[bracket.why].format(bracket.fails)}: {args.out}", style="bold")
+
+
+def trial_row(
+    tokens: int, seconds: float, peak_gib: float | None, why: Failure | None = None, reason: str | None = None
+) -> Row:
     """Outcome of one length.
 
-    `seconds` are the op's alone, in a process that runs it for the first time. `peak_gib` is of everything: inputs,
-    out, with --backward do and gradients, temporaries (on a CPU also library code that was read from disk); None if
-    the process did not report it. `reason` is the message of a failure.
+    Args:
+        seconds: of the op alone, in a process that runs it for the first time.
+        peak_gib: of everything: inputs, out, with --backward do and gradients, temporaries (on a CPU also library code
+            that was read from disk); None if the process did not report it.
+        reason: the message of a failure.
     """
-
-    n: int
-    fits: bool
-    seconds: float
-    peak_gib: float | None
-    why: Failure | None = None
-    reason: str | None = None
+    return {"n": tokens, "fits": why is None, "seconds": seconds, "peak_gib": peak_gib, "why": why, "reason": reason}
 
 
-@dataclass
-class State:
-    """The trials of one --out file, for one combination of settings, machine and code."""
-
-    path: Path
-    facts: dict[str, Any]
-    settings: Settings
-    memory_limit: int | None
-    trials: dict[int, Trial]
-
-    def save(self, bracket: Bracket | None = None) -> None:
-        content = {
-            **self.facts,
-            "command": command_line(),
-            "settings": asdict(self.settings),
-            "memory_limit_bytes": self.memory_limit,
-            "trials": [asdict(self.trials[tokens]) for tokens in sorted(self.trials)],
-            "bracket": None if bracket is None else asdict(bracket),
-        }
-        write_json(self.path, content)
-
-
-def open_state(path: Path, facts: dict[str, Any], settings: Settings, *, restart: bool) -> tuple[State, str]:
-    """The state to go on from, and a note on the one in the file. Raises SystemExit for a file of something else."""
-    limit = settings.memory_limit
-    if settings.device == "cpu" and limit is None:
-        limit = proc_bytes("/proc/meminfo", "MemAvailable") // 2
-    fresh = State(path, facts, settings, limit, {})
-    if restart or not path.exists():
-        return fresh, ""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        before = {**content["settings"], **{name: content[name] for name in facts}}
-        trials = {trial["n"]: Trial(**trial) for trial in content["trials"]}
-        limit = content["memory_limit_bytes"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise SystemExit(
-            f"{path} holds no state of this probe; name another --out, or overwrite with --restart"
-        ) from error
-    if changes := differences({**asdict(settings), **facts}, before):
-        return fresh, f"Starting anew, since the trials in {path} differ: {'; '.join(changes)}"
-    return State(path, facts, settings, limit, trials), f"Going on from the {len(trials)} trials in {path}"
-
-
-def trial_command(argv: list[str], settings: Settings, memory_limit: int | None) -> list[str]:
-    """The same call of this script, and what its arguments left open."""
-    command = [sys.executable, str(Path(__file__).resolve()), *argv]
-    if settings.backend is not None:
-        command += ["--backend", settings.backend]
-    if memory_limit is not None:
-        command = ["env", EXACT_HEAP, *command, "--memory-limit", f"{memory_limit}B"]
-    return command
-
-
-def probe_length(tokens: int, *, state: State, command: list[str], timeout: float) -> Failure | None:
-    """Why this many tokens fail, or None: from the state, or by a trial that is then recorded."""
-    trial = state.trials.get(tokens)
-    known = trial is not None and (trial.why != "timeout" or trial.seconds >= timeout)
-    if trial is None or not known:
-        with console.status(f"N={tokens:,} ..."):
-            trial = start_trial(tokens, command, timeout)
-        state.trials[tokens] = trial
-        state.save()
-    say(f"  N={tokens:,} {outcome(trial)}{' (recorded)' if known else ''}")
-    return trial.why
-
-
-def start_trial(tokens: int, command: list[str], timeout: float) -> Trial:
+def start_trial(tokens: int, command: list[str], timeout: float) -> Row:
     """Run one trial in a process of its own. Raises SystemExit if it fails for more than memory or time."""
     command = [*command, "--trial", str(tokens)]
     started = time.perf_counter()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
-        return Trial(tokens, False, timeout, None, "timeout", f"no result after {timeout:g} s")
+        return trial_row(tokens, timeout, None, "timeout", f"no result after {timeout:g} s")
     if done.returncode == -signal.SIGKILL:
         reason = "killed by SIGKILL, as the system does when memory runs out"
-        return Trial(tokens, False, time.perf_counter() - started, None, "oom", reason)
+        return trial_row(tokens, time.perf_counter() - started, None, "oom", reason)
     if done.returncode != 0:
         raise SystemExit(
             f"The trial of N={tokens} ended with status {done.returncode}, and not for want of memory:\n"
             f"{done.stderr.strip()}\nTo repeat it: {shlex.join(command)}"
         )
-    return Trial(**json.loads(done.stdout.splitlines()[-1]))
+    trial: Row = json.loads(done.stdout.splitlines()[-1])
+    return trial
 
 
 # One trial, inside its own process
@@ -341,56 +260,53 @@ def end_with_the_probe() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def run_trial(settings: Settings, tokens: int) -> Trial:
-    device = torch.device(settings.device)
-    if settings.backward:
+def run_trial(args: argparse.Namespace, tokens: int) -> Row:
+    device, on_cpu = torch.device(args.device), args.device == "cpu"
+    if args.backward:
         importlib.import_module("torch._dynamo")  # else torch.utils.checkpoint would, and it takes 100 MB
     # torch's worker threads, whose stacks are no part of the op; for fewer elements some would not start
     torch.zeros(torch.get_num_threads() * 32_768).add_(1)
-    limit = nullcontext() if settings.memory_limit is None else limited_memory(settings.memory_limit)
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    resident = proc_bytes("/proc/self/status", "VmRSS") if device.type == "cpu" else 0
+    limit = nullcontext() if args.memory_limit is None else limited_memory(int(args.memory_limit * 2**30))
+    wait = (lambda: None) if on_cpu else torch.cuda.synchronize
+    before = resident("VmRSS") if on_cpu else 0
     results: dict[str, Tensor] = {}
     reason = None
     with limit:
         started = time.perf_counter()
         try:
-            problem = make_inputs(settings, tokens)
+            problem = make_inputs(args, tokens)
             wait()
             started = time.perf_counter()
-            results = run_op(settings, problem)
+            results = run_op(args, problem)
             wait()
         except Exception as error:
             if not is_out_of_memory(error, device):
                 raise
             reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         seconds = time.perf_counter() - started
-    if device.type == "cpu":
-        peak = proc_bytes("/proc/self/status", "VmHWM") - resident
-    else:
-        peak = torch.cuda.max_memory_allocated()
+    peak = resident("VmHWM") - before if on_cpu else torch.cuda.max_memory_allocated()
     for name, tensor in results.items():
         check_finite(name, tensor)
-    return Trial(tokens, reason is None, seconds, peak / 2**30, None if reason is None else "oom", reason)
+    return trial_row(tokens, seconds, peak / 2**30, None if reason is None else "oom", reason)
 
 
-def make_inputs(settings: Settings, tokens: int) -> NSAInputs:
-    how = {"requires_grad": settings.backward, "gated": settings.op == "nsa", "portable": False}
-    device, dtype = settings.where
-    return make_problem(settings.input, settings.sizes(tokens), device=device, dtype=dtype, **how)
+def make_inputs(args: argparse.Namespace, tokens: int) -> NSAInputs:
+    how = {"requires_grad": args.backward, "gated": args.op == "nsa", "portable": False}
+    device, dtype = where(args)
+    return make_problem("random", sizes_of(args, tokens), device=device, dtype=dtype, **how)
 
 
-def run_op(settings: Settings, inputs: NSAInputs) -> dict[str, Tensor]:
+def run_op(args: argparse.Namespace, inputs: NSAInputs) -> dict[str, Tensor]:
     """The output, and with --backward the gradients."""
     leaves = inputs.tensors()
-    if settings.op == "dense":
-        with torch.set_grad_enabled(settings.backward):
+    if args.op == "dense":
+        with torch.set_grad_enabled(args.backward):
             out = choose_dense(inputs.q.device, inputs.q.dtype).attention(*leaves.values())
     else:
-        attention = partial(nsa, recompute=settings.recompute) if settings.backward else nsa_forward
-        given: dict[str, Any] = {**leaves, "config": settings.config, "backend": settings.backend}
+        attention = partial(nsa, recompute=args.recompute) if args.backward else nsa_forward
+        given: dict[str, Any] = {**leaves, "config": config_of(args), "backend": args.backend}
         out = attention(**given)
-    if not settings.backward:
+    if not args.backward:
         return {"the output": out}
     gradients = torch.autograd.grad(out, tuple(leaves.values()), torch.randn_like(out))
     named = zip(leaves, gradients, strict=True)
@@ -421,65 +337,13 @@ def is_out_of_memory(error: Exception, device: torch.device) -> bool:
 
 @contextmanager
 def limited_memory(extra: int) -> Iterator[None]:
-    """Let this process take at most `extra` bytes more than it holds now; RuntimeError if that cannot be enforced.
-
-    RLIMIT_DATA counts what a process can write to. Where the system does not enforce it: RLIMIT_AS, all addresses.
-    """
-    for kind, field in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
-        soft, hard = resource.getrlimit(kind)
-        resource.setrlimit(kind, (proc_bytes("/proc/self/status", field) + extra, hard))
-        try:
-            if not can_map(extra + 2**20):
-                yield
-                return
-        finally:
-            resource.setrlimit(kind, (soft, hard))
-    raise RuntimeError("this system enforces neither RLIMIT_DATA nor RLIMIT_AS, so --memory-limit means nothing")
-
-
-def can_map(size: int) -> bool:
-    """True if the system grants this many bytes of private memory (none of it is touched)."""
+    """Let this process map at most `extra` bytes more than it does now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (proc_bytes("/proc/self/status", "VmSize") + extra, hard))
     try:
-        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-    except OSError:
-        return False
-    return True
-
-
-# Presentation
-
-
-def announce(settings: Settings, memory_limit: int | None, device: str, notes: list[str]) -> None:
-    what = f"preset {settings.preset}, backend {settings.backend}" if settings.op == "nsa" else str(settings.dense)
-    parts = [f"B={settings.batch} H={settings.heads} H_kv={settings.kv_heads} D={settings.dim} {settings.dtype}"]
-    parts += [f"{settings.input} input", what, *(f"{name}={value}" for name, value in settings.options.items())]
-    if memory_limit is not None:
-        parts.append(f"memory limit {memory_limit / 2**20:,.0f} MiB")
-    passes = f"forward{' + backward' * settings.backward}{', recomputing' * settings.recompute}"
-    say(f"Longest sequence for {settings.op} {passes} on {device}: {'; '.join(parts)}", style="bold")
-    for note in filter(None, notes):
-        say(note, style="yellow")
-
-
-def outcome(trial: Trial) -> str:
-    memory = "" if trial.peak_gib is None else f", {trial.peak_gib:.2f} GiB"
-    words = {None: "fits", "oom": "is out of memory", "timeout": "is out of time"}
-    return f"{words[trial.why]}: {trial.seconds:.1f} s{memory}"
-
-
-def show(state: State, bracket: Bracket, granularity: int) -> None:
-    columns = {"N": "{n:,}", "fits": "{fits}", "why": "{why}", "seconds": "{seconds:.2f}", "peak GiB": "{peak_gib:.3f}"}
-    print_table("", columns, [asdict(state.trials[tokens]) for tokens in sorted(state.trials)])
-    say("One cold run each; memory of everything: inputs, results and temporaries.")
-    found = "nothing fits" if bracket.fits is None else f"fits N={bracket.fits:,}"
-    if bracket.fails is None:
-        end = "which is --max-seqlen"
-    elif bracket.why == "timeout":
-        end = f"stopped by time at N'={bracket.fails:,} (a longer --timeout goes on from there)"
-    else:
-        end = f"does not fit N'={bracket.fails:,} (granularity {granularity:,})"
-    say(f"{found}, {end}", style="bold")
-    say(f"everything: {state.path}")
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -18,6 +19,7 @@ from uuid import uuid4
 import torch
 
 from bench.commit import ROOT, commit
+from bench.roofline import choose_peaks
 from dispatch.device import describe_device
 
 RESULTS = ROOT / "bench" / "results"
@@ -33,6 +35,17 @@ def environment(device: torch.device) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     return {"device": describe_device(device.type), "versions": versions, "commit": commit()}
+
+
+def gpu_facts(parser: ArgumentParser, tflops: float | None) -> dict[str, Any]:
+    """`environment` and `peak_tflops` of an NVIDIA GPU; an error of the parser where there is none or no peak known."""
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU")
+    facts = environment(torch.device("cuda"))
+    peaks = choose_peaks(facts["device"], tflops, None)
+    if peaks is None:
+        parser.error(f"--peak-tflops: not known of {facts['device']}")
+    return {**facts, "peak_tflops": peaks.tflops}
 
 
 def command_line(argv: Sequence[str] | None = None) -> str:

@@ -1,4 +1,4 @@
-"""The file of a benchmark's results: claimed before anything is measured, written part by part, resumed.
+"""The file of a benchmark's results: tried before anything is measured, written part by part, resumed.
 
 A part is what is measured together, such as one length. The file has every part that is done, and its `gate` is
 "unfinished" until all are. The same command resumes such a file if device, versions and commit are the same, too;
@@ -8,13 +8,12 @@ otherwise it starts again, and says so. A wrong result removes the rows of all p
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
-import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from bench.report import relative, write_csv, write_json
 from bench.show import row_line, say, show_bars
 
 INTERRUPTED = 130  # Status of a script that Ctrl-C ended
-FIELDS = ("gate", "red", "parts", "rows")  # Fields of the file besides those that all rows share
 Row = dict[str, Any]
 Measurement = tuple[str, Callable[[], Iterable[Any]]]
 """The name of a part, and a function that gives its rows, and reasons why something did not run; or WrongResult."""
@@ -58,7 +56,6 @@ class Results:
     facts: dict[str, Any] = field(default_factory=dict)
     """Fields that all rows share, measured by the first of the runs that resume each other."""
     parts: dict[str, Part] = field(default_factory=dict)
-    replaced: bool = False  # True once the file is of this run, not one of before
 
     @property
     def rows(self) -> list[Row]:
@@ -89,30 +86,26 @@ class Results:
                         print(*(row_line(line, row) for row in rows), *map(reason, missing), sep="\n", flush=True)
                 del run  # with the tensors that it holds
         except WrongResult as wrong:
-            self.parts.clear()
-            self._write(gate="red", red=list(wrong.args), missing=[], rows=[])
+            self._write("red", red=list(wrong.args), missing=[], rows=[])
             print("Wrong results, so no times are reported:", *wrong.args, sep="\n  ")
             return False
         return True
 
     def add(self, name: str, rows: Sequence[Row], missing: Sequence[Any] = ()) -> None:
         self.parts[name] = Part(list(rows), list(missing))
-        parts = [{"part": part, "rows": len(done.rows), "missing": done.missing} for part, done in self.parts.items()]
-        self._write(gate="unfinished", red=[], parts=parts, rows=self.rows)
+        self._write("unfinished", parts={name: asdict(part) for name, part in self.parts.items()})
 
-    def finish(self, gate: str = "green", *, red: bool = True, csv: bool = False, **more: Any) -> None:
-        """Record that all parts are done. Args: `red`: False if nothing was checked: the file has no such field."""
+    def finish(self, *, checked: bool = True, csv: bool = False, **more: Any) -> None:
+        """Record that all parts are done."""
         if csv:
             write_csv(with_ending(self.path, ".csv"), self.rows)
-        checked: dict[str, Any] = {"red": []} if red else {}
-        self._write(gate=gate, **checked, **more, rows=self.rows)
+        self._write("green" if checked else "unchecked", red=[], **more, rows=self.rows)
 
-    def _write(self, **fields: Any) -> None:
-        if not self.replaced:  # a table and a plot that are there show the rows that are replaced
+    def _write(self, gate: str, **fields: Any) -> None:
+        if gate in ("unfinished", "red"):  # a table and a plot that are there show rows of before
             for suffix in (".csv", ".png"):
                 with_ending(self.path, suffix).unlink(missing_ok=True)
-        write_json(self.path, {**self.head, **self.facts, **fields})
-        self.replaced = True
+        write_json(self.path, {**self.head, **self.facts, "gate": gate, **fields})
 
     def kept(self) -> str:
         """A sentence about the rows that an interrupt leaves."""
@@ -125,18 +118,11 @@ class Results:
         content, where = read_results(self.path), relative(self.path)
         if content.get("gate") != "unfinished":
             return ""
-        now = json.loads(json.dumps(self.head))
-        changes = differences(now, content)
-        try:
-            parts, rows = {}, iter(content["rows"])
-            for part in content["parts"]:
-                parts[part["part"]] = Part([next(rows) for _ in range(part["rows"])], part["missing"])
-        except (KeyError, TypeError, StopIteration):
-            changes.append("their parts are not listed")
-        if changes:
+        head = json.loads(json.dumps(self.head))
+        if changes := differences(head, content):
             return f"Starting anew, since the unfinished results in {where} differ: {'; '.join(changes)}"
-        self.parts, self.replaced = parts, True
-        self.facts = {name: value for name, value in content.items() if name not in (*now, *FIELDS)}
+        self.parts = {name: Part(**part) for name, part in content["parts"].items()}
+        self.facts = {name: value for name, value in content.items() if name not in (*head, "gate", "parts")}
         return f"Going on from the {len(self.rows)} rows in {where}"
 
 
@@ -152,7 +138,6 @@ def run(
     plot: Callable[[Results, Path], None] | None = None,
     show: Callable[[dict[str, Any]], None] | None = None,
     csv: bool = False,
-    gate: str = "green",
     checked: bool = True,
 ) -> int:
     """Measure and write OUT.json (schema: docs/results_files.md) after every part; returns the status of the script.
@@ -161,7 +146,7 @@ def run(
         parts: what is measured, given the results so far. line, reason: as in `Results.measure`.
         fields: of the file, besides rows and bars, once all parts are done. bars: count if `args.bars`.
         plot: draws OUT.png. show: prints the fields of the file, once it is written, before bars.
-        gate, checked: of the file, if nothing was checked.
+        checked: False if nothing is.
     """
     out = Path(args.out)
     with open_results(out, {**head, "command": args.command}) as results:
@@ -173,7 +158,7 @@ def run(
             more["bars"] = [bar.as_json() for bar in reached]
         if plot:
             plot(results, with_ending(out, ".png"))
-        results.finish(gate, red=checked, csv=csv, **more)
+        results.finish(checked=checked, csv=csv, **more)
     if show:
         show({**results.facts, **more, "rows": results.rows})
     if reached is not None:
@@ -196,7 +181,7 @@ def read_results(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if not {"device", "versions", "commit"} <= set(content):
             raise ValueError("other fields")
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise SystemExit(f"{relative(path)} holds no results of this project; name another --out") from error
     return content
 
@@ -205,53 +190,31 @@ def read_results(path: Path) -> dict[str, Any]:
 def open_results(out: Path, head: dict[str, Any]) -> Iterator[Results]:
     """The results OUT.json, with OUT.csv and OUT.png; prints what becomes of a file. May raise SystemExit."""
     results = Results(with_ending(out, ".json"), head)
-    with held(out, (".csv", ".png"), results.kept):
+    with held(results.path, results.kept):
         if note := results.go_on():
             print(note, flush=True)
         yield results
 
 
 @contextmanager
-def replaced_results(out: Path, *endings: str) -> Iterator[None]:
-    """Hold OUT.json and files with other endings for a script that replaces them. Raises SystemExit as `claimed`."""
+def replaced_results(out: Path) -> Iterator[None]:
+    """Try OUT.json for a script that replaces it. Raises SystemExit as `held`, and for a file of something else."""
     path = with_ending(out, ".json")
-    with held(out, endings, lambda: f"{relative(path)} has what was written before, if anything."):
+    with held(path, lambda: f"{relative(path)} has what was written before, if anything."):
         read_results(path)
         yield
 
 
 @contextmanager
-def held(out: Path, endings: Iterable[str], kept: Callable[[], str]) -> Iterator[None]:
-    """Hold OUT.json and the files with other endings. Args: `kept`: what an interrupt leaves, for readers."""
-    with claimed(with_ending(out, ".json"), *(with_ending(out, ending) for ending in endings)):
-        try:
-            yield
-        except KeyboardInterrupt:
-            print(f"\nInterrupted. {kept()}", file=sys.stderr)
-            raise SystemExit(INTERRUPTED) from None
-
-
-@contextmanager
-def claimed(path: Path, *others: Path) -> Iterator[None]:
-    """Hold the files of an --out until this run ends. Raises SystemExit if another run does, or they cannot be."""
-    where, lock = relative(path), with_ending(path, ".lock")
-    with ExitStack() as stack:
-        try:
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            if folders := [one for one in (path, *others) if one.is_dir()]:
-                raise IsADirectoryError(f"{relative(folders[0])} is a folder")
-            held = stack.enter_context(lock.open("a+", encoding="utf-8"))
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samefile(lock, held.fileno()):  # its run ended in between, and yet another one began
-                raise BlockingIOError
-        except BlockingIOError as error:
-            by = lock.read_text(encoding="utf-8").strip() if lock.exists() else ""
-            raise SystemExit(
-                f"Another run writes {where} (process {by or '?'}): name another --out, or wait."
-            ) from error
-        except OSError as error:
-            raise SystemExit(f"--out: {where} cannot be written: {error}") from error
-        held.truncate(0)
-        print(os.getpid(), file=held, flush=True)
-        stack.callback(lock.unlink, missing_ok=True)  # while it is held, so that no other run's is removed
+def held(path: Path, kept: Callable[[], str]) -> Iterator[None]:
+    """Raise SystemExit at once where no file can be written, and at an interrupt. Args: kept: what that leaves."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise SystemExit(f"--out: {relative(path)} cannot be written: {error}") from error
+    try:
         yield
+    except KeyboardInterrupt:
+        print(f"\nInterrupted. {kept()}", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None

@@ -8,8 +8,7 @@ were finite, nothing was compiled, and memory was no larger in its second half t
 the process's own: by 1/16, since both keep pieces). Where the environment says nothing of PyTorch's allocator, it gets
 expandable segments: without them it keeps, for ever other sizes, ever more pieces that fit none.
 
-The state goes to OUT.pt at every record, then the results to OUT.json (schema: docs/results_files.md); --resume goes on
-from the state alone and adds another run, with first steps and halves of its own.
+The results go to OUT.json (schema: docs/results_files.md) at every record.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import argparse
 import math
 import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import accumulate
+from operator import sub, truediv
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +35,14 @@ if __name__ == "__main__" and os.environ.keys().isdisjoint(("PYTORCH_ALLOC_CONF"
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, silu
+from torch.nn.functional import cross_entropy
 
 from bench.bars import Bar
 from bench.common import above_zero, add_device, make_parser, parse_args, positive, with_ending
-from bench.report import LOCAL_RESULTS, environment, relative, replacing, write_json
-from bench.results_file import Row, claimed, differences, read_results
+from bench.report import LOCAL_RESULTS, environment, relative, write_json
+from bench.results_file import Row, replaced_results
 from bench.show import console, say, show_bars
 from bench.timing import resident
-from dispatch.device import first_line
 from nsa import NSAConfig, NSAttention
 
 MIB = 2**20
@@ -77,24 +75,7 @@ SIZES = {
     "cuda": Sizes(width=256, heads=4, kv_heads=2, pairs=2, tokens=16384, tile=GPU_TILE, token=GPU_TOKEN),
     "cpu": Sizes(width=16, heads=2, kv_heads=1, pairs=1, tokens=28, tile=CPU_TILE, token=CPU_TOKEN),
 }
-"""By device. Head dim 64 on a GPU; the weights and their optimiser take 7 MiB there."""
-
-
-# The model
-
-
-class Layer(nn.Module):
-    def __init__(self, sizes: Sizes, config: NSAConfig) -> None:
-        super().__init__()
-        self.norm, self.feed_norm = nn.RMSNorm(sizes.width), nn.RMSNorm(sizes.width)
-        self.attention = NSAttention(sizes.width, sizes.heads, sizes.kv_heads, config=config)
-        self.up = nn.Linear(sizes.width, sizes.width, bias=False)
-        self.down = nn.Linear(sizes.width, sizes.width, bias=False)
-
-    def forward(self, hidden: Tensor, bounds: Tensor | None) -> Tensor:
-        hidden = hidden + self.attention(self.norm(hidden), cu_seqlens=bounds)
-        out: Tensor = hidden + self.down(silu(self.up(self.feed_norm(hidden))))
-        return out
+"""By device. Head dim 64 on a GPU."""
 
 
 class Model(nn.Module):
@@ -102,14 +83,17 @@ class Model(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
+        configs = (sizes.tile, sizes.token) * sizes.pairs
+        heads = sizes.width, sizes.heads, sizes.kv_heads
         self.embed = nn.Embedding(VOCABULARY, sizes.width)
-        self.layers = nn.ModuleList(Layer(sizes, config) for config in (sizes.tile, sizes.token) * sizes.pairs)
+        self.norms = nn.ModuleList(nn.RMSNorm(sizes.width) for _ in configs)
+        self.layers = nn.ModuleList(NSAttention(*heads, config=config) for config in configs)
         self.head = nn.Linear(sizes.width, VOCABULARY, bias=False)
 
     def forward(self, symbols: Tensor, bounds: Tensor | None) -> Tensor:
         hidden = self.embed(symbols)
-        for layer in self.layers:
-            hidden = layer(hidden, bounds)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            hidden = hidden + layer(norm(hidden), cu_seqlens=bounds)
         logits: Tensor = self.head(hidden)
         return logits
 
@@ -215,16 +199,8 @@ class Trainer:
         self.step += 1
         return work, result
 
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
 
-    def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
-
-
-# Runs and their records
+# The record
 
 
 def num_compiled(device: torch.device) -> int | None:
@@ -244,24 +220,23 @@ def expandable_segments(device: torch.device) -> bool | None:
 
 
 class Watch:
-    """Records of one run.
+    """The record of a run.
 
     `late` are steps that compiled kernels although the first steps had every kind of size; `records` have loss and
-    tokens per second since the record before, whose time, step and tokens are `since`, and memory between steps. `sums`
-    are the sum of losses that are finite, and the number of steps whose result was not, since then.
+    tokens per second since the record before, whose time, steps and tokens are `since`, and memory between steps.
+    `sums` are the sum of losses that are finite, and the number of steps whose result was not, since then.
     """
 
-    def __init__(self, trainer: Trainer, warm_up_s: float) -> None:
-        self.trainer, self.device = trainer, trainer.device
-        self.first_step, self.warm_up_s = trainer.step, warm_up_s
-        self.warm_up_compiled = self.compiled = num_compiled(self.device)
-        self.expandable_segments = expandable_segments(self.device)
+    def __init__(self, device: torch.device, warm_up_s: float) -> None:
+        self.device, self.warm_up_s = device, warm_up_s
+        self.warm_up_compiled = self.compiled = num_compiled(device)
+        self.expandable_segments = expandable_segments(device)
         self.begin = time.perf_counter()
-        self.tokens = self.not_finite = 0
+        self.steps = self.tokens = self.not_finite = 0
         self.late: list[Row] = []
         self.records: list[Row] = []
-        self.since = (self.begin, trainer.step, 0)
-        self.sums = torch.zeros(2, device=self.device)
+        self.since = (self.begin, 0, 0)
+        self.sums = torch.zeros(2, device=device)
 
     @property
     def seconds(self) -> float:
@@ -271,27 +246,27 @@ class Watch:
         """Note a step; nothing here waits for the device."""
         finite = result.isfinite().all()
         self.sums += torch.stack([result[0].where(finite, 0), (~finite).float()])
-        self.tokens += work.tokens
         compiled = num_compiled(self.device)
         if compiled is not None and self.compiled is not None and compiled > self.compiled:
-            self.late.append({"step": self.trainer.step - 1, "work": asdict(work), "kernels": compiled - self.compiled})
+            self.late.append({"step": self.steps, "work": asdict(work), "kernels": compiled - self.compiled})
         self.compiled = compiled
+        self.steps += 1
+        self.tokens += work.tokens
 
     def record(self) -> None:
         """Add a record, unless there was no step since the last."""
-        if self.trainer.step == self.since[1]:
+        if self.steps == self.since[1]:
             return
         losses, not_finite = self.sums.tolist()
         self.sums.zero_()
         self.not_finite += int(not_finite)
-        now, (before, step, tokens) = time.perf_counter(), self.since
-        finite = self.trainer.step - step - not_finite
-        record: Row = {"step": self.trainer.step, "seconds": round(now - self.begin, 1)}
-        record |= {"loss": round(losses / max(1, finite), 4)}
+        now, (before, steps, tokens) = time.perf_counter(), self.since
+        record: Row = {"step": self.steps, "seconds": round(now - self.begin, 1)}
+        record |= {"loss": round(losses / max(1, self.steps - steps - not_finite), 4)}
         record |= {"tokens_per_s": round((self.tokens - tokens) / (now - before)), **self.memory()}
         new = None if self.warm_up_compiled is None else (self.compiled or 0) - self.warm_up_compiled
         self.records.append({**record, "compiled": new})
-        self.since = (now, self.trainer.step, self.tokens)
+        self.since = (now, self.steps, self.tokens)
 
     def memory(self) -> dict[str, float | None]:
         """MiB in use on the device, held by its allocator, and of this process; None if they cannot be known."""
@@ -302,83 +277,69 @@ class Watch:
             held = torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
         return {"allocated_mib": held[0], "reserved_mib": held[1], "resident_mib": own}
 
-    def run(self, command: str, commit: str) -> Row:
-        """The part of a soak that this process did; minutes without the first steps, which compile."""
-        run = {"command": command, "commit": commit, "first_step": self.first_step}
-        run |= {"steps": self.trainer.step - self.first_step, "tokens": self.tokens, "not_finite": self.not_finite}
+    def run(self) -> Row:
+        """Everything so far; minutes without the first steps, which compile."""
+        run: Row = {"steps": self.steps, "tokens": self.tokens, "not_finite": self.not_finite}
         run |= {"minutes": round(self.seconds / 60, 2), "expandable_segments": self.expandable_segments}
         run |= {"warm_up_s": round(self.warm_up_s, 1), "warm_up_compiled": self.warm_up_compiled}
         return {**run, "late": self.late, "records": self.records}
 
 
-def bars(runs: list[Row]) -> list[Bar]:
-    """Bars of a soak; memory is compared within each run, the worst counts."""
-    compiled = [run["records"][-1]["compiled"] for run in runs]
-    growth = worst(runs, "allocated_mib", lambda first, second: second - first)
-    kept = [worst(runs, name, lambda first, second: second / first) for name in ("reserved_mib", "resident_mib")]
-    late = None if None in compiled else float(sum(compiled))
+def bars(run: Row) -> list[Bar]:
+    """Bars of a run; memory is that of the second half of its records against the first."""
+    records = run["records"]
     halves = "second half of a run against its first"
+
+    def memory(name: str, compare: Callable[[float, float], float]) -> float | None:
+        values = [record[name] for record in records]
+        if len(values) < FEWEST_RECORDS or None in values:
+            return None
+        half = len(values) // 2
+        return compare(max(values[half:]), max(values[:half]))
+
+    in_use, kept, own = (
+        memory(name, compare)
+        for name, compare in (("allocated_mib", sub), ("reserved_mib", truediv), ("resident_mib", truediv))
+    )
     return [
-        Bar("steps with a loss or gradient that is not finite", sum(run["not_finite"] for run in runs), 0, False),
-        Bar("kernels compiled, or found on disk, after the first steps", late, 0, False),
-        Bar(f"device memory in use, {halves}", growth, 1, False, " MiB more"),
-        Bar(f"device memory kept by the allocator, {halves}", kept[0], KEPT, False, "x"),
-        Bar(f"memory of the process, {halves}", kept[1], KEPT, False, "x"),
+        Bar("steps with a loss or gradient that is not finite", run["not_finite"], 0, False),
+        Bar("kernels compiled, or found on disk, after the first steps", records[-1]["compiled"], 0, False),
+        Bar(f"device memory in use, {halves}", in_use, 1, False, " MiB more"),
+        Bar(f"device memory kept by the allocator, {halves}", kept, KEPT, False, "x"),
+        Bar(f"memory of the process, {halves}", own, KEPT, False, "x"),
     ]
-
-
-def worst(runs: list[Row], name: str, compare: Callable[[float, float], float]) -> float | None:
-    """Worst comparison of the largest values in both halves of the runs that are long enough; None: there is none."""
-    found = []
-    for run in runs:
-        values = [record[name] for record in run["records"]]
-        if len(values) >= FEWEST_RECORDS and None not in values:
-            half = len(values) // 2
-            found.append(compare(max(values[:half]), max(values[half:])))
-    return max(found, default=None)
 
 
 def main(argv: list[str] | None = None) -> int:
     begin = time.perf_counter()
     args = parse(argv)
-    out = with_ending(Path(args.out), ".json")
-    with claimed(out, with_ending(out, ".pt")):
-        read_results(out)
-        return run(args, out, begin)
-
-
-def run(args: argparse.Namespace, out: Path, begin: float) -> int:
-    """A run, with the files in hand; the status of the script. Args: `begin`, of the script by time.perf_counter()."""
-    device, state_file = torch.device(args.device), with_ending(out, ".pt")
+    device, out = torch.device(args.device), Path(args.out)
     facts = environment(device)
-    trainer = Trainer(device, args.seed)
-    before: list[Row] = []
-    if args.resume:
-        before = go_on(trainer, state_file, facts, args.seed)
-        say(f"Going on after {trainer.step:,} steps in {len(before)} runs")
-    with console.status("First steps, of every kind of size ..."):
-        warm_up_begin = time.perf_counter()
-        for work in every_kind(trainer.sizes):
-            trainer.gradients(work, 0)
-        trainer.optimizer.zero_grad(set_to_none=True)
-        watch = Watch(trainer, time.perf_counter() - warm_up_begin)
+    with replaced_results(out):
+        trainer, start = Trainer(device, args.seed), time.perf_counter()
+        with console.status("First steps, of every kind of size ..."):
+            for work in every_kind(trainer.sizes):
+                trainer.gradients(work, 0)
+            trainer.optimizer.zero_grad(set_to_none=True)
+        watch = Watch(device, time.perf_counter() - start)
 
-    def save() -> list[Row]:
-        watch.record()
-        runs = [*before, watch.run(args.command, facts["commit"])]
-        totals = {name: round(sum(run[name] for run in runs), 2) for name in ("minutes", "steps", "tokens")}
-        shown = [bar.as_json() for bar in bars(runs)]
-        sizes = asdict(trainer.sizes)
-        content = {**facts, "command": args.command, "seed": args.seed, "sizes": sizes, **totals, "bars": shown}
-        content["runs"] = runs
-        with replacing(state_file) as partial:  # first: it has all that the results have
-            torch.save({**trainer.state(), "results": content}, partial)
-        write_json(out, content)
-        return runs
+        def save() -> list[Bar]:
+            watch.record()
+            run = watch.run()
+            found = bars(run)
+            totals = {name: run[name] for name in ("minutes", "steps", "tokens")}
+            shared = {**facts, "command": args.command, "seed": args.seed, "sizes": asdict(trainer.sizes), **totals}
+            content = {**shared, "bars": [bar.as_json() for bar in found], "runs": [run]}
+            write_json(with_ending(out, ".json"), content)
+            return found
 
-    if train(watch, save, begin + 60 * args.minutes, args.steps, args.every):
-        console.print("Interrupted; --resume goes on.")
-    return show(save(), out)
+        train(trainer, watch, save, begin + 60 * args.minutes, args.steps, args.every)
+        found = save()
+    text = "{steps:,} steps, {tokens:,} tokens in {minutes:g} minutes, after {warm_up_s:g} s of first steps"
+    say(text.format(**watch.run()))
+    show_bars(found)
+    say(f"Everything: {relative(with_ending(out, '.json'))}")
+    return int(any(bar.verdict == "FAIL" for bar in found))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -390,80 +351,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--steps", type=positive, help="end this run after so many steps, if that is earlier")
     add("--every", type=above_zero, default=10.0, metavar="SECONDS", help="between records; default: %(default)g")
     add("--seed", type=int, default=0, help="default: %(default)s")
-    add("--resume", action="store_true", help="go on from the files of --out, and add a run to them")
     add("--out", metavar="FILE", help="results, without suffix; default: bench/results/local/soak-<device>")
     args = parse_args(parser, argv)
     args.out = args.out or str(LOCAL_RESULTS / f"soak-{args.device}")
     return args
 
 
-def go_on(trainer: Trainer, path: Path, facts: dict[str, Any], seed: int) -> list[Row]:
-    """Bring a trainer to where a soak was, by its state; returns the runs so far. Raises SystemExit if it cannot."""
-    where = relative(path)
-    try:
-        state = torch.load(path, map_location=trainer.device, weights_only=True)
-        runs: list[Row] = state["results"]["runs"]
-        now = {"device": facts["device"], "versions": facts["versions"], "seed": seed}
-        changes = differences(now, state["results"])
-        if not changes:
-            trainer.load(state)
-    except FileNotFoundError as error:
-        raise SystemExit(f"There is no soak to go on with in {where}; begin one without --resume.") from error
-    except Exception as error:  # what a damaged file raises is up to torch, zipfile and pickle
-        raise SystemExit(
-            f"{where} is damaged, or no state of this soak ({type(error).__name__}: {first_line(error)}); begin anew "
-            "without --resume, or name another --out."
-        ) from error
-    if changes:
-        raise SystemExit(f"The soak in {where} cannot go on here: {'; '.join(changes)}")
-    return runs
-
-
-@contextmanager
-def interrupts_wait() -> Iterator[Callable[[], bool]]:
-    """Returns True once an interrupt came. The first one lets the step end: half of a step has no state to record."""
-    came = False
-
-    def note(*_: Any) -> None:
-        nonlocal came
-        if came:
-            raise KeyboardInterrupt
-        came = True
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: came
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def train(watch: Watch, save: Callable[[], Any], until: float, most_steps: int | None, every: float) -> bool:
-    """At least one step. Args: `until`: by time.perf_counter(). Returns whether it was interrupted."""
-    trainer, done = watch.trainer, False
-    with interrupts_wait() as interrupted, console.status("") as status:
-        while not done:
+def train(
+    trainer: Trainer, watch: Watch, save: Callable[[], Any], until: float, most_steps: int | None, every: float
+) -> None:
+    """Train for at least one step. Args: until: by time.perf_counter()."""
+    with console.status("") as status:
+        now = 0.0
+        while not watch.steps or (now < until and watch.steps != most_steps):
             watch.saw(*trainer.train())
             now = time.perf_counter()
-            done = interrupted() or now >= until or trainer.step - watch.first_step == most_steps
             if now - watch.since[0] >= every:
                 save()
                 loss, seconds = watch.records[-1]["loss"], f"{watch.seconds:,.0f} of {until - watch.begin:,.0f} s"
-                status.update(f"{seconds}, step {trainer.step:,}, loss {loss:.3f}")
-        return interrupted()
-
-
-def show(runs: list[Row], out: Path) -> int:
-    """Print the results of the runs; 1 if something failed."""
-    for run in runs:
-        records = {"first": run["records"][0], "last": run["records"][-1]}
-        text = "{steps:,} steps, {tokens:,} tokens in {minutes:g} minutes, after {warm_up_s:g} s of first steps; "
-        say((text + "loss {first[loss]:.3f} to {last[loss]:.3f}").format(**run, **records))
-        for late in run["late"]:
-            say("  compiled {kernels} kernels at step {step}: {work}".format(**late))
-    found = bars(runs)
-    show_bars(found)
-    say(f"Everything: {relative(out)}")
-    return int(any(bar.verdict == "FAIL" for bar in found))
+                status.update(f"{seconds}, step {watch.steps:,}, loss {loss:.3f}")
 
 
 if __name__ == "__main__":

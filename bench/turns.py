@@ -77,17 +77,15 @@ def take_turns(calls: Sequence[Callable[[], Any]], seconds: float) -> list[list[
 SENTENCES = {
     DENSE: "Dense attention is faster at {}.",
     NSA: "NSA is faster at {}.",
-    NEITHER: "At {} neither is: it is the one in some turns and the other in others.",
-    NOISY: f"Nothing is known of {{}}: the ratio varied by more than {NOISE:g} times between turns (20th to 80th "
-    "percentile). Run it again when less else runs.",
+    NEITHER: "Neither is clearly faster at {}.",
+    NOISY: "Too noisy to tell, so run it again when less else runs: {}.",
 }
 
 
 def verdict(speedups: Sequence[tuple[str, Spread]]) -> str:
     """Summary of speed-ups of NSA over dense attention, each with where it was found: a sentence for each outcome."""
-    sentences = []
-    for faster, sentence in SENTENCES.items():
-        times = " ({0.times:.1f} times)" if faster in (DENSE, NSA) else ""
-        if texts := [place + times.format(ratio) for place, ratio in speedups if ratio.faster == faster]:
-            sentences.append(sentence.format(" and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))))
-    return " ".join(sentences)
+    places: dict[str, list[str]] = {faster: [] for faster in SENTENCES}
+    for place, ratio in speedups:
+        times = f" ({ratio.times:.1f} times)" if ratio.faster in (DENSE, NSA) else ""
+        places[ratio.faster].append(place + times)
+    return " ".join(SENTENCES[faster].format(", ".join(texts)) for faster, texts in places.items() if texts)

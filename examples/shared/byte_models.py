@@ -436,7 +436,7 @@ def record_variants(
     out = Path(args.out)
     table, picture = (with_ending(out, suffix) for suffix in (".json", ".png"))
 
-    with replaced_results(out, ".png"):
+    with replaced_results(out):
         for variant in args.variants:
             for field, new in train(variant).items():
                 results.setdefault(field, []).extend(new)

@@ -207,13 +207,12 @@ def test_reads_choices(tmp_path: Path) -> None:
     branch = token.make_branch(200, 4, 2, "file", token.load_indices(tmp_path / "chosen.pt"))
     assert torch.equal(branch.blocks, saved.expand(1, 2, 200, 3))
     assert token.errors(branch) == []
-    late, twice = saved.clone(), saved.clone()
-    late[0, 0, 0, 2], twice[0, 0, 150, 1] = 1, 0
+    late = saved.clone()
+    late[0, 0, 0, 2] = 1
     for wrong, reason in (
-        (saved.long(), "an int32 tensor, got torch.int64"),
-        (saved[..., :2], "got \\[1, 1, 200, 2\\]"),
+        (saved.long(), "int32 .* got torch.int64"),
+        (saved[..., :2], "got torch.int32 \\[1, 1, 200, 2\\]"),
         (late, "up to each token's own"),
-        (twice, "ascending"),
     ):
         torch.save(wrong, tmp_path / "chosen.pt")
         with pytest.raises(ValueError, match=reason):
@@ -240,15 +239,14 @@ def test_a_row_for_each_choice_and_stage(tmp_path: Path, monkeypatch: pytest.Mon
         "BARS": {(4, 2): {"forward": 1e9, "both": 0.0}},
         "graph_ms": graph_ms,
         "copy_bandwidth": lambda: 4.0,
-        "environment": lambda _: {"device": "NVIDIA H200", "versions": {}, "commit": ""},
+        "gpu_facts": lambda *_: {"device": "NVIDIA H200", "versions": {}, "commit": "", "peak_tflops": 989},
     }.items():
         monkeypatch.setattr(token, name, value)
     monkeypatch.setattr("cute_kernels.lists.worklist.worklist_chunks", lists)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     torch.save(
         selected_branch.draw_blocks((1, 1, 100), token.SIZE, 3, torch.Generator(), token.near), tmp_path / "chosen.pt"
     )
-    options = ["--seqlens", "80", "--choices", "random", "text", "--indices", str(tmp_path / "chosen.pt"), "--bars"]
+    options = ["--seqlens", "80", "--indices", str(tmp_path / "chosen.pt"), "--bars"]
     rows = (content := run(token.main, tmp_path / "run", *options))["rows"]
     stages = ["lists", "forward", "tiles", "backward", "both"]
     choices = [(80, "random"), (80, "text"), (100, "file")]

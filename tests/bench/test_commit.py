@@ -84,7 +84,7 @@ def test_a_copy_without_git_knows_its_commit(checkout: Path, capsys: pytest.Capt
     (copy / "source.py").write_text("one \n")
     (copy / "bench" / "b c.py").unlink()
     assert looked_up(copy) == f"{head[:12]}+changes"
-    assert "2 of 3 files differ from those that .commit.json names (bench/b c.py, source.py)" in capsys.readouterr().err
+    assert "2 files differ from .commit.json, such as bench/b c.py, source.py" in capsys.readouterr().err
 
 
 def test_a_checkout_with_changes_gets_no_stamp(checkout: Path) -> None:
@@ -97,10 +97,3 @@ def test_a_checkout_with_changes_gets_no_stamp(checkout: Path) -> None:
     inside = checkout / "bench"
     with pytest.raises(ValueError, match="is no git checkout"):
         write_stamp(inside)
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"commit": 1, "files": {}}'])
-def test_a_damaged_stamp_is_named(content: str, checkout: Path) -> None:
-    (checkout / STAMP_NAME).write_text(content)
-    with pytest.raises(ValueError, match=r"\.commit\.json is damaged: remove it, or write it again with make stamp"):
-        looked_up(checkout)

@@ -12,7 +12,7 @@ from bench import bench_decode as bench
 from nsa import NSAConfig
 from tests.support.bench_helpers import documented_fields, run, verdicts
 
-SMALL = ["--device", "cpu", "--sizes", "700:1,2", "--dim", "32", "--seconds", "0.01", "--prefill"]
+SMALL = ["--device", "cpu", "--heads", "4/1", "--sizes", "700:1,2", "--dim", "32", "--seconds", "0.01", "--prefill"]
 """Without a prefill, unless its sizes follow."""
 
 
@@ -74,13 +74,13 @@ def test_chosen_are_the_definitions_blocks() -> None:
     found = bench.chosen(q, entries, token, config)
     assert found is not None
     assert set(found.tolist()) == forced | {*best}
+    assert bench.chosen(q, torch.zeros_like(entries), token, config) is None, "all blocks tie"
 
 
 def test_layers_have_keys_of_their_own() -> None:
     """As many as do not fit L2, with the same results."""
     case = bench.Case("paper", 4, 1, 300, 2, 1)
     made = bench.make_step(case, bench.parse([*SMALL, "--out", "unused"]), torch.device("cpu"))
-    assert isinstance(made, bench.Step)
     other = made.copy()
     assert other.cache.table is made.cache.table
     for name, pages in made.cache.pages.items():

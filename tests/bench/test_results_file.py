@@ -1,12 +1,9 @@
-"""Files of benchmarks: tried and held before anything is measured, written as rows are made, gone on with."""
+"""Files of benchmarks: tried before anything is measured, written as rows are made, gone on with."""
 
 from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from bench import probe_max_seqlen as probe
 from bench.common import with_ending
 from bench.oracles import Error
 from bench.report import replacing, write_json
-from bench.results_file import claimed, hold, open_results, replaced_results
+from bench.results_file import hold, open_results, replaced_results
 from tests.support.bench_helpers import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,11 +61,12 @@ def test_end_to_end_goes_on_within_a_length(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(SystemExit, match="130"):
         e2e.main([*options, "--out", str(out)])
     before = read(with_ending(out, ".json"))
-    assert (before["gate"], len(before["rows"])) == ("unfinished", 1)
+    assert (before["gate"], len(before["parts"])) == ("unfinished", 1)
     monkeypatch.setattr(e2e, "measure_mode", lambda *given: calls.append(None) or right(*given))
     after = run(e2e.main, out, *options)
     rows = after["rows"]
-    assert (rows[0], len(calls), "parts" in after) == (before["rows"][0], 8, False)
+    (first,) = before["parts"].values()
+    assert (rows[:1], len(calls), "parts" in after) == (first["rows"], 8, False)
     assert [(row["n"], row["num_cmp"]) for row in rows] == [(n, c) for n in (64, 128, 256) for c in (None, 2, 1)]
     assert len({(row["n"], row["dense_ms"]) for row in rows}) == 3
     assert rows[-1]["dense_ms"] == pytest.approx(4 * rows[3]["dense_ms"])
@@ -136,15 +134,18 @@ def test_what_differs_is_not_mixed(name: str, tmp_path: Path, capsys: pytest.Cap
     other = {**HEAD, name: "another"}
     with open_results(tmp_path / "run", other) as results:
         assert results.parts == {}
-        assert read(tmp_path / "run.json")["rows"] == [{"part": "a"}, {"part": "b"}], "there until others are made"
+        assert list(read(tmp_path / "run.json")["parts"]) == ["a", "b"], "there until others are made"
         results.add("c", [{"part": "c"}])
     said = capsys.readouterr().out
     assert said.startswith("Starting anew, since the unfinished results in ")
     assert f"{name} is 'another', was {HEAD[name]!r}" in said
-    assert read(tmp_path / "run.json")["rows"] == [{"part": "c"}]
+    assert list(read(tmp_path / "run.json")["parts"]) == ["c"]
     write_some(tmp_path / "run", other, "d")
     assert capsys.readouterr().out.startswith("Going on from the 1 rows in ")
-    assert [row["part"] for row in read(tmp_path / "run.json")["rows"]] == ["c", "d"]
+    assert read(tmp_path / "run.json")["parts"] == {
+        "c": {"rows": [{"part": "c"}], "missing": []},
+        "d": {"rows": [{"part": "d"}], "missing": ["d lacks"]},
+    }
 
 
 @pytest.mark.parametrize(("out", "name"), [("run", "run"), ("run.json", "run"), ("run-0.5", "run-0.5")])
@@ -155,10 +156,10 @@ def test_finished_results_are_made_anew(out: str, name: str, tmp_path: Path) -> 
     write_json(tmp_path / f"{name}.json", {**HEAD, "gate": "green", "rows": [{"n": 1}]})
     with open_results(tmp_path / out, HEAD) as results:
         assert results.rows == []
-        assert names(tmp_path) == {f"{name}{ending}" for ending in (".json", ".csv", ".png", ".lock")}
+        assert names(tmp_path) == {f"{name}{ending}" for ending in (".json", ".csv", ".png")}
         results.add("a", [{"n": 2}])
-        assert names(tmp_path) == {f"{name}.json", f"{name}.lock"}
-    assert read(tmp_path / f"{name}.json")["rows"] == [{"n": 2}]
+        assert names(tmp_path) == {f"{name}.json"}
+    assert list(read(tmp_path / f"{name}.json")["parts"]) == ["a"]
 
 
 @pytest.mark.parametrize("content", ["not JSON", '{"name": "package"}'])
@@ -172,75 +173,28 @@ def test_a_file_of_something_else_is_not_overwritten(content: str, tmp_path: Pat
     assert (tmp_path / "run.json").read_text() == content
 
 
-# Files that cannot be written, and those of another run
+# Files that cannot be written
 
 
-SCRIPTS: dict[str, tuple[Any, list[str]]] = {
-    "end to end": (e2e, [*SMALL, "--seqlens", "64"]),
-    "neighborhood attention": (neighborhood, ["--device", "cpu", "--shapes", "tiny"]),
-    "generate": (generate, ["--device", "cpu"]),
-    "probe": (probe, ["--device", "cpu", "--heads", "2", "--dim", "16", "--memory-limit", "1GiB"]),
-}
-
-
-@pytest.fixture(params=SCRIPTS.values(), ids=SCRIPTS)
-def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
-    """A script and its options; it fails when it measures."""
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (e2e, [*SMALL, "--seqlens", "64"]),
+        (neighborhood, ["--device", "cpu", "--shapes", "tiny"]),
+        (generate, ["--device", "cpu"]),
+        (probe, ["--device", "cpu", "--heads", "2", "--dim", "16", "--memory-limit", "1"]),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_at_once(
+    module: Any, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measuring = (e2e, "make_problem"), (pass_report, "compare"), (generate, "make_models"), (probe, "start_trial")
-    for module, name in measuring:
-        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("measured"))
-    chosen: tuple[Any, list[str]] = request.param
-    return chosen
-
-
-def test_files_that_cannot_be_written_are_refused_at_once(script: tuple[Any, list[str]], tmp_path: Path) -> None:
-    module, options = script
+    for measures, name in measuring:
+        monkeypatch.setattr(measures, name, lambda *_, **__: pytest.fail("measured"))
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match=r"--out: .*file/run.* cannot be written"):
         module.main([*options, "--out", str(tmp_path / "file" / "run")])
-    for suffix in (".png", ".json"):
-        if module is not probe:
-            (tmp_path / f"run{suffix}").mkdir()
-            with pytest.raises(SystemExit, match=f"--out: .*run.json cannot be written: .*run{suffix} is a folder"):
-                module.main([*options, "--out", str(tmp_path / "run")])
-
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from bench.results_file import claimed
-from tests.support.bench_helpers import run
-
-with claimed(Path(sys.argv[1])):
-    print(flush=True)
-    time.sleep(600)
-"""
-
-
-def test_two_runs_do_not_share_files(script: tuple[Any, list[str]], tmp_path: Path) -> None:
-    """The second is refused by the name of the file and the number of the process that has it, here this one."""
-    module, options = script
-    refused = rf"Another run writes .*run.* \(process {os.getpid()}\): name another --out"
-    with claimed(tmp_path / "run.json"), pytest.raises(SystemExit, match=refused):
-        module.main([*options, "--out", str(tmp_path / "run")])
-    assert names(tmp_path) == set()
-
-
-def test_a_run_that_was_killed_has_no_files(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLD, str(tmp_path / "run.json")]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as first:
-        assert first.stdout is not None
-        first.stdout.readline()
-        with (
-            pytest.raises(SystemExit, match=rf"Another run writes .*run.* \(process {first.pid}\)"),
-            claimed(tmp_path / "run.json"),
-        ):
-            pytest.fail("both have it")
-        first.kill()
-    assert names(tmp_path) == {"run.lock"}, "still there, but held by none"
-    with claimed(tmp_path / "run.json"):
-        assert (tmp_path / "run.lock").read_text().strip() == str(os.getpid())
-    assert names(tmp_path) == set()
+    assert names(tmp_path) == {"file"}
 
 
 def test_files_come_by_rename(tmp_path: Path) -> None:
