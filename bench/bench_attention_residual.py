@@ -5,7 +5,7 @@ floor, then the same for every peer (bench/peers.py). A backend's error above it
 and status 1. On CUDA a CUDA graph of ten calls is checked and timed: starting it takes a seventh of the shortest of
 them; `wall_ms` is a call as Python makes it. A shape that ends with ",list" gives the blocks as tensors of their own.
 
-Writes OUT.json (schema: docs/results_files.md) after every shape; at the end OUT.csv and OUT.png. The same command
+Writes OUT.json (schema: docs/results_files.md) after every shape; at the end OUT.png. The same command
 resumes where it was stopped or killed.
 """
 
@@ -169,12 +169,10 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
 BENCHMARK = OpBenchmark(
     __doc__,
     op="attention_residual",
-    title="Attention residual",
     form="L,B,T,D[,list]",
     out="attnres",
     sets=SETS,
     read=Residual.read,
-    shape=lambda row: Residual(row["l"], row["b"], row["t"], row["d"], row["inputs"] == "list"),
     sizes=sizes,
     facts=facts,
     task=make_task,

@@ -5,7 +5,7 @@ beside the byte floor, then the same for every peer (bench/peers.py). A backend'
 no times at all, and status 1. Windows are truncated at the borders, as all peers do it. On CUDA a CUDA graph is checked
 and timed, without the time to start it; elsewhere a call as Python makes it.
 
-Writes OUT.json (schema: docs/results_files.md) after every shape; at the end OUT.csv and OUT.png. The same command goes
+Writes OUT.json (schema: docs/results_files.md) after every shape; at the end OUT.png. The same command goes
 on where it was stopped or killed.
 """
 
@@ -113,12 +113,10 @@ def _results(shape: Neighborhood, tensors: list[Tensor]) -> dict[str, Tensor]:
 BENCHMARK = OpBenchmark(
     __doc__,
     op="neighborhood_attention",
-    title="Neighborhood attention",
     form="B,H,S,D,k[,dilation]",
     out="neighborhood",
     sets=SETS,
     read=Neighborhood.read,
-    shape=lambda row: Neighborhood(row["b"], row["h"], row["s"], row["d"], row["k"], row["dilation"]),
     sizes=sizes,
     facts=facts,
     task=random_task,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,11 +35,9 @@ LIGER = "not installed: pip install liger-kernel==0.8.5"
 
 
 class Peer(NamedTuple):
-    """Another implementation of an op, and how figures show it."""
+    """Another implementation of an op."""
 
     make: Callable[[Any, Task], Candidate]  # From a problem; raises Unavailable if it cannot run
-    label: str = ""
-    color: str = ""
     anywhere: bool = False  # Runs on other devices than CUDA's, too
 
 
@@ -132,11 +130,7 @@ def _liger_neighborhood(problem: Neighborhood, task: Task) -> Candidate:
     return Candidate("liger", lambda *qkv: function.apply(*qkv, *options), head_major=True)
 
 
-NEIGHBORHOOD = {
-    "fa4": Peer(_fa4, "FlashAttention-4 window", "#8da0cb"),
-    "flex": Peer(_flex, "flex_attention", "#a6d854"),
-    "liger": Peer(_liger_neighborhood, "Liger, generic", "#fc8d62"),
-}
+NEIGHBORHOOD = {"fa4": Peer(_fa4), "flex": Peer(_flex), "liger": Peer(_liger_neighborhood)}
 
 # Attention residual
 
@@ -186,9 +180,9 @@ def _compile() -> Formula:
 
 
 RESIDUAL = {
-    "liger": Peer(lambda *of: _stacked("liger", _liger_residual, *of), "Liger, generic", "#fc8d62"),
-    "compile": Peer(lambda *of: _stacked("compile", _compile, *of), "torch.compile", "#a6d854"),
-    "eager": Peer(lambda *of: _stacked("eager", lambda: formula, *of), "PyTorch", "#8da0cb", anywhere=True),
+    "liger": Peer(partial(_stacked, "liger", _liger_residual)),
+    "compile": Peer(partial(_stacked, "compile", _compile)),
+    "eager": Peer(partial(_stacked, "eager", lambda: formula), anywhere=True),
 }
 
 # NSA
