@@ -11,7 +11,6 @@ resumes where it was stopped or killed.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,17 +44,17 @@ SHAPES = {
 SETS = {name: list(map(Residual.read, shapes.split())) for name, shapes in SHAPES.items()}
 
 
-def sizes(shape: Residual, args: argparse.Namespace) -> Row:
+def sizes(shape: Residual) -> Row:
     row = {"l": shape.blocks, "b": shape.batch, "t": shape.tokens, "d": shape.dim}
     return {**row, "inputs": "list" if shape.listed else "stacked"}
 
 
-def facts(shape: Residual, args: argparse.Namespace) -> dict[str, Any]:
+def facts(shape: Residual) -> dict[str, Any]:
     of_block = shape.batch, shape.tokens, shape.dim
     return {"blocks": shape.blocks, "stacked": not shape.listed, "shape": of_block}
 
 
-def call(shape: Residual, args: argparse.Namespace, backend: str) -> Callable[..., Tensor]:
+def call(shape: Residual, backend: str) -> Callable[..., Tensor]:
     def ours(*leaves: Tensor) -> Tensor:
         *blocks, w_query, w_norm = leaves
         given = blocks if shape.listed else blocks[0]

@@ -6,8 +6,7 @@ them, are held against fp64 before anything is timed: where one is above its bud
 is 1. Peers are dense attention, SDPA with a mask of all pairs, the kernels without their wrapper, and scores of all
 pairs; of "m3_layer", which needs transformers, the same layer with transformers' sdpa and eager.
 
-Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv. The same command goes on where it
-was stopped.
+Writes OUT.json after every case (schema: docs/results_files.md). The same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ class Case(NamedTuple):
     block: int
     direction: str
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         return f"{self.op} N={self.n} block={self.block} {self.direction}"
 
 
@@ -73,8 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(args.device)
     facts = environment(device)
     peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
-    parts = [(case.name, partial(measure_case, case, args, device, peaks)) for case in args.cases]
-    return run(args, facts, lambda _: parts, LINE, bars=find_bars, csv=True)
+    parts = [(str(case), partial(measure_case, case, args, device, peaks)) for case in args.cases]
+    return run(args, facts, lambda _: parts, LINE, bars=find_bars)
 
 
 def measure_case(
@@ -84,10 +82,10 @@ def measure_case(
     try:
         problem = PROBLEMS[case.op](case, args, device)
     except ImportError as absent:
-        yield f"{case.name} did not run: {absent}"
+        yield f"{case} did not run: {absent}"
         return
     error, host = problem.check(), device.type == "cpu"
-    hold(case.name, error)
+    hold(str(case), error)
     own = measure(problem.call, device, seconds=args.seconds, host=host)
     others: dict[str, float | None] = dict.fromkeys(PEERS)
     for name in () if args.no_peers else problem.peers:
@@ -95,7 +93,7 @@ def measure_case(
         try:
             others[name] = measure(problem.peer(name), device, seconds=args.seconds, host=host).ms_p50
         except Exception as failure:  # whatever a peer raises is why it has no time
-            yield f"{name} did not run: {first_line(failure)} ({case.name})"
+            yield f"{name} did not run: {first_line(failure)} ({case})"
     floor = None if peaks is None else problem.work().floor_ms(peaks.tbs, peaks.tflops)
     dense = None if others["dense"] is None else choose_dense(device, problem.dtype).name
     row = {"op": case.op, "block": case.block, "k": args.count, "pass": case.direction, "backend": args.backend}
@@ -136,8 +134,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Problem:
-    """Tensors of a case; beside them `call`, `check` (the error that takes most of its budget), `peer` by its name, and
-    `work`, the least that the call moves and computes.
+    """Tensors of a case.
+
+    Beside them `call`, `check` (the error that takes most of its budget), `peer` by its name, and `work`, the least
+    that the call moves and computes.
     """
 
     def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
@@ -215,11 +215,9 @@ class Attention(Problem):
 
     def masks(self) -> Tensor:
         """bool `[B,H_kv,N,N]`."""
-        n, columns = self.case.n, -(-self.case.n // self.case.block)
-        keeps = torch.zeros((*self.blocks.shape[:3], columns + 1), dtype=torch.bool, device=self.device)
-        keeps.scatter_(3, torch.where(self.blocks < 0, columns, self.blocks).long(), True)
-        masks = keeps[..., :columns].repeat_interleave(self.case.block, 3)[..., :n]
-        token = torch.arange(n, device=self.device)
+        masks = chosen_of(self.blocks, -(-self.case.n // self.case.block))
+        masks = masks.repeat_interleave(self.case.block, 3)[..., : self.case.n]
+        token = torch.arange(self.case.n, device=self.device)
         masks &= token <= token[:, None]
         return masks
 
@@ -264,20 +262,16 @@ class Selection(Problem):
         got = self.call()[0, :, rows].long()
         q, k = self.q[0, rows].double(), self.k[0, :, 0].double()
         scores = torch.einsum("mhd,nd->hmn", q, k)
-        scores = scores.masked_fill(torch.arange(n, device=self.device) > rows[:, None], -torch.inf)
-        scores = torch.nn.functional.pad(scores, [0, -n % size], value=-torch.inf).unflatten(2, (-1, size)).amax(-1)
+        scores = block_maxima(scores, torch.arange(n, device=self.device) > rows[:, None], size)
         own = rows // size
         begun = (own + 1).clamp(max=self.args.count)
         if not bool(((got >= 0).sum(-1) == begun).all() and ((got == own[:, None]).sum(-1) == 1).all()):
             return Error("", float("nan"), 0.0)
         scores.scatter_(2, own[None, :, None].expand(len(scores), -1, 1), torch.inf)
-        taken = torch.zeros((*scores.shape[:2], scores.shape[2] + 1), dtype=torch.bool, device=self.device)
-        taken.scatter_(2, torch.where(got < 0, scores.shape[2], got), True)
-        taken = taken[..., :-1]
-        left_out = scores.masked_fill(taken, -torch.inf).amax(-1)
-        chosen = scores.masked_fill(~taken, torch.inf).amin(-1)
+        taken = chosen_of(got, scores.shape[2])
+        short = scores.masked_fill(taken, -torch.inf).amax(-1) - scores.masked_fill(~taken, torch.inf).amin(-1)
+        short = short.nan_to_num(nan=0.0).clamp(min=0.0)
         allowed = 2 * 2.0**-23 * (self.args.dim / 8 + 4) * q.norm(dim=-1).T * k.norm(dim=-1).max()
-        short = (left_out - chosen).nan_to_num(nan=0.0).clamp(min=0.0)
         worst = int((short / allowed).argmax())
         return Error("", float(short.flatten()[worst]), float(allowed.flatten()[worst]))
 
@@ -288,10 +282,7 @@ class Selection(Problem):
 
         def pairs() -> Tensor:
             scores = torch.einsum("bmhd,bnd->bhmn", self.q.float(), self.k[:, :, 0].float())
-            scores = scores.masked_fill_(future, -torch.inf)
-            scores = torch.nn.functional.pad(scores, [0, -n % size], value=-torch.inf)
-            best: Tensor = scores.unflatten(3, (-1, size)).amax(-1)
-            return best.topk(count, -1).indices
+            return block_maxima(scores, future, size).topk(count, -1).indices
 
         return pairs
 
@@ -386,13 +377,11 @@ class Layer(Problem):
         hidden = self.hidden[:1].detach().to(dtype).requires_grad_(self.backward)
         cos, sin = self.rotary(hidden, position_ids=torch.arange(self.case.n, device=self.device)[None])
 
-        def heads(project: Any, at: Any) -> Tensor:
-            projected: Tensor = project(hidden[:, at]).unflatten(-1, (-1, self.args.dim))
-            return projected
+        def heads(project: Any, at: Any) -> Any:
+            return project(hidden[:, at]).unflatten(-1, (-1, self.args.dim))
 
-        def rotated(x: Tensor, at: Any) -> Tensor:
-            turned: Tensor = apply_rotary_pos_emb(x, x, cos[:, at], sin[:, at], unsqueeze_dim=2)[0]
-            return turned
+        def rotated(x: Tensor, at: Any) -> Any:
+            return apply_rotary_pos_emb(x, x, cos[:, at], sin[:, at], unsqueeze_dim=2)[0]
 
         with torch.set_grad_enabled(self.backward):
             every = slice(None)
@@ -416,6 +405,20 @@ class Layer(Problem):
 
 PROBLEMS: dict[str, type[Attention | Selection | Layer]]
 PROBLEMS = {"block_sparse": Attention, "top_blocks": Selection, "m3_layer": Layer}
+
+
+def chosen_of(blocks: Tensor, count: int) -> Tensor:
+    """True for the listed ones of `count` blocks, bool `[...,count]`; -1 is none."""
+    chosen = torch.zeros((*blocks.shape[:-1], count + 1), dtype=torch.bool, device=blocks.device)
+    return chosen.scatter_(-1, torch.where(blocks < 0, count, blocks).long(), True)[..., :-1]
+
+
+def block_maxima(scores: Tensor, future: Tensor, size: int) -> Tensor:
+    """Largest score of each block of keys, future keys left out; overwrites `scores`."""
+    scores.masked_fill_(future, -torch.inf)
+    scores = torch.nn.functional.pad(scores, [0, -scores.shape[-1] % size], value=-torch.inf)
+    best: Tensor = scores.unflatten(-1, (-1, size)).amax(-1)
+    return best
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

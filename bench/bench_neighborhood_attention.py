@@ -11,7 +11,6 @@ on where it was stopped or killed.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -33,7 +32,6 @@ from bench.results_file import Row
 from bench.roofline import neighborhood_bytes
 from dispatch import neighborhood_attention
 from nsa.inputs import NSAInputs
-from nsa.neighborhood.operators import ALGORITHMS
 
 GRADIENTS = ("dq", "dk", "dv")
 SEGMENTS, SEGMENT_ROWS = 4, 96  # Rows whose results are compared with fp64: runs at both ends and between
@@ -51,19 +49,19 @@ def window(shape: Neighborhood) -> dict[str, Any]:
     return {"kernel_size": shape.kernel_size, "dilation": shape.dilation}
 
 
-def sizes(shape: Neighborhood, args: argparse.Namespace) -> Row:
-    row = {"algorithm": args.algorithm, "b": shape.batch, "h": shape.heads, "s": shape.tokens, "d": shape.dim}
+def sizes(shape: Neighborhood) -> Row:
+    row = {"b": shape.batch, "h": shape.heads, "s": shape.tokens, "d": shape.dim}
     return {**row, "k": shape.kernel_size, "dilation": shape.dilation}
 
 
-def facts(shape: Neighborhood, args: argparse.Namespace) -> dict[str, Any]:
-    options = {"algorithm": args.algorithm, "boundary": "truncate", "causal": False, "band": False}
+def facts(shape: Neighborhood) -> dict[str, Any]:
+    options = {"algorithm": "auto", "boundary": "truncate", "causal": False, "band": False}
     of_q = shape.batch, shape.tokens, shape.heads, shape.dim
     return {**window(shape), **options, "softmax_scale": None, "shape": of_q}
 
 
-def call(shape: Neighborhood, args: argparse.Namespace, backend: str) -> Callable[..., Tensor]:
-    return partial(neighborhood_attention, backend=backend, algorithm=args.algorithm, **window(shape))
+def call(shape: Neighborhood, backend: str) -> Callable[..., Tensor]:
+    return partial(neighborhood_attention, backend=backend, **window(shape))
 
 
 def random_task(shape: Neighborhood, device: torch.device, dtype: torch.dtype) -> Task:
@@ -125,7 +123,6 @@ BENCHMARK = OpBenchmark(
     held=lambda shape, direction, *size: neighborhood_bytes(shape, "fwd" if direction == "fwd" else "bwd", *size),
     peers=NEIGHBORHOOD,
     unit="gib",
-    options={"--algorithm": {"choices": ALGORITHMS, "default": "auto", "help": "default: %(default)s"}},
 )
 main = BENCHMARK.main
 

@@ -39,7 +39,7 @@ class Variant:
 
     def __str__(self) -> str:
         config = self.config
-        return f"{self.backend} l={config.compress_block_size} num_cmp={none_text(config.num_cmp_selected_blocks)}"
+        return f"{self.backend} l={config.compress_block_size} num_cmp={config.num_cmp_selected_blocks or 'none'}"
 
     def part(self, n: int, mode: str) -> str:
         """Name of a row in the file of results."""
@@ -48,10 +48,6 @@ class Variant:
     def call(self, inputs: NSAInputs) -> Callable[[], Tensor]:
         given: dict[str, Any] = {**inputs.tensors(), "config": self.config, "backend": self.backend}
         return partial(nsa, **given, recompute=self.recompute) if self.backward else partial(nsa_forward, **given)
-
-
-def none_text(value: int | None) -> str:
-    return "none" if value is None else str(value)
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,10 @@ class OpBenchmark(Generic[S]):
 
     `form` is a shape on the command line, such as "L,B,T,D"; `sets` are shapes by name, "tiny" for CPUs, the others for
     GPUs. `read` makes a shape from its text (and raises ValueError or TypeError); `sizes` are fields of rows that tell
-    shape and options. `facts` are options of dispatch.Call, `call` is our op by some backend, of the task's leaves.
+    the shape. `facts` are options of dispatch.Call, `call` is our op by some backend, of the task's leaves.
     `moved` are bytes that a pass reads and writes at least, `held` those of its inputs and outputs; `unit`, one of
-    UNITS, is memory's. `options` are further ones of the command line, with their arguments; `wall` and `calls` are
-    Plan's. `floor_tbs` are TB/s of the floor by a part of the device's name; others are measured.
+    UNITS, is memory's. `wall` and `calls` are Plan's. `floor_tbs` are TB/s of the floor by a part of the device's name;
+    others are measured.
     """
 
     description: str | None
@@ -47,15 +47,14 @@ class OpBenchmark(Generic[S]):
     out: str
     sets: Mapping[str, list[S]]
     read: Callable[[str], S]
-    sizes: Callable[[S, argparse.Namespace], Row]
-    facts: Callable[[S, argparse.Namespace], dict[str, Any]]
+    sizes: Callable[[S], Row]
+    facts: Callable[[S], dict[str, Any]]
     task: Callable[[S, torch.device, torch.dtype], Task]
-    call: Callable[[S, argparse.Namespace, str], Callable[..., Tensor]]
+    call: Callable[[S, str], Callable[..., Tensor]]
     moved: Callable[[S, str, int], int]
     held: Callable[[S, str, int], int]
     peers: Mapping[str, Peer]
     unit: str
-    options: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     wall: bool = False
     calls: int = 1
     floor_tbs: Mapping[str, float] = field(default_factory=dict)
@@ -69,8 +68,6 @@ class OpBenchmark(Generic[S]):
         usual = [name for name in self.sets if name != "tiny"]
         names = f"problems, or sets of them: {', '.join(self.sets)}; default: {' '.join(usual)}, on a CPU tiny"
         parser.add_argument("--shapes", nargs="+", type=self._shapes, metavar=self.form, help=names)
-        for name, how in self.options.items():
-            parser.add_argument(name, **how)
         args = parse_args(parser, argv)
         on_cpu = args.device == "cpu"
         args.dtype = args.dtype or ("fp32" if on_cpu else "bf16")
@@ -88,12 +85,12 @@ class OpBenchmark(Generic[S]):
     def main(self, argv: list[str] | None = None) -> int:
         args = self.parse(argv)
         device, dtype = torch.device(args.device), DTYPES[args.dtype]
-        calls = (dispatch.Call(self.op, device, dtype, backward=True, options=self.facts(x, args)) for x in args.shapes)
+        calls = (dispatch.Call(self.op, device, dtype, backward=True, options=self.facts(x)) for x in args.shapes)
         try:
             backends = dict(zip(args.shapes, (able_backends(call, args.backend) for call in calls), strict=True))
         except (ValueError, dispatch.BackendError) as refusal:
             raise SystemExit(str(refusal)) from refusal
-        shape = " ".join(f"{name}={{{name}}}" for name in self.sizes(args.shapes[0], args))
+        shape = " ".join(f"{name}={{{name}}}" for name in self.sizes(args.shapes[0]))
         peers = "".join(f"  {name} {{{name}_ms:ms}}" for name in self.peers)
         line = f"{shape} {{pass}}: {{backend}} {{ms_p50:ms}} ms  {{share_of_floor:percent}} of the floor{peers}"
         parts = partial(self.parts, args, backends)
@@ -110,7 +107,7 @@ class OpBenchmark(Generic[S]):
         tbs = results.fact("floor_tbs", lambda: given or (copy_bandwidth() if device.type == "cuda" else None))
 
         def measure(shape: S, names: list[str]) -> Iterator[Row | str]:
-            ours = [Candidate(name, self.call(shape, args, name)) for name in names]
+            ours = [Candidate(name, self.call(shape, name)) for name in names]
             peers = {name: partial(make_peer, peer, shape) for name, peer in self.peers.items()}
             measured = compare(str(shape), self.task(shape, device, dtype), ours, peers, plan)
             missing = ((name, one) for (name, _), one in measured.items() if isinstance(one, str))
@@ -139,7 +136,7 @@ class OpBenchmark(Generic[S]):
         row = {"mode": own.mode, "dtype": args.dtype, **own.timing.fields}
         row |= {"error": own.error.error, "error_budget": own.error.budget, "command": args.command}
         row |= {f"{name}_ms": None if peer is None else p50(peer.timing) for name, peer in peers.items()}
-        row |= self.sizes(shape, args)
+        row |= self.sizes(shape)
         row |= {f"peak_{self.unit}": memory(own), f"floor_{self.unit}": held / GIB * UNITS[self.unit]}
         if self.wall:
             row |= {"wall_ms": p50(own.wall)}

@@ -25,8 +25,6 @@ from dispatch.device import first_line
 
 PASSES = {"forward": "fwd", "backward": "bwd", "full": "fwd+bwd"}
 PEER_SLACK = 4  # A peer may be off by so many budgets: it computes the same thing, if not as exactly
-WALL_TURNS, WALL_SECONDS, WALL_MS = 25, 0.02, 2.0
-"""Turns of each candidate for calls as Python makes them, seconds of each, and the longest such calls."""
 PEER_SECONDS = 1 / 3  # Share of a measurement's seconds that a peer gets: most slow calls are theirs
 
 
@@ -119,40 +117,15 @@ def compare(
     Raises WrongResult for the first error above its budget.
     """
     measured: dict[tuple[str, str], Measured | str] = {}
-    candidates = {candidate.name: candidate for candidate in ours}
-    for candidate, direction in product(list(candidates.values()), plan.passes):
+    for candidate, direction in product(ours, plan.passes):
         one = measure_pass(candidate, direction, task, plan)
         if isinstance(one, Error):
             raise WrongResult(f"{where} {direction} {candidate.name}: {one}")
         measured[candidate.name, direction] = one
     for name, make_peer in peers.items():
-        peer, of_passes = measure_peer(make_peer, task, plan)
-        if peer is not None:
-            candidates[name] = peer
-        measured |= {(name, direction): found for direction, found in of_passes.items()}
-    for direction in plan.passes:
-        take_turns(candidates, direction, task, measured)
+        _, found = measure_peer(make_peer, task, plan)
+        measured |= {(name, direction): one for direction, one in found.items()}
     return measured
-
-
-def take_turns(
-    candidates: Mapping[str, Candidate], direction: str, task: Task, measured: dict[tuple[str, str], Measured | str]
-) -> None:
-    """Time short calls from Python again, in turn, and keep each one's fastest: a host may be slow for seconds."""
-    graphs, walls = {}, {}
-    for name in candidates:
-        found = measured[name, direction]
-        if isinstance(found, Measured) and found.mode == "graph" and found.wall and found.wall.ms_p50 <= WALL_MS:
-            graphs[name], walls[name] = found, [found.wall]
-    calls = {name: Passes(candidates[name], task).eager(direction) for name in graphs}
-    for call, _ in calls.values():
-        call()
-    for _, (name, (call, _)) in product(range(WALL_TURNS), calls.items()):
-        walls[name].append(measure(call, task.do.device, seconds=WALL_SECONDS, warm=True))
-    for name, found in graphs.items():
-        measured[name, direction] = replace(found, wall=min(walls[name], key=lambda timing: timing.ms_p50))
-    calls.clear()
-    release(task.do.device)
 
 
 def measure_peer(

@@ -191,12 +191,9 @@ BRANCHES = ("cmp", "slc", "win")
 
 
 def nsa_task(inputs: NSAInputs) -> Task:
-    """q, k, v and the gates of the branches, computed already: 1/3 each if there are no weights for them."""
-    q, k, v = (tensor.detach() for tensor in (inputs.q, inputs.k, inputs.v))
-    if inputs.gate_proj_weight is None:
-        gates = q.new_full((3, *q.shape[:3]), 1 / 3)
-    else:
-        gates = torch.sigmoid(torch.einsum("bnhd,hgd->gbnh", q, inputs.gate_proj_weight.detach())).contiguous()
+    """q, k, v and the gates of the branches, computed already."""
+    q, k, v, weight = (tensor.detach() for tensor in inputs.tensors().values())
+    gates = torch.einsum("bnhd,hgd->gbnh", q, weight).sigmoid().contiguous()
     names = "dq", "dk", "dv", *(f"dg_{branch}" for branch in BRANCHES)
     return Task((q, k, v, *gates), torch.randn_like(q), names, FINITE)
 

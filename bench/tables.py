@@ -50,7 +50,11 @@ def ms(value: float) -> str:
 
 
 def tokens(n: int) -> str:
-    return f"{n >> 20}M" if n >= 1 << 20 and n % (1 << 20) == 0 else f"{n >> 10}K"
+    """A number such as 1M, 8K or 500."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if n % size == 0:
+            return f"{n // size}{unit}"
+    return str(n)
 
 
 def reached(bars: Sequence[Row]) -> str:
