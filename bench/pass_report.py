@@ -17,10 +17,11 @@ from torch import Tensor
 import dispatch
 from bench.bars import Bar, figure, ratio
 from bench.common import DTYPES, able_backends, add_device, make_parser, parse_args
-from bench.passes import Candidate, Measured, Plan, Task, compare, p50
+from bench.oracles import Error
+from bench.passes import Candidate, Measured, Plan, Task, measure_pass, measure_peer
 from bench.peers import Peer, make_peer
 from bench.report import LOCAL_RESULTS, environment
-from bench.results_file import Measurement, Results, Row, run
+from bench.results_file import Measurement, Results, Row, WrongResult, run
 from bench.show import PASS_TITLES, saved_figure
 from bench.timing import GIB, copy_bandwidth
 
@@ -107,41 +108,39 @@ class OpBenchmark(Generic[S]):
         tbs = results.fact("floor_tbs", lambda: given or (copy_bandwidth() if device.type == "cuda" else None))
 
         def measure(shape: S, names: list[str]) -> Iterator[Row | str]:
-            ours = [Candidate(name, self.call(shape, name)) for name in names]
-            peers = {name: partial(make_peer, peer, shape) for name, peer in self.peers.items()}
-            measured = compare(str(shape), self.task(shape, device, dtype), ours, peers, plan)
-            missing = ((name, one) for (name, _), one in measured.items() if isinstance(one, str))
-            yield from dict.fromkeys(f"{name} did not run: {why} ({shape})" for name, why in missing)
-            found = {key: one for key, one in measured.items() if isinstance(one, Measured)}
+            task = self.task(shape, device, dtype)
+            ours: dict[tuple[str, str], Measured] = {}
             for name, direction in product(names, PASS_TITLES):
-                row: Row = {"op": self.op, "pass": direction, "backend": name, "default": name == names[0]}
-                row |= self.figures(shape, args, (name, direction), found)
+                one = measure_pass(Candidate(name, self.call(shape, name)), direction, task, plan)
+                if isinstance(one, Error):
+                    raise WrongResult(f"{shape} {direction} {name}: {one}")
+                ours[name, direction] = one
+            makers = {name: partial(make_peer, peer, shape) for name, peer in self.peers.items()}
+            peers = {name: measure_peer(maker, task, plan)[1] for name, maker in makers.items()}
+            missing = ((name, one) for name, of in peers.items() for one in of.values() if isinstance(one, str))
+            yield from dict.fromkeys(f"{name} did not run: {why} ({shape})" for name, why in missing)
+            for (name, direction), own in ours.items():
                 floor = None if tbs is None else self.moved(shape, direction, dtype.itemsize) / tbs / 1e9
-                yield {**row, "floor_ms": floor, "share_of_floor": ratio(floor, row["ms_p50"])}
+                row: Row = {"op": self.op, "pass": direction, "backend": name, "default": name == names[0]}
+                row |= {"mode": own.mode, "dtype": args.dtype, **self.sizes(shape), **own.timing.fields}
+                row |= {"floor_ms": floor, "share_of_floor": ratio(floor, own.timing.ms_p50)}
+                row |= {"error": own.error.error, "error_budget": own.error.budget, "command": args.command}
+                held = self.held(shape, direction, dtype.itemsize) / GIB * UNITS[self.unit]
+                row |= {f"floor_{self.unit}": held, **self.figures("", own)}
+                for peer, of in peers.items():
+                    row |= self.figures(f"{peer}_", of[direction])
+                yield row
 
         for shape, names in backends.items():
             yield str(shape), partial(measure, shape, names)
 
-    def figures(
-        self, shape: S, args: argparse.Namespace, which: tuple[str, str], found: Mapping[tuple[str, str], Measured]
-    ) -> Row:
-        """Fields of a row besides the op's and the floor's. Args: `which`: the backend and the pass."""
-        own, direction = found[which], which[1]
-        peers = {peer: found.get((peer, direction)) for peer in self.peers}
-        held = self.held(shape, direction, DTYPES[args.dtype].itemsize)
-
-        def memory(measured: Measured | None) -> float | None:
-            return None if measured is None or measured.peak_gib is None else measured.peak_gib * UNITS[self.unit]
-
-        row = {"mode": own.mode, "dtype": args.dtype, **own.timing.fields}
-        row |= {"error": own.error.error, "error_budget": own.error.budget, "command": args.command}
-        row |= {f"{name}_ms": None if peer is None else p50(peer.timing) for name, peer in peers.items()}
-        row |= self.sizes(shape)
-        row |= {f"peak_{self.unit}": memory(own), f"floor_{self.unit}": held / GIB * UNITS[self.unit]}
-        if self.wall:
-            row |= {"wall_ms": p50(own.wall)}
-            row |= {f"{name}_wall_ms": None if peer is None else p50(peer.wall) for name, peer in peers.items()}
-        return row | {f"{name}_{self.unit}": memory(peer) for name, peer in peers.items()}
+    def figures(self, name: str, measured: Measured | str) -> Row:
+        """Time and memory of a candidate; ours, without a name, has its time beside percentiles."""
+        ran = measured if isinstance(measured, Measured) else None
+        gib = None if ran is None or ran.peak_gib is None else ran.peak_gib * UNITS[self.unit]
+        row: Row = {f"{name or 'peak_'}{self.unit}": gib}
+        row |= {f"{name}ms": ran and ran.timing.ms_p50} if name else {}
+        return row | ({f"{name}wall_ms": ran and ran.wall and ran.wall.ms_p50} if self.wall else {})
 
     def plot(self, results: Results, path: Path) -> None:
         """A panel for each pass, bars of every implementation by shape: share of the byte floor, if known, or ms."""

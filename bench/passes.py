@@ -10,16 +10,14 @@ On CUDA, what is checked and timed is a CUDA graph, without the time to start it
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.oracles import Error, worst
-from bench.results_file import WrongResult
 from bench.timing import GIB, Timing, capture, measure, peak_memory
 from dispatch.device import first_line
 
@@ -102,30 +100,7 @@ def p50(timing: Timing | None) -> float | None:
     return None if timing is None else timing.ms_p50
 
 
-# Comparing
-
-
-def compare(
-    where: str,
-    task: Task,
-    ours: Iterable[Candidate],
-    peers: Mapping[str, Callable[[Task], Candidate]],
-    plan: Plan,
-) -> dict[tuple[str, str], Measured | str]:
-    """Measurements of each candidate and pass, for a peer perhaps why there is none.
-
-    Raises WrongResult for the first error above its budget.
-    """
-    measured: dict[tuple[str, str], Measured | str] = {}
-    for candidate, direction in product(ours, plan.passes):
-        one = measure_pass(candidate, direction, task, plan)
-        if isinstance(one, Error):
-            raise WrongResult(f"{where} {direction} {candidate.name}: {one}")
-        measured[candidate.name, direction] = one
-    for name, make_peer in peers.items():
-        _, found = measure_peer(make_peer, task, plan)
-        measured |= {(name, direction): one for direction, one in found.items()}
-    return measured
+# Measuring
 
 
 def measure_peer(
@@ -151,9 +126,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     return str(error) if isinstance(error, Unavailable) else f"{type(error).__name__}: {first_line(error)}"
-
-
-# Measuring
 
 
 def measure_pass(candidate: Candidate, direction: str, task: Task, plan: Plan, *, slack: int = 1) -> Measured | Error:

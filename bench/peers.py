@@ -228,5 +228,3 @@ def selected_peer(indices: Tensor, size: int, task: Task) -> Candidate:
 
 
 NSA = {"fla": Peer(_fla)}
-COMPUTES = {"fla": "other results: blocks of l' compressed without overlap, gates ready made"}
-"""Differences of a peer's task."""

@@ -50,10 +50,8 @@ def print_table(title: str, columns: Mapping[str, Cell], rows: Sequence[Any], le
 
 
 def show_bars(bars: Sequence[Bar]) -> None:
-    colors = {"pass": "green", "FAIL": "bold red", "not measured": "yellow"}
-    rows = [bar.as_json() | {"color": colors[bar.verdict]} for bar in bars]
-    columns = {"bar": "{bar}", "verdict": "[{color}]{verdict}[/]", "wanted": "{wanted}", "reached": "{reached}"}
-    print_table("bars", columns, rows, left=("bar", "verdict"))
+    columns = {"bar": "{bar}", "verdict": "{verdict}", "wanted": "{wanted}", "reached": "{reached}"}
+    print_table("bars", columns, [bar.as_json() for bar in bars], left=("bar", "verdict"))
     counts = Counter(bar.verdict for bar in bars)
     missing = f", {counts['not measured']} not measured" if counts["not measured"] else ""
     console.print(f"{counts['pass']} of {len(bars)} bars are reached{missing}.")

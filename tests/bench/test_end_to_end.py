@@ -252,7 +252,7 @@ def test_paper_writes_what_it_promises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(paper, "make_peer", lambda *_: Candidate("fla", weigh, graphs=False))
-    fields = ("fla_ms", "fla_gib", "fla_computes")
+    fields = ("fla_ms", "fla_gib")
     options = ["--kv-heads", "1", "--seqlens", "40,70", "--bars"]
     content = run(paper.main, tmp_path / "run", *SMALL, *options, script=SCRIPT, also=fields)
     assert content["missing"] == []
@@ -262,7 +262,6 @@ def test_paper_writes_what_it_promises(
         assert (row["preset"], row["l"], row["stride"], row["q_tile"], row["mode"]) == ("paper", 32, 16, 1, "eager")
         assert (row["gradient_error"] is None) == (row["pass"] == "fwd")
         assert min(row["fla_ms"], row["dense_ms"]) > 0
-        assert row["fla_computes"].startswith("other results")
     assert {bar["verdict"] for bar in content["bars"]} == {"not measured"}, "of other sizes"
     assert has_picture(tmp_path / "run")
     shown = capsys.readouterr().out

@@ -186,7 +186,7 @@ SCRIPTS: dict[str, tuple[Any, list[str]]] = {
 @pytest.fixture(params=SCRIPTS.values(), ids=SCRIPTS)
 def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
     """A script and its options; it fails when it measures."""
-    measuring = (e2e, "make_problem"), (pass_report, "compare"), (generate, "make_models"), (probe, "start_trial")
+    measuring = (e2e, "make_problem"), (pass_report, "measure_pass"), (generate, "make_models"), (probe, "start_trial")
     for module, name in measuring:
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("measured"))
     chosen: tuple[Any, list[str]] = request.param
