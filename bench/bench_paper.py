@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     )
 
     def measure(one: argparse.Namespace, some: list[Variant]) -> list[Row | str]:
-        rows = [row for _, part in e2e.Job(one, some, dense, peaks).sweep({}) for row in part()]
+        rows = list(e2e.Job(one, some, dense, peaks).sweep(one.seqlens[0], []))
         peers, missing = time_peers(one, device)
         return [*(row | peers for row in rows), *missing]
 

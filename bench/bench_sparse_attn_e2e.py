@@ -5,7 +5,7 @@ gradients that these rows give; then time, peak memory and speed-up, beside what
 error is above its budget, or a timed call gives another result than the checked one, there are no times and the script
 ends with status 1 (a red gate). Dense attention is timed once for each N, always eagerly.
 
-Writes OUT.json (schema and modes: docs/results_files.md) after every row; at the end OUT.png. The same command goes on
+Writes OUT.json (schema and modes: docs/results_files.md) after every N; at the end OUT.png. The same command goes on
 where it was stopped or killed. `--demo` picks sizes for this machine; on a CPU dense attention and NSA then take turns
 on one thread (bench/turns.py), whatever --modes and --no-dense-above say.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +36,7 @@ from bench.inputs import KINDS, Sizes, make_problem
 from bench.nsa_check import Sample, Variant, check
 from bench.passes import release
 from bench.report import LOCAL_RESULTS, environment
-from bench.results_file import Measurement, Part, Results, Row, WrongResult, run
+from bench.results_file import Measurement, Results, Row, WrongResult, run
 from bench.roofline import Peaks, choose_peaks, nsa_floor_ms
 from bench.show import Point, plot_lengths
 from bench.timing import Timing, capture, measure, peak_memory, percentiles
@@ -73,9 +73,14 @@ def benchmark(args: argparse.Namespace) -> int:
         sep="\n",
     )
     job = Job(args, variants, dense, choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs))
-    parts = job.turns if args.turns else job.sweep
+    measure_length = job.turns if args.turns else job.sweep
+
+    def parts(results: Results) -> Iterator[Measurement]:
+        for n in args.seqlens:
+            yield f"N={n}", partial(measure_length, n, results.rows)
+
     fields = turns_verdict if args.turns else lambda _: {}
-    return run(args, facts, lambda results: parts(results.parts), LINE, fields=fields, plot=plot, show=show)
+    return run(args, facts, parts, LINE, fields=fields, plot=plot, show=show)
 
 
 def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[list[Variant], list[str]]:
@@ -120,59 +125,43 @@ class Job:
             raise WrongResult(*red)
         return inputs, samples
 
-    def sweep(self, done: Mapping[str, Part]) -> Iterator[Measurement]:
-        """A part for each length, combination of options and mode that is not done. Raises WrongResult."""
-        rows = [row for part in done.values() for row in part.rows if not row["dense_extrapolated"]]
-        timed = {row["n"]: (row["dense_ms"], row["dense_peak_gib"]) for row in rows}
-        for n in self.args.seqlens:
-            every = [(variant, mode) for variant in self.variants for mode in variant.modes]
-            if left := [(variant, mode) for variant, mode in every if variant.part(n, mode) not in done]:
-                inputs, samples = self.check(n)
-                dense = self.time_dense(inputs, timed)
-                for variant, mode in left:
-                    given = inputs, variant, samples[variant], mode, dense
-                    yield variant.part(n, mode), partial(self.measure, *given)
-                    del given
-                del inputs, samples  # before those of the next length are made
+    def sweep(self, n: int, before: Sequence[Row]) -> Iterator[Row]:
+        """A row for each combination of options and mode. Raises WrongResult. Args: `before`: of shorter lengths."""
+        args = self.args
+        inputs, samples = self.check(n)
+        dense = self.time_dense(inputs, before)
+        for variant, mode in ((one, mode) for one in samples for mode in one.modes):
+            timing = measure_mode(mode, nsa_call(inputs, variant), samples[variant], self.device, args.seconds)
+            if timing is None:
+                raise WrongResult(f"N={n} {variant}: the replayed graph gives another result than the checked call")
+            timing = everything(timing, leaves(inputs), args.backward)
+            row = self.row(n, variant, samples[variant], mode, timing, dense)
+            if self.peaks is not None:
+                sizes = Sizes(args.batch, n, args.heads, args.kv_heads, args.dim)
+                floor = nsa_floor_ms(sizes, variant.config, self.peaks, inputs.q.itemsize, backward=args.backward)
+                row |= {"floor_ms": floor, "share_of_floor": floor / timing.ms_p50}
+            yield row
 
-    def time_dense(self, inputs: NSAInputs, timed: dict[int, tuple[float, float | None]]) -> Row:
-        """Fields of dense attention. Args: `timed`: milliseconds and GiB by length so far, and then of this one."""
+    def time_dense(self, inputs: NSAInputs, before: Sequence[Row]) -> Row:
+        """Fields of dense attention: its time is queued if NSA's is in any mode, or extrapolated from `before`."""
         args, n = self.args, inputs.q.shape[1]
-        if extrapolated := bool(timed) and args.no_dense_above is not None and n > args.no_dense_above:
-            longest = max(timed)
-            ms, gib = timed[longest][0] * (n / longest) ** 2, None
+        measured = {row["n"]: row["dense_ms"] for row in before if not row["dense_extrapolated"]}
+        if measured and args.no_dense_above is not None and n > args.no_dense_above:
+            longest = max(measured)
             print(f"N={n:,}: dense attention's time is that of N={longest:,}, extrapolated by N^2")
-        else:
-            if n not in timed:
-                call = dense_call(inputs, self.dense, args.backward)
-                timing = measure(call, self.device, seconds=args.seconds, host="queued" not in args.modes)
-                timing = everything(timing, leaves(inputs)[:3], args.backward)
-                timed[n] = timing.ms_p50, timing.peak_gib
-            ms, gib = timed[n]
-        return dense_fields(self.dense, ms, gib, extrapolated)
+            return dense_fields(self.dense, measured[longest] * (n / longest) ** 2, None, True)
+        call = dense_call(inputs, self.dense, args.backward)
+        timing = measure(call, self.device, seconds=args.seconds, host="queued" not in args.modes)
+        timing = everything(timing, leaves(inputs)[:3], args.backward)
+        return dense_fields(self.dense, timing.ms_p50, timing.peak_gib, False)
 
-    def measure(self, inputs: NSAInputs, variant: Variant, sample: Sample, mode: str, dense: Row) -> Iterator[Row]:
-        """The row of a mode. Raises WrongResult."""
-        args, n = self.args, inputs.q.shape[1]
-        timing = measure_mode(mode, nsa_call(inputs, variant), sample, self.device, args.seconds)
-        if timing is None:
-            raise WrongResult(f"N={n} {variant}: the replayed graph gives another result than the checked call")
-        row = self.row(n, variant, sample, mode, everything(timing, leaves(inputs), args.backward), dense)
-        if self.peaks is not None:
-            sizes = Sizes(args.batch, n, args.heads, args.kv_heads, args.dim)
-            floor = nsa_floor_ms(sizes, variant.config, self.peaks, inputs.q.itemsize, backward=args.backward)
-            row |= {"floor_ms": floor, "share_of_floor": floor / timing.ms_p50}
-        yield row
+    def turns(self, n: int, _: Sequence[Row]) -> Iterator[Row]:
+        """A row for each combination of options: the demo on a CPU.
 
-    def turns(self, done: Mapping[str, Part]) -> Iterator[Measurement]:
-        """The demo on a CPU: a part for each length, with a row for each combination of options."""
-        for n in self.args.seqlens:
-            if f"N={n}" not in done:
-                yield f"N={n}", partial(self.turns_of, n, *self.check(n))
-
-    def turns_of(self, n: int, inputs: NSAInputs, samples: Mapping[Variant, Sample]) -> Iterator[Row]:
-        """Rows of a length; `speedup` is the median over turns. Times are CPU time of one thread."""
+        `speedup` is the median over turns. Times are CPU time of one thread.
+        """
         backward = self.args.backward
+        inputs, samples = self.check(n)
         calls = [dense_call(inputs, self.dense, backward), *(nsa_call(inputs, variant) for variant in samples)]
         peaks = [peak_memory(call, self.device) for call in calls]  # and these calls warm up
         times = take_turns(calls, self.args.seconds)

@@ -41,10 +41,6 @@ class Variant:
         config = self.config
         return f"{self.backend} l={config.compress_block_size} num_cmp={config.num_cmp_selected_blocks or 'none'}"
 
-    def part(self, n: int, mode: str) -> str:
-        """Name of a row in the file of results."""
-        return f"N={n} {self} {mode}"
-
     def call(self, inputs: NSAInputs) -> Callable[[], Tensor]:
         given: dict[str, Any] = {**inputs.tensors(), "config": self.config, "backend": self.backend}
         return partial(nsa, **given, recompute=self.recompute) if self.backward else partial(nsa_forward, **given)
