@@ -28,7 +28,7 @@ import dispatch
 from bench import bench_sparse_attn_e2e as e2e
 from bench.bars import Bar, figure
 from bench.common import DTYPES, choose_dense, parse_args
-from bench.inputs import Sizes, make_problem
+from bench.inputs import make_problem
 from bench.nsa_check import Variant
 from bench.passes import Plan, measure_peer, release
 from bench.peers import NSA, make_peer, nsa_task
@@ -101,10 +101,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def time_peers(args: argparse.Namespace, device: torch.device) -> tuple[Row, list[str]]:
     """Fields of each peer, None if it did not run, with memory as e2e's rows count it; and why some did not run."""
-    (n,), (config, *_) = args.seqlens, args.configs
-    sizes, direction = Sizes(args.batch, n, args.heads, args.kv_heads, args.dim), PASSES[args.backward]
+    (n,), (config,), direction = args.seqlens, args.configs, PASSES[args.backward]
     release(device)
-    inputs = make_problem(args.input, sizes, device=device, dtype=DTYPES[args.dtype])
+    inputs = make_problem(args.input, e2e.sizes_of(args, n), device=device, dtype=DTYPES[args.dtype])
     task, plan = nsa_task(inputs), Plan((direction,), seconds=args.seconds, host="queued" not in args.modes)
     fields: Row = {f"{name}_{what}": None for name in NSA for what in ("ms", "gib")}
     missing = []

@@ -87,10 +87,9 @@ def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[lis
     """Every combination of options and backend, and what to say of them. Raises what refuses one."""
     variants: list[Variant] = []
     notes: list[str] = []
-    sizes = Sizes(args.batch, 1, args.heads, args.kv_heads, args.dim)
     for config, named in product(args.configs, dict.fromkeys(args.backends or [None])):
         passes = {"backward": args.backward, "recompute": args.recompute}
-        call = common.nsa_facts(sizes, config, device, DTYPES[args.dtype], **passes)
+        call = common.nsa_facts(sizes_of(args, 1), config, device, DTYPES[args.dtype], **passes)
         backend, note = common.choose_backend(call, named)
         # Graphs are of the forward, and cannot hold the reference, which reads values on the host
         able = [mode for mode in args.modes if mode != "graph" or not (args.backward or backend == "reference")]
@@ -114,9 +113,8 @@ class Job:
         """Inputs of a length, and the checked call of each variant. Raises WrongResult."""
         args = self.args
         release(self.device)
-        sizes = Sizes(args.batch, n, args.heads, args.kv_heads, args.dim)
-        dtype = DTYPES[args.dtype]
-        inputs = make_problem(args.input, sizes, device=self.device, dtype=dtype, requires_grad=args.backward)
+        kind: dict[str, Any] = {"device": self.device, "dtype": DTYPES[args.dtype]}
+        inputs = make_problem(args.input, sizes_of(args, n), **kind, requires_grad=args.backward)
         samples, red = {}, []
         for variant in self.variants:
             samples[variant], wrong = check(inputs, variant)
@@ -135,12 +133,7 @@ class Job:
             if timing is None:
                 raise WrongResult(f"N={n} {variant}: the replayed graph gives another result than the checked call")
             timing = everything(timing, leaves(inputs), args.backward)
-            row = self.row(n, variant, samples[variant], mode, timing, dense)
-            if self.peaks is not None:
-                sizes = Sizes(args.batch, n, args.heads, args.kv_heads, args.dim)
-                floor = nsa_floor_ms(sizes, variant.config, self.peaks, inputs.q.itemsize, backward=args.backward)
-                row |= {"floor_ms": floor, "share_of_floor": floor / timing.ms_p50}
-            yield row
+            yield self.row(n, variant, samples[variant], mode, timing, dense)
 
     def time_dense(self, inputs: NSAInputs, before: Sequence[Row]) -> Row:
         """Fields of dense attention: its time is queued if NSA's is in any mode, or extrapolated from `before`."""
@@ -177,8 +170,10 @@ class Job:
             yield {**row, "speedup_p20": ratio.p20, "speedup_p80": ratio.p80, "faster": ratio.faster}
 
     def row(self, n: int, variant: Variant, sample: Sample, mode: str, timing: Timing, dense: Row) -> Row:
-        """Times in ms, memory in GiB: beyond the inputs, for forward + backward all of it. There is no floor yet."""
+        """Times in ms, memory in GiB: beyond the inputs, for forward + backward all of it."""
         args, config, gradient = self.args, variant.config, sample.gradient
+        size = {"itemsize": DTYPES[args.dtype].itemsize, "backward": args.backward}
+        floor = self.peaks and nsa_floor_ms(sizes_of(args, n), config, self.peaks, **size)
         row = {"op": "nsa", "preset": args.preset, "backend": variant.backend, "mode": mode, "b": args.batch, "n": n}
         row |= {"h": args.heads, "h_kv": args.kv_heads, "d": args.dim, "dtype": args.dtype}
         row |= {"l": config.compress_block_size, "stride": config.stride, "l_select": config.select_size}
@@ -187,9 +182,13 @@ class Job:
         row |= {"inputs": args.input, **timing.fields, "peak_gib": timing.peak_gib}
         row |= {"error": sample.worst.error, "error_budget": sample.worst.budget}
         row |= {"gradient_error": gradient and gradient.error, "gradient_budget": gradient and gradient.budget}
-        row |= {**dense, "speedup": dense["dense_ms"] / timing.ms_p50, "floor_ms": None, "share_of_floor": None}
-        row |= {"command": args.command}
+        row |= {**dense, "speedup": dense["dense_ms"] / timing.ms_p50, "command": args.command}
+        row |= {"floor_ms": floor, "share_of_floor": floor and floor / timing.ms_p50}
         return {**row, "pass": "fwd+bwd" if args.backward else "fwd"}
+
+
+def sizes_of(args: argparse.Namespace, n: int) -> Sizes:
+    return Sizes(args.batch, n, args.heads, args.kv_heads, args.dim)
 
 
 def dense_fields(dense: Dense, ms: float, gib: float | None, extrapolated: bool) -> Row:
