@@ -146,6 +146,10 @@ class Problem:
         self.backward = case.direction == "fwd+bwd"
         self.rows = checked_rows(case.n, device)
 
+    def results(self, out: Tensor, leaves: Sequence[Tensor], do: Tensor) -> tuple[Tensor, ...]:
+        """out, and the gradients of the leaves if they are timed."""
+        return (out.detach(), *(torch.autograd.grad(out, leaves, do) if self.backward else ()))
+
     def normal(self, *features: int) -> Tensor:
         shape = self.args.batch, self.case.n, *features
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
@@ -179,12 +183,7 @@ class Attention(Problem):
 
     def ours(self, do: Tensor) -> tuple[Tensor, ...]:
         options: dict[str, Any] = {"block_size": self.case.block, "backend": self.args.backend}
-        return self.run(lambda q, k, v: block_sparse_attention(q, k, v, self.blocks, **options), self.leaves, do)
-
-    def run(self, function: Callable[..., Tensor], leaves: tuple[Tensor, ...], do: Tensor) -> tuple[Tensor, ...]:
-        """out, and the gradients of the leaves if they are timed."""
-        out = function(*leaves)
-        return (out, *(torch.autograd.grad(out, leaves, do) if self.backward else ()))
+        return self.results(block_sparse_attention(*self.leaves, self.blocks, **options), self.leaves, do)
 
     def check(self, attend: Callable[[Tensor], tuple[Tensor, ...]] | None = None) -> Error:
         """Args: `attend`: default: ours."""
@@ -194,7 +193,7 @@ class Attention(Problem):
     def peer(self, name: str) -> Callable[[], Any]:
         if name == "dense":
             attention = choose_dense(self.device, self.dtype).attention
-            return lambda: self.run(attention, self.leaves, self.do)
+            return lambda: self.results(attention(*self.leaves), self.leaves, self.do)
         if name == "selected":
             return self.kernels()
         masked = partial(self.masked, self.masks())
@@ -210,7 +209,7 @@ class Attention(Problem):
         for head in range(self.args.kv_heads):
             some = slice(head * group, (head + 1) * group)
             leaves = q[:, :, some], k[:, :, head : head + 1], v[:, :, head : head + 1]
-            found.append(self.run(partial(masked_attention, mask=masks[:, head]), leaves, do[:, :, some]))
+            found.append(self.results(masked_attention(*leaves, masks[:, head]), leaves, do[:, :, some]))
         return tuple(torch.cat(parts, 2) for parts in zip(*found, strict=True))
 
     def masks(self) -> Tensor:
@@ -325,21 +324,15 @@ class Layer(Problem):
         self.layer = modeling.MiniMaxM3VLAttention(self.config, 0).to(device, self.dtype)
         self.rotary = modeling.MiniMaxM3VLRotaryEmbedding(self.config).to(device)
         self.hidden, self.do = (self.normal(self.config.hidden_size) for _ in range(2))
+        self.positions = torch.arange(case.n, device=device)[None]
 
     def run(self, implementation: str, hidden: Tensor, do: Tensor) -> tuple[Tensor, ...]:
         """out, and the gradients of hidden states and parameters."""
         self.config._attn_implementation = implementation
-        hidden = hidden.detach().requires_grad_(self.backward)
-        positions = torch.arange(self.case.n, device=self.device)[None]
+        hidden, turns = hidden.detach().requires_grad_(self.backward), self.rotary(hidden, position_ids=self.positions)
         with torch.set_grad_enabled(self.backward):
-            out = self.layer(hidden, self.rotary(hidden, position_ids=positions), None, position_ids=positions)[0]
-        return self.with_gradients(out, hidden, self.layer, do)
-
-    def with_gradients(self, out: Tensor, hidden: Tensor, layer: Any, do: Tensor) -> tuple[Tensor, ...]:
-        if not self.backward:
-            return (out,)
-        leaves = [hidden, *(x for name, x in layer.named_parameters() if not name.startswith("indexer."))]
-        return (out.detach(), *torch.autograd.grad(out, leaves, do))
+            out = self.layer(hidden, turns, None, position_ids=self.positions)[0]
+        return self.results(out, [hidden, *parameters(self.layer)], do)
 
     def call(self) -> Any:
         return self.run(self.ours, self.hidden, self.do)
@@ -364,8 +357,8 @@ class Layer(Problem):
     def chosen(self, hidden: Tensor) -> Tensor:
         """Blocks `[1,H_kv,N,k]`."""
         self.config._attn_implementation = self.ours
-        positions = torch.arange(self.case.n, device=self.device)[None]
-        states = self.layer.indexer(hidden, self.rotary(hidden, position_ids=positions), None, positions)
+        turns = self.rotary(hidden, position_ids=self.positions)
+        states = self.layer.indexer(hidden, turns, None, self.positions)
         options = {"block_size": self.case.block, "k": self.args.count, "local": self.config.index_local_blocks}
         return top_blocks_by_max(*(x.transpose(1, 2) for x in states), **options)
 
@@ -375,7 +368,7 @@ class Layer(Problem):
 
         layer = copy.deepcopy(self.layer).to(dtype)
         hidden = self.hidden[:1].detach().to(dtype).requires_grad_(self.backward)
-        cos, sin = self.rotary(hidden, position_ids=torch.arange(self.case.n, device=self.device)[None])
+        cos, sin = self.rotary(hidden, position_ids=self.positions)
 
         def heads(project: Any, at: Any) -> Any:
             return project(hidden[:, at]).unflatten(-1, (-1, self.args.dim))
@@ -390,7 +383,7 @@ class Layer(Problem):
             q, k, v = (x.to(oracles.wide(dtype)) for x in (q, k, heads(layer.v_proj, every)))
             attended, _ = oracles.attention(q, k, v, visible, self.args.dim**-0.5, dtype)
             out = layer.o_proj(attended.to(dtype).flatten(2))
-        return self.with_gradients(out, hidden, layer, do.to(dtype))
+        return self.results(out, [hidden, *parameters(layer)], do.to(dtype))
 
     def peer(self, name: str) -> Callable[[], Any]:
         return lambda: self.run(self.implementations[name], self.hidden, self.do)
@@ -405,6 +398,11 @@ class Layer(Problem):
 
 PROBLEMS: dict[str, type[Attention | Selection | Layer]]
 PROBLEMS = {"block_sparse": Attention, "top_blocks": Selection, "m3_layer": Layer}
+
+
+def parameters(layer: Any) -> list[Tensor]:
+    """Those that get gradients: the indexer gets none."""
+    return [x for name, x in layer.named_parameters() if not name.startswith("indexer.")]
 
 
 def chosen_of(blocks: Tensor, count: int) -> Tensor:

@@ -50,9 +50,9 @@ class Error:
     @property
     def share(self) -> float:
         """The error over the budget; infinite for NaN, or for an error without a budget."""
-        if not self.within:
-            return self.error / self.budget if self.error > self.budget > 0 else math.inf
-        return self.error / self.budget if self.budget > 0 else 0.0
+        if math.isnan(self.error) or self.budget <= 0:
+            return 0.0 if self.within else math.inf
+        return self.error / self.budget
 
     def __str__(self) -> str:
         return f"error {self.error:.2e}{self.name and f' of {self.name}'} is above the budget {self.budget:.2e}"
