@@ -29,7 +29,7 @@ from bench.pass_report import OpBenchmark
 from bench.passes import Task, Truth
 from bench.peers import EPS, RESIDUAL
 from bench.results_file import Row
-from bench.roofline import residual_bytes, residual_held
+from bench.roofline import residual_bytes
 from dispatch import attention_residual
 
 SAMPLED = 256  # Tokens whose results are compared with fp64, evenly spread, the first and the last among them
@@ -177,7 +177,6 @@ BENCHMARK = OpBenchmark(
     task=make_task,
     call=call,
     moved=residual_bytes,
-    held=residual_held,
     peers=RESIDUAL,
     unit="mib",
     wall=True,

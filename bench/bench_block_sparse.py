@@ -3,8 +3,8 @@
 Sizes are MiniMax-M3's: 64 query heads over 4, D = 128, 16 blocks of 128 a token; an indexer of 4 heads of 128 over one
 head of keys. Blocks are drawn at random, each token's own among them. Sampled rows, and the gradients that come from
 them, are held against fp64 before anything is timed: where one is above its budget, nothing is reported and the status
-is 1. Peers are dense attention, SDPA with a mask of all pairs, the kernels without their wrapper, and scores of all
-pairs; of "m3_layer", which needs transformers, the same layer with transformers' sdpa and eager.
+is 1. Peers are dense attention, SDPA with a mask of all pairs, and scores of all pairs; of "m3_layer", which needs
+transformers, the same layer with transformers' sdpa and eager.
 
 Writes OUT.json after every case (schema: docs/results_files.md). The same command goes on where it was stopped.
 """
@@ -35,20 +35,19 @@ from bench.passes import PEER_SLACK, release
 from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Row, hold, run
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, Work, choose_peaks, mean_keys
-from bench.selected_branch import Branch, checked_rows, draw_blocks, visible_keys
+from bench.selected_branch import checked_rows, draw_blocks, visible_keys
 from bench.timing import measure
 from dispatch.device import first_line
 from nsa import block_sparse_attention, top_blocks_by_max
 
 OPS = ("block_sparse", "top_blocks", "m3_layer")
 PASSES = ("fwd", "fwd+bwd")
-PEERS = ("dense", "mask", "selected", "pairs")
+PEERS = ("dense", "mask", "pairs")
 MOST_PAIRS = 1 << 30
 """Most pairs in a call of SDPA with a mask, whose kernels may count in 32 bits (pytorch/pytorch#162588, #145040)."""
 SEQLENS = (8 << 10, 64 << 10, 128 << 10)
 LAYER_SEQLENS = (8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10)
 """Lengths of "m3_layer": the longest that transformers' own paths can run are between those of the other ops."""
-NOISE = 0.98  # Least ratio of the times of two calls of the same kernels: noise
 
 MS_BARS = {("block_sparse", "fwd"): 22.0, ("block_sparse", "fwd+bwd"): 65.0, ("top_blocks", "fwd"): 5.0}
 """At 64K tokens, blocks of 128, 16 a token."""
@@ -165,7 +164,7 @@ class Problem:
 
 
 class Attention(Problem):
-    peers: tuple[str, ...] = ("dense", "mask", "selected")
+    peers: tuple[str, ...] = ("dense", "mask")
 
     def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
         super().__init__(case, args, device)
@@ -174,7 +173,7 @@ class Attention(Problem):
         shape = args.batch, args.kv_heads, case.n
         self.blocks = draw_blocks(shape, case.block, args.count, self.generator, own_first)
         if case.block != args.blocks[0]:
-            self.peers = self.peers[-1:]  # what the others take does not depend on it
+            self.peers = ()  # what they take does not depend on it
         for x in self.leaves:
             x.requires_grad_(self.backward)
 
@@ -194,8 +193,6 @@ class Attention(Problem):
         if name == "dense":
             attention = choose_dense(self.device, self.dtype).attention
             return lambda: self.results(attention(*self.leaves), self.leaves, self.do)
-        if name == "selected":
-            return self.kernels()
         masked = partial(self.masked, self.masks())
         found = self.check(masked)
         if not found.error <= PEER_SLACK * found.budget:
@@ -219,21 +216,6 @@ class Attention(Problem):
         token = torch.arange(self.case.n, device=self.device)
         masks &= token <= token[:, None]
         return masks
-
-    def kernels(self) -> Callable[[], Any]:
-        """Token mode's selected branch alone. The op runs the same kernels, so the difference is its wrapper's."""
-        if self.device.type != "cuda":
-            raise RuntimeError(f"runs on CUDA devices, got {self.device.type}")
-        q, k, v = (x.detach() for x in self.leaves)
-        branch = Branch(q, k, v, self.do, self.blocks, self.case.block)
-        branch.saved  # noqa: B018  # so that it is no part of what is timed
-
-        def both() -> None:
-            branch.forward()
-            if self.backward:
-                branch.backward()
-
-        return both
 
     def work(self) -> Work:
         args, directions = self.args, 3 if self.backward else 1
@@ -444,7 +426,7 @@ def own_first(noise: Tensor, own: Tensor, block: Tensor) -> Tensor:
     return noise.masked_fill(block == own, 2.0)
 
 
-# What has to be reached, and what is shown
+# What has to be reached
 
 
 def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
@@ -452,10 +434,6 @@ def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
     for (op, direction), ms in MS_BARS.items():
         reached = figure(rows, {**sizes, "op": op, "block": 128, "pass": direction}, "ms_p50")
         yield Bar(f"{op}, 64K, 16 blocks of 128, {direction}", reached, ms, at_least=False, unit=" ms")
-    for direction in PASSES:
-        where = {**sizes, "op": "block_sparse", "block": 64, "pass": direction}
-        what = f"block_sparse, 64K, 16 blocks of 64, {direction}: its kernels, called without the wrapper, take as long"
-        yield Bar(what, figure(rows, where, "selected_ms", "ms_p50"), NOISE, at_least=True, unit="x")
 
 
 if __name__ == "__main__":

@@ -120,7 +120,6 @@ BENCHMARK = OpBenchmark(
     task=random_task,
     call=call,
     moved=neighborhood_bytes,
-    held=lambda shape, direction, *size: neighborhood_bytes(shape, "fwd" if direction == "fwd" else "bwd", *size),
     peers=NEIGHBORHOOD,
     unit="gib",
 )

@@ -34,9 +34,8 @@ class OpBenchmark(Generic[S]):
     `form` is a shape on the command line, such as "L,B,T,D"; `sets` are shapes by name, "tiny" for CPUs, the others for
     GPUs. `read` makes a shape from its text (and raises ValueError or TypeError); `sizes` are fields of rows that tell
     the shape. `facts` are options of dispatch.Call, `call` is our op by some backend, of the task's leaves.
-    `moved` are bytes that a pass reads and writes at least, `held` those of its inputs and outputs; `unit`, one of
-    UNITS, is memory's. `wall` and `calls` are Plan's. `floor_tbs` are TB/s of the floor by a part of the device's name;
-    others are measured.
+    `moved` are bytes that a pass reads and writes at least; `unit`, one of UNITS, is memory's. `wall` and `calls` are
+    Plan's. `floor_tbs` are TB/s of the floor by a part of the device's name; others are measured.
     """
 
     description: str | None
@@ -50,7 +49,6 @@ class OpBenchmark(Generic[S]):
     task: Callable[[S, torch.device, torch.dtype], Task]
     call: Callable[[S, str], Callable[..., Tensor]]
     moved: Callable[[S, str, int], int]
-    held: Callable[[S, str, int], int]
     peers: Mapping[str, Peer]
     unit: str
     wall: bool = False
@@ -122,8 +120,9 @@ class OpBenchmark(Generic[S]):
                 row |= {"mode": own.mode, "dtype": args.dtype, **self.sizes(shape), **own.timing.fields}
                 row |= {"floor_ms": floor, "share_of_floor": ratio(floor, own.timing.ms_p50)}
                 row |= {"error": own.error.error, "error_budget": own.error.budget, "command": args.command}
-                held = self.held(shape, direction, dtype.itemsize) / GIB * UNITS[self.unit]
-                row |= {f"floor_{self.unit}": held, **self.figures("", own)}
+                # Inputs and out, and in a backward their gradients
+                held = sum(x.nbytes for x in (*task.leaves, task.do)) * (1 if direction == "fwd" else 2)
+                row |= {f"floor_{self.unit}": held / GIB * UNITS[self.unit], **self.figures("", own)}
                 for peer, of in peers.items():
                     row |= self.figures(f"{peer}_", of[direction])
                 yield row

@@ -158,9 +158,3 @@ def residual_bytes(shape: Residual, direction: str, itemsize: int = 2) -> int:
     """The byte floor without weights: forward reads L blocks, writes out; backward reads these, do, writes dblocks."""
     tensors = {"fwd": shape.blocks + 1, "bwd": 2 * shape.blocks + 1, "fwd+bwd": 3 * shape.blocks + 2}[direction]
     return tensors * itemsize * shape.batch * shape.tokens * shape.dim
-
-
-def residual_held(shape: Residual, direction: str, itemsize: int = 2) -> int:
-    """Bytes of inputs and outputs: blocks and out; with a backward also do and the blocks' gradients."""
-    tensors = shape.blocks + 1 if direction == "fwd" else 2 * shape.blocks + 2
-    return tensors * itemsize * shape.batch * shape.tokens * shape.dim

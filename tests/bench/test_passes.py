@@ -27,7 +27,7 @@ from bench.inputs import Neighborhood, Residual, make_problem
 from bench.oracles import Error
 from bench.passes import Candidate, Measured, Plan, Task, Unavailable
 from bench.peers import EPS, NEIGHBORHOOD, RESIDUAL, Peer, formula, make_peer, residue_classes
-from bench.roofline import neighborhood_bytes, residual_bytes, residual_held
+from bench.roofline import neighborhood_bytes, residual_bytes
 from bench.timing import GIB
 from tests.support.bench_helpers import DOCS, Changed, run
 from tools import draw_windows
@@ -309,7 +309,6 @@ def test_peers_are_asked_for_the_same_residual(name: str, shape: Residual, monke
 def test_byte_floor_by_hand() -> None:
     tensor, shape = 4096 * 4096 * 2, Residual(8, 1, 4096, 4096)
     assert [residual_bytes(shape, way) for way in DIRECTIONS] == [9 * tensor, 17 * tensor, 26 * tensor]
-    assert [residual_held(shape, way) for way in DIRECTIONS] == [9 * tensor, 18 * tensor, 18 * tensor]
     assert residual_bytes(shape, "fwd", itemsize=4) == 18 * tensor
 
 
