@@ -15,7 +15,6 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,14 @@ if __package__ in (None, ""):
 
 import torch
 
-import dispatch
 from bench import bench_sparse_attn_e2e as e2e
 from bench.bars import Bar, figure
-from bench.common import DTYPES, choose_dense, parse_args
+from bench.common import DTYPES, parse_args
 from bench.inputs import make_problem
-from bench.nsa_check import Variant
 from bench.passes import Plan, measure_peer, release
 from bench.peers import NSA, make_peer, nsa_task
 from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Row, run
-from bench.roofline import choose_peaks
 
 PASSES = ("fwd", "fwd+bwd")
 SIZES: dict[str, Any] = {"heads": 64, "kv_heads": 4, "dim": 128, "seqlens": [8 << 10, 32 << 10, 64 << 10, 128 << 10]}
@@ -57,31 +53,19 @@ GIB_BARS = (12.7, 10.7)
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    device = torch.device(args.device)
-    each = ({"seqlens": [n], "backward": way == "fwd+bwd"} for n, way in product(args.seqlens, PASSES))
-    runs = [argparse.Namespace(**{**vars(args), **one}) for one in each]
-    try:
-        variants = [e2e.choose_variants(one, device) for one in runs]
-    except (TypeError, ValueError, dispatch.BackendError) as refusal:
-        raise SystemExit(str(refusal)) from refusal
-    dense, facts = choose_dense(device, DTYPES[args.dtype], args.sdpa), environment(device)
-    peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
-    print(
-        f"NSA of the paper beside {', '.join([dense.name, *args.peers])}, {args.dtype}, on {facts['device']}",
-        *dict.fromkeys(note for _, notes in variants for note in notes),
-        sep="\n",
-    )
-
-    def measure(one: argparse.Namespace, some: list[Variant]) -> list[Row | str]:
-        rows = list(e2e.Job(one, some, dense, peaks).sweep(one.seqlens[0], []))
-        peers, missing = time_peers(one, device)
-        return [*(row | peers for row in rows), *missing]
-
-    parts = [
-        (f"N={one.seqlens[0]} {PASSES[one.backward]}", partial(measure, one, some))
-        for one, (some, _) in zip(runs, variants, strict=True)
-    ]
+    facts = environment(torch.device(args.device))
+    jobs = [e2e.make_job(argparse.Namespace(**{**vars(args), "backward": both}), facts) for both in (False, True)]
+    beside = ", ".join([jobs[0].dense.name, *args.peers])
+    print(f"NSA of the paper beside {beside}, {args.dtype}, on {facts['device']}")
+    each = [(n, direction, job) for n in args.seqlens for direction, job in zip(PASSES, jobs, strict=True)]
+    parts = [(f"N={n} {direction}", partial(measure, job, n, direction)) for n, direction, job in each]
     return run(args, facts, lambda _: parts, LINE, bars=find_bars)
+
+
+def measure(job: e2e.Job, n: int, direction: str) -> list[Row | str]:
+    rows = list(job.sweep(n, []))
+    peers, missing = time_peers(job, n, direction)
+    return [*(row | peers for row in rows), *missing]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -98,11 +82,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def time_peers(args: argparse.Namespace, device: torch.device) -> tuple[Row, list[str]]:
+def time_peers(job: e2e.Job, n: int, direction: str) -> tuple[Row, list[str]]:
     """Fields of each peer, None if it did not run, with memory as e2e's rows count it; and why some did not run."""
-    (n,), (config,), direction = args.seqlens, args.configs, PASSES[args.backward]
-    release(device)
-    inputs = make_problem(args.input, e2e.sizes_of(args, n), device=device, dtype=DTYPES[args.dtype])
+    args, (config,) = job.args, job.args.configs
+    release(job.device)
+    inputs = make_problem(args.input, e2e.sizes_of(args, n), device=job.device, dtype=DTYPES[args.dtype])
     task, plan = nsa_task(inputs), Plan((direction,), seconds=args.seconds, host="queued" not in args.modes)
     fields: Row = {f"{name}_{what}": None for name in NSA for what in ("ms", "gib")}
     missing = []

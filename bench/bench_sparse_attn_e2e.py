@@ -59,19 +59,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def benchmark(args: argparse.Namespace) -> int:
-    device = torch.device(args.device)
-    try:
-        variants, notes = choose_variants(args, device)
-    except (TypeError, ValueError, dispatch.BackendError) as refusal:
-        raise SystemExit(str(refusal)) from refusal
-    dense, facts = choose_dense(device, DTYPES[args.dtype], args.sdpa), environment(device)
+    facts = environment(torch.device(args.device))
+    job = make_job(args, facts)
     print(
-        f"Sparse (NSA) against dense attention ({dense.name}) on {args.input} input, {args.dtype}, H={args.heads} "
-        f"H_kv={args.kv_heads} D={args.dim}, on {facts['device']}",
-        *notes,
-        sep="\n",
+        f"Sparse (NSA) against dense attention ({job.dense.name}) on {args.input} input, {args.dtype}, H={args.heads} "
+        f"H_kv={args.kv_heads} D={args.dim}, on {facts['device']}"
     )
-    job = Job(args, variants, dense, choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs))
     measure_length = job.turns if args.turns else job.sweep
 
     def parts(results: Results) -> Iterator[Measurement]:
@@ -82,19 +75,25 @@ def benchmark(args: argparse.Namespace) -> int:
     return run(args, facts, parts, LINE, fields=fields, show=show)
 
 
-def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[list[Variant], list[str]]:
-    """Every combination of options and backend, and what to say of them. Raises what refuses one."""
-    variants: list[Variant] = []
-    notes: list[str] = []
+def make_job(args: argparse.Namespace, facts: dict[str, Any]) -> Job:
+    """Every combination of options and backend; prints why the reference runs, if it does. May raise SystemExit."""
+    device, dtype, variants = torch.device(args.device), DTYPES[args.dtype], []
+    notes: set[str] = set()
     for config, named in product(args.configs, dict.fromkeys(args.backends or [None])):
         passes = {"backward": args.backward, "recompute": args.recompute}
-        call = common.nsa_facts(sizes_of(args, 1), config, device, DTYPES[args.dtype], **passes)
-        backend, note = common.choose_backend(call, named)
+        try:
+            call = common.nsa_facts(sizes_of(args, 1), config, device, dtype, **passes)
+            backend, note = common.choose_backend(call, named)
+        except (TypeError, ValueError, dispatch.BackendError) as refusal:
+            raise SystemExit(str(refusal)) from refusal
         # Graphs are of the forward, and cannot hold the reference, which reads values on the host
         able = [mode for mode in args.modes if mode != "graph" or not (args.backward or backend == "reference")]
         variants.append(Variant(config, backend, tuple(able or ["eager"]), args.backward, args.recompute))
-        notes += [note] if note else []
-    return variants, list(dict.fromkeys(notes))
+        notes |= {note}
+    for note in notes - {""}:
+        print(note)
+    peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
+    return Job(args, variants, choose_dense(device, dtype, args.sdpa), peaks)
 
 
 @dataclass(frozen=True)
