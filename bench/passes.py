@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from dispatch.device import first_line
 
 PASSES = {"forward": "fwd", "backward": "bwd", "full": "fwd+bwd"}
 PEER_SLACK = 4  # A peer may be off by so many budgets: it computes the same thing, if not as exactly
-PEER_SECONDS = 1 / 3  # Share of a measurement's seconds that a peer gets: most slow calls are theirs
 
 
 class Unavailable(Exception):
@@ -111,11 +110,10 @@ def measure_peer(
         peer = make_peer(task)
     except Exception as error:
         return None, dict.fromkeys(plan.passes, _reason(error))
-    shorter = replace(plan, seconds=plan.seconds * PEER_SECONDS)
     found: dict[str, Measured | str] = {}
     for direction in plan.passes:
         try:
-            measured = measure_pass(peer, direction, task, shorter, slack=PEER_SLACK)
+            measured = measure_pass(peer, direction, task, plan, slack=PEER_SLACK)
             found[direction] = str(measured) if isinstance(measured, Error) else measured
         except Exception as error:
             found[direction] = _reason(error)
