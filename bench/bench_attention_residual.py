@@ -41,7 +41,6 @@ SHAPES = {
     " 8,1,4096,1024 8,1,8192,1024 8,1,4096,8192 8,1,8192,8192",
     "lists": "8,1,1024,4096,list 8,1,8192,4096,list",
 }
-SETS = {name: list(map(Residual.read, shapes.split())) for name, shapes in SHAPES.items()}
 
 
 def sizes(shape: Residual) -> Row:
@@ -170,7 +169,7 @@ BENCHMARK = OpBenchmark(
     op="attention_residual",
     form="L,B,T,D[,list]",
     out="attnres",
-    sets=SETS,
+    sets=SHAPES,
     read=Residual.read,
     sizes=sizes,
     facts=facts,

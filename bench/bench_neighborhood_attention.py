@@ -42,7 +42,6 @@ SHAPES = {
     "liger": "2,8,2048,64,7 4,12,2048,64,7 2,16,2048,64,9 2,8,2048,64,7,2",
     "long": "2,16,4096,64,7 4,32,8192,128,9 1,8,65536,128,63 1,8,262144,128,15,8",
 }
-SETS = {name: list(map(Neighborhood.read, shapes.split())) for name, shapes in SHAPES.items()}
 
 
 def window(shape: Neighborhood) -> dict[str, Any]:
@@ -113,7 +112,7 @@ BENCHMARK = OpBenchmark(
     op="neighborhood_attention",
     form="B,H,S,D,k[,dilation]",
     out="neighborhood",
-    sets=SETS,
+    sets=SHAPES,
     read=Neighborhood.read,
     sizes=sizes,
     facts=facts,

@@ -31,7 +31,7 @@ S = TypeVar("S")
 class OpBenchmark(Generic[S]):
     """Benchmark of an op beside its peers, by shapes.
 
-    `form` is a shape on the command line, such as "L,B,T,D"; `sets` are shapes by name, "tiny" for CPUs, the others for
+    `form` is a shape on the command line, such as "L,B,T,D"; `sets` are some by name, "tiny" for CPUs, the others for
     GPUs. `read` makes a shape from its text (and raises ValueError or TypeError); `sizes` are fields of rows that tell
     the shape. `facts` are options of dispatch.Call, `call` is our op by some backend, of the task's leaves.
     `moved` are bytes that a pass reads and writes at least; `unit`, one of UNITS, is memory's. `wall` and `calls` are
@@ -42,7 +42,7 @@ class OpBenchmark(Generic[S]):
     op: str
     form: str
     out: str
-    sets: Mapping[str, list[S]]
+    sets: Mapping[str, str]
     read: Callable[[str], S]
     sizes: Callable[[S], Row]
     facts: Callable[[S], dict[str, Any]]
@@ -67,14 +67,14 @@ class OpBenchmark(Generic[S]):
         args = parse_args(parser, argv)
         on_cpu = args.device == "cpu"
         args.dtype = args.dtype or ("fp32" if on_cpu else "bf16")
-        chosen = args.shapes or [self.sets[name] for name in (["tiny"] if on_cpu else usual)]
+        chosen = args.shapes or map(self._shapes, ["tiny"] if on_cpu else usual)
         args.shapes = list(dict.fromkeys(shape for some in chosen for shape in some))
         return args
 
     def _shapes(self, text: str) -> list[S]:
         """Argument type: a shape, or a name of `sets`."""
         try:
-            return self.sets[text] if text in self.sets else [self.read(text)]
+            return [self.read(shape) for shape in self.sets.get(text, text).split()]
         except (ValueError, TypeError) as error:
             raise argparse.ArgumentTypeError(f"must be {', '.join(self.sets)} or {self.form}, got {text!r}") from error
 

@@ -317,7 +317,7 @@ def test_every_bar_is_about_its_figure() -> None:
     stored = {"default": True, "inputs": "stacked", "dtype": "bf16", "ms_p50": 1.0, "wall_ms": 2.0}
     stored |= {"liger_ms": 1.0, "liger_wall_ms": 2.0, "eager_ms": 20.0}
     rows: list[dict[str, Any]] = []
-    for shape in residual.SETS["stacked"]:
+    for shape in map(Residual.read, residual.SHAPES["stacked"].split()):
         for direction, share, memory in (("fwd", 0.8, 72.1), ("fwd+bwd", 0.65, 147.0)):
             sizes = {"l": shape.blocks, "b": shape.batch, "t": shape.tokens, "d": shape.dim, "pass": direction}
             rows.append({**stored, **sizes, "share_of_floor": share, "peak_mib": memory * shape.tokens / 1024})
