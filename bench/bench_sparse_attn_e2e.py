@@ -5,9 +5,9 @@ gradients that these rows give; then time, peak memory and speed-up, beside what
 error is above its budget, or a timed call gives another result than the checked one, there are no times and the script
 ends with status 1 (a red gate). Dense attention is timed once for each N, always eagerly.
 
-Writes OUT.json (schema and modes: docs/results_files.md) after every N. The same command goes on where it was
-stopped or killed. `--demo` picks sizes for this machine; on a CPU dense attention and NSA then take turns
-on one thread (bench/turns.py), whatever --modes and --no-dense-above say.
+Writes OUT.json (schema and modes: docs/results_files.md) after every N. The same command goes on where it was stopped
+or killed. `--demo` picks sizes for this machine; on a CPU dense attention and NSA then take turns on one thread
+(bench/turns.py), whatever --modes and --no-dense-above say.
 """
 
 from __future__ import annotations
@@ -156,13 +156,11 @@ class Job:
         calls = [dense_call(inputs, self.dense, backward), *(nsa_call(inputs, variant) for variant in samples)]
         peaks = [peak_memory(call, self.device) for call in calls]  # and these calls warm up
         times = take_turns(calls, self.args.seconds)
-        given = [leaves(inputs)[:3], *(leaves(inputs) for _ in samples)]
-        timings = [
-            everything(Timing(*percentiles(own), peak, len(own)), some, backward)
-            for own, peak, some in zip(times, peaks, given, strict=True)
-        ]
-        dense = dense_fields(self.dense, timings[0].ms_p50, timings[0].peak_gib, False)
-        for (variant, sample), own, timing in zip(samples.items(), times[1:], timings[1:], strict=True):
+        timings = [Timing(*percentiles(own), peak, len(own)) for own, peak in zip(times, peaks, strict=True)]
+        of_dense = everything(timings[0], leaves(inputs)[:3], backward)
+        dense = dense_fields(self.dense, of_dense.ms_p50, of_dense.peak_gib, False)
+        for (variant, sample), own, alone in zip(samples.items(), times[1:], timings[1:], strict=True):
+            timing = everything(alone, leaves(inputs), backward)
             ratio = Spread.of([dense_ms / ms for dense_ms, ms in zip(times[0], own, strict=True)])
             row = self.row(n, variant, sample, "turns", timing, dense) | {"speedup": ratio.p50, "turns": timing.repeats}
             yield {**row, "speedup_p20": ratio.p20, "speedup_p80": ratio.p80, "faster": ratio.faster}
@@ -224,8 +222,8 @@ def make_parser(description: str | None, **defaults: Any) -> argparse.ArgumentPa
     backends = "rows of each; default: the one that runs unasked"
     add("--backends", "--backend", nargs="+", metavar="BACKEND", help=backends)
     add("--input", choices=KINDS, help="default: random; a demo: text")
-    add("--seconds", type=above_zero, help="of each timing")
-    modes = f"of {', '.join(MODES)}; queued: then dense attention too; graph: on CUDA, of the forward"
+    add("--seconds", type=above_zero, help="of each timing; default: 1, of the paper 0.3, of the demo on a CPU 2")
+    modes = f"of {', '.join(MODES)}; queued: then dense attention too; default: eager,graph, of the paper all"
     add("--modes", type=comma_list(str), metavar="MODE,...", help=modes)
     add("--sdpa", choices=SDPA_BACKENDS, help="dense attention is this one of PyTorch's")
     add("--preset", choices=PRESETS, help="of NSAConfig; default: %(default)s")
