@@ -7,7 +7,7 @@ autograd of the reference on them is exact: keys that no sampled row sees and ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -62,13 +62,6 @@ class Tiles:
             return chosen[:, start : max(start + 1, stop)]
 
         return Tiles(self.numbers, narrow(self.indices), None if self.cmp_indices is None else narrow(self.cmp_indices))
-
-    @classmethod
-    def join(cls, parts: Sequence[Tiles]) -> Tiles:
-        """All heads of the same tiles."""
-        chosen = [part.cmp_indices for part in parts if part.cmp_indices is not None]
-        indices = torch.cat([part.indices for part in parts], 1)
-        return cls(parts[0].numbers, indices, torch.cat(chosen, 1) if chosen else None)
 
 
 @dataclass(frozen=True)
@@ -130,7 +123,9 @@ def sampled_error(inputs: NSAInputs, variant: Variant) -> Sample:
         outs.append(out[:, positions])
         del out, aux  # long sequences need their memory for what follows
         lows.append(low_precision(some, variant.config, chosen[-1]))
-    tiles, rows, low = Tiles.join(chosen), torch.cat(outs, 2), torch.cat(lows, 2)
+    rows, low, indices = torch.cat(outs, 2), torch.cat(lows, 2), torch.cat([part.indices for part in chosen], 1)
+    compressed = [part.cmp_indices for part in chosen if part.cmp_indices is not None]
+    tiles = Tiles(numbers, indices, torch.cat(compressed, 1) if compressed else None)
     # One head at a time, so that the copies in fp64 fit beside the inputs at any N that runs
     single = [range(head, head + 1) for head in range(heads)]
     exact = torch.cat([in_fp64(of_heads(inputs, one), variant.config, tiles.of_heads(one, heads)) for one in single], 2)
