@@ -5,8 +5,8 @@ floor, then the same for every peer (bench/peers.py). A backend's error above it
 and status 1. On CUDA a CUDA graph of ten calls is checked and timed: starting it takes a seventh of the shortest of
 them; `wall_ms` is a call as Python makes it. A shape that ends with ",list" gives the blocks as tensors of their own.
 
-Writes OUT.json (schema: docs/results_files.md) after every shape. The same command resumes where it was
-stopped or killed.
+Writes OUT.json (schema: docs/results_files.md) after every shape; at the end OUT.png. The same command
+resumes where it was stopped or killed.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ beside the byte floor, then the same for every peer (bench/peers.py). A backend'
 no times at all, and status 1. Windows are truncated at the borders, as all peers do it. On CUDA a CUDA graph is checked
 and timed, without the time to start it; elsewhere a call as Python makes it.
 
-Writes OUT.json (schema: docs/results_files.md) after every shape. The same command goes on where it was
-stopped or killed.
+Writes OUT.json (schema: docs/results_files.md) after every shape; at the end OUT.png. The same command goes
+on where it was stopped or killed.
 """
 
 from __future__ import annotations

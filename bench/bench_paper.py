@@ -5,8 +5,8 @@ over 4, D = 128: errors against fp64 come first; if one is above its budget, not
 Dense attention and peers (bench/peers.py) are timed once for each length and pass, as eager calls; on CUDA without the
 time to start them on an idle GPU, as in NSA's mode "queued". --backends gives rows of each backend.
 
-Writes OUT.json (schema: docs/results_files.md) after every length and pass. The same command goes on where it
-was stopped or killed.
+Writes OUT.json (schema: docs/results_files.md) after every length and pass; at the end OUT.png. The same command goes
+on where it was stopped or killed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from bench.inputs import make_problem
 from bench.passes import Plan, measure_peer, release
 from bench.peers import NSA, make_peer, nsa_task
 from bench.report import LOCAL_RESULTS, environment
-from bench.results_file import Row, run
+from bench.results_file import Results, Row, run
+from bench.show import PASS_TITLES, Point, plot_lengths
 
 PASSES = ("fwd", "fwd+bwd")
 SIZES: dict[str, Any] = {"heads": 64, "kv_heads": 4, "dim": 128, "seqlens": [8 << 10, 32 << 10, 64 << 10, 128 << 10]}
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"NSA of the paper beside {beside}, {args.dtype}, on {facts['device']}")
     each = [(n, direction, job) for n in args.seqlens for direction, job in zip(PASSES, jobs, strict=True)]
     parts = [(f"N={n} {direction}", partial(measure, job, n, direction)) for n, direction, job in each]
-    return run(args, facts, lambda _: parts, LINE, bars=find_bars)
+    return run(args, facts, lambda _: parts, LINE, bars=find_bars, plot=plot)
 
 
 def measure(job: e2e.Job, n: int, direction: str) -> list[Row | str]:
@@ -100,7 +101,7 @@ def time_peers(job: e2e.Job, n: int, direction: str) -> tuple[Row, list[str]]:
     return fields, missing
 
 
-# Bars
+# Bars, and presentation
 
 OF_BARS: Row = {"b": 1, "h": 64, "h_kv": 4, "d": 128, "dtype": "bf16", "l": 32, "stride": 16, "l_select": 64, "k": 16}
 OF_BARS |= {"w": 512, "q_tile": 1, "mode": "queued", "inputs": "random", "backend": "cute"}
@@ -119,6 +120,21 @@ def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
     peak = figure(rows, {**OF_BARS, "n": 64 << 10, "pass": "fwd+bwd"}, "peak_gib")
     for stretch, gib in zip(("", ", stretch"), GIB_BARS, strict=True):
         yield Bar(f"64K fwd+bwd, peak memory{stretch}", peak, gib, at_least=False, unit=" GiB")
+
+
+def plot(results: Results, path: Path) -> None:
+    """A panel for each pass: times by N of NSA's backends, of several modes the first, dense attention, peers, bars."""
+
+    def points() -> Iterator[Point]:
+        for row in results.rows:
+            shown = {row["dense"]: row["dense_ms"], **{name: row[f"{name}_ms"] for name in NSA}}
+            shown |= {f"NSA ({row['backend']})": row["ms_p50"], "floor at peak rates": row["floor_ms"]}
+            if OF_BARS.items() <= row.items() and row["n"] in MS_BARS:
+                shown["bar"] = MS_BARS[row["n"]][row["pass"]][0]
+            for label, ms in shown.items():
+                yield f"ms per call, {PASS_TITLES[row['pass']]}", label, row["n"], ms
+
+    plot_lengths(path, points(), f"NSA of the paper on {results.head['device']}")
 
 
 if __name__ == "__main__":

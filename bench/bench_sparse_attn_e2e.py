@@ -5,9 +5,9 @@ gradients that these rows give; then time, peak memory and speed-up, beside what
 error is above its budget, or a timed call gives another result than the checked one, there are no times and the script
 ends with status 1 (a red gate). Dense attention is timed once for each N, always eagerly.
 
-Writes OUT.json (schema and modes: docs/results_files.md) after every N. The same command goes on where it was stopped
-or killed. `--demo` picks sizes for this machine; on a CPU dense attention and NSA then take turns on one thread
-(bench/turns.py), whatever --modes and --no-dense-above say.
+Writes OUT.json (schema and modes: docs/results_files.md) after every N; at the end OUT.png. The same command goes on
+where it was stopped or killed. `--demo` picks sizes for this machine; on a CPU dense attention and NSA then take turns
+on one thread (bench/turns.py), whatever --modes and --no-dense-above say.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from bench.passes import release
 from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Results, Row, WrongResult, run
 from bench.roofline import Peaks, choose_peaks, nsa_floor_ms
+from bench.show import Point, plot_lengths
 from bench.timing import Timing, capture, measure, peak_memory, percentiles
-from bench.turns import Spread, one_thread, take_turns, verdict
+from bench.turns import NOISY, Spread, one_thread, take_turns, verdict
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 
@@ -72,7 +73,7 @@ def benchmark(args: argparse.Namespace) -> int:
             yield f"N={n}", partial(measure_length, n, results.rows)
 
     fields = turns_verdict if args.turns else lambda _: {}
-    return run(args, facts, parts, LINE, fields=fields, show=show)
+    return run(args, facts, parts, LINE, fields=fields, plot=plot, show=show)
 
 
 def make_job(args: argparse.Namespace, facts: dict[str, Any]) -> Job:
@@ -321,6 +322,25 @@ def show(content: dict[str, Any]) -> None:
     faster = sorted({row["n"] for row in content["rows"] if row["speedup"] > 1})
     lengths = ", ".join(f"N = {n:,}" for n in faster) or "none of these N"
     print(content.get("verdict", f"NSA is faster at {lengths}."))
+
+
+def plot(results: Results, path: Path) -> None:
+    """Times and speed-ups by N, but for speed-ups that are noise."""
+
+    def points() -> Iterator[Point]:
+        for row in results.rows:
+            dense, name = row["dense"], f"NSA, {options_of(row)}, {row['mode']}"
+            yield (
+                "ms per call",
+                f"extrapolated {dense}" if row["dense_extrapolated"] else dense,
+                row["n"],
+                row["dense_ms"],
+            )
+            yield "ms per call", name, row["n"], row["ms_p50"]
+            yield "dense time / NSA time", name, row["n"], None if row.get("faster") == NOISY else row["speedup"]
+
+    row = results.rows[0]
+    plot_lengths(path, points(), f"{row['pass']}, {row['inputs']} input, on {results.head['device']}")
 
 
 if __name__ == "__main__":

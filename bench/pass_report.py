@@ -1,25 +1,28 @@
-"""Benchmark of one op's passes (bench/passes.py): options, rows, files (schema: docs/results_files.md)."""
+"""Benchmark of one op's passes (bench/passes.py): options, rows, a picture, files (schema: docs/results_files.md)."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 import dispatch
-from bench.bars import Bar, ratio
+from bench.bars import Bar, figure, ratio
 from bench.common import DTYPES, able_backends, add_device, make_parser, parse_args
 from bench.oracles import Error
-from bench.passes import PASSES, Candidate, Measured, Plan, Task, measure_pass, measure_peer
+from bench.passes import Candidate, Measured, Plan, Task, measure_pass, measure_peer
 from bench.peers import Peer, make_peer
 from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Measurement, Results, Row, WrongResult, run
+from bench.show import PASS_TITLES, saved_figure
 from bench.timing import GIB, copy_bandwidth
 
 UNITS = {"gib": 1, "mib": 1024}  # Units of memory in rows, in a GiB
@@ -90,14 +93,14 @@ class OpBenchmark(Generic[S]):
         peers = "".join(f"  {name} {{{name}_ms:ms}}" for name in self.peers)
         line = f"{shape} {{pass}}: {{backend}} {{ms_p50:ms}} ms  {{share_of_floor:percent}} of the floor{peers}"
         parts = partial(self.parts, args, backends)
-        return run(args, environment(device), parts, line, bars=self.bars)
+        return run(args, environment(device), parts, line, bars=self.bars, plot=self.plot)
 
     def parts(
         self, args: argparse.Namespace, backends: Mapping[S, list[str]], results: Results
     ) -> Iterator[Measurement]:
         """A part for each shape."""
         device, dtype = torch.device(args.device), DTYPES[args.dtype]
-        plan = Plan(PASSES.values(), args.seconds, memory=True, wall=self.wall, calls=self.calls)
+        plan = Plan(PASS_TITLES, args.seconds, memory=True, wall=self.wall, calls=self.calls)
         known = (tbs for part, tbs in self.floor_tbs.items() if part in results.head["device"])
         given = args.peak_tbs or next(known, None)
         tbs = results.fact("floor_tbs", lambda: given or (copy_bandwidth() if device.type == "cuda" else None))
@@ -105,7 +108,7 @@ class OpBenchmark(Generic[S]):
         def measure(shape: S, names: list[str]) -> Iterator[Row | str]:
             task = self.task(shape, device, dtype)
             ours: dict[tuple[str, str], Measured] = {}
-            for name, direction in product(names, PASSES.values()):
+            for name, direction in product(names, PASS_TITLES):
                 one = measure_pass(Candidate(name, self.call(shape, name)), direction, task, plan)
                 if isinstance(one, Error):
                     raise WrongResult(f"{shape} {direction} {name}: {one}")
@@ -137,3 +140,24 @@ class OpBenchmark(Generic[S]):
         row: Row = {f"{name or 'peak_'}{self.unit}": gib}
         row |= {f"{name}ms": ran and ran.timing.ms_p50} if name else {}
         return row | ({f"{name}wall_ms": ran and ran.wall and ran.wall.ms_p50} if self.wall else {})
+
+    def plot(self, results: Results, path: Path) -> None:
+        """A panel for each pass, bars of every implementation by shape: share of the byte floor, if known, or ms."""
+        tbs, parts = results.facts["floor_tbs"], [part.rows for part in results.parts.values()]
+        names = [*dict.fromkeys(row["backend"] for row in results.rows), *self.peers]
+        width = 0.84 / len(names)
+        with saved_figure(path, len(PASS_TITLES), 1, (max(8, 2 * len(parts)), 9)) as (drawn, panels):
+            for axes, direction in zip(panels[:, 0], PASS_TITLES, strict=True):
+                floors = [figure(rows, {"pass": direction}, "floor_ms") for rows in parts]
+                for i, name in enumerate(names):
+                    where, of = ({}, f"{name}_ms") if name in self.peers else ({"backend": name}, "ms_p50")
+                    ms = [figure(rows, {**where, "pass": direction}, of) for rows in parts]
+                    heights = ms if tbs is None else [ratio(*pair) for pair in zip(floors, ms, strict=True)]
+                    places = [place + (i + 0.5) * width - 0.42 for place in range(len(parts))]
+                    axes.bar(places, [x or math.nan for x in heights], width, label=name)
+                axes.set(title=PASS_TITLES[direction], ylabel="ms" if tbs is None else "share of the byte floor")
+                axes.set_xticks(range(len(parts)), list(results.parts))
+                axes.grid(axis="y", alpha=0.3)
+            panels[0, 0].legend(fontsize="small")
+            floor = "" if tbs is None else f"; floor at {tbs:.2f} TB/s"
+            drawn.suptitle(f"{self.op} ({self.form}) on {results.head['device']}{floor}")

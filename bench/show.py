@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from string import Formatter
@@ -12,7 +12,7 @@ from typing import Any
 from bench.bars import Bar
 from bench.extras import needed
 from bench.report import replacing
-from bench.tables import fill
+from bench.tables import fill, tokens
 
 with needed("rich"):
     from rich.box import SIMPLE_HEAD
@@ -20,6 +20,8 @@ with needed("rich"):
     from rich.table import Table
 
 TABLE_WIDTH = 140  # Columns that a table may take if the terminal has fewer, or if there is none
+COMPUTED = ("bar", "extrapolated", "floor")
+PASS_TITLES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 console = Console()
 
 
@@ -76,3 +78,30 @@ def saved_figure(path: Path, rows: int, columns: int, size: tuple[float, float])
     yield figure, figure.subplots(rows, columns, squeeze=False)
     with replacing(path) as written:
         figure.savefig(written, dpi=150)
+
+
+Point = tuple[str, str, int, float | None]
+"""Heading of a panel, label of a line in it, tokens, and a value, None if it was not measured."""
+
+
+def plot_lengths(path: Path, points: Iterable[Point], title: str) -> None:
+    """A panel for each heading, lines by tokens; of values at the same place the first. COMPUTED lines are dashed."""
+    panels: dict[str, dict[str, dict[int, float]]] = {}
+    for heading, label, n, value in points:
+        if value is not None:
+            panels.setdefault(heading, {}).setdefault(label, {}).setdefault(n, value)
+    with saved_figure(path, 1, len(panels), (6 * len(panels), 5)) as (figure, row):
+        for axes, (heading, lines) in zip(row[0], panels.items(), strict=True):
+            for label, values in lines.items():
+                axes.loglog(
+                    *zip(*sorted(values.items()), strict=True),
+                    "x--" if label.startswith(COMPUTED) else "o-",
+                    label=label,
+                )
+            lengths = sorted(set().union(*lines.values()))
+            axes.set(xlabel="tokens N", title=heading)
+            axes.set_xticks(lengths, [tokens(n) for n in lengths])
+            axes.set_xticks([], minor=True)
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize="small")
+        figure.suptitle(title)

@@ -28,7 +28,7 @@ from bench.timing import GIB
 from bench.turns import FEWEST, MOST, Spread, take_turns, verdict
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
-from tests.support.bench_helpers import DOCS, run, verdicts
+from tests.support.bench_helpers import DOCS, has_picture, run, verdicts
 
 CPU = torch.device("cpu")
 SMALL = ["--device", "cpu", "--heads", "2", "--dim", "16", "--seconds", "1e-9"]
@@ -65,6 +65,7 @@ def test_writes_what_it_promises(
         assert row["speedup"] == pytest.approx(row["dense_ms"] / row["ms_p50"])
         assert (row["dense"], row["dense_extrapolated"], row["mode"]) == ("PyTorch SDPA", False, "eager")
         assert (row["floor_ms"], row["share_of_floor"]) == (None, None)
+    assert has_picture(tmp_path / "run")
     shown = capsys.readouterr().out
     assert shown.startswith("Sparse (NSA) against dense attention")
     assert "NSA is faster at" in shown
@@ -262,6 +263,7 @@ def test_paper_writes_what_it_promises(
         assert (row["gradient_error"] is None) == (row["pass"] == "fwd")
         assert min(row["fla_ms"], row["dense_ms"]) > 0
     assert {bar["verdict"] for bar in content["bars"]} == {"not measured"}, "of other sizes"
+    assert has_picture(tmp_path / "run")
     shown = capsys.readouterr().out
     assert "fwd+bwd eager   NSA" in shown
     assert "0 of 26 bars are reached" in shown
@@ -281,6 +283,7 @@ def test_rows_of_each_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     rows = run(paper.main, tmp_path / "run", *SMALL, *options)["rows"]
     assert [row["backend"] for row in rows] == ["cute", "triton"] * 2
     assert {asked.count(name) for name in ("cute", "triton")} == {len(asked) / 2}
+    assert has_picture(tmp_path / "run")
 
 
 def test_peers_get_gates_and_need_only_be_finite() -> None:
@@ -405,14 +408,24 @@ def test_demo_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("noisy", [[True, False], [True, True]])
-def test_noisy_rows_are_marked(
+def test_noisy_rows_are_marked_and_not_drawn(
     noisy: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steady, load = [[20.0] * FEWEST, [10.0] * FEWEST], [[20.0] * FEWEST, [10.0, 10.0, 95.0, 10.0, 95.0]]
     answers = iter([load if one else steady for one in noisy])
+    drawn: list[Any] = []
+    right = e2e.plot_lengths
+
+    def plot_lengths(path: Path, points: Any, title: str) -> None:
+        drawn.extend(points)
+        right(path, drawn, title)
+
     monkeypatch.setattr(e2e, "take_turns", lambda *_: next(answers))
+    monkeypatch.setattr(e2e, "plot_lengths", plot_lengths)
     rows = run(e2e.main, tmp_path / "run", *DEMO, "--seqlens", "64,128")["rows"]
     assert [row["faster"] for row in rows] == ["too noisy" if one else "NSA" for one in noisy]
+    speedups = [value for panel, *_, value in drawn if panel == "dense time / NSA time"]
+    assert speedups == [None if one else 2.0 for one in noisy]
     shown = capsys.readouterr().out
     assert "faster: too noisy" in shown
     assert ("NSA is faster at" in shown) == (not all(noisy))

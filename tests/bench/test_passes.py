@@ -29,7 +29,7 @@ from bench.passes import Candidate, Measured, Plan, Task, Unavailable
 from bench.peers import EPS, NEIGHBORHOOD, RESIDUAL, Peer, formula, make_peer, residue_classes
 from bench.roofline import neighborhood_bytes, residual_bytes
 from bench.timing import GIB
-from tests.support.bench_helpers import DOCS, Changed, run
+from tests.support.bench_helpers import DOCS, Changed, has_picture, run
 from tools import draw_windows
 
 CPU = torch.device("cpu")
@@ -79,6 +79,7 @@ def test_writes_what_it_promises(
         f"{peer} did not run: runs on CUDA devices, got cpu ({x})" for x in shapes for peer in absent
     ]
     assert {bar["verdict"] for bar in content.get("bars", ())} <= {"not measured"}
+    assert has_picture(tmp_path / "run")
     shown = capsys.readouterr().out
     beside = "  eager \\S+" if module is residual else ""
     assert re.search(rf"^\w+=.* fwd\+bwd: reference \S+ ms  \d+ % of the floor{beside}$", shown, re.M)

@@ -72,7 +72,7 @@ def test_end_to_end_goes_on_with_the_next_length(tmp_path: Path, monkeypatch: py
     assert [(row["n"], row["num_cmp"]) for row in rows] == [(n, c) for n in (64, 128, 256) for c in (None, 2, 1)]
     assert len({(row["n"], row["dense_ms"]) for row in rows}) == 3
     assert rows[-1]["dense_ms"] == pytest.approx(4 * rows[3]["dense_ms"])
-    assert names(tmp_path) == {"run-0.5.json"}
+    assert names(tmp_path) == {"run-0.5.json", "run-0.5.png"}
 
 
 def test_the_floor_stays_that_of_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,10 @@ def run(
     return content
 
 
+def has_picture(out: Path) -> bool:
+    return with_ending(out, ".png").read_bytes().startswith(b"\x89PNG")
+
+
 def verdicts(bars: Iterable[Any]) -> dict[str, str]:
     return {bar.what: bar.verdict for bar in bars}
 
