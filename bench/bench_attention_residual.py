@@ -5,13 +5,12 @@ floor, then the same for every peer (bench/peers.py). A backend's error above it
 and status 1. On CUDA a CUDA graph of ten calls is checked and timed: starting it takes a seventh of the shortest of
 them; `wall_ms` is a call as Python makes it. A shape that ends with ",list" gives the blocks as tensors of their own.
 
-Writes OUT.json (schema: docs/results_files.md) after every shape; at the end OUT.csv and OUT.png. The same command
+Writes OUT.json (schema: docs/results_files.md) after every shape; at the end OUT.png. The same command
 resumes where it was stopped or killed.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ from bench.pass_report import OpBenchmark
 from bench.passes import Task, Truth
 from bench.peers import EPS, RESIDUAL
 from bench.results_file import Row
-from bench.roofline import residual_bytes, residual_held
+from bench.roofline import residual_bytes
 from dispatch import attention_residual
 
 SAMPLED = 256  # Tokens whose results are compared with fp64, evenly spread, the first and the last among them
@@ -42,20 +41,19 @@ SHAPES = {
     " 8,1,4096,1024 8,1,8192,1024 8,1,4096,8192 8,1,8192,8192",
     "lists": "8,1,1024,4096,list 8,1,8192,4096,list",
 }
-SETS = {name: list(map(Residual.read, shapes.split())) for name, shapes in SHAPES.items()}
 
 
-def sizes(shape: Residual, args: argparse.Namespace) -> Row:
+def sizes(shape: Residual) -> Row:
     row = {"l": shape.blocks, "b": shape.batch, "t": shape.tokens, "d": shape.dim}
     return {**row, "inputs": "list" if shape.listed else "stacked"}
 
 
-def facts(shape: Residual, args: argparse.Namespace) -> dict[str, Any]:
+def facts(shape: Residual) -> dict[str, Any]:
     of_block = shape.batch, shape.tokens, shape.dim
     return {"blocks": shape.blocks, "stacked": not shape.listed, "shape": of_block}
 
 
-def call(shape: Residual, args: argparse.Namespace, backend: str) -> Callable[..., Tensor]:
+def call(shape: Residual, backend: str) -> Callable[..., Tensor]:
     def ours(*leaves: Tensor) -> Tensor:
         *blocks, w_query, w_norm = leaves
         given = blocks if shape.listed else blocks[0]
@@ -169,18 +167,15 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
 BENCHMARK = OpBenchmark(
     __doc__,
     op="attention_residual",
-    title="Attention residual",
     form="L,B,T,D[,list]",
     out="attnres",
-    sets=SETS,
+    sets=SHAPES,
     read=Residual.read,
-    shape=lambda row: Residual(row["l"], row["b"], row["t"], row["d"], row["inputs"] == "list"),
     sizes=sizes,
     facts=facts,
     task=make_task,
     call=call,
     moved=residual_bytes,
-    held=residual_held,
     peers=RESIDUAL,
     unit="mib",
     wall=True,

@@ -3,11 +3,10 @@
 Sizes are MiniMax-M3's: 64 query heads over 4, D = 128, 16 blocks of 128 a token; an indexer of 4 heads of 128 over one
 head of keys. Blocks are drawn at random, each token's own among them. Sampled rows, and the gradients that come from
 them, are held against fp64 before anything is timed: where one is above its budget, nothing is reported and the status
-is 1. Peers are dense attention, SDPA with a mask of all pairs, the kernels without their wrapper, and scores of all
-pairs; of "m3_layer", which needs transformers, the same layer with transformers' sdpa and eager.
+is 1. Peers are dense attention, SDPA with a mask of all pairs, and scores of all pairs; of "m3_layer", which needs
+transformers, the same layer with transformers' sdpa and eager.
 
-Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv. The same command goes on where it
-was stopped.
+Writes OUT.json after every case (schema: docs/results_files.md). The same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -36,20 +35,19 @@ from bench.passes import PEER_SLACK, release
 from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Row, hold, run
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, Work, choose_peaks, mean_keys
-from bench.selected_branch import Branch, checked_rows, draw_blocks, visible_keys
+from bench.selected_branch import checked_rows, draw_blocks, visible_keys
 from bench.timing import measure
 from dispatch.device import first_line
 from nsa import block_sparse_attention, top_blocks_by_max
 
 OPS = ("block_sparse", "top_blocks", "m3_layer")
 PASSES = ("fwd", "fwd+bwd")
-PEERS = ("dense", "mask", "selected", "pairs")
+PEERS = ("dense", "mask", "pairs")
 MOST_PAIRS = 1 << 30
 """Most pairs in a call of SDPA with a mask, whose kernels may count in 32 bits (pytorch/pytorch#162588, #145040)."""
 SEQLENS = (8 << 10, 64 << 10, 128 << 10)
 LAYER_SEQLENS = (8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10)
 """Lengths of "m3_layer": the longest that transformers' own paths can run are between those of the other ops."""
-NOISE = 0.98  # Least ratio of the times of two calls of the same kernels: noise
 
 MS_BARS = {("block_sparse", "fwd"): 22.0, ("block_sparse", "fwd+bwd"): 65.0, ("top_blocks", "fwd"): 5.0}
 """At 64K tokens, blocks of 128, 16 a token."""
@@ -63,8 +61,7 @@ class Case(NamedTuple):
     block: int
     direction: str
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         return f"{self.op} N={self.n} block={self.block} {self.direction}"
 
 
@@ -73,8 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(args.device)
     facts = environment(device)
     peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
-    parts = [(case.name, partial(measure_case, case, args, device, peaks)) for case in args.cases]
-    return run(args, facts, lambda _: parts, LINE, bars=find_bars, csv=True)
+    parts = [(str(case), partial(measure_case, case, args, device, peaks)) for case in args.cases]
+    return run(args, facts, lambda _: parts, LINE, bars=find_bars)
 
 
 def measure_case(
@@ -84,10 +81,10 @@ def measure_case(
     try:
         problem = PROBLEMS[case.op](case, args, device)
     except ImportError as absent:
-        yield f"{case.name} did not run: {absent}"
+        yield f"{case} did not run: {absent}"
         return
     error, host = problem.check(), device.type == "cpu"
-    hold(case.name, error)
+    hold(str(case), error)
     own = measure(problem.call, device, seconds=args.seconds, host=host)
     others: dict[str, float | None] = dict.fromkeys(PEERS)
     for name in () if args.no_peers else problem.peers:
@@ -95,7 +92,7 @@ def measure_case(
         try:
             others[name] = measure(problem.peer(name), device, seconds=args.seconds, host=host).ms_p50
         except Exception as failure:  # whatever a peer raises is why it has no time
-            yield f"{name} did not run: {first_line(failure)} ({case.name})"
+            yield f"{name} did not run: {first_line(failure)} ({case})"
     floor = None if peaks is None else problem.work().floor_ms(peaks.tbs, peaks.tflops)
     dense = None if others["dense"] is None else choose_dense(device, problem.dtype).name
     row = {"op": case.op, "block": case.block, "k": args.count, "pass": case.direction, "backend": args.backend}
@@ -136,8 +133,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Problem:
-    """Tensors of a case; beside them `call`, `check` (the error that takes most of its budget), `peer` by its name, and
-    `work`, the least that the call moves and computes.
+    """Tensors of a case.
+
+    Beside them `call`, `check` (the error that takes most of its budget), `peer` by its name, and `work`, the least
+    that the call moves and computes.
     """
 
     def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
@@ -145,6 +144,10 @@ class Problem:
         self.generator = torch.Generator(device).manual_seed(0)
         self.backward = case.direction == "fwd+bwd"
         self.rows = checked_rows(case.n, device)
+
+    def results(self, out: Tensor, leaves: Sequence[Tensor], do: Tensor) -> tuple[Tensor, ...]:
+        """out, and the gradients of the leaves if they are timed."""
+        return (out.detach(), *(torch.autograd.grad(out, leaves, do) if self.backward else ()))
 
     def normal(self, *features: int) -> Tensor:
         shape = self.args.batch, self.case.n, *features
@@ -161,7 +164,7 @@ class Problem:
 
 
 class Attention(Problem):
-    peers: tuple[str, ...] = ("dense", "mask", "selected")
+    peers: tuple[str, ...] = ("dense", "mask")
 
     def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
         super().__init__(case, args, device)
@@ -170,7 +173,7 @@ class Attention(Problem):
         shape = args.batch, args.kv_heads, case.n
         self.blocks = draw_blocks(shape, case.block, args.count, self.generator, own_first)
         if case.block != args.blocks[0]:
-            self.peers = self.peers[-1:]  # what the others take does not depend on it
+            self.peers = ()  # what they take does not depend on it
         for x in self.leaves:
             x.requires_grad_(self.backward)
 
@@ -179,12 +182,7 @@ class Attention(Problem):
 
     def ours(self, do: Tensor) -> tuple[Tensor, ...]:
         options: dict[str, Any] = {"block_size": self.case.block, "backend": self.args.backend}
-        return self.run(lambda q, k, v: block_sparse_attention(q, k, v, self.blocks, **options), self.leaves, do)
-
-    def run(self, function: Callable[..., Tensor], leaves: tuple[Tensor, ...], do: Tensor) -> tuple[Tensor, ...]:
-        """out, and the gradients of the leaves if they are timed."""
-        out = function(*leaves)
-        return (out, *(torch.autograd.grad(out, leaves, do) if self.backward else ()))
+        return self.results(block_sparse_attention(*self.leaves, self.blocks, **options), self.leaves, do)
 
     def check(self, attend: Callable[[Tensor], tuple[Tensor, ...]] | None = None) -> Error:
         """Args: `attend`: default: ours."""
@@ -194,9 +192,7 @@ class Attention(Problem):
     def peer(self, name: str) -> Callable[[], Any]:
         if name == "dense":
             attention = choose_dense(self.device, self.dtype).attention
-            return lambda: self.run(attention, self.leaves, self.do)
-        if name == "selected":
-            return self.kernels()
+            return lambda: self.results(attention(*self.leaves), self.leaves, self.do)
         masked = partial(self.masked, self.masks())
         found = self.check(masked)
         if not found.error <= PEER_SLACK * found.budget:
@@ -210,33 +206,16 @@ class Attention(Problem):
         for head in range(self.args.kv_heads):
             some = slice(head * group, (head + 1) * group)
             leaves = q[:, :, some], k[:, :, head : head + 1], v[:, :, head : head + 1]
-            found.append(self.run(partial(masked_attention, mask=masks[:, head]), leaves, do[:, :, some]))
+            found.append(self.results(masked_attention(*leaves, masks[:, head]), leaves, do[:, :, some]))
         return tuple(torch.cat(parts, 2) for parts in zip(*found, strict=True))
 
     def masks(self) -> Tensor:
         """bool `[B,H_kv,N,N]`."""
-        n, columns = self.case.n, -(-self.case.n // self.case.block)
-        keeps = torch.zeros((*self.blocks.shape[:3], columns + 1), dtype=torch.bool, device=self.device)
-        keeps.scatter_(3, torch.where(self.blocks < 0, columns, self.blocks).long(), True)
-        masks = keeps[..., :columns].repeat_interleave(self.case.block, 3)[..., :n]
-        token = torch.arange(n, device=self.device)
+        masks = chosen_of(self.blocks, -(-self.case.n // self.case.block))
+        masks = masks.repeat_interleave(self.case.block, 3)[..., : self.case.n]
+        token = torch.arange(self.case.n, device=self.device)
         masks &= token <= token[:, None]
         return masks
-
-    def kernels(self) -> Callable[[], Any]:
-        """Token mode's selected branch alone. The op runs the same kernels, so the difference is its wrapper's."""
-        if self.device.type != "cuda":
-            raise RuntimeError(f"runs on CUDA devices, got {self.device.type}")
-        q, k, v = (x.detach() for x in self.leaves)
-        branch = Branch(q, k, v, self.do, self.blocks, self.case.block)
-        branch.saved  # noqa: B018  # so that it is no part of what is timed
-
-        def both() -> None:
-            branch.forward()
-            if self.backward:
-                branch.backward()
-
-        return both
 
     def work(self) -> Work:
         args, directions = self.args, 3 if self.backward else 1
@@ -264,20 +243,16 @@ class Selection(Problem):
         got = self.call()[0, :, rows].long()
         q, k = self.q[0, rows].double(), self.k[0, :, 0].double()
         scores = torch.einsum("mhd,nd->hmn", q, k)
-        scores = scores.masked_fill(torch.arange(n, device=self.device) > rows[:, None], -torch.inf)
-        scores = torch.nn.functional.pad(scores, [0, -n % size], value=-torch.inf).unflatten(2, (-1, size)).amax(-1)
+        scores = block_maxima(scores, torch.arange(n, device=self.device) > rows[:, None], size)
         own = rows // size
         begun = (own + 1).clamp(max=self.args.count)
         if not bool(((got >= 0).sum(-1) == begun).all() and ((got == own[:, None]).sum(-1) == 1).all()):
             return Error("", float("nan"), 0.0)
         scores.scatter_(2, own[None, :, None].expand(len(scores), -1, 1), torch.inf)
-        taken = torch.zeros((*scores.shape[:2], scores.shape[2] + 1), dtype=torch.bool, device=self.device)
-        taken.scatter_(2, torch.where(got < 0, scores.shape[2], got), True)
-        taken = taken[..., :-1]
-        left_out = scores.masked_fill(taken, -torch.inf).amax(-1)
-        chosen = scores.masked_fill(~taken, torch.inf).amin(-1)
+        taken = chosen_of(got, scores.shape[2])
+        short = scores.masked_fill(taken, -torch.inf).amax(-1) - scores.masked_fill(~taken, torch.inf).amin(-1)
+        short = short.nan_to_num(nan=0.0).clamp(min=0.0)
         allowed = 2 * 2.0**-23 * (self.args.dim / 8 + 4) * q.norm(dim=-1).T * k.norm(dim=-1).max()
-        short = (left_out - chosen).nan_to_num(nan=0.0).clamp(min=0.0)
         worst = int((short / allowed).argmax())
         return Error("", float(short.flatten()[worst]), float(allowed.flatten()[worst]))
 
@@ -288,10 +263,7 @@ class Selection(Problem):
 
         def pairs() -> Tensor:
             scores = torch.einsum("bmhd,bnd->bhmn", self.q.float(), self.k[:, :, 0].float())
-            scores = scores.masked_fill_(future, -torch.inf)
-            scores = torch.nn.functional.pad(scores, [0, -n % size], value=-torch.inf)
-            best: Tensor = scores.unflatten(3, (-1, size)).amax(-1)
-            return best.topk(count, -1).indices
+            return block_maxima(scores, future, size).topk(count, -1).indices
 
         return pairs
 
@@ -334,21 +306,15 @@ class Layer(Problem):
         self.layer = modeling.MiniMaxM3VLAttention(self.config, 0).to(device, self.dtype)
         self.rotary = modeling.MiniMaxM3VLRotaryEmbedding(self.config).to(device)
         self.hidden, self.do = (self.normal(self.config.hidden_size) for _ in range(2))
+        self.positions = torch.arange(case.n, device=device)[None]
 
     def run(self, implementation: str, hidden: Tensor, do: Tensor) -> tuple[Tensor, ...]:
         """out, and the gradients of hidden states and parameters."""
         self.config._attn_implementation = implementation
-        hidden = hidden.detach().requires_grad_(self.backward)
-        positions = torch.arange(self.case.n, device=self.device)[None]
+        hidden, turns = hidden.detach().requires_grad_(self.backward), self.rotary(hidden, position_ids=self.positions)
         with torch.set_grad_enabled(self.backward):
-            out = self.layer(hidden, self.rotary(hidden, position_ids=positions), None, position_ids=positions)[0]
-        return self.with_gradients(out, hidden, self.layer, do)
-
-    def with_gradients(self, out: Tensor, hidden: Tensor, layer: Any, do: Tensor) -> tuple[Tensor, ...]:
-        if not self.backward:
-            return (out,)
-        leaves = [hidden, *(x for name, x in layer.named_parameters() if not name.startswith("indexer."))]
-        return (out.detach(), *torch.autograd.grad(out, leaves, do))
+            out = self.layer(hidden, turns, None, position_ids=self.positions)[0]
+        return self.results(out, [hidden, *parameters(self.layer)], do)
 
     def call(self) -> Any:
         return self.run(self.ours, self.hidden, self.do)
@@ -373,8 +339,8 @@ class Layer(Problem):
     def chosen(self, hidden: Tensor) -> Tensor:
         """Blocks `[1,H_kv,N,k]`."""
         self.config._attn_implementation = self.ours
-        positions = torch.arange(self.case.n, device=self.device)[None]
-        states = self.layer.indexer(hidden, self.rotary(hidden, position_ids=positions), None, positions)
+        turns = self.rotary(hidden, position_ids=self.positions)
+        states = self.layer.indexer(hidden, turns, None, self.positions)
         options = {"block_size": self.case.block, "k": self.args.count, "local": self.config.index_local_blocks}
         return top_blocks_by_max(*(x.transpose(1, 2) for x in states), **options)
 
@@ -384,15 +350,13 @@ class Layer(Problem):
 
         layer = copy.deepcopy(self.layer).to(dtype)
         hidden = self.hidden[:1].detach().to(dtype).requires_grad_(self.backward)
-        cos, sin = self.rotary(hidden, position_ids=torch.arange(self.case.n, device=self.device)[None])
+        cos, sin = self.rotary(hidden, position_ids=self.positions)
 
-        def heads(project: Any, at: Any) -> Tensor:
-            projected: Tensor = project(hidden[:, at]).unflatten(-1, (-1, self.args.dim))
-            return projected
+        def heads(project: Any, at: Any) -> Any:
+            return project(hidden[:, at]).unflatten(-1, (-1, self.args.dim))
 
-        def rotated(x: Tensor, at: Any) -> Tensor:
-            turned: Tensor = apply_rotary_pos_emb(x, x, cos[:, at], sin[:, at], unsqueeze_dim=2)[0]
-            return turned
+        def rotated(x: Tensor, at: Any) -> Any:
+            return apply_rotary_pos_emb(x, x, cos[:, at], sin[:, at], unsqueeze_dim=2)[0]
 
         with torch.set_grad_enabled(self.backward):
             every = slice(None)
@@ -401,7 +365,7 @@ class Layer(Problem):
             q, k, v = (x.to(oracles.wide(dtype)) for x in (q, k, heads(layer.v_proj, every)))
             attended, _ = oracles.attention(q, k, v, visible, self.args.dim**-0.5, dtype)
             out = layer.o_proj(attended.to(dtype).flatten(2))
-        return self.with_gradients(out, hidden, layer, do.to(dtype))
+        return self.results(out, [hidden, *parameters(layer)], do.to(dtype))
 
     def peer(self, name: str) -> Callable[[], Any]:
         return lambda: self.run(self.implementations[name], self.hidden, self.do)
@@ -416,6 +380,25 @@ class Layer(Problem):
 
 PROBLEMS: dict[str, type[Attention | Selection | Layer]]
 PROBLEMS = {"block_sparse": Attention, "top_blocks": Selection, "m3_layer": Layer}
+
+
+def parameters(layer: Any) -> list[Tensor]:
+    """Those that get gradients: the indexer gets none."""
+    return [x for name, x in layer.named_parameters() if not name.startswith("indexer.")]
+
+
+def chosen_of(blocks: Tensor, count: int) -> Tensor:
+    """True for the listed ones of `count` blocks, bool `[...,count]`; -1 is none."""
+    chosen = torch.zeros((*blocks.shape[:-1], count + 1), dtype=torch.bool, device=blocks.device)
+    return chosen.scatter_(-1, torch.where(blocks < 0, count, blocks).long(), True)[..., :-1]
+
+
+def block_maxima(scores: Tensor, future: Tensor, size: int) -> Tensor:
+    """Largest score of each block of keys, future keys left out; overwrites `scores`."""
+    scores.masked_fill_(future, -torch.inf)
+    scores = torch.nn.functional.pad(scores, [0, -scores.shape[-1] % size], value=-torch.inf)
+    best: Tensor = scores.unflatten(-1, (-1, size)).amax(-1)
+    return best
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -443,7 +426,7 @@ def own_first(noise: Tensor, own: Tensor, block: Tensor) -> Tensor:
     return noise.masked_fill(block == own, 2.0)
 
 
-# What has to be reached, and what is shown
+# What has to be reached
 
 
 def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
@@ -451,10 +434,6 @@ def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
     for (op, direction), ms in MS_BARS.items():
         reached = figure(rows, {**sizes, "op": op, "block": 128, "pass": direction}, "ms_p50")
         yield Bar(f"{op}, 64K, 16 blocks of 128, {direction}", reached, ms, at_least=False, unit=" ms")
-    for direction in PASSES:
-        where = {**sizes, "op": "block_sparse", "block": 64, "pass": direction}
-        what = f"block_sparse, 64K, 16 blocks of 64, {direction}: its kernels, called without the wrapper, take as long"
-        yield Bar(what, figure(rows, where, "selected_ms", "ms_p50"), NOISE, at_least=True, unit="x")
 
 
 if __name__ == "__main__":

@@ -5,13 +5,12 @@ beside the byte floor, then the same for every peer (bench/peers.py). A backend'
 no times at all, and status 1. Windows are truncated at the borders, as all peers do it. On CUDA a CUDA graph is checked
 and timed, without the time to start it; elsewhere a call as Python makes it.
 
-Writes OUT.json (schema: docs/results_files.md) after every shape; at the end OUT.csv and OUT.png. The same command goes
+Writes OUT.json (schema: docs/results_files.md) after every shape; at the end OUT.png. The same command goes
 on where it was stopped or killed.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -33,7 +32,6 @@ from bench.results_file import Row
 from bench.roofline import neighborhood_bytes
 from dispatch import neighborhood_attention
 from nsa.inputs import NSAInputs
-from nsa.neighborhood.operators import ALGORITHMS
 
 GRADIENTS = ("dq", "dk", "dv")
 SEGMENTS, SEGMENT_ROWS = 4, 96  # Rows whose results are compared with fp64: runs at both ends and between
@@ -44,26 +42,25 @@ SHAPES = {
     "liger": "2,8,2048,64,7 4,12,2048,64,7 2,16,2048,64,9 2,8,2048,64,7,2",
     "long": "2,16,4096,64,7 4,32,8192,128,9 1,8,65536,128,63 1,8,262144,128,15,8",
 }
-SETS = {name: list(map(Neighborhood.read, shapes.split())) for name, shapes in SHAPES.items()}
 
 
 def window(shape: Neighborhood) -> dict[str, Any]:
     return {"kernel_size": shape.kernel_size, "dilation": shape.dilation}
 
 
-def sizes(shape: Neighborhood, args: argparse.Namespace) -> Row:
-    row = {"algorithm": args.algorithm, "b": shape.batch, "h": shape.heads, "s": shape.tokens, "d": shape.dim}
+def sizes(shape: Neighborhood) -> Row:
+    row = {"b": shape.batch, "h": shape.heads, "s": shape.tokens, "d": shape.dim}
     return {**row, "k": shape.kernel_size, "dilation": shape.dilation}
 
 
-def facts(shape: Neighborhood, args: argparse.Namespace) -> dict[str, Any]:
-    options = {"algorithm": args.algorithm, "boundary": "truncate", "causal": False, "band": False}
+def facts(shape: Neighborhood) -> dict[str, Any]:
+    options = {"algorithm": "auto", "boundary": "truncate", "causal": False, "band": False}
     of_q = shape.batch, shape.tokens, shape.heads, shape.dim
     return {**window(shape), **options, "softmax_scale": None, "shape": of_q}
 
 
-def call(shape: Neighborhood, args: argparse.Namespace, backend: str) -> Callable[..., Tensor]:
-    return partial(neighborhood_attention, backend=backend, algorithm=args.algorithm, **window(shape))
+def call(shape: Neighborhood, backend: str) -> Callable[..., Tensor]:
+    return partial(neighborhood_attention, backend=backend, **window(shape))
 
 
 def random_task(shape: Neighborhood, device: torch.device, dtype: torch.dtype) -> Task:
@@ -113,21 +110,17 @@ def _results(shape: Neighborhood, tensors: list[Tensor]) -> dict[str, Tensor]:
 BENCHMARK = OpBenchmark(
     __doc__,
     op="neighborhood_attention",
-    title="Neighborhood attention",
     form="B,H,S,D,k[,dilation]",
     out="neighborhood",
-    sets=SETS,
+    sets=SHAPES,
     read=Neighborhood.read,
-    shape=lambda row: Neighborhood(row["b"], row["h"], row["s"], row["d"], row["k"], row["dilation"]),
     sizes=sizes,
     facts=facts,
     task=random_task,
     call=call,
     moved=neighborhood_bytes,
-    held=lambda shape, direction, *size: neighborhood_bytes(shape, "fwd" if direction == "fwd" else "bwd", *size),
     peers=NEIGHBORHOOD,
     unit="gib",
-    options={"--algorithm": {"choices": ALGORITHMS, "default": "auto", "help": "default: %(default)s"}},
 )
 main = BENCHMARK.main
 

@@ -5,8 +5,8 @@ over 4, D = 128: errors against fp64 come first; if one is above its budget, not
 Dense attention and peers (bench/peers.py) are timed once for each length and pass, as eager calls; on CUDA without the
 time to start them on an idle GPU, as in NSA's mode "queued". --backends gives rows of each backend.
 
-Writes OUT.json (schema: docs/results_files.md) after every length and pass; at the end OUT.csv and OUT.png. The same
-command goes on where it was stopped or killed.
+Writes OUT.json (schema: docs/results_files.md) after every length and pass; at the end OUT.png. The same command goes
+on where it was stopped or killed.
 """
 
 from __future__ import annotations
@@ -15,34 +15,27 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-import dispatch
 from bench import bench_sparse_attn_e2e as e2e
 from bench.bars import Bar, figure
-from bench.common import DTYPES, choose_dense
-from bench.inputs import Sizes, make_problem
-from bench.nsa_check import Variant
+from bench.common import DTYPES, parse_args
+from bench.inputs import make_problem
 from bench.passes import Plan, measure_peer, release
-from bench.peers import COMPUTES, NSA, make_peer, nsa_task
-from bench.report import LOCAL_RESULTS, command_line, environment
+from bench.peers import NSA, make_peer, nsa_task
+from bench.report import LOCAL_RESULTS, environment
 from bench.results_file import Results, Row, run
-from bench.roofline import choose_peaks
-from bench.show import PASS_TITLES, plot_lengths, row_line
+from bench.show import PASS_TITLES, Point, plot_lengths
 
 PASSES = ("fwd", "fwd+bwd")
-PAPER = ["--preset", "paper", "--seconds", "0.3", "--out", str(LOCAL_RESULTS / "paper")]
-SIZES = ["--heads", "64", "--kv-heads", "4", "--dim", "128", "--seqlens", "8K,32K,64K,128K"]
-CPU_SIZES = ["--heads", "4", "--kv-heads", "1", "--dim", "64", "--seqlens", "256,1K"]
-USUAL_MODES = ["queued", "eager", "graph"]  # On CUDA
-NOT_TAKEN = ("--backward", "--recompute", "--no-dense-above", "--demo")
-"""Options of bench_sparse_attn_e2e.py that a run of both passes and one length at a time has no use for."""
+SIZES: dict[str, Any] = {"heads": 64, "kv_heads": 4, "dim": 128, "seqlens": [8 << 10, 32 << 10, 64 << 10, 128 << 10]}
+CPU_SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 1, "dim": 64, "seqlens": [256, 1024]}
 LINE = "{n:>8} {pass:<8}{mode:<7} NSA ({backend}) {ms_p50:ms} ms  {share_of_floor:percent} of the floor"
 LINE += "  {peak_gib:.2f} GiB  dense {dense_ms:ms} ms  {dense_peak_gib:.2f} GiB"
 LINE += "".join(f"  {name} {{{name}_ms:ms}} ms  {{{name}_gib:.2f}} GiB" for name in NSA)
@@ -61,78 +54,57 @@ GIB_BARS = (12.7, 10.7)
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    device = torch.device(args.device)
-    each = [{"seqlens": [n], "backward": way == "fwd+bwd"} for n, way in product(args.seqlens, args.passes)]
-    runs = [argparse.Namespace(**{**vars(args), **one}) for one in each]
-    try:
-        variants = [e2e.choose_variants(one, device) for one in runs]
-    except (TypeError, ValueError, dispatch.BackendError) as refusal:
-        raise SystemExit(str(refusal)) from refusal
-    for note in dict.fromkeys(note for _, notes in variants for note in notes):
-        print(note)
-    dense, facts = choose_dense(device, DTYPES[args.dtype], args.sdpa), environment(device)
-    peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
-    print(f"NSA of the paper beside {', '.join([dense.name, *args.peers])}, {args.dtype}, on {facts['device']}")
+    facts = environment(torch.device(args.device))
+    jobs = [e2e.make_job(argparse.Namespace(**{**vars(args), "backward": both}), facts) for both in (False, True)]
+    beside = ", ".join([jobs[0].dense.name, *args.peers])
+    print(f"NSA of the paper beside {beside}, {args.dtype}, on {facts['device']}")
+    each = [(n, direction, job) for n in args.seqlens for direction, job in zip(PASSES, jobs, strict=True)]
+    parts = [(f"N={n} {direction}", partial(measure, job, n, direction)) for n, direction, job in each]
+    return run(args, facts, lambda _: parts, LINE, bars=find_bars, plot=plot)
 
-    def measure(one: argparse.Namespace, some: list[Variant]) -> list[Row | str]:
-        rows = [row for _, part in e2e.Job(one, some, dense, peaks).sweep({}) for row in part()]
-        peers, missing = time_peers(one, device)
-        return [*(row | peers for row in rows), *missing]
 
-    parts = [
-        (f"N={one.seqlens[0]} {PASSES[one.backward]}", partial(measure, one, some))
-        for one, (some, _) in zip(runs, variants, strict=True)
-    ]
-    return run(args, facts, lambda _: parts, LINE, bars=find_bars, plot=plot, csv=True)
+def measure(job: e2e.Job, n: int, direction: str) -> list[Row | str]:
+    rows = list(job.sweep(n, []))
+    peers, missing = time_peers(job, n, direction)
+    return [*(row | peers for row in rows), *missing]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Options of this script; those of bench_sparse_attn_e2e.py follow the defaults of the paper."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=f"Other options: those of bench_sparse_attn_e2e.py, except {', '.join(NOT_TAKEN)}.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="default: both")
-    add("--peers", nargs="*", choices=list(NSA), default=list(NSA), help="default: %(default)s")
-    add("--bars", action="store_true", help="hold the figures against what they have to reach")
-    own, others = parser.parse_known_args(argv)
-    if refused := [option for option in others if option.startswith(NOT_TAKEN)]:
-        parser.error(f"{refused[0]} is not taken here: --passes says what is run")
-    sizes = CPU_SIZES if e2e.parse(others).device == "cpu" else SIZES
-    args = e2e.parse([*PAPER, *sizes, *others])
+    parser = e2e.make_parser(__doc__, preset="paper", seconds=0.3, out=str(LOCAL_RESULTS / "paper"))
+    parser.add_argument("--peers", nargs="*", choices=NSA, default=list(NSA), help="default: %(default)s")
+    parser.add_argument("--bars", action="store_true", help="hold the figures against what they have to reach")
+    args = parse_args(parser, argv)
+    for name, size in (CPU_SIZES if args.device == "cpu" else SIZES).items():
+        setattr(args, name, getattr(args, name) or size)
+    e2e.resolve(parser, args)
     if len(args.configs) > 1:
         parser.error(f"takes one combination of options, got {len(args.configs)}")
-    args.usual_modes, args.command = USUAL_MODES, command_line(argv)
-    return argparse.Namespace(**vars(args), **vars(own))
+    args.modes = args.modes or (["queued", "eager", "graph"] if args.device == "cuda" else ["eager"])
+    return args
 
 
-def time_peers(args: argparse.Namespace, device: torch.device) -> tuple[Row, list[str]]:
+def time_peers(job: e2e.Job, n: int, direction: str) -> tuple[Row, list[str]]:
     """Fields of each peer, None if it did not run, with memory as e2e's rows count it; and why some did not run."""
-    (n,), (config, *_) = args.seqlens, args.configs
-    sizes, direction = Sizes(args.batch, n, args.heads, args.kv_heads, args.dim), PASSES[args.backward]
-    release(device)
-    inputs = make_problem(args.input, sizes, device=device, dtype=DTYPES[args.dtype], gated=not args.ungated)
-    task, plan = nsa_task(inputs), Plan((direction,), seconds=args.seconds, host=not e2e.is_queued(args))
-    fields: Row = {f"{name}_{what}": None for name in NSA for what in ("ms", "gib", "computes")}
+    args, (config,) = job.args, job.args.configs
+    release(job.device)
+    inputs = make_problem(args.input, e2e.sizes_of(args, n), device=job.device, dtype=DTYPES[args.dtype])
+    task, plan = nsa_task(inputs), Plan((direction,), seconds=args.seconds, host="queued" not in args.modes)
+    fields: Row = {f"{name}_{what}": None for name in NSA for what in ("ms", "gib")}
     missing = []
     for name in args.peers:
         measured = measure_peer(partial(make_peer, NSA[name], config), task, plan)[1][direction]
         if isinstance(measured, str):
             missing.append(f"{name} did not run: {measured} (N={n} {direction})")
-        elif measured.timing is not None:
+        else:
             timing = e2e.everything(measured.timing, task.leaves, args.backward)
-            ran = {"ms": timing.ms_p50, "gib": timing.peak_gib, "computes": COMPUTES[name]}
-            fields |= {f"{name}_{what}": figure for what, figure in ran.items()}
+            fields |= {f"{name}_ms": timing.ms_p50, f"{name}_gib": timing.peak_gib}
     return fields, missing
 
 
 # Bars, and presentation
 
 OF_BARS: Row = {"b": 1, "h": 64, "h_kv": 4, "d": 128, "dtype": "bf16", "l": 32, "stride": 16, "l_select": 64, "k": 16}
-OF_BARS |= {"w": 512, "q_tile": 1, "mode": "queued", "gated": True, "inputs": "random", "backend": "cute"}
+OF_BARS |= {"w": 512, "q_tile": 1, "mode": "queued", "inputs": "random", "backend": "cute"}
 """Sizes and options that the bars are for."""
 
 
@@ -152,17 +124,17 @@ def find_bars(rows: Sequence[Row]) -> Iterator[Bar]:
 
 def plot(results: Results, path: Path) -> None:
     """A panel for each pass: times by N of NSA's backends, of several modes the first, dense attention, peers, bars."""
-    panels: dict[str, dict[str, dict[int, float | None]]] = {}
-    for row in results.rows:
-        shown = {row["dense"]: row["dense_ms"], **{name: row[f"{name}_ms"] for name in NSA}}
-        shown |= {f"NSA ({row['backend']})": row["ms_p50"], "floor at peak rates": row["floor_ms"]}
-        if OF_BARS.items() <= row.items() and row["n"] in MS_BARS:
-            shown["bar"] = MS_BARS[row["n"]][row["pass"]][0]
-        for label, ms in shown.items():
-            lines = panels.setdefault(f"ms per call, {PASS_TITLES[row['pass']]}", {})
-            lines.setdefault(label, {}).setdefault(row["n"], ms)
-    title = row_line("NSA of the paper, {h} heads over {h_kv} of {d}, on ", results.rows[0])
-    plot_lengths(path, panels, title + results.head["device"])
+
+    def points() -> Iterator[Point]:
+        for row in results.rows:
+            shown = {row["dense"]: row["dense_ms"], **{name: row[f"{name}_ms"] for name in NSA}}
+            shown |= {f"NSA ({row['backend']})": row["ms_p50"], "floor at peak rates": row["floor_ms"]}
+            if OF_BARS.items() <= row.items() and row["n"] in MS_BARS:
+                shown["bar"] = MS_BARS[row["n"]][row["pass"]][0]
+            for label, ms in shown.items():
+                yield f"ms per call, {PASS_TITLES[row['pass']]}", label, row["n"], ms
+
+    plot_lengths(path, points(), f"NSA of the paper on {results.head['device']}")
 
 
 if __name__ == "__main__":

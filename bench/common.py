@@ -6,7 +6,9 @@ import argparse
 import math
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +187,10 @@ class Dense:
     attention: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend | None = None) -> Tensor:
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    with nullcontext() if backend is None else sdpa_kernel(backend):
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 SDPA = Dense("PyTorch SDPA", _sdpa)
@@ -201,21 +204,11 @@ def choose_dense(device: torch.device, dtype: torch.dtype, sdpa: str | None = No
         sdpa: one of SDPA_BACKENDS, to take that one of PyTorch's.
     """
     if sdpa is not None:
-
-        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(SDPA_BACKENDS[sdpa]):
-                return _sdpa(q, k, v)
-
-        return Dense(f"PyTorch SDPA ({sdpa})", attention)
+        return Dense(f"PyTorch SDPA ({sdpa})", partial(_sdpa, backend=SDPA_BACKENDS[sdpa]))
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and rules(device):
         try:
             from flash_attn.cute import flash_attn_func
         except Exception:  # absent, or broken in its own way; what is returned says which one it is
             return SDPA
-
-        def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = flash_attn_func(q, k, v, causal=True)[0]  # beside it, the log-sum-exp
-            return out
-
-        return Dense("FlashAttention-4", flash)
+        return Dense("FlashAttention-4", lambda *qkv: flash_attn_func(*qkv, causal=True)[0])  # [1] is the log-sum-exp
     return SDPA

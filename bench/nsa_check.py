@@ -7,7 +7,7 @@ autograd of the reference on them is exact: keys that no sampled row sees and ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -39,19 +39,11 @@ class Variant:
 
     def __str__(self) -> str:
         config = self.config
-        return f"{self.backend} l={config.compress_block_size} num_cmp={none_text(config.num_cmp_selected_blocks)}"
-
-    def part(self, n: int, mode: str) -> str:
-        """Name of a row in the file of results."""
-        return f"N={n} {self} {mode}"
+        return f"{self.backend} l={config.compress_block_size} num_cmp={config.num_cmp_selected_blocks or 'none'}"
 
     def call(self, inputs: NSAInputs) -> Callable[[], Tensor]:
         given: dict[str, Any] = {**inputs.tensors(), "config": self.config, "backend": self.backend}
         return partial(nsa, **given, recompute=self.recompute) if self.backward else partial(nsa_forward, **given)
-
-
-def none_text(value: int | None) -> str:
-    return "none" if value is None else str(value)
 
 
 @dataclass(frozen=True)
@@ -70,13 +62,6 @@ class Tiles:
             return chosen[:, start : max(start + 1, stop)]
 
         return Tiles(self.numbers, narrow(self.indices), None if self.cmp_indices is None else narrow(self.cmp_indices))
-
-    @classmethod
-    def join(cls, parts: Sequence[Tiles]) -> Tiles:
-        """All heads of the same tiles."""
-        chosen = [part.cmp_indices for part in parts if part.cmp_indices is not None]
-        indices = torch.cat([part.indices for part in parts], 1)
-        return cls(parts[0].numbers, indices, torch.cat(chosen, 1) if chosen else None)
 
 
 @dataclass(frozen=True)
@@ -103,7 +88,8 @@ def check(inputs: NSAInputs, variant: Variant) -> tuple[Sample, list[str]]:
         wrong.append("the timed call gives another result than the checked one, which also returns NSAAux")
     if not variant.backward:
         return sample, wrong
-    do = sampled_do(out.detach(), sample.positions)
+    do, generator = torch.zeros_like(out), torch.Generator(out.device).manual_seed(0)
+    do[:, sample.positions] = do[:, sample.positions].normal_(generator=generator)
     leaves = inputs.tensors()
     gradients = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), do), strict=True))
     del out  # and what it keeps for backward
@@ -128,9 +114,18 @@ def sampled_error(inputs: NSAInputs, variant: Variant) -> Sample:
     numbers = torch.linspace(0, num_tiles - 1, wanted, device=inputs.q.device).round().long()
     positions = (numbers[:, None] * size + torch.arange(size, device=numbers.device)).flatten()
     positions = positions[positions < num_tokens]
-    parts = [checked_heads(inputs, variant, numbers, positions, some) for some in together(inputs)]
-    tiles = Tiles.join([part[2] for part in parts])
-    rows, low = (torch.cat([part[i] for part in parts], 2) for i in (0, 1))  # type: ignore[misc]
+    chosen, outs, lows = [], [], []
+    for some in (of_heads(inputs, group) for group in together(inputs)):
+        given: dict[str, Any] = some.tensors()
+        out, aux = nsa_forward_aux(**given, config=variant.config, backend=variant.backend)
+        cmp_indices = None if aux.cmp_indices is None else aux.cmp_indices[:, :, numbers]
+        chosen.append(Tiles(numbers, aux.indices[:, :, numbers], cmp_indices))
+        outs.append(out[:, positions])
+        del out, aux  # long sequences need their memory for what follows
+        lows.append(low_precision(some, variant.config, chosen[-1]))
+    rows, low, indices = torch.cat(outs, 2), torch.cat(lows, 2), torch.cat([part.indices for part in chosen], 1)
+    compressed = [part.cmp_indices for part in chosen if part.cmp_indices is not None]
+    tiles = Tiles(numbers, indices, torch.cat(compressed, 1) if compressed else None)
     # One head at a time, so that the copies in fp64 fit beside the inputs at any N that runs
     single = [range(head, head + 1) for head in range(heads)]
     exact = torch.cat([in_fp64(of_heads(inputs, one), variant.config, tiles.of_heads(one, heads)) for one in single], 2)
@@ -149,29 +144,7 @@ def together(inputs: NSAInputs) -> list[range]:
     return [range(first * group, min(first + count, kv_heads) * group) for first in range(0, kv_heads, count)]
 
 
-def checked_heads(
-    inputs: NSAInputs, variant: Variant, numbers: Tensor, positions: Tensor, heads: range
-) -> tuple[Tensor, Tensor, Tiles]:
-    """Rows of the checked call for some heads, `low_precision` there, and the tiles. Args: `numbers`, of tiles."""
-    some = of_heads(inputs, heads)
-    given: dict[str, Any] = some.tensors()
-    out, aux = nsa_forward_aux(**given, config=variant.config, backend=variant.backend)
-    chosen, cmp_chosen = aux.indices, aux.cmp_indices
-    tiles = Tiles(numbers, chosen[:, :, numbers], None if cmp_chosen is None else cmp_chosen[:, :, numbers])
-    del aux  # its outputs would lack to what follows on long sequences
-    return out[:, positions], low_precision(some, variant.config, tiles), tiles
-
-
 # Gradients
-
-
-def sampled_do(like: Tensor, positions: Tensor) -> Tensor:
-    """Normal in the rows at `positions` of `[B,N,H,D_v]`, the same each time; zero elsewhere."""
-    generator = torch.Generator(like.device).manual_seed(0)
-    do = torch.zeros_like(like)
-    shape = like[:, positions].shape
-    do[:, positions] = torch.randn(shape, generator=generator, device=like.device, dtype=like.dtype)
-    return do
 
 
 def gradient_errors(

@@ -50,9 +50,9 @@ class Error:
     @property
     def share(self) -> float:
         """The error over the budget; infinite for NaN, or for an error without a budget."""
-        if not self.within:
-            return self.error / self.budget if self.error > self.budget > 0 else math.inf
-        return self.error / self.budget if self.budget > 0 else 0.0
+        if math.isnan(self.error) or self.budget <= 0:
+            return 0.0 if self.within else math.inf
+        return self.error / self.budget
 
     def __str__(self) -> str:
         return f"error {self.error:.2e}{self.name and f' of {self.name}'} is above the budget {self.budget:.2e}"
@@ -129,9 +129,9 @@ class _Attention(torch.autograd.Function):
 def head_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, delta: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of one key/value head; k and v `[B,1,N,D]`, the rest `[B,G,M,...]`."""
+    """dq, dk, dv; k and v `[...,1,N,D]` of a key/value head, the rest `[...,G,M,...]` of its group."""
     ds = rounded(p * (do @ v.mT - delta), dtype)
-    dk, dv = (ds.mT @ q).sum(1, keepdim=True), (rounded(p, dtype).mT @ do).sum(1, keepdim=True)
+    dk, dv = ((x.mT @ y).sum(-3, keepdim=True) for x, y in ((ds, q), (rounded(p, dtype), do)))
     return ds @ k * scale, dk * scale, dv
 
 
@@ -200,19 +200,14 @@ def gradients_from_probabilities(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, softmax_scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in q's dtype; p `[B,H,N,N]`, 0 where there is no key, is taken as it is."""
-    group = q.shape[2] // k.shape[2]
+    kv_heads, exact = k.shape[2], wide(q.dtype)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    exact = wide(q.dtype)
-    parts = []
-    for head in range(k.shape[2]):
-        some = slice(head * group, (head + 1) * group)
-        of_queries = (x[:, :, some].to(exact).transpose(1, 2) for x in (do, q))
-        of_keys = (x[:, None, :, head].to(exact) for x in (k, v))
-        do_, q_, k_, v_ = (*of_queries, *of_keys)
-        p_ = p[:, some].to(exact)
-        delta = (p_ * (do_ @ v_.mT)).sum(-1, keepdim=True)
-        parts.append([x.transpose(1, 2) for x in head_gradients(do_, q_, k_, v_, p_, delta, scale, q.dtype)])
-    dq, dk, dv = (torch.cat(heads, 2).to(q.dtype) for heads in zip(*parts, strict=True))
+    do_, q_ = (x.to(exact).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4) for x in (do, q))
+    k_, v_ = (x.to(exact).transpose(1, 2)[:, :, None] for x in (k, v))
+    p_ = p.to(exact).unflatten(1, (kv_heads, -1))
+    delta = (p_ * (do_ @ v_.mT)).sum(-1, keepdim=True)
+    gradients = head_gradients(do_, q_, k_, v_, p_, delta, scale, q.dtype)
+    dq, dk, dv = (x.flatten(1, 2).transpose(1, 2).to(q.dtype) for x in gradients)
     return dq, dk, dv
 
 

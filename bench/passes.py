@@ -10,23 +10,19 @@ On CUDA, what is checked and timed is a CUDA graph, without the time to start it
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.oracles import Error, worst
-from bench.results_file import WrongResult
 from bench.timing import GIB, Timing, capture, measure, peak_memory
+from dispatch.device import first_line
 
 PASSES = {"forward": "fwd", "backward": "bwd", "full": "fwd+bwd"}
 PEER_SLACK = 4  # A peer may be off by so many budgets: it computes the same thing, if not as exactly
-WALL_TURNS, WALL_SECONDS, WALL_MS = 25, 0.02, 2.0
-"""Turns of each candidate for calls as Python makes them, seconds of each, and the longest such calls."""
-PEER_SECONDS = 1 / 3  # Share of a measurement's seconds that a peer gets: most slow calls are theirs
 
 
 class Unavailable(Exception):
@@ -79,10 +75,9 @@ class Task:
 class Plan:
     """Measurements of every candidate."""
 
-    passes: tuple[str, ...]
-    timed: bool = True
-    memory: bool = False
+    passes: Collection[str]
     seconds: float = 0.3
+    memory: bool = False
     wall: bool = False  # Besides graphs, also calls as Python makes them
     calls: int = 1  # Consecutive calls in a graph, which share the time to start it (3 us on an H200)
     host: bool = True  # True if the time of an eager call includes what the host takes to start it on an idle GPU
@@ -90,11 +85,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measured:
-    """One pass of one candidate. What was not asked for or is not known is None."""
+    """One right pass of one candidate. What was not asked for or is not known is None."""
 
     mode: str
     error: Error
-    timing: Timing | None
+    timing: Timing
     wall: Timing | None
     """Time of a call as Python makes it, from an idle device to its end; for an eager pass it is `timing`."""
     peak_gib: float | None  # Memory of everything alive, inputs and outputs included; "bwd" has that of both passes
@@ -104,68 +99,7 @@ def p50(timing: Timing | None) -> float | None:
     return None if timing is None else timing.ms_p50
 
 
-# Comparing
-
-
-def compare(
-    where: str,
-    make_task: Callable[[], Task],
-    ours: Iterable[Candidate],
-    peers: Mapping[str, Callable[[Task], Candidate]],
-    plan: Plan,
-    update: Callable[[str], None],
-) -> dict[tuple[str, str], Measured | str]:
-    """Measurements of each candidate and pass, for a peer perhaps why there is none.
-
-    Raises WrongResult with every error above its budget; after the first one nothing is timed.
-    """
-    update(f"{where}: fp64")
-    task = make_task()
-    measured: dict[tuple[str, str], Measured | str] = {}
-    red: list[str] = []
-    candidates = {candidate.name: candidate for candidate in ours}
-    for candidate, direction in product(list(candidates.values()), plan.passes):
-        update(f"{where} {direction}: {candidate.name}")
-        one = measure_pass(candidate, direction, task, plan, timed=not red)
-        measured[candidate.name, direction] = one
-        if not one.error.within:
-            red.append(f"{where} {direction} {candidate.name}: {one.error}")
-    if red:
-        raise WrongResult(*red)
-    for name, make_peer in peers.items():
-        update(f"{where}: {name}")
-        peer, of_passes = measure_peer(make_peer, task, plan)
-        if peer is not None:
-            candidates[name] = peer
-        measured |= {(name, direction): found for direction, found in of_passes.items()}
-    for direction in plan.passes:
-        take_turns(candidates, direction, task, measured)
-    return measured
-
-
-def take_turns(
-    candidates: Mapping[str, Candidate], direction: str, task: Task, measured: dict[tuple[str, str], Measured | str]
-) -> None:
-    """Time short calls from Python again, in turn, and keep each one's fastest: a host may be slow for seconds."""
-    calls: dict[str, tuple[Callable[[], Any], Any]] = {}
-    walls: dict[str, Timing] = {}
-    for name, candidate in candidates.items():
-        found = measured[name, direction]
-        wall = None if isinstance(found, str) or found.wall is found.timing else found.wall
-        if wall is not None and wall.ms_p50 <= WALL_MS:
-            walls[name] = wall
-            calls[name] = Passes(candidate, task).eager(direction)
-            calls[name][0]()
-    for _ in range(WALL_TURNS):
-        for name, (call, _keep) in calls.items():
-            again = measure(call, task.do.device, seconds=WALL_SECONDS, warm=True)
-            walls[name] = min(walls[name], again, key=lambda timing: timing.ms_p50)
-    for name, wall in walls.items():
-        found = measured[name, direction]
-        if isinstance(found, Measured):
-            measured[name, direction] = replace(found, wall=wall)
-    calls.clear()
-    release(task.do.device)
+# Measuring
 
 
 def measure_peer(
@@ -176,12 +110,11 @@ def measure_peer(
         peer = make_peer(task)
     except Exception as error:
         return None, dict.fromkeys(plan.passes, _reason(error))
-    shorter = replace(plan, seconds=plan.seconds * PEER_SECONDS)
     found: dict[str, Measured | str] = {}
     for direction in plan.passes:
         try:
-            measured = measure_pass(peer, direction, task, shorter, slack=PEER_SLACK)
-            found[direction] = measured if measured.error.within else str(measured.error)
+            measured = measure_pass(peer, direction, task, plan, slack=PEER_SLACK)
+            found[direction] = str(measured) if isinstance(measured, Error) else measured
         except Exception as error:
             found[direction] = _reason(error)
     return peer, found
@@ -190,18 +123,14 @@ def measure_peer(
 def _reason(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
-    return (
-        str(error) if isinstance(error, Unavailable) else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    )
+    return str(error) if isinstance(error, Unavailable) else f"{type(error).__name__}: {first_line(error)}"
 
 
-# Measuring
+def measure_pass(candidate: Candidate, direction: str, task: Task, plan: Plan, *, slack: int = 1) -> Measured | Error:
+    """Run once, check, and measure one pass; returns the error if it is above its budget.
 
-
-def measure_pass(
-    candidate: Candidate, direction: str, task: Task, plan: Plan, *, slack: int = 1, timed: bool = True
-) -> Measured:
-    """Run once, check, and if right measure one pass. Args: `slack`: budgets that the error may have."""
+    Args: `slack`: budgets that the error may have.
+    """
     device = task.do.device
     release(device)
     passes = Passes(candidate, task)
@@ -216,25 +145,23 @@ def measure_pass(
     by_token = (result.transpose(1, 2) if candidate.head_major else result for result in results)
     error = task.truth.worst(dict(zip(names, by_token, strict=True)), slack)
     del results, by_token
-    timing = wall = peak_gib = None
-    if timed and error.within:
-        if plan.timed:
-            timing = measure(call, device, seconds=plan.seconds, host=plan.host and not graph)
-            timing = timing.per(plan.calls) if graph else timing
+    if not error.within:
+        return error
+    timing = measure(call, device, seconds=plan.seconds, host=plan.host and not graph)
+    timing = wall = timing.per(plan.calls) if graph else timing
+    del call, keep
+    release(device)
+    if plan.wall and graph:
+        call, keep = passes.eager(direction)
+        wall = measure(call, device, seconds=plan.seconds)
         del call, keep
         release(device)
-        if plan.timed and plan.wall:
-            wall = timing
-            if graph:
-                call, keep = passes.eager(direction)
-                wall = measure(call, device, seconds=plan.seconds)
-                del call, keep
-                release(device)
-        if plan.memory:
-            peak_gib = peak_memory(passes.forward if direction == "fwd" else passes.full, device)
-            given = [*passes.leaves, *([] if direction == "fwd" else [passes.do])]
-            peak_gib = None if peak_gib is None else peak_gib + sum(tensor.nbytes for tensor in given) / GIB
-    return Measured("graph" if graph else "eager", error, timing, wall, peak_gib)
+    peak_gib = None
+    if plan.memory:
+        peak_gib = peak_memory(passes.forward if direction == "fwd" else passes.full, device)
+        given = [*passes.leaves, *([] if direction == "fwd" else [passes.do])]
+        peak_gib = None if peak_gib is None else peak_gib + sum(tensor.nbytes for tensor in given) / GIB
+    return Measured("graph" if graph else "eager", error, timing, wall if plan.wall else None, peak_gib)
 
 
 def takes_graphs(candidate: Candidate, device: torch.device) -> bool:

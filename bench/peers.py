@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,18 +28,13 @@ from bench.passes import FINITE, Candidate, Task, Unavailable
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 
-if TYPE_CHECKING:  # takes seconds
-    from torch.nn.attention.flex_attention import BlockMask
-
 LIGER = "not installed: pip install liger-kernel==0.8.5"
 
 
 class Peer(NamedTuple):
-    """Another implementation of an op, and how figures show it."""
+    """Another implementation of an op."""
 
     make: Callable[[Any, Task], Candidate]  # From a problem; raises Unavailable if it cannot run
-    label: str = ""
-    color: str = ""
     anywhere: bool = False  # Runs on other devices than CUDA's, too
 
 
@@ -61,7 +56,6 @@ def package(name: str, otherwise: str) -> Any:
 
 # Neighborhood attention
 
-FLEX_BLOCK = 128
 LIGER_TOKENS = 46340
 
 
@@ -86,39 +80,20 @@ def residue_classes(tensor: Tensor, dilation: int) -> Tensor:
 
 def _flex(problem: Neighborhood, task: Task) -> Candidate:
     from torch._functorch import config as functorch_config
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch.compiler.reset()  # each problem compiles for itself, and compilations of one function are limited
-    functorch_config.donated_buffer = False  # so that backward may be repeated
-    compiled, mask = torch.compile(flex_attention, dynamic=False), block_mask(problem, task.do.device)
-    return Candidate("flex", lambda q, k, v: compiled(q, k, v, block_mask=mask), head_major=True)
-
-
-def block_mask(problem: Neighborhood, device: torch.device) -> BlockMask:
-    """The neighborhood for flex_attention; `create_block_mask` would look at all pairs, 69 billion of 256K."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    tokens, dilation = problem.tokens, problem.dilation
-    left, right = problem.left * dilation, problem.right * dilation
+    left, right, dilation = problem.left * problem.dilation, problem.right * problem.dilation, problem.dilation
 
     def visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         distance = key - row
         return (distance >= -left) & (distance <= right) & (distance % dilation == 0)
 
-    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Number of blocks set in each row, int32 `[1,1,rows]`, and all blocks, those first, `[1,1,rows,columns]`."""
-        which = blocks.int().argsort(dim=-1, descending=True, stable=True)
-        return blocks.sum(-1, dtype=torch.int32)[None, None], which.int()[None, None].contiguous()
-
-    first = torch.arange(0, tokens, FLEX_BLOCK, device=device)
-    last = first + FLEX_BLOCK - 1
-    rows_first, rows_last = first[:, None], last[:, None]
-    any_visible = (first <= rows_last + right) & (last >= rows_first - left)
-    all_visible = (first >= rows_last - left) & (last <= rows_first + right) & (last < tokens) & (rows_last < tokens)
-    if dilation > 1:
-        all_visible = torch.zeros_like(all_visible)
-    lists = *listed(any_visible & ~all_visible), *listed(all_visible)
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=FLEX_BLOCK, mask_mod=visible, seq_lengths=(tokens, tokens))
+    torch.compiler.reset()  # each problem compiles for itself, and compilations of one function are limited
+    functorch_config.donated_buffer = False  # so that backward may be repeated
+    # Eagerly it would hold all pairs, 69 billion of 256K tokens
+    mask = torch.compile(create_block_mask)(visible, None, None, problem.tokens, problem.tokens, task.do.device)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return Candidate("flex", lambda q, k, v: compiled(q, k, v, block_mask=mask), head_major=True)
 
 
 def _liger_neighborhood(problem: Neighborhood, task: Task) -> Candidate:
@@ -132,11 +107,7 @@ def _liger_neighborhood(problem: Neighborhood, task: Task) -> Candidate:
     return Candidate("liger", lambda *qkv: function.apply(*qkv, *options), head_major=True)
 
 
-NEIGHBORHOOD = {
-    "fa4": Peer(_fa4, "FlashAttention-4 window", "#8da0cb"),
-    "flex": Peer(_flex, "flex_attention", "#a6d854"),
-    "liger": Peer(_liger_neighborhood, "Liger, generic", "#fc8d62"),
-}
+NEIGHBORHOOD = {"fa4": Peer(_fa4), "flex": Peer(_flex), "liger": Peer(_liger_neighborhood)}
 
 # Attention residual
 
@@ -186,9 +157,9 @@ def _compile() -> Formula:
 
 
 RESIDUAL = {
-    "liger": Peer(lambda *of: _stacked("liger", _liger_residual, *of), "Liger, generic", "#fc8d62"),
-    "compile": Peer(lambda *of: _stacked("compile", _compile, *of), "torch.compile", "#a6d854"),
-    "eager": Peer(lambda *of: _stacked("eager", lambda: formula, *of), "PyTorch", "#8da0cb", anywhere=True),
+    "liger": Peer(partial(_stacked, "liger", _liger_residual)),
+    "compile": Peer(partial(_stacked, "compile", _compile)),
+    "eager": Peer(partial(_stacked, "eager", lambda: formula), anywhere=True),
 }
 
 # NSA
@@ -197,12 +168,9 @@ BRANCHES = ("cmp", "slc", "win")
 
 
 def nsa_task(inputs: NSAInputs) -> Task:
-    """q, k, v and the gates of the branches, computed already: 1/3 each if there are no weights for them."""
-    q, k, v = (tensor.detach() for tensor in (inputs.q, inputs.k, inputs.v))
-    if inputs.gate_proj_weight is None:
-        gates = q.new_full((3, *q.shape[:3]), 1 / 3)
-    else:
-        gates = torch.sigmoid(torch.einsum("bnhd,hgd->gbnh", q, inputs.gate_proj_weight.detach())).contiguous()
+    """q, k, v and the gates of the branches, computed already."""
+    q, k, v, weight = (tensor.detach() for tensor in inputs.tensors().values())
+    gates = torch.einsum("bnhd,hgd->gbnh", q, weight).sigmoid().contiguous()
     names = "dq", "dk", "dv", *(f"dg_{branch}" for branch in BRANCHES)
     return Task((q, k, v, *gates), torch.randn_like(q), names, FINITE)
 
@@ -237,5 +205,3 @@ def selected_peer(indices: Tensor, size: int, task: Task) -> Candidate:
 
 
 NSA = {"fla": Peer(_fla)}
-COMPUTES = {"fla": "other results: blocks of l' compressed without overlap, gates ready made"}
-"""Differences of a peer's task."""

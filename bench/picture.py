@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from bench.tables import ROOT, rows_of
+
 RESULTS = {"Forward": "e2e-h200", "Forward + backward": "e2e-h200-backward"}
 """Panels, and the results that they show: NSA's default options, called without a graph, up to LONGEST tokens."""
 LONGEST = 2**20
-LENGTHS = {"8K": 2**13, "32K": 2**15, "128K": 2**17, "1M": 2**20}
+LENGTHS = {"8K": 2**13, "32K": 2**15, "128K": 2**17, "1M": LONGEST}
 TICKS = {"1 ms": 1.0, "10 ms": 10.0, "100 ms": 100.0, "1 s": 1e3, "10 s": 1e4}
 LIMITS = 0.16, 2e4  # Milliseconds at the bottom and at the top
 NOTE = "Time of a call by tokens; one H200, bf16. Dense: FlashAttention-4, extrapolated where dotted."
@@ -31,10 +31,8 @@ FONT = "-apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', Helvetica, A
 
 def points(name: str) -> list[dict[str, Any]]:
     """Rows of a panel by length."""
-    rows = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
-    which = {"num_cmp": None, "mode": "eager", "backend": rows[0]["backend"]}
-    shown = [row for row in rows if which.items() <= row.items() and row["n"] <= LONGEST]
-    return sorted(shown, key=lambda row: row["n"])
+    rows = [row for row in rows_of(name) if (row["num_cmp"], row["mode"]) == (None, "eager") and row["n"] <= LONGEST]
+    return sorted(rows, key=lambda row: row["n"])
 
 
 def time_text(ms: float) -> str:
@@ -53,30 +51,22 @@ def draw_panel(axes: Any, title: str, rows: Sequence[dict[str, Any]], colors: di
     axes.grid(axis="y", color=colors["grid"], linewidth=0.75)
     axes.spines[:].set_visible(False)
 
-    lengths, last = [row["n"] for row in rows], rows[-1]
-    first_beyond = next((i for i, row in enumerate(rows) if row["dense_extrapolated"]), len(rows))
-    for kind, key, width, solid in (("dense", "dense_ms", 2.25, first_beyond), ("nsa", "ms_p50", 3.75, len(rows))):
-        ms = [row[key] for row in rows]
-        style = {"color": colors[kind], "linewidth": width, "clip_on": False}
-        axes.plot(lengths[solid - 1 :], ms[solid - 1 :], ":", gid=f"{kind} {title} dotted", **style)
-        axes.plot(lengths[:solid], ms[:solid], **style)
-        axes.plot(lengths, ms, "o", markersize=8, gid=f"{kind} {title}", **style)
-
-    about, middle = "~" * last["dense_extrapolated"], rows[len(rows) // 2]
-    for words, row, key, place, how in (
-        (f"{about}{time_text(last['dense_ms'])}", last, "dense_ms", (10, -5), {"color": colors["faint"], "size": 13.5}),
-        (time_text(last["ms_p50"]), last, "ms_p50", (10, -5), {"color": colors["nsa"], "size": 13.5}),
-        ("dense", middle, "dense_ms", (-10, 6), {"color": colors["faint"], "size": 15, "ha": "right"}),
-        ("NSA", middle, "ms_p50", (10, -21), {"color": colors["nsa"], "size": 15}),
+    measured, last, middle = [row for row in rows if not row["dense_extrapolated"]], rows[-1], rows[len(rows) // 2]
+    for kind, key, width, solid in (("dense", "dense_ms", 2.25, len(measured)), ("nsa", "ms_p50", 3.75, len(rows))):
+        style = {"color": colors[kind], "linewidth": width, "clip_on": False, "markersize": 8}
+        for line, some in ((":o", rows[solid - 1 :]), ("-o", rows[:solid])):
+            axes.plot([row["n"] for row in some], [row[key] for row in some], line, **style)
+    about, dense, nsa = "~" * last["dense_extrapolated"], last["dense_ms"], last["ms_p50"]
+    for words, n, ms, place, color, size in (
+        (f"{about}{time_text(dense)}", last["n"], dense, (10, -5), "faint", 13.5),
+        (time_text(nsa), last["n"], nsa, (10, -5), "nsa", 13.5),
+        ("dense", middle["n"], middle["dense_ms"], (-55, 6), "faint", 15),
+        ("NSA", middle["n"], middle["ms_p50"], (10, -21), "nsa", 15),
+        (f"{about}{dense / nsa:.0f}{TIMES}", last["n"], (dense * nsa) ** 0.5, (10, -3), "nsa", 27),
+        ("faster", last["n"], (dense * nsa) ** 0.5, (10, -18), "nsa", 13.5),
     ):
-        axes.annotate(words, (row["n"], row[key]), place, textcoords="offset points", weight="bold", **how)
-    between = last["n"], (last["dense_ms"] * last["ms_p50"]) ** 0.5
-    for words, down, size in (
-        (f"{about}{last['dense_ms'] / last['ms_p50']:.0f}{TIMES}", -3, 27),
-        ("faster", -18, 13.5),
-    ):
-        how = {"color": colors["nsa"], "size": size, "weight": "bold"}
-        axes.annotate(words, between, (10, down), textcoords="offset points", **how)
+        how = {"color": colors[color], "size": size, "weight": "bold"}
+        axes.annotate(words, (n, ms), place, textcoords="offset points", **how)
 
 
 def draw(theme: str) -> str:

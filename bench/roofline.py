@@ -6,14 +6,9 @@ five backward (scores again, dP, dV, dQ, dK), each 2·D FLOPs a pair and head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from ascend_kernels.neighborhood.tiling import DENSE_TILES, MAX_TOKENS, Tiles, ascend_tiles, band_tiles
 from bench.inputs import Neighborhood, Residual, Sizes
 from nsa import NSAConfig
 
@@ -150,7 +145,7 @@ def mean_keys(keys: int, most: int) -> float:
     return most - most * most / (2 * keys)
 
 
-# Neighborhood attention
+# Other ops
 
 
 def neighborhood_bytes(shape: Neighborhood, direction: str, itemsize: int = 2) -> int:
@@ -159,122 +154,7 @@ def neighborhood_bytes(shape: Neighborhood, direction: str, itemsize: int = 2) -
     return tensors * itemsize * shape.batch * shape.tokens * shape.heads * shape.dim
 
 
-ITEM, FP32 = 2, 4  # Bytes of a number: of the inputs, and on the chip
-SLOT_TILES = band_tiles("band_scores", torch.bfloat16, MAX_TOKENS)
-"""Tiles of the kernels that write a band or spread it out."""
-BAND_TILES = band_tiles("band_rows", torch.bfloat16, MAX_TOKENS)
-"""Tiles of the kernels that multiply a band with rows, for long sequences."""
-
-
-def neighborhood_work(shape: Neighborhood, algorithm: str, *, backward: bool) -> Tensor:
-    """Work of "flash", "band" or, backward, "dense" on an NPU, by the model of docs/neighborhood_attention.md.
-
-    Of 16-bit tensors with truncated windows, away from borders. Returns four figures (`_work`).
-    """
-    per_row = {"flash": _flash_row, "band": _band_row, "dense": _dense_row}[algorithm](shape, backward)
-    return per_row * (shape.batch * shape.tokens * shape.heads)
-
-
-def _work(l1: float, ub: float, cube: float = 0, kept: float = 0) -> Tensor:
-    """Figures of a row, float64 `[4]`: bytes, but FLOPs of the cube.
-
-    `l1`: the cube's operands, from global memory; `ub`: in and out of the vector unit's memory, what comes from the
-    cube and goes there included; `kept`: in global memory between kernels or passes, beside inputs and outputs.
-    """
-    return torch.tensor([l1, ub, cube, kept], dtype=torch.float64)
-
-
-def _flash_row(shape: Neighborhood, backward: bool) -> Tensor:
-    """A tile of BLOCK_M rows walks over the rows of the other side, BLOCK_N at a time, all features at once."""
-    row = shape.dim * ITEM
-
-    def kernel(name: str, products: int, held: int, scores: int, results: int, once: int, beside: int = 0) -> Tensor:
-        """Args: operands held; what crosses the UB: bytes a pair, fp32 rows a step, bytes once, bytes a walked row."""
-        tiles = ascend_tiles(name, torch.bfloat16, shape.dim, shape.kernel_size)
-        steps = _steps(shape, tiles)
-        walked = steps * tiles.block_n
-        ub = walked * scores + steps * results * shape.dim * FP32 + once + walked / tiles.block_m * beside
-        return _work((held + 2 * walked / tiles.block_m) * row, ub, products * 2 * walked * shape.dim)
-
-    if not backward:
-        # s in and p out; p v in; o, lse
-        return kernel("forward", 2, 1, FP32 + ITEM, 1, row + FP32) + _work(0, 0, kept=FP32)
-    # s, dp in and ds out; ds k in; o and do for delta, dq, lse, delta
-    dq = kernel("dq", 3, 2, 2 * FP32 + ITEM, 1, 3 * row + 2 * FP32)
-    # s, dp in and p, ds out; p do and ds q in; dk, dv; lse and delta of walked rows
-    dkdv = kernel("dkdv", 4, 2, 2 * FP32 + 2 * ITEM, 2, 2 * row, 2 * FP32)
-    return dq + dkdv + _work(0, 0, kept=2 * FP32)
-
-
-def _band_row(shape: Neighborhood, backward: bool) -> Tensor:
-    """The band is fp32; a window beyond one tile of slots is multiplied twice: for its sums, and to be stored."""
-    tiles, slots, row = SLOT_TILES, shape.kernel_size * FP32, shape.dim * ITEM
-    products, slices = -(-shape.kernel_size // tiles.block_m), -(-shape.dim // tiles.block_d)
-    rounds = 1 if products == 1 else 2
-    products *= rounds
-    crossing = products * slices * tiles.block_n * FP32 + slots
-    share = tiles.block_n / tiles.block_m
-    write = _work(products * (1 + share) * row, crossing, products * 2 * tiles.block_n * shape.dim)
-    multiply = _times_rows(shape, _steps(shape, BAND_TILES), BAND_TILES, FP32 + ITEM)
-    if not backward:
-        return write + multiply + _work(0, 0, kept=slots)
-    return write + 3 * multiply + _work(0, rounds * slots, kept=2 * slots)  # for ds, p is read
-
-
-def _dense_row(shape: Neighborhood, backward: bool) -> Tensor:
-    """Backward: the band spread out in zeros, then products over the tiles that hold a key in reach.
-
-    Dilation does not help: rows between the neighbors are multiplied, too.
-    """
-    tiles, slices, row = DENSE_TILES, -(-shape.dim // DENSE_TILES.block_d), shape.dim * ITEM
-    sides = sum(-(-side * shape.dilation // tiles.block_n) for side in (shape.left, shape.right))
-    steps = min(1 + sides, -(-shape.tokens // tiles.block_n))
-    walked, share = steps * tiles.block_n, steps * tiles.block_n / tiles.block_m
-    spread = shape.tokens * FP32 + 2 * _steps(shape, SLOT_TILES) * SLOT_TILES.block_n * FP32
-    dv = _times_rows(shape, steps, tiles, FP32 + ITEM)
-    # twice, for delta and for ds: p, dp in; do is read again with every tile of v
-    twice = 2 * _work((steps + share) * row, (1 + slices) * walked * FP32, 2 * walked * shape.dim)
-    dq_dk = 2 * _times_rows(shape, steps, tiles, 2 * ITEM)  # ds in, masked and out
-    kept = shape.kernel_size * FP32 + shape.tokens * (FP32 + ITEM)
-    return _work(0, spread + walked * ITEM, kept=kept) + dv + twice + dq_dk
-
-
-def _steps(shape: Neighborhood, tiles: Tiles) -> int:
-    """Tiles of BLOCK_N rows of a class over the windows of BLOCK_M rows."""
-    return -(-(tiles.block_m + shape.kernel_size - 1) // tiles.block_n)
-
-
-def _times_rows(shape: Neighborhood, steps: int, tiles: Tiles, crossing: int) -> Tensor:
-    """A matrix in memory times rows, of whose elements `crossing` bytes cross the UB for each slice of features."""
-    walked, slices, row = steps * tiles.block_n, -(-shape.dim // tiles.block_d), shape.dim * ITEM
-    ub = slices * walked * crossing + steps * shape.dim * FP32 + row
-    return _work(walked / tiles.block_m * row, ub, 2 * walked * shape.dim)
-
-
-def neighborhood_table(shapes: Iterable[Neighborhood]) -> str:
-    """The model's figures as a table in Markdown: 10^9 bytes and FLOPs."""
-    heading = ("B,H,S,D,k,dilation", "pass", "algorithm", "floor GB", "L1 GB", "UB GB", "cube GFLOP", "kept GB")
-    lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
-    for shape in shapes:
-        for direction, algorithms in (("fwd", ("flash", "band")), ("bwd", ("flash", "band", "dense"))):
-            for algorithm in algorithms:
-                work = neighborhood_work(shape, algorithm, backward=direction == "bwd")
-                counts = neighborhood_bytes(shape, direction), *work.tolist()
-                figures = [f"{count / 1e9:.3g}" if count < 1e12 else f"{count / 1e9:,.0f}" for count in counts]
-                lines.append(f"| {' | '.join((str(shape), direction, algorithm, *figures))} |")
-    return "\n".join(lines)
-
-
-# Attention residual
-
-
 def residual_bytes(shape: Residual, direction: str, itemsize: int = 2) -> int:
     """The byte floor without weights: forward reads L blocks, writes out; backward reads these, do, writes dblocks."""
     tensors = {"fwd": shape.blocks + 1, "bwd": 2 * shape.blocks + 1, "fwd+bwd": 3 * shape.blocks + 2}[direction]
-    return tensors * itemsize * shape.batch * shape.tokens * shape.dim
-
-
-def residual_held(shape: Residual, direction: str, itemsize: int = 2) -> int:
-    """Bytes of inputs and outputs: blocks and out; with a backward also do and the blocks' gradients."""
-    tensors = shape.blocks + 1 if direction == "fwd" else 2 * shape.blocks + 2
     return tensors * itemsize * shape.batch * shape.tokens * shape.dim

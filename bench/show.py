@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from string import Formatter
@@ -12,7 +12,7 @@ from typing import Any
 from bench.bars import Bar
 from bench.extras import needed
 from bench.report import replacing
-from bench.tables import fill
+from bench.tables import fill, tokens
 
 with needed("rich"):
     from rich.box import SIMPLE_HEAD
@@ -20,7 +20,7 @@ with needed("rich"):
     from rich.table import Table
 
 TABLE_WIDTH = 140  # Columns that a table may take if the terminal has fewer, or if there is none
-COMPUTED = ("bar", "extrapolated", "floor", "roofline")
+COMPUTED = ("bar", "extrapolated", "floor")
 PASS_TITLES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 console = Console()
 
@@ -28,10 +28,6 @@ console = Console()
 def say(text: str, style: str = "") -> None:
     """Print a line as it is: no markup, no wrapping."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-def ms_text(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.{3 if value < 1 else 2 if value < 10 else 1}f}"
 
 
 Cell = str | Callable[[Any], str]
@@ -54,10 +50,8 @@ def print_table(title: str, columns: Mapping[str, Cell], rows: Sequence[Any], le
 
 
 def show_bars(bars: Sequence[Bar]) -> None:
-    colors = {"pass": "green", "FAIL": "bold red", "not measured": "yellow"}
-    rows = [bar.as_json() | {"color": colors[bar.verdict]} for bar in bars]
-    columns = {"bar": "{bar}", "verdict": "[{color}]{verdict}[/]", "wanted": "{wanted}", "reached": "{reached}"}
-    print_table("bars", columns, rows, left=("bar", "verdict"))
+    columns = {"bar": "{bar}", "verdict": "{verdict}", "wanted": "{wanted}", "reached": "{reached}"}
+    print_table("bars", columns, [bar.as_json() for bar in bars], left=("bar", "verdict"))
     counts = Counter(bar.verdict for bar in bars)
     missing = f", {counts['not measured']} not measured" if counts["not measured"] else ""
     console.print(f"{counts['pass']} of {len(bars)} bars are reached{missing}.")
@@ -86,27 +80,28 @@ def saved_figure(path: Path, rows: int, columns: int, size: tuple[float, float])
         figure.savefig(written, dpi=150)
 
 
-def plot_lengths(path: Path, panels: Mapping[str, Mapping[str, Mapping[int, float | None]]], title: str) -> None:
-    """A panel for each heading: lines by label, of values by tokens. Lines of COMPUTED values are dashed."""
+Point = tuple[str, str, int, float | None]
+"""Heading of a panel, label of a line in it, tokens, and a value, None if it was not measured."""
+
+
+def plot_lengths(path: Path, points: Iterable[Point], title: str) -> None:
+    """A panel for each heading, lines by tokens; of values at the same place the first. COMPUTED lines are dashed."""
+    panels: dict[str, dict[str, dict[int, float]]] = {}
+    for heading, label, n, value in points:
+        if value is not None:
+            panels.setdefault(heading, {}).setdefault(label, {}).setdefault(n, value)
     with saved_figure(path, 1, len(panels), (6 * len(panels), 5)) as (figure, row):
         for axes, (heading, lines) in zip(row[0], panels.items(), strict=True):
-            for label, points in lines.items():
-                if measured := [(n, value) for n, value in sorted(points.items()) if value is not None]:
-                    axes.loglog(
-                        *zip(*measured, strict=True), "x--" if label.startswith(COMPUTED) else "o-", label=label
-                    )
+            for label, values in lines.items():
+                axes.loglog(
+                    *zip(*sorted(values.items()), strict=True),
+                    "x--" if label.startswith(COMPUTED) else "o-",
+                    label=label,
+                )
+            lengths = sorted(set().union(*lines.values()))
             axes.set(xlabel="tokens N", title=heading)
-            lengths = sorted({n for points in lines.values() for n in points})
-            axes.set_xticks(lengths, [short(n) for n in lengths])
+            axes.set_xticks(lengths, [tokens(n) for n in lengths])
             axes.set_xticks([], minor=True)
             axes.grid(alpha=0.3)
             axes.legend(fontsize="small")
         figure.suptitle(title)
-
-
-def short(n: int) -> str:
-    """A number such as 512, 8K or 1M."""
-    for unit, size in (("M", 2**20), ("K", 2**10)):
-        if n % size == 0:
-            return f"{n // size}{unit}"
-    return str(n)

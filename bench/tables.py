@@ -50,7 +50,11 @@ def ms(value: float) -> str:
 
 
 def tokens(n: int) -> str:
-    return f"{n >> 20}M" if n >= 1 << 20 and n % (1 << 20) == 0 else f"{n >> 10}K"
+    """A number such as 1M, 8K or 500."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if n % size == 0:
+            return f"{n // size}{unit}"
+    return str(n)
 
 
 def reached(bars: Sequence[Row]) -> str:
@@ -410,10 +414,9 @@ def step_rows() -> list[Row]:
 
 
 def steps() -> Table:
-    columns = [f"{model}, {mode}" for mode in ("graph", "compiled", "eager") for model in STEP_MODELS]
-    names = [f"{name}, {mode}" for mode in ("graph", "compiled", "eager") for name in STEP_MODELS.values()]
-    cells = (f"{{{column}[ms_p50]:ms}}" for column in columns)
-    head, line = f"tokens | batch | {' | '.join(names)}", f"{{n:tokens}} | {{case}} | {' | '.join(cells)}"
+    head, line = "tokens | batch", "{n:tokens} | {case}"
+    for mode, (model, name) in product(("graph", "compiled", "eager"), STEP_MODELS.items()):
+        head, line = f"{head} | {name}, {mode}", f"{line} | {{{model}, {mode}[ms_p50]:ms}}"
     return Table(head, line, ("generate-h200",), step_rows, below="{bars:reached}")
 
 
@@ -602,9 +605,8 @@ def deletion_rows() -> Iterator[Row]:
 
 
 def harmless_rows() -> Iterator[Row]:
-    deletions = load("blackwell-executed")["deletions"]
-    reasons = Counter(row["reason"] for row in deletions if row["executed"] and row["reason"])
-    return ({"why": why, "count": count} for why, count in reasons.most_common())
+    reasons = Counter(row["reason"] for row in load("blackwell-executed")["deletions"] if row["executed"])
+    return ({"why": why, "count": count} for why, count in reasons.most_common() if why)
 
 
 def missed_rows() -> Iterator[Row]:
@@ -612,8 +614,7 @@ def missed_rows() -> Iterator[Row]:
     return (row for row in deletions if row["executed"] and not row["found"] and not row["reason"])
 
 
-MAPPED = ["nsa", "dispatch", "cute_kernels", "ascend_kernels", "bench", "examples", "tools"]
-MAPPED += ["tests/support", "tests/ptx"]
+MAPPED = "nsa", "dispatch", "cute_kernels", "ascend_kernels", "bench", "examples", "tools", "tests/support", "tests/ptx"
 
 
 def module_rows(folder: str) -> Iterator[Row]:

@@ -44,9 +44,9 @@ def make(n: int, *, dtype: torch.dtype = torch.float32, backward: bool = False) 
     [
         ["--seqlens", "64,300", "--input", "text", "--preset", "paper", "--batch", "2", "--kv-heads", "2"],
         ["--seqlens", "300", "--backward", "--recompute", "--dtype", "bf16"],
-        ["--seqlens", "300", "--backward", "--ungated", "--num-cmp", "2", "--block-sizes", "4", "--k", "3"],
+        ["--seqlens", "300", "--backward", "--num-cmp", "2", "--block-sizes", "4"],
     ],
-    ids=["forward of the paper's on text", "backward in bf16", "backward of some, ungated"],
+    ids=["forward of the paper's on text", "backward in bf16", "backward of some"],
 )
 def test_writes_what_it_promises(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -65,11 +65,10 @@ def test_writes_what_it_promises(
         assert row["speedup"] == pytest.approx(row["dense_ms"] / row["ms_p50"])
         assert (row["dense"], row["dense_extrapolated"], row["mode"]) == ("PyTorch SDPA", False, "eager")
         assert (row["floor_ms"], row["share_of_floor"]) == (None, None)
-    assert (tmp_path / "run.csv").exists()
     assert has_picture(tmp_path / "run")
     shown = capsys.readouterr().out
     assert shown.startswith("Sparse (NSA) against dense attention")
-    assert "What this says" in shown
+    assert "NSA is faster at" in shown
 
 
 # The gate
@@ -196,20 +195,20 @@ def test_a_row_for_each_combination(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return dense.attention(q, k, v)
 
     monkeypatch.setattr(e2e, "choose_dense", lambda *_: replace(dense, attention=counting))
-    options = ["--num-cmp", "none,2,none", "--block-sizes", "16,32", "--k", "3", "--w", "40", "--q-tile", "128"]
+    options = ["--num-cmp", "none,2,none", "--block-sizes", "16,32"]
     sizes = ["--seqlens", "384,256,128", "--peak-tflops", "0.5", "--no-dense-above", "256"]
     rows = run(e2e.main, tmp_path / "run", *SMALL, *sizes, *options)["rows"]
     combinations = [(n, l, c) for n in (128, 256, 384) for l in (16, 32) for c in (None, 2)]  # noqa: E741
     assert [(row["n"], row["l"], row["num_cmp"]) for row in rows] == combinations
     assert lengths == 4 * [128] + 4 * [256], "dense attention is measured once for each length, and extrapolated"
     for row in rows:
-        assert (row["l_select"], row["k"], row["w"], row["q_tile"]) == (row["l"], 3, 40, 128)
+        assert row["l_select"] == row["l"]
         long = row["n"] == 384
         assert (row["dense_extrapolated"], row["dense_peak_gib"] is None) == (long, long)
         assert row["dense_ms"] == pytest.approx(rows[4]["dense_ms"] * 2.25) if long else row["dense_ms"] > 0
         own = {"compress_block_size": row["l"], "num_cmp_selected_blocks": row["num_cmp"]}
-        config = NSAConfig(**own, num_selected_blocks=3, window_size=40, q_tile_size=128)
-        assert row["floor_ms"] == nsa_floor_ms(Sizes(1, row["n"], 2, 1, 16), config, Peaks(0.5, 4.8), itemsize=4)
+        floor = nsa_floor_ms(Sizes(1, row["n"], 2, 1, 16), NSAConfig(**own), Peaks(0.5, 4.8), itemsize=4)
+        assert row["floor_ms"] == floor
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms_p50"])
 
 
@@ -253,7 +252,7 @@ def test_paper_writes_what_it_promises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(paper, "make_peer", lambda *_: Candidate("fla", weigh, graphs=False))
-    fields = ("fla_ms", "fla_gib", "fla_computes")
+    fields = ("fla_ms", "fla_gib")
     options = ["--kv-heads", "1", "--seqlens", "40,70", "--bars"]
     content = run(paper.main, tmp_path / "run", *SMALL, *options, script=SCRIPT, also=fields)
     assert content["missing"] == []
@@ -263,9 +262,7 @@ def test_paper_writes_what_it_promises(
         assert (row["preset"], row["l"], row["stride"], row["q_tile"], row["mode"]) == ("paper", 32, 16, 1, "eager")
         assert (row["gradient_error"] is None) == (row["pass"] == "fwd")
         assert min(row["fla_ms"], row["dense_ms"]) > 0
-        assert row["fla_computes"].startswith("other results")
     assert {bar["verdict"] for bar in content["bars"]} == {"not measured"}, "of other sizes"
-    assert (tmp_path / "run.csv").exists()
     assert has_picture(tmp_path / "run")
     shown = capsys.readouterr().out
     assert "fwd+bwd eager   NSA" in shown
@@ -279,12 +276,12 @@ def test_rows_of_each_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def stand_in(right: Callable[..., Any]) -> Callable[..., Any]:
         return lambda backend, **given: asked.append(backend) or right(**given, backend="reference")
 
-    for name in ("nsa_forward", "nsa_forward_aux"):
+    for name in ("nsa", "nsa_forward", "nsa_forward_aux"):
         monkeypatch.setattr(nsa_check, name, stand_in(getattr(nsa_check, name)))
     monkeypatch.setattr("bench.common.choose_backend", lambda _, named: (named, ""))
-    options = ["--kv-heads", "1", "--seqlens", "40", "--passes", "fwd", "--peers", "--backends", "cute", "triton"]
+    options = ["--kv-heads", "1", "--seqlens", "40", "--peers", "--backends", "cute", "triton"]
     rows = run(paper.main, tmp_path / "run", *SMALL, *options)["rows"]
-    assert [row["backend"] for row in rows] == ["cute", "triton"]
+    assert [row["backend"] for row in rows] == ["cute", "triton"] * 2
     assert {asked.count(name) for name in ("cute", "triton")} == {len(asked) / 2}
     assert has_picture(tmp_path / "run")
 
@@ -297,11 +294,8 @@ def test_peers_get_gates_and_need_only_be_finite() -> None:
     for branch, gate in enumerate(task.leaves[3:]):
         torch.testing.assert_close(gate, expected[..., branch])
     assert not any(leaf.requires_grad for leaf in task.leaves)
-    third = peers.nsa_task(replace(problem, gate_proj_weight=None)).leaves[-1]
-    assert third.shape == (1, 9, 4)
-    assert (third == 1 / 3).all()
     candidate, plan = Candidate("peer", weigh, graphs=False), passes.Plan(("fwd+bwd",), seconds=0.0)
-    assert passes.measure_pass(candidate, "fwd+bwd", task, plan).timing is not None
+    assert isinstance(passes.measure_pass(candidate, "fwd+bwd", task, plan), passes.Measured)
     q = task.leaves[0].clone()
     q[0, -1, -1, -1] = float("inf")
     assert task.truth.worst({"out": task.leaves[0]}).within
@@ -337,7 +331,7 @@ def test_fla_is_called_as_it_is_meant_to_be(monkeypatch: pytest.MonkeyPatch) -> 
 
 def row_of(n: int, direction: str, ms: float, **changes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {"b": 1, "h": 64, "h_kv": 4, "d": 128, "dtype": "bf16", "l": 32, "stride": 16}
-    values |= {"l_select": 64, "k": 16, "w": 512, "q_tile": 1, "mode": "queued", "gated": True, "inputs": "random"}
+    values |= {"l_select": 64, "k": 16, "w": 512, "q_tile": 1, "mode": "queued", "inputs": "random"}
     return {**values, "backend": "cute", "fla_ms": 60.0, "n": n, "pass": direction, "ms_p50": ms, **changes}
 
 
@@ -418,21 +412,21 @@ def test_noisy_rows_are_marked_and_not_drawn(
 ) -> None:
     steady, load = [[20.0] * FEWEST, [10.0] * FEWEST], [[20.0] * FEWEST, [10.0, 10.0, 95.0, 10.0, 95.0]]
     answers = iter([load if one else steady for one in noisy])
-    drawn: list[int] = []
-    right = e2e.plot
+    drawn: list[Any] = []
+    right = e2e.plot_lengths
 
-    def plot(rows: Any, *more: Any) -> None:
-        drawn.extend(row["n"] for row in rows)
-        right(rows, *more)
+    def plot_lengths(path: Path, points: Any, title: str) -> None:
+        drawn.extend(points)
+        right(path, drawn, title)
 
     monkeypatch.setattr(e2e, "take_turns", lambda *_: next(answers))
-    monkeypatch.setattr(e2e, "plot", plot)
+    monkeypatch.setattr(e2e, "plot_lengths", plot_lengths)
     rows = run(e2e.main, tmp_path / "run", *DEMO, "--seqlens", "64,128")["rows"]
     assert [row["faster"] for row in rows] == ["too noisy" if one else "NSA" for one in noisy]
-    assert drawn == [n for n, one in zip((64, 128), noisy, strict=True) if not one]
-    assert (tmp_path / "run.png").exists() == (not all(noisy))
+    speedups = [value for panel, *_, value in drawn if panel == "dense time / NSA time"]
+    assert speedups == [None if one else 2.0 for one in noisy]
     shown = capsys.readouterr().out
-    assert "?2.00x" in shown
+    assert "faster: too noisy" in shown
     assert ("NSA is faster at" in shown) == (not all(noisy))
     assert "Too noisy to tell, so run it again when less else runs: N = 64" in " ".join(shown.split())
 

@@ -53,24 +53,24 @@ def stop_at(call: Callable[..., Any], count: int) -> Callable[..., Any]:
     return interrupted
 
 
-def test_end_to_end_goes_on_within_a_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted at its second row: dense attention's time stays, errors of the length are looked at again."""
+def test_end_to_end_goes_on_with_the_next_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted in its third length: dense attention's times stay, and the third is extrapolated from them."""
     options = [*SMALL, "--seqlens", "64,128,256", "--num-cmp", "none,2,1", "--no-dense-above", "128"]
     out, right, calls = tmp_path / "run-0.5", e2e.measure_mode, []
-    monkeypatch.setattr(e2e, "measure_mode", stop_at(right, 2))
+    monkeypatch.setattr(e2e, "measure_mode", stop_at(right, 8))
     with pytest.raises(SystemExit, match="130"):
         e2e.main([*options, "--out", str(out)])
     before = read(with_ending(out, ".json"))
-    assert (before["gate"], len(before["parts"])) == ("unfinished", 1)
+    assert (before["gate"], len(before["parts"])) == ("unfinished", 2)
     monkeypatch.setattr(e2e, "measure_mode", lambda *given: calls.append(None) or right(*given))
     after = run(e2e.main, out, *options)
     rows = after["rows"]
-    (first,) = before["parts"].values()
-    assert (rows[:1], len(calls), "parts" in after) == (first["rows"], 8, False)
+    first = [row for part in before["parts"].values() for row in part["rows"]]
+    assert (rows[:6], len(calls), "parts" in after) == (first, 3, False)
     assert [(row["n"], row["num_cmp"]) for row in rows] == [(n, c) for n in (64, 128, 256) for c in (None, 2, 1)]
     assert len({(row["n"], row["dense_ms"]) for row in rows}) == 3
     assert rows[-1]["dense_ms"] == pytest.approx(4 * rows[3]["dense_ms"])
-    assert names(tmp_path) == {"run-0.5.json", "run-0.5.csv", "run-0.5.png"}
+    assert names(tmp_path) == {"run-0.5.json", "run-0.5.png"}
 
 
 def test_the_floor_stays_that_of_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_a_file_of_something_else_is_not_overwritten(content: str, tmp_path: Pat
 def test_files_that_cannot_be_written_are_refused_at_once(
     module: Any, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measuring = (e2e, "make_problem"), (pass_report, "compare"), (generate, "make_models"), (probe, "start_trial")
+    measuring = (e2e, "make_problem"), (pass_report, "measure_pass"), (generate, "make_models"), (probe, "start_trial")
     for measures, name in measuring:
         monkeypatch.setattr(measures, name, lambda *_, **__: pytest.fail("measured"))
     (tmp_path / "file").touch()
