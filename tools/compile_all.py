@@ -1,15 +1,12 @@
-#!/usr/bin/env python3
-"""Compiles every CuTe kernel of ours and every FlashAttention-4 kernel that we call, without a GPU.
+"""Compile every CuTe kernel of ours and every FlashAttention-4 kernel that we call, without a GPU.
 
     one process per architecture -> kernels that the calls of tests/support/kernel_calls.py launch, one after the
     other -> a line each: size of the cubin, hash of its machine code, seconds
 
-A case fails unless its cubin exists, was assembled for the architecture, and reads no uniform register that nothing
-writes: some versions of ptxas assemble such code. Failures are repeated at the end; the exit status is 1 then. Hashes
-are of instructions and constants alone: kernels' symbols, which hold names of modules and classes, are left out.
-`--against LOG` compares hashes with those of an earlier log: the same machine code after a change of the sources has
-nothing new to show on a GPU. `--kernels` compiles some kernels alone, whose lines take the place of theirs in the log.
-Needs the packages of the extras `cuda` and `dev`: Triton brings nvdisasm.
+A case fails unless its cubin exists, is for the architecture, and reads no uniform register that nothing writes, which
+some versions of ptxas do. Failures are repeated at the end; the exit status is 1 then. Hashes are of instructions and
+constants alone, without the names of modules and classes. `--against LOG` compares them with those of an earlier log:
+code that is the same after a change of the sources needs no GPU. Needs the extras `cuda` and `dev` (nvdisasm).
 """
 
 from __future__ import annotations
@@ -45,8 +42,7 @@ from tests.support import kernel_calls
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "flash-attn-4")
-TARGETS = {"sm_90a": 132, "sm_100a": 148}
-"""Streaming multiprocessors, which kernels' grids are chosen for, by architecture."""
+TARGETS = {"sm_90a": 132, "sm_100a": 148}  # Multiprocessors, which grids are chosen for, by architecture
 
 
 class Case(NamedTuple):
@@ -131,9 +127,6 @@ def covers(case: Case) -> set[Hashable]:
     return values | {(source, *pair) for pair in itertools.combinations(sizes, 2)}
 
 
-MATRICES: dict[str, Callable[[Iterable[Case]], Iterable[Case]]] = {"full": iter, "pairwise": pairwise}
-
-
 def try_case(arch: str, case: Case) -> Result:
     start = time.monotonic()
     cubin, error = b"", ""
@@ -145,9 +138,9 @@ def try_case(arch: str, case: Case) -> Result:
         error = f"{type(exception).__name__}: {exception}"
     sizes = (case.dim, case.group, case.dtype)
     dim, group, dtype = ("-" if size is None else str(size).removeprefix("torch.") for size in sizes)
-    sha256 = hashlib.sha256(code_of(cubin)).hexdigest()[:12]
-    seconds = time.monotonic() - start
-    return Result(arch, case.kernel, dim, group, dtype, case.variant, len(cubin), sha256, seconds, error)
+    what = (arch, case.kernel, dim, group, dtype, case.variant)
+    digest = hashlib.sha256(code_of(cubin)).hexdigest()
+    return Result(*what, len(cubin), digest[:12], time.monotonic() - start, error)
 
 
 def code_of(cubin: bytes) -> bytes:
@@ -220,7 +213,7 @@ def compile_here(arch: str, matrix: str, kernels: Sequence[str] | None) -> None:
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no result
     cases = (case for case in map(case_of, kernel_calls.kernels()) if kernels is None or case.kernel in kernels)
-    for case in MATRICES[matrix](cases):
+    for case in pairwise(cases) if matrix == "pairwise" else cases:
         print(json.dumps(try_case(arch, case)), file=lines, flush=True)
 
 
@@ -286,9 +279,8 @@ def results_of(log: str) -> list[Result]:
         fields = line.split()
         if len(fields) == len(HEADER.split()) and fields[0] in TARGETS:
             *what, size, sha256, seconds, variant = fields
-            failed = size == "FAILED"
-            error = "as the log says" if failed else ""
-            results.append(Result(*what, variant, 0 if failed else int(size), sha256, float(seconds), error))
+            cubin, error = (0, "as the log says") if size == "FAILED" else (int(size), "")
+            results.append(Result(*what, variant, cubin, sha256, float(seconds), error))
     return results
 
 
@@ -307,7 +299,9 @@ def replaced(old: Iterable[Result], new: Iterable[Result]) -> list[Result]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile every CuTe kernel without a GPU.")
     parser.add_argument("--arch", choices=TARGETS, help="default: both")
-    parser.add_argument("--matrix", choices=MATRICES, default="full", help="pairwise: about a third (default: full)")
+    parser.add_argument(
+        "--matrix", choices=("full", "pairwise"), default="full", help="pairwise: about a third (default: full)"
+    )
     parser.add_argument("--kernels", help="names by commas: these alone; with --log the others' lines stay as they are")
     parser.add_argument("--log", type=Path, help="also write the table, with versions, to this file")
     parser.add_argument("--against", type=Path, metavar="LOG", help="list kernels whose code differs from this log's")

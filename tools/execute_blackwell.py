@@ -1,15 +1,11 @@
-#!/usr/bin/env python3
-"""Executes every kernel that a Blackwell GPU runs, instruction by instruction on a CPU -> OUT (docs/blackwell.md).
+"""Execute every kernel that a Blackwell GPU runs, instruction by instruction on a CPU -> OUT (docs/blackwell.md).
 
     cases of tests/support/blackwell_cases.py, several processes at once: errors against fp64, findings of races
-    deletions of tests/ptx/mutations.py: the instructions that order a kernel, one left out at a time; reasons why a
-        deletion changes nothing, written into OUT by hand, are kept
+    deletions of tests/ptx/mutations.py: the instructions that order a kernel, one left out at a time
 
-OUT is written whenever a case is done: its row replaces the earlier one, and holds the commit that was run. So an
-interrupted run goes on with --resume, and --match runs some again: "deletions" all of those, and no case.
-
-The exit status is 1 if a result is beyond its budget, a case raised, a finding is not understood, or a kernel of ours
-was not executed. Needs no GPU, and the packages of the `cuda` and `dev` extras.
+The rows of a case are written as soon as it is done, with their commit: --resume continues an interrupted run, and
+--match runs some again ("deletions": only those). The exit status is 1 if a result is beyond its budget, a case raised,
+a finding is unknown, or a kernel of ours was not executed. Needs the extras `cuda` and `dev`.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ import itertools
 import json
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
@@ -31,7 +26,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
 from bench.commit import commit
 from bench.report import RESULTS, command_line, environment, relative, write_json
@@ -50,11 +45,6 @@ def all_tasks() -> dict[str, Callable[[], list[Row]]]:
     table = enumerate(blackwell.table())
     cases = {f"{case.name}, {schedule}": partial(run_case, i) for i, (case, schedule, _) in table}
     return cases | {f"deletions, {group}": partial(run_deletions, group) for group in deletion_cases.GROUPS}
-
-
-def prepare_process() -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
 
 
 def run_case(index: int) -> list[Row]:
@@ -145,13 +135,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.resume:
         chosen = [name for name in chosen if name not in rows]
     problems = []
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    pool = ProcessPoolExecutor(args.jobs, get_context("spawn"), prepare_process)
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    pool = ProcessPoolExecutor(args.jobs, get_context("spawn"), torch.set_num_threads, (1,))
     facts = {**environment(torch.device("cpu")), "device": "interpreted", "command": command_line(argv)}
-    with pool, Progress(*columns) as progress:
-        bar = progress.add_task("", total=len(chosen))
+    with pool:
         futures = {pool.submit(tasks[name]): name for name in chosen}
-        for future in as_completed(futures):
+        for future in track(as_completed(futures), "cases", total=len(futures)):
             name = futures[future]
             if error := future.exception():
                 problems.append(f"{name}: {type(error).__name__}: {error}")
@@ -159,7 +148,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 keep_reasons(future.result(), rows.get(name, []))
                 rows[name] = future.result()
                 write_json(args.out, {**facts, **listed(rows, tasks)})
-            progress.update(bar, advance=1, description=name[:60])
     cases, deletions = listed(rows, tasks).values()
     problems += problems_of(cases, deletions, whole=not args.match)
     print(*(problems or [f"{len(cases)} cases, each within its budget"]), sep="\n")

@@ -1,11 +1,10 @@
-#!/usr/bin/env python3
 """Record files of bench/results again, each by the command that it names, all from one commit.
 
     python tools/record_results.py e2e-h200 stages-h200 --seconds 500
 
-Without names: list the files, and the commit of each. Files that this commit has finished are skipped, so the same
-command continues after the time is over, or after an interruption. A benchmark that misses a bar, or whose gate is red,
-is named at the end, and the exit status is 1 then. `python -m bench.tables` renders the tables of the docs.
+Files that this commit has finished are skipped, so the same command continues after the time is over, or after an
+interruption. A benchmark that misses a bar, or whose gate is red, is named at the end, and the exit status is 1 then.
+`python -m bench.tables` renders the tables of the docs.
 """
 
 from __future__ import annotations
@@ -78,16 +77,12 @@ def record(file: Recorded, seconds: float | None, root: Path = ROOT) -> str:
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    parser = argparse.ArgumentParser(description="Record files of bench/results anew, by the commands that they name.")
+    parser = argparse.ArgumentParser(description="Record files of bench/results again, by the commands that they name.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="files without .json, in the order to run")
     parser.add_argument("--seconds", type=float, help="of all together (default: as long as they take)")
     args = parser.parse_args(argv)
     if not args.names:
-        for path in sorted((root / RESULTS).glob("*.json")):
-            with suppress(ValueError):
-                file = read(path.stem, root)
-                print(f"{file.name:<28}{file.commit:<26}{shlex.join(file.command)}")
-        return 0
+        parser.error("give the NAME of a file")
     try:
         files = [read(name, root) for name in args.names]
     except ValueError as error:

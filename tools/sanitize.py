@@ -1,16 +1,11 @@
-#!/usr/bin/env python3
-"""Runs every CUDA kernel of ours, forward and backward, under compute-sanitizer. Needs a Hopper GPU.
+"""Run every CUDA kernel of ours, forward and backward, under compute-sanitizer. Needs a Hopper GPU.
 
-    cases of tests/support/gpu_calls.py, each in a plain process: kernels are compiled and kept on disk, results
-        compared with fp64
-    tool by tool, the same cases again under compute-sanitizer -> findings by kernel -> OUT/sanitizer-TOOL.txt
+    cases of tests/support/gpu_calls.py without a tool: kernels are compiled, and results compared with fp64
+    the same cases under each tool of compute-sanitizer -> findings by kernel -> OUT/sanitizer-TOOL.txt
 
 Each tensor has a cudaMalloc of its own, so that an access past its end is past the end of an allocation. The exit
-status is 1 if a tool found anything in a kernel of ours, or did not see all of them: every function of cute_kernels
-that compiles a kernel, with each of its flags on and off. Findings in other kernels are listed. One more process has a
-planted fault, which memcheck and initcheck must find.
-
-`--dry` launches nothing, needs no GPU, and names the kernels that the cases would miss.
+status is 1 if a tool found anything in a kernel of ours, or did not see every function of cute_kernels that compiles a
+kernel with each of its flags on and off; or if memcheck or initcheck does not find a planted fault.
 """
 
 from __future__ import annotations
@@ -31,7 +26,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,26 +50,24 @@ COMMON_OPTIONS = (
 """Thousands of findings, each printed, take minutes; what was not printed is counted, and makes a run fail."""
 BARRIERS = ("--num-cuda-barriers", "64")
 """More than any kernel has; the tools undercount barriers that are not cuda::barrier in a source."""
-ATTENTION = ("--kernel-name", "regex=cute_kernels|flash_attn")  # Leaves torch's kernels out
+ATTENTION = ("--kernel-name", "regex=cute_kernels|flash_attn")
+"""Leaves torch's kernels out, whose writes initcheck follows from CUDA 13.5 on all the same."""
 TOOL_OPTIONS: dict[str, tuple[str, ...]] = {
     "memcheck": ("--padding", "4096", "--report-api-errors", "no"),  # padding: between two allocations
     "racecheck": (*BARRIERS, *ATTENTION),
     "initcheck": ATTENTION,
     "synccheck": (*BARRIERS, *ATTENTION),
 }
-TRACKING = "--initcheck-track-filtered-global-memory"
-"""From CUDA 13.5 on initcheck knows by this option what kernels write that it leaves out."""
 NUMBERS = itertools.count()
 FIRST_PORT, PORTS = 49152, 16
 """Processes of compute-sanitizer that run at once talk to their programs through ports of their own."""
 TIME_LIMIT = 300  # Seconds of a child
 
-PLANTED, FAULTY = "planted fault", "BlockMean"
-"""In place of a case's name, and the kernel that finds memory as it must not be."""
+PLANTED, FAULTY = "planted fault", "BlockMean"  # In place of a case's name, and the kernel of the fault
 
 
 def plant_fault(tool: str) -> None:
-    """Means of keys that nobody wrote, for memcheck of keys whose memory ends halfway."""
+    """Compute means of unwritten keys or, for memcheck, of keys whose memory ends halfway."""
     from cute_kernels.pool.compress import block_means
 
     k, v = (torch.empty((1, 128, 2, 64), dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -143,10 +135,9 @@ def leave_fa4_out() -> None:
 
 
 def vouch_for_tensor_copies() -> None:
-    """Multiply by 1 what was just written by bulk tensor copies (TMA), which initcheck does not see.
+    """Multiply by 1 all that FlashAttention-4 and our backwards for Hopper write by bulk tensor copies (TMA).
 
-    What FlashAttention-4's kernels and our backwards for Hopper write would be uninitialised to whoever reads it. torch
-    is that reader then, so what initcheck says of it counts for nothing, and what it says of our kernels counts.
+    initcheck does not see these writes; so torch's kernels, which it leaves out, are the first to read them.
     """
     from cute_kernels import backward
     from cute_kernels.fa4 import interface as fa4
@@ -154,7 +145,6 @@ def vouch_for_tensor_copies() -> None:
     def vouch(module: Any, name: str, results: Callable[..., Iterable[Tensor | None]]) -> None:
         function = getattr(module, name)
 
-        @wraps(function)
         def run(*arguments: Any, **options: Any) -> Any:
             returned = function(*arguments, **options)
             for x in results(returned, *arguments, **options):
@@ -176,7 +166,6 @@ FA4 = re.compile(r"flash_attncute[a-z0-9_]*?([A-Z]\w*?)_object")
 PLACE = re.compile(r"(?:\bat|Frame:) ?(\S.*?)\+0x[0-9a-f]+")
 RECORD = re.compile(r"^========= (?=\S)", re.MULTILINE)
 COUNTED = re.compile(r"SUMMARY: ([\d,]+) (?:error|hazard)")
-MORE = re.compile(r"^=========\s{2,}(?=\S)")
 
 
 class Log(NamedTuple):
@@ -190,8 +179,8 @@ class Log(NamedTuple):
 def parse(text: str) -> Log:
     log = Log([], [], [])
     for record in RECORD.split(text)[1:]:
-        first, *more = record.splitlines()
-        whole = "\n    ".join([first, *(MORE.sub("", line) for line in more if MORE.match(line))])
+        first, *more = filter(None, (line.strip("= ") for line in record.splitlines()))
+        whole = "\n    ".join([first, *more])
         if "SUMMARY" in first:
             log.summaries.append(first)
         elif places := PLACE.findall(whole):
@@ -227,9 +216,7 @@ class Outcome:
     def passes(self) -> bool:
         return not self.problems and not self.findings_of(ours=True)
 
-    def add(
-        self, names: Sequence[str], results: Iterable[dict[str, Any]], output: str = "", log: Log | None = None
-    ) -> None:
+    def add(self, names: Sequence[str], results: Iterable[dict[str, Any]], output: str, log: Log | None) -> None:
         """Add a child: the cases that it was to run, its results, the end of its output, and the log of its tool."""
         child = ", ".join(names)
         if log is not None and child == PLANTED:
@@ -347,17 +334,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.dry:
         os.environ["CUTE_DSL_ARCH"] = "sm_90a"
         outcome = Outcome()
-        outcome.add(names, run_here(DRY, names))
+        outcome.add(names, run_here(DRY, names), "", None)
         print(*outcome.problems or [f"{len(outcome.launched)} forms, none missed"], sep="\n")
         return int(not outcome.passes)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         parser.error("needs a Hopper GPU")
     if shutil.which(args.sanitizer) is None:
         parser.error(f"--sanitizer must name compute-sanitizer, and there is no {args.sanitizer}")
-    version, manual = (
-        subprocess.run([args.sanitizer, option], capture_output=True, text=True, check=True).stdout
-        for option in ("--version", "--help")
-    )
+    version = subprocess.run([args.sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
     facts = environment(torch.device("cuda"))
     facts["versions"]["compute-sanitizer"] = version.partition("Version ")[2].strip()
     cores = os.cpu_count() or 1
@@ -371,8 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shares = shared_out(names, cores // len(tools))
             if tool in ("memcheck", "initcheck"):
                 shares.append([PLANTED])
-            seen = () if tool == "initcheck" and TRACKING not in manual else TOOL_OPTIONS[tool]
-            options = [*COMMON_OPTIONS, *seen]
+            options = [*COMMON_OPTIONS, *TOOL_OPTIONS[tool]]
             outcome = run_cases(tool, shares, folder, [args.sanitizer, "--tool", tool, *options])
             text = report(tool, outcome, facts, options, names)
             args.out.mkdir(parents=True, exist_ok=True)

@@ -151,7 +151,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "--save=/dev/null/w.pt": "--save must name a file that can be written: ",
     },
     "examples.convert_llama": {"--context=1": "--context must be at least 2, or no byte is predicted, got 1"},
-    "tools.sanitize": {"--tool=memcheck,leakcheck": "takes memcheck, racecheck, initcheck, synccheck, got leakcheck"},
     "tools.package_links": {
         "http://example.org": "must be an address that begins with https://, got 'http://example.org'"
     },

@@ -52,7 +52,7 @@ def test_base_needs_torch_only_and_every_extra_is_tried(wheel: Path) -> None:
     needed = [line for line in lines if line.startswith("Requires-Dist") and "extra ==" not in line]
     assert needed == ["Requires-Dist: torch>=2.6"]
     extras = {line.partition(": ")[2] for line in lines if line.startswith("Provides-Extra")}
-    assert {"", *extras} == set(release_check.TRIALS)
+    assert {"base", *extras} == set(release_check.TRIALS)
 
 
 def test_wheel_holds_the_pages_that_docstrings_name(wheel: Path) -> None:
@@ -81,7 +81,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-@pytest.mark.parametrize("extra", ["", pytest.param("hf", marks=[pytest.mark.hf_extra, pytest.mark.full])])
+@pytest.mark.parametrize("extra", ["base", pytest.param("hf", marks=[pytest.mark.hf_extra, pytest.mark.full])])
 def test_wheel_works_elsewhere(extra: str, installed: Path, tmp_path: Path) -> None:
     """Every extra, with what pip chooses for it: `make release-check`."""
     release_check.try_wheel(installed, extra, tmp_path)

@@ -44,10 +44,6 @@ def commit_of(path: Path) -> str:
 def test_files_of_other_commits_are_recorded(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = add(root, "old"), add(root, "new", HERE, status=1)
     add(root, "stopped", HERE, gate="unfinished")
-    assert tool.main([], root) == 0
-    shown = [line.partition(" python")[0].split() for line in capsys.readouterr().out.splitlines()]
-    assert shown == [["new", HERE], ["old", BEFORE], ["stopped", f"{HERE},", "unfinished"]]
-    assert commit_of(old) == BEFORE
     assert tool.main(["old", "new", "stopped"], root) == 0
     assert (commit_of(old), commit_of(new)) == (HERE, HERE)
     told = capsys.readouterr().out
@@ -96,14 +92,7 @@ def test_what_cannot_be_recorded_is_refused(
 
 
 def test_commands_of_this_checkout() -> None:
-    """What the GPU's tables show can be recorded anew."""
-    names = [path.stem for path in (tool.ROOT / tool.RESULTS).glob("*-h200*.json")]
-    readable = []
-    for name in names:
-        try:
-            readable.append(tool.read(name))
-        except ValueError:
-            continue
-    assert {"e2e-h200", "paper-h200", "decode-h200"} <= {one.name for one in readable}
-    scripts = [next(word for word in one.command[1:] if not word.startswith("-")) for one in readable]
-    assert all((tool.ROOT / script).exists() for script in scripts)
+    """Scripts of recorded results are still there."""
+    for name in ("e2e-h200", "paper-h200", "decode-h200", "needle-h200", "train-context-parallel4-h200"):
+        script = next(word for word in tool.read(name).command[1:] if not word.startswith("-"))
+        assert (tool.ROOT / script).exists()
