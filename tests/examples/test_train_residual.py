@@ -59,25 +59,6 @@ def test_variants_start_as_one_model(corpus: byte_models.Corpus) -> None:
     assert plain.evaluate() != pytest.approx(attending.evaluate(), rel=1e-4)
 
 
-def test_every_layer_attends_to_all_before_it(corpus: byte_models.Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, seen = trainer("attention", corpus), []
-    right = example.AttentionResidual.forward
-
-    def forward(self: Any, blocks: list[torch.Tensor]) -> torch.Tensor:
-        seen.append(len(blocks))
-        return right(self, blocks)
-
-    monkeypatch.setattr(example.AttentionResidual, "forward", forward)
-    made.step(0)
-    assert seen == [1, 2, 3, 4, 5]
-    gradients = {name: p.grad for name, p in made.model.named_parameters() if name.startswith("mixtures.")}
-    queries = {name: gradient for name, gradient in gradients.items() if name.endswith("w_query")}
-    assert len(queries) == 5
-    for name, gradient in queries.items():
-        # The first one has nothing to choose from.
-        assert bool(gradient.any()) == (name != "mixtures.0.w_query"), name
-
-
 def test_the_verdict() -> None:
     plain = {"variant": "sum", "steps": 10, "final_val_loss": 2.0}
     attending = {"variant": "attention", "steps": 10, "final_val_loss": 1.9}
