@@ -16,7 +16,6 @@ import argparse
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,8 +27,7 @@ import dispatch
 from examples.shared import byte_models as common
 from nsa import AttentionResidual
 
-STYLES: dict[str, dict[str, Any]] = {"sum": {"color": "black"}, "attention": {"color": "C0"}}
-VARIANTS = tuple(STYLES)
+VARIANTS = ("sum", "attention")
 DEFAULTS = {
     "steps": (200, 600),
     "batch": (8, 16),
@@ -79,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         facts,
         train=lambda variant: common.TextTrainer(variant, make_model(variant, args), args, corpus).train(),
         conclude=lambda results: {"verdict": verdict(results["summary"])},
-        draw=partial(common.draw_curves, "sum", "sums", STYLES.__getitem__),
+        draw=partial(common.draw_curves, "sum"),
     )
     return 0
 

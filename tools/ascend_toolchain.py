@@ -1,18 +1,15 @@
-#!/usr/bin/env python3
-"""Puts what proves the Ascend kernels into .cache/ascend, without root; `make test-ascend` begins with it.
+"""Set up the tools that prove the Ascend kernels in .cache/ascend, without root; `make test-ascend` begins with it.
 
-    venv   triton-ascend, which is a package named `triton` and so never shares an environment with upstream Triton
+    venv   triton-ascend, whose package is named `triton`, so that it needs an environment apart from upstream Triton's
     mlir   MLIR and LLVM 19: Debian packages, downloaded by apt and unpacked, not installed
 
-A call that finds a fitting stamp does nothing. Standard library only. TORCH_INDEX: address of a package index for the
-torch step alone, as in tools/bootstrap.py.
+Does nothing if the stamp of an earlier call fits. Standard library only. TORCH_INDEX as in tools/bootstrap.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -22,6 +19,7 @@ from pathlib import Path
 
 from bootstrap import (
     CONSTRAINTS,
+    PIP_ADVICE,
     ROOT,
     SetUpError,
     free_disk_gb,
@@ -52,37 +50,32 @@ LLVM_TOOLS = ("mlir-opt", "mlir-translate", "opt", "llc")
 
 
 def find_python() -> str:
-    """The running Python if triton-ascend has wheels for it, else one on PATH; empty when there is none."""
-    if "{}.{}".format(*sys.version_info[:2]) in PYTHONS:
-        return sys.executable
-    for version in PYTHONS:
-        python = shutil.which(f"python{version}")
-        # Version managers leave commands on PATH that do not start, or cannot make environments
-        if python and run([python, "-c", "import ensurepip, venv"]).returncode == 0:
+    """A Python that triton-ascend has wheels for, this one if possible, or ""."""
+    # Version managers leave commands on PATH that do not start, or cannot make environments
+    check = f"import ensurepip, sys, venv; sys.exit('%d.%d' % sys.version_info[:2] not in {PYTHONS})"
+    for python in (sys.executable, *(shutil.which(f"python{version}") for version in PYTHONS)):
+        if python and run([python, "-c", check]).returncode == 0:
             return python
     return ""
 
 
-def run(command: Sequence[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def preflight() -> list[str]:
-    """What stands in the way, one message each; empty when the set-up can begin."""
+    """Reasons why the set-up cannot begin, one message each."""
     problems = []
     if not find_python():
         problems.append(
             f"No Python {' or '.join(PYTHONS)}: triton-ascend has no wheels for other versions.\n"
             "    Name one: make PYTHON=python3.11 test-ascend (your system's packages, conda and uv all offer one)."
         )
-    missing = [name for name in ("apt-get", "apt-cache", "dpkg", "dpkg-query") if shutil.which(name) is None]
-    if missing:
+    if missing := [name for name in ("apt-get", "apt-cache", "dpkg", "cc") if shutil.which(name) is None]:
         problems.append(
-            f"No {', '.join(missing)}: MLIR 19 comes from Debian packages (Debian 12, Ubuntu 24.04 or newer).\n"
-            "    Elsewhere, run it in a container of one of these."
+            f"No {', '.join(missing)}: needs a C compiler, and packages of Debian 12, Ubuntu 24.04 or newer.\n"
+            "    For cc: apt install gcc. On other systems, run it in a container of one of these."
         )
-    if shutil.which("cc") is None:
-        problems.append("No C compiler `cc`, which links the lowered kernels. On Debian or Ubuntu: apt install gcc.")
     free_gb = free_disk_gb(CACHE)
     if free_gb < DISK_GB:
         problems.append(f"Too little disk: {free_gb:.1f} GB free for {CACHE}, the set-up needs about {DISK_GB:.0f} GB.")
@@ -91,12 +84,7 @@ def preflight() -> list[str]:
 
 def set_up_triton() -> None:
     venv = CACHE / "venv"
-    advice = (
-        "What to try before running make again:\n"
-        "    network  Behind a proxy, set HTTPS_PROXY. pip's own settings (`pip config list`) are used as they are.\n"
-        "    torch    TORCH_INDEX=<address of a package index> takes torch, and only torch, from there: a CPU-only\n"
-        "             build, because one for CUDA cannot be imported without the libraries that are left out here."
-    )
+    advice = f"{PIP_ADVICE}\nHere torch is {TORCH}, and must be a CPU-only build."
     check = "import torch, triton, triton.backends.ascend, numpy, pybind11"
     for title, command in (
         ("venv", [find_python(), "-m", "venv", "--clear", str(venv)]),
@@ -130,21 +118,18 @@ def set_up_mlir() -> dict[str, str]:
                 )
         no = [f"--no-{kind}" for kind in ("recommends", "suggests", "conflicts", "breaks", "replaces", "enhances")]
         listed = run(["apt-cache", *options, "depends", "--recurse", *no, *DEBIAN_PACKAGES]).stdout
-        needed = {line.strip() for line in listed.splitlines() if line and not line[0].isspace()}
-        packages = sorted({*DEBIAN_PACKAGES, *filter(LIBRARIES.fullmatch, needed)})
+        packages = sorted({*DEBIAN_PACKAGES, *filter(LIBRARIES.fullmatch, listed.splitlines())})
         # -q=2: apt warns of its own sandbox for every file that root downloads.
         download = ["apt-get", "-q=2", *options, "download", *packages]
         run_step(f"{len(packages)} Debian packages", download, folder / "downloads", advice)
         files = sorted((folder / "downloads").glob("*.deb"))
-        unpack = "; ".join(f"dpkg -x {shlex.quote(str(file))} {shlex.quote(str(mlir))}" for file in files)
-        run_step("unpack", ["sh", "-ec", unpack], ROOT, "Is the disk full?")
+        unpack = 'for file in downloads/*.deb; do dpkg -x "$file" "$0"; done'
+        run_step("unpack", ["sh", "-ec", unpack, str(mlir)], folder, "Is the disk full?")
         # Files are named PACKAGE_VERSION_ARCHITECTURE.deb, with %3a for the colon of an epoch
         versions = dict(file.name.replace("%3a", ":").split("_")[:2] for file in files)
-    for path in (mlir / "usr/lib/llvm-19/bin").iterdir():  # with what follows, half of the packages' size
+    for path in (mlir / "usr/lib/llvm-19/bin").iterdir():  # half of the packages' size
         if path.name not in LLVM_TOOLS:
             path.unlink()
-    for unused in ("usr/bin", "usr/share", "usr/include", "etc"):
-        shutil.rmtree(mlir / unused, ignore_errors=True)
     libraries = ":".join([str(mlir / "usr/lib/llvm-19/lib"), *map(str, (mlir / "usr/lib").glob("*-linux-gnu"))])
     for name in LLVM_TOOLS:
         tool = str(mlir / "usr/lib/llvm-19/bin" / name)

@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
-"""Makes .venv and installs nsa-kernels into it; `make demo` and `make test` begin with it.
+"""Make .venv and install nsa-kernels into it; `make demo` and `make test` begin with it.
 
-    preflight (what is missing, what to do about it) -> .venv -> torch -> this package with its extras -> stamp
+    preflight (problems, and what to do about them) -> .venv -> torch -> this package with its extras -> stamp
 
-A call that finds a fitting stamp in .venv does nothing. Standard library only, and free of syntax newer than
-Python 3.8, so that an old Python gets a message instead of a SyntaxError.
+Does nothing if the stamp in .venv fits. Standard library only, and free of syntax newer than Python 3.8, so that an old
+Python gets a message instead of a SyntaxError.
 
 Environment:
     TORCH_INDEX    address of a package index for the torch step alone, such as one that has CPU-only builds
@@ -25,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,10 +33,16 @@ OLDEST_PYTHON = (3, 10)
 STAMP_NAME = ".nsa-bootstrap.json"
 CONSTRAINTS = "constraints.txt"
 PIP_LINES_SHOWN = 25
+PIP_ADVICE = """What to try before running make again:
+    network  Behind a proxy, set HTTPS_PROXY. pip's own settings (`pip config list`) are used as they are.
+    torch    TORCH_INDEX=<address of a package index> takes torch, and only torch, from there
+             (a CPU-only build is smaller by several GB); TORCH_VERSION=<version> takes another version.
+    Python   A very new Python may have no torch build yet: make PYTHON=<an older one, from 3.10>.
+    disk     pip also fills TMPDIR and its cache (PIP_NO_CACHE_DIR=1: no cache)."""
 
 
 class SetUpError(Exception):
-    """A set-up that cannot go on; the message says why and what to do."""
+    """A failed set-up; the message says why and what to do."""
 
 
 class Device(NamedTuple):
@@ -55,17 +61,10 @@ NPU_NODE = Path("/dev/davinci0")
 
 
 def find_device() -> Device:
-    if nvidia_gpu_listed():
-        return GPU
+    with suppress(OSError, subprocess.SubprocessError):
+        if "GPU" in output_of(["nvidia-smi", "-L"]):
+            return GPU
     return NPU if NPU_NODE.exists() or shutil.which("npu-smi") else CPU
-
-
-def nvidia_gpu_listed() -> bool:
-    nvidia_smi = shutil.which("nvidia-smi")
-    try:
-        return nvidia_smi is not None and "GPU" in output_of([nvidia_smi, "-L"])
-    except (OSError, subprocess.SubprocessError):
-        return False
 
 
 def output_of(command: Sequence[str]) -> str:
@@ -75,23 +74,12 @@ def output_of(command: Sequence[str]) -> str:
 
 def torch_requirement(device: Device) -> str:
     version = os.environ.get("TORCH_VERSION", "").strip()
-    if not version or version.startswith("torch"):
-        return version or device.torch
-    return f"torch=={version}" if version[0].isdigit() else f"torch{version}"
-
-
-def python_problem(version: Sequence[int]) -> str:
-    if tuple(version[:2]) >= OLDEST_PYTHON:
-        return ""
-    found, oldest = ".".join(map(str, version[:3])), ".".join(map(str, OLDEST_PYTHON))
-    return (
-        f"Python too old: found {found}, need >= {oldest}.\n"
-        f"    Name a newer one: make PYTHON=python{oldest} (your system's packages, conda and uv all offer one)."
-    )
+    exact = "==" if version[:1].isdigit() else ""
+    return f"torch{exact}{version}" if version else device.torch
 
 
 def preflight(venv: Path, device: Device, *, make_venv: bool, install_torch: bool) -> list[str]:
-    """What stands in the way of the set-up, one message each; empty when it can go on."""
+    """Reasons why the set-up cannot begin, one message each."""
     problems = []
     missing = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
     if make_venv and missing:
@@ -100,7 +88,8 @@ def preflight(venv: Path, device: Device, *, make_venv: bool, install_torch: boo
             "    On Debian or Ubuntu: apt install python3-venv. Without root: a Python from conda or uv, given as\n"
             "    make PYTHON=path/to/python."
         )
-    if make_venv and os.path.lexists(venv) and not is_venv_or_empty(venv):
+    ours = (venv / "pyvenv.cfg").exists() or (venv.is_dir() and not any(venv.iterdir()))
+    if make_venv and os.path.lexists(venv) and not ours:
         problems.append(f"{venv} is in the way and is not a virtual environment.\n    Move it elsewhere.")
     free_gb = free_disk_gb(venv)
     if install_torch and free_gb < device.disk_gb:
@@ -116,24 +105,13 @@ def refuse(problems: Sequence[str]) -> None:
         raise SetUpError("\n".join(["cannot begin.", *(f"  - {problem}" for problem in problems)]))
 
 
-def is_venv_or_empty(path: Path) -> bool:
-    return path.is_dir() and ((path / "pyvenv.cfg").exists() or not any(path.iterdir()))
-
-
 def free_disk_gb(path: Path) -> float:
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     return shutil.disk_usage(existing).free / 1e9
 
 
-def extras_of(pyproject: Path) -> list[str]:
-    """Extras that pyproject.toml has, sorted. Read by lines: Python has a parser of TOML from 3.11 on."""
-    _, _, rest = pyproject.read_text(encoding="utf-8").partition("[project.optional-dependencies]\n")
-    table = re.split(r"^\[", rest, maxsplit=1, flags=re.MULTILINE)[0]
-    return sorted(re.findall(r"^([A-Za-z0-9._-]+) *=", table, re.MULTILINE))
-
-
 def read_stamp(path: Path) -> dict[str, Any]:
-    """What a set-up wrote when it was done; empty unless there is such a file."""
+    """Facts that a set-up wrote when it was done; empty without a valid file."""
     try:
         stamp = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -146,19 +124,16 @@ def write_stamp(path: Path, stamp: dict[str, Any]) -> None:
 
 
 def reason_to_remake(venv: Path, found: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """Why the .venv that is there cannot be used; empty when it can."""
+    """Reason why the .venv that is there cannot be used, or ""."""
     probe = "import sys, pip; print('%d.%d' % sys.version_info[:2])"
     try:
         python = output_of([str(venv_python(venv)), "-I", "-c", probe]).strip()
-    except OSError:
-        return "its Python is gone"
-    except subprocess.SubprocessError:
-        return "its Python is broken or has no pip"
-    if python != wanted["python"]:
-        return f"it has Python {python}, this is Python {wanted['python']}"
-    for key in ("checkout", "device"):
-        if found.get(key, wanted[key]) != wanted[key]:
-            return f"it was made for another {key}: {found[key]}"
+    except (OSError, subprocess.SubprocessError):
+        return "its Python is gone, is broken or has no pip"
+    made_for = {**found, "python": python}
+    for key in ("python", "checkout", "device"):
+        if made_for.get(key, wanted[key]) != wanted[key]:
+            return f"it was made for another {key}: {made_for[key]}"
     return ""
 
 
@@ -197,28 +172,19 @@ def run_step(title: str, command: Sequence[str], root: Path, advice: str) -> Non
     )
 
 
-def pip_advice(venv: Path) -> str:
-    return (
-        "What to try before running make again:\n"
-        "    network  Behind a proxy, set HTTPS_PROXY. pip's own settings (`pip config list`) are used as they are.\n"
-        "    torch    TORCH_INDEX=<address of a package index> takes torch, and only torch, from there\n"
-        "             (a CPU-only build is smaller by several GB); TORCH_VERSION=<version> takes another version.\n"
-        "    Python   A very new Python may have no torch build yet: make PYTHON=<an older one, from 3.10>.\n"
-        f"    disk     {free_disk_gb(venv):.1f} GB are free for {venv.name}; pip also fills TMPDIR and its cache "
-        "(PIP_NO_CACHE_DIR=1: no cache)."
-    )
-
-
 def set_up(root: Path, venv: Path, extras: Sequence[str], *, need_gpu: bool = False) -> None:
-    too_old = python_problem(sys.version_info[:3])
-    if too_old:
-        raise SetUpError(too_old)
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        oldest = "{}.{}".format(*OLDEST_PYTHON)
+        raise SetUpError(
+            "Python too old: found {}.{}.{}".format(*sys.version_info[:3]) + f", need >= {oldest}.\n"
+            f"    Name a newer one: make PYTHON=python{oldest} (your system's packages, conda and uv all offer one)."
+        )
     found = read_stamp(venv / STAMP_NAME)
     device = find_device()
     if need_gpu and device is not GPU:
         raise SetUpError("this needs an NVIDIA GPU, and `nvidia-smi -L` lists none here.")
     if device is CPU and found.get("device") == GPU.label:
-        device = GPU  # what was set up for a GPU works without one too: a cluster's login node keeps it
+        device = GPU  # works without one too: a cluster's login node keeps it
     torch = torch_requirement(device)
     wanted = {
         "checkout": str(root),
@@ -248,9 +214,9 @@ def set_up(root: Path, venv: Path, extras: Sequence[str], *, need_gpu: bool = Fa
     # torch comes first, so that it never arrives as another package's dependency, and is named again in the second
     # step, so that no extra replaces it. An index of torch's own has not every version that CONSTRAINTS names.
     pinned, all_extras = ["--constraint", CONSTRAINTS], ",".join(wanted["extras"])
-    run_step(torch, pip_install(venv, *torch_index(*pinned), torch), root, pip_advice(venv))
+    run_step(torch, pip_install(venv, *torch_index(*pinned), torch), root, PIP_ADVICE)
     package = ["-e", f".[{all_extras}]" if all_extras else ".", torch]
-    run_step(f"nsa-kernels [{all_extras}]", pip_install(venv, *pinned, *package), root, pip_advice(venv))
+    run_step(f"nsa-kernels [{all_extras}]", pip_install(venv, *pinned, *package), root, PIP_ADVICE)
     kept_extras = found["extras"] if same else ()
     write_stamp(venv / STAMP_NAME, {**wanted, "extras": sorted({*wanted["extras"], *kept_extras})})
 
@@ -261,11 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--venv", default=".venv", help="folder, relative to the checkout (default: .venv)")
     parser.add_argument("--gpu", action="store_true", help="refuse to begin without an NVIDIA GPU")
     args = parser.parse_args(argv)
-    extras = [extra.strip() for extra in args.extras.split(",") if extra.strip()]
-    known = extras_of(ROOT / "pyproject.toml")
-    for extra in extras:
-        if extra not in known:
-            parser.error(f"argument --extras: must be of {', '.join(known)}, got {extra!r}")
+    extras = list(filter(None, args.extras.split(",")))
     return status_of("Set-up", lambda: set_up(ROOT, ROOT / args.venv, extras, need_gpu=args.gpu))
 
 
@@ -273,13 +235,12 @@ def status_of(name: str, set_up: Callable[[], None]) -> int:
     """Exit status of a set-up, whose failure is printed."""
     try:
         set_up()
+        return 0
     except SetUpError as error:
         print(f"{name}: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
-        print(f"\n{name}: interrupted; the next call goes on from here.", file=sys.stderr)
-        return 1
-    return 0
+        print(f"\n{name}: interrupted; the next call continues from here.", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Count two habits that keep our prose from reading as English, and fail where a folder has more than its limit.
 
 Openings: docstrings that begin with Of, That, What, Whether, Which or How. Each docstring should stand alone: a noun
@@ -15,7 +14,7 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,49 +42,44 @@ def docstrings(tree: ast.AST) -> Iterator[str]:
 
 def comments(source: str) -> list[str]:
     """Comments of a source; consecutive lines are one, since a line may end between two words."""
-    runs: dict[int, str] = {}
+    runs: list[str] = []
     last = -2
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             line, text = token.start[0], token.string.lstrip("# ")
-            first = next(reversed(runs)) if last == line - 1 else line
-            runs[first] = f"{runs.get(first, '')} {text}"
+            runs.append(f"{runs.pop()} {text}" if last == line - 1 else text)
             last = line
-    return list(runs.values())
+    return runs
 
 
-def count(path: Path) -> tuple[int, int]:
-    """Number of openings and of words in a Python file or a page."""
+def habits(path: Path) -> tuple[list[str], list[str]]:
+    """Openings and words in a Python file or a page."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
-        return 0, len(WORD.findall(" ".join(NOT_PROSE.sub("", text).split())))
-    documented = list(docstrings(ast.parse(text)))
-    prose = [" ".join(each.split()) for each in [*documented, *comments(text)]]
-    return sum(OPENING.match(each) is not None for each in documented), sum(len(WORD.findall(each)) for each in prose)
+        return [], WORD.findall(" ".join(NOT_PROSE.sub("", text).split()))
+    documented = [" ".join(each.split()) for each in docstrings(ast.parse(text))]
+    prose = " | ".join([*documented, *comments(text)])
+    return [each[:40] for each in documented if OPENING.match(each)], WORD.findall(prose)
 
 
-def check(root: Path, limits: dict[str, tuple[int, int]], show_all: bool = False) -> bool:
-    """Print each folder's counts, and its files' if it exceeds its limit or with `show_all`; True if none does."""
+def check(root: Path, limits: dict[str, tuple[int, int]]) -> bool:
+    """Print each folder's counts, and what was found if there is more than its limit; True if there is not."""
     passed = True
-    for name, (openings_limit, words_limit) in limits.items():
+    for name, limit in limits.items():
         place = root / name
         files = [place] if place.is_file() else sorted({*place.rglob("*.py"), *place.rglob("*.md")})
-        counts = {file: count(file) for file in files}
-        openings, words = (sum(each[i] for each in counts.values()) for i in range(2))
-        within = openings <= openings_limit and words <= words_limit
-        passed = passed and within
-        print(f"{name}: {openings} openings (at most {openings_limit}), {words} words (at most {words_limit})")
-        for file, (of_file, in_file) in counts.items():
-            if (show_all or not within) and (of_file or in_file):
-                print(f"  {file.relative_to(root).as_posix()}: {of_file} openings, {in_file} words")
+        found = {file.relative_to(root): habits(file) for file in files}
+        openings, words = (sum(map(len, each)) for each in zip(*found.values(), strict=True))
+        print(f"{name}: {openings} openings (at most {limit[0]}), {words} words (at most {limit[1]})")
+        if openings > limit[0] or words > limit[1]:
+            passed = False
+            print(*(f"  {file}: {', '.join([*a, *b])}" for file, (a, b) in found.items() if a or b), sep="\n")
     return passed
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", action="store_true", help="show the counts of every file")
-    args = parser.parse_args(argv)
-    return 0 if check(ROOT, LIMITS, args.files) else 1
+def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    return int(not check(ROOT, LIMITS))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
-"""Checks the Triton kernels on this machine's NVIDIA GPU, for owners of cards on which they were never run.
+"""Check the Triton kernels on this machine's NVIDIA GPU, for owners of cards on which they were never run.
 
-NSA is timed beside dense attention and fla, its errors against fp64 first; then the tests that need a GPU run. The file
-bench/results/local/check-CARD.json holds both (schema: docs/results_files.md); docs/usage.md says where to send it.
+Times NSA beside dense attention and fla, runs the tests that need a GPU, and writes both to
+bench/results/local/check-CARD.json (schema: docs/results_files.md); docs/usage.md says where to send it.
 """
 
 from __future__ import annotations
@@ -35,20 +34,16 @@ def main(argv: list[str] | None = None, folder: Path = LOCAL_RESULTS) -> int:
         mend = "if the driver is too old for this build, TORCH_INDEX names an index of builds for its CUDA version"
         sys.exit(f"This check needs an NVIDIA GPU that PyTorch {torch.__version__} can use: {reason} ({mend})")
     card = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())
-    out, report = folder / f"check-{card}.json", folder / f"check-{card}.xml"
-    for earlier in (out, report):
-        earlier.unlink(missing_ok=True)
-    times = run(*TIMES, "--out", str(out))
-    tests = run(*TESTS, f"--junitxml={report}")
-    statuses = {"times": times, "tests": tests}
+    out, report = (folder / f"check-{card}.{ending}" for ending in ("json", "xml"))
+    out.unlink(missing_ok=True)
+    report.unlink(missing_ok=True)
+    statuses = {}
+    for name, command in (("times", [*TIMES, "--out", str(out)]), ("tests", [*TESTS, f"--junitxml={report}"])):
+        statuses[name] = subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
     found = {**environment(torch.device("cuda")), **read_results(out)}
     write_json(out, {**found, "statuses": statuses, "tests": outcomes(report) if report.exists() else None})
     print(f"{relative(out)} holds times and outcomes of tests; docs/usage.md says where to send it.")
     return int(any(statuses.values()))
-
-
-def run(*arguments: str) -> int:
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, check=False).returncode
 
 
 def outcomes(report: Path) -> dict[str, Any]:

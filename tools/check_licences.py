@@ -1,10 +1,7 @@
-#!/usr/bin/env python3
-"""Licences and known vulnerabilities of what is installed beside this script's Python; `make lint` ends with it.
+"""Check licences and known vulnerabilities of the packages beside this script's Python; `make lint` ends with it.
 
 Licences: every distribution's own statement (License-Expression, else its classifiers, else the first line of License)
-must hold terms of ALLOWED only; EXCEPTIONS names packages whose statement says less, with what was read in them.
-Advisories: `pip-audit`, where it reaches its index. Where it does not, that is said, and is no failure: a list of
-vulnerabilities changes by the day, and offline there is none to be had.
+must hold terms of ALLOWED only. Advisories: `pip-audit`; it is no failure if that cannot reach its index.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from importlib import metadata
 
@@ -37,13 +34,10 @@ ADVISORY_SECONDS = 120
 def statement(distribution: metadata.Distribution) -> list[str]:
     """Terms that a distribution gives for itself."""
     facts = distribution.metadata
-    expression = facts.get("License-Expression")
-    if expression:
+    if expression := facts.get("License-Expression"):
         return [term.strip("() ") for term in re.split(r"\b(?:AND|OR)\b", str(expression))]
     classifiers = [line.rpartition(" :: ")[2] for line in facts.get_all("Classifier") or [] if line.startswith("Licen")]
-    if classifiers:
-        return classifiers
-    return (facts.get("License") or "").strip().splitlines()[:1]
+    return classifiers or (facts.get("License") or "").strip().splitlines()[:1]
 
 
 def licence_problems(distributions: Iterable[metadata.Distribution]) -> list[str]:
@@ -64,27 +58,18 @@ def advisories() -> tuple[bool, str]:
     """True unless a vulnerability of an installed package is known, and what to print."""
     command = [sys.executable, "-m", "pip_audit", "--format", "json", "--progress-spinner", "off", "--skip-editable"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ADVISORY_SECONDS, check=False)
+        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=ADVISORY_SECONDS, check=False)
         audited = json.loads(done.stdout)["dependencies"]
-    except subprocess.TimeoutExpired:
-        return True, f"not checked: pip-audit had no answer after {ADVISORY_SECONDS} s"
-    except (ValueError, KeyError, TypeError):
-        return True, f"not checked: pip-audit failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}"
+    except (subprocess.TimeoutExpired, ValueError, KeyError, TypeError) as error:
+        return True, f"not checked, since pip-audit gave no list: {error}"
     skipped = [each["name"] for each in audited if "skip_reason" in each]
-    known = [
-        f"{each['name']} {each['version']}: {vulnerability['id']}"
-        for each in audited
-        for vulnerability in each.get("vulns", ())
-    ]
+    known = [f"\n  {one['name']} {one['version']}: {bug['id']}" for one in audited for bug in one.get("vulns", ())]
     shown = f"{len(audited) - len(skipped)} packages checked, {len(known)} known vulnerabilities"
-    if skipped:
-        shown += f"; not checked: {', '.join(skipped)}"
-    return not known, "\n".join([shown, *(f"  {line}" for line in known)])
+    return not known, shown + (f"; not checked: {', '.join(skipped)}" if skipped else "") + "".join(known)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args(argv)
+def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     distributions = list(metadata.distributions())
     problems = licence_problems(distributions)
     print(f"Licences: {len(distributions)} packages checked, {len(problems)} not allowed")

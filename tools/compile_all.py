@@ -1,15 +1,12 @@
-#!/usr/bin/env python3
-"""Compiles every CuTe kernel of ours and every FlashAttention-4 kernel that we call, without a GPU.
+"""Compile every CuTe kernel of ours and every FlashAttention-4 kernel that we call, without a GPU.
 
     one process per architecture -> kernels that the calls of tests/support/kernel_calls.py launch, one after the
     other -> a line each: size of the cubin, hash of its machine code, seconds
 
-A case fails unless its cubin exists, was assembled for the architecture, and reads no uniform register that nothing
-writes: some versions of ptxas assemble such code. Failures are repeated at the end; the exit status is 1 then. Hashes
-are of instructions and constants alone: kernels' symbols, which hold names of modules and classes, are left out.
-`--against LOG` compares hashes with those of an earlier log: the same machine code after a change of the sources has
-nothing new to show on a GPU. `--kernels` compiles some kernels alone, whose lines take the place of theirs in the log.
-Needs the packages of the extras `cuda` and `dev`: Triton brings nvdisasm.
+A case fails unless its cubin exists, is for the architecture, and reads no uniform register that nothing writes, which
+some versions of ptxas do. Failures are repeated at the end; the exit status is 1 then. Hashes are of instructions and
+constants alone, without the names of modules and classes. `--against LOG` compares them with those of an earlier log:
+code that is the same after a change of the sources needs no GPU. Needs the extras `cuda` and `dev` (nvdisasm).
 """
 
 from __future__ import annotations
@@ -45,10 +42,7 @@ from tests.support import kernel_calls
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "flash-attn-4")
-
-
-TARGETS = {"sm_90a": 132, "sm_100a": 148}
-"""Streaming multiprocessors, which kernels' grids are chosen for, by architecture."""
+TARGETS = {"sm_90a": 132, "sm_100a": 148}  # Multiprocessors, which grids are chosen for, by architecture
 
 
 class Case(NamedTuple):
@@ -60,11 +54,6 @@ class Case(NamedTuple):
     dtype: torch.dtype | None
     variant: str  # Further arguments that are compiled in; those that are None, False, 0 or empty are left out
     compile: Callable[[], bytes]  # Returns the cubin
-
-    @property
-    def family(self) -> str:
-        """What shares one source: a kernel of ours, or all of FlashAttention-4."""
-        return self.kernel.partition(".")[0]
 
 
 class Result(NamedTuple):
@@ -91,25 +80,20 @@ HEADER = LINE.format("arch", "kernel", "D", "G", "dtype", "bytes", "sha256", "s"
 
 def case_of(kernel: Any) -> Case:
     """The case of a `jit.Kernel`, by the names of what its function compiles with."""
-    bound = inspect.signature(kernel.build).bind(*kernel.arguments, **kernel.keywords)
+    build = kernel.build
+    bound = inspect.signature(build).bind(*kernel.arguments, **kernel.keywords)
     bound.apply_defaults()
     values = dict(bound.arguments)
     if form := values.pop("form", None):  # of FlashAttention-4's kernels
         values |= vars(form)
         del values["arch"]
-    dim, dtype = values.pop("dim", None), values.pop("dtype", None)
+    dim, dtype, group = (values.pop(name, None) for name in ("dim", "dtype", "group"))
     if dim is None:
         dim = (values.get("dims") or (values.get("q_dim"),))[0]
-    group = values.pop("group", None)
     variant = ",".join(filter(None, (shown(key, value, dim, dtype) for key, value in values.items())))
-    return Case(name_of(kernel.build), dim, group, dtype, variant or "-", lambda: kernel.compiled.__cubin__ or b"")
-
-
-def name_of(build: Any) -> str:
-    """The class whose `compile` this is; FlashAttention-4's have the name of the function."""
-    if build.__module__ == "cute_kernels.fa4.kernels":
-        return f"fa4.{build.__name__}"
-    return str(build.__qualname__.removesuffix(".compile"))
+    of_fa4 = build.__module__ == "cute_kernels.fa4.kernels"
+    name = f"fa4.{build.__name__}" if of_fa4 else build.__qualname__.removesuffix(".compile")
+    return Case(name, dim, group, dtype, variant or "-", lambda: kernel.compiled.__cubin__ or b"")
 
 
 def shown(name: str, value: Any, dim: int | None, dtype: torch.dtype | None) -> str:
@@ -125,13 +109,12 @@ def shown(name: str, value: Any, dim: int | None, dtype: torch.dtype | None) -> 
 
 
 def pairwise(cases: Iterable[Case]) -> list[Case]:
-    """Few cases with every value of every kernel, and every pair of (D, G, dtype) of every family."""
+    """Few cases with every value of every kernel, and every pair of (D, G, dtype) of each source."""
     remaining = {case: covers(case) for case in cases}
     chosen = []
     while any(remaining.values()):
-        best = max(remaining, key=lambda case: len(remaining[case]))
-        chosen.append(best)
-        covered = remaining.pop(best)
+        chosen.append(max(remaining, key=lambda case: len(remaining[case])))
+        covered = remaining.pop(chosen[-1])
         for goals in remaining.values():
             goals -= covered
     return chosen
@@ -140,15 +123,11 @@ def pairwise(cases: Iterable[Case]) -> list[Case]:
 def covers(case: Case) -> set[Hashable]:
     sizes = [("dim", case.dim), ("group", case.group), ("dtype", case.dtype)]
     values = {(case.kernel, *value) for value in [*sizes, ("variant", case.variant)]}
-    return values | {(case.family, *pair) for pair in itertools.combinations(sizes, 2)}
-
-
-MATRICES: dict[str, Callable[[Iterable[Case]], Iterable[Case]]] = {"full": iter, "pairwise": pairwise}
+    source = case.kernel.partition(".")[0]  # FlashAttention-4's kernels share one
+    return values | {(source, *pair) for pair in itertools.combinations(sizes, 2)}
 
 
 def try_case(arch: str, case: Case) -> Result:
-    from dispatch.registry import short_name
-
     start = time.monotonic()
     cubin, error = b"", ""
     try:
@@ -157,11 +136,11 @@ def try_case(arch: str, case: Case) -> Result:
     except Exception as exception:
         traceback.print_exc()
         error = f"{type(exception).__name__}: {exception}"
-    dtype = "-" if case.dtype is None else short_name(case.dtype)
-    dim, group = ("-" if size is None else str(size) for size in (case.dim, case.group))
-    sha256 = hashlib.sha256(code_of(cubin)).hexdigest()[:12]
-    seconds = time.monotonic() - start
-    return Result(arch, case.kernel, dim, group, dtype, case.variant, len(cubin), sha256, seconds, error)
+    sizes = (case.dim, case.group, case.dtype)
+    dim, group, dtype = ("-" if size is None else str(size).removeprefix("torch.") for size in sizes)
+    what = (arch, case.kernel, dim, group, dtype, case.variant)
+    digest = hashlib.sha256(code_of(cubin)).hexdigest()
+    return Result(*what, len(cubin), digest[:12], time.monotonic() - start, error)
 
 
 def code_of(cubin: bytes) -> bytes:
@@ -234,15 +213,14 @@ def compile_here(arch: str, matrix: str, kernels: Sequence[str] | None) -> None:
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no result
     cases = (case for case in map(case_of, kernel_calls.kernels()) if kernels is None or case.kernel in kernels)
-    for case in MATRICES[matrix](cases):
+    for case in pairwise(cases) if matrix == "pairwise" else cases:
         print(json.dumps(try_case(arch, case)), file=lines, flush=True)
 
 
 def child_environment(arch: str, dump: str) -> dict[str, str]:
-    """What must be set before the compilers are imported."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("NSA_KERNELS_")}
+    """Variables that must be set before the compilers are imported."""
     return {
-        **inherited,
+        **{name: value for name, value in os.environ.items() if not name.startswith("NSA_KERNELS_")},
         "CUTE_DSL_ARCH": arch,
         "CUTE_DSL_KEEP": "cubin",
         "CUTE_DSL_DUMP_DIR": dump,
@@ -263,9 +241,7 @@ def compile_for(arch: str, matrix: str, kernels: Sequence[str] | None) -> list[R
     with tempfile.TemporaryDirectory() as dump:
         environ = child_environment(arch, dump)
         with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as child:
-            if child.stdout is None:
-                raise RuntimeError("the child has no output")
-            for line in child.stdout:
+            for line in child.stdout or ():
                 results.append(Result(*json.loads(line)))
                 print(f"{results[-1].line}\n", end="", flush=True)  # one write: the other child's lines come between
     if child.returncode != 0 or not (results or kernels):
@@ -303,38 +279,35 @@ def results_of(log: str) -> list[Result]:
         fields = line.split()
         if len(fields) == len(HEADER.split()) and fields[0] in TARGETS:
             *what, size, sha256, seconds, variant = fields
-            failed = size == "FAILED"
-            error = "as the log says" if failed else ""
-            results.append(Result(*what, variant, 0 if failed else int(size), sha256, float(seconds), error))
+            cubin, error = (0, "as the log says") if size == "FAILED" else (int(size), "")
+            results.append(Result(*what, variant, cubin, sha256, float(seconds), error))
     return results
 
 
-def replaced(old: Iterable[Result], new: Sequence[Result]) -> list[Result]:
-    """The old results with these in the place of those of their kernels, those of further kernels at the end."""
-    remaining = list(new)
+def replaced(old: Iterable[Result], new: Iterable[Result]) -> list[Result]:
+    """The old results with the new ones in place of those of their kernels, those of further kernels at the end."""
+    of_kernel: dict[tuple[str, ...], list[Result]] = {}
+    for result in new:
+        of_kernel.setdefault(result[:2], []).append(result)
     results: list[Result] = []
-    for result in old:
-        same = [one for one in new if one[:2] == result[:2]]
-        results += [one for one in same if one in remaining] if same else [result]
-        remaining = [one for one in remaining if one not in same]  # all stand where the first one stood
-    return results + remaining
+    kernels = {*of_kernel}
+    for result in old:  # the first line of a kernel gives way to all its new ones
+        results += of_kernel.pop(result[:2], []) if result[:2] in kernels else [result]
+    return [*results, *itertools.chain(*of_kernel.values())]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile every CuTe kernel without a GPU.")
-    parser.add_argument("--arch", default=",".join(TARGETS), help="architectures (default: %(default)s)")
-    parser.add_argument("--matrix", choices=MATRICES, default="full", help="pairwise: about a third (default: full)")
+    parser.add_argument("--arch", choices=TARGETS, help="default: both")
+    parser.add_argument(
+        "--matrix", choices=("full", "pairwise"), default="full", help="pairwise: about a third (default: full)"
+    )
     parser.add_argument("--kernels", help="names by commas: these alone; with --log the others' lines stay as they are")
     parser.add_argument("--log", type=Path, help="also write the table, with versions, to this file")
-    parser.add_argument(
-        "--against", type=Path, metavar="LOG", help="list the kernels whose code differs from this log's"
-    )
+    parser.add_argument("--against", type=Path, metavar="LOG", help="list kernels whose code differs from this log's")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    archs = args.arch.split(",")
-    unknown = [arch for arch in archs if arch not in TARGETS]
-    if unknown:
-        parser.error(f"--arch takes {', '.join(TARGETS)}, got {', '.join(unknown)}")
+    archs = [args.arch] if args.arch else [*TARGETS]
     kernels = args.kernels.split(",") if args.kernels else None
     if args.child:
         compile_here(args.arch, args.matrix, kernels)

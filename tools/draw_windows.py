@@ -1,13 +1,9 @@
-"""Draw docs/neighborhoods.svg: which keys each query sees at the borders, taken from the reference's own definition.
-
-`python tools/draw_windows.py` writes the file; a test holds it against what this module draws.
-"""
+"""Draw docs/neighborhoods.svg: which keys each query sees at the borders, taken from the reference's own definition."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -37,11 +33,11 @@ text { font-family: sans-serif; font-size: 11px; fill: #24292f }
 .moved { fill: #e67e22 }
 .dropped { fill: none; stroke: #c0392b; stroke-dasharray: 3 2 }
 """
-LEGEND = {
-    "own": "the query's own key",
-    "seen": "a neighbor",
-    "moved": "a neighbor because the window was moved inside",
-    "dropped": "dropped: there is no such token",
+LEGEND = {  # by class: position, meaning
+    "own": (0, "the query's own key"),
+    "seen": (158, "a neighbor"),
+    "moved": (262, "a neighbor because the window was moved inside"),
+    "dropped": (582, "dropped: there is no such token"),
 }
 
 
@@ -64,30 +60,27 @@ def cells(kernel_size: int, dilation: int, boundary: str, causal: bool) -> list[
 
 def draw() -> str:
     width, height = PANEL * len(PANELS) + EDGE, TOP + SIDE + 42
+    grid = "".join(f"M0 {at}h{SIDE}M{at} 0v{SIDE}" for at in range(0, SIDE + 1, CELL))
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">',
         f"<style>{STYLE}</style>",
         f'<rect width="{width}" height="{height}" rx="8" fill="white"/>',
+        f'<text x="{-TOP - SIDE // 2}" y="23" class="middle" transform="rotate(-90)">← queries</text>',
     ]
     for i, (title, kernel_size, *window) in enumerate(PANELS):
-        left = EDGE + i * PANEL + MARGIN * CELL
-        middle = left + SIDE // 2
+        squares = cells(kernel_size, *window)
         lines += [
-            f'<text x="{middle}" y="20" class="title middle">{title}</text>',
-            f'<text x="{middle}" y="36" class="middle">kernel_size={kernel_size}</text>',
-            f'<text x="{middle}" y="52" class="middle">keys →</text>',
+            f'<g transform="translate({EDGE + i * PANEL + MARGIN * CELL} {TOP})">',
+            f'<text x="{SIDE // 2}" y="-38" class="title middle">{title}</text>',
+            f'<text x="{SIDE // 2}" y="-22" class="middle">kernel_size={kernel_size}</text>',
+            f'<text x="{SIDE // 2}" y="-6" class="middle">keys →</text>',
+            f'<path class="grid" d="{grid}"/>',
+            *(_square(key * CELL + 2, query * CELL + 2, CELL - 4, kind) for query, key, kind in squares),
+            "</g>",
         ]
-        across = "".join(f"M{left} {TOP + n * CELL}h{SIDE}" for n in range(TOKENS + 1))
-        down = "".join(f"M{left + n * CELL} {TOP}v{SIDE}" for n in range(TOKENS + 1))
-        lines.append(f'<path class="grid" d="{across}{down}"/>')
-        for query, key, kind in cells(kernel_size, *window):
-            lines.append(_square(left + key * CELL + 2, TOP + query * CELL + 2, CELL - 4, kind))
-    x, y = EDGE + CELL // 2, TOP + SIDE // 2
-    lines.append(f'<text x="{x}" y="{y}" class="middle" transform="rotate(-90 {x} {y})">← queries</text>')
-    x, y = EDGE + MARGIN * CELL, height - 24
-    for kind, meaning in LEGEND.items():
+    for kind, (at, meaning) in LEGEND.items():
+        x, y = EDGE + MARGIN * CELL + at, height - 24
         lines += [_square(x, y, 12, kind), f'<text x="{x + 18}" y="{y + 10}">{meaning}</text>']
-        x += 44 + 6 * len(meaning)
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -95,9 +88,8 @@ def _square(x: int, y: int, size: int, kind: str) -> str:
     return f'<rect x="{x}" y="{y}" width="{size}" height="{size}" rx="2" class="{kind}"/>'
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args(argv)
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PICTURE.write_text(draw(), encoding="utf-8")
 
 

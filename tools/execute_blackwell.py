@@ -1,35 +1,32 @@
-#!/usr/bin/env python3
-"""Executes every kernel that a Blackwell GPU runs, instruction by instruction on a CPU -> OUT (docs/blackwell.md).
+"""Execute every kernel that a Blackwell GPU runs, instruction by instruction on a CPU -> OUT (docs/blackwell.md).
 
-    cases of tests/support/blackwell_cases.py, each in one of some processes: errors against fp64, findings of races
-    deletions of tests/ptx/mutations.py: the instructions that order a kernel, one left out at a time. Reasons
-        why a deletion changes nothing that a run cannot tell are kept from OUT, by kernel and instruction
+    cases of tests/support/blackwell_cases.py, several processes at once: errors against fp64, findings of races
+    deletions of tests/ptx/mutations.py: the instructions that order a kernel, one left out at a time
 
-OUT is written whenever a case is done: its row takes the place of the earlier one, and holds the commit that was run.
-So an interrupted run goes on with --resume, and --match runs some again: "deletions" all of those, and no case.
-
-The exit status is 1 if a result is beyond its budget, a case raised, a finding is not understood, or a kernel of ours
-was not executed. Needs no GPU, and the packages of the `cuda` and `dev` extras.
+The rows of a case are written as soon as it is done, with their commit: --resume continues an interrupted run, and
+--match runs some again ("deletions": only those). The exit status is 1 if a result is beyond its budget, a case raised,
+a finding is unknown, or a kernel of ours was not executed. Needs the extras `cuda` and `dev`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
 from bench.commit import commit
 from bench.report import RESULTS, command_line, environment, relative, write_json
@@ -37,29 +34,17 @@ from bench.report import RESULTS, command_line, environment, relative, write_jso
 OUT = RESULTS / "blackwell-executed.json"
 BAR = 0.85  # Share of deletions, if executed and not seen to change nothing, that must be found
 MOST = 240  # Characters of an instruction, and of what noticed a deletion
-
-
 Row = dict[str, Any]
 
 
-class Task(NamedTuple):
-    name: str
-    function: Callable[[Any], list[Row]]
-    argument: Any
-
-
-def all_tasks() -> list[Task]:
-    from tests.support import blackwell_cases as blackwell  # which imports compilers
+def all_tasks() -> dict[str, Callable[[], list[Row]]]:
+    """Functions that return rows, by name of a case or of a group of deletions."""
+    from tests.support import blackwell_cases as blackwell  # late, since it imports compilers
     from tests.support import deletion_cases
 
     table = enumerate(blackwell.table())
-    cases = [Task(f"{case.name}, {schedule}", run_case, i) for i, (case, schedule, _) in table]
-    return cases + [Task(f"deletions, {group}", run_deletions, group) for group in deletion_cases.GROUPS]
-
-
-def prepare_process() -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+    cases = {f"{case.name}, {schedule}": partial(run_case, i) for i, (case, schedule, _) in table}
+    return cases | {f"deletions, {group}": partial(run_deletions, group) for group in deletion_cases.GROUPS}
 
 
 def run_case(index: int) -> list[Row]:
@@ -98,8 +83,8 @@ def run_deletions(group: str) -> list[Row]:
 def read_rows(out: Path) -> dict[str, list[Row]]:
     """Rows that OUT holds, by the names of tasks."""
     rows: dict[str, list[Row]] = {}
-    content = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"cases": [], "deletions": []}
-    for row in [*content["cases"], *content["deletions"]]:
+    content = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    for row in itertools.chain(*(content.get(name, []) for name in ("cases", "deletions"))):
         name = f"{row['case']}, {row['schedule']}" if "case" in row else f"deletions, {row['group']}"
         rows.setdefault(name, []).append(row)
     return rows
@@ -113,13 +98,14 @@ def keep_reasons(rows: list[Row], earlier: list[Row]) -> None:
             row["reason"] = row["reason"] or reasons.get((row["kernel"], row["instruction"]), "")
 
 
-def listed(rows: dict[str, list[Row]], tasks: Sequence[Task]) -> dict[str, list[Row]]:
+def listed(rows: dict[str, list[Row]], tasks: Iterable[str]) -> dict[str, list[Row]]:
     """Rows of these tasks, in their order: cases, and deletions."""
-    every = [row for task in tasks for row in rows.get(task.name, [])]
+    every = [row for name in tasks for row in rows.get(name, [])]
     return {"cases": [row for row in every if "case" in row], "deletions": [row for row in every if "case" not in row]}
 
 
-def problems_of(cases: Sequence[Row], deletions: Sequence[Row]) -> Iterator[str]:
+def problems_of(cases: Sequence[Row], deletions: Sequence[Row], *, whole: bool = False) -> Iterator[str]:
+    """Problems of rows. Args: `whole`: True if every form of a kernel must be among them."""
     from tests.support import blackwell_cases as blackwell
 
     for row in cases:
@@ -131,6 +117,8 @@ def problems_of(cases: Sequence[Row], deletions: Sequence[Row]) -> Iterator[str]
         found = [row["found"] for row in deletions if row["kernel"] == kernel and row["executed"] and not row["reason"]]
         if sum(found) < BAR * len(found):
             yield f"{kernel}: {sum(found)} of {len(found)} deletions were found"
+    if whole:
+        yield from (f"{form} was not executed" for form in blackwell.missing(f for row in cases for f in row["forms"]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,34 +129,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="run only what OUT does not hold")
     args = parser.parse_args(argv)
     tasks = all_tasks()
-    chosen = [task for task in tasks if args.match in task.name]
+    rows, chosen = read_rows(args.out), [name for name in tasks if args.match in name]
     if not chosen:
         parser.error(f"--match {args.match!r} fits none of {len(tasks)} cases and deletions")
-    rows = read_rows(args.out)
     if args.resume:
-        chosen = [task for task in chosen if task.name not in rows]
+        chosen = [name for name in chosen if name not in rows]
     problems = []
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    pool = ProcessPoolExecutor(args.jobs, get_context("spawn"), prepare_process)
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    pool = ProcessPoolExecutor(args.jobs, get_context("spawn"), torch.set_num_threads, (1,))
     facts = {**environment(torch.device("cpu")), "device": "interpreted", "command": command_line(argv)}
-    with pool, Progress(*columns) as progress:
-        bar = progress.add_task("", total=len(chosen))
-        futures = {pool.submit(task.function, task.argument): task for task in chosen}
-        for future in as_completed(futures):
-            name = futures[future].name
+    with pool:
+        futures = {pool.submit(tasks[name]): name for name in chosen}
+        for future in track(as_completed(futures), "cases", total=len(futures)):
+            name = futures[future]
             if error := future.exception():
                 problems.append(f"{name}: {type(error).__name__}: {error}")
             else:
                 keep_reasons(future.result(), rows.get(name, []))
                 rows[name] = future.result()
                 write_json(args.out, {**facts, **listed(rows, tasks)})
-            progress.update(bar, advance=1, description=name[:60])
     cases, deletions = listed(rows, tasks).values()
-    problems += problems_of(cases, deletions)
-    if not args.match:
-        from tests.support import blackwell_cases as blackwell
-
-        problems += [f"{form} was not executed" for form in blackwell.missing(f for row in cases for f in row["forms"])]
+    problems += problems_of(cases, deletions, whole=not args.match)
     print(*(problems or [f"{len(cases)} cases, each within its budget"]), sep="\n")
     return int(bool(problems))
 

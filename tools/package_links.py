@@ -1,9 +1,7 @@
-#!/usr/bin/env python3
-"""Writes the repository's address into README.md and pyproject.toml, before a release is built.
+"""Write the repository's address into README.md and pyproject.toml, before a release is built.
 
-A package's page has none of the other files: links of README.md lead to those of the version's tag in the repository,
-pictures to what they hold, and the metadata lists the address. The files of a checkout have no address, so that they
-fit every fork and the documentation site: `git checkout README.md pyproject.toml` afterwards. Standard library only.
+Links of README.md, which becomes the package's page, then lead to the version's tag, and the metadata lists the
+address. A checkout has none, so that it fits every fork: `git checkout README.md pyproject.toml` afterwards.
 """
 
 from __future__ import annotations
@@ -14,20 +12,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 README, PYPROJECT = ROOT / "README.md", ROOT / "pyproject.toml"
-URLS = {
+URLS = {  # of the metadata
     "Repository": "{repository}",
     "Documentation": "{repository}/blob/{tag}/docs/usage.md",
     "Changelog": "{repository}/blob/{tag}/CHANGELOG.md",
     "Issues": "{repository}/issues",
 }
-"""What the metadata lists."""
 LINK = re.compile(r"(!?)(\[[^\]]*\])\(([^)\s]+)\)")
 SOURCE = re.compile(r'(src(?:set)?)="([^"]+)"')
-
-
-def tag_of_version() -> str:
-    (version,) = re.findall(r'^__version__ = "(.*?)"', (ROOT / "nsa/__init__.py").read_text(encoding="utf-8"), re.M)
-    return f"v{version}"
 
 
 def with_absolute_links(text: str, repository: str, tag: str) -> str:
@@ -51,9 +43,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not re.fullmatch(r"https://[^\s?#]+", args.repository or ""):
         parser.error(f"argument repository: must be an address that begins with https://, got {args.repository!r}")
+    (version,) = re.findall(r'^__version__ = "(.*?)"', (ROOT / "nsa/__init__.py").read_text(encoding="utf-8"), re.M)
     for path, change in ((README, with_absolute_links), (PYPROJECT, with_urls)):
         text = path.read_text(encoding="utf-8")
-        path.write_text(change(text, args.repository.rstrip("/"), tag_of_version()), encoding="utf-8")
+        path.write_text(change(text, args.repository.rstrip("/"), f"v{version}"), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-#!/usr/bin/env python3
-"""Records files of bench/results anew, each by the command that it names, all from one commit.
+"""Record files of bench/results again, each by the command that it names, all from one commit.
 
     python tools/record_results.py e2e-h200 stages-h200 --seconds 500
 
-Without names: which files there are, and which commit has made each. Files that this commit has finished are left
-as they are, so the same command goes on after the time is over, or an interruption. A benchmark that misses a bar, or
-whose gate is red, is named at the end, and the exit status is 1 then. Tables of the docs follow by
-`python -m bench.tables`.
+Files that this commit has finished are skipped, so the same command continues after the time is over, or after an
+interruption. A benchmark that misses a bar, or whose gate is red, is named at the end, and the exit status is 1 then.
+`python -m bench.tables` renders the tables of the docs.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,40 +53,36 @@ def read(name: str, root: Path = ROOT) -> Recorded:
 
 
 def record(file: Recorded, seconds: float | None, root: Path = ROOT) -> str:
-    """Runs the command of a file; what is wrong with it, "" if nothing."""
+    """Run the command of a file; returns what is wrong with it, "" if nothing."""
+    if seconds is not None and seconds <= 0:
+        return "not begun: the time is over"
     print(f"{file.name}: {shlex.join(file.command)}", flush=True)
     launcher = [sys.executable, *(["-m", "torch.distributed.run"] if file.command[0] == "torchrun" else [])]
     # A shell's background job ignores interrupts, and so would the child
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    child = subprocess.Popen([*launcher, *file.command[1:]], cwd=root, preexec_fn=heed)
-    try:
-        status = child.wait(seconds)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt) as stopped:
-        child.send_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen([*launcher, *file.command[1:]], cwd=root) as child:
         try:
-            child.wait(GRACE)
-        except subprocess.TimeoutExpired:
+            status = child.wait(seconds)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt) as stopped:
+            child.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(GRACE)
             child.kill()
-            child.wait()
-        if isinstance(stopped, KeyboardInterrupt):
-            raise
-        return "stopped: the time is over; the same command goes on"
+            if isinstance(stopped, KeyboardInterrupt):
+                raise
+            return "stopped: the time is over; the same command continues"
     if status:
         return f"exit status {status}"
     return "" if read(file.name, root).commit == commit(root) else "did not write the file"
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    parser = argparse.ArgumentParser(description="Record files of bench/results anew, by the commands that they name.")
+    parser = argparse.ArgumentParser(description="Record files of bench/results again, by the commands that they name.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="files without .json, in the order to run")
     parser.add_argument("--seconds", type=float, help="of all together (default: as long as they take)")
     args = parser.parse_args(argv)
     if not args.names:
-        for path in sorted((root / RESULTS).glob("*.json")):
-            with suppress(ValueError):
-                file = read(path.stem, root)
-                print(f"{file.name:<28}{file.commit:<26}{shlex.join(file.command)}")
-        return 0
+        parser.error("give the NAME of a file")
     try:
         files = [read(name, root) for name in args.names]
     except ValueError as error:
@@ -100,18 +93,13 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
     began, wrong = time.monotonic(), {}
     for file in files:
+        start = time.monotonic()
         if file.commit == here:
             print(f"{file.name}: is of this commit")
-            continue
-        left = None if args.seconds is None else args.seconds - (time.monotonic() - began)
-        if left is not None and left <= 0:
-            wrong[file.name] = "not begun: the time is over"
+        elif problem := record(file, None if args.seconds is None else args.seconds - (start - began), root):
+            wrong[file.name] = problem
         else:
-            start = time.monotonic()
-            problem = record(file, left, root)
-            print(f"{file.name}: {problem or 'recorded'}, {time.monotonic() - start:.0f} s", flush=True)
-            if problem:
-                wrong[file.name] = problem
+            print(f"{file.name}: recorded, {time.monotonic() - start:.0f} s", flush=True)
     for name, problem in wrong.items():
         print(f"{name}: {problem}")
     return int(bool(wrong))

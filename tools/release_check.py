@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
-"""Installs the built wheel with each extra into a fresh environment, as a stranger would, and tries it there.
+"""Install the built wheel with each extra into a fresh environment, as a stranger would, and try it there.
 
     wheel -> environment of each extra in build/release-check -> pip install "wheel[extra]" -> its trial, elsewhere
 
-No constraints: what pip chooses today is what users get. TORCH_INDEX is the index of the torch step alone, as in
-tools/bootstrap.py. Standard library only, beside `build` for the wheel.
+Without constraints, so with the packages that users get today. TORCH_INDEX as in tools/bootstrap.py. Standard library
+only, beside `build` for the wheel.
 """
 
 from __future__ import annotations
@@ -49,15 +48,15 @@ assert model.generate(ids, max_new_tokens=3, min_new_tokens=3).shape == (1, 23)
 """
 PACKAGES = """
 from dispatch.device import package_problem
-for module in {modules}:
-    assert package_problem(module, {device!r}) is None, package_problem(module, {device!r})
+problems = [package_problem(module, {device!r}) for module in {modules}]
+assert not any(problems), problems
 """
+CUDA = PACKAGES.format(modules=("cutlass.cute", "flash_attn.cute"), device="cuda")
 TRIALS = {
-    "": BASE,
+    "base": BASE,
     "hf": BASE + HF,
-    **dict.fromkeys(
-        ("cuda", "cuda12"), BASE + PACKAGES.format(modules=("cutlass.cute", "flash_attn.cute"), device="cuda")
-    ),
+    "cuda": BASE + CUDA,
+    "cuda12": BASE + CUDA,
     "npu": BASE + PACKAGES.format(modules=("triton",), device="npu"),
     "bench": BASE + "import matplotlib, numpy, rich",
     "docs": BASE + "import material, mkdocs, mkdocstrings",
@@ -69,9 +68,8 @@ TRIALS = {
 def build_wheel(out: Path, sources: Path = ROOT) -> Path:
     """The wheel of a checkout, from a copy: build outputs of before would slip in."""
     packages = (path.parent.name for path in sources.glob("*/py.typed"))
-    names = (*packages, "docs", "pyproject.toml", "README.md", "LICENSE")
     with tempfile.TemporaryDirectory() as copy:
-        for name in names:
+        for name in (*packages, "docs", "pyproject.toml", "README.md", "LICENSE"):
             take = shutil.copytree if (sources / name).is_dir() else shutil.copy
             take(sources / name, Path(copy) / name)
         command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), copy]
@@ -87,33 +85,33 @@ def try_wheel(python: Path, extra: str, elsewhere: Path) -> None:
 
 
 def check(extra: str, wheel: Path) -> None:
-    place = PLACE / (extra or "base")
+    place = PLACE / extra
     shutil.rmtree(place, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
     torch = bootstrap.torch_requirement(bootstrap.NPU if extra == "npu" else bootstrap.CPU)
-    for what in ([*bootstrap.torch_index(), torch], [f"nsa-kernels[{extra}] @ {wheel.as_uri()}"]):
+    package = f"nsa-kernels{'' if extra == 'base' else f'[{extra}]'} @ {wheel.as_uri()}"
+    for what in ([*bootstrap.torch_index(), torch], [package]):
         subprocess.run(bootstrap.pip_install(place, "--quiet", *what), check=True)
     try_wheel(bootstrap.venv_python(place), extra, place)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    extras = {extra or "base": extra for extra in TRIALS}
-    parser.add_argument("extras", nargs="*", help=f"of {', '.join(extras)}; base: none. Default: all")
-    wanted = parser.parse_args(argv).extras or [*extras]
-    if unknown := [name for name in wanted if name not in extras]:
-        parser.error(f"argument extras: must be of {', '.join(extras)}, got {unknown[0]!r}")
+    parser.add_argument("extras", nargs="*", help=f"of {', '.join(TRIALS)}; base: none. Default: all")
+    wanted = parser.parse_args(argv).extras or [*TRIALS]
+    if unknown := [name for name in wanted if name not in TRIALS]:
+        parser.error(f"argument extras: must be of {', '.join(TRIALS)}, got {unknown[0]!r}")
     PLACE.mkdir(parents=True, exist_ok=True)
     failed = []
     with tempfile.TemporaryDirectory() as out:
         wheel = build_wheel(Path(out))
-        for name in wanted:
+        for extra in wanted:
             try:
-                check(extras[name], wheel)
-                print(f"{name}: works")
+                check(extra, wheel)
+                print(f"{extra}: works")
             except subprocess.CalledProcessError as error:
-                failed.append(name)
-                print(f"{name}: failed: {error}")
+                failed.append(extra)
+                print(f"{extra}: failed: {error}")
     return int(bool(failed))
 
 

@@ -1,23 +1,18 @@
-#!/usr/bin/env python3
-"""Runs every CUDA kernel of ours, forward and backward, under compute-sanitizer. Needs a Hopper GPU.
+"""Run every CUDA kernel of ours, forward and backward, under compute-sanitizer. Needs a Hopper GPU.
 
-    cases of tests/support/gpu_calls.py, each in a plain process: kernels are compiled and kept on disk, results
-        compared with fp64
-    tool by tool, the same cases again under compute-sanitizer -> findings by kernel -> OUT/sanitizer-TOOL.txt
+    cases of tests/support/gpu_calls.py without a tool: kernels are compiled, and results compared with fp64
+    the same cases under each tool of compute-sanitizer -> findings by kernel -> OUT/sanitizer-TOOL.txt
 
-Each tensor has a cudaMalloc of its own, so that what is read or written behind a tensor is behind an allocation. The
-exit status is 1 if a tool found anything in a kernel of ours, or did not see all of them: every function of
-cute_kernels that compiles a kernel, with each of its flags on and off. What it found in kernels of others is listed.
-
-So that a tool that sees nothing does not pass, one more process makes memcheck and initcheck a fault to find.
-
-`--dry` launches nothing, needs no GPU, and says which kernels the cases would miss.
+Each tensor has a cudaMalloc of its own, so that an access past its end is past the end of an allocation. The exit
+status is 1 if a tool found anything in a kernel of ours, or did not see every function of cute_kernels that compiles a
+kernel with each of its flags on and off; or if memcheck or initcheck does not find a planted fault.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
 import os
 import re
@@ -31,7 +26,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,26 +50,24 @@ COMMON_OPTIONS = (
 """Thousands of findings, each printed, take minutes; what was not printed is counted, and makes a run fail."""
 BARRIERS = ("--num-cuda-barriers", "64")
 """More than any kernel has; the tools undercount barriers that are not cuda::barrier in a source."""
-ATTENTION = ("--kernel-name", "regex=cute_kernels|flash_attn")  # Leaves torch's kernels out
+ATTENTION = ("--kernel-name", "regex=cute_kernels|flash_attn")
+"""Leaves torch's kernels out, whose writes initcheck follows from CUDA 13.5 on all the same."""
 TOOL_OPTIONS: dict[str, tuple[str, ...]] = {
-    "memcheck": ("--padding", "4096", "--report-api-errors", "no"),  # padding: behind it the next allocation begins
+    "memcheck": ("--padding", "4096", "--report-api-errors", "no"),  # padding: between two allocations
     "racecheck": (*BARRIERS, *ATTENTION),
     "initcheck": ATTENTION,
     "synccheck": (*BARRIERS, *ATTENTION),
 }
-TRACKING = "--initcheck-track-filtered-global-memory"
-"""From CUDA 13.5 on initcheck knows by this option what kernels write that it leaves out."""
+NUMBERS = itertools.count()
 FIRST_PORT, PORTS = 49152, 16
 """Processes of compute-sanitizer that run at once talk to their programs through ports of their own."""
 TIME_LIMIT = 300  # Seconds of a child
 
-
-PLANTED, FAULTY = "planted fault", "BlockMean"
-"""In place of a case's name, and the kernel that finds memory as it must not be."""
+PLANTED, FAULTY = "planted fault", "BlockMean"  # In place of a case's name, and the kernel of the fault
 
 
 def plant_fault(tool: str) -> None:
-    """Means of keys that nobody wrote, for memcheck of keys whose memory ends halfway."""
+    """Compute means of unwritten keys or, for memcheck, of keys whose memory ends halfway."""
     from cute_kernels.pool.compress import block_means
 
     k, v = (torch.empty((1, 128, 2, 64), dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -85,7 +77,7 @@ def plant_fault(tool: str) -> None:
 
 
 class Launched:
-    """Told of all launches: their forms."""
+    """Listener that records the forms of the kernels of ours that are launched; with `dry` none of them runs."""
 
     def __init__(self, *, dry: bool) -> None:
         self.dry = dry
@@ -104,32 +96,28 @@ class Launched:
         pass
 
 
-def run_here(how: str, names: Sequence[str], results: Path) -> int:
-    """Writes a line of JSON for each case: its name, seconds, what it launched, and what went wrong."""
+def run_here(how: str, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Run each case; yields its name, the forms that it launched and, if it failed, the error."""
     launched, device = Launched(dry=how == DRY), "cpu" if how == DRY else "cuda"
     type(THREAD).listener = launched  # also of autograd's thread
     if how == DRY:
         leave_fa4_out()
     elif how == "initcheck":
         vouch_for_tensor_copies()
-    failed = False
-    with results.open("w", encoding="utf-8") as lines:
-        for name in names:
-            start, error = time.monotonic(), ""
-            launched.forms.clear()
-            try:
-                if name == PLANTED:
-                    plant_fault(how)
-                else:
-                    CASES[name].run(device, check=how == PLAIN)
-                if device == "cuda":
-                    torch.cuda.synchronize()
-            except Exception as problem:
-                traceback.print_exc()
-                error, failed = f"{type(problem).__name__}: {problem}", True
-            done = {"case": name, "seconds": time.monotonic() - start, "launched": sorted(launched.forms)}
-            print(json.dumps({**done, "error": error}), file=lines, flush=True)
-    return int(failed)
+    for name in names:
+        error = ""
+        launched.forms.clear()
+        try:
+            if name == PLANTED:
+                plant_fault(how)
+            else:
+                CASES[name].run(device, check=how == PLAIN)
+            if device == "cuda":
+                torch.cuda.synchronize()
+        except Exception as problem:
+            traceback.print_exc()
+            error = f"{type(problem).__name__}: {problem}"
+        yield {"case": name, "launched": sorted(launched.forms), "error": error}
 
 
 def leave_fa4_out() -> None:
@@ -147,10 +135,9 @@ def leave_fa4_out() -> None:
 
 
 def vouch_for_tensor_copies() -> None:
-    """Multiply by 1 what was just written by bulk tensor copies (TMA), which initcheck does not see.
+    """Multiply by 1 all that FlashAttention-4 and our backwards for Hopper write by bulk tensor copies (TMA).
 
-    What FlashAttention-4's kernels and our backwards for Hopper write would be uninitialised to whoever reads it. torch
-    is that reader then, so what initcheck says of it counts for nothing, and what it says of our kernels counts.
+    initcheck does not see these writes; so torch's kernels, which it leaves out, are the first to read them.
     """
     from cute_kernels import backward
     from cute_kernels.fa4 import interface as fa4
@@ -158,7 +145,6 @@ def vouch_for_tensor_copies() -> None:
     def vouch(module: Any, name: str, results: Callable[..., Iterable[Tensor | None]]) -> None:
         function = getattr(module, name)
 
-        @wraps(function)
         def run(*arguments: Any, **options: Any) -> Any:
             returned = function(*arguments, **options)
             for x in results(returned, *arguments, **options):
@@ -180,41 +166,26 @@ FA4 = re.compile(r"flash_attncute[a-z0-9_]*?([A-Z]\w*?)_object")
 PLACE = re.compile(r"(?:\bat|Frame:) ?(\S.*?)\+0x[0-9a-f]+")
 RECORD = re.compile(r"^========= (?=\S)", re.MULTILINE)
 COUNTED = re.compile(r"SUMMARY: ([\d,]+) (?:error|hazard)")
-MORE = re.compile(r"^=========\s{2,}(?=\S)")
 
 
-class Finding(NamedTuple):
-    kernel: str  # Name of the class of our kernels and FlashAttention-4's, else of the function
-    ours: bool
-    what: str
-    text: str
+class Log(NamedTuple):
+    """Log of a tool."""
 
-
-@dataclass
-class Log:
-    findings: list[Finding] = field(default_factory=list)
-    messages: list[str] = field(default_factory=list)  # About itself: it may have missed something
-    summaries: list[str] = field(default_factory=list)
-
-    @property
-    def untold(self) -> int:
-        """Findings that it counted but did not print."""
-        counted = [int(n.replace(",", "")) for text in self.summaries for n in COUNTED.findall(text)]
-        return max(0, max(counted, default=0) - len(self.findings) - len(self.messages))
+    findings: list[tuple[str, str]]  # Each with its kernel: the name of our or FlashAttention-4's class, or a function
+    messages: list[str]  # About the tool itself: it may have missed something
+    summaries: list[str]
 
 
 def parse(text: str) -> Log:
-    log = Log()
+    log = Log([], [], [])
     for record in RECORD.split(text)[1:]:
-        first, *more = record.splitlines()
-        whole = "\n    ".join([first, *(MORE.sub("", line) for line in more if MORE.match(line))])
+        first, *more = filter(None, (line.strip("= ") for line in record.splitlines()))
+        whole = "\n    ".join([first, *more])
         if "SUMMARY" in first:
             log.summaries.append(first)
         elif places := PLACE.findall(whole):
-            ours, fa4 = OURS.search(whole), FA4.search(whole)
-            kernel = (ours or fa4 or [None, re.sub(r"\(.*|<.*", "", places[-1])])[1]
-            what = re.split(r" at (?=\S+\+0x)| at .*\+0x| by threads", first)[0].rstrip(" .")
-            log.findings.append(Finding(kernel, ours is not None, what, whole))
+            found = OURS.search(whole) or FA4.search(whole)
+            log.findings.append((found[1] if found else re.sub(r"\(.*|<.*", "", places[-1]), whole))
         elif first != "COMPUTE-SANITIZER":
             log.messages.append(whole)
     return log
@@ -222,89 +193,94 @@ def parse(text: str) -> Log:
 
 @dataclass
 class Outcome:
-    logs: list[Log] = field(default_factory=list)
+    """Results of all children that ran under one tool, or without one."""
+
     launched: set[str] = field(default_factory=set)
-    problems: list[str] = field(default_factory=list)
+    findings: list[tuple[str, str]] = field(default_factory=list)
+    summaries: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def findings(self, *, ours: bool) -> list[Finding]:
-        return [finding for log in self.logs for finding in log.findings if finding.ours == ours]
+    def findings_of(self, *, ours: bool) -> list[tuple[str, str]]:
+        return [finding for finding in self.findings if (OURS.search(finding[1]) is not None) == ours]
 
-    def add(self, names: Sequence[str], results: Path, output: str, log: Log | None) -> None:
-        if log is not None and list(names) == [PLANTED]:
-            if not any(finding.kernel == FAULTY for finding in log.findings):
-                self.problems.append(f"the {PLANTED} was not found\n{output[-2000:]}")
+    @property
+    def missing(self) -> list[str]:
+        return sorted(every_form() - self.launched)
+
+    @property
+    def problems(self) -> list[str]:
+        return [*self.failures, *(f"not launched: {form}" for form in self.missing)]
+
+    @property
+    def passes(self) -> bool:
+        return not self.problems and not self.findings_of(ours=True)
+
+    def add(self, names: Sequence[str], results: Iterable[dict[str, Any]], output: str, log: Log | None) -> None:
+        """Add a child: the cases that it was to run, its results, the end of its output, and the log of its tool."""
+        child = ", ".join(names)
+        if log is not None and child == PLANTED:
+            if FAULTY not in dict(log.findings):
+                self.failures.append(f"the {PLANTED} was not found\n{output}")
             return
-        text = results.read_text(encoding="utf-8") if results.exists() else ""
-        done = {one["case"]: one for one in map(json.loads, text.splitlines())}
-        if undone := [name for name in names if name not in done]:
-            self.problems.append(f"{', '.join(undone)}: the process ended before this was done\n{output[-2000:]}")
-        for name, one in done.items():
-            if one["error"]:
-                self.problems.append(f"{name}: {one['error']}\n{output[-2000:]}")
-            else:
-                self.launched |= set(one["launched"])
+        errors = dict.fromkeys(names, "the process ended before this was done")
+        for one in results:
+            errors[one["case"]] = one["error"]
+            self.launched |= set(one["launched"])
+        self.failures += [f"{name}: {error}\n{output}" for name, error in errors.items() if error]
         if log is not None:
-            self.logs.append(log)
-            self.problems += [f"{', '.join(names)}: {message}" for message in log.messages]
+            self.findings += log.findings
+            self.summaries.update(log.summaries)
+            self.failures += [f"{child}: {message}" for message in log.messages]
             if not log.summaries:
-                self.problems.append(f"{', '.join(names)}: the tool ended without a summary")
-            if log.untold:
-                self.problems.append(f"{', '.join(names)}: {log.untold} findings were not printed")
+                self.failures.append(f"{child}: the tool ended without a summary")
+            counted = [int(count.replace(",", "")) for text in log.summaries for count in COUNTED.findall(text)]
+            if (unprinted := max(counted, default=0) - len(log.findings) - len(log.messages)) > 0:
+                self.failures.append(f"{child}: {unprinted} findings were not printed")
 
 
-def kept_apart(cache: Path) -> dict[str, str]:
-    """Environment of the children: an allocation for each tensor, and compiled kernels in a folder."""
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return {
+def run_cases(how: str, shares: Sequence[Sequence[str]], folder: Path, tool: Sequence[str] = ()) -> Outcome:
+    """Run one child for each share of the cases. Args: `tool`: compute-sanitizer and its options."""
+    outcome, start = Outcome(), time.monotonic()
+    environ = {
         **os.environ,
-        "NSA_KERNELS_JIT_CACHE": str(cache / "ours"),
+        "NSA_KERNELS_JIT_CACHE": str(folder / "ours"),
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(cache / "fa4"),
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(folder / "fa4"),
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # an allocation for each tensor
         "OMP_NUM_THREADS": "1",
     }
 
+    def run(names: Sequence[str]) -> tuple[list[dict[str, Any]], str, Log | None]:
+        number = next(NUMBERS)
+        results, log = folder / f"{number}.json", folder / f"{number}.log"
+        own = ["--log-file", str(log), "--port", str(FIRST_PORT + number * PORTS)] if tool else []
+        cases = [part for name in names for part in ("--case", name)]
+        command = [*tool, *own, sys.executable, __file__, "--child", how, "--results", str(results), *cases]
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        try:
+            done = subprocess.run(command, env=environ, timeout=TIME_LIMIT, check=False, **pipes)
+            printed, ended = done.stdout, f"exit status {done.returncode}"
+        except subprocess.TimeoutExpired as late:
+            printed, ended = late.stdout or b"", f"stopped after {TIME_LIMIT} s"
+        written, found = (file.read_text("utf-8", "replace") if file.exists() else "" for file in (results, log))
+        output = printed[-2000:].decode(errors="replace") + ended
+        return [*map(json.loads, written.splitlines())], output, parse(found) if tool else None
 
-def run_cases(
-    how: str, shares: Sequence[Sequence[str]], prefix: Sequence[Sequence[str]], environ: Mapping[str, str], folder: Path
-) -> Outcome:
-    """One child for each share of the cases. Args: `prefix`: of each child's command."""
-    outcome, start = Outcome(), time.monotonic()
-
-    def run(number: int) -> tuple[Path, str, Log | None]:
-        results, output, log = (folder / f"{how}-{number}.{kind}" for kind in ("json", "out", "log"))
-        cases = [part for name in shares[number] for part in ("--case", name)]
-        own = [sys.executable, __file__, "--child", how, "--results", str(results), *cases]
-        front = [part.replace("LOG", str(log)) for part in prefix[number]]
-        with output.open("w", encoding="utf-8") as file:
-            try:
-                options: Any = {"env": environ, "stdout": file, "stderr": file, "timeout": TIME_LIMIT, "check": False}
-                print(f"exit status {subprocess.run([*front, *own], **options).returncode}", file=file)
-            except subprocess.TimeoutExpired:
-                print(f"stopped after {TIME_LIMIT} s", file=file)
-        written = output.read_text(encoding="utf-8", errors="replace")
-        found = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        return results, written, parse(found) if front else None
-
-    with ThreadPoolExecutor(max(len(shares), 1)) as pool:
-        for names, (results, output, log) in zip(shares, pool.map(run, range(len(shares))), strict=True):
-            outcome.add(names, results, output, log)
+    with ThreadPoolExecutor(len(shares)) as pool:
+        for names, child in zip(shares, pool.map(run, shares), strict=True):
+            outcome.add(names, *child)
     outcome.seconds = time.monotonic() - start
     return outcome
 
 
-def shared_out(names: Sequence[str], children: int) -> list[list[str]]:
+def shared_out(names: Sequence[str], children: int) -> list[Sequence[str]]:
     count = max(1, min(children, len(names)))
-    return [list(names[i::count]) for i in range(count)]
-
-
-def missing(outcome: Outcome) -> list[str]:
-    return sorted(every_form() - outcome.launched)
+    return [names[i::count] for i in range(count)]
 
 
 def report(tool: str, outcome: Outcome, facts: Mapping[str, Any], options: Sequence[str], names: Sequence[str]) -> str:
-    ours, others, problems = outcome.findings(ours=True), outcome.findings(ours=False), all_problems(outcome)
+    ours, others = (outcome.findings_of(ours=of_us) for of_us in (True, False))
     lines = [
         f"compute-sanitizer {tool} over every CUDA kernel of nsa-kernels, forward and backward (tools/sanitize.py).",
         "",
@@ -314,15 +290,15 @@ def report(tool: str, outcome: Outcome, facts: Mapping[str, Any], options: Seque
         f"command: python tools/sanitize.py --tool {tool}",
         f"options: {' '.join(options)}",
         f"cases: {'; '.join(names)}",
-        f"kernels of ours: {len(outcome.launched)} forms launched, {len(missing(outcome))} missed",
+        f"kernels of ours: {len(outcome.launched)} forms launched, {len(outcome.missing)} missed",
         f"findings in kernels of ours: {len(ours)}",
         *listed(ours),
         f"findings in kernels of others: {len(others)}",
         *listed(others),
-        f"problems: {len(problems)}",
-        *(f"    {line}" for problem in problems for line in problem.splitlines()),
+        f"problems: {len(outcome.problems)}",
+        *(f"    {line}" for problem in outcome.problems for line in problem.splitlines()),
         "summaries of its processes:",
-        *(f"    {count} x {what}" for what, count in Counter(s for log in outcome.logs for s in log.summaries).items()),
+        *(f"    {count} x {what}" for what, count in outcome.summaries.items()),
         f"seconds: {outcome.seconds:.0f}",
         "",
         "forms:",
@@ -331,88 +307,66 @@ def report(tool: str, outcome: Outcome, facts: Mapping[str, Any], options: Seque
     return "\n".join(lines) + "\n"
 
 
-def listed(findings: Sequence[Finding]) -> Iterator[str]:
-    """Each kind with its number and one of them whole."""
-    for (kernel, what), count in Counter((finding.kernel, finding.what) for finding in findings).most_common():
-        yield f"    {count} x {kernel}: {what}; one of them:"
-        one = next(finding for finding in findings if (finding.kernel, finding.what) == (kernel, what))
-        yield from (f"        {line[:400]}" for line in one.text.splitlines())
-
-
-def all_problems(outcome: Outcome) -> list[str]:
-    return [*outcome.problems, *(f"not launched: {form}" for form in missing(outcome))]
-
-
-def passes(outcome: Outcome) -> bool:
-    return not outcome.findings(ours=True) and not all_problems(outcome)
-
-
-def find_sanitizer() -> str | None:
-    folders = [Path("/usr/local/cuda/bin"), *sorted(Path("/usr/local").glob("cuda*/bin"), reverse=True)]
-    return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, folders)]))
+def listed(findings: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Each kernel with the number of its findings, and one of them whole."""
+    for kernel, count in Counter(kernel for kernel, _ in findings).most_common():
+        yield f"    {count} x {kernel}; one of them:"
+        yield from (f"        {line[:400]}" for line in dict(findings)[kernel].splitlines())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run every CUDA kernel under compute-sanitizer.")
-    parser.add_argument("--tool", default=",".join(TOOLS), help="some of %(default)s (default: all, at once)")
+    parser.add_argument("--tool", choices=TOOLS, help="default: all, at once")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the reports (default: bench/results)")
-    parser.add_argument("--sanitizer", default=find_sanitizer(), help="compute-sanitizer (default: the one found)")
-    shown = "processes at once (default: %(default)s)"
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help=shown)
-    shown = "these alone, which misses kernels"
-    parser.add_argument("--case", action="append", choices=(*CASES, PLANTED), help=shown)
+    default = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    parser.add_argument("--sanitizer", default=default, help="compute-sanitizer (default: %(default)s)")
+    parser.add_argument("--case", action="append", choices=(*CASES, PLANTED), help="these alone: misses kernels")
     parser.add_argument("--dry", action="store_true", help="launch nothing, on a CPU, and name what would be missed")
     parser.add_argument("--child", choices=(PLAIN, DRY, *TOOLS), help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    names, tools = list(args.case or CASES), args.tool.split(",")
-    if unknown := sorted(set(tools) - set(TOOLS)):
-        parser.error(f"--tool takes {', '.join(TOOLS)}, got {', '.join(unknown)}")
+    names, tools = list(args.case or CASES), [args.tool] if args.tool else TOOLS
     if args.child:
-        return run_here(args.child, names, args.results)
+        with args.results.open("w", encoding="utf-8") as lines:
+            for done in run_here(args.child, names):
+                print(json.dumps(done), file=lines, flush=True)
+        return 0
+    if args.dry:
+        os.environ["CUTE_DSL_ARCH"] = "sm_90a"
+        outcome = Outcome()
+        outcome.add(names, run_here(DRY, names), "", None)
+        print(*outcome.problems or [f"{len(outcome.launched)} forms, none missed"], sep="\n")
+        return int(not outcome.passes)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        parser.error("needs a Hopper GPU")
+    if shutil.which(args.sanitizer) is None:
+        parser.error(f"--sanitizer must name compute-sanitizer, and there is no {args.sanitizer}")
+    version = subprocess.run([args.sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
+    facts = environment(torch.device("cuda"))
+    facts["versions"]["compute-sanitizer"] = version.partition("Version ")[2].strip()
+    cores = os.cpu_count() or 1
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        environ = kept_apart(folder / "cache")
-        if args.dry:
-            environ["CUTE_DSL_ARCH"] = "sm_90a"
-            outcome = run_cases(DRY, [names], [[]], environ, folder)
-            print(*all_problems(outcome) or [f"{len(outcome.launched)} forms, none missed"], sep="\n")
-            return 0 if passes(outcome) else 1
-        if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-            parser.error("needs a Hopper GPU")
-        if args.sanitizer is None:
-            parser.error("compute-sanitizer was not found: --sanitizer names it")
+        plain = run_cases(PLAIN, shared_out(names, cores), folder)
+        print(f"plain: {plain.seconds:.0f} s, {len(plain.launched)} forms", *plain.problems, sep="\n", flush=True)
 
-        plain = run_cases(PLAIN, shared_out(names, args.jobs), [[]] * len(names), environ, folder)
-        print(f"plain: {plain.seconds:.0f} s, {len(plain.launched)} forms", *all_problems(plain), sep="\n", flush=True)
-        ask = partial(subprocess.run, capture_output=True, text=True, check=True)
-        version, manual = (ask([args.sanitizer, of]).stdout for of in ("--version", "--help"))
-        facts = environment(torch.device("cuda"))
-        facts["versions"]["compute-sanitizer"] = version.partition("Version ")[2].strip()
-        cases = shared_out(names, max(1, args.jobs // len(tools)))
-
-        def run_tool(number: int) -> bool:
-            tool = tools[number]
-            shares = [*cases, [PLANTED]] if tool in ("memcheck", "initcheck") else cases
-            seen = () if tool == "initcheck" and TRACKING not in manual else TOOL_OPTIONS[tool]
-            options = [*COMMON_OPTIONS, *seen]
-            first = FIRST_PORT + number * (len(cases) + 1) * PORTS
-            prefix = [
-                [args.sanitizer, "--tool", tool, "--log-file", "LOG", "--port", str(first + i * PORTS), *options]
-                for i in range(len(shares))
-            ]
-            outcome = run_cases(tool, shares, prefix, environ, folder)
-            args.out.mkdir(parents=True, exist_ok=True)
+        def run_tool(tool: str) -> bool:
+            shares = shared_out(names, cores // len(tools))
+            if tool in ("memcheck", "initcheck"):
+                shares.append([PLANTED])
+            options = [*COMMON_OPTIONS, *TOOL_OPTIONS[tool]]
+            outcome = run_cases(tool, shares, folder, [args.sanitizer, "--tool", tool, *options])
             text = report(tool, outcome, facts, options, names)
+            args.out.mkdir(parents=True, exist_ok=True)
             (args.out / f"sanitizer-{tool}.txt").write_text(text, encoding="utf-8")
-            verdict = "passes" if passes(outcome) else "FAILS"
+            verdict = "passes" if outcome.passes else "FAILS"
             print(f"{tool}: {verdict}", text.partition("forms:")[0][:2500], sep="\n", flush=True)
-            return passes(outcome)
+            return outcome.passes
 
         with ThreadPoolExecutor(len(tools)) as pool:
-            passed = list(pool.map(run_tool, range(len(tools))))
-        return 0 if all(passed) and not plain.problems else 1
+            passed = list(pool.map(run_tool, tools))
+    return int(not all(passed) or bool(plain.problems))
 
 
 if __name__ == "__main__":

@@ -459,22 +459,8 @@ def record_variants(
     return conclusion
 
 
-def draw_curves(
-    baseline: str,
-    words: str,
-    style: Callable[[str], dict[str, Any]],
-    results: Results,
-    path: Path,
-    device: str,
-    band: float = 0,
-) -> None:
-    """Plot validation loss by bytes seen and, if the baseline was trained, the difference from it at each step.
-
-    Args:
-        baseline, words: the variant with which others are compared, and its name in the title.
-        style: keyword arguments of matplotlib's plot for a variant.
-        band: relative difference from the baseline's loss that counts as equal.
-    """
+def draw_curves(baseline: str, results: Results, path: Path, device: str) -> None:
+    """Plot validation loss by bytes seen and, if the baseline was trained, the difference from it at each step."""
     curves: dict[str, list[Row]] = {}
     for row in results["rows"]:
         curves.setdefault(row["variant"], []).append(row)
@@ -482,21 +468,19 @@ def draw_curves(
     panels = 2 if base else 1
     with saved_figure(path, 1, panels, (6 * panels, 5)) as (figure, ((losses, *against),)):
         for name, curve in sorted(curves.items(), key=lambda item: item[1][-1]["val_loss"], reverse=True):
+            style = {"color": "black"} if name == baseline else {}
             points = [(row["tokens"] / 1e6, row["val_loss"], base.get(row["step"])) for row in curve]
             label = f"{name}  {curve[-1]['val_loss']:.3f}"
-            losses.plot([seen for seen, _, _ in points], [loss for _, loss, _ in points], label=label, **style(name))
+            losses.plot([seen for seen, _, _ in points], [loss for _, loss, _ in points], label=label, **style)
             for axes in against:
                 shared = [(seen, 100 * (loss / other - 1)) for seen, loss, other in points if other is not None]
-                axes.plot(*zip(*shared, strict=True), **style(name))
+                axes.plot(*zip(*shared, strict=True), **style)
+                axes.set(title=f"against {baseline}", ylabel="%, above 0 is worse")
         # Without the steep first points, which would flatten the differences between variants
         early = [curve[min(2, len(curve) - 1)]["val_loss"] for curve in curves.values()]
         losses.set_ylim(min(curve[-1]["val_loss"] for curve in curves.values()) * 0.97, max(early) * 1.03)
         losses.set(title="validation loss", ylabel="nats per byte")
         losses.legend(title="variant, final loss")
-        for axes in against:
-            axes.axhspan(-100 * band, 100 * band, color="black", alpha=0.06)
-            within = f" (band: within {band:.0%})" if band else ""
-            axes.set(title=f"against {words}{within}", ylabel="%, above 0 is worse")
         for axes in (losses, *against):
             axes.set_xlabel("million bytes seen")
             axes.grid(alpha=0.3)
@@ -584,18 +568,6 @@ def resolve_options(parser: argparse.ArgumentParser, args: argparse.Namespace, d
         parser.error(f"--width must be a multiple of 2 * --heads, got {args.width} and {args.heads}")
     if args.heads % args.kv_heads:
         parser.error(f"--heads must be a multiple of --kv-heads, got {args.heads} and {args.kv_heads}")
-
-
-def check_output(parser: argparse.ArgumentParser, option: str, file: Path | None) -> None:
-    """Create the folder of an option's file, if given; exit if the file cannot be written."""
-    if file is None:
-        return
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("ab"):
-            pass
-    except OSError as problem:
-        parser.error(f"{option} must name a file that can be written: {problem}")
 
 
 def load_text(length: int, option: str = "--context") -> Corpus:

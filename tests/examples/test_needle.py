@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from examples import needle as example
 from examples.shared.nsa_variants import BRANCHES, ablated, resolve
-from tests.support.bench_helpers import assert_documented
 
 TINY = shlex.split(
     "--device=cpu --layers=2 --width=32 --heads=2 --kv-heads=1 --context=160 --block-size=8 --k=4 "
@@ -107,11 +106,8 @@ def test_a_closed_branch_is_silent(contributions: dict[str, float]) -> None:
 # A run
 
 
-def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert example.main([*TINY, "--out", str(tmp_path / "run-0.5")]) == 0
-    content = json.loads((tmp_path / "run-0.5.json").read_text())
-    assert_documented("examples/needle.py", content, ("rows", "summary", "accuracy"))
-
+def test_writes_what_it_promises(written: Callable[..., dict[str, Any]]) -> None:
+    content = written(example, TINY, "accuracy")
     names = ["dense", "nsa", "nsa-closed", "no-selected", "window"]
     assert [summary["variant"] for summary in content["summary"]] == names
     assert list(content["variants"]) == example.CHOSEN
@@ -120,24 +116,10 @@ def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[s
         own = [each for each in content["accuracy"] if each["variant"] == summary["variant"]]
         assert sum(each["questions"] for each in own) == 6 * 4
         assert all(each["nearest"] >= example.FAR for each in own)
-    for variant in example.CHOSEN:
-        own = [row for row in content["rows"] if row["variant"] == variant]
-        assert [row["step"] for row in own] == [0, 3, 6]
-        assert own[-1]["val_loss"] < own[0]["val_loss"]
-    assert (tmp_path / "run-0.5.png").read_bytes().startswith(b"\x89PNG")
-    assert " ".join(content["verdict"].split()) in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(
-    ("shares", "sentences"),
-    [
-        ({"dense": 0.99, "nsa": 0.97, "nsa-closed": 0.01}, ["NSA answers 97.0%", "tion 99.0%", "fails without it"]),
-        ({"nsa": 0.97, "nsa-closed": 0.5}, ["the same model answers 50.0%: it does not fail without it"]),
-        ({"nsa": 0.2, "nsa-closed": 0, "window": 0}, ["less than 50%: it has not", "with the window alone, 0.0%."]),
-        ({"dense": 0.9}, ["NSA itself was not trained"]),
-    ],
-)
-def test_the_verdict(shares: dict[str, float], sentences: list[str]) -> None:
-    text = example.verdict([{"variant": name, "accuracy": share} for name, share in shares.items()])
-    for sentence in sentences:
-        assert sentence in text
+def test_the_verdict() -> None:
+    shares = {"nsa": 0.97, "nsa-closed": 0.01, "window": 0.5}
+    assert example.verdict([{"variant": name, "accuracy": share} for name, share in shares.items()]) == (
+        "Answers right: nsa 97.0%, the same NSA with its selected branch closed 1.0%, window 50.0%. One seed each."
+    )

@@ -143,12 +143,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "--layers=4": "--layers must be below 4, or windows upon windows reach the needles, got 4",
     },
     "examples.train_residual --device=cpu": {"--variants=sum,product": "must be among sum, attention, got 'product'"},
-    "examples.generate --device=cpu": {
-        "--preset=per_tile": "only selection per token generates the same text",
-        "--save=/dev/null/w.pt": "--save must name a file that can be written: ",
-    },
     "examples.convert_llama": {"--context=1": "--context must be at least 2, or no byte is predicted, got 1"},
-    "tools.sanitize": {"--tool=memcheck,leakcheck": "takes memcheck, racecheck, initcheck, synccheck, got leakcheck"},
     "tools.package_links": {
         "http://example.org": "must be an address that begins with https://, got 'http://example.org'"
     },

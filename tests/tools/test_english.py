@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.check_english import check, count
+from tools.check_english import check
 
 SOURCE = '''"""Of a module: it lies
     behind another."""
@@ -24,15 +24,13 @@ def how_many() -> int:
 PAGE = "It is as\nof a call.\n\n```\nlies\n```\n\n<!-- table: x -->\n\nbehind\n\n<!-- end -->\n\nSomebody.\n"
 
 
-@pytest.mark.parametrize(("name", "text", "counts"), [("a.py", SOURCE, (2, 5)), ("a.md", PAGE, (0, 2))])
-def test_what_is_counted(tmp_path: Path, name: str, text: str, counts: tuple[int, int]) -> None:
-    path = tmp_path / name
-    path.write_text(text, encoding="utf-8")
-    assert count(path) == counts
-
-
-@pytest.mark.parametrize(("limit", "passes"), [((2, 5), True), ((1, 5), False), ((2, 4), False)], ids=str)
-def test_more_than_the_limit_fails(tmp_path: Path, limit: tuple[int, int], passes: bool) -> None:
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "a.py").write_text(SOURCE, encoding="utf-8")
-    assert check(tmp_path, {"package": limit}) is passes
+def test_both_habits_are_found_and_more_than_the_limit_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("a.py", SOURCE), ("a.md", PAGE)):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert check(tmp_path, {"a.py": (2, 5), "a.md": (0, 2), ".": (2, 7)})
+    assert "What SIZE is." not in capsys.readouterr().out
+    for limit in ((1, 7), (2, 6)):
+        assert not check(tmp_path, {".": limit})
+        assert "a.py: Of a module: it lies behind another., What SIZE is., lies, behind" in capsys.readouterr().out

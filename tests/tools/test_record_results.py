@@ -41,27 +41,31 @@ def commit_of(path: Path) -> str:
     return str(json.loads(path.read_text(encoding="utf-8"))["commit"])
 
 
-def test_files_of_other_commits_are_recorded(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = add(root, "old"), add(root, "new", HERE, status=1)
+def test_files_of_other_commits_are_recorded_and_what_fails_is_named(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add(root, "new", HERE, status=1)
     add(root, "stopped", HERE, gate="unfinished")
-    assert tool.main([], root) == 0
-    shown = [line.partition(" python")[0].split() for line in capsys.readouterr().out.splitlines()]
-    assert shown == [["new", HERE], ["old", BEFORE], ["stopped", f"{HERE},", "unfinished"]]
-    assert commit_of(old) == BEFORE
-    assert tool.main(["old", "new", "stopped"], root) == 0
-    assert (commit_of(old), commit_of(new)) == (HERE, HERE)
-    told = capsys.readouterr().out
-    assert "new: is of this commit" in told
-    assert "stopped: recorded" in told
-
-
-def test_what_fails_is_named_and_others_go_on(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add(root, "missed", status=1)
     add(root, "silent", after="")
-    last = add(root, "last")
-    assert tool.main(["missed", "silent", "last"], root) == 1
-    assert commit_of(last) == HERE
-    assert capsys.readouterr().out.splitlines()[-2:] == ["missed: exit status 1", "silent: did not write the file"]
+    old = add(root, "old")
+    assert tool.main(["new", "stopped", "missed", "silent", "old"], root) == 1
+    assert commit_of(old) == HERE
+    told = capsys.readouterr().out.splitlines()
+    assert "new: is of this commit" in told
+    assert any(line.startswith("stopped: recorded") for line in told)
+    assert told[-2:] == ["missed: exit status 1", "silent: did not write the file"]
+    assert tool.main(["new", "stopped", "old"], root) == 0
+
+
+def test_a_command_is_stopped_when_its_time_is_over(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "bench" / "one.py").write_text("import time; time.sleep(60)", encoding="utf-8")
+    add(root, "long")
+    add(root, "next")
+    assert tool.main(["long", "next", "--seconds=1"], root) == 1
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert first == "long: stopped: the time is over; the same command continues"
+    assert second == "next: not begun: the time is over"
 
 
 COMMAND = '{"commit": "c", "command": "python bench/one.py --out bench/results/one"}'
@@ -96,14 +100,7 @@ def test_what_cannot_be_recorded_is_refused(
 
 
 def test_commands_of_this_checkout() -> None:
-    """What the GPU's tables show can be recorded anew."""
-    names = [path.stem for path in (tool.ROOT / tool.RESULTS).glob("*-h200*.json")]
-    readable = []
-    for name in names:
-        try:
-            readable.append(tool.read(name))
-        except ValueError:
-            continue
-    assert {"e2e-h200", "paper-h200", "decode-h200"} <= {one.name for one in readable}
-    scripts = [next(word for word in one.command[1:] if not word.startswith("-")) for one in readable]
-    assert all((tool.ROOT / script).exists() for script in scripts)
+    """Scripts of recorded results are still there."""
+    for name in ("e2e-h200", "paper-h200", "decode-h200", "needle-h200", "train-context-parallel4-h200"):
+        script = next(word for word in tool.read(name).command[1:] if not word.startswith("-"))
+        assert (tool.ROOT / script).exists()

@@ -1,7 +1,6 @@
-"""Hooks of MkDocs: pages and files of the checkout that lie outside of docs/, under links that work in both places.
+"""Hooks of MkDocs for pages and files outside docs/, with README.md as the first page, whose links work in both places.
 
-README.md is the site's first page; its picture comes once for each of the theme's palettes. Links to other sources
-lose their address, since the site has no sources.
+A picture comes once for each of the theme's palettes. Links to sources, which the site lacks, become text.
 """
 
 from __future__ import annotations
