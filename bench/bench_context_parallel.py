@@ -561,6 +561,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.together = "LOCAL_RANK" in os.environ
     args.dim, args.dtype = (args.dim or 16, "fp32") if args.device == "cpu" else (args.dim or 128, "bf16")
     args.out = args.out or str(LOCAL_RESULTS / f"context-parallel{'-together' * args.together}")
+    if args.together and args.ranks:
+        parser.error("--ranks is for ranks alone: under torchrun there are as many as processes")
     ranks = [int(os.environ["WORLD_SIZE"])] if args.together else args.ranks or RANKS[args.device]
     if args.together and args.bars and ranks[0] not in SPEEDUP_BARS:
         parser.error(f"--bars under torchrun are for {' and '.join(map(str, SPEEDUP_BARS))} ranks, got {ranks[0]}")

@@ -231,6 +231,8 @@ def make_parser(description: str | None, **defaults: Any) -> argparse.ArgumentPa
     add("--block-sizes", type=comma_list(positive), metavar="L,...", help="compress_block_size; l' follows")
     add("--select-size", type=positive, metavar="L'", help="select_block_size")
     add("--num-cmp", type=comma_list(_count_or_none), metavar="C,...", help="num_cmp_selected_blocks, such as none,16")
+    add("--k", type=positive, help="num_selected_blocks")
+    add("--w", type=positive, help="window_size")
     parser.set_defaults(backward=False, recompute=False, no_dense_above=None, **defaults)
     return parser
 
@@ -251,6 +253,8 @@ def resolve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 def make_configs(args: argparse.Namespace) -> list[NSAConfig]:
     """Every combination of the lists of options, on top of the preset. Raises what refuses one."""
     select = {} if args.block_sizes is None and args.select_size is None else {"select_block_size": args.select_size}
+    select |= {} if args.k is None else {"num_selected_blocks": args.k}
+    select |= {} if args.w is None else {"window_size": args.w}
     sizes = [{**select, "compress_block_size": size} for size in args.block_sizes or ()] or [select]
     chosen = [{"num_cmp_selected_blocks": count} for count in args.num_cmp or ()] or [{}]
     return [PRESETS[args.preset](**size, **count) for size, count in product(sizes, chosen)]

@@ -115,7 +115,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--op", choices=("nsa", "dense"), default="nsa", help="dense: causal FlashAttention-4 or PyTorch SDPA")
     add("--backward", action="store_true", help="probe forward + backward")
     add("--recompute", action="store_true", help="with --backward: keep less and compute it again, as in nsa")
-    add("--preset", type=common.preset_name, choices=PRESETS, default="per_tile", help="default: %(default)s")
+    add("--preset", type=common.preset_name, choices=PRESETS, help="default: per_tile")
     for option in CONFIG_OPTIONS:
         add(f"--{option.replace('_', '-')}", type=int, metavar="N", help="as in NSAConfig; default: the preset's")
     add("--start", type=positive, default=1024, help="first length to try; default: %(default)s")
@@ -137,10 +137,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.out = Path(args.out or LOCAL_RESULTS / f"probe-{args.device}-{args.op}-{direction}.json")
     args.dense, args.note = None, ""
     if args.op == "dense":
-        if args.options or args.backend:
-            parser.error("--backend and the options of NSAConfig go with --op nsa, got --op dense")
-        args.preset, args.backend, args.dense = None, None, choose_dense(*where(args)).name
+        if args.options or args.backend or args.preset:
+            parser.error("--backend, --preset and the options of NSAConfig go with --op nsa, got --op dense")
+        args.dense = choose_dense(*where(args)).name
         return args
+    args.preset = args.preset or "per_tile"
     try:
         args.backend, args.note = backend_for(args)
     except (TypeError, ValueError, dispatch.BackendError) as error:
