@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import dispatch
-from dispatch.table import ROWS
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.config import NSAOptions
 from nsa.inputs import NSAInputs
@@ -60,27 +58,6 @@ def test_parameters_of_compress_learn() -> None:
     pool.requires_grad_(False)
     assert not NSAInputs(q, k, v).needs_grad(config)
     assert NSAInputs(q, k, v).needs_grad(replace(config, compress=(pool, lambda blocks: blocks[..., 0, :])))
-
-
-@pytest.mark.parametrize("name", ["v_slc", "w_k_compress", None])
-def test_the_dispatcher_learns_what_the_call_needs(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = make_qkv(40)
-    tensors = {"k_slc": k.clone(), "v_slc": v.clone(), "w_k_compress": torch.eye(16).double().repeat(2, 1, 1)}
-    calls = []
-
-    def resolve(call: dispatch.Call, backend: str | None) -> dispatch.Impl:
-        calls.append(call)
-        return next(row for row in ROWS if row.backend == "reference")
-
-    monkeypatch.setattr(dispatch, "resolve", resolve)
-    if name is not None:
-        tensors[name].requires_grad_()
-    nsa(q, k, v, **tensors, config=SMALL["seed"], deterministic=True)
-    nsa_forward(q, k, v, **tensors, config=SMALL["seed"], recompute=True)
-    found = [(call.backward, call.options["deterministic"], call.options["recompute"]) for call in calls]
-    assert found == [(name is not None, True, False), (False, False, True)]
-    assert calls[0].options["config"] == SMALL["seed"]
-    assert calls[0].options["inputs"].q is q
 
 
 def test_typed_dictionaries_match() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ascend_kernels import support
 from ascend_kernels.device import DEVICES
 from ascend_kernels.launch import recording
 from ascend_kernels.residual import launchers, tiling
@@ -157,43 +156,6 @@ def test_launches_that_an_npu_would_be_given(dim: int, blocks: int, layout: str,
     for one in launches:
         assert set(one.arguments) | set(one.constants) == set(one.kernel.arg_names)
         assert math.prod(one.grid) <= 40
-
-
-@pytest.mark.parametrize(("layout", "norm"), product(["stacked", "list", "token-major"], [True, False]))
-def test_repeated_launches_are_given_the_same(layout: str, norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, a call like one before hands addresses to what Triton compiled: those of its own tensors, in order."""
-    launched: list[tuple[Any, dict[str, Any]]] = []
-    repeated: list[tuple[Any, ...]] = []
-
-    class Compiled:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            assert len(grid) == 3, "Triton takes no fewer from those who have a compiled kernel"
-            return lambda *given: repeated.append(given)
-
-    def first(kernel: Any, _: Any, arguments: dict[str, Any], constants: dict[str, Any], **__: Any) -> Compiled:
-        launched.append((kernel, {**arguments, **constants}))
-        return Compiled()
-
-    monkeypatch.setattr(launchers, "launch", first)
-    monkeypatch.setattr(launchers.RepeatedLaunch, "possible", staticmethod(lambda _: True))
-    monkeypatch.setattr(launchers.RepeatedCall, "cache", {})
-    monkeypatch.setattr(support, "_takes_cpu_tensors", lambda: True)
-    case = make(3, 64, 4, batch=2, layout=layout, norm=norm, dtype=torch.bfloat16)
-    shapes = [[result.shape for result in through_the_public_op(case, "triton")] for _ in range(2)]
-    assert shapes[0] == shapes[1]
-    assert [kernel.__name__ for kernel, _ in launched] == NAMES
-    assert len(repeated) == len(launched)
-    inputs = {"p_w_query", "p_w_norm", "p_table", *(f"p_{i}" for i in range(16))}
-    for (kernel, before), now in zip(launched, repeated, strict=True):
-        assert len(now) == len(kernel.arg_names) == len(before)
-        for name, value in zip(kernel.arg_names, now, strict=True):
-            was = before[name]
-            if name in inputs and was is not None:
-                assert value == was.data_ptr(), name
-            elif isinstance(was, Tensor):
-                assert value % 16 == 0, name
-            else:
-                assert value == was, name
 
 
 def test_what_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
