@@ -20,6 +20,7 @@ from nsa import (
     nsa_forward_aux,
     rotary_table,
 )
+from nsa.common.layers import NOT_SUPPORTED
 from tests.support.helpers import SMALL
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
@@ -56,54 +57,26 @@ def test_begins_on_the_meta_device(build: Callable[[str], nn.Module]) -> None:
 
 # Arguments of other libraries' layers
 
-MASK = torch.ones(1, 8, dtype=torch.bool)
-HUGGING_FACE = {
-    "attention_mask": MASK,
-    "past_key_values": [(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))],
-    "past_key_value": object(),
-    "layer_past": (),
-    "use_cache": True,
-    "cache_position": torch.arange(8),
-    "position_ids": torch.arange(8)[None],
-    "output_attentions": True,
-    "scaling": 0.5,
-    "dropout": 0.1,
-    "encoder_hidden_states": torch.zeros(1, 8, WIDTH),
-}
-MULTIHEAD = {
-    "key": torch.zeros(1, 8, WIDTH),
-    "value": torch.zeros(1, 8, WIDTH),
-    "attn_mask": MASK,
-    "key_padding_mask": MASK,
-    "need_weights": True,
-    "is_causal": True,
-    "dropout_p": 0.1,
-    "enable_gqa": True,
-}
 LAYERS = {"nsa": NSAttention, "neighborhood": NeighborhoodAttention}
 
 
-def forwards(layer: nn.Module) -> list[Callable[..., Any]]:
-    return [layer, layer.forward_aux] if isinstance(layer, NSAttention) else [layer]
-
-
-@pytest.mark.parametrize("name", [*HUGGING_FACE, *MULTIHEAD])
+@pytest.mark.parametrize("name", NOT_SUPPORTED)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_refuses_what_it_would_ignore(kind: str, name: str) -> None:
     layer = LAYERS[kind](WIDTH, HEADS)
-    own = layer.config.causal if isinstance(layer, NSAttention) else layer.window.causal
-    value = not own if name == "is_causal" else {**HUGGING_FACE, **MULTIHEAD}[name]
-    for forward in forwards(layer):
-        with pytest.raises(ValueError, match=f"^{name} is not supported: .*; got "):
-            forward(torch.ones(1, 8, WIDTH), **{name: value})
+    values = (kind != "nsa",) if name == "is_causal" else (True, 0.5, torch.ones(1, 8), ())
+    for forward in (layer, layer.forward_aux) if kind == "nsa" else (layer,):
+        for value in values:
+            with pytest.raises(ValueError, match=f"^{name} is not supported: .*; got "):
+                forward(torch.ones(1, 8, WIDTH), **{name: value})
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_takes_arguments_that_ask_for_nothing(kind: str) -> None:
     layer = LAYERS[kind](WIDTH, HEADS)
-    own = layer.config.causal if isinstance(layer, NSAttention) else layer.window.causal
-    nothing = dict.fromkeys([*HUGGING_FACE, *MULTIHEAD])
-    flags = {"use_cache": False, "output_attentions": False, "need_weights": False, "is_causal": own, "dropout": 0.0}
+    nothing = dict.fromkeys(NOT_SUPPORTED)
+    flags = dict.fromkeys(("use_cache", "output_attentions", "need_weights"), False)
+    flags |= {"is_causal": kind == "nsa", "dropout": 0.0}
     x = torch.randn(1, 8, WIDTH)
     assert torch.equal(layer(x, **nothing | flags), layer(x))
     with pytest.raises(TypeError, match="unexpected keyword argument 'attention_musk'"):

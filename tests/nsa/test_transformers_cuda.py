@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from nsa import NSAConfig, nsa_forward_aux
 from nsa.integrations.transformers.options import options_of
-from tests.support.hf_models import converted_model, dense_model, token_ids
+from tests.support.hf_models import converted_model, token_ids
 
 pytestmark = [pytest.mark.cuda, pytest.mark.cuda_extra, pytest.mark.hf_extra]
 
@@ -27,22 +27,6 @@ def model(tmp_path: Path) -> torch.nn.Module:
     made = converted_model(options=NSAConfig.paper(), head_dim=64, initializer_range=0.05).to(torch.bfloat16)
     made.save_pretrained(tmp_path)
     return AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", device_map="cuda").eval()
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")  # renamed by transformers
-def test_models_that_were_not_converted_take_padding_and_checkpoints() -> None:
-    model = dense_model(head_dim=64, initializer_range=0.05, attn_implementation="nsa").to(torch.bfloat16).cuda()
-    text = token_ids(1, 700).cuda()
-    padded, mask = torch.nn.functional.pad(text, (50, 0)), torch.ones(1, 750, dtype=torch.long, device="cuda")
-    mask[:, :50] = 0
-    with torch.no_grad():
-        expected = model(text, use_cache=False).logits
-        got = model(padded, attention_mask=mask, use_cache=False).logits[:, 50:]
-    torch.testing.assert_close(got, expected, rtol=0, atol=BF16)
-    model.train().gradient_checkpointing_enable({"use_reentrant": True})
-    model.enable_input_require_grads()
-    model(padded, attention_mask=mask, labels=padded, use_cache=False).loss.backward()
-    assert all(bool(weight.grad.isfinite().all()) for weight in model.parameters())
 
 
 @pytest.mark.filterwarnings("ignore")  # inside torch.compile

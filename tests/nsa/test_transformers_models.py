@@ -14,7 +14,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -26,8 +25,6 @@ from transformers import (
     GPTBigCodeForCausalLM,
     LlamaConfig,
     Qwen3Config,
-    Trainer,
-    TrainingArguments,
 )
 from transformers.masking_utils import create_causal_mask
 
@@ -381,46 +378,12 @@ def test_lora_trains_and_merges() -> None:
     assert close(logits_of(adapted.merge_and_unload(), ids), expected)
 
 
-def padded_to_the_right(texts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A collator's batch; labels behind a text do not count."""
-    ids, labels = (
-        pad_sequence([text["input_ids"] for text in texts], batch_first=True, padding_value=value)
-        for value in (0, -100)
-    )
-    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
-
-
-def test_trainer_takes_padded_batches_and_evaluates(tmp_path: Path) -> None:
-    model = converted_model()
-    texts = [token_ids(1, n)[0] for n in (40, 23, 31, 17)]
-    options = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "max_steps": 6, "learning_rate": 3e-3}
-    arguments = TrainingArguments(str(tmp_path), **options, use_cpu=True, report_to=[], save_strategy="no")
-    examples: Any = [{"input_ids": text} for text in texts]
-    given = {"train_dataset": examples, "eval_dataset": examples, "data_collator": padded_to_the_right}
-    trainer = Trainer(model, arguments, **given)
-
-    def loss_by_texts() -> float:
-        """Of each text alone."""
-        with torch.no_grad():
-            sums = [loss_of(model, text[None]) * (len(text) - 1) for text in texts]
-        return float(sum(sums)) / sum(len(text) - 1 for text in texts)
-
-    before = loss_by_texts()
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(before, rel=1e-5)
-    trainer.train()
-    after = trainer.evaluate()["eval_loss"]
-    assert after == pytest.approx(loss_by_texts(), rel=1e-5)
-    assert after < before
-
-
 def test_compiles_as_a_whole() -> None:
     model = converted_model(num_hidden_layers=1, gates="query").double()
     ids = token_ids(2, 40)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    expected = logits_of(model, ids)
-    assert close(logits_of(compiled, ids), expected)
     padded = logits_of(model, ids, attention_mask=mask)
     assert close(logits_of(compiled, ids, attention_mask=mask)[0, 9:], padded[0, 9:])
     for longest in (23, 33):  # a symbol from the second one on
