@@ -345,12 +345,10 @@ def test_what_no_rank_can_run(ranks: Ranks, change: str, error: str, words: list
     assert_all_raise(ranks.outcomes(2, cases.call_with, change, -1), error, *words)
 
 
-@pytest.mark.cuda_extra
-def test_a_chunk_off_the_stride_is_refused_on_all_ranks(ranks: Ranks) -> None:
-    """With tile=1 rank 1 of 2 begins at token 50 of 100, which is no multiple of 16, and rank 0 at token 0."""
-    start = "BackendError: takes deterministic=True in backward only on Hopper"
-    assert_all_raise(ranks.outcomes(2, cases.refuses_on_hopper, 100), start, "got q_start=50, stride=16")
-    ranks.run(2, cases.refuses_on_hopper, 96)
+def test_a_start_that_a_backend_refuses_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    """Rank 1 of 2 begins at token 50 of 100, and rank 0 at token 0."""
+    assert_all_raise(ranks.outcomes(2, cases.is_refused_on_a_rank, 50), "BackendError: refused, got q_start=50")
+    ranks.run(2, cases.is_refused_on_a_rank, 40)
 
 
 @pytest.mark.parametrize(

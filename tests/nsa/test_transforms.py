@@ -107,23 +107,38 @@ def test_refuses_in_a_compiled_function_too(op: str, transform: Any) -> None:
         whole(torch.randn(3, 1, 20, 2, 8) if transform is torch.vmap else torch.randn(1, 20, 2, 8))
 
 
-CHANGED: dict[str, Callable[..., Tensor]] = {
-    "neighborhood": partial(neighborhood_attention, kernel_size=5),
-    "residual": lambda x, y, w: attention_residual([x, y], w[0, 0, 0], w[0, 0, 1]),
-    "blocks": lambda q, k, v: block_sparse_attention(q, k, v, torch.zeros(1, 2, 6, 1).int(), block_size=8),
-    "loss": lambda q_idx, k_idx, k: indexer_kl_loss(
-        q_idx, k_idx, k * 2, k, torch.zeros(1, 2, 6, 1).int(), block_size=8
-    ),
-}
+def changed_calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]]:
+    """A function and all of its inputs."""
+    q, k, v = make_qkv(40, dtype=dtype)
+    blocks = {"block_indices": torch.zeros(1, 2, 40, 1).int(), "block_size": 8}
+    keys = {"k_slc": k, "v_slc": v, "k_win": k, "v_win": v}
+    weights = {"w_k_compress": torch.randn(2, 16, 16), "gate_proj_weight": torch.randn(4, 3, 16)}
+    entries = {"k_cmp": k[:, :5], "v_cmp": v[:, :5], "gates": torch.rand(1, 40, 4, 3)}
+    qkv, seed = {"q": q, "k": k, "v": v}, SMALL["seed"]
+    packed = {name: x[0] for name, x in (qkv | keys | entries).items()}
+    bounds = torch.tensor([0, 40], dtype=torch.int32)
+    return {
+        "nsa": (partial(nsa, config=seed), qkv | keys | weights),
+        "nsa, entries": (partial(nsa, config=seed), qkv | keys | entries),
+        "nsa, packed": (partial(nsa, config=seed, cu_seqlens=bounds), packed),
+        "neighborhood": (partial(neighborhood_attention, kernel_size=5), qkv),
+        "residual": (lambda x, y, w: attention_residual([x, y], w, w), {"x": q, "y": q, "w": q[0, 0, 0]}),
+        "blocks": (partial(block_sparse_attention, **blocks), qkv),
+        "loss": (
+            lambda q_idx, k_idx, k: indexer_kl_loss(q_idx, k_idx, k * 2, k, **blocks),
+            {"q_idx": q[:, :, :2], "k_idx": k, "k": k},
+        ),
+    }
 
 
-@pytest.mark.parametrize(("op", "dtype"), product(CHANGED, [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize(("op", "dtype"), product(changed_calls(torch.float32), [torch.float32, torch.bfloat16]))
 def test_inputs_changed_before_backward_are_refused(op: str, dtype: torch.dtype) -> None:
-    for changed in range(3):
-        tensors = [torch.randn(1, 6, 2, 4, dtype=dtype, requires_grad=True) for _ in range(3)]
-        out = CHANGED[op](*tensors)
+    run, tensors = changed_calls(dtype)[op]
+    for name in tensors:
+        leaves = {key: x.detach().to(dtype).clone().requires_grad_() for key, x in tensors.items()}
+        out = run(**leaves)
         with torch.no_grad():
-            tensors[changed].add_(1)
+            leaves[name].add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
 
