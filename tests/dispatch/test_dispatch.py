@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import platform
 import subprocess
 import sys
 from importlib import metadata
@@ -18,7 +17,7 @@ import dispatch
 import nsa
 from dispatch import BackendError, Call, Impl, explain, registry, resolve
 from dispatch.__main__ import main, summary
-from dispatch.device import PACKAGES, absence, describe_device, device_types, package_states, triton_clash
+from dispatch.device import PACKAGES, absence, device_types, package_states, triton_clash
 from dispatch.table import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -263,18 +262,6 @@ def test_absent_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_types() == ["npu", "cpu"]
     monkeypatch.setattr(Npu, "is_available", lambda: False)
     assert absence("npu") == "no Ascend NPU is visible"
-
-
-def test_devices_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    monkeypatch.setattr(torch, "get_device_module", lambda name: Npu)
-    assert (describe_device("cuda"), describe_device("npu")) == ("NVIDIA H200 (sm_90)", "Ascend910B")
-    for threads, words in ((1, "1 thread"), (3, "3 threads")):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert describe_device("cpu").endswith(f", {words}")
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags: fpu")
-    assert describe_device("cpu").startswith(f"{platform.machine()}, ")
 
 
 def test_a_line_for_each_op_and_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def assert_document_right(document: Document, config: NSAConfig, inputs: NSAInpu
     eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     half_ulp = torch.finfo(dtype).eps / 2
     tokens, heads, dim = tensors["q"].shape
-    rules = loop_oracle.resolve(config, tokens, dim)
+    rules = loop_oracle.Rules(config, tokens, dim)
 
     def near(name: str, got: Tensor, want: Tensor, ulp: float, slack: float) -> None:
         assert got.shape == want.shape, name

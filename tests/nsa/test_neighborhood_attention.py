@@ -261,26 +261,15 @@ def test_plans_for_gpus(kernel: str, dtype: torch.dtype, dim: int, window: int, 
     assert 1 <= plan.grid[0] <= min(work, 2**31 - 1)
 
 
-class FakeDriver:
-    """What of Triton-Ascend's driver is asked: an NPU is not here."""
-
-    def __init__(self, arch: str) -> None:
-        self.active = self.utils = self
-        self.arch = arch
-
-    def get_current_target(self) -> FakeDriver:
-        return self
-
-    def get_device_properties(self, index: int) -> dict[str, int]:
-        return {"num_aicore": 25, "num_vectorcore": 50}
-
-
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     npu, cpu = SimpleNamespace(type="npu", index=None), torch.device("cpu")
-    for arch, name in (("Ascend910B4", "A2"), ("Ascend910_9392", "A3"), ("Ascend950PR", "950")):
-        monkeypatch.setattr("triton.runtime.driver", FakeDriver(arch))
+    cores = SimpleNamespace(get_device_properties=lambda _: {"num_aicore": 25, "num_vectorcore": 50})
+    target = SimpleNamespace()
+    driver = SimpleNamespace(utils=cores, get_current_target=lambda: target)
+    monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=driver))
+    for target.arch, name in (("Ascend910B4", "A2"), ("Ascend910_9392", "A3"), ("Ascend950PR", "950")):
         assert npu_of(npu) == replace(DEVICES[name], cores=25)
-    monkeypatch.setattr("triton.runtime.driver", FakeDriver("Ascend310P3"))
+    target.arch = "Ascend310P3"
     with pytest.raises(ValueError, match="Ascend310P3 is not among the listed NPUs"):
         npu_of(npu)
     assert npu_of(cpu) == DEVICES["A2"]

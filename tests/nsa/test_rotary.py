@@ -29,16 +29,6 @@ def test_rotates_pairs_of_features(theta: float) -> None:
     torch.testing.assert_close(llama_rope(x, table).double(), rotated(x, positions, theta), rtol=0, atol=tolerance)
 
 
-def test_tables_of_batches() -> None:
-    positions = torch.tensor([[0, 1, 2], [7, 8, 9]])
-    cos, sin = rotary_table(positions, 8)
-    assert cos.shape == sin.shape == (2, 3, 8)
-    x = torch.randn(2, 3, 4, 8, dtype=torch.bfloat16)
-    out = llama_rope(x, (cos, sin))
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out[1], llama_rope(x[1:], rotary_table(positions[1], 8))[0])
-
-
 @pytest.mark.hf_extra
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_transformers(dtype: torch.dtype) -> None:

@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from nsa import NSAConfig
-from nsa.integrations.transformers.cache import CacheLayer, take_over
+from nsa.integrations.transformers.cache import CacheLayer
 from nsa.integrations.transformers.modeling import CACHE_ARGUMENT
-from nsa.integrations.transformers.options import options_of
 from tests.support import cases
 from tests.support.hf_models import converted_model, token_ids
 from tests.support.threads import MESSAGE, while_running
@@ -276,18 +275,6 @@ def test_a_cache_is_taken_over_and_does_what_transformers_asks(make: Any) -> Non
     advance(rows, 0, 20)
     cache = saved  # nothing of this was done to the copy
     advance(rows, 47, 60)
-
-
-def test_a_copy_of_an_empty_cache_fills_alone() -> None:
-    model, text = converted_model(), token_ids(2, 20)
-    cache = DynamicCache()
-    take_over(cache, options_of(model.config), 2)
-    copied = copy.deepcopy(cache)
-    first = call_with(model, text, cache)
-    assert copied.get_seq_length() == 0
-    torch.testing.assert_close(call_with(model, text, copied), first, rtol=0, atol=0)
-    caches = [each.layers[0].sequences.caches for each in (cache, copied)]
-    assert caches[0][0] is not caches[1][0]
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
