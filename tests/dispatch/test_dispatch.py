@@ -159,6 +159,7 @@ REFUSALS: list[tuple[str, str, str, torch.dtype, dict[str, Any], str | None]] = 
     (NEAR, "triton", "cuda", F16, {"algorithm": "band", **WIDE}, TOO_WIDE),
     (NEAR, "triton", "cuda", F16, {"algorithm": "dense", **WIDE}, TOO_WIDE),
     (NEAR, "triton", "cuda", F16, {"band": True, **WIDE}, TOO_WIDE),
+    (NEAR, "triton", "cuda", F16, {"shape": (1, 20, 4, 16), "first_token": 12}, "needs as many queries as keys (cute"),
     (MIX, "triton", "cuda", F16, {"blocks": 64, "shape": (1, 70000, 8192)}, None),
     (MIX, "triton", "cuda", F16, {"blocks": 65}, "supports up to 64 blocks, got 65"),
     (MIX, "triton", "cuda", F16, {"shape": (1, 1, 1 << 21)}, "supports D up to 1048576, got 2097152"),
@@ -218,14 +219,11 @@ def test_the_two_tritons_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_package_states_report_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     versions_of(monkeypatch, "triton-ascend")
-    monkeypatch.setattr("dispatch.device.NPU_PYTHON_BEFORE", (4, 0))
 
-    def import_module(name: str) -> object:
-        if name == "cutlass.cute":
-            raise ModuleNotFoundError("No module named 'cutlass'", name="cutlass")
-        if name == "flash_attn.cute":
-            raise ModuleNotFoundError("No module named 'quack'", name="quack")
-        return object()
+    def import_module(name: str) -> None:
+        missing = {"cutlass.cute": "cutlass", "flash_attn.cute": "quack"}.get(name)
+        if missing is not None:
+            raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
 
     monkeypatch.setattr(importlib, "import_module", import_module)
     states = {package.module: package for package in package_states()}

@@ -680,28 +680,6 @@ def test_nothing_is_read_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch)
             nsa_with_cache(cache=cache, **tokens_of(inputs, start, start + count), counts=counts)
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("name", SMALL)
-def test_a_captured_step_is_replayed_as_lengths_grow(name: str) -> None:
-    config, inputs = SMALL[name], make_inputs(60, batch=2, device="cuda")
-    cache = cache_for(inputs, config, 64, page_size=16, device="cuda")
-    own = {n: t.clone() for n, t in tokens_of(inputs, 0, 1).items()}
-    append(cache, inputs, [1] * 3, backend="reference")
-    cache.reset()
-    for pages in cache.pages.values():
-        pages.fill_(torch.nan)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = nsa_with_cache(cache=cache, **own, backend="reference")
-    for step in range(60):
-        for n, tensor in tokens_of(inputs, step, step + 1).items():
-            own[n].copy_(tensor.clone())
-        graph.replay()
-        prefix = {n: t.cpu() for n, t in tokens_of(inputs, 0, step + 1).items()}
-        close(out.cpu(), nsa_forward(**prefix, config=config)[:, -1:])  # type: ignore[arg-type]
-    assert cache.seqlens.tolist() == [60, 60]
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
 @pytest.mark.parametrize("name", ["paper", *rest("seed")])
 def test_compiled_steps_of_two_layers_are_one_graph(name: str) -> None:

@@ -73,22 +73,6 @@ def test_documents_are_pooled_apart(bounds: tuple[int, ...]) -> None:
         torch.testing.assert_close(entries, torch.cat([*(part[None] for part in parts), *behind]))
 
 
-def test_layer_learns_to_compress_and_keeps_documents_apart() -> None:
-    layer = NSAttention(32, 4, HEADS, v_head_dim=6, config=CONFIG, compress="linear").double()
-    with torch.no_grad():
-        for parameter in layer.compress.parameters():
-            parameter += torch.randn_like(parameter) / 8
-    x = torch.randn(60, 32, dtype=torch.float64)
-    bounds = (0, 25, 25, 28, 60)
-    out = layer(x, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
-    alone = [layer(x[None, a:b])[0] for a, b in pairwise(bounds) if a < b]
-    torch.testing.assert_close(out, torch.cat(alone))
-    out.square().sum().backward()
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().sum() > 0, name
-
-
 # Callables that work in place
 
 

@@ -288,18 +288,6 @@ def test_compiled_layers_sharded_by_heads(ranks: Ranks, how: str) -> None:
     ranks.run(2, headwise.sharded_equals_whole, how, True, "aot_eager")
 
 
-@pytest.mark.parametrize(
-    ("how", "names", "message"),
-    [
-        ("gates of q", ["branch_proj.v_win"], "v_win must give 2 heads of 10, 20 in all, got 10: with tensor"),
-        ("shared pool", ["gate_proj"], "gate_proj must give 4 heads of 3, 12 in all, got 6: with tensor"),
-        ("neighborhood", ["k_proj", "v_proj"], "k_proj must give 2 heads of 6, 12 in all, got 6: with tensor"),
-    ],
-)
-def test_projections_sharded_alone_are_refused(ranks: Ranks, how: str, names: list[str], message: str) -> None:
-    assert_all_raise(ranks.outcomes(2, headwise.shards_projections_alone, how, names), f"ValueError: {message}")
-
-
 @pytest.mark.parametrize("change", headwise.WRONG)
 def test_layers_that_cannot_be_sharded(ranks: Ranks, change: str) -> None:
     assert_all_raise(ranks.outcomes(2, headwise.shards_what_it_cannot, change), headwise.WRONG[change])

@@ -18,7 +18,7 @@ from torch import Tensor
 import dispatch
 from ascend_kernels.device import DEVICES, UB_VARIABLE, npu_of
 from ascend_kernels.launch import Launch, recording
-from ascend_kernels.neighborhood import reference, support, tiling
+from ascend_kernels.neighborhood import reference, tiling
 from bench import oracles
 from dispatch import neighborhood_attention
 from nsa.neighborhood.api import neighborhood_attention_backward, neighborhood_attention_forward
@@ -161,17 +161,6 @@ def test_wide_windows_are_left_to_flash_attention_4() -> None:
     for named, kernel_size in ((None, 96), ("triton", 97)):
         call = dispatch.Call("neighborhood_attention", "cuda", torch.float16, options={"kernel_size": kernel_size})
         assert dispatch.explain(call, named)[0].reason is None
-
-
-@pytest.mark.parametrize("check", [support.check_gpu, support.check_narrow_gpu, support.check_npu])
-def test_triton_refuses_by_name(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("gpu_refusal", "npu_refusal"):
-        monkeypatch.setattr(support, name, lambda _: None)
-    options = {"shape": (1, 20, 4, 16), "causal": True, "first_token": 12}
-    call = dispatch.Call("neighborhood_attention", "cuda:0", torch.float32, options=options)
-    assert check(call) == "needs as many queries as keys (cute and reference do not), got q_start=12"
-    options["first_token"] = 0
-    assert check(call) is None
 
 
 # Launches
