@@ -268,6 +268,13 @@ def packed_loss(**changed: Any) -> torch.Tensor:
     return loss(**packed_tensors, block_indices=torch.zeros(2, 6, 1).int(), cu_seqlens=bounds(0, 6), **changed)
 
 
+def sharded_alone(layer: torch.nn.Module, name: str) -> torch.Tensor:
+    """A call without half of a projection's heads, of which the layer does not know."""
+    whole = layer.get_submodule(name)
+    layer.set_submodule(name, torch.nn.Linear(32, whole.out_features // 2))  # type: ignore[operator]
+    return layer(NEXT)
+
+
 def from_fla(rope: Any = 10000.0, **changed: torch.Tensor) -> Any:
     return layer_from_fla(STATE | {name.replace("__", "."): x for name, x in changed.items()}, rope=rope)
 
@@ -335,6 +342,11 @@ WRONG_VALUES: list[tuple[Callable[[], Any], str]] = [
     (lambda: attention(32, 4, compress="linear", config=OWN_POOL), "leaves nothing to a config that compresses"),
     (lambda: attention(32, 4, backend="cudnn")(NEXT), "backend must be one of cute, triton, reference for nsa, got"),
     (lambda: window(32, 4, dropout=1.5), "dropout must be from 0 to 1, got 1.5"),
+    (lambda: sharded_alone(window(32, 4), "k_proj"), "k_proj must give 4 heads of 8, 32 in all, got 16: with tensor"),
+    *(
+        (lambda name=name: sharded_alone(attention(32, 4, separate_kv=True), name), f"{name[-5:]} must give 4 heads of")
+        for name in ("q_proj", "branch_proj.v_win", "gate_proj")
+    ),
     (lambda: layer(32, 4, kernel_size=0), "kernel_size must be at least 1, got 0"),
     (lambda: layer(32, 4, norm_eps=math.nan), "norm_eps must be finite and at least 0, got nan"),
     (
