@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,15 +19,25 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dispatch
-from nsa import NeighborhoodCache, NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
+from nsa import (
+    NeighborhoodAttention,
+    NeighborhoodCache,
+    NSACache,
+    NSAConfig,
+    PageTable,
+    neighborhood_attention,
+    nsa_forward,
+    nsa_with_cache,
+)
 from nsa.decoding import append as appending
 from nsa.decoding import reference
 from nsa.decoding.append import write_rows
 from nsa.inputs import KEY_NAMES, NSAInputs
 from tests.support.cases import rest
-from tests.support.helpers import SMALL, assert_rounded_once, make_inputs
+from tests.support.helpers import SMALL, assert_rounded_once, make_inputs, make_qkv
 from tests.support.loop_oracle import nsa_document
 from tests.support.reference_cases import cases, configs
+from tests.support.threads import MESSAGE, while_running
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 BY_TOKEN = ("q", "gates", *KEY_NAMES)
@@ -742,3 +754,71 @@ def test_memory_that_nobody_wrote_may_be_large_and_finite(name: str, v_dim: int)
             pages.fill_(fill)
         outs.append(append(cache, inputs, [33, 1, 6]))
     assert torch.equal(*outs)
+
+
+# Threads: a cache belongs to one at a time
+
+
+def in_another_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_an_open_step_is_its_thread_s() -> None:
+    cache, given = one_sequence(), make_qkv(3)
+    table, row = cache.table, torch.zeros(1, dtype=torch.int64)
+
+    def step() -> None:
+        with table.step(3):
+            pass
+
+    with table.step(3):
+        for call in (
+            step,
+            lambda: nsa_with_cache(*given, cache),
+            lambda: table.reorder(row),
+            lambda: table.truncate(1),
+            lambda: table.grow(300),
+            lambda: cache.load_state_dict(cache.state_dict()),
+            lambda: copy.deepcopy(cache),
+            lambda: NSACache(SMALL["seed"], table, heads=4, heads_kv=2, dim=16),
+        ):
+            with pytest.raises(RuntimeError, match=MESSAGE):
+                in_another_thread(call)
+        out = nsa_with_cache(*given, cache)
+    assert cache.seqlens.tolist() == [3]
+    assert torch.equal(out, nsa_with_cache(*given, one_sequence()))
+    in_another_thread(lambda: nsa_with_cache(*given, copy.deepcopy(cache)))  # in turns, and a copy is free
+    in_another_thread(lambda: nsa_with_cache(*given, cache))
+    assert cache.seqlens.tolist() == [6]
+
+
+def test_a_step_that_raises_frees_its_cache() -> None:
+    cache = one_sequence()
+    with pytest.raises(ValueError, match="counts must be from 0 to 2"):
+        nsa_with_cache(*make_qkv(2), cache, counts=torch.tensor([3], dtype=torch.int32))
+    in_another_thread(lambda: nsa_with_cache(*make_qkv(2), cache))
+    assert cache.seqlens.tolist() == [2]
+
+
+def test_a_rolling_cache_is_one_thread_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = NeighborhoodAttention(32, 4, kernel_size=5, causal=True)
+    cache, x = layer.new_cache(1), torch.randn(1, 9, 32)
+    entered, go_on = threading.Event(), threading.Event()
+
+    def wait(*args: Any, **kwargs: Any) -> Tensor:
+        entered.set()
+        assert go_on.wait(30)
+        return neighborhood_attention(*args, **kwargs)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return layer(x, cache=cache)  # type: ignore[no-any-return]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nsa.neighborhood.module.neighborhood_attention", wait)
+        with while_running(run, entered, go_on) as first, pytest.raises(RuntimeError, match=MESSAGE):
+            run()
+    torch.testing.assert_close(first.result(), layer(x))  # another thread may sum in another order
+    run()
+    assert int(cache.length) == 18

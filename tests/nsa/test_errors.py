@@ -344,7 +344,10 @@ WRONG_VALUES: list[tuple[Callable[[], Any], str]] = [
     (lambda: window(32, 4, dropout=1.5), "dropout must be from 0 to 1, got 1.5"),
     (lambda: sharded_alone(window(32, 4), "k_proj"), "k_proj must give 4 heads of 8, 32 in all, got 16: with tensor"),
     *(
-        (lambda name=name: sharded_alone(attention(32, 4, separate_kv=True), name), f"{name[-5:]} must give 4 heads of")
+        (
+            lambda name=name: sharded_alone(attention(32, 4, separate_kv=True), name),
+            name.split(".")[-1] + " must give 4 heads",
+        )
         for name in ("q_proj", "branch_proj.v_win", "gate_proj")
     ),
     (lambda: layer(32, 4, kernel_size=0), "kernel_size must be at least 1, got 0"),
