@@ -194,14 +194,8 @@ STATES = {
     "raising": (None, "raise RuntimeError('driver too old\\nand more')"),
     "leaving": (None, "raise SystemExit('driver too old')"),
 }
-STUBS = {
-    "nvidia-cutlass-dsl": ("cutlass", "cute"),
-    "flash-attn-4": ("flash_attn", "cute"),
-    "triton": ("triton",),
-    "torch-npu": ("torch_npu",),
-    "matplotlib": ("matplotlib",),
-    "rich": ("rich",),
-    "transformers": ("transformers",),
+STUBS = {package.distribution: package.module.split(".") for package in PACKAGES} | {
+    name: [name] for name in ("matplotlib", "rich", "transformers")
 }
 ABSENT = {top for top, *_ in STUBS.values()} | {"numpy", "hypothesis"}
 JOBS = """

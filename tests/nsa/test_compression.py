@@ -45,15 +45,10 @@ def test_is_the_sum_over_tokens() -> None:
 
 def test_rounds_once() -> None:
     module, blocks = pool(dtype=torch.float32), torch.randn(7, HEADS, LENGTH, DIM, dtype=torch.bfloat16)
-    exact = pool_in_fp64(module, blocks)
+    offset = torch.einsum("htd,htde->he", module.position.double(), module.weight.double())
+    exact = torch.einsum("...htd,htde->...he", blocks.double(), module.weight.bfloat16().double()) + offset
     error = (module(blocks).double() - exact).abs().max()
     assert error <= 2 * 2**-8 * exact.abs().max()  # the entry's own rounding, and that of the places' share
-
-
-def pool_in_fp64(module: LinearCompression, blocks: Tensor) -> Tensor:
-    weight = module.weight.to(blocks.dtype).double()
-    offset = torch.einsum("htd,htde->he", module.position.double(), module.weight.double())
-    return torch.einsum("...htd,htde->...he", blocks.double(), weight) + offset
 
 
 @pytest.mark.parametrize("bounds", [(0, 25, 25, 28, 60), (0, 64), (0, 3), (0, 0), (0,)], ids=str)

@@ -312,20 +312,6 @@ def test_an_empty_cache_takes_any_batch_and_dtype() -> None:
         cache.reset()
 
 
-def test_a_step_that_a_reset_cache_refuses_changes_nothing() -> None:
-    model, text = converted_model(num_hidden_layers=1), token_ids(2, 20)
-    cache = StaticCache(config=model.config, max_cache_len=15)
-    call_with(model, text[:, :10], cache)
-    cache.reset()
-    with pytest.raises(ValueError, match="max_cache_len=15 tokens, got 20"):
-        call_with(model, text[:1], cache)
-    cache.reorder_cache(torch.tensor([0]))
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    call_with(model, text[:1, :15], cache)
-    assert cache.get_seq_length() == 15
-
-
 def test_fp64_stays_under_autocast() -> None:
     model, ids = converted_model(num_hidden_layers=1).double(), token_ids(2, 20)
     with torch.autocast("cpu", torch.bfloat16):

@@ -162,20 +162,15 @@ def test_saved_models_load_in_a_fresh_process(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", FRESH, *folders], check=True, timeout=120)
 
 
-def tokenizer() -> Any:
-    words = {f"w{i}": i for i in range(VOCABULARY)}
-    own = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=own, pad_token="w0", eos_token="w1", unk_token="w0")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tokenizer_that_does_not_name_its_class(kind: str, tmp_path: Path) -> None:
-    dense = dense_model(kind).config
-    classes = []
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w0")
+    dense, classes = dense_model(kind).config, []
     for name, config in {"dense": dense, "converted": convert(dense)}.items():
         folder = tmp_path / name
         config.save_pretrained(folder)
-        tokenizer().save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         settings = folder / "tokenizer_config.json"
         settings.write_text(json.dumps({k: v for k, v in json.loads(settings.read_text()).items() if "class" not in k}))
         classes.append(type(AutoTokenizer.from_pretrained(folder)))
