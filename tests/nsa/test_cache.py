@@ -416,7 +416,6 @@ def new(tokens: int = 3, batch: int = 2, **sizes: Any) -> dict[str, Tensor]:
 NEW, SEED = new(), SMALL["seed"]
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (new(0), ValueError, "q must have B=2 sequences and N_q >= 1 tokens"),
-    (new(batch=1), ValueError, "q must have B=2 sequences"),
     (new(dtype=torch.float32), TypeError, "q must be float64, as the cache is, got float32"),
     ({n: new(4)[n] for n in "kv"}, ValueError, r"k must have q's N_q=3 new tokens, got shape \[2, 4, 2, 16\]"),
     (new(dim=8, v_dim=16), ValueError, r"k must have the cache's \[H_kv,D\] = \[2, 16\]"),
@@ -425,7 +424,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"gates": torch.rand(2, 4, 4, 3).double()}, ValueError, "gates must have the shape"),
     ({"k_slc": NEW["k"], "v_slc": NEW["v"]}, ValueError, "k_slc goes with separate_kv=True of the cache: given, separ"),
     ({"config": replace(SEED, compress_stride=4)}, ValueError, "compress_stride must be 8, which the cache was"),
-    ({"config": replace(SEED, q_tile_size=1)}, ValueError, "q_tile_size must be 16, which the cache was made for, got"),
     ({"counts": torch.tensor([1, 4]).int()}, ValueError, r"counts must be from 0 to 3, got \[1, 4\]"),
     ({"counts": torch.tensor([1, 2])}, TypeError, "counts must be int32, got int64"),
     ({"q": NEW["q"].clone().requires_grad_()}, RuntimeError, "nsa_with_cache does not support gradients"),
@@ -458,11 +456,10 @@ def test_a_refused_growth_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyP
     cache = cache_for(make_inputs(1, batch=2), config, 64, page_size=8)
     other = NSACache(config, cache.table, heads_kv=2, dim=8, heads=4, dtype=torch.float64)
     append_all = {id(layer): snapshot(layer) for layer in (cache, other)}
-    left = [len(cache.pages) + 1]
+    few = iter(range(len(cache.pages) + 1))
 
     def scarce(x: Tensor, *how: Any) -> Tensor:
-        left[0] -= 1
-        if left[0] < 0:
+        if next(few, None) is None:
             raise torch.OutOfMemoryError("no memory is left")
         return longer(x, *how)
 
@@ -474,7 +471,7 @@ def test_a_refused_growth_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyP
     assert (cache.table.capacity, cache.table.num_pages) == (capacity, pages)
     for layer in (cache, other):
         assert_unchanged(layer, append_all[id(layer)])
-    left[0] = 99
+    monkeypatch.undo()
     cache.table.grow(128)
     assert {x.shape[0] for x in (*cache.pages.values(), *other.pages.values())} == {cache.table.num_pages}
 
@@ -695,7 +692,6 @@ def test_nothing_is_read_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
 @pytest.mark.parametrize("name", ["paper", *rest("seed")])
 def test_compiled_steps_of_two_layers_are_one_graph(name: str) -> None:
-    torch.compiler.reset()
     config, inputs = SMALL[name], make_inputs(60, batch=2)
 
     def step(layers: list[NSACache], tokens: dict[str, Tensor], counts: Tensor) -> list[Tensor]:
@@ -721,7 +717,6 @@ def test_compiled_steps_of_two_layers_are_one_graph(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
 def test_what_no_compiled_step_does() -> None:
-    torch.compiler.reset()
     inputs = make_inputs(1)
     compiled = torch.compile(nsa_with_cache, fullgraph=True, backend="eager")
     cache = cache_for(inputs, replace(SMALL["paper"], compress=lambda blocks: blocks.mean(-2)), 64)

