@@ -193,12 +193,6 @@ def test_a_foreign_package_of_the_same_name_is_named(tmp_path: Path) -> None:
     assert str(tmp_path / "cute_kernels" / "__init__.py") in done.stderr
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nsa, "find_spec", lambda _: None)
-    with pytest.raises(ImportError, match="incomplete: its package 'dispatch' is missing"):
-        nsa._check_siblings()
-
-
 def versions_of(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
     def version(distribution: str) -> str:
         if distribution in installed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ import torch
 
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.config import NSAOptions
-from nsa.inputs import NSAInputs
 from tests.support.helpers import SMALL, make_qkv
 
 
@@ -47,17 +47,22 @@ def test_forward_builds_no_graph_and_nsa_does() -> None:
     assert not any(t.requires_grad for t in (out, *aux) if t is not None)
 
 
-def test_parameters_of_compress_learn() -> None:
-    """Also when nothing else does; and the dispatcher knows that backward may follow."""
-    pool = torch.nn.Sequential(torch.nn.Flatten(-2), torch.nn.Linear(8 * 16, 16))
+@pytest.mark.parametrize("name", ["v_slc", "w_k_compress", "gate_proj_weight", "compress"])
+def test_what_lies_beside_q_may_learn_alone(name: str) -> None:
     q, k, v = make_qkv(40, dtype=torch.float32)
-    config = replace(SMALL["seed"], compress=pool)
-    assert NSAInputs(q, k, v).needs_grad(config)
-    nsa(q, k, v, config=config).square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in pool.parameters())
-    pool.requires_grad_(False)
-    assert not NSAInputs(q, k, v).needs_grad(config)
-    assert NSAInputs(q, k, v).needs_grad(replace(config, compress=(pool, lambda blocks: blocks[..., 0, :])))
+    given: dict[str, Any] = {"k_slc": k.clone(), "v_slc": v.clone(), "gate_proj_weight": torch.randn(4, 3, 16)}
+    if name == "compress":
+        given["compress"] = pool = torch.nn.Sequential(torch.nn.Flatten(-2), torch.nn.Linear(8 * 16, 16))
+        leaves = list(pool.parameters())
+    else:
+        given["w_k_compress"] = torch.eye(16).repeat(2, 1, 1)
+        leaves = [given[name].requires_grad_()]
+    options = vars(SMALL["seed"]) | given
+    gradients = torch.autograd.grad(nsa(q, k, v, **options).square().sum(), leaves)
+    assert all(bool(x.any()) for x in gradients)
+    for leaf in leaves:
+        leaf.requires_grad_(False)
+    assert not nsa(q, k, v, **options).requires_grad
 
 
 def test_typed_dictionaries_match() -> None:

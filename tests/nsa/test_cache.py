@@ -692,6 +692,7 @@ def test_nothing_is_read_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
 @pytest.mark.parametrize("name", ["paper", *rest("seed")])
 def test_compiled_steps_of_two_layers_are_one_graph(name: str) -> None:
+    torch.compiler.reset()
     config, inputs = SMALL[name], make_inputs(60, batch=2)
 
     def step(layers: list[NSACache], tokens: dict[str, Tensor], counts: Tensor) -> list[Tensor]:
@@ -717,6 +718,7 @@ def test_compiled_steps_of_two_layers_are_one_graph(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
 def test_what_no_compiled_step_does() -> None:
+    torch.compiler.reset()
     inputs = make_inputs(1)
     compiled = torch.compile(nsa_with_cache, fullgraph=True, backend="eager")
     cache = cache_for(inputs, replace(SMALL["paper"], compress=lambda blocks: blocks.mean(-2)), 64)

@@ -17,15 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nsa import NSAConfig
-from nsa.distributed import ContextParallel, attention
-from nsa.distributed.layout import Layout, make_layout
+from nsa.distributed import ContextParallel
+from nsa.distributed.layout import Layout
 from tests.support import cases as parameters
 from tests.support import context_cases as cases
 from tests.support import fsdp_cases
 from tests.support import headwise_cases as headwise
 from tests.support.helpers import SMALL, make_qkv
-from tests.support.live_memory import PeakBytes
 from tests.support.ranks import Ranks
 
 SIZES = (2, 3, 4)
@@ -250,19 +248,6 @@ def test_every_argument(run: Run, preset: str, size: int) -> None:
 )
 def test_packs(run: Run, preset: str, layout: str, lengths: list[int]) -> None:
     run(3 if len(lengths) == 6 else 2, cases.packs_equal_whole, SMALL[preset], lengths, 3, cases.OPTIONS, layout)
-
-
-def test_gathered_keys_take_two_passes(alone: cases.MakeCP) -> None:
-    """Those of a pass and those under way: what these are received in is one rank's message itself."""
-    tokens, heads = 64, 3
-    cp = alone()
-    k, v = (torch.randn(1, tokens, heads, 8) for _ in range(2))
-    layout = make_layout(tokens, None, 1, cp.layout, cp.tile)
-    plan = attention.Plan(cp._comm, layout, NSAConfig.paper(), False, heads, 1, 1, ())
-    with PeakBytes() as memory:
-        for _, keys in attention.gathered_keys(plan, {"k": k, "v": v}):
-            del keys
-    assert memory.peak == 2 * (k.nbytes + v.nbytes) // heads
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])

@@ -78,6 +78,7 @@ def test_generates_what_eager_does(models: tuple[Any, Any], how: dict[str, Any])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
 def test_compiled_steps_write_the_same_tokens() -> None:
     """As `generate` compiles on a GPU: attention is a break of the graph."""
+    torch.compiler.reset()
     compiled = CompileConfig(backend="eager", mode="default")
     compiled._compile_all_devices = True
     layer = {"layer_types": ["minimax_m3_sparse"], "mlp_layer_types": ["dense"], "num_hidden_layers": 1}

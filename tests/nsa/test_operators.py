@@ -107,6 +107,7 @@ GPU: dict[str, Any] = {
 def check_compiled(function: Callable[..., Tensor], make: Callable[[int], Arguments]) -> None:
     """Results and gradients of the eager call, without compiling again for another length."""
     counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
     once = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
     graphs = []
     for tokens in (80, 96, 120):
@@ -168,6 +169,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize(("call", "values"), CALLS.values(), ids=list(CALLS))
 def test_arguments_that_change_compile(call: Callable[..., Tensor], values: tuple[int, ...]) -> None:
+    torch.compiler.reset()
     compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=True)
     q, k, v = (x.requires_grad_() for x in make_qkv(TOKENS, dtype=torch.float32))
     for value in values:
@@ -247,6 +249,7 @@ def test_nsa_has_no_second_derivative(need: bool) -> None:
 
 @pytest.mark.parametrize(("function", "compress"), [(nsa, "mean"), (nsa_forward, partial(torch.amax, dim=-2))])
 def test_debug_reads_what_the_graph_is_given(function: Any, compress: Any) -> None:
+    torch._dynamo.reset()
     whole = torch.compile(partial(function, debug=True, compress=compress), fullgraph=True, backend="aot_eager")
     q, k, v = (torch.nn.Parameter(x) for x in make_qkv(75))
     whole(q, k, v)
@@ -257,6 +260,7 @@ def test_debug_reads_what_the_graph_is_given(function: Any, compress: Any) -> No
 
 
 def test_bad_input_is_refused_in_the_graph_too() -> None:
+    torch._dynamo.reset()
     whole = torch.compile(partial(nsa_forward, gates=torch.ones(3)), fullgraph=True, backend="aot_eager")
     with pytest.raises(ValueError, match="gates must have the shape"):
         whole(*make_qkv(75))
@@ -281,6 +285,7 @@ def test_dispatch_knows_whether_gradients_are_needed(op: str, monkeypatch: pytes
         return resolved(call, *rest, **options)
 
     monkeypatch.setattr(dispatch, "resolve", resolve)
+    torch._dynamo.reset()
     compiled = torch.compile(ASKING[op], fullgraph=True, backend="aot_eager")
     for run, needs_grad in ((ASKING[op], True), (ASKING[op], False), (compiled, True)):
         with torch.set_grad_enabled(needs_grad):
@@ -292,6 +297,7 @@ def test_dispatch_knows_whether_gradients_are_needed(op: str, monkeypatch: pytes
 def test_intermediate_results_break_the_graph() -> None:
     """Dynamo calls `nsa_forward_aux` as it is: tracing the reference would take 25 breaks, again at each length."""
     counter = CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
 
     def branches(q: Tensor) -> Tensor:
         out, aux = nsa_forward_aux(q * 2, q, q, config=SMALL["paper"])
@@ -321,6 +327,7 @@ def test_determinism_is_what_pytorchs_flag_says_in_forward(
     asked: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not in backward, which may run much later. PyTorch refuses to run with it what was compiled without."""
+    torch._dynamo.reset()
     flags = []
 
     def backward(do: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, deterministic: bool, **__: Any) -> Any:

@@ -75,6 +75,7 @@ def test_compiles_once_for_all_lengths(device: str, preset: str, compress: str |
     """Forward and backward, under autocast: no graph is recorded for a second length."""
     layer = make_layer(device, preset, compress=compress)
     counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     for tokens in (75, 90, 64, 200, 33):
         x = make_hidden(device, tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -128,7 +129,16 @@ def test_tile_mode_generates_from_prefixes() -> None:
 # Compiled steps
 
 
-compiles: Any = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
+@pytest.fixture
+def anew() -> None:
+    """Nothing is compiled yet."""
+    torch.compiler.reset()
+
+
+def compiles(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks of a test that compiles."""
+    quiet: Any = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
+    return pytest.mark.usefixtures("anew")(quiet(test))  # type: ignore[no-any-return]
 
 
 class Graphs:

@@ -101,6 +101,7 @@ def test_nsa_refuses_dual_tensors(run: Any) -> None:
     ("op", "transform"), [("nsa", torch.func.grad), ("attention_residual", torch.vmap)], ids=["nsa", "residual"]
 )
 def test_refuses_in_a_compiled_function_too(op: str, transform: Any) -> None:
+    torch._dynamo.reset()
     whole = torch.compile(lambda x: transform(lambda x: OPS[op](x).sum())(x), backend="aot_eager")
     with pytest.raises(Exception, match=f"{op} does not support torch"):
         whole(torch.randn(3, 1, 20, 2, 8) if transform is torch.vmap else torch.randn(1, 20, 2, 8))
@@ -350,6 +351,7 @@ def test_autocast_casts_in_compiled_functions_too(name: str) -> None:
         "residual": lambda q, k, v: attention_residual([q[:, :, 0], k[:, :, 0], v[:, :, 0]], q[0, 0, 0]),
     }
     qkv = [x.to(own) for x, own in zip(make_qkv(40), (FP32, BF16, FP32), strict=True)]
+    torch._dynamo.reset()
     whole = torch.compile(functions[name], fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", BF16):
         got, expected = whole(*qkv), functions[name](*qkv)

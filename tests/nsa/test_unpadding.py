@@ -40,6 +40,7 @@ def test_compiles_for_all_masks() -> None:
         q = rows.unpad(x)
         return rows.pad(nsa(q, q, q, cu_seqlens=rows.cu_seqlens, config=SMALL["paper"]))
 
+    torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     whole = torch.compile(run, fullgraph=True, backend=counter)
     x = torch.randn(2, 6, 4, 8)
