@@ -268,6 +268,7 @@ def test_bad_input_is_refused_in_the_graph_too() -> None:
 
 ASKING: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "nsa": partial(nsa, config=SMALL["paper"]),
+    "nsa, gates alone": lambda q, k, v: nsa(q.detach(), k, v, gates=q[..., :3], config=SMALL["paper"]),
     "neighborhood": partial(neighborhood_attention, kernel_size=3),
     "blocks": lambda q, k, v: block_sparse_attention(q, k, v, torch.zeros(1, 2, 20, 1, dtype=INTS), block_size=8),
     "residual": lambda q, k, v: attention_residual(q, k[0, 0, 0]),
