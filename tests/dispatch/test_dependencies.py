@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import itertools
 import os
 import re
 import subprocess
@@ -66,7 +65,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], error: Ba
     ("module", "distribution", "version", "problem"),
     [
         ("cutlass.cute", "nvidia-cutlass-dsl", None, f"not installed: {CUDA_FIX}"),
-        ("flash_attn.cute", "flash-attn-4", None, f"not installed: {CUDA_FIX}"),
         ("triton", "triton", None, f"not installed: {TRITON_FIX}"),
         ("torch_npu", "torch-npu", None, f"not installed: {NPU_FIX}"),
         ("cutlass.cute", "nvidia-cutlass-dsl", "4.6.1", f"{{}}, not {DSL_NEEDS}: {DSL_PIN}"),
@@ -95,23 +93,15 @@ def test_an_npu_needs_its_own_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert package_problem("triton", "npu") == f"needs triton-ascend, not installed: {NPU_FIX}"
 
 
-REINSTALLS = {
-    "nvidia-cutlass-dsl": f'"nvidia-cutlass-dsl[cu13]{DSL_NEEDS}"',
-    "flash-attn-4": '--no-deps "flash-attn-4==4.0.0b36"',
-    "triton": f'"triton=={TRITON_TESTED}"',
-    "torch-npu": '"torch-npu==2.7.1.*"',
-    "triton-ascend": '"triton-ascend==3.2.0"',
-}
-
-
-@pytest.mark.parametrize(
-    ("known", "error"), [*zip(KNOWN, itertools.cycle([OSError("no libcuda\nat all"), SystemExit("no libcuda")]))]
-)
+@pytest.mark.parametrize("error", [OSError("no libcuda\nat all"), SystemExit("no libcuda")], ids=["raises", "leaves"])
+@pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.distribution)
 def test_raising_at_import(known: Package, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, {known.distribution: newest_that_fits(known)}, error)
-    fix = f"pip install --force-reinstall {REINSTALLS[known.distribution]}"
+    wanted = f'"{known.requirement}"' if known.distribution != "triton" else f'"triton=={TRITON_TESTED}"'
+    options = "--no-deps " if known.distribution == "flash-attn-4" else ""
     assert package_problem(known.module, "npu" if known is TRITON_ASCEND else "cuda") == (
-        f"needs {known.distribution}, broken: {type(error).__name__}: no libcuda: {fix}"
+        f"needs {known.distribution}, broken: {type(error).__name__}: no libcuda: "
+        f"pip install --force-reinstall {options}{wanted}"
     )
 
 
@@ -204,14 +194,8 @@ STATES = {
     "raising": (None, "raise RuntimeError('driver too old\\nand more')"),
     "leaving": (None, "raise SystemExit('driver too old')"),
 }
-STUBS = {
-    "nvidia-cutlass-dsl": ("cutlass", "cute"),
-    "flash-attn-4": ("flash_attn", "cute"),
-    "triton": ("triton",),
-    "torch-npu": ("torch_npu",),
-    "matplotlib": ("matplotlib",),
-    "rich": ("rich",),
-    "transformers": ("transformers",),
+STUBS = {package.distribution: package.module.split(".") for package in PACKAGES} | {
+    name: [name] for name in ("matplotlib", "rich", "transformers")
 }
 ABSENT = {top for top, *_ in STUBS.values()} | {"numpy", "hypothesis"}
 JOBS = """

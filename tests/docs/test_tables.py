@@ -26,25 +26,6 @@ def test_every_table_is_shown() -> None:
     assert shown == set(tables.TABLES)
 
 
-def test_a_changed_figure_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- table: varlen -->\n\n| packed | 1.00 |\n<!-- end -->\nbehind\n")
-    monkeypatch.setattr(tables, "pages", lambda: [page])
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    assert tables.main(["--check"]) == 1
-    assert "page.md: differs" in capsys.readouterr().out
-    assert "1.00" in page.read_text()
-    assert tables.main([]) == 0
-    pattern = r"before\n<!-- table: varlen -->\n\n30 documents .*\n\n<!-- end -->\nbehind\n"
-    assert re.fullmatch(pattern, page.read_text(), re.DOTALL)
-    assert tables.main(["--check"]) == 0
-    page.write_text("<!-- table: nope -->\n<!-- end -->\n")
-    with pytest.raises(SystemExit, match=r"page\.md asks for the table 'nope'"):
-        tables.main(["--check"])
-
-
 def test_results_are_those_that_pages_cite() -> None:
     """Nothing else lies in bench/results but CSV and PNG files of what is cited."""
     cited = {name for text in TEXT.values() for name in re.findall(r"bench/results/([\w.-]+)", text)}

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import typing
 from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import dispatch
-from dispatch.table import ROWS
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.config import NSAOptions
-from nsa.inputs import NSAInputs
 from tests.support.helpers import SMALL, make_qkv
 
 
@@ -49,58 +47,23 @@ def test_forward_builds_no_graph_and_nsa_does() -> None:
     assert not any(t.requires_grad for t in (out, *aux) if t is not None)
 
 
-def test_parameters_of_compress_learn() -> None:
-    """Also when nothing else does; and the dispatcher knows that backward may follow."""
-    pool = torch.nn.Sequential(torch.nn.Flatten(-2), torch.nn.Linear(8 * 16, 16))
+@pytest.mark.parametrize("name", ["v_slc", "w_k_compress", "gate_proj_weight", "compress"])
+def test_what_lies_beside_q_may_learn_alone(name: str) -> None:
     q, k, v = make_qkv(40, dtype=torch.float32)
-    config = replace(SMALL["seed"], compress=pool)
-    assert NSAInputs(q, k, v).needs_grad(config)
-    nsa(q, k, v, config=config).square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in pool.parameters())
-    pool.requires_grad_(False)
-    assert not NSAInputs(q, k, v).needs_grad(config)
-    assert NSAInputs(q, k, v).needs_grad(replace(config, compress=(pool, lambda blocks: blocks[..., 0, :])))
-
-
-@pytest.mark.parametrize("name", ["v_slc", "w_k_compress", None])
-def test_the_dispatcher_learns_what_the_call_needs(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = make_qkv(40)
-    tensors = {"k_slc": k.clone(), "v_slc": v.clone(), "w_k_compress": torch.eye(16).double().repeat(2, 1, 1)}
-    calls = []
-
-    def resolve(call: dispatch.Call, backend: str | None) -> dispatch.Impl:
-        calls.append(call)
-        return next(row for row in ROWS if row.backend == "reference")
-
-    monkeypatch.setattr(dispatch, "resolve", resolve)
-    if name is not None:
-        tensors[name].requires_grad_()
-    nsa(q, k, v, **tensors, config=SMALL["seed"], deterministic=True)
-    nsa_forward(q, k, v, **tensors, config=SMALL["seed"], recompute=True)
-    found = [(call.backward, call.options["deterministic"], call.options["recompute"]) for call in calls]
-    assert found == [(name is not None, True, False), (False, False, True)]
-    assert calls[0].options["config"] == SMALL["seed"]
-    assert calls[0].options["inputs"].q is q
+    given: dict[str, Any] = {"k_slc": k.clone(), "v_slc": v.clone(), "gate_proj_weight": torch.randn(4, 3, 16)}
+    if name == "compress":
+        given["compress"] = pool = torch.nn.Sequential(torch.nn.Flatten(-2), torch.nn.Linear(8 * 16, 16))
+        leaves = list(pool.parameters())
+    else:
+        given["w_k_compress"] = torch.eye(16).repeat(2, 1, 1)
+        leaves = [given[name].requires_grad_()]
+    options = vars(SMALL["seed"]) | given
+    gradients = torch.autograd.grad(nsa(q, k, v, **options).square().sum(), leaves)
+    assert all(bool(x.any()) for x in gradients)
+    for leaf in leaves:
+        leaf.requires_grad_(False)
+    assert not nsa(q, k, v, **options).requires_grad
 
 
 def test_typed_dictionaries_match() -> None:
     assert set(typing.get_type_hints(NSAOptions)) == {field.name for field in fields(NSAConfig)}
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("name", SMALL)
-def test_reference_on_a_gpu_equals_the_cpu(name: str) -> None:
-    q, k, v = make_qkv(200)
-    bounds = torch.tensor([0, 60, 61, 200], dtype=torch.int32)
-    config = SMALL[name]
-    packed = [t[0] for t in (q, k, v)]
-    for tensors, keywords in (((q, k, v), {}), (packed, {"cu_seqlens": bounds})):
-        on_gpu = [t.cuda().requires_grad_() for t in tensors]
-        on_cpu = [t.clone().requires_grad_() for t in tensors]
-        out = nsa(*on_gpu, **{n: t.cuda() for n, t in keywords.items()}, config=config, backend="reference")
-        expected = nsa(*on_cpu, **keywords, config=config)
-        torch.testing.assert_close(out.cpu(), expected, rtol=1e-11, atol=1e-11)
-        out.square().sum().backward()
-        expected.square().sum().backward()
-        for got, want in zip(on_gpu, on_cpu, strict=True):
-            torch.testing.assert_close(got.grad.cpu(), want.grad, rtol=1e-10, atol=1e-10)  # type: ignore[union-attr]

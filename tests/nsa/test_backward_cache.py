@@ -158,60 +158,6 @@ def test_other_streams_wait_and_keep_the_memory(monkeypatch: pytest.MonkeyPatch)
     assert call() == ["a waits for b's", "a holds 3", "a holds 5"]
 
 
-CYCLES = 100_000_000
-"""50 ms of an H200, in which a host launches everything that a test does."""
-
-
-@pytest.fixture
-def two_streams() -> list[torch.cuda.Stream]:
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    for stream in streams:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(1000)  # loaded, for loading waits for the device
-    torch.cuda.synchronize()
-    return streams
-
-
-@pytest.mark.cuda
-def test_gradients_are_not_read_before_they_are_written(two_streams: list[torch.cuda.Stream]) -> None:
-    writer, reader = two_streams
-    cache = BackwardCache()
-    for i in range(5):  # other gradients each time, so that none are in memory already
-        inputs, window = backward_cases.make(300 + i, dim=64, device="cuda")
-        expected = neighborhood_attention_backward(*inputs, **window)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(writer):
-            torch.cuda._sleep(CYCLES)
-            neighborhood_attention_backward(*inputs, **window, cache=cache)
-        with torch.cuda.stream(reader):
-            read = [x.clone() for x in neighborhood_attention_backward(*inputs, **window, cache=cache)]
-        torch.cuda.synchronize()
-        assert len(cache) == 1
-        assert all(torch.equal(x, y) for x, y in zip(read, expected, strict=True))
-        cache.clear()
-
-
-@pytest.mark.cuda
-def test_evicted_gradients_are_not_overwritten_while_they_are_read(two_streams: list[torch.cuda.Stream]) -> None:
-    writer, reader = two_streams
-    cache, x = BackwardCache(capacity=1), torch.arange(1 << 20, dtype=torch.float32, device="cuda")
-    torch.cuda.synchronize()
-    for _ in range(5):
-        with torch.cuda.stream(writer):
-            cache.gradients((x,), None, lambda: (x * 2,))
-        with torch.cuda.stream(reader):
-            (again,) = cache.gradients((x,), None, lambda: (x * 2,))
-            torch.cuda._sleep(CYCLES)
-            read = again.clone()
-        del again
-        with torch.cuda.stream(writer):
-            cache.gradients((x,), "others", lambda: (torch.full_like(x, -1.0),))  # takes what is free
-            torch.full_like(x, -1.0)
-        torch.cuda.synchronize()
-        assert torch.equal(read, x * 2)
-        cache.clear()
-
-
 def test_the_public_function() -> None:
     """As a training loop has it: the same tensors twice, changed ones after an optimizer's step."""
     (do, q, k, v, attn), window = backward_cases.make(20)

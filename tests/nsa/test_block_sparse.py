@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -80,28 +82,22 @@ def test_features_lie_anywhere(strides: str, dtype: torch.dtype) -> None:
         assert torch.equal(got, expected)
 
 
-VALUES = {
-    "behind the last": ([3], "from 0 to 2, blocks of 64 of the 150 keys, or -1 .debug=True., got 3"),
-    "below -1": ([-2], "got -2"),
-    "twice": ([1, -1, 1], "must differ .debug=True., got block 1 twice"),
+DOCUMENTS = [[[0]] * 70 + [[2]] * 66] * 2
+VALUES: dict[str, tuple[Case, Any, str]] = {
+    "past the last": (Case(150), [3], "from 0 to 2, blocks of 64 of the 150 keys, or -1 .debug=True., got 3"),
+    "below -1": (Case(150), [-2], "got -2"),
+    "twice": (Case(150), [1, -1, 1], "must differ .debug=True., got block 1 twice"),
+    "of a document": (Case((70, 66)), DOCUMENTS, "of the 66 keys of document 1, or -1"),
 }
 
 
 @pytest.mark.parametrize("case", VALUES)
 def test_debug_reads_blocks(case: str) -> None:
-    blocks, message = VALUES[case]
-    made = make(Case(150))
-    wrong = torch.tensor(blocks).expand(1, 2, 150, -1)
+    sizes, blocks, message = VALUES[case]
+    made = make(sizes)
+    right, wrong = (torch.tensor(x).expand(*made.block_indices.shape[:-1], -1) for x in ([-1, 1, 0], blocks))
+    block_sparse_attention(made.q, made.k, made.v, right, debug=True, **made.keywords)
     with pytest.raises(ValueError, match=message):
-        block_sparse_attention(made.q, made.k, made.v, wrong, block_size=64, debug=True)
-    right = torch.tensor([-1, 2, 0]).expand(1, 2, 150, -1)
-    block_sparse_attention(made.q, made.k, made.v, right, block_size=64, debug=True)
-
-
-def test_debug_reads_blocks_of_documents() -> None:
-    made = make(Case((70, 66)))
-    wrong = torch.tensor([[[0]] * 70 + [[2]] * 66] * 2)
-    with pytest.raises(ValueError, match="of the 66 keys of document 1, or -1"):
         block_sparse_attention(made.q, made.k, made.v, wrong, debug=True, **made.keywords)
 
 

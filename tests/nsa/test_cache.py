@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,15 +19,25 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dispatch
-from nsa import NeighborhoodCache, NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
+from nsa import (
+    NeighborhoodAttention,
+    NeighborhoodCache,
+    NSACache,
+    NSAConfig,
+    PageTable,
+    neighborhood_attention,
+    nsa_forward,
+    nsa_with_cache,
+)
 from nsa.decoding import append as appending
 from nsa.decoding import reference
 from nsa.decoding.append import write_rows
 from nsa.inputs import KEY_NAMES, NSAInputs
 from tests.support.cases import rest
-from tests.support.helpers import SMALL, assert_rounded_once, make_inputs
+from tests.support.helpers import SMALL, assert_rounded_once, make_inputs, make_qkv
 from tests.support.loop_oracle import nsa_document
 from tests.support.reference_cases import cases, configs
+from tests.support.threads import MESSAGE, while_running
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 BY_TOKEN = ("q", "gates", *KEY_NAMES)
@@ -404,7 +416,6 @@ def new(tokens: int = 3, batch: int = 2, **sizes: Any) -> dict[str, Tensor]:
 NEW, SEED = new(), SMALL["seed"]
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (new(0), ValueError, "q must have B=2 sequences and N_q >= 1 tokens"),
-    (new(batch=1), ValueError, "q must have B=2 sequences"),
     (new(dtype=torch.float32), TypeError, "q must be float64, as the cache is, got float32"),
     ({n: new(4)[n] for n in "kv"}, ValueError, r"k must have q's N_q=3 new tokens, got shape \[2, 4, 2, 16\]"),
     (new(dim=8, v_dim=16), ValueError, r"k must have the cache's \[H_kv,D\] = \[2, 16\]"),
@@ -413,7 +424,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"gates": torch.rand(2, 4, 4, 3).double()}, ValueError, "gates must have the shape"),
     ({"k_slc": NEW["k"], "v_slc": NEW["v"]}, ValueError, "k_slc goes with separate_kv=True of the cache: given, separ"),
     ({"config": replace(SEED, compress_stride=4)}, ValueError, "compress_stride must be 8, which the cache was"),
-    ({"config": replace(SEED, q_tile_size=1)}, ValueError, "q_tile_size must be 16, which the cache was made for, got"),
     ({"counts": torch.tensor([1, 4]).int()}, ValueError, r"counts must be from 0 to 3, got \[1, 4\]"),
     ({"counts": torch.tensor([1, 2])}, TypeError, "counts must be int32, got int64"),
     ({"q": NEW["q"].clone().requires_grad_()}, RuntimeError, "nsa_with_cache does not support gradients"),
@@ -446,11 +456,10 @@ def test_a_refused_growth_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyP
     cache = cache_for(make_inputs(1, batch=2), config, 64, page_size=8)
     other = NSACache(config, cache.table, heads_kv=2, dim=8, heads=4, dtype=torch.float64)
     append_all = {id(layer): snapshot(layer) for layer in (cache, other)}
-    left = [len(cache.pages) + 1]
+    few = iter(range(len(cache.pages) + 1))
 
     def scarce(x: Tensor, *how: Any) -> Tensor:
-        left[0] -= 1
-        if left[0] < 0:
+        if next(few, None) is None:
             raise torch.OutOfMemoryError("no memory is left")
         return longer(x, *how)
 
@@ -462,7 +471,7 @@ def test_a_refused_growth_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyP
     assert (cache.table.capacity, cache.table.num_pages) == (capacity, pages)
     for layer in (cache, other):
         assert_unchanged(layer, append_all[id(layer)])
-    left[0] = 99
+    monkeypatch.undo()
     cache.table.grow(128)
     assert {x.shape[0] for x in (*cache.pages.values(), *other.pages.values())} == {cache.table.num_pages}
 
@@ -680,28 +689,6 @@ def test_nothing_is_read_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch)
             nsa_with_cache(cache=cache, **tokens_of(inputs, start, start + count), counts=counts)
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("name", SMALL)
-def test_a_captured_step_is_replayed_as_lengths_grow(name: str) -> None:
-    config, inputs = SMALL[name], make_inputs(60, batch=2, device="cuda")
-    cache = cache_for(inputs, config, 64, page_size=16, device="cuda")
-    own = {n: t.clone() for n, t in tokens_of(inputs, 0, 1).items()}
-    append(cache, inputs, [1] * 3, backend="reference")
-    cache.reset()
-    for pages in cache.pages.values():
-        pages.fill_(torch.nan)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = nsa_with_cache(cache=cache, **own, backend="reference")
-    for step in range(60):
-        for n, tensor in tokens_of(inputs, step, step + 1).items():
-            own[n].copy_(tensor.clone())
-        graph.replay()
-        prefix = {n: t.cpu() for n, t in tokens_of(inputs, 0, step + 1).items()}
-        close(out.cpu(), nsa_forward(**prefix, config=config)[:, -1:])  # type: ignore[arg-type]
-    assert cache.seqlens.tolist() == [60, 60]
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
 @pytest.mark.parametrize("name", ["paper", *rest("seed")])
 def test_compiled_steps_of_two_layers_are_one_graph(name: str) -> None:
@@ -764,3 +751,71 @@ def test_memory_that_nobody_wrote_may_be_large_and_finite(name: str, v_dim: int)
             pages.fill_(fill)
         outs.append(append(cache, inputs, [33, 1, 6]))
     assert torch.equal(*outs)
+
+
+# Threads: a cache belongs to one at a time
+
+
+def in_another_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_an_open_step_is_its_thread_s() -> None:
+    cache, given = one_sequence(), make_qkv(3)
+    table, row = cache.table, torch.zeros(1, dtype=torch.int64)
+
+    def step() -> None:
+        with table.step(3):
+            pass
+
+    with table.step(3):
+        for call in (
+            step,
+            lambda: nsa_with_cache(*given, cache),
+            lambda: table.reorder(row),
+            lambda: table.truncate(1),
+            lambda: table.grow(300),
+            lambda: cache.load_state_dict(cache.state_dict()),
+            lambda: copy.deepcopy(cache),
+            lambda: NSACache(SMALL["seed"], table, heads=4, heads_kv=2, dim=16),
+        ):
+            with pytest.raises(RuntimeError, match=MESSAGE):
+                in_another_thread(call)
+        out = nsa_with_cache(*given, cache)
+    assert cache.seqlens.tolist() == [3]
+    assert torch.equal(out, nsa_with_cache(*given, one_sequence()))
+    in_another_thread(lambda: nsa_with_cache(*given, copy.deepcopy(cache)))  # in turns, and a copy is free
+    in_another_thread(lambda: nsa_with_cache(*given, cache))
+    assert cache.seqlens.tolist() == [6]
+
+
+def test_a_step_that_raises_frees_its_cache() -> None:
+    cache = one_sequence()
+    with pytest.raises(ValueError, match="counts must be from 0 to 2"):
+        nsa_with_cache(*make_qkv(2), cache, counts=torch.tensor([3], dtype=torch.int32))
+    in_another_thread(lambda: nsa_with_cache(*make_qkv(2), cache))
+    assert cache.seqlens.tolist() == [2]
+
+
+def test_a_rolling_cache_is_one_thread_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = NeighborhoodAttention(32, 4, kernel_size=5, causal=True)
+    cache, x = layer.new_cache(1), torch.randn(1, 9, 32)
+    entered, go_on = threading.Event(), threading.Event()
+
+    def wait(*args: Any, **kwargs: Any) -> Tensor:
+        entered.set()
+        assert go_on.wait(30)
+        return neighborhood_attention(*args, **kwargs)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return layer(x, cache=cache)  # type: ignore[no-any-return]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nsa.neighborhood.module.neighborhood_attention", wait)
+        with while_running(run, entered, go_on) as first, pytest.raises(RuntimeError, match=MESSAGE):
+            run()
+    torch.testing.assert_close(first.result(), layer(x))  # another thread may sum in another order
+    run()
+    assert int(cache.length) == 18

@@ -2,7 +2,7 @@
 
 No other exception, no hang, no NaN from finite input, no input changed in place, nothing read outside of a view (views
 lie in buffers of NaN). A NaN or inf in an input stays inside its document and head group. Results are held against the
-loops of tests/{loop_oracle,neighborhood_loops,residual_loops}.py, which share no code with what is tested.
+loops of tests/support/{loop_oracle,neighborhood_loops,residual_loops}.py, which share no code with what is tested.
 
 250 examples in all, the same ones each time; with FUZZ_EXAMPLES, which `make fuzz` sets to 10,000, as many others.
 docs/reliability.md says what this proves.
@@ -79,7 +79,7 @@ def assert_document_right(document: Document, config: NSAConfig, inputs: NSAInpu
     eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     half_ulp = torch.finfo(dtype).eps / 2
     tokens, heads, dim = tensors["q"].shape
-    rules = loop_oracle.resolve(config, tokens, dim)
+    rules = loop_oracle.Rules(config, tokens, dim)
 
     def near(name: str, got: Tensor, want: Tensor, ulp: float, slack: float) -> None:
         assert got.shape == want.shape, name

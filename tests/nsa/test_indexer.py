@@ -179,21 +179,17 @@ def test_loss_of_starts_of_their_own_is_the_mean_of_calls_with_integers() -> Non
 
 
 def test_loss_under_autocast_is_in_fp32() -> None:
-    tensors = [torch.randn(2, 40, heads, 16) for heads in (2, 1, 4, 2)]
-    indices = top_blocks_by_max(*tensors[:2], block_size=8, k=3)
-    results = []
-    for enabled in (False, True):
-        leaves = [x.clone().requires_grad_(i < 2) for i, x in enumerate(tensors)]
+    q_idx, k_idx, q, k = (torch.randn(2, 40, heads, 16) for heads in (2, 1, 4, 2))
+    indices = top_blocks_by_max(q_idx, k_idx, block_size=8, k=3)
+    mixed, results = (q_idx.bfloat16(), k_idx, q, k.half()), []
+    for given, enabled in ((mixed, True), ([x.float() for x in mixed], False)):
+        leaves = [x.clone().requires_grad_(i < 2) for i, x in enumerate(given)]
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             loss = indexer_kl_loss(*leaves, indices, block_size=8)
         results.append((loss, *torch.autograd.grad(loss, leaves[:2])))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-    q_idx, k_idx, q, k = tensors
-    mixed = q_idx.bfloat16(), k_idx, q, k.half()
-    with torch.autocast("cpu", torch.bfloat16):
-        got = indexer_kl_loss(*mixed, indices, block_size=8)
-    assert torch.equal(got, indexer_kl_loss(*(x.float() for x in mixed), indices, block_size=8))
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected.to(got.dtype))
+    assert loss.dtype == results[0][0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("device", DEVICES)

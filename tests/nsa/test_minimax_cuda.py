@@ -1,9 +1,9 @@
 """MiniMax-M3 of transformers on a GPU, through the kernels, in bf16: its own eager path in fp64 is the oracle.
 
 Errors are compared with those of eager in bf16, by their root mean square: through a whole model the largest one of
-both is chance. Which blocks a token takes is decided
-by scores of hidden states that bf16 has rounded, so the oracle takes the blocks that eager chooses in bf16. Behind
-the first layer, or in calls of other shapes, these states have other bits, so there a token takes all of its blocks.
+both is chance. Scores of hidden states that bf16 has rounded decide which blocks a token takes, so the oracle takes the
+blocks that eager chooses in bf16. After the first layer, or in calls of other shapes, these states have other bits, so
+there a token takes all of its blocks.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ def _registered() -> Iterator[None]:
 def models(case: str) -> tuple[Any, Any, Any]:
     """Ours, and eager in bf16 and in fp64, where the indexers take the blocks that those of bf16 took last."""
     kinds, blocks = LAYERS[case]
-    changes = {"layer_types": kinds, "mlp_layer_types": ["dense"] * len(kinds), "num_hidden_layers": len(kinds)}
-    changes |= {"index_topk_blocks": blocks}
-    rounded: dict[str, Any] = {"weights": torch.bfloat16, **SIZES, **changes}
+    rounded: dict[str, Any] = {"weights": torch.bfloat16, **SIZES, "layer_types": kinds, "index_topk_blocks": blocks}
+    rounded |= {"mlp_layer_types": ["dense"] * len(kinds), "num_hidden_layers": len(kinds)}
     ours = minimax_model("nsa-blocks", dtype=torch.bfloat16, **rounded).cuda()
     low = minimax_model("eager", dtype=torch.bfloat16, **rounded).cuda()
     exact = minimax_model("eager", **rounded).cuda()

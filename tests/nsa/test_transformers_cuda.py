@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.utils
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nsa import NSAConfig, nsa_forward_aux
-from nsa.integrations.transformers.options import options_of
-from tests.support.hf_models import converted_model, dense_model, token_ids
+from nsa import NSAConfig
+from tests.support.hf_models import converted_model, token_ids
 
 pytestmark = [pytest.mark.cuda, pytest.mark.cuda_extra, pytest.mark.hf_extra]
 
@@ -27,22 +24,6 @@ def model(tmp_path: Path) -> torch.nn.Module:
     made = converted_model(options=NSAConfig.paper(), head_dim=64, initializer_range=0.05).to(torch.bfloat16)
     made.save_pretrained(tmp_path)
     return AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", device_map="cuda").eval()
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")  # renamed by transformers
-def test_models_that_were_not_converted_take_padding_and_checkpoints() -> None:
-    model = dense_model(head_dim=64, initializer_range=0.05, attn_implementation="nsa").to(torch.bfloat16).cuda()
-    text = token_ids(1, 700).cuda()
-    padded, mask = torch.nn.functional.pad(text, (50, 0)), torch.ones(1, 750, dtype=torch.long, device="cuda")
-    mask[:, :50] = 0
-    with torch.no_grad():
-        expected = model(text, use_cache=False).logits
-        got = model(padded, attention_mask=mask, use_cache=False).logits[:, 50:]
-    torch.testing.assert_close(got, expected, rtol=0, atol=BF16)
-    model.train().gradient_checkpointing_enable({"use_reentrant": True})
-    model.enable_input_require_grads()
-    model(padded, attention_mask=mask, labels=padded, use_cache=False).loss.backward()
-    assert all(bool(weight.grad.isfinite().all()) for weight in model.parameters())
 
 
 @pytest.mark.filterwarnings("ignore")  # inside torch.compile
@@ -69,57 +50,6 @@ def test_thousands_of_compiled_steps() -> None:
     assert (logits.amax(2) - chosen).max() < 2 * BF16
     assert model.generate(ids[:, :200], attention_mask=mask[:, :200], **how | {"max_new_tokens": 9}).shape == (2, 209)
     assert counters["stats"]["unique_graphs"] == 1, "the next cache is of the same size"
-
-
-def gaps(model: Any, ids: Tensor, rows: list[int]) -> Tensor:
-    """`[B,rows]`, of a model of one layer: by which part of the last block's score that a token takes the next one
-    scores less, the least of its key/value heads. Scores are fp64 of q and K_cmp in bf16.
-    """
-    from tests.support.select_cases import probabilities
-
-    layer, config = model.model.layers[0], options_of(model.config)
-    x, positions = layer.input_layernorm(model.model.embed_tokens(ids)), torch.arange(ids.shape[1])[None]
-    q, k, v = layer.self_attn._heads(x)
-    tables = model.model.rotary_emb(x, positions.to(x.device))
-    q, k = layer.self_attn.rotate(q, k, *tables, unsqueeze_dim=2)
-    _, aux = nsa_forward_aux(q, k, v, config=config)
-    group, local = q.shape[2] // k.shape[2], config.num_local_blocks
-    room = config.num_selected_blocks - config.num_init_blocks - local
-    found = torch.empty(len(ids), len(rows), k.shape[2])
-    for b, i, h in torch.cartesian_prod(*(torch.arange(n) for n in found.shape)).tolist():
-        own = slice(h * group, (h + 1) * group)
-        lse = aux.lse_cmp[b, own, rows[i]].double()
-        scores, _ = probabilities(q[b, rows[i], own], aux.k_cmp[b, :, h], lse, config, rows[i])
-        free = scores[config.num_init_blocks : -local].sort(descending=True).values
-        found[b, i, h] = 1 - free[room] / free[room - 1]
-    return found.amin(-1)
-
-
-@pytest.mark.filterwarnings("ignore")  # inside torch.compile
-@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
-@torch.no_grad()
-def test_thousands_of_steps_that_select(how: dict[str, Any]) -> None:
-    """A step takes 16 of up to 69 blocks, and gives the last row of a call on its text, but where a near tie lets
-    roundings of q and k choose: they change a score by some 2^-11 of itself, as logits are less than 1.
-    """
-    torch.compiler.reset()
-    model = converted_model(options=NSAConfig.paper(), head_dim=64, initializer_range=0.1, num_hidden_layers=1)
-    model = model.to(torch.bfloat16).cuda()
-    how = {"do_sample": True, "max_new_tokens": 4096, "output_logits": True, "return_dict_in_generate": True, **how}
-    written = model.generate(token_ids(2, 300).cuda(), **how)
-    rows = list(range(1100, 4395, 50))
-    ids = written.sequences
-    steps = torch.stack([written.logits[row - 299] for row in rows], 1)
-
-    def last_rows() -> Tensor:
-        return torch.stack([model(ids[:, : row + 1], use_cache=False).logits[:, -1].float() for row in rows], 1)
-
-    whole = last_rows()
-    clear = gaps(model, ids, rows) > 2**-9
-    assert clear.sum() > len(rows) / 4
-    assert (steps - whole).abs().amax(-1)[clear.to(steps.device)].max() < BF16
-    model.config.nsa_config["num_selected_blocks"] = 80
-    assert (last_rows() - whole).abs().amax(-1).mean() > 2 * BF16, "which blocks a token takes shows"
 
 
 @torch.no_grad()

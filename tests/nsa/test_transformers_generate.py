@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from nsa import NSAConfig
-from nsa.integrations.transformers.cache import CacheLayer, take_over
+from nsa.integrations.transformers.cache import CacheLayer
 from nsa.integrations.transformers.modeling import CACHE_ARGUMENT
-from nsa.integrations.transformers.options import options_of
 from tests.support import cases
 from tests.support.hf_models import converted_model, token_ids
 from tests.support.threads import MESSAGE, while_running
@@ -278,18 +277,6 @@ def test_a_cache_is_taken_over_and_does_what_transformers_asks(make: Any) -> Non
     advance(rows, 47, 60)
 
 
-def test_a_copy_of_an_empty_cache_fills_alone() -> None:
-    model, text = converted_model(), token_ids(2, 20)
-    cache = DynamicCache()
-    take_over(cache, options_of(model.config), 2)
-    copied = copy.deepcopy(cache)
-    first = call_with(model, text, cache)
-    assert copied.get_seq_length() == 0
-    torch.testing.assert_close(call_with(model, text, copied), first, rtol=0, atol=0)
-    caches = [each.layers[0].sequences.caches for each in (cache, copied)]
-    assert caches[0][0] is not caches[1][0]
-
-
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_what_is_made_in_inference_mode_goes_on_outside(static: bool) -> None:
     model, text = converted_model(num_hidden_layers=1), token_ids(2, 24)
@@ -323,20 +310,6 @@ def test_an_empty_cache_takes_any_batch_and_dtype() -> None:
         logits = [call_with(model, rows[:, :15], cache), call_with(model, rows[:, 15:], cache)]
         torch.testing.assert_close(torch.cat(logits, 1), expected[: len(rows)], atol=1e-4, rtol=0)
         cache.reset()
-
-
-def test_a_step_that_a_reset_cache_refuses_changes_nothing() -> None:
-    model, text = converted_model(num_hidden_layers=1), token_ids(2, 20)
-    cache = StaticCache(config=model.config, max_cache_len=15)
-    call_with(model, text[:, :10], cache)
-    cache.reset()
-    with pytest.raises(ValueError, match="max_cache_len=15 tokens, got 20"):
-        call_with(model, text[:1], cache)
-    cache.reorder_cache(torch.tensor([0]))
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    call_with(model, text[:1, :15], cache)
-    assert cache.get_seq_length() == 15
 
 
 def test_fp64_stays_under_autocast() -> None:

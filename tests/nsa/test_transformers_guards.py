@@ -35,16 +35,13 @@ PADDING = torch.ones(2, 6, dtype=torch.bool)
 PADDING[1, :2] = False
 FOREIGN: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "added": lambda scores, mask: scores + mask,
-    "added from the left": lambda scores, mask: mask + scores,
-    "multiplied": lambda scores, mask: (1.0 - mask.float()) * -1e9 + scores,
+    "converted, from the left": lambda scores, mask: (1.0 - mask.float()) * -1e9 + scores,
     "filled": lambda scores, mask: scores.masked_fill(mask, -1.0),
     "chosen": lambda scores, mask: torch.where(mask, scores, -1.0),
     "compared": lambda scores, mask: mask == 0,
     "cut": lambda scores, mask: mask[:, :, :, :3],
-    "expanded": lambda scores, mask: mask.expand(2, 4, 6, 6),
     "joined": lambda scores, mask: torch.cat([mask, mask], 1),
     "read": lambda scores, mask: bool(mask.all()),
-    "converted": lambda scores, mask: mask.to(scores.dtype),
     "attended with": lambda scores, mask: scaled_dot_product_attention(scores, scores, scores, attn_mask=mask),
 }
 

@@ -34,11 +34,11 @@ TOLERANCE = 1e-3
 SHARDS = 12
 GOOD = ("equal", "refused", "nothing to attend")
 
-EQUAL = ["LlamaForCausalLM", "BartForCausalLM", "GPT2LMHeadModel", "MllamaForCausalLM"]
+CAUSAL = ["LlamaForCausalLM", "BartForCausalLM", "GPT2LMHeadModel", "MllamaForCausalLM"]
 """They call the attention interface: with all masks, equal."""
 REFUSED_WHEN_SET = ["BloomForCausalLM", "MegatronBertForCausalLM", "ReformerModelWithLMHead", "ProphetNetForCausalLM"]
 """Their attention is their own."""
-REFUSED_IN_CALLS = [
+REFUSED_CALLED = [
     "BartForConditionalGeneration",
     "T5ForConditionalGeneration",
     "DogeForCausalLM",
@@ -148,28 +148,19 @@ def equal_or_leak(model: Any, call: dict[str, Any], logits: Tensor, size: float)
     return "equal" if leak < TOLERANCE * size else f"leaks {leak:.2g} of {size:.2g}"
 
 
-@pytest.mark.parametrize("name", EQUAL)
-def test_models_that_call_the_interface_are_dense(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [*CAUSAL, *REFUSED_WHEN_SET, *REFUSED_CALLED])
+def test_models_are_dense_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = outcomes(name, monkeypatch, full_attention=False)
-    packs = {found.pop("packed", "equal"), found.pop("positions of three kinds", "refused")}
-    assert set(found.values()) == {"equal"}, found
-    assert packs <= {"equal", "refused"}, packs
-
-
-@pytest.mark.parametrize("name", REFUSED_WHEN_SET)
-def test_models_whose_attention_is_their_own_are_refused_when_the_name_is_set(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert outcomes(name, monkeypatch, full_attention=False) == {"set": "refused"}
-    model = dense_model(name)
-    with pytest.raises(ValueError, match=f"attn_implementation='nsa' needs a model .* got {name}"):
-        model.set_attn_implementation("nsa")
-    assert model.config._attn_implementation == "eager"
-
-
-@pytest.mark.parametrize("name", REFUSED_IN_CALLS)
-def test_what_is_not_causal_self_attention_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(outcomes(name, monkeypatch, full_attention=False).values()) == {"refused"}
+    if name in CAUSAL:
+        packs = {found.pop("packed", "equal"), found.pop("positions of three kinds", "refused")}
+        assert packs <= {"equal", "refused"}, packs
+    assert {*found.values()} == {"equal" if name in CAUSAL else "refused"}, found
+    assert (found.keys() == {"set"}) == (name in REFUSED_WHEN_SET)
+    if name in REFUSED_WHEN_SET:
+        model = dense_model(name)
+        with pytest.raises(ValueError, match=f"attn_implementation='nsa' needs a model .* got {name}"):
+            model.set_attn_implementation("nsa")
+        assert model.config._attn_implementation == "eager"
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -106,23 +107,38 @@ def test_refuses_in_a_compiled_function_too(op: str, transform: Any) -> None:
         whole(torch.randn(3, 1, 20, 2, 8) if transform is torch.vmap else torch.randn(1, 20, 2, 8))
 
 
-CHANGED: dict[str, Callable[..., Tensor]] = {
-    "neighborhood": partial(neighborhood_attention, kernel_size=5),
-    "residual": lambda x, y, w: attention_residual([x, y], w[0, 0, 0], w[0, 0, 1]),
-    "blocks": lambda q, k, v: block_sparse_attention(q, k, v, torch.zeros(1, 2, 6, 1).int(), block_size=8),
-    "loss": lambda q_idx, k_idx, k: indexer_kl_loss(
-        q_idx, k_idx, k * 2, k, torch.zeros(1, 2, 6, 1).int(), block_size=8
-    ),
-}
+def changed_calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]]:
+    """A function and all of its inputs."""
+    q, k, v = make_qkv(40, dtype=dtype)
+    blocks = {"block_indices": torch.zeros(1, 2, 40, 1).int(), "block_size": 8}
+    keys = {"k_slc": k, "v_slc": v, "k_win": k, "v_win": v}
+    weights = {"w_k_compress": torch.randn(2, 16, 16), "gate_proj_weight": torch.randn(4, 3, 16)}
+    entries = {"k_cmp": k[:, :5], "v_cmp": v[:, :5], "gates": torch.rand(1, 40, 4, 3)}
+    qkv, seed = {"q": q, "k": k, "v": v}, SMALL["seed"]
+    packed = {name: x[0] for name, x in (qkv | keys | entries).items()}
+    bounds = torch.tensor([0, 40], dtype=torch.int32)
+    return {
+        "nsa": (partial(nsa, config=seed), qkv | keys | weights),
+        "nsa, entries": (partial(nsa, config=seed), qkv | keys | entries),
+        "nsa, packed": (partial(nsa, config=seed, cu_seqlens=bounds), packed),
+        "neighborhood": (partial(neighborhood_attention, kernel_size=5), qkv),
+        "residual": (lambda x, y, w: attention_residual([x, y], w, w), {"x": q, "y": q, "w": q[0, 0, 0]}),
+        "blocks": (partial(block_sparse_attention, **blocks), qkv),
+        "loss": (
+            lambda q_idx, k_idx, k: indexer_kl_loss(q_idx, k_idx, k * 2, k, **blocks),
+            {"q_idx": q[:, :, :2], "k_idx": k, "k": k},
+        ),
+    }
 
 
-@pytest.mark.parametrize(("op", "dtype"), product(CHANGED, [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize(("op", "dtype"), product(changed_calls(torch.float32), [torch.float32, torch.bfloat16]))
 def test_inputs_changed_before_backward_are_refused(op: str, dtype: torch.dtype) -> None:
-    for changed in range(3):
-        tensors = [torch.randn(1, 6, 2, 4, dtype=dtype, requires_grad=True) for _ in range(3)]
-        out = CHANGED[op](*tensors)
+    run, tensors = changed_calls(dtype)[op]
+    for name in tensors:
+        leaves = {key: x.detach().to(dtype).clone().requires_grad_() for key, x in tensors.items()}
+        out = run(**leaves)
         with torch.no_grad():
-            tensors[changed].add_(1)
+            leaves[name].add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
 
@@ -141,8 +157,14 @@ def indexed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def in_packs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    bounds = torch.tensor([0, 13, TOKENS], dtype=torch.int32)
+    bounds = torch.tensor([0, 13, TOKENS], dtype=torch.int32, device=q.device)
     return nsa(q[0], k[0], v[0], cu_seqlens=bounds, config=SMALL["paper"])
+
+
+def in_two_steps(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out, band = neighborhood_attention_forward(q, k, v, kernel_size=5)
+    dq, dk, dv = neighborhood_attention_backward(out, q, k, v, band, kernel_size=5)
+    return (q + out + dq).unflatten(2, (2, -1)) * (dk + dv)[:, :, :, None]
 
 
 CALLS: dict[str, Attention] = {
@@ -213,18 +235,21 @@ def test_a_policy_sees_a_call_as_one_operator() -> None:
 # Fake tensors
 
 
-@pytest.mark.parametrize("run", CALLS.values(), ids=list(CALLS))
-def test_fake_tensors_have_shapes_and_gradients(run: Attention) -> None:
+@pytest.mark.parametrize("meta", [False, True], ids=["fake", "meta"])
+@pytest.mark.parametrize("run", [*CALLS.values(), in_two_steps], ids=[*CALLS, "band's backward"])
+def test_tensors_without_values_have_shapes_and_gradients(run: Attention, meta: bool) -> None:
+    """test_reference.py compares shapes of drawn calls on the meta device."""
     made = make_qkv(TOKENS, dtype=torch.bfloat16)
     expected = run(*made)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        leaves = [mode.from_tensor(x).requires_grad_() for x in made]
+    with nullcontext() if meta else FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        leaves = [(x.to("meta") if meta else mode.from_tensor(x)).requires_grad_() for x in made]
         out = run(*leaves)
         found = [x for x in gradients(run, leaves) if x is not None]
-    assert isinstance(out, FakeTensor)
     assert (out.shape, out.dtype, out.stride()) == (expected.shape, expected.dtype, expected.stride())
     assert found
-    assert all(isinstance(x, FakeTensor) for x in found)
+    assert all(x.device.type == "meta" if meta else isinstance(x, FakeTensor) for x in (out, *found))
+    with torch.no_grad():
+        assert not run(*leaves).requires_grad
 
 
 def test_a_cache_of_fake_tensors_takes_steps() -> None:
@@ -250,56 +275,11 @@ def test_intermediate_results_are_refused_in_both() -> None:
         nsa_forward_aux(*map(mode.from_tensor, (q, k, v)))
 
 
-# The meta device
-
-
-def on_meta(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x.detach().to("meta").requires_grad_(x.requires_grad) for name, x in tensors.items()}
-
-
-def assert_alike(got: Tensor, expected: Tensor) -> None:
-    assert got.device.type == "meta"
-    assert (got.shape, got.dtype, got.requires_grad) == (expected.shape, expected.dtype, expected.requires_grad)
-
-
-def assert_same_shapes(run: Callable[..., Tensor], tensors: dict[str, Tensor]) -> None:
-    """Of the result; and gradients of all that requires one, whose shapes autograd compares."""
-    empty = on_meta(tensors)
-    out = run(**empty)
-    assert_alike(out, run(**tensors))
-    wanted = [x for x in empty.values() if x.requires_grad]
-    for create_graph in (True, False):
-        torch.autograd.grad(out.square().sum(), wanted, create_graph=create_graph, retain_graph=create_graph)
-    with torch.no_grad():
-        assert_alike(run(**empty), run(**tensors))
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_nsa_has_gradients_on_the_meta_device(packed: bool) -> None:
-    """Shapes are compared for drawn calls in test_reference.py."""
-    qkv = make_qkv(60, batch=None if packed else 2, dtype=torch.bfloat16, requires_grad=True)
-    tensors = dict(zip("qkv", qkv, strict=True)) | {"gate_proj_weight": torch.rand(4, 3, 16, requires_grad=True)}
-    tensors |= {"cu_seqlens": torch.tensor([0, 25, 25, 60], dtype=torch.int32)} if packed else {}
-    assert_same_shapes(partial(nsa, config=SMALL["seed"]), tensors)
-
-
 @pytest.mark.parametrize("backend", [None, "cute", "reference"])
 def test_a_named_backend_has_the_same_shapes_on_the_meta_device(backend: str | None) -> None:
     q = torch.empty(1, 20, 2, 64, device="meta")
     for op in (nsa, neighborhood_attention):
         assert op(q, q, q, backend=backend).shape == q.shape
-
-
-def test_neighborhood_attention_has_shapes_on_the_meta_device() -> None:
-    tensors = dict(zip("qkv", make_qkv(30, dtype=torch.float16), strict=True))
-    got, expected = (neighborhood_attention_forward(**given, kernel_size=5) for given in (on_meta(tensors), tensors))
-    for x, y in zip(got, expected, strict=True):
-        assert_alike(x, y)
-    tensors |= {"do": expected[0], "attn": expected[1]}
-    for x, y in zip(
-        *(neighborhood_attention_backward(**given, kernel_size=5) for given in (on_meta(tensors), tensors)), strict=True
-    ):
-        assert_alike(x, y)
 
 
 # Autocast
@@ -414,29 +394,3 @@ def test_a_residual_layer_of_16_bits_takes_blocks_of_32_under_autocast() -> None
 def test_wrong_blocks_are_named_under_autocast_too(blocks: Any) -> None:
     with torch.autocast("cpu", BF16), pytest.raises((TypeError, ValueError), match=r"^blocks"):
         attention_residual(blocks, torch.ones(8))
-
-
-# On a GPU
-
-
-@pytest.mark.cuda
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", ["nsa", "nsa, fp32", "neighborhood_attention", "residual"])
-def test_autocast_casts_on_a_gpu(name: str) -> None:
-    mix = (FP32, FP32, FP32) if name == "nsa, fp32" else (FP32, BF16, FP32)
-    shape = (600, 4, 2, 64)
-    qkv = [x.cuda().to(own).requires_grad_() for x, own in zip(make_qkv(*shape, dtype=torch.float32), mix, strict=True)]
-    weight = torch.ones(64, device="cuda")
-    functions: dict[str, Callable[..., Tensor]] = {
-        "neighborhood_attention": neighborhood_attention,
-        "residual": lambda q, k, v: attention_residual([x[:, :, 0].contiguous() for x in (q, k, v)], weight),
-    }
-    run = functions.get(name, nsa)
-    with torch.autocast("cuda", BF16):
-        out = run(*qkv)
-    dtype = FP32 if name == "residual" else BF16
-    assert out.dtype == dtype
-    assert torch.equal(out, run(*(x.detach().to(dtype).contiguous() for x in qkv)))
-    for leaf, gradient in zip(qkv, torch.autograd.grad(out.float().square().sum(), qkv), strict=True):
-        assert gradient.dtype == leaf.dtype
-        assert gradient.abs().sum() > 0

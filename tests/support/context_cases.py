@@ -32,7 +32,7 @@ from nsa import LinearCompression, NeighborhoodAttention, NSAConfig, NSAttention
 from nsa.common.resolve import find_impl
 from nsa.distributed import ContextParallel
 from nsa.distributed.attention import WEIGHT_NAMES
-from tests.support.helpers import LARGE, SMALL, make_qkv
+from tests.support.helpers import SMALL, make_qkv
 
 MakeCP = Callable[..., ContextParallel]
 
@@ -40,38 +40,6 @@ HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 8, 4
 
 OPTIONS = ("plain", "gates", "own keys", "projections", "learned")
 """What a call has beside q, k, v."""
-
-
-DIFFERENCES: dict[str, tuple[str, list[str]]] = {
-    "dtype": ("ValueError", ["q must be", "float32 [1, n, 4, 16] on {device} on rank 1", "float64", "rank 0"]),
-    "heads": ("ValueError", ["q must be", "[1, n, 2, 16]", "on rank 1"]),
-    "gradient": ("ValueError", ["k must be", "with a gradient on rank 1"]),
-    "gates": ("ValueError", ["gates must be", "on rank 1", "None on rank 0"]),
-    "window_size": ("ValueError", ["window_size must be", "13 on rank 1 and 12 on rank 0"]),
-    "layout": ("ValueError", ["layout must be", "contiguous on rank 1 and zigzag on rank 0"]),
-    "another op": ("RuntimeError", ["ContextParallel.sum, call", "on rank 1"]),
-    "dtype of k": ("TypeError", ["k must be float64 (q is float64), got float32"]),
-    "rows of v": ("ValueError", ["v must have k's"]),
-    "causal": ("ValueError", ["causal must be True"]),
-    "q_tile_size": ("ValueError", ["q_tile_size must divide tile=16", "got q_tile_size=32"]),
-    "q_start": ("ValueError", ["q_start is not supported by ContextParallel.nsa"]),
-    "NaN": ("ValueError", ["v must be finite"]),
-    "no tensor": ("TypeError", ["q must be a torch.Tensor, got NoneType"]),
-    "misspelled": ("TypeError", ["did you mean window_size"]),
-    "backend": ("ValueError", ["backend must be", "cute on rank 1 and any on rank 0"]),
-}
-"""How rank 1 may differ in `call_with`, and the error of all ranks: its type, and what its message has."""
-
-WRONG_LOSSES: dict[str, tuple[str, list[str]]] = {
-    "value": ("ValueError", ["labels must be from 0 to 6, or ignore_index=-100, got 7"]),
-    "dtype": ("TypeError", ["labels must have one of the dtypes int64, int32", "got float64"]),
-    "shape": ("ValueError", ["labels must have the shape [2, 10] of logits [...,classes], got [10, 2]"]),
-    "no tensor": ("TypeError", ["labels must be a torch.Tensor, got list"]),
-    "classes": ("ValueError", ["logits must be the same on all ranks", "[..., 14] on {device} on rank 0"]),
-    "logits": ("TypeError", ["logits must be bfloat16", "got int64"]),
-    "ignore_index": ("ValueError", ["ignore_index must be the same on all ranks", "-1 on rank 0"]),
-}
-"""How rank 0 of 2 may differ in `loss_with`, likewise."""
 
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
@@ -202,10 +170,6 @@ def divides_along_tokens(make: MakeCP, packed: bool) -> None:
         part = cp.shard(x, **bounds)
         assert torch.equal(part, x[own] if packed else x[:, own])
         assert torch.equal(cp.unshard(part, **bounds), x)
-    ids = torch.arange(12) if packed else torch.arange(12)[None]
-    ends = (4, 11) if packed else (11,)
-    labels = [-100 if i in ends else i + 1 for i in range(12)]
-    assert cp.shard_labels(ids, **bounds).flatten().tolist() == labels[own]
 
 
 def make_do(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -252,39 +216,45 @@ def rounds_once(make: MakeCP, config: NSAConfig, tokens: int) -> None:
 
 def neighborhood_equals_whole(make: MakeCP, lengths: Sequence[int], layout: str) -> None:
     cp = make(layout=layout, tile=1)
-    device = str(device_of(cp.group))
+    shape: dict[str, Any] = {"dim": DIM, "batch": 2, "device": str(device_of(cp.group))}
     for tokens in lengths:
         for kernel_size, dilation, boundary, causal in (
             (5, 1, "truncate", False), (4, 3, "truncate", False), (5, 2, "shift", False), (4, 1, "shift", False),
             (6, 2, "truncate", True), (200, 1, "truncate", True),
         ):  # fmt: skip
             options = {"kernel_size": kernel_size, "dilation": dilation, "boundary": boundary, "causal": causal}
-            whole = make_qkv(tokens, HEADS, KV_HEADS, DIM, batch=2, device=device, requires_grad=True)
-            own = [cp.shard(x.detach()).requires_grad_() for x in whole]
-            do, *_ = make_qkv(tokens, HEADS, KV_HEADS, DIM, batch=2, device=device, seed=9)
-            out = cp.neighborhood_attention(*own, **options)
-            found = [out, *torch.autograd.grad(out, own, cp.shard(do))]
-            got = dict(zip(("out", "dq", "dk", "dv"), map(cp.unshard, found), strict=True))
-            expected = neighborhood_attention(*whole, **options)
-            want = dict(zip(got, [expected, *torch.autograd.grad(expected, whole, do)], strict=True))
+            got, want = neighborhood_results(cp, options, tokens, **shape)
             assert_same(got, want, f"{tokens} tokens, {options}")
+
+
+def neighborhood_results(
+    cp: ContextParallel, options: dict[str, Any], tokens: int, **shape: Any
+) -> list[dict[str, Tensor]]:
+    """out and all gradients, divided and of one process. Args: shape: of `make_qkv`."""
+    whole = make_qkv(tokens, **shape, requires_grad=True)
+    own = [cp.shard(x.detach()).requires_grad_() for x in whole]
+    do, *_ = make_qkv(tokens, **shape, seed=9)
+    out, expected = cp.neighborhood_attention(*own, **options), neighborhood_attention(*whole, **options)
+    got = map(cp.unshard, [out, *torch.autograd.grad(out, own, cp.shard(do))])
+    want = [expected, *torch.autograd.grad(expected, whole, do)]
+    return [dict(zip(("out", "dq", "dk", "dv"), found, strict=True)) for found in (got, want)]
 
 
 class Model(nn.Module):
     """A language model of one layer of each kind, with rotary embeddings by position."""
 
-    def __init__(self, cp: ContextParallel | None, config: NSAConfig, width: int = 32, vocabulary: int = 50) -> None:
+    def __init__(self, cp: ContextParallel, config: NSAConfig) -> None:
         super().__init__()
         shared: dict[str, Any] = {"rope": rotate, "context_parallel": cp}
-        self.embedding = nn.Embedding(vocabulary, width)
+        self.embedding = nn.Embedding(50, 32)
         self.layers = nn.ModuleList(
             [
-                NSAttention(width, 4, 2, config=config, compress="linear", separate_kv=True, **shared),
-                NeighborhoodAttention(width, 4, 2, kernel_size=7, causal=True, **shared),
-                NSAttention(width, 4, 2, config=config, gate="q", compress_proj=True, **shared),
+                NSAttention(32, 4, 2, config=config, compress="linear", separate_kv=True, **shared),
+                NeighborhoodAttention(32, 4, 2, kernel_size=7, causal=True, **shared),
+                NSAttention(32, 4, 2, config=config, gate="q", compress_proj=True, **shared),
             ]
         )
-        self.head = nn.Linear(width, vocabulary)
+        self.head = nn.Linear(32, 50)
         self.checkpointing = False
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -306,17 +276,21 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def model_and_whole(cp: ContextParallel, config: NSAConfig, dtype: torch.dtype = torch.float64) -> tuple[Model, Model]:
+    """A divided model, and one with the same weights of one process."""
+    torch.manual_seed(3)
+    model = Model(cp, config).to(device_of(cp.group), dtype)
+    whole = copy.deepcopy(model)
+    for layer in whole.layers:
+        layer.context_parallel = None
+    return model, whole
+
+
 def model_equals_whole(make: MakeCP, config: NSAConfig, tokens: int, how: str) -> None:
     """Losses and gradients of a model. `how`: plain, checkpointing, autocast, or a backend of torch.compile."""
     cp = make(tile=16)
     device = device_of(cp.group)
-    torch.manual_seed(3)
-    model = Model(cp, config).to(device, torch.float64)
-    if how == "autocast":
-        model = model.float()
-    whole = copy.deepcopy(model)
-    for layer in whole.layers:
-        layer.context_parallel = None
+    model, whole = model_and_whole(cp, config, torch.float32 if how == "autocast" else torch.float64)
     assert model.layers[0].context_parallel is cp
     model.checkpointing = how == "checkpointing"
     run = torch.compile(model, backend=how) if how in ("eager", "aot_eager") else model
@@ -348,11 +322,7 @@ def fsdp_equals_whole(_: MakeCP, config: NSAConfig, tokens: int) -> None:
     device, sequences = device_of(), dist.get_world_size() // 2
     mesh = init_device_mesh(device.type, (sequences, 2), mesh_dim_names=("dp", "cp"))
     cp = ContextParallel(mesh["cp"], tile=16)
-    torch.manual_seed(3)
-    model = Model(cp, config).to(device, torch.float64)
-    whole = copy.deepcopy(model)
-    for layer in whole.layers:
-        layer.context_parallel = None
+    model, whole = model_and_whole(cp, config)
     everyone = mesh["dp", "cp"]._flatten("dp_cp")
     for layer in model.layers:
         fully_shard(layer, mesh=everyone)
@@ -395,24 +365,47 @@ def takes_dtensors(make: MakeCP, config: NSAConfig, over_heads: bool = False) ->
 # Refusals
 
 
-CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "dtype": lambda own: {name: own[name].float() for name in "qkv"},
-    "dtype of k": lambda own: {"k": own["k"].float()},
-    "heads": lambda own: {"q": own["q"][:, :, :2]},
-    "gradient": lambda own: {"k": own["k"].requires_grad_()},
-    "rows": lambda own: {name: own[name][:, :-1] for name in "qkv"},
-    "rows of v": lambda own: {"v": own["v"][:, :-1]},
-    "backend": lambda own: {"backend": "cute"},
-    "q_start": lambda own: {"q_start": 0},
-    "gates": lambda own: {"gates": own["q"].new_ones(*own["q"].shape[:-1], 3)},
-    "no tensor": lambda own: {"q": None},
-    "misspelled": lambda own: {"windowsize": 3},
-    "NaN": lambda own: {"v": own["v"].index_fill(1, torch.tensor(0, device=own["v"].device), math.nan)},
-    "window_size": lambda own: {"config": replace(own["config"], window_size=13)},
-    "causal": lambda own: {"config": replace(own["config"], causal=False)},
-    "q_tile_size": lambda own: {"config": replace(own["config"], q_tile_size=32)},
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+WRONG_CALLS: dict[str, tuple[Change, str, list[str]]] = {
+    "tensors": (
+        lambda own: {name: own[name].float() for name in "kv"} | {"q": own["q"][:, :, :2].float().requires_grad_()},
+        "ValueError",
+        ["q must be", "float32 [1, n, 2, 16] on {device} with a gradient on rank 1", "float64", "rank 0"],
+    ),
+    "gates": (
+        lambda own: {"gates": own["q"].new_ones(*own["q"].shape[:-1], 3)},
+        "ValueError",
+        ["gates must be", "on rank 1", "None on rank 0"],
+    ),
+    "window_size": (
+        lambda own: {"config": replace(own["config"], window_size=13)},
+        "ValueError",
+        ["window_size must be", "13 on rank 1 and 12 on rank 0"],
+    ),
+    "layout": (lambda _: {}, "ValueError", ["layout must be", "contiguous on rank 1 and zigzag on rank 0"]),
+    "another op": (lambda _: {}, "RuntimeError", ["ContextParallel.sum, call", "on rank 1"]),
+    "dtype of k": (lambda own: {"k": own["k"].float()}, "TypeError", ["k must be float64 (q is float64), got float32"]),
+    "causal": (lambda own: {"config": replace(own["config"], causal=False)}, "ValueError", ["causal must be True"]),
+    "q_tile_size": (
+        lambda own: {"config": replace(own["config"], q_tile_size=32)},
+        "ValueError",
+        ["q_tile_size must divide tile=16", "got q_tile_size=32"],
+    ),
+    "q_start": (lambda _: {"q_start": 0}, "ValueError", ["q_start is not supported by ContextParallel.nsa"]),
+    "NaN": (lambda own: {"v": own["v"] + math.nan}, "ValueError", ["v must be finite"]),
+    "no tensor": (lambda _: {"q": None}, "TypeError", ["q must be a torch.Tensor, got NoneType"]),
+    "misspelled": (lambda _: {"windowsize": 3}, "TypeError", ["did you mean window_size"]),
+    "backend": (lambda _: {"backend": "cute"}, "ValueError", ["backend must be", "cute on rank 1 and any on rank 0"]),
+    "rows": (
+        lambda own: {name: own[name][:, :-1] for name in "qkv"},
+        "ValueError",
+        ["q must hold [", "tokens on ranks 0 to 2", "of 99", "got [36, 31, 32]"],
+    ),
 }
-"""Arguments that `call_with` changes."""
+"""Arguments that `call_with` changes, and the error of all ranks if rank 1 does: its type and parts of its message."""
+
+DIFFERENCES = {name: (error, words) for name, (_, error, words) in WRONG_CALLS.items() if name != "rows"}
+"""Errors that any number of ranks raises."""
 
 
 def call_with(make: MakeCP, change: str, wrong: int) -> None:
@@ -422,8 +415,8 @@ def call_with(make: MakeCP, change: str, wrong: int) -> None:
     whole = make_qkv(100, device=str(device_of(cp.group)))
     own: dict[str, Any] = {name: cp.shard(x) for name, x in zip("qkv", whole, strict=True)}
     own["config"] = replace(SMALL["seed"], debug=change == "NaN")
-    if here and change in CHANGES:
-        own |= CHANGES[change](own)
+    if here:
+        own |= WRONG_CALLS[change][0](own)
     if change == "another op" and here:
         cp.sum(own["q"].sum())
     cp.nsa(**own)
@@ -489,25 +482,53 @@ def gradients_of(out: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 Loss = Callable[[Tensor, Tensor], tuple[Any, Any, int]]
-LOSSES: dict[str, Loss] = {
-    "value": lambda logits, labels: (logits, torch.full_like(labels, 7), -100),
-    "dtype": lambda logits, labels: (logits, labels.double(), -100),
-    "shape": lambda logits, labels: (logits, labels.T, -100),
-    "no tensor": lambda logits, labels: (logits, labels.tolist(), -100),
-    "classes": lambda logits, labels: (torch.cat([logits, logits], -1), labels, -100),
-    "logits": lambda logits, labels: (logits.long(), labels, -100),
-    "ignore_index": lambda logits, labels: (logits, labels.masked_fill(labels == -100, -1), -1),
+WRONG_LOSSES: dict[str, tuple[Loss, str, list[str]]] = {
+    "value": (
+        lambda logits, labels: (logits, torch.full_like(labels, 7), -100),
+        "ValueError",
+        ["labels must be from 0 to 6, or ignore_index=-100, got 7"],
+    ),
+    "dtype": (
+        lambda logits, labels: (logits, labels.double(), -100),
+        "TypeError",
+        ["labels must have one of the dtypes int64, int32", "got float64"],
+    ),
+    "shape": (
+        lambda logits, labels: (logits, labels.T, -100),
+        "ValueError",
+        ["labels must have the shape [2, 10] of logits [...,classes], got [10, 2]"],
+    ),
+    "no tensor": (
+        lambda logits, labels: (logits, labels.tolist(), -100),
+        "TypeError",
+        ["labels must be a torch.Tensor, got list"],
+    ),
+    "classes": (
+        lambda logits, labels: (torch.cat([logits, logits], -1), labels, -100),
+        "ValueError",
+        ["logits must be the same on all ranks", "[..., 14] on {device} on rank 0"],
+    ),
+    "logits": (
+        lambda logits, labels: (logits.long(), labels, -100),
+        "TypeError",
+        ["logits must be bfloat16", "got int64"],
+    ),
+    "ignore_index": (
+        lambda logits, labels: (logits, labels.masked_fill(labels == -100, -1), -1),
+        "ValueError",
+        ["ignore_index must be the same on all ranks", "-1 on rank 0"],
+    ),
 }
-"""logits, labels and ignore_index that `loss_with` gives."""
+"""logits, labels and ignore_index of rank 0 of 2 in `loss_with`, and the error of both ranks."""
 
 
-def loss_with(make: MakeCP, change: str, wrong: int) -> None:
-    """A loss that is wrong on one rank."""
+def loss_with(make: MakeCP, change: str) -> None:
+    """A loss that is wrong on rank 0."""
     cp = make(tile=1)
     logits, ids = make_logits(device_of(cp.group))
     logits, labels, ignored = cp.shard(logits), cp.shard_labels(ids), -100
-    if cp.rank == wrong:
-        logits, labels, ignored = LOSSES[change](logits, labels)
+    if cp.rank == 0:
+        logits, labels, ignored = WRONG_LOSSES[change][0](logits, labels)
     cp.cross_entropy(logits, labels, ignore_index=ignored)
 
 
@@ -531,29 +552,21 @@ def works(make: MakeCP) -> None:
     equals_whole(make, SMALL["paper"], (50,), ["plain"], "zigzag")
 
 
-def ends_in_the_middle(make: MakeCP, last: int) -> None:
-    """The last rank ends where it would gather keys for the second time."""
+def ends_in_the_middle(make: MakeCP, last: int, method: str = "start_gather", calls: int = 1) -> None:
+    """The last rank ends where it would send for the second time: in forward keys; or after `calls` of a method."""
     cp = make(tile=16, kv_heads_per_pass=1)
     if cp.rank == last:
-        gather, gathers = cp._comm.start_gather, iter([None])
+        send, before = getattr(cp._comm, method), iter(range(calls))
 
         def end(*arguments: Any) -> Any:
-            if next(gathers, "end") == "end":
+            if next(before, None) is None:
                 os._exit(1)
-            return gather(*arguments)
+            return send(*arguments)
 
-        cp._comm.start_gather = end  # type: ignore[method-assign]
-    q, k, v = map(cp.shard, make_qkv(100, device=str(device_of(cp.group))))
-    cp.nsa(q, k, v, config=SMALL["paper"]).cpu()  # waits for a GPU
-
-
-def ends_in_backward(make: MakeCP, last: int) -> None:
-    """The last rank ends where it would send its first shares of gradients."""
-    cp = make(tile=16)
-    if cp.rank == last:
-        cp._comm.add_shares = lambda *_: os._exit(1)  # type: ignore[assignment]
-    q, k, v = (cp.shard(x).requires_grad_() for x in make_qkv(100))
-    cp.nsa(q, k, v, config=SMALL["paper"]).sum().backward()
+        setattr(cp._comm, method, end)
+    out = cp.nsa(*own_qkv(cp, 0), config=SMALL["paper"])
+    out.cpu()  # waits for a GPU
+    out.sum().backward()
 
 
 def backwards_differ(make: MakeCP, op: str, how: str, wrong: int) -> None:
@@ -654,44 +667,18 @@ def makes_none(_: MakeCP, seconds: float) -> None:
         ContextParallel(group)
 
 
-def outlives_its_group(_: MakeCP) -> list[str]:
-    """Of all processes: errors of backwards that begin with a gather of keys, and with gradients of fetched rows."""
-    group = dist.new_group()
-    cp = ContextParallel(group, tile=16)
-    q, k, v = (cp.shard(x).requires_grad_() for x in make_qkv(100, device=str(device_of(group))))
-    outputs = [cp.nsa(q, k, v, config=SMALL["paper"]), cp.unshard(k)]
-    dist.destroy_process_group(group)
-    del group
-    errors = []
-    for out in outputs:
-        try:
-            out.sum().backward()
-        except RuntimeError as error:
-            errors.append(str(error))
-    return errors
+def is_refused_on_a_rank(make: MakeCP, start: int) -> None:
+    """A backend refuses the call whose queries begin at a token, as the kernels for GPUs do with some starts."""
 
-
-def refuses_on_hopper(make: MakeCP, tokens: int) -> None:
-    """A deterministic call in token mode, refused as the kernels for GPUs refuse it on Hopper; else the reference's."""
-    from cute_kernels import support
-    from cute_kernels.runtime import device
-
-    def resolve_on_hopper(call: dispatch.Call, *arguments: Any, **keywords: Any) -> Any:
-        with (
-            mock.patch.dict(os.environ, {device.TARGET_VARIABLE: "sm_90a"}),
-            mock.patch("torch.cuda.is_available", return_value=True),
-        ):
-            device.compute_capability.cache_clear()
-            reason = support.check(replace(call, device="cuda:0"))
-        device.compute_capability.cache_clear()
-        if reason:
-            raise dispatch.BackendError(reason)
+    def find(call: dispatch.Call, *arguments: Any, **keywords: Any) -> Any:
+        if call.options["inputs"].k.shape[1] - call.options["inputs"].q.shape[1] == start:
+            raise dispatch.BackendError(f"refused, got q_start={start}")
         return find_impl(call, *arguments, **keywords)
 
     cp = make(layout="contiguous", tile=1)
-    q, k, v = (cp.shard(x).requires_grad_() for x in make_qkv(tokens, 2, 1, 64, dtype=torch.bfloat16))
-    with mock.patch("nsa.operators.find_impl", resolve_on_hopper):
-        cp.nsa(q, k, v, config=LARGE["paper"], deterministic=True)
+    q, k, v = (cp.shard(x).requires_grad_() for x in make_qkv(100))
+    with mock.patch("nsa.operators.find_impl", find):
+        cp.nsa(q, k, v, config=SMALL["paper"])
 
 
 def stays_away(make: MakeCP, seconds: float) -> None:
@@ -743,16 +730,11 @@ def repeats_on_gpu(make: MakeCP, config: NSAConfig, tokens: int) -> None:
 def neighborhood_on_gpu(make: MakeCP, tokens: int, layout: str) -> None:
     """bf16: but for roundings, since windows meet other tiles of keys."""
     cp = make(layout=layout, tile=256)
-    whole = make_qkv(tokens, 8, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    do, *_ = make_qkv(tokens, 8, 2, 64, dtype=torch.bfloat16, device="cuda", seed=9)
-    own = [cp.shard(x.detach()).requires_grad_() for x in whole]
+    shape = {"heads": 8, "kv_heads": 2, "dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
     for options in ({"kernel_size": 9}, {"kernel_size": 128, "causal": True}, {"kernel_size": 7, "boundary": "shift"}):
-        out = cp.neighborhood_attention(*own, **options)
-        got = map(cp.unshard, [out, *torch.autograd.grad(out, own, cp.shard(do))])
-        expected = neighborhood_attention(*whole, **options)
-        want = [expected, *torch.autograd.grad(expected, whole, do)]
-        for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
-            assert difference(x.detach(), y.detach(), exact=False) == "", f"{name}, {options}"
+        got, want = neighborhood_results(cp, options, tokens, **shape)
+        for name, x in got.items():
+            assert difference(x.detach(), want[name].detach(), exact=False) == "", f"{name}, {options}"
 
 
 def on_gpu(tokens: int, batch: int | None = 1) -> tuple[dict[str, Tensor], Tensor]:

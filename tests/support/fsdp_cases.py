@@ -21,7 +21,6 @@ from nsa import NSAConfig, NSAttention
 from tests.support.context_cases import MakeCP, device_of
 from tests.support.helpers import assert_within_budget
 
-STEPS = 2
 WITHOUT_GRADIENT = "compress.k.position"
 """Adds the same to all compressed keys, which no softmax sees: its gradient is rounding alone."""
 
@@ -79,10 +78,13 @@ def trains_as_whole(
         register_fsdp_forward_method(layer, "forward_aux")
     fully_shard(sharded, mesh=mesh, mp_policy=policy)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (whole, sharded)]
-    for step in range(STEPS):
+    for step in range(2):
         batches = torch.randn(world, 1, tokens, width, generator=torch.Generator().manual_seed(step)).to(device, dtype)
         low = of_whole(copy.deepcopy(whole).to(dtype), batches)
-        exact = of_whole(in_fp64(whole, dtype), batches.double())
+        rounded = copy.deepcopy(whole).to(dtype).double()
+        for layer in rounded.layers:
+            layer.backend = "reference"
+        exact = of_whole(rounded, batches.double())
         loss = loss_of(sharded, batches[group.rank()])
         loss.backward()
         mean = loss.detach().clone()
@@ -103,14 +105,6 @@ def trains_as_whole(
     out, aux = sharded.layers[0].forward_aux(batches[0])
     assert out.shape == batches[0].shape
     assert aux.indices.dtype == torch.int32
-
-
-def in_fp64(model: Model, dtype: torch.dtype) -> Model:
-    """With the weights rounded to a dtype, by the reference."""
-    exact = copy.deepcopy(model).to(dtype).double()
-    for layer in exact.layers:
-        layer.backend = "reference"
-    return exact
 
 
 def of_whole(model: Model, batches: Tensor) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
 from nsa import LinearCompression, NeighborhoodAttention, NSAConfig, NSAttention, PageTable
 from nsa.distributed import ContextParallel, HeadwiseParallel
@@ -141,16 +140,6 @@ def with_divided_sequences(_: MakeCP) -> None:
         got = {name: parameter.grad.full_tensor() for name, parameter in layer.named_parameters()}
         want = {name: parameter.grad for name, parameter in whole.named_parameters()}
         assert_same({"out": cp.unshard(out).detach(), **got}, {"out": expected.detach(), **want}, how)
-
-
-def shards_projections_alone(make: MakeCP, how: str, names: Sequence[str]) -> None:
-    """PyTorch's styles on projections of a layer that does not know."""
-    group = make().group
-    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in names}
-    layer = parallelize_module(
-        make_layer(how), DeviceMesh.from_group(group, "cpu"), {**plan, "o_proj": RowwiseParallel()}
-    )
-    call(layer, torch.randn(1, TOKENS, WIDTH, dtype=torch.float64), how)
 
 
 def shards_what_it_cannot(make: MakeCP, change: str) -> None:

@@ -38,43 +38,24 @@ class LoopResult:
     cmp_scores: list[list[dict[int, Fraction]]] | None  # like cmp_indices: scores of its blocks with scored entries
 
 
-@dataclass(frozen=True)
 class Rules:
-    """The options for one document of `tokens` tokens, every None resolved."""
+    """The options for one document of N tokens, every None resolved (section 3), and what follows from them."""
 
-    tokens: int  # N
-    compress_block: int  # l
-    stride: int  # d
-    select_block: int  # l'
-    selected: int  # num_selected_blocks
-    window: int  # w
-    tile: int  # T
-    shared: bool
-    init_blocks: int
-    local_blocks: int
-    cmp_selected: int | None  # num_cmp_selected_blocks
-    cmp_block: int  # n_block_size
-    causal: bool
-    scale: float
-
-    @property
-    def compressed_count(self) -> int:
-        """N_cmp (step 1)."""
-        return compressed_count(self.tokens, self.compress_block, self.stride)
-
-    @property
-    def select_count(self) -> int:
-        """Number of select blocks, the ragged last one included (step 3)."""
-        return math.ceil(self.tokens / self.select_block)
-
-    @property
-    def cmp_block_count(self) -> int:
-        """Number of blocks of n_block_size compressed entries (step 5)."""
-        return math.ceil(self.compressed_count / self.cmp_block)
-
-    @property
-    def tile_count(self) -> int:
-        return math.ceil(self.tokens / self.tile)
+    def __init__(self, config: Any, tokens: int, head_dim: int) -> None:
+        self.tokens = tokens  # N
+        self.compress_block = length = config.compress_block_size  # l
+        self.stride = length if config.compress_stride is None else config.compress_stride  # d
+        self.select_block = length if config.select_block_size is None else config.select_block_size  # l'
+        self.selected, self.window, self.tile = config.num_selected_blocks, config.window_size, config.q_tile_size
+        self.shared = bool(config.share_heads_in_group) or config.q_tile_size == 1
+        self.init_blocks, self.local_blocks = config.num_init_blocks, config.num_local_blocks
+        self.cmp_selected, self.cmp_block = config.num_cmp_selected_blocks, config.n_block_size
+        self.causal = config.causal
+        self.scale = 1.0 / math.sqrt(head_dim) if config.softmax_scale is None else config.softmax_scale
+        self.compressed_count = compressed_count(tokens, length, self.stride)  # N_cmp (step 1)
+        self.select_count = math.ceil(tokens / self.select_block)  # the ragged last one included (step 3)
+        self.cmp_block_count = math.ceil(self.compressed_count / self.cmp_block)  # (step 5)
+        self.tile_count = math.ceil(tokens / self.tile)
 
     def first_token(self, tile: int) -> int:
         return tile * self.tile
@@ -86,27 +67,6 @@ class Rules:
     def end_of_compressed(self, j: int) -> int:
         """The last token that compressed block j has read (step 2)."""
         return j * self.stride + self.compress_block - 1
-
-
-def resolve(config: Any, tokens: int, head_dim: int) -> Rules:
-    """Fill in the defaults of section 3."""
-    compress_block = config.compress_block_size
-    return Rules(
-        tokens=tokens,
-        compress_block=compress_block,
-        stride=compress_block if config.compress_stride is None else config.compress_stride,
-        select_block=compress_block if config.select_block_size is None else config.select_block_size,
-        selected=config.num_selected_blocks,
-        window=config.window_size,
-        tile=config.q_tile_size,
-        shared=bool(config.share_heads_in_group) or config.q_tile_size == 1,
-        init_blocks=config.num_init_blocks,
-        local_blocks=config.num_local_blocks,
-        cmp_selected=config.num_cmp_selected_blocks,
-        cmp_block=config.n_block_size,
-        causal=config.causal,
-        scale=1.0 / math.sqrt(head_dim) if config.softmax_scale is None else config.softmax_scale,
-    )
 
 
 # Arithmetic.
@@ -376,7 +336,7 @@ def nsa_document(
     tokens, query_heads, head_dim = q.shape
     kv_heads, value_dim = v.shape[1:]
     group = query_heads // kv_heads
-    rules = resolve(config, tokens, head_dim)
+    rules = Rules(config, tokens, head_dim)
 
     # Step 1, compress.
     compressed = rules.compressed_count
