@@ -57,17 +57,6 @@ def test_recordings_nest() -> None:
     assert inner == outer[1:]
 
 
-def test_a_function_runs_launches_in_the_device_s_place() -> None:
-    """One by one: what the host does between two launches sees what the first one computed."""
-    kernel, x = Kernel(), torch.zeros(3)
-    with recording(run=lambda one: one.arguments["p_x"].add_(1)) as launches:
-        assert only_recording()
-        launch(kernel, (1,), {"p_x": x}, {})
-        copy = x.clone()
-        launch(kernel, (1,), {"p_x": copy}, {})
-    assert (copy.tolist(), kernel.calls, len(launches)) == ([2.0] * 3, [], 2)
-
-
 def test_launches_of_other_threads_are_recorded() -> None:
     """Autograd runs backward on a device in a thread of its own."""
     kernel = Kernel()
