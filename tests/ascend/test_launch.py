@@ -91,18 +91,6 @@ def test_one_launch_at_a_time() -> None:
     assert overlapped == [False] * 4
 
 
-@pytest.mark.parametrize("algorithm", ["flash", "band", "dense"])
-def test_gpus_fuse_sums_of_products_whatever_the_default_of_triton(algorithm: str) -> None:
-    q, k, v = (torch.empty(1, 500, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    blocks, w_query = torch.empty(2, 1, 500, 64, requires_grad=True), torch.empty(64, requires_grad=True)
-    with recording(run=False) as launches:
-        neighborhood = neighborhood_attention(q, k, v, kernel_size=9, algorithm=algorithm, backend="triton")
-        residual = attention_residual(blocks, w_query, backend="triton")
-        torch.autograd.grad([neighborhood.sum(), residual.sum()], [q, k, v, blocks, w_query])
-    assert len(launches) >= 6
-    assert all(one.options["enable_fp_fusion"] for one in launches)
-
-
 def no_tokens(algorithm: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The output of an op, and its inputs."""
     if algorithm == "residual":

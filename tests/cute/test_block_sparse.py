@@ -230,11 +230,7 @@ CHOICES = {
     "starts in documents": Choice((2, 30), (200, 150), (170, 0), heads=16, size=128, dim=128),
     "starts": Choice(3, 300, (0, 290), batch=2, k=3, dtype=torch.float16),
 }
-CHOICES_HERE = [
-    ("sm_90", "documents that continue"),
-    ("sm_90", "many blocks"),
-    ("sm_100", "whole numbers"),
-]
+CHOICES_HERE = [("sm_90", "documents that continue"), ("sm_90", "many blocks"), ("sm_100", "whole numbers")]
 """Cases for ordinary runs: "many blocks" runs in two parts; the kernels of both are checked for races."""
 
 

@@ -15,7 +15,7 @@ import torch
 from tests.support import cases
 from tests.support.hardware import WINDOW_COMBINE
 from tests.support.helpers import assert_rounded_once
-from tests.support.kv_outer_cases import GATES, WindowCase, forward_from, make, small_chunks
+from tests.support.kv_outer_cases import GATES, WindowCase, make, small_chunks
 
 pytestmark = [pytest.mark.slow, pytest.mark.interpreted, pytest.mark.filterwarnings("default")]
 
@@ -200,7 +200,7 @@ def test_forced_blocks_of_later_queries() -> None:
     inputs = make(300, 2, 1, count=4, forced=(1, 2), device="cpu")
     o, lse = inputs.forward()
     for first in (70, 250):
-        some, some_lse = forward_from(inputs, first)
+        some, some_lse = inputs.forward(first=first)
         assert torch.equal(some, o[:, first:])
         assert torch.equal(some_lse, lse[..., first:])
 

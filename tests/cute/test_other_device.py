@@ -84,9 +84,9 @@ def with_gradients(function: Callable[..., Tensor]) -> Run:
     return run
 
 
-def on_other(tokens: int, heads: int = 8, seed: int = 0) -> list[Tensor]:
+def on_other(tokens: int, seed: int = 0) -> list[Tensor]:
     """q, k, v of bf16."""
-    return list(make_qkv(tokens, heads, 2, 64, dtype=torch.bfloat16, device=str(OTHER), seed=seed))
+    return list(make_qkv(tokens, 8, 2, 64, dtype=torch.bfloat16, device=str(OTHER), seed=seed))
 
 
 @DETERMINISTIC

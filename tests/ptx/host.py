@@ -293,6 +293,13 @@ def _group(operation: Operation, x: Any) -> Any:
     return Layout(*((*of[:first], of[first:end], *of[end:]) for of in x))
 
 
+def _offset(operation: Operation, at: Any, layout: Layout) -> int:
+    """cute.crd2idx, '_' being the first coordinate."""
+    if not isinstance(at, tuple) or any(isinstance(x, tuple) for x in (*at, *layout.shape)):
+        raise NotImplementedError(f"cute.crd2idx : {operation.types}")
+    return sum((i or 0) * stride for i, stride in zip(at, layout.stride, strict=True))
+
+
 def _ceil_div(operation: Operation, x: Any, by: Any) -> Any:
     if isinstance(x, tuple):
         return tuple(_ceil_div(operation, *parts) for parts in zip(x, by, strict=True))
@@ -392,19 +399,21 @@ def _integers(compute: Callable[..., int]) -> Callable[..., int]:
     return lambda operation, *x: _wrapped(compute(*x), operation.types.split(" to ")[-1])
 
 
-def _multiply_floats(operation: Operation, x: float, y: float) -> float:
-    if operation.types != "f32":
-        raise NotImplementedError(f"{operation.name} : {operation.types}")
-    return float(np.float32(x) * np.float32(y))
+def _floats(compute: Callable[..., Any]) -> Callable[..., float]:
+    def of(operation: Operation, *x: float) -> float:
+        if operation.types != "f32":
+            raise NotImplementedError(f"{operation.name} : {operation.types}")
+        return float(compute(*map(np.float32, x)))
+
+    return of
 
 
 def _bits(value: int, type_: str) -> int:
     return value & (1 << int(type_[1:])) - 1
 
 
-def _remainder(x: int, y: int) -> int:
-    """With the sign of x."""
-    return abs(x) % abs(y) * (1 if x >= 0 else -1)
+def _truncated(x: int, y: int) -> int:
+    return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
 
 
 def _compare(operation: Operation, x: int, y: int) -> int:
@@ -416,6 +425,13 @@ def _compare(operation: Operation, x: int, y: int) -> int:
     return int(compare[which[-2:]])
 
 
+def _shift_pointer(operation: Operation, address: int, by: Any) -> int:
+    item = re.match(r"!cute\.ptr<(\w+), gmem", operation.result_types[0])
+    if item is None or not isinstance(by, int):
+        raise NotImplementedError(f"cute.add_offset on a host: {operation.types}")
+    return address + by * ITEMS[item[1]].itemsize
+
+
 SAME = ("cuda.cast", "cute.assume", "cute.to_int_tuple", "cute.make_tiled_copy", "cute.make_tiled_mma")
 FILLED = ("int_tuple", "shape", "stride", "coord", "tile")
 OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -425,18 +441,25 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "arith.addi": _integers(lambda x, y: x + y),
     "arith.subi": _integers(lambda x, y: x - y),
     "arith.muli": _integers(lambda x, y: x * y),
-    "arith.remsi": _integers(_remainder),
+    "arith.divsi": _integers(_truncated),
+    "arith.remsi": _integers(lambda x, y: x - y * _truncated(x, y)),
     "arith.floordivsi": _integers(lambda x, y: x // y),
+    "arith.ceildivsi": _integers(lambda x, y: -(-x // y)),
     "arith.minsi": _integers(min),
     "arith.maxsi": _integers(max),
     "arith.andi": _integers(lambda x, y: x & y),
+    "arith.ori": _integers(lambda x, y: x | y),
+    "arith.xori": _integers(lambda x, y: x ^ y),
     "arith.shli": _integers(lambda x, y: x << y),
     "arith.extsi": _integers(lambda x: x),
     "arith.trunci": _integers(lambda x: x),
     "arith.extui": lambda operation, x: _bits(x, operation.types.split(" to ")[0]),
     "arith.cmpi": _compare,
     "arith.select": lambda operation, which, x, y: x if which else y,
-    "arith.mulf": _multiply_floats,
+    "arith.mulf": _floats(np.multiply),
+    "arith.addf": _floats(np.add),
+    "arith.subf": _floats(np.subtract),
+    "arith.divf": _floats(np.divide),
     "cute.make_atom": lambda operation, *values: Atom(values, operation.operand_types),
     "cute.make_layout": lambda operation, shape, stride: Layout(shape, stride),
     # Whose strides are static
@@ -444,6 +467,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "cute.make_view": lambda operation, *x: (Coordinates if operation.types.startswith("!cute.coord") else View)(*x),
     "cute.get_iter": lambda operation, x: x[0],
     "cute.group_modes": _group,
+    "cute.crd2idx": _offset,
+    "cute.add_offset": _shift_pointer,
     "cute.get_layout": lambda operation, x: x.layout,
     "cute.get_shape": lambda operation, layout: layout.shape,
     "cute.get_stride": lambda operation, layout: layout.stride,

@@ -94,6 +94,14 @@ class Execution:
         self.results.append(Result(name, error, 2 * theirs + lse_error(100)))
 
 
+def described(
+    form: str, dim: int, group: int, rows: int, keys: int, v_dim: int | None = None, dtype: torch.dtype = BF16
+) -> dict[str, Any]:
+    """Facts of a case, as the record has them."""
+    sizes = {"d": dim, "d_v": dim if v_dim is None else v_dim, "dtype": _name(dtype), "group": group}
+    return {"form": form, **sizes, "rows": rows, "keys": keys}
+
+
 # One branch through FlashAttention-4
 
 
@@ -159,8 +167,7 @@ class Attention:
         rows = form.tokens[self.length]
         keys = form.config.num_compressed(rows) if form.branch == "compressed" else rows
         v_dim = 192 - self.dim if form.mixed else self.dim
-        sizes = {"d": self.dim, "d_v": v_dim, "dtype": _name(self.dtype), "group": self.group}
-        return {"form": self.form, **sizes, "rows": rows, "keys": keys}
+        return described(self.form, self.dim, self.group, rows, keys, v_dim, self.dtype)
 
     def run(self, execution: Execution) -> None:
         from cute_kernels import backward, forward
@@ -303,9 +310,8 @@ class Whole:
     @property
     def facts(self) -> dict[str, Any]:
         call = CALLS[self.name]
-        rows = sum(call.documents) if call.documents else call.tokens
-        sizes = {"d": call.dim, "d_v": call.v_dim, "dtype": _name(call.dtype), "group": call.heads // call.kv_heads}
-        return {"form": self.name, **sizes, "rows": rows, "keys": rows}
+        rows, group = sum(call.documents) if call.documents else call.tokens, call.heads // call.kv_heads
+        return described(self.name, call.dim, group, rows, rows, call.v_dim, call.dtype)
 
     def run(self, execution: Execution) -> None:
         from cute_kernels import backward, forward
@@ -385,19 +391,17 @@ WINDOWS: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class Neighborhood:
     name: str
-    tokens: int = 333
 
     @property
     def facts(self) -> dict[str, Any]:
-        sizes = {"d": 64, "d_v": 64, "dtype": "bfloat16", "group": 1}
-        return {"form": self.name, **sizes, "rows": self.tokens, "keys": self.tokens}
+        return described(self.name, 64, 1, 333, 333)
 
     def run(self, execution: Execution) -> None:
         from cute_kernels import neighborhood
 
         options = WINDOWS[self.name]
         generator = torch.Generator().manual_seed(0)
-        q, k, v, do = (torch.randn((1, self.tokens, 2, 64), generator=generator).bfloat16() for _ in range(4))
+        q, k, v, do = (torch.randn((1, 333, 2, 64), generator=generator).bfloat16() for _ in range(4))
         window = {"softmax_scale": None, "boundary": "truncate", "backend": "cute", **options}
         out, lse = neighborhood.forward(q, k, v, **window)
         gradients = neighborhood.backward(do, q, k, v, out, lse, **window)
@@ -420,8 +424,7 @@ class Decoding:
     @property
     def facts(self) -> dict[str, Any]:
         case = DECODED[self.name]
-        sizes = {"d": 64, "d_v": 64, "dtype": "bfloat16", "group": 4}
-        return {"form": self.name, **sizes, "rows": case.queries, "keys": case.cached[0] + case.queries}
+        return described(self.name, 64, 4, case.queries, case.cached[0] + case.queries)
 
     def run(self, execution: Execution) -> None:
         case = DECODED[self.name]
@@ -453,9 +456,8 @@ class GivenBlocks:
     @property
     def facts(self) -> dict[str, Any]:
         case = GIVEN[self.name]
-        rows = sum(num_q for num_q, _, _ in case.pieces)
-        sizes = {"d": case.dim, "d_v": case.dim, "dtype": "bfloat16", "group": case.group}
-        return {"form": self.name, **sizes, "rows": rows, "keys": sum(num_k for _, num_k, _ in case.pieces)}
+        rows, keys = (sum(piece[i] for piece in case.pieces) for i in (0, 1))
+        return described(self.name, case.dim, case.group, rows, keys)
 
     def run(self, execution: Execution) -> None:
         made = block_sparse_cases.make(GIVEN[self.name])
@@ -478,8 +480,7 @@ class Indexer:
     def facts(self) -> dict[str, Any]:
         case = INDEXED[self.name]
         rows, keys = (x if isinstance(x, int) else sum(x) for x in (case.queries, case.keys or case.queries))
-        sizes = {"d": case.dim, "d_v": 0, "dtype": "bfloat16", "group": case.heads}
-        return {"form": self.name, **sizes, "rows": rows, "keys": keys}
+        return described(self.name, case.dim, case.heads, rows, keys, v_dim=0)
 
     def run(self, execution: Execution) -> None:
         """Raises if another block is chosen, but for near ties."""

@@ -36,6 +36,16 @@ def gate_weight(heads: int = 8, dim: int = 128, dtype: torch.dtype = BF16) -> Te
     return like(heads, 3, dim, seed=1, dtype=dtype, scale=dim**-0.5)
 
 
+def assert_same(got: Tensor, expected: Tensor, name: str, *, exact: bool) -> None:
+    """Bit for bit, or, where FlashAttention-4 adds up in any order, but for the rounding of P and dS to bf16."""
+    assert got.shape == expected.shape
+    if exact:
+        assert torch.equal(got, expected), name
+    else:
+        allowed = 2**-7 * float(expected.float().abs().max())
+        torch.testing.assert_close(got, expected, rtol=0, atol=allowed, msg=lambda text: f"{name}: {text}")
+
+
 # Forward
 
 
