@@ -324,18 +324,11 @@ def test_planner_on_random_shapes() -> None:
 # The kernels
 
 
+MOVED: dict[str, Any] = {"kernel_size": 64, "dilation": 3, "boundary": "shift"}
 GPU_CASES: dict[str, dict[str, Any]] = {
     "short": {"tokens": 33, "kv_heads": 2},
     "the longest": {"tokens": 2048, "dim": 64, "heads": 4, "kv_heads": 4},
-    "even, moved, dilated, grouped": {
-        "tokens": 2047,
-        "dim": 128,
-        "kernel_size": 64,
-        "dilation": 3,
-        "boundary": "shift",
-        "heads": 8,
-        "kv_heads": 2,
-    },
+    "even, moved, dilated, grouped": {"tokens": 2047, "dim": 128, **MOVED, "heads": 8, "kv_heads": 2},
     "causal": {"tokens": 1501, "dim": 80, "kernel_size": 300, "causal": True, "batch": 2},
     "widest features": {"tokens": 700, "dim": 256, "kernel_size": 129, "boundary": "shift"},
     "head-major, all pairs": {"tokens": 1024, "dim": 128, "head_major": True, "kv_heads": 2, "dense": True},

@@ -58,18 +58,11 @@ def test_chunks(batch: int, size: int, memory: int) -> None:
 # The kernels
 
 
+MOVED: dict[str, Any] = {"kernel_size": 64, "dilation": 3, "boundary": "shift"}
 GPU_CASES: dict[str, dict[str, Any]] = {
     "short": {"tokens": 33, "kernel_size": 7, "kv_heads": 2},
     "plain": {"tokens": 2304, "dim": 64, "kernel_size": 7, "heads": 4, "kv_heads": 4},
-    "even, moved, dilated, grouped": {
-        "tokens": 4099,
-        "dim": 128,
-        "kernel_size": 64,
-        "dilation": 3,
-        "boundary": "shift",
-        "heads": 8,
-        "kv_heads": 2,
-    },
+    "even, moved, dilated, grouped": {"tokens": 4099, "dim": 128, **MOVED, "heads": 8, "kv_heads": 2},
     "causal": {"tokens": 3001, "dim": 80, "kernel_size": 100, "causal": True, "batch": 2},
     "widest features": {"tokens": 1500, "dim": 256, "kernel_size": 33, "boundary": "shift"},
     "head-major": {"tokens": 200, "dim": 128, "kernel_size": 9, "layout": "head-major", "heads": 4, "kv_heads": 4},

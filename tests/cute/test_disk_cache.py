@@ -201,21 +201,17 @@ def test_full_disk_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_key_tells_everything_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [
-        disk_cache.key_of("f (64,) []", options="a"),
-        disk_cache.key_of("f (65,) []", options="a"),
-        disk_cache.key_of("f (64,) []", options="b"),
-    ]
-    with monkeypatch.context() as patch:
-        patch.setattr(disk_cache, "sources", lambda: "changed")
-        keys.append(disk_cache.key_of("f (64,) []", options="a"))
+    def key(text: str = "f (64,) []", options: str = "a") -> str:
+        return disk_cache.key_of(text, options=options)
+
+    keys = []
     for target in ("sm_90", "sm_90a", "sm_100a", "sm_100f"):
-        with monkeypatch.context() as patch:
-            patch.setattr(CuTeDSL._get_dsl().envar, "arch", target)
-            keys.append(disk_cache.key_of("f (64,) []", options="a"))
-    own = CuTeDSL._get_dsl().envar.arch
-    assert disk_cache.key_of("f (64,) []", options="a") == keys[0]
-    assert len(set(keys)) == len(keys) - (own in ("sm_90", "sm_90a", "sm_100a", "sm_100f"))
+        monkeypatch.setattr(CuTeDSL._get_dsl().envar, "arch", target)
+        keys.append(key())
+    assert key() == keys[-1]
+    keys += [key("f (65,) []"), key(options="b")]
+    monkeypatch.setattr(disk_cache, "sources", lambda: "changed")
+    assert len({*keys, key()}) == 7
 
 
 @pytest.mark.parametrize(

@@ -118,9 +118,7 @@ BESIDE: list[tuple[Any, tuple[int, int]]] = [(330, (1, 2)), (330, (0, 2)), (330,
 
 
 @pytest.mark.parametrize(
-    ("interpreted", "beside"),
-    cases.some([("warps, late", BESIDE[3])], LATE, BESIDE),
-    indirect=["interpreted"],
+    ("interpreted", "beside"), cases.some([("warps, late", BESIDE[3])], LATE, BESIDE), indirect=["interpreted"]
 )
 @pytest.mark.usefixtures("interpreted")
 def test_forced_beside_selected(beside: tuple[Any, tuple[int, int]]) -> None:
@@ -206,9 +204,7 @@ def test_forced_blocks_of_later_queries() -> None:
 
 
 @pytest.mark.parametrize(
-    ("interpreted", "token"),
-    cases.some([(LATE[0], 64)], LATE, [5, 63, 64, 280]),
-    indirect=["interpreted"],
+    ("interpreted", "token"), cases.some([(LATE[0], 64)], LATE, [5, 63, 64, 280]), indirect=["interpreted"]
 )
 @pytest.mark.usefixtures("interpreted")
 def test_future_changes_nothing_of_forced_blocks(token: int) -> None:
@@ -254,9 +250,7 @@ class TestWindowCombine:
         WINDOWS[case].check("cpu")
 
     @pytest.mark.parametrize(
-        ("interpreted", "gates"),
-        cases.some([("early", "projected")], WHEN, GATES),
-        indirect=["interpreted"],
+        ("interpreted", "gates"), cases.some([("early", "projected")], WHEN, GATES), indirect=["interpreted"]
     )
     def test_gates(self, gates: str) -> None:
         """Some of the rows of a step are past the last token, or before the first query."""

@@ -72,8 +72,7 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> Twin:
     return one
 
 
-def contiguous(x: Tensor) -> Tensor:
-    return x.contiguous()
+contiguous = Tensor.contiguous
 
 
 def head_major(x: Tensor) -> Tensor:
@@ -275,15 +274,11 @@ def test_on_a_gpu(case: str, dtype: torch.dtype) -> None:
     check("cute", device="cuda", dtype=dtype, slack=SLACK, **{"dim": 128, **GPU_CASES[case]})
 
 
-def on_gpu(tokens: int, **keywords: Any) -> list[Tensor]:
-    return [x.requires_grad_() for x in make_qkv(tokens, 8, 2, 128, dtype=BF16, device="cuda", **keywords)]
-
-
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
 @NEIGHBORHOOD
 def test_deterministic_where_pytorch_is_asked_for_it() -> None:
-    qkv = on_gpu(4001)
+    qkv = make_qkv(4001, 8, 2, 128, dtype=BF16, device="cuda", requires_grad=True)
     do = torch.randn(qkv[0].shape, device="cuda", dtype=BF16)
 
     def gradients() -> tuple[Tensor, ...]:

@@ -219,12 +219,6 @@ def random_indices(
     return drawn_blocks(shape, begun, blocks, count)
 
 
-def tiles_of_blocks(indices: Tensor, blocks: int) -> Tensor:
-    """True if tile t selected block b: bool `[B,S,tiles,blocks]`."""
-    chosen = torch.zeros((*indices.shape[:3], blocks + 1), dtype=torch.bool, device=indices.device)
-    return chosen.scatter_(3, indices.long().where(indices >= 0, blocks), True)[..., :blocks]
-
-
 def selected(
     rows: int,
     *,
@@ -245,10 +239,12 @@ def selected(
     (batch, _, heads, _), kv_heads, device = tensors[0].shape, tensors[1].shape[2], generator.device
     tiles, blocks = -(-rows // tile), -(-num_keys // size)
     if indices is None:
-        of_tiles: dict[str, Any] = {"tile": tile, "size": size, "causal": causal, "length": length, "stride": stride}
-        indices = random_indices((batch, kv_heads if shared else heads), tiles, blocks, count, **of_tiles)
+        drawn: dict[str, Any] = {"tile": tile, "size": size, "causal": causal, "length": length, "stride": stride}
+        indices = random_indices((batch, kv_heads if shared else heads), tiles, blocks, count, **drawn)
     chosen = indices.to(device)
-    visible = tiles_of_blocks(chosen, blocks).repeat_interleave(heads // chosen.shape[1], 1)
+    of_tiles = torch.zeros((*chosen.shape[:3], blocks + 1), dtype=torch.bool, device=device)
+    of_tiles.scatter_(3, chosen.long().where(chosen >= 0, blocks), True)
+    visible = of_tiles[..., :blocks].repeat_interleave(heads // chosen.shape[1], 1)
     visible = visible.repeat_interleave(tile, 2)[:, :, :rows].repeat_interleave(size, 3)[..., :num_keys]
     if causal:
         last = torch.arange(num_keys, device=device) * stride + length - 1

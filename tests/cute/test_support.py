@@ -118,17 +118,12 @@ ASKED: dict[Any, list[tuple[dict[str, Any], str | None]]] = {
         ({**WIDE, "compress_block_size": 4, "compress_stride": 4}, None),
     ],
     partial(made, 70, 64, 1): [(PER_TOKEN, None)],
-    partial(made, 70, 65, 1): [
-        (PER_TOKEN, "selects per token (q_tile_size=1) for at most 64 heads a group, got 65"),
-    ],
+    partial(made, 70, 65, 1): [(PER_TOKEN, "selects per token (q_tile_size=1) for at most 64 heads a group, got 65")],
     partial(made, 300, 4, 2, 96): [({}, "takes head dims 64 and 128, got D=96")],
     partial(made, 300, 4, 2, 64, 32): [({}, "takes head dims 64 and 128, got D_v=32")],
     partial(made, dtype=torch.float32): [({}, "takes bfloat16 and float16, got float32")],
     partial(made, 300, 4, 2, 64, 128): [({**DETERMINISTIC, **PER_TOKEN}, None), (DETERMINISTIC, "got D=64, D_v=128")],
-    (lambda: FAR_HEADS): [
-        (PER_TOKEN, "fewer than 2^34 elements apart in q, got 17179869184"),
-        ({}, None),
-    ],
+    (lambda: FAR_HEADS): [(PER_TOKEN, "fewer than 2^34 elements apart in q, got 17179869184"), ({}, None)],
     (lambda: SEQUENCES): [({"q_tile_size": 256}, GRID), (PER_TOKEN, GRID)],
     (lambda: replace(SEQUENCES, q_start=STARTS.expand(70_000))): [({}, None)],
     packed: [
@@ -156,9 +151,7 @@ ASKED: dict[Any, list[tuple[dict[str, Any], str | None]]] = {
     ],
     partial(continued, 301): [(PER_TOKEN, None), ({**BACKWARD, **PER_TOKEN}, None)],
     partial(continued, 272): [({**DETERMINISTIC, **PER_TOKEN, "compress_stride": 16}, None)],
-    partial(continued, 264): [
-        ({**DETERMINISTIC, **PER_TOKEN, "compress_stride": 16}, "got q_start=264, stride=16"),
-    ],
+    partial(continued, 264): [({**DETERMINISTIC, **PER_TOKEN, "compress_stride": 16}, "got q_start=264, stride=16")],
     partial(continued, 1000): [(BACKWARD, None)],  # no queries
     partial(of_empty, 1 << 24, 1 << 24): [(BACKWARD, None)],
     partial(of_empty, 1 << 25, 1 << 25): [(BACKWARD, LONG), ({}, None)],

@@ -19,7 +19,7 @@ from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.inputs import KEY_NAMES, NSAInputs
 from tests.support.cases import rest
 from tests.support.continued_packs import PACKS, TAIL, Pack, assert_each_as_alone, assert_gradients
-from tests.support.cute_cases import assert_same
+from tests.support.cute_cases import OVERLAPPING, assert_same
 from tests.support.documents import documents
 from tests.support.hardware import with_kernels
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
@@ -68,15 +68,6 @@ T = 256
 LENGTHS = (0, 1, T - 1, T, 0, 0, T + 1, 3000, 37, 2 * T, 2113, 0)
 SEED = NSAConfig.seed(num_selected_blocks=4)
 TOKEN = NSAConfig.paper(num_selected_blocks=6, window_size=200)
-OVERLAPPING = NSAConfig.seed(
-    compress_block_size=32,
-    compress_stride=16,
-    select_block_size=64,
-    num_selected_blocks=6,
-    num_init_blocks=1,
-    num_local_blocks=2,
-    window_size=200,
-)
 SPARSE = replace(OVERLAPPING, compress_block_size=16, compress_stride=8, num_cmp_selected_blocks=2)
 OWN = ("k_slc", "v_slc", "k_win", "v_win")
 SIZES: dict[str, Any] = {"heads": 4, "dim": 128, "v_dim": 128, "device": "cuda"}

@@ -133,14 +133,6 @@ def distinct(numbers: Any) -> list[int]:
     return sorted({*numbers.tolist()})
 
 
-def byte_of(cell: int) -> str:
-    return f"byte {cell * SHARED_CELL:#x}"
-
-
-def lane_of(cell: int) -> str:
-    return f"lane {cell // COLUMNS}, column {cell % COLUMNS}"
-
-
 SEVERAL = 32
 """In place of a lane."""
 PENDING = 1 << 30
@@ -222,8 +214,14 @@ class Clocks:
             self._agent("warp", warp)
         self.clock = np.zeros((warps, len(ROWS), AGENTS), "i4")
         self.clock[:, ORDERED, :warps] = self.clock[:, CONSUMED, :warps] = np.eye(warps, dtype="i4")
-        self.shared = [Memory(SHARED_CELLS, f"shared memory of CTA {cta}", byte_of) for cta in range(ctas)]
-        self.tmem = [Memory(LANES * COLUMNS, f"TMEM of CTA {cta}", lane_of) for cta in range(ctas)]
+        self.shared = [
+            Memory(SHARED_CELLS, f"shared memory of CTA {cta}", lambda cell: f"byte {cell * SHARED_CELL:#x}")
+            for cta in range(ctas)
+        ]
+        self.tmem = [
+            Memory(LANES * COLUMNS, f"TMEM of CTA {cta}", lambda x: f"lane {x // COLUMNS}, column {x % COLUMNS}")
+            for cta in range(ctas)
+        ]
         self._writes: list[Access | None] = [None]
         self._reads: list[tuple[Access, ...]] = [()]
         """By their numbers in memories: the last read of each agent since the write."""

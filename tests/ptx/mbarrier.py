@@ -55,10 +55,6 @@ class Barrier:
         for at, bits in waiting:
             self.cta.unblock(at, bits)
 
-    def is_over(self, parity: int) -> bool:
-        """Whether the phase of this parity is: the one before the present one."""
-        return self.phase & 1 != parity & 1
-
     def __repr__(self) -> str:
         state = f"phase {self.phase}, {self.pending} of {self.count} arrivals and {self.bytes} bytes pending"
         return f"mbarrier {self.offset:#x} of {self.cta} ({state})"
@@ -138,7 +134,7 @@ def wait(threads: Threads, of: Instruction) -> Flow | None:
         chosen = (addresses == at) & (parities == which)
         some = threads if chosen.all() else threads.some(chosen)
         barrier = barrier_of(cta, at, False)
-        if barrier.is_over(which):
+        if barrier.phase & 1 != which & 1:  # the phase of this parity is over, the one before the present one
             cta.observer.waits(some, barrier.place, barrier.phase - 1)
             some.set(of.operands[0], "?", True)
             continue

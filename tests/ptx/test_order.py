@@ -299,10 +299,7 @@ WRONG: list[tuple[list[Step], Key]] = [
     ([fences(0), writes(0), meets, multiplies(1)], (PROXY, 1, 3)),  # written after the fence
     ([copies(), fences(0), waits_for_copies, meets, multiplies(1)], (PROXY, 0, 4)),
     ([copies(64), copies(0), do(Clocks.wait_group, "cp.async", 0, [0], 1), reads(0)], (RACE, 1, 3)),
-    (
-        [writes(0), fences(0), all_of(arrives(0, 1), releases(1)), do(Clocks.multiply, 0, [1, 2], HERE)],
-        (RACE, 0, 3),
-    ),
+    ([writes(0), fences(0), all_of(arrives(0, 1), releases(1)), do(Clocks.multiply, 0, [1, 2], HERE)], (RACE, 0, 3)),
     (  # a product after the commit
         [begins(FULL), commits(0), multiplies(0), waits(1, FULL), do(Clocks.load_tmem, 1, RESULT)],
         (RACE, 2, 4),

@@ -19,6 +19,15 @@ from tests.support.select_cases import check_chosen
 BF16, FP16 = torch.bfloat16, torch.float16
 SOME = NSAConfig(num_selected_blocks=3, window_size=100)
 """A selection that selects from a few hundred tokens on."""
+OVERLAPPING = NSAConfig(
+    compress_block_size=32,
+    compress_stride=16,
+    select_block_size=64,
+    num_selected_blocks=6,
+    num_init_blocks=1,
+    num_local_blocks=2,
+    window_size=200,
+)
 SLACK = 1e-4
 """A row with one key has dS = P (do . v - do . o) = 0, but the two products are summed in different orders."""
 
