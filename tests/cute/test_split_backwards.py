@@ -19,7 +19,7 @@ from tests.support import cases
 from tests.support.attention_gradients import Branch, check_gradients, gated_branch
 from tests.support.hardware import ATOMIC_FREE
 from tests.support.interpreted_kernels import interpret
-from tests.support.kv_outer_cases import drawn_blocks
+from tests.support.kv_outer_cases import blocks_of_tiles
 
 pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
 
@@ -199,26 +199,6 @@ def test_causality() -> None:
 # Selected
 
 
-def random_indices(
-    shape: tuple[int, int],
-    tiles: int,
-    blocks: int,
-    count: int,
-    *,
-    tile: int,
-    size: int,
-    causal: bool,
-    length: int = 1,
-    stride: int = 1,
-) -> Tensor:
-    """Some of the blocks that begin before a tile's end."""
-    begun = torch.full((tiles,), blocks)
-    if causal:
-        seen = (torch.arange(1, tiles + 1) * tile - length) // stride + 1
-        begun = (-(-seen // size)).clamp(0, blocks)
-    return drawn_blocks(shape, begun, blocks, count)
-
-
 def selected(
     rows: int,
     *,
@@ -240,7 +220,7 @@ def selected(
     tiles, blocks = -(-rows // tile), -(-num_keys // size)
     if indices is None:
         drawn: dict[str, Any] = {"tile": tile, "size": size, "causal": causal, "length": length, "stride": stride}
-        indices = random_indices((batch, kv_heads if shared else heads), tiles, blocks, count, **drawn)
+        indices = blocks_of_tiles((batch, kv_heads if shared else heads), tiles, blocks, count, **drawn)
     chosen = indices.to(device)
     of_tiles = torch.zeros((*chosen.shape[:3], blocks + 1), dtype=torch.bool, device=device)
     of_tiles.scatter_(3, chosen.long().where(chosen >= 0, blocks), True)
@@ -339,7 +319,7 @@ def test_sink_is_split(size: int, shared: bool, monkeypatch: pytest.MonkeyPatch)
     from cute_kernels.attend import selected_backward as module
 
     tiles = -(-3000 // 256)
-    indices = random_indices((2, 2 if shared else 8), tiles, -(-3000 // size), 4, tile=256, size=size, causal=True)
+    indices = blocks_of_tiles((2, 2 if shared else 8), tiles, -(-3000 // size), 4, tile=256, size=size, causal=True)
     indices[..., 0] = 0
     given = selected(3000, heads=8, batch=2, size=size, indices=indices)
     whole = given.check()

@@ -35,6 +35,7 @@ from tests.support.gpu_calls import Case as Call
 from tests.support.helpers import error_budget, lse_error
 from tests.support.interpreted_gpu import interpreted_gpu
 from tests.support.kernel_classes import HOPPER_ONLY, every_form, forms_of
+from tests.support.kv_outer_cases import blocks_of_tiles
 from tests.support.poison import poison
 from tools.sanitize import FA4, OURS
 
@@ -212,25 +213,20 @@ class Attention:
             if config.causal:
                 return None, (key <= row) & (row - key < config.window_size)
             return None, (row - key).abs() <= config.window_size // 2
-        ends = key * config.stride + config.compress_block_size - 1 if form.branch == "compressed" else key
-        seen = ends <= row if config.causal else torch.ones((rows, keys), dtype=torch.bool)
-        size = config.select_size
+        length, stride, size = 1, 1, config.select_size
         if form.branch == "compressed":
-            if config.num_cmp_selected_blocks is None:
-                return None, seen
-            size = config.n_block_size
+            length, stride, size = config.compress_block_size, config.stride, config.n_block_size
+        ends = key * stride + length - 1
+        seen = ends <= row if config.causal else torch.ones((rows, keys), dtype=torch.bool)
+        if form.branch == "compressed" and config.num_cmp_selected_blocks is None:
+            return None, seen
         tile = torch.arange(rows) // config.q_tile_size
         tiles, blocks = int(tile[-1]) + 1, -(-keys // size)
-        indices = torch.full((form.batch, self.group, tiles, min(2, blocks)), -1, dtype=torch.int32)
-        generator = torch.Generator().manual_seed(rows)
-        for place in [(b, h, t) for b in range(form.batch) for h in range(self.group) for t in range(tiles)]:
-            last = min(rows, (place[2] + 1) * config.q_tile_size) - 1
-            allowed = int((ends <= last).sum() if config.causal else keys)
-            count = min(indices.shape[3], -(-allowed // size))
-            if form.empty_tiles and place[1:] == (0, tiles - 1):
-                count = 0
-            drawn = torch.randperm(-(-allowed // size), generator=generator)[:count]
-            indices[place][:count] = drawn.sort().values.int()
+        of_tiles: dict[str, Any] = {"tile": config.q_tile_size, "size": size, "causal": config.causal}
+        of_tiles |= {"length": length, "stride": stride}
+        indices = blocks_of_tiles((form.batch, self.group), tiles, blocks, min(2, blocks), **of_tiles)
+        if form.empty_tiles:
+            indices[:, 0, -1] = -1
         chosen = (indices[..., None, :] == (key // size)[:, None]).any(-1)  # [B,H,tiles,keys]
         return indices, seen & chosen[:, :, tile]
 

@@ -55,6 +55,26 @@ def drawn_blocks(
     return torch.where(chosen < blocks, chosen, -1).int()
 
 
+def blocks_of_tiles(
+    shape: tuple[int, int],
+    tiles: int,
+    blocks: int,
+    count: int,
+    *,
+    tile: int,
+    size: int,
+    causal: bool,
+    length: int = 1,
+    stride: int = 1,
+) -> Tensor:
+    """Some of the blocks that begin before a tile's end."""
+    begun = torch.full((tiles,), blocks)
+    if causal:
+        seen = (torch.arange(1, tiles + 1) * tile - length) // stride + 1
+        begun = (-(-seen // size)).clamp(0, blocks)
+    return drawn_blocks(shape, begun, blocks, count)
+
+
 GATES = {"projected": None, "projected fp32": torch.float32, "given": None, "given fp32": torch.float32, "thirds": None}
 """Where gates come from, and of which type, if not that of q."""
 
