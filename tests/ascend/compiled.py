@@ -87,6 +87,3 @@ def packed(value: object, kind: str) -> bytes:
     if isinstance(value, Tensor):
         return struct.pack("<Q", value.data_ptr())
     return struct.pack(FORMATS[kind], value)
-
-
-__all__ = ["CLASSES", "Ptx", "check_shared", "compile_ptx", "executing", "spilled_bytes"]

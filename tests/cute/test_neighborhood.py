@@ -197,9 +197,7 @@ def test_rows_that_are_not_aligned_are_copied(twin: Twin) -> None:
     assert_like_the_reference((shifted, k, v), q.sum().expand(q.shape), kernel_size=3, dilation=2)
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 0, 2, 4), (0, 5, 2, 4)], ids=lambda value: getattr(value, "__name__", str(value))
-)
+@pytest.mark.parametrize("shape", [(1, 0, 2, 4), (0, 5, 2, 4)], ids=str)
 def test_nothing_to_compute(twin: Twin, shape: tuple[int, ...]) -> None:
     empty = torch.zeros(shape, dtype=torch.float64)
     assert_like_the_reference((empty, empty, empty), empty, kernel_size=3, dilation=2)
