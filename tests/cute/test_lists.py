@@ -5,6 +5,7 @@ Tiles of few rows and blocks of few keys, so that every length ends and begins s
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -89,6 +90,11 @@ def listed(count: Tensor, index: Tensor, place: tuple[int, int, int]) -> list[in
     return numbers
 
 
+def both(lists: Any, place: tuple[int, int, int]) -> tuple[list[int], list[int]]:
+    """Masked and full blocks."""
+    return listed(lists.mask_count, lists.mask_index, place), listed(lists.full_count, lists.full_index, place)
+
+
 def choices(draw: random.Random, blocks: int, count: int) -> list[int]:
     chosen = sorted(draw.sample(range(blocks), draw.randint(0, min(blocks, count))))
     return chosen + [-1] * (count - len(chosen))
@@ -111,9 +117,8 @@ def check_chosen(
             of = set(chosen[b][h * select_heads // heads][t])
             first = rows_from + t * ROWS
             rows = range(first, min(first + ROWS, rows_to))
-            mask, full = expected_lists(rows, range(num_keys), lambda j, of=of: j // size in of, sees, WIDTH)
-            assert listed(got.mask_count, got.mask_index, (b, h, t)) == mask, (num_keys, rows_from, rows_to)
-            assert listed(got.full_count, got.full_index, (b, h, t)) == full, (num_keys, rows_from, rows_to)
+            expected = expected_lists(rows, range(num_keys), lambda j, of=of: j // size in of, sees, WIDTH)
+            assert both(got, (b, h, t)) == expected, (num_keys, rows_from, rows_to)
 
 
 def of_tokens(most: int, causal: bool) -> Iterator[tuple[int, int, int]]:
@@ -192,67 +197,56 @@ class Pack(NamedTuple):
         first = place - int(documents.bounds[ROW, document])
         return document, range(first, min(first + count, self.lengths[document]))
 
+    def expected(
+        self, place: int, count: int, wanted: Callable[[int], bool], *, entries: bool
+    ) -> tuple[list[int], list[int]]:
+        """Masked and full blocks of these rows, numbered from where the document's tokens, or its entries, begin."""
+        document, rows = self.rows(place, count)
+        if len(rows) == 0:
+            return [], []
+        length = self.lengths[document]
+        num_keys, whole, start = (self.sees.entries(length), WIDTH, ENTRY) if entries else (length, self.tile, ROW)
+        before, keys = int(self.documents.bounds[start, document]) // WIDTH, range(-(-num_keys // whole) * whole)
+        mask, full = expected_lists(rows, keys, wanted, self.sees, WIDTH)
+        return [before + block for block in mask], [before + block for block in full]
+
 
 LENGTHS = (13, 0, 1, 8, 30, 16, 3)
 
 
-@pytest.mark.parametrize("size", [4, 8, 12], ids=lambda size: f"blocks of {size}")
-def test_chosen_blocks_of_documents(size: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("sees", "size", "entries"),
+    [*((Sees(), size, False) for size in (4, 8, 12)), (Sees(5, 3), WIDTH, True), (Sees(1, 1), WIDTH, True)],
+)
+def test_chosen_blocks_of_documents(sees: Sees, size: int, entries: bool, device: str) -> None:
     from cute_kernels.lists.query_to_kv import chosen_lists
 
     tile = 3 * ROWS  # a multiple of each size and of WIDTH, as in pool/documents.py
-    pack, draw = Pack(LENGTHS, tile, Sees()), random.Random(size)
-    documents = pack.documents
-    tiles = documents.tiles.shape[1]
-    of_tiles = [pack.rows(t * tile, tile) for t in range(tiles)]
-    chosen = [choices(draw, -(-pack.lengths[d] // size), 4) if d >= 0 else [-1] * 4 for d, _ in of_tiles]
-    indices = torch.tensor(chosen, dtype=torch.int32)[None, None]
-    how: dict[str, Any] = {"num_keys": tiles * tile, "rows_from": 0, "rows_to": tiles * tile, "entries": False}
-    how["documents"] = pack.on(device)
-    got = on_cpu(chosen_lists(indices.to(device), 2, Sees().keys, size=size, width=WIDTH, rows=tile, **how))
-    for t, (document, rows) in enumerate(of_tiles):
-        base = int(documents.bounds[ROW, document]) if document >= 0 else 0
-        keys = range(-(-pack.lengths[document] // tile) * tile) if document >= 0 else range(0)
-        lists = expected_lists(rows, keys, lambda j, t=t: j // size in chosen[t], Sees(), WIDTH)
-        mask, full = ([base // WIDTH + block for block in blocks] for blocks in lists)
-        for h in range(2):
-            assert listed(got.mask_count, got.mask_index, (0, h, t)) == mask
-            assert listed(got.full_count, got.full_index, (0, h, t)) == full
+    pack, draw = Pack(LENGTHS, tile, sees), random.Random(size)
+    num_keys = [sees.entries(n) for n in LENGTHS] if entries else LENGTHS
+    of_tiles = pack.documents.tiles[DOCUMENT].tolist()
+    rows = len(of_tiles) * tile
+    chosen = [choices(draw, -(-num_keys[d] // size), 4) if d >= 0 else [-1] * 4 for d in of_tiles]
+    indices = torch.tensor(chosen, dtype=torch.int32, device=device)[None, None]
+    how: dict[str, Any] = {"num_keys": max(num_keys) if entries else rows, "rows_from": 0, "rows_to": rows}
+    how |= {"size": size, "width": WIDTH, "rows": tile, "entries": entries, "documents": pack.on(device)}
+    got = on_cpu(chosen_lists(indices, 2, sees.keys, **how))
+    for h, t in itertools.product(range(2), range(len(of_tiles))):
+        wanted = pack.expected(t * tile, tile, partial(lambda t, j: j // size in chosen[t], t), entries=entries)
+        assert both(got, (0, h, t)) == wanted
 
 
 @pytest.mark.parametrize("sees", [Sees(5, 3), Sees(1, 1)], ids=str)
-def test_entries_of_documents(sees: Sees, device: str) -> None:
-    """Chosen blocks and all visible ones; both are numbered from where a document's entries begin."""
-    from cute_kernels.lists.query_to_kv import chosen_lists, prefix_lists
+def test_visible_entries_of_documents(sees: Sees, device: str) -> None:
+    from cute_kernels.lists.query_to_kv import prefix_lists
 
-    tile = 2 * ROWS
-    pack, draw = Pack(LENGTHS, tile, sees), random.Random(1)
-    documents = pack.documents
-    tiles, most = documents.tiles.shape[1], max(map(sees.entries, LENGTHS))
-    sizes: dict[str, Any] = {"num_keys": most, "rows_from": 0, "rows_to": tiles * tile, "documents": pack.on(device)}
-    every = on_cpu(prefix_lists(1, 2, sees.keys, width=WIDTH, rows=ROWS, device=torch.device(device), **sizes))
-    of_tiles = [pack.rows(t * tile, tile) for t in range(tiles)]
-    chosen = [choices(draw, -(-sees.entries(LENGTHS[d]) // WIDTH), 4) if d >= 0 else [-1] * 4 for d, _ in of_tiles]
-    indices = torch.tensor(chosen, dtype=torch.int32)[None, None]
-    how: dict[str, Any] = {"size": WIDTH, "width": WIDTH, "rows": tile, "entries": True, **sizes}
-    some = on_cpu(chosen_lists(indices.to(device), 1, sees.keys, **how))
-
-    def expected(place: int, count: int, wanted: Callable[[int], bool]) -> list[list[int]]:
-        document, rows = pack.rows(place, count)
-        if document < 0 or len(rows) == 0:
-            return [[], []]
-        before = int(documents.bounds[ENTRY, document]) // WIDTH
-        keys = range(-(-sees.entries(LENGTHS[document]) // WIDTH) * WIDTH)
-        return [[before + block for block in blocks] for blocks in expected_lists(rows, keys, wanted, sees, WIDTH)]
-
-    for t in range(2 * tiles):
-        mask, full = expected(t * ROWS, ROWS, lambda _: True)
-        assert listed(every.mask_count, every.mask_index, (0, 1, t)) == mask
-        assert listed(every.full_count, every.full_index, (0, 1, t)) == full
-    for t in range(tiles):
-        mask, full = expected(t * tile, tile, partial(lambda t, j: j // WIDTH in chosen[t], t))
-        assert listed(some.mask_count, some.mask_index, (0, 0, t)) == mask
-        assert listed(some.full_count, some.full_index, (0, 0, t)) == full
+    pack = Pack(LENGTHS, 2 * ROWS, sees)
+    rows = pack.documents.tiles.shape[1] * pack.tile
+    sizes: dict[str, Any] = {"num_keys": max(map(sees.entries, LENGTHS)), "rows_from": 0, "rows_to": rows}
+    sizes |= {"width": WIDTH, "rows": ROWS, "documents": pack.on(device)}
+    got = on_cpu(prefix_lists(1, 2, sees.keys, device=torch.device(device), **sizes))
+    for t in range(rows // ROWS):
+        assert both(got, (0, 1, t)) == pack.expected(t * ROWS, ROWS, lambda _: True, entries=True)
 
 
 # Tiles of rows for each block of keys, which the backward reads
