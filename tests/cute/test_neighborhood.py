@@ -145,14 +145,10 @@ def test_views(
 @pytest.mark.parametrize(
     ("layout", "tokens", "batch", "dilation", "calls"),
     [
-        (contiguous, 24, 3, 1, 1),
         (contiguous, 24, 3, 4, 1),
         (contiguous, 23, 3, 4, 2),
-        (projected_together, 24, 3, 1, 1),
-        (projected_together, 24, 1, 4, 1),
         (projected_together, 23, 1, 4, 2),
         (projected_together, 24, 3, 4, 3),
-        (projected_together, 24, 3, 2, 2),
         (head_major, 24, 5, 4, 4),
         (sequence_minor, 23, 3, 4, 3 + 1),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 from ascend_kernels.launch import Launch, launch, recording
 from ascend_kernels.neighborhood import tiling
 from dispatch import neighborhood_attention
-from tests.ascend.lowered import children, demo, description, execution, gates, liveness, proof, toolchain
+from tests.ascend.lowered import demo, description, execution, gates, liveness, proof, toolchain
 from tests.ascend.lowered.gates import CAPACITY, MAX_GRID
 from tests.support.helpers import assert_within_budget, make_qkv
 
@@ -197,37 +196,3 @@ def test_shared_expanded_and_empty_memory() -> None:
     proof.execute(launches)
     is_softmax(out, expanded)
     proof.execute(capture(demo.softmax, torch.ones(0, 19), plan=demo.RowPlan(8, 32, (1,)))[1])
-
-
-CRASH = "kill -SEGV $$"
-ANSWER = """echo '{"linalg": "it"}'"""
-
-
-@pytest.mark.parametrize(
-    ("script", "attempts", "story"),
-    [
-        (f'if [ "$(wc -l < starts)" = 1 ]; then {CRASH}; else {ANSWER}; fi', 2, ""),
-        (CRASH, children.LOWERING_ATTEMPTS, "died of SIGSEGV"),
-        ("kill -KILL $$", 1, "died of SIGKILL"),
-        ("exit 1", 1, "exit status 1"),
-        ("""echo '{"error": "refused"}'""", 1, "refused"),
-    ],
-)
-def test_lowering_is_tried_again_only_after_a_crash(
-    script: str, attempts: int, story: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The child's program is a shell script. Each attempt after the first warns of the crash before."""
-    monkeypatch.chdir(tmp_path)
-    program = tmp_path / "program"
-    program.write_text(f"#!/bin/sh\necho start >> starts\nread -r request\n{script}\n", encoding="utf-8")
-    program.chmod(0o755)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        if story:
-            with pytest.raises(proof.ProofError, match=f"lower some kernel: {story}"):
-                children.lowered_by(children.Child(str(program)), "some kernel", {})
-        else:
-            assert children.lowered_by(children.Child(str(program)), "some kernel", {}) == {"linalg": "it"}
-    assert len((tmp_path / "starts").read_text(encoding="utf-8").splitlines()) == attempts
-    crashes = [f"attempt {n} of 3: lower some kernel: died of SIGSEGV" for n in range(1, attempts)]
-    assert all(story in str(one.message) for one, story in zip(warned, crashes, strict=True))
