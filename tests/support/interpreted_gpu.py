@@ -43,7 +43,11 @@ def interpreted_gpu(arch: str, schedule: Schedule = LATE) -> Iterator[None]:
     for name in MODULES:
         importlib.import_module(f"cute_kernels.{name}")
     with pytest.MonkeyPatch.context() as patch:
-        _answer_for_the_driver(patch, gpu)
+        patch.setenv(TARGET_VARIABLE, gpu.target)
+        patch.setattr(Tensor, "is_cuda", True)
+        patch.setattr(support, "_machine_problem", lambda call, *, given=False: None)
+        _replace(patch, has_warpgroups, lambda _: gpu.capability == 90)
+        _replace(patch, multiprocessors, lambda _: gpu.multiprocessors)
         ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "cute_kernels"]
         interpret_kernels(patch, ours, gpu.target, schedule)
         _forget()
@@ -59,17 +63,9 @@ def _forget() -> None:
     sys.modules["cute_kernels.decoding"].plan.cache_clear()
 
 
-def _answer_for_the_driver(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
-    patch.setenv(TARGET_VARIABLE, gpu.target)
-    patch.setattr(Tensor, "is_cuda", True)
-    patch.setattr(support, "_machine_problem", lambda call, *, given=False: None)
-    _replace(patch, "cute_kernels", has_warpgroups, lambda _: gpu.capability == 90)
-    _replace(patch, "cute_kernels", multiprocessors, lambda _: gpu.multiprocessors)
-
-
-def _replace(patch: pytest.MonkeyPatch, package: str, old: Any, new: Any) -> None:
-    """In every module of a package that has it."""
+def _replace(patch: pytest.MonkeyPatch, old: Any, new: Any) -> None:
+    """In every module of cute_kernels that has it."""
     for module_name, module in [*sys.modules.items()]:
-        if module is not None and module_name.partition(".")[0] == package:
+        if module is not None and module_name.partition(".")[0] == "cute_kernels":
             for name in [name for name, value in vars(module).items() if value is old]:
                 patch.setattr(module, name, new)

@@ -252,11 +252,6 @@ class Inputs:
         assert o.transpose(1, 2)[~there].isnan().all()
         assert lse[~there].isnan().all()
 
-    def check_both(self) -> None:
-        """Forward and backward by work tiles of blocks, and the forward that goes from token to token."""
-        self.check()
-        self.check_forward(query_outer=True)
-
     def check(self) -> None:
         self.check_forward()
         branches = [Branch(self._visible_to_heads(), *self.statistics())]
