@@ -171,15 +171,6 @@ def test_takes_or_refuses(row: int) -> None:
             assert ask(inputs, **{**options, "backward": False}) is None, "a forward always is"
 
 
-@pytest.mark.parametrize("preset", ["seed", "paper"])
-def test_nothing_is_deterministic_with_blackwells_tiles(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(device.TARGET_VARIABLE, "sm_100a")
-    device.compute_capability.cache_clear()
-    options = vars(getattr(NSAConfig, preset)())
-    assert (ask(backward=True, deterministic=True, **options) or "").endswith("got Blackwell's tiles")
-    assert ask(backward=True, **options) is None
-
-
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_deterministic_neighborhoods(target: str, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,22 +185,18 @@ def test_deterministic_neighborhoods(target: str, backward: bool, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "rows", "widths"),
-    [
-        (device.TARGET_VARIABLE, "sm_90a", 128, "64 or 128"),
-        (device.TARGET_VARIABLE, "sm_100a", 256, "128"),
-        (fa4.STRATEGY_VARIABLE, "sm_100", 256, "128"),
-    ],
+    ("variable", "value"), [(device.TARGET_VARIABLE, "sm_100a"), (fa4.STRATEGY_VARIABLE, "sm_100")]
 )
-def test_sizes_of_tiles_are_named(
-    variable: str, value: str, rows: int, widths: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blackwells_tiles(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, value)
     device.compute_capability.cache_clear()
-    assert ask(q_tile_size=rows) is None
-    assert f"takes q_tile_size in multiples of {rows} on this device, got 100" in (ask(q_tile_size=100) or "")
-    refusal = ask(num_cmp_selected_blocks=9, n_block_size=32)
-    assert f"takes n_block_size {widths} on this device, got 32" in (refusal or "")
+    assert "takes q_tile_size in multiples of 256 on this device, got 128" in (ask(q_tile_size=128) or "")
+    refusal = ask(num_cmp_selected_blocks=9, n_block_size=64)
+    assert "takes n_block_size 128 on this device, got 64" in (refusal or "")
+    for preset in (NSAConfig.seed(), NSAConfig.paper()):
+        assert ask(backward=True, **vars(preset)) is None
+        refusal = ask(backward=True, deterministic=True, **vars(preset))
+        assert (refusal or "").endswith("got Blackwell's tiles")
 
 
 def refusal_of(capability: str) -> str:
