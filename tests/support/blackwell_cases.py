@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bench import oracles
-from nsa import NSAConfig
+from nsa import NSAAux, NSAConfig
 from nsa.inputs import NSAInputs
 from tests.ptx import Launched, Order, Schedule
 from tests.support import block_sparse_cases, decode_cases, indexer_cases
@@ -368,8 +368,6 @@ def check_nsa(
 
 
 def _selections(aux: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    from nsa import NSAAux
-
     named = NSAAux(*aux)
     return named.indices, named.cmp_indices
 

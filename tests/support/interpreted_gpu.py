@@ -29,11 +29,10 @@ MODULES = ("backward", "block_sparse", "decoding", "forward", "neighborhood", "s
 class Gpu(NamedTuple):
     target: str
     """CuTe DSL's name of the architecture."""
-    capability: int
     multiprocessors: int
 
 
-GPUS = {"sm_90": Gpu("sm_90a", 90, 132), "sm_100": Gpu("sm_100a", 100, 148)}
+GPUS = {"sm_90": Gpu("sm_90a", 132), "sm_100": Gpu("sm_100a", 148)}
 
 
 @contextmanager
@@ -46,7 +45,7 @@ def interpreted_gpu(arch: str, schedule: Schedule = LATE) -> Iterator[None]:
         patch.setenv(TARGET_VARIABLE, gpu.target)
         patch.setattr(Tensor, "is_cuda", True)
         patch.setattr(support, "_machine_problem", lambda call, *, given=False: None)
-        _replace(patch, has_warpgroups, lambda _: gpu.capability == 90)
+        _replace(patch, has_warpgroups, lambda _: arch == "sm_90")
         _replace(patch, multiprocessors, lambda _: gpu.multiprocessors)
         ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "cute_kernels"]
         interpret_kernels(patch, ours, gpu.target, schedule)
