@@ -18,6 +18,7 @@ from torch import Tensor
 from tests.support import cases
 from tests.support.attention_gradients import Branch, check_gradients, gated_branch
 from tests.support.hardware import ATOMIC_FREE
+from tests.support.interpreted_gpu import interpreted
 from tests.support.interpreted_kernels import interpret
 from tests.support.kv_outer_cases import blocks_of_tiles
 
@@ -130,20 +131,14 @@ COMPRESSED_ON_GPU: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(
-    ("interpreted", "case"),
-    [*cases.product(["late"], COMPRESSED), ("early", "two tiles of entries")],
-    indirect=["interpreted"],
-)
-@pytest.mark.usefixtures("interpreted")
+@interpreted([*cases.product(["late"], COMPRESSED), ("early", "two tiles of entries")], "case")
 def test_compressed_interpreted(case: str) -> None:
     rows, options = COMPRESSED[case]
     compressed(rows, device="cpu", **options).check()
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("interpreted", [LATE], indirect=True)
-@pytest.mark.usefixtures("interpreted")
+@interpreted([LATE])
 def test_barriers_put_shared_memory_in_order() -> None:
     """The first entries have five tiles of rows in two splits, of four heads, so stages are used again; the last ones
     have one tile, so none in the second split.
@@ -176,8 +171,7 @@ def test_row_statistics(arch: str) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("interpreted", ["late"], indirect=True)
-@pytest.mark.usefixtures("interpreted")
+@interpreted(["late"])
 def test_causality() -> None:
     """Entries do not move a bit of dq of rows that do not see them, nor do rows of dk and dv of unseen entries."""
     length, stride, entry, later = 4, 2, 101, slice(101, None)
@@ -279,8 +273,7 @@ SELECTED_ON_GPU: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("interpreted", "case"), cases.some(HERE, [LATE, EARLY], SELECTED), indirect=["interpreted"])
-@pytest.mark.usefixtures("interpreted")
+@interpreted(cases.some(HERE, [LATE, EARLY], SELECTED), "case")
 def test_selected_interpreted(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 128 rows, blocks that need a mask and such that need none, a last block that is cut; no races."""
     from cute_kernels.attend import selected_backward
@@ -444,9 +437,8 @@ def test_sums_on_a_gpu(shape: tuple[int, ...]) -> None:
     check_sums(shape, "cuda")
 
 
-@pytest.mark.parametrize("interpreted", ["late"], indirect=True)
+@interpreted(["late"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.usefixtures("interpreted")
 def test_sums_interpreted(shape: tuple[int, ...]) -> None:
     check_sums(shape, "cpu")
 

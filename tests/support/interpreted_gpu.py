@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -68,3 +68,9 @@ def _replace(patch: pytest.MonkeyPatch, old: Any, new: Any) -> None:
         if module is not None and module_name.partition(".")[0] == "cute_kernels":
             for name in [name for name, value in vars(module).items() if value is old]:
                 patch.setattr(module, name, new)
+
+
+def interpreted(values: Iterable[Any], *names: str) -> Callable[[Any], Any]:
+    """Parameters of a test with the fixture `interpreted` (tests/cute/conftest.py): its own, and those of `names`."""
+    mark = pytest.mark.parametrize(", ".join(["interpreted", *names]), values, indirect=["interpreted"])
+    return lambda test: pytest.mark.usefixtures("interpreted")(mark(test))
