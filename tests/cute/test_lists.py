@@ -17,6 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.lists import kv_to_query, query_to_kv, worklist
+from cute_kernels.lists.query_to_kv import Keys, chosen_lists, prefix_lists
+from cute_kernels.lists.worklist import build_worklist
 from cute_kernels.pool.documents import DOCUMENT, ENTRY, ENTRY_ALIGNMENT, KEY, LENGTH, NUM_BOUNDS, ROW
 from tests.support import cases
 from tests.support.interpreted_kernels import interpret_kernels
@@ -31,8 +34,6 @@ UNWRITTEN = torch.iinfo(torch.int32).max
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    from cute_kernels.lists import kv_to_query, query_to_kv, worklist
-
     if request.param == "cpu":
         interpret_kernels(monkeypatch, [kv_to_query, query_to_kv, worklist])
     return str(request.param)
@@ -53,8 +54,6 @@ class Sees(NamedTuple):
 
     @property
     def keys(self) -> Any:
-        from cute_kernels.lists.query_to_kv import Keys
-
         return Keys(*self)
 
 
@@ -104,8 +103,6 @@ def check_chosen(
     sees: Sees, size: int, lengths: Iterator[tuple[int, int, int]], device: str, *, heads: int, select_heads: int
 ) -> None:
     """Args: `lengths`, of keys, and rows from where to where."""
-    from cute_kernels.lists.query_to_kv import chosen_lists
-
     draw = random.Random(f"{sees} {size}")
     for num_keys, rows_from, rows_to in lengths:
         tiles, blocks, count = -(-(rows_to - rows_from) // ROWS), -(-num_keys // size), draw.randint(1, 5)
@@ -149,8 +146,6 @@ def test_chosen_blocks_of_entries(sees: Sees, device: str) -> None:
 
 @pytest.mark.parametrize("sees", [Sees(5, 3), Sees(4, 4), Sees(9, 2), Sees(1, 1)], ids=str)
 def test_visible_entries(sees: Sees, device: str) -> None:
-    from cute_kernels.lists.query_to_kv import prefix_lists
-
     for tokens in range(sees.length, 60):
         entries = sees.entries(tokens)
         for rows_from in {0, ROWS, tokens // ROWS * ROWS}:
@@ -219,8 +214,6 @@ LENGTHS = (13, 0, 1, 8, 30, 16, 3)
     [*((Sees(), size, False) for size in (4, 8, 12)), (Sees(5, 3), WIDTH, True), (Sees(1, 1), WIDTH, True)],
 )
 def test_chosen_blocks_of_documents(sees: Sees, size: int, entries: bool, device: str) -> None:
-    from cute_kernels.lists.query_to_kv import chosen_lists
-
     tile = 3 * ROWS  # a multiple of each size and of WIDTH, as in pool/documents.py
     pack, draw = Pack(LENGTHS, tile, sees), random.Random(size)
     num_keys = [sees.entries(n) for n in LENGTHS] if entries else LENGTHS
@@ -238,8 +231,6 @@ def test_chosen_blocks_of_documents(sees: Sees, size: int, entries: bool, device
 
 @pytest.mark.parametrize("sees", [Sees(5, 3), Sees(1, 1)], ids=str)
 def test_visible_entries_of_documents(sees: Sees, device: str) -> None:
-    from cute_kernels.lists.query_to_kv import prefix_lists
-
     pack = Pack(LENGTHS, 2 * ROWS, sees)
     rows = pack.documents.tiles.shape[1] * pack.tile
     sizes: dict[str, Any] = {"num_keys": max(map(sees.entries, LENGTHS)), "rows_from": 0, "rows_to": rows}
@@ -291,8 +282,6 @@ def assert_lists(
 )
 def test_tiles_that_see_entries(compression: tuple[int, int], rows: tuple[int, int], device: str) -> None:
     """Every word of tiles whole, ragged, and none of a word past the last tile."""
-    from cute_kernels.lists import kv_to_query
-
     sees, (first_row, num_rows) = Sees(*compression), rows
     entries = sees.entries(first_row + num_rows)
     sizes: dict[str, Any] = {"width": WIDTH, "rows": ROWS, "num_keys": entries, "num_rows": num_rows}
@@ -319,8 +308,6 @@ def chosen_blocks(tiles: int, blocks: int, count: int) -> Tensor:
 )
 def test_tiles_that_chose_blocks(size: int, rows: tuple[int, int], sees: Sees, device: str) -> None:
     """Listed blocks that are a part of a chosen one, one, and several; of tokens and of entries; ranges of blocks."""
-    from cute_kernels.lists import kv_to_query
-
     first_row, num_rows = rows
     num_keys = sees.entries(first_row + num_rows)
     indices = chosen_blocks(-(-num_rows // ROWS), -(-num_keys // size), 3)
@@ -352,8 +339,6 @@ def test_tiles_that_chose_blocks(size: int, rows: tuple[int, int], sees: Sees, d
 @pytest.mark.parametrize("forced", [(1, 2), *cases.rest(((0, 2),), ((2, 0),))])
 def test_forced_blocks_are_left_out(forced: tuple[int, int], device: str) -> None:
     """The worklist holds what is not forced, and all of it."""
-    from cute_kernels.lists.worklist import build_worklist
-
     (init, local), blocks = forced, 7
     indices = random_indices((2, 2), [400], blocks, 5, size=64, forced=forced)
     own = torch.arange(400)[:, None] // 64
@@ -368,8 +353,6 @@ def test_forced_blocks_are_left_out(forced: tuple[int, int], device: str) -> Non
     ("tokens", "min_rows"), [(1, 1), (100, 3), (500, 32), *cases.rest((5000, 32), (5000, 1 << 20))]
 )
 def test_worklist(tokens: int, min_rows: int, device: str) -> None:
-    from cute_kernels.lists.worklist import build_worklist
-
     blocks = -(-tokens // 64)
     indices = random_indices((2, 3), [tokens], blocks, 7, size=64)
     check_worklist(build_worklist(indices.to(device), size=64, blocks=blocks, min_rows=min_rows), indices, min_rows)
@@ -379,8 +362,6 @@ def test_worklist(tokens: int, min_rows: int, device: str) -> None:
 @pytest.mark.parametrize("bitmap_bytes", [1, 500, 1 << 20])
 def test_chunks_hold_every_slot_once(bitmap_bytes: int, max_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Worklists of one head at a time, of some, and of all; and partials of as many."""
-    from cute_kernels.lists import worklist
-
     made = []
 
     def build(indices: Tensor, *, first_token: int, **how: Any) -> Any:
