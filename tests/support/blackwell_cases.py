@@ -24,6 +24,9 @@ import torch
 from torch import Tensor
 
 from bench import oracles
+from cute_kernels import backward, forward, neighborhood
+from cute_kernels.call import prepare
+from cute_kernels.fa4.interface import Gradients
 from nsa import NSAAux, NSAConfig
 from nsa.inputs import NSAInputs
 from tests.ptx import Launched, Order, Schedule
@@ -171,10 +174,6 @@ class Attention:
         return described(self.form, self.dim, self.group, rows, keys, v_dim, self.dtype)
 
     def run(self, execution: Execution) -> None:
-        from cute_kernels import backward, forward
-        from cute_kernels.call import prepare
-        from cute_kernels.fa4.interface import Gradients
-
         form, facts = FORMS[self.form], self.facts
         config, rows, keys = form.config, facts["rows"], facts["keys"]
         q, k, v = self._normal(rows, self.group), self._normal(keys), self._normal(keys, dim=facts["d_v"])
@@ -310,8 +309,6 @@ class Whole:
         return described(self.name, call.dim, group, rows, rows, call.v_dim, call.dtype)
 
     def run(self, execution: Execution) -> None:
-        from cute_kernels import backward, forward
-
         call = CALLS[self.name]
         inputs, config = call.inputs("cpu"), call.config
         if self.name in QUERY_OUTER:
@@ -391,8 +388,6 @@ class Neighborhood:
         return described(self.name, 64, 1, 333, 333)
 
     def run(self, execution: Execution) -> None:
-        from cute_kernels import neighborhood
-
         options = WINDOWS[self.name]
         generator = torch.Generator().manual_seed(0)
         q, k, v, do = (torch.randn((1, 333, 2, 64), generator=generator).bfloat16() for _ in range(4))
