@@ -10,8 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import dispatch
 from ascend_kernels.device import DEVICES, MAX_GRID
@@ -119,24 +117,6 @@ SPARSE = ["ds_kernel", "rows_kernel", "columns_kernel", "columns_kernel"]
 FUSED = ["ds_kernel", "gradients_kernel"]
 EXPAND = ["expand_kernel"]
 
-MOVES = (
-    "_to_copy alias clone copy_ detach empty empty_like expand fill_ gather masked_fill_ new_empty select slice "
-    "transpose unsqueeze view zero_ zeros"
-)
-
-
-class OnlyMoves(TorchDispatchMode):
-    """Fails when PyTorch computes with floating-point tensors; it may allocate, copy, gather and cast."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
-        if any(tensor.is_floating_point() for tensor in tensors):
-            assert func.overloadpacket.__name__ in MOVES.split(), f"PyTorch computes {func}"
-        return result
-
 
 def names(launches: list[Launch]) -> list[str]:
     return [one.kernel.__name__ for one in launches]
@@ -151,7 +131,7 @@ def test_launched_kernels(path: str, tokens: int, dense: bool, backend: str) -> 
     q, k, v = make_qkv(tokens, 1, 1, dtype=torch.float16)
     attn = torch.empty((1, 1, tokens, tokens if dense else 7), dtype=torch.float32)
     call = {"kernel_size": 7, "path": path, "backend": backend}
-    with recording(run=False) as launches, OnlyMoves():
+    with recording(run=False) as launches:
         if path == "dense" and tokens > 2048:
             with pytest.raises(ValueError, match=f"path='dense' supports N up to 2048, got {tokens}"):
                 neighborhood_attention_backward(q, q, k, v, attn, **call)
@@ -164,16 +144,6 @@ def test_launched_kernels(path: str, tokens: int, dense: bool, backend: str) -> 
         assert names(launches) == (FUSED if tokens < 512 else SPARSE)
 
 
-def test_plain_or_persistent() -> None:
-    """A program per work tile, or from 1024 tokens on one per core of an NPU."""
-    for backend, tokens, programs in (("ascend", 1023, 32), ("ascend", 1024, 20), ("triton", 1024, 32)):
-        q, k, v = make_qkv(tokens, 2, 2, dtype=torch.float16)
-        attn = torch.empty((1, 2, tokens, tokens), dtype=torch.float32)
-        with recording(run=False) as launches:
-            neighborhood_attention_backward(q, q, k, v, attn, kernel_size=7, path="dense", backend=backend)
-        assert [one.grid for one in launches] == [(programs,)] * 3
-
-
 @pytest.mark.parametrize(
     ("algorithm", "tokens", "backend"),
     cases.product(["auto", "flash", "band", "dense"], [2048, 2049], ["ascend", "triton"], cover=2),
@@ -181,7 +151,7 @@ def test_plain_or_persistent() -> None:
 def test_launched_kernels_of_the_differentiable_op(algorithm: str, tokens: int, backend: str) -> None:
     q, k, v = make_qkv(tokens, 1, 1, dtype=torch.float16, requires_grad=True)
     call = {"algorithm": algorithm, "backend": backend}
-    with recording(run=False) as launches, OnlyMoves():
+    with recording(run=False) as launches:
         if algorithm == "dense" and tokens > 2048:
             with pytest.raises(ValueError, match=f"algorithm='dense' supports N up to 2048, got {tokens}"):
                 neighborhood_attention(q, k, v, **call)
@@ -334,18 +304,11 @@ def test_planner_on_random_shapes() -> None:
 # The kernels
 
 
+MOVED: dict[str, Any] = {"kernel_size": 64, "dilation": 3, "boundary": "shift"}
 GPU_CASES: dict[str, dict[str, Any]] = {
     "short": {"tokens": 33, "kv_heads": 2},
     "the longest": {"tokens": 2048, "dim": 64, "heads": 4, "kv_heads": 4},
-    "even, moved, dilated, grouped": {
-        "tokens": 2047,
-        "dim": 128,
-        "kernel_size": 64,
-        "dilation": 3,
-        "boundary": "shift",
-        "heads": 8,
-        "kv_heads": 2,
-    },
+    "even, moved, dilated, grouped": {"tokens": 2047, "dim": 128, **MOVED, "heads": 8, "kv_heads": 2},
     "causal": {"tokens": 1501, "dim": 80, "kernel_size": 300, "causal": True, "batch": 2},
     "widest features": {"tokens": 700, "dim": 256, "kernel_size": 129, "boundary": "shift"},
     "head-major, all pairs": {"tokens": 1024, "dim": 128, "head_major": True, "kv_heads": 2, "dense": True},

@@ -28,8 +28,8 @@ def fa4_kernels() -> set[str]:
     return {f"fa4.{node.name}" for node in functions if "compiled_once" in map(ast.unparse, node.decorator_list)}
 
 
-def case(variant: str = "plain", group: int | None = None, cubin: bytes = b"") -> tool.Case:
-    return tool.Case("Kernel", 64, group, torch.float16, variant, lambda: cubin)
+def case(variant: str = "plain", cubin: bytes = b"") -> tool.Case:
+    return tool.Case("Kernel", 64, None, torch.float16, variant, lambda: cubin)
 
 
 @pytest.fixture(autouse=True)
@@ -137,33 +137,27 @@ def test_code_reads_registers_that_it_writes(line: str, unwritten: set[str], mon
     assert tool.try_case("sm_90a", case(cubin=b"-arch sm_90a ")).error == error
 
 
-def test_failure_is_listed_and_logged(
+def test_failures_are_listed_and_logs_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    log = str(tmp_path / "log")
+
+    def run(option: str, *cases: tool.Case, status: int = 0) -> str:
+        monkeypatch.setattr(tool, "compile_for", lambda arch, *_: [tool.try_case(arch, each) for each in cases])
+        assert tool.main(["--arch", "sm_90a", option, log]) == status
+        return capsys.readouterr().out
+
+    def compiled(**cubins: bytes) -> list[tool.Case]:
+        return [case(variant, cubin=b"-arch sm_90a " + cubin) for variant, cubin in cubins.items()]
+
     def break_down() -> bytes:
         raise ValueError("no such layout")
 
-    broken = case()._replace(compile=break_down)
-    monkeypatch.setattr(tool, "compile_for", lambda arch, *_: [tool.try_case(arch, broken)])
-    monkeypatch.setattr(tool, "version", lambda _: "1.0")
-    assert tool.main(["--arch", "sm_90a", "--log", str(tmp_path / "log")]) == 1
-    for text in (capsys.readouterr().out, (tmp_path / "log").read_text(encoding="utf-8")):
+    for text in (run("--log", case()._replace(compile=break_down), status=1), Path(log).read_text(encoding="utf-8")):
         assert "FAILED" in text
         assert "sm_90a: 0 of 1 compiled" in text
         assert text.endswith("ValueError: no such layout\n")
-
-
-def test_log_is_compared_with_an_earlier_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    def run(cubins: dict[str, bytes], *options: str) -> str:
-        cases = [case(variant, cubin=b"-arch sm_90a " + cubin) for variant, cubin in cubins.items()]
-        monkeypatch.setattr(tool, "compile_for", lambda arch, *_: [tool.try_case(arch, each) for each in cases])
-        assert tool.main(["--arch", "sm_90a", *options]) == 0
-        return capsys.readouterr().out
-
-    log = tmp_path / "log"
-    assert "against" not in run({"a": b"1", "b": b"1", "gone": b"1"}, "--log", str(log))
-    *_, counts, changed = run({"a": b"1", "b": b"2", "c": b"3"}, "--against", str(log)).splitlines()
+    assert "against" not in run("--log", *compiled(a=b"1", b=b"1", gone=b"1"))
+    *_, counts, changed = run("--against", *compiled(a=b"1", b=b"2", c=b"3")).splitlines()
     assert counts == "against the earlier log: 1 the same, 1 other code, 1 new"
     assert (changed.split()[0], changed.split()[-1]) == ("sm_90a", "b")

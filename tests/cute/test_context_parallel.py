@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -66,16 +67,18 @@ def test_packs_across_ranks(ranks: Ranks, preset: str) -> None:
     ranks.run(2, cases.bits_on_gpu, LARGE[preset], 3000, "zigzag", [900, 0, 1, 1800, 200])
 
 
-@pytest.mark.parametrize(("size", "tokens"), [(1, 3000), (8, 5000), (8, 7)])
+@pytest.mark.parametrize(
+    ("size", "tokens", "how"),
+    [
+        (1, 3000, ("zigzag",)),
+        (8, 5000, ("zigzag",)),
+        (8, 7, ("zigzag",)),
+        (3, 3000, ("contiguous", [700, 0, 1, 2000, 200])),  # a document on ranks 0 to 2
+    ],
+)
 @pytest.mark.parametrize("preset", LARGE)
-def test_one_rank_eight_ranks_and_fewer_tokens(sharing: Ranks, preset: str, size: int, tokens: int) -> None:
-    sharing.run(size, cases.bits_on_gpu, LARGE[preset], tokens, "zigzag")
-
-
-@pytest.mark.parametrize("preset", LARGE)
-def test_packs_in_contiguous_chunks(sharing: Ranks, preset: str) -> None:
-    """The third document begins on rank 0, fills rank 1 and ends on rank 2."""
-    sharing.run(3, cases.bits_on_gpu, LARGE[preset], 3000, "contiguous", [700, 0, 1, 2000, 200])
+def test_groups_that_share_a_gpu(sharing: Ranks, preset: str, size: int, tokens: int, how: tuple[Any, ...]) -> None:
+    sharing.run(size, cases.bits_on_gpu, LARGE[preset], tokens, *how)
 
 
 @DETERMINISTIC

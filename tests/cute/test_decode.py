@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from nsa.inputs import NSAInputs
 from tests.ptx import Order, Schedule
 from tests.support import cases
 from tests.support.cute_cases import gate_weight, on_gpu
-from tests.support.decode_cases import SMALL_BLOCKS, Case, NearTieError, check, selected, without_near_ties
+from tests.support.decode_cases import SMALL_BLOCKS, Case, check, is_near_tie, selected, without_near_ties
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -109,21 +109,20 @@ CASES |= {
     "prefill, no window": replace(PREFILL, config=replace(PROMPTS, window_size=0)),
     "prefill before the first entry": replace(PREFILL, cached=(3, 0), new=(11, 9), queries=20, page_size=16),
 }
-LATE, EARLY = "late", "early"
 
 
 def last_of_block(blocks: torch.Tensor) -> torch.Tensor:
     return blocks[..., -1, :]
 
 
-HERE = [("sm_90", LATE, case) for case in ("ragged", "many parts of the choice", "tile mode", "prefill")]
+HERE = [("sm_90", True, case) for case in ("ragged", "many parts of the choice", "tile mode", "prefill")]
 """Each case costs the compilation of four kernels and more."""
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("arch", "copies", "case"), cases.some(HERE, GPUS, (LATE, EARLY), CASES))
-def test_interpreted(arch: str, copies: str, case: str) -> None:
-    with interpreted_gpu(arch, Schedule(late=copies == LATE)):
+@pytest.mark.parametrize(("arch", "late", "case"), cases.some(HERE, GPUS, (True, False), CASES))
+def test_interpreted(arch: str, late: bool, case: str) -> None:
+    with interpreted_gpu(arch, Schedule(late=late)):
         check(CASES[case])
 
 
@@ -256,20 +255,7 @@ def test_token_by_token_is_the_call_on_each_prefix(config: NSAConfig) -> None:
         group = q[0, i, h // 16 * 16 : h // 16 * 16 + 16]
         mean = q[0, i // 256 * 256 : i + 1, h].double().mean(0, keepdim=True)
         chooses = group if config.token_mode else mean
-        assert is_near_tie(config, i, chooses, entries[0, :, h // 16]), f"step {i}, head {h}"
-
-
-def is_near_tie(config: NSAConfig, token: int, q: torch.Tensor, entries: torch.Tensor) -> bool:
-    """Whether rounding may choose other blocks.
-
-    Args: q of heads that select together, in tile mode their means, `[heads,D]`; entries `[n,D]`.
-    """
-    step = SimpleNamespace(case=SimpleNamespace(config=config))
-    try:
-        selected(step, 0, token, q, entries)
-    except NearTieError:
-        return True
-    return False
+        assert is_near_tie(partial(selected, config, i, chooses, entries[0, :, h // 16])), f"step {i}, head {h}"
 
 
 @CUDA

@@ -159,16 +159,21 @@ OTHERS_MAY: dict[str, tuple[Callable[[Path], None], str]] = {
     "replace the folder": (link_folder, "must be this user's own"),
     "read a file": (lambda where: entries(where)[0].chmod(0o640), "chmod 600 {where}/a-"),
     "replace a file": (link_file, "must be this user's own"),
+    "own the folder": (lambda where: None, "must be this user's own"),
 }
 
 
 @pytest.mark.parametrize("what", OTHERS_MAY)
-def test_nothing_is_loaded_that_others_may_change(what: str, tmp_path: Path, loaded: list[str]) -> None:
+def test_nothing_is_loaded_that_others_may_change(
+    what: str, tmp_path: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Kernels are not kept in such a folder, either; one warning says so."""
     where = tmp_path / "cache"
     keep(where)
     allow, told = OTHERS_MAY[what]
     allow(where)
+    uid = os.getuid() + (what == "own the folder")
+    monkeypatch.setattr(os, "getuid", lambda: uid)
     with pytest.warns(UserWarning, match=re.escape(told.format(where=where))):
         assert isinstance(keep(where), Compiled)
     with warnings.catch_warnings():
@@ -176,16 +181,6 @@ def test_nothing_is_loaded_that_others_may_change(what: str, tmp_path: Path, loa
         assert isinstance(keep(where, "b"), Compiled)
     assert not loaded
     assert any(path.name.startswith("b-") for path in entries(where)) == what.endswith("a file")
-
-
-def test_folders_of_others_are_not_used(tmp_path: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    where = tmp_path / "cache"
-    keep(where)
-    uid = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
-    with pytest.warns(UserWarning, match="must be this user's own"):
-        assert isinstance(keep(where), Compiled)
-    assert not loaded
 
 
 def test_full_disk_changes_nothing(tmp_path: Path) -> None:
@@ -201,21 +196,17 @@ def test_full_disk_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_key_tells_everything_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [
-        disk_cache.key_of("f (64,) []", options="a"),
-        disk_cache.key_of("f (65,) []", options="a"),
-        disk_cache.key_of("f (64,) []", options="b"),
-    ]
-    with monkeypatch.context() as patch:
-        patch.setattr(disk_cache, "sources", lambda: "changed")
-        keys.append(disk_cache.key_of("f (64,) []", options="a"))
+    def key(text: str = "f (64,) []", options: str = "a") -> str:
+        return disk_cache.key_of(text, options=options)
+
+    keys = []
     for target in ("sm_90", "sm_90a", "sm_100a", "sm_100f"):
-        with monkeypatch.context() as patch:
-            patch.setattr(CuTeDSL._get_dsl().envar, "arch", target)
-            keys.append(disk_cache.key_of("f (64,) []", options="a"))
-    own = CuTeDSL._get_dsl().envar.arch
-    assert disk_cache.key_of("f (64,) []", options="a") == keys[0]
-    assert len(set(keys)) == len(keys) - (own in ("sm_90", "sm_90a", "sm_100a", "sm_100f"))
+        monkeypatch.setattr(CuTeDSL._get_dsl().envar, "arch", target)
+        keys.append(key())
+    assert key() == keys[-1]
+    keys += [key("f (65,) []"), key(options="b")]
+    monkeypatch.setattr(disk_cache, "sources", lambda: "changed")
+    assert len({*keys, key()}) == 7
 
 
 @pytest.mark.parametrize(

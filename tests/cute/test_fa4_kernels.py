@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from torch import Tensor
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.fa4.masks import Mask
 from cute_kernels.fa4.rules import NARROW, ONE_TILE, WINDOW_TILE, packs_gqa, window_tile_n
+from cute_kernels.lists.query_to_kv import BlockLists
 from cute_kernels.runtime.device import compute_capability, multiprocessors
 from cute_kernels.runtime.launches import launches_of
 from tests.support import cases, kernel_calls
@@ -269,18 +271,10 @@ def compiled_by_fa4() -> Iterator[list[bytes]]:
                 def like(x: Any) -> Any:
                     if isinstance(x, Tensor):
                         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
-                    if isinstance(x, fa4.Gradients):
-                        return x.map(like)
-                    if type(x) is tuple:
-                        return tuple(map(like, x))
-                    if isinstance(x, Mask):
-                        lists = x.lists
-                        if lists is not None:
-                            changed = {n: like(y) if isinstance(y, Tensor) else y for n, y in vars(lists).items()}
-                            lists = type(lists)(**changed)
-                        documents = None if x.documents is None else type(x.documents)(*map(like, x.documents))
-                        tensors = None if x.tensors is None else [like(y) for y in x.tensors]
-                        return x._replace(lists=lists, documents=documents, tensors=tensors)
+                    if isinstance(x, (tuple, list)):
+                        return type(x)(*map(like, x)) if hasattr(x, "_fields") else type(x)(map(like, x))
+                    if isinstance(x, (fa4.Gradients, BlockLists)):
+                        return replace(x, **{name: like(y) for name, y in vars(x).items()})
                     return x
 
                 call(*map(like, arguments), **{n: like(x) for n, x in how.items()})

@@ -21,6 +21,7 @@ from cute_kernels.decoding import decode
 from nsa import NSAConfig
 from tests.support import gpu_calls
 from tests.support.compile_keys import meta_gpu
+from tests.support.cute_cases import assert_same
 from tests.support.far_rows import FAR, FarMemory, span
 from tests.support.hardware import DETERMINISTIC
 from tests.support.kernel_classes import every_form
@@ -85,11 +86,7 @@ class Gathering:
 
 
 CASES: dict[str, gpu_calls.Case | gpu_calls.GivenBlocks | Decoding | Gathering] = {
-    **{
-        name: case
-        for name, case in gpu_calls.CASES.items()
-        if isinstance(case, (gpu_calls.Case, gpu_calls.GivenBlocks))
-    },
+    **{name: x for name, x in gpu_calls.CASES.items() if isinstance(x, (gpu_calls.Case, gpu_calls.GivenBlocks))},
     "gathering": Gathering(),
     "decoding": Decoding(NSAConfig.paper(num_selected_blocks=6, window_size=200), (0, 31, 1300), queries=2),
     "decoding, tiles": Decoding(gpu_calls.TILES, (0, 31, 1300), queries=2),
@@ -110,13 +107,13 @@ def far(grid: FarMemory, monkeypatch: pytest.MonkeyPatch) -> FarMemory:
     return grid
 
 
-def needs_sm_90(case: object) -> bool:
-    return isinstance(case, gpu_calls.Case) and case.deterministic
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=DETERMINISTIC if needs_sm_90(case) else ()) for name, case in CASES.items()]
+    "name",
+    [
+        pytest.param(name, marks=DETERMINISTIC if isinstance(case, gpu_calls.Case) and case.deterministic else ())
+        for name, case in CASES.items()
+    ],
 )
 def test_rows_behind_two_billion_elements(name: str, far: FarMemory) -> None:
     case = CASES[name]
@@ -127,16 +124,6 @@ def test_rows_behind_two_billion_elements(name: str, far: FarMemory) -> None:
     for of, x in got.items():
         assert_same(x, expected[of], of, exact=case.deterministic or of.startswith("out"))
     assert torch.cuda.max_memory_allocated() <= MOST_BYTES
-
-
-def assert_same(got: Tensor, expected: Tensor, name: str, *, exact: bool) -> None:
-    """Bit for bit, or, where FlashAttention-4 adds up in any order, but for rounding."""
-    assert got.shape == expected.shape
-    if exact:
-        assert torch.equal(got, expected), name
-        return
-    allowed = 2**-7 * float(expected.float().abs().max())
-    torch.testing.assert_close(got, expected, rtol=0, atol=allowed, msg=lambda text: f"{name}: {text}")
 
 
 # Without a GPU: that every kernel would be given such offsets

@@ -32,7 +32,7 @@ from bench import oracles
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
 from nsa.inputs import TENSOR_NAMES, NSAInputs
 from tests.support import neighborhood_cases, residual_cases
-from tests.support.cute_cases import SLACK, assert_agrees_with_oracle, check_selection, gradients
+from tests.support.cute_cases import OVERLAPPING, SLACK, assert_agrees_with_oracle, check_selection, gradients
 from tests.support.documents import documents, of_document
 from tests.support.fuzzing import (
     EXAMPLES,
@@ -74,15 +74,7 @@ class Case:
 
 
 KV_HEADS = 2
-FORCED = NSAConfig.seed(
-    compress_block_size=32,
-    compress_stride=16,
-    select_block_size=64,
-    num_selected_blocks=5,
-    num_init_blocks=1,
-    num_local_blocks=2,
-    window_size=200,
-)
+FORCED = replace(OVERLAPPING, num_selected_blocks=5)
 PAPER = NSAConfig.paper(num_selected_blocks=4, window_size=100)
 CASES = {
     "seed": Case(NSAConfig(num_selected_blocks=3, window_size=100), 4, 128, 128, given=("gate_proj_weight",)),

@@ -15,7 +15,8 @@ import torch
 from tests.support import cases
 from tests.support.hardware import WINDOW_COMBINE
 from tests.support.helpers import assert_rounded_once
-from tests.support.kv_outer_cases import GATES, WindowCase, forward_from, make, small_chunks
+from tests.support.interpreted_gpu import interpreted
+from tests.support.kv_outer_cases import GATES, WindowCase, make, small_chunks
 
 pytestmark = [pytest.mark.slow, pytest.mark.interpreted, pytest.mark.filterwarnings("default")]
 
@@ -52,8 +53,7 @@ LATE_IF_FULL = [LATE[0], *cases.rest(LATE[1])]
 RACES = ["warps, late, races", "warpgroups, late, races"]
 
 
-@pytest.mark.parametrize(("interpreted", "case"), [*cases.some(HERE, LATE, CASES), *EARLY], indirect=["interpreted"])
-@pytest.mark.usefixtures("interpreted")
+@interpreted([*cases.some(HERE, LATE, CASES), *EARLY], "case")
 def test_interpreted(case: str) -> None:
     tokens, options = CASES[case]
     make(tokens, device="cpu", **options).check()
@@ -66,25 +66,20 @@ ORDERED: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.mark.parametrize("interpreted", RACES, indirect=True)
+@interpreted(RACES)
 @pytest.mark.parametrize("what", ORDERED)
-@pytest.mark.usefixtures("interpreted")
 def test_barriers_put_shared_memory_in_order(what: str) -> None:
     """Some blocks have three tiles of rows and more: one is read while the next but one arrives."""
     ORDERED[what]()
 
 
-@pytest.mark.parametrize("interpreted", LATE_IF_FULL, indirect=True)
-@pytest.mark.usefixtures("interpreted")
+@interpreted(LATE_IF_FULL)
 def test_interpreted_in_chunks_and_work_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     small_chunks(monkeypatch, 64, 1 << 17, 5)
     make([90, 66], 2, 2, count=2, device="cpu").check()
 
 
-@pytest.mark.parametrize(
-    ("interpreted", "case"), cases.some(QUERY_OUTER_HERE, LATE, QUERY_OUTER), indirect=["interpreted"]
-)
-@pytest.mark.usefixtures("interpreted")
+@interpreted(cases.some(QUERY_OUTER_HERE, LATE, QUERY_OUTER), "case")
 def test_query_outer_interpreted(case: str) -> None:
     tokens, options = CASES[case]
     make(tokens, device="cpu", **options).check_forward(query_outer=True)
@@ -107,8 +102,7 @@ FORCED: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
 FORCED_HERE = [("warpgroups, late", "early and late blocks"), ("warps, late", "documents")]
 
 
-@pytest.mark.parametrize(("interpreted", "case"), cases.some(FORCED_HERE, LATE, FORCED), indirect=["interpreted"])
-@pytest.mark.usefixtures("interpreted")
+@interpreted(cases.some(FORCED_HERE, LATE, FORCED), "case")
 def test_forced_blocks_interpreted(case: str) -> None:
     tokens, options, rows = FORCED[case]
     make(tokens, device="cpu", count=None, **options).check_forced(*rows)
@@ -117,12 +111,7 @@ def test_forced_blocks_interpreted(case: str) -> None:
 BESIDE: list[tuple[Any, tuple[int, int]]] = [(330, (1, 2)), (330, (0, 2)), (330, (2, 3)), ([70, 0, 330], (1, 2))]
 
 
-@pytest.mark.parametrize(
-    ("interpreted", "beside"),
-    cases.some([("warps, late", BESIDE[3])], LATE, BESIDE),
-    indirect=["interpreted"],
-)
-@pytest.mark.usefixtures("interpreted")
+@interpreted(cases.some([("warps, late", BESIDE[3])], LATE, BESIDE), "beside")
 def test_forced_beside_selected(beside: tuple[Any, tuple[int, int]]) -> None:
     """All of the forward: forced blocks, the other blocks, and the combine; there is no room for (2, 3)."""
     tokens, forced = beside
@@ -134,20 +123,14 @@ def test_forced_beside_selected(beside: tuple[Any, tuple[int, int]]) -> None:
 GATED = [("warpgroups, early", "given fp32", (0, 0))]
 
 
-@pytest.mark.parametrize(
-    ("interpreted", "gates", "forced"),
-    cases.some(GATED, ["warpgroups, late", "warpgroups, early"], GATES, [(1, 2), (0, 0)]),
-    indirect=["interpreted"],
-)
-@pytest.mark.usefixtures("interpreted")
+@interpreted(cases.some(GATED, ["warpgroups, late", "warpgroups, early"], GATES, [(1, 2), (0, 0)]), "gates", "forced")
 def test_gated_on_the_way(gates: str, forced: tuple[int, int]) -> None:
     """Some of a warp's rows are past the last token."""
     make(201, 3, 1, batch=2, count=sum(forced) + 1, forced=forced, device="cpu").check_gated(gates)
 
 
-@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
+@interpreted(["warpgroups, early"])
 @pytest.mark.parametrize("projected", [True, False])
-@pytest.mark.usefixtures("interpreted")
 def test_gated_sums_are_rounded_once(projected: bool) -> None:
     from cute_kernels.gate.forward import gated_sum
 
@@ -159,19 +142,17 @@ def test_gated_sums_are_rounded_once(projected: bool) -> None:
     assert_rounded_once(out, exact, "out")
 
 
-@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
+@interpreted(["warpgroups, early"])
 @pytest.mark.parametrize(
     ("branches", "w_dtype"), [(2, torch.bfloat16), *cases.rest((1, torch.float32), (0, None))], ids=str
 )
-@pytest.mark.usefixtures("interpreted")
 def test_dq_with_other_terms(branches: int, w_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks of heads and tokens."""
     small_chunks(monkeypatch, 64, 1, 40)
     make(70, 2, 2, count=2, device="cpu").check_terms(branches=branches, w_dtype=w_dtype)
 
 
-@pytest.mark.parametrize("interpreted", ["warpgroups, late, races", *cases.rest("warpgroups, early")], indirect=True)
-@pytest.mark.usefixtures("interpreted")
+@interpreted(["warpgroups, late, races", *cases.rest("warpgroups, early")])
 def test_dq_with_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of tokens, the second of them with a CTA's rows alone; slots without partials; gates or none."""
     small_chunks(monkeypatch, 128, 1, 40)
@@ -180,9 +161,8 @@ def test_dq_with_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs.check_window(127, w_dtype=None, has_cmp=False)
 
 
-@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
+@interpreted(["warpgroups, early"])
 @pytest.mark.parametrize(("gates", "forced"), [("projected", (1, 2)), *cases.rest(("given fp32", (0, 0)))])
-@pytest.mark.usefixtures("interpreted")
 def test_gated_in_chunks(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of heads and tokens, with gates that the kernels compute and with given ones."""
     small_chunks(monkeypatch, 64, 1, 40)
@@ -193,24 +173,18 @@ def test_gated_in_chunks(gates: str, forced: tuple[int, int], monkeypatch: pytes
 
 
 @pytest.mark.blas
-@pytest.mark.parametrize("interpreted", LATE_IF_FULL, indirect=True)
-@pytest.mark.usefixtures("interpreted")
+@interpreted(LATE_IF_FULL)
 def test_forced_blocks_of_later_queries() -> None:
     """Queries from any token on: bitwise those of all."""
     inputs = make(300, 2, 1, count=4, forced=(1, 2), device="cpu")
     o, lse = inputs.forward()
     for first in (70, 250):
-        some, some_lse = forward_from(inputs, first)
+        some, some_lse = inputs.forward(first=first)
         assert torch.equal(some, o[:, first:])
         assert torch.equal(some_lse, lse[..., first:])
 
 
-@pytest.mark.parametrize(
-    ("interpreted", "token"),
-    cases.some([(LATE[0], 64)], LATE, [5, 63, 64, 280]),
-    indirect=["interpreted"],
-)
-@pytest.mark.usefixtures("interpreted")
+@interpreted(cases.some([(LATE[0], 64)], LATE, [5, 63, 64, 280]), "token")
 def test_future_changes_nothing_of_forced_blocks(token: int) -> None:
     inputs = make(300, 2, 1, count=None, forced=(1, 2), device="cpu")
     o, lse = inputs.attend_forced(slice(0, 300))
@@ -245,29 +219,24 @@ WINDOWS_HERE = [("late", "early and late blocks"), ("early", "first blocks in th
 WHEN = ["late", "early"]
 
 
-@pytest.mark.usefixtures("interpreted")
 class TestWindowCombine:
     """Window, forced blocks, combine and gate in one kernel: both branches against fp64; out against the gate's own."""
 
-    @pytest.mark.parametrize(("interpreted", "case"), cases.some(WINDOWS_HERE, WHEN, WINDOWS), indirect=["interpreted"])
+    @interpreted(cases.some(WINDOWS_HERE, WHEN, WINDOWS), "case")
     def test_branches(self, case: str) -> None:
         WINDOWS[case].check("cpu")
 
-    @pytest.mark.parametrize(
-        ("interpreted", "gates"),
-        cases.some([("early", "projected")], WHEN, GATES),
-        indirect=["interpreted"],
-    )
+    @interpreted(cases.some([("early", "projected")], WHEN, GATES), "gates")
     def test_gates(self, gates: str) -> None:
         """Some of the rows of a step are past the last token, or before the first query."""
         WindowCase(141, first=69).check_gated(gates, "cpu")
 
-    @pytest.mark.parametrize("interpreted", ["late, races"], indirect=True)
+    @interpreted(["late, races"])
     def test_barriers_put_shared_memory_in_order(self) -> None:
         """Each stage is filled several times."""
         WindowCase(220, window=190).check_gated("projected", "cpu")
 
-    @pytest.mark.parametrize("interpreted", ["late"], indirect=True)
+    @interpreted(["late"])
     @pytest.mark.parametrize("name", ["documents", *cases.rest("early and late blocks")])
     def test_chunks_change_nothing(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Tokens and heads, some of which begin inside blocks and documents."""
@@ -278,7 +247,7 @@ class TestWindowCombine:
         for got, want in zip(case.run(inputs), expected, strict=True):
             assert torch.equal(got.nan_to_num(9e3), want.nan_to_num(9e3))
 
-    @pytest.mark.parametrize("interpreted", ["late"], indirect=True)
+    @interpreted(["late"])
     def test_queries_from_any_token_on(self) -> None:
         case = WindowCase(150, window=140)
         inputs = case.inputs("cpu")
@@ -287,7 +256,7 @@ class TestWindowCombine:
             for got, want, tokens in zip(replace(case, first=first).run(inputs), whole, (1, 2, 1, 2), strict=True):
                 assert torch.equal(got, want.narrow(tokens, first, 150 - first))
 
-    @pytest.mark.parametrize("interpreted", ["late"], indirect=True)
+    @interpreted(["late"])
     @pytest.mark.parametrize("token", [66, *cases.rest(5, 63, 64, 130)])
     def test_future_changes_nothing(self, token: int) -> None:
         """Nor what later tokens of the same step select: in the first blocks some slots are theirs alone."""

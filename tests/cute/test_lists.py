@@ -5,6 +5,7 @@ Tiles of few rows and blocks of few keys, so that every length ends and begins s
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.lists import kv_to_query, query_to_kv, worklist
+from cute_kernels.lists.query_to_kv import Keys, chosen_lists, prefix_lists
+from cute_kernels.lists.worklist import build_worklist
 from cute_kernels.pool.documents import DOCUMENT, ENTRY, ENTRY_ALIGNMENT, KEY, LENGTH, NUM_BOUNDS, ROW
 from tests.support import cases
 from tests.support.interpreted_kernels import interpret_kernels
@@ -30,8 +34,6 @@ UNWRITTEN = torch.iinfo(torch.int32).max
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    from cute_kernels.lists import kv_to_query, query_to_kv, worklist
-
     if request.param == "cpu":
         interpret_kernels(monkeypatch, [kv_to_query, query_to_kv, worklist])
     return str(request.param)
@@ -52,8 +54,6 @@ class Sees(NamedTuple):
 
     @property
     def keys(self) -> Any:
-        from cute_kernels.lists.query_to_kv import Keys
-
         return Keys(*self)
 
 
@@ -89,6 +89,11 @@ def listed(count: Tensor, index: Tensor, place: tuple[int, int, int]) -> list[in
     return numbers
 
 
+def both(lists: Any, place: tuple[int, int, int]) -> tuple[list[int], list[int]]:
+    """Masked and full blocks."""
+    return listed(lists.mask_count, lists.mask_index, place), listed(lists.full_count, lists.full_index, place)
+
+
 def choices(draw: random.Random, blocks: int, count: int) -> list[int]:
     chosen = sorted(draw.sample(range(blocks), draw.randint(0, min(blocks, count))))
     return chosen + [-1] * (count - len(chosen))
@@ -98,8 +103,6 @@ def check_chosen(
     sees: Sees, size: int, lengths: Iterator[tuple[int, int, int]], device: str, *, heads: int, select_heads: int
 ) -> None:
     """Args: `lengths`, of keys, and rows from where to where."""
-    from cute_kernels.lists.query_to_kv import chosen_lists
-
     draw = random.Random(f"{sees} {size}")
     for num_keys, rows_from, rows_to in lengths:
         tiles, blocks, count = -(-(rows_to - rows_from) // ROWS), -(-num_keys // size), draw.randint(1, 5)
@@ -111,9 +114,8 @@ def check_chosen(
             of = set(chosen[b][h * select_heads // heads][t])
             first = rows_from + t * ROWS
             rows = range(first, min(first + ROWS, rows_to))
-            mask, full = expected_lists(rows, range(num_keys), lambda j, of=of: j // size in of, sees, WIDTH)
-            assert listed(got.mask_count, got.mask_index, (b, h, t)) == mask, (num_keys, rows_from, rows_to)
-            assert listed(got.full_count, got.full_index, (b, h, t)) == full, (num_keys, rows_from, rows_to)
+            expected = expected_lists(rows, range(num_keys), lambda j, of=of: j // size in of, sees, WIDTH)
+            assert both(got, (b, h, t)) == expected, (num_keys, rows_from, rows_to)
 
 
 def of_tokens(most: int, causal: bool) -> Iterator[tuple[int, int, int]]:
@@ -144,8 +146,6 @@ def test_chosen_blocks_of_entries(sees: Sees, device: str) -> None:
 
 @pytest.mark.parametrize("sees", [Sees(5, 3), Sees(4, 4), Sees(9, 2), Sees(1, 1)], ids=str)
 def test_visible_entries(sees: Sees, device: str) -> None:
-    from cute_kernels.lists.query_to_kv import prefix_lists
-
     for tokens in range(sees.length, 60):
         entries = sees.entries(tokens)
         for rows_from in {0, ROWS, tokens // ROWS * ROWS}:
@@ -192,67 +192,52 @@ class Pack(NamedTuple):
         first = place - int(documents.bounds[ROW, document])
         return document, range(first, min(first + count, self.lengths[document]))
 
+    def expected(
+        self, place: int, count: int, wanted: Callable[[int], bool], *, entries: bool
+    ) -> tuple[list[int], list[int]]:
+        """Masked and full blocks of these rows, numbered from where the document's tokens, or its entries, begin."""
+        document, rows = self.rows(place, count)
+        if len(rows) == 0:
+            return [], []
+        length = self.lengths[document]
+        num_keys, whole, start = (self.sees.entries(length), WIDTH, ENTRY) if entries else (length, self.tile, ROW)
+        before, keys = int(self.documents.bounds[start, document]) // WIDTH, range(-(-num_keys // whole) * whole)
+        mask, full = expected_lists(rows, keys, wanted, self.sees, WIDTH)
+        return [before + block for block in mask], [before + block for block in full]
+
 
 LENGTHS = (13, 0, 1, 8, 30, 16, 3)
 
 
-@pytest.mark.parametrize("size", [4, 8, 12], ids=lambda size: f"blocks of {size}")
-def test_chosen_blocks_of_documents(size: int, device: str) -> None:
-    from cute_kernels.lists.query_to_kv import chosen_lists
-
+@pytest.mark.parametrize(
+    ("sees", "size", "entries"),
+    [*((Sees(), size, False) for size in (4, 8, 12)), (Sees(5, 3), WIDTH, True), (Sees(1, 1), WIDTH, True)],
+)
+def test_chosen_blocks_of_documents(sees: Sees, size: int, entries: bool, device: str) -> None:
     tile = 3 * ROWS  # a multiple of each size and of WIDTH, as in pool/documents.py
-    pack, draw = Pack(LENGTHS, tile, Sees()), random.Random(size)
-    documents = pack.documents
-    tiles = documents.tiles.shape[1]
-    of_tiles = [pack.rows(t * tile, tile) for t in range(tiles)]
-    chosen = [choices(draw, -(-pack.lengths[d] // size), 4) if d >= 0 else [-1] * 4 for d, _ in of_tiles]
-    indices = torch.tensor(chosen, dtype=torch.int32)[None, None]
-    how: dict[str, Any] = {"num_keys": tiles * tile, "rows_from": 0, "rows_to": tiles * tile, "entries": False}
-    how["documents"] = pack.on(device)
-    got = on_cpu(chosen_lists(indices.to(device), 2, Sees().keys, size=size, width=WIDTH, rows=tile, **how))
-    for t, (document, rows) in enumerate(of_tiles):
-        base = int(documents.bounds[ROW, document]) if document >= 0 else 0
-        keys = range(-(-pack.lengths[document] // tile) * tile) if document >= 0 else range(0)
-        lists = expected_lists(rows, keys, lambda j, t=t: j // size in chosen[t], Sees(), WIDTH)
-        mask, full = ([base // WIDTH + block for block in blocks] for blocks in lists)
-        for h in range(2):
-            assert listed(got.mask_count, got.mask_index, (0, h, t)) == mask
-            assert listed(got.full_count, got.full_index, (0, h, t)) == full
+    pack, draw = Pack(LENGTHS, tile, sees), random.Random(size)
+    num_keys = [sees.entries(n) for n in LENGTHS] if entries else LENGTHS
+    of_tiles = pack.documents.tiles[DOCUMENT].tolist()
+    rows = len(of_tiles) * tile
+    chosen = [choices(draw, -(-num_keys[d] // size), 4) if d >= 0 else [-1] * 4 for d in of_tiles]
+    indices = torch.tensor(chosen, dtype=torch.int32, device=device)[None, None]
+    how: dict[str, Any] = {"num_keys": max(num_keys) if entries else rows, "rows_from": 0, "rows_to": rows}
+    how |= {"size": size, "width": WIDTH, "rows": tile, "entries": entries, "documents": pack.on(device)}
+    got = on_cpu(chosen_lists(indices, 2, sees.keys, **how))
+    for h, t in itertools.product(range(2), range(len(of_tiles))):
+        wanted = pack.expected(t * tile, tile, partial(lambda t, j: j // size in chosen[t], t), entries=entries)
+        assert both(got, (0, h, t)) == wanted
 
 
 @pytest.mark.parametrize("sees", [Sees(5, 3), Sees(1, 1)], ids=str)
-def test_entries_of_documents(sees: Sees, device: str) -> None:
-    """Chosen blocks and all visible ones; both are numbered from where a document's entries begin."""
-    from cute_kernels.lists.query_to_kv import chosen_lists, prefix_lists
-
-    tile = 2 * ROWS
-    pack, draw = Pack(LENGTHS, tile, sees), random.Random(1)
-    documents = pack.documents
-    tiles, most = documents.tiles.shape[1], max(map(sees.entries, LENGTHS))
-    sizes: dict[str, Any] = {"num_keys": most, "rows_from": 0, "rows_to": tiles * tile, "documents": pack.on(device)}
-    every = on_cpu(prefix_lists(1, 2, sees.keys, width=WIDTH, rows=ROWS, device=torch.device(device), **sizes))
-    of_tiles = [pack.rows(t * tile, tile) for t in range(tiles)]
-    chosen = [choices(draw, -(-sees.entries(LENGTHS[d]) // WIDTH), 4) if d >= 0 else [-1] * 4 for d, _ in of_tiles]
-    indices = torch.tensor(chosen, dtype=torch.int32)[None, None]
-    how: dict[str, Any] = {"size": WIDTH, "width": WIDTH, "rows": tile, "entries": True, **sizes}
-    some = on_cpu(chosen_lists(indices.to(device), 1, sees.keys, **how))
-
-    def expected(place: int, count: int, wanted: Callable[[int], bool]) -> list[list[int]]:
-        document, rows = pack.rows(place, count)
-        if document < 0 or len(rows) == 0:
-            return [[], []]
-        before = int(documents.bounds[ENTRY, document]) // WIDTH
-        keys = range(-(-sees.entries(LENGTHS[document]) // WIDTH) * WIDTH)
-        return [[before + block for block in blocks] for blocks in expected_lists(rows, keys, wanted, sees, WIDTH)]
-
-    for t in range(2 * tiles):
-        mask, full = expected(t * ROWS, ROWS, lambda _: True)
-        assert listed(every.mask_count, every.mask_index, (0, 1, t)) == mask
-        assert listed(every.full_count, every.full_index, (0, 1, t)) == full
-    for t in range(tiles):
-        mask, full = expected(t * tile, tile, partial(lambda t, j: j // WIDTH in chosen[t], t))
-        assert listed(some.mask_count, some.mask_index, (0, 0, t)) == mask
-        assert listed(some.full_count, some.full_index, (0, 0, t)) == full
+def test_visible_entries_of_documents(sees: Sees, device: str) -> None:
+    pack = Pack(LENGTHS, 2 * ROWS, sees)
+    rows = pack.documents.tiles.shape[1] * pack.tile
+    sizes: dict[str, Any] = {"num_keys": max(map(sees.entries, LENGTHS)), "rows_from": 0, "rows_to": rows}
+    sizes |= {"width": WIDTH, "rows": ROWS, "documents": pack.on(device)}
+    got = on_cpu(prefix_lists(1, 2, sees.keys, device=torch.device(device), **sizes))
+    for t in range(rows // ROWS):
+        assert both(got, (0, 1, t)) == pack.expected(t * ROWS, ROWS, lambda _: True, entries=True)
 
 
 # Tiles of rows for each block of keys, which the backward reads
@@ -297,8 +282,6 @@ def assert_lists(
 )
 def test_tiles_that_see_entries(compression: tuple[int, int], rows: tuple[int, int], device: str) -> None:
     """Every word of tiles whole, ragged, and none of a word past the last tile."""
-    from cute_kernels.lists import kv_to_query
-
     sees, (first_row, num_rows) = Sees(*compression), rows
     entries = sees.entries(first_row + num_rows)
     sizes: dict[str, Any] = {"width": WIDTH, "rows": ROWS, "num_keys": entries, "num_rows": num_rows}
@@ -325,8 +308,6 @@ def chosen_blocks(tiles: int, blocks: int, count: int) -> Tensor:
 )
 def test_tiles_that_chose_blocks(size: int, rows: tuple[int, int], sees: Sees, device: str) -> None:
     """Listed blocks that are a part of a chosen one, one, and several; of tokens and of entries; ranges of blocks."""
-    from cute_kernels.lists import kv_to_query
-
     first_row, num_rows = rows
     num_keys = sees.entries(first_row + num_rows)
     indices = chosen_blocks(-(-num_rows // ROWS), -(-num_keys // size), 3)
@@ -358,8 +339,6 @@ def test_tiles_that_chose_blocks(size: int, rows: tuple[int, int], sees: Sees, d
 @pytest.mark.parametrize("forced", [(1, 2), *cases.rest(((0, 2),), ((2, 0),))])
 def test_forced_blocks_are_left_out(forced: tuple[int, int], device: str) -> None:
     """The worklist holds what is not forced, and all of it."""
-    from cute_kernels.lists.worklist import build_worklist
-
     (init, local), blocks = forced, 7
     indices = random_indices((2, 2), [400], blocks, 5, size=64, forced=forced)
     own = torch.arange(400)[:, None] // 64
@@ -374,8 +353,6 @@ def test_forced_blocks_are_left_out(forced: tuple[int, int], device: str) -> Non
     ("tokens", "min_rows"), [(1, 1), (100, 3), (500, 32), *cases.rest((5000, 32), (5000, 1 << 20))]
 )
 def test_worklist(tokens: int, min_rows: int, device: str) -> None:
-    from cute_kernels.lists.worklist import build_worklist
-
     blocks = -(-tokens // 64)
     indices = random_indices((2, 3), [tokens], blocks, 7, size=64)
     check_worklist(build_worklist(indices.to(device), size=64, blocks=blocks, min_rows=min_rows), indices, min_rows)
@@ -385,8 +362,6 @@ def test_worklist(tokens: int, min_rows: int, device: str) -> None:
 @pytest.mark.parametrize("bitmap_bytes", [1, 500, 1 << 20])
 def test_chunks_hold_every_slot_once(bitmap_bytes: int, max_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Worklists of one head at a time, of some, and of all; and partials of as many."""
-    from cute_kernels.lists import worklist
-
     made = []
 
     def build(indices: Tensor, *, first_token: int, **how: Any) -> Any:

@@ -172,6 +172,7 @@ def check_rows(inputs: NSAInputs, config: NSAConfig, out: Tensor, starts: list[i
     """Of the tiles that begin there, for what they select."""
     rows = rows_of(config)
     k_cmp, v_cmp, selections = selected_by(inputs, config, kernels)
+    assert inputs.gate_proj_weight is not None
     for start in starts:
         blocks, chosen = selections(start)
         if config.token_mode:
@@ -180,7 +181,15 @@ def check_rows(inputs: NSAInputs, config: NSAConfig, out: Tensor, starts: list[i
             mean = inputs.k[0, block * BLOCK : (block + 1) * BLOCK].double().mean(0)
             assert (k_cmp[0, block] - mean).abs().max() <= 2**-8 * mean.abs().max()
         for head in (0, HEADS - 1):
-            expected = of_head(inputs, head, k_cmp, v_cmp, start, blocks, chosen, rows)
+            kv_head = head * KV_HEADS // HEADS
+            expected = tile_in_fp64(
+                inputs.q[0, start : start + rows, head],
+                *(x[0, :, kv_head] for x in (inputs.k, inputs.v, k_cmp, v_cmp)),
+                inputs.gate_proj_weight[head],
+                start=start,
+                blocks=blocks[head],
+                cmp_blocks=None if chosen is None else chosen[head],
+            )
             got = out[0, start : start + rows, head].double()
             # outputs are means of about 1/sqrt(keys) size; bf16 keeps 8 bits of each branch and of the sum
             assert (got - expected).abs().max() <= 4 * 2**-8 * expected.abs().max(), f"row {start}, head {head}"
@@ -209,28 +218,6 @@ def check_choice(inputs: NSAInputs, k_cmp: Tensor, token: int, blocks: Tensor) -
         if taken and left:
             best = scores[left].max()
             assert best - scores[taken].min() <= 2 * bound * best, f"token {token}, group {kv_head}"
-
-
-def of_head(
-    inputs: NSAInputs,
-    head: int,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    start: int,
-    blocks: Tensor,
-    chosen: Tensor | None,
-    rows: int,
-) -> Tensor:
-    kv_head = head * KV_HEADS // HEADS
-    assert inputs.gate_proj_weight is not None
-    return tile_in_fp64(
-        inputs.q[0, start : start + rows, head],
-        *(x[0, :, kv_head] for x in (inputs.k, inputs.v, k_cmp, v_cmp)),
-        inputs.gate_proj_weight[head],
-        start=start,
-        blocks=blocks[head],
-        cmp_blocks=None if chosen is None else chosen[head],
-    )
 
 
 @pytest.mark.parametrize("atomic_free", [False, True], ids=["FA4", "atomic-free"])

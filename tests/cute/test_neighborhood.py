@@ -72,8 +72,7 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> Twin:
     return one
 
 
-def contiguous(x: Tensor) -> Tensor:
-    return x.contiguous()
+contiguous = Tensor.contiguous
 
 
 def head_major(x: Tensor) -> Tensor:
@@ -146,14 +145,10 @@ def test_views(
 @pytest.mark.parametrize(
     ("layout", "tokens", "batch", "dilation", "calls"),
     [
-        (contiguous, 24, 3, 1, 1),
         (contiguous, 24, 3, 4, 1),
         (contiguous, 23, 3, 4, 2),
-        (projected_together, 24, 3, 1, 1),
-        (projected_together, 24, 1, 4, 1),
         (projected_together, 23, 1, 4, 2),
         (projected_together, 24, 3, 4, 3),
-        (projected_together, 24, 3, 2, 2),
         (head_major, 24, 5, 4, 4),
         (sequence_minor, 23, 3, 4, 3 + 1),
     ],
@@ -198,9 +193,7 @@ def test_rows_that_are_not_aligned_are_copied(twin: Twin) -> None:
     assert_like_the_reference((shifted, k, v), q.sum().expand(q.shape), kernel_size=3, dilation=2)
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 0, 2, 4), (0, 5, 2, 4)], ids=lambda value: getattr(value, "__name__", str(value))
-)
+@pytest.mark.parametrize("shape", [(1, 0, 2, 4), (0, 5, 2, 4)], ids=str)
 def test_nothing_to_compute(twin: Twin, shape: tuple[int, ...]) -> None:
     empty = torch.zeros(shape, dtype=torch.float64)
     assert_like_the_reference((empty, empty, empty), empty, kernel_size=3, dilation=2)
@@ -275,15 +268,11 @@ def test_on_a_gpu(case: str, dtype: torch.dtype) -> None:
     check("cute", device="cuda", dtype=dtype, slack=SLACK, **{"dim": 128, **GPU_CASES[case]})
 
 
-def on_gpu(tokens: int, **keywords: Any) -> list[Tensor]:
-    return [x.requires_grad_() for x in make_qkv(tokens, 8, 2, 128, dtype=BF16, device="cuda", **keywords)]
-
-
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
 @NEIGHBORHOOD
 def test_deterministic_where_pytorch_is_asked_for_it() -> None:
-    qkv = on_gpu(4001)
+    qkv = make_qkv(4001, 8, 2, 128, dtype=BF16, device="cuda", requires_grad=True)
     do = torch.randn(qkv[0].shape, device="cuda", dtype=BF16)
 
     def gradients() -> tuple[Tensor, ...]:

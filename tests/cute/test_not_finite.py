@@ -19,7 +19,7 @@ from torch import Tensor
 from nsa import NSAConfig, nsa, nsa_forward_aux
 from tests.support import cases
 from tests.support.causality import LSES
-from tests.support.cute_cases import gate_weight, like, on_gpu
+from tests.support.cute_cases import assert_same, gate_weight, like, on_gpu
 from tests.support.hardware import DETERMINISTIC, EITHER
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default"), EITHER, pytest.mark.usefixtures("kernels")]
@@ -116,12 +116,3 @@ def results(case: Case, qkv: tuple[Tensor, ...]) -> dict[str, Tensor]:
     gradients = torch.autograd.grad(trained, leaves, like(*out.shape))
     kept |= {"out": out, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
     return {name: x for name, x in kept.items() if x is not None}
-
-
-def assert_same(got: Tensor, expected: Tensor, name: str, *, exact: bool) -> None:
-    """Bit for bit, or, where FlashAttention-4 adds up in any order, but for the rounding of P and dS to bf16."""
-    if exact:
-        assert torch.equal(got, expected), name
-    else:
-        allowed = 2**-7 * float(expected.float().abs().max())
-        torch.testing.assert_close(got, expected, rtol=0, atol=allowed, msg=lambda text: f"{name}: {text}")

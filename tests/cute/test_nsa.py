@@ -14,17 +14,7 @@ from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
 from nsa.inputs import NSAInputs
 from tests.support import cases
 from tests.support.causality import assert_causal
-from tests.support.cute_cases import (
-    BF16,
-    FP16,
-    SLACK,
-    SOME,
-    check_forward,
-    check_gradients,
-    gate_weight,
-    like,
-    on_gpu,
-)
+from tests.support.cute_cases import BF16, FP16, SLACK, SOME, check_forward, check_gradients, gate_weight, like, on_gpu
 from tests.support.gpu_calls import Case
 from tests.support.hardware import DETERMINISTIC, STRATEGIES, with_kernels
 from tests.support.kv_outer_cases import small_chunks

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -43,13 +42,6 @@ def _two_gpus() -> None:
         pytest.skip("needs two GPUs")
 
 
-@contextmanager
-def current_elsewhere() -> Iterator[None]:
-    """Device 0 is current, and OTHER has a current stream of its own."""
-    with torch.cuda.stream(torch.cuda.Stream(OTHER)), torch.cuda.device(0):
-        yield
-
-
 def fresh(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies that are written late on OTHER's current stream."""
     with torch.cuda.device(OTHER):
@@ -60,7 +52,7 @@ def fresh(tensors: Sequence[Tensor]) -> list[Tensor]:
 def check(run: Run, *tensors: Tensor) -> None:
     """Run first where another device is current, so that compiling and caching happen there."""
     assert all(x.device == OTHER for x in tensors)
-    with current_elsewhere():
+    with torch.cuda.stream(torch.cuda.Stream(OTHER)), torch.cuda.device(0):  # OTHER has a current stream of its own
         elsewhere = [run(fresh(tensors)) for _ in range(RUNS)]
         assert torch.cuda.current_device() == 0
     torch.cuda.synchronize(OTHER)
@@ -84,9 +76,9 @@ def with_gradients(function: Callable[..., Tensor]) -> Run:
     return run
 
 
-def on_other(tokens: int, heads: int = 8, seed: int = 0) -> list[Tensor]:
+def on_other(tokens: int, seed: int = 0) -> list[Tensor]:
     """q, k, v of bf16."""
-    return list(make_qkv(tokens, heads, 2, 64, dtype=torch.bfloat16, device=str(OTHER), seed=seed))
+    return list(make_qkv(tokens, 8, 2, 64, dtype=torch.bfloat16, device=str(OTHER), seed=seed))
 
 
 @DETERMINISTIC

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels import backward, forward
 from cute_kernels.call import window_reach
 from cute_kernels.plan import Plan, plan, refusal
+from cute_kernels.runtime.launches import launches_of
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 from tests.support import cases, kernel_calls
@@ -201,8 +203,6 @@ KERNELS: dict[str, Callable[[Plan], bool]] = {
 
 def names_of(call: Callable[[], Any]) -> set[str]:
     """Functions that compile the kernels that a call launches."""
-    from cute_kernels.runtime.launches import launches_of
-
     return {str(getattr(launch.kernel, "name", "")).partition(" ")[0] for launch in launches_of(call)}
 
 
@@ -212,8 +212,6 @@ def names_of(call: Callable[[], Any]) -> set[str]:
     indirect=["arch"],
 )
 def test_launches_are_those_of_the_plan(name: str, atomic_free: bool) -> None:
-    from cute_kernels import backward, forward
-
     inputs, config, _ = RULES[name]
     assert refusal(inputs, config, training=True) is None
 
@@ -228,8 +226,6 @@ def test_launches_are_those_of_the_plan(name: str, atomic_free: bool) -> None:
 
 
 def test_indices_of_callers_need_not_hold_forced_blocks() -> None:
-    from cute_kernels import forward
-
     inputs, forced = inputs_of(), "cute_kernels.attend.window_combine.WindowCombine.compile"
     indices = torch.empty((1, 2, 3000, TOKEN.num_selected_blocks), dtype=torch.int32, device="meta")
     assert forced in names_of(lambda: forward.nsa(inputs, TOKEN))

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import dispatch
 from dispatch import neighborhood_attention
-from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
+from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.inputs import NSAInputs
 from tests.support import cases
 from tests.support.causality import BRANCHES, LSES
@@ -62,35 +61,28 @@ def call(function: Any, inputs: NSAInputs, config: NSAConfig, **keywords: Any) -
     return function(**inputs.tensors(), q_start=inputs.q_start, config=config, **keywords)
 
 
-def assert_rows(
-    config: NSAConfig, start: int, stop: int, got: tuple[Tensor, NSAAux], whole: tuple[Tensor, NSAAux]
-) -> None:
-    """Bit for bit: out, the branches, their LSE, the selections; and the entries that are over by then."""
-    (out, aux), (whole_out, whole_aux) = got, whole
-    assert torch.equal(out, whole_out[:, start:stop]), "out"
-    for name in BRANCHES:
-        assert torch.equal(getattr(aux, name), getattr(whole_aux, name)[:, start:stop]), name
-    for name in LSES:
-        assert torch.equal(getattr(aux, name), getattr(whole_aux, name)[..., start:stop]), name
-    for name in ("k_cmp", "v_cmp"):
-        assert torch.equal(getattr(aux, name), getattr(whole_aux, name)[:, : config.num_compressed(stop)]), name
-    tiles = slice(start // config.q_tile_size, -(-stop // config.q_tile_size))
-    assert torch.equal(aux.indices, whole_aux.indices[:, :, tiles]), "indices"
-
-
 @with_kernels("name heads", CASES, [(8, 2, 128), (16, 1, 64), (4, 4, 128)])
 def test_rows_are_those_of_the_whole(name: str, heads: tuple[int, int, int]) -> None:
     """Token mode for any cut, tile mode for cuts at tiles; a row alone among them. With and without aux."""
     config, cuts, tensors = CASES[name]
     sizes = dict(zip(("heads", "kv_heads", "dim", "v_dim"), (*heads, heads[2]), strict=True))
     inputs = Case(config, TOKENS, batch=2, tensors=tensors, **sizes).inputs("cuda")
-    whole = call(nsa_forward_aux, inputs, config)
+    whole_out, whole_aux = call(nsa_forward_aux, inputs, config)
     for start, stop in pairwise(cuts):
         one = chunk(inputs, start, stop)
-        got = call(nsa_forward_aux, one, config)
-        assert_rows(config, start, stop, got, whole)
-        assert torch.equal(call(nsa_forward, one, config), got[0])
-        assert torch.equal(call(nsa, one.map(lambda x: x.detach().requires_grad_()), config).detach(), got[0])
+        out, aux = call(nsa_forward_aux, one, config)
+        assert torch.equal(out, whole_out[:, start:stop]), "out"
+        for part in BRANCHES:
+            assert torch.equal(getattr(aux, part), getattr(whole_aux, part)[:, start:stop]), part
+        for part in LSES:
+            assert torch.equal(getattr(aux, part), getattr(whole_aux, part)[..., start:stop]), part
+        for part in ("k_cmp", "v_cmp"):  # the entries that are over by then
+            over = getattr(whole_aux, part)[:, : config.num_compressed(stop)]
+            assert torch.equal(getattr(aux, part), over), part
+        tiles = slice(start // config.q_tile_size, -(-stop // config.q_tile_size))
+        assert torch.equal(aux.indices, whole_aux.indices[:, :, tiles]), "indices"
+        assert torch.equal(call(nsa_forward, one, config), out)
+        assert torch.equal(call(nsa, one.map(lambda x: x.detach().requires_grad_()), config).detach(), out)
 
 
 @with_kernels(

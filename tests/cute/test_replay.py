@@ -22,7 +22,7 @@ from cute_kernels import backward, forward
 from cute_kernels.runtime import graphs, recorder, replay
 from cute_kernels.runtime.launches import launch
 from cute_kernels.runtime.replay import Recording, replayed
-from nsa import NSAConfig
+from nsa import NSAConfig, nsa
 from nsa.inputs import NSAInputs
 from tests.support.helpers import in_threads, make_qkv
 from tests.support.interpreted_gpu import interpreted_gpu
@@ -147,26 +147,26 @@ def test_temporaries_share_memory_and_none_is_kept() -> None:
     assert not [x for step in recording._steps for x in step.arguments if isinstance(x, Tensor)]
 
 
-@pytest.mark.parametrize("reason", ["value", "elsewhere", "hidden", "large", "another device"])
+ELSEWHERE = torch.ones(4, 4)
+NOT_REPLAYED: dict[str, Callable[[Tensor, Tensor], None]] = {
+    "value": lambda x, out: launch(scale, x, out, x.sum().item()),
+    "elsewhere": lambda x, out: launch(scale, ELSEWHERE, out, 1.0),
+    "hidden": lambda x, out: launch(lambda held, x, out: scale(x, out, 1.0), {"x": ELSEWHERE}, x, out),
+    "large": lambda x, out: launch(scale, x, out, 1.0),
+    "another device": lambda x, out: launch(lambda x, out, _: scale(x, out, 1.0), x, out, x.to("meta")),
+}
+
+
+@pytest.mark.parametrize("reason", NOT_REPLAYED)
 def test_what_is_not_replayed(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere, calls = torch.ones(4, 4), []
+    calls = []
     if reason == "large":
         monkeypatch.setattr(replay, "LARGEST", 15)
 
     def body(x: Tensor) -> dict[str, Any]:
         calls.append(reason)
         out = torch.empty_like(x)
-        match reason:
-            case "value":
-                launch(scale, x, out, x.sum().item())
-            case "elsewhere":
-                launch(scale, elsewhere, out, 1.0)
-            case "another device":
-                launch(lambda x, out, other: scale(x, out, 1.0), x, out, torch.empty(3, device="meta"))
-            case "hidden":
-                launch(lambda held, x, out: scale(x, out, 1.0), {"x": elsewhere}, x, out)
-            case _:
-                launch(scale, x, out, 1.0)
+        NOT_REPLAYED[reason](x, out)
         return {"out": out}
 
     for _ in range(5):
@@ -515,22 +515,6 @@ def test_nsa_interpreted(as_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> No
 # NSA on a GPU
 
 
-def training_step(batch: int = 1, tokens: int = 2048) -> tuple[list[Tensor], Tensor]:
-    """q, k, v and the projection of gates as leaves, and a gradient of out."""
-    torch.manual_seed(0)
-    shapes = (batch, tokens, 8, 128), (batch, tokens, 2, 128), (batch, tokens, 2, 128), (8, 3, 128)
-    leaves = [(0.3 * torch.randn(shape, device="cuda")).bfloat16().requires_grad_() for shape in shapes]
-    return leaves, torch.randn_like(leaves[0])
-
-
-def step(leaves: list[Tensor], do: Tensor) -> list[Tensor]:
-    from nsa import nsa
-
-    q, k, v, weight = leaves
-    out = nsa(q, k, v, gate_proj_weight=weight)
-    return [out.detach(), *torch.autograd.grad(out, leaves, do)]
-
-
 @CUDA
 def test_launches_that_cannot_be_captured_are_launched_on_a_gpu() -> None:
     x = torch.zeros(5, device="cuda")
@@ -553,13 +537,18 @@ def test_launches_that_cannot_be_captured_are_launched_on_a_gpu() -> None:
 @CUDA
 def test_graphs_hold_no_tensors() -> None:
     graphs.forget()
-    leaves, do = training_step()
+    leaves = make_qkv(2048, 8, 2, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    do = torch.randn_like(leaves[0])
+
+    def step() -> None:
+        torch.autograd.grad(nsa(*leaves), leaves, do)
+
     for _ in range(4):
-        step(leaves, do)
+        step()
     gc.collect()  # tensors of earlier tests
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(4):
-        step(leaves, do)
+        step()
     assert any(isinstance(graph, graphs.Graph) for graph in graphs._KNOWN.values())
     assert torch.cuda.memory_allocated() == before

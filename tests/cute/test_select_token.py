@@ -14,7 +14,7 @@ from torch import Tensor
 from cute_kernels.pool import documents
 from cute_kernels.pool.documents import DOCUMENT, ENTRY, ROW, TILE, Packed
 from cute_kernels.select.token import MMA_THREADS, THREADS, overlap_weights, token_topk
-from cute_kernels.select.token_tiling import TILINGS, choose_tiling
+from cute_kernels.select.token_tiling import choose_tiling
 from cute_kernels.select.topk import Blocks
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
@@ -64,14 +64,6 @@ def test_overlap_weights_are_those_of_every_block(name: str) -> None:
         first = block * blocks.size // blocks.stride - blocks.length // blocks.stride + 1
         got = {first + i: weight for i, weight in enumerate(overlap_weights(blocks)) if first + i >= 0}
         assert got == pytest.approx(expected)
-
-
-def test_tilings() -> None:
-    chosen = {(dim, group): choose_tiling(dim, group, 16, 4) for dim in (64, 128) for group in range(1, 65)}
-    assert None not in chosen.values()
-    assert chosen[128, 16] == TILINGS[1]
-    assert chosen[128, 64] == TILINGS[3]
-    assert choose_tiling(128, 64, 2048, 4) is None
 
 
 # Interpreted

@@ -18,8 +18,9 @@ from torch import Tensor
 from tests.support import cases
 from tests.support.attention_gradients import Branch, check_gradients, gated_branch
 from tests.support.hardware import ATOMIC_FREE
+from tests.support.interpreted_gpu import interpreted
 from tests.support.interpreted_kernels import interpret
-from tests.support.kv_outer_cases import drawn_blocks
+from tests.support.kv_outer_cases import blocks_of_tiles
 
 pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
 
@@ -130,20 +131,14 @@ COMPRESSED_ON_GPU: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(
-    ("interpreted", "case"),
-    [*cases.product(["late"], COMPRESSED), ("early", "two tiles of entries")],
-    indirect=["interpreted"],
-)
-@pytest.mark.usefixtures("interpreted")
+@interpreted([*cases.product(["late"], COMPRESSED), ("early", "two tiles of entries")], "case")
 def test_compressed_interpreted(case: str) -> None:
     rows, options = COMPRESSED[case]
     compressed(rows, device="cpu", **options).check()
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("interpreted", [LATE], indirect=True)
-@pytest.mark.usefixtures("interpreted")
+@interpreted([LATE])
 def test_barriers_put_shared_memory_in_order() -> None:
     """The first entries have five tiles of rows in two splits, of four heads, so stages are used again; the last ones
     have one tile, so none in the second split.
@@ -176,8 +171,7 @@ def test_row_statistics(arch: str) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("interpreted", ["late"], indirect=True)
-@pytest.mark.usefixtures("interpreted")
+@interpreted(["late"])
 def test_causality() -> None:
     """Entries do not move a bit of dq of rows that do not see them, nor do rows of dk and dv of unseen entries."""
     length, stride, entry, later = 4, 2, 101, slice(101, None)
@@ -197,32 +191,6 @@ def test_causality() -> None:
 
 
 # Selected
-
-
-def random_indices(
-    shape: tuple[int, int],
-    tiles: int,
-    blocks: int,
-    count: int,
-    *,
-    tile: int,
-    size: int,
-    causal: bool,
-    length: int = 1,
-    stride: int = 1,
-) -> Tensor:
-    """Some of the blocks that begin before a tile's end."""
-    begun = torch.full((tiles,), blocks)
-    if causal:
-        seen = (torch.arange(1, tiles + 1) * tile - length) // stride + 1
-        begun = (-(-seen // size)).clamp(0, blocks)
-    return drawn_blocks(shape, begun, blocks, count)
-
-
-def tiles_of_blocks(indices: Tensor, blocks: int) -> Tensor:
-    """True if tile t selected block b: bool `[B,S,tiles,blocks]`."""
-    chosen = torch.zeros((*indices.shape[:3], blocks + 1), dtype=torch.bool, device=indices.device)
-    return chosen.scatter_(3, indices.long().where(indices >= 0, blocks), True)[..., :blocks]
 
 
 def selected(
@@ -245,10 +213,12 @@ def selected(
     (batch, _, heads, _), kv_heads, device = tensors[0].shape, tensors[1].shape[2], generator.device
     tiles, blocks = -(-rows // tile), -(-num_keys // size)
     if indices is None:
-        of_tiles: dict[str, Any] = {"tile": tile, "size": size, "causal": causal, "length": length, "stride": stride}
-        indices = random_indices((batch, kv_heads if shared else heads), tiles, blocks, count, **of_tiles)
+        drawn: dict[str, Any] = {"tile": tile, "size": size, "causal": causal, "length": length, "stride": stride}
+        indices = blocks_of_tiles((batch, kv_heads if shared else heads), tiles, blocks, count, **drawn)
     chosen = indices.to(device)
-    visible = tiles_of_blocks(chosen, blocks).repeat_interleave(heads // chosen.shape[1], 1)
+    of_tiles = torch.zeros((*chosen.shape[:3], blocks + 1), dtype=torch.bool, device=device)
+    of_tiles.scatter_(3, chosen.long().where(chosen >= 0, blocks), True)
+    visible = of_tiles[..., :blocks].repeat_interleave(heads // chosen.shape[1], 1)
     visible = visible.repeat_interleave(tile, 2)[:, :, :rows].repeat_interleave(size, 3)[..., :num_keys]
     if causal:
         last = torch.arange(num_keys, device=device) * stride + length - 1
@@ -303,8 +273,7 @@ SELECTED_ON_GPU: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("interpreted", "case"), cases.some(HERE, [LATE, EARLY], SELECTED), indirect=["interpreted"])
-@pytest.mark.usefixtures("interpreted")
+@interpreted(cases.some(HERE, [LATE, EARLY], SELECTED), "case")
 def test_selected_interpreted(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 128 rows, blocks that need a mask and such that need none, a last block that is cut; no races."""
     from cute_kernels.attend import selected_backward
@@ -343,7 +312,7 @@ def test_sink_is_split(size: int, shared: bool, monkeypatch: pytest.MonkeyPatch)
     from cute_kernels.attend import selected_backward as module
 
     tiles = -(-3000 // 256)
-    indices = random_indices((2, 2 if shared else 8), tiles, -(-3000 // size), 4, tile=256, size=size, causal=True)
+    indices = blocks_of_tiles((2, 2 if shared else 8), tiles, -(-3000 // size), 4, tile=256, size=size, causal=True)
     indices[..., 0] = 0
     given = selected(3000, heads=8, batch=2, size=size, indices=indices)
     whole = given.check()
@@ -427,11 +396,6 @@ def test_rows_without_statistics(local: tuple[int, int] | None) -> None:
     assert not dq[:, 150:300].any()
 
 
-def test_nothing_to_do() -> None:
-    dq, dk, dv = window(0, heads=1, kv_heads=1, dim=64, device="cpu").run()
-    assert dq.numel() == dk.numel() == dv.numel() == 0
-
-
 # All on a GPU
 
 ON_GPU = [
@@ -473,9 +437,8 @@ def test_sums_on_a_gpu(shape: tuple[int, ...]) -> None:
     check_sums(shape, "cuda")
 
 
-@pytest.mark.parametrize("interpreted", ["late"], indirect=True)
+@interpreted(["late"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.usefixtures("interpreted")
 def test_sums_interpreted(shape: tuple[int, ...]) -> None:
     check_sums(shape, "cpu")
 

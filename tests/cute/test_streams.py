@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,86 +27,38 @@ class Stream:
 
     capture: object = None
 
-    def record_event(self) -> Stream:
-        return self
-
     def wait_stream(self, stream: Stream) -> None:
         assert stream.capture is self.capture or self.capture is None, "cudaErrorStreamCaptureIsolation"
         self.capture = stream.capture
 
-    wait_event = wait_stream
-
-
-class Streams:
-    """Streams of threads, and what is captured."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.local, self.made = threading.local(), list[Stream]()
-        self.main = Stream()
-        patch.setattr(torch.cuda, "is_initialized", lambda: True)
-        patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-        patch.setattr(torch.cuda, "current_stream", lambda _: self.current)
-        patch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self.local, "current", stream))
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.current.capture is not None)
-        patch.setattr(side_streams, "new_streams", lambda *_: [self.new() for _ in range(STREAMS)])
-        patch.setattr(side_streams, "is_captured", lambda stream: stream.capture is not None)
-        patch.setattr(side_streams, "_SHARED", {})
-        patch.setattr(side_streams, "_LENT", {})
-
-    @property
-    def current(self) -> Stream:
-        return getattr(self.local, "current", self.main)
-
-    def new(self) -> Stream:
-        self.made.append(Stream())
-        return self.made[-1]
-
-    @contextmanager
-    def capture(self, stream: Stream) -> Iterator[None]:
-        """On a stream that is current meanwhile; ends for all streams that have become part of it."""
-        before, capture = self.current, object()
-        stream.capture = capture
-        torch.cuda.set_stream(stream)  # type: ignore[arg-type]
-        yield
-        torch.cuda.set_stream(before)  # type: ignore[arg-type]
-        for part in (stream, *self.made):
-            if part.capture is capture:
-                part.capture = None
-
-    def used(self) -> set[int]:
-        """Numbers of the side streams that a call of as many chunks runs on, by when they were made."""
-        numbers = set()
-        with SideStreams(DEVICE) as side:
-            for _ in range(STREAMS):
-                side.begin()
-                with side.run():
-                    numbers.add(self.made.index(self.current))
-        return numbers
-
-    def used_in_capture(self) -> set[int]:
-        with self.capture(Stream()):
-            return self.used()
-
-
-def in_thread(function: Callable[[], Any]) -> Any:
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
-
 
 def test_calls_share_streams_and_captures_have_their_own_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams, capturing = Streams(monkeypatch), Stream()
-    with streams.capture(capturing):
-        assert streams.used() == {0, 1}
-        assert in_thread(streams.used) == {2, 3}  # not captured
-        assert streams.used() == {0, 1}  # of the same graph
-        assert in_thread(streams.used_in_capture) == {4, 5}
-    for _ in range(100):
-        assert in_thread(streams.used) == {2, 3}
-    torch.cuda.set_stream(Stream())  # type: ignore[arg-type]
-    assert streams.used() == {2, 3}
-    with streams.capture(capturing), SideStreams(DEVICE):  # which has not yet launched anything on its streams
-        assert in_thread(streams.used_in_capture) == {4, 5}
-        assert streams.used() == {0, 1}
+    made: list[list[Stream]] = []
+
+    def new_streams(*_: object) -> list[Stream]:
+        made.append([Stream() for _ in range(STREAMS)])
+        return made[-1]
+
+    def used(stream: Stream) -> int:
+        """Number of the streams that a call on this one gets."""
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: stream.capture is not None)
+        return made.index(side_streams._streams(DEVICE, stream))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(side_streams, "new_streams", new_streams)
+    monkeypatch.setattr(side_streams, "is_captured", lambda stream: stream.capture is not None)
+    monkeypatch.setattr(side_streams, "_SHARED", {})
+    monkeypatch.setattr(side_streams, "_LENT", {})
+    first, second, third, plain, other = (Stream() for _ in range(5))
+    first.capture, second.capture = "first", "second"
+    assert [used(x) for x in (first, plain, first, second, other)] == [0, 1, 0, 2, 1]
+    for stream in (second, *made[2]):  # this capture ends
+        stream.capture = None
+    third.capture = "third"
+    assert [used(x) for x in (third, first, second, plain)] == [2, 0, 1, 1]
+    for stream in (first, *made[0]):
+        stream.capture = None
+    first.capture = "another"
+    assert [used(x) for x in (first, third)] == [0, 2]
 
 
 # Who waits for whom

@@ -118,17 +118,12 @@ ASKED: dict[Any, list[tuple[dict[str, Any], str | None]]] = {
         ({**WIDE, "compress_block_size": 4, "compress_stride": 4}, None),
     ],
     partial(made, 70, 64, 1): [(PER_TOKEN, None)],
-    partial(made, 70, 65, 1): [
-        (PER_TOKEN, "selects per token (q_tile_size=1) for at most 64 heads a group, got 65"),
-    ],
+    partial(made, 70, 65, 1): [(PER_TOKEN, "selects per token (q_tile_size=1) for at most 64 heads a group, got 65")],
     partial(made, 300, 4, 2, 96): [({}, "takes head dims 64 and 128, got D=96")],
     partial(made, 300, 4, 2, 64, 32): [({}, "takes head dims 64 and 128, got D_v=32")],
     partial(made, dtype=torch.float32): [({}, "takes bfloat16 and float16, got float32")],
     partial(made, 300, 4, 2, 64, 128): [({**DETERMINISTIC, **PER_TOKEN}, None), (DETERMINISTIC, "got D=64, D_v=128")],
-    (lambda: FAR_HEADS): [
-        (PER_TOKEN, "fewer than 2^34 elements apart in q, got 17179869184"),
-        ({}, None),
-    ],
+    (lambda: FAR_HEADS): [(PER_TOKEN, "fewer than 2^34 elements apart in q, got 17179869184"), ({}, None)],
     (lambda: SEQUENCES): [({"q_tile_size": 256}, GRID), (PER_TOKEN, GRID)],
     (lambda: replace(SEQUENCES, q_start=STARTS.expand(70_000))): [({}, None)],
     packed: [
@@ -156,9 +151,7 @@ ASKED: dict[Any, list[tuple[dict[str, Any], str | None]]] = {
     ],
     partial(continued, 301): [(PER_TOKEN, None), ({**BACKWARD, **PER_TOKEN}, None)],
     partial(continued, 272): [({**DETERMINISTIC, **PER_TOKEN, "compress_stride": 16}, None)],
-    partial(continued, 264): [
-        ({**DETERMINISTIC, **PER_TOKEN, "compress_stride": 16}, "got q_start=264, stride=16"),
-    ],
+    partial(continued, 264): [({**DETERMINISTIC, **PER_TOKEN, "compress_stride": 16}, "got q_start=264, stride=16")],
     partial(continued, 1000): [(BACKWARD, None)],  # no queries
     partial(of_empty, 1 << 24, 1 << 24): [(BACKWARD, None)],
     partial(of_empty, 1 << 25, 1 << 25): [(BACKWARD, LONG), ({}, None)],
@@ -178,15 +171,6 @@ def test_takes_or_refuses(row: int) -> None:
             assert ask(inputs, **{**options, "backward": False}) is None, "a forward always is"
 
 
-@pytest.mark.parametrize("preset", ["seed", "paper"])
-def test_nothing_is_deterministic_with_blackwells_tiles(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(device.TARGET_VARIABLE, "sm_100a")
-    device.compute_capability.cache_clear()
-    options = vars(getattr(NSAConfig, preset)())
-    assert (ask(backward=True, deterministic=True, **options) or "").endswith("got Blackwell's tiles")
-    assert ask(backward=True, **options) is None
-
-
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_deterministic_neighborhoods(target: str, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,22 +185,18 @@ def test_deterministic_neighborhoods(target: str, backward: bool, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "rows", "widths"),
-    [
-        (device.TARGET_VARIABLE, "sm_90a", 128, "64 or 128"),
-        (device.TARGET_VARIABLE, "sm_100a", 256, "128"),
-        (fa4.STRATEGY_VARIABLE, "sm_100", 256, "128"),
-    ],
+    ("variable", "value"), [(device.TARGET_VARIABLE, "sm_100a"), (fa4.STRATEGY_VARIABLE, "sm_100")]
 )
-def test_sizes_of_tiles_are_named(
-    variable: str, value: str, rows: int, widths: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blackwells_tiles(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, value)
     device.compute_capability.cache_clear()
-    assert ask(q_tile_size=rows) is None
-    assert f"takes q_tile_size in multiples of {rows} on this device, got 100" in (ask(q_tile_size=100) or "")
-    refusal = ask(num_cmp_selected_blocks=9, n_block_size=32)
-    assert f"takes n_block_size {widths} on this device, got 32" in (refusal or "")
+    assert "takes q_tile_size in multiples of 256 on this device, got 128" in (ask(q_tile_size=128) or "")
+    refusal = ask(num_cmp_selected_blocks=9, n_block_size=64)
+    assert "takes n_block_size 128 on this device, got 64" in (refusal or "")
+    for preset in (NSAConfig.seed(), NSAConfig.paper()):
+        assert ask(backward=True, **vars(preset)) is None
+        refusal = ask(backward=True, deterministic=True, **vars(preset))
+        assert (refusal or "").endswith("got Blackwell's tiles")
 
 
 def refusal_of(capability: str) -> str:

@@ -125,10 +125,6 @@ class Cta:
     def exit(self, threads: Threads) -> None:
         self.ended |= threads.bits
 
-    @property
-    def has_ended(self) -> bool:
-        return self.ended == self.everyone
-
     def end(self) -> None:
         """Raises RuntimeError for what a CTA must not leave behind."""
         if self.allocated:

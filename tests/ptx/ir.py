@@ -169,10 +169,6 @@ def leaves(x: Any) -> Iterator[Any]:
         yield x
 
 
-def is_fixed(type_: str) -> bool:
-    return bool(FIXED.match(type_)) and "?" not in type_
-
-
 def fill(pattern: Any, numbers: Iterator[int]) -> Any:
     """With numbers for Dynamic leaves."""
     if isinstance(pattern, Dynamic):
@@ -234,7 +230,8 @@ class Operation:
     def has_fixed_results(self) -> bool:
         """Whether results of the `cute` dialect are what their types say."""
         types = self.result_types
-        return self.name.startswith("cute.") and bool(types) and all(map(is_fixed, types))
+        are_fixed = bool(types) and all(FIXED.match(of) and "?" not in of for of in types)
+        return self.name.startswith("cute.") and are_fixed
 
 
 def parse(lines: Iterator[str]) -> list[Operation]:

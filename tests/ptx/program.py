@@ -133,7 +133,7 @@ class Cluster:
         if not ran and self.under_way:
             self.under_way.popleft()()
             ran = True
-        if not ran and not all(cta.has_ended for cta in self.ctas):
+        if not ran and not all(cta.ended == cta.everyone for cta in self.ctas):
             raise RuntimeError(self._deadlock())
         return ran
 

@@ -114,11 +114,6 @@ def test_additions_of_rows_read_when_they_are_waited_for(late: bool) -> None:
 # Boxes of tensors
 
 
-def swizzled_chunk(row: int, chunk: int, swizzle: int) -> tuple[int, int]:
-    """Where 16-byte chunk `chunk` of a row of `swizzle` bytes lies: its row, and its chunk there (CUTLASS, Swizzle)."""
-    return row, chunk ^ row * swizzle // 128 % (swizzle // 16)
-
-
 def load(rank: int, corner: str, size: int) -> str:
     return f"""
         {BARRIER.format(count=1)}
@@ -150,9 +145,9 @@ def test_boxes_are_swizzled(swizzle: int, late: bool) -> None:
     got = got.view(16, swizzle // 16, 8)
     for row in range(16):
         for chunk in range(swizzle // 16):
-            at, there = swizzled_chunk(row, chunk, swizzle)
+            there = chunk ^ row * swizzle // 128 % (swizzle // 16)  # CUTLASS, Swizzle
             expected = x.view(torch.int16)[3 + row, 8 * chunk : 8 * chunk + 8]
-            assert torch.equal(got[at, there], expected)
+            assert torch.equal(got[row, there], expected)
 
 
 @pytest.mark.parametrize("corner", [(0, 0, 0), (4, -1, 1), (-4, 3, 2), (8, 0, 0), (0, 0, -2)])

@@ -29,14 +29,11 @@ START = f"""
     add.s32 %r13, %r13, %r12;
 """
 """%p15: the first thread, %p14: the first warp; %r10: two mbarriers; %r12: TMEM, %r13: its lanes of a quarter."""
+REGISTERS = "{" + ", ".join(f"%r{32 + i}" for i in range(16)) + "}"
 END = """
     bar.sync 0;
     @%p14 tcgen05.dealloc.cta_group::{group}.sync.aligned.b32 %r12, {columns};
 """
-
-
-def registers(first: int, count: int) -> str:
-    return "{" + ", ".join(f"%r{first + i}" for i in range(count)) + "}"
 
 
 def whole(body: str, group: int = 1, columns: int = COLUMNS) -> str:
@@ -49,7 +46,7 @@ def read_columns(count: int) -> str:
     for c in range(0, count, 16):
         text += f"""
             add.s32 %r14, %r13, {c};
-            tcgen05.ld.sync.aligned.32x32b.x16.b32 {registers(32, 16)}, [%r14];
+            tcgen05.ld.sync.aligned.32x32b.x16.b32 {REGISTERS}, [%r14];
             tcgen05.wait::ld.sync.aligned;
         """
         text += "".join(f"st.global.b32 [%rd2+{4 * (c + i)}], %r{32 + i};" for i in range(16))
@@ -64,7 +61,7 @@ def read_columns(count: int) -> str:
 def test_a_lane_of_tmem_for_each_thread(late: bool, waits: bool) -> None:
     """128 threads write what tells thread and column, and read it: NaN where a late write was not waited for."""
     body = "".join(f"mad.lo.s32 %r{32 + c}, %r0, 100, {c};" for c in range(16))
-    body += f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r13], {registers(32, 16)};"
+    body += f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r13], {REGISTERS};"
     body += "tcgen05.wait::st.sync.aligned;" if waits else ""
     got = run(whole(body + read_columns(32)), threads=128, columns=32, late=late)
     written = torch.arange(128)[:, None] * 100 + torch.arange(16)
@@ -75,13 +72,13 @@ def test_a_lane_of_tmem_for_each_thread(late: bool, waits: bool) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {registers(32, 16)}, [%r13+120];", "are allocated"),
-        (f"@%p15 tcgen05.ld.sync.aligned.32x32b.x16.b32 {registers(32, 16)}, [%r13];", "take part"),
+        (f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {REGISTERS}, [%r13+120];", "are allocated"),
+        (f"@%p15 tcgen05.ld.sync.aligned.32x32b.x16.b32 {REGISTERS}, [%r13];", "take part"),
         (ALLOC.format(group=1, columns=32), "permit"),
         ("@%p14 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r12, 64;", "dealloc of 64 columns"),
         ("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r12, 128;", "takes one"),
         ("ret;", "returns without tcgen05.dealloc"),
-        (f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {registers(32, 16)}, [%r12];", "not their quarter"),
+        (f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {REGISTERS}, [%r12];", "not their quarter"),
         *((ALLOC.format(group=1, columns=n), f"alloc of {n} columns") for n in (16, 48, 1024)),
     ],
 )
@@ -185,9 +182,9 @@ def test_products_of_all_layouts(swizzle: int, transposed: tuple[bool, bool], la
     close(got, exact)
 
 
-def operands(rows: int, columns: int) -> tuple[Any, Any, str, Any, Tensor]:
+def operands(rows: int) -> tuple[Any, Any, str, Any, Tensor]:
     """bf16 tiles swizzled by 32 bytes: a, b, what loads them and names a in %rd12, the descriptor of b, a bᵀ."""
-    left, right, exact = numbers(rows, columns, torch.bfloat16)
+    left, right, exact = numbers(rows, 32, torch.bfloat16)
     a, *of_a = image(left, 32, False)
     b, *of_b = image(right, 32, False)
     body = load(a, b) + f"mov.b64 %rd12, {descriptor(0, *of_a, 32)};"
@@ -197,7 +194,7 @@ def operands(rows: int, columns: int) -> tuple[Any, Any, str, Any, Tensor]:
 @LATE
 def test_products_end_late_or_at_once(late: bool) -> None:
     """Without a wait, TMEM is NaN still where products are late."""
-    a, b, body, right_descriptor, exact = operands(128, 32)
+    a, b, body, right_descriptor, exact = operands(128)
     body += product(1, "%rd12", right_descriptor, shape(128, 32, torch.bfloat16))
     got = run(whole(body + "bar.sync 0;" + read_columns(32)), a, b, threads=128, columns=32, late=late)
     if late:
@@ -208,7 +205,7 @@ def test_products_end_late_or_at_once(late: bool) -> None:
 
 def test_64_rows_lie_in_half_of_each_quarter() -> None:
     """Layout F: rows 16 w to 16 w + 15 in the first lanes of quarter w."""
-    a, b, body, right_descriptor, exact = operands(64, 32)
+    a, b, body, right_descriptor, exact = operands(64)
     body += product(1, "%rd12", right_descriptor, shape(64, 32, torch.bfloat16))
     got = run(whole(body + COMMIT + read_columns(32)), a, b, threads=128, columns=32).view(4, 2, 16, 32)
     close(got[:, 0].reshape(64, 32), exact)

@@ -24,7 +24,10 @@ import torch
 from torch import Tensor
 
 from bench import oracles
-from nsa import NSAConfig
+from cute_kernels import backward, forward, neighborhood
+from cute_kernels.call import prepare
+from cute_kernels.fa4.interface import Gradients
+from nsa import NSAAux, NSAConfig
 from nsa.inputs import NSAInputs
 from tests.ptx import Launched, Order, Schedule
 from tests.support import block_sparse_cases, decode_cases, indexer_cases
@@ -35,6 +38,7 @@ from tests.support.gpu_calls import Case as Call
 from tests.support.helpers import error_budget, lse_error
 from tests.support.interpreted_gpu import interpreted_gpu
 from tests.support.kernel_classes import HOPPER_ONLY, every_form, forms_of
+from tests.support.kv_outer_cases import blocks_of_tiles
 from tests.support.poison import poison
 from tools.sanitize import FA4, OURS
 
@@ -92,6 +96,14 @@ class Execution:
         filled = [x.double().masked_fill(empty, 0) for x in (got, exact, low)]
         error, theirs = (float((x - filled[1]).abs().max()) if x.numel() else 0.0 for x in (filled[0], filled[2]))
         self.results.append(Result(name, error, 2 * theirs + lse_error(100)))
+
+
+def described(
+    form: str, dim: int, group: int, rows: int, keys: int, v_dim: int | None = None, dtype: torch.dtype = BF16
+) -> dict[str, Any]:
+    """Facts of a case, as the record has them."""
+    sizes = {"d": dim, "d_v": dim if v_dim is None else v_dim, "dtype": _name(dtype), "group": group}
+    return {"form": form, **sizes, "rows": rows, "keys": keys}
 
 
 # One branch through FlashAttention-4
@@ -159,14 +171,9 @@ class Attention:
         rows = form.tokens[self.length]
         keys = form.config.num_compressed(rows) if form.branch == "compressed" else rows
         v_dim = 192 - self.dim if form.mixed else self.dim
-        sizes = {"d": self.dim, "d_v": v_dim, "dtype": _name(self.dtype), "group": self.group}
-        return {"form": self.form, **sizes, "rows": rows, "keys": keys}
+        return described(self.form, self.dim, self.group, rows, keys, v_dim, self.dtype)
 
     def run(self, execution: Execution) -> None:
-        from cute_kernels import backward, forward
-        from cute_kernels.call import prepare
-        from cute_kernels.fa4.interface import Gradients
-
         form, facts = FORMS[self.form], self.facts
         config, rows, keys = form.config, facts["rows"], facts["keys"]
         q, k, v = self._normal(rows, self.group), self._normal(keys), self._normal(keys, dim=facts["d_v"])
@@ -205,25 +212,20 @@ class Attention:
             if config.causal:
                 return None, (key <= row) & (row - key < config.window_size)
             return None, (row - key).abs() <= config.window_size // 2
-        ends = key * config.stride + config.compress_block_size - 1 if form.branch == "compressed" else key
-        seen = ends <= row if config.causal else torch.ones((rows, keys), dtype=torch.bool)
-        size = config.select_size
+        length, stride, size = 1, 1, config.select_size
         if form.branch == "compressed":
-            if config.num_cmp_selected_blocks is None:
-                return None, seen
-            size = config.n_block_size
+            length, stride, size = config.compress_block_size, config.stride, config.n_block_size
+        ends = key * stride + length - 1
+        seen = ends <= row if config.causal else torch.ones((rows, keys), dtype=torch.bool)
+        if form.branch == "compressed" and config.num_cmp_selected_blocks is None:
+            return None, seen
         tile = torch.arange(rows) // config.q_tile_size
         tiles, blocks = int(tile[-1]) + 1, -(-keys // size)
-        indices = torch.full((form.batch, self.group, tiles, min(2, blocks)), -1, dtype=torch.int32)
-        generator = torch.Generator().manual_seed(rows)
-        for place in [(b, h, t) for b in range(form.batch) for h in range(self.group) for t in range(tiles)]:
-            last = min(rows, (place[2] + 1) * config.q_tile_size) - 1
-            allowed = int((ends <= last).sum() if config.causal else keys)
-            count = min(indices.shape[3], -(-allowed // size))
-            if form.empty_tiles and place[1:] == (0, tiles - 1):
-                count = 0
-            drawn = torch.randperm(-(-allowed // size), generator=generator)[:count]
-            indices[place][:count] = drawn.sort().values.int()
+        of_tiles: dict[str, Any] = {"tile": config.q_tile_size, "size": size, "causal": config.causal}
+        of_tiles |= {"length": length, "stride": stride}
+        indices = blocks_of_tiles((form.batch, self.group), tiles, blocks, min(2, blocks), **of_tiles)
+        if form.empty_tiles:
+            indices[:, 0, -1] = -1
         chosen = (indices[..., None, :] == (key // size)[:, None]).any(-1)  # [B,H,tiles,keys]
         return indices, seen & chosen[:, :, tile]
 
@@ -303,13 +305,10 @@ class Whole:
     @property
     def facts(self) -> dict[str, Any]:
         call = CALLS[self.name]
-        rows = sum(call.documents) if call.documents else call.tokens
-        sizes = {"d": call.dim, "d_v": call.v_dim, "dtype": _name(call.dtype), "group": call.heads // call.kv_heads}
-        return {"form": self.name, **sizes, "rows": rows, "keys": rows}
+        rows, group = sum(call.documents) if call.documents else call.tokens, call.heads // call.kv_heads
+        return described(self.name, call.dim, group, rows, rows, call.v_dim, call.dtype)
 
     def run(self, execution: Execution) -> None:
-        from cute_kernels import backward, forward
-
         call = CALLS[self.name]
         inputs, config = call.inputs("cpu"), call.config
         if self.name in QUERY_OUTER:
@@ -366,8 +365,6 @@ def check_nsa(
 
 
 def _selections(aux: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    from nsa import NSAAux
-
     named = NSAAux(*aux)
     return named.indices, named.cmp_indices
 
@@ -385,19 +382,15 @@ WINDOWS: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class Neighborhood:
     name: str
-    tokens: int = 333
 
     @property
     def facts(self) -> dict[str, Any]:
-        sizes = {"d": 64, "d_v": 64, "dtype": "bfloat16", "group": 1}
-        return {"form": self.name, **sizes, "rows": self.tokens, "keys": self.tokens}
+        return described(self.name, 64, 1, 333, 333)
 
     def run(self, execution: Execution) -> None:
-        from cute_kernels import neighborhood
-
         options = WINDOWS[self.name]
         generator = torch.Generator().manual_seed(0)
-        q, k, v, do = (torch.randn((1, self.tokens, 2, 64), generator=generator).bfloat16() for _ in range(4))
+        q, k, v, do = (torch.randn((1, 333, 2, 64), generator=generator).bfloat16() for _ in range(4))
         window = {"softmax_scale": None, "boundary": "truncate", "backend": "cute", **options}
         out, lse = neighborhood.forward(q, k, v, **window)
         gradients = neighborhood.backward(do, q, k, v, out, lse, **window)
@@ -420,8 +413,7 @@ class Decoding:
     @property
     def facts(self) -> dict[str, Any]:
         case = DECODED[self.name]
-        sizes = {"d": 64, "d_v": 64, "dtype": "bfloat16", "group": 4}
-        return {"form": self.name, **sizes, "rows": case.queries, "keys": case.cached[0] + case.queries}
+        return described(self.name, 64, 4, case.queries, case.cached[0] + case.queries)
 
     def run(self, execution: Execution) -> None:
         case = DECODED[self.name]
@@ -453,9 +445,8 @@ class GivenBlocks:
     @property
     def facts(self) -> dict[str, Any]:
         case = GIVEN[self.name]
-        rows = sum(num_q for num_q, _, _ in case.pieces)
-        sizes = {"d": case.dim, "d_v": case.dim, "dtype": "bfloat16", "group": case.group}
-        return {"form": self.name, **sizes, "rows": rows, "keys": sum(num_k for _, num_k, _ in case.pieces)}
+        rows, keys = (sum(piece[i] for piece in case.pieces) for i in (0, 1))
+        return described(self.name, case.dim, case.group, rows, keys)
 
     def run(self, execution: Execution) -> None:
         made = block_sparse_cases.make(GIVEN[self.name])
@@ -478,8 +469,7 @@ class Indexer:
     def facts(self) -> dict[str, Any]:
         case = INDEXED[self.name]
         rows, keys = (x if isinstance(x, int) else sum(x) for x in (case.queries, case.keys or case.queries))
-        sizes = {"d": case.dim, "d_v": 0, "dtype": "bfloat16", "group": case.heads}
-        return {"form": self.name, **sizes, "rows": rows, "keys": keys}
+        return described(self.name, case.dim, case.heads, rows, keys, v_dim=0)
 
     def run(self, execution: Execution) -> None:
         """Raises if another block is chosen, but for near ties."""

@@ -19,6 +19,15 @@ from tests.support.select_cases import check_chosen
 BF16, FP16 = torch.bfloat16, torch.float16
 SOME = NSAConfig(num_selected_blocks=3, window_size=100)
 """A selection that selects from a few hundred tokens on."""
+OVERLAPPING = NSAConfig(
+    compress_block_size=32,
+    compress_stride=16,
+    select_block_size=64,
+    num_selected_blocks=6,
+    num_init_blocks=1,
+    num_local_blocks=2,
+    window_size=200,
+)
 SLACK = 1e-4
 """A row with one key has dS = P (do . v - do . o) = 0, but the two products are summed in different orders."""
 
@@ -34,6 +43,16 @@ def like(*shape: int, seed: int = 7, dtype: torch.dtype = BF16, scale: float = 1
 
 def gate_weight(heads: int = 8, dim: int = 128, dtype: torch.dtype = BF16) -> Tensor:
     return like(heads, 3, dim, seed=1, dtype=dtype, scale=dim**-0.5)
+
+
+def assert_same(got: Tensor, expected: Tensor, name: str, *, exact: bool) -> None:
+    """Bit for bit, or, where FlashAttention-4 adds up in any order, but for the rounding of P and dS to bf16."""
+    assert got.shape == expected.shape
+    if exact:
+        assert torch.equal(got, expected), name
+    else:
+        allowed = 2**-7 * float(expected.float().abs().max())
+        torch.testing.assert_close(got, expected, rtol=0, atol=allowed, msg=lambda text: f"{name}: {text}")
 
 
 # Forward

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -140,8 +141,11 @@ class Step:
 
     def run(self) -> Tensor:
         """out, after a check that the pages hold the new tokens and entries, and nothing else has changed."""
-        new = [torch.full_like(self.q[..., :1, :1], torch.nan).expand(-1, -1, *x[0].shape[1:]).clone() for x in self.kv]
-        for to, x in zip(new, self.kv, strict=True):
+        new = [
+            torch.full_like(self.q[..., :1, :1], torch.nan).expand(-1, -1, *x[0].shape[1:]).clone()
+            for x in (self.k, self.v)
+        ]
+        for to, x in zip(new, (self.k, self.v), strict=True):
             for row, count in enumerate(self.lengths.new.tolist()):
                 to[row, :count] = x[row][len(x[row]) - count :]
         if self.case.prefilled:
@@ -246,11 +250,7 @@ class Step:
         heads = self.case.group * self.case.kv_heads // self.selectors
         q = self.mean(row, query, slice(selector * heads, (selector + 1) * heads))
         keys = entries[:, selector * heads // self.case.group]
-        return selected(self, row, self.case.cached[row] + query, q, keys)
-
-    @property
-    def kv(self) -> tuple[list[Tensor], list[Tensor]]:
-        return self.k, self.v
+        return selected(self.case.config, self.case.cached[row] + query, q, keys)
 
     def entries(self, row: int) -> tuple[Tensor, Tensor]:
         """As they lie in the pages, `[entries,H_kv,·]`."""
@@ -279,7 +279,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype)
 
 
 def selected(
-    step: Step, row: int, token: int, q: Tensor, keys: Tensor
+    config: NSAConfig, token: int, q: Tensor, keys: Tensor
 ) -> tuple[list[int], dict[int, float], Callable[[float], float]]:
     """The blocks of a token by the definition, all scores, and the bound of decode/choose.py for a score's error.
 
@@ -288,7 +288,6 @@ def selected(
     No block that is left out may score within the kernels' error of one that is taken, unless both tie exactly: the
     same entries in the same proportions.
     """
-    config = step.case.config
     length, stride, size = config.compress_block_size, config.stride, config.select_size
     last = token // size
     forced = {
@@ -324,7 +323,7 @@ def selected(
     if 0 < room < len(best):
         taken, left = scores[best[room - 1]], scores[best[room]]
         if taken != left and taken - left <= max(1e-4 * abs(taken), 2 * bound(taken)):
-            raise NearTieError(f"a near tie of sequence {row}, token {token}: take another seed")
+            raise NearTieError(f"a near tie of token {token}: take another seed")
     return sorted(forced) + best[:room], scores, bound
 
 
@@ -338,11 +337,18 @@ def _near_tie(case: Case) -> bool:
     for row, (cached, new) in enumerate(zip(case.cached, step.lengths.new.tolist(), strict=True)):
         step._write(row, range(cached, cached + new))
         keys, _ = step.entries(row)
-        for query, selector in itertools.product(range(new), range(step.selectors)):
-            try:
-                step.selected(row, query, selector, keys)
-            except NearTieError:
-                return True
+        queries = itertools.product(range(new), range(step.selectors))
+        if any(is_near_tie(partial(step.selected, row, *query, keys)) for query in queries):
+            return True
+    return False
+
+
+def is_near_tie(choose: Callable[[], object]) -> bool:
+    """True if rounding may change what a call of `selected` chooses."""
+    try:
+        choose()
+    except NearTieError:
+        return True
     return False
 
 

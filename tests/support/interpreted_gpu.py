@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -29,11 +29,10 @@ MODULES = ("backward", "block_sparse", "decoding", "forward", "neighborhood", "s
 class Gpu(NamedTuple):
     target: str
     """CuTe DSL's name of the architecture."""
-    capability: int
     multiprocessors: int
 
 
-GPUS = {"sm_90": Gpu("sm_90a", 90, 132), "sm_100": Gpu("sm_100a", 100, 148)}
+GPUS = {"sm_90": Gpu("sm_90a", 132), "sm_100": Gpu("sm_100a", 148)}
 
 
 @contextmanager
@@ -43,7 +42,11 @@ def interpreted_gpu(arch: str, schedule: Schedule = LATE) -> Iterator[None]:
     for name in MODULES:
         importlib.import_module(f"cute_kernels.{name}")
     with pytest.MonkeyPatch.context() as patch:
-        _answer_for_the_driver(patch, gpu)
+        patch.setenv(TARGET_VARIABLE, gpu.target)
+        patch.setattr(Tensor, "is_cuda", True)
+        patch.setattr(support, "_machine_problem", lambda call, *, given=False: None)
+        _replace(patch, has_warpgroups, lambda _: arch == "sm_90")
+        _replace(patch, multiprocessors, lambda _: gpu.multiprocessors)
         ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "cute_kernels"]
         interpret_kernels(patch, ours, gpu.target, schedule)
         _forget()
@@ -59,17 +62,15 @@ def _forget() -> None:
     sys.modules["cute_kernels.decoding"].plan.cache_clear()
 
 
-def _answer_for_the_driver(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
-    patch.setenv(TARGET_VARIABLE, gpu.target)
-    patch.setattr(Tensor, "is_cuda", True)
-    patch.setattr(support, "_machine_problem", lambda call, *, given=False: None)
-    _replace(patch, "cute_kernels", has_warpgroups, lambda _: gpu.capability == 90)
-    _replace(patch, "cute_kernels", multiprocessors, lambda _: gpu.multiprocessors)
-
-
-def _replace(patch: pytest.MonkeyPatch, package: str, old: Any, new: Any) -> None:
-    """In every module of a package that has it."""
+def _replace(patch: pytest.MonkeyPatch, old: Any, new: Any) -> None:
+    """In every module of cute_kernels that has it."""
     for module_name, module in [*sys.modules.items()]:
-        if module is not None and module_name.partition(".")[0] == package:
+        if module is not None and module_name.partition(".")[0] == "cute_kernels":
             for name in [name for name, value in vars(module).items() if value is old]:
                 patch.setattr(module, name, new)
+
+
+def interpreted(values: Iterable[Any], *names: str) -> Callable[[Any], Any]:
+    """Parameters of a test with the fixture `interpreted` (tests/cute/conftest.py): its own, and those of `names`."""
+    mark = pytest.mark.parametrize(", ".join(["interpreted", *names]), values, indirect=["interpreted"])
+    return lambda test: pytest.mark.usefixtures("interpreted")(mark(test))

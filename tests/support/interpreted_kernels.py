@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from types import ModuleType
 from typing import Any
 
@@ -37,24 +37,6 @@ def interpret(
     return Interpreted(artefacts, schedule, Asked(build, bound.arguments))
 
 
-class InterpretedKernel:
-    """In place of a `jit.Kernel`, made where it is launched first."""
-
-    def __init__(self, make: Callable[[], Interpreted]) -> None:
-        self._make = cache(make)
-
-    def start(self, *arguments: Any) -> None:
-        self._make()(*arguments)
-
-    def run(self, *arguments: Any) -> None:
-        from cute_kernels.runtime.launches import launch
-
-        launch(self, *arguments)
-
-    def compile_ahead(self) -> None:
-        pass
-
-
 def interpret_kernels(
     patch: pytest.MonkeyPatch, modules: Collection[ModuleType], arch: str = "sm_90a", schedule: Schedule = LATE
 ) -> None:
@@ -62,10 +44,14 @@ def interpret_kernels(
     from cute_kernels.runtime import jit
 
     def interpreted(compiled: Any) -> Any:
-        def get(*how: Any, **named: Any) -> InterpretedKernel:
-            return InterpretedKernel(lambda: interpret(compiled, *how, arch=arch, schedule=schedule, **named))
+        @cache
+        def get(*how: Any, **named: Any) -> jit.Kernel:
+            kernel = jit.Kernel(compiled.build, how, named)
+            made = cache(partial(interpret, compiled, *how, arch=arch, schedule=schedule, **named))
+            kernel.start = lambda *arguments: made()(*arguments)  # compiled where it is launched first
+            return kernel
 
-        return cache(get)
+        return get
 
     for compiled in jit.REMEMBERING:
         module = inspect.getmodule(compiled)

@@ -55,6 +55,26 @@ def drawn_blocks(
     return torch.where(chosen < blocks, chosen, -1).int()
 
 
+def blocks_of_tiles(
+    shape: tuple[int, int],
+    tiles: int,
+    blocks: int,
+    count: int,
+    *,
+    tile: int,
+    size: int,
+    causal: bool,
+    length: int = 1,
+    stride: int = 1,
+) -> Tensor:
+    """Some of the blocks that begin before a tile's end."""
+    begun = torch.full((tiles,), blocks)
+    if causal:
+        seen = (torch.arange(1, tiles + 1) * tile - length) // stride + 1
+        begun = (-(-seen // size)).clamp(0, blocks)
+    return drawn_blocks(shape, begun, blocks, count)
+
+
 GATES = {"projected": None, "projected fp32": torch.float32, "given": None, "given fp32": torch.float32, "thirds": None}
 """Where gates come from, and of which type, if not that of q."""
 
@@ -95,15 +115,17 @@ class Inputs:
         lse, delta = ((lse - self.shift).float(), delta.float())
         return lse, delta.clone(memory_format=torch.contiguous_format)
 
-    def forward(self, *, query_outer: bool = False, gating: Any = None) -> tuple[Tensor, Tensor]:
+    def forward(self, *, query_outer: bool = False, gating: Any = None, first: int = 0) -> tuple[Tensor, Tensor]:
+        """o and lse of the queries from `first` on."""
         from cute_kernels.attend.kv_outer import kv_outer_forward
         from cute_kernels.attend.query_outer import query_outer_forward
 
-        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "packed": self.packed}
+        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "packed": self.packed, "first_token": first}
+        tensors = self.q[:, first:], self.k, self.v, self.indices[:, :, first:]
         if query_outer:
-            return query_outer_forward(self.q, self.k, self.v, self.indices, **how)
+            return query_outer_forward(*tensors, **how)
         how["init"], how["local"] = forced_in_one_pass(*self.forced, self.size)
-        return kv_outer_forward(self.q, self.k, self.v, self.indices, gating=gating, **how)
+        return kv_outer_forward(*tensors, gating=gating, **how)
 
     def backward(
         self, lse: Tensor | None = None, delta: Tensor | None = None, **others: Any
@@ -230,11 +252,6 @@ class Inputs:
         assert o.transpose(1, 2)[~there].isnan().all()
         assert lse[~there].isnan().all()
 
-    def check_both(self) -> None:
-        """Forward and backward by work tiles of blocks, and the forward that goes from token to token."""
-        self.check()
-        self.check_forward(query_outer=True)
-
     def check(self) -> None:
         self.check_forward()
         branches = [Branch(self._visible_to_heads(), *self.statistics())]
@@ -344,16 +361,6 @@ def check_gated(q: Tensor, gates: str, run: Callable[[Any], tuple[Tensor, ...]])
         if keeps:
             assert torch.equal(got, o)
             assert weight is None or torch.equal(gates_used, used)
-
-
-def forward_from(inputs: Inputs, first: int) -> tuple[Tensor, Tensor]:
-    from cute_kernels.attend.kv_outer import kv_outer_forward
-
-    q, indices = inputs.q[:, first:], inputs.indices[:, :, first:]
-    how = dict(zip(("init", "local"), inputs.forced, strict=True))
-    return kv_outer_forward(
-        q, inputs.k, inputs.v, indices, size=inputs.size, scale=inputs.scale, first_token=first, **how
-    )
 
 
 def small_chunks(patch: pytest.MonkeyPatch, tokens: int = 32, chunk_bytes: int = 1, rows: int = 1) -> None:

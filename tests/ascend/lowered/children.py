@@ -26,6 +26,8 @@ SCRIPT = Path(__file__).with_name("triton_child.py")
 GUARDED_SCRIPT = Path(__file__).with_name("guarded_child.py")
 LINES_SHOWN = 30
 LOWERING_ATTEMPTS = 3
+SECONDS = 300
+"""To wait for an answer."""
 FAULTS = (-signal.SIGSEGV, -signal.SIGBUS)
 
 
@@ -51,7 +53,7 @@ class Child:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the child
         atexit.register(self.close)
 
-    def ask(self, task: str, what: str, request: dict[str, Any], timeout: float = 300) -> dict[str, Any]:
+    def ask(self, task: str, what: str, request: dict[str, Any]) -> dict[str, Any]:
         """Answer of one request; `what` names the kernel and the launch in errors."""
         if self.process is None:
             self.log.truncate(0)
@@ -69,13 +71,13 @@ class Child:
         try:
             stdin.write(json.dumps({"task": task, **request}) + "\n")
             stdin.flush()
-            answered = bool(select.select([stdout], [], [], timeout)[0])
+            answered = bool(select.select([stdout], [], [], SECONDS)[0])
             line = stdout.readline() if answered else ""
         except BrokenPipeError:
             answered, line = True, ""
         if not line:
             status = self.stop()
-            cause = how_it_ended(status) if answered else f"no answer in {timeout:.0f} s"
+            cause = how_it_ended(status) if answered else f"no answer in {SECONDS} s"
             self.log.seek(0)
             last_lines = "\n".join(self.log.read().splitlines()[-LINES_SHOWN:])
             story = f"{task} {what}: {cause}\n{last_lines}"

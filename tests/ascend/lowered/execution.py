@@ -96,9 +96,7 @@ def regions_of_overlapping_extents(tensors: dict[str, Tensor]) -> list[Region]:
     return regions
 
 
-def run(
-    launch: Launch, native: Native, parameters: tuple[str, ...], what: str, *, child: Child, timeout: float
-) -> None:
+def run(launch: Launch, native: Native, parameters: tuple[str, ...], what: str, child: Child) -> None:
     """Run every program of the grid, under both placements of guard pages; results replace the tensors' contents.
 
     Args:
@@ -107,7 +105,7 @@ def run(
     Raises:
         MemoryFault: an access outside the tensors, read or written; ProofError: any other death, or no end.
     """
-    regions = regions_of({name: launch.arguments[name] for name in parameters if is_tensor(launch.arguments[name])})
+    regions = regions_of({name: x for name in parameters if isinstance(x := launch.arguments[name], Tensor)})
     place = {name: index for index, region in enumerate(regions) for name in region.views}
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"region{index}" for index in range(len(regions))]
@@ -135,7 +133,7 @@ def run(
             "progress": str(progress),
         }
         try:
-            answer = child.ask("execute", what, request, timeout)
+            answer = child.ask("execute", what, request)
         except Crash as crash:
             raise MemoryFault(f"execute {what}: {fault(crash.status, progress, regions)}") from crash
         if answer:
@@ -143,10 +141,6 @@ def run(
             raise MemoryFault(f"execute {what}: {answer['outside']} ({names})")
         for region, path, content in zip(regions, paths, contents, strict=True):
             take_back(region, content, bytes_tensor(path.with_suffix(".out").read_bytes()), what)
-
-
-def is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def bytes_tensor(content: bytes) -> Tensor:

@@ -65,17 +65,15 @@ def assert_matmul_inputs(linalg: str, dtype: str, what: str = "kernel") -> None:
         r"linalg\.(?:batch_)?matmul\w*\b.*? ins\([^:]*: tensor<[\dx]*x(\w+)>, tensor<[\dx]*x(\w+)>\)", linalg
     )
     assert inputs, f"{what}: no matmul"
-    assert count_matmuls(linalg) == len(inputs), f"{what}: a matmul whose operands cannot be read"
+    assert len(re.findall(r"\blinalg\.(?:batch_)?matmul\w*", linalg)) == len(inputs), (
+        f"{what}: a matmul whose operands cannot be read"
+    )
     assert {name for pair in inputs for name in pair} == {dtype}, f"{what}: matmul operands {inputs}, not {dtype}"
 
 
 def count(linalg: str, operation: str) -> int:
     """How often an operation or attribute occurs; `linalg.matmul` counts no `linalg.matmul_transpose_b`."""
     return len(re.findall(rf"(?<![\w.]){re.escape(operation)}(?!\w)", linalg))
-
-
-def count_matmuls(linalg: str) -> int:
-    return len(re.findall(r"\blinalg\.(?:batch_)?matmul\w*", linalg))
 
 
 def count_block_copies(linalg: str) -> dict[str, int]:

@@ -39,11 +39,9 @@ CHILD_SOURCE = children.SCRIPT.read_text(encoding="utf-8")
 
 @dataclass(frozen=True)
 class Lowered:
-    ttir: str
     linalg: str
     parameters: tuple[str, ...]
     """Run-time parameters that are left after specialisation, in order."""
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -66,16 +64,16 @@ def name_of(launch: Launch) -> str:
     return f"{launch.kernel.fn.__name__}{list(launch.grid)}({values})"
 
 
-def lower(launch: Launch, arch: str = ARCH) -> Lowered:
+def lower(launch: Launch) -> Lowered:
     """By triton-ascend, with the signature and constants of the launch; from the cache where it was done before.
 
     Raises:
         ProofError: triton-ascend refuses the kernel.
     """
-    key = key_of(launch, arch, toolchain.version(), CHILD_SOURCE)
+    key = key_of(launch, ARCH, toolchain.version(), CHILD_SOURCE)
     path = toolchain.CACHE / "lowered" / f"{key}.json"
     if not path.exists():
-        request = {**describe(launch), "arch": arch}
+        request = {**describe(launch), "arch": ARCH}
         answer = children.lowered_by(children.triton_ascend(), name_of(launch), request)
         toolchain.write_atomically(path, json.dumps(answer).encode())
     return read_lowered(path)
@@ -84,10 +82,10 @@ def lower(launch: Launch, arch: str = ARCH) -> Lowered:
 @functools.cache
 def read_lowered(path: Path) -> Lowered:
     answer = json.loads(path.read_text(encoding="utf-8"))
-    return Lowered(**{**answer, "parameters": tuple(answer["parameters"])})
+    return Lowered(answer["linalg"], tuple(answer["parameters"]))
 
 
-def execute(launches: Sequence[Launch], *, timeout: float = 300) -> None:
+def execute(launches: Sequence[Launch]) -> None:
     """Run the lowered kernels in order on the CPU, under guard pages; tensors of the launches get the results.
 
     One child process runs them, until one fails.
@@ -97,26 +95,26 @@ def execute(launches: Sequence[Launch], *, timeout: float = 300) -> None:
     """
     with closing(children.guarded()) as child:
         for index, launch in enumerate(launches):
-            execute_one(launch, index, child, timeout)
+            execute_one(launch, index, child)
 
 
 @contextmanager
-def executing(*, timeout: float = 300) -> Iterator[list[Launch]]:
+def executing() -> Iterator[list[Launch]]:
     """`execute` for the launches of the block, each when it is made: host code between them sees their results."""
     numbers = itertools.count()
     with (
         closing(children.guarded()) as child,
-        recording(run=lambda launch: execute_one(launch, next(numbers), child, timeout)) as launches,
+        recording(run=lambda launch: execute_one(launch, next(numbers), child)) as launches,
     ):
         yield launches
 
 
-def execute_one(launch: Launch, index: int, child: children.Child, timeout: float) -> None:
+def execute_one(launch: Launch, index: int, child: children.Child) -> None:
     what = f"launch {index}, {name_of(launch)}"
     assert_grid(launch.grid, what)
     lowered = lower(launch)
     binary = native.build(lowered.linalg, launch.kernel.fn.__name__)
-    execution.run(launch, binary, lowered.parameters, what, child=child, timeout=timeout)
+    execution.run(launch, binary, lowered.parameters, what, child)
 
 
 def compile_ptx(launch: Launch, capability: int = 90) -> Ptx:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,16 +13,7 @@ from torch import Tensor
 from ascend_kernels.launch import Launch, launch, recording
 from ascend_kernels.neighborhood import tiling
 from dispatch import neighborhood_attention
-from tests.ascend.lowered import (
-    children,
-    demo,
-    description,
-    execution,
-    gates,
-    liveness,
-    proof,
-    toolchain,
-)
+from tests.ascend.lowered import demo, description, execution, gates, liveness, proof, toolchain
 from tests.ascend.lowered.gates import CAPACITY, MAX_GRID
 from tests.support.helpers import assert_within_budget, make_qkv
 
@@ -38,46 +26,6 @@ def capture(op: Callable[..., Tensor], *arguments: object, **keywords: object) -
 
 def is_softmax(out: Tensor, x: Tensor) -> None:
     assert_within_budget(out, torch.softmax(x.double(), 1), torch.softmax(x, 1))
-
-
-# ---------------------------------------------------------------- what is executed
-
-
-@pytest.mark.ascend
-def test_what_is_executed_is_what_the_op_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing is derived again: other processes are asked for the captured kernel, grid, arguments and constants."""
-    asked: list[tuple[str, dict[str, Any]]] = []
-    ask = children.Child.ask
-
-    def listen(child: children.Child, task: str, what: str, request: dict[str, Any], *more: float) -> dict[str, Any]:
-        asked.append((task, request))
-        return ask(child, task, what, request, *more)
-
-    monkeypatch.setattr(children.Child, "ask", listen)
-    monkeypatch.setattr(toolchain, "CACHE", tmp_path)  # where nothing has been lowered
-    q, k, v = make_qkv(70, heads=6, kv_heads=3, dim=40, dtype=torch.bfloat16)
-    _, launches = capture(neighborhood_attention, q, k, v, kernel_size=6, dilation=3, backend="ascend")
-    proof.execute(launches)
-    (one,) = launches
-    (_, lowered), (_, executed) = asked
-    assert [task for task, _ in asked] == ["lower", "execute"]
-
-    assert getattr(importlib.import_module(lowered["module"]), lowered["kernel"]) is one.kernel
-    assert one.kernel.src in lowered["sources"]
-    assert (lowered["constants"], lowered["options"]) == (one.constants, one.options)
-    assert lowered["arguments"].keys() == one.arguments.keys()
-
-    assert executed["grid"] == one.grid
-    parameters = proof.lower(one).parameters
-    folded = set(one.arguments) - set(parameters)
-    assert all(one.arguments[name] == 1 for name in folded), "Triton folds ones, nothing else"
-    tensors = {}
-    for name, argument in zip(parameters, executed["arguments"], strict=True):
-        if "region" in argument:
-            tensors[name] = argument["elements"]
-        else:
-            assert argument["value"] == one.arguments[name]
-    assert tensors == {name: x.numel() for name, x in one.arguments.items() if isinstance(x, Tensor)}
 
 
 @pytest.mark.ascend
@@ -248,56 +196,3 @@ def test_shared_expanded_and_empty_memory() -> None:
     proof.execute(launches)
     is_softmax(out, expanded)
     proof.execute(capture(demo.softmax, torch.ones(0, 19), plan=demo.RowPlan(8, 32, (1,)))[1])
-
-
-@pytest.mark.ascend
-def test_lowered_kernels_are_kept_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    proof.lower(capture(demo.softmax, torch.randn(37, 19))[1][0])
-    monkeypatch.setattr(children, "triton_ascend", lambda: pytest.fail("lowered again"))
-    proof.lower(capture(demo.softmax, torch.randn(99, 21))[1][0])
-    with pytest.raises(pytest.fail.Exception, match="lowered again"):
-        proof.lower(capture(demo.softmax, torch.randn(37, 7), plan=demo.RowPlan(2, 8, (3,)))[1][0])
-
-
-@pytest.mark.ascend
-def test_refused_kernel_is_a_failure() -> None:
-    """And the child answers the next request."""
-    with recording(run=False) as launches:
-        launch(demo.softmax_kernel, (1,), {"p_x": 3}, {"ROWS": 3, "COLUMNS": 8})
-    with pytest.raises(proof.ProofError, match=r"lower softmax_kernel\[1\]"):
-        proof.lower(launches[0])
-    proof.lower(capture(demo.softmax, torch.randn(37, 19))[1][0])
-
-
-CRASH = "kill -SEGV $$"
-ANSWER = """echo '{"linalg": "it"}'"""
-
-
-@pytest.mark.parametrize(
-    ("script", "attempts", "story"),
-    [
-        (f'if [ "$(wc -l < starts)" = 1 ]; then {CRASH}; else {ANSWER}; fi', 2, ""),
-        (CRASH, children.LOWERING_ATTEMPTS, "died of SIGSEGV"),
-        ("kill -KILL $$", 1, "died of SIGKILL"),
-        ("exit 1", 1, "exit status 1"),
-        ("""echo '{"error": "refused"}'""", 1, "refused"),
-    ],
-)
-def test_lowering_is_tried_again_only_after_a_crash(
-    script: str, attempts: int, story: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The child's program is a shell script. Each attempt after the first warns of the crash before."""
-    monkeypatch.chdir(tmp_path)
-    program = tmp_path / "program"
-    program.write_text(f"#!/bin/sh\necho start >> starts\nread -r request\n{script}\n", encoding="utf-8")
-    program.chmod(0o755)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        if story:
-            with pytest.raises(proof.ProofError, match=f"lower some kernel: {story}"):
-                children.lowered_by(children.Child(str(program)), "some kernel", {})
-        else:
-            assert children.lowered_by(children.Child(str(program)), "some kernel", {}) == {"linalg": "it"}
-    assert len((tmp_path / "starts").read_text(encoding="utf-8").splitlines()) == attempts
-    crashes = [f"attempt {n} of 3: lower some kernel: died of SIGSEGV" for n in range(1, attempts)]
-    assert all(story in str(one.message) for one, story in zip(warned, crashes, strict=True))
