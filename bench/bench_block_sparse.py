@@ -1,10 +1,10 @@
-"""block_sparse_attention, top_blocks_by_max and a layer of MiniMax-M3 on both, checked against fp64 first.
+"""block_sparse_attention, top_blocks_by_max, indexer_kl_loss and a layer of MiniMax-M3, checked against fp64 first.
 
 Sizes are MiniMax-M3's: 64 query heads over 4, D = 128, 16 blocks of 128 a token; an indexer of 4 heads of 128 over one
 head of keys. Blocks are drawn at random, each token's own among them. Sampled rows, and the gradients that come from
 them, are held against fp64 before anything is timed: where one is above its budget, nothing is reported and the status
-is 1. Peers are dense attention, SDPA with a mask of all pairs, and scores of all pairs; of "m3_layer", which needs
-transformers, the same layer with transformers' sdpa and eager.
+is 1. Peers are dense attention, SDPA with a mask of all pairs, and scores of all pairs; of "indexer_kl" eager PyTorch;
+of "m3_layer", which needs transformers, the same layer with transformers' sdpa and eager.
 
 Writes OUT.json after every case (schema: docs/results_files.md). The same command goes on where it was stopped.
 """
@@ -38,10 +38,12 @@ from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, Work, cho
 from bench.selected_branch import checked_rows, draw_blocks, visible_keys
 from bench.timing import measure
 from dispatch.device import first_line
-from nsa import block_sparse_attention, top_blocks_by_max
+from nsa import block_sparse_attention, indexer_kl_loss, top_blocks_by_max
 
-OPS = ("block_sparse", "top_blocks", "m3_layer")
+OPS = ("block_sparse", "top_blocks", "indexer_kl", "m3_layer")
 PASSES = ("fwd", "fwd+bwd")
+PASSES_OF = {"top_blocks": ("fwd",), "indexer_kl": ("fwd+bwd",)}
+"""Of ops that have not both."""
 PEERS = ("dense", "mask", "pairs")
 MOST_PAIRS = 1 << 30
 """Most pairs in a call of SDPA with a mask, whose kernels may count in 32 bits (pytorch/pytorch#162588, #145040)."""
@@ -95,7 +97,7 @@ def measure_case(
             yield f"{name} did not run: {first_line(failure)} ({case})"
     floor = None if peaks is None else problem.work().floor_ms(peaks.tbs, peaks.tflops)
     dense = None if others["dense"] is None else choose_dense(device, problem.dtype).name
-    row = {"op": case.op, "block": case.block, "k": args.count, "pass": case.direction, "backend": args.backend}
+    row = {"op": case.op, "block": case.block, "k": args.count, "pass": case.direction, "backend": problem.backend}
     row |= {"mode": "eager" if host else "queued", "dtype": args.dtype, "b": args.batch, "n": case.n}
     row |= {"h": args.heads, "h_kv": args.kv_heads, "d": args.dim, **own.fields, "peak_gib": own.peak_gib}
     row |= {"floor_ms": floor, "share_of_floor": ratio(floor, own.ms_p50), "dense": dense}
@@ -124,7 +126,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         Case(op, n, block, direction)
         for op, block in product(args.ops, args.blocks)
         for n, direction in product(args.seqlens or usual[op], PASSES)
-        if op == "block_sparse" or (block == args.blocks[0] and (op, direction) != ("top_blocks", "fwd+bwd"))
+        if op == "block_sparse" or (block == args.blocks[0] and direction in PASSES_OF.get(op, PASSES))
     ]
     return args
 
@@ -142,7 +144,7 @@ class Problem:
     def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
         self.case, self.args, self.device, self.dtype = case, args, device, DTYPES[args.dtype]
         self.generator = torch.Generator(device).manual_seed(0)
-        self.backward = case.direction == "fwd+bwd"
+        self.backend, self.backward = args.backend, case.direction == "fwd+bwd"
         self.rows = checked_rows(case.n, device)
 
     def results(self, out: Tensor, leaves: Sequence[Tensor], do: Tensor) -> tuple[Tensor, ...]:
@@ -273,6 +275,51 @@ class Selection(Problem):
         return Work(args.batch * self.case.n * numbers, self.selection_flops())
 
 
+class Loss(Problem):
+    """indexer_kl_loss over given blocks, and its gradients; the attention itself is not computed."""
+
+    peers = ("pairs",)
+
+    def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
+        super().__init__(case, args, device)
+        self.q, self.k = self.normal(args.heads, args.dim), self.normal(args.kv_heads, args.dim)
+        self.q_idx, self.k_idx = self.normal(args.kv_heads, args.dim), self.normal(1, args.dim)
+        shape = args.batch, args.kv_heads, case.n
+        self.blocks = draw_blocks(shape, case.block, args.count, self.generator, own_first)
+        self.backend = "triton" if args.backend == "cute" else args.backend
+
+    def of_last(self, rows: int, dtype: torch.dtype, backend: str) -> tuple[Tensor, ...]:
+        """The loss of the last tokens, and gradients of q_idx and k_idx."""
+        q_idx, k_idx, q, k = (x.to(dtype) for x in (self.q_idx[:, -rows:], self.k_idx, self.q[:, -rows:], self.k))
+        leaves = q_idx.detach().requires_grad_(), k_idx.detach().requires_grad_()
+        given = *leaves, q, k, self.blocks[:, :, -rows:]
+        loss = indexer_kl_loss(*given, block_size=self.case.block, backend=backend)
+        return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+    def call(self) -> Any:
+        return self.of_last(self.case.n, self.dtype, self.backend)
+
+    def check(self) -> Error:
+        """Of the last tokens: each result may be off by an ulp, and by what fp32 sums of scores may hide."""
+        rows = min(self.case.n, 256)
+        got, exact = self.of_last(rows, self.dtype, self.backend), self.of_last(rows, torch.float64, "reference")
+        budget = torch.finfo(self.dtype).eps + 2.0**-15
+        found = zip(got, exact, strict=True)
+        return oracles.worst(Error("", oracles.deviation(x, y), budget * float(y.abs().max())) for x, y in found)
+
+    def peer(self, name: str) -> Callable[[], Any]:
+        """Eager PyTorch, on gathered keys."""
+        return lambda: self.of_last(self.case.n, self.dtype, "reference")
+
+    def work(self) -> Work:
+        """Scores of the attention and of the indexer, two products with the latter's gradients."""
+        args, keys = self.args, mean_keys(self.case.n, self.args.count * self.case.block)
+        products = args.heads + args.kv_heads * 3
+        numbers = self.case.n * args.dim * (args.heads + 3 * args.kv_heads + 2)
+        flops = args.batch * self.case.n * keys * 2 * args.dim * products
+        return Work(args.batch * numbers * self.q.element_size(), flops)
+
+
 class Layer(Problem):
     """A sparse attention layer of MiniMax-M3, hidden states 96 times as wide as there are heads."""
 
@@ -378,8 +425,8 @@ class Layer(Problem):
         return Work(moved, self.attention_flops() + self.selection_flops() + weights)
 
 
-PROBLEMS: dict[str, type[Attention | Selection | Layer]]
-PROBLEMS = {"block_sparse": Attention, "top_blocks": Selection, "m3_layer": Layer}
+PROBLEMS: dict[str, type[Attention | Selection | Loss | Layer]]
+PROBLEMS = {"block_sparse": Attention, "top_blocks": Selection, "indexer_kl": Loss, "m3_layer": Layer}
 
 
 def parameters(layer: Any) -> list[Tensor]:

@@ -420,7 +420,12 @@ def steps() -> Table:
     return Table(head, line, ("generate-h200",), step_rows, below="{bars:reached}")
 
 
-BLOCK_SPARSE = {"block_sparse": "attention", "top_blocks": "choice of blocks", "m3_layer": "layer of MiniMax-M3"}
+BLOCK_SPARSE = {
+    "block_sparse": "attention",
+    "top_blocks": "choice of blocks",
+    "indexer_kl": "loss of an indexer",
+    "m3_layer": "layer of MiniMax-M3",
+}
 
 
 def block_sparse_rows() -> Iterator[Row]:
