@@ -161,7 +161,11 @@ def _aux(inputs: Any, config: Any, found: Results) -> tuple[Tensor | None, ...]:
         return torch.nn.functional.pad(indices, (0, 0, 0, inputs.num_tiles(config) - indices.shape[-2]), value=-1)
 
     if inputs.packed:
-        return *outputs, *lses, found.k_cmp, found.v_cmp, found.gates, padded(found.indices), None
+        gates = found.gates
+        if inputs.gates is not None:  # which may be anything in rows of no document
+            in_document = torch.arange(len(inputs.gates), device=inputs.gates.device) < inputs.cu_seqlens[-1]
+            gates = inputs.gates.where(in_document[:, None, None], 0)
+        return *outputs, *lses, found.k_cmp, found.v_cmp, gates, padded(found.indices), None
     batch, tokens = inputs.q.shape[:2]
 
     def by_row(x: Tensor, rows: int) -> Tensor:

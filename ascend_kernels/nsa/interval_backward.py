@@ -177,7 +177,7 @@ def backward(
     tiles = pack.entry_tiles(chosen.block_n) if interval.entries else pack.key_tiles(chosen.block_n)
     heads_per_split, row_splits = split(tiles.shape[0] * kv_heads, group, pack.most_rows, chosen.block_m, q.device)
     splits = -(-group // heads_per_split) * row_splits
-    new = torch.zeros if interval.entries or not pack.equal else torch.empty
+    new = torch.empty if pack.all_keys and not interval.entries else torch.zeros
     dk, dv = (new((splits, keys, kv_heads, x), dtype=torch.float32, device=q.device) for x in (dim, dim_v))
     work = tiles.shape[0] * kv_heads * splits
     if work > 0:

@@ -153,6 +153,7 @@ class Pack:
         num_entries: bound on the compressed entries of all documents.
         most_rows, most_keys, most_entries: bounds on those of one document.
         equal: True if all documents have the same length.
+        all_keys: True if every key is one of a document's, and not after its last query if the call is causal.
         tile: T, query rows that share a selection.
     """
 
@@ -164,6 +165,7 @@ class Pack:
     most_keys: int
     most_entries: int
     equal: bool
+    all_keys: bool
     tile: int
     _tables: dict[tuple[int, int], Tensor] = field_of(default_factory=dict)
     """Work tiles by column of `docs` and size: kernels of a call share them."""
@@ -258,7 +260,8 @@ def pack_of(
         launch(docs_kernel, (num_docs,), {**tensors, "p_docs": docs, **sizes}, constants)
     most_entries = max(0, (most_keys - length) // stride + 1)
     num_entries = num_docs * most_entries if equal else num_keys // stride
-    return Pack(docs, num_rows, num_keys, num_entries, most_rows, most_keys, most_entries, equal, tile)
+    all_keys = equal and q_start is None
+    return Pack(docs, num_rows, num_keys, num_entries, most_rows, most_keys, most_entries, equal, all_keys, tile)
 
 
 def rows_of(x: Tensor) -> Tensor:
