@@ -752,6 +752,11 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
         block_sparse_rows,
         below="{bars:reached}",
     ),
+    "indexer": Table(
+        "tokens | ms | of the floor | GiB | eager PyTorch",
+        "{n:tokens} | {ms_p50:ms} | {share_of_floor:percent} | {peak_gib:.2f} | {pairs_ms:ms}",
+        ("indexer-h200",),
+    ),
     "residual": Table(
         "T, D | pass | ms | of the floor | Liger | torch.compile | eager | from Python | MiB | least",
         "{first} | {pass} | {ms_p50:ms} | {share_of_floor:percent} | {liger_ms:ms} | {compile_ms:ms}"
