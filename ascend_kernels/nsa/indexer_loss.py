@@ -41,7 +41,7 @@ from ascend_kernels.nsa.layout import (
     strided,
 )
 from ascend_kernels.nsa.lists import BlockLists, block_lists, visible_blocks
-from ascend_kernels.nsa.tiling import block_of, gpu_options, indexer_tiles, kv_outer_tiles
+from ascend_kernels.nsa.tiling import block_of, gpu_options, indexer_tiles, lse_tiles
 
 SLOTS = 16
 """Slots of a token that a program reads at a time."""
@@ -240,7 +240,7 @@ def attention_mass(
     """Write the mass of the blocks of a chunk of lists and some key/value heads. Args: part: room for lse of pairs."""
     (kv_heads, lists, slots), dim = index.shape, q.shape[2]
     group, first = q.shape[1] // kv_heads, i_chunk * found.chunk
-    chosen = kv_outer_tiles(q.dtype, dim, dim, group, size, q.device)
+    chosen = lse_tiles(q.dtype, dim, group, size, q.device)
     sizes = {"group_size": group, "part_head": part.shape[1], "size": size}
     arguments = {
         **strided("q", q), **strided("k", k), **lists_arguments(found, kv, i_chunk, index, pack), **sizes,

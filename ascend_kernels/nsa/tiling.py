@@ -130,6 +130,14 @@ def kv_outer_backward_tiles(
     return Tiles(kept, min(keys, block_of(size)), warps, stages)
 
 
+def lse_tiles(dtype: torch.dtype, dim: int, group: int, size: int, device: torch.device) -> Tiles:
+    """Pairs and keys of indexer_loss.lse_kernel."""
+    chosen = kv_outer_tiles(dtype, dim, dim, group, size, device)
+    if dtype == torch.float32 or block_of(dim) > 128 or devices.memory_class(device) != "L":
+        return chosen
+    return Tiles(max(1, 64 // block_of(group, 1)), chosen.block_n, 4, 2)
+
+
 def indexer_tiles(dtype: torch.dtype, dim: int, size: int) -> Tiles:
     """Pairs, and keys, of indexer_loss.best_kernel and dk_kernel."""
     if dtype == torch.float32:
