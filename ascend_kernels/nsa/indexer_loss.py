@@ -190,7 +190,7 @@ def best_kernel(
 
 
 class Blocks(NamedTuple):
-    """What the loss is made of, for each token and slot `[H_kv,rows,k]`; 0, 0 and -1 where there is no block."""
+    """Facts of the selected blocks that make up the loss, `[H_kv,rows,k]`; 0, 0 and -1 where there is no block."""
 
     mass: Tensor
     """fp32: the attention's mass of the block."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from numbers import Real
-from typing import Any, NoReturn, SupportsFloat, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -33,12 +33,11 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
 
 
-def is_finite(number: SupportsFloat) -> bool:
-    """math.isfinite, but False instead of OverflowError for integers beyond the range of a float."""
-    try:
-        return math.isfinite(number)
-    except OverflowError:
-        return False
+def is_finite(number: float) -> bool:
+    """True unless a number is NaN or infinite: integers of any size, and torch.compile's symbols, which math.isfinite
+    cannot take.
+    """
+    return bool(-math.inf < number < math.inf)
 
 
 def check_integer(name: str, value: object, least: int, most: int | None = None) -> None:

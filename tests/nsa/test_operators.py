@@ -166,7 +166,12 @@ CALLS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
         lambda n, q, k, v: nsa(q[:, n : n + 9], k, v, q_start=n, window_size=n, **OPTIONS),
         (8, 9),
     ),
-    "softmax_scale": (lambda n, q, k, v: nsa(q, k, v, softmax_scale=n / 20), (8, 9)),
+    "softmax_scale, q_start": (
+        lambda q, k, v, n: nsa(
+            q[:, n : n + 9], k, v, q_start=n, **{**OPTIONS, "window_size": 8, "softmax_scale": n / 20}
+        ),
+        (8, 9),
+    ),
     "block_size, k, q_start": (chosen_from, (8, 7)),
     "kernel_size, dilation": (
         lambda n, q, k, v: neighborhood_attention(q, q, q, kernel_size=n, dilation=n - 3, softmax_scale=n / 9),
