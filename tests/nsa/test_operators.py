@@ -167,7 +167,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
         (8, 9),
     ),
     "softmax_scale, q_start": (
-        lambda q, k, v, n: nsa(
+        lambda n, q, k, v: nsa(
             q[:, n : n + 9], k, v, q_start=n, **{**OPTIONS, "window_size": 8, "softmax_scale": n / 20}
         ),
         (8, 9),
