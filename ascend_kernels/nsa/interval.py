@@ -3,6 +3,7 @@
 Row t (token index in its document) sees the keys j with t - left <= j, and j * step + first <= t:
 
     window        first = 0,      step = 1, left = w - 1        (not causal: first = -(w // 2), left = w // 2)
+    dense         a window as long as the sequence
     compressed    first = l - 1,  step = d, left unbounded      (not causal: first far below 0)
 
     s = scale * q k^T    o = softmax(s) v    lse = log(sum(exp(s)))

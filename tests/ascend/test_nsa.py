@@ -11,17 +11,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
 from ascend_kernels import device
 from ascend_kernels.launch import recording, specialization
-from ascend_kernels.nsa import backward, kv_outer, layout, lists, tiling, topk
+from ascend_kernels.nsa import backward, interval, kv_outer, layout, lists, tiling, topk
 from nsa import NSAConfig, block_sparse_attention, nsa, nsa_forward, nsa_forward_aux, reference, top_blocks_by_max
 from nsa.inputs import NSAAux, NSAInputs
 from tests.ascend import compiled
 from tests.ascend.lowered import description
 from tests.support import cases
 from tests.support.far_rows import far_apart
+from tests.support.helpers import make_qkv
 
 EXECUTED = (80, 89, 120)
 """Compute capabilities whose code tests/ptx executes."""
@@ -308,6 +310,17 @@ def test_blocks(by_block: bool, causal: bool, capability: int, monkeypatch: pyte
     assert_close(out, expected, torch.bfloat16, "out")
     for name, got, wanted in zip("qkv", gradients, torch.autograd.grad(expected, leaves, do.double()), strict=True):
         assert_close(got, wanted, torch.bfloat16, f"d{name}")
+
+
+@pytest.mark.interpreted
+def test_a_window_as_long_as_the_sequence_is_dense_attention() -> None:
+    q, k, v = make_qkv(70, dtype=torch.float16)
+    with compiled.executing(80):
+        pack = layout.pack_of(q, k, length=16, stride=16, tile=1, causal=True)
+        out, _ = interval.forward(*map(layout.rows_of, (q, k, v)), pack, interval.Interval.window(70, True), 0.25)
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    dense = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert_close(out, dense.transpose(1, 2)[0], torch.float16, "out")
 
 
 @pytest.mark.interpreted
