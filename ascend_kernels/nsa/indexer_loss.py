@@ -15,7 +15,8 @@ Floor: 2 D FLOP per query head and selected key, 2 D_i per indexer head and sele
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -41,7 +42,7 @@ from ascend_kernels.nsa.layout import (
     strided,
 )
 from ascend_kernels.nsa.lists import BlockLists, block_lists, visible_blocks
-from ascend_kernels.nsa.tiling import block_of, gpu_options, indexer_tiles, lse_tiles
+from ascend_kernels.nsa.tiling import Tiles, block_of, gpu_options, indexer_tiles, lse_tiles
 
 SLOTS = 16
 """Slots of a token that a program reads at a time."""
@@ -189,86 +190,90 @@ def best_kernel(
             tl.store(p_key + o_out, i_key + b_at, mask=exists)
 
 
-class Blocks(NamedTuple):
-    """Facts of the selected blocks that make up the loss, `[H_kv,rows,k]`; 0, 0 and -1 where there is no block."""
+@dataclass(frozen=True)
+class Selection:
+    """Selected blocks of a call, int32 `[H_kv,rows,k]`, and the same by block."""
 
-    mass: Tensor
-    """fp32: the attention's mass of the block."""
-    score: Tensor
-    """fp32: the indexer's unscaled score."""
-    key: Tensor
-    """int32: key with this score, counted from the document's first."""
+    index: Tensor
+    pack: Pack
+    size: int
+    found: BlockLists
+
+    def arguments(self, heads: slice, i_chunk: int) -> dict[str, Any]:
+        """Those of kernels that go through the lists of some key/value heads and a chunk of tokens."""
+        work = self.found.work[heads, i_chunk]
+        return {
+            "p_pairs": self.found.pairs[heads], "p_work": work, "p_docs": self.pack.docs, "p_tiles": self.pack.rows,
+            "slots": self.index.shape[2], "num_lists": self.index.shape[1], "size": self.size,
+            "pair_head": self.found.pairs.stride(0), "work_head": work.stride(0),
+        }  # fmt: skip
 
 
-def blocks_of(
-    q_idx: Tensor, k_idx: Tensor, q: Tensor, k: Tensor, index: Tensor, pack: Pack, *, size: int, scale: float
-) -> Blocks:
-    """Mass, score and key of selected blocks.
+def select(index: Tensor, pack: Pack, size: int, chunk: int) -> Selection:
+    """Args: chunk: tokens of a chunk."""
+    found = block_lists(index, pack, index.shape[0], size=size, causal=True, chunk=chunk)
+    return Selection(index, pack, size, found)
+
+
+def masses(q: Tensor, k: Tensor, selection: Selection, together: int, scale: float) -> Tensor:
+    """The attention's mass of each selected block, fp32 `[H_kv,rows,k]`.
 
     Args:
-        q_idx, k_idx: `[rows,H_kv,D_i]`, `[keys,H_kv,D_i]`. q, k: `[rows,H,D]`, `[keys,H_kv,D]`.
-        index: int32 `[H_kv,rows,k]`.
+        q, k: `[rows,H,D]`, `[keys,H_kv,D]`.
+        together: key/value heads whose pairs' lse are in memory at once.
     """
-    heads, (kv_heads, lists, slots) = q.shape[1], index.shape
-    group = heads // kv_heads
-    mass, score = (torch.zeros(index.shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    key = torch.full_like(index, -1)
-    if 0 in (lists, slots, k.shape[0]):
-        return Blocks(mass, score, key)
-    chunk, together = chunk_of(lists, kv_heads, slots * group * 4)
-    found = block_lists(index, pack, kv_heads, size=size, causal=True, chunk=chunk)
+    index, pack, chunk = selection.index, selection.pack, selection.found.chunk
+    (kv_heads, lists, slots), dim = index.shape, q.shape[2]
+    group = q.shape[1] // kv_heads
+    mass = torch.zeros(index.shape, dtype=torch.float32, device=q.device)
     part = torch.empty((together, chunk * slots * group), dtype=torch.float32, device=q.device)
+    chosen = lse_tiles(q.dtype, dim, group, selection.size, q.device)
+    whole_block = selection.size <= chosen.block_n
     for head in range(0, kv_heads, together):
         kv, own = slice(head, head + together), slice(head * group, (head + together) * group)
-        for i_chunk in range(found.work.shape[1]):
-            attention_mass(q[:, own], k[:, kv], index[kv], found, kv, i_chunk, part, mass[kv], pack, size, scale)
-    for i_chunk in range(found.work.shape[1]):
-        chosen = indexer_tiles(q_idx.dtype, q_idx.shape[2], size)
+        count = min(together, kv_heads - head)
+        for i_chunk in range(selection.found.work.shape[1]):
+            first = i_chunk * chunk
+            sizes = {"group_size": group, "part_head": part.shape[1]}
+            arguments = {
+                **strided("q", q[:, own]), **strided("k", k[:, kv]), **selection.arguments(kv, i_chunk), **sizes,
+                "p_lse": part, "log2_scale": scale * math.log2(math.e), "chunk_pair": first * slots, "dim": dim,
+            }  # fmt: skip
+            constants = {**constants_of(chosen, dim), "GROUP": block_of(group, 1), "WHOLE_BLOCK": whole_block}
+            launch(lse_kernel, (selection.found.work.shape[2], count), arguments, constants, **chosen.options)
+            arguments = {
+                "p_lse": part, "p_index": index[kv], "p_docs": pack.docs, "p_tiles": pack.rows, "p_mass": mass[kv],
+                "first_list": first, "num_lists": lists, "slots": slots, "size": selection.size, **sizes,
+            }  # fmt: skip
+            constants = {"GROUP": block_of(group, 1), "SLOTS": min(SLOTS, block_of(slots, 1))}
+            grid = min(chunk, lists - first), count
+            launch(mass_kernel, grid, arguments, constants, **gpu_options(num_warps=1))
+    return mass
+
+
+def best_keys(q_idx: Tensor, k_idx: Tensor, selection: Selection) -> tuple[Tensor, Tensor]:
+    """The indexer's unscaled score of each selected block, and the key that has it, counted from the document's first.
+
+    fp32 and int32 `[H_kv,rows,k]`; 0 and -1 where there is no block.
+
+    Args:
+        q_idx, k_idx: `[rows,H_kv,D_i]`, `[keys,H_kv,D_i]`.
+    """
+    dim = q_idx.shape[2]
+    score = torch.zeros(selection.index.shape, dtype=torch.float32, device=q_idx.device)
+    key = torch.full_like(selection.index, -1)
+    chosen = indexer_tiles(q_idx.dtype, dim, selection.size)
+    heads, chunks, num_work = selection.found.work.shape[:3]
+    for i_chunk in range(chunks):
         arguments = {
-            **strided("q", q_idx), **strided("k", k_idx), **lists_arguments(found, slice(None), i_chunk, index, pack),
-            "p_score": score, "p_key": key, "size": size, "dim": q_idx.shape[2],
+            **strided("q", q_idx), **strided("k", k_idx), **selection.arguments(slice(None), i_chunk),
+            "p_score": score, "p_key": key, "dim": dim,
         }  # fmt: skip
-        grid = found.work.shape[2], kv_heads
-        launch(best_kernel, grid, arguments, constants_of(chosen, q_idx.shape[2]), **chosen.options)
-    return Blocks(mass, score, key)
+        launch(best_kernel, (num_work, heads), arguments, constants_of(chosen, dim), **chosen.options)
+    return score, key
 
 
-def attention_mass(
-    q: Tensor, k: Tensor, index: Tensor, found: BlockLists, kv: slice, i_chunk: int, part: Tensor, mass: Tensor,
-    pack: Pack, size: int, scale: float,
-) -> None:  # fmt: skip
-    """Write the mass of the blocks of a chunk of lists and some key/value heads. Args: part: room for lse of pairs."""
-    (kv_heads, lists, slots), dim = index.shape, q.shape[2]
-    group, first = q.shape[1] // kv_heads, i_chunk * found.chunk
-    chosen = lse_tiles(q.dtype, dim, group, size, q.device)
-    sizes = {"group_size": group, "part_head": part.shape[1], "size": size}
-    arguments = {
-        **strided("q", q), **strided("k", k), **lists_arguments(found, kv, i_chunk, index, pack), **sizes,
-        "p_lse": part, "log2_scale": scale * math.log2(math.e), "chunk_pair": first * slots, "dim": dim,
-    }  # fmt: skip
-    constants = {
-        **constants_of(chosen, dim), "GROUP": block_of(group, 1), "WHOLE_BLOCK": size <= chosen.block_n,
-    }  # fmt: skip
-    launch(lse_kernel, (found.work.shape[2], kv_heads), arguments, constants, **chosen.options)
-    arguments = {
-        "p_lse": part, "p_index": index, "p_docs": pack.docs, "p_tiles": pack.rows, "p_mass": mass,
-        "first_list": first, "num_lists": lists, "slots": slots, **sizes,
-    }  # fmt: skip
-    constants = {"GROUP": block_of(group, 1), "SLOTS": min(SLOTS, block_of(slots, 1))}
-    grid = min(found.chunk, lists - first), kv_heads
-    launch(mass_kernel, grid, arguments, constants, **gpu_options(num_warps=1))
-
-
-def lists_arguments(found: BlockLists, kv: slice, i_chunk: int, index: Tensor, pack: Pack) -> dict[str, Any]:
-    work = found.work[kv, i_chunk]
-    return {
-        "p_pairs": found.pairs[kv], "p_work": work, "p_docs": pack.docs, "p_tiles": pack.rows,
-        "slots": index.shape[2], "num_lists": index.shape[1], "pair_head": found.pairs.stride(0),
-        "work_head": work.stride(0),
-    }  # fmt: skip
-
-
-def constants_of(chosen: Any, dim: int) -> dict[str, Any]:
+def constants_of(chosen: Tiles, dim: int) -> dict[str, Any]:
     block_d = block_of(dim)
     return {"UNITS": chosen.block_m, "BLOCK_N": chosen.block_n, "BLOCK_D": block_d, "WHOLE": block_d == dim}
 
@@ -290,9 +295,15 @@ def forward(
 
     Args: see nsa.indexer_kl_loss; they have been checked, and q_start is int32 `[B]` or None.
     """
-    pack, q_rows, k_rows = _pack(q, k, cu_seqlens, q_start, block_size), rows_of(q_idx), rows_of(k_idx)
-    given = q_rows, k_rows.expand(-1, q_rows.shape[1], -1), rows_of(q), rows_of(k), lists_of(block_indices)
-    mass, score, key = blocks_of(*given, pack, size=block_size, scale=softmax_scale)
+    pack, index = _pack(q, k, cu_seqlens, q_start, block_size), lists_of(block_indices)
+    if 0 in index.shape or k.numel() == 0:
+        nothing = torch.zeros(index.shape, dtype=torch.float32, device=q.device)
+        return nothing.sum(), torch.full_like(index, -1), nothing
+    heads, lists, slots = index.shape
+    chunk, together = chunk_of(lists, heads, slots * (q.shape[-2] // heads) * 4)
+    selection = select(index, pack, block_size, chunk)
+    mass = masses(rows_of(q), rows_of(k), selection, together, softmax_scale)
+    score, key = best_keys(rows_of(q_idx), rows_of(k_idx).expand(-1, heads, -1), selection)
     chosen = key >= 0
     has_blocks = chosen.any(-1, keepdim=True)
     score = (score * index_scale).masked_fill(~chosen, -math.inf).masked_fill(~has_blocks, 0.0)
@@ -400,8 +411,8 @@ def backward(
     constants = {"SLOTS": min(SLOTS, block_of(slots, 1)), "BLOCK_D": block_of(dim)}
     launch(dq_kernel, (lists, heads), arguments, constants, **gpu_options(num_warps=1))
 
-    found = block_lists(index, pack, heads, size=block_size, causal=True, chunk=lists)
-    chosen, num_work = indexer_tiles(q_idx.dtype, dim, block_size), found.work.shape[2]
+    selection = select(index, pack, block_size, lists)
+    chosen, num_work = indexer_tiles(q_idx.dtype, dim, block_size), selection.found.work.shape[2]
     constants = {**constants_of(chosen, dim), "EXACT": q_idx.dtype == torch.float32}
     together = max(1, min(heads, kv_outer.PARTIAL_BYTES // (num_work * block_size * dim * 4)))
     part = torch.empty((together, num_work, block_size, dim), dtype=torch.float32, device=q.device)
@@ -412,10 +423,10 @@ def backward(
         count = min(together, heads - head)
         arguments = {
             **strided("q", q_rows[:, own]), **{name: x[own] for name, x in saved.items()},
-            **lists_arguments(found, own, 0, index, pack), "p_dk": part, "size": block_size, "dim": dim,
+            **selection.arguments(own, 0), "p_dk": part, "dim": dim,
         }  # fmt: skip
         launch(dk_kernel, (num_work, count, -(-block_size // chosen.block_n)), arguments, constants, **chosen.options)
-        ends = found.ends[own, 0]
+        ends = selection.found.ends[own, 0]
         arguments = {
             "p_part": part, "p_ends": ends, "end_head": ends.stride(0), "p_sum": total, "p_docs": pack.docs,
             "p_tiles": blocks, "num_work": num_work, "size": block_size, "num_kv_heads": heads, "head": head,

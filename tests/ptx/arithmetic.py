@@ -50,13 +50,20 @@ COMPARE: dict[str, Function] = {
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
+    "lo": np.less,
+    "ls": np.less_equal,
+    "hi": np.greater,
+    "hs": np.greater_equal,
 }
 COMPARE_FLOATS: dict[str, Function] = COMPARE | {
     "ne": lambda x, y: (x < y) | (x > y),
     "num": lambda x, y: (x == x) & (y == y),
+    "nan": lambda x, y: (x != x) | (y != y),
     # What holds with NaN, too: the opposite of what does not
     "equ": lambda x, y: ~((x < y) | (x > y)),
     "neu": np.not_equal,
+    "ltu": lambda x, y: ~(x >= y),
+    "gtu": lambda x, y: ~(x <= y),
     "leu": lambda x, y: ~(x > y),
     "geu": lambda x, y: ~(x < y),
 }
