@@ -1,7 +1,7 @@
 """Compile every CuTe kernel of ours and every FlashAttention-4 kernel that we call, without a GPU.
 
-    one process per architecture -> kernels that the calls of tests/support/kernel_calls.py launch, one after the
-    other -> a line each: size of the cubin, hash of its machine code, seconds
+    a process per core, each for an architecture -> its share of the kernels that the calls of
+    tests/support/kernel_calls.py launch -> a line each: size of the cubin, hash of its machine code, seconds
 
 A case fails unless its cubin exists, is for the architecture, and reads no uniform register that nothing writes, which
 some versions of ptxas do. Failures are repeated at the end; the exit status is 1 then. Hashes are of instructions and
@@ -208,12 +208,12 @@ def arch_of(cubin: bytes) -> str:
     return f"sm_{flags & 0xFF}{'a' if flags & 0x800 else ''}"
 
 
-def compile_here(arch: str, matrix: str, kernels: Sequence[str] | None) -> None:
-    """The child's part: a line of JSON for each case, and nothing else where the parent reads."""
+def compile_here(arch: str, matrix: str, kernels: Sequence[str] | None, share: int, shares: int) -> None:
+    """The child's part: a line of JSON for each case of its share, and nothing else where the parent reads."""
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no result
     cases = (case for case in map(case_of, kernel_calls.kernels()) if kernels is None or case.kernel in kernels)
-    for case in pairwise(cases) if matrix == "pairwise" else cases:
+    for case in itertools.islice(pairwise(cases) if matrix == "pairwise" else cases, share, None, shares):
         print(json.dumps(try_case(arch, case)), file=lines, flush=True)
 
 
@@ -232,10 +232,10 @@ def child_environment(arch: str, dump: str) -> dict[str, str]:
     }
 
 
-def compile_for(arch: str, matrix: str, kernels: Sequence[str] | None) -> list[Result]:
-    """Runs the child of an architecture and prints its results as they come."""
+def compile_for(arch: str, matrix: str, kernels: Sequence[str] | None, share: int, shares: int) -> list[Result]:
+    """Runs a child of an architecture and prints its results as they come."""
     results: list[Result] = []
-    command = [sys.executable, __file__, "--child", "--arch", arch, "--matrix", matrix]
+    command = [sys.executable, __file__, "--share", f"{share}/{shares}", "--arch", arch, "--matrix", matrix]
     if kernels is not None:
         command += ["--kernels", ",".join(kernels)]
     with tempfile.TemporaryDirectory() as dump:
@@ -244,10 +244,15 @@ def compile_for(arch: str, matrix: str, kernels: Sequence[str] | None) -> list[R
             for line in child.stdout or ():
                 results.append(Result(*json.loads(line)))
                 print(f"{results[-1].line}\n", end="", flush=True)  # one write: the other child's lines come between
-    if child.returncode != 0 or not (results or kernels):
+    if child.returncode != 0 or not (results or kernels or share):
         error = f"its process ended with exit status {child.returncode} after {len(results)} cases"
         results.append(Result(arch, "-", "-", "-", "-", "-", 0, "-", 0.0, error))
     return results
+
+
+def in_turn(parts: Iterable[Iterable[Result]]) -> list[Result]:
+    """The first result of each part, then the second ones, and so on."""
+    return [result for turn in itertools.zip_longest(*parts) for result in turn if result is not None]
 
 
 def summary(results: Sequence[Result]) -> list[str]:
@@ -305,12 +310,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", help="names by commas: these alone; with --log the others' lines stay as they are")
     parser.add_argument("--log", type=Path, help="also write the table, with versions, to this file")
     parser.add_argument("--against", type=Path, metavar="LOG", help="list kernels whose code differs from this log's")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--share", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     archs = [args.arch] if args.arch else [*TARGETS]
     kernels = args.kernels.split(",") if args.kernels else None
-    if args.child:
-        compile_here(args.arch, args.matrix, kernels)
+    if args.share:
+        compile_here(args.arch, args.matrix, kernels, *map(int, args.share.split("/")))
         return 0
 
     versions = ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)])
@@ -320,9 +325,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--kernels changes a log without failures, of {title}")
     earlier = args.against.read_text(encoding="utf-8") if args.against else None
     print(versions, HEADER, sep="\n", flush=True)
-    with ThreadPoolExecutor(len(archs)) as pool:
-        of_archs = pool.map(compile_for, archs, [args.matrix] * len(archs), [kernels] * len(archs))
-        results = [result for part in of_archs for result in part]
+    shares = max(1, (os.cpu_count() or 1) // len(archs))
+    with ThreadPoolExecutor(shares * len(archs)) as pool:
+        parts = [
+            [pool.submit(compile_for, arch, args.matrix, kernels, share, shares) for share in range(shares)]
+            for arch in archs
+        ]
+        results = [result for part in parts for result in in_turn([child.result() for child in part])]
     if missing := sorted(set(kernels or ()) - {result.kernel for result in results}):
         parser.error(f"--kernels: no kernel is called {', '.join(missing)}")
     end = summary(results)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -143,7 +144,12 @@ def test_failures_are_listed_and_logs_compared(
     log = str(tmp_path / "log")
 
     def run(option: str, *cases: tool.Case, status: int = 0) -> str:
-        monkeypatch.setattr(tool, "compile_for", lambda arch, *_: [tool.try_case(arch, each) for each in cases])
+        def compile_for(arch: str, matrix: str, kernels: None, share: int, shares: int) -> list[tool.Result]:
+            assert shares == 3
+            return [tool.try_case(arch, each) for each in cases[share::shares]]
+
+        monkeypatch.setattr(os, "cpu_count", lambda: 3)
+        monkeypatch.setattr(tool, "compile_for", compile_for)
         assert tool.main(["--arch", "sm_90a", option, log]) == status
         return capsys.readouterr().out
 
