@@ -9,8 +9,7 @@ is appended in chunks, too, beside one call of `nsa_forward` on all of it: rows 
 Dense decoding is PyTorch's SDPA with grouped heads over contiguous keys: of N_q tokens each sees all keys. fla's is
 parallel_nsa of the last tokens over all keys, which it pools again, without its window, which is flash-attn's.
 
-Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv. The same command goes on where it
-was stopped.
+Writes OUT.json after every case (schema: docs/results_files.md). The same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     for n, chunk in chain(*args.prefill):
         parts.append((f"prefill N={n} in chunks of {chunk}", partial(time_prefill, args, device, n, chunk)))
     with torch.no_grad():
-        return run(args, {**facts, "floor_tbs": tbs}, lambda _: parts, LINE, bars=find_bars, csv=True)
+        return run(args, {**facts, "floor_tbs": tbs}, lambda _: parts, LINE, bars=find_bars)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -72,7 +72,7 @@ def above_zero(text: str) -> float:
 
 
 def with_ending(path: Path, ending: str) -> Path:
-    """A file of an --out, such as OUT.csv, of OUT or OUT.json: other dots are of its name."""
+    """A file of an --out, such as OUT.png, of OUT or OUT.json: other dots are of its name."""
     name = path.name.removesuffix(".json")
     if not name:
         raise SystemExit(f"--out must name a file, got {str(path)!r}")

@@ -1,8 +1,7 @@
-"""Files of benchmarks: facts on the machine, and JSON and CSV (schema: docs/results_files.md)."""
+"""Files of benchmarks: facts on the machine, and JSON (schema: docs/results_files.md)."""
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import platform
@@ -83,10 +82,3 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     with replacing(path) as partial:
         partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    with replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [])
-        writer.writeheader()
-        writer.writerows(rows)

@@ -20,7 +20,7 @@ from typing import Any
 from bench.bars import Bar
 from bench.common import with_ending
 from bench.oracles import Error
-from bench.report import relative, write_csv, write_json
+from bench.report import relative, write_json
 from bench.show import row_line, say, show_bars
 
 INTERRUPTED = 130  # Status of a script that Ctrl-C ended
@@ -95,16 +95,13 @@ class Results:
         self.parts[name] = Part(list(rows), list(missing))
         self._write("unfinished", parts={name: asdict(part) for name, part in self.parts.items()})
 
-    def finish(self, *, checked: bool = True, csv: bool = False, **more: Any) -> None:
+    def finish(self, *, checked: bool = True, **more: Any) -> None:
         """Record that all parts are done."""
-        if csv:
-            write_csv(with_ending(self.path, ".csv"), self.rows)
         self._write("green" if checked else "unchecked", red=[], **more, rows=self.rows)
 
     def _write(self, gate: str, **fields: Any) -> None:
-        if gate in ("unfinished", "red"):  # a table and a plot that are there show rows of before
-            for suffix in (".csv", ".png"):
-                with_ending(self.path, suffix).unlink(missing_ok=True)
+        if gate in ("unfinished", "red"):  # a plot that is there shows rows of before
+            with_ending(self.path, ".png").unlink(missing_ok=True)
         write_json(self.path, {**self.head, **self.facts, "gate": gate, **fields})
 
     def kept(self) -> str:
@@ -137,7 +134,6 @@ def run(
     bars: Callable[[list[Row]], Iterable[Bar]] | None = None,
     plot: Callable[[Results, Path], None] | None = None,
     show: Callable[[dict[str, Any]], None] | None = None,
-    csv: bool = False,
     checked: bool = True,
 ) -> int:
     """Measure and write OUT.json (schema: docs/results_files.md) after every part; returns the status of the script.
@@ -158,12 +154,12 @@ def run(
             more["bars"] = [bar.as_json() for bar in reached]
         if plot:
             plot(results, with_ending(out, ".png"))
-        results.finish(checked=checked, csv=csv, **more)
+        results.finish(checked=checked, **more)
     if show:
         show({**results.facts, **more, "rows": results.rows})
     if reached is not None:
         show_bars(reached)
-    written = (with_ending(out, ending) for ending in (".png", ".csv", ".json"))
+    written = (with_ending(out, ending) for ending in (".png", ".json"))
     say("   ".join(str(relative(path)) for path in written if path.exists()))
     return 0
 
@@ -188,7 +184,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def open_results(out: Path, head: dict[str, Any]) -> Iterator[Results]:
-    """The results OUT.json, with OUT.csv and OUT.png; prints what becomes of a file. May raise SystemExit."""
+    """The results OUT.json, with OUT.png; prints what becomes of a file. May raise SystemExit."""
     results = Results(with_ending(out, ".json"), head)
     with held(results.path, results.kept):
         if note := results.go_on():

@@ -150,13 +150,12 @@ def test_what_differs_is_not_mixed(name: str, tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize(("out", "name"), [("run", "run"), ("run.json", "run"), ("run-0.5", "run-0.5")])
 def test_finished_results_are_made_anew(out: str, name: str, tmp_path: Path) -> None:
-    """Their table and plot go when the first other rows come."""
-    for ending in (".csv", ".png"):
-        (tmp_path / f"{name}{ending}").touch()
+    """Their plot goes when the first other rows come."""
+    (tmp_path / f"{name}.png").touch()
     write_json(tmp_path / f"{name}.json", {**HEAD, "gate": "green", "rows": [{"n": 1}]})
     with open_results(tmp_path / out, HEAD) as results:
         assert results.rows == []
-        assert names(tmp_path) == {f"{name}{ending}" for ending in (".json", ".csv", ".png")}
+        assert names(tmp_path) == {f"{name}.json", f"{name}.png"}
         results.add("a", [{"n": 2}])
         assert names(tmp_path) == {f"{name}.json"}
     assert list(read(tmp_path / f"{name}.json")["parts"]) == ["a"]
@@ -199,7 +198,7 @@ def test_files_that_cannot_be_written_are_refused_at_once(
 
 def test_files_come_by_rename(tmp_path: Path) -> None:
     """A reader sees the old file or the new one; a failed writer leaves the old one, and nothing else."""
-    path = tmp_path / "run.csv"
+    path = tmp_path / "run.png"
     path.write_text("old")
 
     def fail(partial: Path) -> None:
@@ -208,7 +207,7 @@ def test_files_come_by_rename(tmp_path: Path) -> None:
 
     with replacing(path) as one, replacing(path) as two:
         assert one != two
-        assert {one.suffix, two.suffix} == {".csv"}, "by which savefig knows the format"
+        assert {one.suffix, two.suffix} == {".png"}, "by which savefig knows the format"
         one.write_text("new")
         two.write_text("newer")
         assert path.read_text() == "old"
@@ -216,4 +215,4 @@ def test_files_come_by_rename(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="failed"), replacing(path) as partial:
         fail(partial)
     assert path.read_text() == "new"
-    assert names(tmp_path) == {"run.csv"}
+    assert names(tmp_path) == {"run.png"}

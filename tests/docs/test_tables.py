@@ -27,7 +27,7 @@ def test_every_table_is_shown() -> None:
 
 
 def test_results_are_those_that_pages_cite() -> None:
-    """Nothing else lies in bench/results but CSV and PNG files of what is cited."""
+    """Nothing else lies in bench/results but PNG files of what is cited."""
     cited = {name for text in TEXT.values() for name in re.findall(r"bench/results/([\w.-]+)", text)}
     cited |= set(re.findall(r"bench/results/([\w.-]+)", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
     there = {path.name for path in tables.RESULTS.iterdir() if path.is_file()}
