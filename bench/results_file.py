@@ -71,10 +71,10 @@ class Results:
             self.facts[name] = measure()
         return self.facts[name]
 
-    def measure(self, parts: Iterable[Measurement], line: str | None, reason: Callable[[Any], str] = str) -> bool:
+    def measure(self, parts: Iterable[Measurement], line: str | None) -> bool:
         """Measure and print the parts that the file lacks; returns False after a wrong result.
 
-        Args: `line`: of a row, for `row_line`; None: nothing is printed. `reason`: why something did not run, as text.
+        Args: `line`: of a row, for `row_line`; None: nothing is printed.
         """
         try:
             for name, run in parts:
@@ -83,7 +83,7 @@ class Results:
                     rows, missing = ([x for x in found if isinstance(x, dict) == is_row] for is_row in (True, False))
                     self.add(name, rows, missing)
                     if line is not None:
-                        print(*(row_line(line, row) for row in rows), *map(reason, missing), sep="\n", flush=True)
+                        print(*(row_line(line, row) for row in rows), *missing, sep="\n", flush=True)
                 del run  # with the tensors that it holds
         except WrongResult as wrong:
             self._write("red", red=list(wrong.args), missing=[], rows=[])
@@ -129,7 +129,6 @@ def run(
     parts: Callable[[Results], Iterable[Measurement]],
     line: str | None,
     *,
-    reason: Callable[[Any], str] = str,
     fields: Callable[[Results], dict[str, Any]] = lambda results: {"missing": results.missing},
     bars: Callable[[list[Row]], Iterable[Bar]] | None = None,
     plot: Callable[[Results, Path], None] | None = None,
@@ -139,14 +138,14 @@ def run(
     """Measure and write OUT.json (schema: docs/results_files.md) after every part; returns the status of the script.
 
     Args:
-        parts: what is measured, given the results so far. line, reason: as in `Results.measure`.
+        parts: what is measured, given the results so far. line: as in `Results.measure`.
         fields: of the file, besides rows and bars, once all parts are done. bars: count if `args.bars`.
         plot: draws OUT.png. show: prints the fields of the file, once it is written, before bars.
         checked: False if nothing is.
     """
     out = Path(args.out)
     with open_results(out, {**head, "command": args.command}) as results:
-        if not results.measure(parts(results), line, reason):
+        if not results.measure(parts(results), line):
             return 1
         more = fields(results)
         reached = list(bars(results.rows)) if bars and args.bars else None
