@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import warnings
 from numbers import Real
 from typing import Any, NoReturn, TypeGuard
@@ -34,10 +34,11 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def is_finite(number: float) -> bool:
-    """True unless a number is NaN or infinite: integers of any size, and torch.compile's symbols, which math.isfinite
-    cannot take.
+    """True unless a number is NaN, infinite or, as integers may be, beyond the range of a float.
+
+    By comparison, since math.isfinite cannot take torch.compile's symbols.
     """
-    return bool(-math.inf < number < math.inf)
+    return bool(-sys.float_info.max <= number <= sys.float_info.max)
 
 
 def check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
