@@ -250,11 +250,6 @@ def compile_for(arch: str, matrix: str, kernels: Sequence[str] | None, share: in
     return results
 
 
-def in_turn(parts: Iterable[Iterable[Result]]) -> list[Result]:
-    """The first result of each part, then the second ones, and so on."""
-    return [result for turn in itertools.zip_longest(*parts) for result in turn if result is not None]
-
-
 def summary(results: Sequence[Result]) -> list[str]:
     lines = []
     for arch in dict.fromkeys(result.arch for result in results):
@@ -304,9 +299,7 @@ def replaced(old: Iterable[Result], new: Iterable[Result]) -> list[Result]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile every CuTe kernel without a GPU.")
     parser.add_argument("--arch", choices=TARGETS, help="default: both")
-    parser.add_argument(
-        "--matrix", choices=("full", "pairwise"), default="full", help="pairwise: about a third (default: full)"
-    )
+    parser.add_argument("--matrix", choices=("full", "pairwise"), default="full", help="pairwise: about a third")
     parser.add_argument("--kernels", help="names by commas: these alone; with --log the others' lines stay as they are")
     parser.add_argument("--log", type=Path, help="also write the table, with versions, to this file")
     parser.add_argument("--against", type=Path, metavar="LOG", help="list kernels whose code differs from this log's")
@@ -331,7 +324,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             [pool.submit(compile_for, arch, args.matrix, kernels, share, shares) for share in range(shares)]
             for arch in archs
         ]
-        results = [result for part in parts for result in in_turn([child.result() for child in part])]
+        turns = [turn for part in parts for turn in itertools.zip_longest(*(child.result() for child in part))]
+    results = [result for turn in turns for result in turn if result is not None]
     if missing := sorted(set(kernels or ()) - {result.kernel for result in results}):
         parser.error(f"--kernels: no kernel is called {', '.join(missing)}")
     end = summary(results)
