@@ -41,7 +41,11 @@ UNARY: dict[str, Function] = {
     "ex2": np.exp2,
     "lg2": np.log2,
     "rcp": np.reciprocal,
+    "sqrt": np.sqrt,
     "rsqrt": lambda x: 1 / np.sqrt(x),
+    "tanh": np.tanh,
+    "sin": np.sin,
+    "cos": np.cos,
 }
 COMPARE: dict[str, Function] = {
     "eq": np.equal,
@@ -63,22 +67,38 @@ COMPARE_FLOATS: dict[str, Function] = COMPARE | {
     "equ": lambda x, y: ~((x < y) | (x > y)),
     "neu": np.not_equal,
     "ltu": lambda x, y: ~(x >= y),
-    "gtu": lambda x, y: ~(x <= y),
     "leu": lambda x, y: ~(x > y),
+    "gtu": lambda x, y: ~(x <= y),
     "geu": lambda x, y: ~(x < y),
 }
+COUNT: dict[str, Callable[[int, int], int]] = {
+    "popc": lambda i, size: bin(i).count("1"),
+    "clz": lambda i, size: size - i.bit_length(),
+    "bfind": lambda i, size: (i.bit_length() - 1) & 0xFFFFFFFF,
+    "brev": lambda i, size: int(f"{i:0{size}b}"[::-1], 2),
+}
+"""Of a number of `size` bits."""
+ROUND: dict[str, Function] = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
+
+
 Specification = tuple[Any, ...]
 """A function, the type of the result, and those of the operands, of which the last is all others' as well."""
 
 
-def count_ones(x: Any) -> Any:
-    return np.array([bin(i).count("1") for i in x.tolist()], "u4")
+def counted(what: str, size: str) -> Specification:
+    def function(x: Any) -> Any:
+        return np.array([COUNT[what](i, int(size)) for i in x.tolist()], TYPES[f"u{size}"])
+
+    return function, f"u{size}" if what == "brev" else "u32", f"u{size}"
 
 
-def funnel_shift(low: Any, high: Any, by: Any) -> Any:
-    """To the left, by less than 32."""
-    both = high.astype("u8") << np.uint64(32) | low
-    return (both << (by & np.uint32(31)).astype("u8")) >> np.uint64(32)
+def funnel_shift(way: str, how: str) -> Specification:
+    def function(low: Any, high: Any, by: Any) -> Any:
+        both = high.astype("u8") << np.uint64(32) | low
+        by = (by & np.uint32(31) if how == "wrap" else np.minimum(by, np.uint32(32))).astype("u8")
+        return (both << by) >> np.uint64(32) if way == "l" else both >> by & np.uint64(0xFFFFFFFF)
+
+    return function, "u32", "u32"
 
 
 def extract(letter: str, bits: str) -> Specification:
@@ -103,14 +123,24 @@ def permute(low: Any, high: Any, how: Any) -> Any:
     return np.where(chosen & 8, np.where(picked & 0x80, 255, 0), picked).astype("u1").view("u4")[:, 0]
 
 
+def any_logic(x: Any, y: Any, z: Any, table: Any) -> Any:
+    total = np.zeros_like(x)
+    for i in range(8):
+        if table[0] >> i & 1:
+            total |= (x if i & 4 else ~x) & (y if i & 2 else ~y) & (z if i & 1 else ~z)
+    return total
+
+
 def multiply(part: str, letter: str, bits: str) -> Specification:
     """And add, if there is a third operand."""
     size, narrow, wide = int(bits), letter + bits, f"{letter}{2 * int(bits)}"
-    kind, product_kind = TYPES[narrow], TYPES[wide]
+    kind, product_kind = TYPES[narrow], TYPES.get(wide, object)
 
     def function(x: Any, y: Any, *z: Any) -> Any:
         product = np.multiply(x.astype(product_kind), y.astype(product_kind))
-        if part == "hi":
+        if part == "hi" and size == 64:
+            product = (product >> size & (1 << 64) - 1).astype("u8").view(kind)
+        elif part == "hi":
             product = np.right_shift(product, np.array(size, product_kind)).astype(kind)
         return sum(z, product)
 
@@ -141,6 +171,11 @@ def mixed(what: str, kind: str) -> Specification:
     return lambda x, y: FLOAT[what](numbers(x, kind), y), "f32", "b16", "f32"
 
 
+def bf16_pairs(what: str) -> Specification:
+    """Rounded twice, as if once: fp32 has more than twice the bits of bf16 (Figueroa, SIGNUM 30, 1995)."""
+    return lambda x, y: bf16_bits(FLOAT[what](bf16_numbers(x), bf16_numbers(y))), "b16x2", "b16x2"
+
+
 def sum_rounded_down(x: Any, y: Any) -> Any:
     """In fp32, towards minus infinity."""
     x, y = x.astype("f8"), y.astype("f8")
@@ -168,6 +203,18 @@ def two_f16(high: Any, low: Any) -> Any:
     return np.stack([low, high], 1).astype("f2").view("u4")[:, 0]
 
 
+def to_integer(how: str, to: str) -> Specification:
+    """Beyond the type: its nearest number; 0 of NaN."""
+    limits = np.iinfo(TYPES[to])
+
+    def function(x: Any) -> Any:
+        whole = ROUND[how](np.nan_to_num(x, nan=0.0).astype("f8"))
+        inside = np.clip(whole, float(limits.min), float(limits.max)).astype(TYPES[to])
+        return np.where(whole >= float(limits.max), np.array(limits.max, TYPES[to]), inside)
+
+    return function, to, "f32"
+
+
 def same(x: Any) -> Any:
     return x
 
@@ -182,25 +229,28 @@ ELEMENTWISE: dict[str, Callable[..., Specification]] = {
     r"(and|or|xor)\.(b16|b32|b64|pred)": lambda what, kind: (BINARY[what], kind, kind),
     # By more than the type has bits, all of them leave
     r"(shl|shr)\.([bsu](?:16|32|64))": lambda what, kind: (BINARY[what], kind, kind, "u32"),
-    r"shf\.l\.wrap\.b32": lambda: (funnel_shift, "u32", "u32"),
+    r"shf\.([lr])\.(wrap|clamp)\.b32": funnel_shift,
     r"(neg|abs|not)\.([bs](?:16|32|64))": lambda what, kind: (UNARY[what], kind, kind),
     r"not\.pred": lambda: (np.logical_not, "pred", "pred"),
-    r"popc\.b32": lambda: (count_ones, "u32", "u32"),
+    r"(popc|clz|bfind|brev)\.[bu](32|64)": counted,
     r"bfe\.([su])(32|64)": extract,
     r"prmt\.b32": lambda: (permute, "u32", "u32"),
+    r"lop3\.b32": lambda: (any_logic, "u32", "u32"),
     r"mad\.lo\.([su](?:16|32|64))": lambda kind: (lambda x, y, z: x * y + z, kind, kind),
-    r"(?:mul|mad)\.(hi|wide)\.([su])(16|32)": multiply,
+    r"(?:mul|mad)\.(hi)\.([su])(16|32|64)": multiply,
+    r"(?:mul|mad)\.(wide)\.([su])(16|32)": multiply,
     r"div\.([su](?:16|32|64))": lambda kind: (divide, kind, kind),
     r"rem\.([su](?:16|32|64))": lambda kind: (np.fmod, kind, kind),
     # Floating point; the least or greatest of two or three numbers is NaN only if all are
     r"(add|sub|mul)(?:\.rn)?(?:\.ftz)?\.(f32|f32x2)": lambda what, kind: (FLOAT[what], kind, kind),
     r"(min|max)(?:\.ftz)?\.f32": lambda what: (FLOAT[what], "f32", "f32"),
     r"(neg|abs)(?:\.ftz)?\.f32": lambda what: (UNARY[what], "f32", "f32"),
-    r"(ex2|lg2|rcp|rsqrt)(?:\.approx|\.rn)(?:\.ftz)?\.f32": lambda what: (UNARY[what], "f32", "f32"),
+    r"(ex2|lg2|rcp|rsqrt|sqrt|tanh|sin|cos)(?:\.approx|\.rn)(?:\.ftz)?\.f32": lambda what: (UNARY[what], "f32", "f32"),
     r"(div)(?:\.rn|\.approx|\.full)(?:\.ftz)?\.f32": lambda what: (FLOAT[what], "f32", "f32"),
     r"fma\.rn(?:\.ftz)?\.(f32|f32x2)": lambda kind: (fused, kind, kind),
     r"fma\.rn\.f32\.(bf16|f16)": mixed_fma,
     r"(add|sub)(?:\.rn)?\.f32\.(bf16|f16)": mixed,
+    r"(add|sub)(?:\.rn)?\.bf16x2": bf16_pairs,
     r"add\.rm(?:\.ftz)?\.f32x2": lambda: (sum_rounded_down, "f32x2", "f32x2"),
     # Comparison and selection
     r"setp\.(\w+)\.([bsu](?:16|32|64))": lambda what, kind: (COMPARE[what], "pred", kind),
@@ -213,6 +263,8 @@ ELEMENTWISE: dict[str, Callable[..., Specification]] = {
     r"cvt\.f32\.bf16": lambda: (bf16_numbers, "f32", "b16"),
     r"cvt\.rn\.f16\.f32": lambda: (same, "f16", "f32"),
     r"cvt\.f32\.f16": lambda: (same, "f32", "f16"),
+    r"cvt\.(rzi|rni|rmi|rpi)(?:\.ftz)?\.f32\.f32": lambda how: (ROUND[how], "f32", "f32"),
+    r"cvt\.(rzi|rni|rmi|rpi)(?:\.ftz)?\.([su](?:32|64))\.f32": to_integer,
     r"cvt\.rn\.f32\.([su](?:16|32|64))": lambda source: (same, "f32", source),
     r"cvt\.([su](?:8|16|32|64))\.([su](?:8|16|32|64))": lambda to, source: (lambda x: x.astype(TYPES[to]), to, source),
 }

@@ -24,6 +24,7 @@ Rules, by section of the PTX ISA (9.x):
     "Pipelined tcgen05 Instructions": of asynchronous ones, products of one shape into one accumulator are in order.
     "Non-pipelined instructions": others need tcgen05.wait::ld and ::st before the thread hands on or goes on, and
         tcgen05.commit with an mbarrier.
+    "Specialized Inter-thread Synchronization": tcgen05.fence is needed where arrival or wait are relaxed only.
     "Phase of the mbarrier object": who waits by parity must have done so before the next phase completes.
     "bar.warp.sync": it, or a barrier of threads, is between accesses of one cell by two lanes of a warp.
     "cp.async.bulk.wait_group", "mapa": a CTA may not end before bulk stores have read its shared memory, before copies
@@ -78,6 +79,7 @@ PIPELINE = "the tensor pipe alone orders"
 REUSE = "no proxy fence, but a barrier, between"
 ELECTED = "one lane alone hands on between"
 ADVICE = {REGISTERS, PIPELINE, REUSE, ELECTED}
+ATOMIC = "adds atomically"
 
 
 class Access(NamedTuple):
@@ -177,7 +179,7 @@ Cells = Sequence[tuple[Memory, Any]]
 class Mbarrier:
     def __init__(self, agent: int, init: Access, phase: int) -> None:
         self.agent, self.init = agent, init
-        self.is_fenced = False
+        self.is_fenced = self.is_relaxed = False
         self.phase = phase
         """How many are complete."""
         self.arriving, self.completed = np.zeros((2, len(ROWS), AGENTS), "i4")
@@ -210,6 +212,7 @@ class Clocks:
         """Advice too."""
         self.names: list[str] = []
         self._agents: dict[tuple[str, Hashable], int] = {}
+        self._of_tmem = np.zeros(AGENTS, np.bool_)
         for warp in range(warps):
             self._agent("warp", warp)
         self.clock = np.zeros((warps, len(ROWS), AGENTS), "i4")
@@ -236,6 +239,8 @@ class Clocks:
         """One more than the number of times that the lanes of a warp were put in order: no stamp is 0."""
         self._touched: dict[int, dict[str, int] | None] = {}
         """By a warp since its last wgmma.fence, None: there was none; registers, and where."""
+        self._published, self._awaited = np.zeros((2, warps, len(ROWS), AGENTS), "i4")
+        """Of TMEM: by tcgen05.fence::before_thread_sync, and what ::after_thread_sync will take."""
 
     # Findings
 
@@ -274,6 +279,8 @@ class Clocks:
                 raise NotImplementedError(f"more than {AGENTS} agents")
             self._agents[key] = len(self.names)
             self.names.append(f"{what} {of}")
+            if what in TMEM.values():
+                self._of_tmem[self._agents[key]] = True
         return self._agents[key]
 
     def _now(self, warp: int) -> int:
@@ -327,7 +334,7 @@ class Clocks:
 
     def _missing(self, before: Access, access: Access, clock: Any) -> str | None:
         agent, time, is_own = before.agent, before.time, before.agent == access.agent
-        if is_own and before.is_generic and access.is_generic:
+        if (is_own and before.is_generic and access.is_generic) or before.detail == access.detail == ATOMIC:
             return None
         if clock[ORDERED, agent] < time:
             if is_own and before.detail is not None:
@@ -397,6 +404,10 @@ class Clocks:
             self.clock[warp, TOGETHER, warp] = self._now(warp)
             self._tick(warp)
 
+    def adds(self, warp: int, cells: Any, cta: int = 0, lanes: Any = None) -> None:
+        """atom, red: in any order with each other, of whatever lanes."""
+        self._access(self.shared[cta], cells, self._generic(warp, True)._replace(detail=ATOMIC), self.clock[warp])
+
     # Proxies
 
     def fence_proxy(self, warp: int) -> None:
@@ -450,11 +461,15 @@ class Clocks:
             self._found(INIT, init, use, f"mbarrier {key}")
         return barrier
 
-    def arrive_at(self, warp: int, key: Hashable, by_all: bool = True) -> None:
+    def arrive_at(self, warp: int, key: Hashable, relaxed: bool = False, by_all: bool = True) -> None:
         """Args: whether each lane of the warp arrives."""
         barrier = self._mbarrier(warp, key)
-        self._reach(key, self._generic(warp, True)._replace(detail="arrives"), warp)
-        self._hand_on(warp, barrier.arriving, by_all)
+        if relaxed:
+            barrier.is_relaxed = True
+            np.maximum(barrier.arriving, self._published[warp], out=barrier.arriving)
+        else:
+            self._reach(key, self._generic(warp, True)._replace(detail="arrives"), warp)
+            self._hand_on(warp, barrier.arriving, by_all)
 
     def _of_cta(self, key: Hashable) -> slice:
         """The warps of an mbarrier's CTA."""
@@ -474,18 +489,24 @@ class Clocks:
         barrier = self._mbarriers[key]
         np.maximum(barrier.completed, barrier.arriving, out=barrier.completed)
         barrier.arriving[:] = 0
-        for warp, (phases, time) in barrier.waits.items():
-            if phases <= barrier.phase and barrier.completed[ORDERED, warp] < time:
-                waited = Access(warp, time, barrier.waited_at[warp], False, True, "waits")
-                ended = Access(barrier.agent, barrier.phase, self.point, True, False, "completes the next phase")
-                self._found(PHASE, waited, ended, f"mbarrier {key}")
+        if not barrier.is_relaxed:
+            for warp, (phases, time) in barrier.waits.items():
+                if phases <= barrier.phase and barrier.completed[ORDERED, warp] < time:
+                    waited = Access(warp, time, barrier.waited_at[warp], False, True, "waits")
+                    ended = Access(barrier.agent, barrier.phase, self.point, True, False, "completes the next phase")
+                    self._found(PHASE, waited, ended, f"mbarrier {key}")
         barrier.phase += 1
         barrier.completed[:, barrier.agent] = barrier.phase
 
-    def wait_for(self, warp: int, key: Hashable) -> None:
+    def wait_for(self, warp: int, key: Hashable, relaxed: bool = False) -> None:
         """With success: the phase before the current one is complete, or there was none."""
         barrier = self._mbarrier(warp, key)
-        np.maximum(self.clock[warp], barrier.completed, out=self.clock[warp])
+        if relaxed:
+            barrier.is_relaxed = True
+            known = np.where(self._of_tmem, barrier.completed, 0)
+            np.maximum(self._awaited[warp], known, out=self._awaited[warp])
+        else:
+            np.maximum(self.clock[warp], barrier.completed, out=self.clock[warp])
         barrier.waits[warp] = barrier.phase, self._now(warp)
         barrier.waited_at[warp] = self.point
 
@@ -607,6 +628,14 @@ class Clocks:
             return
         access = Access(warp, self._now(warp), self.point, True, True)
         self._access(self.tmem[cta], cells, access._replace(is_generic=False), self.clock[warp])
+
+    def fence_tmem_before(self, warp: int) -> None:
+        """tcgen05.fence::before_thread_sync: relaxed arrivals from here on hand on what is done in TMEM."""
+        self._published[warp] = np.where(self._of_tmem, self.clock[warp], 0)
+
+    def fence_tmem_after(self, warp: int) -> None:
+        """tcgen05.fence::after_thread_sync: what is done next in TMEM is behind relaxed waits."""
+        np.maximum(self.clock[warp], self._awaited[warp], out=self.clock[warp])
 
     # Registers
 

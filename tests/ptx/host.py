@@ -399,19 +399,21 @@ def _integers(compute: Callable[..., int]) -> Callable[..., int]:
     return lambda operation, *x: _wrapped(compute(*x), operation.types.split(" to ")[-1])
 
 
-def _multiply_floats(operation: Operation, x: float, y: float) -> float:
-    if operation.types != "f32":
-        raise NotImplementedError(f"{operation.name} : {operation.types}")
-    return float(np.float32(x) * np.float32(y))
+def _floats(compute: Callable[..., Any]) -> Callable[..., float]:
+    def of(operation: Operation, *x: float) -> float:
+        if operation.types != "f32":
+            raise NotImplementedError(f"{operation.name} : {operation.types}")
+        return float(compute(*map(np.float32, x)))
+
+    return of
 
 
 def _bits(value: int, type_: str) -> int:
     return value & (1 << int(type_[1:])) - 1
 
 
-def _remainder(x: int, y: int) -> int:
-    """With the sign of x."""
-    return abs(x) % abs(y) * (1 if x >= 0 else -1)
+def _truncated(x: int, y: int) -> int:
+    return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
 
 
 def _compare(operation: Operation, x: int, y: int) -> int:
@@ -439,18 +441,25 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "arith.addi": _integers(lambda x, y: x + y),
     "arith.subi": _integers(lambda x, y: x - y),
     "arith.muli": _integers(lambda x, y: x * y),
-    "arith.remsi": _integers(_remainder),
+    "arith.divsi": _integers(_truncated),
+    "arith.remsi": _integers(lambda x, y: x - y * _truncated(x, y)),
     "arith.floordivsi": _integers(lambda x, y: x // y),
+    "arith.ceildivsi": _integers(lambda x, y: -(-x // y)),
     "arith.minsi": _integers(min),
     "arith.maxsi": _integers(max),
     "arith.andi": _integers(lambda x, y: x & y),
+    "arith.ori": _integers(lambda x, y: x | y),
+    "arith.xori": _integers(lambda x, y: x ^ y),
     "arith.shli": _integers(lambda x, y: x << y),
     "arith.extsi": _integers(lambda x: x),
     "arith.trunci": _integers(lambda x: x),
     "arith.extui": lambda operation, x: _bits(x, operation.types.split(" to ")[0]),
     "arith.cmpi": _compare,
     "arith.select": lambda operation, which, x, y: x if which else y,
-    "arith.mulf": _multiply_floats,
+    "arith.mulf": _floats(np.multiply),
+    "arith.addf": _floats(np.add),
+    "arith.subf": _floats(np.subtract),
+    "arith.divf": _floats(np.divide),
     "cute.make_atom": lambda operation, *values: Atom(values, operation.operand_types),
     "cute.make_layout": lambda operation, shape, stride: Layout(shape, stride),
     # Whose strides are static

@@ -55,6 +55,10 @@ class Barrier:
         for at, bits in waiting:
             self.cta.unblock(at, bits)
 
+    def is_over(self, parity: int) -> bool:
+        """True if the phase of this parity, the one before the present one, is over."""
+        return self.phase & 1 != parity & 1
+
     def __repr__(self) -> str:
         state = f"phase {self.phase}, {self.pending} of {self.count} arrivals and {self.bytes} bytes pending"
         return f"mbarrier {self.offset:#x} of {self.cta} ({state})"
@@ -108,7 +112,9 @@ def initialize(threads: Threads, of: Instruction) -> None:
         cta.observer.initializes(threads.some(by), (cta.rank, offset))
 
 
-@action(r"mbarrier\.arrive(?:\.release\.(?:cta|cluster))?(\.expect_tx)?\.(shared|shared::cta|shared::cluster)\.b64")
+@action(
+    r"mbarrier\.arrive(?:\.(?:release|relaxed)\.(?:cta|cluster))?(\.expect_tx)?\.(shared|shared::cta|shared::cluster)\.b64"
+)
 def arrive(threads: Threads, of: Instruction, expects: str | None, space: str) -> None:
     """Each thread by itself, once or by a count; the state that it returns has no use here, so `_` or never read."""
     given = threads.value(of.operands[2], "u4") if len(of.operands) > 2 else None
@@ -124,9 +130,9 @@ def arrive(threads: Threads, of: Instruction, expects: str | None, space: str) -
         barrier.arrive(count if expects else total)
 
 
-@action(r"mbarrier\.try_wait\.parity(?:\.acquire\.(?:cta|cluster))?\.shared(?:::cta)?\.b64")
-def wait(threads: Threads, of: Instruction) -> Flow | None:
-    """Suspends its threads until the phase is over: when it gives up is not defined."""
+@action(r"mbarrier\.(try_wait|test_wait)\.parity(?:\.(?:acquire|relaxed)\.(?:cta|cluster))?\.shared(?:::cta)?\.b64")
+def wait(threads: Threads, of: Instruction, what: str) -> Flow | None:
+    """test_wait looks once. try_wait suspends its threads until the phase is over: when it gives up is not defined."""
     cta = threads.cta
     addresses, parities = threads.addresses(of.operands[1]), threads.value(of.operands[2], "u4")
     waiting = 0
@@ -134,9 +140,11 @@ def wait(threads: Threads, of: Instruction) -> Flow | None:
         chosen = (addresses == at) & (parities == which)
         some = threads if chosen.all() else threads.some(chosen)
         barrier = barrier_of(cta, at, False)
-        if barrier.phase & 1 != which & 1:  # the phase of this parity is over, the one before the present one
+        over = barrier.is_over(which)
+        if over:
             cta.observer.waits(some, barrier.place, barrier.phase - 1)
-            some.set(of.operands[0], "?", True)
+        if over or what == "test_wait":
+            some.set(of.operands[0], "?", over)
             continue
         waiting |= some.bits
         cta.block(cta.pc, some, Phase(barrier, barrier.phase))

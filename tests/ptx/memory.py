@@ -6,6 +6,7 @@ group is waited for (`late`), or at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,17 +139,39 @@ def check_different(place: Any, data: Any) -> None:
         raise MemoryError("two threads write one address")
 
 
-@action(r"atom(?:\.(?:relaxed|acq_rel|acquire|release))?(?:\.(?:cta|gpu|sys|cluster))?\.global\.(add|or)\.(\w+)")
-def atomic(threads: Threads, of: Instruction, operation: str, kind: str) -> None:
-    target, where, given = of.operands
+ATOMIC: dict[str, Callable[[Any, Any], Any]] = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "exch": lambda old, new: new,
+}
+
+
+@action(
+    r"(atom|red)(?:\.(?:relaxed|acq_rel|acquire|release))?(?:\.(?:cta|gpu|sys|cluster))?"
+    r"\.(global|shared|shared::cta)\.(add|min|max|and|or|xor|exch|cas)\.(\w+)"
+)
+def atomic(threads: Threads, of: Instruction, what: str, space: str, operation: str, kind: str) -> None:
+    target, where, *given = of.operands if what == "atom" else ("_", *of.operands)
     at, size = threads.addresses(where), np.dtype(TYPES[kind]).itemsize
     check_aligned(at, size)
-    memory, place = in_tensors(threads.cta, at, size)
+    if space == "global":
+        memory, place = in_tensors(threads.cta, at, size)
+    else:
+        memory, place = threads.cta.shared, offset_in_own(threads.cta, at, size)
+        threads.cta.observer.shared(threads, "atomic", place, size)
     numbers = memory[: len(memory) // size * size].view(TYPES[kind])
+    values = [threads.value(x, TYPES[kind]) for x in given]
     before = np.empty(threads.count, TYPES[kind])
-    for i, (index, value) in enumerate(zip((place // size).tolist(), threads.value(given, TYPES[kind]), strict=True)):
-        before[i] = numbers[index]  # one after the other, in order of threads
-        numbers[index] = before[i] + value if operation == "add" else before[i] | value
+    for i, index in enumerate((place // size).tolist()):  # one after the other, in order of threads
+        before[i] = old = numbers[index]
+        if operation == "cas":
+            numbers[index] = values[1][i] if old == values[0][i] else old
+        else:
+            numbers[index] = ATOMIC[operation](old, values[0][i])
     if target != "_":
         threads.put(threads.cta.program.result(target, TYPES[kind]), before)
 
@@ -219,10 +242,13 @@ def commit_copies(threads: Threads, of: Instruction) -> None:
     threads.cta.observer.commits_group(threads, "cp.async")
 
 
-@action(r"cp\.async\.wait_group")
+@action(r"cp\.async\.(?:wait_group|wait_all)")
 def wait_for_copies(threads: Threads, of: Instruction) -> None:
-    cta, most = threads.cta, int(of.operands[0])
+    most = int(of.operands[0]) if of.operands else 0
+    cta = threads.cta
     for copies in groups_of(threads, "cp.async"):
+        if not of.operands:
+            copies.commit()
         for to, data in copies.wait(most):
             if cta.cluster.late:
                 cta.shared[to : to + len(data)] = data

@@ -27,8 +27,8 @@ from tests.ptx.program import Program, storages_of
 from tests.ptx.registers import Threads
 
 ORDERS = re.compile(
-    r"mbarrier\.(try_wait|arrive)\b.*|tcgen05\.(commit|wait)\b.*|wgmma\.(fence|commit_group|wait_group)\b.*"
-    r"|fence\..*|(bar|barrier)\..*|cp\.async\.(bulk\.)?(commit_group|wait_group)\b.*|griddepcontrol\..*"
+    r"mbarrier\.(try_wait|test_wait|arrive)\b.*|tcgen05\.(commit|wait|fence)\b.*|wgmma\.(fence|commit_group|wait_group)\b.*"
+    r"|fence\..*|(bar|barrier)\..*|cp\.async\.(bulk\.)?(commit_group|wait_group|wait_all|mbarrier)\b.*|griddepcontrol\..*"
 )
 """Names of instructions that order others."""
 # Of a wait

@@ -57,7 +57,7 @@ class Observer:
     # Accesses of threads
 
     def shared(self, threads: Threads, kind: str, places: Any, size: int) -> None:
-        """Args: read or write; of each thread, the first of `size` bytes in its CTA's shared memory."""
+        """Args: read, write or atomic; of each thread, the first of `size` bytes in its CTA's shared memory."""
 
     def tensor_memory(self, threads: Threads, kind: str, column: int, count: int) -> None:
         """tcgen05.ld (read) or st (write): `count` columns of the quarter of lanes of each whole warp."""
@@ -120,4 +120,4 @@ class Observer:
     # Fences
 
     def fences(self, threads: Threads, kind: str) -> None:
-        """The instruction's name: fence.proxy.async, fence.mbarrier_init, wgmma.fence, ..."""
+        """The instruction's name: fence.proxy.async, fence.mbarrier_init, wgmma.fence, tcgen05.fence, ..."""

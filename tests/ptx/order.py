@@ -24,6 +24,8 @@ FENCES = {
     "fence.proxy.async": Clocks.fence_proxy,
     "fence.mbarrier_init": Clocks.fence_init,
     "wgmma.fence": Clocks.fence_registers,
+    "tcgen05.fence::before": Clocks.fence_tmem_before,
+    "tcgen05.fence::after": Clocks.fence_tmem_after,
 }
 IN_REGISTERS = ("tcgen05.ld.", "wgmma.mma_async.")
 """What writes registers after the instruction has been executed."""
@@ -114,9 +116,10 @@ class Order(Observer):
     # Accesses of threads
 
     def shared(self, threads: Threads, kind: str, places: Any, size: int) -> None:
-        access = self.clocks.reads if kind == "read" else self.clocks.writes
+        clocks, cta = self.clocks, threads.cta.rank
+        access = {"read": clocks.reads, "write": clocks.writes, "atomic": clocks.adds}[kind]
         for warp, cells, lanes in self._cells_of_warps(threads, places, size):
-            access(warp, cells, threads.cta.rank, lanes)
+            access(warp, cells, cta, lanes)
 
     def tensor_memory(self, threads: Threads, kind: str, column: int, count: int) -> None:
         of = self.program.instructions[threads.cta.pc]
@@ -199,13 +202,16 @@ class Order(Observer):
 
     # mbarriers
 
+    def _is_relaxed(self, threads: Threads) -> bool:
+        return ".relaxed" in self.program.instructions[threads.cta.pc].name
+
     def initializes(self, threads: Threads, barrier: Place) -> None:
         self._each(threads, self.clocks.init, barrier)
 
     def arrives(self, threads: Threads, barrier: Place, phase: int) -> None:
         for warp, own in zip(self._warps(threads), threads.by_warp, strict=True):
             by_all = own.stop - own.start == LANES_OF_WARP
-            self.clocks.arrive_at(warp, barrier, by_all)
+            self.clocks.arrive_at(warp, barrier, self._is_relaxed(threads), by_all)
 
     def committed(self, barrier: Place) -> None:
         self.clocks.arrive_committed(barrier)
@@ -217,7 +223,7 @@ class Order(Observer):
         self.clocks.complete(barrier)
 
     def waits(self, threads: Threads, barrier: Place, phase: int) -> None:
-        self._each(threads, self.clocks.wait_for, barrier)
+        self._each(threads, self.clocks.wait_for, barrier, self._is_relaxed(threads))
 
     # Barriers of threads
 

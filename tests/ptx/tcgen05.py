@@ -168,6 +168,11 @@ def end_writes(cta: Cta, bits: int) -> None:
     writes[:] = [of for of in writes if of is not None]
 
 
+@action(r"tcgen05\.fence::(before|after)_thread_sync")
+def fence(threads: Threads, of: Instruction, when: str) -> None:
+    threads.cta.observer.fences(threads, of.name)
+
+
 # Products
 
 

@@ -130,8 +130,10 @@ def test_nothing_is_guessed(line: str, error: type[Exception], problem: str) -> 
 @pytest.mark.parametrize(
     ("operation", "x", "y", "expected"),
     [
+        ("divsi", -7, 2, -3),
         ("remsi", -7, 2, -1),
         ("floordivsi", -7, 2, -4),
+        ("ceildivsi", -7, 2, -3),
         ("muli", 1 << 20, 1 << 12, 0),
         ("addi", (1 << 31) - 1, 1, -(1 << 31)),
         ("shli", 3, 31, -(1 << 31)),

@@ -27,6 +27,7 @@ ONE_RESULT = [
     ("shr.s32 %r9, -8, 40;", -1),
     ("shr.u32 %r9, -8, 28;", 15),
     ("shf.l.wrap.b32 %r9, 0x80000001, 7, 33;", 15),
+    ("shf.r.clamp.b32 %r9, 1, 7, 40;", 7),
     ("mul.hi.s32 %r9, -3, 5;", -1),
     ("mul.hi.u32 %r9, -3, 5;", 4),
     ("mad.lo.s32 %r9, -3, 5, 100;", 85),
@@ -34,11 +35,16 @@ ONE_RESULT = [
     ("rem.s32 %r9, -7, 2;", -1),
     ("div.u32 %r9, -7, 2;", ((1 << 32) - 7) // 2),
     ("popc.b32 %r9, 0xf00f;", 8),
+    ("clz.b32 %r9, 1;", 31),
+    ("brev.b32 %r9, 2;", 1 << 30),
+    ("bfind.u32 %r9, 0;", -1),
     ("bfe.u32 %r9, 0xabcd, 4, 8;", 0xBC),
     ("bfe.s32 %r9, 0xf0, 4, 4;", -1),
     ("bfe.s32 %r9, 0x70, 4, 0;", 0),
     ("prmt.b32 %r9, 0x33221100, 0x77665544, 0x7410;", 0x77441100),
     ("prmt.b32 %r9, 0x80, 0, 0x8000;", (0xFF000000 | 0x808080) - (1 << 32)),
+    ("lop3.b32 %r9, 12, 10, 6, 0x96;", 12 ^ 10 ^ 6),
+    ("lop3.b32 %r9, 12, 10, 6, 0xca;", (12 & 10) | (~12 & 6)),
     ("min.s32 %r9, -1, 1;", -1),
     ("min.u32 %r9, -1, 1;", 1),
     ("neg.s32 %r9, 5;", -5),
@@ -48,6 +54,10 @@ ONE_RESULT = [
     # One rounding: the product alone would lose the one
     (f"fma.rn.f32 %r9, {f32_text(1 + 2**-12)}, {f32_text(1 + 2**-12)}, {f32_text(-1 - 2**-11)};", f32(2**-24)),
     (f"ex2.approx.ftz.f32 %r9, {f32_text(-3)};", f32(0.125)),
+    (f"cvt.rni.s32.f32 %r9, {f32_text(2.5)};", 2),
+    (f"cvt.rzi.s32.f32 %r9, {f32_text(-2.5)};", -2),
+    (f"cvt.rmi.s32.f32 %r9, {f32_text(-2.5)};", -3),
+    (f"cvt.rzi.s32.f32 %r9, {f32_text(3e9)};", (1 << 31) - 1),
     ("cvt.rn.f32.s32 %r9, -16777217;", f32(-16777216)),
     (f"cvt.rn.bf16x2.f32 %r9, {f32_text(1)}, {f32_text(1 + 2**-8)};", 0x3F803F80),
     (f"cvt.rn.bf16x2.f32 %r9, {f32_text(1 + 3 * 2**-8)}, {f32_text(-math.inf)};", 0x3F82FF80),
@@ -59,11 +69,15 @@ ONE_RESULT = [
     ("mov.b32 %r8, 0x20001; mov.b32 {%rs1, %rs2}, %r8; mov.b32 %r9, {%rs2, %rs1};", 0x10002),
     ("mul.wide.s32 %rd9, -1, 2; shr.s64 %rd9, %rd9, 33; cvt.u32.u64 %r9, %rd9;", -1),
     ("mul.wide.u32 %rd9, -1, 2; mov.b64 {_, %r9}, %rd9;", 1),
+    ("mul.hi.u64 %rd9, -1, -1; mov.b64 {%r9, _}, %rd9;", -2),
     ("setp.neu.f32 %p0, 0f7FFFFFFF, 0f7FFFFFFF; selp.b32 %r9, 1, 0, %p0;", 1),
     ("setp.ne.f32 %p0, 0f7FFFFFFF, 0f7FFFFFFF; selp.b32 %r9, 1, 0, %p0;", 0),
-    ("setp.leu.f32 %p0, 0f7FFFFFFF, 0f00000000; selp.b32 %r9, 1, 0, %p0;", 1),
+    ("setp.ltu.f32 %p0, 0f7FFFFFFF, 0f00000000; selp.b32 %r9, 1, 0, %p0;", 1),
     ("setp.lt.s32 %p0, -1, 0; selp.b32 %r9, 1, 0, %p0;", 1),
     ("setp.lt.u32 %p0, -1, 0; selp.b32 %r9, 1, 0, %p0;", 0),
+    # The second one is a tie of bf16
+    ("mov.b32 %r4, 0x43803F80; mov.b32 %r5, 0x3B803F80; add.bf16x2 %r9, %r4, %r5;", 0x43804000),
+    ("mov.b32 %r4, 0x43800000; mov.b32 %r5, 0x3F800000; add.bf16x2 %r9, %r4, %r5;", 0x43800000),
     (f"mov.b16 %rs0, 0x3F81; fma.rn.f32.bf16 %r9, %rs0, %rs0, {f32_text(-1)};", f32((1 + 2**-7) ** 2 - 1)),
     # Two lanes may write equal values; addresses of 32 bits wrap
     ("mov.b32 %r4, 7; st.shared.b32 [%r2], %r4; sub.s32 %r5, %r2, 1024; ld.shared.b32 %r9, [%r5+1024];", 7),
@@ -111,7 +125,6 @@ def test_sums_of_pairs_round_to_nearest_or_down(x: float, y: float, down: float)
         "cp.async.bulk.tensor.2d.shared::cta.global.im2col.mbarrier::complete_tx::bytes [%r2], [%rd1, {%r0}], [%r2];",
         "fence.proxy.tensormap::generic.release.gpu;",
         "elect.sync _|%p0, 0xff;",
-        "mbarrier.arrive.relaxed.cluster.shared.b64 %rd9, [%r2];",
         "discombobulate.b32 %r9, 1;",
     ],
 )
@@ -141,7 +154,7 @@ def test_atomics_of_one_address_are_added_up() -> None:
     body = """
         ld.param.b64 %rd5, [kernel_param_1];
         atom.global.add.u32 %r9, [%rd5], 2;
-        atom.global.or.b32 _, [%rd5+4], %r0;
+        red.global.or.b32 [%rd5+4], %r0;
         st.global.b32 [%rd2], %r9;
     """
     got = run(body, x).flatten()

@@ -114,6 +114,14 @@ fills = all_of(arrives_at(0, FULL), loads(0))
 together = do(Clocks.sync, [0])
 waits_for_copies = do(Clocks.wait_group, "cp.async", 0, [0], 0)
 copies_by_lane_1 = all_of(by_lanes(Clocks.copy, 1), do(Clocks.commit_group, "cp.async", 0))
+HANDS_ON_TMEM = all_of(
+    do(Clocks.fence_tmem_before, 0),
+    do(Clocks.arrive_at, 0, FULL, True),
+    completes(FULL),
+    do(Clocks.wait_for, 1, FULL, True),
+    do(Clocks.fence_tmem_after, 1),
+)
+"""By a relaxed arrival and wait."""
 BY_PROXY = {
     "store": do(Clocks.bulk_store, 1, HERE),
     "product": multiplies(1),
@@ -168,6 +176,7 @@ RULES = {
     "a lane copies what others have read": Rule(
         [by_lanes(Clocks.reads, 2), together, copies_by_lane_1], {1: (LANES_RACE, 0, 2)}
     ),
+    "atomics are in any order": Rule([do(Clocks.adds, 0, HERE), do(Clocks.adds, 1, HERE)], {}),
     "cells are told apart": Rule([writes(0, np.array([1, 3])), writes(1, np.array([2, 4]))], {}),
     # mbarriers
     **{
@@ -293,6 +302,8 @@ WRONG: list[tuple[list[Step], Key]] = [
     ([writes(0), arrives(0), arrives(1), releases(1), writes(1), reads(0)], (RACE, 4, 5)),  # who arrives does not wait
     ([arrives(0), writes(0), arrives(1), releases(1), writes(1)], (RACE, 1, 4)),  # written after the arrival
     ([copies_by_lane_1, together, waits_for_copies, by_lanes(Clocks.reads, 2)], (LANES_RACE, 0, 3)),
+    ([do(Clocks.adds, 0, HERE), reads(1)], (RACE, 0, 1)),
+    ([writes(0), do(Clocks.adds, 1, HERE)], (RACE, 0, 1)),
     ([writes(0, np.array([1, 3])), writes(1, np.array([2, 3]))], (RACE, 0, 1)),
     ([begins(FULL), loads(0), loads(0)], (RACE, 1, 2)),  # copies of one phase are in no order
     *(([writes(0), meets, fences(who), step], (PROXY, 0, 3)) for who in (0, 1) for step in BY_PROXY.values()),
@@ -307,6 +318,10 @@ WRONG: list[tuple[list[Step], Key]] = [
     ([begins(FULL), multiplies(0), meets, do(Clocks.load_tmem, 0, RESULT)], (RACE, 1, 3)),  # nor for who started it
     ([multiplies(0), multiplies(0, to=1)], (PIPELINE, 0, 1)),
     ([multiplies(0), meets, multiplies(1)], (RACE, 0, 2)),  # another warp's pipe
+    (  # relaxed barriers do not order shared memory
+        [begins(FULL), writes(0), HANDS_ON_TMEM, reads(1)],
+        (RACE, 1, 3),
+    ),
 ]
 
 
@@ -504,6 +519,27 @@ SAMPLES = {
             "registers": (REGISTER_FENCE, "wgmma.mma_async", "wgmma.mma_async"),
             **dict.fromkeys(("commit", "wait"), (RACE, "wgmma.mma_async", "st.shared.b32 [%r4], %r2")),
         },
+    ),
+    "relaxed": Sample(
+        """
+        @%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3], 32;
+        @%p2 mbarrier.init.shared.b64 [%r3+8], 1;
+        bar.sync 0;
+        ld.shared.b32 %r5, [%r3];
+        @%p1 tcgen05.st.sync.aligned.32x32b.x1.b32 [%r5], {%r1};
+        @%p1 tcgen05.wait::st.sync.aligned;
+        @%p1 tcgen05.fence::before_thread_sync; // before
+        @%p2 mbarrier.arrive.relaxed.cluster.shared.b64 %rd2, [%r3+8];
+        $AGAIN: mbarrier.try_wait.parity.relaxed.cluster.shared.b64 %p6, [%r3+8], 0;
+        @!%p6 bra $AGAIN;
+        tcgen05.fence::after_thread_sync; // after
+        @%p4 tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r9}, [%r5];
+        @%p4 tcgen05.wait::ld.sync.aligned;
+        bar.sync 0;
+        @%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 32;
+        """,
+        160,
+        dict.fromkeys(("before", "after"), (RACE, "tcgen05.st", "tcgen05.ld")),
     ),
 }
 LEFT_OUT = [(name, left_out) for name, sample in SAMPLES.items() for left_out in ("", *sample.found)]

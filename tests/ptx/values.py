@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-TYPES: dict[str, str] = {"pred": "?", "f32": "f4", "f64": "f8", "f16": "f2", "f32x2": "f4x2"}
+TYPES: dict[str, str] = {"pred": "?", "f32": "f4", "f64": "f8", "f16": "f2", "f32x2": "f4x2", "b16x2": "u2x2"}
 TYPES |= {
     f"{kind}{bits}": f"{letter}{bits // 8}"
     for bits in (8, 16, 32, 64)

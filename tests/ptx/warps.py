@@ -12,10 +12,10 @@ from tests.ptx.registers import LANES, Threads
 from tests.ptx.values import TYPES
 
 
-def over_all(threads: Threads, values: Any) -> Any:
+def over_all(threads: Threads, values: Any, missing: Any = 0) -> Any:
     """Values of threads that run, in an array over the lanes of their warps: (warp, lane)."""
     first, end = threads.warps[0], threads.warps[-1] + 1
-    everywhere = np.zeros((end - first) * LANES, values.dtype)
+    everywhere = np.full((end - first) * LANES, missing, values.dtype)
     everywhere[threads.numbers - first * LANES] = values
     return everywhere.reshape(-1, LANES)
 
@@ -55,13 +55,15 @@ def shuffle(program: Listing, of: Instruction, how: str) -> Run:
     return run
 
 
-@action(r"vote\.sync\.(ballot|any)\.(?:b32|pred)")
+@action(r"vote\.sync\.(ballot|any|all|uni)\.(?:b32|pred)")
 def vote(threads: Threads, of: Instruction, how: str) -> None:
     to, given = of.operands[:2]
     lanes = over_all(threads, threads.value(given.lstrip("!"), "?") ^ (given[0] == "!"))
-    found = (lanes.astype("u4") << np.arange(LANES, dtype="u4")).sum(1, dtype="u4")
-    of_threads = found[threads.warp_of - threads.warps[0]]
-    threads.set(to, *(("u4", of_threads) if how == "ballot" else ("?", of_threads > 0)))
+    held, count = lanes.sum(1), over_all(threads, np.ones(threads.count, "i8")).sum(1)
+    found = {"any": held > 0, "all": held == count, "uni": (held == 0) | (held == count)}.get(how)
+    if found is None:
+        found = (lanes.astype("u4") << np.arange(LANES, dtype="u4")).sum(1, dtype="u4")
+    threads.set(to, "u4" if how == "ballot" else "?", found[threads.warp_of - threads.warps[0]])
 
 
 REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
