@@ -42,7 +42,7 @@ def forward(
         q, k, v, block_indices, cu_seqlens, cu_seqlens_k: see nsa.block_sparse_attention.
         q_start: int32 `[B]`; None if queries are the last tokens.
     """
-    pack = _pack(q, k, cu_seqlens, cu_seqlens_k, q_start, block_size, causal)
+    pack = token_pack(q, k, cu_seqlens, cu_seqlens_k, q_start, block_size, causal)
     attend = kv_outer.forward if attends_by_block(q.shape[-2] // k.shape[-2], q.device) else selected.forward
     how: dict[str, Any] = {"size": block_size, "scale": softmax_scale, "causal": causal}
     out, lse = attend(rows_of(q), rows_of(k), rows_of(v), lists_of(block_indices), pack, **how)
@@ -66,7 +66,7 @@ def backward(
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, contiguous. Args: do: gradient of out. The rest: arguments and results of `forward`."""
-    pack = _pack(q, k, cu_seqlens, cu_seqlens_k, q_start, block_size, causal)
+    pack = token_pack(q, k, cu_seqlens, cu_seqlens_k, q_start, block_size, causal)
     heads = q.shape[-2]
     statistics = statistics_of(rows_of(do), rows_of(out), lse.view(heads, -1))
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -121,15 +121,16 @@ def kept_like(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return like
 
 
-def _pack(
+def token_pack(
     q: Tensor,
     k: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_k: Tensor | None,
     q_start: Tensor | None,
     size: int,
-    causal: bool,
+    causal: bool = True,
 ) -> Pack:
+    """Documents of a call in which each token has its own list of blocks of `size` keys."""
     return pack_of(q, k, cu_seqlens, cu_seqlens_k, q_start, length=size, stride=size, tile=1, causal=causal)
 
 

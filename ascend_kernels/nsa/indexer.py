@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ascend_kernels.nsa.layout import pack_of, rows_of
+from ascend_kernels.nsa.block_sparse import token_pack
+from ascend_kernels.nsa.layout import rows_of
 from ascend_kernels.nsa.scores import block_scores
 from ascend_kernels.nsa.topk import top_blocks
 
@@ -26,8 +27,7 @@ def top_blocks_by_max(
         q_idx, k_idx, cu_seqlens, cu_seqlens_k, block_size, k, local: see nsa.top_blocks_by_max.
         q_start: int32 `[B]`; None if queries are the last tokens.
     """
-    sizes = {"length": block_size, "stride": block_size, "tile": 1}
-    pack = pack_of(q_idx, k_idx, cu_seqlens, cu_seqlens_k, q_start, **sizes, causal=True)
+    pack = token_pack(q_idx, k_idx, cu_seqlens, cu_seqlens_k, q_start, block_size)
     scores = block_scores(rows_of(q_idx), rows_of(k_idx), pack, block_size)
     found = top_blocks(scores, pack, size=block_size, count=k, num_init=0, num_local=local, causal=True, mean=False)
     if cu_seqlens is not None:

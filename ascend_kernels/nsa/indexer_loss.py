@@ -26,8 +26,8 @@ from torch import Tensor
 from ascend_kernels.launch import launch
 from ascend_kernels.nsa import kv_outer
 from ascend_kernels.nsa.attention import last_keys, load_tile
-from ascend_kernels.nsa.block_sparse import lists_of
-from ascend_kernels.nsa.kv_outer import chunk_of, load_rows, pairs_from, sum_kernel, work_tile
+from ascend_kernels.nsa.block_sparse import lists_of, token_pack
+from ascend_kernels.nsa.kv_outer import add_work_tiles, chunk_of, load_rows, pairs_from, work_tile
 from ascend_kernels.nsa.layout import (
     K_LEN,
     K_ROW,
@@ -36,7 +36,6 @@ from ascend_kernels.nsa.layout import (
     T_ROW,
     Pack,
     field,
-    pack_of,
     row_field,
     rows_of,
     strided,
@@ -210,7 +209,7 @@ class Selection:
 
 
 def select(index: Tensor, pack: Pack, size: int, chunk: int) -> Selection:
-    """Args: chunk: tokens of a chunk."""
+    """Sort selected blocks by block, for chunks of so many tokens."""
     found = block_lists(index, pack, index.shape[0], size=size, causal=True, chunk=chunk)
     return Selection(index, pack, size, found)
 
@@ -295,7 +294,7 @@ def forward(
 
     Args: see nsa.indexer_kl_loss; they have been checked, and q_start is int32 `[B]` or None.
     """
-    pack, index = _pack(q, k, cu_seqlens, q_start, block_size), lists_of(block_indices)
+    pack, index = token_pack(q, k, cu_seqlens, None, q_start, block_size), lists_of(block_indices)
     if 0 in index.shape or k.numel() == 0:
         nothing = torch.zeros(index.shape, dtype=torch.float32, device=q.device)
         return nothing.sum(), torch.full_like(index, -1), nothing
@@ -396,7 +395,7 @@ def backward(
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """dq_idx and dk_idx. Args: do: gradient of the loss. The rest: arguments and results of `forward`."""
-    pack, index = _pack(q, k, cu_seqlens, q_start, block_size), lists_of(block_indices)
+    pack, index = token_pack(q, k, cu_seqlens, None, q_start, block_size), lists_of(block_indices)
     q_rows, k_rows = rows_of(q_idx), rows_of(k_idx)
     (heads, lists, slots), dim = index.shape, q_idx.shape[-1]
     dq, dk = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q_idx, k_idx))
@@ -417,7 +416,6 @@ def backward(
     together = max(1, min(heads, kv_outer.PARTIAL_BYTES // (num_work * block_size * dim * 4)))
     part = torch.empty((together, num_work, block_size, dim), dtype=torch.float32, device=q.device)
     total = torch.zeros((k_rows.shape[0], heads, dim), dtype=torch.float32, device=q.device)
-    blocks = pack.key_tiles(block_size)
     for head in range(0, heads, together):
         own = slice(head, head + together)
         count = min(together, heads - head)
@@ -426,14 +424,7 @@ def backward(
             **selection.arguments(own, 0), "p_dk": part, "dim": dim,
         }  # fmt: skip
         launch(dk_kernel, (num_work, count, -(-block_size // chosen.block_n)), arguments, constants, **chosen.options)
-        ends = selection.found.ends[own, 0]
-        arguments = {
-            "p_part": part, "p_ends": ends, "end_head": ends.stride(0), "p_sum": total, "p_docs": pack.docs,
-            "p_tiles": blocks, "num_work": num_work, "size": block_size, "num_kv_heads": heads, "head": head,
-            "dim": dim,
-        }  # fmt: skip
-        rows = {"BLOCK_N": 16, "BLOCK_D": block_of(dim)}
-        launch(sum_kernel, (len(blocks), count, -(-block_size // 16)), arguments, rows, **gpu_options(num_warps=4))
+        add_work_tiles(part, selection.found.ends[own, 0], total, head, pack)
     if k_rows.shape[1] == 1:
         total = total.sum(1, keepdim=True)
     return dq, (total * factor).to(k_idx.dtype).view(k_idx.shape)
@@ -443,8 +434,4 @@ def kept_like(block_indices: Tensor) -> tuple[Tensor, Tensor]:
     """Empty tensors like the keys and gradients of `forward`, without running anything (sizes may be symbols)."""
     slots, heads = block_indices.shape[-1], block_indices.shape[-3]
     shape = heads, block_indices[..., 0].numel() // heads, slots
-    return tuple(block_indices.new_empty(shape, dtype=dtype) for dtype in (torch.int32, torch.float32))  # type: ignore[return-value]
-
-
-def _pack(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None, size: int) -> Pack:
-    return pack_of(q, k, cu_seqlens, None, q_start, length=size, stride=size, tile=1, causal=True)
+    return block_indices.new_empty(shape, dtype=torch.int32), block_indices.new_empty(shape, dtype=torch.float32)

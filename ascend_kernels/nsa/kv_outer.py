@@ -378,6 +378,24 @@ def sum_kernel(
             tl.store(p_sum + o_out + o_d[None, :], b_sum, mask=mask)
 
 
+def add_work_tiles(part: Tensor, ends: Tensor, total: Tensor, head: int, pack: Pack) -> None:
+    """Add partial sums of work tiles, in order, to the keys of key/value heads from `head` on.
+
+    Args:
+        part: fp32 `[heads,work tiles,size,D]`. ends: of BlockLists, for one chunk and these heads.
+        total: fp32 `[keys,H_kv,D]`.
+    """
+    num_work, size, dim = part.shape[1:]
+    blocks = pack.key_tiles(size)
+    arguments = {
+        "p_part": part, "p_ends": ends, "end_head": ends.stride(0), "p_sum": total, "p_docs": pack.docs,
+        "p_tiles": blocks, "num_work": num_work, "size": size, "num_kv_heads": total.shape[1], "head": head,
+        "dim": dim,
+    }  # fmt: skip
+    constants = {"BLOCK_N": 16, "BLOCK_D": block_of(dim)}
+    launch(sum_kernel, (len(blocks), len(ends), -(-size // 16)), arguments, constants, **gpu_options(num_warps=4))
+
+
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
     p_part, p_index, p_docs, p_tiles, p_dq, dq_row, dq_head,
@@ -435,7 +453,6 @@ def backward(
         torch.empty((together, num_work, size, x), dtype=torch.float32, device=q.device) for x in (dim, dim_v)
     )
     part_dq = q.new_empty((parts, together, chunk * slots * group, dim) if dq is not None else 0)
-    blocks = pack.key_tiles(size)
     sizes = {"group_size": group, "slots": slots, "num_lists": lists, "size": size}
     constants = {
         "CAUSAL": causal, "BLOCK_N": chosen.block_n, "BLOCK_D": block_of(dim), "BLOCK_DV": block_of(dim_v),
@@ -465,13 +482,7 @@ def backward(
                 launch(tile_backward_kernel, grid, arguments | more, constants | rows_at_once, **chosen.options)
             ends = found.ends[kv, i_chunk]
             for part, total in ((part_dk, dk), (part_dv, dv)):
-                arguments = {
-                    "p_part": part, "p_ends": ends, "end_head": ends.stride(0), "p_sum": total, "p_docs": pack.docs,
-                    "p_tiles": blocks, "num_work": num_work, "size": size, "num_kv_heads": kv_heads, "head": head,
-                    "dim": part.shape[3],
-                }  # fmt: skip
-                block = {"BLOCK_N": 16, "BLOCK_D": block_of(part.shape[3])}
-                launch(sum_kernel, (len(blocks), count, -(-size // 16)), arguments, block, **gpu_options(num_warps=4))
+                add_work_tiles(part, ends, total, head, pack)
             if dq is not None:
                 arguments = {
                     "p_part": part_dq, "p_index": index[kv], "p_docs": pack.docs, "p_tiles": tiles,

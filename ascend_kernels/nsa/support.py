@@ -79,17 +79,12 @@ def check_top_blocks_by_max(call: Any) -> str | None:
 
 def check_indexer_kl_loss(call: Any) -> str | None:
     """Reason why these kernels cannot compute the loss of a call (dispatch.Call), or None."""
-    inputs = call.options.get("inputs")
-    problem = _machine_refusal(call)
-    if problem or inputs is None:
+    q_idx, problem = call.options.get("q_idx"), check_block_sparse_attention(call)
+    if problem or q_idx is None:
         return problem
-    q_idx = call.options["q_idx"]
-    problem = _machine_refusal(replace(call, dtype=q_idx.dtype))
-    if problem:
+    if problem := _machine_refusal(replace(call, dtype=q_idx.dtype)):
         return f"{problem} (q_idx)"
-    if q_idx.shape[-1] > MAX_DIM:
-        return f"supports D_i up to {MAX_DIM}, got {q_idx.shape[-1]}"
-    return _refusal_of_shapes(inputs, call.options["slots"], "k", 1) or _refusal_of_blocks(call.options["block_size"])
+    return f"supports D_i up to {MAX_DIM}, got {q_idx.shape[-1]}" if q_idx.shape[-1] > MAX_DIM else None
 
 
 def _machine_refusal(call: Any) -> str | None:
