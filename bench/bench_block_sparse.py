@@ -43,7 +43,7 @@ from nsa import block_sparse_attention, indexer_kl_loss, top_blocks_by_max
 OPS = ("block_sparse", "top_blocks", "indexer_kl", "m3_layer")
 PASSES = ("fwd", "fwd+bwd")
 PASSES_OF = {"top_blocks": ("fwd",), "indexer_kl": ("fwd+bwd",)}
-"""Of ops that have not both."""
+"""Passes of ops that do not have both."""
 PEERS = ("dense", "mask", "pairs")
 MOST_PAIRS = 1 << 30
 """Most pairs in a call of SDPA with a mask, whose kernels may count in 32 bits (pytorch/pytorch#162588, #145040)."""
@@ -300,7 +300,7 @@ class Loss(Problem):
         return self.of_last(self.case.n, self.dtype, self.backend)
 
     def check(self) -> Error:
-        """Of the last tokens: each result may be off by an ulp, and by what fp32 sums of scores may hide."""
+        """Errors for the last tokens: a result may be off by an ulp, and by what fp32 sums of scores may hide."""
         rows = min(self.case.n, 256)
         got, exact = self.of_last(rows, self.dtype, self.backend), self.of_last(rows, torch.float64, "reference")
         budget = torch.finfo(self.dtype).eps + 2.0**-15

@@ -260,7 +260,7 @@ class ShareOf(NamedTuple):
 
     @torch.no_grad()
     def both(self, kept: list[Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """out and gradients. Args: kept: as of Alone."""
+        """out and gradients. Args: kept: as in Alone."""
         out, saved = attend(self.plan(), self.own, saving=True)
         return out, attend_backward(self.plan(kept=kept), self.own, saved, self.do)
 

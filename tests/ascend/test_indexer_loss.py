@@ -29,7 +29,7 @@ class Case:
     size: int = 16
     k: int = 2
     dtypes: tuple[torch.dtype, torch.dtype] = (BF16, BF16)
-    """Of q and k, and of q_idx and k_idx."""
+    """dtypes of q and k, and of q_idx and k_idx."""
     shared: bool = True
     bounds: tuple[int, ...] | None = None
     starts: tuple[int, ...] | None = None

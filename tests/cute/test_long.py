@@ -98,7 +98,7 @@ def rows_of(config: NSAConfig) -> int:
 
 
 Selections = Callable[[int], tuple[Tensor, Tensor | None]]
-"""What the tile that begins at a row selects for each query head: blocks of tokens, and of entries or None."""
+"""Function from the first row of a tile to the blocks it selects, by query head: of tokens, and of entries or None."""
 
 
 def selected_by(inputs: NSAInputs, config: NSAConfig, kernels: str) -> tuple[Tensor, Tensor, Selections]:
